@@ -1,0 +1,201 @@
+"""The machines: one kind of accelerator under a hierarchy of network levels."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.units import format_gib
+
+
+class Precision(StrEnum):
+    """Number format of the matrix products."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP8 = "fp8"
+
+
+class CollectiveKind(StrEnum):
+    """Kinds of communication that a training step issues."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    SEND_RECV = "send_recv"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """One device: peaks from its data sheet, and what share of each peak real kernels reach.
+
+    Args:
+        memory_bytes: device memory that a framework can allocate from.
+        peak_flops_per_s: dense matrix peak for each number format.
+        gemm_efficiency: largest share of that peak that a well-shaped matrix product reaches.
+        attention_efficiency: share of the bf16 peak that fused attention reaches on long sequences.
+        memory_bandwidth_bytes_per_s: peak device-memory bandwidth.
+        memory_efficiency: share of it that streaming kernels reach.
+        kernel_floor_s: shortest time one kernel takes, launch included.
+        source: where each figure comes from.
+    """
+
+    name: str
+    memory_bytes: int
+    peak_flops_per_s: Mapping[Precision, float]
+    gemm_efficiency: Mapping[Precision, float]
+    attention_efficiency: float
+    memory_bandwidth_bytes_per_s: float
+    memory_efficiency: float
+    kernel_floor_s: float
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        what = f"accelerator {self.name}"
+        _require_number(f"{what}: memory_bytes", self.memory_bytes)
+        _require_number(f"{what}: memory_bandwidth_bytes_per_s", self.memory_bandwidth_bytes_per_s)
+        _require_number(f"{what}: kernel_floor_s", self.kernel_floor_s, zero_allowed=True)
+        for precision, flops in self.peak_flops_per_s.items():
+            _require_number(f"{what}: peak_flops_per_s.{precision}", flops)
+        for precision, share in self.gemm_efficiency.items():
+            _require_share(f"{what}: gemm_efficiency.{precision}", share)
+        _require_share(f"{what}: attention_efficiency", self.attention_efficiency)
+        _require_share(f"{what}: memory_efficiency", self.memory_efficiency)
+
+    def supports(self, precision: Precision) -> bool:
+        """Whether the device has matrix units for this number format."""
+        return precision in self.peak_flops_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkLevel:
+    """One tier of the network; level 0 joins the devices of one node.
+
+    Args:
+        name: ``node``, ``leaf``, ``spine``, ...
+        num_devices: devices in one group of this level, or ``None`` for the outermost level, which
+            takes in the whole cluster however large.
+        bandwidth_bytes_per_s: what one device can send through this level, in one direction, while
+            every other device does the same (so oversubscription is already divided out).
+        latency_s: time of one hop through this level.
+        efficiency: share of the bandwidth that each kind of collective reaches for large messages.
+        source: where the figures come from.
+    """
+
+    name: str
+    num_devices: int | None
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    efficiency: Mapping[CollectiveKind, float] = field(default_factory=dict)
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        what = f"network level {self.name}"
+        _require_number(f"{what}: bandwidth_bytes_per_s", self.bandwidth_bytes_per_s)
+        _require_number(f"{what}: latency_s", self.latency_s, zero_allowed=True)
+        if self.num_devices is not None:
+            _require_number(f"{what}: num_devices", self.num_devices)
+        for kind, share in self.efficiency.items():
+            _require_share(f"{what}: efficiency.{kind}", share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """``num_gpus`` equal accelerators, numbered so that neighbours in number are near in the network.
+
+    Device ``r`` lies in group ``r // level.num_devices`` of each level. The levels grow outwards, each
+    a multiple of the one inside it; the last one has ``num_devices=None``.
+    """
+
+    name: str
+    num_gpus: int
+    accelerator: Accelerator
+    levels: tuple[NetworkLevel, ...]
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_gpus, int) or self.num_gpus < 1:
+            raise UserInputError(
+                "cluster.num_gpus",
+                value=self.num_gpus,
+                limit="it must be a whole number of at least 1",
+                fix="Give the number of GPUs of the job.",
+            )
+        self._check_levels()
+        per_node = self.gpus_per_node
+        if self.num_gpus > per_node and self.num_gpus % per_node:
+            lower = self.num_gpus // per_node * per_node
+            raise UserInputError(
+                "cluster.num_gpus",
+                value=self.num_gpus,
+                limit=f"nodes of {self.name} hold {per_node} GPUs each and a job takes whole nodes",
+                fix=f"Use {lower} or {lower + per_node}.",
+            )
+
+    def _check_levels(self) -> None:
+        if not self.levels or self.levels[-1].num_devices is not None:
+            raise UserInputError(
+                f"cluster {self.name}: levels",
+                value=[level.name for level in self.levels],
+                limit="the outermost level must exist and have num_devices: null",
+                fix="Leave num_devices of the last level empty; it takes in the whole cluster.",
+            )
+        inner = 1
+        for level in self.levels[:-1]:
+            size = level.num_devices
+            if size is None or size % inner or size <= inner - (inner == 1):
+                raise UserInputError(
+                    f"cluster {self.name}: level {level.name}: num_devices",
+                    value=size,
+                    limit=f"levels grow outwards and each holds a multiple of the inner one's {inner} devices",
+                    fix="Order the levels from the node outwards.",
+                )
+            inner = size
+
+    @property
+    def gpus_per_node(self) -> int:
+        """Devices that share the innermost level."""
+        return self.levels[0].num_devices or self.num_gpus
+
+    def resized(self, num_gpus: int) -> Cluster:
+        """The same cluster with another number of devices."""
+        return dataclasses.replace(self, num_gpus=num_gpus)
+
+    def group_sizes(self) -> tuple[int, ...]:
+        """Devices in one group of each level, the outermost taken as the whole cluster."""
+        return tuple(min(level.num_devices or self.num_gpus, self.num_gpus) for level in self.levels)
+
+    def describe(self) -> str:
+        """One line for tables.
+
+        Example: ``1024 x H100-SXM-80GB (74.5 GiB)``.
+        """
+        memory = format_gib(self.accelerator.memory_bytes)
+        return f"{self.num_gpus} x {self.accelerator.name} ({memory})"
+
+
+def _require_number(what: str, value: object, *, zero_allowed: bool = False) -> None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not ok or value < 0 or (value == 0 and not zero_allowed):  # type: ignore[operator]
+        raise UserInputError(
+            what,
+            value=value,
+            limit=f"it must be a finite number {'of at least' if zero_allowed else 'above'} 0",
+            fix="Correct the cluster's description.",
+        )
+
+
+def _require_share(what: str, value: float) -> None:
+    _require_number(what, value)
+    if value > 1.5:
+        raise UserInputError(
+            what,
+            value=value,
+            limit="a share of a peak lies above 0 and is at most 1.5 (in-network reduction)",
+            fix="Give it as a fraction, for example 0.8.",
+        )

@@ -1,0 +1,57 @@
+"""Time of one operator on one device.
+
+``time = flops / (peak * efficiency) + bytes / (bandwidth * efficiency) + kernel floor``: the sum, not
+the larger of the first two, because a kernel's prologue, epilogue and tails do not overlap with its
+main loop. It bends small and thin products down as measured kernels do, with the two efficiencies
+that the accelerator's record carries and nothing fitted here.
+"""
+
+from __future__ import annotations
+
+from nest_megatron.cluster.records import Accelerator, Precision
+from nest_megatron.errors import UserInputError
+from nest_megatron.model.graph import Operator, OperatorKind
+from nest_megatron.units import Seconds
+
+
+def operator_times(
+    operator: Operator, accelerator: Accelerator, precision: Precision
+) -> tuple[Seconds, Seconds]:
+    """Forward and backward time of an operator, in seconds.
+
+    Args:
+        precision: the job's format; products that stay in 16 bits use the 16-bit peak.
+
+    Raises:
+        UserInputError: if the accelerator has no matrix units for the format.
+    """
+    rate = _flops_rate(operator, accelerator, precision)
+    bandwidth = accelerator.memory_bandwidth_bytes_per_s * accelerator.memory_efficiency
+    floor = accelerator.kernel_floor_s * operator.num_kernels
+    forward = floor + operator.bytes_moved / bandwidth
+    backward = 2 * floor + operator.backward_bytes_moved / bandwidth
+    if operator.flops:
+        forward += operator.flops / rate
+        backward += operator.backward_flops / rate
+    return forward, backward
+
+
+def sixteen_bit(accelerator: Accelerator) -> Precision:
+    """The 16-bit format that the device's matrix units run."""
+    return Precision.BF16 if accelerator.supports(Precision.BF16) else Precision.FP16
+
+
+def _flops_rate(operator: Operator, accelerator: Accelerator, precision: Precision) -> float:
+    wide = sixteen_bit(accelerator)
+    if operator.kind is OperatorKind.ATTENTION:
+        return accelerator.peak_flops_per_s[wide] * accelerator.attention_efficiency
+    used = precision if operator.fp8 or precision is not Precision.FP8 else wide
+    if not accelerator.supports(used):
+        raise UserInputError(
+            "train.precision",
+            value=str(precision),
+            limit=f"{accelerator.name} has matrix units for "
+            + ", ".join(accelerator.peak_flops_per_s),
+            fix=f"Use {wide}.",
+        )
+    return accelerator.peak_flops_per_s[used] * accelerator.gemm_efficiency[used]

@@ -1,0 +1,256 @@
+"""Time and memory of one unit on one rank, part by part, and what recomputation makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nest_megatron.cluster.records import Cluster, CollectiveKind
+from nest_megatron.cost_model.communication import collective_time
+from nest_megatron.cost_model.compute import operator_times
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Part
+from nest_megatron.model.spec import LayerKind
+from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity, RecomputeModule
+from nest_megatron.units import Seconds
+
+#: Shape of each group inside a layer: its fan-out at each network level.
+GroupShapes = Mapping[Group, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassTime:
+    """One direction of a unit, split by what the time goes into."""
+
+    compute: Seconds = 0.0
+    tp: Seconds = 0.0
+    cp: Seconds = 0.0
+    ep: Seconds = 0.0
+
+    def __add__(self, other: PassTime) -> PassTime:
+        return PassTime(
+            compute=self.compute + other.compute,
+            tp=self.tp + other.tp,
+            cp=self.cp + other.cp,
+            ep=self.ep + other.ep,
+        )
+
+    @property
+    def total(self) -> Seconds:
+        """All of it."""
+        return self.compute + self.tp + self.cp + self.ep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitTimes:
+    """A unit without recomputation.
+
+    Args:
+        forward: forward pass by part of the layer; only what communication leaves exposed counts.
+        backward: the backward pass.
+        saved_bytes: kept for the backward pass by part; ``input_bytes`` comes on top.
+    """
+
+    forward: Mapping[Part, PassTime]
+    backward: PassTime
+    input_bytes: float
+    saved_bytes: Mapping[Part, float]
+    working_bytes: float
+
+    def __add__(self, other: UnitTimes) -> UnitTimes:
+        parts = self.forward.keys() | other.forward.keys()
+        saved = self.saved_bytes.keys() | other.saved_bytes.keys()
+        nothing = PassTime()
+        return UnitTimes(
+            forward={
+                part: self.forward.get(part, nothing) + other.forward.get(part, nothing)
+                for part in sorted(parts)
+            },
+            backward=self.backward + other.backward,
+            input_bytes=self.input_bytes + other.input_bytes,
+            saved_bytes={
+                part: self.saved_bytes.get(part, 0.0) + other.saved_bytes.get(part, 0.0)
+                for part in sorted(saved)
+            },
+            working_bytes=max(self.working_bytes, other.working_bytes),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitRun:
+    """A unit as it runs under a recompute setting.
+
+    Args:
+        recompute: the part of the forward pass that the backward pass does again.
+        saved_bytes: kept from the forward to the backward pass of a micro batch.
+        working_bytes: largest extra memory while the unit's backward pass runs.
+    """
+
+    forward: PassTime
+    backward: PassTime
+    recompute: PassTime
+    saved_bytes: float
+    working_bytes: float
+
+
+#: What each module of selective recomputation computes again, and what it then need not keep.
+#: Source: the checkpointing calls of megatron-core 0.16.1 (attention.py, transformer_layer.py,
+#: moe_layer.py, mlp.py, multi_latent_attention.py) with Transformer Engine's fused modules.
+_COMPUTED_AGAIN: Mapping[RecomputeModule, frozenset[Part]] = {
+    RecomputeModule.CORE_ATTN: frozenset({Part.CORE_ATTENTION}),
+    RecomputeModule.LAYERNORM: frozenset({Part.INPUT_NORM, Part.MLP_NORM}),
+    RecomputeModule.MLA_UP_PROJ: frozenset({Part.MLA_UP}),
+    RecomputeModule.MLP: frozenset({Part.MLP_NORM, Part.MLP}),
+    RecomputeModule.MOE_ACT: frozenset({Part.EXPERT_ACTIVATION}),
+    RecomputeModule.SHARED_EXPERTS: frozenset({Part.SHARED_EXPERTS}),
+    RecomputeModule.MOE: frozenset(
+        {
+            Part.ROUTER,
+            Part.DISPATCH,
+            Part.EXPERTS,
+            Part.EXPERT_ACTIVATION,
+            Part.SHARED_EXPERTS,
+        }
+    ),
+}
+
+
+def parts_computed_again(
+    recompute: Recompute, kind: LayerKind, *, latent_attention: bool
+) -> frozenset[Part]:
+    """Parts of one layer that selective recomputation covers.
+
+    The norm before a dense MLP or a grouped-query projection is fused into the projection, which
+    keeps its output, so ``layernorm`` reaches only the norms that stand alone: before experts and
+    before latent attention.
+    """
+    modules = set(recompute.modules)
+    if kind is LayerKind.MOE:
+        modules.discard(RecomputeModule.MLP)
+    parts = frozenset().union(*(_COMPUTED_AGAIN[module] for module in modules))
+    if RecomputeModule.LAYERNORM in modules:
+        if not latent_attention:
+            parts -= {Part.INPUT_NORM}
+        if kind is not LayerKind.MOE and RecomputeModule.MLP not in modules:
+            parts -= {Part.MLP_NORM}
+    return parts
+
+
+def run_unit(
+    times: UnitTimes, kind: LayerKind, recompute: Recompute, *, latent_attention: bool
+) -> UnitRun:
+    """A unit under a recompute setting; embedding and head are never computed again.
+
+    ``full`` with any method is taken as it acts on a layer that it covers.
+    """
+    whole = sum(times.forward.values(), PassTime())
+    saved = times.input_bytes + sum(times.saved_bytes.values())
+    nothing = UnitRun(
+        forward=whole,
+        backward=times.backward,
+        recompute=PassTime(),
+        saved_bytes=saved,
+        working_bytes=times.working_bytes,
+    )
+    if recompute.granularity is RecomputeGranularity.NONE or kind in (
+        LayerKind.EMBEDDING,
+        LayerKind.HEAD,
+    ):
+        return nothing
+    if recompute.granularity is RecomputeGranularity.FULL:
+        return UnitRun(
+            forward=whole,
+            backward=times.backward,
+            recompute=whole,
+            saved_bytes=times.input_bytes,
+            working_bytes=times.working_bytes + saved - times.input_bytes,
+        )
+    again = parts_computed_again(recompute, kind, latent_attention=latent_attention)
+    dropped = sum(num for part, num in times.saved_bytes.items() if part in again)
+    return UnitRun(
+        forward=whole,
+        backward=times.backward,
+        recompute=sum((t for p, t in times.forward.items() if p in again), PassTime()),
+        saved_bytes=saved - dropped,
+        working_bytes=times.working_bytes + dropped,
+    )
+
+
+def unit_times(
+    graph: LayerGraph, shapes: GroupShapes, cluster: Cluster, settings: CostSettings
+) -> UnitTimes:
+    """Price a unit's graph on a cluster.
+
+    Args:
+        shapes: where the layer's groups lie.
+    """
+    operators: dict[str, tuple[Seconds, Seconds]] = {}
+    forward: dict[Part, PassTime] = {}
+    backward = PassTime()
+    for op in graph.operators:
+        ahead, back = operator_times(op, cluster.accelerator, settings.precision)
+        if op.part in (Part.EXPERTS, Part.EXPERT_ACTIVATION):
+            ahead, back = ahead * settings.expert_imbalance, back * settings.expert_imbalance
+        operators[op.name] = (ahead, back)
+        forward[op.part] = forward.get(op.part, PassTime()) + PassTime(compute=ahead)
+        backward += PassTime(compute=back)
+    for part, direction, time in _exposed(graph.collectives, operators, shapes, cluster):
+        if direction:
+            backward += time
+        else:
+            forward[part] = forward.get(part, PassTime()) + time
+    saved: dict[Part, float] = {}
+    for part, num_bytes in graph.saved_bytes:
+        saved[part] = saved.get(part, 0.0) + num_bytes
+    return UnitTimes(
+        forward=forward,
+        backward=backward,
+        input_bytes=graph.input_bytes,
+        saved_bytes=saved,
+        working_bytes=graph.working_bytes,
+    )
+
+
+def _exposed(
+    collectives: tuple[LayerCollective, ...],
+    operators: Mapping[str, tuple[Seconds, Seconds]],
+    shapes: GroupShapes,
+    cluster: Cluster,
+) -> list[tuple[Part, bool, PassTime]]:
+    """What each collective adds: all of it, or what the operator that hides it leaves over."""
+    exposed: list[tuple[Part, bool, PassTime]] = []
+    hidden: dict[tuple[str, bool], tuple[Part, Group, Seconds]] = {}
+    for call in collectives:
+        seconds = call.num_calls * _call_time(call, shapes[call.group], cluster)
+        if not call.hidden_under:
+            exposed.append((call.part, call.backward, _by_group(call.group, seconds)))
+            continue
+        key = (call.hidden_under, call.backward)
+        before = hidden.get(key)
+        hidden[key] = (call.part, call.group, seconds + (before[2] if before else 0.0))
+    for (name, direction), (part, group, seconds) in hidden.items():
+        left = max(0.0, seconds - operators[name][direction])
+        exposed.append((part, direction, _by_group(group, left)))
+    return exposed
+
+
+def _call_time(call: LayerCollective, shape: tuple[int, ...], cluster: Cluster) -> Seconds:
+    kind = CollectiveKind(call.kind)
+    if kind is not CollectiveKind.SEND_RECV:
+        return collective_time(kind, call.message_bytes, shape, cluster.levels)
+    size, one_step = 1, 0.0
+    for fan_out in shape:
+        size *= fan_out
+    if size > 1:  # a ring's steps go at the pace of its farthest neighbours
+        one_step = collective_time(
+            CollectiveKind.ALL_GATHER, call.message_bytes * size, shape, cluster.levels
+        ) / (size - 1)
+    return one_step
+
+
+def _by_group(group: Group, seconds: Seconds) -> PassTime:
+    if group is Group.TENSOR:
+        return PassTime(tp=seconds)
+    if group is Group.CONTEXT:
+        return PassTime(cp=seconds)
+    return PassTime(ep=seconds)

@@ -1,0 +1,228 @@
+"""The stage problem: one launchable grid with its unit costs, waiting for a stage partition.
+
+This is what the solver minimises and what ``estimate`` evaluates, written in the plainest way. Times
+are ticks, memory is bytes; both are whole numbers, so every sum and comparison is exact.
+
+The iteration time of a partition is::
+
+    constant + max over ranks (end of its last pass + tail) + max over ranks (optimizer step)
+
+where a rank starts after its *head* (the gather of updated weights that its first forward passes
+cannot hide), the passes run as ``schedule.simulate`` runs them, and its *tail* is the gradient
+reduction that its last backward passes cannot hide. Head and tail are each the larger of two sums
+over the rank's units: what can never be hidden, and what remains when the overlap is used up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nest_megatron.cost_model.schedule import ChunkTimes, TimedOp, peak_live_chunks, simulate
+from nest_megatron.units import Bytes, Ticks
+
+
+class UnitCost(NamedTuple):
+    """What one unit of the layer sequence costs on its rank, for one micro batch where it applies.
+
+    The ``block_`` fields hold for a layer among the first ``block_num_layers`` of its chunk, which
+    full ``block`` recomputation computes again.
+    """
+
+    forward: Ticks
+    backward: Ticks
+    block_backward: Ticks
+    head_least: Ticks
+    head_rest: Ticks
+    tail_least: Ticks
+    tail_rest: Ticks
+    optimizer: Ticks
+    static_bytes: Bytes
+    saved_bytes: Bytes
+    block_saved_bytes: Bytes
+    working_bytes: Bytes
+    block_working_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineProblem:
+    """One grid with everything but the stage partition.
+
+    Args:
+        num_stages, num_virtual, num_microbatches: ``p``, ``v``, ``m``.
+        unit_kinds: for each unit, in order, its index into ``costs``.
+        costs: the distinct kinds of unit.
+        num_layers: transformer layers; they are the units ``1 .. num_layers``.
+        block_num_layers: layers at the head of each chunk that are computed again (0: none).
+        send_forward: time to send an activation from each of the ``p * v`` chunks to the next one.
+        send_backward: time to send a gradient from each chunk to the previous one.
+        overlap_p2p: transfers run beside the work of the sending rank; else they take its time.
+        capacity_bytes: memory that a rank may use.
+        constant: time of a step outside the schedule.
+    """
+
+    num_stages: int
+    num_virtual: int
+    num_microbatches: int
+    unit_kinds: bytes
+    costs: tuple[UnitCost, ...]
+    num_layers: int
+    block_num_layers: int
+    send_forward: tuple[Ticks, ...]
+    send_backward: tuple[Ticks, ...]
+    overlap_p2p: bool
+    capacity_bytes: Bytes
+    constant: Ticks
+
+    @property
+    def num_units(self) -> int:
+        """Units of the layer sequence, embedding and head included."""
+        return len(self.unit_kinds)
+
+    @property
+    def num_chunks(self) -> int:
+        """Virtual stages in the whole pipeline."""
+        return self.num_stages * self.num_virtual
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkCost:
+    """One chunk's sums over its units."""
+
+    forward: Ticks
+    backward: Ticks
+    head_least: Ticks
+    head_rest: Ticks
+    tail_least: Ticks
+    tail_rest: Ticks
+    optimizer: Ticks
+    static_bytes: Bytes
+    saved_bytes: Bytes
+    working_bytes: Bytes
+
+
+class RankMemory(NamedTuple):
+    """Memory of one rank at its peak: weights and states, kept activations, work in progress."""
+
+    static: Bytes
+    activation: Bytes
+    working: Bytes
+
+    @property
+    def total(self) -> Bytes:
+        """All three."""
+        return self.static + self.activation + self.working
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What a partition costs.
+
+    Args:
+        iteration: whole step, in ticks.
+        timeline: passes of every rank.
+        heads, tails, optimizers: those of every rank, in ticks.
+        memory: that of every rank at its peak.
+        fits: whether every rank stays within the capacity.
+    """
+
+    iteration: Ticks
+    timeline: tuple[tuple[TimedOp, ...], ...]
+    heads: tuple[Ticks, ...]
+    tails: tuple[Ticks, ...]
+    optimizers: tuple[Ticks, ...]
+    memory: tuple[RankMemory, ...]
+    fits: bool
+
+
+def chunk_cost(problem: PipelineProblem, first: int, end: int) -> ChunkCost:
+    """Sums over units ``first .. end``; the first layers follow the ``block_`` fields if asked."""
+    units = range(first, end)
+    layers = [u for u in units if 1 <= u <= problem.num_layers]
+    again = frozenset(layers[: problem.block_num_layers])
+    cost = {u: problem.costs[problem.unit_kinds[u]] for u in units}
+    return ChunkCost(
+        forward=sum(cost[u].forward for u in units),
+        backward=sum(cost[u].block_backward if u in again else cost[u].backward for u in units),
+        head_least=sum(cost[u].head_least for u in units),
+        head_rest=sum(cost[u].head_rest for u in units),
+        tail_least=sum(cost[u].tail_least for u in units),
+        tail_rest=sum(cost[u].tail_rest for u in units),
+        optimizer=sum(cost[u].optimizer for u in units),
+        static_bytes=sum(cost[u].static_bytes for u in units),
+        saved_bytes=sum(
+            cost[u].block_saved_bytes if u in again else cost[u].saved_bytes for u in units
+        ),
+        working_bytes=max(
+            cost[u].block_working_bytes if u in again else cost[u].working_bytes for u in units
+        ),
+    )
+
+
+def evaluate(problem: PipelineProblem, boundaries: tuple[int, ...]) -> Evaluation:
+    """Iteration time and memory of one stage partition, by simulating its schedule.
+
+    Args:
+        boundaries: ``p * v + 1`` unit indices rising strictly from 0 to the number of units.
+    """
+    p, v, m = problem.num_stages, problem.num_virtual, problem.num_microbatches
+    chunks = [chunk_cost(problem, a, b) for a, b in zip(boundaries, boundaries[1:], strict=False)]
+    ranks = [chunks[rank::p] for rank in range(p)]
+    heads = tuple(_larger(r, "head_least", "head_rest") for r in ranks)
+    tails = tuple(_larger(r, "tail_least", "tail_rest") for r in ranks)
+    optimizers = tuple(sum(c.optimizer for c in r) for r in ranks)
+    times = [chunk_times(problem, k, chunk) for k, chunk in enumerate(chunks)]
+    timeline = simulate(p, v, m, times, heads)
+    ends = [passes[-1].end + tail for passes, tail in zip(timeline, tails, strict=True)]
+    memory = [rank_memory(problem, rank, held) for rank, held in enumerate(ranks)]
+    return Evaluation(
+        iteration=problem.constant + max(ends) + max(optimizers),
+        timeline=timeline,
+        heads=heads,
+        tails=tails,
+        optimizers=optimizers,
+        memory=tuple(memory),
+        fits=max(rank.total for rank in memory) <= problem.capacity_bytes,
+    )
+
+
+def _larger(chunks: Sequence[ChunkCost], least: str, rest: str) -> Ticks:
+    return max(sum(getattr(c, least) for c in chunks), sum(getattr(c, rest) for c in chunks), 0)
+
+
+def chunk_times(problem: PipelineProblem, index: int, chunk: ChunkCost) -> ChunkTimes:
+    """A chunk's place in the schedule: its transfers either take its rank's time or run beside."""
+    forward, backward = problem.send_forward[index], problem.send_backward[index]
+    if problem.overlap_p2p:
+        return ChunkTimes(
+            forward=chunk.forward,
+            backward=chunk.backward,
+            forward_delay=forward,
+            backward_delay=backward,
+        )
+    return ChunkTimes(forward=chunk.forward + forward, backward=chunk.backward + backward)
+
+
+def rank_memory(problem: PipelineProblem, rank: int, chunks: Sequence[ChunkCost]) -> RankMemory:
+    """Peak memory of one pipeline rank that holds the given chunks."""
+    p, v, m = problem.num_stages, problem.num_virtual, problem.num_microbatches
+    activation = max(
+        sum(count * chunk.saved_bytes for count, chunk in zip(live, chunks, strict=True))
+        for live in peak_live_chunks(p, v, m, rank)
+    )
+    return RankMemory(
+        static=sum(c.static_bytes for c in chunks),
+        activation=activation,
+        working=max(c.working_bytes for c in chunks),
+    )
+
+
+def fits_in_memory(problem: PipelineProblem, boundaries: Sequence[int]) -> bool:
+    """Whether every rank of a partition stays within the capacity."""
+    chunks = [chunk_cost(problem, a, b) for a, b in zip(boundaries, boundaries[1:], strict=False)]
+    step = problem.num_stages
+    return all(
+        rank_memory(problem, rank, chunks[rank::step]).total <= problem.capacity_bytes
+        for rank in range(step)
+    )

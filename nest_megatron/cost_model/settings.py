@@ -1,0 +1,57 @@
+"""Assumptions of the cost model that are neither the model's, the cluster's nor the plan's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.errors import UserInputError
+from nest_megatron.units import GIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostSettings:
+    """What the cost model takes for granted.
+
+    Args:
+        precision: number format of the matrix products.
+        expert_imbalance: busiest expert rank's tokens over the mean; 1 is balanced routing.
+        dp_overlap: share of a micro batch's compute under which data-parallel traffic can hide.
+        optimizer_bytes_per_parameter: memory traffic of one optimizer step: gradient, master
+            weight and two moments read, three written, model weight written.
+        memory_reserve_bytes: CUDA context, NCCL buffers and library workspaces, outside the
+            allocator.
+        memory_margin: share of device memory left free against fragmentation.
+        iteration_floor_s: host work of a step that nothing hides (data, logging, launch).
+
+    Raises:
+        UserInputError: naming the field that is out of range.
+    """
+
+    precision: Precision = Precision.BF16
+    expert_imbalance: float = 1.0
+    dp_overlap: float = 0.9
+    optimizer_bytes_per_parameter: float = 30.0
+    memory_reserve_bytes: int = 2 * GIB
+    memory_margin: float = 0.06
+    iteration_floor_s: float = 0.005
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "expert_imbalance": (1.0, math.inf),
+            "dp_overlap": (0.0, 1.0),
+            "optimizer_bytes_per_parameter": (0.0, 1e3),
+            "memory_reserve_bytes": (0, 1 << 50),
+            "memory_margin": (0.0, 0.9),
+            "iteration_floor_s": (0.0, 1e3),
+        }
+        for field, (low, high) in ranges.items():
+            value = getattr(self, field)
+            if not (isinstance(value, int | float) and low <= value <= high):
+                raise UserInputError(
+                    f"cost.{field}",
+                    value=value,
+                    limit=f"it lies between {low:g} and {high:g}",
+                    fix="Leave it out to take the documented default.",
+                )

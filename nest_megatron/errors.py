@@ -1,0 +1,57 @@
+"""The error tree.
+
+Every error a user can cause says what is wrong, the value that was given, the limit it broke and
+the fix. ``assert`` is kept for invariants of our own.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class NestError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class UserInputError(NestError, ValueError):
+    """Something the user typed cannot be used.
+
+    Args:
+        what: the thing that is wrong, in the user's words (``cluster.num_gpus``).
+        value: the value that was given.
+        limit: the rule it breaks.
+        fix: what to type instead.
+    """
+
+    def __init__(self, what: str, *, value: object, limit: str, fix: str) -> None:
+        self.what = what
+        self.value = value
+        self.limit = limit
+        self.fix = fix
+        super().__init__(f"{what} = {value!r}: {limit}. {fix}")
+
+
+class PlanFileError(UserInputError):
+    """A plan file is missing, truncated, edited by hand or from another schema."""
+
+
+class ProfileError(UserInputError):
+    """A measured figure is missing, negative or not a number."""
+
+
+class UnplannableModelError(UserInputError):
+    """A model whose shape this planner does not describe (Mamba hybrids, vision, ...)."""
+
+
+def nearest(name: str, known: Iterable[str], *, count: int = 3) -> str:
+    """The known names closest to a misspelt one, as the tail of an error message.
+
+    >>> nearest("lama3_70b", ["llama3_8b", "llama3_70b", "bert_large"], count=1)
+    'Did you mean llama3_70b?'
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=count, cutoff=0.4)
+    if close:
+        return f"Did you mean {' or '.join(close)}?"
+    return f"Known: {', '.join(names)}."

@@ -1,0 +1,92 @@
+"""A Megatron-LM training job as its user wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.parallel.recompute import Recompute
+from nest_megatron.parallel.zero import ZeroStage
+
+#: Arguments that a plan may set; what a user gives of them stays fixed.
+PARALLEL_ARGUMENTS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "use_tp_pp_dp_mapping",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "micro_batch_size",
+    "recompute_granularity",
+    "recompute_activations",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "moe_layer_recompute",
+    "use_distributed_optimizer",
+    "use_megatron_fsdp",
+    "use_torch_fsdp2",
+    "data_parallel_sharding_strategy",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """What decides how many bytes the optimizer keeps for each parameter."""
+
+    optimizer: str = "adam"
+    use_precision_aware_optimizer: bool = False
+    main_grads_dtype: str = "fp32"
+    main_params_dtype: str = "fp32"
+    exp_avg_dtype: str = "fp32"
+    exp_avg_sq_dtype: str = "fp32"
+    optimizer_cpu_offload: bool = False
+    grad_reduce_in_bf16: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronJob:
+    """A training job as the user wrote it, the model's shape apart.
+
+    Args:
+        global_batch_size: ``None`` where the user leaves it to Megatron (one micro batch a rank).
+        fixed: the parallel choices that the user made, by Megatron's names.
+        recompute: the user's recomputation, ``None`` if they said nothing of it.
+        zero: the user's ZeRO stage, ``None`` if they said nothing of it.
+        world_size: number of ranks where the launcher says it.
+        passthrough: flags of the user's own script, kept untouched.
+        notes: what was assumed or will be ignored, one sentence each.
+    """
+
+    version: str
+    script: str
+    global_batch_size: int | None
+    micro_batch_size: int | None
+    seq_length: int
+    precision: Precision
+    fp8_recipe: str
+    transformer_impl: str
+    attention_backend: str
+    fixed: Mapping[str, Any]
+    recompute: Recompute | None
+    zero: ZeroStage | None
+    optimizer: OptimizerSettings
+    use_distributed_optimizer: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    moe_grouped_gemm: bool
+    world_size: int | None
+    passthrough: tuple[str, ...]
+    notes: tuple[str, ...]

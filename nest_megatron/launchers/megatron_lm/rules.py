@@ -1,0 +1,312 @@
+"""Every rule of Megatron-LM that a plan could break, in order, one function a rule.
+
+``RULES`` begins with the rules on degrees (``nest_megatron.parallel.degree_rules``); those here need
+the partition, the recomputation, the number format or the release. Sources name Megatron-LM
+core_v0.16.1; "(run)" marks what its own validation lets pass and only training reveals.
+"""
+
+from __future__ import annotations
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.megatron_lm.parser import VERSIONS
+from nest_megatron.launchers.megatron_lm.write import has_activation_flag
+from nest_megatron.model.spec import ModelFamily
+from nest_megatron.parallel.degree_rules import DEGREE_RULES, Rule, Violation, violations
+from nest_megatron.parallel.layout import layout_string, parse_layout
+from nest_megatron.parallel.recompute import RecomputeMethod, RecomputeModule
+from nest_megatron.parallel.rules import (
+    LaunchRequest,
+    allows_uniform_recompute,
+    decoder_layers,
+    mtp_chunk,
+    mtp_chunk_fits,
+)
+
+_POSITION_TYPES = {
+    "0.16.1": ("learned_absolute", "rope", "relative", "none"),
+    "0.20": ("learned_absolute", "rope", "yarn", "relative", "none"),
+}
+_MODULES_OF_EXPERTS = {
+    RecomputeModule.MOE,
+    RecomputeModule.MOE_ACT,
+    RecomputeModule.SHARED_EXPERTS,
+}
+_MODULES_OF_ENGINE = {
+    RecomputeModule.LAYERNORM,
+    RecomputeModule.MOE_ACT,
+    RecomputeModule.MLA_UP_PROJ,
+}
+
+
+def check(request: LaunchRequest) -> tuple[tuple[Rule, Violation], ...]:
+    """Every rule that a request breaks, in the order of ``RULES``."""
+    return tuple(violations(request, RULES))
+
+
+def require_launchable(request: LaunchRequest) -> None:
+    """Raise on the first broken rule.
+
+    Raises:
+        UserInputError: naming what is wrong, its value, the limit and the fix.
+    """
+    for rule, found in violations(request, RULES):
+        limit = f"{found.limit} (Megatron-LM {rule.source})"
+        raise UserInputError(found.what, value=found.value, limit=limit, fix=found.fix)
+
+
+def _version(request: LaunchRequest) -> Violation | None:
+    if request.version in VERSIONS:
+        return None
+    return Violation(
+        what="version",
+        value=request.version,
+        limit="its flags are not recorded",
+        fix=f"Use one of {', '.join(VERSIONS)}.",
+    )
+
+
+def _activation(request: LaunchRequest) -> Violation | None:
+    spec = request.spec
+    if has_activation_flag(spec):
+        return None
+    return Violation(
+        what="activation",
+        value=(spec.activation, spec.gated_linear_unit),
+        limit="Megatron-LM's command line has no flag for it",
+        fix="Launch through NeMo or Megatron-Bridge.",
+    )
+
+
+def _position(request: LaunchRequest) -> Violation | None:
+    kind = request.spec.position_embedding_type
+    allowed = _POSITION_TYPES.get(request.version, ())
+    if request.spec.num_mtp_layers:
+        allowed = tuple(name for name in allowed if name in ("rope", "none"))
+    if kind in allowed:
+        return None
+    return Violation(
+        what="position_embedding_type",
+        value=kind,
+        limit=f"Megatron {request.version} takes {', '.join(allowed)} for this model",
+        fix="Use rope.",
+    )
+
+
+def _positions_cover_sequence(request: LaunchRequest) -> Violation | None:
+    spec = request.spec
+    if (spec.max_position_embeddings or spec.seq_length) >= spec.seq_length:
+        return None
+    return Violation(
+        what="max_position_embeddings",
+        value=spec.max_position_embeddings,
+        limit=f"it is at least seq_length ({spec.seq_length})",
+        fix="Raise it, or shorten the sequence.",
+    )
+
+
+def _bert(request: LaunchRequest) -> Violation | None:
+    spec = request.spec
+    extras = spec.num_experts or spec.num_mtp_layers or spec.multi_latent_attention
+    if spec.family is not ModelFamily.BERT or not extras:
+        return None
+    return Violation(
+        what="family",
+        value=spec.family.value,
+        limit="BERT's layer specification has no experts, latent attention or MTP",
+        fix="Use family gpt.",
+    )
+
+
+def _engine_for_context(request: LaunchRequest) -> Violation | None:
+    local = request.transformer_impl == "local"
+    if not local or request.dims.context_parallel_size == 1:
+        return None
+    return Violation(
+        what="context_parallel_size",
+        value=request.dims.context_parallel_size,
+        limit="only Transformer Engine's attention splits the sequence",
+        fix="Use transformer_impl transformer_engine.",
+    )
+
+
+def _partition_shape(request: LaunchRequest) -> Violation | None:
+    partition, dims = request.partition, request.dims
+    if partition is None:
+        if dims.pipeline_model_parallel_size == 1:
+            return None
+        return _bad_partition(None, "a pipeline needs one")
+    found = (
+        partition.pipeline_model_parallel_size,
+        partition.num_chunks,
+        partition.boundaries[-1],
+    )
+    expected = (
+        dims.pipeline_model_parallel_size,
+        dims.num_chunks,
+        len(request.spec.layer_kinds()),
+    )
+    if found == expected:
+        return None
+    return _bad_partition(found, f"ranks, virtual stages and units must be {expected}")
+
+
+def _bad_partition(value: object, limit: str) -> Violation:
+    return Violation(what="partition", value=value, limit=limit, fix="Cut the model again.")
+
+
+def _layout(request: LaunchRequest) -> Violation | None:
+    if request.partition is None or _partition_shape(request):
+        return None
+    text = layout_string(request.spec, request.partition)
+    again = parse_layout(text, request.spec, request.dims.pipeline_model_parallel_size)
+    if again == request.partition:
+        return None
+    return _bad_partition(text, "it has no layout string")
+
+
+def _mtp_stage(request: LaunchRequest) -> Violation | None:
+    if request.partition is None or _partition_shape(request):
+        return None
+    chunk = mtp_chunk(request.spec, request.partition)
+    dims = request.dims
+    pp, vpp = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
+    if chunk is None or mtp_chunk_fits(chunk, pp, vpp):
+        return None
+    return Violation(
+        what="partition",
+        value=chunk,
+        limit="MTP layers lie in the last virtual stage of their rank, and not on the first rank",
+        fix="Move them into the last stage.",
+    )
+
+
+def _recompute_uniform(request: LaunchRequest) -> Violation | None:
+    recompute = request.recompute
+    if recompute.method is not RecomputeMethod.UNIFORM or recompute.num_layers is None:
+        return None
+    if request.partition is None:
+        layers: tuple[int, ...] = (request.spec.num_layers,)
+    else:
+        layers = decoder_layers(request.spec, request.partition)
+    if allows_uniform_recompute(layers, recompute.num_layers, request.version):
+        return None
+    return Violation(
+        what="recompute_num_layers",
+        value=recompute.num_layers,
+        limit=f"uniform groups must divide every virtual stage's layers {sorted(set(layers))}",
+        fix="Use 1, or the block method.",
+    )
+
+
+def _recompute_modules_exist(request: LaunchRequest) -> Violation | None:
+    spec, modules = request.spec, set(request.recompute.modules)
+    absent = set() if spec.is_moe else modules & _MODULES_OF_EXPERTS
+    if not spec.moe_shared_expert_intermediate_size:
+        absent |= modules & {RecomputeModule.SHARED_EXPERTS}
+    if not spec.multi_latent_attention:
+        absent |= modules & {RecomputeModule.MLA_UP_PROJ}
+    if not absent:
+        return None
+    return _bad_modules(absent, "the model has no such module")
+
+
+def _recompute_expert_activation(request: LaunchRequest) -> Violation | None:
+    wanted = RecomputeModule.MOE_ACT in request.recompute.modules
+    if not wanted or request.moe_grouped_gemm:
+        return None
+    return _bad_modules({RecomputeModule.MOE_ACT}, "it needs moe_grouped_gemm")
+
+
+def _recompute_local(request: LaunchRequest) -> Violation | None:
+    if request.transformer_impl != "local":
+        return None
+    modules = set(request.recompute.modules)
+    broken = modules & _MODULES_OF_ENGINE
+    if request.spec.add_bias_linear:
+        broken |= modules & {RecomputeModule.MLP}
+    if not broken:
+        return None
+    return _bad_modules(broken, "the local layers cannot compute it again")
+
+
+def _recompute_fp8(request: LaunchRequest) -> Violation | None:
+    delayed = request.precision is Precision.FP8 and request.fp8_recipe == "delayed"
+    broken = set(request.recompute.modules) & {RecomputeModule.MOE_ACT, RecomputeModule.LAYERNORM}
+    if not delayed or not broken:
+        return None
+    return _bad_modules(broken, "delayed scaling of fp8 cannot compute it again")
+
+
+def _bad_modules(modules: set[RecomputeModule], limit: str) -> Violation:
+    return Violation(
+        what="recompute_modules",
+        value=sorted(module.value for module in modules),
+        limit=limit,
+        fix="Leave them out.",
+    )
+
+
+def _fp8_engine(request: LaunchRequest) -> Violation | None:
+    if request.precision is not Precision.FP8 or request.transformer_impl != "local":
+        return None
+    return Violation(
+        what="fp8_format",
+        value=request.precision.value,
+        limit="only Transformer Engine computes in fp8",
+        fix="Use transformer_impl transformer_engine.",
+    )
+
+
+def _fp8_shapes(request: LaunchRequest) -> Violation | None:
+    if request.precision is not Precision.FP8:
+        return None
+    spec, dims = request.spec, request.dims
+    tp, etp = dims.tensor_model_parallel_size, dims.expert_tensor_parallel_size
+    sides = {spec.hidden_size, spec.num_attention_heads * spec.head_dim // tp}
+    if not (spec.is_moe and all(spec.moe_layer_pattern)):
+        sides.add(spec.ffn_hidden_size // tp)
+    if spec.is_moe:
+        sides.add(spec.expert_ffn_hidden_size // etp)
+    uneven = sorted(side for side in sides if side % 16)
+    if not uneven:
+        return None
+    return Violation(
+        what="tensor_model_parallel_size",
+        value=tp,
+        limit=f"fp8 matrices have sides of whole 16s; found {uneven}",
+        fix="Lower the tensor-parallel size.",
+    )
+
+
+_TC = "transformer_config.py"
+LAUNCH_RULES: tuple[Rule, ...] = (
+    Rule(name="known_version", source="arguments_data", check=_version),
+    Rule(name="activation_flag", source="arguments.py:1334-1348", check=_activation),
+    Rule(name="position_type", source="arguments.py:1231, :1645", check=_position),
+    Rule(name="positions", source="arguments.py:833", check=_positions_cover_sequence),
+    Rule(name="bert_layers", source="bert_layer_specs.py", check=_bert),
+    Rule(name="cp_engine", source="dot_product_attention.py:58 (run)", check=_engine_for_context),
+    Rule(name="partition_shape", source=f"arguments.py:520, {_TC}:1340", check=_partition_shape),
+    Rule(name="layout_grammar", source="pipeline_parallel_layer_layout.py:281", check=_layout),
+    Rule(name="mtp_stage", source="pipeline_parallel_layer_layout.py:128-146", check=_mtp_stage),
+    Rule(
+        name="recompute_uniform",
+        source="transformer_block.py:532, :444 (run)",
+        check=_recompute_uniform,
+    ),
+    Rule(name="recompute_modules", source=f"{_TC}:1219, modules", check=_recompute_modules_exist),
+    Rule(name="recompute_moe_act", source=f"{_TC}:1214", check=_recompute_expert_activation),
+    Rule(
+        name="recompute_local", source="tensor_parallel/random.py:592 (run)", check=_recompute_local
+    ),
+    Rule(name="recompute_fp8", source=f"{_TC}:1242", check=_recompute_fp8),
+    Rule(name="fp8_engine", source="fp8_utils.py (run)", check=_fp8_engine),
+    Rule(
+        name="fp8_shapes",
+        source="Transformer Engine assert_dim_for_fp8_exec (run)",
+        check=_fp8_shapes,
+    ),
+)
+
+RULES: tuple[Rule, ...] = (*DEGREE_RULES, *LAUNCH_RULES)

@@ -1,0 +1,145 @@
+"""Records of one layer's work: operators, collectives and what is kept for the backward pass.
+
+The closed forms of ``operators.py`` fill these records; an extractor that reads the framework's own
+modules fills the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class OperatorKind(StrEnum):
+    """What limits an operator, and so which efficiency applies."""
+
+    GEMM = "gemm"
+    GROUPED_GEMM = "grouped_gemm"
+    ATTENTION = "attention"
+    MEMORY_BOUND = "memory_bound"
+
+
+class Group(StrEnum):
+    """The process group that a collective runs in."""
+
+    TENSOR = "tp"
+    CONTEXT = "cp"
+    EXPERT = "ep"
+    EXPERT_TENSOR = "etp"
+
+
+class Part(StrEnum):
+    """Part of a layer; recomputation names parts."""
+
+    INPUT_NORM = "input_norm"
+    QKV = "qkv"
+    MLA_DOWN = "mla_down"
+    MLA_UP = "mla_up"
+    CORE_ATTENTION = "core_attention"
+    PROJECTION = "projection"
+    RESIDUAL = "residual"
+    MLP_NORM = "mlp_norm"
+    MLP = "mlp"
+    ROUTER = "router"
+    DISPATCH = "dispatch"
+    EXPERTS = "experts"
+    EXPERT_ACTIVATION = "expert_activation"
+    SHARED_EXPERTS = "shared_experts"
+    EMBEDDING = "embedding"
+    MTP = "mtp"
+    HEAD = "head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One operator of one rank for one micro batch.
+
+    Args:
+        flops: multiply-adds count two, forward pass.
+        bytes_moved: device-memory traffic of the forward pass.
+        backward_flops: the same for the backward pass (both gradients).
+        backward_bytes_moved: the same for the backward pass, accumulation of weight gradients included.
+        num_kernels: kernels launched forward; the backward pass launches twice as many.
+        fp8: the product runs in fp8 where the job asks for it.
+    """
+
+    name: str
+    part: Part
+    kind: OperatorKind
+    flops: float = 0.0
+    bytes_moved: float = 0.0
+    backward_flops: float = 0.0
+    backward_bytes_moved: float = 0.0
+    num_kernels: int = 1
+    fp8: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCollective:
+    """Communication inside a layer, in one direction of the pass.
+
+    Args:
+        kind: a name of ``cluster.CollectiveKind``, kept as text so that this room needs no other.
+        message_bytes: size of the whole (gathered, reduced or exchanged) tensor on one rank.
+        backward: issued in the backward pass.
+        hidden_under: operator whose time may hide it, or "" if it stands in the open.
+        num_calls: how many such calls.
+    """
+
+    name: str
+    part: Part
+    kind: str
+    group: Group
+    message_bytes: float
+    backward: bool = False
+    hidden_under: str = ""
+    num_calls: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGraph:
+    """All work of one unit on one rank for one micro batch.
+
+    Args:
+        input_bytes: the unit's own input, kept for the backward pass in every recompute mode.
+        saved_bytes: bytes kept for the backward pass, by part, each storage once.
+        working_bytes: largest extra memory while the unit's backward pass runs.
+    """
+
+    operators: tuple[Operator, ...]
+    collectives: tuple[LayerCollective, ...]
+    input_bytes: float
+    saved_bytes: tuple[tuple[Part, float], ...]
+    working_bytes: float
+
+    def __add__(self, other: LayerGraph) -> LayerGraph:
+        return LayerGraph(
+            operators=self.operators + other.operators,
+            collectives=self.collectives + other.collectives,
+            input_bytes=self.input_bytes + other.input_bytes,
+            saved_bytes=self.saved_bytes + other.saved_bytes,
+            working_bytes=max(self.working_bytes, other.working_bytes),
+        )
+
+    def __rmul__(self, count: int) -> LayerGraph:
+        return LayerGraph(
+            operators=count * self.operators,
+            collectives=count * self.collectives,
+            input_bytes=count * self.input_bytes,
+            saved_bytes=count * self.saved_bytes,
+            working_bytes=self.working_bytes,
+        )
+
+    def flops(self) -> float:
+        """Forward floating-point operations."""
+        return sum(op.flops for op in self.operators)
+
+    def total_saved_bytes(self) -> float:
+        """Bytes kept for the backward pass without recomputation."""
+        return self.input_bytes + sum(num for _, num in self.saved_bytes)
+
+    def saved_in(self, parts: Iterable[Part]) -> float:
+        """Bytes kept by the given parts."""
+        wanted = frozenset(parts)
+        return sum(num for part, num in self.saved_bytes if part in wanted)

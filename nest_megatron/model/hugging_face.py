@@ -1,0 +1,372 @@
+"""A Hugging Face ``config.json``, already parsed, as a ``TransformerSpec``."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+
+from nest_megatron.errors import UnplannableModelError, nearest
+from nest_megatron.model.catalogue import spec_from_mapping
+from nest_megatron.model.hugging_face_fields import ConfigFields
+from nest_megatron.model.spec import TransformerSpec
+
+
+Config = Mapping[str, object]
+Shape = dict[str, object]
+
+#: Sequence length taken when the caller gives none and the model allows more.
+DEFAULT_SEQ_LENGTH = 8192
+
+_ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
+    {
+        "silu": "silu",
+        "swish": "silu",
+        "gelu": "gelu",
+        "gelu_new": "gelu",
+        "gelu_fast": "gelu",
+        "gelu_pytorch_tanh": "gelu",
+        "quick_gelu": "quick_gelu",
+        "relu2": "squared_relu",
+    }
+)
+
+#: Part of a ``model_type`` -> why such a model cannot be planned.
+_REFUSED: Mapping[str, str] = types.MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("mamba", "rwkv", "xlstm", "recurrent_gemma"), "it is a state-space or recurrent model"
+        ),
+        **dict.fromkeys(
+            (
+                "jamba",
+                "zamba",
+                "bamba",
+                "nemotron_h",
+                "falcon_h1",
+                "hybrid",
+                "qwen3_next",
+                "qwen3_5",
+                "kimi_linear",
+                "minimax",
+                "lfm2",
+            ),
+            "it mixes attention with state-space, linear-attention or convolution layers",
+        ),
+        **dict.fromkeys(
+            ("t5", "bart", "pegasus", "marian", "whisper", "encoder-decoder", "m2m"),
+            "it is an encoder-decoder model",
+        ),
+        **dict.fromkeys(
+            (
+                "vit",
+                "clip",
+                "siglip",
+                "llava",
+                "vision",
+                "_vl",
+                "mllama",
+                "pixtral",
+                "paligemma",
+                "llama4",
+                "gemma3",
+                "omni",
+            ),
+            "it is a vision or multimodal model",
+        ),
+        "gemma": "its scaled embeddings, extra norms and logit caps are not described",
+    }
+)
+
+
+def supported_model_types() -> tuple[str, ...]:
+    """The ``model_type`` values that can be read, sorted."""
+    return tuple(sorted(_READERS))
+
+
+def spec_from_hf_config(
+    mapping: Config, name: str, *, seq_length: int | None = None
+) -> TransformerSpec:
+    """Read the shape of a model from its Hugging Face configuration.
+
+    Args:
+        mapping: the parsed ``config.json``.
+        name: what to call the model.
+        seq_length: training sequence length in tokens, which the file does not know; by default the
+            smaller of the model's longest context and ``DEFAULT_SEQ_LENGTH``.
+
+    Raises:
+        UnplannableModelError: if the architecture is none that this planner describes.
+        UserInputError: if a field is missing or has an impossible value.
+
+    Source: the configuration classes of ``transformers`` and the layers they build.
+    """
+    model_type = _model_type(mapping, name)
+    _refuse_by_content(mapping, name, model_type)
+    fields = ConfigFields(mapping, name)
+    shape = {"name": name, **_READERS[model_type](fields)}
+    longest = shape["max_position_embeddings"]
+    assert isinstance(longest, int)
+    shape["seq_length"] = min(longest, DEFAULT_SEQ_LENGTH) if seq_length is None else seq_length
+    shape["source"] = f"Hugging Face config.json, model_type {model_type}"
+    return spec_from_mapping(shape)
+
+
+def _model_type(mapping: Config, name: str) -> str:
+    model_type = mapping.get("model_type")
+    if isinstance(model_type, str) and model_type in _READERS:
+        return model_type
+    text = str(model_type)
+    reason = next(
+        (why for part, why in _REFUSED.items() if part in text),
+        f"this architecture is not known; {nearest(text, _READERS)}",
+    )
+    raise _unplannable(name, model_type, reason)
+
+
+def _refuse_by_content(mapping: Config, name: str, model_type: str) -> None:
+    if mapping.get("is_encoder_decoder"):
+        raise _unplannable(name, model_type, "it is an encoder-decoder model")
+    if mapping.get("vision_config") is not None:
+        raise _unplannable(name, model_type, "it has a vision tower")
+    if mapping.get("add_cross_attention"):
+        raise _unplannable(name, model_type, "it has cross-attention")
+
+
+def _unplannable(name: str, value: object, reason: str) -> UnplannableModelError:
+    return UnplannableModelError(
+        f"model {name}: model_type",
+        value=value,
+        limit=reason,
+        fix=f"Supported: {', '.join(supported_model_types())}.",
+    )
+
+
+def _activation(f: ConfigFields, key: str = "hidden_act", default: str = "silu") -> str:
+    value = f.get(key, default)
+    if not isinstance(value, str) or value not in _ACTIVATIONS:
+        raise f.wrong(key, f"known activations are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[value]
+
+
+def _rotary_base(f: ConfigFields) -> int:
+    """Base of the rotary embedding; transformers 5 nests it under ``rope_parameters``."""
+    nested = f.get("rope_parameters")
+    if isinstance(nested, Mapping) and "rope_theta" in nested:
+        return ConfigFields(nested, "rope_parameters").whole("rope_theta")
+    return f.whole("rope_theta", 10_000)
+
+
+def _attention(f: ConfigFields) -> Shape:
+    """Heads, query groups (if fewer) and head size (if not the quotient)."""
+    heads, hidden = f.whole("num_attention_heads"), f.whole("hidden_size")
+    groups, size = f.whole("num_key_value_heads", heads), f.whole("head_dim", hidden // heads)
+    return {
+        "num_attention_heads": heads,
+        "num_query_groups": None if groups == heads else groups,
+        "kv_channels": None if size * heads == hidden else size,
+    }
+
+
+def _decoder(f: ConfigFields) -> Shape:
+    """What all Llama-like decoders share."""
+    return {
+        "num_layers": f.whole("num_hidden_layers"),
+        "hidden_size": f.whole("hidden_size"),
+        "ffn_hidden_size": f.whole("intermediate_size"),
+        **_attention(f),
+        "max_position_embeddings": f.whole("max_position_embeddings"),
+        "vocab_size": f.whole("vocab_size"),
+        "rotary_base": _rotary_base(f),
+        "layernorm_epsilon": f.number("rms_norm_eps", 1e-6),
+        "activation": _activation(f),
+        "untie_embeddings_and_output_weights": not f.flag("tie_word_embeddings"),
+    }
+
+
+def _llama(f: ConfigFields) -> Shape:
+    attention, mlp = f.flag("attention_bias"), f.flag("mlp_bias")
+    return {**_decoder(f), "add_bias_linear": mlp, "add_qkv_bias": attention and not mlp}
+
+
+def _mistral(f: ConfigFields) -> Shape:
+    return {**_decoder(f), "window_size": f.get("sliding_window")}
+
+
+def _mixtral(f: ConfigFields) -> Shape:
+    return {
+        **_mistral(f),
+        "num_experts": f.whole("num_local_experts"),
+        "moe_ffn_hidden_size": f.whole("intermediate_size"),
+        "moe_router_topk": f.whole("num_experts_per_tok"),
+    }
+
+
+def _qwen2(f: ConfigFields) -> Shape:
+    return {**_decoder(f), "add_qkv_bias": True, **_qwen_window(f)}
+
+
+def _qwen3(f: ConfigFields) -> Shape:
+    bias = f.flag("attention_bias")
+    return {**_decoder(f), "add_qkv_bias": bias, "qk_layernorm": True, **_qwen_window(f)}
+
+
+def _qwen_window(f: ConfigFields) -> Shape:
+    """Qwen windows the layers after the first ``max_window_layers``, which Megatron cannot say."""
+    if f.flag("use_sliding_window") and f.whole("max_window_layers", 0, least=0):
+        raise f.wrong("use_sliding_window", "a window on the upper layers only is not described")
+    return {"window_size": f.get("sliding_window") if f.flag("use_sliding_window") else None}
+
+
+def _qwen3_moe(f: ConfigFields) -> Shape:
+    step, dense = f.whole("decoder_sparse_step", 1), f.get("mlp_only_layers", [])
+    if not isinstance(dense, list | tuple):
+        raise f.wrong("mlp_only_layers", "it must be a list of layer numbers")
+    layers = range(f.whole("num_hidden_layers"))
+    return {
+        **_qwen3(f),
+        "num_experts": f.whole("num_experts"),
+        "moe_layer_freq": [int((i + 1) % step == 0 and i not in dense) for i in layers],
+        "moe_ffn_hidden_size": f.whole("moe_intermediate_size"),
+        "moe_router_topk": f.whole("num_experts_per_tok"),
+    }
+
+
+def _deepseek(f: ConfigFields) -> Shape:
+    first, period = f.whole("first_k_dense_replace", 0, least=0), f.whole("moe_layer_freq", 1)
+    expert, shared = f.whole("moe_intermediate_size"), f.whole("n_shared_experts", 0, least=0)
+    layers = range(f.whole("num_hidden_layers"))
+    return {
+        **_decoder(f),
+        **_latent_attention(f),
+        "num_experts": f.whole("n_routed_experts"),
+        "moe_layer_freq": [int(i >= first and i % period == 0) for i in layers],
+        "moe_ffn_hidden_size": expert,
+        "moe_router_topk": f.whole("num_experts_per_tok"),
+        "moe_shared_expert_intermediate_size": expert * shared or None,
+        "moe_router_enable_expert_bias": f.get("topk_method") == "noaux_tc",
+        "mtp_num_layers": f.whole("num_nextn_predict_layers", 0, least=0) or None,
+    }
+
+
+def _latent_attention(f: ConfigFields) -> Shape:
+    return {
+        "multi_latent_attention": True,
+        "num_query_groups": None,
+        "kv_channels": f.whole("qk_nope_head_dim"),
+        "qk_layernorm": True,
+        "q_lora_rank": f.get("q_lora_rank"),
+        "kv_lora_rank": f.whole("kv_lora_rank"),
+        "qk_head_dim": f.whole("qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": f.whole("qk_rope_head_dim"),
+        "v_head_dim": f.whole("v_head_dim"),
+    }
+
+
+def _gpt_oss(f: ConfigFields) -> Shape:
+    window = f.get("sliding_window")
+    return {
+        **_decoder(f),
+        "activation": "quick_gelu",  # the file says silu; the experts use a clamped quick GELU
+        "add_bias_linear": True,
+        "softmax_type": "learnable",
+        "window_size": window,
+        "window_attn_skip_freq": None if window is None else _full_attention_period(f),
+        "num_experts": f.whole("num_local_experts"),
+        "moe_ffn_hidden_size": f.whole("intermediate_size"),
+        "moe_router_topk": f.whole("num_experts_per_tok", f.whole("experts_per_token", 4)),
+    }
+
+
+def _full_attention_period(f: ConfigFields) -> int | None:
+    """The n for which every n-th layer attends in full; gpt-oss has 2 where it says nothing."""
+    kinds = f.get("layer_types")
+    if kinds is None:
+        return 2
+    if not isinstance(kinds, list | tuple):
+        raise f.wrong("layer_types", "it must be a list of text")
+    full = [i for i, kind in enumerate(kinds, start=1) if kind == "full_attention"]
+    if not full:
+        return None
+    if full != list(range(full[0], len(kinds) + 1, full[0])):
+        raise f.wrong("layer_types", "full attention must come at every n-th layer")
+    return full[0]
+
+
+def _absolute(*, layers: int, hidden: int, heads: int, ffn: int) -> Shape:
+    """What GPT-2 and BERT share."""
+    return {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "ffn_hidden_size": ffn,
+        "num_attention_heads": heads,
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "gated_linear_unit": False,
+        "add_bias_linear": True,
+    }
+
+
+def _gpt2(f: ConfigFields) -> Shape:
+    hidden = f.whole("n_embd")
+    return {
+        **_absolute(
+            layers=f.whole("n_layer"),
+            hidden=hidden,
+            heads=f.whole("n_head"),
+            ffn=f.whole("n_inner", 4 * hidden),
+        ),
+        "max_position_embeddings": f.whole("n_positions"),
+        "vocab_size": f.whole("vocab_size"),
+        "layernorm_epsilon": f.number("layer_norm_epsilon", 1e-5),
+        "activation": _activation(f, "activation_function", "gelu_new"),
+        "untie_embeddings_and_output_weights": not f.flag("tie_word_embeddings", True),
+    }
+
+
+def _bert(f: ConfigFields) -> Shape:
+    return {
+        "family": "bert",
+        **_absolute(
+            layers=f.whole("num_hidden_layers"),
+            hidden=f.whole("hidden_size"),
+            heads=f.whole("num_attention_heads"),
+            ffn=f.whole("intermediate_size"),
+        ),
+        "max_position_embeddings": f.whole("max_position_embeddings"),
+        "vocab_size": f.whole("vocab_size"),
+        "layernorm_epsilon": f.number("layer_norm_eps", 1e-12),
+        "activation": _activation(f, default="gelu"),
+        "untie_embeddings_and_output_weights": not f.flag("tie_word_embeddings", True),
+    }
+
+
+def _nemotron(f: ConfigFields) -> Shape:
+    return {
+        **_decoder(f),
+        "rotary_percent": f.number("partial_rotary_factor", 0.5),
+        "normalization": "LayerNorm",
+        "layernorm_epsilon": f.number("norm_eps", 1e-5),
+        "apply_layernorm_1p": True,
+        "activation": _activation(f, default="relu2"),
+        "gated_linear_unit": False,
+        "add_bias_linear": f.flag("mlp_bias"),
+        "add_qkv_bias": f.flag("attention_bias") and not f.flag("mlp_bias"),
+    }
+
+
+_READERS: Mapping[str, Callable[[ConfigFields], Shape]] = types.MappingProxyType(
+    {
+        "bert": _bert,
+        "deepseek_v2": _deepseek,
+        "deepseek_v3": _deepseek,
+        "gpt2": _gpt2,
+        "gpt_oss": _gpt_oss,
+        "llama": _llama,
+        "mistral": _mistral,
+        "mixtral": _mixtral,
+        "nemotron": _nemotron,
+        "qwen2": _qwen2,
+        "qwen3": _qwen3,
+        "qwen3_moe": _qwen3_moe,
+    }
+)

@@ -1,0 +1,116 @@
+"""Megatron's notation for which layers are mixtures of experts, read without ``eval``."""
+
+from __future__ import annotations
+
+import ast
+
+from nest_megatron.errors import UserInputError
+
+
+#: No model has more layers than this, and a typo must not fill the memory.
+MAX_LAYERS = 100_000
+_MAX_TEXT = 10_000
+
+
+class _MalformedError(ValueError):
+    """The text is not in Megatron's notation."""
+
+
+def moe_layer_pattern(moe_layer_freq: object, num_layers: int) -> tuple[int, ...]:
+    """Expand Megatron's ``moe_layer_freq`` to one flag for each layer.
+
+    Args:
+        moe_layer_freq: an integer N (layers 0, N, 2N, ... route), a list of 0 and 1, or such a list
+            as text in Megatron's notation.
+        num_layers: number of layers that the flags must cover.
+
+    Returns:
+        ``num_layers`` flags, 1 for a mixture-of-experts layer and 0 for a dense one.
+
+    Raises:
+        UserInputError: if the value is none of these, or has another length.
+
+    Source: ``megatron.core.models.gpt.gpt_layer_specs`` and Megatron's ``moe_freq_type``.
+
+    >>> moe_layer_pattern("([0]*2+[1]*3)", 5)
+    (0, 0, 1, 1, 1)
+    >>> moe_layer_pattern(2, 5)
+    (1, 0, 1, 0, 1)
+    """
+    flags = _flags(moe_layer_freq, num_layers)
+    if len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
+        limit = f"it must give one 0 or 1 for each of the {num_layers} layers"
+        raise _refused(moe_layer_freq, limit)
+    return flags
+
+
+def _flags(value: object, num_layers: int) -> tuple[int, ...]:
+    if isinstance(value, str):
+        return _from_text(value, num_layers)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return _every_nth(value, num_layers)
+    if isinstance(value, list | tuple) and all(type(flag) is int for flag in value):
+        return tuple(value)
+    raise _refused(value, "it must be a whole number, a list of 0 and 1, or such a list as text")
+
+
+def _every_nth(period: int, num_layers: int) -> tuple[int, ...]:
+    if period < 1:
+        raise _refused(period, "a period must be at least 1")
+    return tuple(int(layer % period == 0) for layer in range(num_layers))
+
+
+def _from_text(text: str, num_layers: int) -> tuple[int, ...]:
+    if len(text) > _MAX_TEXT:
+        raise _refused(text[:40] + "...", f"the text may have at most {_MAX_TEXT} characters")
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        value = _evaluate(tree)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise _refused(text, f"it cannot be read ({error})") from error
+    return _every_nth(value, num_layers) if isinstance(value, int) else tuple(value)
+
+
+def _evaluate(node: ast.expr) -> int | list[int]:
+    """Value of an expression made of whole numbers, lists of them, ``+`` and ``*``."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        return [_flag(item) for item in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        return _repeat(left, right) if isinstance(node.op, ast.Mult) else _join(left, right)
+    raise _MalformedError("only lists of 0 and 1, + and * are allowed")
+
+
+def _flag(node: ast.expr) -> int:
+    value = _evaluate(node)
+    if not isinstance(value, int):
+        raise _MalformedError("lists may not be nested")
+    return value
+
+
+def _repeat(left: int | list[int], right: int | list[int]) -> list[int]:
+    flags, count = (right, left) if isinstance(left, int) else (left, right)
+    if isinstance(flags, int) or not isinstance(count, int):
+        raise _MalformedError("* needs a list and a whole number")
+    if len(flags) * count > MAX_LAYERS:
+        raise _MalformedError(f"it has more than {MAX_LAYERS} layers")
+    return flags * count
+
+
+def _join(left: int | list[int], right: int | list[int]) -> list[int]:
+    if isinstance(left, int) or isinstance(right, int):
+        raise _MalformedError("+ needs two lists")
+    if len(left) + len(right) > MAX_LAYERS:
+        raise _MalformedError(f"it has more than {MAX_LAYERS} layers")
+    return left + right
+
+
+def _refused(value: object, limit: str) -> UserInputError:
+    return UserInputError(
+        "moe_layer_freq",
+        value=value,
+        limit=limit,
+        fix="Write for example 1 (all layers), 2 (every other) or ([0]*3+[1]*58).",
+    )

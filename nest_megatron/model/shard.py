@@ -1,0 +1,34 @@
+"""How one model layer is divided among ranks, and how many tokens a rank sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nest_megatron.model.spec import TransformerSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShard:
+    """The degrees that change what one rank computes in a layer.
+
+    Args:
+        micro_batch_size: sequences of one micro batch.
+        sequence_parallel: activations between the tensor-parallel blocks are split over the
+            tensor-parallel ranks too.
+    """
+
+    tensor_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int = 1
+    micro_batch_size: int = 1
+    sequence_parallel: bool = False
+
+    def tokens(self, spec: TransformerSpec) -> float:
+        """Tokens of one micro batch inside a tensor-parallel block of one rank."""
+        return spec.seq_length * self.micro_batch_size / self.context_parallel_size
+
+    def tokens_between_blocks(self, spec: TransformerSpec) -> float:
+        """Tokens that one rank holds between blocks (in norms, dropout, routing)."""
+        tokens = self.tokens(spec)
+        return tokens / self.tensor_model_parallel_size if self.sequence_parallel else tokens

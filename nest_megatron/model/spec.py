@@ -1,0 +1,203 @@
+"""What a planner must know of a transformer: its shape, spelled as Megatron-LM spells it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from nest_megatron.errors import UserInputError
+
+
+class ModelFamily(StrEnum):
+    """Which of Megatron-core's models is built."""
+
+    GPT = "gpt"
+    BERT = "bert"
+
+
+class LayerKind(StrEnum):
+    """A distinct kind of unit in the layer sequence; the stage partition cuts between units."""
+
+    EMBEDDING = "embedding"
+    DENSE = "dense"
+    MOE = "moe"
+    MTP = "mtp"
+    HEAD = "head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformerSpec:
+    """The shape of a GPT- or BERT-like model.
+
+    Field names and meanings are those of Megatron-LM's arguments; a field that is ``None`` follows
+    Megatron's own default rule. Use the ``resolved`` properties (``query_groups``, ``head_dim``...)
+    to read such fields.
+
+    Args:
+        name: the catalogue name, or whatever the user calls the model.
+        moe_layer_pattern: for each of ``num_layers`` layers, 1 if it is a mixture-of-experts layer,
+            0 if dense; empty for a dense model.
+        activation: name of the MLP's activation: ``gelu``, ``silu``, ``squared_relu``, ``quick_gelu``.
+        gated_linear_unit: the first MLP projection has a gate (SwiGLU and its kin).
+        softmax_type: ``vanilla`` or ``learnable`` (one attention-sink parameter for each head).
+        window_size: sliding attention window in tokens on the layers that have one, or ``None``.
+        window_attn_skip_freq: every n-th layer attends in full; ``None``: all layers slide.
+        source: where the figures come from.
+
+    Raises:
+        UserInputError: if the shape is impossible (naming the field, the value and the rule).
+    """
+
+    name: str
+    family: ModelFamily = ModelFamily.GPT
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    seq_length: int
+    max_position_embeddings: int | None = None
+    vocab_size: int
+    make_vocab_size_divisible_by: int = 128
+    position_embedding_type: str = "rope"
+    rotary_base: int = 10_000
+    rotary_percent: float = 1.0
+    normalization: str = "RMSNorm"
+    layernorm_epsilon: float = 1e-5
+    apply_layernorm_1p: bool = False
+    activation: str = "silu"
+    gated_linear_unit: bool = True
+    add_bias_linear: bool = False
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    softmax_type: str = "vanilla"
+    window_size: int | None = None
+    window_attn_skip_freq: int | None = None
+    untie_embeddings_and_output_weights: bool = True
+    # Mixture of experts
+    num_experts: int | None = None
+    moe_layer_pattern: tuple[int, ...] = ()
+    moe_ffn_hidden_size: int | None = None
+    moe_router_topk: int = 2
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_router_enable_expert_bias: bool = False
+    # Multi-latent attention
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 32
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+    # Multi-token prediction
+    mtp_num_layers: int | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for field in (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "seq_length",
+            "vocab_size",
+            "make_vocab_size_divisible_by",
+        ):
+            _require_positive(self.name, field, getattr(self, field))
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            raise UserInputError(
+                f"model {self.name}: hidden_size",
+                value=self.hidden_size,
+                limit=f"it must be a multiple of num_attention_heads ({self.num_attention_heads})",
+                fix="Set kv_channels to the size of one head.",
+            )
+        if self.num_attention_heads % self.query_groups:
+            raise UserInputError(
+                f"model {self.name}: num_query_groups",
+                value=self.query_groups,
+                limit=f"it must divide num_attention_heads ({self.num_attention_heads})",
+                fix="Use the number of key/value heads of the model.",
+            )
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        pattern = self.moe_layer_pattern
+        if self.num_experts is None:
+            if any(pattern):
+                raise UserInputError(
+                    f"model {self.name}: moe_layer_pattern",
+                    value=pattern,
+                    limit="it names expert layers but num_experts is not set",
+                    fix="Set num_experts, or drop the pattern.",
+                )
+            return
+        _require_positive(self.name, "num_experts", self.num_experts)
+        if len(pattern) != self.num_layers or any(flag not in (0, 1) for flag in pattern):
+            raise UserInputError(
+                f"model {self.name}: moe_layer_pattern",
+                value=pattern,
+                limit=f"it needs one 0 or 1 for each of the {self.num_layers} layers",
+                fix="Write for example [0]*3+[1]*58 as moe_layer_freq.",
+            )
+        if not 1 <= self.moe_router_topk <= self.num_experts:
+            raise UserInputError(
+                f"model {self.name}: moe_router_topk",
+                value=self.moe_router_topk,
+                limit=f"it must lie between 1 and num_experts ({self.num_experts})",
+                fix="Use the number of experts that each token visits.",
+            )
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key/value heads."""
+        return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one attention head."""
+        if self.kv_channels is not None:
+            return self.kv_channels
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def expert_ffn_hidden_size(self) -> int:
+        """Inner size of one routed expert."""
+        return self.ffn_hidden_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether any layer routes tokens to experts."""
+        return self.num_experts is not None and any(self.moe_layer_pattern)
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """Number of multi-token-prediction layers."""
+        return self.mtp_num_layers or 0
+
+    def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
+        """Vocabulary rows after Megatron's padding, which depends on the tensor-parallel size.
+
+        Source: ``megatron.training.tokenizer.tokenizer._vocab_size_with_padding``.
+        """
+        multiple = self.make_vocab_size_divisible_by * tensor_model_parallel_size
+        return -(-self.vocab_size // multiple) * multiple
+
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The units in order: embedding, ``num_layers`` layers, MTP (one unit), head.
+
+        All MTP layers form one unit, because Megatron keeps them in one virtual stage.
+        """
+        pattern = self.moe_layer_pattern or (0,) * self.num_layers
+        layers = tuple(LayerKind.MOE if flag else LayerKind.DENSE for flag in pattern)
+        mtp = (LayerKind.MTP,) if self.num_mtp_layers else ()
+        return (LayerKind.EMBEDDING, *layers, *mtp, LayerKind.HEAD)
+
+
+def _require_positive(model: str, field: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserInputError(
+            f"model {model}: {field}",
+            value=value,
+            limit="it must be a whole number of at least 1",
+            fix="Correct the model's description.",
+        )

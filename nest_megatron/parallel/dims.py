@@ -1,0 +1,97 @@
+"""The degrees of parallelism of a job, as one small validated value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from nest_megatron.errors import UserInputError
+
+
+class RankOrder(StrEnum):
+    """How Megatron numbers ranks over the grid; the leftmost dimension varies fastest.
+
+    Source: ``megatron.training.initialize``; the second is ``--use-tp-pp-dp-mapping``.
+    """
+
+    TP_CP_EP_DP_PP = "tp-cp-ep-dp-pp"
+    TP_CP_EP_PP_DP = "tp-cp-ep-pp-dp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelDims:
+    """Degrees, spelled as Megatron spells them.
+
+    Args:
+        data_parallel_size: replicas of the dense part; ``world_size`` is the product
+            ``tp * cp * pp * dp``.
+        virtual_pipeline_model_parallel_size: model chunks on each pipeline rank; 1 means the plain
+            1F1B schedule (Megatron writes ``None``).
+
+    Raises:
+        UserInputError: if a degree is not a positive whole number, or the expert grid
+            ``etp * ep * edp * pp`` cannot be laid over the same ranks.
+    """
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    data_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int = 1
+    rank_order: RankOrder = RankOrder.TP_CP_EP_DP_PP
+
+    def __post_init__(self) -> None:
+        for field in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "context_parallel_size",
+            "data_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+        ):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserInputError(
+                    f"parallel.{field}",
+                    value=value,
+                    limit="a degree is a whole number of at least 1",
+                    fix="Give a positive whole number.",
+                )
+        stage, experts = self.ranks_per_stage, self.expert_ranks
+        if stage % experts:
+            raise UserInputError(
+                "parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size",
+                value=experts,
+                limit=f"it must divide the {stage} ranks of one pipeline stage (tp*cp*dp)",
+                fix="Lower one of the two, or raise the data-parallel size.",
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.ranks_per_stage * self.pipeline_model_parallel_size
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks that hold the same layers: ``tp * cp * dp``."""
+        return (
+            self.tensor_model_parallel_size * self.context_parallel_size * self.data_parallel_size
+        )
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that together hold one copy of a layer's experts: ``etp * ep``."""
+        return self.expert_tensor_parallel_size * self.expert_model_parallel_size
+
+    @property
+    def expert_data_parallel_size(self) -> int:
+        """Replicas of the experts."""
+        return self.ranks_per_stage // self.expert_ranks
+
+    @property
+    def num_chunks(self) -> int:
+        """Virtual stages in the whole pipeline."""
+        return self.pipeline_model_parallel_size * self.virtual_pipeline_model_parallel_size

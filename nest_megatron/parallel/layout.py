@@ -1,0 +1,222 @@
+"""Stage partitions in Megatron's own words: the layout string, and the split without one.
+
+A layout names every unit by a letter (``E`` embedding, ``t`` transformer layer, ``m`` one
+multi-token-prediction layer, ``L`` loss head) and cuts virtual stages with ``|``; ``x*n`` and
+``(...)*n`` repeat. Stage ``k`` of the string lies on pipeline rank ``k % pp``.
+
+Source: ``megatron.core.transformer.pipeline_parallel_layer_layout`` (the same grammar in 0.16.1 and
+0.20) and ``megatron.core.transformer.transformer_block.get_num_layers_to_build``.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import accumulate, groupby
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.parallel.partition import StagePartition
+
+_LETTERS = {
+    LayerKind.EMBEDDING: "E",
+    LayerKind.DENSE: "t",
+    LayerKind.MOE: "t",
+    LayerKind.HEAD: "L",
+}
+_GROUP_TIMES = re.compile(r"\(([^)]+)\)\*(\d+)")
+_LETTER_TIMES = re.compile(r"(.)\*(\d+)")
+_MAX_LETTERS = 100_000
+
+
+def layout_string(spec: TransformerSpec, partition: StagePartition) -> str:
+    """The argument of ``--pipeline-model-parallel-layout`` for a partition.
+
+    Raises:
+        UserInputError: if the partition does not cut this model's units.
+
+    For the 61 layers and the MTP layer of DeepSeek-V3 over 16 ranks: ``Et*4|(t*4|)*14tmL``.
+    """
+    units = _unit_letters(spec)
+    if partition.boundaries[-1] != len(units):
+        raise UserInputError(
+            "stage partition boundaries",
+            value=partition.boundaries[-1],
+            limit=f"model {spec.name} has {len(units)} units (layers, embedding, MTP, head)",
+            fix="Cut the units of this very model.",
+        )
+    stages = [
+        _compact("".join(units[i] for i in partition.chunk(k))) for k in range(partition.num_chunks)
+    ]
+    return _repeated(stages[:-1]) + stages[-1]
+
+
+def parse_layout(
+    text: str, spec: TransformerSpec, pipeline_model_parallel_size: int
+) -> StagePartition:
+    """Read a layout string for a model.
+
+    Raises:
+        UserInputError: if Megatron would refuse the string, or if a virtual stage is empty.
+    """
+    stages = expand_layout(text)
+    _check_stage_count(text, len(stages), pipeline_model_parallel_size)
+    letters = "".join(stages)
+    expected = "".join(_unit_letters(spec))
+    if letters != expected:
+        raise UserInputError(
+            "pipeline_model_parallel_layout",
+            value=text,
+            limit=f"the units must be, in order, {_compact(expected)}; found {_compact(letters)}",
+            fix="Name the embedding, every layer, every MTP layer and the head once, in order.",
+        )
+    if any(0 < stage.count("m") < spec.num_mtp_layers for stage in stages):
+        raise UserInputError(
+            "pipeline_model_parallel_layout",
+            value=text,
+            limit="all MTP layers lie in one virtual stage",
+            fix=f"Write {'m' * spec.num_mtp_layers} in one stage.",
+        )
+    merged = max(0, spec.num_mtp_layers - 1)
+    counts = [len(stage) - (merged if "m" in stage else 0) for stage in stages]
+    return StagePartition(
+        boundaries=(0, *accumulate(counts)),
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+    )
+
+
+def expand_layout(text: str) -> tuple[str, ...]:
+    """Letters of each virtual stage of a layout string, repetitions written out.
+
+    >>> expand_layout("Et*2|(t|)*2,tL")
+    ('Ett', 't', 't', 'tL')
+
+    Raises:
+        UserInputError: if a character is not one of Megatron's four.
+    """
+    times = [int(count) for count in re.findall(r"\*(\d+)", text)]
+    if sum(times) > _MAX_LETTERS:
+        raise _bad_layout(text, f"it repeats more than {_MAX_LETTERS} times")
+    plain = text.replace(",", "")
+    for pattern in (_GROUP_TIMES, _LETTER_TIMES):
+        plain = pattern.sub(lambda match: match.group(1) * int(match.group(2)), plain)
+    strange = sorted(set(plain) - set("EtmL|"))
+    if strange:
+        raise _bad_layout(text, f"only E t m L | x*n (...)*n and commas may occur, not {strange}")
+    return tuple(plain.split("|"))
+
+
+def uniform_partition(
+    spec: TransformerSpec,
+    pipeline_model_parallel_size: int,
+    virtual_pipeline_model_parallel_size: int = 1,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    account_embedding: bool = False,
+    account_loss: bool = False,
+) -> StagePartition:
+    """The partition that Megatron makes when it is given no layout.
+
+    Args:
+        first: ``--decoder-first-pipeline-num-layers``.
+        last: ``--decoder-last-pipeline-num-layers``.
+        account_embedding: ``--account-for-embedding-in-pipeline-split``.
+        account_loss: ``--account-for-loss-in-pipeline-split``.
+
+    Raises:
+        UserInputError: if Megatron refuses the split.
+
+    Source: ``get_num_layers_to_build``; MTP layers and the head follow the last layer.
+    """
+    pp, vpp = pipeline_model_parallel_size, virtual_pipeline_model_parallel_size
+    if first is None and last is None:
+        per_rank = _even_layers(spec, pp, account_embedding + account_loss)
+    elif account_embedding or account_loss:
+        raise UserInputError(
+            "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers",
+            value=(first, last),
+            limit="they exclude the account_for_..._in_pipeline_split flags",
+            fix="Use one way to state an uneven split.",
+        )
+    else:
+        per_rank = _uneven_layers(spec, pp, first, last)
+    counts = [_split_evenly(per_rank[k % pp], vpp) for k in range(pp * vpp)]
+    counts[0] -= account_embedding
+    counts[-1] -= account_loss
+    units = len(spec.layer_kinds())
+    marks = (0, *(1 + n for n in accumulate(counts[:-1])), units)
+    return StagePartition(boundaries=marks, pipeline_model_parallel_size=pp)
+
+
+def _unit_letters(spec: TransformerSpec) -> tuple[str, ...]:
+    mtp = "m" * spec.num_mtp_layers
+    return tuple(_LETTERS.get(kind, mtp) for kind in spec.layer_kinds())
+
+
+def _compact(letters: str) -> str:
+    """Runs of four and more letters as ``x*n``."""
+    runs = ((letter, len(list(run))) for letter, run in groupby(letters))
+    return "".join(f"{x}*{n}" if n > 3 else x * n for x, n in runs)
+
+
+def _repeated(stages: list[str]) -> str:
+    """Stages with their bars, runs of equal ones as ``(...|)*n``."""
+    runs = ((stage, len(list(run))) for stage, run in groupby(stages))
+    return "".join(f"({s}|)*{n}" if n > 1 and len(s) + n > 4 else f"{s}|" * n for s, n in runs)
+
+
+def _check_stage_count(text: str, stages: int, pp: int) -> None:
+    if stages % pp:
+        raise _bad_layout(text, f"its {stages} stages are not a multiple of the {pp} ranks")
+
+
+def _bad_layout(text: str, limit: str) -> UserInputError:
+    return UserInputError(
+        "pipeline_model_parallel_layout",
+        value=text,
+        limit=limit,
+        fix="Write for example Et*4|(t*4|)*6tL.",
+    )
+
+
+def _even_layers(spec: TransformerSpec, pp: int, extra: int) -> list[int]:
+    layers = spec.num_layers + extra
+    if layers % pp:
+        raise UserInputError(
+            "num_layers",
+            value=layers,
+            limit=f"without a layout it must be a multiple of the {pp} pipeline ranks",
+            fix="Use a layout, or another pipeline_model_parallel_size.",
+        )
+    return [layers // pp] * pp
+
+
+def _uneven_layers(
+    spec: TransformerSpec, pp: int, first: int | None, last: int | None
+) -> list[int]:
+    middle_stages = pp - (first is not None) - (last is not None)
+    middle = spec.num_layers - (first or 0) - (last or 0)
+    given = [n for n in (first, last) if n is not None]
+    fits = middle_stages >= 0 and (middle % middle_stages if middle_stages else middle) == 0
+    if not fits or min(given) < 1 or (middle_stages > 0 and middle <= 0):
+        raise UserInputError(
+            "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers",
+            value=(first, last),
+            limit=f"{middle} layers are left for {middle_stages} middle pipeline ranks",
+            fix="Leave a positive multiple of the middle ranks, or use a layout.",
+        )
+    per_rank = [middle // middle_stages] * middle_stages if middle_stages else []
+    head = [] if first is None else [first]
+    tail = [] if last is None else [last]
+    return [*head, *per_rank, *tail]
+
+
+def _split_evenly(layers: int, vpp: int) -> int:
+    if layers % vpp:
+        raise UserInputError(
+            "virtual_pipeline_model_parallel_size",
+            value=vpp,
+            limit=f"it must divide the {layers} layers of a pipeline rank",
+            fix="Use a layout, or another number of virtual stages.",
+        )
+    return layers // vpp

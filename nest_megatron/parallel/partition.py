@@ -1,0 +1,56 @@
+"""Which units of the layer sequence each virtual stage holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nest_megatron.errors import UserInputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePartition:
+    """A contiguous cut of the layer sequence into virtual stages.
+
+    Chunk ``k`` holds units ``boundaries[k] .. boundaries[k+1]`` and lies on pipeline rank ``k % pp``
+    as its virtual stage ``k // pp``, as in ``PipelineParallelLayerLayout``.
+
+    Args:
+        boundaries: ``pp * vpp + 1`` unit indices, strictly increasing from 0 to the number of units
+            (a chunk without units makes Megatron's GPUs wait for ever, issue 1852).
+        pipeline_model_parallel_size: number of pipeline ranks.
+    """
+
+    boundaries: tuple[int, ...]
+    pipeline_model_parallel_size: int
+
+    def __post_init__(self) -> None:
+        marks = self.boundaries
+        pairs = zip(marks, marks[1:], strict=False)
+        if len(marks) < 2 or marks[0] != 0 or any(a >= b for a, b in pairs):
+            raise UserInputError(
+                "stage partition boundaries",
+                value=marks,
+                limit="they rise strictly from 0, so that every virtual stage holds a unit",
+                fix="Use fewer stages than units.",
+            )
+        if self.num_chunks % self.pipeline_model_parallel_size:
+            raise UserInputError(
+                "stage partition",
+                value=self.num_chunks,
+                limit=f"chunks come in whole rounds of {self.pipeline_model_parallel_size} ranks",
+                fix="Give every rank the same number of virtual stages.",
+            )
+
+    @property
+    def num_chunks(self) -> int:
+        """Virtual stages in the whole pipeline."""
+        return len(self.boundaries) - 1
+
+    def chunk(self, index: int) -> range:
+        """Units of one chunk."""
+        return range(self.boundaries[index], self.boundaries[index + 1])
+
+    def chunks_of_rank(self, pipeline_rank: int) -> tuple[range, ...]:
+        """Units of each virtual stage of one pipeline rank, in order of virtual stage."""
+        step = self.pipeline_model_parallel_size
+        return tuple(self.chunk(k) for k in range(pipeline_rank, self.num_chunks, step))

@@ -1,0 +1,90 @@
+"""What the backward pass computes again instead of keeping."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from nest_megatron.errors import UserInputError
+
+
+class RecomputeGranularity(StrEnum):
+    """Megatron's ``--recompute-granularity``; ``NONE`` stands for the flag's absence."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+class RecomputeMethod(StrEnum):
+    """Megatron's ``--recompute-method``, for full granularity."""
+
+    UNIFORM = "uniform"
+    BLOCK = "block"
+
+
+class RecomputeModule(StrEnum):
+    """Megatron's ``--recompute-modules``, for selective granularity."""
+
+    CORE_ATTN = "core_attn"
+    MOE_ACT = "moe_act"
+    LAYERNORM = "layernorm"
+    MLA_UP_PROJ = "mla_up_proj"
+    MLP = "mlp"
+    MOE = "moe"
+    SHARED_EXPERTS = "shared_experts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """One recomputation setting.
+
+    Args:
+        modules: for ``selective``, the modules computed again, in Megatron's order.
+        method: for ``full``, ``uniform`` (every group of ``num_layers`` layers keeps its input) or
+            ``block`` (the first ``num_layers`` layers of each virtual stage are computed again).
+    """
+
+    granularity: RecomputeGranularity = RecomputeGranularity.NONE
+    method: RecomputeMethod | None = None
+    num_layers: int | None = None
+    modules: tuple[RecomputeModule, ...] = ()
+
+    def __post_init__(self) -> None:
+        full = self.granularity is RecomputeGranularity.FULL
+        if full != (self.method is not None) or full != (self.num_layers is not None):
+            raise UserInputError(
+                "parallel.recompute_method / recompute_num_layers",
+                value=(self.method, self.num_layers),
+                limit="they go with recompute_granularity full, and only with it",
+                fix="Set both with full, neither otherwise.",
+            )
+        if self.num_layers is not None and self.num_layers < 1:
+            raise UserInputError(
+                "parallel.recompute_num_layers",
+                value=self.num_layers,
+                limit="it counts layers, so it is at least 1",
+                fix="Give a positive whole number.",
+            )
+        if bool(self.modules) != (self.granularity is RecomputeGranularity.SELECTIVE):
+            raise UserInputError(
+                "parallel.recompute_modules",
+                value=self.modules,
+                limit="it goes with recompute_granularity selective, and only with it",
+                fix="Name at least one module with selective, none otherwise.",
+            )
+
+    def label(self) -> str:
+        """A short name for tables.
+
+        >>> Recompute().label()
+        'none'
+        """
+        if self.granularity is RecomputeGranularity.FULL:
+            return f"full {self.method} {self.num_layers}"
+        if self.granularity is RecomputeGranularity.SELECTIVE:
+            return "+".join(self.modules)
+        return "none"
+
+
+NO_RECOMPUTE = Recompute()

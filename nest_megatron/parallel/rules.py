@@ -1,0 +1,189 @@
+"""What Megatron accepts, as fast predicates on degrees: whole numbers in, yes or no out.
+
+A search asks these; ``degree_rules`` states the same rules in words for a user. Rules that only
+matter when a command is written (checkpoint format, number formats, layout) live in the launcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.model.spec import LayerKind, ModelFamily, TransformerSpec
+from nest_megatron.parallel.dims import ParallelDims, RankOrder
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
+from nest_megatron.parallel.zero import ZeroStage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """Everything about a job that Megatron's rules look at.
+
+    Args:
+        partition: the stage partition, or ``None`` while a search has not chosen one.
+        sequence_parallel: ``--sequence-parallel``; needs ``tensor_model_parallel_size`` above 1.
+        moe_grouped_gemm: ``--moe-grouped-gemm``.
+        version: the Megatron-LM release, ``0.16.1`` or ``0.20``.
+    """
+
+    spec: TransformerSpec
+    dims: ParallelDims
+    micro_batch_size: int
+    global_batch_size: int
+    partition: StagePartition | None = None
+    recompute: Recompute = NO_RECOMPUTE
+    zero: ZeroStage = ZeroStage.NONE
+    precision: Precision = Precision.BF16
+    sequence_parallel: bool = False
+    moe_grouped_gemm: bool = False
+    fp8_recipe: str = "delayed"
+    transformer_impl: str = "transformer_engine"
+    version: str = "0.16.1"
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro batches of one step on each rank, 0 if they do not come out whole."""
+        return num_microbatches(
+            self.global_batch_size, self.micro_batch_size, self.dims.data_parallel_size
+        )
+
+
+def divides_heads(spec: TransformerSpec, tp: int) -> bool:
+    """Attention heads split over tp; query groups are a multiple or a divisor of tp."""
+    groups = spec.query_groups
+    if spec.num_attention_heads % tp or (groups % tp and tp % groups):
+        return False
+    return 2 * groups * spec.head_dim % tp == 0  # the packed query-key-value projection
+
+
+def divides_dense_mlp(spec: TransformerSpec, tp: int) -> bool:
+    """The MLPs that tensor parallelism splits (dense layers, shared experts) come out whole."""
+    shared = spec.moe_shared_expert_intermediate_size or 0
+    has_dense = not (spec.is_moe and all(spec.moe_layer_pattern))
+    splits_hidden = spec.num_mtp_layers > 0  # the projection that joins embedding and hidden state
+    return (
+        shared % tp == 0
+        and not (has_dense and spec.ffn_hidden_size % tp)
+        and not (splits_hidden and spec.hidden_size % tp)
+    )
+
+
+def divides_experts(spec: TransformerSpec, ep: int, etp: int) -> bool:
+    """Experts split over ep, and each expert's MLP over etp; dense models have neither."""
+    if spec.num_experts is None:
+        return ep == 1
+    return spec.num_experts % ep == 0 and spec.expert_ffn_hidden_size % etp == 0
+
+
+def allows_expert_bias(spec: TransformerSpec, etp: int) -> bool:
+    """Experts with a bias are not split, and shared experts have none."""
+    if spec.num_experts is None or not spec.add_bias_linear:
+        return True
+    return etp == 1 and not spec.moe_shared_expert_intermediate_size
+
+
+def divides_sequence(seq_length: int, tp: int, cp: int, sequence_parallel: bool) -> bool:
+    """The sequence splits into two pieces for each cp rank, and over tp with sequence parallelism."""
+    pieces = cp * 2 if cp > 1 else 1
+    shards = tp if sequence_parallel else 1
+    return seq_length % pieces == 0 and seq_length // cp % shards == 0
+
+
+def allows_context_parallel(spec: TransformerSpec, cp: int) -> bool:
+    """The model's attention runs with the ring exchange of keys and values."""
+    plain = spec.softmax_type == "vanilla" and spec.window_size is None
+    return cp == 1 or (plain and spec.family is ModelFamily.GPT)
+
+
+def allows_sequence_parallel(spec: TransformerSpec, tp: int, sequence_parallel: bool) -> bool:
+    """Sequence parallelism needs tp above 1; experts under tp need sequence parallelism."""
+    return tp > 1 if sequence_parallel else tp == 1 or not spec.is_moe
+
+
+def allows_rank_order(spec: TransformerSpec, dims: ParallelDims) -> bool:
+    """With data parallelism outermost and a pipeline, dense and expert replicas must be as many.
+
+    For a dense model the expert grid is free: ``launched_expert_tensor_size`` makes it fit.
+    """
+    if dims.rank_order is RankOrder.TP_CP_EP_DP_PP or dims.pipeline_model_parallel_size == 1:
+        return True
+    inner = dims.tensor_model_parallel_size * dims.context_parallel_size
+    return spec.num_experts is None or dims.expert_ranks == inner
+
+
+def launched_expert_tensor_size(spec: TransformerSpec, dims: ParallelDims) -> int | None:
+    """What ``--expert-tensor-parallel-size`` must be, ``None`` where the flag is not needed.
+
+    Megatron builds the expert grid for dense models too, with etp = tp unless told otherwise; under
+    the second rank order that fails with cp > 1 unless etp * ep = tp * cp (ps:811).
+    """
+    if spec.num_experts is not None:
+        return dims.expert_tensor_parallel_size
+    second = dims.rank_order is RankOrder.TP_CP_EP_PP_DP
+    if second and dims.pipeline_model_parallel_size > 1 and dims.context_parallel_size > 1:
+        return dims.tensor_model_parallel_size * dims.context_parallel_size
+    return None
+
+
+def num_microbatches(global_batch_size: int, micro_batch_size: int, dp: int) -> int:
+    """Micro batches of one step on each rank, 0 if they do not come out whole."""
+    samples = micro_batch_size * dp
+    return 0 if global_batch_size % samples else global_batch_size // samples
+
+
+def allows_interleaving(pp: int, vpp: int, microbatches: int) -> bool:
+    """Virtual stages need a pipeline and whole rounds of micro batches."""
+    return vpp == 1 or (pp > 1 and microbatches >= pp and microbatches % pp == 0)
+
+
+def allows_zero(zero: ZeroStage, pp: int, vpp: int) -> bool:
+    """Megatron-FSDP runs without a pipeline."""
+    return not zero.is_fsdp or (pp == 1 and vpp == 1)
+
+
+def allows_uniform_recompute(layers: Iterable[int], num_layers: int, version: str) -> bool:
+    """On 0.16.1 a group of ``uniform`` recomputation must divide every virtual stage's layers."""
+    return not version.startswith("0.16") or all(count % num_layers == 0 for count in layers)
+
+
+def mtp_chunk_fits(chunk: int, pp: int, vpp: int) -> bool:
+    """MTP layers lie in the last virtual stage of their rank, which is not the first rank."""
+    return pp == 1 or (chunk // pp == vpp - 1 and chunk % pp != 0)
+
+
+def decoder_layers(spec: TransformerSpec, partition: StagePartition) -> tuple[int, ...]:
+    """Transformer layers of each virtual stage, MTP layers apart."""
+    inside = range(1, 1 + spec.num_layers)
+    return tuple(
+        max(0, min(units.stop, inside.stop) - max(units.start, inside.start))
+        for units in map(partition.chunk, range(partition.num_chunks))
+    )
+
+
+def mtp_chunk(spec: TransformerSpec, partition: StagePartition) -> int | None:
+    """The virtual stage that holds the MTP layers."""
+    kinds = spec.layer_kinds()
+    if LayerKind.MTP not in kinds:
+        return None
+    unit = kinds.index(LayerKind.MTP)
+    return next(k for k in range(partition.num_chunks) if unit in partition.chunk(k))
+
+
+def is_legal_grid(spec: TransformerSpec, dims: ParallelDims, *, sequence_parallel: bool) -> bool:
+    """Whether Megatron builds this model on this grid: all rules that need degrees alone."""
+    tp, cp = dims.tensor_model_parallel_size, dims.context_parallel_size
+    etp, pp = dims.expert_tensor_parallel_size, dims.pipeline_model_parallel_size
+    return (
+        divides_heads(spec, tp)
+        and divides_dense_mlp(spec, tp)
+        and divides_experts(spec, dims.expert_model_parallel_size, etp)
+        and allows_expert_bias(spec, etp)
+        and divides_sequence(spec.seq_length, tp, cp, sequence_parallel)
+        and allows_context_parallel(spec, cp)
+        and allows_sequence_parallel(spec, tp, sequence_parallel)
+        and allows_rank_order(spec, dims)
+        and (dims.virtual_pipeline_model_parallel_size == 1 or pp > 1)
+        and dims.num_chunks <= len(spec.layer_kinds())
+    )

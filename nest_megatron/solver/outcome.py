@@ -1,0 +1,44 @@
+"""What a solve of one stage problem says, whichever backend did it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from nest_megatron.units import Ticks
+
+#: Larger than any time on the clock; as a threshold it means "find the best there is".
+NO_THRESHOLD: Ticks = 1 << 61
+
+
+class Status(IntEnum):
+    """How a solve ended."""
+
+    OPTIMAL = 0
+    """The best partition was found, and proven best."""
+    BOUNDED = 1
+    """Proven: no partition beats the threshold."""
+    INFEASIBLE = 2
+    """Proven: no partition fits in memory."""
+    LIMIT = 3
+    """The node limit ended the search; ``lower_bound`` is what is proven."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSolution:
+    """Result of one solve.
+
+    Args:
+        iteration: time of the best partition in ticks (``NO_THRESHOLD`` if there is none).
+        boundaries: the partition, or empty.
+        lower_bound: proven: no partition is faster than this.
+        nodes: partial partitions looked at.
+        simulations: schedules simulated.
+    """
+
+    status: Status
+    iteration: Ticks
+    boundaries: tuple[int, ...]
+    lower_bound: Ticks
+    nodes: int
+    simulations: int

@@ -1,0 +1,77 @@
+"""Units: SI everywhere inside, other units at the edges only, and the solver's integer clock.
+
+The solver counts time in whole *ticks* of one picosecond. Sums and maxima of ticks are exact, so two
+schedules that tie really tie, a bound that is proven on paper is proven in the machine, and the
+compiled kernel and its Python twin agree to the last bit (``docs/decisions/001-integer-clock.md``).
+"""
+
+from __future__ import annotations
+
+import math
+
+from nest_megatron.errors import ProfileError
+
+
+Seconds = float
+Bytes = int
+Flops = float
+Ticks = int
+
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
+GB = 10**9
+TERA = 10**12
+
+TICKS_PER_SECOND = 10**12
+#: Longest time the clock carries: nine days, far from the edge of int64.
+MAX_SECONDS = 8.0e5
+
+
+def to_ticks(seconds: Seconds, *, what: str = "time") -> Ticks:
+    """Round a time to the solver's clock.
+
+    Args:
+        seconds: a finite, non-negative time in seconds.
+        what: its name, for the error.
+
+    Raises:
+        ProfileError: if the time is NaN, infinite, negative or longer than the clock carries.
+    """
+    if not 0.0 <= seconds <= MAX_SECONDS:  # also false for NaN
+        raise ProfileError(
+            what,
+            value=seconds,
+            limit=f"a time must be a number of seconds between 0 and {MAX_SECONDS:g}",
+            fix="Measure it again, or remove it so that the analytic figure is used.",
+        )
+    return round(seconds * TICKS_PER_SECOND)
+
+
+def to_seconds(ticks: Ticks) -> Seconds:
+    """A time on the solver's clock, in seconds."""
+    return ticks / TICKS_PER_SECOND
+
+
+def format_seconds(seconds: Seconds) -> str:
+    """A time for people.
+
+    >>> format_seconds(0.00042), format_seconds(1.5)
+    ('420 us', '1.500 s')
+    """
+    if not math.isfinite(seconds):
+        return "-"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    if seconds < 1.0:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds:.3f} s"
+
+
+def format_gib(num_bytes: float) -> str:
+    """Bytes for people.
+
+    >>> format_gib(80 * GIB)
+    '80.0 GiB'
+    """
+    return f"{num_bytes / GIB:.1f} GiB"

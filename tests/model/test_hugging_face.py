@@ -1,0 +1,330 @@
+"""Hugging Face configurations give the same shapes as the catalogue, or are refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nest_megatron.errors import UnplannableModelError, UserInputError
+from nest_megatron.model.catalogue import spec_from_mapping
+from nest_megatron.model.hugging_face import (
+    DEFAULT_SEQ_LENGTH,
+    spec_from_hf_config,
+    supported_model_types,
+)
+from nest_megatron.model.spec import TransformerSpec
+
+
+MODELS = Path(__file__).parents[2] / "hydra_configs" / "model"
+
+LLAMA3_70B: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+
+CONFIGS: dict[str, dict[str, object]] = {
+    "llama3_70b": LLAMA3_70B,
+    "llama3_1_405b": {
+        **LLAMA3_70B,
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 128,
+        "num_hidden_layers": 126,
+    },
+    "llama2_7b": {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-05,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
+    "mixtral_8x7b": {
+        "model_type": "mixtral",
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
+    "qwen3_30b_a3b": {
+        "model_type": "qwen3_moe",
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "attention_bias": False,
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000,
+        "tie_word_embeddings": False,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    },
+    "gpt_oss_120b": {
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "num_local_experts": 128,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    },
+    "bert_large": {
+        "model_type": "bert",
+        "hidden_act": "gelu",
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "layer_norm_eps": 1e-12,
+        "max_position_embeddings": 512,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "type_vocab_size": 2,
+        "vocab_size": 30522,
+    },
+    "nemotron4_340b": {
+        "model_type": "nemotron",
+        "head_dim": 192,
+        "hidden_act": "relu2",
+        "hidden_size": 18432,
+        "intermediate_size": 73728,
+        "max_position_embeddings": 4096,
+        "norm_eps": 1e-05,
+        "num_attention_heads": 96,
+        "num_hidden_layers": 96,
+        "num_key_value_heads": 8,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 256000,
+    },
+}
+
+
+def catalogue(name: str) -> TransformerSpec:
+    """One entry of the catalogue."""
+    return spec_from_mapping(yaml.safe_load((MODELS / f"{name}.yaml").read_text(encoding="utf-8")))
+
+
+def same_shape(spec: TransformerSpec) -> TransformerSpec:
+    """The spec with its optional spellings resolved and its source dropped."""
+    return dataclasses.replace(
+        spec, num_query_groups=spec.query_groups, kv_channels=spec.head_dim, source=""
+    )
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_config_gives_the_catalogue_entry(name: str) -> None:
+    entry = catalogue(name)
+    spec = spec_from_hf_config(CONFIGS[name], name, seq_length=entry.seq_length)
+    assert same_shape(spec) == same_shape(entry)
+    assert "config.json" in spec.source
+
+
+def test_sequence_length_defaults_to_the_shorter_of_context_and_ours() -> None:
+    assert spec_from_hf_config(CONFIGS["bert_large"], "b").seq_length == 512
+    assert spec_from_hf_config(CONFIGS["gpt_oss_120b"], "g").seq_length == DEFAULT_SEQ_LENGTH
+
+
+def test_gpt2() -> None:
+    config: dict[str, object] = {
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-05,
+        "n_ctx": 1024,
+        "n_embd": 1600,
+        "n_head": 25,
+        "n_layer": 48,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+    }
+    spec = spec_from_hf_config(config, "gpt2-xl")
+    assert (spec.num_layers, spec.hidden_size, spec.ffn_hidden_size) == (48, 1600, 6400)
+    assert (spec.activation, spec.position_embedding_type) == ("gelu", "learned_absolute")
+    assert spec.add_bias_linear
+    assert not spec.untie_embeddings_and_output_weights
+
+
+def test_qwen2_has_biases_on_qkv_alone() -> None:
+    spec = spec_from_hf_config({**LLAMA3_70B, "model_type": "qwen2"}, "q")
+    assert spec.add_qkv_bias
+    assert not spec.add_bias_linear
+    assert not spec.qk_layernorm
+
+
+def test_qwen3_normalises_queries_and_keys() -> None:
+    assert spec_from_hf_config({**LLAMA3_70B, "model_type": "qwen3"}, "q").qk_layernorm
+
+
+def test_mistral_slides_on_all_layers() -> None:
+    spec = spec_from_hf_config({**LLAMA3_70B, "model_type": "mistral", "sliding_window": 4096}, "m")
+    assert (spec.window_size, spec.window_attn_skip_freq) == (4096, None)
+
+
+def test_deepseek_v2_shares_two_experts_and_has_no_bias_or_mtp() -> None:
+    config = {
+        key: value
+        for key, value in CONFIGS["deepseek_v3"].items()
+        if key != "num_nextn_predict_layers"
+    }
+    config.update(model_type="deepseek_v2", topk_method="group_limited_greedy", n_shared_experts=2)
+    spec = spec_from_hf_config(config, "v2")
+    assert spec.moe_shared_expert_intermediate_size == 4096
+    assert not spec.moe_router_enable_expert_bias
+    assert spec.mtp_num_layers is None
+
+
+def test_dense_layers_among_qwen3_experts() -> None:
+    config = {**CONFIGS["qwen3_30b_a3b"], "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    assert spec_from_hf_config(config, "q").moe_layer_pattern[:6] == (0, 1, 0, 0, 0, 1)
+
+
+def test_transformers_5_nests_the_rotary_base() -> None:
+    config = {key: value for key, value in LLAMA3_70B.items() if key != "rope_theta"}
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 500000.0}
+    assert spec_from_hf_config(config, "l").rotary_base == 500_000
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("mamba2", "state-space"),
+        ("jamba", "mixes attention"),
+        ("nemotron_h", "mixes attention"),
+        ("qwen3_next", "mixes attention"),
+        ("t5", "encoder-decoder"),
+        ("bart", "encoder-decoder"),
+        ("qwen2_5_vl", "vision"),
+        ("mllama", "vision"),
+        ("gemma3", "vision"),
+        ("gemma2", "logit caps"),
+        ("llamma", "Did you mean llama"),
+        (None, "not known"),
+    ],
+)
+def test_unplannable_models_are_refused_with_what_is_supported(
+    model_type: str | None, reason: str
+) -> None:
+    with pytest.raises(UnplannableModelError, match=reason) as error:
+        spec_from_hf_config({**LLAMA3_70B, "model_type": model_type}, "x")
+    assert all(supported in str(error.value) for supported in supported_model_types())
+
+
+@pytest.mark.parametrize(
+    "extra", [{"vision_config": {}}, {"is_encoder_decoder": True}, {"add_cross_attention": True}]
+)
+def test_unplannable_parts_are_refused(extra: dict[str, object]) -> None:
+    with pytest.raises(UnplannableModelError, match="Supported"):
+        spec_from_hf_config({**LLAMA3_70B, **extra}, "x")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", None),
+        ("hidden_size", "8192"),
+        ("num_hidden_layers", 80.5),
+        ("rms_norm_eps", "1e-5"),
+        ("rms_norm_eps", float("nan")),
+        ("hidden_act", "tanh"),
+        ("tie_word_embeddings", "no"),
+        ("num_attention_heads", 0),
+        ("num_key_value_heads", 7),
+    ],
+)
+def test_wrong_field_is_refused_by_name(key: str, value: object) -> None:
+    with pytest.raises(UserInputError, match="model x"):
+        spec_from_hf_config({**LLAMA3_70B, key: value}, "x")
+
+
+def test_uneven_windows_are_refused() -> None:
+    kinds = ["full_attention", *["sliding_attention"] * 35]
+    with pytest.raises(UserInputError, match="layer_types"):
+        spec_from_hf_config({**CONFIGS["gpt_oss_120b"], "layer_types": kinds}, "g")
+    config = {**LLAMA3_70B, "model_type": "qwen2", "use_sliding_window": True}
+    with pytest.raises(UserInputError, match="use_sliding_window"):
+        spec_from_hf_config({**config, "sliding_window": 4096, "max_window_layers": 70}, "q")
