@@ -11,7 +11,12 @@ from nest_megatron.cost_model.compute import operator_times
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Part
 from nest_megatron.model.spec import LayerKind
-from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity, RecomputeModule
+from nest_megatron.parallel.recompute import (
+    Recompute,
+    RecomputeGranularity,
+    RecomputeMethod,
+    RecomputeModule,
+)
 from nest_megatron.units import Seconds
 
 #: Shape of each group inside a layer: its fan-out at each network level.
@@ -47,11 +52,13 @@ class UnitTimes:
 
     Args:
         forward: forward pass by part of the layer; only what communication leaves exposed counts.
+        whole_forward: the same, all parts together.
         backward: the backward pass.
         saved_bytes: kept for the backward pass by part; ``input_bytes`` comes on top.
     """
 
     forward: Mapping[Part, PassTime]
+    whole_forward: PassTime
     backward: PassTime
     input_bytes: float
     saved_bytes: Mapping[Part, float]
@@ -66,6 +73,7 @@ class UnitTimes:
                 part: self.forward.get(part, nothing) + other.forward.get(part, nothing)
                 for part in sorted(parts)
             },
+            whole_forward=self.whole_forward + other.whole_forward,
             backward=self.backward + other.backward,
             input_bytes=self.input_bytes + other.input_bytes,
             saved_bytes={
@@ -141,9 +149,10 @@ def run_unit(
 ) -> UnitRun:
     """A unit under a recompute setting; embedding and head are never computed again.
 
-    ``full`` with any method is taken as it acts on a layer that it covers.
+    ``full`` is taken as it acts on a layer that it covers; ``uniform`` keeps one input for each group
+    of layers and holds a group's activations while it works backwards through it.
     """
-    whole = sum(times.forward.values(), PassTime())
+    whole = times.whole_forward
     saved = times.input_bytes + sum(times.saved_bytes.values())
     nothing = UnitRun(
         forward=whole,
@@ -158,12 +167,13 @@ def run_unit(
     ):
         return nothing
     if recompute.granularity is RecomputeGranularity.FULL:
+        group = recompute.num_layers or 1 if recompute.method is RecomputeMethod.UNIFORM else 1
         return UnitRun(
             forward=whole,
             backward=times.backward,
             recompute=whole,
-            saved_bytes=times.input_bytes,
-            working_bytes=times.working_bytes + saved - times.input_bytes,
+            saved_bytes=times.input_bytes / group,
+            working_bytes=times.working_bytes + group * saved - times.input_bytes,
         )
     again = parts_computed_again(recompute, kind, latent_attention=latent_attention)
     dropped = sum(num for part, num in times.saved_bytes.items() if part in again)
@@ -204,6 +214,7 @@ def unit_times(
         saved[part] = saved.get(part, 0.0) + num_bytes
     return UnitTimes(
         forward=forward,
+        whole_forward=sum(forward.values(), PassTime()),
         backward=backward,
         input_bytes=graph.input_bytes,
         saved_bytes=saved,

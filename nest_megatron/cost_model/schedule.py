@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from nest_megatron.units import Ticks
@@ -139,6 +140,7 @@ def _ready_time(op: Op, chunks: Sequence[ChunkTimes], done: dict[Op, Ticks]) -> 
     return None if end is None else end + delay
 
 
+@lru_cache(maxsize=4096)
 def peak_live_chunks(p: int, v: int, m: int, rank: int) -> tuple[tuple[int, ...], ...]:
     """Numbers of micro batches whose activations each chunk of a rank keeps, at each peak.
 

@@ -3,8 +3,8 @@
 Every rule calls its predicate in ``rules``, so a search and a message never disagree.
 
 Source lines are those of Megatron-LM core_v0.16.1; ``tc`` stands for
-``megatron/core/transformer/transformer_config.py``, ``args`` for ``megatron/training/arguments.py``,
-``ps`` for ``megatron/core/parallel_state.py``.
+``megatron/core/transformer/transformer_config.py``, ``args`` for
+``megatron/training/arguments.py``, ``ps`` for ``megatron/core/parallel_state.py``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from nest_megatron.parallel.rules import (
     divides_experts,
     divides_heads,
     divides_sequence,
+    reduces_expert_gradients,
 )
 
 
@@ -112,6 +113,20 @@ def _expert_bias(request: LaunchRequest) -> Violation | None:
     )
 
 
+def _expert_gradients(request: LaunchRequest) -> Violation | None:
+    dims = request.dims
+    tp, etp = dims.tensor_model_parallel_size, dims.expert_tensor_parallel_size
+    if reduces_expert_gradients(request.spec, tp, dims.expert_model_parallel_size, etp):
+        return None
+    return Violation(
+        what="expert_tensor_parallel_size",
+        value=etp,
+        limit=f"without expert parallelism it must be tensor_model_parallel_size ({tp}), or copies "
+        "of an expert drift apart",
+        fix="Make both equal, or raise expert_model_parallel_size.",
+    )
+
+
 def _sequence(request: LaunchRequest) -> Violation | None:
     spec, dims = request.spec, request.dims
     tp, cp = dims.tensor_model_parallel_size, dims.context_parallel_size
@@ -146,7 +161,7 @@ def _sequence_parallel(request: LaunchRequest) -> Violation | None:
     return Violation(
         what="sequence_parallel",
         value=request.sequence_parallel,
-        limit="it needs tensor_model_parallel_size above 1; experts with tensor parallelism need it",
+        limit="it needs tensor_model_parallel_size above 1, and experts with such a size need it",
         fix="Set it exactly when tensor_model_parallel_size is above 1.",
     )
 
@@ -219,6 +234,11 @@ DEGREE_RULES: tuple[Rule, ...] = (
     Rule(name="ffn_over_tp", source="megatron/core/utils.py:468 (at build)", check=_dense_mlp),
     Rule(name="experts_over_ep", source="args:1025, tc experts", check=_experts),
     Rule(name="expert_bias", source="tc:1590, moe/shared_experts.py:47", check=_expert_bias),
+    Rule(
+        name="expert_gradients",
+        source="tensor_parallel/layers.py:886, transformer_engine.py:1551 (run, silent)",
+        check=_expert_gradients,
+    ),
     Rule(name="sequence_pieces", source="args:818, mappings.py:69 (run)", check=_sequence),
     Rule(
         name="attention_under_cp",

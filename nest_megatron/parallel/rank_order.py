@@ -237,8 +237,9 @@ def _merged(axes: tuple[_Axis, ...]) -> tuple[_Axis, ...]:
             continue
         if merged and merged[-1].stride * merged[-1].size == axis.stride:
             last = merged.pop()
-            axis = _Axis(name=last.name, size=last.size * axis.size, stride=last.stride)
-        merged.append(axis)
+            merged.append(_Axis(name=last.name, size=last.size * axis.size, stride=last.stride))
+        else:
+            merged.append(axis)
     return tuple(merged)
 
 
@@ -259,8 +260,8 @@ def _fewest_members(
 def _fewest_of_axis(size: int, stride: int, devices: int, world_size: int) -> int:
     """Fewest members of a progression of ranks that share one block of ``devices`` devices.
 
-    The progressions start at ``offset + k * size * stride`` with ``offset < stride``. For each ``k``
-    the fullest offset is the last one for the first block and offset 0 for the last block.
+    The progressions start at ``offset + k * size * stride`` with ``offset < stride``. For each
+    ``k`` the first block is emptiest at the last offset, and the last block at offset 0.
     """
     span = size * stride
     if size == 1 or stride >= devices:

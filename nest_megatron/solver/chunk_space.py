@@ -1,6 +1,7 @@
 """The stage partitions among which the solver chooses, stated exactly.
 
-* One chunk a rank (``v = 1``): every contiguous partition into non-empty stages.
+* One chunk a rank (``v = 1``): every contiguous partition into non-empty stages (MTP layers not on
+  the first of several, which Megatron refuses).
 * Virtual stages (``v > 1``): the layouts that interleaving can use well. The first chunk holds the
   embedding and ``a`` layers, the last one ``b`` layers and the head, and all chunks between hold
   ``q`` layers, but that ``r`` of them hold one more: either the first ``r`` or the last ``r``. ``a`` and
@@ -24,7 +25,9 @@ Boundaries = tuple[int, ...]
 def partitions(problem: PipelineProblem) -> Iterator[Boundaries]:
     """Every partition of the declared space, in tie order."""
     if problem.num_virtual == 1:
-        yield from _compositions(problem.num_units, problem.num_stages)
+        for boundaries in _compositions(problem.num_units, problem.num_stages):
+            if problem.num_stages == 1 or boundaries[1] <= problem.num_layers + 1:
+                yield boundaries
     else:
         yield from interleaved_partitions(problem)
 

@@ -10,6 +10,9 @@ from nest_megatron.units import Ticks
 #: Larger than any time on the clock; as a threshold it means "find the best there is".
 NO_THRESHOLD: Ticks = 1 << 61
 
+#: Partial partitions that a solver looks at before it gives up with a proven bound.
+DEFAULT_NODE_LIMIT = 2_000_000
+
 
 class Status(IntEnum):
     """How a solve ended."""

@@ -37,11 +37,15 @@ from nest_megatron.cost_model.pipeline import (
 )
 from nest_megatron.cost_model.schedule import Op
 from nest_megatron.solver.chunk_space import Boundaries, interleaved_partitions
-from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolution, Status
+from nest_megatron.solver.outcome import (
+    DEFAULT_NODE_LIMIT,
+    NO_THRESHOLD,
+    StageSolution,
+    Status,
+)
 from nest_megatron.units import Ticks
 
 MAX_CUTS = 64
-DEFAULT_NODE_LIMIT = 2_000_000
 
 
 def solve(
@@ -132,7 +136,10 @@ class _Search:
         """Ends that stage ``k`` starting at ``x`` can have, largest first."""
         if k == self.p - 1:
             return range(self.n, self.n - 1, -1)
-        return range(self.n - (self.p - 1 - k), x, -1)
+        last = self.n - (self.p - 1 - k)
+        if k == 0:  # Megatron keeps MTP layers off the first of several ranks
+            last = min(last, self.problem.num_layers + 1)
+        return range(last, x, -1)
 
     def _starts(self, k: int) -> range:
         """Units at which stage ``k`` can start."""

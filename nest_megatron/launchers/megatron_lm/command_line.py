@@ -69,7 +69,7 @@ def _tokens(command: str | Sequence[str]) -> list[str]:
     if not isinstance(command, str):
         return list(command)
     try:
-        return shlex.split(command, comments=True)
+        return shlex.split(command.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise UserInputError(
             "command", value=command, limit=str(error), fix="Close the quotes."

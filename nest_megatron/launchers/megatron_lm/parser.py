@@ -205,7 +205,7 @@ class _OnOff(argparse.Action):
 def _pattern(text: str) -> int | list[int]:
     """A layer pattern: ``2``, or a list expression such as ``([0]*3+[1]*58)``.
 
-    Source: ``megatron.training.arguments.moe_freq_type``; only lists, ``+`` and ``*`` are evaluated.
+    Source: ``megatron.training.arguments.moe_freq_type``; lists, ``+`` and ``*`` are evaluated.
     """
     if "[" not in text:
         return int(text)

@@ -1,7 +1,7 @@
 """Every rule of Megatron-LM that a plan could break, in order, one function a rule.
 
-``RULES`` begins with the rules on degrees (``nest_megatron.parallel.degree_rules``); those here need
-the partition, the recomputation, the number format or the release. Sources name Megatron-LM
+``RULES`` begins with the rules on degrees (``nest_megatron.parallel.degree_rules``); those here
+need the partition, the recomputation, the number format or the release. Sources name Megatron-LM
 core_v0.16.1; "(run)" marks what its own validation lets pass and only training reveals.
 """
 
@@ -126,6 +126,17 @@ def _engine_for_context(request: LaunchRequest) -> Violation | None:
         what="context_parallel_size",
         value=request.dims.context_parallel_size,
         limit="only Transformer Engine's attention splits the sequence",
+        fix="Use transformer_impl transformer_engine.",
+    )
+
+
+def _engine_for_grouped_gemm(request: LaunchRequest) -> Violation | None:
+    if not request.moe_grouped_gemm or request.transformer_impl != "local":
+        return None
+    return Violation(
+        what="moe_grouped_gemm",
+        value=True,
+        limit="without Transformer Engine it needs the grouped_gemm package, in bf16",
         fix="Use transformer_impl transformer_engine.",
     )
 
@@ -287,6 +298,7 @@ LAUNCH_RULES: tuple[Rule, ...] = (
     Rule(name="positions", source="arguments.py:833", check=_positions_cover_sequence),
     Rule(name="bert_layers", source="bert_layer_specs.py", check=_bert),
     Rule(name="cp_engine", source="dot_product_attention.py:58 (run)", check=_engine_for_context),
+    Rule(name="grouped_gemm", source="moe/experts.py:81", check=_engine_for_grouped_gemm),
     Rule(name="partition_shape", source=f"arguments.py:520, {_TC}:1340", check=_partition_shape),
     Rule(name="layout_grammar", source="pipeline_parallel_layer_layout.py:281", check=_layout),
     Rule(name="mtp_stage", source="pipeline_parallel_layer_layout.py:128-146", check=_mtp_stage),

@@ -1,0 +1,22 @@
+"""Tries an installed nest-megatron that has no torch beside it. Run it away from the checkout."""
+
+import importlib.resources
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import nest_megatron
+import nest_megatron.solver._stage_dp  # the compiled kernel is there and loads
+
+assert importlib.util.find_spec("torch") is None, "torch came with the installation"
+
+catalogue = importlib.resources.files("nest_megatron.hydra_configs")
+for group in ("accelerator", "cluster", "model"):
+    entries = [entry.name for entry in catalogue.joinpath(group).iterdir()]
+    assert any(name.endswith(".yaml") for name in entries), f"no {group} in {catalogue}"
+
+command = Path(sys.executable).with_name("nest-megatron")
+models = subprocess.run([command, "models"], check=True, capture_output=True, text=True).stdout
+assert "llama3_70b" in models, models
+print(f"nest-megatron {nest_megatron.__version__} works without torch")

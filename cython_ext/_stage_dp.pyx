@@ -1,0 +1,1515 @@
+# cython: language_level=3
+# cython: boundscheck=False, wraparound=False, initializedcheck=False
+# cython: cdivision=True, nonecheck=False, overflowcheck=False
+# cython: embedsignature=False, binding=False
+"""The stage problem solved in C: returns exactly what ``nest_megatron.solver.reference`` returns.
+
+Whole numbers only (ticks and bytes in int64), no floating point, no NumPy. ``solve`` packs a problem
+into one workspace with the gil held; everything else runs without it and allocates nothing.
+
+Loop order, which is the reference's:
+
+1. Memory: ``fit_end[k, x]``, the last end with which stage ``k`` from unit ``x`` fits; sums of units never
+   shrink as a stage grows, so every smaller end fits too.
+2. Stage bounds are computed where they are asked for, from prefix sums.
+3. Bottleneck program: stages last to first, starts ``x`` descending. Only the least value of each place
+   counts, so ends that a monotone lower bound or a prefix minimum rules out are passed over.
+4. Search: depth first, stages first to last, ends largest first, through the ends whose bound and
+   bottleneck lie below the threshold. Every simulation leaves a cut, in a ring of ``MAX_CUTS``.
+
+With virtual stages: members in the order of ``chunk_space``, bounded, then simulated in that order.
+
+The simulators advance all ranks in step. Where rows repeat with constant increments, and as long as no
+maximum changes its argument, whole runs of rows are added at once; that is exact, and so is the critical
+path read back through such a run.
+"""
+
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from libc.math cimport fabs
+from libc.stdint cimport int32_t, int64_t, uint8_t
+from libc.string cimport memset
+
+cdef enum:
+    STATUS_OPTIMAL = 0
+    STATUS_BOUNDED = 1
+    STATUS_INFEASIBLE = 2
+    STATUS_LIMIT = 3
+    PAUSED = 4
+
+cdef enum:
+    MAX_CUTS = 64
+    PAUSE_NODES = 1 << 16
+    NUM_FIELDS = 13
+
+cdef enum:
+    BY_PREVIOUS = 0
+    BY_SOURCE = 1
+    BY_NOTHING = 2
+
+cdef int64_t NO_THRESHOLD = <int64_t>1 << 61
+cdef int64_t MOST_TICKS = <int64_t>1 << 59
+
+cdef struct Cell:
+    # One admissible stage: an end and what the search asks about it.
+    int64_t key        # larger of the stage bound and the bottleneck behind it, ticks
+    int64_t forward    # with its transfer, ticks
+    int64_t backward   # with its transfer, ticks
+    int64_t optimizer  # ticks
+    int32_t end        # unit
+    int32_t node       # of the next stage from there
+
+cdef struct Cut:
+    int64_t* remaining  # OUT of tabulation, [num_nodes]: least that the path can still grow by, ticks
+    int64_t* so_far     # INOUT, [p + 1]: length over the stages chosen so far, ticks
+    int64_t* forward    # [p]: passes on the path
+    int64_t* backward   # [p]
+    int head_rank
+    int head_kind       # 0: no head, 1: the least, 2: the rest
+    int tail_rank
+    int tail_kind
+    int optimizer_rank
+
+cdef struct Work:
+    # IN: the problem.
+    int p, v, n, num_layers, block, overlap
+    int64_t m, capacity, constant, threshold, node_limit
+    int64_t* send_forward    # [p * v], ticks
+    int64_t* send_backward   # [p * v], ticks
+    # Prefix sums over units, [n + 1]; the ``again_`` ones hold block minus plain, layers only.
+    int64_t* forward
+    int64_t* backward
+    int64_t* again_backward
+    int64_t* head_least
+    int64_t* head_rest
+    int64_t* tail_least
+    int64_t* tail_rest
+    int64_t* optimizer
+    int64_t* static_bytes
+    int64_t* saved
+    int64_t* again_saved
+    int64_t* working         # [levels, n]: largest of 2**level units from each, bytes
+    int64_t* block_working   # [levels, n]
+    int32_t* log2            # [n + 1]
+    int32_t* again_first     # [n + 1]: first layer of a chunk that starts here
+    int32_t* again_end       # [n + 1]: end of the layers that such a chunk computes again
+    # Sums over stages, [p + 1], ticks.
+    int64_t* sent_forward
+    int64_t* sent_backward
+    # Tables over nodes (stage k, start x): index k * width + x - k.
+    int width
+    int num_nodes
+    int32_t* fit_end         # [num_nodes]
+    int64_t* after           # [num_nodes]
+    int64_t* before          # [num_nodes]
+    int64_t* bottleneck      # [num_nodes]
+    int64_t* scratch         # [n + 1]
+    int32_t* scratch_end     # [n + 2]
+    int64_t all_forward, least_optimizer
+    # The search.
+    int32_t* cell_first      # [num_nodes]
+    int32_t* cell_end        # [num_nodes]
+    int32_t* live            # [num_nodes]: nodes that the search can reach, stage by stage
+    int num_live
+    Cell* cells              # [num_cells], ends ascending
+    int64_t num_cells
+    Cut cuts[MAX_CUTS]
+    int num_cuts             # ever made
+    int last_killer
+    int depth
+    int32_t* cursor          # [p]
+    int32_t* path            # [p * v + 1]
+    int32_t* best            # [p * v + 1]
+    int found
+    int64_t nodes, simulations, lower
+    # The simulator, [p] each unless noted.
+    int64_t* time_forward    # [p * v]
+    int64_t* time_backward   # [p * v]
+    int64_t* delay_forward   # [p * v]
+    int64_t* delay_backward  # [p * v]
+    int64_t* head
+    int64_t* tail
+    int64_t* end_forward
+    int64_t* end_backward
+    int64_t* step_forward
+    int64_t* step_backward
+    int64_t* kept            # [3 * p]
+    int64_t* count_forward
+    int64_t* count_backward
+    int64_t* old_forward
+    int64_t* old_backward
+    uint8_t* choice          # [m + p, p]: what each pass of a row waited for
+    int32_t* row_first       # [m + p]
+    int32_t* row_count       # [m + p]
+    int num_records
+    int path_head, path_tail, path_optimizer
+    # Virtual stages.
+    int64_t* saved_chunk     # [p * v], bytes
+    int32_t* members         # [num_members, p * v + 1]
+    int64_t* member_bound    # [num_members]
+    int num_members
+    int next_member
+
+
+# ---------------------------------------------------------------- sums over units
+
+
+cdef inline int64_t larger(int64_t a, int64_t b) noexcept nogil:
+    return a if a > b else b
+
+
+cdef inline int64_t smaller(int64_t a, int64_t b) noexcept nogil:
+    return a if a < b else b
+
+
+cdef inline int again_until(const Work* w, int x, int y) noexcept nogil:
+    """End of the layers of units ``x .. y`` that are computed again."""
+    cdef int end = w.again_end[x]
+    if end > y:
+        end = y
+    return end if end > w.again_first[x] else w.again_first[x]
+
+
+cdef inline int64_t sum_forward(const Work* w, int x, int y) noexcept nogil:
+    return w.forward[y] - w.forward[x]
+
+
+cdef inline int64_t sum_backward(const Work* w, int x, int y) noexcept nogil:
+    cdef int64_t total = w.backward[y] - w.backward[x]
+    if w.block:
+        total += w.again_backward[again_until(w, x, y)] - w.again_backward[w.again_first[x]]
+    return total
+
+
+cdef inline int64_t sum_saved(const Work* w, int x, int y) noexcept nogil:
+    cdef int64_t total = w.saved[y] - w.saved[x]
+    if w.block:
+        total += w.again_saved[again_until(w, x, y)] - w.again_saved[w.again_first[x]]
+    return total
+
+
+cdef inline int64_t largest_between(
+    const Work* w, const int64_t* table, int x, int y
+) noexcept nogil:
+    """Largest entry of a sparse table over units ``x .. y``; at least one unit."""
+    cdef int level = w.log2[y - x]
+    cdef const int64_t* row = table + <int64_t>level * w.n
+    return larger(row[x], row[y - (1 << level)])
+
+
+cdef int64_t most_working(const Work* w, int x, int y) noexcept nogil:
+    """Largest working memory of units ``x .. y``, bytes."""
+    cdef int first, end
+    cdef int64_t most
+    if not w.block:
+        return largest_between(w, w.working, x, y)
+    first, end = w.again_first[x], again_until(w, x, y)
+    most = -1
+    if first > x:
+        most = largest_between(w, w.working, x, first)
+    if end > first:
+        most = larger(most, largest_between(w, w.block_working, first, end))
+    if y > end:
+        most = larger(most, largest_between(w, w.working, end, y))
+    return most
+
+
+cdef inline int64_t stage_forward(const Work* w, int k, int x, int y) noexcept nogil:
+    return sum_forward(w, x, y) + w.send_forward[k]
+
+
+cdef inline int64_t stage_backward(const Work* w, int k, int x, int y) noexcept nogil:
+    return sum_backward(w, x, y) + w.send_backward[k]
+
+
+cdef inline int64_t stage_head(const Work* w, int x, int y) noexcept nogil:
+    return larger(
+        larger(w.head_least[y] - w.head_least[x], w.head_rest[y] - w.head_rest[x]), 0
+    )
+
+
+cdef inline int64_t stage_tail(const Work* w, int x, int y) noexcept nogil:
+    return larger(
+        larger(w.tail_least[y] - w.tail_least[x], w.tail_rest[y] - w.tail_rest[x]), 0
+    )
+
+
+cdef inline int node_of(const Work* w, int k, int x) noexcept nogil:
+    return k * w.width + x - k
+
+
+cdef inline int last_start(const Work* w, int k) noexcept nogil:
+    """Largest start of stage ``k``."""
+    return 0 if k == 0 else w.n - w.p + k
+
+
+cdef inline int first_start(const Work* w, int k) noexcept nogil:
+    """Smallest start of stage ``k`` (for ``k = p``: the end of the last stage)."""
+    return w.n if k == w.p else k
+
+
+# ---------------------------------------------------------------- 1. memory
+
+
+cdef inline bint stage_fits(const Work* w, int k, int x, int y) noexcept nogil:
+    cdef int64_t live = smaller(w.m, w.p - k)
+    cdef int64_t peak = w.static_bytes[y] - w.static_bytes[x] + live * sum_saved(w, x, y)
+    return peak + most_working(w, x, y) <= w.capacity
+
+
+cdef void tabulate_fit(Work* w) noexcept nogil:
+    """``fit_end``: last end of stage ``k`` from unit ``x`` that fits, ``x`` if there is none."""
+    cdef int p = w.p, n = w.n, k, x, y, end, last
+    for x in range(n):
+        k = 0 if x == 0 else larger_int(1, x - (n - p))
+        last = x
+        while k <= x and k < p:
+            end = n - (p - 1 - k)
+            if k == 0 and p > 1:
+                # Megatron keeps MTP layers off the first of several ranks.
+                end = smaller_int(end, w.num_layers + 1)
+            y = last
+            if not w.block and k > 0 and x > k:
+                y = larger_int(y, w.fit_end[node_of(w, k, x - 1)])
+            if y < end:
+                if stage_fits(w, k, x, end):
+                    y = end
+                elif k == p - 1:
+                    y = x
+                else:
+                    while stage_fits(w, k, x, y + 1):
+                        y += 1
+            w.fit_end[node_of(w, k, x)] = y
+            last = y
+            k += 1
+
+
+cdef void tabulate_after(Work* w) noexcept nogil:
+    """Least backward time of stages ``k ..`` from unit ``x``, through stages that fit; ticks."""
+    cdef int p = w.p, n = w.n, k, x, y, low, end, split
+    cdef int64_t best, own
+    cdef int64_t* behind
+    cdef int64_t* here
+    cdef int64_t rest
+    for x in range(w.width):
+        w.after[p * w.width + x] = NO_THRESHOLD
+    w.after[node_of(w, p, n)] = 0
+    for k in range(p - 1, -1, -1):
+        # after[k + 1] by unit, and the next unit from which the rest can go on.
+        behind = w.after + (k + 1) * w.width - (k + 1)
+        here = w.after + k * w.width - k
+        low = n + 1
+        y = n - (p - 1 - k)
+        for x in range(last_start(w, k), first_start(w, k) - 1, -1):
+            while y > x:
+                if behind[y] < NO_THRESHOLD:
+                    low = y
+                w.scratch_end[y] = low
+                y -= 1
+            end = w.fit_end[node_of(w, k, x)]
+            here[x] = NO_THRESHOLD
+            if w.scratch_end[x + 1] > end:
+                continue
+            if not w.block:
+                here[x] = w.backward[n] - w.backward[x] + w.sent_backward[p] - w.sent_backward[k]
+                continue
+            best = NO_THRESHOLD
+            split = again_until(w, x, n)
+            own = w.backward[x] + w.again_backward[w.again_first[x]] - w.send_backward[k]
+            low = w.scratch_end[x + 1]
+            while low <= end and low < split:
+                if behind[low] < NO_THRESHOLD:
+                    rest = w.backward[low] + w.again_backward[low] + behind[low]
+                    best = smaller(best, rest)
+                low += 1
+            if low < split:
+                low = split
+            while low <= end:
+                rest = w.backward[low] + w.again_backward[split] + behind[low]
+                best = smaller(best, rest)
+                low += 1
+            here[x] = best - own
+            low = w.scratch_end[x + 1]
+
+
+cdef void tabulate_before(Work* w) noexcept nogil:
+    """Least backward time of the stages before stage ``k`` at unit ``x``; ticks."""
+    cdef int p = w.p, n = w.n, k, x, y, reach
+    cdef int64_t* here
+    cdef int64_t* next_
+    cdef int64_t* behind
+    w.before[0] = 0
+    for k in range(p):
+        here = w.before + k * w.width - k
+        next_ = w.before + (k + 1) * w.width - (k + 1)
+        behind = w.after + (k + 1) * w.width - (k + 1)
+        for y in range(k + 1, n - (p - 1 - k) + 1):
+            next_[y] = NO_THRESHOLD
+        if w.block:
+            for x in range(first_start(w, k), last_start(w, k) + 1):
+                if here[x] >= NO_THRESHOLD:
+                    continue
+                for y in range(n if k == p - 1 else x + 1, w.fit_end[node_of(w, k, x)] + 1):
+                    if behind[y] < NO_THRESHOLD:
+                        next_[y] = smaller(next_[y], here[x] + stage_backward(w, k, x, y))
+            continue
+        reach = -1
+        x = first_start(w, k)
+        for y in range(n if k == p - 1 else k + 1, n - (p - 1 - k) + 1):
+            while x < y and x <= last_start(w, k):
+                if here[x] < NO_THRESHOLD and w.fit_end[node_of(w, k, x)] > reach:
+                    reach = w.fit_end[node_of(w, k, x)]
+                x += 1
+            if reach >= y and behind[y] < NO_THRESHOLD:
+                next_[y] = w.backward[y] + w.sent_backward[k + 1]
+
+
+# ---------------------------------------------------------------- 2. stage bounds
+
+
+cdef inline int64_t least_bound(
+    const Work* w, int k, int x, int64_t forward, int64_t backward
+) noexcept nogil:
+    """At most the stage bound, and never less for a longer stage from the same unit; ticks."""
+    cdef int64_t node = node_of(w, k, x)
+    cdef int64_t reached = w.forward[x] + w.sent_forward[k] + w.m * (forward + backward)
+    cdef int64_t wait = larger(0, w.m - w.p + k)
+    cdef int64_t back = w.all_forward + w.after[node] + (w.m - 1) * backward + wait * forward
+    return w.constant + larger(reached, back) + w.before[node] + w.least_optimizer
+
+
+cdef inline int64_t stage_bound(
+    const Work* w, int k, int x, int y, int64_t forward, int64_t backward
+) noexcept nogil:
+    """Longest of the paths that pass through stage ``k`` alone, with units ``x .. y``; ticks."""
+    cdef int64_t ends = larger(stage_tail(w, x, y), w.before[node_of(w, k, x)])
+    cdef int64_t returned = w.all_forward + backward + w.after[node_of(w, k + 1, y)]
+    cdef int64_t wait = larger(0, w.m - w.p + k)
+    cdef int64_t started = larger(stage_head(w, x, y), w.forward[x] + w.sent_forward[k])
+    cdef int64_t longest = larger(
+        returned + (w.m - 1) * backward + wait * forward,
+        started + w.m * (forward + backward),
+    )
+    cdef int64_t optimizer = larger(w.optimizer[y] - w.optimizer[x], w.least_optimizer)
+    return w.constant + longest + ends + optimizer
+
+
+# ---------------------------------------------------------------- 3. bottleneck program
+
+
+cdef void tabulate_bottleneck(Work* w) noexcept nogil:
+    """Least that the largest stage bound can be for units ``x ..`` on stages ``k ..``; ticks."""
+    cdef int p = w.p, n = w.n, k, x, y, end, low, start, first
+    cdef int64_t best, worst, forward, backward
+    cdef int64_t* behind
+    cdef int64_t* falling = w.scratch
+    for x in range(w.width):
+        w.bottleneck[p * w.width + x] = NO_THRESHOLD
+    w.bottleneck[node_of(w, p, n)] = 0
+    for k in range(p - 1, -1, -1):
+        behind = w.bottleneck + (k + 1) * w.width - (k + 1)
+        # Prefix minimum: ``falling[y]`` is the least bottleneck of any end up to ``y``.
+        best = NO_THRESHOLD
+        for y in range(k + 1, n - (p - 1 - k) + 1):
+            best = smaller(best, behind[y])
+            falling[y] = best
+        start = n
+        for x in range(last_start(w, k), first_start(w, k) - 1, -1):
+            best = NO_THRESHOLD
+            if w.before[node_of(w, k, x)] < NO_THRESHOLD:
+                end = w.fit_end[node_of(w, k, x)]
+                low = n if k == p - 1 else x + 1
+                first = start = larger_int(low, smaller_int(start, end))
+                for y in range(first, end + 1):
+                    forward = stage_forward(w, k, x, y)
+                    backward = stage_backward(w, k, x, y)
+                    if least_bound(w, k, x, forward, backward) >= best:
+                        break
+                    if behind[y] < best:
+                        worst = larger(stage_bound(w, k, x, y, forward, backward), behind[y])
+                        if worst < best:
+                            best, start = worst, y
+                for y in range(first - 1, low - 1, -1):
+                    if falling[y] >= best:
+                        break
+                    if behind[y] < best:
+                        forward = stage_forward(w, k, x, y)
+                        backward = stage_backward(w, k, x, y)
+                        worst = larger(stage_bound(w, k, x, y, forward, backward), behind[y])
+                        if worst < best:
+                            best, start = worst, y
+            w.bottleneck[node_of(w, k, x)] = best
+
+
+# ---------------------------------------------------------------- simulator, one chunk a rank
+
+
+cdef int64_t simulate_rows(Work* w, const int32_t* marks) noexcept nogil:
+    """Iteration time of the partition ``marks`` [p + 1], ticks; leaves its choices in ``choice``.
+
+    Row ``s`` holds, of each rank ``i``, the forward pass of micro batch ``s + p - 1 - i`` and the backward
+    pass of micro batch ``s``, so that a pass needs passes of its own row and the one before alone. Ranks
+    are advanced last to first.
+    """
+    cdef int p = w.p, i
+    cdef int64_t m = w.m, row, skipped, latest, slowest, value, here
+    cdef uint8_t* last = NULL
+    cdef uint8_t* choice
+    cdef bint steady
+    latest = slowest = -NO_THRESHOLD
+    for i in range(p):
+        w.time_forward[i] = stage_forward(w, i, marks[i], marks[i + 1])
+        w.time_backward[i] = stage_backward(w, i, marks[i], marks[i + 1])
+        w.head[i] = stage_head(w, marks[i], marks[i + 1])
+        w.tail[i] = stage_tail(w, marks[i], marks[i + 1])
+        value = w.optimizer[marks[i + 1]] - w.optimizer[marks[i]]
+        if value > slowest:
+            slowest = value
+            w.path_optimizer = i
+        w.end_backward[i] = w.head[i]
+        w.end_forward[i] = 0
+    w.num_records = 0
+    row = 1 - p
+    while row < m:
+        choice = w.choice + <int64_t>w.num_records * p
+        w.row_first[w.num_records] = <int32_t>row
+        w.row_count[w.num_records] = 1
+        w.num_records += 1
+        if row < 0 or row > m - p:
+            partial_row(w, row, choice)
+            last = NULL
+            row += 1
+            continue
+        steady = full_row(w, choice, last)
+        last = choice
+        row += 1
+        if steady and row <= m - p:
+            skipped = rows_alike(w, choice, m - p - row + 1)
+            if skipped:
+                for i in range(p):
+                    w.end_forward[i] += skipped * w.step_forward[i]
+                    w.end_backward[i] += skipped * w.step_backward[i]
+                w.row_count[w.num_records - 1] += <int32_t>skipped
+                row += skipped
+    for i in range(p):
+        here = w.end_backward[i] + w.tail[i]
+        if here > latest:
+            latest = here
+            w.path_tail = i
+    return w.constant + latest + slowest
+
+
+cdef void partial_row(Work* w, int64_t row, uint8_t* choice) noexcept nogil:
+    """A row of the start or the end, where some ranks have no forward or no backward pass."""
+    cdef int p = w.p, i
+    cdef int64_t m = w.m, start, clock
+    cdef int bits
+    for i in range(p - 1, -1, -1):
+        clock = w.end_backward[i]
+        bits = 0
+        if 0 <= row + p - 1 - i < m:
+            start = clock
+            bits = BY_PREVIOUS if start > w.head[i] else BY_NOTHING
+            if i > 0 and w.end_forward[i - 1] >= clock:
+                start, bits = w.end_forward[i - 1], BY_SOURCE
+            clock = w.end_forward[i] = start + w.time_forward[i]
+        if row >= 0:
+            start = clock
+            if i == p - 1:
+                bits |= BY_SOURCE << 2
+            elif w.end_backward[i + 1] >= clock:
+                start = w.end_backward[i + 1]
+                bits |= BY_SOURCE << 2
+            else:
+                bits |= (BY_PREVIOUS if start > w.head[i] else BY_NOTHING) << 2
+            clock = start + w.time_backward[i]
+        w.end_backward[i] = clock
+        choice[i] = <uint8_t>bits
+
+
+cdef bint full_row(Work* w, uint8_t* choice, const uint8_t* last) noexcept nogil:
+    """A row with all passes; whether it and its increments choose and grow as the row before did.
+
+    ``last`` is that row's choices, or NULL.
+    """
+    cdef int p = w.p, i
+    cdef int64_t start, clock, behind, forward, backward, change = 0
+    cdef int bits
+    behind = -NO_THRESHOLD
+    for i in range(p - 1, -1, -1):
+        start = w.end_backward[i]
+        bits = BY_PREVIOUS if start > w.head[i] else BY_NOTHING
+        if i > 0 and w.end_forward[i - 1] >= start:
+            start, bits = w.end_forward[i - 1], BY_SOURCE
+        forward = clock = start + w.time_forward[i]
+        if behind >= clock or i == p - 1:
+            clock = larger(clock, behind)
+            bits |= BY_SOURCE << 2
+        elif clock <= w.head[i]:
+            bits |= BY_NOTHING << 2
+        backward = behind = clock + w.time_backward[i]
+        start = forward - w.end_forward[i]
+        change |= start ^ w.step_forward[i]
+        w.step_forward[i] = start
+        w.end_forward[i] = forward
+        start = backward - w.end_backward[i]
+        change |= start ^ w.step_backward[i]
+        w.step_backward[i] = start
+        w.end_backward[i] = backward
+        choice[i] = <uint8_t>bits
+    if change or last == NULL:
+        return False
+    for i in range(p):
+        if choice[i] != last[i] or choice[i] & (BY_NOTHING | BY_NOTHING << 2):
+            return False
+    return True
+
+
+cdef int64_t rows_alike(const Work* w, const uint8_t* choice, int64_t most) noexcept nogil:
+    """Rows that follow with the same choices and increments, at most ``most``.
+
+    Each maximum's two arguments drift apart or together by the difference of their increments.
+    """
+    cdef int p = w.p, i
+    cdef int64_t lead, drift
+    for i in range(p):
+        if i > 0:
+            lead = w.end_forward[i - 1] - w.end_backward[i]
+            drift = w.step_forward[i - 1] - w.step_backward[i]
+            # The next row compares what this row leaves.
+            if choice[i] & BY_SOURCE:
+                if lead < 0:
+                    return 0
+                if drift < 0:
+                    most = smaller(most, lead // -drift + 1)
+            else:
+                if lead >= 0:
+                    return 0
+                if drift > 0:
+                    most = smaller(most, (-lead - 1) // drift + 1)
+        if i < p - 1:
+            lead = w.end_backward[i + 1] - w.end_forward[i]
+            drift = w.step_backward[i + 1] - w.step_forward[i]
+            if choice[i] & (BY_SOURCE << 2):
+                if drift < 0:
+                    most = smaller(most, lead // -drift)
+            elif drift > 0:
+                most = smaller(most, (-lead - 1) // drift)
+    return most
+
+
+cdef void walk_back(Work* w) noexcept nogil:
+    """Passes of each stage on the critical path of the schedule just simulated.
+
+    Of two passes that a pass waited for, the one on the other rank is followed. In a run of equal rows the
+    walk soon repeats itself; then whole rounds are counted at once.
+    """
+    cdef int p = w.p, rank = w.path_tail, record = w.num_records - 1, bits
+    cdef int64_t m = w.m, row = m - 1, first, rounds, marked_row = 0
+    cdef int steps = 0, marked_rank = -1, i
+    cdef bint is_forward = False, marked_forward = False
+    memset(w.count_forward, 0, p * sizeof(int64_t))
+    memset(w.count_backward, 0, p * sizeof(int64_t))
+    while True:
+        while w.row_first[record] > row:
+            record -= 1
+            steps = 0
+        if w.row_count[record] > 1:
+            steps += 1
+            first = w.row_first[record]
+            if steps == 2 * p + 1 and row - first > 4 * p:
+                marked_rank, marked_forward, marked_row = rank, is_forward, row
+                for i in range(p):
+                    w.old_forward[i] = w.count_forward[i]
+                    w.old_backward[i] = w.count_backward[i]
+            elif (
+                steps > 2 * p + 1
+                and rank == marked_rank
+                and is_forward == marked_forward
+                and marked_row > row
+            ):
+                rounds = (row - first) // (marked_row - row)
+                row -= rounds * (marked_row - row)
+                for i in range(p):
+                    w.count_forward[i] += rounds * (w.count_forward[i] - w.old_forward[i])
+                    w.count_backward[i] += rounds * (w.count_backward[i] - w.old_backward[i])
+                marked_rank = -1
+        bits = w.choice[<int64_t>record * p + rank]
+        if is_forward:
+            w.count_forward[rank] += 1
+            if bits & BY_SOURCE:
+                rank -= 1
+                row -= 1
+            elif bits & BY_NOTHING:
+                break
+            else:
+                row -= 1
+                is_forward = row < 0
+        else:
+            w.count_backward[rank] += 1
+            bits >>= 2
+            if bits & BY_SOURCE:
+                if rank == p - 1:
+                    is_forward = True
+                else:
+                    rank += 1
+            elif bits & BY_NOTHING:
+                break
+            elif row + p - 1 - rank < m:
+                is_forward = True
+            elif row > 0:
+                row -= 1
+            else:
+                row = m - p + rank
+                is_forward = True
+    w.path_head = rank
+
+
+# ---------------------------------------------------------------- 4. cuts and search
+
+
+cdef int active(int64_t least, int64_t rest) noexcept nogil:
+    """Which of two sums counts: 1 the least, 2 the rest, 0 neither."""
+    if least >= rest:
+        return 1 if least > 0 else 0
+    return 2 if rest > 0 else 0
+
+
+cdef inline int64_t weight_of(
+    const Work* w, const Cut* cut, int k, int x, const Cell* cell
+) noexcept nogil:
+    """What stage ``k`` with a cell's units adds to a cut, ticks."""
+    cdef int64_t weight
+    cdef int y = cell.end
+    weight = cut.forward[k] * cell.forward + cut.backward[k] * cell.backward
+    if k == cut.head_rank:
+        if cut.head_kind == 1:
+            weight += w.head_least[y] - w.head_least[x]
+        elif cut.head_kind == 2:
+            weight += w.head_rest[y] - w.head_rest[x]
+    if k == cut.tail_rank:
+        if cut.tail_kind == 1:
+            weight += w.tail_least[y] - w.tail_least[x]
+        elif cut.tail_kind == 2:
+            weight += w.tail_rest[y] - w.tail_rest[x]
+    if k == cut.optimizer_rank:
+        weight += cell.optimizer
+    return weight
+
+
+cdef void add_cut(Work* w, const int32_t* marks, int depth) noexcept nogil:
+    """Keep the critical path of the schedule just simulated; the oldest makes room.
+
+    ``marks`` [p + 1] is its partition; the sums so far follow ``path`` down to ``depth`` stages.
+    """
+    cdef Cut* cut = &w.cuts[w.num_cuts % MAX_CUTS]
+    cdef int p = w.p, k, x, y, index, node
+    cdef int64_t least
+    cdef int i
+    cdef const Cell* cell
+    cdef Cell here
+    w.num_cuts += 1
+    walk_back(w)
+    cut.head_rank, cut.tail_rank, cut.optimizer_rank = w.path_head, w.path_tail, w.path_optimizer
+    x, y = marks[cut.head_rank], marks[cut.head_rank + 1]
+    cut.head_kind = active(w.head_least[y] - w.head_least[x], w.head_rest[y] - w.head_rest[x])
+    x, y = marks[cut.tail_rank], marks[cut.tail_rank + 1]
+    cut.tail_kind = active(w.tail_least[y] - w.tail_least[x], w.tail_rest[y] - w.tail_rest[x])
+    for k in range(p):
+        cut.forward[k] = w.count_forward[k]
+        cut.backward[k] = w.count_backward[k]
+    cut.remaining[node_of(w, p, w.n)] = 0
+    for index in range(w.num_live - 1, -1, -1):
+        node = w.live[index]
+        k = node // w.width
+        x = node % w.width + k
+        least = NO_THRESHOLD
+        for i in range(w.cell_first[node], w.cell_end[node]):
+            cell = &w.cells[i]
+            if cell.key < w.threshold:
+                least = smaller(least, weight_of(w, cut, k, x, cell) + cut.remaining[cell.node])
+        cut.remaining[node] = least
+    cut.so_far[0] = w.constant
+    for k in range(depth):
+        x, y = w.path[k], w.path[k + 1]
+        here.end = y
+        here.forward = stage_forward(w, k, x, y)
+        here.backward = stage_backward(w, k, x, y)
+        here.optimizer = w.optimizer[y] - w.optimizer[x]
+        cut.so_far[k + 1] = cut.so_far[k] + weight_of(w, cut, k, x, &here)
+
+
+cdef bint cut_off(Work* w, int k, int x, const Cell* cell) noexcept nogil:
+    """Whether a cut proves that nothing below this branch wins; else extend the sums so far.
+
+    The order of the cuts does not matter, so the one that succeeded last is asked first.
+    """
+    cdef int held = smaller_int(w.num_cuts, MAX_CUTS), i, index
+    cdef int64_t so_far
+    cdef Cut* cut
+    for i in range(-1, held):
+        index = w.last_killer if i < 0 else i
+        cut = &w.cuts[index]
+        so_far = cut.so_far[k] + weight_of(w, cut, k, x, cell)
+        if so_far + cut.remaining[cell.node] >= w.threshold:
+            w.last_killer = index
+            return True
+        cut.so_far[k + 1] = so_far
+    return False
+
+
+cdef void collect_ranges(Work* w) noexcept nogil:
+    """Nodes that the search can reach below the threshold, and the ends worth a look from each.
+
+    Sets ``live``, ``cell_first``, ``cell_end`` (room for the cells, in order) and ``num_cells``.
+    """
+    cdef int p = w.p, n = w.n, k, x, y, low, end, node, next_
+    cdef int64_t forward, backward, bound
+    cdef int64_t* behind
+    memset(w.scratch_end, 0, (n + 2) * sizeof(int32_t))
+    w.num_live = 0
+    w.num_cells = 0
+    for node in range(w.num_nodes):
+        w.cell_end[node] = 0
+    w.cell_end[0] = 1
+    for k in range(p):
+        behind = w.bottleneck + (k + 1) * w.width - (k + 1)
+        low = n if k == p - 1 else k + 1
+        while low < n - (p - 1 - k) and behind[low] >= w.threshold:
+            low += 1
+        for x in range(first_start(w, k), last_start(w, k) + 1):
+            node = node_of(w, k, x)
+            if not w.cell_end[node]:
+                continue
+            w.live[w.num_live] = node
+            w.num_live += 1
+            w.cell_first[node] = <int32_t>w.num_cells
+            for y in range(larger_int(low, x + 1), w.fit_end[node] + 1):
+                forward = stage_forward(w, k, x, y)
+                backward = stage_backward(w, k, x, y)
+                if least_bound(w, k, x, forward, backward) >= w.threshold:
+                    break
+                if behind[y] >= w.threshold:
+                    continue
+                bound = stage_bound(w, k, x, y, forward, backward)
+                if bound < w.threshold:
+                    if k < p - 1:
+                        w.cell_end[node_of(w, k + 1, y)] = 1
+                    w.num_cells += 1
+            w.cell_end[node] = <int32_t>w.num_cells
+
+
+cdef void fill_cells(Work* w) noexcept nogil:
+    """The cells counted by ``collect_ranges``."""
+    cdef int p = w.p, n = w.n, k, x, y, low, node, index
+    cdef int64_t forward, backward, bound
+    cdef int64_t* behind
+    cdef Cell* cell = w.cells
+    for index in range(w.num_live):
+        node = w.live[index]
+        k = node // w.width
+        x = node % w.width + k
+        behind = w.bottleneck + (k + 1) * w.width - (k + 1)
+        y = n if k == p - 1 else x + 1
+        low = w.cell_end[node] - w.cell_first[node]
+        while low > 0:
+            if behind[y] < w.threshold:
+                forward = stage_forward(w, k, x, y)
+                backward = stage_backward(w, k, x, y)
+                bound = stage_bound(w, k, x, y, forward, backward)
+                if bound < w.threshold:
+                    cell.key = larger(bound, behind[y])
+                    cell.forward = forward
+                    cell.backward = backward
+                    cell.optimizer = w.optimizer[y] - w.optimizer[x]
+                    cell.end = y
+                    cell.node = node_of(w, k + 1, y)
+                    cell += 1
+                    low -= 1
+            y += 1
+
+
+cdef void first_guess(Work* w) noexcept nogil:
+    """The bottleneck program's partition, largest stages first, into ``path``; simulate it."""
+    cdef int p = w.p, n = w.n, k, x, y
+    cdef int64_t target = w.bottleneck[0], time
+    cdef int64_t* behind
+    w.path[0] = 0
+    for k in range(p):
+        x = w.path[k]
+        behind = w.bottleneck + (k + 1) * w.width - (k + 1)
+        y = w.fit_end[node_of(w, k, x)]
+        while behind[y] > target or stage_bound(
+            w, k, x, y, stage_forward(w, k, x, y), stage_backward(w, k, x, y)
+        ) > target:
+            y -= 1
+        w.path[k + 1] = y
+    time = simulate_rows(w, w.path)
+    w.simulations += 1
+    if time < w.threshold:
+        w.threshold = time + 1
+
+
+cdef void visit_leaf(Work* w) noexcept nogil:
+    cdef int64_t time = simulate_rows(w, w.path)
+    cdef int k
+    w.simulations += 1
+    if time < w.threshold:
+        w.threshold = time
+        w.found = 1
+        for k in range(w.p + 1):
+            w.best[k] = w.path[k]
+    add_cut(w, w.path, w.p)
+
+
+cdef int search(Work* w) noexcept nogil:
+    """Go on with the search; its status, or PAUSED to let the caller look at signals."""
+    cdef int p = w.p, k = w.depth, node
+    cdef Cell* cell
+    while True:
+        node = node_of(w, k, w.path[k])
+        if w.cursor[k] <= w.cell_first[node]:
+            if k == 0:
+                return STATUS_OPTIMAL if w.found else STATUS_BOUNDED
+            k -= 1
+            continue
+        w.cursor[k] -= 1
+        cell = &w.cells[w.cursor[k]]
+        if cell.key >= w.threshold:
+            continue
+        w.nodes += 1
+        if w.nodes > w.node_limit:
+            return STATUS_LIMIT
+        if not cut_off(w, k, w.path[k], cell):
+            w.path[k + 1] = cell.end
+            if k == p - 1:
+                visit_leaf(w)
+            else:
+                k += 1
+                w.cursor[k] = w.cell_end[cell.node]
+        if w.nodes % PAUSE_NODES == 0:
+            w.depth = k
+            return PAUSED
+
+
+cdef void start_search(Work* w) noexcept nogil:
+    """Cells, the first guess's cut, and the search at its first stage."""
+    fill_cells(w)
+    add_cut(w, w.path, 0)
+    w.depth = 0
+    w.cursor[0] = w.cell_end[0]
+
+
+cdef int prepare(Work* w) noexcept nogil:
+    """Memory, bounds, bottleneck program: a status if they settle the matter, else PAUSED."""
+    tabulate_fit(w)
+    tabulate_after(w)
+    if w.after[0] >= NO_THRESHOLD:
+        w.lower = NO_THRESHOLD
+        return STATUS_INFEASIBLE
+    tabulate_before(w)
+    w.all_forward = w.forward[w.n] + w.sent_forward[w.p]
+    w.least_optimizer = ceiling(w.optimizer[w.n], w.p)
+    tabulate_bottleneck(w)
+    w.lower = w.bottleneck[0]
+    if w.lower >= w.threshold:
+        return STATUS_BOUNDED
+    first_guess(w)
+    collect_ranges(w)
+    return PAUSED
+
+
+cdef inline int64_t ceiling(int64_t a, int64_t b) noexcept nogil:
+    """``a / b`` rounded up, ``b > 0``."""
+    cdef int64_t quotient = a // b
+    if quotient * b < a:
+        quotient += 1
+    return quotient
+
+
+cdef inline int smaller_int(int a, int b) noexcept nogil:
+    return a if a < b else b
+
+
+cdef inline int larger_int(int a, int b) noexcept nogil:
+    return a if a > b else b
+
+
+# ---------------------------------------------------------------- virtual stages
+
+
+cdef int64_t visit_layouts(Work* w, bint store) noexcept nogil:
+    """Number of layouts in the declared space, in its order; written to ``members`` if asked."""
+    cdef int apart, first, last, base, extra, rising
+    cdef int interior = w.p * w.v - 2, most = w.num_layers // interior + 1
+    cdef int64_t count = 0
+    for apart in range(2 if w.n == w.num_layers + 3 and w.p > 2 else 1):
+        for first in range(most, -1, -1):
+            for last in range(0 if apart else most, -1, -1):
+                base = (w.num_layers - first - last) // interior
+                extra = (w.num_layers - first - last) % interior
+                if base < 1 or first > base + 1 or last > base + 1:
+                    continue
+                for rising in range(2 if extra else 1):
+                    if store:
+                        write_layout(w, count, first, base, extra, rising, apart)
+                    count += 1
+    return count
+
+
+cdef void write_layout(
+    Work* w, int64_t index, int first, int base, int extra, bint rising, bint apart
+) noexcept nogil:
+    cdef int chunks = w.p * w.v, interior = chunks - 2, k
+    cdef int32_t* marks = w.members + index * (chunks + 1)
+    marks[0] = 0
+    marks[1] = 1 + first
+    for k in range(interior):
+        marks[k + 2] = marks[k + 1] + base
+        if (k >= interior - extra) if rising else (k < extra):
+            marks[k + 2] += 1
+    if apart:
+        marks[chunks - 1] += 1
+    marks[chunks] = w.n
+
+
+cdef int64_t most_saved(const Work* w, int rank) noexcept nogil:
+    """Peak of the activations that a rank keeps, from ``saved_chunk``; bytes.
+
+    After its warm-up a rank keeps a forward and a backward pass apart by a constant number of passes, and
+    the mix of chunks repeats after ``p * v`` of them. Between two changes of chunk the sum is linear.
+    """
+    cdef int p = w.p, v = w.v, chunk_in, chunk_out, i
+    cdef int64_t group = <int64_t>p * v, total = w.m * v, ahead, held = 0, peak, done, length
+    cdef int64_t change, saved_in
+    ahead = smaller(2 * (p - rank - 1) + (v - 1) * p, total)
+    for i in range(v):
+        # Passes of this chunk among the first ``ahead``: whole groups, then a part of one.
+        done = (ahead // group) * p + smaller(p, larger(0, ahead % group - i * p))
+        held += done * w.saved_chunk[i * p + rank]
+    peak = held
+    done = 0
+    while done < smaller(group, total - ahead):
+        chunk_in = <int>((ahead + done) % group // p)
+        chunk_out = v - 1 - <int>(done // p)
+        length = smaller(p - (ahead + done) % p, p - done % p)
+        length = smaller(length, smaller(group, total - ahead) - done)
+        saved_in = w.saved_chunk[chunk_in * p + rank]
+        change = saved_in - w.saved_chunk[chunk_out * p + rank]
+        peak = larger(peak, held + saved_in + larger(0, (length - 1) * change))
+        held += length * change
+        done += length
+    return peak
+
+
+cdef bint layout_fits(Work* w, const int32_t* marks) noexcept nogil:
+    cdef int p = w.p, chunks = w.p * w.v, i, k, rank
+    cdef int64_t fixed, working
+    for k in range(chunks):
+        w.saved_chunk[k] = sum_saved(w, marks[k], marks[k + 1])
+    for rank in range(p):
+        fixed = 0
+        working = -1
+        for i in range(w.v):
+            k = i * p + rank
+            fixed += w.static_bytes[marks[k + 1]] - w.static_bytes[marks[k]]
+            working = larger(working, most_working(w, marks[k], marks[k + 1]))
+        if fixed + working > w.capacity or fixed + working + most_saved(w, rank) > w.capacity:
+            return False
+    return True
+
+
+cdef int64_t price_layout(Work* w, const int32_t* marks) noexcept nogil:
+    """Fill the simulator's times, heads and tails; the largest optimizer step, ticks."""
+    cdef int p = w.p, chunks = w.p * w.v, i, k, rank, x, y
+    cdef int64_t least_head, rest_head, least_tail, rest_tail, optimizer, slowest = -NO_THRESHOLD
+    for k in range(chunks):
+        x, y = marks[k], marks[k + 1]
+        w.time_forward[k] = sum_forward(w, x, y)
+        w.time_backward[k] = sum_backward(w, x, y)
+        w.delay_forward[k] = w.delay_backward[k] = 0
+        if w.overlap:
+            w.delay_forward[k] = w.send_forward[k]
+            w.delay_backward[k] = w.send_backward[k]
+        else:
+            w.time_forward[k] += w.send_forward[k]
+            w.time_backward[k] += w.send_backward[k]
+    for rank in range(p):
+        least_head = rest_head = least_tail = rest_tail = optimizer = 0
+        for i in range(w.v):
+            k = i * p + rank
+            x, y = marks[k], marks[k + 1]
+            least_head += w.head_least[y] - w.head_least[x]
+            rest_head += w.head_rest[y] - w.head_rest[x]
+            least_tail += w.tail_least[y] - w.tail_least[x]
+            rest_tail += w.tail_rest[y] - w.tail_rest[x]
+            optimizer += w.optimizer[y] - w.optimizer[x]
+        w.head[rank] = larger(0, larger(least_head, rest_head))
+        w.tail[rank] = larger(0, larger(least_tail, rest_tail))
+        slowest = larger(slowest, optimizer)
+    return slowest
+
+
+cdef int64_t work_bound(Work* w, int64_t slowest) noexcept nogil:
+    """Longest of: reach a rank, do all its work without a pause, drain; ticks. After ``price_layout``."""
+    cdef int p = w.p, i, k, rank
+    cdef int64_t longest = 0, reach = 0, drain = 0, work
+    for rank in range(p):
+        work = 0
+        for i in range(w.v):
+            k = i * p + rank
+            work += w.time_forward[k] + w.time_backward[k]
+        work *= w.m
+        work += larger(w.head[rank], reach) + larger(w.tail[rank], drain)
+        longest = larger(longest, work)
+        reach += w.time_forward[rank] + w.delay_forward[rank]
+        drain += w.time_backward[rank] + w.delay_backward[rank + 1]
+    return w.constant + longest + slowest
+
+
+cdef int64_t simulate_layout(Work* w, int64_t slowest) noexcept nogil:
+    """Iteration time of the layout that ``price_layout`` saw last, ticks.
+
+    At step ``u`` rank ``r`` runs its forward pass ``u - r`` and its backward pass ``u + r`` less the rows of
+    the start: then every pass needs its neighbour's latest result alone. Once all ranks run both, the
+    chunks repeat every ``p * v`` steps; if a period moved every clock by the same time, so will all further
+    ones.
+    """
+    cdef int p = w.p, v = w.v, rank
+    cdef int64_t group = <int64_t>p * v, total = w.m * v, u, last, lag, full, mark, periods, value
+    lag = <int64_t>(v - 1) * p + 2 * (p - 1)
+    full = -1
+    # end_backward: the rank's clock; end_forward, step_backward: latest arrivals at its neighbours.
+    for rank in range(p):
+        w.end_backward[rank] = w.head[rank]
+        w.end_forward[rank] = w.step_backward[rank] = 0
+    last = total - 1 + lag
+    mark = lag + group
+    u = 0
+    while u <= last:
+        if u == mark and u < total:
+            if full >= 0:
+                periods = (total - u) // group
+                value = w.end_backward[0] - w.kept[0]
+                if periods > 0 and moved_alike(w, value):
+                    for rank in range(p):
+                        w.end_backward[rank] += periods * value
+                        w.end_forward[rank] += periods * value
+                        w.step_backward[rank] += periods * value
+                    u += periods * group
+            full = u
+            mark = u + group
+            for rank in range(p):
+                w.kept[3 * rank] = w.end_backward[rank]
+                w.kept[3 * rank + 1] = w.end_forward[rank]
+                w.kept[3 * rank + 2] = w.step_backward[rank]
+            if u > last:
+                break
+        layout_step(w, u, lag, total)
+        u += 1
+    value = 0
+    for rank in range(p):
+        value = larger(value, w.end_backward[rank] + w.tail[rank])
+    return w.constant + value + slowest
+
+
+cdef bint moved_alike(const Work* w, int64_t change) noexcept nogil:
+    cdef int rank
+    for rank in range(w.p):
+        if (
+            w.end_backward[rank] - w.kept[3 * rank] != change
+            or w.end_forward[rank] - w.kept[3 * rank + 1] != change
+            or w.step_backward[rank] - w.kept[3 * rank + 2] != change
+        ):
+            return False
+    return True
+
+
+cdef void layout_step(Work* w, int64_t u, int64_t lag, int64_t total) noexcept nogil:
+    cdef int p = w.p, v = w.v, rank, chunk, chunks = w.p * w.v
+    cdef int64_t group = <int64_t>p * v, index, clock, from_last = w.end_forward[p - 1]
+    cdef int64_t from_first = w.step_backward[0]
+    for rank in range(p - 1, -1, -1):
+        index = u - rank
+        if not 0 <= index < total:
+            continue
+        chunk = <int>(index % group // p) * p + rank
+        clock = w.end_backward[rank]
+        if rank > 0:
+            clock = larger(clock, w.end_forward[rank - 1])
+        elif chunk > 0:
+            clock = larger(clock, from_last)
+        clock += w.time_forward[chunk]
+        w.end_backward[rank] = clock
+        w.end_forward[rank] = clock + w.delay_forward[chunk]
+    for rank in range(p):
+        index = u - lag + rank
+        if not 0 <= index < total:
+            continue
+        chunk = (v - 1 - <int>(index % group // p)) * p + rank
+        clock = w.end_backward[rank]
+        if rank < p - 1:
+            clock = larger(clock, w.step_backward[rank + 1])
+        elif chunk < chunks - 1:
+            clock = larger(clock, from_first)
+        clock += w.time_backward[chunk]
+        w.end_backward[rank] = clock
+        w.step_backward[rank] = clock + w.delay_backward[chunk]
+
+
+cdef int prepare_layouts(Work* w) noexcept nogil:
+    """Bounds of the layouts that fit, and the most promising one simulated; as ``prepare``."""
+    cdef int chunks = w.p * w.v, guess = -1
+    cdef int64_t all_layouts = visit_layouts(w, True), index, kept = 0
+    cdef int32_t* marks
+    cdef int k
+    w.lower = NO_THRESHOLD
+    for index in range(all_layouts):
+        marks = w.members + index * (chunks + 1)
+        if not layout_fits(w, marks):
+            continue
+        for k in range(chunks + 1):
+            w.members[kept * (chunks + 1) + k] = marks[k]
+        w.member_bound[kept] = work_bound(w, price_layout(w, marks))
+        if w.member_bound[kept] < w.lower:
+            w.lower = w.member_bound[kept]
+            guess = <int>kept
+        kept += 1
+    w.num_members = <int>kept
+    w.nodes = kept
+    if kept == 0:
+        return STATUS_INFEASIBLE
+    if w.lower >= w.threshold:
+        return STATUS_BOUNDED
+    marks = w.members + <int64_t>guess * (chunks + 1)
+    w.threshold = smaller(w.threshold, simulate_layout(w, price_layout(w, marks)) + 1)
+    w.simulations = 1
+    return PAUSED
+
+
+cdef int search_layouts(Work* w) noexcept nogil:
+    """Simulate the next layout that may win; as ``search``."""
+    cdef int chunks = w.p * w.v, k
+    cdef int64_t time
+    cdef int32_t* marks
+    while w.next_member < w.num_members:
+        marks = w.members + <int64_t>w.next_member * (chunks + 1)
+        w.next_member += 1
+        if w.member_bound[w.next_member - 1] < w.threshold:
+            time = simulate_layout(w, price_layout(w, marks))
+            w.simulations += 1
+            if time < w.threshold:
+                w.threshold = time
+                w.found = 1
+                for k in range(chunks + 1):
+                    w.best[k] = marks[k]
+            return PAUSED
+    w.lower = w.threshold
+    return STATUS_OPTIMAL if w.found else STATUS_BOUNDED
+
+
+# ---------------------------------------------------------------- the door
+
+
+cdef struct Arena:
+    # Sizes first (base NULL), then addresses: the same calls made twice.
+    char* base
+    int64_t used
+
+
+cdef void* take(Arena* arena, int64_t count, int64_t size) noexcept nogil:
+    cdef void* place = arena.base + arena.used if arena.base != NULL else NULL
+    arena.used += (count * size + 15) // 16 * 16
+    return place
+
+
+cdef inline int64_t* take_wide(Arena* arena, int64_t count) noexcept nogil:
+    return <int64_t*>take(arena, count, sizeof(int64_t))
+
+
+cdef inline int32_t* take_narrow(Arena* arena, int64_t count) noexcept nogil:
+    return <int32_t*>take(arena, count, sizeof(int32_t))
+
+
+cdef void lay_out(Work* w, Arena* arena, int num_levels) noexcept nogil:
+    """Give every table its place."""
+    cdef int64_t n = w.n, p = w.p, chunks = <int64_t>w.p * w.v
+    w.send_forward = take_wide(arena, chunks)
+    w.send_backward = take_wide(arena, chunks)
+    w.forward = take_wide(arena, n + 1)
+    w.backward = take_wide(arena, n + 1)
+    w.again_backward = take_wide(arena, n + 1)
+    w.head_least = take_wide(arena, n + 1)
+    w.head_rest = take_wide(arena, n + 1)
+    w.tail_least = take_wide(arena, n + 1)
+    w.tail_rest = take_wide(arena, n + 1)
+    w.optimizer = take_wide(arena, n + 1)
+    w.static_bytes = take_wide(arena, n + 1)
+    w.saved = take_wide(arena, n + 1)
+    w.again_saved = take_wide(arena, n + 1)
+    w.working = take_wide(arena, num_levels * n)
+    w.block_working = take_wide(arena, num_levels * n if w.block else 0)
+    w.scratch = take_wide(arena, n + 2)
+    w.scratch_end = take_narrow(arena, n + 2)
+    w.log2 = take_narrow(arena, n + 2)
+    w.again_first = take_narrow(arena, n + 1)
+    w.again_end = take_narrow(arena, n + 1)
+    w.path = take_narrow(arena, chunks + 1)
+    w.best = take_narrow(arena, chunks + 1)
+    w.time_forward = take_wide(arena, chunks)
+    w.time_backward = take_wide(arena, chunks)
+    w.head = take_wide(arena, p)
+    w.tail = take_wide(arena, p)
+    w.end_forward = take_wide(arena, p)
+    w.end_backward = take_wide(arena, p)
+    w.step_forward = take_wide(arena, p)
+    w.step_backward = take_wide(arena, p)
+    if w.v > 1:
+        w.delay_forward = take_wide(arena, chunks)
+        w.delay_backward = take_wide(arena, chunks)
+        w.saved_chunk = take_wide(arena, chunks)
+        w.kept = take_wide(arena, 3 * p)
+        return
+    w.sent_forward = take_wide(arena, p + 1)
+    w.sent_backward = take_wide(arena, p + 1)
+    w.fit_end = take_narrow(arena, w.num_nodes)
+    w.cell_first = take_narrow(arena, w.num_nodes)
+    w.cell_end = take_narrow(arena, w.num_nodes)
+    w.live = take_narrow(arena, w.num_nodes)
+    w.after = take_wide(arena, w.num_nodes)
+    w.before = take_wide(arena, w.num_nodes)
+    w.bottleneck = take_wide(arena, w.num_nodes)
+    w.cursor = take_narrow(arena, p)
+    w.count_forward = take_wide(arena, p)
+    w.count_backward = take_wide(arena, p)
+    w.old_forward = take_wide(arena, p)
+    w.old_backward = take_wide(arena, p)
+    w.row_first = take_narrow(arena, w.m + p)
+    w.row_count = take_narrow(arena, w.m + p)
+    w.choice = <uint8_t*>take(arena, (w.m + p) * p, 1)
+
+
+cdef void lay_out_search(Work* w, Arena* arena) noexcept nogil:
+    """Places of what the search needs beyond the tables: the cells and the cuts."""
+    cdef int i
+    w.cells = <Cell*>take(arena, w.num_cells, sizeof(Cell))
+    for i in range(MAX_CUTS):
+        w.cuts[i].forward = take_wide(arena, w.p)
+        w.cuts[i].backward = take_wide(arena, w.p)
+        w.cuts[i].so_far = take_wide(arena, w.p + 1)
+        w.cuts[i].remaining = take_wide(arena, w.num_nodes)
+
+
+cdef void lay_out_layouts(Work* w, Arena* arena, int64_t count) noexcept nogil:
+    """Places of the members of the declared space."""
+    w.members = take_narrow(arena, count * (w.p * w.v + 1))
+    w.member_bound = take_wide(arena, count)
+
+
+cdef void finish_tables(Work* w, int num_levels) noexcept nogil:
+    """What follows from the units: sparse tables, where recomputed layers lie, sums of transfers."""
+    cdef int n = w.n, x, k, level, half
+    w.log2[0] = w.log2[1] = 0
+    for x in range(2, n + 1):
+        w.log2[x] = w.log2[x >> 1] + 1
+    for level in range(1, num_levels):
+        half = 1 << (level - 1)
+        for x in range(n - 2 * half + 1):
+            w.working[level * n + x] = larger(
+                w.working[(level - 1) * n + x], w.working[(level - 1) * n + x + half]
+            )
+            if w.block:
+                w.block_working[level * n + x] = larger(
+                    w.block_working[(level - 1) * n + x],
+                    w.block_working[(level - 1) * n + x + half],
+                )
+    for x in range(n + 1):
+        w.again_first[x] = larger_int(x, 1)
+        w.again_end[x] = larger_int(
+            w.again_first[x], smaller_int(w.again_first[x] + w.block, w.num_layers + 1)
+        )
+    if w.v == 1:
+        w.sent_forward[0] = w.sent_backward[0] = 0
+        for k in range(w.p):
+            w.sent_forward[k + 1] = w.sent_forward[k] + w.send_forward[k]
+            w.sent_backward[k + 1] = w.sent_backward[k] + w.send_backward[k]
+
+
+cdef void add_units(Work* w, const uint8_t* kinds, const int64_t* costs) noexcept nogil:
+    """Prefix sums from the costs [num_kinds, NUM_FIELDS] of each unit's kind; no checks."""
+    cdef int x
+    cdef const int64_t* c
+    cdef bint layer
+    w.forward[0] = w.backward[0] = w.again_backward[0] = w.head_least[0] = w.head_rest[0] = 0
+    w.tail_least[0] = w.tail_rest[0] = w.optimizer[0] = w.static_bytes[0] = 0
+    w.saved[0] = w.again_saved[0] = 0
+    for x in range(w.n):
+        c = costs + kinds[x] * NUM_FIELDS
+        layer = 1 <= x <= w.num_layers
+        w.forward[x + 1] = w.forward[x] + c[0]
+        w.backward[x + 1] = w.backward[x] + c[1]
+        w.again_backward[x + 1] = w.again_backward[x] + (c[2] - c[1] if layer else 0)
+        w.head_least[x + 1] = w.head_least[x] + c[3]
+        w.head_rest[x + 1] = w.head_rest[x] + c[4]
+        w.tail_least[x + 1] = w.tail_least[x] + c[5]
+        w.tail_rest[x + 1] = w.tail_rest[x] + c[6]
+        w.optimizer[x + 1] = w.optimizer[x] + c[7]
+        w.static_bytes[x + 1] = w.static_bytes[x] + c[8]
+        w.saved[x + 1] = w.saved[x] + c[9]
+        w.again_saved[x + 1] = w.again_saved[x] + (c[10] - c[9] if layer else 0)
+        w.working[x] = c[11]
+        if w.block:
+            w.block_working[x] = c[12]
+
+
+cdef bint too_large(
+    const uint8_t* kinds, const int64_t* costs, const Work* w, int num_kinds
+) noexcept nogil:
+    """Whether a value is negative where it may not be, or any sum could leave int64.
+
+    The guard alone counts in floating point: it must not overflow itself.
+    """
+    cdef double times = 0, edges = 0, kept = 0, static_bytes = 0, working = 0, m = <double>w.m
+    cdef const int64_t* c
+    cdef int x, field
+    for x in range(num_kinds):
+        c = costs + x * NUM_FIELDS
+        for field in range(NUM_FIELDS):
+            if c[field] < 0 and field != 4 and field != 6:
+                return True
+        working = working + <double>c[11] + <double>c[12]
+    for x in range(w.n):
+        c = costs + kinds[x] * NUM_FIELDS
+        times += <double>c[0] + <double>c[1] + <double>c[2]
+        edges += <double>c[3] + <double>c[5] + <double>c[7]
+        edges += fabs(<double>c[4]) + fabs(<double>c[6])
+        static_bytes += <double>c[8]
+        kept += <double>c[9] + <double>c[10]
+    for x in range(w.p * w.v):
+        if w.send_forward[x] < 0 or w.send_backward[x] < 0:
+            return True
+        times += <double>w.send_forward[x] + <double>w.send_backward[x]
+    if w.constant < 0 or (m + 4) * times + edges + <double>w.constant > <double>MOST_TICKS:
+        return True
+    if fabs(<double>w.capacity) > <double>MOST_TICKS:
+        return True
+    return static_bytes + m * kept + working > <double>MOST_TICKS
+
+
+cdef object solution_of(const Work* w, int status):
+    cdef int length = w.p * w.v + 1, k
+    boundaries = tuple([w.best[k] for k in range(length)]) if w.found else ()
+    return (
+        status,
+        w.threshold if w.found else NO_THRESHOLD,
+        boundaries,
+        w.lower,
+        w.nodes,
+        w.simulations,
+    )
+
+
+def solve(
+    int p,
+    int v,
+    int64_t m,
+    bytes unit_kinds,
+    tuple costs,
+    int num_layers,
+    int block_num_layers,
+    tuple send_forward,
+    tuple send_backward,
+    bint overlap_p2p,
+    int64_t capacity_bytes,
+    int64_t constant,
+    int64_t threshold,
+    int64_t node_limit,
+):
+    """Solve one stage problem; the arguments are the fields of a ``PipelineProblem``.
+
+    The caller has checked the shape (``door.check_shape``): ``1 <= p * v <= len(unit_kinds)``, ``p``
+    divides ``m`` where ``v > 1``, every kind has its costs, every chunk its sends.
+
+    Args:
+        unit_kinds: for each unit its index into ``costs``.
+        costs: for each kind 13 whole numbers, as ``UnitCost`` orders them, ticks and bytes.
+        send_forward, send_backward: ``p * v`` whole numbers each, ticks.
+        threshold: iteration time to beat, at most ``NO_THRESHOLD``; ticks.
+
+    Returns:
+        ``(status, iteration, boundaries, lower_bound, nodes, simulations)``, or ``None`` where a value
+        is negative or so large that a sum could leave int64.
+
+    Raises:
+        MemoryError: if the tables do not fit.
+        OverflowError: if an argument leaves int64.
+    """
+    cdef Work* w = <Work*>PyMem_Malloc(sizeof(Work))
+    cdef Arena tables = Arena(NULL, 0), extra = Arena(NULL, 0)
+    cdef const uint8_t* kinds = unit_kinds
+    cdef int64_t[NUM_FIELDS * 256] unit_costs
+    cdef int num_levels, status, field, index
+    cdef int64_t count
+    if w == NULL:
+        raise MemoryError
+    try:
+        memset(w, 0, sizeof(Work))
+        w.p, w.v, w.n, w.m = p, v, <int>len(unit_kinds), m
+        w.num_layers, w.block, w.overlap = num_layers, block_num_layers, overlap_p2p
+        w.capacity, w.constant = capacity_bytes, constant
+        w.threshold, w.node_limit = threshold, node_limit
+        w.width = w.n - p + 1
+        w.num_nodes = (p + 1) * w.width
+        num_levels = 1
+        while (1 << num_levels) <= w.n:
+            num_levels += 1
+        lay_out(w, &tables, num_levels)
+        tables.base = <char*>PyMem_Malloc(tables.used)
+        if tables.base == NULL:
+            raise MemoryError
+        tables.used = 0
+        lay_out(w, &tables, num_levels)
+        index = 0
+        for cost in costs:
+            for field in range(NUM_FIELDS):
+                unit_costs[index] = (<tuple>cost)[field]
+                index += 1
+        for index in range(p * v):
+            w.send_forward[index] = send_forward[index]
+            w.send_backward[index] = send_backward[index]
+        if too_large(kinds, unit_costs, w, <int>len(costs)):
+            return None
+        with nogil:
+            add_units(w, kinds, unit_costs)
+            finish_tables(w, num_levels)
+            status = prepare(w) if v == 1 else STATUS_OPTIMAL
+        if v > 1:
+            count = visit_layouts(w, False)
+            lay_out_layouts(w, &extra, count)
+            extra.base = <char*>PyMem_Malloc(extra.used)
+            if extra.base == NULL:
+                raise MemoryError
+            extra.used = 0
+            lay_out_layouts(w, &extra, count)
+            with nogil:
+                status = prepare_layouts(w)
+        elif status == PAUSED:
+            lay_out_search(w, &extra)
+            extra.base = <char*>PyMem_Malloc(extra.used)
+            if extra.base == NULL:
+                raise MemoryError
+            extra.used = 0
+            lay_out_search(w, &extra)
+            with nogil:
+                start_search(w)
+        while status == PAUSED:
+            with nogil:
+                status = search(w) if v == 1 else search_layouts(w)
+            PyErr_CheckSignals()
+        if v == 1 and (status == STATUS_OPTIMAL or status == STATUS_BOUNDED) and extra.base != NULL:
+            w.lower = w.threshold
+        return solution_of(w, status)
+    finally:
+        PyMem_Free(extra.base)
+        PyMem_Free(tables.base)
+        PyMem_Free(w)

@@ -1,0 +1,1 @@
+"""The catalogue: models, accelerators, clusters. Installs as ``nest_megatron.hydra_configs``."""

@@ -1,0 +1,231 @@
+"""The prediction for one plan, split so that a person can see where time and memory go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nest_megatron.cost_model.compute import sixteen_bit
+from nest_megatron.cost_model.memory import (
+    GRADIENT_BYTES,
+    OPTIMIZER_BYTES,
+    WEIGHT_BYTES,
+    fp8_copy_bytes,
+)
+from nest_megatron.cost_model.model import CostModel, UnitKind, replicas
+from nest_megatron.cost_model.pipeline import Evaluation, PipelineProblem, chunk_cost, evaluate
+from nest_megatron.model.graph import OperatorKind
+from nest_megatron.model.operators import layer_graph
+from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import LayerKind
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.units import Bytes, Flops, Seconds, to_seconds
+
+#: What an iteration's time goes into, on the rank that ends last. They add up to the iteration.
+TERMS = (
+    "compute",
+    "recompute",
+    "tp_communication",
+    "cp_communication",
+    "ep_communication",
+    "pp_communication",
+    "pipeline_bubble",
+    "dp_communication",
+    "optimizer",
+    "other",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageEstimate:
+    """One pipeline rank.
+
+    Args:
+        layers: a short text of what each of its virtual stages holds.
+        forward_s, backward_s: all its chunks, one micro batch.
+        busy_share: share of the iteration in which it computes or communicates.
+        memory: bytes by term, at its peak.
+    """
+
+    rank: int
+    layers: tuple[str, ...]
+    forward_s: Seconds
+    backward_s: Seconds
+    busy_share: float
+    parameters: int
+    memory: dict[str, Bytes]
+
+    @property
+    def peak_memory_bytes(self) -> Bytes:
+        """All terms together."""
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """The prediction for a grid with its stage partition.
+
+    Args:
+        terms: seconds by what they go into; they add up to ``iteration_time_s``.
+        critical_rank: pipeline rank that ends last.
+        fits: whether every rank stays within ``capacity_bytes``.
+    """
+
+    iteration_time_s: Seconds
+    tokens_per_s_per_gpu: float
+    model_tflops_per_gpu: float
+    mfu: float
+    terms: dict[str, Seconds]
+    critical_rank: int
+    stages: tuple[StageEstimate, ...]
+    capacity_bytes: Bytes
+    fits: bool
+
+
+def model_flops_per_sequence(model: CostModel) -> Flops:
+    """Forward and backward operations of one sequence, recomputation not counted.
+
+    Matrix products and the causal half of attention; backward counts twice the forward.
+    """
+    spec, whole = model.spec, LayerShard()
+    products = (OperatorKind.GEMM, OperatorKind.GROUPED_GEMM, OperatorKind.ATTENTION)
+    by_kind = {
+        kind: sum(
+            op.flops for op in layer_graph(spec, kind, whole).operators if op.kind in products
+        )
+        for kind in set(spec.layer_kinds())
+    }
+    return 3.0 * sum(by_kind[kind] for kind in spec.layer_kinds())
+
+
+def estimate(model: CostModel, grid: Grid, partition: StagePartition) -> Estimate:
+    """Predict time and memory of a grid with a stage partition."""
+    problem = model.problem(grid)
+    evaluation = evaluate(problem, partition.boundaries)
+    _, kinds = model.unit_kinds(grid)
+    iteration = to_seconds(evaluation.iteration)
+    gpus = grid.dims.world_size
+    tokens = grid.global_batch_size * model.spec.seq_length
+    flops = grid.global_batch_size * model_flops_per_sequence(model)
+    accelerator = model.cluster.accelerator
+    precision = model.settings.precision
+    used = precision if accelerator.supports(precision) else sixteen_bit(accelerator)
+    achieved = flops / iteration / gpus
+    terms, critical = _terms(problem, evaluation, partition, kinds)
+    return Estimate(
+        iteration_time_s=iteration,
+        tokens_per_s_per_gpu=tokens / iteration / gpus,
+        model_tflops_per_gpu=achieved / 1e12,
+        mfu=achieved / accelerator.peak_flops_per_s[used],
+        terms=terms,
+        critical_rank=critical,
+        stages=tuple(
+            _stage(model, grid, problem, evaluation, partition, kinds, rank)
+            for rank in range(grid.dims.pipeline_model_parallel_size)
+        ),
+        capacity_bytes=problem.capacity_bytes,
+        fits=evaluation.fits,
+    )
+
+
+def _terms(
+    problem: PipelineProblem,
+    evaluation: Evaluation,
+    partition: StagePartition,
+    kinds: Sequence[UnitKind],
+) -> tuple[dict[str, Seconds], int]:
+    """Where the time of the rank that ends last goes; what is left of its schedule is the bubble."""
+    ends = [t[-1].end + tail for t, tail in zip(evaluation.timeline, evaluation.tails, strict=True)]
+    rank = ends.index(max(ends))
+    m = problem.num_microbatches
+    terms = dict.fromkeys(TERMS, 0.0)
+    for index in range(rank, problem.num_chunks, problem.num_stages):
+        chunk = partition.chunk(index)
+        covered = [u for u in chunk if 1 <= u <= problem.num_layers][: problem.block_num_layers]
+        for unit in chunk:
+            kind = kinds[problem.unit_kinds[unit]]
+            run = kind.block_run if unit in covered else kind.run
+            terms["recompute"] += m * run.recompute.total
+            for name in ("tp", "cp", "ep"):
+                spent = getattr(run.forward, name) + getattr(run.backward, name)
+                terms[f"{name}_communication"] += m * spent
+            terms["compute"] += m * (run.forward.compute + run.backward.compute)
+        cost = chunk_cost(problem, chunk.start, chunk.stop)
+        terms["dp_communication"] += m * to_seconds(cost.forward + cost.backward)
+        if not problem.overlap_p2p:
+            sent = problem.send_forward[index] + problem.send_backward[index]
+            terms["pp_communication"] += m * to_seconds(sent)
+    # A unit's ticks hold its own work and, under ZeRO-2 and 3, the traffic it could not hide.
+    work = ("compute", "recompute", "tp_communication", "cp_communication", "ep_communication")
+    per_microbatch = max(0.0, terms["dp_communication"] - sum(terms[name] for name in work))
+    edges = evaluation.heads[rank] + evaluation.tails[rank]
+    terms["dp_communication"] = per_microbatch + to_seconds(edges)
+    terms["optimizer"] = to_seconds(max(evaluation.optimizers))
+    terms["other"] = to_seconds(problem.constant)
+    terms["pipeline_bubble"] = to_seconds(evaluation.iteration) - sum(terms.values())
+    return terms, rank
+
+
+def _stage(
+    model: CostModel,
+    grid: Grid,
+    problem: PipelineProblem,
+    evaluation: Evaluation,
+    partition: StagePartition,
+    kinds: Sequence[UnitKind],
+    rank: int,
+) -> StageEstimate:
+    chunks = partition.chunks_of_rank(rank)
+    costs = [chunk_cost(problem, chunk.start, chunk.stop) for chunk in chunks]
+    units = [kinds[problem.unit_kinds[u]] for chunk in chunks for u in chunk]
+    busy = sum(timed.end - timed.start for timed in evaluation.timeline[rank])
+    memory = _static_split(model, grid, units)
+    peak = evaluation.memory[rank]
+    memory["activations"] = peak.activation
+    memory["working"] = peak.working
+    memory["rounding"] = peak.static - sum(
+        memory[name] for name in ("weights", "gradients", "optimizer")
+    )
+    return StageEstimate(
+        rank=rank,
+        layers=tuple(_describe([kinds[problem.unit_kinds[u]].kind for u in c]) for c in chunks),
+        forward_s=to_seconds(sum(c.forward for c in costs)),
+        backward_s=to_seconds(sum(c.backward for c in costs)),
+        busy_share=busy / evaluation.iteration,
+        parameters=sum(unit.parameters.total for unit in units),
+        memory={name: num for name, num in memory.items() if name != "rounding" or num},
+    )
+
+
+def _static_split(model: CostModel, grid: Grid, units: Sequence[UnitKind]) -> dict[str, Bytes]:
+    """Weights, gradients and optimizer states of a rank's units, each divided as ZeRO divides it."""
+    zero = grid.zero
+    totals = dict.fromkeys(("weights", "gradients", "optimizer"), 0.0)
+    for unit in units:
+        shares = zip(
+            (unit.parameters.dense, unit.parameters.expert), replicas(grid.dims), strict=True
+        )
+        for count, share in shares:
+            totals["weights"] += count * WEIGHT_BYTES / (share if zero >= ZeroStage.WEIGHTS else 1)
+            held = share if zero >= ZeroStage.GRADIENTS else 1
+            totals["gradients"] += count * GRADIENT_BYTES / held
+            held = share if zero >= ZeroStage.OPTIMIZER else 1
+            totals["optimizer"] += count * OPTIMIZER_BYTES / held
+        if unit.kind not in (LayerKind.EMBEDDING, LayerKind.HEAD):
+            copies = fp8_copy_bytes(model.settings.precision)
+            totals["weights"] += unit.parameters.total * copies
+    return {name: round(num) for name, num in totals.items()}
+
+
+def _describe(kinds: Sequence[LayerKind]) -> str:
+    """What a chunk holds, in the letters of Megatron's layout.
+
+    >>> _describe([LayerKind.EMBEDDING, LayerKind.DENSE, LayerKind.DENSE])
+    'Et*2'
+    """
+    letters = {LayerKind.EMBEDDING: "E", LayerKind.MTP: "m", LayerKind.HEAD: "L"}
+    text = "".join(letters.get(kind, "t") for kind in kinds)
+    layers = text.count("t")
+    return text.replace("t" * layers, f"t*{layers}") if layers > 1 else text

@@ -1,0 +1,428 @@
+"""The cost model of one job on one cluster: prices grids, remembers what grids share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nest_megatron.cluster.records import Cluster, CollectiveKind
+from nest_megatron.cost_model.communication import collective_time, send_time
+from nest_megatron.cost_model.data_parallel import ReplicaTraffic, replica_traffic
+from nest_megatron.cost_model.layer_cost import (
+    UnitRun,
+    UnitTimes,
+    run_unit,
+    unit_times,
+)
+from nest_megatron.cost_model.memory import (
+    GRADIENT_BYTES,
+    capacity_bytes,
+    fp8_copy_bytes,
+    static_bytes_per_parameter,
+    unsharded_bytes,
+)
+from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.model.graph import Group, LayerGraph
+from nest_megatron.model.operators import (
+    ACT,
+    around_mtp_graph,
+    attention_graph,
+    embedding_graph,
+    feed_forward_graph,
+    head_graph,
+)
+from nest_megatron.model.parameters import ParameterCount, last_layer_kind, unit_parameters
+from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.rank_order import (
+    GroupKind,
+    embedding_group_level,
+    group_shape,
+    pipeline_link_level,
+)
+from nest_megatron.parallel.recompute import (
+    NO_RECOMPUTE,
+    Recompute,
+    RecomputeGranularity,
+    RecomputeMethod,
+)
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.units import Seconds, Ticks, to_ticks
+
+_GROUPS = (Group.TENSOR, Group.CONTEXT, Group.EXPERT, Group.EXPERT_TENSOR)
+
+#: Fan-outs at each network level of the groups in ``_GROUPS``.
+GroupPlaces = tuple[tuple[int, ...], ...]
+
+#: Which distinct unit stands at each place, the distinct units, and all their parameters.
+_Structure = tuple[bytes, tuple[tuple[LayerKind, ParameterCount], ...], ParameterCount]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitKind:
+    """A distinct unit of a grid: its kind, its run, its parameters on one rank."""
+
+    kind: LayerKind
+    run: UnitRun
+    block_run: UnitRun
+    parameters: ParameterCount
+
+
+class CostModel:
+    """Prices grids of one job.
+
+    What depends on a few degrees only (a layer's time, the traffic of a group) is computed once
+    and kept, because a search asks for thousands of grids that share it.
+    """
+
+    def __init__(self, spec: TransformerSpec, cluster: Cluster, settings: CostSettings) -> None:
+        self.spec = spec
+        self.cluster = cluster
+        self.settings = settings
+        self.capacity_bytes = capacity_bytes(cluster.accelerator, settings)
+        self._sizes = cluster.group_sizes()
+        self._places: dict[object, GroupPlaces] = {}
+        self._times: dict[object, UnitTimes] = {}
+        self._runs: dict[object, UnitRun] = {}
+        self._traffic: dict[object, ReplicaTraffic] = {}
+        self._structures: dict[object, _Structure] = {}
+        self._costs: dict[object, tuple[bytes, tuple[UnitCost, ...]]] = {}
+        self._constants: dict[object, Ticks] = {}
+        self._transfers: dict[object, tuple[tuple[Ticks, ...], tuple[Ticks, ...]]] = {}
+
+    def places(self, dims: ParallelDims) -> GroupPlaces:
+        """Shapes of the groups inside a layer: tensor, context, expert, expert-tensor.
+
+        Both rank orders number these groups first, so they lie alike whatever comes after.
+        """
+        key = (_inner_degrees(dims), dims.world_size)
+        if key not in self._places:
+            kinds = (GroupKind.TP, GroupKind.CP, GroupKind.EP, GroupKind.ETP)
+            self._places[key] = tuple(group_shape(dims, kind, self._sizes) for kind in kinds)
+        return self._places[key]
+
+    def unit_time(self, kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
+        """A unit without recomputation, with its groups in the given places."""
+        key = (kind, places, shard)
+        if key not in self._times:
+            self._times[key] = self._price_unit(kind, places, shard)
+        return self._times[key]
+
+    def run(
+        self, kind: LayerKind, places: GroupPlaces, shard: LayerShard, recompute: Recompute
+    ) -> UnitRun:
+        """A unit under a recompute setting."""
+        key = (kind, places, shard, recompute)
+        if key not in self._runs:
+            times = self.unit_time(kind, places, shard)
+            latent = self.spec.multi_latent_attention
+            self._runs[key] = run_unit(times, kind, recompute, latent_attention=latent)
+        return self._runs[key]
+
+    def least_time(
+        self, kind: LayerKind, places: GroupPlaces, shard: LayerShard, recompute: Recompute
+    ) -> tuple[Ticks, Ticks]:
+        """Forward and backward ticks that a unit takes at least, to within one tick of ``run``.
+
+        Without recomputation a layer's two halves are added up unjoined, which is what makes it
+        cheap to ask for every shard of a large search.
+        """
+        layer = kind in (LayerKind.DENSE, LayerKind.MOE)
+        if recompute == NO_RECOMPUTE and layer:
+            halves = (self._attention(places, shard), self._feed_forward(kind, places, shard))
+            forward = sum(half.whole_forward.total for half in halves)
+            backward = sum(half.backward.total for half in halves)
+        else:
+            run = self.run(kind, places, shard, recompute)
+            forward, backward = run.forward.total, run.backward.total + run.recompute.total
+        return max(0, to_ticks(forward) - 1), max(0, to_ticks(backward) - 1)
+
+    def shard_key(self, grid: Grid) -> tuple[object, ...]:
+        """What a unit's time depends on besides recomputation."""
+        dims = grid.dims
+        return (
+            *_inner_degrees(dims),
+            dims.world_size,
+            grid.micro_batch_size,
+            grid.sequence_parallel,
+        )
+
+    def unit_kinds(self, grid: Grid) -> tuple[bytes, tuple[UnitKind, ...]]:
+        """The distinct units of a grid, and which one stands at each place of the sequence."""
+        shard, places = shard_of(grid), self.places(grid.dims)
+        covered, elsewhere = _split_block(grid.recompute)
+        sequence, distinct = self._structure(grid.dims)
+        kinds = tuple(
+            UnitKind(
+                kind=kind,
+                run=self.run(kind, places, shard, elsewhere),
+                block_run=self.run(
+                    kind, places, shard, elsewhere if kind is LayerKind.MTP else covered
+                ),
+                parameters=count,
+            )
+            for kind, count in distinct
+        )
+        return sequence, kinds
+
+    def parameters(self, dims: ParallelDims) -> ParameterCount:
+        """Parameters of all units together, were they on one pipeline rank."""
+        return self._structure_with_total(dims)[2]
+
+    def traffic(self, dims: ParallelDims, zero: ZeroStage) -> ReplicaTraffic:
+        """Data-parallel traffic of a grid."""
+        key = (_degrees(dims), bool(zero))
+        if key not in self._traffic:
+            self._traffic[key] = replica_traffic(dims, zero, self.cluster)
+        return self._traffic[key]
+
+    def problem(self, grid: Grid) -> PipelineProblem:
+        """Everything that a stage partition of this grid is judged by."""
+        dims, recompute = grid.dims, grid.recompute
+        sequence, costs = self._unit_costs(grid)
+        forward, backward = self._sends(grid)
+        block = recompute.method is RecomputeMethod.BLOCK
+        return PipelineProblem(
+            num_stages=dims.pipeline_model_parallel_size,
+            num_virtual=dims.virtual_pipeline_model_parallel_size,
+            num_microbatches=grid.num_microbatches,
+            unit_kinds=sequence,
+            costs=costs,
+            num_layers=self.spec.num_layers,
+            block_num_layers=(recompute.num_layers or 0) if block else 0,
+            send_forward=forward,
+            send_backward=backward,
+            overlap_p2p=dims.virtual_pipeline_model_parallel_size > 1,
+            capacity_bytes=self.capacity_bytes,
+            constant=self._constant(grid),
+        )
+
+    def _structure(
+        self, dims: ParallelDims
+    ) -> tuple[bytes, tuple[tuple[LayerKind, ParameterCount], ...]]:
+        return self._structure_with_total(dims)[:2]
+
+    def _structure_with_total(self, dims: ParallelDims) -> _Structure:
+        """Distinct units by kind and parameters, where each stands, and all parameters."""
+        tp, ep = dims.tensor_model_parallel_size, dims.expert_model_parallel_size
+        etp, single = dims.expert_tensor_parallel_size, dims.pipeline_model_parallel_size == 1
+        key = (tp, ep, etp, single)
+        if key not in self._structures:
+            counts = unit_parameters(self.spec, tp, ep, etp, single_stage=single)
+            units = list(zip(self.spec.layer_kinds(), counts, strict=True))
+            distinct = tuple(dict.fromkeys(units))
+            sequence = bytes(map({unit: i for i, unit in enumerate(distinct)}.__getitem__, units))
+            self._structures[key] = (sequence, distinct, sum(counts, ParameterCount()))
+        return self._structures[key]
+
+    def _unit_costs(self, grid: Grid) -> tuple[bytes, tuple[UnitCost, ...]]:
+        """Costs of the distinct units; virtual stages do not change them."""
+        dims = grid.dims
+        key = (
+            _degrees(dims),
+            grid.micro_batch_size,
+            grid.sequence_parallel,
+            grid.recompute,
+            int(grid.zero),
+        )
+        if key not in self._costs:
+            sequence, kinds = self.unit_kinds(grid)
+            traffic = self.traffic(dims, grid.zero)
+            per_rank = self.parameters(dims).total // dims.pipeline_model_parallel_size
+            first_bucket = min(1.0, traffic.bucket_parameters / max(1, per_rank))
+            costs = tuple(self._unit_cost(grid, kind, traffic, first_bucket) for kind in kinds)
+            self._costs[key] = (sequence, costs)
+        return self._costs[key]
+
+    def _constant(self, grid: Grid) -> Ticks:
+        dims = grid.dims
+        key = ("constant", _degrees(dims))
+        if key not in self._constants:
+            seconds = self.constant_time(grid)
+            self._constants[key] = to_ticks(seconds, what="time outside the schedule")
+        return self._constants[key]
+
+    def constant_time(self, grid: Grid) -> Seconds:
+        """Time of a step that no stage partition changes: host work, and tied embeddings' sum."""
+        dims, spec = grid.dims, self.spec
+        seconds = self.settings.iteration_floor_s
+        if dims.pipeline_model_parallel_size == 1 or (
+            spec.untie_embeddings_and_output_weights and not spec.num_mtp_layers
+        ):
+            return seconds
+        level = embedding_group_level(dims, self._sizes)
+        shape = tuple(2 if i == level else 1 for i in range(len(self._sizes)))
+        tp = dims.tensor_model_parallel_size
+        size = spec.padded_vocab_size(tp) // tp * spec.hidden_size * GRADIENT_BYTES
+        reduce = CollectiveKind.ALL_REDUCE
+        return seconds + collective_time(reduce, size, shape, self.cluster.levels)
+
+    def _price_unit(self, kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
+        if kind is LayerKind.EMBEDDING:
+            return self._price(embedding_graph(self.spec, shard), places)
+        if kind is LayerKind.HEAD:
+            return self._price(head_graph(self.spec, shard), places)
+        if kind is LayerKind.MTP:
+            layer = self.unit_time(last_layer_kind(self.spec), places, shard)
+            times = self._price(around_mtp_graph(self.spec, shard), places)
+            return sum((layer for _ in range(self.spec.num_mtp_layers)), times)
+        return self._attention(places, shard) + self._feed_forward(kind, places, shard)
+
+    def _attention(self, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
+        """First half of a layer; it depends on no expert degree."""
+        key = (
+            places[:2],
+            shard.tensor_model_parallel_size,
+            shard.context_parallel_size,
+            shard.micro_batch_size,
+            shard.sequence_parallel,
+        )
+        if key not in self._times:
+            self._times[key] = self._price(attention_graph(self.spec, shard), places)
+        return self._times[key]
+
+    def _feed_forward(self, kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
+        """Second half of a layer; of micro batch and context size only the tokens matter."""
+        expert = (shard.expert_model_parallel_size, shard.expert_tensor_parallel_size, places[2:])
+        key = (
+            kind,
+            shard.tokens(self.spec),
+            shard.tensor_model_parallel_size,
+            shard.sequence_parallel,
+            places[0],
+            expert if kind is LayerKind.MOE else (),
+        )
+        if key not in self._times:
+            graph = feed_forward_graph(self.spec, kind, shard)
+            self._times[key] = self._price(graph, places)
+        return self._times[key]
+
+    def _price(self, graph: LayerGraph, places: GroupPlaces) -> UnitTimes:
+        shapes = dict(zip(_GROUPS, places, strict=True))
+        return unit_times(graph, shapes, self.cluster, self.settings)
+
+    def _unit_cost(
+        self, grid: Grid, unit: UnitKind, traffic: ReplicaTraffic, first_bucket: float
+    ) -> UnitCost:
+        """One unit in ticks and bytes, data-parallel traffic included."""
+        settings, zero, dims = self.settings, grid.zero, grid.dims
+        count, overlap = unit.parameters, settings.dp_overlap
+        forward = unit.run.forward.total
+        backward = unit.run.backward.total + unit.run.recompute.total
+        block_backward = unit.block_run.backward.total + unit.block_run.recompute.total
+        reduce, gather = traffic.reduce(count), traffic.gather(count)
+        if zero >= ZeroStage.GRADIENTS:  # once for each micro batch, beside the unit's own work
+            fetch = gather if zero >= ZeroStage.WEIGHTS else 0.0
+            forward = self._beside(forward, fetch)
+            backward = self._beside(backward, reduce + fetch)
+            block_backward = self._beside(block_backward, reduce + fetch)
+            gather, reduce = gather - fetch, 0.0
+        unsharded = unsharded_bytes(count.total, zero)
+        return UnitCost(
+            forward=to_ticks(forward),
+            backward=to_ticks(backward),
+            block_backward=to_ticks(block_backward),
+            head_least=to_ticks(first_bucket * gather),
+            head_rest=_signed_ticks(gather - overlap * forward),
+            tail_least=to_ticks(first_bucket * reduce),
+            tail_rest=_signed_ticks(reduce - overlap * backward),
+            optimizer=to_ticks(self._optimizer_time(grid, count)),
+            static_bytes=self._static_bytes(unit, dims, zero),
+            saved_bytes=round(unit.run.saved_bytes),
+            block_saved_bytes=round(unit.block_run.saved_bytes),
+            working_bytes=round(unit.run.working_bytes) + unsharded,
+            block_working_bytes=round(unit.block_run.working_bytes) + unsharded,
+        )
+
+    def _beside(self, work: Seconds, traffic: Seconds) -> Seconds:
+        """Work with traffic beside it: the traffic slows it down, and what does not fit comes after."""
+        settings = self.settings
+        hidden = min(traffic, settings.dp_overlap * work)
+        return work + settings.overlap_slowdown * hidden + traffic - hidden
+
+    def _optimizer_time(self, grid: Grid, count: ParameterCount) -> Seconds:
+        dims, accelerator = grid.dims, self.cluster.accelerator
+        dense, expert = replicas(dims) if grid.zero else (1, 1)
+        traffic = self.settings.optimizer_bytes_per_parameter
+        moved = traffic * (count.dense / dense + count.expert / expert)
+        rate = accelerator.memory_bandwidth_bytes_per_s * accelerator.memory_efficiency
+        return moved / rate
+
+    def _static_bytes(self, unit: UnitKind, dims: ParallelDims, zero: ZeroStage) -> int:
+        dense, expert = replicas(dims)
+        count = unit.parameters
+        num_bytes = count.dense * static_bytes_per_parameter(zero, dense)
+        num_bytes += count.expert * static_bytes_per_parameter(zero, expert)
+        if unit.kind not in (LayerKind.EMBEDDING, LayerKind.HEAD):
+            num_bytes += count.total * fp8_copy_bytes(self.settings.precision)
+        return round(num_bytes)
+
+    def _sends(self, grid: Grid) -> tuple[tuple[Ticks, ...], tuple[Ticks, ...]]:
+        """Transfer time from each chunk to the next, and from each chunk to the previous one."""
+        dims = grid.dims
+        key = (_degrees(dims), grid.micro_batch_size, grid.sequence_parallel, dims.num_chunks)
+        if key not in self._transfers:
+            p = dims.pipeline_model_parallel_size
+            size = shard_of(grid).tokens_between_blocks(self.spec) * self.spec.hidden_size * ACT
+            levels = self.cluster.levels
+            by_link = [
+                to_ticks(send_time(size, levels[pipeline_link_level(dims, rank, self._sizes)]))
+                for rank in range(p if p > 1 else 0)
+            ]
+            forward = tuple(by_link[k % p] for k in range(dims.num_chunks - 1))
+            self._transfers[key] = ((*forward, 0), (0, *forward))
+        return self._transfers[key]
+
+
+def _inner_degrees(dims: ParallelDims) -> tuple[int, int, int, int]:
+    return (
+        dims.tensor_model_parallel_size,
+        dims.context_parallel_size,
+        dims.expert_model_parallel_size,
+        dims.expert_tensor_parallel_size,
+    )
+
+
+def _degrees(dims: ParallelDims) -> tuple[object, ...]:
+    """Everything that places ranks; virtual stages do not."""
+    return (
+        *_inner_degrees(dims),
+        dims.pipeline_model_parallel_size,
+        dims.data_parallel_size,
+        dims.rank_order.value,
+    )
+
+
+def shard_of(grid: Grid) -> LayerShard:
+    """How a grid divides a layer."""
+    dims = grid.dims
+    return LayerShard(
+        tensor_model_parallel_size=dims.tensor_model_parallel_size,
+        context_parallel_size=dims.context_parallel_size,
+        expert_model_parallel_size=dims.expert_model_parallel_size,
+        expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
+        micro_batch_size=grid.micro_batch_size,
+        sequence_parallel=grid.sequence_parallel,
+    )
+
+
+def replicas(dims: ParallelDims) -> tuple[int, int]:
+    """Ranks over which ZeRO divides dense and expert parameters."""
+    return (
+        dims.data_parallel_size * dims.context_parallel_size,
+        dims.expert_data_parallel_size,
+    )
+
+
+def _split_block(recompute: Recompute) -> tuple[Recompute, Recompute]:
+    """The setting for layers at the head of a chunk, and for all others."""
+    if recompute.granularity is RecomputeGranularity.FULL:
+        if recompute.method is RecomputeMethod.BLOCK:
+            return recompute, NO_RECOMPUTE
+    return recompute, recompute
+
+
+def _signed_ticks(seconds: Seconds) -> Ticks:
+    return to_ticks(seconds) if seconds >= 0 else -to_ticks(-seconds)

@@ -1,0 +1,66 @@
+"""Files written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+from nest_megatron.errors import UserInputError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in one step: readers see the old file or the new one.
+
+    Raises:
+        UserInputError: if the folder is missing or cannot be written to.
+    """
+    path = path.expanduser()
+    folder = path.parent
+    if not folder.is_dir():
+        raise UserInputError(
+            "out", value=str(path), limit=f"there is no folder {folder}", fix=f"mkdir -p {folder}"
+        )
+    temporary: str | None = None
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.", suffix=".tmp")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+        temporary = None
+    except OSError as error:
+        raise UserInputError(
+            "out",
+            value=str(path),
+            limit=f"it cannot be written: {error.strerror or error}",
+            fix="Name a file in a folder that you may write to.",
+        ) from error
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+def read_text(path: Path, what: str) -> str:
+    """The text of a file.
+
+    Raises:
+        UserInputError: if it is missing or unreadable.
+    """
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserInputError(
+            what, value=str(path), limit=f"it cannot be read: {reason}", fix="Check the path."
+        ) from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

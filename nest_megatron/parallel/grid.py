@@ -1,0 +1,45 @@
+"""Everything a launch fixes except which stage holds which layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
+from nest_megatron.parallel.zero import ZeroStage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Degrees, batch split, recomputation and ZeRO stage of a job.
+
+    Args:
+        global_batch_size: sequences of one optimizer step.
+        micro_batch_size: sequences that one replica works on at a time.
+
+    Raises:
+        UserInputError: if the micro batches do not divide the global batch over the replicas.
+    """
+
+    dims: ParallelDims
+    global_batch_size: int
+    micro_batch_size: int
+    sequence_parallel: bool
+    recompute: Recompute = NO_RECOMPUTE
+    zero: ZeroStage = ZeroStage.OPTIMIZER
+
+    def __post_init__(self) -> None:
+        together = self.micro_batch_size * self.dims.data_parallel_size
+        if self.micro_batch_size < 1 or self.global_batch_size % together:
+            raise UserInputError(
+                "train.global_batch_size",
+                value=self.global_batch_size,
+                limit=f"it must be a multiple of micro_batch_size * data-parallel size ({together})",
+                fix="Change the global batch, the micro batch, or the degrees.",
+            )
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro batches that each replica works through in one step."""
+        return self.global_batch_size // (self.micro_batch_size * self.dims.data_parallel_size)

@@ -1,0 +1,271 @@
+"""The plan: everything a launch needs, and why it was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from nest_megatron.cluster.records import Cluster, Precision
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.dims import ParallelDims, RankOrder
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import layout_string, parse_layout
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.recompute import (
+    Recompute,
+    RecomputeGranularity,
+    RecomputeMethod,
+    RecomputeModule,
+)
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.units import Bytes, Seconds
+
+#: Version of the file format; a reader refuses newer ones.
+SCHEMA = 1
+
+_STRATEGIES = {ZeroStage.GRADIENTS: "optim_grads", ZeroStage.WEIGHTS: "optim_grads_params"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainChoice:
+    """The batch and the number format."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    seq_length: int
+    precision: Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelChoice:
+    """What is written into the job, under Megatron's own names; ``None`` is a flag left out."""
+
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    context_parallel_size: int
+    data_parallel_size: int
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int
+    sequence_parallel: bool
+    pipeline_model_parallel_layout: str | None
+    recompute_granularity: RecomputeGranularity | None
+    recompute_method: RecomputeMethod | None
+    recompute_num_layers: int | None
+    recompute_modules: tuple[RecomputeModule, ...]
+    use_distributed_optimizer: bool
+    use_megatron_fsdp: bool
+    data_parallel_sharding_strategy: str | None
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where ranks lie.
+
+    Args:
+        stage_ranks: first and last global rank of each pipeline rank (of its first replica, where
+            the rank order spreads a pipeline rank over the cluster).
+        group_levels: outermost network level that each kind of group crosses.
+    """
+
+    rank_order: RankOrder
+    use_tp_pp_dp_mapping: bool
+    num_gpus: int
+    gpus_per_node: int
+    stage_ranks: tuple[tuple[int, ...], ...]
+    group_levels: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedStage:
+    """One pipeline rank: what it holds, its time for one micro batch, its memory by term."""
+
+    layers: tuple[str, ...]
+    forward_s: Seconds
+    backward_s: Seconds
+    busy_share: float
+    parameters: int
+    memory_bytes: Mapping[str, Bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the cost model expects; ``terms`` add up to ``iteration_time_s``."""
+
+    iteration_time_s: Seconds
+    tokens_per_s_per_gpu: float
+    model_tflops_per_gpu: float
+    mfu: float
+    terms: Mapping[str, Seconds]
+    critical_rank: int
+    peak_memory_bytes: Bytes
+    capacity_bytes: Bytes
+    fits: bool
+    binding_constraint: str
+    stages: tuple[PredictedStage, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A runner-up: another layout at its best, and how much slower it is."""
+
+    num_gpus: int
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    context_parallel_size: int
+    data_parallel_size: int
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int
+    micro_batch_size: int
+    zero_stage: int
+    recompute: str
+    rank_order: RankOrder
+    pipeline_model_parallel_layout: str | None
+    iteration_time_s: Seconds
+    slower_percent: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchRecord:
+    """What the search looked at and proved.
+
+    Args:
+        certificate: ``optimal``, ``gap`` (time ran out; ``gap_percent`` is proven) or ``fixed`` (nothing
+            was searched).
+        seconds: wall time of the search.
+    """
+
+    certificate: str
+    gap_percent: float
+    candidates: int
+    bounded: int
+    infeasible: Mapping[str, int]
+    solved: int
+    illegal: Mapping[str, int]
+    stage_nodes: int
+    simulations: int
+    seconds: float
+    backend: str
+    space: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where the plan comes from; ``checksum`` covers everything else in the file."""
+
+    nest_megatron_version: str
+    created: str
+    profile: str
+    cluster_hash: str
+    model_hash: str
+    settings: Mapping[str, float | str]
+    checksum: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchCommand:
+    """How to start it: the script, its flags, and the environment (``None``: must be unset)."""
+
+    script: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str | None]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelPlan:
+    """A complete plan; ``plan_file`` writes and reads it exactly."""
+
+    schema: int = SCHEMA
+    model: TransformerSpec
+    cluster: Cluster
+    train: TrainChoice
+    parallel: ParallelChoice
+    placement: Placement
+    predicted: Prediction
+    alternatives: tuple[Alternative, ...]
+    search: SearchRecord
+    provenance: Provenance
+    launch: Mapping[str, LaunchCommand] = field(default_factory=dict)
+
+    def grid(self) -> Grid:
+        """The plan's degrees, batch, recomputation and ZeRO stage."""
+        chosen, train = self.parallel, self.train
+        return Grid(
+            dims=ParallelDims(
+                tensor_model_parallel_size=chosen.tensor_model_parallel_size,
+                pipeline_model_parallel_size=chosen.pipeline_model_parallel_size,
+                virtual_pipeline_model_parallel_size=(
+                    chosen.virtual_pipeline_model_parallel_size or 1
+                ),
+                context_parallel_size=chosen.context_parallel_size,
+                data_parallel_size=chosen.data_parallel_size,
+                expert_model_parallel_size=chosen.expert_model_parallel_size,
+                expert_tensor_parallel_size=chosen.expert_tensor_parallel_size,
+                rank_order=self.placement.rank_order,
+            ),
+            global_batch_size=train.global_batch_size,
+            micro_batch_size=train.micro_batch_size,
+            sequence_parallel=chosen.sequence_parallel,
+            recompute=_recompute(chosen),
+            zero=zero_stage(chosen),
+        )
+
+    def partition(self) -> StagePartition:
+        """The plan's stage partition."""
+        chosen = self.parallel
+        layout = chosen.pipeline_model_parallel_layout
+        if layout is None:
+            units = len(self.model.layer_kinds())
+            return StagePartition(boundaries=(0, units), pipeline_model_parallel_size=1)
+        return parse_layout(layout, self.model, chosen.pipeline_model_parallel_size)
+
+
+def parallel_choice(
+    spec: TransformerSpec, grid: Grid, partition: StagePartition
+) -> ParallelChoice:
+    """A grid and a partition under Megatron's own names."""
+    dims, again, zero = grid.dims, grid.recompute, grid.zero
+    virtual = dims.virtual_pipeline_model_parallel_size
+    granularity = again.granularity
+    pipelined = dims.pipeline_model_parallel_size > 1
+    return ParallelChoice(
+        tensor_model_parallel_size=dims.tensor_model_parallel_size,
+        pipeline_model_parallel_size=dims.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        context_parallel_size=dims.context_parallel_size,
+        data_parallel_size=dims.data_parallel_size,
+        expert_model_parallel_size=dims.expert_model_parallel_size,
+        expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
+        sequence_parallel=grid.sequence_parallel,
+        pipeline_model_parallel_layout=layout_string(spec, partition) if pipelined else None,
+        recompute_granularity=None if granularity is RecomputeGranularity.NONE else granularity,
+        recompute_method=again.method,
+        recompute_num_layers=again.num_layers,
+        recompute_modules=again.modules,
+        use_distributed_optimizer=zero >= ZeroStage.OPTIMIZER,
+        use_megatron_fsdp=zero.is_fsdp,
+        data_parallel_sharding_strategy=_STRATEGIES.get(zero),
+        overlap_grad_reduce=True,
+        overlap_param_gather=zero >= ZeroStage.OPTIMIZER,
+    )
+
+
+def zero_stage(chosen: ParallelChoice) -> ZeroStage:
+    """The ZeRO stage that a choice of Megatron's options amounts to."""
+    for zero, strategy in _STRATEGIES.items():
+        if chosen.use_megatron_fsdp and chosen.data_parallel_sharding_strategy == strategy:
+            return zero
+    return ZeroStage.OPTIMIZER if chosen.use_distributed_optimizer else ZeroStage.NONE
+
+
+def _recompute(chosen: ParallelChoice) -> Recompute:
+    return Recompute(
+        granularity=chosen.recompute_granularity or RecomputeGranularity.NONE,
+        method=chosen.recompute_method,
+        num_layers=chosen.recompute_num_layers,
+        modules=chosen.recompute_modules,
+    )

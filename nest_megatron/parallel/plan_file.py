@@ -1,0 +1,103 @@
+"""Plan files: YAML that people read and review, with an exact round trip and a checksum."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nest_megatron.errors import PlanFileError, UserInputError
+from nest_megatron.files import read_text, write_text
+from nest_megatron.parallel.plan import SCHEMA, ParallelPlan
+from nest_megatron.plain import from_plain, to_plain
+
+
+def digest(value: object) -> str:
+    """A short hash of a record's contents, the same on every machine."""
+    text = json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def sealed(plan: ParallelPlan) -> ParallelPlan:
+    """The plan with its checksum set."""
+    provenance = dataclasses.replace(plan.provenance, checksum="")
+    blank = dataclasses.replace(plan, provenance=provenance)
+    return dataclasses.replace(
+        plan, provenance=dataclasses.replace(provenance, checksum=digest(blank))
+    )
+
+
+def dump(plan: ParallelPlan) -> str:
+    """The text of a plan file."""
+    return yaml.safe_dump(to_plain(plan), sort_keys=False, width=100, allow_unicode=True)
+
+
+def load(text: str, name: str = "plan") -> ParallelPlan:
+    """Read the text of a plan file.
+
+    Raises:
+        PlanFileError: if it is truncated, edited, from a newer schema, or not a plan.
+    """
+    fields = _parse(text, name)
+    schema = fields.get("schema")
+    if not isinstance(schema, int) or schema > SCHEMA:
+        raise PlanFileError(
+            f"{name}: schema",
+            value=schema,
+            limit=f"this version reads plans up to schema {SCHEMA}",
+            fix="Upgrade nest-megatron, or plan again with this version.",
+        )
+    try:
+        plan = from_plain(ParallelPlan, fields)
+    except PlanFileError:
+        raise
+    except UserInputError as error:
+        raise PlanFileError(
+            f"{name}: {error.what}", value=error.value, limit=error.limit, fix=error.fix
+        ) from error
+    if sealed(plan).provenance.checksum != plan.provenance.checksum:
+        raise PlanFileError(
+            f"{name}: provenance.checksum",
+            value=plan.provenance.checksum,
+            limit="it does not match the contents, so the file was cut short or edited",
+            fix="Write it again with nest-megatron plan; what you want fixed goes on that command.",
+        )
+    return plan
+
+
+def write(plan: ParallelPlan, path: Path) -> None:
+    """Write a plan file, whole or not at all."""
+    write_text(path, dump(plan))
+
+
+def read(path: Path) -> ParallelPlan:
+    """Read a plan file.
+
+    Raises:
+        UserInputError: if it cannot be read; ``PlanFileError`` if it is not a sound plan.
+    """
+    return load(read_text(path, "plan"), str(path))
+
+
+def _parse(text: str, name: str) -> dict[str, Any]:
+    try:
+        fields = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        raise PlanFileError(
+            name,
+            value=str(error).splitlines()[0],
+            limit="it is not a readable YAML file",
+            fix="It may have been cut short; plan again.",
+        ) from error
+    if not isinstance(fields, dict):
+        raise PlanFileError(
+            name,
+            value=type(fields).__name__,
+            limit="a plan is a mapping with the key 'schema'",
+            fix="Name a file written by nest-megatron plan.",
+        )
+    return fields

@@ -1,0 +1,103 @@
+"""What every solver backend asks of a stage problem before it starts."""
+
+from __future__ import annotations
+
+from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost
+from nest_megatron.errors import UserInputError
+from nest_megatron.solver.outcome import NO_THRESHOLD
+from nest_megatron.units import Ticks
+
+#: No sum over a schedule may exceed this, so that int64 carries every intermediate result.
+MOST = 1 << 59
+#: The two fields that may be negative: overlap beyond what there was to hide.
+_SIGNED = frozenset({"head_rest", "tail_rest"})
+
+
+def check_shape(problem: PipelineProblem, threshold: Ticks, node_limit: int) -> None:
+    """Refuse a problem whose numbers do not belong together.
+
+    Raises:
+        UserInputError: naming the field, its value, the rule and the fix.
+    """
+    p, v, m, n = (
+        problem.num_stages,
+        problem.num_virtual,
+        problem.num_microbatches,
+        len(problem.unit_kinds),
+    )
+    if min(p, v, m) < 1:
+        _refuse("num_stages, num_virtual, num_microbatches", (p, v, m), "each is at least 1")
+    if p * v > n:
+        _refuse(
+            "num_stages * num_virtual",
+            p * v,
+            f"each chunk needs one of the {n} units (layers, embedding, head)",
+            fix="Use fewer pipeline stages or fewer virtual stages.",
+        )
+    if v == 1 and problem.overlap_p2p:
+        _refuse("overlap_p2p", True, "Megatron overlaps transfers only with virtual stages")
+    if v > 1 and (p == 1 or m % p):
+        _refuse(
+            "num_microbatches",
+            m,
+            f"virtual stages need at least 2 pipeline stages and a multiple of their number ({p})",
+            fix="Change the global batch, the micro batch or the number of stages.",
+        )
+    if not 0 <= problem.num_layers < n or problem.block_num_layers < 0:
+        _refuse(
+            "num_layers, block_num_layers",
+            (problem.num_layers, problem.block_num_layers),
+            f"layers are the units 1 .. num_layers of {n}, and counts are not negative",
+        )
+    if not len(problem.send_forward) == len(problem.send_backward) == p * v:
+        _refuse("send_forward, send_backward", len(problem.send_forward), f"one for each of {p * v}")
+    if max(problem.unit_kinds) >= len(problem.costs) or len(problem.costs) > 256:
+        _refuse("unit_kinds", max(problem.unit_kinds), f"an index into {len(problem.costs)} costs")
+    if not -NO_THRESHOLD <= threshold <= NO_THRESHOLD:
+        _refuse("threshold", threshold, f"at most NO_THRESHOLD = {NO_THRESHOLD} ticks")
+    if not 0 <= node_limit <= NO_THRESHOLD:
+        _refuse("node_limit", node_limit, f"a count, at most {NO_THRESHOLD}")
+
+
+def check_values(problem: PipelineProblem) -> None:
+    """Refuse negative times and bytes, and sums that could leave int64.
+
+    Raises:
+        UserInputError: naming the field, its value, the rule and the fix.
+    """
+    for index, cost in enumerate(problem.costs):
+        for name, value in zip(UnitCost._fields, cost, strict=True):
+            if value < 0 and name not in _SIGNED:
+                _refuse(f"costs[{index}].{name}", value, "times and bytes are not negative")
+    for name in ("send_forward", "send_backward"):
+        if min(getattr(problem, name)) < 0:
+            _refuse(name, min(getattr(problem, name)), "times are not negative")
+    if problem.constant < 0:
+        _refuse("constant", problem.constant, "times are not negative")
+    if abs(problem.capacity_bytes) > MOST:
+        _refuse("capacity_bytes", problem.capacity_bytes, f"at most {MOST}")
+    ticks, num_bytes = _largest_sums(problem)
+    if ticks > MOST:
+        _refuse("longest schedule in ticks", ticks, f"all work of a step, at most {MOST}")
+    if num_bytes > MOST:
+        _refuse("largest memory in bytes", num_bytes, f"all that a step keeps, at most {MOST}")
+
+
+def _largest_sums(problem: PipelineProblem) -> tuple[Ticks, int]:
+    """Above every time and every memory that a backend adds up."""
+    units = [problem.costs[kind] for kind in problem.unit_kinds]
+    m = problem.num_microbatches
+    work = sum(u.forward + u.backward + u.block_backward for u in units)
+    work += sum(problem.send_forward) + sum(problem.send_backward)
+    edges = sum(
+        u.head_least + abs(u.head_rest) + u.tail_least + abs(u.tail_rest) + u.optimizer
+        for u in units
+    )
+    kept = sum(u.saved_bytes + u.block_saved_bytes for u in units)
+    static = sum(u.static_bytes for u in units)
+    working = sum(c.working_bytes + c.block_working_bytes for c in problem.costs)
+    return (m + 4) * work + edges + problem.constant, static + m * kept + working
+
+
+def _refuse(what: str, value: object, limit: str, *, fix: str = "Correct the problem.") -> None:
+    raise UserInputError(what, value=value, limit=limit, fix=fix)

@@ -1,0 +1,82 @@
+"""How much memory a job needs at the least, for when nothing fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nest_megatron.cost_model.pipeline import PipelineProblem
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.recompute import Recompute, RecomputeMethod
+from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, Status
+from nest_megatron.solver.search import UNLIMITED, Search, StageSolver
+from nest_megatron.units import Bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """The plan that needs least memory on its fullest GPU, and how much that is."""
+
+    grid: Grid
+    needed_bytes: Bytes
+
+
+def least_memory(search: Search) -> Shortage | None:
+    """Over all plans of the search's space, the one whose fullest GPU needs least.
+
+    Args:
+        search: a search of the job; its own run does not matter.
+
+    Returns:
+        ``None`` if the space is empty.
+    """
+    best: Shortage | None = None
+    for grid in _families(search):
+        capacity = best.needed_bytes if best else UNLIMITED
+        if search.least_static_bytes(grid) >= capacity:
+            continue
+        for recompute in _sparing(search.recompute_settings(grid)):
+            candidate = dataclasses.replace(grid, recompute=recompute)
+            problem = search.model.problem(candidate)
+            capacity = best.needed_bytes if best else UNLIMITED
+            if _fits(search.solve_stages, problem, capacity - 1):
+                needed = _least_capacity(search.solve_stages, problem, capacity - 1)
+                best = Shortage(grid=candidate, needed_bytes=needed)
+    return best
+
+
+def _families(search: Search) -> Iterator[Grid]:
+    for shard in search.shards():
+        for grid in search.grids(shard):
+            yield from search.families(grid)
+
+
+def _sparing(settings: list[Recompute]) -> list[Recompute]:
+    """The settings that keep least: the largest block, uniform, the largest sets of modules."""
+    if len(settings) == 1:
+        return settings
+    most = max(len(r.modules) for r in settings)
+    blocks = [r for r in settings if r.method is RecomputeMethod.BLOCK]
+    sparing = [r for r in settings if r.method is RecomputeMethod.UNIFORM]
+    return [*sparing, *blocks[-1:], *(r for r in settings if 0 < len(r.modules) >= most - 1)]
+
+
+def _least_capacity(solve: StageSolver, problem: PipelineProblem, enough: Bytes) -> Bytes:
+    """Smallest capacity with which some partition fits, by halving."""
+    low, high = 0, enough
+    while high > 2 * max(1, low) and _fits(solve, problem, high // 2):
+        high //= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _fits(solve, problem, middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _fits(solve: StageSolver, problem: PipelineProblem, capacity: Bytes) -> bool:
+    limited = dataclasses.replace(problem, capacity_bytes=capacity)
+    return solve(limited, 0, DEFAULT_NODE_LIMIT).status is not Status.INFEASIBLE

@@ -1,0 +1,153 @@
+"""The declared search space: which launchable grids the solver chooses among."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain, combinations
+
+from nest_megatron.cluster.records import Cluster, Precision
+from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.dims import RankOrder
+from nest_megatron.parallel.recompute import (
+    NO_RECOMPUTE,
+    Recompute,
+    RecomputeGranularity,
+    RecomputeMethod,
+    RecomputeModule,
+)
+from nest_megatron.parallel.zero import ZeroStage
+
+#: Degrees that can be fixed (``parallel.NAME``) or limited (``search.max_NAME``).
+DEGREES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "data_parallel_size",
+    "micro_batch_size",
+)
+
+#: Largest value tried where neither the user nor the cluster says otherwise.
+DEFAULT_LIMITS = {
+    "virtual_pipeline_model_parallel_size": 12,
+    "context_parallel_size": 16,
+    "micro_batch_size": 8,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSpace:
+    """What the search may choose.
+
+    Args:
+        fixed: degrees held at one value.
+        limits: largest value of a degree; tensor-parallel sizes go up to one node by default.
+        rank_orders, zero_stages: those allowed.
+        recompute: the one setting allowed, or ``None`` for all.
+        use_all_gpus: every GPU works; otherwise whole nodes may stay idle.
+    """
+
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    limits: Mapping[str, int] = field(default_factory=dict)
+    rank_orders: tuple[RankOrder, ...] = tuple(RankOrder)
+    zero_stages: tuple[ZeroStage, ...] = tuple(ZeroStage)
+    recompute: Recompute | None = None
+    use_all_gpus: bool = True
+
+    def __post_init__(self) -> None:
+        for what, values in (("parallel", self.fixed), ("search.max", self.limits)):
+            for name, value in values.items():
+                if name not in DEGREES:
+                    raise UserInputError(
+                        f"{what}.{name}", value=value, limit="no such degree", fix=nearest(name, DEGREES)
+                    )
+                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                    raise UserInputError(
+                        f"{what}.{name}",
+                        value=value,
+                        limit="a degree is a whole number of at least 1",
+                        fix="Give a positive whole number, or leave it out to search it.",
+                    )
+
+    def values(self, name: str, divisors_of: int, cluster: Cluster) -> list[int]:
+        """Values of a degree to try, rising: the divisors of a number within the limits."""
+        if name in self.fixed:
+            value = self.fixed[name]
+            return [value] if divisors_of % value == 0 else []
+        limit = self.limit(name, cluster)
+        return [d for d in divisors(divisors_of) if d <= limit]
+
+    def limit(self, name: str, cluster: Cluster) -> int:
+        """Largest value of a degree to try."""
+        if name in self.limits:
+            return self.limits[name]
+        if name in ("tensor_model_parallel_size", "expert_tensor_parallel_size"):
+            return max(8, cluster.gpus_per_node)
+        return DEFAULT_LIMITS.get(name, cluster.num_gpus)
+
+    def world_sizes(self, cluster: Cluster) -> list[int]:
+        """Numbers of GPUs to use, largest first."""
+        total, node = cluster.num_gpus, cluster.gpus_per_node
+        if self.use_all_gpus:
+            return [total]
+        whole_nodes = range(total - total % node, 0, -node)
+        return sorted({total, *whole_nodes, *(d for d in divisors(node) if d <= total)}, reverse=True)
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors, rising.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def recompute_settings(
+    spec: TransformerSpec, precision: Precision, layers_per_chunk: int
+) -> Iterator[Recompute]:
+    """Recompute settings to try: none, every useful set of modules, full by blocks, full uniform.
+
+    Args:
+        layers_per_chunk: largest block that is tried.
+    """
+    yield NO_RECOMPUTE
+    modules = useful_modules(spec, precision)
+    subsets = chain.from_iterable(combinations(modules, n) for n in range(1, len(modules) + 1))
+    for subset in subsets:
+        if RecomputeModule.MOE in subset and _INSIDE_MOE.intersection(subset):
+            continue  # computing all experts again covers these
+        yield Recompute(granularity=RecomputeGranularity.SELECTIVE, modules=subset)
+    for method, sizes in (
+        (RecomputeMethod.BLOCK, range(1, layers_per_chunk + 1)),
+        (RecomputeMethod.UNIFORM, range(1, 2)),
+    ):
+        for size in sizes:
+            yield Recompute(granularity=RecomputeGranularity.FULL, method=method, num_layers=size)
+
+
+_INSIDE_MOE = frozenset({RecomputeModule.MOE_ACT, RecomputeModule.SHARED_EXPERTS})
+
+
+def useful_modules(spec: TransformerSpec, precision: Precision) -> tuple[RecomputeModule, ...]:
+    """Modules whose recomputation frees memory in this model, in Megatron's order.
+
+    ``core_attn`` is not among them: flash attention keeps no score matrix, so computing it again
+    frees next to nothing. Delayed-scaling fp8 forbids ``layernorm`` and ``moe_act``.
+    """
+    delayed = precision is Precision.FP8
+    has_dense = not (spec.is_moe and all(spec.moe_layer_pattern))
+    useful = {
+        RecomputeModule.MOE_ACT: spec.is_moe and not delayed,
+        RecomputeModule.LAYERNORM: (spec.is_moe or spec.multi_latent_attention) and not delayed,
+        RecomputeModule.MLA_UP_PROJ: spec.multi_latent_attention,
+        RecomputeModule.MLP: has_dense,
+        RecomputeModule.MOE: spec.is_moe,
+        RecomputeModule.SHARED_EXPERTS: bool(spec.moe_shared_expert_intermediate_size),
+    }
+    return tuple(module for module in RecomputeModule if useful.get(module, False))

@@ -1,0 +1,1 @@
+"""Ready jobs to start from; installs as ``nest_megatron.recipes``."""

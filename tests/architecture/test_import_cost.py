@@ -1,0 +1,21 @@
+"""Planning on a laptop loads no framework."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "megatron", "nemo", "numpy", "hydra", "omegaconf")
+LOADED = "import sys, {module}; print(*[name for name in {heavy} if name in sys.modules])"
+
+
+@pytest.mark.parametrize("module", ["nest_megatron", "nest_megatron.planner"])
+def test_import_loads_no_framework(module: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not written yet")
+    code = LOADED.format(module=module, heavy=HEAVY)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == []

@@ -1,0 +1,124 @@
+"""Launch requests: sound ones, and for every rule one that breaks it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.dims import ParallelDims, RankOrder
+from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.recompute import (
+    Recompute,
+    RecomputeGranularity,
+    RecomputeMethod,
+    RecomputeModule,
+)
+from nest_megatron.parallel.rules import LaunchRequest
+from nest_megatron.parallel.zero import ZeroStage
+from tests.contract.hand_models import BERT, DEEPSEEK, GPT_OSS, LLAMA, MIXTRAL, NEMOTRON
+
+SHORT = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "dp": "data_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+
+
+def dims(**sizes: Any) -> ParallelDims:
+    return ParallelDims(**{SHORT.get(name, name): value for name, value in sizes.items()})
+
+
+def request(spec: TransformerSpec = LLAMA, grid: ParallelDims | None = None, **changes: Any) -> Any:
+    grid = grid or dims()
+    pp = grid.pipeline_model_parallel_size
+    if "partition" not in changes and pp > 1:
+        changes["partition"] = uniform_partition(
+            spec, pp, grid.virtual_pipeline_model_parallel_size
+        )
+    defaults: dict[str, Any] = {
+        "micro_batch_size": 1,
+        "global_batch_size": 16 * grid.data_parallel_size,
+        "sequence_parallel": grid.tensor_model_parallel_size > 1,
+    }
+    return LaunchRequest(spec=spec, dims=grid, **(defaults | changes))
+
+
+def selective(*modules: RecomputeModule) -> Recompute:
+    return Recompute(granularity=RecomputeGranularity.SELECTIVE, modules=modules)
+
+
+def uniform(num_layers: int) -> Recompute:
+    return Recompute(
+        granularity=RecomputeGranularity.FULL,
+        method=RecomputeMethod.UNIFORM,
+        num_layers=num_layers,
+    )
+
+
+def changed(spec: TransformerSpec, **changes: Any) -> TransformerSpec:
+    return dataclasses.replace(spec, **changes)
+
+
+SECOND = RankOrder.TP_CP_EP_PP_DP
+MTP_FIRST = StagePartition(boundaries=(0, 60, 62, 63, 64), pipeline_model_parallel_size=2)
+FP8 = Precision.FP8
+
+SOUND = {
+    "one rank": request(),
+    "llama": request(grid=dims(tp=8, pp=4, dp=2, cp=2)),
+    "llama virtual": request(grid=dims(tp=8, pp=4, vpp=5, dp=2)),
+    "llama second order": request(grid=dims(tp=2, pp=4, cp=2, dp=2, rank_order=SECOND)),
+    "more ranks than groups": request(grid=dims(tp=16)),
+    "fsdp": request(grid=dims(tp=2, dp=4), zero=ZeroStage.WEIGHTS),
+    "fewer micro batches than ranks": request(grid=dims(pp=8), global_batch_size=2),
+    "mixtral": request(MIXTRAL, dims(tp=2, pp=4, dp=4, ep=8)),
+    "mixtral without ep": request(MIXTRAL, dims(tp=2, dp=2, etp=2)),
+    "deepseek": request(DEEPSEEK, dims(tp=2, dp=32, ep=64)),
+    "gpt-oss": request(GPT_OSS, dims(tp=2, dp=4, ep=4)),
+    "nemotron": request(NEMOTRON, dims(tp=8)),
+    "bert": request(BERT, dims(tp=4, pp=2)),
+    "uniform one": request(grid=dims(pp=4), recompute=uniform(1)),
+    "uniform on 0.20": request(grid=dims(pp=4), recompute=uniform(3), version="0.20"),
+    "fp8": request(grid=dims(tp=8), precision=FP8),
+}
+
+BROKEN = {
+    "heads_over_tp": request(grid=dims(tp=3)),
+    "ffn_over_tp": request(changed(LLAMA, ffn_hidden_size=28671), dims(tp=8)),
+    "experts_over_ep": request(MIXTRAL, dims(dp=3, ep=3)),
+    "expert_bias": request(GPT_OSS, dims(tp=2, dp=2, ep=2, etp=2)),
+    "expert_gradients": request(MIXTRAL, dims(tp=2, dp=2)),
+    "sequence_pieces": request(changed(LLAMA, seq_length=8190), dims(cp=4)),
+    "attention_under_cp": request(GPT_OSS, dims(cp=2)),
+    "sequence_parallel": request(sequence_parallel=True),
+    "rank_order": request(MIXTRAL, dims(tp=2, pp=2, dp=4, ep=8, rank_order=SECOND)),
+    "whole_batch": request(grid=dims(dp=3), global_batch_size=16),
+    "interleaving": request(grid=dims(pp=4, vpp=2), global_batch_size=6),
+    "fsdp_no_pipeline": request(grid=dims(pp=2), zero=ZeroStage.GRADIENTS),
+    "no_empty_stage": request(changed(LLAMA, num_layers=2), dims(pp=8), partition=None),
+    "known_version": request(version="0.9"),
+    "activation_flag": request(changed(LLAMA, activation="gelu")),
+    "position_type": request(changed(LLAMA, position_embedding_type="yarn")),
+    "positions": request(changed(LLAMA, max_position_embeddings=10)),
+    "bert_layers": request(changed(BERT, mtp_num_layers=1)),
+    "cp_engine": request(grid=dims(cp=2), transformer_impl="local"),
+    "grouped_gemm": request(MIXTRAL, transformer_impl="local", moe_grouped_gemm=True),
+    "partition_shape": request(grid=dims(pp=2), partition=None),
+    "mtp_stage": request(DEEPSEEK, dims(pp=2, vpp=2), partition=MTP_FIRST),
+    "recompute_uniform": request(grid=dims(pp=4), recompute=uniform(3)),
+    "recompute_modules": request(recompute=selective(RecomputeModule.MOE)),
+    "recompute_moe_act": request(MIXTRAL, recompute=selective(RecomputeModule.MOE_ACT)),
+    "recompute_local": request(
+        recompute=selective(RecomputeModule.LAYERNORM), transformer_impl="local"
+    ),
+    "recompute_fp8": request(precision=FP8, recompute=selective(RecomputeModule.LAYERNORM)),
+    "fp8_engine": request(precision=FP8, transformer_impl="local"),
+    "fp8_shapes": request(changed(LLAMA, ffn_hidden_size=28680), dims(tp=8), precision=FP8),
+}

@@ -1,0 +1,128 @@
+"""Our flags through Megatron-LM's own parser and validation, and our rules against its own.
+
+Set ``MEGATRON_LM_HOME`` to a Megatron-LM checkout (core_v0.16.1 or newer).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nest_megatron.launchers.megatron_lm.write import environment, model_argv, parallel_argv
+from nest_megatron.parallel.rules import LaunchRequest, decoder_layers
+from tests.launchers.requests import BROKEN, SOUND
+
+pytestmark = [
+    pytest.mark.megatron_lm,
+    pytest.mark.skipif(
+        not os.environ.get("MEGATRON_LM_HOME"),
+        reason="MEGATRON_LM_HOME is not set to a Megatron-LM checkout",
+    ),
+]
+
+TRAINING = ["--train-iters", "2", "--lr", "1e-3", "--min-lr", "1e-4", "--mock-data"]
+TRAINING += ["--no-rope-fusion"]  # it needs Transformer Engine
+#: Rules that Megatron only reveals while building or training, or that its flags cannot break.
+LATER = {
+    "ffn_over_tp",
+    "expert_gradients",
+    "sequence_pieces",
+    "attention_under_cp",
+    "sequence_parallel",
+    "interleaving",
+    "fsdp_no_pipeline",
+    "no_empty_stage",
+    "known_version",
+    "activation_flag",
+    "bert_layers",
+    "cp_engine",
+    "grouped_gemm",
+    "partition_shape",
+    "mtp_stage",
+    "recompute_uniform",
+    "recompute_modules",
+    "recompute_local",
+    "fp8_engine",
+    "fp8_shapes",
+}
+
+
+def _case(request: LaunchRequest) -> dict[str, Any]:
+    variables = environment(request)
+    return {
+        "argv": [
+            *model_argv(request.spec, tokenizer_type="NullTokenizer"),
+            *parallel_argv(request),
+            *TRAINING,
+        ],
+        "world_size": request.dims.world_size,
+        "max_connections": variables.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+    }
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, dict[str, Any]]:
+    requests = {**SOUND, **{k: v for k, v in BROKEN.items() if k not in LATER}}
+    script = Path(__file__).with_name("real_arguments.py")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        input=json.dumps([_case(request) for request in requests.values()]),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    return {**dict(zip(requests, said["answers"], strict=True)), "version": said["version"]}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_megatron_accepts_what_we_write(name: str, answers: dict[str, dict[str, Any]]) -> None:
+    assert "accepted" in answers[name], answers[name]
+    answer, request = answers[name]["accepted"], SOUND[name]
+    spec, dims = request.spec, request.dims
+    assert answer["num_layers"] == spec.num_layers
+    assert answer["hidden_size"] == spec.hidden_size
+    assert answer["ffn_hidden_size"] == spec.ffn_hidden_size
+    if not spec.multi_latent_attention:
+        assert answer["num_query_groups"] == spec.query_groups
+        assert answer["kv_channels"] == spec.head_dim
+    assert answer["gated_linear_unit"] == spec.gated_linear_unit
+    assert answer["activation"] == spec.activation
+    assert answer["add_bias_linear"] == spec.add_bias_linear
+    assert answer["normalization"] == spec.normalization
+    assert answer["num_moe_experts"] == spec.num_experts
+    assert answer["mtp_num_layers"] == spec.mtp_num_layers
+    assert answer["softmax_type"] == spec.softmax_type
+    for field in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+    ):
+        assert answer[field] == getattr(dims, field)
+    assert (answer["virtual_pipeline_model_parallel_size"] or 1) == (
+        dims.virtual_pipeline_model_parallel_size
+    )
+    assert answer["data_parallel_size"] == dims.data_parallel_size
+    assert answer["sequence_parallel"] == request.sequence_parallel
+    if spec.is_moe:
+        assert answer["expert_tensor_parallel_size"] == dims.expert_tensor_parallel_size
+    if request.partition is not None:
+        pp = dims.pipeline_model_parallel_size
+        for chunk, layers in enumerate(decoder_layers(spec, request.partition)):
+            assert answer["layout"][chunk % pp][chunk // pp].count("decoder") == layers
+
+
+@pytest.mark.parametrize("name", sorted(set(BROKEN) - LATER))
+def test_megatron_refuses_what_we_refuse(name: str, answers: dict[str, dict[str, Any]]) -> None:
+    if name == "position_type" and not str(answers["version"]).startswith("0.16"):
+        pytest.skip("newer releases know yarn")
+    assert "refused" in answers[name], answers[name]

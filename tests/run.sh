@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Installs the pinned tools, and the project with its compiled kernel, into .venv-test (kept between
+# runs), then runs every check. Arguments go to pytest: bash tests/run.sh tests/solver -k ties
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+exec </dev/null
+
+venv=${NEST_MEGATRON_TEST_VENV:-$PWD/.venv-test}
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+export PATH="$venv/bin:$PATH"
+pip() { python -m pip --quiet --disable-pip-version-check "$@"; }
+
+# torch by its exact version and before anything that only asks for "torch".
+pip install "$(grep '^torch==' requirements-dev.txt)"
+pip install --requirement requirements-dev.txt
+NEST_MEGATRON_REQUIRE_EXTENSION=1 pip install --no-build-isolation --no-deps --editable .
+
+failed=()
+check() {
+  echo "== $*"
+  "$@" || failed+=("$*")
+}
+check ruff check .
+check ruff format --check .
+check codespell
+check cython-lint cython_ext
+check mypy
+[ ${#failed[@]} -eq 0 ] || printf '== failed: %s\n' "${failed[@]}"
+
+# Last, so that its closing line is the last line.
+echo "== pytest"
+pytest "$@" || failed+=(pytest)
+exit $((${#failed[@]} > 0))

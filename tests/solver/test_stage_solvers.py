@@ -1,0 +1,232 @@
+"""Brute force, the Python reference and the compiled kernel say the same of every stage problem."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nest_megatron.cost_model.pipeline import PipelineProblem, evaluate
+from nest_megatron.errors import UserInputError
+from nest_megatron.solver import backend, brute_force, reference
+from nest_megatron.solver.backend import Backend
+from nest_megatron.solver.outcome import NO_THRESHOLD, Status
+from nest_megatron.solver.reference import DEFAULT_NODE_LIMIT
+from tests.solver.problems import random_problem
+from tests.solver.structured import (
+    PLAIN,
+    edge_problem,
+    equal_layers,
+    long_problem,
+    tie_problem,
+)
+
+kernel = pytest.importorskip(
+    "nest_megatron.solver.kernel", reason="the compiled kernel is not built"
+)
+
+Generator = Callable[[int], PipelineProblem]
+SMALL: tuple[Generator, ...] = (random_problem, tie_problem, edge_problem)
+BATCH = 100
+
+
+def assert_same(problem: PipelineProblem, *limits: int) -> None:
+    expected = reference.solve(problem, *limits)
+    assert kernel.solve(problem, *limits) == expected
+
+
+@pytest.mark.parametrize("generate", SMALL, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("start", range(0, 800, BATCH))
+def test_all_three_agree(generate: Generator, start: int) -> None:
+    for seed in range(start, start + BATCH):
+        problem = generate(seed)
+        oracle = brute_force.solve(problem)
+        solved = reference.solve(problem)
+        answer = (oracle.status, oracle.iteration, oracle.boundaries)
+        assert (solved.status, solved.iteration, solved.boundaries) == answer, seed
+        assert kernel.solve(problem) == solved, seed
+        if solved.boundaries:
+            assert evaluate(problem, solved.boundaries).iteration == solved.iteration
+
+
+@pytest.mark.parametrize("generate", (*SMALL, long_problem), ids=lambda f: f.__name__)
+def test_thresholds_and_node_limits(generate: Generator) -> None:
+    for seed in range(1000, 1060):
+        problem = generate(seed)
+        best = reference.solve(problem)
+        assert kernel.solve(problem) == best, seed
+        for threshold in {0, best.lower_bound - 1, best.iteration, best.iteration + 1, NO_THRESHOLD}:
+            if threshold <= NO_THRESHOLD:
+                for node_limit in (0, 1, 5, DEFAULT_NODE_LIMIT):
+                    assert_same(problem, threshold, node_limit)
+
+
+@pytest.mark.parametrize("threshold_change", [-1, 0, 1])
+def test_a_threshold_at_the_optimum(threshold_change: int) -> None:
+    problem = equal_layers(stages=4, microbatches=8)
+    best = kernel.solve(problem)
+    again = kernel.solve(problem, best.iteration + threshold_change)
+    if threshold_change > 0:
+        assert (again.status, again.boundaries) == (Status.OPTIMAL, best.boundaries)
+    else:
+        assert (again.status, again.iteration) == (Status.BOUNDED, NO_THRESHOLD)
+        assert again.lower_bound == best.iteration + threshold_change
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches"), [(4, 8), (4, 64), (8, 8), (8, 64), (8, 256), (16, 64), (16, 128)]
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"edges": False, "head_layers": 0.0},
+        {"head_layers": 3.4, "slow_link_every": 2},
+        {"light_layers": 3, "block_num_layers": 1, "capacity_bytes": 60_000},
+    ],
+    ids=["heavy-head", "equal", "slow-links", "block-tight"],
+)
+def test_structured(stages: int, microbatches: int, options: dict[str, float]) -> None:
+    problem = equal_layers(stages=stages, microbatches=microbatches, layers=34, **options)  # type: ignore[arg-type]
+    assert_same(problem, NO_THRESHOLD, 3000)
+    best = kernel.solve(problem, NO_THRESHOLD, 3000)
+    for threshold in (best.lower_bound, best.lower_bound + 1, best.lower_bound + 50):
+        assert_same(problem, min(threshold, NO_THRESHOLD), 3000)
+
+
+@pytest.mark.parametrize("microbatches", [8, 64, 512])
+def test_eighty_layers(microbatches: int) -> None:
+    assert_same(equal_layers(stages=4, microbatches=microbatches), NO_THRESHOLD, 300)
+    assert_same(equal_layers(stages=16, microbatches=microbatches), NO_THRESHOLD, 30)
+
+
+@pytest.mark.parametrize(
+    ("stages", "virtual", "microbatches"), [(2, 2, 64), (4, 2, 8), (4, 5, 32), (8, 2, 64), (3, 3, 3)]
+)
+@pytest.mark.parametrize("capacity_bytes", [10**9, 40_000, 25_000])
+def test_virtual_stages(stages: int, virtual: int, microbatches: int, capacity_bytes: int) -> None:
+    problem = equal_layers(
+        stages=stages,
+        virtual=virtual,
+        microbatches=microbatches,
+        layers=20,
+        capacity_bytes=capacity_bytes,
+    )
+    assert_same(problem)
+    assert_same(dataclasses.replace(problem, overlap_p2p=False))
+
+
+@pytest.mark.parametrize("boundaries", [(0, 1, 4), (0, 2, 4), (0, 3, 4)])
+@pytest.mark.parametrize("microbatches", [1, 2, 900, 5000])
+def test_long_schedules(boundaries: tuple[int, ...], microbatches: int) -> None:
+    """Two ranks of nearly the same speed: the slower one decides only after many micro batches."""
+    problem = PipelineProblem(
+        num_stages=2,
+        num_virtual=1,
+        num_microbatches=microbatches,
+        unit_kinds=bytes([0, 1, 1, 2]),
+        costs=(
+            PLAIN._replace(forward=1000, head_rest=3000),
+            PLAIN._replace(forward=1003 - boundaries[1], tail_rest=-5),
+            PLAIN._replace(forward=1001, backward=19, tail_least=2500),
+        ),
+        num_layers=2,
+        block_num_layers=0,
+        send_forward=(1, 0),
+        send_backward=(0, 1),
+        overlap_p2p=False,
+        capacity_bytes=1000,
+        constant=0,
+    )
+    assert_same(problem)
+    assert_same(problem, evaluate(problem, boundaries).iteration)
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 10**9), more=st.integers(0, 50))
+def test_more_memory_is_never_worse(seed: int, more: int) -> None:
+    problem = random_problem(seed)
+    larger = dataclasses.replace(problem, capacity_bytes=problem.capacity_bytes + more)
+    assert kernel.solve(larger).iteration <= kernel.solve(problem).iteration
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 10**9))
+def test_faster_links_are_never_worse(seed: int) -> None:
+    problem = random_problem(seed)
+    faster = dataclasses.replace(
+        problem,
+        send_forward=tuple(max(0, t - 1) for t in problem.send_forward),
+        send_backward=tuple(t // 2 for t in problem.send_backward),
+    )
+    assert kernel.solve(faster).iteration <= kernel.solve(problem).iteration
+
+
+def replaced(**fields: object) -> PipelineProblem:
+    problem = equal_layers(stages=4, microbatches=8, layers=10)
+    return dataclasses.replace(problem, **fields)  # type: ignore[arg-type]
+
+
+BAD_PROBLEMS = {
+    "more stages than units": equal_layers(stages=16, microbatches=4, layers=10),
+    "one virtual stage overlaps": replaced(overlap_p2p=True),
+    "micro batches": dataclasses.replace(
+        equal_layers(stages=4, virtual=2, microbatches=8, layers=10), num_microbatches=9
+    ),
+    "no micro batch": replaced(num_microbatches=0),
+    "sends": replaced(send_forward=(1, 2)),
+    "unknown kind": replaced(unit_kinds=bytes([1, *[7] * 10, 2])),
+    "negative time": replaced(costs=(PLAIN._replace(forward=-1),) * 4),
+    "negative memory": replaced(costs=(PLAIN._replace(block_saved_bytes=-1),) * 4),
+    "negative send": replaced(send_backward=(0, 1, -1, 1)),
+    "sum leaves int64": replaced(costs=(PLAIN._replace(backward=1 << 54),) * 4),
+    "value leaves int64": replaced(costs=(PLAIN._replace(static_bytes=1 << 70),) * 4),
+    "rest leaves int64": replaced(costs=(PLAIN._replace(tail_rest=-(1 << 63)),) * 4),
+    "capacity leaves int64": replaced(capacity_bytes=1 << 63),
+    "layers": replaced(num_layers=12),
+}
+
+
+@pytest.mark.parametrize("problem", BAD_PROBLEMS.values(), ids=BAD_PROBLEMS.keys())
+def test_both_refuse_alike(problem: PipelineProblem) -> None:
+    messages = []
+    for choice in Backend:
+        with pytest.raises(UserInputError) as caught:
+            backend.solve(problem, backend=choice)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize("limits", [(NO_THRESHOLD + 1, 1), (0, -1)])
+def test_both_refuse_limits_alike(limits: tuple[int, int]) -> None:
+    for choice in Backend:
+        with pytest.raises(UserInputError):
+            backend.solve(replaced(), *limits, backend=choice)
+
+
+def test_backend_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(backend.ENVIRONMENT_VARIABLE, raising=False)
+    assert backend.choose() is Backend.KERNEL
+    monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "reference")
+    assert backend.choose() is Backend.REFERENCE
+    assert backend.choose(Backend.KERNEL) is Backend.KERNEL
+    monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "kernal")
+    with pytest.raises(UserInputError, match="Did you mean kernel"):
+        backend.choose()
+
+
+def test_a_missing_kernel_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(backend.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.setitem(__import__("sys").modules, "nest_megatron.solver.kernel", None)
+    monkeypatch.delattr("nest_megatron.solver.kernel", raising=False)
+    backend._available.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert [backend.choose(), backend.choose()] == [Backend.REFERENCE] * 2
+    assert len(caplog.records) == 1
+    backend._available.cache_clear()
