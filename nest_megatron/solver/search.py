@@ -626,8 +626,13 @@ class Search:
     def _leaves_of_shard(self, shard: Grid) -> int:
         """Candidates below a shard; shards of the same sizes have equally many."""
         dims = shard.dims
-        inner = dims.tensor_model_parallel_size * dims.context_parallel_size
-        key = (dims.world_size, inner, dims.expert_ranks, shard.micro_batch_size)
+        key = (
+            dims.world_size,
+            dims.tensor_model_parallel_size,
+            dims.context_parallel_size,
+            dims.expert_ranks,
+            shard.micro_batch_size,
+        )
         if key not in self._leaves:
             self._leaves[key] = sum(self._leaves_of_grid(grid) for grid in self.grids(shard))
         return self._leaves[key]

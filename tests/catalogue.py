@@ -1,0 +1,42 @@
+"""Catalogue entries for tests, read with plain YAML (Hydra's own composition has tests of its own)."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nest_megatron.cluster.catalogue import cluster_from_mapping
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.model.catalogue import spec_from_mapping
+from nest_megatron.model.spec import TransformerSpec
+
+ROOT = Path(__file__).resolve().parent.parent / "hydra_configs"
+
+
+def _read(group: str, name: str) -> dict[str, Any]:
+    return dict(yaml.safe_load((ROOT / group / f"{name}.yaml").read_text(encoding="utf-8")))
+
+
+def names(group: str) -> list[str]:
+    """Names of a group's entries."""
+    return sorted(path.stem for path in (ROOT / group).glob("*.yaml"))
+
+
+@cache
+def model(name: str) -> TransformerSpec:
+    """A model of the catalogue."""
+    return spec_from_mapping(_read("model", name))
+
+
+@cache
+def cluster(name: str, num_gpus: int) -> Cluster:
+    """A cluster of the catalogue, resized."""
+    mapping = _read("cluster", name)
+    defaults = mapping.pop("defaults", [])
+    for entry in defaults:
+        if isinstance(entry, dict):
+            mapping["accelerator"] = _read("accelerator", next(iter(entry.values())))
+    return cluster_from_mapping(mapping, num_gpus=num_gpus)

@@ -1,0 +1,215 @@
+"""The search over grids: equal to looking at everything, and monotone in what it is given."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from nest_megatron.cluster.records import Accelerator, Cluster, NetworkLevel, Precision
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.solver import backend, brute_force
+from nest_megatron.solver.outcome import NO_THRESHOLD
+from nest_megatron.solver.search import Search, SearchResult, SolvedGrid, layout_of
+from nest_megatron.solver.space import SearchSpace
+
+KERNEL = backend.solver_of(backend.choose())
+
+
+def small_spec(rng: random.Random) -> TransformerSpec:
+    layers = rng.randint(2, 6)
+    heads = rng.choice([2, 4])
+    experts = rng.choice([None, None, 4])
+    return TransformerSpec(
+        name="small",
+        num_layers=layers,
+        hidden_size=64 * heads,
+        ffn_hidden_size=rng.choice([256, 512]),
+        num_attention_heads=heads,
+        num_query_groups=rng.choice([None, 2]),
+        seq_length=rng.choice([256, 1024]),
+        vocab_size=rng.choice([1000, 50_000]),
+        num_experts=experts,
+        moe_layer_pattern=tuple(rng.choice([0, 1, 1]) for _ in range(layers)) if experts else (),
+        moe_ffn_hidden_size=256 if experts else None,
+        moe_shared_expert_intermediate_size=rng.choice([None, 256]) if experts else None,
+        mtp_num_layers=rng.choice([None, None, 1]),
+        untie_embeddings_and_output_weights=rng.random() < 0.7,
+    )
+
+
+def small_cluster(rng: random.Random, memory_bytes: int | None = None) -> Cluster:
+    accelerator = Accelerator(
+        name="toy",
+        memory_bytes=memory_bytes or rng.choice([40, 80, 150, 400, 4000]) * 10**6,
+        peak_flops_per_s={Precision.BF16: rng.choice([1e12, 1e14])},
+        gemm_efficiency={Precision.BF16: 0.8},
+        attention_efficiency=0.5,
+        memory_bandwidth_bytes_per_s=1e12,
+        memory_efficiency=0.9,
+        kernel_floor_s=rng.choice([0.0, 1e-6]),
+    )
+    levels = (
+        NetworkLevel(
+            name="node", num_devices=2, bandwidth_bytes_per_s=rng.choice([1e9, 1e11]), latency_s=1e-6
+        ),
+        NetworkLevel(
+            name="spine",
+            num_devices=None,
+            bandwidth_bytes_per_s=rng.choice([1e8, 1e10]),
+            latency_s=5e-6,
+        ),
+    )
+    return Cluster(
+        name="toy", num_gpus=rng.choice([1, 2, 4, 8]), accelerator=accelerator, levels=levels
+    )
+
+
+def small_settings() -> CostSettings:
+    return CostSettings(memory_reserve_bytes=0)
+
+
+def search(
+    spec: TransformerSpec,
+    cluster: Cluster,
+    batch: int,
+    space: SearchSpace,
+    num_layouts: int = 11,
+    solver: object = KERNEL,
+) -> Search:
+    model = CostModel(spec, cluster, small_settings())
+    return Search(model, batch, space, solver, num_layouts=num_layouts)  # type: ignore[arg-type]
+
+
+def look_at_everything(everything: Search) -> tuple[list[SolvedGrid], int]:
+    """Every candidate solved by brute force; the best of each layout, fastest first."""
+    best: dict[object, SolvedGrid] = {}
+    count = 0
+    for shard in everything.shards():
+        for grid in everything.grids(shard):
+            for family in everything.families(grid):
+                for recompute in everything.recompute_settings(family):
+                    count += 1
+                    candidate = dataclasses.replace(family, recompute=recompute)
+                    found = brute_force.solve(everything.model.problem(candidate))
+                    if found.boundaries:
+                        plan = SolvedGrid(
+                            grid=candidate,
+                            boundaries=found.boundaries,
+                            iteration=found.iteration,
+                        )
+                        layout = layout_of(candidate)
+                        if layout not in best or plan.rank < best[layout].rank:
+                            best[layout] = plan
+    return sorted(best.values(), key=lambda plan: plan.rank), count
+
+
+SMALL_SPACE = SearchSpace(
+    limits={"micro_batch_size": 2, "virtual_pipeline_model_parallel_size": 2}
+)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_search_is_brute_force(seed: int) -> None:
+    rng = random.Random(seed)
+    spec, cluster = small_spec(rng), small_cluster(rng)
+    batch = rng.choice([4, 8, 12])
+    found = search(spec, cluster, batch, SMALL_SPACE, num_layouts=4).run()
+    expected, count = look_at_everything(search(spec, cluster, batch, SMALL_SPACE))
+    assert list(found.plans) == expected[:4]
+    proof = found.certificate
+    assert proof.candidates == count
+    assert proof.bounded >= 0
+    assert proof.optimal == bool(expected)
+    if expected:
+        assert proof.lower_bound == expected[0].iteration
+    else:
+        assert proof.bounded == proof.solved == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_reference_backend_finds_the_same_plans(seed: int) -> None:
+    rng = random.Random(seed)
+    spec, cluster = small_spec(rng), small_cluster(rng)
+    reference = backend.solver_of(backend.Backend.REFERENCE)
+    ours = search(spec, cluster, 8, SMALL_SPACE).run()
+    theirs = search(spec, cluster, 8, SMALL_SPACE, solver=reference).run()
+    assert ours == theirs
+
+
+def best_time(result: SearchResult) -> int:
+    return result.plans[0].iteration if result.plans else NO_THRESHOLD
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_more_memory_is_never_worse(seed: int) -> None:
+    rng = random.Random(seed)
+    spec, cluster = small_spec(rng), small_cluster(rng)
+    times = []
+    for memory in (50, 100, 200, 1000):
+        accelerator = dataclasses.replace(cluster.accelerator, memory_bytes=memory * 10**6)
+        roomier = dataclasses.replace(cluster, accelerator=accelerator)
+        times.append(best_time(search(spec, roomier, 8, SMALL_SPACE, num_layouts=1).run()))
+    assert times == sorted(times, reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_more_bandwidth_is_never_worse(seed: int) -> None:
+    rng = random.Random(seed)
+    spec, cluster = small_spec(rng), small_cluster(rng)
+    times = []
+    for factor in (1, 2, 8):
+        levels = tuple(
+            dataclasses.replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * factor)
+            for level in cluster.levels
+        )
+        faster = dataclasses.replace(cluster, levels=levels)
+        times.append(best_time(search(spec, faster, 8, SMALL_SPACE, num_layouts=1).run()))
+    assert times == sorted(times, reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_more_gpus_are_never_worse_where_some_may_idle(seed: int) -> None:
+    rng = random.Random(seed)
+    spec, cluster = small_spec(rng), small_cluster(rng)
+    space = dataclasses.replace(SMALL_SPACE, use_all_gpus=False)
+    times = [
+        best_time(search(spec, cluster.resized(size), 8, space, num_layouts=1).run())
+        for size in (1, 2, 4, 6, 8)
+    ]
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_fixed_degree_is_kept_and_a_limit_is_not_passed() -> None:
+    rng = random.Random(3)
+    spec, cluster = small_spec(rng), small_cluster(rng, memory_bytes=10**10).resized(8)
+    space = SearchSpace(
+        fixed={"pipeline_model_parallel_size": 2}, limits={"tensor_model_parallel_size": 1}
+    )
+    plans = search(spec, cluster, 8, space).run().plans
+    assert plans
+    for plan in plans:
+        assert plan.grid.dims.pipeline_model_parallel_size == 2
+        assert plan.grid.dims.tensor_model_parallel_size == 1
+
+
+def test_time_running_out_is_a_proven_gap() -> None:
+    rng = random.Random(5)
+    spec, cluster = small_spec(rng), small_cluster(rng, memory_bytes=10**10).resized(8)
+    asked = 0
+
+    def out_of_time() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 40
+
+    model = CostModel(spec, cluster, small_settings())
+    cut = Search(model, 8, SMALL_SPACE, KERNEL, out_of_time=out_of_time).run()
+    whole = Search(model, 8, SMALL_SPACE, KERNEL).run()
+    assert whole.certificate.optimal
+    assert cut.certificate.lower_bound <= whole.plans[0].iteration
+    if cut.plans:
+        assert cut.plans[0].iteration >= whole.plans[0].iteration
