@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nest_megatron.cluster.records import Cluster, CollectiveKind
 from nest_megatron.cost_model.communication import collective_time
@@ -19,12 +21,15 @@ from nest_megatron.parallel.recompute import (
 )
 from nest_megatron.units import Seconds
 
+_TERMS = ("compute", "tp", "cp", "ep")
+_COMPUTE = 0
+_TERM_OF = {Group.TENSOR: 1, Group.CONTEXT: 2, Group.EXPERT: 3, Group.EXPERT_TENSOR: 3}
+
 #: Shape of each group inside a layer: its fan-out at each network level.
 GroupShapes = Mapping[Group, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassTime:
+class PassTime(NamedTuple):
     """One direction of a unit, split by what the time goes into."""
 
     compute: Seconds = 0.0
@@ -32,12 +37,13 @@ class PassTime:
     cp: Seconds = 0.0
     ep: Seconds = 0.0
 
-    def __add__(self, other: PassTime) -> PassTime:
+    def plus(self, other: PassTime) -> PassTime:
+        """Both, term by term."""
         return PassTime(
-            compute=self.compute + other.compute,
-            tp=self.tp + other.tp,
-            cp=self.cp + other.cp,
-            ep=self.ep + other.ep,
+            self.compute + other.compute,
+            self.tp + other.tp,
+            self.cp + other.cp,
+            self.ep + other.ep,
         )
 
     @property
@@ -70,11 +76,11 @@ class UnitTimes:
         nothing = PassTime()
         return UnitTimes(
             forward={
-                part: self.forward.get(part, nothing) + other.forward.get(part, nothing)
+                part: self.forward.get(part, nothing).plus(other.forward.get(part, nothing))
                 for part in sorted(parts)
             },
-            whole_forward=self.whole_forward + other.whole_forward,
-            backward=self.backward + other.backward,
+            whole_forward=self.whole_forward.plus(other.whole_forward),
+            backward=self.backward.plus(other.backward),
             input_bytes=self.input_bytes + other.input_bytes,
             saved_bytes={
                 part: self.saved_bytes.get(part, 0.0) + other.saved_bytes.get(part, 0.0)
@@ -180,7 +186,9 @@ def run_unit(
     return UnitRun(
         forward=whole,
         backward=times.backward,
-        recompute=sum((t for p, t in times.forward.items() if p in again), PassTime()),
+        recompute=functools.reduce(
+            PassTime.plus, (t for p, t in times.forward.items() if p in again), PassTime()
+        ),
         saved_bytes=saved - dropped,
         working_bytes=times.working_bytes + dropped,
     )
@@ -195,27 +203,29 @@ def unit_times(
         shapes: where the layer's groups lie.
     """
     operators: dict[str, tuple[Seconds, Seconds]] = {}
-    forward: dict[Part, PassTime] = {}
-    backward = PassTime()
+    forward: dict[Part, list[Seconds]] = {}
+    backward = [0.0] * len(_TERMS)
     for op in graph.operators:
         ahead, back = operator_times(op, cluster.accelerator, settings.precision)
         if op.part in (Part.EXPERTS, Part.EXPERT_ACTIVATION):
             ahead, back = ahead * settings.expert_imbalance, back * settings.expert_imbalance
         operators[op.name] = (ahead, back)
-        forward[op.part] = forward.get(op.part, PassTime()) + PassTime(compute=ahead)
-        backward += PassTime(compute=back)
-    for part, direction, time in _exposed(graph.collectives, operators, shapes, cluster):
-        if direction:
-            backward += time
+        forward.setdefault(op.part, [0.0] * len(_TERMS))[_COMPUTE] += ahead
+        backward[_COMPUTE] += back
+    for part, is_backward, term, seconds in _exposed(
+        graph.collectives, operators, shapes, cluster
+    ):
+        if is_backward:
+            backward[term] += seconds
         else:
-            forward[part] = forward.get(part, PassTime()) + time
+            forward.setdefault(part, [0.0] * len(_TERMS))[term] += seconds
     saved: dict[Part, float] = {}
     for part, num_bytes in graph.saved_bytes:
         saved[part] = saved.get(part, 0.0) + num_bytes
     return UnitTimes(
-        forward=forward,
-        whole_forward=sum(forward.values(), PassTime()),
-        backward=backward,
+        forward={part: PassTime(*terms) for part, terms in forward.items()},
+        whole_forward=PassTime(*map(sum, zip(*forward.values(), strict=True))),
+        backward=PassTime(*backward),
         input_bytes=graph.input_bytes,
         saved_bytes=saved,
         working_bytes=graph.working_bytes,
@@ -227,22 +237,24 @@ def _exposed(
     operators: Mapping[str, tuple[Seconds, Seconds]],
     shapes: GroupShapes,
     cluster: Cluster,
-) -> list[tuple[Part, bool, PassTime]]:
-    """What each collective adds: all of it, or what the operator that hides it leaves over."""
-    exposed: list[tuple[Part, bool, PassTime]] = []
-    hidden: dict[tuple[str, bool], tuple[Part, Group, Seconds]] = {}
+) -> Iterator[tuple[Part, bool, int, Seconds]]:
+    """What each collective adds: all of it, or what the operator that hides it leaves over.
+
+    Yields:
+        Part, whether in the backward pass, index into ``_TERMS``, seconds.
+    """
+    hidden: dict[tuple[str, bool], tuple[Part, int, Seconds]] = {}
     for call in collectives:
         seconds = call.num_calls * _call_time(call, shapes[call.group], cluster)
+        term = _TERM_OF[call.group]
         if not call.hidden_under:
-            exposed.append((call.part, call.backward, _by_group(call.group, seconds)))
+            yield call.part, call.backward, term, seconds
             continue
         key = (call.hidden_under, call.backward)
         before = hidden.get(key)
-        hidden[key] = (call.part, call.group, seconds + (before[2] if before else 0.0))
-    for (name, direction), (part, group, seconds) in hidden.items():
-        left = max(0.0, seconds - operators[name][direction])
-        exposed.append((part, direction, _by_group(group, left)))
-    return exposed
+        hidden[key] = (call.part, term, seconds + (before[2] if before else 0.0))
+    for (name, is_backward), (part, term, seconds) in hidden.items():
+        yield part, is_backward, term, max(0.0, seconds - operators[name][is_backward])
 
 
 def _call_time(call: LayerCollective, shape: tuple[int, ...], cluster: Cluster) -> Seconds:
@@ -257,11 +269,3 @@ def _call_time(call: LayerCollective, shape: tuple[int, ...], cluster: Cluster) 
             CollectiveKind.ALL_GATHER, call.message_bytes * size, shape, cluster.levels
         ) / (size - 1)
     return one_step
-
-
-def _by_group(group: Group, seconds: Seconds) -> PassTime:
-    if group is Group.TENSOR:
-        return PassTime(tp=seconds)
-    if group is Group.CONTEXT:
-        return PassTime(cp=seconds)
-    return PassTime(ep=seconds)

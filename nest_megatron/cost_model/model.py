@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from nest_megatron.cluster.records import Cluster, CollectiveKind
@@ -97,24 +98,30 @@ class CostModel:
 
         Both rank orders number these groups first, so they lie alike whatever comes after.
         """
-        key = (_inner_degrees(dims), dims.world_size)
-        if key not in self._places:
-            kinds = (GroupKind.TP, GroupKind.CP, GroupKind.EP, GroupKind.ETP)
-            self._places[key] = tuple(group_shape(dims, kind, self._sizes) for kind in kinds)
-        return self._places[key]
+        tp, cp, ep, etp = _inner_degrees(dims)
+        world = dims.world_size
+        dense, expert = ("dense", tp, cp, world), ("expert", ep, etp, world)
+        for key, kinds in (
+            (dense, (GroupKind.TP, GroupKind.CP)),
+            (expert, (GroupKind.EP, GroupKind.ETP)),
+        ):
+            if key not in self._places:
+                self._places[key] = tuple(group_shape(dims, kind, self._sizes) for kind in kinds)
+        return self._places[dense] + self._places[expert]
 
     def unit_time(self, kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
         """A unit without recomputation, with its groups in the given places."""
-        key = (kind, places, shard)
+        key = _unit_key(kind, places, shard)
         if key not in self._times:
-            self._times[key] = self._price_unit(kind, places, shard)
+            pieces = self._pieces(kind, places, shard)
+            self._times[key] = sum(pieces[1:], pieces[0])
         return self._times[key]
 
     def run(
         self, kind: LayerKind, places: GroupPlaces, shard: LayerShard, recompute: Recompute
     ) -> UnitRun:
         """A unit under a recompute setting."""
-        key = (kind, places, shard, recompute)
+        key = (_unit_key(kind, places, shard), recompute)
         if key not in self._runs:
             times = self.unit_time(kind, places, shard)
             latent = self.spec.multi_latent_attention
@@ -126,14 +133,13 @@ class CostModel:
     ) -> tuple[Ticks, Ticks]:
         """Forward and backward ticks that a unit takes at least, to within one tick of ``run``.
 
-        Without recomputation a layer's two halves are added up unjoined, which is what makes it
-        cheap to ask for every shard of a large search.
+        Without recomputation the unit's pieces are added up unjoined, which is what makes it cheap
+        to ask for every shard of a large search.
         """
-        layer = kind in (LayerKind.DENSE, LayerKind.MOE)
-        if recompute == NO_RECOMPUTE and layer:
-            halves = (self._attention(places, shard), self._feed_forward(kind, places, shard))
-            forward = sum(half.whole_forward.total for half in halves)
-            backward = sum(half.backward.total for half in halves)
+        if recompute == NO_RECOMPUTE:
+            pieces = self._pieces(kind, places, shard)
+            forward = sum(piece.whole_forward.total for piece in pieces)
+            backward = sum(piece.backward.total for piece in pieces)
         else:
             run = self.run(kind, places, shard, recompute)
             forward, backward = run.forward.total, run.backward.total + run.recompute.total
@@ -259,28 +265,32 @@ class CostModel:
         reduce = CollectiveKind.ALL_REDUCE
         return seconds + collective_time(reduce, size, shape, self.cluster.levels)
 
-    def _price_unit(self, kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
+    def _pieces(
+        self, kind: LayerKind, places: GroupPlaces, shard: LayerShard
+    ) -> tuple[UnitTimes, ...]:
+        """A unit's pieces; each depends on fewer degrees than the whole and is kept by itself."""
         if kind is LayerKind.EMBEDDING:
-            return self._price(embedding_graph(self.spec, shard), places)
+            return (self._outside_experts("embedding", embedding_graph, places, shard),)
         if kind is LayerKind.HEAD:
-            return self._price(head_graph(self.spec, shard), places)
+            return (self._outside_experts("head", head_graph, places, shard),)
         if kind is LayerKind.MTP:
-            layer = self.unit_time(last_layer_kind(self.spec), places, shard)
-            times = self._price(around_mtp_graph(self.spec, shard), places)
-            return sum((layer for _ in range(self.spec.num_mtp_layers)), times)
-        return self._attention(places, shard) + self._feed_forward(kind, places, shard)
+            around = self._outside_experts("mtp", around_mtp_graph, places, shard)
+            layer = self._pieces(last_layer_kind(self.spec), places, shard)
+            return (around, *(self.spec.num_mtp_layers * layer))
+        attention = self._outside_experts("attention", attention_graph, places, shard)
+        return (attention, self._feed_forward(kind, places, shard))
 
-    def _attention(self, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
-        """First half of a layer; it depends on no expert degree."""
-        key = (
-            places[:2],
-            shard.tensor_model_parallel_size,
-            shard.context_parallel_size,
-            shard.micro_batch_size,
-            shard.sequence_parallel,
-        )
+    def _outside_experts(
+        self,
+        name: str,
+        graph: Callable[[TransformerSpec, LayerShard], LayerGraph],
+        places: GroupPlaces,
+        shard: LayerShard,
+    ) -> UnitTimes:
+        """A piece that depends on no expert degree."""
+        key = (name, *_dense_key(places, shard))
         if key not in self._times:
-            self._times[key] = self._price(attention_graph(self.spec, shard), places)
+            self._times[key] = self._price(graph(self.spec, shard), places)
         return self._times[key]
 
     def _feed_forward(self, kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
@@ -374,6 +384,23 @@ class CostModel:
             forward = tuple(by_link[k % p] for k in range(dims.num_chunks - 1))
             self._transfers[key] = ((*forward, 0), (0, *forward))
         return self._transfers[key]
+
+
+def _dense_key(places: GroupPlaces, shard: LayerShard) -> tuple[object, ...]:
+    return (
+        *places[:2],
+        shard.tensor_model_parallel_size,
+        shard.context_parallel_size,
+        shard.micro_batch_size,
+        shard.sequence_parallel,
+    )
+
+
+def _unit_key(kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> tuple[object, ...]:
+    """What a unit's time depends on; expert degrees matter to units with experts alone."""
+    if kind in (LayerKind.MOE, LayerKind.MTP):
+        return (kind.value, places, shard)
+    return (kind.value, *_dense_key(places, shard))
 
 
 def _inner_degrees(dims: ParallelDims) -> tuple[int, int, int, int]:

@@ -12,8 +12,7 @@ from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.solver import reference
 from nest_megatron.solver.door import check_shape, check_values
-from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolution
-from nest_megatron.solver.reference import DEFAULT_NODE_LIMIT
+from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, StageSolution
 from nest_megatron.units import Ticks
 
 ENVIRONMENT_VARIABLE = "NEST_MEGATRON_SOLVER"
@@ -45,7 +44,7 @@ def solve(
         backend: as for ``choose``.
 
     Raises:
-        UserInputError: if the problem is malformed or its numbers leave int64, whatever the backend.
+        UserInputError: if the problem is malformed or leaves int64, whatever the backend.
         ImportError: if the kernel is asked for by name and is not built.
     """
     return solver_of(choose(backend))(problem, threshold, node_limit)
@@ -55,8 +54,8 @@ def choose(wanted: Backend | None = None) -> Backend:
     """The backend that ``solve`` uses, for a plan's provenance.
 
     Args:
-        wanted: a backend, or ``None`` for what ``NEST_MEGATRON_SOLVER`` names, or else the kernel if
-            it is built and the reference, with one warning, if it is not.
+        wanted: a backend, or ``None`` for what ``NEST_MEGATRON_SOLVER`` names, or else the kernel
+            if it is built and the reference, with one warning, if it is not.
     """
     named = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if wanted is not None or named:

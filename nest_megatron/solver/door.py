@@ -50,7 +50,9 @@ def check_shape(problem: PipelineProblem, threshold: Ticks, node_limit: int) -> 
             f"layers are the units 1 .. num_layers of {n}, and counts are not negative",
         )
     if not len(problem.send_forward) == len(problem.send_backward) == p * v:
-        _refuse("send_forward, send_backward", len(problem.send_forward), f"one for each of {p * v}")
+        _refuse(
+            "send_forward, send_backward", len(problem.send_forward), f"one for each of {p * v}"
+        )
     if max(problem.unit_kinds) >= len(problem.costs) or len(problem.costs) > 256:
         _refuse("unit_kinds", max(problem.unit_kinds), f"an index into {len(problem.costs)} costs")
     if not -NO_THRESHOLD <= threshold <= NO_THRESHOLD:

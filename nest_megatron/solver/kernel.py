@@ -6,8 +6,12 @@ from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.errors import UserInputError
 from nest_megatron.solver import _stage_dp
 from nest_megatron.solver.door import MOST, check_shape, check_values
-from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolution, Status
-from nest_megatron.solver.reference import DEFAULT_NODE_LIMIT
+from nest_megatron.solver.outcome import (
+    DEFAULT_NODE_LIMIT,
+    NO_THRESHOLD,
+    StageSolution,
+    Status,
+)
 from nest_megatron.units import Ticks
 
 _STATUS = tuple(Status)

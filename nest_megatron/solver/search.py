@@ -383,15 +383,21 @@ class Search:
                     len(self.space.rank_orders) > 1
                 ):
                     continue  # the same groups as in the first order
-                laid = dataclasses.replace(
-                    dims,
+                laid = ParallelDims(
+                    tensor_model_parallel_size=dims.tensor_model_parallel_size,
                     pipeline_model_parallel_size=pp,
+                    context_parallel_size=dims.context_parallel_size,
                     data_parallel_size=dp,
+                    expert_model_parallel_size=dims.expert_model_parallel_size,
+                    expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
                     rank_order=order,
                 )
                 if rules.allows_rank_order(self.model.spec, laid):
-                    yield dataclasses.replace(
-                        shard, dims=laid, global_batch_size=self.global_batch_size
+                    yield Grid(
+                        dims=laid,
+                        global_batch_size=self.global_batch_size,
+                        micro_batch_size=shard.micro_batch_size,
+                        sequence_parallel=shard.sequence_parallel,
                     )
 
     def _pipeline_sizes(self, shard: Grid) -> list[int]:
@@ -499,27 +505,37 @@ class Search:
         if len(blocks) > 1:
             settings = [r for r in settings if r.method is not RecomputeMethod.BLOCK]
             self._push(node.bound, dataclasses.replace(node.grid, recompute=blocks[0]), BLOCKS)
-        for recompute in self._that_can_fit(node.grid, settings):
+        threshold = self._threshold(node.grid)
+        bounds = {
+            recompute: max(
+                node.bound, self._pipeline_bound(node.grid, self._least_work(recompute))
+            )
+            for recompute in settings
+        }
+        in_time = [recompute for recompute in settings if bounds[recompute] <= threshold]
+        for recompute in self._that_can_fit(node.grid, in_time):
             grid = dataclasses.replace(node.grid, recompute=recompute)
-            bound = max(node.bound, self._pipeline_bound(grid, self._least_work(recompute)))
-            if bound <= self._threshold(grid):
-                self._push(bound, grid, VARIANT)
+            self._push(bounds[recompute], grid, VARIANT)
 
     def _that_can_fit(self, grid: Grid, settings: list[Recompute]) -> list[Recompute]:
-        """Leave out sets of modules inside a set that does not fit: fewer modules keep more bytes."""
+        """Leave out sets of modules inside a set that does not fit: fewer modules keep more bytes.
+
+        Only the largest sets are asked; of a smaller one inside a large one that fits nothing is
+        known until its turn comes.
+        """
         too_small: list[frozenset[RecomputeModule]] = []
-        possible = []
+        possible: list[Recompute] = []
         for recompute in sorted(settings, key=lambda r: -len(r.modules)):
             modules = frozenset(recompute.modules)
-            if not modules:
-                possible.append(recompute)
-            elif any(modules <= bigger for bigger in too_small):
+            if modules and any(modules <= larger for larger in too_small):
                 self.infeasible[NO_ROOM] += 1
-            elif self._fits(dataclasses.replace(grid, recompute=recompute)):
-                possible.append(recompute)
-            else:
+                continue
+            asked = modules and not any(modules < {*kept.modules} for kept in possible)
+            if asked and not self._fits(dataclasses.replace(grid, recompute=recompute)):
                 too_small.append(modules)
                 self.infeasible[NO_ROOM] += 1
+                continue
+            possible.append(recompute)
         return possible
 
     def _fits(self, grid: Grid) -> bool:

@@ -1,4 +1,4 @@
-"""Stage problems with the structure of real ones: equal layers, a heavy head, ties, tight memory."""
+"""Stage problems built like real ones: equal layers, a heavy head, ties, tight memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import random
 
 from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost
-
 from tests.solver.problems import random_problem
 
 PLAIN = UnitCost(
@@ -97,7 +96,10 @@ def tie_problem(seed: int) -> PipelineProblem:
     stages = rng.randint(2, 7)
     layers = rng.randint(max(1, stages - 2), 9)
     special = rng.random() < 0.5
-    kinds = (PLAIN, PLAIN._replace(forward=rng.choice([0, 10, 15]), backward=rng.choice([0, 20, 30])))
+    kinds = (
+        PLAIN,
+        PLAIN._replace(forward=rng.choice([0, 10, 15]), backward=rng.choice([0, 20, 30])),
+    )
     return PipelineProblem(
         num_stages=stages,
         num_virtual=1,
@@ -115,7 +117,7 @@ def tie_problem(seed: int) -> PipelineProblem:
 
 
 def edge_problem(seed: int) -> PipelineProblem:
-    """``random_problem`` with heads and tails that dwarf the work, rests far below zero and zeros."""
+    """``random_problem`` with heads and tails that dwarf the work, negative rests and zeros."""
     rng = random.Random(seed)
     problem = random_problem(seed)
     costs = tuple(

@@ -1,0 +1,113 @@
+"""How long a plan takes: four models at five cluster sizes, and the kernel against its reference.
+
+Run from the project's root, on a quiet machine::
+
+    python benchmarks/solver.py               # the table
+    python benchmarks/solver.py --reference   # and the compiled kernel against pure Python
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
+from nest_megatron.planner import NoPlan, PlanRequest, plan  # noqa: E402
+from nest_megatron.solver.backend import Backend  # noqa: E402
+from nest_megatron.solver.space import SearchSpace  # noqa: E402
+from tests import catalogue  # noqa: E402
+
+MODELS = ("llama3_70b", "gpt3_175b", "mixtral_8x7b", "deepseek_v3")
+SIZES = (64, 256, 1024, 4096, 16384)
+CLUSTER = "dgx_h100"
+
+
+def job(model: str, num_gpus: int, **changes: object) -> PlanRequest:
+    """The request that is timed: four sequences a GPU, everything free."""
+    return PlanRequest(
+        spec=catalogue.model(model),
+        cluster=catalogue.cluster(CLUSTER, num_gpus),
+        global_batch_size=max(512, 4 * num_gpus),
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def one(model: str, num_gpus: int) -> str:
+    """One row, to be run in a process of its own so that the peak memory is its own."""
+    request = job(model, num_gpus)
+    wall, cpu = time.perf_counter(), time.process_time()
+    found = plan(request)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    record = found.search
+    best = f"{found.predicted.iteration_time_s:.3f} s" if isinstance(found, ParallelPlan) else "-"
+    return (
+        f"{model:13} {num_gpus:6} {wall:8.2f} {cpu:8.2f} {peak:8.0f} {record.candidates:10,}"
+        f" {record.solved:7,} {record.simulations:12,}  {record.certificate:10} {best}"
+    )
+
+
+def table() -> None:
+    """All rows."""
+    print(f"{platform.machine()}, {cpu_name()}, Python {platform.python_version()}, one core")
+    print(
+        "model           GPUs   wall s    CPU s  peak MB candidates  solved  simulations"
+        "  certificate iteration"
+    )
+    for model in MODELS:
+        for num_gpus in SIZES:
+            command = [sys.executable, __file__, "--one", model, str(num_gpus)]
+            print(subprocess.check_output(command, text=True).rstrip(), flush=True)
+
+
+def against_reference() -> None:
+    """The llama3_70b search with the compiled kernel and with pure Python, the same to the bit."""
+    space = SearchSpace(
+        fixed={"tensor_model_parallel_size": 8, "context_parallel_size": 1, "micro_batch_size": 1},
+        limits={"virtual_pipeline_model_parallel_size": 2},
+    )
+    times, plans = {}, {}
+    for backend in (Backend.KERNEL, Backend.REFERENCE):
+        request = job("llama3_70b", 1024, space=space, backend=backend, max_seconds=3600.0)
+        started = time.process_time()
+        found = plan(request)
+        times[backend] = time.process_time() - started
+        assert not isinstance(found, NoPlan)
+        plans[backend] = (found.parallel, found.predicted, found.alternatives)
+        print(f"{backend.value:10} {times[backend]:9.3f} s CPU", flush=True)
+    ratio = times[Backend.REFERENCE] / times[Backend.KERNEL]
+    print(f"kernel {ratio:.0f} times faster; same plan: {len(set(map(repr, plans.values()))) == 1}")
+
+
+def cpu_name() -> str:
+    """The processor's name, where the system tells it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--one", nargs=2, metavar=("MODEL", "GPUS"))
+    parser.add_argument("--reference", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(one(arguments.one[0], int(arguments.one[1])))
+        return
+    table()
+    if arguments.reference:
+        against_reference()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What a user typed, from Hydra overrides to checked requests."""

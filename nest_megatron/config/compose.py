@@ -1,0 +1,149 @@
+"""Compose a job with Hydra: the catalogue, the user's files and overrides in one checked record."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nest_megatron.catalogue_files import catalogue_root
+from nest_megatron.config.overrides import GROUPS, Setting, hydra_form, is_path, unreadable
+from nest_megatron.config.schema import PlanConfig
+from nest_megatron.errors import UserInputError
+from nest_megatron.files import read_text
+from nest_megatron.plain import to_plain
+
+_PRIMARY = "plan"
+_FILE_ENTRY = "_from_file"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composed:
+    """A composed job.
+
+    Args:
+        given: keys that the command line set, to tell them from defaults.
+    """
+
+    config: PlanConfig
+    given: frozenset[str]
+
+
+def compose(settings: Sequence[Setting], config_dir: Path | None = None) -> Composed:
+    """Compose checked overrides over ``hydra_configs/plan.yaml``.
+
+    Args:
+        config_dir: a folder of the user's own groups, searched beside the catalogue.
+
+    Raises:
+        UserInputError: for a value of the wrong type, an unknown name or an unreadable file.
+    """
+    overrides = [_named(setting, config_dir) for setting in settings]
+    if config_dir is not None:
+        overrides.append(f"hydra.searchpath=[{_folder_url(config_dir)}]")
+    with importlib.resources.as_file(catalogue_root()) as folder:
+        config = _compose(str(folder.resolve()), overrides)
+    return Composed(config=config, given=frozenset(setting.key for setting in settings))
+
+
+def _folder_url(config_dir: Path) -> str:
+    folder = config_dir.expanduser()
+    if not folder.is_dir():
+        raise UserInputError(
+            "--config-dir",
+            value=str(config_dir),
+            limit="there is no such folder",
+            fix="Name a folder with model/, cluster/ or accelerator/ inside.",
+        )
+    return f"'file://{folder.resolve()}'"
+
+
+def _named(setting: Setting, config_dir: Path | None) -> str:
+    """An override for Hydra; a model or cluster given as a file becomes an entry of its group."""
+    if setting.key in GROUPS and setting.value is not None and is_path(setting.value):
+        from hydra.core.config_store import ConfigStore
+
+        path = Path(setting.value.strip("'\"")).expanduser()
+        node = _model_file(path) if setting.key == "model" else _yaml_mapping("cluster", path)
+        ConfigStore.instance().store(name=_FILE_ENTRY, node=node, group=setting.key)
+        return f"{setting.key}={_FILE_ENTRY}"
+    return hydra_form(setting, config_dir)
+
+
+def _compose(folder: str, overrides: list[str]) -> PlanConfig:
+    import hydra
+    from hydra.core.config_store import ConfigStore
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    ConfigStore.instance().store(name=f"{_PRIMARY}_schema", node=PlanConfig)
+    try:
+        with hydra.initialize_config_dir(folder, version_base="1.3"):
+            composed = hydra.compose(_PRIMARY, overrides=overrides)
+        config = OmegaConf.to_object(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _plain_error(error, overrides) from error
+    assert isinstance(config, PlanConfig)
+    return config
+
+
+def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:
+    """Hydra's error in our words: the override it is about, and the first line of the cause."""
+    text = str(error)
+    cause = error.__cause__ or error
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        if override in text or f"full_key: {key}" in text:
+            return unreadable(key, value, _without_prefix(cause))
+    return unreadable("settings", text.splitlines()[0], cause)
+
+
+def _without_prefix(cause: BaseException) -> Exception:
+    return ValueError(str(cause).splitlines()[0] if str(cause) else type(cause).__name__)
+
+
+def _model_file(path: Path) -> Mapping[str, Any]:
+    """A model's description from a Hugging Face ``config.json``, its folder, or a YAML file."""
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix != ".json":
+        return _yaml_mapping("model", path)
+    try:
+        parsed = json.loads(read_text(path, "model"))
+    except json.JSONDecodeError as error:
+        raise _bad_file("model", path, f"it is not readable JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise _bad_file("model", path, "it is not a JSON object")
+    return parsed if "model_type" not in parsed else _hugging_face(path, parsed)
+
+
+def _hugging_face(path: Path, parsed: Mapping[str, object]) -> Mapping[str, Any]:
+    from nest_megatron.model.hugging_face import spec_from_hf_config
+
+    generic = path.stem in ("config", "")
+    spec = spec_from_hf_config(parsed, path.resolve().parent.name if generic else path.stem)
+    fields: dict[str, Any] = to_plain(spec)
+    pattern = fields.pop("moe_layer_pattern")
+    return {**fields, "moe_layer_freq": pattern} if pattern else fields
+
+
+def _yaml_mapping(group: str, path: Path) -> Mapping[str, Any]:
+    from omegaconf import DictConfig, OmegaConf
+    from yaml import YAMLError
+
+    text = read_text(path, group)
+    try:
+        loaded = OmegaConf.create(text)
+    except YAMLError as error:
+        raise _bad_file(group, path, str(error).splitlines()[0]) from error
+    if not isinstance(loaded, DictConfig) or not loaded:
+        raise _bad_file(group, path, "it is not a mapping")
+    return loaded  # type: ignore[return-value]
+
+
+def _bad_file(group: str, path: Path, limit: str) -> UserInputError:
+    return UserInputError(group, value=str(path), limit=limit, fix="Correct the file.")

@@ -1,0 +1,210 @@
+"""Overrides as typed: which keys and names exist, and how each is told to Hydra."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nest_megatron.catalogue_files import catalogue_names
+from nest_megatron.config.schema import SECTIONS, section_keys
+from nest_megatron.errors import UserInputError, nearest
+
+#: Groups of the catalogue that a job chooses from.
+GROUPS = ("model", "cluster")
+#: Hydra's name for the accelerator of the chosen cluster.
+ACCELERATOR_CHOICE = "accelerator@cluster.accelerator"
+#: Values that are text whatever characters they hold.
+_TEXT_KEYS = ("out", "parallel.pipeline_model_parallel_layout")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One override: ``key=value``, or the removal of a key (``~key``, value ``None``)."""
+
+    key: str
+    value: str | None
+
+    def __str__(self) -> str:
+        return f"~{self.key}" if self.value is None else f"{self.key}={self.value}"
+
+
+def parse(texts: Iterable[str], config_dir: Path | None = None) -> tuple[Setting, ...]:
+    """Read overrides and check their keys and the names they choose.
+
+    Args:
+        config_dir: a folder of the user's own ``model/``, ``cluster/`` and ``accelerator/`` files.
+
+    Raises:
+        UserInputError: naming the nearest key or name.
+    """
+    settings = tuple(_setting(text) for text in texts)
+    for setting in settings:
+        _check_key(setting)
+    return settings
+
+
+def _setting(text: str) -> Setting:
+    if text.startswith("~"):
+        return Setting(key=text[1:].partition("=")[0], value=None)
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise UserInputError(
+            "override",
+            value=text,
+            limit="settings are written key=value",
+            fix=_guess(text),
+        )
+    key = key.lstrip("+").strip()
+    if key == "model.hf":
+        key = "model"
+    return Setting(key=key, value=value.strip())
+
+
+def _guess(text: str) -> str:
+    """What somebody meant who typed a word without a key."""
+    for group in GROUPS:
+        if text in catalogue_names(group):
+            return f"Did you mean {group}={text}?"
+    return "For example model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64."
+
+
+def _check_key(setting: Setting) -> None:
+    key = setting.key
+    if key in (*GROUPS, ACCELERATOR_CHOICE) or key.partition(".")[0] in GROUPS:
+        return
+    known = section_keys()
+    if setting.value is None or key not in known:
+        removed = setting.value is None and key in known
+        raise UserInputError(
+            key,
+            value=setting.value,
+            limit="only a key of the model or the cluster is removed with ~"
+            if removed
+            else "there is no such setting",
+            fix=f"Write {key}=null." if removed else nearest_key(key),
+        )
+
+
+def nearest_key(key: str) -> str:
+    """The settings closest to a misspelt one, or those of its section."""
+    section, _, name = key.rpartition(".")
+    everywhere = [k for k in section_keys() if k.rpartition(".")[2] == name]
+    if everywhere:
+        return f"Did you mean {' or '.join(everywhere)}?"
+    if section in SECTIONS:
+        return nearest(key, [k for k in section_keys() if k.startswith(f"{section}.")], count=2)
+    return nearest(key, [*section_keys(), *GROUPS, "cluster.num_gpus"], count=2)
+
+
+def is_path(value: str) -> bool:
+    """Whether a model or cluster is named by its file rather than by its catalogue name.
+
+    >>> is_path("llama3_70b"), is_path("./config.json"), is_path("mine.yaml")
+    (False, True, True)
+    """
+    text = value.strip("'\"")
+    return "/" in text or text.startswith("~") or text.endswith((".json", ".yaml", ".yml"))
+
+
+def check_choice(group: str, value: str, config_dir: Path | None) -> None:
+    """Refuse a name that neither the catalogue nor the user's folder has.
+
+    Raises:
+        UserInputError: with the nearest names.
+    """
+    names = choices(group, config_dir)
+    if value not in names:
+        raise UserInputError(
+            group,
+            value=value,
+            limit=f"there is no such {group} in the catalogue",
+            fix=f"{nearest(value, names)} `nest-megatron {group}s` lists them; a path works as well."
+            if group in GROUPS
+            else nearest(value, names),
+        )
+
+
+def choices(group: str, config_dir: Path | None = None) -> tuple[str, ...]:
+    """Names in a group: the catalogue's, and those of the user's folder."""
+    own: tuple[str, ...] = ()
+    if config_dir is not None and (config_dir / group).is_dir():
+        own = catalogue_names(group, config_dir)
+    return tuple(sorted({*catalogue_names(group), *own}))
+
+
+def hydra_form(setting: Setting, config_dir: Path | None) -> str:
+    """A setting as Hydra wants it: open keys are forced, free text is quoted."""
+    key, value = setting.key, setting.value
+    if value is None:
+        return f"~{key}"
+    if key == "cluster.accelerator" and not value.startswith(("{", "null")):
+        key = ACCELERATOR_CHOICE
+    if key in GROUPS or key == ACCELERATOR_CHOICE:
+        check_choice(key.partition("@")[0], value, config_dir)
+        return f"{key}={value}"
+    if key in _TEXT_KEYS:
+        return f"{key}={_quoted(value)}"
+    return f"++{key}={value}" if key.partition(".")[0] in GROUPS else f"{key}={value}"
+
+
+def _quoted(value: str) -> str:
+    """Text in the quotes of Hydra's grammar; ``null`` and quoted text stay as they are."""
+    if value == "null" or (len(value) > 1 and value[0] == value[-1] and value[0] in "'\""):
+        return value
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def expand(settings: Sequence[Setting]) -> Iterator[tuple[Setting, ...]]:
+    """Every combination of a sweep's values, by Hydra's grammar (``1,2``, ``range(1,5)``)."""
+    axes = [_values(setting) for setting in settings]
+    for values in itertools.product(*axes):
+        yield tuple(
+            Setting(key=s.key, value=value) for s, value in zip(settings, values, strict=True)
+        )
+
+
+def swept(settings: Sequence[Setting]) -> tuple[str, ...]:
+    """Keys that have more than one value."""
+    return tuple(s.key for s in settings if len(_values(s)) > 1)
+
+
+def refuse_sweeps(settings: Sequence[Setting]) -> None:
+    """Refuse several values for one key where one job is planned.
+
+    Raises:
+        UserInputError: naming the option that plans them all.
+    """
+    for setting in settings:
+        if len(_values(setting)) > 1:
+            raise UserInputError(
+                setting.key,
+                value=setting.value,
+                limit="it has several values, and one job is planned",
+                fix="Give one value, or add --multirun to plan each.",
+            )
+
+
+def _values(setting: Setting) -> list[str | None]:
+    value = setting.value
+    if value is None or setting.key in _TEXT_KEYS or not set(value) & set(",("):
+        return [value]
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import OverrideParseException
+
+    try:
+        parsed = OverridesParser.create().parse_override(str(setting))
+    except OverrideParseException as error:
+        raise unreadable(setting.key, value, error) from error
+    return list(parsed.sweep_string_iterator()) if parsed.is_sweep_override() else [value]
+
+
+def unreadable(key: str, value: object, error: Exception) -> UserInputError:
+    """The error for a value that Hydra's grammar does not take."""
+    return UserInputError(
+        key,
+        value=value,
+        limit=f"it cannot be read: {str(error).splitlines()[0]}",
+        fix="Put text with special characters into quotes: key=\"'text'\".",
+    )

@@ -1,0 +1,281 @@
+"""From a composed configuration to the records of the rooms below."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+from nest_megatron.cluster.catalogue import cluster_from_mapping
+from nest_megatron.cluster.records import Cluster, Precision
+from nest_megatron.config.compose import Composed
+from nest_megatron.config.schema import ParallelConfig, PlanConfig
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.model.catalogue import spec_from_mapping
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.dims import RankOrder
+from nest_megatron.parallel.recompute import (
+    Recompute,
+    RecomputeGranularity,
+    RecomputeMethod,
+    RecomputeModule,
+)
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.planner import PlanRequest
+from nest_megatron.solver.backend import Backend
+from nest_megatron.solver.space import DEGREES, SearchSpace
+
+#: Sequences of one optimizer step where nobody says: with 8,192 tokens each, the 4 Mi tokens a step
+#: that models of 70 B parameters and more are trained with.
+DEFAULT_GLOBAL_BATCH_SIZE = 512
+
+Choice = TypeVar("Choice", bound=StrEnum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """A job without its layout.
+
+    Args:
+        notes: what was assumed, one sentence each.
+    """
+
+    spec: TransformerSpec
+    cluster: Cluster
+    global_batch_size: int
+    settings: CostSettings
+    notes: tuple[str, ...] = ()
+
+
+def read_inputs(composed: Composed) -> Inputs:
+    """Model, cluster, batch and assumptions of a job.
+
+    Raises:
+        UserInputError: if one is missing or wrong.
+    """
+    config = composed.config
+    batch, notes = config.train.global_batch_size, []
+    if batch is None:
+        batch = DEFAULT_GLOBAL_BATCH_SIZE
+        notes.append(f"train.global_batch_size is not given; {batch} sequences are assumed.")
+    return Inputs(
+        spec=read_spec(config),
+        cluster=read_cluster(config),
+        global_batch_size=batch,
+        settings=read_settings(config, Precision.BF16),
+        notes=tuple(notes),
+    )
+
+
+def read_spec(config: PlanConfig) -> TransformerSpec:
+    """The model, at the sequence length that was asked for.
+
+    Raises:
+        UserInputError: if none is given, or its description is wrong.
+    """
+    if config.model is None:
+        raise UserInputError(
+            "model",
+            value=None,
+            limit="no model is given",
+            fix="Add for example model=llama3_70b (`nest-megatron models` lists them), or "
+            "--from with your command.",
+        )
+    return with_seq_length(spec_from_mapping(config.model), config.train.seq_length)
+
+
+def with_seq_length(spec: TransformerSpec, seq_length: int | None) -> TransformerSpec:
+    """The model on sequences of another length; rotary positions reach as far as is needed."""
+    if seq_length is None:
+        return spec
+    if seq_length < 1:
+        raise UserInputError(
+            "train.seq_length", value=seq_length, limit="it must be at least 1", fix="Give tokens."
+        )
+    longest = spec.max_position_embeddings
+    if longest is not None and spec.position_embedding_type == "rope":
+        longest = max(longest, seq_length)
+    return dataclasses.replace(spec, seq_length=seq_length, max_position_embeddings=longest)
+
+
+def read_cluster(config: PlanConfig, num_gpus: int | None = None) -> Cluster:
+    """The cluster.
+
+    Args:
+        num_gpus: size of the job; the configuration's if not given.
+
+    Raises:
+        UserInputError: if none is given, or its description is wrong.
+    """
+    if config.cluster is None:
+        raise UserInputError(
+            "cluster",
+            value=None,
+            limit="no cluster is given",
+            fix="Add for example cluster=dgx_h100 cluster.num_gpus=64 (`nest-megatron clusters` "
+            "lists them).",
+        )
+    return cluster_from_mapping(config.cluster, num_gpus=num_gpus)
+
+
+def read_settings(config: PlanConfig, precision: Precision) -> CostSettings:
+    """The cost model's assumptions, its own defaults where nothing is said.
+
+    Args:
+        precision: the number format where the configuration names none.
+    """
+    if config.train.precision is not None:
+        precision = _choice("train.precision", config.train.precision, Precision)
+    given = dataclasses.asdict(config.cost)
+    given["memory_margin"] = config.memory.margin
+    given["memory_reserve_bytes"] = config.memory.reserve_bytes
+    said = {name: value for name, value in given.items() if value is not None}
+    return CostSettings(precision=precision, **said)
+
+
+def read_space(config: PlanConfig) -> SearchSpace:
+    """What the search may choose.
+
+    Raises:
+        UserInputError: for a bad degree, or a choice that only ``estimate`` takes.
+    """
+    _refuse_estimate_only(config.parallel)
+    limits = {name: getattr(config.search, f"max_{name}") for name in DEGREES}
+    return SearchSpace(
+        fixed=fixed_degrees(config),
+        limits={name: value for name, value in limits.items() if value is not None},
+        rank_orders=_one_or_all(read_rank_order(config.parallel), RankOrder),
+        zero_stages=_one_or_all(read_zero(config.parallel), ZeroStage),
+        recompute=read_recompute(config.parallel),
+        use_all_gpus=config.search.use_all_gpus,
+    )
+
+
+def plan_request(config: PlanConfig, inputs: Inputs, space: SearchSpace) -> PlanRequest:
+    """The request that the planner takes."""
+    search = config.search
+    if search.num_alternatives < 0:
+        raise UserInputError(
+            "search.num_alternatives",
+            value=search.num_alternatives,
+            limit="it must be at least 0",
+            fix="Give the runners-up to list.",
+        )
+    return PlanRequest(
+        spec=inputs.spec,
+        cluster=inputs.cluster,
+        global_batch_size=inputs.global_batch_size,
+        settings=inputs.settings,
+        space=space,
+        max_seconds=search.max_seconds,
+        num_alternatives=search.num_alternatives,
+        backend=read_backend(search.backend),
+    )
+
+
+def fixed_degrees(config: PlanConfig) -> dict[str, int]:
+    """Degrees that the configuration fixes, the micro batch among them."""
+    values = {name: getattr(config.parallel, name, None) for name in DEGREES}
+    values["micro_batch_size"] = config.train.micro_batch_size
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def read_rank_order(parallel: ParallelConfig) -> RankOrder | None:
+    """The rank order, if fixed."""
+    name = parallel.rank_order
+    return None if name is None else _choice("parallel.rank_order", name, RankOrder)
+
+
+def read_zero(parallel: ParallelConfig) -> ZeroStage | None:
+    """The ZeRO stage, if fixed."""
+    stage = parallel.zero_stage
+    if stage is None:
+        return None
+    if stage not in tuple(ZeroStage):
+        raise UserInputError(
+            "parallel.zero_stage", value=stage, limit="it is 0, 1, 2 or 3", fix="Give one of them."
+        )
+    return ZeroStage(stage)
+
+
+def read_recompute(parallel: ParallelConfig) -> Recompute | None:
+    """The recomputation, if fixed.
+
+    Raises:
+        UserInputError: if its parts do not belong together.
+    """
+    rest = (parallel.recompute_method, parallel.recompute_num_layers, parallel.recompute_modules)
+    if parallel.recompute_granularity is None:
+        if any(part is not None for part in rest):
+            raise UserInputError(
+                "parallel.recompute_granularity",
+                value=None,
+                limit="the other recompute settings need it",
+                fix="Add parallel.recompute_granularity=full or selective.",
+            )
+        return None
+    method, modules = parallel.recompute_method, parallel.recompute_modules or []
+    return Recompute(
+        granularity=_choice(
+            "parallel.recompute_granularity", parallel.recompute_granularity, RecomputeGranularity
+        ),
+        method=method
+        if method is None
+        else _choice("parallel.recompute_method", method, RecomputeMethod),
+        num_layers=parallel.recompute_num_layers,
+        modules=_modules(modules),
+    )
+
+
+def _modules(names: Iterable[str]) -> tuple[RecomputeModule, ...]:
+    wanted = {_choice("parallel.recompute_modules", name, RecomputeModule) for name in names}
+    return tuple(module for module in RecomputeModule if module in wanted)
+
+
+def read_backend(name: str | None) -> Backend | None:
+    """The solver's backend, if asked for by name."""
+    known = [backend.value for backend in Backend]
+    if name is not None and name not in known:
+        raise UserInputError(
+            "search.backend",
+            value=name,
+            limit=f"it is one of {', '.join(known)}",
+            fix=nearest(name, known),
+        )
+    return None if name is None else Backend(name)
+
+
+def _refuse_estimate_only(parallel: ParallelConfig) -> None:
+    if parallel.pipeline_model_parallel_layout is not None:
+        raise UserInputError(
+            "parallel.pipeline_model_parallel_layout",
+            value=parallel.pipeline_model_parallel_layout,
+            limit="plan finds the fastest layout itself",
+            fix="Leave it out, or use `nest-megatron estimate` to price this one.",
+        )
+    if parallel.sequence_parallel is False and parallel.tensor_model_parallel_size != 1:
+        raise UserInputError(
+            "parallel.sequence_parallel",
+            value=False,
+            limit="plan uses it wherever tensor parallelism is on: same time, less memory",
+            fix="Leave it out, or use `nest-megatron estimate` to price a layout without it.",
+        )
+
+
+Value = TypeVar("Value")
+
+
+def _one_or_all(value: Value | None, every: Iterable[Value]) -> tuple[Value, ...]:
+    return tuple(every) if value is None else (value,)
+
+
+def _choice(what: str, value: str, kind: type[Choice]) -> Choice:
+    known = [member.value for member in kind]
+    if value not in known:
+        raise UserInputError(
+            what, value=value, limit=f"it is one of {', '.join(known)}", fix=nearest(value, known)
+        )
+    return kind(value)

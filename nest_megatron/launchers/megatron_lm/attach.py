@@ -1,0 +1,112 @@
+"""The command that launches a plan, kept in the plan itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.megatron_lm.parser import ReadCommand
+from nest_megatron.launchers.megatron_lm.rewrite import Rewrite, rewrite
+from nest_megatron.launchers.megatron_lm.rules import check
+from nest_megatron.launchers.megatron_lm.write import (
+    environment,
+    has_activation_flag,
+    model_argv,
+    parallel_argv,
+    script_name,
+)
+from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
+from nest_megatron.parallel.plan_file import sealed
+from nest_megatron.parallel.rules import LaunchRequest
+
+#: Key of ``ParallelPlan.launch``.
+LAUNCHER = "megatron_lm"
+_BLACKWELL = 10
+_HOPPER = 9
+_COMPLETE_IT = "Add your own flags for data, tokenizer, optimizer, checkpoints and logging."
+
+
+def launch_request(plan: ParallelPlan, command: ReadCommand | None = None) -> LaunchRequest:
+    """What Megatron's rules look at, for a plan.
+
+    Args:
+        command: the user's command, whose release and engine are then used.
+    """
+    grid = plan.grid()
+    values = {} if command is None else command.values
+    engine = values.get("transformer_impl") or "transformer_engine"
+    return LaunchRequest(
+        spec=plan.model,
+        dims=grid.dims,
+        micro_batch_size=grid.micro_batch_size,
+        global_batch_size=grid.global_batch_size,
+        partition=plan.partition(),
+        recompute=grid.recompute,
+        zero=grid.zero,
+        precision=plan.train.precision,
+        sequence_parallel=grid.sequence_parallel,
+        moe_grouped_gemm=plan.model.is_moe and engine != "local",
+        fp8_recipe=values.get("fp8_recipe") or "delayed",
+        transformer_impl=engine,
+        version="0.16.1" if command is None else command.version,
+    )
+
+
+def with_launch(
+    plan: ParallelPlan,
+    command: ReadCommand | None = None,
+    *,
+    notes: tuple[str, ...] = (),
+) -> ParallelPlan:
+    """The plan with its Megatron-LM command, sealed again.
+
+    Args:
+        command: the user's own command, whose flags are then rewritten; otherwise the flags of the
+            model and of the layout are written.
+        notes: what was assumed, kept beside the command.
+
+    Raises:
+        UserInputError: if Megatron would refuse the command.
+    """
+    request = launch_request(plan, command)
+    refused = [
+        (rule, found)
+        for rule, found in check(request)
+        if rule.name != "activation_flag" or command is not None
+    ]
+    for rule, found in refused:
+        limit = f"{found.limit} (Megatron-LM {rule.source})"
+        raise UserInputError(found.what, value=found.value, limit=limit, fix=found.fix)
+    if command is None:
+        argv, remarks = _own_argv(request)
+        script = script_name(plan.model)
+    else:
+        argv, remarks = list(rewritten(plan, command).argv), ()
+        script = command.script or script_name(plan.model)
+    launch = LaunchCommand(
+        script=script,
+        argv=tuple(argv),
+        environment=environment(request, device_architecture=_architecture(plan)),
+        notes=(*notes, *remarks),
+    )
+    return sealed(dataclasses.replace(plan, launch={**plan.launch, LAUNCHER: launch}))
+
+
+def rewritten(plan: ParallelPlan, command: ReadCommand) -> Rewrite:
+    """The user's command under a plan, and what changed."""
+    return rewrite(command, parallel_argv(launch_request(plan, command)), plan)
+
+
+def _own_argv(request: LaunchRequest) -> tuple[list[str], tuple[str, ...]]:
+    layout = parallel_argv(request)
+    if has_activation_flag(request.spec):
+        return [*model_argv(request.spec), *layout], (_COMPLETE_IT,)
+    return layout, (
+        f"Megatron-LM's command line has no flag for the activation of {request.spec.name} "
+        f"({request.spec.activation}); only the layout's flags are written. Launch it through NeMo or "
+        "Megatron-Bridge, whose configurations can state it.",
+    )
+
+
+def _architecture(plan: ParallelPlan) -> int:
+    return _BLACKWELL if "B200" in plan.cluster.accelerator.name else _HOPPER

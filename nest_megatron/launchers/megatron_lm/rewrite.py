@@ -1,0 +1,228 @@
+"""A user's own arguments with a plan's flags in the place of theirs, and every change with its reason.
+
+Only the destinations in ``PARALLEL_ARGUMENTS`` and ``_COMPANIONS`` are touched; everything else keeps
+its words and its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nest_megatron.launchers.megatron_lm.job import PARALLEL_ARGUMENTS
+from nest_megatron.launchers.megatron_lm.parser import Argument, ReadCommand, load_arguments
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.units import format_gib
+
+#: Set together with the layout; those in the second row only where the user says nothing.
+_COMPANIONS = ("global_batch_size", "ckpt_format")
+_IF_ABSENT = ("moe_token_dispatcher_type", "moe_grouped_gemm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One flag before and after; ``None`` is a flag that is not there, empty text a bare switch."""
+
+    flag: str
+    before: str | None
+    after: str | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewrite:
+    """A rewritten command's arguments, and what changed."""
+
+    argv: tuple[str, ...]
+    changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """One option of an argument vector, with its tokens."""
+
+    dest: str | None
+    tokens: tuple[str, ...]
+
+    @property
+    def flag(self) -> str:
+        return self.tokens[0].partition("=")[0]
+
+    @property
+    def value(self) -> str:
+        _, equals, inline = self.tokens[0].partition("=")
+        return inline if equals else " ".join(self.tokens[1:])
+
+
+def rewrite(command: ReadCommand, layout: Sequence[str], plan: ParallelPlan) -> Rewrite:
+    """Put a plan's flags into a user's arguments.
+
+    Args:
+        layout: the plan's flags, from ``write.parallel_argv``.
+        plan: the plan, for the reasons.
+    """
+    given = _options(command.argv, command.version)
+    wanted = {
+        option.dest: option
+        for option in _options(layout, command.version)
+        if option.dest is not None and _sets(option.dest, command)
+    }
+    owned = {option.dest for option in given if _owns(option.dest, wanted, plan)}
+    tokens: list[str] = []
+    placed: set[str] = set()
+    for option in given:
+        if option.dest not in owned:
+            tokens += option.tokens
+        elif option.dest in wanted and option.dest not in placed:
+            tokens += _same_or_new(option, wanted[option.dest])
+            placed.add(option.dest)
+    for dest, option in wanted.items():
+        if dest not in placed:
+            tokens += option.tokens
+    changes = _changes(given, owned, wanted, plan)
+    return Rewrite(argv=tuple(tokens), changes=tuple(changes))
+
+
+def _sets(dest: str, command: ReadCommand) -> bool:
+    """Whether the plan's flag for a destination goes into this user's command."""
+    if dest in _IF_ABSENT:
+        return dest not in command.explicit
+    return dest in PARALLEL_ARGUMENTS or dest in _COMPANIONS
+
+
+def _owns(dest: str | None, wanted: Mapping[str, _Option], plan: ParallelPlan) -> bool:
+    """Whether the user's own flag gives way to the plan (or to its silence)."""
+    if dest is None or dest in _IF_ABSENT:
+        return False
+    if dest in _COMPANIONS:
+        return dest in wanted
+    if dest == "expert_tensor_parallel_size" and dest not in wanted:
+        return plan.model.num_experts is not None
+    return dest in PARALLEL_ARGUMENTS
+
+
+def _same_or_new(mine: _Option, planned: _Option) -> tuple[str, ...]:
+    """The user's own spelling where the value is the same."""
+    return mine.tokens if mine.value == planned.value else planned.tokens
+
+
+def _changes(
+    given: Sequence[_Option],
+    owned: set[str | None],
+    wanted: Mapping[str, _Option],
+    plan: ParallelPlan,
+) -> list[Change]:
+    before = {option.dest: option for option in given if option.dest in owned}
+    found = []
+    for dest in [*before, *(dest for dest in wanted if dest not in before)]:
+        assert dest is not None
+        old, new = before.get(dest), wanted.get(dest)
+        if old is not None and new is not None and old.value == new.value:
+            continue
+        if old is None and new is not None and _is_default(dest, new.value):
+            continue
+        shown = new or old
+        assert shown is not None
+        found.append(
+            Change(
+                flag=shown.flag,
+                before=None if old is None else old.value,
+                after=None if new is None else new.value,
+                reason=_reason(dest, new is None, plan),
+            )
+        )
+    return found
+
+
+def _is_default(dest: str, value: str) -> bool:
+    """A degree of one is what Megatron takes anyway; writing it out changes nothing."""
+    return dest.endswith("_parallel_size") and value == "1" and not dest.startswith("expert_tensor")
+
+
+def _options(argv: Sequence[str], version: str) -> list[_Option]:
+    """An argument vector cut into options; words of unknown flags are options without destination."""
+    table = {flag: a for a in load_arguments(version) for flag in a.flags}
+    options, at = [], 0
+    while at < len(argv):
+        flag, equals, _ = argv[at].partition("=")
+        argument = table.get(flag)
+        count = 1 if argument is None or equals else 1 + _num_values(argument, argv[at + 1 :])
+        dest = None if argument is None else argument.dest
+        options.append(_Option(dest, tuple(argv[at : at + count])))
+        at += count
+    return options
+
+
+def _num_values(argument: Argument, rest: Sequence[str]) -> int:
+    """How many words after a flag are its values, as argparse counts them."""
+    if argument.action not in ("store", "append"):
+        return 0
+    if argument.nargs is None:
+        return 1
+    if isinstance(argument.nargs, int):
+        return argument.nargs
+    until = next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))
+    return min(until, 1) if argument.nargs == "?" else until
+
+
+def _reason(dest: str, removed: bool, plan: ParallelPlan) -> str:
+    if removed:
+        return _REMOVED.get(dest, "the plan does not need it")
+    return _REASONS.get(dest, lambda _: "belongs to the plan")(plan)
+
+
+_REMOVED = {
+    "sequence_parallel": "needs tensor parallelism",
+    "recompute_granularity": "everything fits without computing again",
+    "recompute_activations": "everything fits without computing again",
+    "use_tp_pp_dp_mapping": "the other rank order is faster",
+    "use_distributed_optimizer": "the optimizer state fits on every replica",
+    "num_layers_per_virtual_pipeline_stage": "the layout states the virtual stages",
+    "num_virtual_stages_per_pipeline_rank": "the layout states the virtual stages",
+    "pipeline_model_parallel_layout": "there is one pipeline rank",
+    "decoder_first_pipeline_num_layers": "the layout states every stage",
+    "decoder_last_pipeline_num_layers": "the layout states every stage",
+    "account_for_embedding_in_pipeline_split": "the layout states every stage",
+    "account_for_loss_in_pipeline_split": "the layout states every stage",
+}
+
+
+def _across(group: str) -> Callable[[ParallelPlan], str]:
+    return lambda plan: f"its groups stay within the {plan.placement.group_levels[group]} level"
+
+
+def _recompute(plan: ParallelPlan) -> str:
+    predicted = plan.predicted
+    peak, capacity = format_gib(predicted.peak_memory_bytes), format_gib(predicted.capacity_bytes)
+    return f"so that the fullest GPU holds {peak} of {capacity}"
+
+
+def _microbatches(plan: ParallelPlan) -> str:
+    return f"{plan.grid().num_microbatches} micro batches a step on each replica"
+
+
+_REASONS: Mapping[str, Callable[[ParallelPlan], Any]] = {
+    "tensor_model_parallel_size": _across("tp"),
+    "context_parallel_size": _across("cp"),
+    "expert_model_parallel_size": _across("ep"),
+    "expert_tensor_parallel_size": lambda _: "each expert is split this far",
+    "pipeline_model_parallel_size": _across("pp"),
+    "pipeline_model_parallel_layout": lambda _: "the cut with the shortest iteration",
+    "sequence_parallel": lambda _: "same time, less memory under tensor parallelism",
+    "use_tp_pp_dp_mapping": lambda _: "this rank order is faster",
+    "micro_batch_size": _microbatches,
+    "global_batch_size": lambda _: "the batch that was planned for",
+    "recompute_granularity": _recompute,
+    "recompute_method": _recompute,
+    "recompute_num_layers": _recompute,
+    "recompute_modules": _recompute,
+    "use_distributed_optimizer": lambda _: "optimizer state is shared among replicas",
+    "use_megatron_fsdp": lambda _: "gradients or weights are shared among replicas",
+    "data_parallel_sharding_strategy": lambda _: "what the replicas share",
+    "overlap_grad_reduce": lambda _: "gradient traffic hides under the backward pass",
+    "overlap_param_gather": lambda _: "weight traffic hides under the forward pass",
+    "ckpt_format": lambda _: "the format that Megatron-FSDP saves",
+    "moe_token_dispatcher_type": lambda _: "the exchange that was priced",
+    "moe_grouped_gemm": lambda _: "one kernel for all local experts, as was priced",
+}

@@ -1,0 +1,228 @@
+"""What a plan changes in a job, field by field, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from nest_megatron.parallel.dims import RankOrder
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.plain import to_plain
+from nest_megatron.units import format_gib, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One field that a plan sets otherwise; ``None`` is a field that is not set."""
+
+    field: str
+    before: object
+    after: object
+    reason: str
+
+
+def plan_values(plan: ParallelPlan) -> dict[str, object]:
+    """Everything that a plan sets in a job, by Megatron's names."""
+    train = plan.train
+    return {
+        "global_batch_size": train.global_batch_size,
+        "micro_batch_size": train.micro_batch_size,
+        **{f.name: getattr(plan.parallel, f.name) for f in dataclasses.fields(plan.parallel)},
+        "use_tp_pp_dp_mapping": plan.placement.use_tp_pp_dp_mapping,
+    }
+
+
+def plan_diff(before: Mapping[str, object], after: ParallelPlan) -> tuple[Change, ...]:
+    """What a plan changes in a job.
+
+    Args:
+        before: the job's own parallel settings by Megatron's names. A field that is missing has
+            Megatron's default (1, off or unset), except the data-parallel size, the global and the
+            micro batch: those are compared only where the job gives them.
+
+    Returns:
+        The fields that differ in the plan's order, then the job's settings that the stage layout
+        replaces.
+    """
+    changes = []
+    for name, value in plan_values(after).items():
+        given = before.get(name, _default(name, value))
+        if _normal(given) != _normal(value):
+            changes.append(
+                Change(field=name, before=given, after=value, reason=reason(after, name))
+            )
+    for name, why in _REPLACED.items():
+        if before.get(name):
+            changes.append(Change(field=name, before=before[name], after=None, reason=why))
+    return tuple(changes)
+
+
+def reason(plan: ParallelPlan, field: str) -> str:
+    """Why a plan sets a field as it does, in one sentence."""
+    return _REASONS[field](plan)
+
+
+_DERIVED = ("global_batch_size", "micro_batch_size", "data_parallel_size")
+_REPLACED = dict.fromkeys(
+    (
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+    ),
+    "the plan states every stage itself",
+)
+
+
+def _default(name: str, value: object) -> object:
+    if name in _DERIVED:
+        return value
+    if isinstance(value, bool):
+        return False
+    return 1 if name.endswith("_parallel_size") and not name.startswith("virtual") else None
+
+
+def _normal(value: object) -> object:
+    """Enums, tuples and what means "unset" made comparable."""
+    plain = to_plain(value)
+    return None if plain == [] else plain
+
+
+def _tensor(plan: ParallelPlan) -> str:
+    size = plan.parallel.tensor_model_parallel_size
+    if size == 1:
+        return "every layer is whole on its GPU, so there is no tensor communication"
+    level = plan.placement.group_levels["tp"]
+    return f"every layer is cut over {size} GPUs, which talk within one {level}"
+
+
+def _pipeline(plan: ParallelPlan) -> str:
+    size, predicted = plan.parallel.pipeline_model_parallel_size, plan.predicted
+    full = f"{format_gib(predicted.peak_memory_bytes)} of {format_gib(predicted.capacity_bytes)}"
+    if size == 1:
+        return f"all layers fit on every GPU: the fullest holds {full}"
+    return f"the layers are divided into {size} stages; the fullest GPU holds {full}"
+
+
+def _virtual(plan: ParallelPlan) -> str:
+    size, predicted = plan.parallel.virtual_pipeline_model_parallel_size, plan.predicted
+    share = 100 * predicted.terms.get("pipeline_bubble", 0.0) / predicted.iteration_time_s
+    if size is None:
+        return f"one chunk a rank, the plain schedule; waiting takes {share:.1f} % of the step"
+    return f"{size} chunks a rank keep waiting at {share:.1f} % of the step"
+
+
+def _context(plan: ParallelPlan) -> str:
+    size = plan.parallel.context_parallel_size
+    if size == 1:
+        return "sequences are whole on their GPU"
+    return f"every sequence of {plan.train.seq_length} tokens is cut over {size} GPUs"
+
+
+def _data(plan: ParallelPlan) -> str:
+    grid = plan.grid()
+    sequences = grid.num_microbatches * grid.micro_batch_size
+    return (
+        f"replicas that fill {plan.placement.num_gpus} GPUs; each sees {sequences} sequences a step"
+    )
+
+
+def _experts(plan: ParallelPlan) -> str:
+    experts, size = plan.model.num_experts, plan.parallel.expert_model_parallel_size
+    if experts is None:
+        return "the model has no experts"
+    if size == 1:
+        return f"every rank holds all {experts} experts, so tokens stay where they are"
+    level = plan.placement.group_levels["ep"]
+    return (
+        f"every rank holds {experts // size} of {experts} experts; tokens travel within one {level}"
+    )
+
+
+def _expert_tensor(plan: ParallelPlan) -> str:
+    size = plan.parallel.expert_tensor_parallel_size
+    if plan.model.num_experts is None:
+        return "the model has no experts"
+    return "every expert is whole on its GPU" if size == 1 else f"an expert is cut over {size} GPUs"
+
+
+def _sequence(plan: ParallelPlan) -> str:
+    if plan.parallel.sequence_parallel:
+        return (
+            "norms and residuals keep a share of the sequence each, which saves activation memory"
+        )
+    return "there is no tensor group to divide the sequence over"
+
+
+def _layout(plan: ParallelPlan) -> str:
+    stages = plan.predicted.stages
+    if len(stages) == 1:
+        return "there is one stage"
+    times = [stage.forward_s + stage.backward_s for stage in stages]
+    over = 100 * (max(times) * len(times) / sum(times) - 1)
+    return f"balanced by time, within memory; the slowest stage is {over:.1f} % above the mean"
+
+
+def _recompute(plan: ParallelPlan) -> str:
+    if plan.parallel.recompute_granularity is None:
+        return "the activations fit as they are, so nothing is computed twice"
+    spent = format_seconds(plan.predicted.terms.get("recompute", 0.0))
+    return f"computing these activations again costs {spent} a step and frees their memory"
+
+
+def _optimizer(plan: ParallelPlan) -> str:
+    if plan.parallel.use_distributed_optimizer:
+        return "replicas divide the optimizer states instead of copying them"
+    return "the optimizer states fit as copies"
+
+
+def _fsdp(plan: ParallelPlan) -> str:
+    if not plan.parallel.use_megatron_fsdp:
+        return "weights and gradients fit without being divided over the replicas"
+    what = "gradients" if int(plan.grid().zero) == 2 else "gradients and weights"
+    return f"replicas divide {what} as well, which frees memory"
+
+
+def _gather(plan: ParallelPlan) -> str:
+    if plan.parallel.overlap_param_gather:
+        return "updated weights arrive while the first forward passes run"
+    return "there are no divided weights to gather"
+
+
+def _mapping(plan: ParallelPlan) -> str:
+    levels = plan.placement.group_levels
+    inner = "pipelines" if plan.placement.rank_order is RankOrder.TP_CP_EP_PP_DP else "replicas"
+    return (
+        f"neighbouring ranks belong to {inner}: the pipeline crosses the {levels['pp']}, "
+        f"data-parallel groups the {levels['dp']}"
+    )
+
+
+_REASONS: dict[str, Callable[[ParallelPlan], str]] = {
+    "global_batch_size": lambda plan: "the batch that the plan was made for",
+    "micro_batch_size": lambda plan: (
+        f"a replica works through {plan.grid().num_microbatches} of these a step, one after another"
+    ),
+    "tensor_model_parallel_size": _tensor,
+    "pipeline_model_parallel_size": _pipeline,
+    "virtual_pipeline_model_parallel_size": _virtual,
+    "context_parallel_size": _context,
+    "data_parallel_size": _data,
+    "expert_model_parallel_size": _experts,
+    "expert_tensor_parallel_size": _expert_tensor,
+    "sequence_parallel": _sequence,
+    "pipeline_model_parallel_layout": _layout,
+    "recompute_granularity": _recompute,
+    "recompute_method": _recompute,
+    "recompute_num_layers": _recompute,
+    "recompute_modules": _recompute,
+    "use_distributed_optimizer": _optimizer,
+    "use_megatron_fsdp": _fsdp,
+    "data_parallel_sharding_strategy": _fsdp,
+    "overlap_grad_reduce": lambda plan: "gradients are summed while the last backward passes run",
+    "overlap_param_gather": _gather,
+    "use_tp_pp_dp_mapping": _mapping,
+}

@@ -1,0 +1,280 @@
+"""The HTML report of a plan: one file, no script, nothing fetched from anywhere."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping
+
+from nest_megatron.launchers.megatron_lm.write import parallel_argv
+from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
+from nest_megatron.parallel.rules import LaunchRequest
+from nest_megatron.report.html_layout import (
+    alternatives,
+    choices,
+    groups,
+    metered,
+    stages,
+    swatch,
+    swatches,
+)
+from nest_megatron.report.markup import Markup, element, joined, table
+from nest_megatron.report.palette import MEMORY_COLOURS, OTHER_COLOUR, TERM_COLOURS
+from nest_megatron.report.schedule_view import schedule_view, windows
+from nest_megatron.report.style import CSS
+from nest_megatron.report.svg import funnel, memory_chart, spoken, stacked_bar, timeline_chart
+from nest_megatron.report.timeline import legend
+from nest_megatron.report.words import (
+    certificate_words,
+    funnel_steps,
+    launch_size,
+    model_words,
+    setting_meanings,
+    setting_value,
+)
+from nest_megatron.units import GIB, format_gib, format_seconds
+
+#: The page may show what it holds and load nothing.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def html_report(plan: ParallelPlan) -> str:
+    """The report of a plan as one self-contained page.
+
+    Raises:
+        UserInputError: if the plan was made with settings that this version does not know.
+    """
+    title = f"{plan.model.name} on {plan.cluster.describe()}"
+    sections = (
+        ("Stages", stages(plan)),
+        ("Where the time of a step goes", _time(plan)),
+        ("Memory", _memory(plan)),
+        ("Timeline", _timeline(plan)),
+        ("Where groups lie", groups(plan)),
+        ("What the plan sets, and why", choices(plan)),
+        ("Runners-up", alternatives(plan)),
+        ("The search", _search(plan)),
+        ("Launch", _launch(plan)),
+        ("Assumptions", _assumptions(plan)),
+        ("Provenance", _provenance(plan)),
+    )
+    body = element("main", _headline(plan), *(_section(*section) for section in sections))
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        Markup(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
+        element("title", title),
+        element("style", Markup(CSS)),
+    )
+    page = element("html", head, element("body", body), lang="en")
+    return f"<!doctype html>\n{page}\n"
+
+
+def _section(title: str, content: Markup) -> Markup:
+    return element("section", element("h2", title), content)
+
+
+def _headline(plan: ParallelPlan) -> Markup:
+    predicted = plan.predicted
+    gpus = plan.placement.num_gpus
+    figures = {
+        "one step": format_seconds(predicted.iteration_time_s),
+        "tokens/s per GPU": f"{predicted.tokens_per_s_per_gpu:,.0f}",
+        "MFU": f"{100 * predicted.mfu:.1f} %",
+        "TFLOP/s per GPU": f"{predicted.model_tflops_per_gpu:,.0f}",
+        "fullest GPU": format_gib(predicted.peak_memory_bytes),
+        "GPUs used": f"{gpus:,}",
+    }
+    cells = [element("div", element("dt", k), element("dd", v)) for k, v in figures.items()]
+    train = plan.train
+    job = f"global batch {train.global_batch_size:,}, {train.precision.value}"
+    bad = None if predicted.fits else " bad"
+    verdict = [certificate_words(plan.search), f" What binds: {predicted.binding_constraint}."]
+    if bad:
+        verdict.insert(0, "This layout does not fit in memory. ")
+    return element(
+        "header",
+        element("h1", f"{plan.model.name} on {plan.cluster.describe()}"),
+        element(
+            "p", f"{model_words(plan.model)}; {job}. Cluster {plan.cluster.name}.", class_="soft"
+        ),
+        element("dl", *cells, class_="figures"),
+        element("p", *verdict, class_=f"verdict{bad or ''}"),
+        element("p", "Times and memory are predictions of a cost model.", class_="soft"),
+    )
+
+
+def _time(plan: ParallelPlan) -> Markup:
+    predicted = plan.predicted
+    terms = {name: value for name, value in predicted.terms.items() if value > 0}
+    shares = {name: value / predicted.iteration_time_s for name, value in terms.items()}
+    rows = [
+        (
+            joined((swatch(TERM_COLOURS.get(name, OTHER_COLOUR)), spoken(name))),
+            metered(share, f"{100 * share:.1f} %"),
+            format_seconds(terms[name]),
+        )
+        for name, share in shares.items()
+    ]
+    caption = (
+        f"Pipeline rank {predicted.critical_rank}, which ends last; the terms add up to the step. "
+        "Communication counts where it is not hidden under computation."
+    )
+    return joined(
+        (
+            stacked_bar(terms, TERM_COLOURS, "Share of each term in the time of a step"),
+            table(("term", "share", "time"), rows, caption, numeric=2, narrow=True),
+        )
+    )
+
+
+def _memory(plan: ParallelPlan) -> Markup:
+    terms = list(dict.fromkeys(name for s in plan.predicted.stages for name in s.memory_bytes))
+    named = [(spoken(name), MEMORY_COLOURS.get(name, OTHER_COLOUR)) for name in terms]
+    peaks = [sum(stage.memory_bytes.values()) for stage in plan.predicted.stages]
+    fullest = peaks.index(max(peaks))
+    held = plan.predicted.stages[fullest].memory_bytes
+    rows = [(spoken(name), f"{value / GIB:.2f} GiB") for name, value in held.items()]
+    rows.append(("together", f"{peaks[fullest] / GIB:.2f} GiB"))
+    rows.append(("capacity", f"{plan.predicted.capacity_bytes / GIB:.2f} GiB"))
+    caption = f"The fullest pipeline rank, {fullest}, at its peak"
+    return joined(
+        (
+            memory_chart(plan),
+            swatches(named),
+            table(("what", "memory"), rows, caption, numeric=1, narrow=True),
+        )
+    )
+
+
+def _timeline(plan: ParallelPlan) -> Markup:
+    view = schedule_view(plan)
+    shown = windows(view)
+    title = f"Predicted schedule of {len(view.ranks)} pipeline ranks"
+    words = (
+        f"{view.num_microbatches} micro batches; a number in a bar is that of its micro batch. "
+        "A pass holds the transfers that its rank waits for."
+    )
+    if len(shown) > 1:
+        words += (
+            " The step is long, so its beginning, a stretch of its middle and its end are drawn."
+        )
+    if abs(view.iteration_time_s / plan.predicted.iteration_time_s - 1) > 1e-6:
+        words += (
+            f" This version's cost model says {format_seconds(view.iteration_time_s)} a step; the "
+            f"plan was made by version {plan.provenance.nest_megatron_version} with another result."
+        )
+    picture = timeline_chart(view, shown, title)
+    return element("figure", picture, swatches(legend(view)), element("figcaption", words))
+
+
+def _search(plan: ParallelPlan) -> Markup:
+    search = plan.search
+    if search.certificate == "fixed":
+        return element("p", certificate_words(search))
+    refused = {**search.infeasible, **{f"rule: {k}": v for k, v in search.illegal.items()}}
+    words = (
+        f"{search.seconds:g} s on the {search.backend} backend: {search.stage_nodes:,} nodes of "
+        f"stage layouts, {search.simulations:,} schedules simulated."
+    )
+    parts = [element("p", words), element("figure", funnel(funnel_steps(search)))]
+    if refused:
+        rows = [(name, f"{count:,}") for name, count in refused.items()]
+        parts.append(
+            table(("reason", "candidates"), rows, "What was ruled out", numeric=1, narrow=True)
+        )
+    space = [(element("code", name), limit) for name, limit in search.space.items()]
+    parts.append(table(("choice", "allowed"), space, "The space that was searched", narrow=True))
+    return joined(parts)
+
+
+def _launch(plan: ParallelPlan) -> Markup:
+    if not plan.launch:
+        words = "Flags that lay the job over the GPUs, for the Megatron-LM command that starts it:"
+        return joined((element("p", words), element("pre", _continued(_flags(plan)))))
+    parts: list[Markup] = []
+    for name, command in plan.launch.items():
+        parts.append(element("h3", name))
+        parts.append(element("pre", _command(plan, command)))
+        if command.notes:
+            parts.append(element("ul", *(element("li", note) for note in command.notes)))
+    return joined(parts)
+
+
+def _command(plan: ParallelPlan, command: LaunchCommand) -> str:
+    """A shell command: environment, torchrun with the plan's size, script and flags."""
+    nodes, per_node = launch_size(plan)
+    unset = [f"unset {name}" for name, value in command.environment.items() if value is None]
+    given = [
+        f"export {name}={shlex.quote(value)}"
+        for name, value in command.environment.items()
+        if value is not None
+    ]
+    start = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} {shlex.quote(command.script)}"
+    return "\n".join([*unset, *given, _continued([start, *_lines(command.argv)])])
+
+
+def _flags(plan: ParallelPlan) -> list[str]:
+    grid = plan.grid()
+    request = LaunchRequest(
+        spec=plan.model,
+        dims=grid.dims,
+        micro_batch_size=grid.micro_batch_size,
+        global_batch_size=grid.global_batch_size,
+        partition=plan.partition(),
+        recompute=grid.recompute,
+        zero=grid.zero,
+        precision=plan.train.precision,
+        sequence_parallel=grid.sequence_parallel,
+        moe_grouped_gemm=plan.model.is_moe,
+    )
+    return _lines(parallel_argv(request))
+
+
+def _lines(argv: Iterable[str]) -> list[str]:
+    """Flags with their values, a line each."""
+    lines: list[str] = []
+    for word in argv:
+        if word.startswith("--") or not lines:
+            lines.append(shlex.quote(word))
+        else:
+            lines[-1] += f" {shlex.quote(word)}"
+    return lines
+
+
+def _continued(lines: list[str]) -> str:
+    return " \\\n  ".join(lines)
+
+
+def _assumptions(plan: ParallelPlan) -> Markup:
+    meanings = setting_meanings()
+    rows = [
+        (element("code", name), setting_value(name, value), meanings.get(name, ""))
+        for name, value in plan.provenance.settings.items()
+    ]
+    accelerator = plan.cluster.accelerator
+    sources = [("accelerator", accelerator.name, accelerator.source)]
+    sources += [
+        (f"level {lv.name}", f"{lv.latency_s * 1e6:g} us", lv.source) for lv in plan.cluster.levels
+    ]
+    sources.append(("model", plan.model.name, plan.model.source))
+    return joined(
+        (
+            table(("setting", "value", "meaning"), rows, "What the cost model takes for granted"),
+            table(("figure", "value", "source"), sources, "Where its figures come from"),
+        )
+    )
+
+
+def _provenance(plan: ParallelPlan) -> Markup:
+    made = plan.provenance
+    facts: Mapping[str, str] = {
+        "nest-megatron": made.nest_megatron_version,
+        "made": made.created,
+        "profile": made.profile,
+        "cluster": made.cluster_hash,
+        "model": made.model_hash,
+        "plan": made.checksum,
+    }
+    rows = [(name, element("code", value)) for name, value in facts.items()]
+    return table(("what", "value"), rows, "Versions and fingerprints", narrow=True)

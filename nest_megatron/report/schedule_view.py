@@ -1,0 +1,156 @@
+"""The predicted schedule of a plan in seconds, and the parts of it worth drawing."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.pipeline import Evaluation, PipelineProblem, evaluate
+from nest_megatron.cost_model.schedule import TimedOp
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.plain import from_plain
+from nest_megatron.units import Seconds, to_seconds
+
+
+class SpanKind(StrEnum):
+    """What a pipeline rank does for a while."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    HEAD = "weight gather"
+    TAIL = "gradient reduction"
+    OPTIMIZER = "optimizer"
+    OTHER = "outside the schedule"
+
+
+class Span(NamedTuple):
+    """One stretch of a pipeline rank's time.
+
+    ``chunk`` counts along the model and ``virtual`` on the rank; both are -1, as is ``microbatch``,
+    for what belongs to no chunk.
+    """
+
+    kind: SpanKind
+    start: Seconds
+    end: Seconds
+    chunk: int = -1
+    virtual: int = -1
+    microbatch: int = -1
+
+
+class Window(NamedTuple):
+    """A part of the iteration that is drawn."""
+
+    name: str
+    start: Seconds
+    end: Seconds
+
+    @property
+    def length(self) -> Seconds:
+        """How long it lasts."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleView:
+    """The schedule of a plan.
+
+    Args:
+        ranks: for each pipeline rank its spans, in order of time.
+        num_virtual, num_microbatches: chunks on each rank, micro batches of a step.
+        iteration_time_s: of this schedule. It is the plan's own prediction unless the cost model
+            has changed since the plan was made.
+    """
+
+    ranks: tuple[tuple[Span, ...], ...]
+    num_virtual: int
+    num_microbatches: int
+    iteration_time_s: Seconds
+
+
+def schedule_view(plan: ParallelPlan) -> ScheduleView:
+    """Simulate a plan's schedule again, under the settings that it was made with.
+
+    Raises:
+        UserInputError: if the plan was made with settings that this version does not know.
+    """
+    model = CostModel(plan.model, plan.cluster, settings_of(plan))
+    problem = model.problem(plan.grid())
+    evaluation = evaluate(problem, plan.partition().boundaries)
+    return ScheduleView(
+        ranks=tuple(_spans(problem, evaluation, rank) for rank in range(problem.num_stages)),
+        num_virtual=problem.num_virtual,
+        num_microbatches=problem.num_microbatches,
+        iteration_time_s=to_seconds(evaluation.iteration),
+    )
+
+
+def settings_of(plan: ParallelPlan) -> CostSettings:
+    """The settings that a plan was made with; a plan file keeps numbers as floats.
+
+    Raises:
+        UserInputError: for a setting that this version does not know.
+    """
+    stored: dict[str, object] = dict(plan.provenance.settings)
+    for field in dataclasses.fields(CostSettings):
+        value = stored.get(field.name)
+        if isinstance(field.default, int) and isinstance(value, float) and value.is_integer():
+            stored[field.name] = int(value)
+    return from_plain(CostSettings, stored, "provenance.settings")
+
+
+def windows(view: ScheduleView) -> tuple[Window, ...]:
+    """What to draw: the whole iteration; of a long one its beginning, some of its middle, its end."""
+    p, m = len(view.ranks), view.num_microbatches
+    passes = [span for spans in view.ranks for span in spans if span.microbatch >= 0]
+    period = (max(s.end for s in passes) - min(s.start for s in passes)) / m
+    warm = max(_first(spans, SpanKind.BACKWARD).end for spans in view.ranks) + period
+    drain = min(_first(spans[::-1], SpanKind.FORWARD).start for spans in view.ranks) - period
+    steady = period * (p if view.num_virtual > 1 else max(3, p // 4))
+    whole = view.iteration_time_s
+    if drain - warm < 2 * steady:
+        return (Window("whole iteration", 0.0, whole),)
+    middle = (warm + drain - steady) / 2
+    return (
+        Window("warm-up", 0.0, warm),
+        Window("steady", middle, middle + steady),
+        Window("drain", drain, whole),
+    )
+
+
+def _first(spans: tuple[Span, ...], kind: SpanKind) -> Span:
+    return next(span for span in spans if span.kind is kind)
+
+
+def _spans(problem: PipelineProblem, evaluation: Evaluation, rank: int) -> tuple[Span, ...]:
+    """Gather, passes, reduction, optimizer and the rest of one rank, as far as they take time."""
+    passes = evaluation.timeline[rank]
+    ends = [t[-1].end + tail for t, tail in zip(evaluation.timeline, evaluation.tails, strict=True)]
+    step = max(ends)  # every rank waits for the last one's gradients (norm, overflow check)
+    after = step + max(evaluation.optimizers)
+    around = (
+        (SpanKind.HEAD, 0, evaluation.heads[rank]),
+        (SpanKind.TAIL, passes[-1].end, ends[rank]),
+        (SpanKind.OPTIMIZER, step, step + evaluation.optimizers[rank]),
+        (SpanKind.OTHER, after, after + problem.constant),
+    )
+    edges = [Span(kind, to_seconds(a), to_seconds(b)) for kind, a, b in around if b > a]
+    work = [_span(timed, problem.num_stages) for timed in passes]
+    head = [span for span in edges if span.kind is SpanKind.HEAD]
+    return (*head, *work, *(span for span in edges if span.kind is not SpanKind.HEAD))
+
+
+def _span(timed: TimedOp, num_stages: int) -> Span:
+    op = timed.op
+    return Span(
+        SpanKind.FORWARD if op.is_forward else SpanKind.BACKWARD,
+        to_seconds(timed.start),
+        to_seconds(timed.end),
+        op.chunk,
+        op.chunk // num_stages,
+        op.microbatch,
+    )
