@@ -109,7 +109,8 @@ def _pipeline(plan: ParallelPlan) -> str:
 
 def _virtual(plan: ParallelPlan) -> str:
     size, predicted = plan.parallel.virtual_pipeline_model_parallel_size, plan.predicted
-    share = 100 * predicted.terms.get("pipeline_bubble", 0.0) / predicted.iteration_time_s
+    waiting = max(0.0, predicted.terms.get("pipeline_bubble", 0.0))
+    share = 100 * waiting / predicted.iteration_time_s
     if size is None:
         return f"one chunk a rank, the plain schedule; waiting takes {share:.1f} % of the step"
     return f"{size} chunks a rank keep waiting at {share:.1f} % of the step"

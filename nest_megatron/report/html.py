@@ -22,7 +22,7 @@ from nest_megatron.report.palette import MEMORY_COLOURS, OTHER_COLOUR, TERM_COLO
 from nest_megatron.report.schedule_view import schedule_view, windows
 from nest_megatron.report.style import CSS
 from nest_megatron.report.svg import funnel, memory_chart, spoken, stacked_bar, timeline_chart
-from nest_megatron.report.timeline import legend
+from nest_megatron.report.timeline import WAITING, legend
 from nest_megatron.report.words import (
     certificate_words,
     funnel_steps,
@@ -89,7 +89,7 @@ def _headline(plan: ParallelPlan) -> Markup:
     train = plan.train
     job = f"global batch {train.global_batch_size:,}, {train.precision.value}"
     bad = None if predicted.fits else " bad"
-    verdict = [certificate_words(plan.search), f" What binds: {predicted.binding_constraint}."]
+    verdict = [certificate_words(plan.search), f" What binds it: {predicted.binding_constraint}."]
     if bad:
         verdict.insert(0, "This layout does not fit in memory. ")
     return element(
@@ -116,12 +116,14 @@ def _time(plan: ParallelPlan) -> Markup:
         )
         for name, share in shares.items()
     ]
-    caption = (
+    words = (
         f"Pipeline rank {predicted.critical_rank}, which ends last; the terms add up to the step. "
         "Communication counts where it is not hidden under computation."
     )
+    caption = "Terms of a step"
     return joined(
         (
+            element("p", words, class_="soft"),
             stacked_bar(terms, TERM_COLOURS, "Share of each term in the time of a step"),
             table(("term", "share", "time"), rows, caption, numeric=2, narrow=True),
         )
@@ -165,7 +167,8 @@ def _timeline(plan: ParallelPlan) -> Markup:
             f"plan was made by version {plan.provenance.nest_megatron_version} with another result."
         )
     picture = timeline_chart(view, shown, title)
-    return element("figure", picture, swatches(legend(view)), element("figcaption", words))
+    named = [(n, "var(--idle)" if n == WAITING else c) for n, c in legend(view)]
+    return element("figure", picture, swatches(named), element("figcaption", words))
 
 
 def _search(plan: ParallelPlan) -> Markup:

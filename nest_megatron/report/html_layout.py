@@ -12,7 +12,7 @@ from nest_megatron.parallel.rank_order import GroupKind, group_of_rank, group_sh
 from nest_megatron.plain import to_plain
 from nest_megatron.report.diff import plan_values, reason
 from nest_megatron.report.markup import Markup, element, joined, table
-from nest_megatron.units import GB, format_gib, format_seconds
+from nest_megatron.units import GB, Seconds, format_gib, format_seconds
 
 _LETTERS = {
     LayerKind.EMBEDDING: ("E", "embedding"),
@@ -122,17 +122,18 @@ def groups(plan: ParallelPlan) -> Markup:
     """For each kind of group, how its members spread over the network levels."""
     dims, cluster = plan.grid().dims, plan.cluster
     levels, sizes = cluster.levels, cluster.group_sizes()
+    reached = [i for i, size in enumerate(sizes) if i == 0 or size > sizes[i - 1]]
     head = ["group", "GPUs in it"]
-    for level, size in zip(levels, sizes, strict=True):
-        rate = f"{level.bandwidth_bytes_per_s / GB:g} GB/s a GPU"
-        head.append(f"{level.name}: {size} GPUs, {rate}")
+    for i in reached:
+        rate = f"{levels[i].bandwidth_bytes_per_s / GB:g} GB/s per GPU"
+        head.append(f"{levels[i].name}: {sizes[i]} GPUs, {rate}")
     rows = []
     for name, words, kind in _GROUPS:
         if "expert" in words and plan.model.num_experts is None:
             continue
         shape = group_shape(dims, kind, sizes)
         size = len(group_of_rank(dims, kind, 0))
-        cells = [_reach(fan_out, level, shape) for level, fan_out in enumerate(shape)]
+        cells = [_reach(level, shape) for level in reached]
         far = plan.placement.group_levels[name] if size > 1 else "no communication"
         rows.append((words, str(size), *cells, far))
     head.append("farthest level crossed")
@@ -147,20 +148,24 @@ def alternatives(plan: ParallelPlan) -> Markup:
     """Runners-up: what they lose, and what they do differently."""
     if not plan.alternatives:
         return element("p", "The plan names no runners-up.", class_="soft")
-    best = _best(plan)
+    best, others = _best(plan), [_described(other) for other in plan.alternatives]
+    same = {name for name, text in best.items() if all(o[name] == text for o in others)}
+    best = {name: text for name, text in best.items() if name not in same}
     head = ["slower by", "step", *best]
     rows = []
-    for other in plan.alternatives:
+    for other, described in zip(plan.alternatives, others, strict=True):
         cells = [
-            element("span", text, class_="differs") if text != best[name] else text
-            for name, text in _described(other).items()
+            element("span", described[name], class_=None if described[name] == text else "differs")
+            for name, text in best.items()
         ]
-        rows.append(
-            (f"{other.slower_percent:.2f} %", format_seconds(other.iteration_time_s), *cells)
-        )
-    own = ("this plan", format_seconds(plan.predicted.iteration_time_s), *best.values())
-    caption = "The best layout of each other combination of degrees; what differs is marked"
+        rows.append((f"{other.slower_percent:.2f} %", _time(other.iteration_time_s), *cells))
+    own = ("this plan", _time(plan.predicted.iteration_time_s), *best.values())
+    caption = "Other layouts at their best. What differs is marked, what all share is left out."
     return table(head, [own, *rows], caption)
+
+
+def _time(seconds: Seconds) -> Markup:
+    return element("span", format_seconds(seconds), class_="num")
 
 
 def _chunk(plan: ParallelPlan, units: range) -> Markup:
@@ -191,9 +196,11 @@ def _letters(plan: ParallelPlan) -> Markup:
     return element("ul", *items, class_="legend")
 
 
-def _reach(fan_out: int, level: int, shape: tuple[int, ...]) -> Markup:
+def _reach(level: int, shape: tuple[int, ...]) -> Markup:
     """Members of a group inside one group of a level; marked where the level links them."""
-    inner = prod(shape[:level])
+    inner, fan_out = prod(shape[:level]), shape[level]
+    if inner == prod(shape):
+        return element("span", "–")
     if fan_out == 1 or level == 0:
         return element("span", str(inner * fan_out))
     return element("span", f"{fan_out} × {inner}", class_="differs")
@@ -206,7 +213,7 @@ def _best(plan: ParallelPlan) -> dict[str, str]:
         **{short: shown(getattr(chosen, name)) for short, name in _DEGREES},
         "micro batch": str(plan.train.micro_batch_size),
         "ZeRO": str(int(zero_stage(chosen))),
-        "recompute": grid.recompute.label(),
+        "recompute": grid.recompute.label().replace("+", " + "),
         "rank order": plan.placement.rank_order.value,
         "stage layout": shown(chosen.pipeline_model_parallel_layout),
     }
@@ -218,7 +225,7 @@ def _described(other: Alternative) -> dict[str, str]:
         **{short: shown(getattr(other, name)) for short, name in _DEGREES},
         "micro batch": str(other.micro_batch_size),
         "ZeRO": str(other.zero_stage),
-        "recompute": other.recompute,
+        "recompute": other.recompute.replace("+", " + "),
         "rank order": other.rank_order.value,
         "stage layout": shown(other.pipeline_model_parallel_layout),
     }

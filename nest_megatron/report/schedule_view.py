@@ -104,7 +104,7 @@ def settings_of(plan: ParallelPlan) -> CostSettings:
 
 
 def windows(view: ScheduleView) -> tuple[Window, ...]:
-    """What to draw: the whole iteration; of a long one its beginning, some of its middle, its end."""
+    """What to draw: the whole iteration, or beginning, some middle and end of a long one."""
     p, m = len(view.ranks), view.num_microbatches
     passes = [span for spans in view.ranks for span in spans if span.microbatch >= 0]
     period = (max(s.end for s in passes) - min(s.start for s in passes)) / m

@@ -35,6 +35,9 @@ EDGE_COLOURS = {
     SpanKind.OPTIMIZER: "#c98a00",
     SpanKind.OTHER: "#858b95",
 }
+#: What the background of a picture means.
+WAITING = "waiting"
+_IDLE = "#eceef1"
 _PLAIN_SVG = {"svg.hashsalt": "nest-megatron", "svg.fonttype": "none"}
 
 
@@ -173,7 +176,7 @@ def _draw_window(axes: Any, view: ScheduleView, window: Window, share: float) ->
             _number(axes, view, window, rank, seen, 12.0 * share / window.length)
     axes.set_xlim(1e3 * window.start, 1e3 * window.end)
     axes.set_title(window.name, fontsize=9)
-    axes.set_facecolor("#eceef1")
+    axes.set_facecolor(_IDLE)
     axes.tick_params(labelsize=8)
     if share < 0.2:
         axes.locator_params(axis="x", nbins=3)
@@ -233,4 +236,4 @@ def legend(view: ScheduleView) -> list[tuple[str, str]]:
             chunk = f", chunk {virtual + 1} of {last + 1}" if last else ""
             colour = span_colour(Span(kind, 0.0, 0.0, 0, virtual, 0), view.num_virtual)
             named.append((f"{kind.value}{chunk}", colour))
-    return [*named, ("waiting", "#eceef1")]
+    return [*named, (WAITING, _IDLE)]

@@ -1,82 +1,65 @@
-"""Facts of a plan in plain sentences."""
+"""What a plan says, in sentences; without any terminal."""
 
 from __future__ import annotations
 
-import inspect
-import re
+from collections.abc import Mapping
 
-from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.model.parameters import active_parameters, total_parameters
-from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.plan import ParallelPlan, SearchRecord
-from nest_megatron.units import GIB
+from nest_megatron.parallel.plan import SearchRecord
+from nest_megatron.units import format_seconds
 
-_ENTRY = re.compile(r"^(\w+): (.*(?:\n {4}.*)*)", re.MULTILINE)
+#: The cost model's terms for people.
+TERM_WORDS = {
+    "compute": "compute",
+    "recompute": "recomputation",
+    "tp_communication": "tensor parallel",
+    "cp_communication": "context parallel",
+    "ep_communication": "expert parallel",
+    "pp_communication": "pipeline transfers",
+    "pipeline_bubble": "pipeline bubble",
+    "dp_communication": "gradient sync",
+    "optimizer": "optimizer step",
+    "other": "host work",
+}
 
 
-def certificate_words(search: SearchRecord) -> str:
-    """What the search proved about its answer."""
-    if search.certificate == "optimal":
+def certificate(record: SearchRecord) -> str:
+    """What the search proved, and how it got there."""
+    if record.certificate == "fixed":
+        return "Nothing was searched: the layout was given, and priced."
+    return f"{_verdict(record)} {_counts(record)}"
+
+
+def _verdict(record: SearchRecord) -> str:
+    if record.certificate == "optimal":
+        return "Optimal: no other plan in the searched space is faster under this cost model."
+    if record.certificate == "gap":
         return (
-            "Proven optimal: under this cost model no layout in the searched space is faster and "
-            "fits in memory."
+            f"Time ran out: this plan is proven to be at most {record.gap_percent:.2f} % slower than "
+            "the best in the searched space. Raise search.max_seconds to close the gap."
         )
-    if search.certificate == "gap":
-        return (
-            "The search ran out of time: this layout is proven to be at most "
-            f"{search.gap_percent:.2f} % slower than the best one of the searched space."
-        )
-    return "This layout was given, not searched for; nothing is proven about faster ones."
+    return "Proven: nothing in the searched space fits."
 
 
-def model_words(spec: TransformerSpec) -> str:
-    """A model's shape in one line."""
-    words = [f"{total_parameters(spec) / 1e9:.3g} billion parameters"]
-    if spec.is_moe:
-        words.append(f"{active_parameters(spec) / 1e9:.3g} billion of them active for a token")
-    words += [f"{spec.num_layers} layers", f"hidden size {spec.hidden_size}"]
-    if spec.is_moe:
-        words.append(f"{spec.num_experts} experts, {spec.moe_router_topk} for each token")
-    return ", ".join([*words, f"sequences of {spec.seq_length} tokens"])
-
-
-def funnel_steps(search: SearchRecord) -> tuple[tuple[str, int], ...]:
-    """How the search narrowed the candidates down, from all of them to the answer."""
-    fitting = search.candidates - sum(search.infeasible.values())
-    undecided = fitting - search.bounded
-    left = [("not refuted by memory", fitting)] if search.infeasible else []
-    unseen = [("left when time ran out", undecided)] if undecided > search.solved else []
+def _counts(record: SearchRecord) -> str:
+    misfits = sum(record.infeasible.values())
     return (
-        ("legal combinations of degrees, batch, recompute, ZeRO", search.candidates),
-        *left,
-        *unseen,
-        ("not refuted by a bound: stage layouts searched", search.solved),
-        ("chosen", 1),
+        f"Of {record.candidates:,} candidates {record.bounded:,} were ruled out by a lower bound, "
+        f"{misfits:,} do not fit in memory and {record.solved:,} were solved exactly "
+        f"({record.stage_nodes:,} partial partitions, {record.simulations:,} simulated schedules), "
+        f"in {record.seconds:.2f} s with the {record.backend}."
     )
 
 
-def setting_meanings() -> dict[str, str]:
-    """What each setting of the cost model means, from its own documentation."""
-    text = inspect.cleandoc(CostSettings.__doc__ or "")
-    _, _, rest = text.partition("Args:\n")
-    body = inspect.cleandoc("    " + rest.partition("\n\n")[0].lstrip())
-    return {name: " ".join(words.split()) for name, words in _ENTRY.findall(body)}
+def term_words(differences: Mapping[str, float], *, most: int = 4) -> str:
+    """Where a runner-up spends more and where less, largest first.
 
-
-def setting_value(name: str, value: float | str) -> str:
-    """A setting for people.
-
-    >>> setting_value("memory_reserve_bytes", 2.0 * GIB), setting_value("iteration_floor_s", 0.005)
-    ('2 GiB', '5 ms')
+    >>> term_words({"compute": 0.0, "pipeline_bubble": 0.25, "tp_communication": -0.1})
+    '+250.0 ms pipeline bubble, -100.0 ms tensor parallel'
     """
-    if isinstance(value, str):
-        return value
-    if name.endswith("_bytes"):
-        return f"{value / GIB:g} GiB"
-    return f"{1e3 * value:g} ms" if name.endswith("_s") else f"{value:g}"
-
-
-def launch_size(plan: ParallelPlan) -> tuple[int, int]:
-    """Nodes of a launch, and processes on each."""
-    gpus, per_node = plan.placement.num_gpus, plan.placement.gpus_per_node
-    return (gpus // per_node, per_node) if gpus >= per_node else (1, gpus)
+    largest = sorted(differences.items(), key=lambda item: -abs(item[1]))[:most]
+    told = [(name, seconds) for name, seconds in largest if abs(seconds) >= 5e-5]
+    words = (
+        f"{'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))} {TERM_WORDS.get(name, name)}"
+        for name, seconds in told
+    )
+    return ", ".join(words) or "the same in every term"

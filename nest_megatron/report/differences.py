@@ -1,0 +1,100 @@
+"""What each runner-up loses, by pricing it again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.errors import UserInputError
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import parse_layout, uniform_partition
+from nest_megatron.parallel.plan import Alternative, ParallelPlan
+from nest_megatron.parallel.recompute import (
+    NO_RECOMPUTE,
+    Recompute,
+    RecomputeGranularity,
+    RecomputeMethod,
+    RecomputeModule,
+)
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.planner import estimate_plan
+
+
+def term_differences(plan: ParallelPlan) -> tuple[Mapping[str, float] | None, ...]:
+    """For each runner-up, seconds that each term takes more than in the plan.
+
+    Returns:
+        One mapping a runner-up; ``None`` where this version prices it otherwise than the plan says.
+    """
+    return tuple(_differences(plan, other) for other in plan.alternatives)
+
+
+def _differences(plan: ParallelPlan, other: Alternative) -> Mapping[str, float] | None:
+    try:
+        again = _priced(plan, other)
+    except UserInputError:
+        return None
+    told, found = other.iteration_time_s, again.predicted.iteration_time_s
+    if abs(found - told) > 1e-6 * told:
+        return None
+    terms = plan.predicted.terms
+    return {name: s - terms.get(name, 0.0) for name, s in again.predicted.terms.items()}
+
+
+def _priced(plan: ParallelPlan, other: Alternative) -> ParallelPlan:
+    spec, pp = plan.model, other.pipeline_model_parallel_size
+    layout = other.pipeline_model_parallel_layout
+    partition = uniform_partition(spec, 1) if layout is None else parse_layout(layout, spec, pp)
+    return estimate_plan(spec, plan.cluster, settings_of(plan), _grid(plan, other), partition)
+
+
+def _grid(plan: ParallelPlan, other: Alternative) -> Grid:
+    return Grid(
+        dims=ParallelDims(
+            tensor_model_parallel_size=other.tensor_model_parallel_size,
+            pipeline_model_parallel_size=other.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=other.virtual_pipeline_model_parallel_size or 1,
+            context_parallel_size=other.context_parallel_size,
+            data_parallel_size=other.data_parallel_size,
+            expert_model_parallel_size=other.expert_model_parallel_size,
+            expert_tensor_parallel_size=other.expert_tensor_parallel_size,
+            rank_order=other.rank_order,
+        ),
+        global_batch_size=plan.train.global_batch_size,
+        micro_batch_size=other.micro_batch_size,
+        sequence_parallel=other.tensor_model_parallel_size > 1,
+        recompute=recompute_of(other.recompute),
+        zero=ZeroStage(other.zero_stage),
+    )
+
+
+def recompute_of(label: str) -> Recompute:
+    """The setting behind a label of ``Recompute.label``.
+
+    >>> recompute_of(Recompute().label()) == Recompute()
+    True
+    """
+    words = label.split()
+    if words[0] == RecomputeGranularity.FULL:
+        return Recompute(
+            granularity=RecomputeGranularity.FULL,
+            method=RecomputeMethod(words[1]),
+            num_layers=int(words[2]),
+        )
+    if label == NO_RECOMPUTE.label():
+        return NO_RECOMPUTE
+    return Recompute(
+        granularity=RecomputeGranularity.SELECTIVE,
+        modules=tuple(RecomputeModule(name) for name in label.split("+")),
+    )
+
+
+def settings_of(plan: ParallelPlan) -> CostSettings:
+    """The cost model's assumptions that a plan was made with."""
+    values = dict(plan.provenance.settings)
+    precision = Precision(str(values.pop("precision")))
+    reserve = int(values.pop("memory_reserve_bytes"))
+    numbers = {name: float(value) for name, value in values.items()}
+    return CostSettings(precision=precision, memory_reserve_bytes=reserve, **numbers)  # type: ignore[arg-type]

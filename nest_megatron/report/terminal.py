@@ -1,0 +1,389 @@
+"""Plans as tables for a terminal: pure functions from records to what rich can print.
+
+Everything reads well at 80 columns and as plain text; colour only repeats what the words say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from nest_megatron.parallel.plan import Alternative, ParallelPlan, PredictedStage, SearchRecord
+from nest_megatron.parallel.recompute import RecomputeGranularity
+from nest_megatron.planner import NoPlan, describe_grid
+from nest_megatron.report.words import TERM_WORDS, certificate, term_words
+from nest_megatron.units import GIB, format_gib, format_seconds
+
+_BAR_WIDTH = 22
+#: Pipeline ranks that the short table shows before it leaves some out.
+_SHORT_ROWS = 8
+_MEMORY_HEADS = {
+    "weights": "Weights",
+    "gradients": "Grads",
+    "optimizer": "Optim",
+    "activations": "Activ",
+    "working": "Work",
+    "rounding": "Round",
+}
+
+
+def plan_report(plan: ParallelPlan) -> RenderableType:
+    """What ``plan`` and ``estimate`` print."""
+    parts: list[RenderableType] = [summary(plan), _heading("Where the time goes"), time_bars(plan)]
+    parts += [_heading("Memory of each pipeline rank, GiB"), memory_table(plan, short=True)]
+    if plan.alternatives:
+        parts += [_heading("Runners-up"), alternatives_table(plan)]
+    parts += [_heading("Certificate"), Padding(Text(certificate(plan.search)), (0, 2))]
+    return Group(*parts)
+
+
+def explain_report(
+    plan: ParallelPlan, differences: Sequence[Mapping[str, float] | None]
+) -> RenderableType:
+    """What ``explain`` prints, the launch command apart.
+
+    Args:
+        differences: for each runner-up, seconds that each term takes more than in the plan, or
+            ``None`` where it cannot be priced again.
+    """
+    parts: list[RenderableType] = [summary(plan), _heading("Where the time goes"), time_bars(plan)]
+    parts += [_heading("Memory of each pipeline rank, GiB"), memory_table(plan, short=False)]
+    parts += [_heading("Where groups of ranks lie"), placement_table(plan)]
+    if plan.alternatives:
+        parts += [_heading("Why this one: what each runner-up loses"), alternatives_table(plan)]
+        parts.append(_difference_lines(differences))
+    parts += [_heading("Certificate"), Padding(Text(certificate(plan.search)), (0, 2))]
+    parts += [_space_lines(plan.search), _heading("Provenance"), _provenance(plan)]
+    return Group(*parts)
+
+
+def summary(plan: ParallelPlan) -> RenderableType:
+    """The plan in a few lines: the job, the layout, the prediction."""
+    predicted, chosen, train = plan.predicted, plan.parallel, plan.train
+    grid = plan.grid()
+    title = Text.assemble((plan.model.name, "bold"), " on ", (plan.cluster.describe(), "bold"))
+    title.append(f", {plan.cluster.name}")
+    rows = [
+        ("Iteration", _headline(plan)),
+        ("Layout", _degrees(plan)),
+        ("Batch", _batch(plan)),
+        ("Memory", _memory_line(plan)),
+        ("Recompute", Text(grid.recompute.label())),
+        ("Sharing", Text(_sharing(plan))),
+        ("Rank order", Text(str(plan.placement.rank_order))),
+    ]
+    if chosen.pipeline_model_parallel_layout is not None:
+        rows.append(("Stages", Text(chosen.pipeline_model_parallel_layout)))
+    rows.append(("Bound by", Text(predicted.binding_constraint)))
+    if train.precision.value != "bf16":
+        rows.insert(3, ("Precision", Text(train.precision.value)))
+    return Group(title, _pairs(rows))
+
+
+def _headline(plan: ParallelPlan) -> Text:
+    predicted = plan.predicted
+    text = Text(format_seconds(predicted.iteration_time_s), style="bold green")
+    return text.append(
+        f"   {predicted.tokens_per_s_per_gpu:,.0f} tokens/s/GPU   "
+        f"{predicted.model_tflops_per_gpu:.0f} TFLOP/s/GPU   MFU {100 * predicted.mfu:.1f} %",
+        style="not bold default",
+    )
+
+
+def _degrees(plan: ParallelPlan) -> Text:
+    chosen = plan.parallel
+    words = [f"TP {chosen.tensor_model_parallel_size}", f"PP {chosen.pipeline_model_parallel_size}"]
+    if chosen.virtual_pipeline_model_parallel_size:
+        words.append(f"VPP {chosen.virtual_pipeline_model_parallel_size}")
+    words += [f"CP {chosen.context_parallel_size}", f"DP {chosen.data_parallel_size}"]
+    if plan.model.is_moe:
+        words.append(f"EP {chosen.expert_model_parallel_size}")
+        words.append(f"ETP {chosen.expert_tensor_parallel_size}")
+    if chosen.sequence_parallel:
+        words.append("SP on")
+    idle = plan.cluster.num_gpus - plan.placement.num_gpus
+    text = Text("  ".join(words), style="bold")
+    return text.append(f"   ({idle} GPUs idle)", style="yellow") if idle else text
+
+
+def _batch(plan: ParallelPlan) -> Text:
+    grid, train = plan.grid(), plan.train
+    return Text(
+        f"{train.global_batch_size} sequences of {train.seq_length:,} tokens: "
+        f"{grid.num_microbatches} micro batches of {train.micro_batch_size} on each replica"
+    )
+
+
+def _memory_line(plan: ParallelPlan) -> Text:
+    predicted = plan.predicted
+    peak, capacity = predicted.peak_memory_bytes, predicted.capacity_bytes
+    text = Text(f"{format_gib(peak)} of {format_gib(capacity)} on the fullest GPU")
+    if not predicted.fits:
+        text.append(f"   does not fit: {format_gib(peak - capacity)} missing", style="bold red")
+    return text
+
+
+def _sharing(plan: ParallelPlan) -> str:
+    chosen = plan.parallel
+    if chosen.use_megatron_fsdp:
+        return f"Megatron-FSDP {chosen.data_parallel_sharding_strategy}"
+    if chosen.use_distributed_optimizer:
+        return "ZeRO-1 (distributed optimizer)"
+    return "none (every replica keeps all)"
+
+
+def time_bars(plan: ParallelPlan) -> RenderableType:
+    """Seconds by what they go into, as bars."""
+    total = plan.predicted.iteration_time_s
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(min_width=18)
+    table.add_column(width=_BAR_WIDTH)
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    for name, seconds in plan.predicted.terms.items():
+        if seconds >= 5e-5 * total:
+            share = seconds / total
+            table.add_row(
+                TERM_WORDS.get(name, name),
+                Text(_bar(share), style="green" if name == "compute" else "yellow"),
+                format_seconds(seconds),
+                f"{100 * share:.1f} %",
+            )
+    return Padding(table, (0, 2))
+
+
+def _bar(share: float) -> str:
+    """A bar of eighths would not survive plain text; whole marks do."""
+    return "#" * max(1, round(share * _BAR_WIDTH))
+
+
+def memory_table(plan: ParallelPlan, *, short: bool) -> RenderableType:
+    """Memory of each pipeline rank by term; the short form leaves the middle ones out."""
+    stages = plan.predicted.stages
+    names = [n for n in _MEMORY_HEADS if any(stage.memory_bytes.get(n) for stage in stages)]
+    table = _table("Rank")
+    table.add_column("Holds", overflow="fold", max_width=22)
+    for head in (*(_MEMORY_HEADS[name] for name in names), "Total", "Free", "Busy"):
+        table.add_column(head, justify="right")
+    previous = -1
+    for rank in _shown_ranks(plan) if short else range(len(stages)):
+        if rank > previous + 1:
+            table.add_row(f"({rank - previous - 1} more)", *[""] * (len(table.columns) - 1))
+        table.add_row(*_memory_row(plan, rank, stages[rank], names))
+        previous = rank
+    return table
+
+
+def _shown_ranks(plan: ParallelPlan) -> list[int]:
+    stages = plan.predicted.stages
+    if len(stages) <= _SHORT_ROWS:
+        return list(range(len(stages)))
+    last, totals = len(stages) - 1, [sum(stage.memory_bytes.values()) for stage in stages]
+    fullest = totals.index(max(totals))
+    return sorted({0, 1, 2, fullest, plan.predicted.critical_rank, last - 1, last})
+
+
+def _memory_row(
+    plan: ParallelPlan, rank: int, stage: PredictedStage, names: Sequence[str]
+) -> list[RenderableType]:
+    total = sum(stage.memory_bytes.values())
+    free = plan.predicted.capacity_bytes - total
+    mark = "*" if rank == plan.predicted.critical_rank else ""
+    return [
+        f"{rank}{mark}",
+        _runs(stage.layers),
+        *(f"{stage.memory_bytes.get(name, 0) / GIB:.1f}" for name in names),
+        Text(f"{total / GIB:.1f}", style="bold"),
+        Text(f"{free / GIB:.1f}", style="red" if free < 0 else "default"),
+        f"{100 * stage.busy_share:.0f}%",
+    ]
+
+
+def _runs(layers: Iterable[str]) -> str:
+    """Equal neighbours once.
+
+    >>> _runs(["Et*2", "t*2", "t*2", "t*2"])
+    'Et*2, 3 x t*2'
+    """
+    runs = ((text, len(list(run))) for text, run in groupby(layers))
+    return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in runs)
+
+
+def alternatives_table(plan: ParallelPlan) -> RenderableType:
+    """Runners-up with the plan itself on top; degrees that are 1 throughout are left out."""
+    columns: dict[str, list[str]] = {"#": ["plan"], "Iteration": [], "Slower": ["-"]}
+    columns["Iteration"].append(format_seconds(plan.predicted.iteration_time_s))
+    for number, other in enumerate(plan.alternatives, start=1):
+        columns["#"].append(str(number))
+        columns["Iteration"].append(format_seconds(other.iteration_time_s))
+        columns["Slower"].append(f"{other.slower_percent:.2f} %")
+    rows = [_plan_degrees(plan), *(_degree_cells(plan, other) for other in plan.alternatives)]
+    for name in rows[0]:
+        cells = [row[name] for row in rows]
+        if name in ("TP", "PP", "DP") or len({*cells, "1"}) > 1:
+            columns[name] = cells
+    table = _table("#")
+    for head in list(columns)[1:]:
+        # The label of what is computed again is the one text that may take several lines.
+        table.add_column(head, justify="left" if head == "Recompute" else "right", overflow="fold")
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells, style="bold" if cells[0] == "plan" else None)
+    return table
+
+
+def _degree_cells(plan: ParallelPlan, other: Alternative) -> dict[str, str]:
+    return {
+        "GPUs": "1" if other.num_gpus == plan.cluster.num_gpus else str(other.num_gpus),
+        "TP": str(other.tensor_model_parallel_size),
+        "PP": str(other.pipeline_model_parallel_size),
+        "VPP": str(other.virtual_pipeline_model_parallel_size or 1),
+        "CP": str(other.context_parallel_size),
+        "DP": str(other.data_parallel_size),
+        "EP": str(other.expert_model_parallel_size),
+        "ETP": str(other.expert_tensor_parallel_size),
+        "MBS": str(other.micro_batch_size),
+        "ZeRO": str(other.zero_stage),
+        "Order": "1" if str(other.rank_order).endswith("dp-pp") else "pp-dp",
+        "Recompute": "1" if other.recompute == "none" else other.recompute,
+    }
+
+
+def _plan_degrees(plan: ParallelPlan) -> dict[str, str]:
+    grid, dims = plan.grid(), plan.grid().dims
+    own = Alternative(
+        num_gpus=plan.placement.num_gpus,
+        tensor_model_parallel_size=dims.tensor_model_parallel_size,
+        pipeline_model_parallel_size=dims.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=dims.virtual_pipeline_model_parallel_size,
+        context_parallel_size=dims.context_parallel_size,
+        data_parallel_size=dims.data_parallel_size,
+        expert_model_parallel_size=dims.expert_model_parallel_size,
+        expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
+        micro_batch_size=grid.micro_batch_size,
+        zero_stage=int(grid.zero),
+        recompute=grid.recompute.label(),
+        rank_order=dims.rank_order,
+        pipeline_model_parallel_layout=None,
+        iteration_time_s=plan.predicted.iteration_time_s,
+        slower_percent=0.0,
+    )
+    return _degree_cells(plan, own)
+
+
+def _difference_lines(differences: Sequence[Mapping[str, float] | None]) -> RenderableType:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for number, terms in enumerate(differences, start=1):
+        words = "cannot be priced again" if terms is None else term_words(terms)
+        table.add_row(f"{number}", Text(words))
+    return Padding(table, (0, 2))
+
+
+def placement_table(plan: ParallelPlan) -> RenderableType:
+    """The outermost network level that each kind of group crosses, and the ranks of the stages."""
+    rows = [(name, Text(level)) for name, level in plan.placement.group_levels.items()]
+    spans = [f"{ranks[0]}-{ranks[-1]}" for ranks in plan.placement.stage_ranks]
+    shown = ", ".join([*spans[:4], "..."] if len(spans) > 5 else spans)
+    return _pairs([*rows, ("stage ranks", Text(shown))])
+
+
+def _space_lines(record: SearchRecord) -> RenderableType:
+    rows = [(name, Text(words)) for name, words in record.space.items()]
+    return Group(_heading("The space that was searched"), _pairs(rows)) if rows else Text("")
+
+
+def _provenance(plan: ParallelPlan) -> RenderableType:
+    made = plan.provenance
+    settings = ", ".join(f"{name} {value}" for name, value in made.settings.items())
+    return _pairs(
+        [
+            ("version", Text(f"nest-megatron {made.nest_megatron_version}, {made.created}")),
+            ("profile", Text(made.profile)),
+            ("hashes", Text(f"model {made.model_hash}, cluster {made.cluster_hash}")),
+            ("assumptions", Text(settings)),
+        ]
+    )
+
+
+def no_plan_report(refusal: NoPlan) -> RenderableType:
+    """Nothing fits: by how much, where, and what helps."""
+    rows = [
+        ("Binding", Text("memory on the fullest GPU of the plan that needs least")),
+        ("Missing", Text(format_gib(refusal.missing_bytes), style="bold red")),
+        ("Needed", Text(format_gib(refusal.shortage.needed_bytes))),
+        ("Usable", Text(f"{format_gib(refusal.capacity_bytes)} on each GPU")),
+        ("Nearest plan", Text(describe_grid(refusal.shortage.grid))),
+    ]
+    title = Text("No plan fits in memory.", style="bold red")
+    remedies = [("-", Text(remedy)) for remedy in refusal.remedies]
+    return Group(
+        title,
+        _pairs(rows),
+        _heading("Single changes that help"),
+        _pairs(remedies),
+        _heading("What was tried"),
+        Padding(Text(certificate(refusal.search)), (0, 2)),
+    )
+
+
+def notes_report(notes: Iterable[str]) -> RenderableType:
+    """Assumptions and warnings, one a line."""
+    return Group(*(Text(f"note: {note}", style="yellow") for note in notes))
+
+
+def sweep_table(rows: Sequence[Mapping[str, str]]) -> RenderableType:
+    """One row a job, the columns in the order of the first row."""
+    heads = list(dict.fromkeys(name for row in rows for name in row))
+    table = _table(heads[0], overflow="fold")
+    for head in heads[1:]:
+        table.add_column(head, justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(*(row.get(head, "") for head in heads))
+    return table
+
+
+def changes_table(changes: Iterable[tuple[str, str | None, str | None, str]]) -> RenderableType:
+    """Flags before and after, with the reason."""
+    table = _table("Flag", overflow="fold")
+    table.add_column("Before", overflow="fold", max_width=14)
+    table.add_column("After", overflow="fold", max_width=24)
+    table.add_column("Because", overflow="fold", style="dim")
+    for flag, before, after, reason in changes:
+        table.add_row(
+            flag, _shown(before), Text(_shown(after), "red" if after is None else "green"), reason
+        )
+    return table
+
+
+def _shown(value: str | None) -> str:
+    return "-" if value is None else value or "set"
+
+
+def uses_recompute(plan: ParallelPlan) -> bool:
+    """Whether the backward pass computes anything again."""
+    return plan.grid().recompute.granularity is not RecomputeGranularity.NONE
+
+
+def _heading(text: str) -> RenderableType:
+    return Text(f"\n{text}", style="bold cyan")
+
+
+def _pairs(rows: Sequence[tuple[str, Text]]) -> RenderableType:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    return Padding(table, (0, 2))
+
+
+def _table(first: str, *, overflow: str = "ellipsis") -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=True, padding=(0, 1, 0, 0), header_style="bold")
+    fold = overflow == "fold"
+    table.add_column(first, no_wrap=not fold, overflow="fold" if fold else "ellipsis")
+    return table

@@ -1,0 +1,116 @@
+"""The prediction adds up, and reacts to each choice in the direction that physics says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.estimate import TERMS, Estimate, estimate, model_flops_per_sequence
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.errors import UserInputError
+from nest_megatron.model.parameters import active_parameters
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.recompute import (
+    Recompute,
+    RecomputeGranularity,
+    RecomputeMethod,
+    RecomputeModule,
+)
+from nest_megatron.parallel.zero import ZeroStage
+from tests import catalogue
+
+FULL = Recompute(
+    granularity=RecomputeGranularity.FULL, method=RecomputeMethod.UNIFORM, num_layers=1
+)
+MLP = Recompute(granularity=RecomputeGranularity.SELECTIVE, modules=(RecomputeModule.MLP,))
+
+
+def predicted(settings: CostSettings | None = None, **changes: object) -> Estimate:
+    dims = ParallelDims(
+        tensor_model_parallel_size=8,
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=int(str(changes.pop("vpp", 1))),
+        data_parallel_size=4,
+    )
+    spec = catalogue.model("llama3_70b")
+    grid = Grid(
+        dims=dims, global_batch_size=128, micro_batch_size=1, sequence_parallel=True, **changes
+    )
+    model = CostModel(spec, catalogue.cluster("dgx_h100", 128), settings or CostSettings())
+    vpp = dims.virtual_pipeline_model_parallel_size
+    return estimate(model, grid, uniform_partition(spec, 4, vpp))
+
+
+def test_terms_add_up_to_the_iteration() -> None:
+    for changes in ({}, {"recompute": FULL}, {"zero": ZeroStage.NONE}, {"vpp": 5}):
+        found = predicted(**changes)
+        assert tuple(found.terms) == TERMS
+        assert sum(found.terms.values()) == pytest.approx(found.iteration_time_s, rel=1e-9)
+        assert min(found.terms.values()) >= -1e-9
+
+
+def test_recomputation_trades_time_for_memory() -> None:
+    none, some, full = (predicted(recompute=r) for r in (Recompute(), MLP, FULL))
+    assert none.iteration_time_s < some.iteration_time_s < full.iteration_time_s
+    kept = [found.stages[0].memory["activations"] for found in (none, some, full)]
+    assert kept == sorted(kept, reverse=True)
+    assert none.terms["recompute"] == 0 < some.terms["recompute"] < full.terms["recompute"]
+
+
+def test_full_recomputation_keeps_the_layer_input_alone() -> None:
+    found = predicted(recompute=FULL)
+    tokens, hidden, live = 8192 // 8, 8192, 4
+    per_layer = tokens * hidden * 2
+    assert found.stages[0].memory["activations"] == live * (20 * per_layer + 8192 * 8)
+
+
+def test_zero_divides_the_optimizer_states() -> None:
+    whole, divided = predicted(zero=ZeroStage.NONE), predicted(zero=ZeroStage.OPTIMIZER)
+    assert whole.stages[1].memory["optimizer"] == 4 * divided.stages[1].memory["optimizer"]
+    assert whole.stages[1].memory["weights"] == divided.stages[1].memory["weights"]
+
+
+def test_virtual_stages_shrink_the_bubble() -> None:
+    """Not to a fifth: what the last rank's larger head makes the others wait stays."""
+    assert predicted(vpp=5).terms["pipeline_bubble"] < predicted().terms["pipeline_bubble"] / 2
+
+
+def test_first_stage_keeps_most_micro_batches() -> None:
+    kept = [stage.memory["activations"] for stage in predicted().stages[:-1]]
+    assert kept == sorted(kept, reverse=True)
+
+
+def test_fp8_is_faster_and_keeps_copies() -> None:
+    wide, narrow = predicted(), predicted(CostSettings(precision=Precision.FP8))
+    assert narrow.terms["compute"] < 0.75 * wide.terms["compute"]
+    assert narrow.stages[1].memory["weights"] > wide.stages[1].memory["weights"]
+
+
+def test_a_format_that_the_gpu_lacks_is_refused() -> None:
+    model = CostModel(
+        catalogue.model("llama2_7b"),
+        catalogue.cluster("v100_spine_leaf", 8),
+        CostSettings(precision=Precision.BF16),
+    )
+    grid = Grid(
+        dims=ParallelDims(data_parallel_size=8),
+        global_batch_size=8,
+        micro_batch_size=1,
+        sequence_parallel=False,
+    )
+    with pytest.raises(UserInputError, match="fp16"):
+        model.problem(grid)
+
+
+@pytest.mark.parametrize("name", ["llama3_70b", "gpt3_175b", "mixtral_8x7b", "deepseek_v3"])
+def test_model_flops_are_six_a_parameter_and_token(name: str) -> None:
+    """And attention on top, which the rule of thumb leaves out (embedding rows do no work)."""
+    spec = dataclasses.replace(catalogue.model(name), seq_length=1024)
+    model = CostModel(spec, catalogue.cluster("dgx_h100", 8), CostSettings())
+    rule = 6 * (active_parameters(spec) - spec.vocab_size * spec.hidden_size)
+    assert 1.0 < model_flops_per_sequence(model) / spec.seq_length / rule < 1.12

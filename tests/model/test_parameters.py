@@ -1,0 +1,51 @@
+"""Closed forms against published sizes (``tests/contract`` compares them with megatron-core's own)."""
+
+from __future__ import annotations
+
+import pytest
+
+from nest_megatron.model.parameters import active_parameters, total_parameters, unit_parameters
+from tests import catalogue
+
+#: Billions, as the model cards state them; vocabulary padding and MTP are inside the tolerance.
+PUBLISHED = {
+    "bert_large": (0.336, 0.336),  # with its pre-training heads
+    "gpt3_175b": (175.0, 175.0),
+    "llama2_7b": (6.74, 6.74),
+    "llama3_8b": (8.03, 8.03),
+    "llama3_70b": (70.6, 70.6),
+    "llama3_1_405b": (405.9, 405.9),
+    "mixtral_8x7b": (46.7, 12.9),
+    "mixtral_8x22b": (140.6, 39.1),
+    "deepseek_v3": (684.5, 38.0),  # 671 B and 37 B of the main model, and the MTP module
+    "qwen3_30b_a3b": (30.5, 3.3),
+    "qwen3_235b_a22b": (235.0, 22.0),
+    "gpt_oss_120b": (116.8, 5.7),
+    "nemotron4_340b": (341.0, 341.0),
+}
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_sizes_are_the_published_ones(name: str) -> None:
+    total, active = PUBLISHED[name]
+    spec = catalogue.model(name)
+    assert total_parameters(spec) / 1e9 == pytest.approx(total, rel=0.01)
+    assert active_parameters(spec) / 1e9 == pytest.approx(active, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["llama3_70b", "mixtral_8x7b", "deepseek_v3"])
+def test_shards_add_up_to_the_whole(name: str) -> None:
+    """What tensor and expert ranks split adds up; what they repeat is counted on each."""
+    spec = catalogue.model(name)
+    whole = unit_parameters(spec, 1, 1, 1, single_stage=True)
+    ep = 8 if spec.is_moe else 1
+    shards = unit_parameters(spec, 1, ep, 1, single_stage=True)
+    for one, shard in zip(whole, shards, strict=True):
+        assert one.dense == shard.dense
+        assert one.expert == ep * shard.expert
+
+
+def test_vocabulary_padding_follows_tensor_parallelism() -> None:
+    spec = catalogue.model("llama2_7b")
+    assert spec.padded_vocab_size(1) == 32_000
+    assert spec.padded_vocab_size(8) == 32_768
