@@ -94,31 +94,40 @@ cdef void lay_out(Work* w, Arena* arena, int num_levels) noexcept nogil:
     w.log2 = take_narrow(arena, n + 2)
     w.again_first = take_narrow(arena, n + 1)
     w.again_end = take_narrow(arena, n + 1)
-    w.path = take_narrow(arena, chunks + 1)
-    w.best = take_narrow(arena, chunks + 1)
     w.time_forward = take_wide(arena, chunks)
     w.time_backward = take_wide(arena, chunks)
     w.head = take_wide(arena, p)
     w.tail = take_wide(arena, p)
+    if w.v > 1:
+        w.delay_forward = take_wide(arena, chunks)
+        w.delay_backward = take_wide(arena, chunks)
+        w.saved_chunk = take_wide(arena, chunks)
+    else:
+        w.sent_forward = take_wide(arena, p + 1)
+        w.sent_backward = take_wide(arena, p + 1)
+        w.fit_end = take_narrow(arena, w.num_nodes)
+        w.after = take_wide(arena, w.num_nodes)
+        w.before = take_wide(arena, w.num_nodes)
+        w.bottleneck = take_wide(arena, w.num_nodes)
+    if w.node_limit > 0:
+        lay_out_simulator(w, arena)
+
+
+cdef void lay_out_simulator(Work* w, Arena* arena) noexcept nogil:
+    """Places of what only a simulation and the search after it need."""
+    cdef int64_t p = w.p, chunks = <int64_t>w.p * w.v
+    w.path = take_narrow(arena, chunks + 1)
+    w.best = take_narrow(arena, chunks + 1)
     w.end_forward = take_wide(arena, p)
     w.end_backward = take_wide(arena, p)
     w.step_forward = take_wide(arena, p)
     w.step_backward = take_wide(arena, p)
     if w.v > 1:
-        w.delay_forward = take_wide(arena, chunks)
-        w.delay_backward = take_wide(arena, chunks)
-        w.saved_chunk = take_wide(arena, chunks)
         w.kept = take_wide(arena, 3 * p)
         return
-    w.sent_forward = take_wide(arena, p + 1)
-    w.sent_backward = take_wide(arena, p + 1)
-    w.fit_end = take_narrow(arena, w.num_nodes)
     w.cell_first = take_narrow(arena, w.num_nodes)
     w.cell_end = take_narrow(arena, w.num_nodes)
     w.live = take_narrow(arena, w.num_nodes)
-    w.after = take_wide(arena, w.num_nodes)
-    w.before = take_wide(arena, w.num_nodes)
-    w.bottleneck = take_wide(arena, w.num_nodes)
     w.cursor = take_narrow(arena, p)
     w.count_forward = take_wide(arena, p)
     w.count_backward = take_wide(arena, p)
@@ -275,6 +284,7 @@ def solve(
         costs: for each kind 13 whole numbers, as ``UnitCost`` orders them, ticks and bytes.
         send_forward, send_backward: ``p * v`` whole numbers each, ticks.
         threshold: iteration time to beat, at most ``NO_THRESHOLD``; ticks.
+        node_limit: 0 asks for memory and the lower bound alone; nothing is simulated.
 
     Returns:
         ``(status, iteration, boundaries, lower_bound, nodes, simulations)``, or ``None`` where a

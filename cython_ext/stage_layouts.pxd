@@ -10,6 +10,7 @@ from stage_work cimport (
     PAUSED,
     STATUS_BOUNDED,
     STATUS_INFEASIBLE,
+    STATUS_LIMIT,
     STATUS_OPTIMAL,
     Work,
     larger,
@@ -265,6 +266,9 @@ cdef inline int prepare_layouts(Work* w) noexcept nogil:
         return STATUS_INFEASIBLE
     if w.lower >= w.threshold:
         return STATUS_BOUNDED
+    if w.node_limit == 0:
+        w.nodes = 0
+        return STATUS_LIMIT
     marks = w.members + <int64_t>guess * (chunks + 1)
     w.threshold = smaller(w.threshold, simulate_layout(w, price_layout(w, marks)) + 1)
     w.simulations = 1

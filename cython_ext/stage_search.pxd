@@ -102,6 +102,7 @@ cdef inline void add_cut(Work* w, const int32_t* marks, int depth) noexcept nogi
                 least = smaller(least, weight_of(w, cut, k, x, cell) + cut.remaining[cell.node])
         cut.remaining[node] = least
     cut.so_far[0] = w.constant
+    w.lower = larger(w.lower, w.constant + cut.remaining[0])
     for k in range(depth):
         x, y = w.path[k], w.path[k + 1]
         here.end = y
@@ -251,6 +252,7 @@ cdef inline int search(Work* w) noexcept nogil:
             continue
         w.nodes += 1
         if w.nodes > w.node_limit:
+            w.lower = smaller(w.lower, w.threshold)
             return STATUS_LIMIT
         if not cut_off(w, k, w.path[k], cell):
             w.path[k + 1] = cell.end
@@ -286,6 +288,8 @@ cdef inline int prepare(Work* w) noexcept nogil:
     w.lower = w.bottleneck[0]
     if w.lower >= w.threshold:
         return STATUS_BOUNDED
+    if w.node_limit == 0:
+        return STATUS_LIMIT
     first_guess(w)
     collect_ranges(w)
     return PAUSED

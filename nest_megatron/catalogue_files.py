@@ -8,7 +8,6 @@ from pathlib import Path
 
 from nest_megatron.errors import UserInputError, nearest
 
-
 PACKAGE = "nest_megatron.hydra_configs"
 GROUPS = ("accelerator", "cluster", "model")
 

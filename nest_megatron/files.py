@@ -29,8 +29,8 @@ def write_text(path: Path, text: str) -> None:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
+        Path(temporary).chmod(0o666 & ~_umask())
+        Path(temporary).replace(path)
         temporary = None
     except OSError as error:
         raise UserInputError(
@@ -42,7 +42,7 @@ def write_text(path: Path, text: str) -> None:
     finally:
         if temporary is not None:
             with contextlib.suppress(OSError):
-                os.unlink(temporary)
+                Path(temporary).unlink()
 
 
 def read_text(path: Path, what: str) -> str:

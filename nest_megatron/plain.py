@@ -1,4 +1,4 @@
-"""Frozen records to plain data and back, strictly: what a file of ours may hold and nothing else."""
+"""Frozen records to plain data and back, strictly."""
 
 from __future__ import annotations
 
@@ -136,5 +136,8 @@ def _convert_scalar(hint: Any, value: object, where: str) -> Any:
 
 def _wrong(where: str, value: object, wanted: str) -> UserInputError:
     return UserInputError(
-        where or "file", value=value, limit=f"it must be {wanted}", fix="Correct it or write the file again."
+        where or "file",
+        value=value,
+        limit=f"it must be {wanted}",
+        fix="Correct it or write the file again.",
     )

@@ -465,5 +465,3 @@ def describe_grid(grid: Grid) -> str:
         words.append(f"ETP {dims.expert_tensor_parallel_size}")
     words += [f"micro batch {grid.micro_batch_size}", f"ZeRO-{int(grid.zero)}"]
     return ", ".join([*words, f"recompute {grid.recompute.label()}"])
-
-

@@ -1,7 +1,7 @@
 """Units: SI everywhere inside, other units at the edges only, and the solver's integer clock.
 
-The solver counts time in whole *ticks* of one picosecond. Sums and maxima of ticks are exact, so two
-schedules that tie really tie, a bound that is proven on paper is proven in the machine, and the
+The solver counts time in whole *ticks* of one picosecond. Sums and maxima of ticks are exact, so
+two schedules that tie really tie, a bound that is proven on paper is proven in the machine, and the
 compiled kernel and its Python twin agree to the last bit (``docs/decisions/001-integer-clock.md``).
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 
 from nest_megatron.errors import ProfileError
-
 
 Seconds = float
 Bytes = int

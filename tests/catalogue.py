@@ -1,4 +1,4 @@
-"""Catalogue entries for tests, read with plain YAML (Hydra's own composition has tests of its own)."""
+"""Catalogue entries for tests, read with plain YAML (Hydra's composition has its own tests)."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from nest_megatron.cluster.records import (
 )
 from nest_megatron.errors import UserInputError, nearest
 
-
 Kind = TypeVar("Kind", bound=StrEnum)
 
 _FIX = "Correct the cluster's description."

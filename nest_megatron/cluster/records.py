@@ -106,10 +106,10 @@ class NetworkLevel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """``num_gpus`` equal accelerators, numbered so that neighbours in number are near in the network.
+    """``num_gpus`` equal accelerators, numbered so that neighbours are near in the network.
 
-    Device ``r`` lies in group ``r // level.num_devices`` of each level. The levels grow outwards, each
-    a multiple of the one inside it; the last one has ``num_devices=None``.
+    Device ``r`` lies in group ``r // level.num_devices`` of each level. The levels grow outwards,
+    each a multiple of the one inside it; the last one has ``num_devices=None``.
     """
 
     name: str
@@ -152,7 +152,7 @@ class Cluster:
                 raise UserInputError(
                     f"cluster {self.name}: level {level.name}: num_devices",
                     value=size,
-                    limit=f"levels grow outwards and each holds a multiple of the inner one's {inner} devices",
+                    limit=f"each level holds a multiple of the {inner} devices inside it",
                     fix="Order the levels from the node outwards.",
                 )
             inner = size
@@ -168,7 +168,8 @@ class Cluster:
 
     def group_sizes(self) -> tuple[int, ...]:
         """Devices in one group of each level, the outermost taken as the whole cluster."""
-        return tuple(min(level.num_devices or self.num_gpus, self.num_gpus) for level in self.levels)
+        total = self.num_gpus
+        return tuple(min(level.num_devices or total, total) for level in self.levels)
 
     def describe(self) -> str:
         """One line for tables.

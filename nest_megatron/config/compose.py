@@ -98,11 +98,11 @@ def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         if override in text or f"full_key: {key}" in text:
-            return unreadable(key, value, _without_prefix(cause))
-    return unreadable("settings", text.splitlines()[0], cause)
+            return unreadable(key, value, _first_line(cause))
+    return unreadable("settings", text.splitlines()[0], _first_line(cause))
 
 
-def _without_prefix(cause: BaseException) -> Exception:
+def _first_line(cause: BaseException) -> Exception:
     return ValueError(str(cause).splitlines()[0] if str(cause) else type(cause).__name__)
 
 
@@ -142,7 +142,7 @@ def _yaml_mapping(group: str, path: Path) -> Mapping[str, Any]:
         raise _bad_file(group, path, str(error).splitlines()[0]) from error
     if not isinstance(loaded, DictConfig) or not loaded:
         raise _bad_file(group, path, "it is not a mapping")
-    return loaded  # type: ignore[return-value]
+    return loaded
 
 
 def _bad_file(group: str, path: Path, limit: str) -> UserInputError:

@@ -147,8 +147,11 @@ def _fill_data_parallel(inputs: Inputs, given: dict[str, int]) -> None:
     """All GPUs that are left replicate, unless the user says how many do."""
     if "data_parallel_size" in given:
         return
-    names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-    one_replica = ParallelDims(**{name: given.get(name, 1) for name in names}).world_size
+    one_replica = ParallelDims(
+        tensor_model_parallel_size=given.get("tensor_model_parallel_size", 1),
+        context_parallel_size=given.get("context_parallel_size", 1),
+        pipeline_model_parallel_size=given.get("pipeline_model_parallel_size", 1),
+    ).world_size
     gpus = inputs.cluster.num_gpus
     if gpus % one_replica:
         raise UserInputError(

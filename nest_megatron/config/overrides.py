@@ -120,7 +120,7 @@ def check_choice(group: str, value: str, config_dir: Path | None) -> None:
             group,
             value=value,
             limit=f"there is no such {group} in the catalogue",
-            fix=f"{nearest(value, names)} `nest-megatron {group}s` lists them; a path works as well."
+            fix=f"{nearest(value, names)} `nest-megatron {group}s` lists all; a path works as well."
             if group in GROUPS
             else nearest(value, names),
         )

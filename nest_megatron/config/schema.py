@@ -103,5 +103,7 @@ SECTIONS: dict[str, type] = {
 
 def section_keys() -> tuple[str, ...]:
     """Every key outside the model and the cluster (``train.precision``, ..., ``out``)."""
-    inside = (f"{name}.{f.name}" for name, kind in SECTIONS.items() for f in dataclasses.fields(kind))
+    inside = (
+        f"{name}.{f.name}" for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)
+    )
     return (*inside, "out")

@@ -4,10 +4,10 @@ A group is described by its *shape*: how many members share a node, how many nod
 (``parallel.rank_order.group_shape``). Reductions and gathers run as many rings at once as the group
 has members inside a level, each on its own adapter, so that what one device sends through an outer
 level is divided by the members inside: with fan-outs ``n_l`` and a message of ``S`` bytes a device
-sends ``S / (n_0 ... n_{l-1}) * (n_l - 1) / n_l`` through level ``l``. An exchange sends every peer its
-own part, so level ``l`` carries the share of peers that lie beyond level ``l - 1``. The levels work
-at the same time, each on its own links, so the slowest one counts, and latencies add up. A level's
-bandwidth is what one device gets while all others send too.
+sends ``S / (n_0 ... n_{l-1}) * (n_l - 1) / n_l`` through level ``l``. An exchange sends every peer
+its own part, so level ``l`` carries the share of peers that lie beyond level ``l - 1``. The levels
+work at the same time, each on its own links, so the slowest one counts, and latencies add up. A
+level's bandwidth is what one device gets while all others send too.
 """
 
 from __future__ import annotations

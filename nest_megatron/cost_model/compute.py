@@ -1,9 +1,9 @@
 """Time of one operator on one device.
 
-``time = flops / (peak * efficiency) + bytes / (bandwidth * efficiency) + kernel floor``: the sum, not
-the larger of the first two, because a kernel's prologue, epilogue and tails do not overlap with its
-main loop. It bends small and thin products down as measured kernels do, with the two efficiencies
-that the accelerator's record carries and nothing fitted here.
+``time = flops / (peak * efficiency) + bytes / (bandwidth * efficiency) + kernel floor``: the sum,
+not the larger of the first two, because a kernel's prologue, epilogue and tails do not overlap
+with its main loop. It bends small and thin products down as measured kernels do, with the two
+efficiencies that the accelerator's record carries and nothing fitted here.
 """
 
 from __future__ import annotations

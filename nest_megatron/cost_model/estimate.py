@@ -136,7 +136,7 @@ def _terms(
     partition: StagePartition,
     kinds: Sequence[UnitKind],
 ) -> tuple[dict[str, Seconds], int]:
-    """Where the time of the rank that ends last goes; what is left of its schedule is the bubble."""
+    """Where the time of the rank that ends last goes; what is left over is the bubble."""
     ends = [t[-1].end + tail for t, tail in zip(evaluation.timeline, evaluation.tails, strict=True)]
     rank = ends.index(max(ends))
     m = problem.num_microbatches
@@ -200,7 +200,7 @@ def _stage(
 
 
 def _static_split(model: CostModel, grid: Grid, units: Sequence[UnitKind]) -> dict[str, Bytes]:
-    """Weights, gradients and optimizer states of a rank's units, each divided as ZeRO divides it."""
+    """Weights, gradients and optimizer states of a rank, each divided as ZeRO divides it."""
     zero = grid.zero
     totals = dict.fromkeys(("weights", "gradients", "optimizer"), 0.0)
     for unit in units:

@@ -155,8 +155,8 @@ def run_unit(
 ) -> UnitRun:
     """A unit under a recompute setting; embedding and head are never computed again.
 
-    ``full`` is taken as it acts on a layer that it covers; ``uniform`` keeps one input for each group
-    of layers and holds a group's activations while it works backwards through it.
+    ``full`` is taken as it acts on a layer that it covers; ``uniform`` keeps one input for each
+    group of layers and holds a group's activations while it works backwards through it.
     """
     whole = times.whole_forward
     saved = times.input_bytes + sum(times.saved_bytes.values())
@@ -212,9 +212,7 @@ def unit_times(
         operators[op.name] = (ahead, back)
         forward.setdefault(op.part, [0.0] * len(_TERMS))[_COMPUTE] += ahead
         backward[_COMPUTE] += back
-    for part, is_backward, term, seconds in _exposed(
-        graph.collectives, operators, shapes, cluster
-    ):
+    for part, is_backward, term, seconds in _exposed(graph.collectives, operators, shapes, cluster):
         if is_backward:
             backward[term] += seconds
         else:

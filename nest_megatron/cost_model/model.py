@@ -46,7 +46,6 @@ from nest_megatron.parallel.rank_order import (
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
     Recompute,
-    RecomputeGranularity,
     RecomputeMethod,
 )
 from nest_megatron.parallel.zero import ZeroStage
@@ -347,7 +346,7 @@ class CostModel:
         )
 
     def _beside(self, work: Seconds, traffic: Seconds) -> Seconds:
-        """Work with traffic beside it: the traffic slows it down, and what does not fit comes after."""
+        """Work with traffic beside it, which slows it down; what does not fit comes after."""
         settings = self.settings
         hidden = min(traffic, settings.dp_overlap * work)
         return work + settings.overlap_slowdown * hidden + traffic - hidden
@@ -445,10 +444,8 @@ def replicas(dims: ParallelDims) -> tuple[int, int]:
 
 def _split_block(recompute: Recompute) -> tuple[Recompute, Recompute]:
     """The setting for layers at the head of a chunk, and for all others."""
-    if recompute.granularity is RecomputeGranularity.FULL:
-        if recompute.method is RecomputeMethod.BLOCK:
-            return recompute, NO_RECOMPUTE
-    return recompute, recompute
+    in_blocks = recompute.method is RecomputeMethod.BLOCK
+    return recompute, NO_RECOMPUTE if in_blocks else recompute
 
 
 def _signed_ticks(seconds: Seconds) -> Ticks:

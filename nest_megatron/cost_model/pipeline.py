@@ -1,7 +1,7 @@
 """The stage problem: one launchable grid with its unit costs, waiting for a stage partition.
 
-This is what the solver minimises and what ``estimate`` evaluates, written in the plainest way. Times
-are ticks, memory is bytes; both are whole numbers, so every sum and comparison is exact.
+This is what the solver minimises and what ``estimate`` evaluates, written in the plainest way.
+Times are ticks, memory is bytes; both are whole numbers, so every sum and comparison is exact.
 
 The iteration time of a partition is::
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from nest_megatron.cost_model.schedule import ChunkTimes, TimedOp, peak_live_chunks, simulate
@@ -167,7 +168,7 @@ def evaluate(problem: PipelineProblem, boundaries: tuple[int, ...]) -> Evaluatio
         boundaries: ``p * v + 1`` unit indices rising strictly from 0 to the number of units.
     """
     p, v, m = problem.num_stages, problem.num_virtual, problem.num_microbatches
-    chunks = [chunk_cost(problem, a, b) for a, b in zip(boundaries, boundaries[1:], strict=False)]
+    chunks = [chunk_cost(problem, a, b) for a, b in pairwise(boundaries)]
     ranks = [chunks[rank::p] for rank in range(p)]
     heads = tuple(_larger(r, "head_least", "head_rest") for r in ranks)
     tails = tuple(_larger(r, "tail_least", "tail_rest") for r in ranks)
@@ -220,7 +221,7 @@ def rank_memory(problem: PipelineProblem, rank: int, chunks: Sequence[ChunkCost]
 
 def fits_in_memory(problem: PipelineProblem, boundaries: Sequence[int]) -> bool:
     """Whether every rank of a partition stays within the capacity."""
-    chunks = [chunk_cost(problem, a, b) for a, b in zip(boundaries, boundaries[1:], strict=False)]
+    chunks = [chunk_cost(problem, a, b) for a, b in pairwise(boundaries)]
     step = problem.num_stages
     return all(
         rank_memory(problem, rank, chunks[rank::step]).total <= problem.capacity_bytes

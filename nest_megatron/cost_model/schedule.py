@@ -39,11 +39,12 @@ def rank_order_of_work(p: int, v: int, m: int, rank: int) -> list[Op]:
     """All passes of one pipeline rank in the order in which Megatron runs them.
 
     Args:
-        p, v, m: pipeline ranks, chunks on each rank, micro batches; with ``v > 1``, ``p`` divides ``m``.
+        p, v, m: pipeline ranks, chunks on each rank, micro batches; with ``v > 1``, ``p`` divides
+            ``m``.
         rank: pipeline rank.
 
-    Source: ``forward_backward_no_pipelining``, ``..._without_interleaving``, ``..._with_interleaving``
-    with groups of ``p`` micro batches.
+    Source: ``forward_backward_no_pipelining``, ``..._without_interleaving``,
+    ``..._with_interleaving`` with groups of ``p`` micro batches.
     """
     warmup, total = num_warmup(p, v, m, rank), m * v
     forward = [_pass(p, v, rank, i, is_forward=True) for i in range(total)]
@@ -55,7 +56,7 @@ def rank_order_of_work(p: int, v: int, m: int, rank: int) -> list[Op]:
 
 
 def _pass(p: int, v: int, rank: int, index: int, *, is_forward: bool) -> Op:
-    """The ``index``-th forward or backward pass of a rank: groups of ``p`` micro batches, chunk by chunk."""
+    """The ``index``-th pass of a rank one way: groups of ``p`` micro batches, chunk by chunk."""
     group, within = divmod(index, p * v)
     virtual, offset = divmod(within, p)
     if not is_forward:

@@ -18,9 +18,9 @@ class CostSettings:
         precision: number format of the matrix products.
         expert_imbalance: busiest expert rank's tokens over the mean; 1 is balanced routing.
         dp_overlap: share of a micro batch's compute under which data-parallel traffic can hide.
-        overlap_slowdown: time that compute loses for each second of traffic hidden under it, because
-            the collective's kernels take processors away (NCCL's default of 16 channels on a
-            132-processor H100 is 12 %).
+        overlap_slowdown: time that compute loses for each second of traffic hidden under it,
+            because the collective's kernels take processors away (NCCL's default of 16 channels on
+            a 132-processor H100 is 12 %).
         optimizer_bytes_per_parameter: memory traffic of one optimizer step: gradient, master
             weight and two moments read, three written, model weight written.
         memory_reserve_bytes: CUDA context, NCCL buffers and library workspaces, outside the

@@ -14,7 +14,6 @@ from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.model.layer_pattern import moe_layer_pattern
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 
-
 #: Values that the cost model knows how to price.
 CHOICES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
     {
@@ -29,8 +28,11 @@ _MAY_BE_ZERO = ("mtp_num_layers",)
 
 
 def known_keys() -> tuple[str, ...]:
-    """Keys that a model description may have: the fields of ``TransformerSpec``, the pattern of
-    expert layers written as Megatron's ``moe_layer_freq``."""
+    """Keys that a model description may have.
+
+    They are the fields of ``TransformerSpec``, the pattern of expert layers written as Megatron's
+    ``moe_layer_freq``.
+    """
     return tuple(
         "moe_layer_freq" if name == "moe_layer_pattern" else name for name in _field_types()
     )

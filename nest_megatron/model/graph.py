@@ -59,7 +59,8 @@ class Operator:
         flops: multiply-adds count two, forward pass.
         bytes_moved: device-memory traffic of the forward pass.
         backward_flops: the same for the backward pass (both gradients).
-        backward_bytes_moved: the same for the backward pass, accumulation of weight gradients included.
+        backward_bytes_moved: the same for the backward pass, accumulation of weight gradients
+            included.
         num_kernels: kernels launched forward; the backward pass launches twice as many.
         fp8: the product runs in fp8 where the job asks for it.
     """

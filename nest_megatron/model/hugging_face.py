@@ -10,7 +10,6 @@ from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.hugging_face_fields import ConfigFields
 from nest_megatron.model.spec import TransformerSpec
 
-
 Config = Mapping[str, object]
 Shape = dict[str, object]
 

@@ -6,7 +6,6 @@ import ast
 
 from nest_megatron.errors import UserInputError
 
-
 #: No model has more layers than this, and a typo must not fill the memory.
 MAX_LAYERS = 100_000
 _MAX_TEXT = 10_000

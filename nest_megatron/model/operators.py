@@ -11,7 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Operator, OperatorKind, Part
+from nest_megatron.model.graph import (
+    Group,
+    LayerCollective,
+    LayerGraph,
+    Operator,
+    OperatorKind,
+    Part,
+)
 from nest_megatron.model.parameters import last_layer_kind
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, ModelFamily, TransformerSpec
@@ -139,7 +146,8 @@ def _gathered_block(
 
     With sequence parallelism: all-gather in, reduce-scatter out, and their mirror images backward,
     where the input is gathered again for the weight gradient under the data gradient of ``first``
-    and the scatter runs under its weight gradient (``LinearWithGradAccumulationAndAsyncCommunication``).
+    and the scatter runs under its weight gradient
+    (``LinearWithGradAccumulationAndAsyncCommunication``).
     Without: all-reduce forward behind ``last``, all-reduce backward under the weight gradient.
     """
     if shard.tensor_model_parallel_size == 1:
@@ -216,18 +224,22 @@ def _core_attention(
         num_kernels=max(1, shard.context_parallel_size),
     )
     steps = shard.context_parallel_size - 1
-    ring = () if not steps else tuple(
-        LayerCollective(
-            name="kv_ring",
-            part=Part.CORE_ATTENTION,
-            kind="send_recv",
-            group=Group.CONTEXT,
-            message_bytes=kv_bytes * (2 if backward else 1),
-            backward=backward,
-            hidden_under="core_attention",
-            num_calls=steps,
+    ring = (
+        ()
+        if not steps
+        else tuple(
+            LayerCollective(
+                name="kv_ring",
+                part=Part.CORE_ATTENTION,
+                kind="send_recv",
+                group=Group.CONTEXT,
+                message_bytes=kv_bytes * (2 if backward else 1),
+                backward=backward,
+                hidden_under="core_attention",
+                num_calls=steps,
+            )
+            for backward in (False, True)
         )
-        for backward in (False, True)
     )
     statistics = tokens * heads * FP32
     return _Pieces((operator,), ring, ((Part.CORE_ATTENTION, statistics),))
@@ -258,9 +270,7 @@ def _attention(spec: TransformerSpec, shard: LayerShard) -> _Pieces:
         width = tokens * (query + key_value / 2) * ACT
         operators.append(streaming("qk_norm", Part.QKV, 2 * width))
         saved.append((Part.QKV, width))
-    collectives = list(
-        _gathered_block(spec, shard, Part.QKV, Part.PROJECTION, "qkv", "projection")
-    )
+    collectives = list(_gathered_block(spec, shard, Part.QKV, Part.PROJECTION, "qkv", "projection"))
     if spec.query_groups < tp:
         collectives += _split_group_gather(spec, tokens)
     pieces = _Pieces(tuple(operators), tuple(collectives), tuple(saved))
@@ -299,7 +309,13 @@ def _latent_attention(spec: TransformerSpec, shard: LayerShard) -> _Pieces:
         gemm("mla_down", Part.MLA_DOWN, local, hidden, latent),
         streaming("latent_norm", Part.MLA_DOWN, 2 * local * latent * ACT),
         gemm("query_up", Part.MLA_UP, tokens, query_in, query),
-        gemm("kv_up", Part.MLA_UP, tokens, spec.kv_lora_rank, heads * (spec.qk_head_dim + spec.v_head_dim)),
+        gemm(
+            "kv_up",
+            Part.MLA_UP,
+            tokens,
+            spec.kv_lora_rank,
+            heads * (spec.qk_head_dim + spec.v_head_dim),
+        ),
         streaming("rotary", Part.MLA_UP, 2 * tokens * (query + key) * ACT, backward=1.0),
         gemm("projection", Part.PROJECTION, tokens, value, hidden),
         streaming("residual", Part.RESIDUAL, 3 * local * hidden * ACT, backward=0.67),
@@ -467,9 +483,7 @@ def _shared_experts(spec: TransformerSpec, shard: LayerShard) -> _Pieces:
     part = Part.SHARED_EXPERTS
     gates = 2 if spec.gated_linear_unit else 1
     operators = _mlp_operators(spec, part, "shared_", tokens, ffn)
-    collectives = tuple(
-        _gathered_block(spec, shard, part, part, "shared_fc1", "shared_fc2")
-    )
+    collectives = tuple(_gathered_block(spec, shard, part, part, "shared_fc1", "shared_fc2"))
     return _Pieces(operators, collectives, ((part, tokens * (gates + 1) * ffn * ACT),))
 
 
@@ -513,7 +527,9 @@ def head_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     operators = [
         streaming("final_norm", Part.HEAD, 2 * hidden_bytes),
         gemm("output_layer", Part.HEAD, depth * tokens, spec.hidden_size, vocab, fp8=False),
-        streaming("cross_entropy", Part.HEAD, depth * logits * (ACT + 4 * FP32), backward=0.5, kernels=8),
+        streaming(
+            "cross_entropy", Part.HEAD, depth * logits * (ACT + 4 * FP32), backward=0.5, kernels=8
+        ),
     ]
     if spec.family is ModelFamily.BERT:
         operators.append(gemm("lm_head", Part.HEAD, local, spec.hidden_size, spec.hidden_size))

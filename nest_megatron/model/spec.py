@@ -37,7 +37,8 @@ class TransformerSpec:
         name: the catalogue name, or whatever the user calls the model.
         moe_layer_pattern: for each of ``num_layers`` layers, 1 if it is a mixture-of-experts layer,
             0 if dense; empty for a dense model.
-        activation: name of the MLP's activation: ``gelu``, ``silu``, ``squared_relu``, ``quick_gelu``.
+        activation: name of the MLP's activation: ``gelu``, ``silu``, ``squared_relu``,
+            ``quick_gelu``.
         gated_linear_unit: the first MLP projection has a gate (SwiGLU and its kin).
         softmax_type: ``vanilla`` or ``learnable`` (one attention-sink parameter for each head).
         window_size: sliding attention window in tokens on the layers that have one, or ``None``.
@@ -162,7 +163,9 @@ class TransformerSpec:
     @property
     def expert_ffn_hidden_size(self) -> int:
         """Inner size of one routed expert."""
-        return self.ffn_hidden_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+        return (
+            self.ffn_hidden_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+        )
 
     @property
     def is_moe(self) -> bool:

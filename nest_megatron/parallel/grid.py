@@ -35,7 +35,7 @@ class Grid:
             raise UserInputError(
                 "train.global_batch_size",
                 value=self.global_batch_size,
-                limit=f"it must be a multiple of micro_batch_size * data-parallel size ({together})",
+                limit=f"it must be a multiple of micro batch times data-parallel size ({together})",
                 fix="Change the global batch, the micro batch, or the degrees.",
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from nest_megatron.errors import UserInputError
 
@@ -11,8 +12,8 @@ from nest_megatron.errors import UserInputError
 class StagePartition:
     """A contiguous cut of the layer sequence into virtual stages.
 
-    Chunk ``k`` holds units ``boundaries[k] .. boundaries[k+1]`` and lies on pipeline rank ``k % pp``
-    as its virtual stage ``k // pp``, as in ``PipelineParallelLayerLayout``.
+    Chunk ``k`` holds units ``boundaries[k] .. boundaries[k+1]`` and lies on pipeline rank ``k %
+    pp`` as its virtual stage ``k // pp``, as in ``PipelineParallelLayerLayout``.
 
     Args:
         boundaries: ``pp * vpp + 1`` unit indices, strictly increasing from 0 to the number of units
@@ -25,7 +26,7 @@ class StagePartition:
 
     def __post_init__(self) -> None:
         marks = self.boundaries
-        pairs = zip(marks, marks[1:], strict=False)
+        pairs = pairwise(marks)
         if len(marks) < 2 or marks[0] != 0 or any(a >= b for a, b in pairs):
             raise UserInputError(
                 "stage partition boundaries",

@@ -133,8 +133,8 @@ class SearchRecord:
     """What the search looked at and proved.
 
     Args:
-        certificate: ``optimal``, ``gap`` (time ran out; ``gap_percent`` is proven) or ``fixed`` (nothing
-            was searched).
+        certificate: ``optimal``, ``gap`` (time ran out; ``gap_percent`` is proven) or ``fixed``
+            (nothing was searched).
         seconds: wall time of the search.
     """
 
@@ -224,9 +224,7 @@ class ParallelPlan:
         return parse_layout(layout, self.model, chosen.pipeline_model_parallel_size)
 
 
-def parallel_choice(
-    spec: TransformerSpec, grid: Grid, partition: StagePartition
-) -> ParallelChoice:
+def parallel_choice(spec: TransformerSpec, grid: Grid, partition: StagePartition) -> ParallelChoice:
     """A grid and a partition under Megatron's own names."""
     dims, again, zero = grid.dims, grid.recompute, grid.zero
     virtual = dims.virtual_pipeline_model_parallel_size

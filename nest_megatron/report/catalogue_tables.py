@@ -19,11 +19,11 @@ from nest_megatron.units import format_gib, format_seconds
 
 def models_table(specs: Sequence[TransformerSpec]) -> RenderableType:
     """One model a row."""
-    table = _table()
-    table.add_column("Model", no_wrap=True)
-    for head in ("Parameters", "Active", "Layers", "Hidden", "Experts"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("Source", overflow="ellipsis", no_wrap=True)
+    table = _table(expand=True)
+    table.add_column("Model", no_wrap=True, min_width=max(len(spec.name) for spec in specs))
+    for head, width in (("Params", 7), ("Active", 6), ("Layers", 6), ("Hidden", 6), ("Experts", 9)):
+        table.add_column(head, justify="right", no_wrap=True, min_width=width)
+    table.add_column("Source", overflow="ellipsis", no_wrap=True, ratio=1)
     for spec in specs:
         table.add_row(
             spec.name,
@@ -61,15 +61,20 @@ def model_details(spec: TransformerSpec) -> RenderableType:
 
 def clusters_table(entries: Sequence[tuple[str, Cluster]]) -> RenderableType:
     """One cluster a row; bandwidth is what one device sends through each level."""
-    table = _table()
-    table.add_column("Cluster", no_wrap=True)
-    table.add_column("Device", no_wrap=True)
-    table.add_column("Memory", justify="right", no_wrap=True)
-    table.add_column("Levels: devices, GB/s each", overflow="fold")
+    table = _table(expand=True)
+    table.add_column("Cluster", no_wrap=True, min_width=max(len(name) for name, _ in entries))
+    table.add_column("Device", no_wrap=True, min_width=15)
+    table.add_column("Memory", justify="right", no_wrap=True, min_width=9)
+    table.add_column("Levels: devices, GB/s each", overflow="fold", ratio=3)
+    table.add_column("Source", overflow="ellipsis", no_wrap=True, ratio=2)
     for name, cluster in entries:
         accelerator = cluster.accelerator
         table.add_row(
-            name, accelerator.name, format_gib(accelerator.memory_bytes), _levels(cluster)
+            name,
+            accelerator.name,
+            format_gib(accelerator.memory_bytes),
+            _levels(cluster),
+            accelerator.source,
         )
     return table
 
@@ -110,7 +115,7 @@ def cluster_details(cluster: Cluster) -> RenderableType:
 
 
 def _levels(cluster: Cluster) -> str:
-    return ", ".join(
+    return "\n".join(
         f"{level.name} {level.num_devices or 'all'}: {level.bandwidth_bytes_per_s / 1e9:.4g}"
         for level in cluster.levels
     )
@@ -125,5 +130,5 @@ def _pairs(rows: Sequence[tuple[str, str]]) -> RenderableType:
     return Padding(table, (0, 2))
 
 
-def _table() -> Table:
-    return Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
+def _table(*, expand: bool = False) -> Table:
+    return Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold", expand=expand)

@@ -97,4 +97,4 @@ def settings_of(plan: ParallelPlan) -> CostSettings:
     precision = Precision(str(values.pop("precision")))
     reserve = int(values.pop("memory_reserve_bytes"))
     numbers = {name: float(value) for name, value in values.items()}
-    return CostSettings(precision=precision, memory_reserve_bytes=reserve, **numbers)  # type: ignore[arg-type]
+    return CostSettings(precision=precision, memory_reserve_bytes=reserve, **numbers)

@@ -19,18 +19,18 @@ from nest_megatron.report.html_layout import (
 )
 from nest_megatron.report.markup import Markup, element, joined, table
 from nest_megatron.report.palette import MEMORY_COLOURS, OTHER_COLOUR, TERM_COLOURS
-from nest_megatron.report.schedule_view import schedule_view, windows
-from nest_megatron.report.style import CSS
-from nest_megatron.report.svg import funnel, memory_chart, spoken, stacked_bar, timeline_chart
-from nest_megatron.report.timeline import WAITING, legend
-from nest_megatron.report.words import (
-    certificate_words,
+from nest_megatron.report.plan_facts import (
     funnel_steps,
     launch_size,
     model_words,
     setting_meanings,
     setting_value,
 )
+from nest_megatron.report.schedule_view import schedule_view, windows
+from nest_megatron.report.style import CSS
+from nest_megatron.report.svg import funnel, memory_chart, stacked_bar, timeline_chart
+from nest_megatron.report.timeline import WAITING, legend
+from nest_megatron.report.words import TERM_WORDS, certificate
 from nest_megatron.units import GIB, format_gib, format_seconds
 
 #: The page may show what it holds and load nothing.
@@ -89,7 +89,7 @@ def _headline(plan: ParallelPlan) -> Markup:
     train = plan.train
     job = f"global batch {train.global_batch_size:,}, {train.precision.value}"
     bad = None if predicted.fits else " bad"
-    verdict = [certificate_words(plan.search), f" What binds it: {predicted.binding_constraint}."]
+    verdict = [certificate(plan.search), f" What binds it: {predicted.binding_constraint}."]
     if bad:
         verdict.insert(0, "This layout does not fit in memory. ")
     return element(
@@ -110,7 +110,7 @@ def _time(plan: ParallelPlan) -> Markup:
     shares = {name: value / predicted.iteration_time_s for name, value in terms.items()}
     rows = [
         (
-            joined((swatch(TERM_COLOURS.get(name, OTHER_COLOUR)), spoken(name))),
+            joined((swatch(TERM_COLOURS.get(name, OTHER_COLOUR)), TERM_WORDS.get(name, name))),
             metered(share, f"{100 * share:.1f} %"),
             format_seconds(terms[name]),
         )
@@ -132,11 +132,11 @@ def _time(plan: ParallelPlan) -> Markup:
 
 def _memory(plan: ParallelPlan) -> Markup:
     terms = list(dict.fromkeys(name for s in plan.predicted.stages for name in s.memory_bytes))
-    named = [(spoken(name), MEMORY_COLOURS.get(name, OTHER_COLOUR)) for name in terms]
+    named = [(name, MEMORY_COLOURS.get(name, OTHER_COLOUR)) for name in terms]
     peaks = [sum(stage.memory_bytes.values()) for stage in plan.predicted.stages]
     fullest = peaks.index(max(peaks))
     held = plan.predicted.stages[fullest].memory_bytes
-    rows = [(spoken(name), f"{value / GIB:.2f} GiB") for name, value in held.items()]
+    rows = [(name, f"{value / GIB:.2f} GiB") for name, value in held.items()]
     rows.append(("together", f"{peaks[fullest] / GIB:.2f} GiB"))
     rows.append(("capacity", f"{plan.predicted.capacity_bytes / GIB:.2f} GiB"))
     caption = f"The fullest pipeline rank, {fullest}, at its peak"
@@ -174,13 +174,9 @@ def _timeline(plan: ParallelPlan) -> Markup:
 def _search(plan: ParallelPlan) -> Markup:
     search = plan.search
     if search.certificate == "fixed":
-        return element("p", certificate_words(search))
+        return element("p", certificate(search))
     refused = {**search.infeasible, **{f"rule: {k}": v for k, v in search.illegal.items()}}
-    words = (
-        f"{search.seconds:g} s on the {search.backend} backend: {search.stage_nodes:,} nodes of "
-        f"stage layouts, {search.simulations:,} schedules simulated."
-    )
-    parts = [element("p", words), element("figure", funnel(funnel_steps(search)))]
+    parts = [element("figure", funnel(funnel_steps(search)))]
     if refused:
         rows = [(name, f"{count:,}") for name, count in refused.items()]
         parts.append(

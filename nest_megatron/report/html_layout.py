@@ -11,7 +11,9 @@ from nest_megatron.parallel.plan import Alternative, ParallelPlan, zero_stage
 from nest_megatron.parallel.rank_order import GroupKind, group_of_rank, group_shape
 from nest_megatron.plain import to_plain
 from nest_megatron.report.diff import plan_values, reason
+from nest_megatron.report.differences import term_differences
 from nest_megatron.report.markup import Markup, element, joined, table
+from nest_megatron.report.words import term_words
 from nest_megatron.units import GB, Seconds, format_gib, format_seconds
 
 _LETTERS = {
@@ -78,7 +80,7 @@ def stages(plan: ParallelPlan) -> Markup:
         rows.append(
             (
                 str(rank),
-                gpus,
+                element("span", gpus, class_="num"),
                 element("span", *chunks, class_="chunks", style=room),
                 f"{stage.parameters / 1e9:.2f} B",
                 metered(spent / slowest, format_seconds(spent)),
@@ -151,15 +153,17 @@ def alternatives(plan: ParallelPlan) -> Markup:
     best, others = _best(plan), [_described(other) for other in plan.alternatives]
     same = {name for name, text in best.items() if all(o[name] == text for o in others)}
     best = {name: text for name, text in best.items() if name not in same}
-    head = ["slower by", "step", *best]
+    head = ["slower by", "step", *best, "where the time goes"]
     rows = []
-    for other, described in zip(plan.alternatives, others, strict=True):
+    lost = term_differences(plan)
+    for other, described, terms in zip(plan.alternatives, others, lost, strict=True):
         cells = [
             element("span", described[name], class_=None if described[name] == text else "differs")
             for name, text in best.items()
         ]
-        rows.append((f"{other.slower_percent:.2f} %", _time(other.iteration_time_s), *cells))
-    own = ("this plan", _time(plan.predicted.iteration_time_s), *best.values())
+        why = term_words(terms, most=3) if terms else "priced otherwise by this version"
+        rows.append((f"{other.slower_percent:.2f} %", _time(other.iteration_time_s), *cells, why))
+    own = ("this plan", _time(plan.predicted.iteration_time_s), *best.values(), "")
     caption = "Other layouts at their best. What differs is marked, what all share is left out."
     return table(head, [own, *rows], caption)
 

@@ -72,6 +72,6 @@ footer { margin-top: 2.5rem; color: var(--soft); font-size: .8rem; }
   --idle: #e6e6e6; --mark: #fff3c9; --bar: #2f6fb7; }
   body { max-width: none; padding: 0; font-size: 10pt;
     -webkit-print-color-adjust: exact; print-color-adjust: exact; }
-  h2 { break-after: avoid; } tr, figure, .figures div { break-inside: avoid; }
+  h2, thead, caption { break-after: avoid; } tr, figure, .figures div { break-inside: avoid; }
   .scroll, .picture { overflow: visible; } .picture svg { min-width: 0; } }
 """

@@ -10,6 +10,7 @@ from nest_megatron.report.markup import Markup, element, joined
 from nest_megatron.report.palette import MEMORY_COLOURS, OTHER_COLOUR, ink_on
 from nest_megatron.report.schedule_view import ScheduleView, Span, Window
 from nest_megatron.report.timeline import span_colour
+from nest_megatron.report.words import TERM_WORDS
 from nest_megatron.units import GIB, Seconds, format_seconds
 
 WIDTH = 1100.0
@@ -26,10 +27,10 @@ def stacked_bar(parts: Mapping[str, float], colours: Mapping[str, str], title: s
     for name, value in parts.items():
         width = WIDTH * max(0.0, value) / total
         colour = colours.get(name, OTHER_COLOUR)
-        tip = element("title", f"{spoken(name)}: {100 * value / total:.1f} %")
+        tip = element("title", f"{TERM_WORDS.get(name, name)}: {100 * value / total:.1f} %")
         shapes.append(_rectangle(x, 0.0, width, height, colour, tip))
         text = f"{100 * value / total:.0f} %"
-        named = f"{spoken(name)} {text}"
+        named = f"{TERM_WORDS.get(name, name)} {text}"
         for words in (named, text):
             if width > _LARGEST_CHARACTER * len(words) + 8:
                 shapes.append(_text(words, x + width / 2, 21.0, style=f"fill:{ink_on(colour)}"))
@@ -52,7 +53,9 @@ def memory_chart(plan: ParallelPlan) -> Markup:
         for name, value in stage.memory_bytes.items():
             size = room * max(0, value) / top
             y -= size
-            tip = element("title", f"rank {rank}, {spoken(name)}: {value / GIB:.2f} GiB")
+            tip = element(
+                "title", f"rank {rank}, {TERM_WORDS.get(name, name)}: {value / GIB:.2f} GiB"
+            )
             colour = MEMORY_COLOURS.get(name, OTHER_COLOUR)
             shapes.append(_rectangle(x, y, wide, size, colour, tip))
         if rank % _every(len(stages), pitch) == 0:
@@ -60,7 +63,9 @@ def memory_chart(plan: ParallelPlan) -> Markup:
     line = room * (1 - capacity / top)
     shapes.append(_line(_LEFT, line, WIDTH, line, "limit"))
     words = f"a GPU may hold {capacity / GIB:.1f} GiB"
-    shapes.append(_text(words, WIDTH, line - 4, anchor="end"))
+    shapes.append(_text(words, WIDTH, 9, anchor="end"))  # above every bar, wherever the line is
+    sample = WIDTH - 5.7 * len(words)
+    shapes.append(_line(sample - 30, 5, sample - 8, 5, "limit"))
     shapes.append(_text("pipeline rank", (_LEFT + WIDTH) / 2, room + 32, class_="soft"))
     return _picture(height, "Memory of each pipeline rank by term, against the capacity", shapes)
 
@@ -106,17 +111,6 @@ def funnel(steps: Sequence[tuple[str, int]]) -> Markup:
         white = "fill:#ffffff" if inside else None
         shapes.append(_text(f"{count:,}", place[0], y + 21, anchor=place[1], style=white))
     return _picture(len(steps) * row, "How the search narrowed down the candidates", shapes)
-
-
-def spoken(name: str) -> str:
-    """A term's name for people.
-
-    >>> spoken("tp_communication"), spoken("pipeline_bubble")
-    ('TP communication', 'pipeline bubble')
-    """
-    words = name.split("_")
-    short = words[0] in ("tp", "cp", "ep", "pp", "dp")
-    return " ".join([words[0].upper() if short else words[0], *words[1:]])
 
 
 def _window(

@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from nest_megatron.parallel.plan import Alternative, ParallelPlan, PredictedStage, SearchRecord
-from nest_megatron.parallel.recompute import RecomputeGranularity
 from nest_megatron.planner import NoPlan, describe_grid
 from nest_megatron.report.words import TERM_WORDS, certificate, term_words
 from nest_megatron.units import GIB, format_gib, format_seconds
@@ -23,6 +22,8 @@ from nest_megatron.units import GIB, format_gib, format_seconds
 _BAR_WIDTH = 22
 #: Pipeline ranks that the short table shows before it leaves some out.
 _SHORT_ROWS = 8
+#: What a column of the runners-up says where nothing is unusual; a degree is 1.
+_USUAL = {"Order": "dp-pp", "Recompute": "none"}
 _MEMORY_HEADS = {
     "weights": "Weights",
     "gradients": "Grads",
@@ -160,7 +161,7 @@ def time_bars(plan: ParallelPlan) -> RenderableType:
 
 def _bar(share: float) -> str:
     """A bar of eighths would not survive plain text; whole marks do."""
-    return "#" * max(1, round(share * _BAR_WIDTH))
+    return "#" * round(share * _BAR_WIDTH)
 
 
 def memory_table(plan: ParallelPlan, *, short: bool) -> RenderableType:
@@ -216,7 +217,7 @@ def _runs(layers: Iterable[str]) -> str:
 
 
 def alternatives_table(plan: ParallelPlan) -> RenderableType:
-    """Runners-up with the plan itself on top; degrees that are 1 throughout are left out."""
+    """Runners-up under the plan itself; columns that say the usual throughout are left out."""
     columns: dict[str, list[str]] = {"#": ["plan"], "Iteration": [], "Slower": ["-"]}
     columns["Iteration"].append(format_seconds(plan.predicted.iteration_time_s))
     for number, other in enumerate(plan.alternatives, start=1):
@@ -226,20 +227,21 @@ def alternatives_table(plan: ParallelPlan) -> RenderableType:
     rows = [_plan_degrees(plan), *(_degree_cells(plan, other) for other in plan.alternatives)]
     for name in rows[0]:
         cells = [row[name] for row in rows]
-        if name in ("TP", "PP", "DP") or len({*cells, "1"}) > 1:
+        usual = str(plan.cluster.num_gpus) if name == "GPUs" else _USUAL.get(name, "1")
+        if name in ("TP", "PP", "DP") or {*cells} != {usual}:
             columns[name] = cells
     table = _table("#")
     for head in list(columns)[1:]:
         # The label of what is computed again is the one text that may take several lines.
         table.add_column(head, justify="left" if head == "Recompute" else "right", overflow="fold")
-    for cells in zip(*columns.values(), strict=True):
-        table.add_row(*cells, style="bold" if cells[0] == "plan" else None)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row, style="bold" if row[0] == "plan" else None)
     return table
 
 
 def _degree_cells(plan: ParallelPlan, other: Alternative) -> dict[str, str]:
     return {
-        "GPUs": "1" if other.num_gpus == plan.cluster.num_gpus else str(other.num_gpus),
+        "GPUs": str(other.num_gpus),
         "TP": str(other.tensor_model_parallel_size),
         "PP": str(other.pipeline_model_parallel_size),
         "VPP": str(other.virtual_pipeline_model_parallel_size or 1),
@@ -249,8 +251,8 @@ def _degree_cells(plan: ParallelPlan, other: Alternative) -> dict[str, str]:
         "ETP": str(other.expert_tensor_parallel_size),
         "MBS": str(other.micro_batch_size),
         "ZeRO": str(other.zero_stage),
-        "Order": "1" if str(other.rank_order).endswith("dp-pp") else "pp-dp",
-        "Recompute": "1" if other.recompute == "none" else other.recompute,
+        "Order": str(other.rank_order).removeprefix("tp-cp-ep-"),
+        "Recompute": other.recompute,
     }
 
 
@@ -362,11 +364,6 @@ def changes_table(changes: Iterable[tuple[str, str | None, str | None, str]]) ->
 
 def _shown(value: str | None) -> str:
     return "-" if value is None else value or "set"
-
-
-def uses_recompute(plan: ParallelPlan) -> bool:
-    """Whether the backward pass computes anything again."""
-    return plan.grid().recompute.granularity is not RecomputeGranularity.NONE
 
 
 def _heading(text: str) -> RenderableType:

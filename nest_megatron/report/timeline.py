@@ -38,7 +38,11 @@ EDGE_COLOURS = {
 #: What the background of a picture means.
 WAITING = "waiting"
 _IDLE = "#eceef1"
-_PLAIN_SVG = {"svg.hashsalt": "nest-megatron", "svg.fonttype": "none"}
+_STYLE = {
+    "svg.hashsalt": "nest-megatron",  # the same file from the same plan
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # names are text, whatever they hold
+}
 
 
 def span_colour(span: Span, num_virtual: int) -> str:
@@ -147,7 +151,7 @@ def _rendered(plan: ParallelPlan, view: ScheduleView, suffix: str) -> bytes:
             fix="pip install 'nest-megatron[report]', or write a trace (.json) instead.",
         ) from error
     shown, ranks = windows(view), len(view.ranks)
-    with matplotlib.rc_context(_PLAIN_SVG):
+    with matplotlib.rc_context(_STYLE):
         height = 1.75 + max(0.5, min(0.34 * ranks, 5.0 + 0.05 * ranks))
         figure = Figure(figsize=(13.0, height), dpi=110, layout="constrained")
         lengths = [window.length for window in shown]

@@ -34,8 +34,8 @@ def _verdict(record: SearchRecord) -> str:
         return "Optimal: no other plan in the searched space is faster under this cost model."
     if record.certificate == "gap":
         return (
-            f"Time ran out: this plan is proven to be at most {record.gap_percent:.2f} % slower than "
-            "the best in the searched space. Raise search.max_seconds to close the gap."
+            f"Time ran out: this plan is proven to be at most {record.gap_percent:.2f} % slower "
+            "than the best in the searched space. Raise search.max_seconds to close the gap."
         )
     return "Proven: nothing in the searched space fits."
 

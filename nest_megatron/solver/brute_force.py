@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from nest_megatron.cost_model.pipeline import PipelineProblem, evaluate
-from nest_megatron.solver.chunk_space import partitions
+from nest_megatron.solver.chunk_space import Boundaries, partitions
 from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolution, Status
 
 
 def solve(problem: PipelineProblem, threshold: int = NO_THRESHOLD) -> StageSolution:
     """The first fastest partition that fits in memory and beats the threshold."""
-    best, boundaries, simulations, any_fits = threshold, (), 0, False
+    best, simulations, any_fits = threshold, 0, False
+    boundaries: Boundaries = ()
     for partition in partitions(problem):
         evaluation = evaluate(problem, partition)
         simulations += 1
         any_fits |= evaluation.fits
         if evaluation.fits and evaluation.iteration < best:
             best, boundaries = evaluation.iteration, partition
-    if boundaries:
-        status = Status.OPTIMAL
-    else:
-        status = Status.BOUNDED if any_fits else Status.INFEASIBLE
+    nothing = Status.BOUNDED if any_fits else Status.INFEASIBLE
     return StageSolution(
-        status=status,
+        status=Status.OPTIMAL if boundaries else nothing,
         iteration=best if boundaries else NO_THRESHOLD,
         boundaries=boundaries,
         lower_bound=best,

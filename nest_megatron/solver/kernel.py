@@ -26,7 +26,8 @@ def solve(
 
     Args:
         threshold: an iteration time to beat; the search proves that none does, or finds the best.
-        node_limit: partial partitions after which the search gives up with what it has.
+        node_limit: partial partitions after which the search gives up with what it has. 0 asks for
+            memory and the lower bound alone: nothing is simulated.
 
     Returns:
         What ``reference.solve`` returns, in every field.

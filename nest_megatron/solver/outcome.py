@@ -24,7 +24,10 @@ class Status(IntEnum):
     INFEASIBLE = 2
     """Proven: no partition fits in memory."""
     LIMIT = 3
-    """The node limit ended the search; ``lower_bound`` is what is proven."""
+    """The node limit ended the search; ``lower_bound`` is what is proven.
+
+    With a limit of 0 nothing is searched or simulated: memory and the lower bound are all there is.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,9 @@ bounds it from below, whatever the partition; ticks are whole numbers, so no rou
 
 With virtual stages the declared space is a list; its members are bounded by each rank's own work
 and simulated while they may win.
+
+A search that the node limit ends still proves something: the bottleneck at the origin, and of every cut
+the least length it can have. A node limit of 0 ends it before anything is simulated.
 """
 
 from __future__ import annotations
@@ -57,10 +60,11 @@ def solve(
 
     Args:
         threshold: an iteration time to beat; the search proves that none does, or finds the best.
-        node_limit: partial partitions after which the search gives up with what it has.
+        node_limit: partial partitions after which the search gives up with what it has. 0 asks for
+            memory and the lower bound alone: nothing is simulated.
     """
     if problem.num_virtual > 1:
-        return _solve_interleaved(problem, threshold)
+        return _solve_interleaved(problem, threshold, node_limit)
     return _Search(problem, threshold, node_limit).run()
 
 
@@ -95,13 +99,15 @@ class _Search:
         if not self._tabulate_memory():
             return self._solution(Status.INFEASIBLE, NO_THRESHOLD)
         self._tabulate_bounds()
-        lower = self.bottleneck[0][0]
-        if lower >= self.threshold:
-            return self._solution(Status.BOUNDED, lower)
+        self.lower = self.bottleneck[0][0]
+        if self.lower >= self.threshold:
+            return self._solution(Status.BOUNDED, self.lower)
+        if self.node_limit == 0:
+            return self._solution(Status.LIMIT, self.lower)
         self._simulate_first_guess()
         finished = self._descend(0)
         if not finished:
-            return self._solution(Status.LIMIT, lower)
+            return self._solution(Status.LIMIT, min(self.lower, self.threshold))
         status = Status.OPTIMAL if self.best else Status.BOUNDED
         return self._solution(status, self.threshold)
 
@@ -264,6 +270,7 @@ class _Search:
                     if self.bound[k, x, y] < self.threshold:
                         rest = self._weight(cut, k, x, y) + cut.remaining[k + 1][y]
                         cut.remaining[k][x] = min(cut.remaining[k][x], rest)
+        self.lower = max(self.lower, cut.constant + cut.remaining[0][0])
         cut.so_far = [cut.constant] * (self.p + 1)
         for k in range(depth):
             weight = self._weight(cut, k, self.path[k], self.path[k + 1])
@@ -338,13 +345,24 @@ def _active(cost: ChunkCost, name: str) -> str:
     return larger if getattr(cost, larger) > 0 else ""
 
 
-def _solve_interleaved(problem: PipelineProblem, threshold: Ticks) -> StageSolution:
+def _solve_interleaved(
+    problem: PipelineProblem, threshold: Ticks, node_limit: int
+) -> StageSolution:
     """Bound every member of the declared space, simulate the most promising, then all that may win."""
     members = [b for b in interleaved_partitions(problem) if fits_in_memory(problem, b)]
     bounds = [_work_bound(problem, b) for b in members]
     lower = min(bounds, default=NO_THRESHOLD)
     best: Boundaries = ()
     simulations = 0
+    if lower < threshold and node_limit == 0:
+        return StageSolution(
+            status=Status.LIMIT,
+            iteration=NO_THRESHOLD,
+            boundaries=(),
+            lower_bound=lower,
+            nodes=0,
+            simulations=0,
+        )
     if lower < threshold:
         guess = evaluate(problem, members[bounds.index(lower)]).iteration
         simulations += 1

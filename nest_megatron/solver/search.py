@@ -6,16 +6,16 @@ below the node is faster):
 * *shard*: tensor, context, expert degrees and micro batch. A replica's work on one micro batch is
   known, and the best pipeline can do is to divide it evenly with no bubble at all.
 * *grid*: pipeline size and rank order on top.
-* *family*: virtual stages and ZeRO stage on top; for the plain schedule the bound holds the fill and
-  drain of a balanced pipeline.
+* *family*: virtual stages and ZeRO stage on top; for the plain schedule the bound holds the fill
+  and drain of a balanced pipeline.
 * *members*: a family whose stage problem was solved without recomputation in unlimited memory;
   recomputation and memory limits only make a partition slower, so its time is a bound.
 * *blocks*: full recomputation of the first layers of each chunk, block sizes rising lazily.
 * *variant*: another recompute setting on top, judged by the stage solver.
 
-A *layout* is a choice of tensor, context, pipeline and expert degrees and GPU count. The search keeps the
-best plan of each of the best ``num_layouts`` layouts, and a node is dropped only when its bound says it
-can neither improve its own layout nor enter that list.
+A *layout* is a choice of tensor, context, pipeline and expert degrees and GPU count. The search
+keeps the best plan of each of the best ``num_layouts`` layouts, and a node is dropped only when
+its bound says it can neither improve its own layout nor enter that list.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ from nest_megatron.units import Ticks, to_ticks
 #: Memory that no plan reaches, to ask for the fastest partition whatever it needs.
 UNLIMITED = 1 << 58
 
-#: Solves a stage problem: the problem, the time to beat, and the most partial partitions to look at.
+#: Solves a stage problem: the problem, the time to beat, and the most partial partitions to look
+#: at.
 StageSolver = Callable[[PipelineProblem, Ticks, int], StageSolution]
 
 #: Enough for a bound that only orders the search; a plan that may win gets the solver's own limit.
@@ -379,8 +380,10 @@ class Search:
         for pp in self._pipeline_sizes(shard):
             dp = dims.world_size // (inner * pp)
             for order in self.space.rank_orders:
-                if order is RankOrder.TP_CP_EP_PP_DP and (pp == 1 or dp == 1) and (
-                    len(self.space.rank_orders) > 1
+                if (
+                    order is RankOrder.TP_CP_EP_PP_DP
+                    and (pp == 1 or dp == 1)
+                    and (len(self.space.rank_orders) > 1)
                 ):
                     continue  # the same groups as in the first order
                 laid = ParallelDims(
@@ -470,9 +473,9 @@ class Search:
         """A balanced pipeline with its fill and drain (plain schedule), or with none.
 
         With stage times ``t_i`` the plain schedule takes at least ``T + w_i t_i`` for every stage,
-        ``T`` the time of one micro batch through all stages and ``w_i = m - 1 - s min(m - 1, p - 1 - i)``
-        with ``s`` the largest forward share (``reference._Search._stage_bound``). The best division of
-        ``T`` makes all ``w_i t_i`` equal.
+        ``T`` the time of one micro batch through all stages and ``w_i = m - 1 - s min(m - 1, p - 1
+        - i)`` with ``s`` the largest forward share (``reference._Search._stage_bound``). The best
+        division of ``T`` makes all ``w_i t_i`` equal.
         """
         even = self._even_bound(grid, recompute)
         dims, m = grid.dims, grid.num_microbatches
@@ -507,9 +510,7 @@ class Search:
             self._push(node.bound, dataclasses.replace(node.grid, recompute=blocks[0]), BLOCKS)
         threshold = self._threshold(node.grid)
         bounds = {
-            recompute: max(
-                node.bound, self._pipeline_bound(node.grid, self._least_work(recompute))
-            )
+            recompute: max(node.bound, self._pipeline_bound(node.grid, self._least_work(recompute)))
             for recompute in settings
         }
         in_time = [recompute for recompute in settings if bounds[recompute] <= threshold]
@@ -595,9 +596,12 @@ class Search:
         """Smallest block from ``first`` on with which some partition fits, or ``most + 1``."""
         if not self._fits(_with_block(grid, most)):
             return most + 1
-        return bisect.bisect_left(
-            range(first, most + 1), True, key=lambda size: self._fits(_with_block(grid, size))
-        ) + first
+        return (
+            bisect.bisect_left(
+                range(first, most + 1), True, key=lambda size: self._fits(_with_block(grid, size))
+            )
+            + first
+        )
 
     def _solve_and_record(self, grid: Grid) -> StageSolution:
         """Solve a candidate as far as it matters, count it, and keep it if it is its layout's best."""

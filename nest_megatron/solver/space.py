@@ -63,7 +63,10 @@ class SearchSpace:
             for name, value in values.items():
                 if name not in DEGREES:
                     raise UserInputError(
-                        f"{what}.{name}", value=value, limit="no such degree", fix=nearest(name, DEGREES)
+                        f"{what}.{name}",
+                        value=value,
+                        limit="no such degree",
+                        fix=nearest(name, DEGREES),
                     )
                 if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                     raise UserInputError(
@@ -95,7 +98,9 @@ class SearchSpace:
         if self.use_all_gpus:
             return [total]
         whole_nodes = range(total - total % node, 0, -node)
-        return sorted({total, *whole_nodes, *(d for d in divisors(node) if d <= total)}, reverse=True)
+        return sorted(
+            {total, *whole_nodes, *(d for d in divisors(node) if d <= total)}, reverse=True
+        )
 
 
 def divisors(number: int) -> list[int]:

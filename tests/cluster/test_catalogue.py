@@ -16,7 +16,6 @@ from nest_megatron.cluster.catalogue import accelerator_from_mapping, cluster_fr
 from nest_megatron.cluster.records import Cluster, CollectiveKind, Precision
 from nest_megatron.errors import UserInputError
 
-
 CONFIGS = Path(__file__).parents[2] / "hydra_configs"
 CLUSTERS = catalogue_names("cluster", CONFIGS)
 ACCELERATORS = catalogue_names("accelerator", CONFIGS)

@@ -24,7 +24,8 @@ from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
 from tests.contract import megatron_model
 
-#: Model, cluster, GPUs, global batch, degrees held fixed so that pipelines and experts are exercised.
+#: Model, cluster, GPUs, global batch, degrees held fixed so that pipelines and experts are
+#: exercised.
 JOBS: tuple[tuple[str, str, int, int, dict[str, int]], ...] = (
     ("bert_large", "dgx_a100", 16, 256, {}),
     ("bert_large", "v100_spine_leaf", 16, 256, {"pipeline_model_parallel_size": 4}),

@@ -14,7 +14,11 @@ NODE = NetworkLevel(
     name="node", num_devices=8, bandwidth_bytes_per_s=400e9, latency_s=1e-6, efficiency=EFFICIENCY
 )
 SPINE = NetworkLevel(
-    name="spine", num_devices=None, bandwidth_bytes_per_s=50e9, latency_s=1e-5, efficiency=EFFICIENCY
+    name="spine",
+    num_devices=None,
+    bandwidth_bytes_per_s=50e9,
+    latency_s=1e-5,
+    efficiency=EFFICIENCY,
 )
 LEVELS = (NODE, SPINE)
 kinds = st.sampled_from([kind for kind in CollectiveKind if kind is not CollectiveKind.SEND_RECV])
@@ -27,7 +31,9 @@ def test_a_group_of_one_says_nothing() -> None:
 
 def test_ring_inside_a_node() -> None:
     expected = 2 * (7 / 8 * 1e9 / 200e9 + 7 * 1e-6)
-    assert collective_time(CollectiveKind.ALL_REDUCE, 1e9, (8, 1), LEVELS) == pytest.approx(expected)
+    assert collective_time(CollectiveKind.ALL_REDUCE, 1e9, (8, 1), LEVELS) == pytest.approx(
+        expected
+    )
 
 
 def test_each_gpu_of_a_node_uses_its_own_adapter() -> None:

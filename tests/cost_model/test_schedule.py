@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -59,7 +60,7 @@ def test_no_pass_starts_before_its_input(shape: tuple[int, int, int], seed: int)
     timeline = simulate(p, v, m, chunks, [0] * p)
     end = {timed.op: timed.end for rank in timeline for timed in rank}
     for rank in timeline:
-        for earlier, later in zip(rank, rank[1:], strict=False):
+        for earlier, later in pairwise(rank):
             assert later.start >= earlier.end
         for timed in rank:
             op = timed.op
@@ -77,7 +78,9 @@ def test_no_pass_starts_before_its_input(shape: tuple[int, int, int], seed: int)
 def test_equal_chunks_take_the_textbook_time(p: int, v: int, m: int) -> None:
     """``(m + (p - 1) / v)`` times one rank's work (Narayanan et al. 2021, section 2.2)."""
     forward, backward = 10, 20
-    timeline = simulate(p, v, m, [ChunkTimes(forward=forward, backward=backward)] * (p * v), [0] * p)
+    timeline = simulate(
+        p, v, m, [ChunkTimes(forward=forward, backward=backward)] * (p * v), [0] * p
+    )
     assert max(rank[-1].end for rank in timeline) == (m * v + p - 1) * (forward + backward)
 
 

@@ -14,7 +14,6 @@ from nest_megatron.model.catalogue import CHOICES, known_keys, spec_from_mapping
 from nest_megatron.model.layer_pattern import moe_layer_pattern
 from nest_megatron.model.spec import LayerKind, ModelFamily, TransformerSpec
 
-
 CONFIGS = Path(__file__).parents[2] / "hydra_configs"
 NAMES = catalogue_names("model", CONFIGS)
 

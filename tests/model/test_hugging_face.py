@@ -17,7 +17,6 @@ from nest_megatron.model.hugging_face import (
 )
 from nest_megatron.model.spec import TransformerSpec
 
-
 MODELS = Path(__file__).parents[2] / "hydra_configs" / "model"
 
 LLAMA3_70B: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""Closed forms against published sizes (``tests/contract`` compares them with megatron-core's own)."""
+"""Closed forms against published sizes; ``tests/contract`` compares with megatron-core's own."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_a_file_is_written_whole_or_not_at_all(
     with pytest.raises(KeyboardInterrupt):
         plan_file.write(made("llama3_70b", 64), path)
     assert path.read_text() == "old"
-    assert os.listdir(tmp_path) == ["plan.yaml"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.yaml"]
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

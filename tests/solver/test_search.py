@@ -54,7 +54,10 @@ def small_cluster(rng: random.Random, memory_bytes: int | None = None) -> Cluste
     )
     levels = (
         NetworkLevel(
-            name="node", num_devices=2, bandwidth_bytes_per_s=rng.choice([1e9, 1e11]), latency_s=1e-6
+            name="node",
+            num_devices=2,
+            bandwidth_bytes_per_s=rng.choice([1e9, 1e11]),
+            latency_s=1e-6,
         ),
         NetworkLevel(
             name="spine",
@@ -107,9 +110,7 @@ def look_at_everything(everything: Search) -> tuple[list[SolvedGrid], int]:
     return sorted(best.values(), key=lambda plan: plan.rank), count
 
 
-SMALL_SPACE = SearchSpace(
-    limits={"micro_batch_size": 2, "virtual_pipeline_model_parallel_size": 2}
-)
+SMALL_SPACE = SearchSpace(limits={"micro_batch_size": 2, "virtual_pipeline_model_parallel_size": 2})
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -71,6 +71,34 @@ def test_thresholds_and_node_limits(generate: Generator) -> None:
                     assert_same(problem, threshold, node_limit)
 
 
+@pytest.mark.parametrize("generate", [*SMALL, long_problem], ids=lambda f: f.__name__)
+def test_a_limit_of_nothing_gives_the_bound_alone(generate: Generator) -> None:
+    for seed in range(2000, 2150):
+        problem = generate(seed)
+        best = kernel.solve(problem)
+        for threshold in {NO_THRESHOLD, 0, -1, min(best.iteration, NO_THRESHOLD)}:
+            found = reference.solve(problem, threshold, 0)
+            assert kernel.solve(problem, threshold, 0) == found, (seed, threshold)
+            assert found.lower_bound <= best.lower_bound
+            assert (found.simulations, found.boundaries) == (0, ())
+            if best.status is Status.INFEASIBLE:
+                assert found.status is Status.INFEASIBLE
+            elif found.lower_bound >= threshold:
+                assert found.status is Status.BOUNDED
+            else:
+                assert (found.status, found.nodes) == (Status.LIMIT, 0)
+
+
+@pytest.mark.parametrize("generate", [tie_problem, edge_problem, long_problem])
+def test_what_a_limit_leaves_is_proven(generate: Generator) -> None:
+    for seed in range(3000, 3060):
+        problem = generate(seed)
+        best = kernel.solve(problem)
+        bounds = [kernel.solve(problem, NO_THRESHOLD, limit).lower_bound for limit in range(4)]
+        assert bounds == sorted(bounds)
+        assert bounds[-1] <= best.lower_bound
+
+
 @pytest.mark.parametrize("threshold_change", [-1, 0, 1])
 def test_a_threshold_at_the_optimum(threshold_change: int) -> None:
     problem = equal_layers(stages=4, microbatches=8)

@@ -103,8 +103,8 @@ def _own_argv(request: LaunchRequest) -> tuple[list[str], tuple[str, ...]]:
         return [*model_argv(request.spec), *layout], (_COMPLETE_IT,)
     return layout, (
         f"Megatron-LM's command line has no flag for the activation of {request.spec.name} "
-        f"({request.spec.activation}); only the layout's flags are written. Launch it through NeMo or "
-        "Megatron-Bridge, whose configurations can state it.",
+        f"({request.spec.activation}); only the layout's flags are written. Launch it through NeMo "
+        "or Megatron-Bridge, whose configurations can state it.",
     )
 
 

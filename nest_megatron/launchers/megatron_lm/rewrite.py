@@ -1,14 +1,13 @@
-"""A user's own arguments with a plan's flags in the place of theirs, and every change with its reason.
+"""A user's own arguments with a plan's flags in the place of theirs; every change has a reason.
 
-Only the destinations in ``PARALLEL_ARGUMENTS`` and ``_COMPANIONS`` are touched; everything else keeps
-its words and its place.
+Only the destinations in ``PARALLEL_ARGUMENTS`` and ``_COMPANIONS`` are touched; everything else
+keeps its words and its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from nest_megatron.launchers.megatron_lm.job import PARALLEL_ARGUMENTS
 from nest_megatron.launchers.megatron_lm.parser import Argument, ReadCommand, load_arguments
@@ -141,7 +140,7 @@ def _is_default(dest: str, value: str) -> bool:
 
 
 def _options(argv: Sequence[str], version: str) -> list[_Option]:
-    """An argument vector cut into options; words of unknown flags are options without destination."""
+    """An argument vector cut into options; a word of an unknown flag has no destination."""
     table = {flag: a for a in load_arguments(version) for flag in a.flags}
     options, at = [], 0
     while at < len(argv):
@@ -169,7 +168,7 @@ def _num_values(argument: Argument, rest: Sequence[str]) -> int:
 def _reason(dest: str, removed: bool, plan: ParallelPlan) -> str:
     if removed:
         return _REMOVED.get(dest, "the plan does not need it")
-    return _REASONS.get(dest, lambda _: "belongs to the plan")(plan)
+    return _REASONS[dest](plan) if dest in _REASONS else "belongs to the plan"
 
 
 _REMOVED = {
@@ -202,7 +201,7 @@ def _microbatches(plan: ParallelPlan) -> str:
     return f"{plan.grid().num_microbatches} micro batches a step on each replica"
 
 
-_REASONS: Mapping[str, Callable[[ParallelPlan], Any]] = {
+_REASONS: Mapping[str, Callable[[ParallelPlan], str]] = {
     "tensor_model_parallel_size": _across("tp"),
     "context_parallel_size": _across("cp"),
     "expert_model_parallel_size": _across("ep"),

@@ -1,0 +1,59 @@
+"""The command line: ``nest-megatron`` and ``python -m nest_megatron``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+PROGRAM = "nest-megatron"
+OK, NOTHING_FITS, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments after the program's name; those of the process if not given.
+
+    Returns:
+        The exit code: 0 done, 1 nothing fits, 2 bad input, 130 interrupted.
+    """
+    import click
+
+    from nest_megatron.app import complete  # noqa: F401 (registers the shells)
+    from nest_megatron.app.commands import cli
+    from nest_megatron.app.output import print_error
+    from nest_megatron.errors import UserInputError
+
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in arguments
+    try:
+        code = cli.main(args=arguments, prog_name=PROGRAM, standalone_mode=False)
+    except UserInputError as error:
+        print_error(error, as_json=as_json)
+        return BAD_INPUT
+    except click.ClickException as error:
+        print_error(_usage(error), as_json=as_json)
+        return BAD_INPUT
+    except (KeyboardInterrupt, click.Abort):
+        print("Interrupted; nothing was written.", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away (`| head`); keep Python from complaining when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    return code if isinstance(code, int) else OK
+
+
+def _usage(error: object) -> Exception:
+    """A wrong option in the form of our own errors."""
+    from nest_megatron.errors import UserInputError
+
+    command = getattr(getattr(error, "ctx", None), "command_path", PROGRAM)
+    return UserInputError(
+        "command line",
+        value=command,
+        limit=error.format_message().rstrip("."),  # type: ignore[attr-defined]
+        fix=f"`{command} --help` shows the options and examples.",
+    )

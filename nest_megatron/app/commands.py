@@ -1,0 +1,180 @@
+"""The commands and their options. What they do is in the modules that they load when run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from nest_megatron import __version__
+from nest_megatron.app.complete import complete_catalogue, complete_free, complete_override
+
+
+
+class _Examples:
+    """Examples under the options, word for word; tests run them."""
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.examples = tuple(examples)
+
+    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples."""
+        formatter.write_paragraph()
+        formatter.write("Examples:\n")
+        for example in self.examples:
+            formatter.write(f"  {example}\n")
+
+
+class _Command(_Examples, click.Command):
+    """A command with examples."""
+
+
+class _Group(_Examples, click.Group):
+    """A group of commands with examples."""
+
+
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+def _json_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(
+        function
+    )
+
+
+def _job_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    function = click.argument(
+        "overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_override
+    )(function)
+    return click.option(
+        "--config-dir",
+        type=_FOLDER,
+        help="A folder with your own model/, cluster/ or accelerator/ files.",
+    )(function)
+
+
+@cli.command(cls=_Command, examples=(
+    'nest-megatron plan model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64',
+    "nest-megatron plan --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100",
+    'nest-megatron models',
+    'nest-megatron clusters',
+))context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="nest-megatron")
+def cli() -> None:
+    """The fastest way to lay a Megatron training job over a cluster that provably fits in memory.
+
+    Exit codes: 0 done, 1 nothing fits in memory, 2 bad input, 130 interrupted.
+    """
+
+
+@cli.command(cls=_Command, examples=(
+    'nest-megatron plan model=llama3_70b cluster=h100_spine_leaf cluster.num_gpus=1024 train.global_batch_size=4096 out=plan.yaml',
+    'nest-megatron plan model=./config.json cluster=./mine.yaml parallel.zero_stage=1',
+    'nest-megatron plan model=mixtral_8x7b cluster=dgx_h100 search.max_seconds=10 --json',
+    "nest-megatron plan --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100 --free all",
+    'nest-megatron plan -m model=llama3_70b cluster=h100_spine_leaf cluster.oversubscription=1,2,4',
+))
+@_job_options
+@click.option(
+    "--from",
+    "from_command",
+    metavar="COMMAND",
+    help="Your own Megatron-LM command, in quotes; - reads it from standard input.",
+)
+@click.option(
+    "--free",
+    metavar="NAMES",
+    default="",
+    shell_complete=complete_free,
+    help="With --from: flags of yours that may change, separated by commas, or all.",
+)
+@click.option(
+    "--megatron-version",
+    metavar="RELEASE",
+    default="0.16.1",
+    show_default=True,
+    help="With --from: the release whose flags the command uses (0.16.1 or 0.20).",
+)
+@click.option("-m", "--multirun", is_flag=True, help="Plan every combination of a,b values.")
+@_json_option
+def plan(**options: Any) -> int:
+    """Find the fastest plan that fits in memory.
+
+    Settings are key=value; what is not given is searched. hydra_configs/plan.yaml explains each.
+    """
+    from nest_megatron.app.plan import run_plan
+
+    return run_plan(**options)
+
+
+@cli.command(cls=_Command, examples=(
+    'nest-megatron estimate model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64 parallel.tensor_model_parallel_size=4 parallel.pipeline_model_parallel_size=4 parallel.context_parallel_size=2 train.micro_batch_size=1',
+))
+@_job_options
+@_json_option
+def estimate(**options: Any) -> int:
+    """Price one layout: iteration time by term, memory by stage. Nothing is searched.
+
+    What is not given is Megatron's default: degrees of 1, the GPUs that are left replicate, the
+    distributed optimizer, an even split of the layers (the fastest split where they do not divide).
+    Exits with 1 where the layout does not fit in memory.
+    """
+    from nest_megatron.app.plan import run_estimate
+
+    return run_estimate(**options)
+
+
+@cli.command(cls=_Command, examples=(
+    'nest-megatron explain plan.yaml',
+    'nest-megatron explain plan.yaml --json',
+))
+@click.argument("path", type=click.Path(path_type=Path), metavar="PLAN.YAML")
+@_json_option
+def explain(path: Path, *, as_json: bool) -> int:
+    """Read a plan file and say why it is what it is."""
+    from nest_megatron.app.explain import run_explain
+
+    return run_explain(path, as_json=as_json)
+
+
+@cli.command(cls=_Command, examples=(
+    'nest-megatron models',
+    'nest-megatron models deepseek_v3',
+))
+@click.argument("name", required=False, shell_complete=complete_catalogue("model"))
+@_json_option
+def models(name: str | None, *, as_json: bool) -> int:
+    """List the models of the catalogue, or show one."""
+    from nest_megatron.app.catalogue import run_models
+
+    return run_models(name, as_json=as_json)
+
+
+@cli.command(cls=_Command, examples=(
+    'nest-megatron clusters',
+    'nest-megatron clusters h100_spine_leaf',
+))
+@click.argument("name", required=False, shell_complete=complete_catalogue("cluster"))
+@_json_option
+def clusters(name: str | None, *, as_json: bool) -> int:
+    """List the clusters of the catalogue, or show one."""
+    from nest_megatron.app.catalogue import run_clusters
+
+    return run_clusters(name, as_json=as_json)
+
+
+@cli.command(cls=_Command, examples=(
+    'eval "$(nest-megatron completion bash)"                 # in ~/.bashrc',
+    'eval "$(nest-megatron completion zsh)"                  # in ~/.zshrc',
+    'nest-megatron completion fish > ~/.config/fish/completions/nest-megatron.fish',
+))
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> int:
+    """Print the script that completes commands, settings and catalogue names."""
+    from nest_megatron.app.complete import script
+
+    click.echo(script(shell))
+    return 0

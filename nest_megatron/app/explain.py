@@ -1,0 +1,45 @@
+"""``explain``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nest_megatron.app import OK
+from nest_megatron.app.output import command_lines, show, show_json
+from nest_megatron.app.plan import launch_words
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.plain import to_plain
+from nest_megatron.report.differences import term_differences
+from nest_megatron.report.words import certificate
+
+
+def run_explain(path: Path, *, as_json: bool) -> int:
+    """Print a plan file with its reasons."""
+    plan = plan_file.read(path)
+    differences = term_differences(plan)
+    if as_json:
+        reasons = {
+            "certificate": certificate(plan.search),
+            "alternative_term_differences_s": [d and dict(d) for d in differences],
+        }
+        show_json({**to_plain(plan), "explained": reasons})
+        return OK
+    from nest_megatron.report.terminal import explain_report, notes_report
+
+    show(explain_report(plan, differences))
+    for name, launch in plan.launch.items():
+        kept = [(k, v) for k, v in launch.environment.items() if v is not None]
+        unset = [k for k, v in launch.environment.items() if v is None]
+        print(f"\nLaunch with {name}\n")
+        print(command_lines(launch_words(plan, launch.script, launch.argv), kept))
+        print()
+        notes = [*launch.notes, *(f"{variable} must not be set." for variable in unset)]
+        show(notes_report(notes))
+    _advise(plan)
+    return OK
+
+
+def _advise(plan: ParallelPlan) -> None:
+    if not plan.launch:
+        print("\nThis plan holds no launch command; plan again with this version to get one.")

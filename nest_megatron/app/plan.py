@@ -1,0 +1,225 @@
+"""``plan`` and ``estimate``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nest_megatron.app import NOTHING_FITS, OK
+from nest_megatron.app.output import command_lines, show, show_json
+from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.overrides import Setting, parse, refuse_sweeps
+from nest_megatron.config.request import plan_request, read_inputs, read_space
+from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.megatron_lm.attach import with_launch
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.plain import to_plain
+from nest_megatron.planner import NoPlan, Progress
+from nest_megatron.planner import plan as find_plan
+
+if TYPE_CHECKING:
+    from nest_megatron.config.command import CommandRequest
+
+_TORCHRUN = "torchrun"
+
+
+def run_plan(
+    *,
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    from_command: str | None,
+    free: str,
+    megatron_version: str,
+    multirun: bool,
+    as_json: bool,
+) -> int:
+    """Plan one job, or every job of a sweep, and print the result."""
+    settings = parse(overrides, config_dir)
+    if free and from_command is None:
+        raise UserInputError(
+            "--free", value=free, limit="it goes with --from", fix="Add --from with your command."
+        )
+    if multirun:
+        from nest_megatron.app.sweep import run_sweep
+
+        if from_command is not None:
+            raise UserInputError(
+                "--multirun",
+                value="--from",
+                limit="a command is planned by itself",
+                fix="Leave one of the two out.",
+            )
+        return run_sweep(settings, config_dir, as_json=as_json)
+    refuse_sweeps(settings)
+    composed = compose(settings, config_dir)
+    check_out(composed)
+    if from_command is not None:
+        text = sys.stdin.read() if from_command == "-" else from_command
+        names = [name for name in free.split(",") if name.strip()]
+        return _plan_command(composed, text, names, megatron_version, as_json=as_json)
+    found, notes = plan_job(composed)
+    if isinstance(found, NoPlan):
+        return _refuse(found, notes, as_json=as_json)
+    _write(found, composed)
+    if as_json:
+        show_json(to_plain(found))
+    else:
+        _show_plan(found, composed, notes)
+    return OK
+
+
+def plan_job(
+    composed: Composed, on_progress: Progress | None = None
+) -> tuple[ParallelPlan | NoPlan, tuple[str, ...]]:
+    """Plan a composed job; the notes say what was assumed."""
+    from nest_megatron.app.progress import progress
+
+    inputs = read_inputs(composed)
+    request = plan_request(composed.config, inputs, read_space(composed.config))
+    with progress() as report:
+        found = find_plan(request, on_progress or report)
+    if isinstance(found, ParallelPlan):
+        found = with_launch(found, notes=inputs.notes)
+    return found, inputs.notes
+
+
+def run_estimate(*, overrides: Sequence[str], config_dir: Path | None, as_json: bool) -> int:
+    """Price one layout and print the prediction."""
+    from nest_megatron.config.layout import estimate_layout
+
+    settings = parse(overrides, config_dir)
+    refuse_sweeps(settings)
+    composed = compose(settings, config_dir)
+    check_out(composed)
+    inputs = read_inputs(composed)
+    found, notes = estimate_layout(composed, inputs)
+    found = with_launch(found, notes=notes)
+    _write(found, composed)
+    if as_json:
+        show_json(to_plain(found))
+    else:
+        _show_plan(found, composed, notes)
+    return OK if found.predicted.fits else NOTHING_FITS
+
+
+def check_out(composed: Composed) -> None:
+    """Refuse an output that cannot be written before the search, not after it.
+
+    Raises:
+        UserInputError: if ``out`` is a folder, or its folder is missing.
+    """
+    if composed.config.out is None:
+        return
+    path = Path(composed.config.out).expanduser()
+    if path.is_dir():
+        raise UserInputError(
+            "out",
+            value=str(path),
+            limit="it is a folder",
+            fix=f"Name a file: {path / 'plan.yaml'}.",
+        )
+    if not path.parent.is_dir():
+        raise UserInputError(
+            "out",
+            value=str(path),
+            limit=f"there is no folder {path.parent}",
+            fix=f"mkdir -p {path.parent}",
+        )
+
+
+def _plan_command(
+    composed: Composed, text: str, free: list[str], version: str, *, as_json: bool
+) -> int:
+    from nest_megatron.app.progress import progress
+    from nest_megatron.config.command import read_request
+
+    request = read_request(text, composed, free=free, version=version)
+    inputs = request.inputs
+    with progress() as report:
+        found = find_plan(plan_request(composed.config, inputs, request.space), report)
+    if isinstance(found, NoPlan):
+        return _refuse(found, inputs.notes, as_json=as_json)
+    found = with_launch(found, request.command, notes=inputs.notes)
+    _write(found, composed)
+    if as_json:
+        show_json(to_plain(found))
+    else:
+        _show_command(found, composed, request)
+    return OK
+
+
+def _refuse(refusal: NoPlan, notes: Sequence[str], *, as_json: bool) -> int:
+    if as_json:
+        show_json({"no_plan": to_plain(refusal)})
+        return NOTHING_FITS
+    from nest_megatron.report.terminal import no_plan_report, notes_report
+
+    show(no_plan_report(refusal), notes_report(notes))
+    return NOTHING_FITS
+
+
+def _write(plan: ParallelPlan, composed: Composed) -> None:
+    if composed.config.out is not None:
+        plan_file.write(plan, Path(composed.config.out))
+
+
+def _show_plan(plan: ParallelPlan, composed: Composed, notes: Sequence[str]) -> None:
+    from nest_megatron.report.terminal import notes_report, plan_report
+
+    show(plan_report(plan), "")
+    if notes:
+        show(notes_report(notes))
+    _say_where(plan, composed)
+
+
+def _say_where(plan: ParallelPlan, composed: Composed) -> None:
+    out = composed.config.out
+    if out is not None:
+        print(f"Written to {out}; `nest-megatron explain {out}` prints the launch command.")
+    if not plan.predicted.fits:
+        predicted = plan.predicted
+        missing = (predicted.peak_memory_bytes - predicted.capacity_bytes) / 2**30
+        print(f"Does not fit: {missing:.1f} GiB are missing on the fullest GPU.", file=sys.stderr)
+
+
+def _show_command(plan: ParallelPlan, composed: Composed, request: CommandRequest) -> None:
+    from nest_megatron.launchers.megatron_lm.attach import LAUNCHER, rewritten
+    from nest_megatron.report.terminal import changes_table, notes_report, plan_report
+
+    changes = rewritten(plan, request.command).changes
+    show(plan_report(plan), "")
+    if changes:
+        show(
+            "Changes to your command",
+            changes_table((c.flag, c.before, c.after, c.reason) for c in changes),
+        )
+    else:
+        show("Your command is already the plan.")
+    print("\nThe command\n")
+    launch = plan.launch[LAUNCHER]
+    own = {**request.command.environment}
+    unset = [name for name, value in launch.environment.items() if value is None]
+    own |= {name: value for name, value in launch.environment.items() if value is not None}
+    kept = [(name, value) for name, value in own.items() if name not in unset]
+    words = [*request.command.launcher, *filter(None, [request.command.script]), *launch.argv]
+    print(command_lines(words, kept))
+    print()
+    if request.inputs.notes:
+        show(notes_report(request.inputs.notes))
+    _say_where(plan, composed)
+
+
+def launch_words(plan: ParallelPlan, script: str, argv: Sequence[str]) -> list[str]:
+    """A ``torchrun`` command of the plan's size."""
+    gpus = plan.placement.num_gpus
+    per_node = min(plan.placement.gpus_per_node, gpus)
+    sizes = ["--nproc-per-node", str(per_node), "--nnodes", str(gpus // per_node)]
+    return [_TORCHRUN, *sizes, script, *argv]
+
+
+def describe(settings: Sequence[Setting]) -> str:
+    """Settings as they were typed."""
+    return " ".join(str(setting) for setting in settings)

@@ -1,0 +1,173 @@
+"""The page is whole, safe and self-contained."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
+from nest_megatron.report.html import html_report
+from nest_megatron.report.plan_facts import funnel_steps, setting_meanings
+from tests.report.plans import SHAPES, hand_plan, searched_plan
+
+EVIL = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>&amp;"
+LOADING = {"src", "href", "srcset", "data", "action", "poster", "xlink:href", "background"}
+LOADERS = {"script", "link", "img", "iframe", "object", "embed", "base", "form", "image", "use"}
+
+
+class Page(HTMLParser):
+    """Tables, tags and attributes of a page; fails where tags do not nest."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.tables: dict[str, list[list[str]]] = {}
+        self.caption = ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        if tag == "tr" and self.caption:
+            self.tables[self.caption].append([])
+        if tag in ("td", "th") and self.caption:
+            self.tables[self.caption][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+        if tag == "table":
+            self.caption = ""
+
+    def handle_data(self, data: str) -> None:
+        if "caption" in self.open:
+            self.caption += data
+            self.tables[self.caption] = []
+        elif self.caption and self.tables[self.caption] and {"td", "th"} & set(self.open):
+            self.tables[self.caption][-1][-1] += data
+
+    def table(self, start: str) -> list[list[str]]:
+        """Body rows of the table whose caption starts so."""
+        found = [rows for caption, rows in self.tables.items() if caption.startswith(start)]
+        assert len(found) == 1, sorted(self.tables)
+        return found[0][1:]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_stage_is_there(shape: str) -> None:
+    plan = SHAPES[shape]()
+    rows = Page(html_report(plan)).table("Pipeline ranks")
+    assert [row[0] for row in rows] == [str(rank) for rank in range(len(plan.predicted.stages))]
+    letters = "".join(row[2] for row in rows)
+    layers = sum(int(n or 1) for n in re.findall(r"t(?:×(\d+))?", letters))
+    assert layers == plan.model.num_layers
+    assert letters.count("E") == letters.count("L") == 1
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nothing_is_loaded_and_nothing_runs(shape: str) -> None:
+    text = html_report(SHAPES[shape]())
+    page = Page(text)
+    assert not {tag for tag, _ in page.tags} & LOADERS
+    for _, attributes in page.tags:
+        assert not LOADING & attributes.keys()
+        assert not [name for name in attributes if name.startswith("on")]
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "default-src 'none'" in text
+
+
+def test_names_are_escaped() -> None:
+    plan = searched_plan()
+    evil = dataclasses.replace(
+        plan,
+        model=dataclasses.replace(plan.model, name=EVIL, source=EVIL),
+        cluster=dataclasses.replace(plan.cluster, name=EVIL),
+        launch={EVIL: LaunchCommand(script=EVIL, argv=(EVIL,), environment={EVIL: EVIL})},
+    )
+    text = html_report(evil)
+    page = Page(text)
+    assert not {tag for tag, _ in page.tags} & LOADERS
+    assert "&lt;script&gt;alert(" in text
+
+
+def test_tables_are_accessible() -> None:
+    page = Page(html_report(searched_plan()))
+    tags = [tag for tag, _ in page.tags]
+    assert tags.count("table") == tags.count("caption") == len(page.tables)
+    assert all(attributes.get("scope") for tag, attributes in page.tags if tag == "th")
+    assert all(attributes.get("aria-label") for tag, attributes in page.tags if tag == "svg")
+    assert ("html", {"lang": "en"}) in page.tags
+
+
+def test_figures_of_the_plan_are_shown() -> None:
+    plan = searched_plan()
+    page = Page(html_report(plan))
+    assert len(page.table("Other layouts")) == 1 + len(plan.alternatives)
+    terms = page.table("Terms of a step")
+    assert len(terms) == sum(value > 0 for value in plan.predicted.terms.values())
+    sets = {row[0]: row[1] for row in page.table("Megatron's fields")}
+    assert sets["global_batch_size"] == "128"
+    assert sets["pipeline_model_parallel_size"] == str(plan.parallel.pipeline_model_parallel_size)
+    assert len(page.table("What the cost model")) == len(dataclasses.fields(CostSettings))
+
+
+def test_launch_command_is_shell() -> None:
+    command = LaunchCommand(
+        script="pretrain_gpt.py",
+        argv=("--pipeline-model-parallel-layout", "Et|tL", "--bf16"),
+        environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_X": None},
+        notes=("read me",),
+    )
+    text = html_report(dataclasses.replace(hand_plan(4), launch={"megatron_lm": command}))
+    for words in (
+        "unset NCCL_X",
+        "export CUDA_DEVICE_MAX_CONNECTIONS=1",
+        "torchrun --nnodes 4 --nproc-per-node 8 pretrain_gpt.py",
+        "--pipeline-model-parallel-layout &#x27;Et|tL&#x27; \\",
+        "read me",
+    ):
+        assert words in text
+
+
+def test_a_layout_that_does_not_fit_says_so() -> None:
+    plan = hand_plan(4)
+    assert not plan.predicted.fits
+    assert "does not fit in memory" in html_report(plan)
+
+
+def test_every_setting_has_a_meaning() -> None:
+    meanings = setting_meanings()
+    assert set(meanings) == {field.name for field in dataclasses.fields(CostSettings)}
+    assert all(len(words) > 20 for words in meanings.values())
+
+
+def test_funnel_only_narrows() -> None:
+    counts = [count for _, count in funnel_steps(searched_plan().search)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[-1] == 1
+
+
+def test_a_prediction_of_another_version_is_pointed_out() -> None:
+    plan: ParallelPlan = hand_plan(4)
+    assert "another result" not in html_report(plan)
+    stale = dataclasses.replace(plan.predicted, iteration_time_s=1.0)
+    assert "another result" in html_report(dataclasses.replace(plan, predicted=stale))
+
+
+def test_the_page_needs_no_library() -> None:
+    code = (
+        "import sys, nest_megatron.report.html, nest_megatron.report.timeline;"
+        "print(*[n for n in ('matplotlib', 'numpy', 'torch', 'hydra') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == []

@@ -1,0 +1,112 @@
+"""The trace file is complete, and the pictures can be drawn."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import json
+from collections import Counter, defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.report.timeline import chrome_trace, draw_timeline
+from tests.report.plans import SHAPES, hand_plan
+
+SIGNATURES = {".png": b"\x89PNG\r\n\x1a\n", ".svg": b"<?xml"}
+
+
+def events_of(plan: ParallelPlan) -> list[dict[str, Any]]:
+    """The trace's events with a duration."""
+    return [e for e in json.loads(chrome_trace(plan))["traceEvents"] if e["ph"] == "X"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_trace_holds_every_pass_once(shape: str) -> None:
+    plan = SHAPES[shape]()
+    grid, chunks = plan.grid(), plan.partition().num_chunks
+    passes = [event for event in events_of(plan) if event["cat"] in ("forward", "backward")]
+    assert len(passes) == 2 * grid.num_microbatches * chunks
+    seen = Counter((e["cat"], e["args"]["chunk"], e["args"]["micro batch"]) for e in passes)
+    assert set(seen.values()) == {1}
+    pp = grid.dims.pipeline_model_parallel_size
+    assert all(event["tid"] == event["args"]["chunk"] % pp for event in passes)
+
+
+def test_trace_rows_do_not_overlap_and_end_with_the_step() -> None:
+    plan = hand_plan(8, 4)
+    rows = defaultdict(list)
+    for event in events_of(plan):
+        rows[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    assert len(rows) == 8
+    for spans in rows.values():
+        assert all(before[1] <= after[0] + 1e-5 for before, after in pairwise(sorted(spans)))
+    last = max(end for spans in rows.values() for _, end in spans)
+    assert last == pytest.approx(plan.predicted.iteration_time_s * 1e6)
+
+
+def test_chunks_differ_in_more_than_digits() -> None:
+    """Perfetto colours a slice by its name without digits."""
+    names = {event["name"] for event in events_of(hand_plan(8, 4)) if event["cat"] == "forward"}
+    assert names == {"forward A", "forward B", "forward C", "forward D"}
+    assert not any(character.isdigit() for name in names for character in name)
+
+
+def test_rows_are_named() -> None:
+    events = json.loads(chrome_trace(hand_plan(4)))["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert sorted(names) == [0, 1, 2, 3]
+    assert names[1].startswith("pipeline rank 1 ")
+
+
+@pytest.mark.parametrize("suffix", SIGNATURES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pictures_are_drawn(shape: str, suffix: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the report extra is not installed")
+    path = tmp_path / f"timeline{suffix}"
+    draw_timeline(SHAPES[shape](), path)
+    assert path.read_bytes().startswith(SIGNATURES[suffix])
+
+
+def test_a_picture_is_the_same_twice(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the report extra is not installed")
+    for name in ("a.svg", "b.svg"):
+        draw_timeline(hand_plan(4), tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_dollar_signs_in_a_name_are_no_formula(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the report extra is not installed")
+    plan = hand_plan(4)
+    spec = dataclasses.replace(plan.model, name=r"$\frac$")
+    draw_timeline(dataclasses.replace(plan, model=spec), tmp_path / "a.png")
+
+
+def test_other_suffixes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match=r"\.png, \.svg"):
+        draw_timeline(hand_plan(4), tmp_path / "timeline.gif")
+
+
+def test_missing_folder_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the report extra is not installed")
+    with pytest.raises(UserInputError, match="nowhere"):
+        draw_timeline(hand_plan(4), tmp_path / "nowhere" / "timeline.png")
+
+
+def test_without_matplotlib_the_fix_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *rest: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(UserInputError, match=r"nest-megatron\[report\]"):
+        draw_timeline(hand_plan(4), tmp_path / "timeline.png")
