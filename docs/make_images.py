@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
 sys.path.insert(0, str(ROOT))
 
+from nest_megatron.launchers.megatron_lm.attach import with_launch  # noqa: E402
 from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
 from nest_megatron.planner import NoPlan, PlanRequest, plan  # noqa: E402
 from nest_megatron.report.html import html_report  # noqa: E402
@@ -34,7 +35,7 @@ def planned(model: str, cluster: str, num_gpus: int, global_batch_size: int) -> 
     )
     found = plan(request)
     assert not isinstance(found, NoPlan)
-    return found
+    return with_launch(found)
 
 
 def screenshot(page: str, target: Path) -> None:

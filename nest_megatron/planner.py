@@ -35,8 +35,9 @@ from nest_megatron.parallel.plan_file import digest, sealed
 from nest_megatron.parallel.rank_order import GroupKind, group_level, group_of_rank
 from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.solver.backend import Backend, choose, solver_of
+from nest_megatron.solver.ranking import SearchResult, SolvedGrid
 from nest_megatron.solver.room import Shortage, least_memory
-from nest_megatron.solver.search import Search, SearchResult, SolvedGrid
+from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import DEFAULT_LIMITS, SearchSpace
 from nest_megatron.units import Ticks, to_seconds
 

@@ -21,7 +21,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     import click
 
-    from nest_megatron.app import complete  # noqa: F401 (registers the shells)
     from nest_megatron.app.commands import cli
     from nest_megatron.app.output import print_error
     from nest_megatron.errors import UserInputError

@@ -12,8 +12,7 @@ from nest_megatron import __version__
 from nest_megatron.app.complete import complete_catalogue, complete_free, complete_override
 
 
-
-class _Examples:
+class _Examples(click.Command):
     """Examples under the options, word for word; tests run them."""
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **options: Any) -> None:
@@ -28,7 +27,7 @@ class _Examples:
             formatter.write(f"  {example}\n")
 
 
-class _Command(_Examples, click.Command):
+class _Command(_Examples):
     """A command with examples."""
 
 
@@ -36,6 +35,8 @@ class _Group(_Examples, click.Group):
     """A group of commands with examples."""
 
 
+_NEXT = " \\\n      "
+_FILE = click.Path(dir_okay=False, path_type=Path)
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
@@ -56,12 +57,16 @@ def _job_options(function: Callable[..., Any]) -> Callable[..., Any]:
     )(function)
 
 
-@cli.command(cls=_Command, examples=(
-    'nest-megatron plan model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64',
-    "nest-megatron plan --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100",
-    'nest-megatron models',
-    'nest-megatron clusters',
-))context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=_Group,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    examples=(
+        "nest-megatron plan model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64",
+        "nest-megatron plan --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100",
+        "nest-megatron models",
+        "nest-megatron clusters",
+    ),
+)
 @click.version_option(__version__, prog_name="nest-megatron")
 def cli() -> None:
     """The fastest way to lay a Megatron training job over a cluster that provably fits in memory.
@@ -70,13 +75,18 @@ def cli() -> None:
     """
 
 
-@cli.command(cls=_Command, examples=(
-    'nest-megatron plan model=llama3_70b cluster=h100_spine_leaf cluster.num_gpus=1024 train.global_batch_size=4096 out=plan.yaml',
-    'nest-megatron plan model=./config.json cluster=./mine.yaml parallel.zero_stage=1',
-    'nest-megatron plan model=mixtral_8x7b cluster=dgx_h100 search.max_seconds=10 --json',
-    "nest-megatron plan --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100 --free all",
-    'nest-megatron plan -m model=llama3_70b cluster=h100_spine_leaf cluster.oversubscription=1,2,4',
-))
+@cli.command(
+    cls=_Command,
+    examples=(
+        "nest-megatron plan model=llama3_70b cluster=h100_spine_leaf cluster.num_gpus=1024"
+        + _NEXT
+        + "train.global_batch_size=4096 out=plan.yaml",
+        "nest-megatron plan model=./config.json cluster=./mine.yaml parallel.zero_stage=1",
+        "nest-megatron plan model=mixtral_8x7b cluster=dgx_h100 search.max_seconds=10 --json",
+        "nest-megatron plan --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100 --free all",
+        "nest-megatron plan -m model=llama3_8b cluster=h100_spine_leaf cluster.oversubscription=1,4",
+    ),
+)
 @_job_options
 @click.option(
     "--from",
@@ -110,9 +120,16 @@ def plan(**options: Any) -> int:
     return run_plan(**options)
 
 
-@cli.command(cls=_Command, examples=(
-    'nest-megatron estimate model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64 parallel.tensor_model_parallel_size=4 parallel.pipeline_model_parallel_size=4 parallel.context_parallel_size=2 train.micro_batch_size=1',
-))
+@cli.command(
+    cls=_Command,
+    examples=(
+        "nest-megatron estimate model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64"
+        + _NEXT
+        + "parallel.tensor_model_parallel_size=4 parallel.pipeline_model_parallel_size=4"
+        + _NEXT
+        + "parallel.context_parallel_size=2 train.micro_batch_size=1",
+    ),
+)
 @_job_options
 @_json_option
 def estimate(**options: Any) -> int:
@@ -127,23 +144,35 @@ def estimate(**options: Any) -> int:
     return run_estimate(**options)
 
 
-@cli.command(cls=_Command, examples=(
-    'nest-megatron explain plan.yaml',
-    'nest-megatron explain plan.yaml --json',
-))
+@cli.command(
+    cls=_Command,
+    examples=(
+        "nest-megatron explain plan.yaml",
+        "nest-megatron explain plan.yaml --json",
+    ),
+)
 @click.argument("path", type=click.Path(path_type=Path), metavar="PLAN.YAML")
+@click.option("--html", type=_FILE, help="Write a page to look at and to send around.")
+@click.option(
+    "--timeline",
+    type=_FILE,
+    help="Write the schedule: a .json trace for Perfetto, or a picture (.png, .svg, .pdf).",
+)
 @_json_option
-def explain(path: Path, *, as_json: bool) -> int:
+def explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bool) -> int:
     """Read a plan file and say why it is what it is."""
     from nest_megatron.app.explain import run_explain
 
-    return run_explain(path, as_json=as_json)
+    return run_explain(path, html=html, timeline=timeline, as_json=as_json)
 
 
-@cli.command(cls=_Command, examples=(
-    'nest-megatron models',
-    'nest-megatron models deepseek_v3',
-))
+@cli.command(
+    cls=_Command,
+    examples=(
+        "nest-megatron models",
+        "nest-megatron models deepseek_v3",
+    ),
+)
 @click.argument("name", required=False, shell_complete=complete_catalogue("model"))
 @_json_option
 def models(name: str | None, *, as_json: bool) -> int:
@@ -153,10 +182,13 @@ def models(name: str | None, *, as_json: bool) -> int:
     return run_models(name, as_json=as_json)
 
 
-@cli.command(cls=_Command, examples=(
-    'nest-megatron clusters',
-    'nest-megatron clusters h100_spine_leaf',
-))
+@cli.command(
+    cls=_Command,
+    examples=(
+        "nest-megatron clusters",
+        "nest-megatron clusters h100_spine_leaf",
+    ),
+)
 @click.argument("name", required=False, shell_complete=complete_catalogue("cluster"))
 @_json_option
 def clusters(name: str | None, *, as_json: bool) -> int:
@@ -166,11 +198,14 @@ def clusters(name: str | None, *, as_json: bool) -> int:
     return run_clusters(name, as_json=as_json)
 
 
-@cli.command(cls=_Command, examples=(
-    'eval "$(nest-megatron completion bash)"                 # in ~/.bashrc',
-    'eval "$(nest-megatron completion zsh)"                  # in ~/.zshrc',
-    'nest-megatron completion fish > ~/.config/fish/completions/nest-megatron.fish',
-))
+@cli.command(
+    cls=_Command,
+    examples=(
+        'eval "$(nest-megatron completion bash)"                 # in ~/.bashrc',
+        'eval "$(nest-megatron completion zsh)"                  # in ~/.zshrc',
+        "nest-megatron completion fish > ~/.config/fish/completions/nest-megatron.fish",
+    ),
+)
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> int:
     """Print the script that completes commands, settings and catalogue names."""

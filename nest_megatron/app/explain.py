@@ -7,6 +7,7 @@ from pathlib import Path
 from nest_megatron.app import OK
 from nest_megatron.app.output import command_lines, show, show_json
 from nest_megatron.app.plan import launch_words
+from nest_megatron.files import write_text
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import to_plain
@@ -14,9 +15,10 @@ from nest_megatron.report.differences import term_differences
 from nest_megatron.report.words import certificate
 
 
-def run_explain(path: Path, *, as_json: bool) -> int:
-    """Print a plan file with its reasons."""
+def run_explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bool) -> int:
+    """Print a plan file with its reasons, and write the pages and pictures asked for."""
     plan = plan_file.read(path)
+    _write_pages(plan, html, timeline)
     differences = term_differences(plan)
     if as_json:
         reasons = {
@@ -38,6 +40,21 @@ def run_explain(path: Path, *, as_json: bool) -> int:
         show(notes_report(notes))
     _advise(plan)
     return OK
+
+
+def _write_pages(plan: ParallelPlan, html: Path | None, timeline: Path | None) -> None:
+    if html is not None:
+        from nest_megatron.report.html import html_report
+
+        write_text(html, html_report(plan))
+    if timeline is not None and timeline.suffix == ".json":
+        from nest_megatron.report.timeline import chrome_trace
+
+        write_text(timeline, chrome_trace(plan))
+    elif timeline is not None:
+        from nest_megatron.report.timeline import draw_timeline
+
+        draw_timeline(plan, timeline)
 
 
 def _advise(plan: ParallelPlan) -> None:

@@ -193,7 +193,7 @@ def _show_command(plan: ParallelPlan, composed: Composed, request: CommandReques
     show(plan_report(plan), "")
     if changes:
         show(
-            "Changes to your command",
+            "Changes to your command\n",
             changes_table((c.flag, c.before, c.after, c.reason) for c in changes),
         )
     else:
@@ -207,8 +207,9 @@ def _show_command(plan: ParallelPlan, composed: Composed, request: CommandReques
     words = [*request.command.launcher, *filter(None, [request.command.script]), *launch.argv]
     print(command_lines(words, kept))
     print()
-    if request.inputs.notes:
-        show(notes_report(request.inputs.notes))
+    notes = [*request.inputs.notes, *(f"{name} must not be set." for name in unset)]
+    if notes:
+        show(notes_report(notes))
     _say_where(plan, composed)
 
 

@@ -39,8 +39,7 @@ def run_sweep(settings: Sequence[Setting], config_dir: Path | None, *, as_json: 
         if folder is not None and "plan" in document:
             path = folder / f"{number:03d}_{_slug(varied)}.yaml"
             plan_file.write(document["plan"], path)
-            row["File"] = path.name
-        rows.append({**{_short(s.key): str(s.value) for s in varied}, **row})
+        rows.append({"#": str(number), "Job": "\n".join(_short(s) for s in varied), **row})
         plain = {name: to_plain(value) for name, value in document.items()}
         documents.append({"overrides": [str(setting) for setting in varied], **plain})
     if as_json:
@@ -48,7 +47,8 @@ def run_sweep(settings: Sequence[Setting], config_dir: Path | None, *, as_json: 
     else:
         from nest_megatron.report.terminal import sweep_table
 
-        show(describe([s for s in rest if s.key not in keys]), sweep_table(rows))
+        same = describe([s for s in rest if s.key not in keys])
+        show(same, sweep_table(rows))
         if folder is not None:
             print(f"Plans written to {folder}")
     return worst
@@ -60,10 +60,11 @@ def _one(
     try:
         found, _ = plan_job(compose(job, config_dir))
     except UserInputError as error:
-        row = {"Iteration": "bad input", "Layout": f"{error.what}: {error.limit}"}
+        row = {"Iteration": "bad input", "Layout": f"{error.what} = {error.value}: {error.limit}"}
         return BAD_INPUT, row, {"error": error_fields(error)}
     if isinstance(found, NoPlan):
-        row = {"Iteration": "-", "Memory": f"{format_gib(found.missing_bytes)} missing"}
+        missing = f"does not fit: {format_gib(found.missing_bytes)} missing"
+        row = {"Iteration": "-", "Layout": missing}
         return NOTHING_FITS, row, {"no_plan": found}
     return OK, _row(found), {"plan": found}
 
@@ -104,10 +105,10 @@ def _folder(settings: Sequence[Setting]) -> Path | None:
     return folder
 
 
-def _short(key: str) -> str:
-    return key.rpartition(".")[2]
+def _short(setting: Setting) -> str:
+    return f"{setting.key.rpartition('.')[2]}={setting.value}"
 
 
 def _slug(varied: Sequence[Setting]) -> str:
-    text = ",".join(f"{_short(s.key)}={s.value}" for s in varied) or "plan"
+    text = ",".join(map(_short, varied)) or "plan"
     return re.sub(r"[^A-Za-z0-9._=,+-]+", "-", text)[:100]

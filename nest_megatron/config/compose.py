@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from nest_megatron.catalogue_files import catalogue_root
-from nest_megatron.config.overrides import GROUPS, Setting, hydra_form, is_path, unreadable
+from nest_megatron.config.overrides import (
+    GROUPS,
+    Setting,
+    first_line,
+    hydra_form,
+    is_path,
+    unreadable,
+)
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_text
@@ -93,17 +100,26 @@ def _compose(folder: str, overrides: list[str]) -> PlanConfig:
 
 def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:
     """Hydra's error in our words: the override it is about, and the first line of the cause."""
+    from hydra.errors import OverrideParseException
+
+    if isinstance(error, OverrideParseException):
+        key, _, value = error.override.lstrip("+~").partition("=")
+        return unreadable(key, value, error)
     text = str(error)
-    cause = error.__cause__ or error
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         if override in text or f"full_key: {key}" in text:
-            return unreadable(key, value, _first_line(cause))
-    return unreadable("settings", text.splitlines()[0], _first_line(cause))
+            return _wrong_value(key, value, error.__cause__ or error)
+    return _wrong_value("settings", None, error.__cause__ or error)
 
 
-def _first_line(cause: BaseException) -> Exception:
-    return ValueError(str(cause).splitlines()[0] if str(cause) else type(cause).__name__)
+def _wrong_value(key: str, value: object, cause: BaseException) -> UserInputError:
+    return UserInputError(
+        key,
+        value=value,
+        limit=first_line(cause),
+        fix="Correct the value; hydra_configs/plan.yaml and the catalogue show what is expected.",
+    )
 
 
 def _model_file(path: Path) -> Mapping[str, Any]:

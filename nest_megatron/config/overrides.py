@@ -205,6 +205,11 @@ def unreadable(key: str, value: object, error: Exception) -> UserInputError:
     return UserInputError(
         key,
         value=value,
-        limit=f"it cannot be read: {str(error).splitlines()[0]}",
+        limit=f"it cannot be read: {first_line(error)}",
         fix="Put text with special characters into quotes: key=\"'text'\".",
     )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, for one line of ours."""
+    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")

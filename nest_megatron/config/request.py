@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -31,6 +32,14 @@ from nest_megatron.solver.space import DEGREES, SearchSpace
 #: Sequences of one optimizer step where nobody says: with 8,192 tokens each, the 4 Mi tokens a step
 #: that models of 70 B parameters and more are trained with.
 DEFAULT_GLOBAL_BATCH_SIZE = 512
+
+_GRID_DEGREES = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+    "data_parallel_size",
+)
+_BATCH_DEGREES = ("data_parallel_size", "micro_batch_size")
 
 Choice = TypeVar("Choice", bound=StrEnum)
 
@@ -155,8 +164,13 @@ def read_space(config: PlanConfig) -> SearchSpace:
 
 
 def plan_request(config: PlanConfig, inputs: Inputs, space: SearchSpace) -> PlanRequest:
-    """The request that the planner takes."""
+    """The request that the planner takes.
+
+    Raises:
+        UserInputError: if what is fixed cannot be laid over the GPUs or the batch.
+    """
     search = config.search
+    _check_products(inputs, space)
     if search.num_alternatives < 0:
         raise UserInputError(
             "search.num_alternatives",
@@ -176,10 +190,39 @@ def plan_request(config: PlanConfig, inputs: Inputs, space: SearchSpace) -> Plan
     )
 
 
+def _check_products(inputs: Inputs, space: SearchSpace) -> None:
+    """Say it at once where fixed degrees and the GPUs, or the batch, have no whole quotient."""
+    gpus, batch = inputs.cluster.num_gpus, inputs.global_batch_size
+    if space.use_all_gpus:
+        _check_divides(space, _GRID_DEGREES, gpus, f"the {gpus} GPUs, which all take part")
+    if batch > 0:
+        _check_divides(space, _BATCH_DEGREES, batch, f"the global batch of {batch} sequences")
+
+
+def _check_divides(space: SearchSpace, names: Iterable[str], whole: int, words: str) -> None:
+    fixed = {name: space.fixed[name] for name in names if name in space.fixed}
+    product = math.prod(fixed.values())
+    if whole % product:
+        raise UserInputError(
+            " * ".join(fixed),
+            value=product,
+            limit=f"it must divide {words}",
+            fix="Change one of them, or leave one out to have it searched.",
+        )
+
+
 def fixed_degrees(config: PlanConfig) -> dict[str, int]:
     """Degrees that the configuration fixes, the micro batch among them."""
     values = {name: getattr(config.parallel, name, None) for name in DEGREES}
     values["micro_batch_size"] = config.train.micro_batch_size
+    micro = config.train.micro_batch_size
+    if micro is not None and micro < 1:
+        raise UserInputError(
+            "train.micro_batch_size",
+            value=micro,
+            limit="it must be a whole number of at least 1",
+            fix="Give the sequences of one micro batch, or leave it out to search it.",
+        )
     return {name: value for name, value in values.items() if value is not None}
 
 

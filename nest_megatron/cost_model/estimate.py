@@ -33,8 +33,9 @@ TERMS = (
     "pp_communication",
     "pipeline_bubble",
     "dp_communication",
+    "embedding_sync",
     "optimizer",
-    "other",
+    "host",
 )
 
 
@@ -113,7 +114,7 @@ def estimate(model: CostModel, grid: Grid, partition: StagePartition) -> Estimat
     precision = model.settings.precision
     used = precision if accelerator.supports(precision) else sixteen_bit(accelerator)
     achieved = flops / iteration / gpus
-    terms, critical = _terms(problem, evaluation, partition, kinds)
+    terms, critical = _terms(model, problem, evaluation, partition, kinds)
     return Estimate(
         iteration_time_s=iteration,
         tokens_per_s_per_gpu=tokens / iteration / gpus,
@@ -131,6 +132,7 @@ def estimate(model: CostModel, grid: Grid, partition: StagePartition) -> Estimat
 
 
 def _terms(
+    model: CostModel,
     problem: PipelineProblem,
     evaluation: Evaluation,
     partition: StagePartition,
@@ -163,8 +165,10 @@ def _terms(
     edges = evaluation.heads[rank] + evaluation.tails[rank]
     terms["dp_communication"] = per_microbatch + to_seconds(edges)
     terms["optimizer"] = to_seconds(max(evaluation.optimizers))
-    terms["other"] = to_seconds(problem.constant)
-    terms["pipeline_bubble"] = to_seconds(evaluation.iteration) - sum(terms.values())
+    terms["host"] = model.settings.iteration_floor_s
+    terms["embedding_sync"] = max(0.0, to_seconds(problem.constant) - terms["host"])
+    bubble = to_seconds(evaluation.iteration) - sum(terms.values())
+    terms["pipeline_bubble"] = bubble if bubble > 1e-12 else 0.0
     return terms, rank
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping
 
+from nest_megatron.launchers.megatron_lm.attach import launch_request
 from nest_megatron.launchers.megatron_lm.write import parallel_argv
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
-from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.report.html_layout import (
     alternatives,
     choices,
@@ -214,20 +214,7 @@ def _command(plan: ParallelPlan, command: LaunchCommand) -> str:
 
 
 def _flags(plan: ParallelPlan) -> list[str]:
-    grid = plan.grid()
-    request = LaunchRequest(
-        spec=plan.model,
-        dims=grid.dims,
-        micro_batch_size=grid.micro_batch_size,
-        global_batch_size=grid.global_batch_size,
-        partition=plan.partition(),
-        recompute=grid.recompute,
-        zero=grid.zero,
-        precision=plan.train.precision,
-        sequence_parallel=grid.sequence_parallel,
-        moe_grouped_gemm=plan.model.is_moe,
-    )
-    return _lines(parallel_argv(request))
+    return _lines(parallel_argv(launch_request(plan)))
 
 
 def _lines(argv: Iterable[str]) -> list[str]:

@@ -13,7 +13,8 @@ TERM_COLOURS = {
     "pipeline_bubble": "#c5cad2",
     "dp_communication": "#7d57b2",
     "optimizer": "#c98a00",
-    "other": "#858b95",
+    "embedding_sync": "#a98bd0",
+    "host": "#858b95",
 }
 MEMORY_COLOURS = {
     "weights": "#2f6fb7",

@@ -64,7 +64,7 @@ def memory_chart(plan: ParallelPlan) -> Markup:
     shapes.append(_line(_LEFT, line, WIDTH, line, "limit"))
     words = f"a GPU may hold {capacity / GIB:.1f} GiB"
     shapes.append(_text(words, WIDTH, 9, anchor="end"))  # above every bar, wherever the line is
-    sample = WIDTH - 5.7 * len(words)
+    sample = WIDTH - 6.1 * len(words)
     shapes.append(_line(sample - 30, 5, sample - 8, 5, "limit"))
     shapes.append(_text("pipeline rank", (_LEFT + WIDTH) / 2, room + 32, class_="soft"))
     return _picture(height, "Memory of each pipeline rank by term, against the capacity", shapes)

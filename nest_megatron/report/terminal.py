@@ -252,7 +252,7 @@ def _degree_cells(plan: ParallelPlan, other: Alternative) -> dict[str, str]:
         "MBS": str(other.micro_batch_size),
         "ZeRO": str(other.zero_stage),
         "Order": str(other.rank_order).removeprefix("tp-cp-ep-"),
-        "Recompute": other.recompute,
+        "Recompute": other.recompute.replace("+", " + "),
     }
 
 
@@ -339,31 +339,34 @@ def notes_report(notes: Iterable[str]) -> RenderableType:
 
 
 def sweep_table(rows: Sequence[Mapping[str, str]]) -> RenderableType:
-    """One row a job, the columns in the order of the first row."""
-    heads = list(dict.fromkeys(name for row in rows for name in row))
-    table = _table(heads[0], overflow="fold")
-    for head in heads[1:]:
-        table.add_column(head, justify="right", overflow="fold")
+    """One row a job: its number, what varies, and the plan."""
+    table = _table("#")
+    table.add_column("Job", overflow="fold")
+    for head in ("Iteration", "MFU", "Memory"):
+        table.add_column(head, justify="right", no_wrap=True, min_width=9 - 2 * (head == "MFU"))
+    table.add_column("Layout", overflow="fold")
+    table.add_column("Proof", no_wrap=True, min_width=7)
+    heads = [str(column.header) for column in table.columns]
     for row in rows:
         table.add_row(*(row.get(head, "") for head in heads))
     return table
 
 
 def changes_table(changes: Iterable[tuple[str, str | None, str | None, str]]) -> RenderableType:
-    """Flags before and after, with the reason."""
-    table = _table("Flag", overflow="fold")
-    table.add_column("Before", overflow="fold", max_width=14)
-    table.add_column("After", overflow="fold", max_width=24)
-    table.add_column("Because", overflow="fold", style="dim")
+    """Flags before and after, the reason under each."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for flag, before, after, reason in changes:
-        table.add_row(
-            flag, _shown(before), Text(_shown(after), "red" if after is None else "green"), reason
+        told = Text.assemble(
+            (_shown(before), "red"), " -> ", (_shown(after), "green"), (f"\n{reason}", "dim")
         )
-    return table
+        table.add_row(flag, told)
+    return Padding(table, (0, 2))
 
 
 def _shown(value: str | None) -> str:
-    return "-" if value is None else value or "set"
+    return "absent" if value is None else value or "set"
 
 
 def _heading(text: str) -> RenderableType:

@@ -18,7 +18,8 @@ TERM_WORDS = {
     "pipeline_bubble": "pipeline bubble",
     "dp_communication": "gradient sync",
     "optimizer": "optimizer step",
-    "other": "host work",
+    "embedding_sync": "embedding sync",
+    "host": "host work",
 }
 
 

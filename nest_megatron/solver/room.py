@@ -34,9 +34,9 @@ def least_memory(search: Search) -> Shortage | None:
     best: Shortage | None = None
     for grid in _families(search):
         capacity = best.needed_bytes if best else UNLIMITED
-        if search.least_static_bytes(grid) >= capacity:
+        if search.bounds.least_static_bytes(grid) >= capacity:
             continue
-        for recompute in _sparing(search.recompute_settings(grid)):
+        for recompute in _sparing(search.grids.recompute_settings(grid)):
             candidate = dataclasses.replace(grid, recompute=recompute)
             problem = search.model.problem(candidate)
             capacity = best.needed_bytes if best else UNLIMITED
@@ -47,9 +47,9 @@ def least_memory(search: Search) -> Shortage | None:
 
 
 def _families(search: Search) -> Iterator[Grid]:
-    for shard in search.shards():
-        for grid in search.grids(shard):
-            yield from search.families(grid)
+    for shard in search.grids.shards():
+        for grid in search.grids.grids(shard):
+            yield from search.grids.families(grid)
 
 
 def _sparing(settings: list[Recompute]) -> list[Recompute]:

@@ -13,7 +13,8 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.solver import backend, brute_force
 from nest_megatron.solver.outcome import NO_THRESHOLD
-from nest_megatron.solver.search import Search, SearchResult, SolvedGrid, layout_of
+from nest_megatron.solver.ranking import SearchResult, SolvedGrid, layout_of
+from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
 
 KERNEL = backend.solver_of(backend.choose())
@@ -91,10 +92,10 @@ def look_at_everything(everything: Search) -> tuple[list[SolvedGrid], int]:
     """Every candidate solved by brute force; the best of each layout, fastest first."""
     best: dict[object, SolvedGrid] = {}
     count = 0
-    for shard in everything.shards():
-        for grid in everything.grids(shard):
-            for family in everything.families(grid):
-                for recompute in everything.recompute_settings(family):
+    for shard in everything.grids.shards():
+        for grid in everything.grids.grids(shard):
+            for family in everything.grids.families(grid):
+                for recompute in everything.grids.recompute_settings(family):
                     count += 1
                     candidate = dataclasses.replace(family, recompute=recompute)
                     found = brute_force.solve(everything.model.problem(candidate))

@@ -119,7 +119,7 @@ def _changes(
         old, new = before.get(dest), wanted.get(dest)
         if old is not None and new is not None and old.value == new.value:
             continue
-        if old is None and new is not None and _is_default(dest, new.value):
+        if old is None and new is not None and _is_default(dest, new.value, plan):
             continue
         shown = new or old
         assert shown is not None
@@ -134,9 +134,11 @@ def _changes(
     return found
 
 
-def _is_default(dest: str, value: str) -> bool:
-    """A degree of one is what Megatron takes anyway; writing it out changes nothing."""
-    return dest.endswith("_parallel_size") and value == "1" and not dest.startswith("expert_tensor")
+def _is_default(dest: str, value: str, plan: ParallelPlan) -> bool:
+    """What Megatron takes anyway: writing it out changes nothing."""
+    if dest == "expert_tensor_parallel_size":
+        return value == str(plan.parallel.tensor_model_parallel_size)
+    return dest.endswith("_parallel_size") and value == "1"
 
 
 def _options(argv: Sequence[str], version: str) -> list[_Option]:

@@ -1,0 +1,219 @@
+"""The legal grids of a job: every combination of degrees that Megatron accepts, coarse to fine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+
+from nest_megatron.cost_model.model import CostModel, replicas
+from nest_megatron.parallel import rules
+from nest_megatron.parallel.dims import ParallelDims, RankOrder
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.recompute import Recompute
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.solver.space import SearchSpace, recompute_settings
+
+
+class GridSpace:
+    """Enumerates a declared space for a job.
+
+    Args:
+        model: the job's cost model, for its model and cluster.
+        global_batch_size: sequences of one step.
+        space: what may be chosen.
+
+    Attributes:
+        illegal: combinations that a rule of Megatron refused, by rule, as met so far.
+    """
+
+    def __init__(self, model: CostModel, global_batch_size: int, space: SearchSpace) -> None:
+        self.model = model
+        self.global_batch_size = global_batch_size
+        self.space = space
+        self.illegal: Counter[str] = Counter()
+        self._leaves: dict[object, int] = {}
+        self._settings: dict[int, tuple[Recompute, ...]] = {}
+        self._num_units = len(model.spec.layer_kinds())
+
+    def shards(self) -> Iterator[Grid]:
+        """Grids with one pipeline stage that stand for all with the same shard of a layer."""
+        for world in self.space.world_sizes(self.model.cluster):
+            for tp, cp in self._dense_degrees(world):
+                for ep, etp in self._expert_degrees(world, tp):
+                    for micro in self._micro_batches():
+                        yield self._one_stage(world, tp, cp, ep, etp, micro)
+
+    def _dense_degrees(self, world: int) -> Iterator[tuple[int, int]]:
+        spec, space, cluster = self.model.spec, self.space, self.model.cluster
+        for tp in space.values("tensor_model_parallel_size", world, cluster):
+            if not (rules.divides_heads(spec, tp) and rules.divides_dense_mlp(spec, tp)):
+                self.illegal["tensor_model_parallel_size divides heads and MLP"] += 1
+                continue
+            for cp in space.values("context_parallel_size", world // tp, cluster):
+                if not rules.allows_context_parallel(spec, cp):
+                    self.illegal["model's attention allows context parallelism"] += 1
+                elif not rules.divides_sequence(spec.seq_length, tp, cp, tp > 1):
+                    self.illegal["sequence divides by 2 * cp and by cp * tp"] += 1
+                else:
+                    yield tp, cp
+
+    def _expert_degrees(self, world: int, tp: int) -> Iterator[tuple[int, int]]:
+        spec, space, cluster = self.model.spec, self.space, self.model.cluster
+        if spec.num_experts is None:
+            yield 1, 1
+            return
+        for ep in space.values("expert_model_parallel_size", spec.num_experts, cluster):
+            for etp in space.values("expert_tensor_parallel_size", world, cluster):
+                if not rules.divides_experts(spec, ep, etp) or world % (ep * etp):
+                    self.illegal["expert degrees divide the experts and the ranks"] += 1
+                elif not rules.allows_expert_bias(spec, etp):
+                    self.illegal["experts with a bias are not split"] += 1
+                elif not rules.reduces_expert_gradients(spec, tp, ep, etp):
+                    self.illegal["without expert parallelism, etp equals tp"] += 1
+                else:
+                    yield ep, etp
+
+    def _micro_batches(self) -> list[int]:
+        sizes = self.space.values("micro_batch_size", self.global_batch_size, self.model.cluster)
+        if "micro_batch_size" in self.space.fixed:
+            return sizes
+        return [size for size in sizes if size & (size - 1) == 0]
+
+    def _one_stage(self, world: int, tp: int, cp: int, ep: int, etp: int, micro: int) -> Grid:
+        dims = ParallelDims(
+            tensor_model_parallel_size=tp,
+            context_parallel_size=cp,
+            data_parallel_size=world // (tp * cp),
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp,
+        )
+        # A stand-in batch: whether the real one divides depends on the pipeline size.
+        return Grid(
+            dims=dims,
+            global_batch_size=micro * dims.data_parallel_size,
+            micro_batch_size=micro,
+            sequence_parallel=tp > 1,
+        )
+
+    def grids(self, shard: Grid) -> Iterator[Grid]:
+        """Pipeline sizes and rank orders of a shard that Megatron accepts."""
+        dims = shard.dims
+        inner = dims.tensor_model_parallel_size * dims.context_parallel_size
+        for pp in self._pipeline_sizes(shard):
+            dp = dims.world_size // (inner * pp)
+            for order in self.space.rank_orders:
+                if (
+                    order is RankOrder.TP_CP_EP_PP_DP
+                    and (pp == 1 or dp == 1)
+                    and (len(self.space.rank_orders) > 1)
+                ):
+                    continue  # the same groups as in the first order
+                laid = ParallelDims(
+                    tensor_model_parallel_size=dims.tensor_model_parallel_size,
+                    pipeline_model_parallel_size=pp,
+                    context_parallel_size=dims.context_parallel_size,
+                    data_parallel_size=dp,
+                    expert_model_parallel_size=dims.expert_model_parallel_size,
+                    expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
+                    rank_order=order,
+                )
+                if rules.allows_rank_order(self.model.spec, laid):
+                    yield Grid(
+                        dims=laid,
+                        global_batch_size=self.global_batch_size,
+                        micro_batch_size=shard.micro_batch_size,
+                        sequence_parallel=shard.sequence_parallel,
+                    )
+
+    def _pipeline_sizes(self, shard: Grid) -> list[int]:
+        dims, fixed = shard.dims, self.space.fixed
+        replicas_and_stages = dims.data_parallel_size
+        sizes = []
+        for pp in self.space.values(
+            "pipeline_model_parallel_size", replicas_and_stages, self.model.cluster
+        ):
+            dp = replicas_and_stages // pp
+            stage = dims.world_size // pp
+            if (
+                pp <= self._num_units
+                and stage % dims.expert_ranks == 0
+                and rules.num_microbatches(self.global_batch_size, shard.micro_batch_size, dp)
+                and fixed.get("data_parallel_size", dp) == dp
+            ):
+                sizes.append(pp)
+        return sizes
+
+    def families(self, grid: Grid) -> Iterator[Grid]:
+        """Virtual stages and ZeRO stages of a grid that Megatron accepts."""
+        for virtual in self._virtual_sizes(grid):
+            dims = grid.dims
+            if virtual > 1:
+                dims = dataclasses.replace(dims, virtual_pipeline_model_parallel_size=virtual)
+            for zero in self._zero_stages(dims):
+                yield dataclasses.replace(grid, dims=dims, zero=zero)
+
+    def _virtual_sizes(self, grid: Grid) -> list[int]:
+        space, dims = self.space, grid.dims
+        name, pp = "virtual_pipeline_model_parallel_size", dims.pipeline_model_parallel_size
+        if pp == 1:
+            return [1] if space.fixed.get(name, 1) == 1 else []
+        most = (self.model.spec.num_layers + 2) // pp  # interior chunks hold a layer each
+        sizes = range(1, min(most, space.limit(name, self.model.cluster)) + 1)
+        if name in space.fixed:
+            sizes = range(space.fixed[name], min(most, space.fixed[name]) + 1)
+        fits = rules.allows_interleaving
+        return [v for v in sizes if v == 1 or fits(pp, v, grid.num_microbatches)]
+
+    def _zero_stages(self, dims: ParallelDims) -> list[ZeroStage]:
+        """ZeRO stages that Megatron launches here; without replicas there is nothing to divide."""
+        allowed = self.space.zero_stages
+        pp, vpp = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
+        if replicas(dims) == (1, 1) and ZeroStage.NONE in allowed:
+            return [ZeroStage.NONE]
+        return [zero for zero in allowed if rules.allows_zero(zero, pp, vpp)]
+
+    def recompute_settings(self, grid: Grid) -> list[Recompute]:
+        if self.space.recompute is not None:
+            return [self.space.recompute]
+        chunks = grid.dims.num_chunks
+        if chunks not in self._settings:
+            spec, precision = self.model.spec, self.model.settings.precision
+            per_chunk = -(-spec.num_layers // chunks)
+            self._settings[chunks] = tuple(recompute_settings(spec, precision, per_chunk))
+        return list(self._settings[chunks])
+
+    def num_candidates_of_shard(self, shard: Grid) -> int:
+        """Candidates below a shard; shards of the same sizes have equally many."""
+        dims = shard.dims
+        key = (
+            dims.world_size,
+            dims.tensor_model_parallel_size,
+            dims.context_parallel_size,
+            dims.expert_ranks,
+            shard.micro_batch_size,
+        )
+        if key not in self._leaves:
+            self._leaves[key] = sum(
+                self._num_candidates_of_grid(grid) for grid in self.grids(shard)
+            )
+        return self._leaves[key]
+
+    def _num_candidates_of_grid(self, grid: Grid) -> int:
+        zeros = len(self._zero_stages(grid.dims))
+        pp = grid.dims.pipeline_model_parallel_size
+        if pp > 1:
+            zeros = min(zeros, len([zero for zero in self.space.zero_stages if not zero.is_fsdp]))
+        return sum(zeros * self._num_settings(pp * v) for v in self._virtual_sizes(grid))
+
+    def num_candidates(self, grid: Grid) -> int:
+        return self._num_settings(grid.dims.num_chunks)
+
+    def _num_settings(self, chunks: int) -> int:
+        """Recompute settings of a grid; only the block sizes depend on it."""
+        if self.space.recompute is not None:
+            return 1
+        if 0 not in self._settings:
+            spec, precision = self.model.spec, self.model.settings.precision
+            self._settings[0] = tuple(recompute_settings(spec, precision, 0))
+        return len(self._settings[0]) + -(-self.model.spec.num_layers // chunks)

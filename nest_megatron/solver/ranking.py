@@ -1,0 +1,106 @@
+"""Solved plans, the order of preference among them, and what a search proved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.units import Ticks
+
+
+class Layout(NamedTuple):
+    """What tells one alternative from another."""
+
+    world_size: int
+    tensor_model_parallel_size: int
+    context_parallel_size: int
+    pipeline_model_parallel_size: int
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolvedGrid:
+    """A grid with its best stage partition.
+
+    Args:
+        iteration: predicted step, in ticks.
+    """
+
+    grid: Grid
+    boundaries: tuple[int, ...]
+    iteration: Ticks
+
+    @property
+    def rank(self) -> tuple[object, ...]:
+        """Order of preference: faster first, then the tie rule on what is simpler to run."""
+        return (self.iteration, *preference(self.grid))
+
+
+def preference(grid: Grid) -> tuple[object, ...]:
+    """Tie rule: fewer GPUs, then smaller degrees, then less recomputation and less sharding."""
+    dims, again = grid.dims, grid.recompute
+    return (
+        dims.world_size,
+        dims.tensor_model_parallel_size,
+        dims.pipeline_model_parallel_size,
+        dims.context_parallel_size,
+        dims.expert_tensor_parallel_size,
+        dims.expert_model_parallel_size,
+        dims.virtual_pipeline_model_parallel_size,
+        grid.micro_batch_size,
+        int(grid.zero),
+        again.granularity.value,
+        again.method or "",
+        again.num_layers or 0,
+        again.modules,
+        dims.rank_order.value,
+    )
+
+
+def layout_of(grid: Grid) -> Layout:
+    """The layout that a grid belongs to."""
+    dims = grid.dims
+    return Layout(
+        dims.world_size,
+        dims.tensor_model_parallel_size,
+        dims.context_parallel_size,
+        dims.pipeline_model_parallel_size,
+        dims.expert_model_parallel_size,
+        dims.expert_tensor_parallel_size,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """What the search proved.
+
+    Args:
+        optimal: nothing in the declared space is faster than the answer.
+        lower_bound: nothing in it is faster than this, in ticks.
+        candidates: plans in the space, each a grid with recompute and ZeRO choice.
+        bounded: those proven too slow without being solved.
+        infeasible: those that cannot fit, by reason.
+        solved: those whose best stage partition was computed.
+        illegal: combinations of degrees that Megatron refuses, by rule.
+        nodes, simulations: work of the stage solver.
+    """
+
+    optimal: bool
+    lower_bound: Ticks
+    candidates: int
+    bounded: int
+    infeasible: dict[str, int]
+    solved: int
+    illegal: dict[str, int]
+    nodes: int
+    simulations: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The best plan of each of the best layouts, fastest first, and what is proven."""
+
+    plans: tuple[SolvedGrid, ...]
+    certificate: Certificate

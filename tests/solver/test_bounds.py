@@ -1,0 +1,50 @@
+"""The bounds that spare a search its work never exceed what the stage solver finds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.solver import backend
+from nest_megatron.solver.bounds import Bounds
+from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.outcome import NO_THRESHOLD
+from nest_megatron.solver.search import UNLIMITED
+from nest_megatron.solver.space import SearchSpace
+from tests import catalogue
+
+SOLVE = backend.solver_of(backend.choose())
+
+
+@pytest.mark.parametrize("name", ["llama3_8b", "mixtral_8x7b", "deepseek_v3", "bert_large"])
+def test_bounds_are_below_every_candidate(name: str) -> None:
+    spec = catalogue.model(name)
+    model = CostModel(spec, catalogue.cluster("dgx_h100", 64), CostSettings())
+    limits = {
+        "micro_batch_size": 2,
+        "context_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+    }
+    space = SearchSpace(limits=limits)
+    grids, bounds = GridSpace(model, 128, space), Bounds(model, 128)
+    checked = 0
+    for number, shard in enumerate(grids.shards()):
+        for grid in grids.grids(shard) if number % 7 == 0 else ():
+            for family in grids.families(grid):
+                settings = grids.recompute_settings(family)
+                for recompute in settings[:: 1 + len(settings) // 3]:
+                    candidate = dataclasses.replace(family, recompute=recompute)
+                    problem = model.problem(candidate)
+                    roomy = dataclasses.replace(problem, capacity_bytes=UNLIMITED)
+                    found = SOLVE(roomy, NO_THRESHOLD, 20_000)
+                    assert bounds.even(shard) <= found.iteration
+                    assert bounds.even(candidate, recompute) <= found.iteration
+                    assert bounds.pipeline(candidate, recompute) <= found.iteration
+                    least = bounds.least_static_bytes(candidate)
+                    needed = [problem.costs[k].static_bytes for k in problem.unit_kinds]
+                    assert least <= sum(needed) / problem.num_stages
+                    checked += 1
+    assert checked > 100
