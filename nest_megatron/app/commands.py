@@ -156,7 +156,7 @@ def estimate(**options: Any) -> int:
 @click.option(
     "--timeline",
     type=_FILE,
-    help="Write the schedule: a .json trace for Perfetto, or a picture (.png, .svg, .pdf).",
+    help="Write the schedule: a .json trace for Perfetto, or a .png or .svg picture.",
 )
 @_json_option
 def explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bool) -> int:

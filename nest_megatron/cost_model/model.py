@@ -90,6 +90,7 @@ class CostModel:
         self._structures: dict[object, _Structure] = {}
         self._costs: dict[object, tuple[bytes, tuple[UnitCost, ...]]] = {}
         self._constants: dict[object, Ticks] = {}
+        self._links: dict[object, tuple[int, ...]] = {}
         self._transfers: dict[object, tuple[tuple[Ticks, ...], tuple[Ticks, ...]]] = {}
 
     def places(self, dims: ParallelDims) -> GroupPlaces:
@@ -375,14 +376,20 @@ class CostModel:
         if key not in self._transfers:
             p = dims.pipeline_model_parallel_size
             size = shard_of(grid).tokens_between_blocks(self.spec) * self.spec.hidden_size * ACT
-            levels = self.cluster.levels
-            by_link = [
-                to_ticks(send_time(size, levels[pipeline_link_level(dims, rank, self._sizes)]))
-                for rank in range(p if p > 1 else 0)
-            ]
+            times = [to_ticks(send_time(size, level)) for level in self.cluster.levels]
+            by_link = [times[level] for level in self._link_levels(dims)]
             forward = tuple(by_link[k % p] for k in range(dims.num_chunks - 1))
             self._transfers[key] = ((*forward, 0), (0, *forward))
         return self._transfers[key]
+
+    def _link_levels(self, dims: ParallelDims) -> tuple[int, ...]:
+        """Network level between each pipeline rank and the next."""
+        key = _degrees(dims)
+        if key not in self._links:
+            p = dims.pipeline_model_parallel_size
+            ranks = range(p if p > 1 else 0)
+            self._links[key] = tuple(pipeline_link_level(dims, rank, self._sizes) for rank in ranks)
+        return self._links[key]
 
 
 def _dense_key(places: GroupPlaces, shard: LayerShard) -> tuple[object, ...]:

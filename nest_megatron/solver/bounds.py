@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from nest_megatron.cost_model.memory import static_bytes_per_parameter
 from nest_megatron.cost_model.model import CostModel, replicas, shard_of
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute, RecomputeMethod
+from nest_megatron.parallel.recompute import (
+    NO_RECOMPUTE,
+    Recompute,
+    RecomputeGranularity,
+    RecomputeMethod,
+    RecomputeModule,
+)
 from nest_megatron.units import Ticks, to_ticks
 
 
@@ -20,6 +26,7 @@ class Bounds:
         self.model = model
         self.global_batch_size = global_batch_size
         self._sums: dict[object, tuple[Ticks, Ticks, float]] = {}
+        self._spreads: dict[tuple[int, int, float], float] = {}
         self._kinds = Counter(model.spec.layer_kinds())
         self._num_units = len(model.spec.layer_kinds())
         self._floor = to_ticks(model.settings.iteration_floor_s)
@@ -34,9 +41,7 @@ class Bounds:
             recompute = NO_RECOMPUTE  # how many layers blocks cover depends on the partition
         key = (self.model.shard_key(grid), recompute)
         if key not in self._sums:
-            several = len(recompute.modules) > 1
-            summed = self._sum_of_modules if several else self._sum_of_units
-            self._sums[key] = summed(grid, recompute)
+            self._sums[key] = self._sum_of_units(grid, recompute)
         return self._sums[key]
 
     def _sum_of_units(self, grid: Grid, recompute: Recompute) -> tuple[Ticks, Ticks, float]:
@@ -48,15 +53,6 @@ class Bounds:
             forward, backward = forward + count * ahead, backward + count * back
             share = max(share, (ahead + 1) / max(1, ahead + back))
         return forward, backward, share
-
-    def _sum_of_modules(self, grid: Grid, recompute: Recompute) -> tuple[Ticks, Ticks, float]:
-        """What each module adds by itself: modules searched together cover different parts."""
-        forward, backward, share = self._work(grid, NO_RECOMPUTE)
-        together = backward
-        for module in recompute.modules:
-            alone = dataclasses.replace(recompute, modules=(module,))
-            together += self._work(grid, alone)[1] - backward - self._num_units
-        return forward, together, share
 
     def even(self, grid: Grid, recompute: Recompute = NO_RECOMPUTE) -> Ticks:
         """All ranks busy all the time: the work of the whole batch over all ranks."""
@@ -78,19 +74,56 @@ class Bounds:
         """A balanced pipeline with its fill and drain (plain schedule), or with none.
 
         With stage times ``t_i`` the plain schedule takes at least ``T + w_i t_i`` for every stage,
-        ``T`` the time of one micro batch through all stages and ``w_i = m - 1 - s min(m - 1, p - 1
-        - i)`` with ``s`` the largest forward share (``reference._Search._stage_bound``). The best
-        division of ``T`` makes all ``w_i t_i`` equal.
+        ``T`` the time of one micro batch through all stages and
+        ``w_i = m - 1 - s min(m - 1, p - 1 - i)`` with ``s`` the largest forward share
+        (``reference._Search._stage_bound``). The best division of ``T`` makes all ``w_i t_i`` equal.
         """
-        even = self.even(grid, recompute)
+        return next(self.pipelines(grid, (recompute,)))
+
+    def pipelines(self, grid: Grid, settings: Iterable[Recompute]) -> Iterator[Ticks]:
+        """The same for several settings of a grid.
+
+        Modules that are searched together cover different parts of a layer, so what a set adds is
+        the sum of what its modules add by themselves.
+        """
         dims, m = grid.dims, grid.num_microbatches
         p = dims.pipeline_model_parallel_size
-        if p == 1 or dims.virtual_pipeline_model_parallel_size > 1:
-            return even
-        forward, backward, share = self._work(grid, recompute)
-        weights = [m - 1 - share * min(m - 1, p - 1 - i) for i in range(p)]
-        if min(weights) <= 0:
-            return max(even, self._floor + forward + backward)
-        spread = 1.0 + 1.0 / sum(1.0 / w for w in weights)
-        whole = math.floor((forward + backward) * spread * (1.0 - 1e-12))
-        return max(even, self._floor + whole)
+        forward, backward, share = self._work(grid, NO_RECOMPUTE)
+        plain = p > 1 and dims.virtual_pipeline_model_parallel_size == 1
+        spread = self._spread(p, m, share) * (1.0 - 1e-12) if plain else 0.0
+        added = _Added(self, grid, backward)
+        for recompute in settings:
+            modules = recompute.modules
+            work = forward + backward
+            work += sum(map(added.__getitem__, modules)) if modules else added[recompute]
+            yield self._floor + max(work * m // p, math.floor(work * spread))
+
+    def _spread(self, p: int, m: int, share: float) -> float:
+        """A balanced plain pipeline's time over the time of one micro batch through all stages."""
+        key = (p, m, share)
+        if key not in self._spreads:
+            weights = [m - 1 - share * min(m - 1, p - 1 - i) for i in range(p)]
+            balanced = 1.0 / sum(1.0 / w for w in weights) if min(weights) > 0 else 0.0
+            self._spreads[key] = 1.0 + balanced
+        return self._spreads[key]
+
+    def added_work(self, grid: Grid, recompute: Recompute, backward: Ticks) -> Ticks:
+        """What a setting adds to the backward time of one micro batch, at least."""
+        return max(0, self._work(grid, recompute)[1] - backward - self._num_units)
+
+
+class _Added(dict[Recompute | RecomputeModule, Ticks]):
+    """What settings and single modules add to a grid's backward time, looked up once each."""
+
+    def __init__(self, bounds: Bounds, grid: Grid, backward: Ticks) -> None:
+        super().__init__()
+        self.bounds, self.grid, self.backward = bounds, grid, backward
+
+    def __missing__(self, key: Recompute | RecomputeModule) -> Ticks:
+        recompute = (
+            Recompute(granularity=RecomputeGranularity.SELECTIVE, modules=(key,))
+            if isinstance(key, RecomputeModule)
+            else key
+        )
+        added = self.bounds.added_work(self.grid, recompute, self.backward)
+        return self.setdefault(key, added)

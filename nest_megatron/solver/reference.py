@@ -304,7 +304,10 @@ def critical_path(problem: PipelineProblem, evaluation: Evaluation, marks: list[
         for rank in evaluation.timeline
         for earlier, later in zip(rank, rank[1:], strict=False)
     }
-    ends = [rank[-1].end + tail for rank, tail in zip(evaluation.timeline, evaluation.tails, strict=True)]
+    ends = [
+        rank[-1].end + tail
+        for rank, tail in zip(evaluation.timeline, evaluation.tails, strict=True)
+    ]
     last = ends.index(max(ends))
     forward, backward = [0] * p, [0] * p
     op: Op | None = Op(False, last, m - 1)

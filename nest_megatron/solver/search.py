@@ -62,6 +62,11 @@ class _Node(NamedTuple):
     serial: int
     grid: Grid
     level: int
+    recompute: Recompute
+
+    def candidate(self) -> Grid:
+        """The grid with the node's recompute setting."""
+        return dataclasses.replace(self.grid, recompute=self.recompute)
 
 
 SHARD, GRID, FAMILY, MEMBERS, BLOCKS, VARIANT = range(6)
@@ -158,10 +163,12 @@ class Search:
             ),
         )
 
-    def _push(self, bound: Ticks, grid: Grid, level: int) -> None:
+    def _push(
+        self, bound: Ticks, grid: Grid, level: int, recompute: Recompute = NO_RECOMPUTE
+    ) -> None:
         if bound <= self.worst_kept:
             self.serial += 1
-            heapq.heappush(self.heap, _Node(bound, self.serial, grid, level))
+            heapq.heappush(self.heap, _Node(bound, self.serial, grid, level, recompute))
 
     def _threshold(self, grid: Grid) -> Ticks:
         """Largest time with which a plan of this grid's layout still matters."""
@@ -199,27 +206,20 @@ class Search:
         blocks = [r for r in settings if r.method is RecomputeMethod.BLOCK]
         if len(blocks) > 1:
             settings = [r for r in settings if r.method is not RecomputeMethod.BLOCK]
-            self._push(node.bound, dataclasses.replace(node.grid, recompute=blocks[0]), BLOCKS)
+            self._push(node.bound, node.grid, BLOCKS, blocks[0])
         bounds = self._bounds_in_time(node, settings)
         for recompute in self._that_can_fit(node.grid, list(bounds)):
-            grid = dataclasses.replace(node.grid, recompute=recompute)
-            self._push(bounds[recompute], grid, VARIANT)
+            self._push(bounds[recompute], node.grid, VARIANT, recompute)
 
     def _bounds_in_time(self, node: _Node, settings: list[Recompute]) -> dict[Recompute, Ticks]:
-        """Bounds of the settings that can still win; sets around one that is too slow are slower."""
+        """Bounds of the settings that can still win."""
         threshold = self._threshold(node.grid)
-        too_slow: list[frozenset[RecomputeModule]] = []
-        bounds: dict[Recompute, Ticks] = {}
-        for recompute in sorted(settings, key=lambda r: len(r.modules)):
-            modules = frozenset(recompute.modules)
-            if any(slow <= modules for slow in too_slow):
-                continue
-            bound = max(node.bound, self.bounds.pipeline(node.grid, recompute))
-            if bound <= threshold:
-                bounds[recompute] = bound
-            elif modules:
-                too_slow.append(modules)
-        return bounds
+        bounds = self.bounds.pipelines(node.grid, settings)
+        return {
+            recompute: max(node.bound, bound)
+            for recompute, bound in zip(settings, bounds, strict=True)
+            if bound <= threshold
+        }
 
     def _that_can_fit(self, grid: Grid, settings: list[Recompute]) -> list[Recompute]:
         """Leave out sets of modules inside a set that does not fit: fewer modules keep more bytes.
@@ -261,28 +261,29 @@ class Search:
         return dataclasses.replace(self.model.problem(grid), capacity_bytes=UNLIMITED)
 
     def _solve_variant(self, node: _Node) -> None:
-        self._solve_and_record(node.grid)
+        self._solve_and_record(node.candidate())
 
     def _solve_blocks(self, node: _Node) -> None:
         """Blocks of full recomputation, smallest first.
 
-        A bigger block frees memory and takes longer, so block sizes that do not fit come first, and
+        A bigger block frees memory and takes longer: block sizes that do not fit come first, and
         when even unlimited memory leaves a block too slow, all bigger ones are too.
         """
-        first = node.grid.recompute.num_layers or 1
-        most = self._largest_block(node.grid)
-        size = self._smallest_block(node.grid, first, most)
+        first, most = node.recompute.num_layers or 1, self._largest_block(node.grid)
+        if self._bound_in_unlimited_memory(node.candidate()).status is Status.BOUNDED:
+            return
+        size = self._smallest_block(node.candidate(), first, most)
         self.infeasible[NO_ROOM] += size - first
         if size > most:
             return
-        grid = _with_block(node.grid, size)
+        grid = _with_block(node.candidate(), size)
         roomy = self._bound_in_unlimited_memory(grid)
         if roomy.status is Status.BOUNDED:
             return
         found = self._solve_and_record(grid)
         if size < most and not self._is_best_in_any_memory(grid, found):
             bound = max(node.bound, roomy.lower_bound)
-            self._push(bound, _with_block(grid, size + 1), BLOCKS)
+            self._push(bound, node.grid, BLOCKS, _with_block(grid, size + 1).recompute)
 
     def _largest_block(self, grid: Grid) -> int:
         return -(-self.model.spec.num_layers // grid.dims.num_chunks)
