@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -38,10 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         print("Interrupted; nothing was written.", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader went away (`| head`); keep Python from complaining when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
     return code if isinstance(code, int) else OK
 
 

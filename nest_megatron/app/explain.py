@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nest_megatron.app import OK
-from nest_megatron.app.output import command_lines, show, show_json
+from nest_megatron.app.output import command_lines, say, show, show_json
 from nest_megatron.app.plan import launch_words
 from nest_megatron.files import write_text
 from nest_megatron.parallel import plan_file
@@ -33,9 +33,9 @@ def run_explain(path: Path, *, html: Path | None, timeline: Path | None, as_json
     for name, launch in plan.launch.items():
         kept = [(k, v) for k, v in launch.environment.items() if v is not None]
         unset = [k for k, v in launch.environment.items() if v is None]
-        print(f"\nLaunch with {name}\n")
-        print(command_lines(launch_words(plan, launch.script, launch.argv), kept))
-        print()
+        say(f"\nLaunch with {name}\n")
+        say(command_lines(launch_words(plan, launch.script, launch.argv), kept))
+        say()
         notes = [*launch.notes, *(f"{variable} must not be set." for variable in unset)]
         show(notes_report(notes))
     _advise(plan)
@@ -59,4 +59,4 @@ def _write_pages(plan: ParallelPlan, html: Path | None, timeline: Path | None) -
 
 def _advise(plan: ParallelPlan) -> None:
     if not plan.launch:
-        print("\nThis plan holds no launch command; plan again with this version to get one.")
+        say("\nThis plan holds no launch command; plan again with this version to get one.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,12 +30,20 @@ def show(*parts: RenderableType) -> None:
     with console.capture() as captured:
         for part in parts:
             console.print(part)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    say("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def show_json(document: object) -> None:
     """Print one JSON document."""
-    print(json.dumps(_finite(document), indent=2, allow_nan=False))
+    say(json.dumps(_finite(document), indent=2, allow_nan=False))
+
+
+def say(text: str = "") -> None:
+    """Print a text; a reader that went away (``| head``) wants no more, and that is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
 
 
 def print_error(error: Exception, *, as_json: bool) -> None:

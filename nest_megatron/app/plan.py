@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nest_megatron.app import NOTHING_FITS, OK
-from nest_megatron.app.output import command_lines, show, show_json
+from nest_megatron.app.output import command_lines, say, show, show_json
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.overrides import Setting, parse, refuse_sweeps
 from nest_megatron.config.request import plan_request, read_inputs, read_space
@@ -178,7 +178,7 @@ def _show_plan(plan: ParallelPlan, composed: Composed, notes: Sequence[str]) -> 
 def _say_where(plan: ParallelPlan, composed: Composed) -> None:
     out = composed.config.out
     if out is not None:
-        print(f"Written to {out}; `nest-megatron explain {out}` prints the launch command.")
+        say(f"Written to {out}; `nest-megatron explain {out}` prints the launch command.")
     if not plan.predicted.fits:
         predicted = plan.predicted
         missing = (predicted.peak_memory_bytes - predicted.capacity_bytes) / 2**30
@@ -198,15 +198,15 @@ def _show_command(plan: ParallelPlan, composed: Composed, request: CommandReques
         )
     else:
         show("Your command is already the plan.")
-    print("\nThe command\n")
+    say("\nThe command\n")
     launch = plan.launch[LAUNCHER]
     own = {**request.command.environment}
     unset = [name for name, value in launch.environment.items() if value is None]
     own |= {name: value for name, value in launch.environment.items() if value is not None}
     kept = [(name, value) for name, value in own.items() if name not in unset]
     words = [*request.command.launcher, *filter(None, [request.command.script]), *launch.argv]
-    print(command_lines(words, kept))
-    print()
+    say(command_lines(words, kept))
+    say()
     notes = [*request.inputs.notes, *(f"{name} must not be set." for name in unset)]
     if notes:
         show(notes_report(notes))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nest_megatron.app import BAD_INPUT, NOTHING_FITS, OK
-from nest_megatron.app.output import error_fields, show, show_json
+from nest_megatron.app.output import error_fields, say, show, show_json
 from nest_megatron.app.plan import describe, plan_job
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import Setting, expand, swept
@@ -50,7 +50,7 @@ def run_sweep(settings: Sequence[Setting], config_dir: Path | None, *, as_json: 
         same = describe([s for s in rest if s.key not in keys])
         show(same, sweep_table(rows))
         if folder is not None:
-            print(f"Plans written to {folder}")
+            say(f"Plans written to {folder}")
     return worst
 
 

@@ -189,7 +189,8 @@ def evaluate(problem: PipelineProblem, boundaries: tuple[int, ...]) -> Evaluatio
 
 
 def _larger(chunks: Sequence[ChunkCost], least: str, rest: str) -> Ticks:
-    return max(sum(getattr(c, least) for c in chunks), sum(getattr(c, rest) for c in chunks), 0)
+    sums = [sum(int(getattr(c, name)) for c in chunks) for name in (least, rest)]
+    return max(0, *sums)
 
 
 def chunk_times(problem: PipelineProblem, index: int, chunk: ChunkCost) -> ChunkTimes:

@@ -33,7 +33,8 @@ def sealed(plan: ParallelPlan) -> ParallelPlan:
 
 def dump(plan: ParallelPlan) -> str:
     """The text of a plan file."""
-    return yaml.safe_dump(to_plain(plan), sort_keys=False, width=100, allow_unicode=True)
+    text: str = yaml.safe_dump(to_plain(plan), sort_keys=False, width=100, allow_unicode=True)
+    return text
 
 
 def load(text: str, name: str = "plan") -> ParallelPlan:

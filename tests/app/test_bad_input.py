@@ -131,7 +131,10 @@ def test_a_mistake_in_json(case: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout 'Ett|tt|tt|ttL'", "--free"),
+        (
+            "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout 'Ett|tt|tt|ttL'",
+            "--free",
+        ),
         ("--decoder-first-pipeline-num-layers 2", "--free decoder_first"),
         ("--num-layers-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 2", "--free"),
         ("--tensor-model-parallel-size 3", "divide the 8 GPUs"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from nest_megatron.app.commands import cli
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan_file import sealed
-from tests.app.runs import ROOT, SMALL, run, spawn
+from tests.app.runs import ROOT, SMALL, environment, run, spawn
 from tests.launchers.commands import LLAMA3_8B, MIXTRAL
 
 
@@ -55,17 +57,12 @@ def test_examples_run(command: str, small_plan: Path, tmp_path: Path) -> None:
 def test_help_names_every_command_and_loads_nothing_slow() -> None:
     text = run("--help").out
     assert all(name in text for name in cli.commands)
-    loads = "import sys; from nest_megatron.app import main; main(['plan', '--help']); print(*sys.modules)"
-    modules = spawn_code(loads).split()
-    assert not {"hydra", "omegaconf", "rich", "yaml", "nest_megatron.planner"} & set(modules)
+    loads = "import sys; from nest_megatron.app import main; main(['plan', '--help'])"
+    modules = set(spawn_code(f"{loads}; print(*sys.modules)").split())
+    assert not {"hydra", "omegaconf", "rich", "yaml", "nest_megatron.planner"} & modules
 
 
 def spawn_code(code: str) -> str:
-    import subprocess
-    import sys
-
-    from tests.app.runs import environment
-
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True
     )
@@ -220,11 +217,6 @@ def test_a_command_is_rewritten_with_every_change_shown() -> None:
 
 
 def test_a_command_from_standard_input() -> None:
-    import subprocess
-    import sys
-
-    from tests.app.runs import environment
-
     done = subprocess.run(
         [sys.executable, "-m", "nest_megatron", "plan", "--from", "-", "cluster=dgx_h100"],
         input=LLAMA3_8B,
@@ -237,11 +229,6 @@ def test_a_command_from_standard_input() -> None:
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
-    import subprocess
-    import sys
-
-    from tests.app.runs import environment
-
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as closed:

@@ -1,0 +1,177 @@
+"""The first half of a decoder layer: norm, self-attention (grouped-query or latent), residual."""
+
+from __future__ import annotations
+
+from nest_megatron.model.graph import (
+    Group,
+    LayerCollective,
+    LayerGraph,
+    Operator,
+    OperatorKind,
+    Part,
+)
+from nest_megatron.model.operators.pieces import (
+    ACT,
+    FP32,
+    Pieces,
+    gathered_block,
+    gemm,
+    streaming,
+)
+from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import ModelFamily, TransformerSpec
+
+
+def attention_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+    """The first half of a decoder layer: norm, self-attention, residual."""
+    pieces = (_latent_attention if spec.multi_latent_attention else _attention)(spec, shard)
+    return LayerGraph(
+        operators=pieces.operators,
+        collectives=pieces.collectives,
+        input_bytes=shard.tokens_between_blocks(spec) * spec.hidden_size * ACT,
+        saved_bytes=pieces.saved,
+        working_bytes=0.0,
+    )
+
+
+def _attention_span(spec: TransformerSpec) -> float:
+    """Keys that a query attends to on average over the layers."""
+    full = spec.seq_length if spec.family is ModelFamily.BERT else spec.seq_length / 2
+    if spec.window_size is None:
+        return full
+    narrow = min(full, float(spec.window_size))
+    skip = spec.window_attn_skip_freq
+    return narrow if not skip else (narrow * (skip - 1) + full) / skip
+
+
+def _core_attention(
+    spec: TransformerSpec, shard: LayerShard, query_dim: int, value_dim: int, kv_heads: float
+) -> Pieces:
+    """Flash attention, and the ring exchange of keys and values under context parallelism.
+
+    The backward pass computes the scores again: five products to the forward pass's two.
+    """
+    tokens = shard.tokens(spec)
+    heads = spec.num_attention_heads / shard.tensor_model_parallel_size
+    span = _attention_span(spec)
+    flops = 2.0 * tokens * span * heads * (query_dim + value_dim)
+    query_bytes = tokens * heads * (query_dim + value_dim) * ACT
+    kv_bytes = tokens * kv_heads * (query_dim + value_dim) * ACT
+    operator = Operator(
+        name="core_attention",
+        part=Part.CORE_ATTENTION,
+        kind=OperatorKind.ATTENTION,
+        flops=flops,
+        bytes_moved=query_bytes + kv_bytes,
+        backward_flops=2.5 * flops,
+        backward_bytes_moved=2 * (query_bytes + kv_bytes),
+        num_kernels=max(1, shard.context_parallel_size),
+    )
+    steps = shard.context_parallel_size - 1
+    ring = (
+        ()
+        if not steps
+        else tuple(
+            LayerCollective(
+                name="kv_ring",
+                part=Part.CORE_ATTENTION,
+                kind="send_recv",
+                group=Group.CONTEXT,
+                message_bytes=kv_bytes * (2 if backward else 1),
+                backward=backward,
+                hidden_under="core_attention",
+                num_calls=steps,
+            )
+            for backward in (False, True)
+        )
+    )
+    statistics = tokens * heads * FP32
+    return Pieces((operator,), ring, ((Part.CORE_ATTENTION, statistics),))
+
+
+def _attention(spec: TransformerSpec, shard: LayerShard) -> Pieces:
+    """Grouped-query self-attention with its input norm."""
+    tp = shard.tensor_model_parallel_size
+    tokens, local = shard.tokens(spec), shard.tokens_between_blocks(spec)
+    hidden, head_dim = spec.hidden_size, spec.head_dim
+    heads = spec.num_attention_heads / tp
+    kv_heads = max(spec.query_groups / tp, 1.0)
+    query, key_value = heads * head_dim, 2 * kv_heads * head_dim
+    joint = (spec.num_attention_heads + 2 * spec.query_groups) * head_dim / tp
+    operators = [
+        streaming("input_norm", Part.INPUT_NORM, 2 * local * hidden * ACT),
+        gemm("qkv", Part.QKV, tokens, hidden, joint),
+        streaming("rotary", Part.QKV, 2 * tokens * (query + key_value / 2) * ACT, backward=1.0),
+        gemm("projection", Part.PROJECTION, tokens, query, hidden),
+        streaming("residual", Part.RESIDUAL, 3 * local * hidden * ACT, backward=0.67),
+    ]
+    saved = [
+        (Part.INPUT_NORM, local * hidden * ACT),
+        (Part.QKV, tokens * (query + key_value) * ACT),
+        (Part.PROJECTION, tokens * query * ACT),
+    ]
+    if spec.qk_layernorm:
+        width = tokens * (query + key_value / 2) * ACT
+        operators.append(streaming("qk_norm", Part.QKV, 2 * width))
+        saved.append((Part.QKV, width))
+    collectives = list(gathered_block(spec, shard, Part.QKV, Part.PROJECTION, "qkv", "projection"))
+    if spec.query_groups < tp:
+        collectives += _split_group_gather(spec, tokens)
+    pieces = Pieces(tuple(operators), tuple(collectives), tuple(saved))
+    return pieces + _core_attention(spec, shard, head_dim, head_dim, kv_heads)
+
+
+def _split_group_gather(spec: TransformerSpec, tokens: float) -> list[LayerCollective]:
+    """Gather of the joint projection when a query group is shared by several tensor ranks."""
+    width = (spec.num_attention_heads + 2 * spec.query_groups) * spec.head_dim
+    return [
+        LayerCollective(
+            name="qkv.groups",
+            part=Part.QKV,
+            kind="reduce_scatter" if backward else "all_gather",
+            group=Group.TENSOR,
+            message_bytes=tokens * width * ACT,
+            backward=backward,
+        )
+        for backward in (False, True)
+    ]
+
+
+def _latent_attention(spec: TransformerSpec, shard: LayerShard) -> Pieces:
+    """Multi-latent attention: low-rank down projections, then up projections split by heads."""
+    tp = shard.tensor_model_parallel_size
+    tokens, local = shard.tokens(spec), shard.tokens_between_blocks(spec)
+    hidden, heads = spec.hidden_size, spec.num_attention_heads / tp
+    query_dim = spec.qk_head_dim + spec.qk_pos_emb_head_dim
+    query_rank = spec.q_lora_rank
+    kv_down = spec.kv_lora_rank + spec.qk_pos_emb_head_dim
+    latent = (query_rank or 0) + kv_down
+    query_in = query_rank or hidden
+    query, key, value = heads * query_dim, heads * query_dim, heads * spec.v_head_dim
+    operators = [
+        streaming("input_norm", Part.INPUT_NORM, 2 * local * hidden * ACT),
+        gemm("mla_down", Part.MLA_DOWN, local, hidden, latent),
+        streaming("latent_norm", Part.MLA_DOWN, 2 * local * latent * ACT),
+        gemm("query_up", Part.MLA_UP, tokens, query_in, query),
+        gemm(
+            "kv_up",
+            Part.MLA_UP,
+            tokens,
+            spec.kv_lora_rank,
+            heads * (spec.qk_head_dim + spec.v_head_dim),
+        ),
+        streaming("rotary", Part.MLA_UP, 2 * tokens * (query + key) * ACT, backward=1.0),
+        gemm("projection", Part.PROJECTION, tokens, value, hidden),
+        streaming("residual", Part.RESIDUAL, 3 * local * hidden * ACT, backward=0.67),
+    ]
+    saved = (
+        (Part.INPUT_NORM, local * hidden * ACT),
+        (Part.MLA_DOWN, 2 * local * latent * ACT),
+        (Part.MLA_UP, tokens * (query + key + value) * ACT),
+        (Part.PROJECTION, tokens * value * ACT),
+    )
+    collectives = tuple(
+        gathered_block(spec, shard, Part.MLA_UP, Part.PROJECTION, "query_up", "projection")
+    )
+    pieces = Pieces(tuple(operators), collectives, saved)
+    return pieces + _core_attention(spec, shard, query_dim, spec.v_head_dim, heads)

@@ -1,0 +1,112 @@
+"""The units around the decoder layers: embedding, multi-token prediction, head."""
+
+from __future__ import annotations
+
+from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Part
+from nest_megatron.model.operators.pieces import ACT, FP32, gemm, streaming
+from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import ModelFamily, TransformerSpec
+
+
+def embedding_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+    """Vocabulary-parallel lookup; each rank's rows are summed over the tensor group."""
+    tokens = shard.tokens(spec)
+    size = tokens * spec.hidden_size * ACT
+    collectives = []
+    if shard.tensor_model_parallel_size > 1:
+        forward = "reduce_scatter" if shard.sequence_parallel else "all_reduce"
+        collectives.append((forward, False))
+        if shard.sequence_parallel:
+            collectives.append(("all_gather", True))
+    return LayerGraph(
+        operators=(streaming("lookup", Part.EMBEDDING, 2 * size, backward=2.0, kernels=3),),
+        collectives=tuple(
+            LayerCollective(
+                name=f"embedding.{kind}",
+                part=Part.EMBEDDING,
+                kind=kind,
+                group=Group.TENSOR,
+                message_bytes=size,
+                backward=backward,
+            )
+            for kind, backward in collectives
+        ),
+        input_bytes=tokens * 8,
+        saved_bytes=(),
+        working_bytes=2 * size,
+    )
+
+
+def head_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+    """Final norm, output layer and cross entropy in float32, once for each predicted token."""
+    tp = shard.tensor_model_parallel_size
+    tokens, local = shard.tokens(spec), shard.tokens_between_blocks(spec)
+    depth = 1 + spec.num_mtp_layers
+    vocab = spec.padded_vocab_size(tp) / tp
+    hidden_bytes = local * spec.hidden_size * ACT
+    logits = tokens * vocab
+    operators = [
+        streaming("final_norm", Part.HEAD, 2 * hidden_bytes),
+        gemm("output_layer", Part.HEAD, depth * tokens, spec.hidden_size, vocab, fp8=False),
+        streaming(
+            "cross_entropy", Part.HEAD, depth * logits * (ACT + 4 * FP32), backward=0.5, kernels=8
+        ),
+    ]
+    if spec.family is ModelFamily.BERT:
+        operators.append(gemm("lm_head", Part.HEAD, local, spec.hidden_size, spec.hidden_size))
+    collectives = []
+    if tp > 1:
+        collectives = _head_collectives(spec, shard, depth)
+    return LayerGraph(
+        operators=tuple(operators),
+        collectives=tuple(collectives),
+        input_bytes=depth * hidden_bytes,
+        saved_bytes=((Part.HEAD, depth * (hidden_bytes + logits * FP32)),),
+        working_bytes=logits * (ACT + FP32),
+    )
+
+
+def _head_collectives(
+    spec: TransformerSpec, shard: LayerShard, depth: int
+) -> list[LayerCollective]:
+    tokens = depth * shard.tokens(spec)
+    size = tokens * spec.hidden_size * ACT
+
+    def call(name: str, kind: str, num_bytes: float, *, backward: bool = False) -> LayerCollective:
+        return LayerCollective(
+            name=name,
+            part=Part.HEAD,
+            kind=kind,
+            group=Group.TENSOR,
+            message_bytes=num_bytes,
+            backward=backward,
+            hidden_under="output_layer" if backward else "",
+        )
+
+    calls = [call(f"loss.{i}", "all_reduce", tokens * FP32) for i in range(3)]
+    if shard.sequence_parallel:
+        calls.append(call("output.gather", "all_gather", size))
+        calls.append(call("output.regather", "all_gather", size, backward=True))
+        calls.append(call("output.scatter", "reduce_scatter", size, backward=True))
+    else:
+        calls.append(call("output.all_reduce", "all_reduce", size, backward=True))
+    return calls
+
+
+def around_mtp_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+    """What MTP layers do besides their decoder layer: embed the shifted tokens, norm, project."""
+    tokens = shard.tokens(spec)
+    hidden = spec.hidden_size
+    hidden_bytes = shard.tokens_between_blocks(spec) * hidden * ACT
+    width = hidden / shard.tensor_model_parallel_size
+    operators = (
+        streaming("mtp_norms", Part.MTP, 6 * hidden_bytes, kernels=3),
+        gemm("eh_proj", Part.MTP, tokens, 2 * hidden, width),
+    )
+    return spec.num_mtp_layers * LayerGraph(
+        operators=operators,
+        collectives=(),
+        input_bytes=0.0,
+        saved_bytes=((Part.MTP, 5 * hidden_bytes),),
+        working_bytes=0.0,
+    )

@@ -1,0 +1,201 @@
+"""The second half of a decoder layer: norm, MLP or routed experts, residual."""
+
+from __future__ import annotations
+
+from nest_megatron.model.graph import (
+    Group,
+    LayerCollective,
+    LayerGraph,
+    Operator,
+    OperatorKind,
+    Part,
+)
+from nest_megatron.model.operators.pieces import (
+    ACT,
+    FP32,
+    Pieces,
+    gathered_block,
+    gemm,
+    streaming,
+)
+from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import LayerKind, TransformerSpec
+
+
+def feed_forward_graph(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) -> LayerGraph:
+    """The second half of a decoder layer: norm, MLP or experts, residual."""
+    pieces = (_moe if kind is LayerKind.MOE else _mlp)(spec, shard)
+    return LayerGraph(
+        operators=pieces.operators,
+        collectives=pieces.collectives,
+        input_bytes=0.0,
+        saved_bytes=pieces.saved,
+        working_bytes=_working_bytes(spec, kind, shard),
+    )
+
+
+def _working_bytes(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) -> float:
+    """Gradients alive at the widest point of a layer's backward pass, and the gathered input."""
+    widest = spec.ffn_hidden_size / shard.tensor_model_parallel_size
+    tokens = shard.tokens(spec)
+    if kind is LayerKind.MOE:
+        widest = spec.expert_ffn_hidden_size / shard.expert_tensor_parallel_size
+        tokens = shard.tokens_between_blocks(spec) * spec.moe_router_topk
+        tokens *= shard.expert_tensor_parallel_size
+    gates = 2 if spec.gated_linear_unit else 1
+    gradients = tokens * widest * (gates + 1) * ACT
+    return gradients + 2 * tokens * spec.hidden_size * ACT
+
+
+def _mlp_operators(
+    spec: TransformerSpec, part: Part, prefix: str, tokens: float, ffn: float
+) -> tuple[Operator, ...]:
+    gates = 2 if spec.gated_linear_unit else 1
+    return (
+        gemm(f"{prefix}fc1", part, tokens, spec.hidden_size, gates * ffn),
+        streaming(f"{prefix}activation", part, tokens * (gates + 1) * ffn * ACT, backward=1.67),
+        gemm(f"{prefix}fc2", part, tokens, ffn, spec.hidden_size),
+    )
+
+
+def _mlp(spec: TransformerSpec, shard: LayerShard) -> Pieces:
+    """Dense MLP with its norm."""
+    tokens, local = shard.tokens(spec), shard.tokens_between_blocks(spec)
+    ffn = spec.ffn_hidden_size / shard.tensor_model_parallel_size
+    hidden_bytes = local * spec.hidden_size * ACT
+    gates = 2 if spec.gated_linear_unit else 1
+    operators = (
+        streaming("mlp_norm", Part.MLP_NORM, 2 * hidden_bytes),
+        *_mlp_operators(spec, Part.MLP, "", tokens, ffn),
+        streaming("mlp_residual", Part.RESIDUAL, 3 * hidden_bytes, backward=0.67),
+    )
+    saved = (
+        (Part.RESIDUAL, hidden_bytes),
+        (Part.MLP_NORM, hidden_bytes),
+        (Part.MLP, tokens * (gates + 1) * ffn * ACT),
+    )
+    collectives = tuple(gathered_block(spec, shard, Part.MLP, Part.MLP, "fc1", "fc2"))
+    return Pieces(operators, collectives, saved)
+
+
+def _moe(spec: TransformerSpec, shard: LayerShard) -> Pieces:
+    """Routed experts behind an all-to-all, with the shared expert if there is one.
+
+    Routing is taken as balanced; an imbalance factor belongs to the cost model.
+    """
+    local = shard.tokens_between_blocks(spec)
+    hidden_bytes = local * spec.hidden_size * ACT
+    pieces = Pieces(
+        (
+            streaming("mlp_norm", Part.MLP_NORM, 2 * hidden_bytes),
+            streaming("mlp_residual", Part.RESIDUAL, 3 * hidden_bytes, backward=0.67),
+        ),
+        (),
+        ((Part.RESIDUAL, hidden_bytes), (Part.MLP_NORM, hidden_bytes)),
+    )
+    pieces += _router(spec, local) + _experts(spec, shard) + _dispatch(spec, shard)
+    if spec.moe_shared_expert_intermediate_size:
+        pieces += _shared_experts(spec, shard)
+    return pieces
+
+
+def _router(spec: TransformerSpec, local: float) -> Pieces:
+    experts = spec.num_experts or 0
+    scores = local * experts * FP32
+    operators = (
+        gemm("router", Part.ROUTER, local, spec.hidden_size, experts, fp8=False),
+        streaming("top_k", Part.ROUTER, 4 * scores, kernels=6),
+    )
+    return Pieces(operators, (), ((Part.ROUTER, 2 * scores + local * experts),))
+
+
+def _experts(spec: TransformerSpec, shard: LayerShard) -> Pieces:
+    """Grouped products of this rank's experts over the tokens routed to them."""
+    etp = shard.expert_tensor_parallel_size
+    routed = shard.tokens_between_blocks(spec) * spec.moe_router_topk * etp
+    ffn = spec.expert_ffn_hidden_size / etp
+    hidden = spec.hidden_size
+    gates = 2 if spec.gated_linear_unit else 1
+    num_local = max(1, (spec.num_experts or 1) // shard.expert_model_parallel_size)
+    operators = (
+        _grouped_gemm("expert_fc1", routed, hidden, gates * ffn, num_local),
+        streaming(
+            "expert_activation",
+            Part.EXPERT_ACTIVATION,
+            routed * (gates + 1) * ffn * ACT,
+            backward=1.67,
+        ),
+        _grouped_gemm("expert_fc2", routed, ffn, hidden, num_local),
+    )
+    saved = (
+        (Part.EXPERTS, routed * (hidden + gates * ffn) * ACT),
+        (Part.EXPERT_ACTIVATION, routed * ffn * ACT),
+    )
+    return Pieces(operators, (), saved)
+
+
+def _grouped_gemm(
+    name: str, rows: float, inner: float, columns: float, num_experts: int
+) -> Operator:
+    """One product for each local expert, in one grouped kernel."""
+    flops = 2.0 * rows * inner * columns
+    activations = rows * (inner + columns) * ACT
+    weight = inner * columns * num_experts
+    return Operator(
+        name=name,
+        part=Part.EXPERTS,
+        kind=OperatorKind.GROUPED_GEMM,
+        flops=flops,
+        bytes_moved=activations + weight * ACT,
+        backward_flops=2 * flops,
+        backward_bytes_moved=2 * activations + weight * (ACT + 2 * FP32),
+        fp8=True,
+    )
+
+
+def _dispatch(spec: TransformerSpec, shard: LayerShard) -> Pieces:
+    """Permutation and all-to-all of tokens to experts and back, gather over expert tensor ranks."""
+    routed = shard.tokens_between_blocks(spec) * spec.moe_router_topk
+    size = routed * spec.hidden_size * ACT
+    operators = (
+        streaming("permute", Part.DISPATCH, 4 * size, backward=1.0, kernels=4),
+        streaming("unpermute", Part.DISPATCH, 4 * size, backward=1.0, kernels=4),
+    )
+    collectives: list[LayerCollective] = []
+    for backward in (False, True):
+        if shard.expert_model_parallel_size > 1:
+            collectives.append(
+                LayerCollective(
+                    name="token_exchange",
+                    part=Part.DISPATCH,
+                    kind="all_to_all",
+                    group=Group.EXPERT,
+                    message_bytes=size,
+                    backward=backward,
+                    num_calls=2,
+                )
+            )
+        if shard.expert_tensor_parallel_size > 1:
+            gathered = size * shard.expert_tensor_parallel_size
+            collectives += [
+                LayerCollective(
+                    name=f"expert_{kind}",
+                    part=Part.DISPATCH,
+                    kind=kind,
+                    group=Group.EXPERT_TENSOR,
+                    message_bytes=gathered,
+                    backward=backward,
+                )
+                for kind in ("all_gather", "reduce_scatter")
+            ]
+    return Pieces(operators, tuple(collectives), ())
+
+
+def _shared_experts(spec: TransformerSpec, shard: LayerShard) -> Pieces:
+    ffn = (spec.moe_shared_expert_intermediate_size or 0) / shard.tensor_model_parallel_size
+    tokens = shard.tokens(spec)
+    part = Part.SHARED_EXPERTS
+    gates = 2 if spec.gated_linear_unit else 1
+    operators = _mlp_operators(spec, part, "shared_", tokens, ffn)
+    collectives = tuple(gathered_block(spec, shard, part, part, "shared_fc1", "shared_fc2"))
+    return Pieces(operators, collectives, ((part, tokens * (gates + 1) * ffn * ACT),))

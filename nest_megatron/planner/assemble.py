@@ -1,0 +1,229 @@
+"""A solved grid as a plan: its prediction, its runners-up, where it comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+from nest_megatron import __version__
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.cost_model.estimate import Estimate, estimate
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.dims import RankOrder
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import layout_string
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.plan import (
+    Alternative,
+    ParallelPlan,
+    Placement,
+    PredictedStage,
+    Prediction,
+    Provenance,
+    SearchRecord,
+    TrainChoice,
+    parallel_choice,
+)
+from nest_megatron.parallel.plan_file import digest, sealed
+from nest_megatron.parallel.rank_order import GroupKind, group_level, group_of_rank
+from nest_megatron.planner.request import PlanRequest
+from nest_megatron.solver.backend import choose
+from nest_megatron.solver.ranking import SearchResult, SolvedGrid
+from nest_megatron.solver.space import DEFAULT_LIMITS, SearchSpace
+from nest_megatron.units import to_seconds
+
+
+def assemble(
+    model: CostModel,
+    settings: CostSettings,
+    best: SolvedGrid,
+    alternatives: tuple[Alternative, ...],
+    record: SearchRecord,
+) -> ParallelPlan:
+    """The plan file of a solved grid, sealed."""
+    spec, cluster, grid = model.spec, model.cluster, best.grid
+    partition = _partition(best)
+    predicted = estimate(model, grid, partition)
+    plan = ParallelPlan(
+        model=spec,
+        cluster=cluster,
+        train=TrainChoice(
+            global_batch_size=grid.global_batch_size,
+            micro_batch_size=grid.micro_batch_size,
+            seq_length=spec.seq_length,
+            precision=settings.precision,
+        ),
+        parallel=parallel_choice(spec, grid, partition),
+        placement=_placement(cluster, grid),
+        predicted=_prediction(model, predicted),
+        alternatives=alternatives,
+        search=record,
+        provenance=Provenance(
+            nest_megatron_version=__version__,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            profile="analytic",
+            cluster_hash=digest(cluster),
+            model_hash=digest(spec),
+            settings={
+                f.name: _plain_setting(getattr(settings, f.name))
+                for f in dataclasses.fields(settings)
+            },
+        ),
+    )
+    return sealed(plan)
+
+
+def _plain_setting(value: object) -> float | str:
+    return float(value) if isinstance(value, int | float) else str(value)
+
+
+def _partition(solved: SolvedGrid) -> StagePartition:
+    pp = solved.grid.dims.pipeline_model_parallel_size
+    return StagePartition(boundaries=solved.boundaries, pipeline_model_parallel_size=pp)
+
+
+def _placement(cluster: Cluster, grid: Grid) -> Placement:
+    dims, sizes = grid.dims, cluster.group_sizes()
+    names = [level.name for level in cluster.levels]
+    kinds = {
+        "tp": GroupKind.TP,
+        "cp": GroupKind.CP,
+        "ep": GroupKind.EP,
+        "dp": GroupKind.DP_CP,
+        "expert_dp": GroupKind.EDP,
+        "pp": GroupKind.PP,
+    }
+    stages = group_of_rank(dims, GroupKind.PP, 0)
+    width = dims.tensor_model_parallel_size * dims.context_parallel_size
+    if dims.rank_order is RankOrder.TP_CP_EP_DP_PP:
+        width *= dims.data_parallel_size
+    return Placement(
+        rank_order=dims.rank_order,
+        use_tp_pp_dp_mapping=dims.rank_order is RankOrder.TP_CP_EP_PP_DP,
+        num_gpus=dims.world_size,
+        gpus_per_node=cluster.gpus_per_node,
+        stage_ranks=tuple((first, first + width - 1) for first in stages),
+        group_levels={name: names[group_level(dims, kind, sizes)] for name, kind in kinds.items()},
+    )
+
+
+def _prediction(model: CostModel, predicted: Estimate) -> Prediction:
+    peaks = [stage.peak_memory_bytes for stage in predicted.stages]
+    fullest = peaks.index(max(peaks))
+    spare = predicted.capacity_bytes - peaks[fullest]
+    largest = max(predicted.terms, key=lambda name: predicted.terms[name])
+    share = 100 * predicted.terms[largest] / predicted.iteration_time_s
+    binding = (
+        f"memory: pipeline rank {fullest} has {spare / 2**30:.1f} GiB to spare"
+        if 0 <= spare < 0.1 * predicted.capacity_bytes
+        else f"memory: pipeline rank {fullest} lacks {-spare / 2**30:.1f} GiB"
+        if spare < 0
+        else f"{largest}: {share:.0f} % of the iteration"
+    )
+    return Prediction(
+        iteration_time_s=predicted.iteration_time_s,
+        tokens_per_s_per_gpu=predicted.tokens_per_s_per_gpu,
+        model_tflops_per_gpu=predicted.model_tflops_per_gpu,
+        mfu=predicted.mfu,
+        terms=predicted.terms,
+        critical_rank=predicted.critical_rank,
+        peak_memory_bytes=max(peaks),
+        capacity_bytes=predicted.capacity_bytes,
+        fits=predicted.fits,
+        binding_constraint=binding,
+        stages=tuple(
+            PredictedStage(
+                layers=stage.layers,
+                forward_s=stage.forward_s,
+                backward_s=stage.backward_s,
+                busy_share=stage.busy_share,
+                parameters=stage.parameters,
+                memory_bytes=stage.memory,
+            )
+            for stage in predicted.stages
+        ),
+    )
+
+
+def alternative(spec: TransformerSpec, best: SolvedGrid, other: SolvedGrid) -> Alternative:
+    """A runner-up, and how much slower than the best it is."""
+    grid, dims = other.grid, other.grid.dims
+    virtual = dims.virtual_pipeline_model_parallel_size
+    pipelined = dims.pipeline_model_parallel_size > 1
+    return Alternative(
+        num_gpus=dims.world_size,
+        tensor_model_parallel_size=dims.tensor_model_parallel_size,
+        pipeline_model_parallel_size=dims.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        context_parallel_size=dims.context_parallel_size,
+        data_parallel_size=dims.data_parallel_size,
+        expert_model_parallel_size=dims.expert_model_parallel_size,
+        expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
+        micro_batch_size=grid.micro_batch_size,
+        zero_stage=int(grid.zero),
+        recompute=grid.recompute.label(),
+        rank_order=dims.rank_order,
+        pipeline_model_parallel_layout=(
+            layout_string(spec, _partition(other)) if pipelined else None
+        ),
+        iteration_time_s=to_seconds(other.iteration),
+        slower_percent=100.0 * (other.iteration - best.iteration) / best.iteration,
+    )
+
+
+def search_record(request: PlanRequest, result: SearchResult, seconds: float) -> SearchRecord:
+    """What the search looked at and proved, for the plan file."""
+    proof = result.certificate
+    gap = 0.0
+    if result.plans and not proof.optimal:
+        best = result.plans[0].iteration
+        gap = 100.0 * (best - proof.lower_bound) / max(1, proof.lower_bound)
+    return SearchRecord(
+        certificate="optimal" if proof.optimal else "gap" if result.plans else "infeasible",
+        gap_percent=gap,
+        candidates=proof.candidates,
+        bounded=proof.bounded,
+        infeasible=proof.infeasible,
+        solved=proof.solved,
+        illegal=proof.illegal,
+        stage_nodes=proof.nodes,
+        simulations=proof.simulations,
+        seconds=round(seconds, 3),
+        backend=choose(request.backend).value,
+        space=describe_space(request.space, request.cluster),
+    )
+
+
+def describe_space(space: SearchSpace, cluster: Cluster) -> Mapping[str, str]:
+    """The declared space in words, for the plan file."""
+    words = {name: f"= {value}" for name, value in space.fixed.items()}
+    for name in (*DEFAULT_LIMITS, "tensor_model_parallel_size", "expert_tensor_parallel_size"):
+        words.setdefault(name, f"<= {space.limit(name, cluster)}")
+    for name, value in space.limits.items():
+        words.setdefault(name, f"<= {value}")
+    words["zero_stage"] = ", ".join(str(int(zero)) for zero in space.zero_stages)
+    words["rank_order"] = ", ".join(order.value for order in space.rank_orders)
+    words["recompute"] = "all settings" if space.recompute is None else space.recompute.label()
+    words["num_gpus"] = "all" if space.use_all_gpus else "any whole nodes"
+    return words
+
+
+def nothing_searched() -> SearchRecord:
+    """The record of a layout that the user chose."""
+    return SearchRecord(
+        certificate="fixed",
+        gap_percent=0.0,
+        candidates=1,
+        bounded=0,
+        infeasible={},
+        solved=1,
+        illegal={},
+        stage_nodes=0,
+        simulations=1,
+        seconds=0.0,
+        backend="none",
+        space={},
+    )

@@ -1,0 +1,51 @@
+"""What to plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.errors import UserInputError
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.solver.backend import Backend
+from nest_megatron.solver.space import SearchSpace
+
+#: Runners-up that a plan lists.
+NUM_ALTERNATIVES = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What to plan.
+
+    Args:
+        max_seconds: time for the search; when it ends first, the plan says how far from the
+            optimum it can be at most.
+    """
+
+    spec: TransformerSpec
+    cluster: Cluster
+    global_batch_size: int
+    settings: CostSettings = field(default_factory=CostSettings)
+    space: SearchSpace = field(default_factory=SearchSpace)
+    max_seconds: float = 60.0
+    num_alternatives: int = NUM_ALTERNATIVES
+    backend: Backend | None = None
+
+    def __post_init__(self) -> None:
+        batch = self.global_batch_size
+        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
+            raise UserInputError(
+                "train.global_batch_size",
+                value=batch,
+                limit="it must be a whole number of at least 1",
+                fix="Give the sequences of one optimizer step.",
+            )
+        if not self.max_seconds > 0:
+            raise UserInputError(
+                "search.max_seconds",
+                value=self.max_seconds,
+                limit="it must be above 0",
+                fix="Give the seconds that the search may take.",
+            )

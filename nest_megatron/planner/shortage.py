@@ -1,0 +1,124 @@
+"""Why nothing fits, and what would."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.errors import UserInputError
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.plan import SearchRecord
+from nest_megatron.planner.request import PlanRequest
+from nest_megatron.solver.backend import choose, solver_of
+from nest_megatron.solver.ranking import SearchResult
+from nest_megatron.solver.room import Shortage, least_memory
+from nest_megatron.solver.search import Search
+from nest_megatron.solver.space import SearchSpace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoPlan:
+    """Nothing fits: how far off the nearest plan is, and what would make it fit.
+
+    Args:
+        missing_bytes: what the nearest plan lacks on its fullest GPU.
+        nearest: that plan's degrees, in words.
+        remedies: changes that were tried and make some plan fit.
+    """
+
+    shortage: Shortage
+    missing_bytes: int
+    capacity_bytes: int
+    nearest: str
+    remedies: tuple[str, ...]
+    search: SearchRecord
+
+
+def refuse_if_nothing_is_legal(request: PlanRequest, result: SearchResult) -> None:
+    """Tell a job that no grid can hold from one that lacks memory.
+
+    Raises:
+        UserInputError: if no combination of degrees is legal, naming the rules.
+    """
+    if result.certificate.candidates:
+        return
+    rules = "; ".join(sorted(result.certificate.illegal)) or (
+        "the batch divides over no data-parallel size and micro batch"
+    )
+    raise UserInputError(
+        "the job",
+        value=f"{request.cluster.num_gpus} GPUs, global batch {request.global_batch_size}, "
+        + ", ".join(f"{k}={v}" for k, v in request.space.fixed.items()),
+        limit=f"no combination of degrees is legal for {request.spec.name} ({rules})",
+        fix="Free a degree, or use a batch and a number of GPUs with more common divisors.",
+    )
+
+
+def no_plan(request: PlanRequest, model: CostModel, record: SearchRecord) -> NoPlan:
+    """Explain an infeasible job: the nearest plan, and which larger clusters would take it."""
+    shortage = least_memory(_new_search(request, model))
+    assert shortage is not None, "a legal space has a plan that needs least memory"
+    missing = shortage.needed_bytes - model.capacity_bytes
+    return NoPlan(
+        shortage=shortage,
+        missing_bytes=missing,
+        capacity_bytes=model.capacity_bytes,
+        nearest=describe_grid(shortage.grid),
+        remedies=tuple(_remedies(request, missing)),
+        search=record,
+    )
+
+
+def _remedies(request: PlanRequest, missing: int) -> list[str]:
+    """Single changes after which something fits, each tried."""
+    found = []
+    total, batch = request.cluster.num_gpus, request.global_batch_size
+    for factor in (2, 4, 8, 16, 32, 64):
+        cluster = request.cluster.resized(total * factor)
+        if _fits(dataclasses.replace(request, cluster=cluster)):
+            found.append(f"cluster.num_gpus={total * factor}")
+            break
+    if request.space.fixed or request.space.limits or request.space.recompute:
+        free = dataclasses.replace(
+            request, space=SearchSpace(use_all_gpus=request.space.use_all_gpus)
+        )
+        if _fits(free):
+            given = [*request.space.fixed, *(f"max_{name}" for name in request.space.limits)]
+            given += ["recompute_granularity"] if request.space.recompute else []
+            found.append(f"leave free what is fixed ({', '.join(given)})")
+    accelerator = request.cluster.accelerator
+    more = -(-(missing + accelerator.memory_bytes) // 2**30)
+    found.append(f"GPUs with at least {more} GiB of memory, for a global batch of {batch}")
+    return found
+
+
+def _fits(request: PlanRequest) -> bool:
+    model = CostModel(request.spec, request.cluster, request.settings)
+    return bool(_new_search(request, model, first_fit=True).run().plans)
+
+
+def _new_search(request: PlanRequest, model: CostModel, *, first_fit: bool = False) -> Search:
+    return Search(
+        model,
+        request.global_batch_size,
+        request.space,
+        solver_of(choose(request.backend)),
+        first_fit=first_fit,
+    )
+
+
+def describe_grid(grid: Grid) -> str:
+    """A grid's degrees in one line."""
+    dims = grid.dims
+    words = [
+        f"TP {dims.tensor_model_parallel_size}",
+        f"PP {dims.pipeline_model_parallel_size}",
+        f"CP {dims.context_parallel_size}",
+        f"DP {dims.data_parallel_size}",
+    ]
+    if dims.expert_ranks > 1:
+        words.append(f"EP {dims.expert_model_parallel_size}")
+        words.append(f"ETP {dims.expert_tensor_parallel_size}")
+    words += [f"micro batch {grid.micro_batch_size}", f"ZeRO-{int(grid.zero)}"]
+    return ", ".join([*words, f"recompute {grid.recompute.label()}"])
