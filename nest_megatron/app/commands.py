@@ -84,7 +84,7 @@ def cli() -> None:
         "nest-megatron plan model=./config.json cluster=./mine.yaml parallel.zero_stage=1",
         "nest-megatron plan model=mixtral_8x7b cluster=dgx_h100 search.max_seconds=10 --json",
         "nest-megatron plan --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100 --free all",
-        "nest-megatron plan -m model=llama3_8b cluster=h100_spine_leaf cluster.oversubscription=1,4",
+        "nest-megatron plan -m model=llama3_8b cluster=dgx_h100 cluster.oversubscription=1,4",
     ),
 )
 @_job_options

@@ -28,7 +28,7 @@ _MEMORY_HEADS = {
     "weights": "Weights",
     "gradients": "Grads",
     "optimizer": "Optim",
-    "activations": "Activ",
+    "activations": "Acts",
     "working": "Work",
     "rounding": "Round",
 }

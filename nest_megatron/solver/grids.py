@@ -174,6 +174,7 @@ class GridSpace:
         return [zero for zero in allowed if rules.allows_zero(zero, pp, vpp)]
 
     def recompute_settings(self, grid: Grid) -> list[Recompute]:
+        """Recompute settings to try on a grid, none first; block sizes up to a balanced chunk."""
         if self.space.recompute is not None:
             return [self.space.recompute]
         chunks = grid.dims.num_chunks
@@ -207,6 +208,7 @@ class GridSpace:
         return sum(zeros * self._num_settings(pp * v) for v in self._virtual_sizes(grid))
 
     def num_candidates(self, grid: Grid) -> int:
+        """Candidates below a grid whose virtual stages and ZeRO stage are chosen."""
         return self._num_settings(grid.dims.num_chunks)
 
     def _num_settings(self, chunks: int) -> int:

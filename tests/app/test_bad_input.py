@@ -1,4 +1,4 @@
-"""Mistakes end in one or two lines that name the value, the limit and the fix; never in a traceback."""
+"""A mistake ends in two lines that name the value, the limit and the fix; never in a traceback."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BAD = {
     "unknown model field": ((*LLAMA, "model.num_layrs=8"), "num_layers"),
     "unknown setting": ((*LLAMA, "train.micro_batch=1"), "train.micro_batch_size"),
     "wrong section": ((*LLAMA, "parallel.micro_batch_size=1"), "train.micro_batch_size"),
-    "unknown section": ((*LLAMA, "trian.precision=bf16"), "train.precision"),
+    "unknown section": ((*LLAMA, "traim.precision=bf16"), "train.precision"),
     "hydra's own keys": ((*LLAMA, "hydra.run.dir=/tmp"), "no such setting"),
     "not a number": ((*LLAMA, "train.micro_batch_size=abc"), "abc"),
     "half a sequence": ((*LLAMA, "train.micro_batch_size=2.5"), "Integer"),
@@ -70,7 +70,7 @@ BAD = {
     "missing model file": (("plan", "model=./no.json", "cluster=dgx_h100"), "No such file"),
     "missing config dir": ((*LLAMA, "--config-dir", "/nope"), "no such folder"),
     "unknown option": ((*LLAMA, "--jsn"), "--json"),
-    "unknown command": (("paln",), "plan"),
+    "unknown command": (("planx",), "plan"),
     "free without from": ((*LLAMA, "--free", "all"), "--from"),
     "wrong flag value": (
         (*WITHOUT_MODEL, "--from", "pretrain_gpt.py --num-layers x"),
@@ -196,9 +196,9 @@ def test_an_old_file_outlives_a_failed_plan(tmp_path: Path) -> None:
 def test_ctrl_c_ends_a_search_without_a_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     job = ("model=deepseek_v3", "cluster=h100_spine_leaf", "cluster.num_gpus=1024")
+    slow = (*job, "search.backend=reference", f"out={path}")
     with subprocess.Popen(
-        [sys.executable, "-m", "nest_megatron", "plan", *job, "search.backend=reference"]
-        + [f"out={path}"],
+        [sys.executable, "-m", "nest_megatron", "plan", *slow],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -210,3 +210,12 @@ def test_ctrl_c_ends_a_search_without_a_file(tmp_path: Path) -> None:
     assert (process.returncode, out) == (130, "")
     assert err.strip() == "Interrupted; nothing was written."
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_misspelt_flag_is_told_apart_from_the_users_own() -> None:
+    flags = "--tensor-model-paralel-size 2 --our-own-flag 3"
+    done = run("plan", "--from", JOB + flags, "cluster=dgx_h100", "cluster.num_gpus=8")
+    assert done.code == 0
+    said = " ".join(done.out.split())
+    assert "no flag --tensor-model-paralel-size. Did you mean --tensor-model-parallel-size?" in said
+    assert "--our-own-flag 3" in said
