@@ -7,8 +7,8 @@
 Whole numbers only (ticks and bytes in int64), no NumPy. ``solve`` packs a problem into one
 workspace with the gil held; everything else runs without it and allocates nothing. The parts are
 inline functions of their own files: ``stage_work.pxd`` (the workspace), ``stage_tables.pxd`` (1 to
-3 below), ``stage_rows.pxd`` (simulator), ``stage_search.pxd`` (4), ``stage_layouts.pxd`` (virtual
-stages).
+3 below), ``stage_rows.pxd`` (simulator), ``stage_search.pxd`` and ``stage_nogoods.pxd`` (4),
+``stage_layouts.pxd`` (virtual stages).
 
 Loop order, which is the reference's:
 
@@ -18,7 +18,8 @@ Loop order, which is the reference's:
 3. Bottleneck program: stages last to first, starts ``x`` descending. Only the least value of each
    place counts, so ends that a monotone lower bound or a prefix minimum rules out are passed over.
 4. Search: depth first, stages first to last, ends largest first, through the ends whose bound and
-   bottleneck lie below the threshold. Every simulation leaves a cut, in a ring of ``MAX_CUTS``.
+   bottleneck lie below the threshold. Every simulation leaves a cut, in a ring of ``max_cuts``;
+   a search that takes long also keeps nogoods.
 
 With virtual stages: members in the order of ``chunk_space``, bounded, then simulated in that order.
 
@@ -34,9 +35,9 @@ from libc.stdint cimport int32_t, int64_t, uint8_t
 from libc.string cimport memset
 
 from stage_layouts cimport prepare_layouts, search_layouts, visit_layouts
+from stage_nogoods cimport start_keeping
 from stage_search cimport prepare, search, start_search
 from stage_work cimport (
-    MAX_CUTS,
     MOST_TICKS,
     NO_THRESHOLD,
     NUM_FIELDS,
@@ -44,6 +45,8 @@ from stage_work cimport (
     STATUS_BOUNDED,
     STATUS_OPTIMAL,
     Cell,
+    Cut,
+    Need,
     Work,
     larger,
     larger_int,
@@ -61,6 +64,15 @@ cdef void* take(Arena* arena, int64_t count, int64_t size) noexcept nogil:
     cdef void* place = arena.base + arena.used if arena.base != NULL else NULL
     arena.used += (count * size + 15) // 16 * 16
     return place
+
+
+cdef int claim(Arena* arena) except -1:
+    """Memory for what was counted; the same calls again give its places."""
+    arena.base = <char*>PyMem_Malloc(arena.used)
+    if arena.base == NULL:
+        raise MemoryError
+    arena.used = 0
+    return 0
 
 
 cdef inline int64_t* take_wide(Arena* arena, int64_t count) noexcept nogil:
@@ -140,13 +152,23 @@ cdef void lay_out_simulator(Work* w, Arena* arena) noexcept nogil:
 
 cdef void lay_out_search(Work* w, Arena* arena) noexcept nogil:
     """Places of what the search needs beyond the tables: the cells and the cuts."""
-    cdef int i
+    cdef int64_t count = w.max_cuts
     w.cells = <Cell*>take(arena, w.num_cells, sizeof(Cell))
-    for i in range(MAX_CUTS):
-        w.cuts[i].forward = take_wide(arena, w.p)
-        w.cuts[i].backward = take_wide(arena, w.p)
-        w.cuts[i].so_far = take_wide(arena, w.p + 1)
-        w.cuts[i].remaining = take_wide(arena, w.num_nodes)
+    w.cuts = <Cut*>take(arena, count, sizeof(Cut))
+    w.cut_passes = take_wide(arena, count * 2 * w.p)
+    w.cut_so_far = take_wide(arena, count * (w.p + 1))
+    w.cut_remaining = take_wide(arena, count * w.num_nodes)
+    w.barred = take_narrow(arena, w.p)
+
+
+cdef void lay_out_nogoods(Work* w, Arena* arena) noexcept nogil:
+    """Places of the needs of open levels, and of those kept."""
+    cdef int64_t count = <int64_t>w.num_live * w.max_nogoods
+    w.needs = take_wide(arena, <int64_t>w.p * w.max_cuts)
+    w.live_index = take_narrow(arena, w.num_nodes)
+    w.nogoods_made = take_narrow(arena, w.num_nodes)
+    w.nogood_size = take_narrow(arena, count)
+    w.nogoods = <Need*>take(arena, count * w.max_needs, sizeof(Need))
 
 
 cdef void lay_out_layouts(Work* w, Arena* arena, int64_t count) noexcept nogil:
@@ -250,7 +272,7 @@ cdef object solution_of(const Work* w, int status):
     boundaries = tuple([w.best[k] for k in range(length)]) if w.found else ()
     return (
         status,
-        w.threshold if w.found else NO_THRESHOLD,
+        w.iteration if w.found else NO_THRESHOLD,
         boundaries,
         w.lower,
         w.nodes,
@@ -273,6 +295,10 @@ def solve(
     int64_t constant,
     int64_t threshold,
     int64_t node_limit,
+    int max_cuts,
+    int64_t nogoods_after,
+    int max_nogoods,
+    int max_needs,
 ):
     """Solve one stage problem; the arguments are the fields of a ``PipelineProblem``.
 
@@ -285,6 +311,7 @@ def solve(
         send_forward, send_backward: ``p * v`` whole numbers each, ticks.
         threshold: iteration time to beat, at most ``NO_THRESHOLD``; ticks.
         node_limit: 0 asks for memory and the lower bound alone; nothing is simulated.
+        max_cuts, nogoods_after, max_nogoods, max_needs: the fields of a ``Learning``.
 
     Returns:
         ``(status, iteration, boundaries, lower_bound, nodes, simulations)``, or ``None`` where a
@@ -296,6 +323,7 @@ def solve(
     """
     cdef Work* w = <Work*>PyMem_Malloc(sizeof(Work))
     cdef Arena tables = Arena(NULL, 0), extra = Arena(NULL, 0)
+    cdef Arena learned = Arena(NULL, 0)
     cdef const uint8_t* kinds = unit_kinds
     cdef int64_t[NUM_FIELDS * 256] unit_costs
     cdef int num_levels, status, field, index
@@ -308,16 +336,15 @@ def solve(
         w.num_layers, w.block, w.overlap = num_layers, block_num_layers, overlap_p2p
         w.capacity, w.constant = capacity_bytes, constant
         w.threshold, w.node_limit = threshold, node_limit
+        w.max_cuts, w.max_nogoods, w.max_needs = max_cuts, max_nogoods, max_needs
+        w.nogoods_after = nogoods_after
         w.width = w.n - p + 1
         w.num_nodes = (p + 1) * w.width
         num_levels = 1
         while (1 << num_levels) <= w.n:
             num_levels += 1
         lay_out(w, &tables, num_levels)
-        tables.base = <char*>PyMem_Malloc(tables.used)
-        if tables.base == NULL:
-            raise MemoryError
-        tables.used = 0
+        claim(&tables)
         lay_out(w, &tables, num_levels)
         index = 0
         for cost in costs:
@@ -336,23 +363,22 @@ def solve(
         if v > 1:
             count = visit_layouts(w, False)
             lay_out_layouts(w, &extra, count)
-            extra.base = <char*>PyMem_Malloc(extra.used)
-            if extra.base == NULL:
-                raise MemoryError
-            extra.used = 0
+            claim(&extra)
             lay_out_layouts(w, &extra, count)
             with nogil:
                 status = prepare_layouts(w)
         elif status == PAUSED:
             lay_out_search(w, &extra)
-            extra.base = <char*>PyMem_Malloc(extra.used)
-            if extra.base == NULL:
-                raise MemoryError
-            extra.used = 0
+            claim(&extra)
             lay_out_search(w, &extra)
             with nogil:
                 start_search(w)
         while status == PAUSED:
+            if v == 1 and w.nodes >= w.nogoods_after and not w.keeping:
+                lay_out_nogoods(w, &learned)
+                claim(&learned)
+                lay_out_nogoods(w, &learned)
+                start_keeping(w)
             with nogil:
                 status = search(w) if v == 1 else search_layouts(w)
             PyErr_CheckSignals()
@@ -360,6 +386,7 @@ def solve(
             w.lower = w.threshold
         return solution_of(w, status)
     finally:
+        PyMem_Free(learned.base)
         PyMem_Free(extra.base)
         PyMem_Free(tables.base)
         PyMem_Free(w)

@@ -287,7 +287,7 @@ cdef inline int search_layouts(Work* w) noexcept nogil:
             time = simulate_layout(w, price_layout(w, marks))
             w.simulations += 1
             if time < w.threshold:
-                w.threshold = time
+                w.threshold = w.iteration = time
                 w.found = 1
                 for k in range(chunks + 1):
                     w.best[k] = marks[k]

@@ -6,6 +6,7 @@
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
+from stage_nogoods cimport ask, close_level, forget_cut, known_dead, open_level
 from stage_rows cimport simulate_rows, walk_back
 from stage_tables cimport (
     least_bound,
@@ -16,7 +17,6 @@ from stage_tables cimport (
     tabulate_fit,
 )
 from stage_work cimport (
-    MAX_CUTS,
     NO_THRESHOLD,
     PAUSED,
     PAUSE_NODES,
@@ -74,12 +74,13 @@ cdef inline void add_cut(Work* w, const int32_t* marks, int depth) noexcept nogi
 
     ``marks`` [p + 1] is its partition; the sums so far follow ``path`` down to ``depth`` stages.
     """
-    cdef Cut* cut = &w.cuts[w.num_cuts % MAX_CUTS]
+    cdef Cut* cut = &w.cuts[w.num_cuts % w.max_cuts]
     cdef int p = w.p, k, x, y, index, node
     cdef int64_t least
     cdef int i
     cdef const Cell* cell
     cdef Cell here
+    forget_cut(w, w.num_cuts % w.max_cuts)
     w.num_cuts += 1
     walk_back(w)
     cut.head_rank, cut.tail_rank, cut.optimizer_rank = w.path_head, w.path_tail, w.path_optimizer
@@ -115,20 +116,30 @@ cdef inline void add_cut(Work* w, const int32_t* marks, int depth) noexcept nogi
 cdef inline bint cut_off(Work* w, int k, int x, const Cell* cell) noexcept nogil:
     """Whether a cut proves that nothing below this branch wins; else extend the sums so far.
 
-    The order of the cuts does not matter, so the one that succeeded last is asked first.
+    Of the cuts that prove it, one that asks nothing new of the prefix is enough, or else the one
+    with the most to spare. So their order does not matter, and the last to succeed is asked first.
     """
-    cdef int held = smaller_int(w.num_cuts, MAX_CUTS), i, index
-    cdef int64_t so_far
+    cdef int held = smaller_int(w.num_cuts, w.max_cuts), i, index, best = -1
+    cdef int64_t so_far, margin, most = -1
+    cdef bint learns = not w.barred[k]
     cdef Cut* cut
     for i in range(-1, held):
         index = w.last_killer if i < 0 else i
         cut = &w.cuts[index]
         so_far = cut.so_far[k] + weight_of(w, cut, k, x, cell)
-        if so_far + cut.remaining[cell.node] >= w.threshold:
-            w.last_killer = index
-            return True
+        margin = so_far + cut.remaining[cell.node] - w.threshold
+        if margin >= 0:
+            if not learns or cut.so_far[k] - margin <= w.needs[k * w.max_cuts + index]:
+                w.last_killer = index
+                return True
+            if margin > most or (margin == most and index < best):
+                most, best = margin, index
         cut.so_far[k + 1] = so_far
-    return False
+    if best < 0:
+        return False
+    w.last_killer = best
+    ask(w, k, best, w.cuts[best].so_far[k] - most)
+    return True
 
 
 cdef inline void collect_ranges(Work* w) noexcept nogil:
@@ -202,6 +213,15 @@ cdef inline void fill_cells(Work* w) noexcept nogil:
             y += 1
 
 
+cdef inline void keep_best(Work* w, int64_t time) noexcept nogil:
+    """The partition in ``path`` is the best so far."""
+    cdef int k
+    w.iteration = time
+    w.found = 1
+    for k in range(w.p + 1):
+        w.best[k] = w.path[k]
+
+
 cdef inline void first_guess(Work* w) noexcept nogil:
     """The bottleneck program's partition, largest stages first, into ``path``; simulate it."""
     cdef int p = w.p, k, x, y
@@ -220,19 +240,21 @@ cdef inline void first_guess(Work* w) noexcept nogil:
     time = simulate_rows(w, w.path)
     w.simulations += 1
     if time < w.threshold:
+        keep_best(w, time)
         w.threshold = time + 1
 
 
 cdef inline void visit_leaf(Work* w) noexcept nogil:
     cdef int64_t time = simulate_rows(w, w.path)
-    cdef int k
+    cdef int index = w.num_cuts % w.max_cuts
+    cdef int64_t* so_far
     w.simulations += 1
     if time < w.threshold:
+        keep_best(w, time)
         w.threshold = time
-        w.found = 1
-        for k in range(w.p + 1):
-            w.best[k] = w.path[k]
     add_cut(w, w.path, w.p)
+    so_far = w.cuts[index].so_far
+    ask(w, w.p - 1, index, so_far[w.p - 1] - (so_far[w.p] - w.threshold))
 
 
 cdef inline int search(Work* w) noexcept nogil:
@@ -244,6 +266,7 @@ cdef inline int search(Work* w) noexcept nogil:
         if w.cursor[k] <= w.cell_first[node]:
             if k == 0:
                 return STATUS_OPTIMAL if w.found else STATUS_BOUNDED
+            close_level(w, k, node)
             k -= 1
             continue
         w.cursor[k] -= 1
@@ -254,20 +277,30 @@ cdef inline int search(Work* w) noexcept nogil:
         if w.nodes > w.node_limit:
             w.lower = smaller(w.lower, w.threshold)
             return STATUS_LIMIT
-        if not cut_off(w, k, w.path[k], cell):
+        if not cut_off(w, k, w.path[k], cell) and not known_dead(w, k + 1, cell.node):
             w.path[k + 1] = cell.end
             if k == p - 1:
                 visit_leaf(w)
             else:
                 k += 1
+                open_level(w, k)
                 w.cursor[k] = w.cell_end[cell.node]
-        if w.nodes % PAUSE_NODES == 0:
+        if w.nodes % PAUSE_NODES == 0 or w.nodes == w.nogoods_after:
             w.depth = k
             return PAUSED
 
 
 cdef inline void start_search(Work* w) noexcept nogil:
     """Cells, the first guess's cut, and the search at its first stage."""
+    cdef int k
+    cdef int64_t i
+    for k in range(w.p):
+        w.barred[k] = 1
+    for i in range(w.max_cuts):
+        w.cuts[i].forward = w.cut_passes + i * 2 * w.p
+        w.cuts[i].backward = w.cut_passes + i * 2 * w.p + w.p
+        w.cuts[i].so_far = w.cut_so_far + i * (w.p + 1)
+        w.cuts[i].remaining = w.cut_remaining + i * w.num_nodes
     fill_cells(w)
     add_cut(w, w.path, 0)
     w.depth = 0

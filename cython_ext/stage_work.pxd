@@ -13,7 +13,6 @@ cdef enum:
     PAUSED = 4
 
 cdef enum:
-    MAX_CUTS = 64
     PAUSE_NODES = 1 << 16
     NUM_FIELDS = 13
 
@@ -27,9 +26,11 @@ cdef extern from *:
     """
     #define STAGE_NO_THRESHOLD ((int64_t)1 << 61)
     #define STAGE_MOST ((int64_t)1 << 59)
+    #define STAGE_NO_NEED (-((int64_t)1 << 61))
     """
     const int64_t NO_THRESHOLD "STAGE_NO_THRESHOLD"
     const int64_t MOST_TICKS "STAGE_MOST"
+    const int64_t NO_NEED "STAGE_NO_NEED"
 
 cdef struct Cell:
     # One admissible stage: an end and what the search asks about it.
@@ -50,6 +51,11 @@ cdef struct Cut:
     int tail_rank
     int tail_kind
     int optimizer_rank
+
+cdef struct Need:
+    # One condition of a nogood.
+    int64_t so_far     # least length of the cut so far, ticks
+    int64_t cut        # its number among all cuts ever made
 
 cdef struct Work:
     # IN: the problem.
@@ -94,7 +100,11 @@ cdef struct Work:
     int num_live
     Cell* cells              # [num_cells], ends ascending
     int64_t num_cells
-    Cut cuts[MAX_CUTS]
+    int max_cuts
+    Cut* cuts                # [max_cuts], a ring
+    int64_t* cut_passes      # [max_cuts, 2, p]
+    int64_t* cut_so_far      # [max_cuts, p + 1]
+    int64_t* cut_remaining   # [max_cuts, num_nodes]
     int num_cuts             # ever made
     int last_killer
     int depth
@@ -102,7 +112,17 @@ cdef struct Work:
     int32_t* path            # [p * v + 1]
     int32_t* best            # [p * v + 1]
     int found
-    int64_t nodes, simulations, lower
+    int64_t nodes, simulations, lower, iteration
+    # Nogoods.
+    int64_t nogoods_after
+    int max_nogoods, max_needs
+    bint keeping             # whether their places exist
+    int32_t* barred          # [p]: 1 where a level learns nothing
+    int64_t* needs           # [p, max_cuts]: least lengths so far, or NO_NEED; ticks
+    int32_t* nogoods_made    # [num_nodes]: ever
+    int32_t* live_index      # [num_nodes]: place in ``live``
+    int32_t* nogood_size     # [num_live, max_nogoods]
+    Need* nogoods            # [num_live, max_nogoods, max_needs]
     # The simulator, [p] each unless noted.
     int64_t* time_forward    # [p * v]
     int64_t* time_backward   # [p * v]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from enum import StrEnum
 from typing import TypeVar
 
 from nest_megatron.cluster.records import (
@@ -16,8 +15,9 @@ from nest_megatron.cluster.records import (
     Precision,
 )
 from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.names import Name
 
-Kind = TypeVar("Kind", bound=StrEnum)
+Kind = TypeVar("Kind", bound=Name)
 
 _FIX = "Correct the cluster's description."
 _CLUSTER_KEYS = ("name", "num_gpus", "accelerator", "levels", "oversubscription", "description")

@@ -6,13 +6,13 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.names import Name
 from nest_megatron.units import format_gib
 
 
-class Precision(StrEnum):
+class Precision(Name):
     """Number format of the matrix products."""
 
     BF16 = "bf16"
@@ -20,7 +20,7 @@ class Precision(StrEnum):
     FP8 = "fp8"
 
 
-class CollectiveKind(StrEnum):
+class CollectiveKind(Name):
     """Kinds of communication that a training step issues."""
 
     ALL_REDUCE = "all_reduce"

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TypeVar
 
 from nest_megatron.cluster.catalogue import cluster_from_mapping
@@ -17,6 +16,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.names import Name
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.recompute import (
     Recompute,
@@ -41,7 +41,7 @@ _GRID_DEGREES = (
 )
 _BATCH_DEGREES = ("data_parallel_size", "micro_batch_size")
 
-Choice = TypeVar("Choice", bound=StrEnum)
+Choice = TypeVar("Choice", bound=Name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

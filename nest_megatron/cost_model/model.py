@@ -46,6 +46,7 @@ from nest_megatron.parallel.rank_order import (
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
     Recompute,
+    RecomputeGranularity,
     RecomputeMethod,
 )
 from nest_megatron.parallel.zero import ZeroStage
@@ -230,7 +231,7 @@ class CostModel:
             _degrees(dims),
             grid.micro_batch_size,
             grid.sequence_parallel,
-            grid.recompute,
+            _split_block(grid.recompute),
             int(grid.zero),
         )
         if key not in self._costs:
@@ -405,8 +406,8 @@ def _dense_key(places: GroupPlaces, shard: LayerShard) -> tuple[object, ...]:
 def _unit_key(kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> tuple[object, ...]:
     """What a unit's time depends on; expert degrees matter to units with experts alone."""
     if kind in (LayerKind.MOE, LayerKind.MTP):
-        return (kind.value, places, shard)
-    return (kind.value, *_dense_key(places, shard))
+        return (kind, places, shard)
+    return (kind, *_dense_key(places, shard))
 
 
 def _inner_degrees(dims: ParallelDims) -> tuple[int, int, int, int]:
@@ -424,7 +425,7 @@ def _degrees(dims: ParallelDims) -> tuple[object, ...]:
         *_inner_degrees(dims),
         dims.pipeline_model_parallel_size,
         dims.data_parallel_size,
-        dims.rank_order.value,
+        dims.rank_order,
     )
 
 
@@ -449,10 +450,19 @@ def replicas(dims: ParallelDims) -> tuple[int, int]:
     )
 
 
+_BLOCK = Recompute(
+    granularity=RecomputeGranularity.FULL, method=RecomputeMethod.BLOCK, num_layers=1
+)
+
+
 def _split_block(recompute: Recompute) -> tuple[Recompute, Recompute]:
-    """The setting for layers at the head of a chunk, and for all others."""
-    in_blocks = recompute.method is RecomputeMethod.BLOCK
-    return recompute, NO_RECOMPUTE if in_blocks else recompute
+    """The setting for layers at the head of a chunk, and for all others.
+
+    How many layers a block holds changes no layer's cost, so all blocks share one setting.
+    """
+    if recompute.method is RecomputeMethod.BLOCK:
+        return _BLOCK, NO_RECOMPUTE
+    return recompute, recompute
 
 
 def _signed_ticks(seconds: Seconds) -> Ticks:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
+
+from nest_megatron.names import Name
 
 
-class OperatorKind(StrEnum):
+class OperatorKind(Name):
     """What limits an operator, and so which efficiency applies."""
 
     GEMM = "gemm"
@@ -20,7 +21,7 @@ class OperatorKind(StrEnum):
     MEMORY_BOUND = "memory_bound"
 
 
-class Group(StrEnum):
+class Group(Name):
     """The process group that a collective runs in."""
 
     TENSOR = "tp"
@@ -29,7 +30,7 @@ class Group(StrEnum):
     EXPERT_TENSOR = "etp"
 
 
-class Part(StrEnum):
+class Part(Name):
     """Part of a layer; recomputation names parts."""
 
     INPUT_NORM = "input_norm"

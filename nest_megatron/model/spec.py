@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.names import Name
 
 
-class ModelFamily(StrEnum):
+class ModelFamily(Name):
     """Which of Megatron-core's models is built."""
 
     GPT = "gpt"
     BERT = "bert"
 
 
-class LayerKind(StrEnum):
+class LayerKind(Name):
     """A distinct kind of unit in the layer sequence; the stage partition cuts between units."""
 
     EMBEDDING = "embedding"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.names import Name
 
 
-class RankOrder(StrEnum):
+class RankOrder(Name):
     """How Megatron numbers ranks over the grid; the leftmost dimension varies fastest.
 
     Source: ``megatron.training.initialize``; the second is ``--use-tp-pp-dp-mapping``.

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import lru_cache
 from itertools import product
 from math import gcd
 
+from nest_megatron.names import Name
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 
 
-class GroupKind(StrEnum):
+class GroupKind(Name):
     """A kind of process group, named by the grid dimensions that its members differ in."""
 
     TP = "tp"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, field
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.names import Name
 
 
-class RecomputeGranularity(StrEnum):
+class RecomputeGranularity(Name):
     """Megatron's ``--recompute-granularity``; ``NONE`` stands for the flag's absence."""
 
     NONE = "none"
@@ -16,14 +16,14 @@ class RecomputeGranularity(StrEnum):
     FULL = "full"
 
 
-class RecomputeMethod(StrEnum):
+class RecomputeMethod(Name):
     """Megatron's ``--recompute-method``, for full granularity."""
 
     UNIFORM = "uniform"
     BLOCK = "block"
 
 
-class RecomputeModule(StrEnum):
+class RecomputeModule(Name):
     """Megatron's ``--recompute-modules``, for selective granularity."""
 
     CORE_ATTN = "core_attn"
@@ -49,8 +49,11 @@ class Recompute:
     method: RecomputeMethod | None = None
     num_layers: int | None = None
     modules: tuple[RecomputeModule, ...] = ()
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        values = (self.granularity, self.method, self.num_layers, self.modules)
+        object.__setattr__(self, "_hash", hash(values))
         full = self.granularity is RecomputeGranularity.FULL
         if full != (self.method is not None) or full != (self.num_layers is not None):
             raise UserInputError(
@@ -73,6 +76,10 @@ class Recompute:
                 limit="it goes with recompute_granularity selective, and only with it",
                 fix="Name at least one module with selective, none otherwise.",
             )
+
+    def __hash__(self) -> int:
+        """Computed once: settings are keys of a search's dictionaries."""
+        return self._hash
 
     def label(self) -> str:
         """A short name for tables.

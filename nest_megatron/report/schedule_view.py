@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple
 
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import Evaluation, PipelineProblem, evaluate
 from nest_megatron.cost_model.schedule import TimedOp
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.names import Name
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import from_plain
 from nest_megatron.units import Seconds, to_seconds
 
 
-class SpanKind(StrEnum):
+class SpanKind(Name):
     """What a pipeline rank does for a while."""
 
     FORWARD = "forward"

@@ -15,4 +15,8 @@ def solve(
     constant: int,
     threshold: int,
     node_limit: int,
+    max_cuts: int,
+    nogoods_after: int,
+    max_nogoods: int,
+    max_needs: int,
 ) -> tuple[int, int, tuple[int, ...], int, int, int] | None: ...

@@ -76,7 +76,8 @@ class Bounds:
         With stage times ``t_i`` the plain schedule takes at least ``T + w_i t_i`` for every stage,
         ``T`` the time of one micro batch through all stages and
         ``w_i = m - 1 - s min(m - 1, p - 1 - i)`` with ``s`` the largest forward share
-        (``reference._Search._stage_bound``). The best division of ``T`` makes all ``w_i t_i`` equal.
+        (``reference._Search._stage_bound``). The best division of ``T`` makes all ``w_i t_i``
+        equal.
         """
         return next(self.pipelines(grid, (recompute,)))
 

@@ -7,8 +7,10 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.solver import _stage_dp
 from nest_megatron.solver.door import MOST, check_shape, check_values
 from nest_megatron.solver.outcome import (
+    DEFAULT_LEARNING,
     DEFAULT_NODE_LIMIT,
     NO_THRESHOLD,
+    Learning,
     StageSolution,
     Status,
 )
@@ -21,6 +23,7 @@ def solve(
     problem: PipelineProblem,
     threshold: Ticks = NO_THRESHOLD,
     node_limit: int = DEFAULT_NODE_LIMIT,
+    learning: Learning = DEFAULT_LEARNING,
 ) -> StageSolution:
     """The first fastest partition that fits and takes less than ``threshold`` ticks.
 
@@ -28,6 +31,7 @@ def solve(
         threshold: an iteration time to beat; the search proves that none does, or finds the best.
         node_limit: partial partitions after which the search gives up with what it has. 0 asks for
             memory and the lower bound alone: nothing is simulated.
+        learning: what the search keeps of what it has seen.
 
     Returns:
         What ``reference.solve`` returns, in every field.
@@ -52,6 +56,10 @@ def solve(
             problem.constant,
             threshold,
             node_limit,
+            learning.max_cuts,
+            learning.nogoods_after,
+            learning.max_nogoods,
+            learning.max_needs,
         )
     except OverflowError:
         solved = None

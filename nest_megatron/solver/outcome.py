@@ -24,7 +24,7 @@ class Status(IntEnum):
     INFEASIBLE = 2
     """Proven: no partition fits in memory."""
     LIMIT = 3
-    """The node limit ended the search; ``lower_bound`` is what is proven.
+    """The node limit ended the search: ``lower_bound`` is proven, the partition is the best so far.
 
     With a limit of 0 nothing is searched or simulated: memory and the lower bound are all there is.
     """
@@ -48,3 +48,28 @@ class StageSolution:
     lower_bound: Ticks
     nodes: int
     simulations: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learning:
+    """What the search keeps of what it has seen: how long a proof takes, never what it says.
+
+    Args:
+        max_cuts: critical paths kept; the oldest makes room.
+        nogoods_after: partial partitions after which the search also keeps why branches died.
+            Most problems are solved before, without the bookkeeping.
+        max_nogoods: reasons kept of each (stage, first unit); the oldest makes room.
+        max_needs: conditions that a reason may have and still be kept.
+    """
+
+    max_cuts: int = 256
+    nogoods_after: int = 1_000
+    max_nogoods: int = 16
+    max_needs: int = 64
+
+    def __post_init__(self) -> None:
+        assert min(self.max_cuts, self.max_nogoods) >= 1
+        assert min(self.nogoods_after, self.max_needs) >= 0
+
+
+DEFAULT_LEARNING = Learning()

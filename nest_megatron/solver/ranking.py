@@ -10,11 +10,14 @@ from nest_megatron.units import Ticks
 
 
 class Layout(NamedTuple):
-    """What tells one alternative from another."""
+    """What tells one alternative from another.
+
+    Context parallelism and micro batch are not in it: splitting twice the micro batch over twice the
+    context ranks is nearly the same plan.
+    """
 
     world_size: int
     tensor_model_parallel_size: int
-    context_parallel_size: int
     pipeline_model_parallel_size: int
     expert_model_parallel_size: int
     expert_tensor_parallel_size: int
@@ -65,7 +68,6 @@ def layout_of(grid: Grid) -> Layout:
     return Layout(
         dims.world_size,
         dims.tensor_model_parallel_size,
-        dims.context_parallel_size,
         dims.pipeline_model_parallel_size,
         dims.expert_model_parallel_size,
         dims.expert_tensor_parallel_size,

@@ -2,32 +2,37 @@
 
 With one chunk a rank:
 
-1. *Memory.* Stage ``k`` may hold units ``x .. y`` only if they fit beside the micro batches that stage
-   ``k`` keeps alive.
-2. *Stage bound.* Two paths through the schedule's precedence graph run through stage ``k`` alone and
-   otherwise through one pass of each other stage, so their length is known from ``(k, x, y)`` up to
-   sums that a prefix sum or a dynamic program bounds from below (``_StageBounds``).
+1. *Memory.* Stage ``k`` may hold units ``x .. y`` only if they fit beside the micro batches that
+   stage ``k`` keeps alive.
+2. *Stage bound.* Two paths through the schedule's precedence graph run through stage ``k`` alone
+   and otherwise through one pass of each other stage, so their length is known from ``(k, x, y)``
+   up to sums that a prefix sum or a dynamic program bounds from below (``_Search._stage_bound``).
 3. *Bottleneck program.* ``bottleneck[k][x]`` is the least that the largest stage bound can be for
    units ``x ..`` on stages ``k ..``. Its value at the origin bounds every partition from below; the
    partition that attains it, simulated, bounds the answer from above.
 4. *Search.* Depth first over the stages' ends, largest stage first, through stages whose bound is
-   below the threshold. Each simulated partition that is not an improvement leaves a *cut*: its critical
-   path, as a sum over stages, is a lower bound for every partition; the least it can still grow by
-   is tabulated by a dynamic program over (stage, unit). A branch dies when any cut reaches the threshold.
+   below the threshold. Each simulated partition leaves a *cut*: its critical path, as a sum over
+   stages, is a lower bound for every partition; the least it can still grow by is tabulated by a
+   dynamic program over (stage, unit). A branch dies when any cut reaches the threshold.
+5. *Nogoods.* In a search that takes long, a (stage, unit) below which all died keeps how long each
+   cut at fault must be there for all to die again; a prefix that meets this dies on arrival
+   (``nogoods.py``). A branch that several cuts kill is charged to one that asks nothing new of
+   its level, or else to the one with the largest margin, the first in the ring of several.
 
 The makespan is the longest path of a graph whose node weights are sums over units, so each path
-bounds it from below, whatever the partition; ticks are whole numbers, so no rounding can spoil a proof.
+bounds it from below, whatever the partition; ticks are whole numbers, so no rounding can spoil a
+proof.
 
 With virtual stages the declared space is a list; its members are bounded by each rank's own work
 and simulated while they may win.
 
-A search that the node limit ends still proves something: the bottleneck at the origin, and of every cut
-the least length it can have. A node limit of 0 ends it before anything is simulated.
+A search that the node limit ends still proves something: the bottleneck at the origin, and of every
+cut the least length it can have. A node limit of 0 ends it before anything is simulated.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from itertools import pairwise
 
 from nest_megatron.cost_model.pipeline import (
     ChunkCost,
@@ -38,23 +43,25 @@ from nest_megatron.cost_model.pipeline import (
     evaluate,
     fits_in_memory,
 )
-from nest_megatron.cost_model.schedule import Op
 from nest_megatron.solver.chunk_space import Boundaries, interleaved_partitions
+from nest_megatron.solver.cuts import Cut, critical_path
+from nest_megatron.solver.nogoods import Needs, Nogoods
 from nest_megatron.solver.outcome import (
+    DEFAULT_LEARNING,
     DEFAULT_NODE_LIMIT,
     NO_THRESHOLD,
+    Learning,
     StageSolution,
     Status,
 )
 from nest_megatron.units import Ticks
-
-MAX_CUTS = 64
 
 
 def solve(
     problem: PipelineProblem,
     threshold: Ticks = NO_THRESHOLD,
     node_limit: int = DEFAULT_NODE_LIMIT,
+    learning: Learning = DEFAULT_LEARNING,
 ) -> StageSolution:
     """The first fastest partition that fits and takes less than ``threshold`` ticks.
 
@@ -62,37 +69,28 @@ def solve(
         threshold: an iteration time to beat; the search proves that none does, or finds the best.
         node_limit: partial partitions after which the search gives up with what it has. 0 asks for
             memory and the lower bound alone: nothing is simulated.
+        learning: what the search keeps of what it has seen.
     """
     if problem.num_virtual > 1:
         return _solve_interleaved(problem, threshold, node_limit)
-    return _Search(problem, threshold, node_limit).run()
-
-
-@dataclass(slots=True)
-class _Cut:
-    """A critical path as weights of each stage's sums: a lower bound on every partition."""
-
-    forward: list[int]
-    backward: list[int]
-    head: tuple[int, str]
-    tail: tuple[int, str]
-    optimizer: int
-    constant: Ticks
-    remaining: list[list[Ticks]] = field(default_factory=list)
-    so_far: list[Ticks] = field(default_factory=list)
+    return _Search(problem, threshold, node_limit, learning).run()
 
 
 class _Search:
     """Branch and bound over contiguous partitions, one chunk a rank."""
 
-    def __init__(self, problem: PipelineProblem, threshold: Ticks, node_limit: int) -> None:
+    def __init__(
+        self, problem: PipelineProblem, threshold: Ticks, node_limit: int, learning: Learning
+    ) -> None:
         self.problem = problem
         self.p, self.m, self.n = problem.num_stages, problem.num_microbatches, problem.num_units
-        self.threshold, self.node_limit = threshold, node_limit
+        self.threshold, self.node_limit, self.learning = threshold, node_limit, learning
+        self.nogoods = Nogoods(self.p, learning)
         self.costs: dict[tuple[int, int], ChunkCost] = {}
         self.best: Boundaries = ()
+        self.iteration = NO_THRESHOLD
         self.nodes = self.simulations = self.num_cuts = 0
-        self.cuts: list[_Cut] = []
+        self.cuts: list[Cut] = []
         self.path = [0] * (self.p + 1)
 
     def run(self) -> StageSolution:
@@ -114,7 +112,7 @@ class _Search:
     def _solution(self, status: Status, lower_bound: Ticks) -> StageSolution:
         return StageSolution(
             status=status,
-            iteration=self.threshold if self.best else NO_THRESHOLD,
+            iteration=self.iteration,
             boundaries=self.best,
             lower_bound=lower_bound,
             nodes=self.nodes,
@@ -176,7 +174,7 @@ class _Search:
         return self.after[0][0] < NO_THRESHOLD
 
     def _tabulate_bounds(self) -> None:
-        """Stage bounds, and the bottleneck program over them."""
+        """The bottleneck program; ``bound`` is the least that a stage and those behind it allow."""
         whole = self._cost(0, self.n)
         self.all_forward = whole.forward + sum(self.problem.send_forward[: self.p])
         self.least_optimizer = -(-whole.optimizer // self.p)
@@ -188,9 +186,9 @@ class _Search:
                 if self.before[k][x] >= NO_THRESHOLD:
                     continue
                 for y in self.fit[k, x]:
-                    bound = self.bound[k, x, y] = self._stage_bound(k, x, y)
-                    worst = max(bound, self.bottleneck[k + 1][y])
-                    self.bottleneck[k][x] = min(self.bottleneck[k][x], worst)
+                    bound = max(self._stage_bound(k, x, y), self.bottleneck[k + 1][y])
+                    self.bound[k, x, y] = bound
+                    self.bottleneck[k][x] = min(self.bottleneck[k][x], bound)
 
     def _stage_bound(self, k: int, x: int, y: int) -> Ticks:
         """Longest of the paths that pass through stage ``k`` alone, with units ``x .. y``."""
@@ -207,61 +205,85 @@ class _Search:
         return self.problem.constant + longest + optimizer
 
     def _simulate_first_guess(self) -> None:
-        """The bottleneck program's partition, largest stages first, gives a first upper bound."""
+        """The bottleneck program's partition, largest stages first, gives a first upper bound.
+
+        One that takes as long may come earlier, so the search must beat a tick more.
+        """
         marks = [0]
         for k in range(self.p):
             x, target = marks[-1], self.bottleneck[0][0]
-            marks.append(
-                next(
-                    y
-                    for y in self.fit[k, x]
-                    if max(self.bound[k, x, y], self.bottleneck[k + 1][y]) <= target
-                )
-            )
+            marks.append(next(y for y in self.fit[k, x] if self.bound[k, x, y] <= target))
         evaluation = evaluate(self.problem, tuple(marks))
         self.simulations += 1
         if evaluation.iteration < self.threshold:
+            self.iteration, self.best = evaluation.iteration, tuple(marks)
             self.threshold = evaluation.iteration + 1
         self._add_cut(evaluation, marks, depth=0)
 
     def _descend(self, k: int) -> bool:
         """Try every end of stage ``k``; false if the node limit was hit."""
-        if k == self.p:
-            self._visit_leaf()
-            return True
         x = self.path[k]
+        self.nogoods.open_level(k, barred=self.nodes <= self.learning.nogoods_after)
         for y in self.fit[k, x]:
-            if max(self.bound[k, x, y], self.bottleneck[k + 1][y]) >= self.threshold:
+            if self.bound[k, x, y] >= self.threshold:
                 continue
             self.nodes += 1
             if self.nodes > self.node_limit:
                 return False
-            if self._cut_off(k, x, y):
+            if self._cut_off(k, x, y) or self._known_dead(k + 1, y):
                 continue
             self.path[k + 1] = y
-            if not self._descend(k + 1):
+            if k == self.p - 1:
+                self._visit_leaf()
+            elif self._descend(k + 1):
+                self._ask_above(k + 1, self.nogoods.close_level(k + 1, y))
+            else:
                 return False
         return True
 
     def _cut_off(self, k: int, x: int, y: int) -> bool:
-        """Whether a cut proves that nothing below this branch wins; else extend the running sums."""
+        """Whether a cut proves that nothing below this branch wins; extends the sums so far."""
+        margins = []
         for cut in self.cuts:
-            so_far = cut.so_far[k] + self._weight(cut, k, x, y)
-            if so_far + cut.remaining[k + 1][y] >= self.threshold:
-                return True
-            cut.so_far[k + 1] = so_far
-        return False
+            cut.so_far[k + 1] = cut.so_far[k] + self._weight(cut, k, x, y)
+            margins.append(cut.so_far[k + 1] + cut.remaining[k + 1][y] - self.threshold)
+        most = max(margins)
+        if most < 0:
+            return False
+        pairs = zip(self.cuts, margins, strict=True)
+        needs = {cut.number: cut.so_far[k] - margin for cut, margin in pairs if margin >= 0}
+        if not self.nogoods.asks_already(k, needs):
+            number = self.cuts[margins.index(most)].number
+            self.nogoods.ask(k, {number: needs[number]})
+        return True
+
+    def _known_dead(self, k: int, x: int) -> bool:
+        """Whether all died below stage ``k`` at ``x`` once, and must again after this prefix."""
+        lengths = {cut.number: cut.so_far[k] for cut in self.cuts}
+        needs = self.nogoods.met(k, x, lengths)
+        self._ask_above(k, needs)
+        return needs is not None
+
+    def _ask_above(self, k: int, needs: Needs | None) -> None:
+        """What stage ``k`` needs of the prefix before it, asked one stage earlier."""
+        weight = {cut.number: cut.so_far[k] - cut.so_far[k - 1] for cut in self.cuts}
+        asked = (needs or {}).items()
+        self.nogoods.ask(k - 1, {number: length - weight[number] for number, length in asked})
 
     def _visit_leaf(self) -> None:
         evaluation = evaluate(self.problem, tuple(self.path))
         self.simulations += 1
         if evaluation.iteration < self.threshold:
-            self.threshold, self.best = evaluation.iteration, tuple(self.path)
+            self.iteration, self.best = evaluation.iteration, tuple(self.path)
+            self.threshold = evaluation.iteration
         self._add_cut(evaluation, self.path, depth=self.p)
+        cut = self.cuts[(self.num_cuts - 1) % self.learning.max_cuts]
+        margin = cut.so_far[self.p] - self.threshold
+        self.nogoods.ask(self.p - 1, {cut.number: cut.so_far[self.p - 1] - margin})
 
     def _add_cut(self, evaluation: Evaluation, marks: list[int], depth: int) -> None:
         """Keep the critical path of a simulated partition; the oldest makes room."""
-        cut = critical_path(self.problem, evaluation, marks)
+        cut = critical_path(self.problem, evaluation, marks, number=self.num_cuts)
         cut.remaining = [[NO_THRESHOLD] * (self.n + 1) for _ in range(self.p + 1)]
         cut.remaining[self.p][self.n] = 0
         for k in range(self.p - 1, -1, -1):
@@ -275,83 +297,25 @@ class _Search:
         for k in range(depth):
             weight = self._weight(cut, k, self.path[k], self.path[k + 1])
             cut.so_far[k + 1] = cut.so_far[k] + weight
-        if self.num_cuts < MAX_CUTS:
+        if self.num_cuts < self.learning.max_cuts:
             self.cuts.append(cut)
         else:
-            self.cuts[self.num_cuts % MAX_CUTS] = cut
+            self.cuts[self.num_cuts % self.learning.max_cuts] = cut
+            self.nogoods.forget_cut(self.num_cuts - self.learning.max_cuts)
         self.num_cuts += 1
 
-    def _weight(self, cut: _Cut, k: int, x: int, y: int) -> Ticks:
+    def _weight(self, cut: Cut, k: int, x: int, y: int) -> Ticks:
         """What stage ``k`` with units ``x .. y`` adds to a cut."""
-        cost = self._cost(x, y)
-        weight = cut.forward[k] * self._forward(k, x, y) + cut.backward[k] * self._backward(k, x, y)
-        for rank, name in (cut.head, cut.tail):
-            if rank == k and name:
-                weight += int(getattr(cost, name))
-        return weight + (cost.optimizer if cut.optimizer == k else 0)
-
-
-def critical_path(problem: PipelineProblem, evaluation: Evaluation, marks: list[int]) -> _Cut:
-    """The longest path of a simulated schedule, read backwards from the last pass to end.
-
-    Of two passes that a pass waited for, the one on the other rank is followed.
-    """
-    p, m = problem.num_stages, problem.num_microbatches
-    costs = [chunk_cost(problem, a, b) for a, b in zip(marks, marks[1:], strict=False)]
-    passes = {timed.op: timed for rank in evaluation.timeline for timed in rank}
-    previous = {
-        later.op: earlier.op
-        for rank in evaluation.timeline
-        for earlier, later in zip(rank, rank[1:], strict=False)
-    }
-    ends = [
-        rank[-1].end + tail
-        for rank, tail in zip(evaluation.timeline, evaluation.tails, strict=True)
-    ]
-    last = ends.index(max(ends))
-    forward, backward = [0] * p, [0] * p
-    op: Op | None = Op(False, last, m - 1)
-    rank = last
-    while op is not None:
-        rank = op.chunk
-        (forward if op.is_forward else backward)[rank] += 1
-        start = passes[op].start
-        source = _source(op, p)
-        if source is not None and passes[source].end == start:
-            op = source
-        else:
-            op = previous.get(op) if start > evaluation.heads[rank] else None
-    slowest = evaluation.optimizers.index(max(evaluation.optimizers))
-    return _Cut(
-        forward=forward,
-        backward=backward,
-        head=(rank, _active(costs[rank], "head")),
-        tail=(last, _active(costs[last], "tail")),
-        optimizer=slowest,
-        constant=problem.constant,
-    )
-
-
-def _source(op: Op, p: int) -> Op | None:
-    """The pass on another rank (or the last rank's own forward) whose result a pass needs."""
-    if op.is_forward:
-        return Op(True, op.chunk - 1, op.microbatch) if op.chunk else None
-    if op.chunk == p - 1:
-        return Op(True, op.chunk, op.microbatch)
-    return Op(False, op.chunk + 1, op.microbatch)
-
-
-def _active(cost: ChunkCost, name: str) -> str:
-    """Which of the two sums of a head or tail counts, or "" if neither is above zero."""
-    least, rest = f"{name}_least", f"{name}_rest"
-    larger = least if getattr(cost, least) >= getattr(cost, rest) else rest
-    return larger if getattr(cost, larger) > 0 else ""
+        return cut.weight(self.problem, k, self._cost(x, y))
 
 
 def _solve_interleaved(
     problem: PipelineProblem, threshold: Ticks, node_limit: int
 ) -> StageSolution:
-    """Bound every member of the declared space, simulate the most promising, then all that may win."""
+    """Bound every member of the declared space, simulate the most promising, then all that may win.
+
+    ``nodes`` counts the members that fit.
+    """
     members = [b for b in interleaved_partitions(problem) if fits_in_memory(problem, b)]
     bounds = [_work_bound(problem, b) for b in members]
     lower = min(bounds, default=NO_THRESHOLD)
@@ -391,7 +355,7 @@ def _solve_interleaved(
 def _work_bound(problem: PipelineProblem, boundaries: Boundaries) -> Ticks:
     """Longest, over the ranks, of: reach the rank, do all its work without a pause, drain."""
     p, m = problem.num_stages, problem.num_microbatches
-    chunks = [chunk_cost(problem, a, b) for a, b in zip(boundaries, boundaries[1:], strict=False)]
+    chunks = [chunk_cost(problem, a, b) for a, b in pairwise(boundaries)]
     times = [chunk_times(problem, k, chunk) for k, chunk in enumerate(chunks)]
     longest = reach = drain = 0
     for rank in range(p):

@@ -13,7 +13,7 @@ below the node is faster):
 * *blocks*: full recomputation of the first layers of each chunk, block sizes rising lazily.
 * *variant*: another recompute setting on top, judged by the stage solver.
 
-A *layout* is a choice of tensor, context, pipeline and expert degrees and GPU count. The search
+A *layout* is a choice of tensor, pipeline and expert degrees and GPU count. The search
 keeps the best plan of each of the best ``num_layouts`` layouts, and a node is dropped only when
 its bound says it can neither improve its own layout nor enter that list.
 """

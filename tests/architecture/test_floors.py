@@ -32,6 +32,7 @@ ROOM_OF = {
     "errors": "base",
     "units": "base",
     "files": "base",
+    "names": "base",
     "plain": "base",
     "config": "entry",
     "app": "entry",

@@ -166,3 +166,21 @@ def long_problem(seed: int) -> PipelineProblem:
         capacity_bytes=10_000,
         constant=1,
     )
+
+
+def deep_problem(seed: int) -> PipelineProblem:
+    """More stages than brute force bears and few micro batches: many prefixes meet in one place."""
+    rng = random.Random(seed)
+    stages = rng.randint(6, 10)
+    return equal_layers(
+        stages=stages,
+        microbatches=rng.randint(2, 12),
+        layers=stages + rng.randint(0, 16),
+        forward=rng.choice([10, 1000]),
+        head_layers=rng.choice([0.3, 1.2, 2.3, 3.4]),
+        edges=rng.random() < 0.5,
+        slow_link_every=rng.choice([0, 2, 4]),
+        light_layers=rng.choice([0, 0, 3]),
+        block_num_layers=rng.choice([0, 0, 1, 2]),
+        capacity_bytes=rng.choice([10**9, 60_000]),
+    )

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nest_megatron.cost_model.pipeline import PipelineProblem, evaluate
+from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, evaluate
 from nest_megatron.errors import UserInputError
 from nest_megatron.solver import backend, brute_force, reference
 from nest_megatron.solver.backend import Backend
-from nest_megatron.solver.outcome import NO_THRESHOLD, Status
-from nest_megatron.solver.reference import DEFAULT_NODE_LIMIT
+from nest_megatron.solver.cuts import Cut, critical_path
+from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, Learning, Status
 from tests.solver.problems import random_problem
 from tests.solver.structured import (
     PLAIN,
+    deep_problem,
     edge_problem,
     equal_layers,
     long_problem,
@@ -32,6 +35,15 @@ kernel = pytest.importorskip(
 Generator = Callable[[int], PipelineProblem]
 SMALL: tuple[Generator, ...] = (random_problem, tie_problem, edge_problem)
 BATCH = 100
+
+NO_NOGOODS = Learning(nogoods_after=DEFAULT_NODE_LIMIT)
+#: Nogoods from the first node on; and so little room that cuts and nogoods make room all the time.
+LEARNINGS = (
+    Learning(nogoods_after=0),
+    Learning(nogoods_after=2, max_cuts=1, max_nogoods=1, max_needs=1),
+    Learning(nogoods_after=0, max_cuts=3, max_nogoods=2, max_needs=2),
+    Learning(nogoods_after=5, max_cuts=6, max_nogoods=1, max_needs=4),
+)
 
 
 def assert_same(problem: PipelineProblem, *limits: int) -> None:
@@ -97,6 +109,80 @@ def test_what_a_limit_leaves_is_proven(generate: Generator) -> None:
         bounds = [kernel.solve(problem, NO_THRESHOLD, limit).lower_bound for limit in range(4)]
         assert bounds == sorted(bounds)
         assert bounds[-1] <= best.lower_bound
+
+
+@pytest.mark.parametrize("learning", LEARNINGS, ids=["eager", "one", "three", "six"])
+@pytest.mark.parametrize("generate", [*SMALL, long_problem, deep_problem], ids=lambda f: f.__name__)
+def test_nogoods_change_no_answer(generate: Generator, learning: Learning) -> None:
+    fewer = 0
+    for seed in range(4000, 4060):
+        problem = generate(seed)
+        plain = kernel.solve(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT, NO_NOGOODS)
+        found = reference.solve(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT, learning)
+        assert kernel.solve(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT, learning) == found, seed
+        answer = (plain.status, plain.iteration, plain.boundaries, plain.lower_bound)
+        assert (found.status, found.iteration, found.boundaries, found.lower_bound) == answer, seed
+        fewer += found.nodes < plain.nodes
+        for threshold, limit in ((found.iteration, 7), (found.lower_bound - 1, DEFAULT_NODE_LIMIT)):
+            limited = reference.solve(problem, threshold, limit, learning)
+            assert kernel.solve(problem, threshold, limit, learning) == limited, seed
+    assert fewer > 20 or generate is not deep_problem or learning is not LEARNINGS[0]
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "layers", "options", "times_fewer"),
+    [
+        (12, 4, 30, {}, 4),
+        (12, 12, 34, {"block_num_layers": 1}, 9),
+        (16, 4, 34, {}, 14),
+        (16, 8, 34, {"head_layers": 3.4, "slow_link_every": 2}, 2.5),
+    ],
+)
+def test_nogoods_prune(
+    stages: int, microbatches: int, layers: int, options: dict[str, float], times_fewer: float
+) -> None:
+    problem = equal_layers(stages=stages, microbatches=microbatches, layers=layers, **options)  # type: ignore[arg-type]
+    plain = kernel.solve(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT, NO_NOGOODS)
+    for learning in LEARNINGS[:1], ():
+        found = reference.solve(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT, *learning)
+        assert kernel.solve(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT, *learning) == found
+        assert (found.iteration, found.boundaries) == (plain.iteration, plain.boundaries)
+    eager = kernel.solve(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT, LEARNINGS[0])
+    assert eager.nodes * times_fewer < plain.nodes
+
+
+def test_nogoods_prove_what_cuts_alone_do_not() -> None:
+    problem = equal_layers(stages=16, microbatches=4)
+    plain = kernel.solve(problem, NO_THRESHOLD, 200_000, NO_NOGOODS)
+    found = kernel.solve(problem, NO_THRESHOLD, 200_000)
+    assert (plain.status, found.status) == (Status.LIMIT, Status.OPTIMAL)
+    assert plain.lower_bound <= found.iteration <= plain.iteration
+    assert reference.solve(problem) == found
+
+
+@pytest.mark.parametrize("generate", [*SMALL, long_problem, deep_problem], ids=lambda f: f.__name__)
+def test_a_cut_bounds_every_partition_and_meets_its_own(generate: Generator) -> None:
+    for seed in range(5000, 5060):
+        problem = generate(seed)
+        if problem.num_virtual > 1:
+            continue
+        rng = random.Random(seed)
+        partitions = [random_partition(problem, rng) for _ in range(4)]
+        for marks in partitions:
+            cut = critical_path(problem, evaluate(problem, marks), list(marks), number=0)
+            assert length_of(problem, cut, marks) == evaluate(problem, marks).iteration
+            for other in partitions:
+                assert length_of(problem, cut, other) <= evaluate(problem, other).iteration
+
+
+def random_partition(problem: PipelineProblem, rng: random.Random) -> tuple[int, ...]:
+    inner = rng.sample(range(1, problem.num_units), problem.num_stages - 1)
+    return (0, *sorted(inner), problem.num_units)
+
+
+def length_of(problem: PipelineProblem, cut: Cut, marks: tuple[int, ...]) -> int:
+    stages = enumerate(pairwise(marks))
+    return cut.constant + sum(cut.weight(problem, k, chunk_cost(problem, *xy)) for k, xy in stages)
 
 
 @pytest.mark.parametrize("threshold_change", [-1, 0, 1])

@@ -1,0 +1,94 @@
+"""Cuts: the critical path of one simulated partition, as a lower bound on every other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from nest_megatron.cost_model.pipeline import ChunkCost, Evaluation, PipelineProblem, chunk_cost
+from nest_megatron.cost_model.schedule import Op
+from nest_megatron.units import Ticks
+
+
+@dataclass(slots=True)
+class Cut:
+    """A critical path as weights of each stage's sums: a lower bound on every partition.
+
+    ``remaining[k][x]`` is the least it can grow by from there on, ``so_far[k]`` its length over the
+    stages before ``k`` that the search is at.
+    """
+
+    number: int
+    forward: list[int]
+    backward: list[int]
+    head: tuple[int, str]
+    tail: tuple[int, str]
+    optimizer: int
+    constant: Ticks
+    remaining: list[list[Ticks]] = field(default_factory=list)
+    so_far: list[Ticks] = field(default_factory=list)
+
+    def weight(self, problem: PipelineProblem, k: int, cost: ChunkCost) -> Ticks:
+        """What stage ``k`` adds to the path if it holds the units of ``cost``."""
+        weight = self.forward[k] * (cost.forward + problem.send_forward[k])
+        weight += self.backward[k] * (cost.backward + problem.send_backward[k])
+        for rank, name in (self.head, self.tail):
+            if rank == k and name:
+                weight += int(getattr(cost, name))
+        return weight + (cost.optimizer if self.optimizer == k else 0)
+
+
+def critical_path(
+    problem: PipelineProblem, evaluation: Evaluation, marks: list[int], number: int
+) -> Cut:
+    """The longest path of a simulated schedule, read backwards from the last pass to end.
+
+    Of two passes that a pass waited for, the one on the other rank is followed.
+    """
+    p, m = problem.num_stages, problem.num_microbatches
+    costs = [chunk_cost(problem, a, b) for a, b in pairwise(marks)]
+    passes = {timed.op: timed for rank in evaluation.timeline for timed in rank}
+    previous = {
+        later.op: earlier.op for rank in evaluation.timeline for earlier, later in pairwise(rank)
+    }
+    last_ends = (rank[-1].end for rank in evaluation.timeline)
+    ends = [end + tail for end, tail in zip(last_ends, evaluation.tails, strict=True)]
+    last = ends.index(max(ends))
+    forward, backward = [0] * p, [0] * p
+    op: Op | None = Op(False, last, m - 1)
+    rank = last
+    while op is not None:
+        rank = op.chunk
+        (forward if op.is_forward else backward)[rank] += 1
+        start = passes[op].start
+        source = _source(op, p)
+        if source is not None and passes[source].end == start:
+            op = source
+        else:
+            op = previous.get(op) if start > evaluation.heads[rank] else None
+    slowest = evaluation.optimizers.index(max(evaluation.optimizers))
+    return Cut(
+        number=number,
+        forward=forward,
+        backward=backward,
+        head=(rank, _active(costs[rank], "head")),
+        tail=(last, _active(costs[last], "tail")),
+        optimizer=slowest,
+        constant=problem.constant,
+    )
+
+
+def _source(op: Op, p: int) -> Op | None:
+    """The pass on another rank (or the last rank's own forward) whose result a pass needs."""
+    if op.is_forward:
+        return Op(True, op.chunk - 1, op.microbatch) if op.chunk else None
+    if op.chunk == p - 1:
+        return Op(True, op.chunk, op.microbatch)
+    return Op(False, op.chunk + 1, op.microbatch)
+
+
+def _active(cost: ChunkCost, name: str) -> str:
+    """Which of the two sums of a head or tail counts, or "" if neither is above zero."""
+    least, rest = f"{name}_least", f"{name}_rest"
+    larger = least if getattr(cost, least) >= getattr(cost, rest) else rest
+    return larger if getattr(cost, larger) > 0 else ""
