@@ -5,18 +5,14 @@ Set ``MEGATRON_LM_HOME`` to a Megatron-LM checkout (core_v0.16.1 or newer).
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nest_megatron.launchers.megatron_lm.write import environment, model_argv, parallel_argv
-from nest_megatron.parallel.rules import LaunchRequest, decoder_layers
+from nest_megatron.parallel.rules import decoder_layers
 from tests.launchers.requests import BROKEN, SOUND
+from tests.megatron_lm.ask import ask_megatron, megatron_case
 
 pytestmark = [
     pytest.mark.megatron_lm,
@@ -26,8 +22,6 @@ pytestmark = [
     ),
 ]
 
-TRAINING = ["--train-iters", "2", "--lr", "1e-3", "--min-lr", "1e-4", "--mock-data"]
-TRAINING += ["--no-rope-fusion"]  # it needs Transformer Engine
 #: Rules that Megatron only reveals while building or training, or that its flags cannot break.
 LATER = {
     "ffn_over_tp",
@@ -53,33 +47,10 @@ LATER = {
 }
 
 
-def _case(request: LaunchRequest) -> dict[str, Any]:
-    variables = environment(request)
-    return {
-        "argv": [
-            *model_argv(request.spec, tokenizer_type="NullTokenizer"),
-            *parallel_argv(request),
-            *TRAINING,
-        ],
-        "world_size": request.dims.world_size,
-        "max_connections": variables.get("CUDA_DEVICE_MAX_CONNECTIONS"),
-    }
-
-
 @pytest.fixture(scope="module")
 def answers() -> dict[str, dict[str, Any]]:
     requests = {**SOUND, **{k: v for k, v in BROKEN.items() if k not in LATER}}
-    script = Path(__file__).with_name("real_arguments.py")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        input=json.dumps([_case(request) for request in requests.values()]),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = json.loads(done.stdout.splitlines()[-1])
+    said = ask_megatron([megatron_case(request) for request in requests.values()])
     return {**dict(zip(requests, said["answers"], strict=True)), "version": said["version"]}
 
 

@@ -1,0 +1,43 @@
+"""Ask a Megatron-LM checkout what its own parser, validation and groups say to our flags."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from nest_megatron.launchers.megatron_lm.write import environment, model_argv, parallel_argv
+from nest_megatron.parallel.rules import LaunchRequest
+
+TRAINING = ["--train-iters", "2", "--lr", "1e-3", "--min-lr", "1e-4", "--mock-data"]
+TRAINING += ["--no-rope-fusion"]  # it needs Transformer Engine
+
+
+def megatron_case(request: LaunchRequest) -> dict[str, Any]:
+    """A request as the flags and the environment that launch it."""
+    variables = environment(request)
+    return {
+        "argv": [
+            *model_argv(request.spec, tokenizer_type="NullTokenizer"),
+            *parallel_argv(request),
+            *TRAINING,
+        ],
+        "world_size": request.dims.world_size,
+        "max_connections": variables.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+    }
+
+
+def ask_megatron(cases: list[dict[str, Any]]) -> Any:
+    """Megatron's version, and its answer to each case, from a process of its own."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("real_arguments.py"))],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,53 @@
+"""Every catalogue plan of the contract tests through Megatron-LM's own parser and validation.
+
+Set ``MEGATRON_LM_HOME`` to a Megatron-LM checkout (core_v0.16.1 or newer).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from nest_megatron.launchers.megatron_lm.attach import launch_request
+from nest_megatron.parallel.rules import decoder_layers
+from tests.contract.test_catalogue_plans import JOBS, every_job, planned
+from tests.megatron_lm.ask import ask_megatron, megatron_case
+
+pytestmark = [
+    pytest.mark.megatron_lm,
+    pytest.mark.skipif(
+        not os.environ.get("MEGATRON_LM_HOME"),
+        reason="MEGATRON_LM_HOME is not set to a Megatron-LM checkout",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[dict[str, Any]]:
+    requests = [launch_request(planned(index)) for index in range(len(JOBS))]
+    said = ask_megatron([megatron_case(request) for request in requests])
+    return list(said["answers"])
+
+
+@every_job
+def test_megatron_accepts_the_plan(index: int, answers: list[dict[str, Any]]) -> None:
+    plan = planned(index)
+    assert "accepted" in answers[index], answers[index]
+    answer, chosen = answers[index]["accepted"], plan.parallel
+    for field in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "context_parallel_size",
+        "data_parallel_size",
+        "expert_model_parallel_size",
+        "sequence_parallel",
+    ):
+        assert answer[field] == getattr(chosen, field), field
+    assert answer["num_layers"] == plan.model.num_layers
+    if chosen.pipeline_model_parallel_layout:
+        pp = chosen.pipeline_model_parallel_size
+        for chunk, layers in enumerate(decoder_layers(plan.model, plan.partition())):
+            assert answer["layout"][chunk % pp][chunk // pp].count("decoder") == layers
