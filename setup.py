@@ -1,6 +1,7 @@
 """What pyproject.toml cannot say: the layout of the packages and the compiled kernel."""
 
 import os
+from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 
@@ -18,6 +19,7 @@ EXTENSION_REQUIRED = os.environ.get("NEST_MEGATRON_REQUIRE_EXTENSION", "0") != "
 STAGE_DP = Extension(
     "nest_megatron.solver._stage_dp",
     sources=["cython_ext/_stage_dp.pyx"],
+    depends=sorted(map(str, Path("cython_ext").glob("*.pxd"))),
     extra_compile_args=["-O3", "-ffp-contract=off"],
     optional=not EXTENSION_REQUIRED,
 )

@@ -12,8 +12,9 @@ from nest_megatron.cost_model.memory import (
     WEIGHT_BYTES,
     fp8_copy_bytes,
 )
-from nest_megatron.cost_model.model import CostModel, UnitKind, replicas
+from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import Evaluation, PipelineProblem, chunk_cost, evaluate
+from nest_megatron.cost_model.unit_cost import UnitKind, replicas
 from nest_megatron.model.graph import OperatorKind
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.shard import LayerShard

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from nest_megatron.cluster.records import Cluster, CollectiveKind
 from nest_megatron.cost_model.communication import collective_time, send_time
@@ -17,12 +16,15 @@ from nest_megatron.cost_model.layer_cost import (
 from nest_megatron.cost_model.memory import (
     GRADIENT_BYTES,
     capacity_bytes,
-    fp8_copy_bytes,
-    static_bytes_per_parameter,
-    unsharded_bytes,
 )
 from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.unit_cost import (
+    ParameterPrices,
+    UnitKind,
+    parameter_prices,
+    unit_cost,
+)
 from nest_megatron.model.graph import Group, LayerGraph
 from nest_megatron.model.operators import (
     ACT,
@@ -61,16 +63,6 @@ GroupPlaces = tuple[tuple[int, ...], ...]
 _Structure = tuple[bytes, tuple[tuple[LayerKind, ParameterCount], ...], ParameterCount]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitKind:
-    """A distinct unit of a grid: its kind, its run, its parameters on one rank."""
-
-    kind: LayerKind
-    run: UnitRun
-    block_run: UnitRun
-    parameters: ParameterCount
-
-
 class CostModel:
     """Prices grids of one job.
 
@@ -89,7 +81,9 @@ class CostModel:
         self._runs: dict[object, UnitRun] = {}
         self._traffic: dict[object, ReplicaTraffic] = {}
         self._structures: dict[object, _Structure] = {}
+        self._kinds: dict[object, tuple[bytes, tuple[UnitKind, ...]]] = {}
         self._costs: dict[object, tuple[bytes, tuple[UnitCost, ...]]] = {}
+        self._prices: dict[object, ParameterPrices] = {}
         self._constants: dict[object, Ticks] = {}
         self._links: dict[object, tuple[int, ...]] = {}
         self._transfers: dict[object, tuple[tuple[Ticks, ...], tuple[Ticks, ...]]] = {}
@@ -158,25 +152,29 @@ class CostModel:
 
     def unit_kinds(self, grid: Grid) -> tuple[bytes, tuple[UnitKind, ...]]:
         """The distinct units of a grid, and which one stands at each place of the sequence."""
-        shard, places = shard_of(grid), self.places(grid.dims)
         covered, elsewhere = _split_block(grid.recompute)
-        sequence, distinct = self._structure(grid.dims)
-        kinds = tuple(
-            UnitKind(
-                kind=kind,
-                run=self.run(kind, places, shard, elsewhere),
-                block_run=self.run(
-                    kind, places, shard, elsewhere if kind is LayerKind.MTP else covered
-                ),
-                parameters=count,
+        single = grid.dims.pipeline_model_parallel_size == 1
+        key = (self.shard_key(grid), single, covered)
+        if key not in self._kinds:
+            shard, places = shard_of(grid), self.places(grid.dims)
+            sequence, distinct, _ = self._structure(grid.dims)
+            kinds = tuple(
+                UnitKind(
+                    kind=kind,
+                    run=self.run(kind, places, shard, elsewhere),
+                    block_run=self.run(
+                        kind, places, shard, elsewhere if kind is LayerKind.MTP else covered
+                    ),
+                    parameters=count,
+                )
+                for kind, count in distinct
             )
-            for kind, count in distinct
-        )
-        return sequence, kinds
+            self._kinds[key] = (sequence, kinds)
+        return self._kinds[key]
 
     def parameters(self, dims: ParallelDims) -> ParameterCount:
         """Parameters of all units together, were they on one pipeline rank."""
-        return self._structure_with_total(dims)[2]
+        return self._structure(dims)[2]
 
     def traffic(self, dims: ParallelDims, zero: ZeroStage) -> ReplicaTraffic:
         """Data-parallel traffic of a grid."""
@@ -206,12 +204,7 @@ class CostModel:
             constant=self._constant(grid),
         )
 
-    def _structure(
-        self, dims: ParallelDims
-    ) -> tuple[bytes, tuple[tuple[LayerKind, ParameterCount], ...]]:
-        return self._structure_with_total(dims)[:2]
-
-    def _structure_with_total(self, dims: ParallelDims) -> _Structure:
+    def _structure(self, dims: ParallelDims) -> _Structure:
         """Distinct units by kind and parameters, where each stands, and all parameters."""
         tp, ep = dims.tensor_model_parallel_size, dims.expert_model_parallel_size
         etp, single = dims.expert_tensor_parallel_size, dims.pipeline_model_parallel_size == 1
@@ -236,10 +229,8 @@ class CostModel:
         )
         if key not in self._costs:
             sequence, kinds = self.unit_kinds(grid)
-            traffic = self.traffic(dims, grid.zero)
-            per_rank = self.parameters(dims).total // dims.pipeline_model_parallel_size
-            first_bucket = min(1.0, traffic.bucket_parameters / max(1, per_rank))
-            costs = tuple(self._unit_cost(grid, kind, traffic, first_bucket) for kind in kinds)
+            prices = self._prices_of(dims, grid.zero)
+            costs = tuple(unit_cost(kind, prices, grid.zero, self.settings) for kind in kinds)
             self._costs[key] = (sequence, costs)
         return self._costs[key]
 
@@ -314,61 +305,16 @@ class CostModel:
         shapes = dict(zip(_GROUPS, places, strict=True))
         return unit_times(graph, shapes, self.cluster, self.settings)
 
-    def _unit_cost(
-        self, grid: Grid, unit: UnitKind, traffic: ReplicaTraffic, first_bucket: float
-    ) -> UnitCost:
-        """One unit in ticks and bytes, data-parallel traffic included."""
-        settings, zero, dims = self.settings, grid.zero, grid.dims
-        count, overlap = unit.parameters, settings.dp_overlap
-        forward = unit.run.forward.total
-        backward = unit.run.backward.total + unit.run.recompute.total
-        block_backward = unit.block_run.backward.total + unit.block_run.recompute.total
-        reduce, gather = traffic.reduce(count), traffic.gather(count)
-        if zero >= ZeroStage.GRADIENTS:  # once for each micro batch, beside the unit's own work
-            fetch = gather if zero >= ZeroStage.WEIGHTS else 0.0
-            forward = self._beside(forward, fetch)
-            backward = self._beside(backward, reduce + fetch)
-            block_backward = self._beside(block_backward, reduce + fetch)
-            gather, reduce = gather - fetch, 0.0
-        unsharded = unsharded_bytes(count.total, zero)
-        return UnitCost(
-            forward=to_ticks(forward),
-            backward=to_ticks(backward),
-            block_backward=to_ticks(block_backward),
-            head_least=to_ticks(first_bucket * gather),
-            head_rest=_signed_ticks(gather - overlap * forward),
-            tail_least=to_ticks(first_bucket * reduce),
-            tail_rest=_signed_ticks(reduce - overlap * backward),
-            optimizer=to_ticks(self._optimizer_time(grid, count)),
-            static_bytes=self._static_bytes(unit, dims, zero),
-            saved_bytes=round(unit.run.saved_bytes),
-            block_saved_bytes=round(unit.block_run.saved_bytes),
-            working_bytes=round(unit.run.working_bytes) + unsharded,
-            block_working_bytes=round(unit.block_run.working_bytes) + unsharded,
-        )
-
-    def _beside(self, work: Seconds, traffic: Seconds) -> Seconds:
-        """Work with traffic beside it, which slows it down; what does not fit comes after."""
-        settings = self.settings
-        hidden = min(traffic, settings.dp_overlap * work)
-        return work + settings.overlap_slowdown * hidden + traffic - hidden
-
-    def _optimizer_time(self, grid: Grid, count: ParameterCount) -> Seconds:
-        dims, accelerator = grid.dims, self.cluster.accelerator
-        dense, expert = replicas(dims) if grid.zero else (1, 1)
-        traffic = self.settings.optimizer_bytes_per_parameter
-        moved = traffic * (count.dense / dense + count.expert / expert)
-        rate = accelerator.memory_bandwidth_bytes_per_s * accelerator.memory_efficiency
-        return moved / rate
-
-    def _static_bytes(self, unit: UnitKind, dims: ParallelDims, zero: ZeroStage) -> int:
-        dense, expert = replicas(dims)
-        count = unit.parameters
-        num_bytes = count.dense * static_bytes_per_parameter(zero, dense)
-        num_bytes += count.expert * static_bytes_per_parameter(zero, expert)
-        if unit.kind not in (LayerKind.EMBEDDING, LayerKind.HEAD):
-            num_bytes += count.total * fp8_copy_bytes(self.settings.precision)
-        return round(num_bytes)
+    def _prices_of(self, dims: ParallelDims, zero: ZeroStage) -> ParameterPrices:
+        key = (_degrees(dims), zero)
+        if key not in self._prices:
+            per_rank = self.parameters(dims).total // dims.pipeline_model_parallel_size
+            accelerator, settings = self.cluster.accelerator, self.settings
+            traffic = self.traffic(dims, zero)
+            self._prices[key] = parameter_prices(
+                dims, zero, traffic, per_rank, accelerator, settings
+            )
+        return self._prices[key]
 
     def _sends(self, grid: Grid) -> tuple[tuple[Ticks, ...], tuple[Ticks, ...]]:
         """Transfer time from each chunk to the next, and from each chunk to the previous one."""
@@ -442,14 +388,6 @@ def shard_of(grid: Grid) -> LayerShard:
     )
 
 
-def replicas(dims: ParallelDims) -> tuple[int, int]:
-    """Ranks over which ZeRO divides dense and expert parameters."""
-    return (
-        dims.data_parallel_size * dims.context_parallel_size,
-        dims.expert_data_parallel_size,
-    )
-
-
 _BLOCK = Recompute(
     granularity=RecomputeGranularity.FULL, method=RecomputeMethod.BLOCK, num_layers=1
 )
@@ -463,7 +401,3 @@ def _split_block(recompute: Recompute) -> tuple[Recompute, Recompute]:
     if recompute.method is RecomputeMethod.BLOCK:
         return _BLOCK, NO_RECOMPUTE
     return recompute, recompute
-
-
-def _signed_ticks(seconds: Seconds) -> Ticks:
-    return to_ticks(seconds) if seconds >= 0 else -to_ticks(-seconds)

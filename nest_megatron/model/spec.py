@@ -105,6 +105,9 @@ class TransformerSpec:
             "make_vocab_size_divisible_by",
         ):
             _require_positive(self.name, field, getattr(self, field))
+        for field in ("num_query_groups", "kv_channels", "moe_ffn_hidden_size"):
+            if getattr(self, field) is not None:
+                _require_positive(self.name, field, getattr(self, field))
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise UserInputError(
                 f"model {self.name}: hidden_size",

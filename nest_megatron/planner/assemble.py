@@ -57,7 +57,7 @@ def assemble(
             precision=settings.precision,
         ),
         parallel=parallel_choice(spec, grid, partition),
-        placement=_placement(cluster, grid),
+        placement=_placement(cluster, grid, has_experts=spec.is_moe),
         predicted=_prediction(model, predicted),
         alternatives=alternatives,
         search=record,
@@ -85,17 +85,17 @@ def _partition(solved: SolvedGrid) -> StagePartition:
     return StagePartition(boundaries=solved.boundaries, pipeline_model_parallel_size=pp)
 
 
-def _placement(cluster: Cluster, grid: Grid) -> Placement:
+def _placement(cluster: Cluster, grid: Grid, *, has_experts: bool) -> Placement:
     dims, sizes = grid.dims, cluster.group_sizes()
     names = [level.name for level in cluster.levels]
     kinds = {
         "tp": GroupKind.TP,
         "cp": GroupKind.CP,
-        "ep": GroupKind.EP,
         "dp": GroupKind.DP_CP,
-        "expert_dp": GroupKind.EDP,
         "pp": GroupKind.PP,
     }
+    if has_experts:
+        kinds |= {"ep": GroupKind.EP, "expert_dp": GroupKind.EDP}
     stages = group_of_rank(dims, GroupKind.PP, 0)
     width = dims.tensor_model_parallel_size * dims.context_parallel_size
     if dims.rank_order is RankOrder.TP_CP_EP_DP_PP:

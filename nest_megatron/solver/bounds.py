@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from nest_megatron.cost_model.memory import static_bytes_per_parameter
-from nest_megatron.cost_model.model import CostModel, replicas, shard_of
+from nest_megatron.cost_model.model import CostModel, shard_of
+from nest_megatron.cost_model.unit_cost import replicas
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
@@ -26,6 +27,7 @@ class Bounds:
         self.model = model
         self.global_batch_size = global_batch_size
         self._sums: dict[object, tuple[Ticks, Ticks, float]] = {}
+        self._pipelines: dict[object, list[Ticks]] = {}
         self._spreads: dict[tuple[int, int, float], float] = {}
         self._kinds = Counter(model.spec.layer_kinds())
         self._num_units = len(model.spec.layer_kinds())
@@ -79,14 +81,24 @@ class Bounds:
         (``reference._Search._stage_bound``). The best division of ``T`` makes all ``w_i t_i``
         equal.
         """
-        return next(self.pipelines(grid, (recompute,)))
+        return self.pipelines(grid, (recompute,))[0]
 
-    def pipelines(self, grid: Grid, settings: Iterable[Recompute]) -> Iterator[Ticks]:
+    def pipelines(self, grid: Grid, settings: tuple[Recompute, ...]) -> list[Ticks]:
         """The same for several settings of a grid.
 
         Modules that are searched together cover different parts of a layer, so what a set adds is
         the sum of what its modules add by themselves.
         """
+        p, virtual = (
+            grid.dims.pipeline_model_parallel_size,
+            grid.dims.virtual_pipeline_model_parallel_size,
+        )
+        key = (self.model.shard_key(grid), p, virtual == 1, settings)
+        if key not in self._pipelines:
+            self._pipelines[key] = list(self._price_settings(grid, settings))
+        return self._pipelines[key]
+
+    def _price_settings(self, grid: Grid, settings: tuple[Recompute, ...]) -> Iterator[Ticks]:
         dims, m = grid.dims, grid.num_microbatches
         p = dims.pipeline_model_parallel_size
         forward, backward, share = self._work(grid, NO_RECOMPUTE)

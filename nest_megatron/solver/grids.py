@@ -6,7 +6,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
-from nest_megatron.cost_model.model import CostModel, replicas
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.unit_cost import replicas
 from nest_megatron.parallel import rules
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.grid import Grid
@@ -44,13 +45,20 @@ class GridSpace:
                     for micro in self._micro_batches():
                         yield self._one_stage(world, tp, cp, ep, etp, micro)
 
+    def _values(self, name: str, number: int) -> list[int]:
+        """Values of a degree that divide a number; a fixed one that does not is noted."""
+        values = self.space.values(name, number, self.model.cluster)
+        if not values and name in self.space.fixed:
+            self.illegal[f"{name}={self.space.fixed[name]} divides what is left of the GPUs"] += 1
+        return values
+
     def _dense_degrees(self, world: int) -> Iterator[tuple[int, int]]:
-        spec, space, cluster = self.model.spec, self.space, self.model.cluster
-        for tp in space.values("tensor_model_parallel_size", world, cluster):
+        spec = self.model.spec
+        for tp in self._values("tensor_model_parallel_size", world):
             if not (rules.divides_heads(spec, tp) and rules.divides_dense_mlp(spec, tp)):
                 self.illegal["tensor_model_parallel_size divides heads and MLP"] += 1
                 continue
-            for cp in space.values("context_parallel_size", world // tp, cluster):
+            for cp in self._values("context_parallel_size", world // tp):
                 if not rules.allows_context_parallel(spec, cp):
                     self.illegal["model's attention allows context parallelism"] += 1
                 elif not rules.divides_sequence(spec.seq_length, tp, cp, tp > 1):
@@ -59,12 +67,12 @@ class GridSpace:
                     yield tp, cp
 
     def _expert_degrees(self, world: int, tp: int) -> Iterator[tuple[int, int]]:
-        spec, space, cluster = self.model.spec, self.space, self.model.cluster
+        spec = self.model.spec
         if spec.num_experts is None:
             yield 1, 1
             return
-        for ep in space.values("expert_model_parallel_size", spec.num_experts, cluster):
-            for etp in space.values("expert_tensor_parallel_size", world, cluster):
+        for ep in self._values("expert_model_parallel_size", spec.num_experts):
+            for etp in self._values("expert_tensor_parallel_size", world):
                 if not rules.divides_experts(spec, ep, etp) or world % (ep * etp):
                     self.illegal["expert degrees divide the experts and the ranks"] += 1
                 elif not rules.allows_expert_bias(spec, etp):
@@ -130,9 +138,7 @@ class GridSpace:
         dims, fixed = shard.dims, self.space.fixed
         replicas_and_stages = dims.data_parallel_size
         sizes = []
-        for pp in self.space.values(
-            "pipeline_model_parallel_size", replicas_and_stages, self.model.cluster
-        ):
+        for pp in self._values("pipeline_model_parallel_size", replicas_and_stages):
             dp = replicas_and_stages // pp
             stage = dims.world_size // pp
             if (
@@ -151,7 +157,13 @@ class GridSpace:
             if virtual > 1:
                 dims = dataclasses.replace(dims, virtual_pipeline_model_parallel_size=virtual)
             for zero in self._zero_stages(dims):
-                yield dataclasses.replace(grid, dims=dims, zero=zero)
+                yield Grid(
+                    dims=dims,
+                    global_batch_size=grid.global_batch_size,
+                    micro_batch_size=grid.micro_batch_size,
+                    sequence_parallel=grid.sequence_parallel,
+                    zero=zero,
+                )
 
     def _virtual_sizes(self, grid: Grid) -> list[int]:
         space, dims = self.space, grid.dims
@@ -173,16 +185,16 @@ class GridSpace:
             return [ZeroStage.NONE]
         return [zero for zero in allowed if rules.allows_zero(zero, pp, vpp)]
 
-    def recompute_settings(self, grid: Grid) -> list[Recompute]:
+    def recompute_settings(self, grid: Grid) -> tuple[Recompute, ...]:
         """Recompute settings to try on a grid, none first; block sizes up to a balanced chunk."""
         if self.space.recompute is not None:
-            return [self.space.recompute]
+            return (self.space.recompute,)
         chunks = grid.dims.num_chunks
         if chunks not in self._settings:
             spec, precision = self.model.spec, self.model.settings.precision
             per_chunk = -(-spec.num_layers // chunks)
             self._settings[chunks] = tuple(recompute_settings(spec, precision, per_chunk))
-        return list(self._settings[chunks])
+        return self._settings[chunks]
 
     def num_candidates_of_shard(self, shard: Grid) -> int:
         """Candidates below a shard; shards of the same sizes have equally many."""

@@ -12,8 +12,8 @@ from nest_megatron.units import Ticks
 class Layout(NamedTuple):
     """What tells one alternative from another.
 
-    Context parallelism and micro batch are not in it: splitting twice the micro batch over twice the
-    context ranks is nearly the same plan.
+    Context parallelism and micro batch are not in it: splitting twice the micro batch over twice
+    the context ranks is nearly the same plan.
     """
 
     world_size: int

@@ -52,10 +52,10 @@ def _families(search: Search) -> Iterator[Grid]:
             yield from search.grids.families(grid)
 
 
-def _sparing(settings: list[Recompute]) -> list[Recompute]:
+def _sparing(settings: tuple[Recompute, ...]) -> list[Recompute]:
     """The settings that keep least: the largest block, uniform, the largest sets of modules."""
     if len(settings) == 1:
-        return settings
+        return list(settings)
     most = max(len(r.modules) for r in settings)
     blocks = [r for r in settings if r.method is RecomputeMethod.BLOCK]
     sparing = [r for r in settings if r.method is RecomputeMethod.UNIFORM]

@@ -24,7 +24,7 @@ import bisect
 import dataclasses
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from nest_megatron.cost_model.model import CostModel
@@ -69,6 +69,14 @@ class _Node(NamedTuple):
         return dataclasses.replace(self.grid, recompute=self.recompute)
 
 
+class _Choices(NamedTuple):
+    """Recompute settings besides none: blocks apart, large sets of modules first."""
+
+    first_block: Recompute | None
+    others: tuple[Recompute, ...]
+    modules: tuple[frozenset[RecomputeModule], ...]
+
+
 SHARD, GRID, FAMILY, MEMBERS, BLOCKS, VARIANT = range(6)
 
 NO_STATES = "memory: weights, gradients and optimizer states"
@@ -111,6 +119,7 @@ class Search:
         self.best: dict[Layout, SolvedGrid] = {}
         self.worst_kept: Ticks = NO_THRESHOLD
         self.infeasible: Counter[str] = Counter()
+        self._sorted_choices: dict[tuple[Recompute, ...], _Choices] = {}
         self.candidates = self.solved = self.nodes = self.simulations = 0
         self.unproven = NO_THRESHOLD
 
@@ -199,48 +208,61 @@ class Search:
     def _expand_members(self, node: _Node) -> None:
         """Solve without recomputation; where memory costs that nothing, all else is slower."""
         settings = self.grids.recompute_settings(node.grid)
-        if settings[0] == NO_RECOMPUTE:
-            settings.pop(0)
-            if self._is_best_in_any_memory(node.grid, self._solve_and_record(node.grid)):
-                return
-        blocks = [r for r in settings if r.method is RecomputeMethod.BLOCK]
-        if len(blocks) > 1:
-            settings = [r for r in settings if r.method is not RecomputeMethod.BLOCK]
-            self._push(node.bound, node.grid, BLOCKS, blocks[0])
-        bounds = self._bounds_in_time(node, settings)
-        for recompute in self._that_can_fit(node.grid, list(bounds)):
-            self._push(bounds[recompute], node.grid, VARIANT, recompute)
-
-    def _bounds_in_time(self, node: _Node, settings: list[Recompute]) -> dict[Recompute, Ticks]:
-        """Bounds of the settings that can still win."""
+        if settings[0] == NO_RECOMPUTE and self._is_best_in_any_memory(
+            node.grid, self._solve_and_record(node.grid)
+        ):
+            return
+        choices = self._choices(settings)
+        if choices.first_block:
+            self._push(node.bound, node.grid, BLOCKS, choices.first_block)
         threshold = self._threshold(node.grid)
-        bounds = self.bounds.pipelines(node.grid, settings)
-        return {
-            recompute: max(node.bound, bound)
-            for recompute, bound in zip(settings, bounds, strict=True)
+        bounds = self.bounds.pipelines(node.grid, choices.others)
+        in_time = [
+            (recompute, modules, max(node.bound, bound))
+            for recompute, modules, bound in zip(
+                choices.others, choices.modules, bounds, strict=True
+            )
             if bound <= threshold
-        }
+        ]
+        for recompute, bound in self._that_can_fit(node.grid, in_time):
+            self._push(bound, node.grid, VARIANT, recompute)
 
-    def _that_can_fit(self, grid: Grid, settings: list[Recompute]) -> list[Recompute]:
+    def _choices(self, settings: tuple[Recompute, ...]) -> _Choices:
+        if settings not in self._sorted_choices:
+            blocks = [r for r in settings if r.method is RecomputeMethod.BLOCK]
+            lazily = self.grids.space.recompute is None
+            others = [r for r in settings if r != NO_RECOMPUTE and not (lazily and r in blocks)]
+            others.sort(key=lambda r: -len(r.modules))
+            self._sorted_choices[settings] = _Choices(
+                first_block=blocks[0] if blocks and lazily else None,
+                others=tuple(others),
+                modules=tuple(frozenset(r.modules) for r in others),
+            )
+        return self._sorted_choices[settings]
+
+    def _that_can_fit(
+        self, grid: Grid, settings: list[tuple[Recompute, frozenset[RecomputeModule], Ticks]]
+    ) -> Iterator[tuple[Recompute, Ticks]]:
         """Leave out sets of modules inside a set that does not fit: fewer modules keep more bytes.
 
         Only the largest sets are asked; of a smaller one inside a large one that fits nothing is
         known until its turn comes.
+
+        Args:
+            settings: with their modules and bounds, the largest sets of modules first.
         """
         too_small: list[frozenset[RecomputeModule]] = []
-        possible: list[Recompute] = []
-        for recompute in sorted(settings, key=lambda r: -len(r.modules)):
-            modules = frozenset(recompute.modules)
-            if modules and any(modules <= larger for larger in too_small):
-                self.infeasible[NO_ROOM] += 1
-                continue
-            asked = modules and not any(modules < {*kept.modules} for kept in possible)
-            if asked and not self._fits(dataclasses.replace(grid, recompute=recompute)):
-                too_small.append(modules)
-                self.infeasible[NO_ROOM] += 1
-                continue
-            possible.append(recompute)
-        return possible
+        enough: list[frozenset[RecomputeModule]] = []
+        for recompute, modules, bound in settings:
+            if modules and not any(modules < larger for larger in enough):
+                if any(modules <= larger for larger in too_small) or not self._fits(
+                    dataclasses.replace(grid, recompute=recompute)
+                ):
+                    too_small.append(modules)
+                    self.infeasible[NO_ROOM] += 1
+                    continue
+                enough.append(modules)
+            yield recompute, bound
 
     def _fits(self, grid: Grid) -> bool:
         """Whether any partition of a grid fits in memory: ask for one that takes no time."""

@@ -59,18 +59,19 @@ class SearchSpace:
     use_all_gpus: bool = True
 
     def __post_init__(self) -> None:
-        for what, values in (("parallel", self.fixed), ("search.max", self.limits)):
+        for what, values in (("parallel.", self.fixed), ("search.max_", self.limits)):
             for name, value in values.items():
+                where = "train." if (what, name) == ("parallel.", "micro_batch_size") else what
                 if name not in DEGREES:
                     raise UserInputError(
-                        f"{what}.{name}",
+                        f"{what}{name}",
                         value=value,
                         limit="no such degree",
                         fix=nearest(name, DEGREES),
                     )
                 if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                     raise UserInputError(
-                        f"{what}.{name}",
+                        f"{where}{name}",
                         value=value,
                         limit="a degree is a whole number of at least 1",
                         fix="Give a positive whole number, or leave it out to search it.",

@@ -1,0 +1,38 @@
+"""The plans that ship are sound: they read back, keep Megatron's rules, and are what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nest_megatron.launchers.megatron_lm import rules
+from nest_megatron.launchers.megatron_lm.attach import LAUNCHER, launch_request
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner import PlanRequest, plan
+from tests import catalogue
+
+RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml"))
+
+
+def test_there_are_recipes() -> None:
+    assert len(RECIPES) >= 3
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_the_plan_of_today(path: Path) -> None:
+    recipe = plan_file.read(path)
+    assert rules.check(launch_request(recipe)) == ()
+    staged = recipe.parallel.pipeline_model_parallel_size > 1
+    assert ("--pipeline-model-parallel-layout" in recipe.launch[LAUNCHER].argv) == staged
+    request = PlanRequest(
+        spec=catalogue.model(recipe.model.name),
+        cluster=catalogue.cluster(recipe.cluster.name, recipe.cluster.num_gpus),
+        global_batch_size=recipe.train.global_batch_size,
+    )
+    again = plan(request)
+    assert isinstance(again, ParallelPlan)
+    assert again.parallel == recipe.parallel
+    assert again.predicted == recipe.predicted
+    assert again.alternatives == recipe.alternatives
