@@ -335,7 +335,7 @@ def test_backend_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "reference")
     assert backend.choose() is Backend.REFERENCE
     assert backend.choose(Backend.KERNEL) is Backend.KERNEL
-    monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "kernal")
+    monkeypatch.setenv(backend.ENVIRONMENT_VARIABLE, "kernelx")
     with pytest.raises(UserInputError, match="Did you mean kernel"):
         backend.choose()
 
