@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.grid import Grid
@@ -15,6 +17,9 @@ from nest_megatron.solver.ranking import SearchResult
 from nest_megatron.solver.room import Shortage, least_memory
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
+
+#: Largest cluster that is tried to make a job fit.
+LARGEST_CLUSTER = 65_536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,24 +78,38 @@ def no_plan(request: PlanRequest, model: CostModel, record: SearchRecord) -> NoP
 def _remedies(request: PlanRequest, missing: int) -> list[str]:
     """Single changes after which something fits, each tried."""
     found = []
-    total, batch = request.cluster.num_gpus, request.global_batch_size
-    for factor in (2, 4, 8, 16, 32, 64):
-        cluster = request.cluster.resized(total * factor)
+    batch = request.global_batch_size
+    for cluster in _larger(request.cluster):
         if _fits(dataclasses.replace(request, cluster=cluster)):
-            found.append(f"cluster.num_gpus={total * factor}")
+            found.append(f"cluster.num_gpus={cluster.num_gpus}")
             break
-    if request.space.fixed or request.space.limits or request.space.recompute:
-        free = dataclasses.replace(
-            request, space=SearchSpace(use_all_gpus=request.space.use_all_gpus)
-        )
-        if _fits(free):
-            given = [*request.space.fixed, *(f"max_{name}" for name in request.space.limits)]
-            given += ["recompute_granularity"] if request.space.recompute else []
-            found.append(f"leave free what is fixed ({', '.join(given)})")
+    free = SearchSpace(use_all_gpus=request.space.use_all_gpus)
+    if request.space != free and _fits(dataclasses.replace(request, space=free)):
+        found.append(f"leave free what is fixed ({', '.join(_given(request.space))})")
     accelerator = request.cluster.accelerator
     more = -(-(missing + accelerator.memory_bytes) // 2**30)
     found.append(f"GPUs with at least {more} GiB of memory, for a global batch of {batch}")
     return found
+
+
+def _given(space: SearchSpace) -> list[str]:
+    """What the user holds fixed or limits."""
+    everything = SearchSpace()
+    others = {
+        "zero_stage": space.zero_stages != everything.zero_stages,
+        "rank_order": space.rank_orders != everything.rank_orders,
+        "recompute_granularity": space.recompute is not None,
+    }
+    limits = (f"max_{name}" for name in space.limits)
+    return [*space.fixed, *limits, *(name for name, given in others.items() if given)]
+
+
+def _larger(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster with twice, four times, ... as many GPUs, in whole nodes."""
+    size, node = cluster.num_gpus, cluster.gpus_per_node
+    while (size := 2 * size) <= LARGEST_CLUSTER:
+        size = size if size <= node else -(-size // node) * node
+        yield cluster.resized(size)
 
 
 def _fits(request: PlanRequest) -> bool:
