@@ -18,7 +18,8 @@ Record = TypeVar("Record")
 def to_plain(value: object) -> Any:
     """Records, enums, tuples and mappings as dicts, lists, numbers and text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = (f for f in dataclasses.fields(value) if f.init)
+        return {f.name: to_plain(getattr(value, f.name)) for f in fields}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):

@@ -216,7 +216,7 @@ def _show_command(plan: ParallelPlan, composed: Composed, request: CommandReques
 def launch_words(plan: ParallelPlan, script: str, argv: Sequence[str]) -> list[str]:
     """A ``torchrun`` command of the plan's size."""
     gpus = plan.placement.num_gpus
-    per_node = min(plan.placement.gpus_per_node, gpus)
+    per_node = min(plan.cluster.launch_gpus_per_host, gpus)
     sizes = ["--nproc-per-node", str(per_node), "--nnodes", str(gpus // per_node)]
     return [_TORCHRUN, *sizes, script, *argv]
 

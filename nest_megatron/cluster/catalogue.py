@@ -20,7 +20,15 @@ from nest_megatron.names import Name
 Kind = TypeVar("Kind", bound=Name)
 
 _FIX = "Correct the cluster's description."
-_CLUSTER_KEYS = ("name", "num_gpus", "accelerator", "levels", "oversubscription", "description")
+_CLUSTER_KEYS = (
+    "name",
+    "num_gpus",
+    "accelerator",
+    "levels",
+    "oversubscription",
+    "gpus_per_host",
+    "description",
+)
 
 
 def cluster_from_mapping(mapping: Mapping[str, object], *, num_gpus: int | None = None) -> Cluster:
@@ -46,6 +54,11 @@ def cluster_from_mapping(mapping: Mapping[str, object], *, num_gpus: int | None 
         ),
         accelerator=_accelerator(what, mapping["accelerator"]),
         levels=_levels(what, mapping["levels"], _oversubscription(what, mapping)),
+        gpus_per_host=(
+            None
+            if mapping.get("gpus_per_host") is None
+            else _whole(f"{what}: gpus_per_host", mapping["gpus_per_host"])
+        ),
         description=_text(f"{what}: description", mapping.get("description", "")),
     )
 
@@ -70,8 +83,15 @@ def accelerator_from_mapping(mapping: Mapping[str, object]) -> Accelerator:
         memory_bandwidth_bytes_per_s=_number(what, "memory_bandwidth_bytes_per_s", mapping),
         memory_efficiency=_number(what, "memory_efficiency", mapping),
         kernel_floor_s=_number(what, "kernel_floor_s", mapping, zero_allowed=True),
+        flash_attention=_flag(f"{what}: flash_attention", mapping.get("flash_attention", True)),
         source=_text(f"{what}: source", mapping.get("source", "")),
     )
+
+
+def _flag(what: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(what, value, "it must be true or false")
+    return value
 
 
 def _accelerator(what: str, value: object) -> Accelerator:

@@ -42,6 +42,7 @@ class Accelerator:
         memory_bandwidth_bytes_per_s: peak device-memory bandwidth.
         memory_efficiency: share of it that streaming kernels reach.
         kernel_floor_s: shortest time one kernel takes, launch included.
+        flash_attention: fused attention that keeps no score matrix runs on it.
         source: where each figure comes from.
     """
 
@@ -53,6 +54,7 @@ class Accelerator:
     memory_bandwidth_bytes_per_s: float
     memory_efficiency: float
     kernel_floor_s: float
+    flash_attention: bool = True
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -110,12 +112,17 @@ class Cluster:
 
     Device ``r`` lies in group ``r // level.num_devices`` of each level. The levels grow outwards,
     each a multiple of the one inside it; the last one has ``num_devices=None``.
+
+    Args:
+        gpus_per_host: GPUs that one operating system sees, where that is less than the innermost
+            level (four in each tray of an NVL72 rack).
     """
 
     name: str
     num_gpus: int
     accelerator: Accelerator
     levels: tuple[NetworkLevel, ...]
+    gpus_per_host: int | None = None
     description: str = ""
 
     def __post_init__(self) -> None:
@@ -161,6 +168,11 @@ class Cluster:
     def gpus_per_node(self) -> int:
         """Devices that share the innermost level."""
         return self.levels[0].num_devices or self.num_gpus
+
+    @property
+    def launch_gpus_per_host(self) -> int:
+        """Processes that a launcher starts on one host."""
+        return min(self.gpus_per_host or self.gpus_per_node, self.num_gpus)
 
     def resized(self, num_gpus: int) -> Cluster:
         """The same cluster with another number of devices."""

@@ -169,6 +169,7 @@ def _space(
         rank_orders=orders,
         zero_stages=zeros,
         recompute=recompute,
+        batch_unit=job.batch_unit,
     )
 
 

@@ -4,10 +4,11 @@ A group is described by its *shape*: how many members share a node, how many nod
 (``parallel.rank_order.group_shape``). Reductions and gathers run as many rings at once as the group
 has members inside a level, each on its own adapter, so that what one device sends through an outer
 level is divided by the members inside: with fan-outs ``n_l`` and a message of ``S`` bytes a device
-sends ``S / (n_0 ... n_{l-1}) * (n_l - 1) / n_l`` through level ``l``. An exchange sends every peer
-its own part, so level ``l`` carries the share of peers that lie beyond level ``l - 1``. The levels
-work at the same time, each on its own links, so the slowest one counts, and latencies add up. A
-level's bandwidth is what one device gets while all others send too.
+sends ``S / (n_0 ... n_{l-1}) * (1 - 1 / (n_l n_{l+1} ...))`` to level ``l``, what goes further out
+included, because it leaves by the same adapter. An exchange sends every peer its own part, so the
+parts of all peers beyond level ``l - 1`` pass level ``l``. The levels work at the same time, so the
+slowest one counts, and latencies add up. A level's bandwidth is what one device gets while all
+others send too.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ def collective_time(
     if kind is CollectiveKind.ALL_TO_ALL:
         return _exchange_time(message_bytes, shape, levels)
     slowest, latency, size = 0.0, 0.0, message_bytes
+    outside = math.prod(shape)
     for index, (fan_out, level) in enumerate(zip(shape, levels, strict=True)):
         if fan_out > 1:
-            share = (fan_out - 1) / fan_out
-            slowest = max(slowest, share * size / _rate(level, kind))
-            latency += level.latency_s * _steps(index, fan_out)
-            size /= fan_out
+            slowest = max(slowest, size * (1 - 1 / outside) / _rate(level, kind))
+            latency += level.latency_s * _steps(kind, index, fan_out)
+            size, outside = size / fan_out, outside // fan_out
     return _PASSES[kind] * (slowest + latency)
 
 
@@ -62,13 +63,26 @@ def _exchange_time(
     size = math.prod(shape)
     inside, slowest, latency = 1, 0.0, 0.0
     for index, (fan_out, level) in enumerate(zip(shape, levels, strict=True)):
-        reached = inside * fan_out
-        beyond = message_bytes * (reached - inside) / size
-        slowest = max(slowest, beyond / _rate(level, CollectiveKind.ALL_TO_ALL))
+        # Peers of the node are reached inside it; all others through the node's adapters.
+        last = inside * fan_out if index == 0 else size
+        passing = message_bytes * (last - inside) / size
         if fan_out > 1:
-            latency += level.latency_s * _steps(index, fan_out)
-        inside = reached
+            slowest = max(slowest, passing / _rate(level, CollectiveKind.ALL_TO_ALL))
+            latency += level.latency_s * _steps(CollectiveKind.ALL_TO_ALL, index, fan_out)
+        inside *= fan_out
     return slowest + latency
+
+
+def ring_step_time(
+    message_bytes: float, shape: Sequence[int], levels: Sequence[NetworkLevel]
+) -> Seconds:
+    """One step of a ring in which every member passes its message to the next.
+
+    The ring crosses each level that it spans on one device's link, so the slowest crossing sets
+    the pace of all.
+    """
+    crossed = [level for fan_out, level in zip(shape, levels, strict=True) if fan_out > 1]
+    return max((send_time(message_bytes, level) for level in crossed), default=0.0)
 
 
 def send_time(message_bytes: float, level: NetworkLevel) -> Seconds:
@@ -81,6 +95,10 @@ def _rate(level: NetworkLevel, kind: CollectiveKind) -> float:
     return level.bandwidth_bytes_per_s * efficiency
 
 
-def _steps(level_index: int, fan_out: int) -> int:
-    """Hops one after the other: a ring inside the node, a tree's depth over many nodes."""
-    return fan_out - 1 if level_index == 0 else math.ceil(math.log2(fan_out))
+def _steps(kind: CollectiveKind, level_index: int, fan_out: int) -> int:
+    """Hops one after the other: a ring's length, or over many nodes the depth of a tree.
+
+    NCCL has trees for all-reduce; exchanges go to all peers at once, in rounds.
+    """
+    ring = kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
+    return fan_out - 1 if ring or level_index == 0 else math.ceil(math.log2(fan_out))

@@ -39,14 +39,21 @@ class ReplicaTraffic:
         return self.gather_dense * count.dense + self.gather_expert * count.expert
 
 
-def replica_traffic(dims: ParallelDims, zero: ZeroStage, cluster: Cluster) -> ReplicaTraffic:
+def replica_traffic(
+    dims: ParallelDims, zero: ZeroStage, cluster: Cluster, layer_parameters: int
+) -> ReplicaTraffic:
     """Price data-parallel traffic where its groups lie.
 
-    The bucket size is Megatron's default, 40 M parameters or 1 M for each replica if that is more
-    (``DistributedDataParallel``), so that the latency of large groups is paid once a bucket.
+    ``DistributedDataParallel`` sends buckets of 40 M parameters, or of 1 M for each replica if that
+    is more; Megatron-FSDP sends one layer at a time. Latency is paid once for each.
+
+    Args:
+        layer_parameters: parameters of one layer on a rank.
     """
     sizes = cluster.group_sizes()
     bucket = max(40_000_000, 1_000_000 * dims.data_parallel_size * dims.context_parallel_size)
+    if zero.is_fsdp:
+        bucket = max(1, layer_parameters)
     reduce = CollectiveKind.REDUCE_SCATTER if zero else CollectiveKind.ALL_REDUCE
 
     def price(kind: CollectiveKind, group: GroupKind, width: int) -> Seconds:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nest_megatron.cluster.records import Cluster, CollectiveKind
-from nest_megatron.cost_model.communication import collective_time
+from nest_megatron.cost_model.communication import collective_time, ring_step_time
 from nest_megatron.cost_model.compute import operator_times
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Part
@@ -20,6 +20,9 @@ from nest_megatron.parallel.recompute import (
     RecomputeModule,
 )
 from nest_megatron.units import Seconds
+
+#: Parts whose load follows the tokens that the router sends; the busiest rank sets the pace.
+_ROUTED = frozenset({Part.DISPATCH, Part.EXPERTS, Part.EXPERT_ACTIVATION})
 
 _TERMS = ("compute", "tp", "cp", "ep")
 _COMPUTE = 0
@@ -207,19 +210,21 @@ def unit_times(
     backward = [0.0] * len(_TERMS)
     for op in graph.operators:
         ahead, back = operator_times(op, cluster.accelerator, settings.precision)
-        if op.part in (Part.EXPERTS, Part.EXPERT_ACTIVATION):
+        if op.part in _ROUTED:
             ahead, back = ahead * settings.expert_imbalance, back * settings.expert_imbalance
         operators[op.name] = (ahead, back)
         forward.setdefault(op.part, [0.0] * len(_TERMS))[_COMPUTE] += ahead
         backward[_COMPUTE] += back
     for part, is_backward, term, seconds in _exposed(graph.collectives, operators, shapes, cluster):
+        paced = seconds * (settings.expert_imbalance if part in _ROUTED else 1.0)
         if is_backward:
-            backward[term] += seconds
+            backward[term] += paced
         else:
-            forward.setdefault(part, [0.0] * len(_TERMS))[term] += seconds
+            forward.setdefault(part, [0.0] * len(_TERMS))[term] += paced
     saved: dict[Part, float] = {}
     for part, num_bytes in graph.saved_bytes:
-        saved[part] = saved.get(part, 0.0) + num_bytes
+        factor = settings.expert_imbalance if part in _ROUTED else 1.0
+        saved[part] = saved.get(part, 0.0) + factor * num_bytes
     return UnitTimes(
         forward={part: PassTime(*terms) for part, terms in forward.items()},
         whole_forward=PassTime(*map(sum, zip(*forward.values(), strict=True))),
@@ -257,13 +262,6 @@ def _exposed(
 
 def _call_time(call: LayerCollective, shape: tuple[int, ...], cluster: Cluster) -> Seconds:
     kind = CollectiveKind(call.kind)
-    if kind is not CollectiveKind.SEND_RECV:
-        return collective_time(kind, call.message_bytes, shape, cluster.levels)
-    size, one_step = 1, 0.0
-    for fan_out in shape:
-        size *= fan_out
-    if size > 1:  # a ring's steps go at the pace of its farthest neighbours
-        one_step = collective_time(
-            CollectiveKind.ALL_GATHER, call.message_bytes * size, shape, cluster.levels
-        ) / (size - 1)
-    return one_step
+    if kind is CollectiveKind.SEND_RECV:
+        return ring_step_time(call.message_bytes, shape, cluster.levels)
+    return collective_time(kind, call.message_bytes, shape, cluster.levels)

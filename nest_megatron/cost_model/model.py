@@ -140,6 +140,19 @@ class CostModel:
             forward, backward = run.forward.total, run.backward.total + run.recompute.total
         return max(0, to_ticks(forward) - 1), max(0, to_ticks(backward) - 1)
 
+    def shard(self, grid: Grid) -> LayerShard:
+        """How a grid divides a layer."""
+        dims = grid.dims
+        return LayerShard(
+            tensor_model_parallel_size=dims.tensor_model_parallel_size,
+            context_parallel_size=dims.context_parallel_size,
+            expert_model_parallel_size=dims.expert_model_parallel_size,
+            expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
+            micro_batch_size=grid.micro_batch_size,
+            sequence_parallel=grid.sequence_parallel,
+            flash_attention=self.cluster.accelerator.flash_attention,
+        )
+
     def shard_key(self, grid: Grid) -> tuple[object, ...]:
         """What a unit's time depends on besides recomputation."""
         dims = grid.dims
@@ -156,7 +169,7 @@ class CostModel:
         single = grid.dims.pipeline_model_parallel_size == 1
         key = (self.shard_key(grid), single, covered)
         if key not in self._kinds:
-            shard, places = shard_of(grid), self.places(grid.dims)
+            shard, places = self.shard(grid), self.places(grid.dims)
             sequence, distinct, _ = self._structure(grid.dims)
             kinds = tuple(
                 UnitKind(
@@ -178,9 +191,10 @@ class CostModel:
 
     def traffic(self, dims: ParallelDims, zero: ZeroStage) -> ReplicaTraffic:
         """Data-parallel traffic of a grid."""
-        key = (_degrees(dims), bool(zero))
+        key = (_degrees(dims), bool(zero), zero.is_fsdp)
         if key not in self._traffic:
-            self._traffic[key] = replica_traffic(dims, zero, self.cluster)
+            a_layer = self.parameters(dims).total // self.spec.num_layers
+            self._traffic[key] = replica_traffic(dims, zero, self.cluster, a_layer)
         return self._traffic[key]
 
     def problem(self, grid: Grid) -> PipelineProblem:
@@ -322,7 +336,7 @@ class CostModel:
         key = (_degrees(dims), grid.micro_batch_size, grid.sequence_parallel, dims.num_chunks)
         if key not in self._transfers:
             p = dims.pipeline_model_parallel_size
-            size = shard_of(grid).tokens_between_blocks(self.spec) * self.spec.hidden_size * ACT
+            size = self.shard(grid).tokens_between_blocks(self.spec) * self.spec.hidden_size * ACT
             times = [to_ticks(send_time(size, level)) for level in self.cluster.levels]
             by_link = [times[level] for level in self._link_levels(dims)]
             forward = tuple(by_link[k % p] for k in range(dims.num_chunks - 1))
@@ -372,19 +386,6 @@ def _degrees(dims: ParallelDims) -> tuple[object, ...]:
         dims.pipeline_model_parallel_size,
         dims.data_parallel_size,
         dims.rank_order,
-    )
-
-
-def shard_of(grid: Grid) -> LayerShard:
-    """How a grid divides a layer."""
-    dims = grid.dims
-    return LayerShard(
-        tensor_model_parallel_size=dims.tensor_model_parallel_size,
-        context_parallel_size=dims.context_parallel_size,
-        expert_model_parallel_size=dims.expert_model_parallel_size,
-        expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
-        micro_batch_size=grid.micro_batch_size,
-        sequence_parallel=grid.sequence_parallel,
     )
 
 

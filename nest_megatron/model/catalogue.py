@@ -24,7 +24,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
         "softmax_type": ("vanilla", "learnable"),
     }
 )
-_MAY_BE_ZERO = ("mtp_num_layers",)
+_MAY_BE_ZERO = ("mtp_num_layers", "hidden_dropout", "attention_dropout")
 
 
 def known_keys() -> tuple[str, ...]:
@@ -123,7 +123,10 @@ def _checked(what: str, key: str, value: object) -> object:
     if kind is str:
         return _of_type(what, value, isinstance(value, str), "it must be text")
     if kind is float:
-        return _positive_float(what, value, most=1.0 if key == "rotary_percent" else math.inf)
+        if key in _MAY_BE_ZERO and value == 0:
+            return 0.0
+        share = key == "rotary_percent" or key.endswith("_dropout")
+        return _positive_float(what, value, most=1.0 if share else math.inf)
     return _whole(what, value, least=0 if key in _MAY_BE_ZERO else 1)
 
 

@@ -15,6 +15,7 @@ class LayerShard:
         micro_batch_size: sequences of one micro batch.
         sequence_parallel: activations between the tensor-parallel blocks are split over the
             tensor-parallel ranks too.
+        flash_attention: the device runs attention that keeps no score matrix.
     """
 
     tensor_model_parallel_size: int = 1
@@ -23,6 +24,7 @@ class LayerShard:
     expert_tensor_parallel_size: int = 1
     micro_batch_size: int = 1
     sequence_parallel: bool = False
+    flash_attention: bool = True
 
     def tokens(self, spec: TransformerSpec) -> float:
         """Tokens of one micro batch inside a tensor-parallel block of one rank."""

@@ -40,6 +40,7 @@ class TransformerSpec:
         activation: name of the MLP's activation: ``gelu``, ``silu``, ``squared_relu``,
             ``quick_gelu``.
         gated_linear_unit: the first MLP projection has a gate (SwiGLU and its kin).
+        hidden_dropout, attention_dropout: probabilities; Megatron's own default is 0.1 for both.
         softmax_type: ``vanilla`` or ``learnable`` (one attention-sink parameter for each head).
         window_size: sliding attention window in tokens on the layers that have one, or ``None``.
         window_attn_skip_freq: every n-th layer attends in full; ``None``: all layers slide.
@@ -73,6 +74,8 @@ class TransformerSpec:
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
     softmax_type: str = "vanilla"
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
     window_size: int | None = None
     window_attn_skip_freq: int | None = None
     untie_embeddings_and_output_weights: bool = True

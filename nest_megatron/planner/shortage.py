@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.grid import Grid
@@ -53,8 +51,13 @@ def refuse_if_nothing_is_legal(request: PlanRequest, result: SearchResult) -> No
     )
     raise UserInputError(
         "the job",
-        value=f"{request.cluster.num_gpus} GPUs, global batch {request.global_batch_size}, "
-        + ", ".join(f"{k}={v}" for k, v in request.space.fixed.items()),
+        value=", ".join(
+            [
+                f"{request.cluster.num_gpus} GPUs",
+                f"global batch {request.global_batch_size}",
+                *(f"{name}={value}" for name, value in request.space.fixed.items()),
+            ]
+        ),
         limit=f"no combination of degrees is legal for {request.spec.name} ({rules})",
         fix="Free a degree, or use a batch and a number of GPUs with more common divisors.",
     )
@@ -79,10 +82,8 @@ def _remedies(request: PlanRequest, missing: int) -> list[str]:
     """Single changes after which something fits, each tried."""
     found = []
     batch = request.global_batch_size
-    for cluster in _larger(request.cluster):
-        if _fits(dataclasses.replace(request, cluster=cluster)):
-            found.append(f"cluster.num_gpus={cluster.num_gpus}")
-            break
+    if enough := _smallest_that_fits(request):
+        found.append(f"cluster.num_gpus={enough}")
     free = SearchSpace(use_all_gpus=request.space.use_all_gpus)
     if request.space != free and _fits(dataclasses.replace(request, space=free)):
         found.append(f"leave free what is fixed ({', '.join(_given(request.space))})")
@@ -104,12 +105,22 @@ def _given(space: SearchSpace) -> list[str]:
     return [*space.fixed, *limits, *(name for name, given in others.items() if given)]
 
 
-def _larger(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster with twice, four times, ... as many GPUs, in whole nodes."""
-    size, node = cluster.num_gpus, cluster.gpus_per_node
-    while (size := 2 * size) <= LARGEST_CLUSTER:
-        size = size if size <= node else -(-size // node) * node
-        yield cluster.resized(size)
+def _smallest_that_fits(request: PlanRequest) -> int | None:
+    """Fewest GPUs, in whole nodes, found by doubling and then halving the step back."""
+    cluster = request.cluster
+    node, size = cluster.gpus_per_node, cluster.num_gpus
+
+    def fits(num_gpus: int) -> bool:
+        return _fits(dataclasses.replace(request, cluster=cluster.resized(num_gpus)))
+
+    while size <= LARGEST_CLUSTER:
+        below, size = size, 2 * size if 2 * size <= node else -(-2 * size // node) * node
+        if fits(size):
+            while size - below > node:
+                middle = below + (size - below) // (2 * node) * node
+                below, size = (below, middle) if fits(middle) else (middle, size)
+            return size
+    return None
 
 
 def _fits(request: PlanRequest) -> bool:

@@ -63,5 +63,5 @@ def setting_value(name: str, value: float | str) -> str:
 
 def launch_size(plan: ParallelPlan) -> tuple[int, int]:
     """Nodes of a launch, and processes on each."""
-    gpus, per_node = plan.placement.num_gpus, plan.placement.gpus_per_node
+    gpus, per_node = plan.placement.num_gpus, plan.cluster.launch_gpus_per_host
     return (gpus // per_node, per_node) if gpus >= per_node else (1, gpus)

@@ -64,6 +64,10 @@ def explain_report(
     return Group(*parts)
 
 
+#: Said of every prediction that no measured profile stands behind.
+UNMEASURED = "data-sheet and published figures, not fitted to measured runs; expect less speed"
+
+
 def summary(plan: ParallelPlan) -> RenderableType:
     """The plan in a few lines: the job, the layout, the prediction."""
     predicted, chosen, train = plan.predicted, plan.parallel, plan.train
@@ -82,6 +86,8 @@ def summary(plan: ParallelPlan) -> RenderableType:
     if chosen.pipeline_model_parallel_layout is not None:
         rows.append(("Stages", Text(chosen.pipeline_model_parallel_layout)))
     rows.append(("Bound by", Text(predicted.binding_constraint)))
+    if plan.provenance.profile == "analytic":
+        rows.append(("Basis", Text(UNMEASURED)))
     if train.precision.value != "bf16":
         rows.insert(3, ("Precision", Text(train.precision.value)))
     return Group(title, _pairs(rows))
@@ -232,8 +238,14 @@ def alternatives_table(plan: ParallelPlan) -> RenderableType:
             columns[name] = cells
     table = _table("#")
     for head in list(columns)[1:]:
-        # The label of what is computed again is the one text that may take several lines.
-        table.add_column(head, justify="left" if head == "Recompute" else "right", overflow="fold")
+        # What is computed again is the one text that gives way on a narrow terminal.
+        last = head == "Recompute"
+        table.add_column(
+            head,
+            justify="left" if last else "right",
+            no_wrap=True,
+            min_width=6 if last else len(head),
+        )
     for row in zip(*columns.values(), strict=True):
         table.add_row(*row, style="bold" if row[0] == "plan" else None)
     return table
@@ -252,7 +264,7 @@ def _degree_cells(plan: ParallelPlan, other: Alternative) -> dict[str, str]:
         "MBS": str(other.micro_batch_size),
         "ZeRO": str(other.zero_stage),
         "Order": str(other.rank_order).removeprefix("tp-cp-ep-"),
-        "Recompute": other.recompute.replace("+", " + "),
+        "Recompute": other.recompute,
     }
 
 

@@ -15,7 +15,7 @@ TERM_WORDS = {
     "cp_communication": "context parallel",
     "ep_communication": "expert parallel",
     "pp_communication": "pipeline transfers",
-    "pipeline_bubble": "pipeline bubble",
+    "pipeline_bubble": "waiting (bubble)",
     "dp_communication": "gradient sync",
     "optimizer": "optimizer step",
     "embedding_sync": "embedding sync",
@@ -55,7 +55,7 @@ def term_words(differences: Mapping[str, float], *, most: int = 4) -> str:
     """Where a runner-up spends more and where less, largest first.
 
     >>> term_words({"compute": 0.0, "pipeline_bubble": 0.25, "tp_communication": -0.1})
-    '+250.0 ms pipeline bubble, -100.0 ms tensor parallel'
+    '+250.0 ms waiting (bubble), -100.0 ms tensor parallel'
     """
     largest = sorted(differences.items(), key=lambda item: -abs(item[1]))[:most]
     told = [(name, seconds) for name, seconds in largest if abs(seconds) >= 5e-5]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from nest_megatron.cost_model.memory import static_bytes_per_parameter
-from nest_megatron.cost_model.model import CostModel, shard_of
+from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.unit_cost import replicas
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import (
@@ -49,7 +49,7 @@ class Bounds:
     def _sum_of_units(self, grid: Grid, recompute: Recompute) -> tuple[Ticks, Ticks, float]:
         forward = backward = 0
         share = 0.0
-        places, shard = self.model.places(grid.dims), shard_of(grid)
+        places, shard = self.model.places(grid.dims), self.model.shard(grid)
         for kind, count in self._kinds.items():
             ahead, back = self.model.least_time(kind, places, shard, recompute)
             forward, backward = forward + count * ahead, backward + count * back

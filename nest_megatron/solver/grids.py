@@ -32,6 +32,7 @@ class GridSpace:
         self.model = model
         self.global_batch_size = global_batch_size
         self.space = space
+        self.batch_unit = space.batch_unit or global_batch_size
         self.illegal: Counter[str] = Counter()
         self._leaves: dict[object, int] = {}
         self._settings: dict[int, tuple[Recompute, ...]] = {}
@@ -83,7 +84,7 @@ class GridSpace:
                     yield ep, etp
 
     def _micro_batches(self) -> list[int]:
-        sizes = self.space.values("micro_batch_size", self.global_batch_size, self.model.cluster)
+        sizes = self.space.values("micro_batch_size", self.batch_unit, self.model.cluster)
         if "micro_batch_size" in self.space.fixed:
             return sizes
         return [size for size in sizes if size & (size - 1) == 0]
@@ -141,12 +142,14 @@ class GridSpace:
         for pp in self._values("pipeline_model_parallel_size", replicas_and_stages):
             dp = replicas_and_stages // pp
             stage = dims.world_size // pp
-            if (
-                pp <= self._num_units
-                and stage % dims.expert_ranks == 0
-                and rules.num_microbatches(self.global_batch_size, shard.micro_batch_size, dp)
-                and fixed.get("data_parallel_size", dp) == dp
-            ):
+            micro = shard.micro_batch_size
+            if pp > self._num_units:
+                self.illegal[f"at most {self._num_units} stages, one a layer or end"] += 1
+            elif stage % dims.expert_ranks:
+                self.illegal["expert ranks divide the ranks of a stage"] += 1
+            elif not rules.num_microbatches(self.batch_unit, micro, dp):
+                self.illegal["micro batch * data-parallel size divides the global batch"] += 1
+            elif fixed.get("data_parallel_size", dp) == dp:
                 sizes.append(pp)
         return sizes
 
@@ -174,8 +177,8 @@ class GridSpace:
         sizes = range(1, min(most, space.limit(name, self.model.cluster)) + 1)
         if name in space.fixed:
             sizes = range(space.fixed[name], min(most, space.fixed[name]) + 1)
-        fits = rules.allows_interleaving
-        return [v for v in sizes if v == 1 or fits(pp, v, grid.num_microbatches)]
+        least = self.batch_unit // (grid.micro_batch_size * dims.data_parallel_size)
+        return [v for v in sizes if v == 1 or rules.allows_interleaving(pp, v, least)]
 
     def _zero_stages(self, dims: ParallelDims) -> list[ZeroStage]:
         """ZeRO stages that Megatron launches here; without replicas there is nothing to divide."""
@@ -191,10 +194,17 @@ class GridSpace:
             return (self.space.recompute,)
         chunks = grid.dims.num_chunks
         if chunks not in self._settings:
-            spec, precision = self.model.spec, self.model.settings.precision
-            per_chunk = -(-spec.num_layers // chunks)
-            self._settings[chunks] = tuple(recompute_settings(spec, precision, per_chunk))
+            per_chunk = -(-self.model.spec.num_layers // chunks)
+            self._settings[chunks] = self._all_settings(per_chunk)
         return self._settings[chunks]
+
+    def _all_settings(self, layers_per_chunk: int) -> tuple[Recompute, ...]:
+        model = self.model
+        flash = model.cluster.accelerator.flash_attention
+        precision = model.settings.precision
+        return tuple(
+            recompute_settings(model.spec, precision, layers_per_chunk, flash_attention=flash)
+        )
 
     def num_candidates_of_shard(self, shard: Grid) -> int:
         """Candidates below a shard; shards of the same sizes have equally many."""
@@ -228,6 +238,5 @@ class GridSpace:
         if self.space.recompute is not None:
             return 1
         if 0 not in self._settings:
-            spec, precision = self.model.spec, self.model.settings.precision
-            self._settings[0] = tuple(recompute_settings(spec, precision, 0))
+            self._settings[0] = self._all_settings(0)
         return len(self._settings[0]) + -(-self.model.spec.num_layers // chunks)

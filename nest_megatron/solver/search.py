@@ -357,7 +357,8 @@ class Search:
             self.worst_kept = -1
         if self.on_progress:
             best = min(kept.iteration for kept in self.best.values())
-            self.on_progress(self.solved, best, self.heap[0].bound if self.heap else best)
+            bound = self.heap[0].bound if self.heap else best
+            self.on_progress(self.solved, best, min(best, bound))
 
 
 def _with_block(grid: Grid, num_layers: int) -> Grid:

@@ -49,6 +49,8 @@ class SearchSpace:
         rank_orders, zero_stages: those allowed.
         recompute: the one setting allowed, or ``None`` for all.
         use_all_gpus: every GPU works; otherwise whole nodes may stay idle.
+        batch_unit: what every global batch of the run is a multiple of, where the batch grows;
+            otherwise the global batch itself.
     """
 
     fixed: Mapping[str, int] = field(default_factory=dict)
@@ -57,6 +59,7 @@ class SearchSpace:
     zero_stages: tuple[ZeroStage, ...] = tuple(ZeroStage)
     recompute: Recompute | None = None
     use_all_gpus: bool = True
+    batch_unit: int | None = None
 
     def __post_init__(self) -> None:
         for what, values in (("parallel.", self.fixed), ("search.max_", self.limits)):
@@ -76,6 +79,15 @@ class SearchSpace:
                         limit="a degree is a whole number of at least 1",
                         fix="Give a positive whole number, or leave it out to search it.",
                     )
+
+        for name in self.fixed.keys() & self.limits.keys():
+            if self.fixed[name] > self.limits[name]:
+                raise UserInputError(
+                    f"search.max_{name}",
+                    value=self.limits[name],
+                    limit=f"{name} is fixed at {self.fixed[name]}, which is more",
+                    fix="Give one of the two, or raise the limit.",
+                )
 
     def values(self, name: str, divisors_of: int, cluster: Cluster) -> list[int]:
         """Values of a degree to try, rising: the divisors of a number within the limits."""
@@ -115,7 +127,11 @@ def divisors(number: int) -> list[int]:
 
 
 def recompute_settings(
-    spec: TransformerSpec, precision: Precision, layers_per_chunk: int
+    spec: TransformerSpec,
+    precision: Precision,
+    layers_per_chunk: int,
+    *,
+    flash_attention: bool = True,
 ) -> Iterator[Recompute]:
     """Recompute settings to try: none, every useful set of modules, full by blocks, full uniform.
 
@@ -123,7 +139,7 @@ def recompute_settings(
         layers_per_chunk: largest block that is tried.
     """
     yield NO_RECOMPUTE
-    modules = useful_modules(spec, precision)
+    modules = useful_modules(spec, precision, flash_attention=flash_attention)
     subsets = chain.from_iterable(combinations(modules, n) for n in range(1, len(modules) + 1))
     for subset in subsets:
         if RecomputeModule.MOE in subset and _INSIDE_MOE.intersection(subset):
@@ -140,15 +156,19 @@ def recompute_settings(
 _INSIDE_MOE = frozenset({RecomputeModule.MOE_ACT, RecomputeModule.SHARED_EXPERTS})
 
 
-def useful_modules(spec: TransformerSpec, precision: Precision) -> tuple[RecomputeModule, ...]:
+def useful_modules(
+    spec: TransformerSpec, precision: Precision, *, flash_attention: bool = True
+) -> tuple[RecomputeModule, ...]:
     """Modules whose recomputation frees memory in this model, in Megatron's order.
 
-    ``core_attn`` is not among them: flash attention keeps no score matrix, so computing it again
-    frees next to nothing. Delayed-scaling fp8 forbids ``layernorm`` and ``moe_act``.
+    ``core_attn`` is not among them with flash attention, which keeps no score matrix, so that
+    computing it again frees next to nothing. Delayed-scaling fp8 forbids ``layernorm`` and
+    ``moe_act``.
     """
     delayed = precision is Precision.FP8
     has_dense = not (spec.is_moe and all(spec.moe_layer_pattern))
     useful = {
+        RecomputeModule.CORE_ATTN: not flash_attention,
         RecomputeModule.MOE_ACT: spec.is_moe and not delayed,
         RecomputeModule.LAYERNORM: (spec.is_moe or spec.multi_latent_attention) and not delayed,
         RecomputeModule.MLA_UP_PROJ: spec.multi_latent_attention,

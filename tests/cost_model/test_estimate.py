@@ -114,3 +114,58 @@ def test_model_flops_are_six_a_parameter_and_token(name: str) -> None:
     model = CostModel(spec, catalogue.cluster("dgx_h100", 8), CostSettings())
     rule = 6 * (active_parameters(spec) - spec.vocab_size * spec.hidden_size)
     assert 1.0 < model_flops_per_sequence(model) / spec.seq_length / rule < 1.12
+
+
+def moe(**changes: float) -> Estimate:
+    spec = catalogue.model("mixtral_8x7b")
+    dims = ParallelDims(
+        pipeline_model_parallel_size=2, data_parallel_size=32, expert_model_parallel_size=8
+    )
+    grid = Grid(dims=dims, global_batch_size=256, micro_batch_size=1, sequence_parallel=False)
+    model = CostModel(spec, catalogue.cluster("dgx_h100", 64), CostSettings(**changes))
+    return estimate(model, grid, uniform_partition(spec, 2))
+
+
+def test_imbalance_costs_compute_exchange_and_memory() -> None:
+    even, uneven = moe(), moe(expert_imbalance=2.0)
+    for term in ("compute", "ep_communication"):
+        assert uneven.terms[term] > 1.2 * even.terms[term]
+    assert uneven.stages[0].memory["activations"] > 1.2 * even.stages[0].memory["activations"]
+
+
+def test_dropout_keeps_its_masks() -> None:
+    spec = dataclasses.replace(catalogue.model("llama3_8b"), hidden_dropout=0.1)
+    cluster = catalogue.cluster("dgx_h100", 8)
+    grid = Grid(
+        dims=ParallelDims(data_parallel_size=8),
+        global_batch_size=8,
+        micro_batch_size=1,
+        sequence_parallel=False,
+    )
+    with_masks, without = (
+        estimate(CostModel(s, cluster, CostSettings()), grid, uniform_partition(s, 1))
+        for s in (spec, catalogue.model("llama3_8b"))
+    )
+    extra = with_masks.stages[0].memory["activations"] - without.stages[0].memory["activations"]
+    assert extra == 32 * 2 * 8192 * 4096
+
+
+def test_without_flash_attention_the_probabilities_are_kept() -> None:
+    spec, cluster = catalogue.model("llama2_7b"), catalogue.cluster("v100_spine_leaf", 8)
+    assert not cluster.accelerator.flash_attention
+    fused = dataclasses.replace(
+        cluster, accelerator=dataclasses.replace(cluster.accelerator, flash_attention=True)
+    )
+    grid = Grid(
+        dims=ParallelDims(tensor_model_parallel_size=8),
+        global_batch_size=1,
+        micro_batch_size=1,
+        sequence_parallel=True,
+    )
+    settings = CostSettings(precision=Precision.FP16)
+    kept, spared = (
+        estimate(CostModel(spec, c, settings), grid, uniform_partition(spec, 1))
+        for c in (cluster, fused)
+    )
+    more = kept.stages[0].memory["activations"] - spared.stages[0].memory["activations"]
+    assert more == pytest.approx(32 * 4096 * 4096 * 4 * 2, rel=0.01)

@@ -10,6 +10,7 @@ import pytest
 from nest_megatron.cluster.records import Accelerator, Cluster, NetworkLevel, Precision
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.solver import backend, brute_force
 from nest_megatron.solver.outcome import NO_THRESHOLD
@@ -215,3 +216,26 @@ def test_time_running_out_is_a_proven_gap() -> None:
     assert cut.certificate.lower_bound <= whole.plans[0].iteration
     if cut.plans:
         assert cut.plans[0].iteration >= whole.plans[0].iteration
+
+
+def test_a_growing_batch_divides_at_every_size() -> None:
+    rng = random.Random(3)
+    spec, cluster = small_spec(rng), small_cluster(rng, memory_bytes=10**10).resized(8)
+    free = search(spec, cluster, 8, SMALL_SPACE).run().plans
+    assert any(plan.grid.micro_batch_size * plan.grid.dims.data_parallel_size > 2 for plan in free)
+    growing = dataclasses.replace(SMALL_SPACE, batch_unit=2)
+    plans = search(spec, cluster, 8, growing).run().plans
+    assert plans
+    for plan in plans:
+        dims = plan.grid.dims
+        least, rest = divmod(2, plan.grid.micro_batch_size * dims.data_parallel_size)
+        assert rest == 0
+        if dims.virtual_pipeline_model_parallel_size > 1:
+            assert least % dims.pipeline_model_parallel_size == 0
+
+
+def test_a_limit_below_a_fixed_degree_is_refused() -> None:
+    with pytest.raises(UserInputError, match="fixed at 8"):
+        SearchSpace(
+            fixed={"tensor_model_parallel_size": 8}, limits={"tensor_model_parallel_size": 4}
+        )

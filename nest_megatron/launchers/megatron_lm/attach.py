@@ -23,7 +23,11 @@ from nest_megatron.parallel.rules import LaunchRequest
 LAUNCHER = "megatron_lm"
 _BLACKWELL = 10
 _HOPPER = 9
-_COMPLETE_IT = "Add your own flags for data, tokenizer, optimizer, checkpoints and logging."
+_COMPLETE_IT = (
+    "Add your own flags for data, tokenizer, optimizer, checkpoints and logging, the launcher's "
+    "rendezvous (--master-addr, --node-rank), and what changes no shape: rotary scaling, router "
+    "scaling and groups, dropout other than 0."
+)
 
 
 def launch_request(plan: ParallelPlan, command: ReadCommand | None = None) -> LaunchRequest:

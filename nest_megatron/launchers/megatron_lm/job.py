@@ -62,6 +62,7 @@ class MegatronJob:
 
     Args:
         global_batch_size: ``None`` where the user leaves it to Megatron (one micro batch a rank).
+        batch_unit: what every batch on the way up is a multiple of (``--rampup-batch-size``).
         fixed: the parallel choices that the user made, by Megatron's names.
         recompute: the user's recomputation, ``None`` if they said nothing of it.
         zero: the user's ZeRO stage, ``None`` if they said nothing of it.
@@ -73,6 +74,7 @@ class MegatronJob:
     version: str
     script: str
     global_batch_size: int | None
+    batch_unit: int | None
     micro_batch_size: int | None
     seq_length: int
     precision: Precision

@@ -9,6 +9,7 @@ Source: ``megatron.training.arguments.validate_args`` and ``core_transformer_con
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePath
 from types import MappingProxyType
@@ -44,6 +45,8 @@ _REFUSED_ARGUMENTS = {
     "perform_rl_step": "an RL step is generation as well as training",
     "decoder_num_layers": "encoder-decoder models have two stacks",
     "fp4": "4-bit training is not described",
+    "use_checkpoint_args": "the model's shape would come from a checkpoint; give the model's flags",
+    "cpu_offloading": "activations kept on the host are not described",
     "use_legacy_models": "legacy models have another code path",
 }
 _REFUSED_SCRIPTS = ("t5", "vlm", "vision", "ict", "retro", "mamba", "hybrid", "multimodal", "rl")
@@ -107,6 +110,7 @@ def job_from_values(
         version=version,
         script=script,
         global_batch_size=values.get("global_batch_size"),
+        batch_unit=_batch_unit(values),
         micro_batch_size=values.get("micro_batch_size"),
         seq_length=spec.seq_length,
         precision=_precision(values),
@@ -188,6 +192,8 @@ def _spec(
         add_qkv_bias=bool(values.get("add_qkv_bias")),
         qk_layernorm=bool(values.get("qk_layernorm")),
         softmax_type=values.get("softmax_type", "vanilla"),
+        hidden_dropout=_or(values.get("hidden_dropout"), 0.1),
+        attention_dropout=_or(values.get("attention_dropout"), 0.1),
         window_size=_window_size(values),
         window_attn_skip_freq=_window_skip(values),
         untie_embeddings_and_output_weights=bool(values.get("untie_embeddings_and_output_weights")),
@@ -290,6 +296,13 @@ def _moe_pattern(values: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
 
 
 def _precision(values: Mapping[str, Any]) -> Precision:
+    if values.get("fp16") and values.get("bf16"):
+        raise UserInputError(
+            "--fp16",
+            value=True,
+            limit="--bf16 is given as well, and Megatron takes one",
+            fix="Drop one of the two.",
+        )
     if values.get("fp8"):
         return Precision.FP8
     if values.get("bf16"):
@@ -351,10 +364,38 @@ def _optimizer(values: Mapping[str, Any]) -> OptimizerSettings:
     )
 
 
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _batch_unit(values: Mapping[str, Any]) -> int | None:
+    """What the batches of a growing run have in common; each must divide over the replicas.
+
+    Source: ``RampupBatchsizeNumMicroBatchesCalculator``.
+    """
+    growth, last = values.get("rampup_batch_size"), values.get("global_batch_size")
+    if not growth:
+        return None
+    first, step = int(growth[0]), int(growth[1])
+    return math.gcd(first, step, int(last or first))
+
+
 def _job_notes(values: Mapping[str, Any]) -> list[str]:
     notes = []
-    if values.get("rampup_batch_size"):
-        notes.append("The batch grows over time; the plan is for its final size.")
+    if unit := _batch_unit(values):
+        notes.append(
+            f"The batch grows in multiples of {unit}: only layouts are searched whose replicas and "
+            "micro batches divide that; time is for the final size."
+        )
+    engine = _name(values.get("transformer_impl") or "transformer_engine")
+    backend = _name(values.get("attention_backend") or "auto")
+    if engine == "local" or backend in ("unfused", "local"):
+        notes.append(
+            "Time and memory are priced for Transformer Engine with flash attention; what you run "
+            "keeps the score matrices and needs more of both."
+        )
+    if values.get("tp_comm_overlap"):
+        notes.append("--tp-comm-overlap is kept but not priced; tensor parallelism will be faster.")
     if values.get("use_torch_fsdp2"):
         notes.append("Torch-FSDP2 is read as ZeRO 3; plans are written for Megatron-FSDP.")
     return notes

@@ -56,6 +56,8 @@ def model_argv(spec: TransformerSpec, *, tokenizer_type: str | None = None) -> l
         *_pair("--norm-epsilon", spec.layernorm_epsilon),
         *_switch("--apply-layernorm-1p", spec.apply_layernorm_1p),
         *_activation_argv(spec),
+        *_pair("--hidden-dropout", spec.hidden_dropout),
+        *_pair("--attention-dropout", spec.attention_dropout),
         *_switch("--disable-bias-linear", not spec.add_bias_linear),
         *_switch("--untie-embeddings-and-output-weights", spec.untie_embeddings_and_output_weights),
         *_pair("--tokenizer-type", tokenizer_type),

@@ -3,7 +3,7 @@
 All figures are for one rank and one micro batch, activations in 2-byte numbers. Tensor shapes
 follow megatron-core's modules with Transformer Engine: norms are fused into the projection after
 them where Megatron's layer spec does so, attention is flash attention (no score matrix is kept),
-activation functions keep their input only, dropout is off.
+activation functions keep their input only, dropout keeps one byte for each element it masks.
 """
 
 from __future__ import annotations

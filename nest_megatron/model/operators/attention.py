@@ -14,6 +14,7 @@ from nest_megatron.model.operators.pieces import (
     ACT,
     FP32,
     Pieces,
+    dropout_mask,
     gathered_block,
     gemm,
     streaming,
@@ -47,9 +48,10 @@ def _attention_span(spec: TransformerSpec) -> float:
 def _core_attention(
     spec: TransformerSpec, shard: LayerShard, query_dim: int, value_dim: int, kv_heads: float
 ) -> Pieces:
-    """Flash attention, and the ring exchange of keys and values under context parallelism.
+    """Attention, and the ring exchange of keys and values under context parallelism.
 
-    The backward pass computes the scores again: five products to the forward pass's two.
+    Flash attention keeps no scores and computes them again in the backward pass: five products to
+    the forward pass's two. Without it the probabilities are written, read and kept.
     """
     tokens = shard.tokens(spec)
     heads = spec.num_attention_heads / shard.tensor_model_parallel_size
@@ -85,8 +87,13 @@ def _core_attention(
             for backward in (False, True)
         )
     )
-    statistics = tokens * heads * FP32
-    return Pieces((operator,), ring, ((Part.CORE_ATTENTION, statistics),))
+    kept = tokens * heads * FP32
+    if not shard.flash_attention:
+        scores = tokens * heads * spec.seq_length / shard.context_parallel_size * ACT
+        kept = scores + (scores / ACT if spec.attention_dropout > 0 else 0.0)
+        passes = streaming("scores", Part.CORE_ATTENTION, 4 * scores, kernels=3)
+        return Pieces((operator, passes), ring, ((Part.CORE_ATTENTION, kept),))
+    return Pieces((operator,), ring, ((Part.CORE_ATTENTION, kept),))
 
 
 def _attention(spec: TransformerSpec, shard: LayerShard) -> Pieces:
@@ -109,6 +116,7 @@ def _attention(spec: TransformerSpec, shard: LayerShard) -> Pieces:
         (Part.INPUT_NORM, local * hidden * ACT),
         (Part.QKV, tokens * (query + key_value) * ACT),
         (Part.PROJECTION, tokens * query * ACT),
+        dropout_mask(spec, local),
     ]
     if spec.qk_layernorm:
         width = tokens * (query + key_value / 2) * ACT
@@ -169,6 +177,7 @@ def _latent_attention(spec: TransformerSpec, shard: LayerShard) -> Pieces:
         (Part.MLA_DOWN, 2 * local * latent * ACT),
         (Part.MLA_UP, tokens * (query + key + value) * ACT),
         (Part.PROJECTION, tokens * value * ACT),
+        dropout_mask(spec, local),
     )
     collectives = tuple(
         gathered_block(spec, shard, Part.MLA_UP, Part.PROJECTION, "query_up", "projection")

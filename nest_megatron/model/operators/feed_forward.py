@@ -14,6 +14,7 @@ from nest_megatron.model.operators.pieces import (
     ACT,
     FP32,
     Pieces,
+    dropout_mask,
     gathered_block,
     gemm,
     streaming,
@@ -71,6 +72,7 @@ def _mlp(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     )
     saved = (
         (Part.RESIDUAL, hidden_bytes),
+        dropout_mask(spec, local),
         (Part.MLP_NORM, hidden_bytes),
         (Part.MLP, tokens * (gates + 1) * ffn * ACT),
     )
@@ -91,7 +93,11 @@ def _moe(spec: TransformerSpec, shard: LayerShard) -> Pieces:
             streaming("mlp_residual", Part.RESIDUAL, 3 * hidden_bytes, backward=0.67),
         ),
         (),
-        ((Part.RESIDUAL, hidden_bytes), (Part.MLP_NORM, hidden_bytes)),
+        (
+            (Part.RESIDUAL, hidden_bytes),
+            dropout_mask(spec, local),
+            (Part.MLP_NORM, hidden_bytes),
+        ),
     )
     pieces += _router(spec, local) + _experts(spec, shard) + _dispatch(spec, shard)
     if spec.moe_shared_expert_intermediate_size:

@@ -29,6 +29,11 @@ class Pieces:
         )
 
 
+def dropout_mask(spec: TransformerSpec, local: float) -> tuple[Part, float]:
+    """The byte mask that dropout before a residual keeps."""
+    return Part.RESIDUAL, local * spec.hidden_size if spec.hidden_dropout > 0 else 0.0
+
+
 def gemm(
     name: str, part: Part, rows: float, inner: float, columns: float, *, fp8: bool = True
 ) -> Operator:
