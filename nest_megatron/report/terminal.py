@@ -64,6 +64,14 @@ def explain_report(
     return Group(*parts)
 
 
+_SHORT = {
+    "core_attn": "attn",
+    "moe_act": "act",
+    "layernorm": "norm",
+    "mla_up_proj": "mla",
+    "shared_experts": "shared",
+}
+
 #: Said of every prediction that no measured profile stands behind.
 UNMEASURED = "data-sheet and published figures, not fitted to measured runs; expect less speed"
 
@@ -236,15 +244,16 @@ def alternatives_table(plan: ParallelPlan) -> RenderableType:
         usual = str(plan.cluster.num_gpus) if name == "GPUs" else _USUAL.get(name, "1")
         if name in ("TP", "PP", "DP") or {*cells} != {usual}:
             columns[name] = cells
-    table = _table("#")
-    for head in list(columns)[1:]:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
+    for head, cells in columns.items():
         # What is computed again is the one text that gives way on a narrow terminal.
+        widest = max(map(len, (head, *cells)))
         last = head == "Recompute"
         table.add_column(
             head,
-            justify="left" if last else "right",
+            justify="left" if last or head == "#" else "right",
             no_wrap=True,
-            min_width=6 if last else len(head),
+            min_width=6 if last else widest,
         )
     for row in zip(*columns.values(), strict=True):
         table.add_row(*row, style="bold" if row[0] == "plan" else None)
@@ -264,7 +273,7 @@ def _degree_cells(plan: ParallelPlan, other: Alternative) -> dict[str, str]:
         "MBS": str(other.micro_batch_size),
         "ZeRO": str(other.zero_stage),
         "Order": str(other.rank_order).removeprefix("tp-cp-ep-"),
-        "Recompute": other.recompute,
+        "Recompute": "+".join(_SHORT.get(name, name) for name in other.recompute.split("+")),
     }
 
 
