@@ -131,7 +131,8 @@ def _batch(plan: ParallelPlan) -> Text:
     grid, train = plan.grid(), plan.train
     return Text(
         f"{train.global_batch_size} sequences of {train.seq_length:,} tokens: "
-        f"{grid.num_microbatches} micro batches of {train.micro_batch_size} on each replica"
+        f"{grid.num_microbatches} micro batch{'es' if grid.num_microbatches > 1 else ''} of "
+        f"{train.micro_batch_size} on each replica"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost
 from nest_megatron.errors import UserInputError
 from nest_megatron.solver.outcome import NO_THRESHOLD
-from nest_megatron.units import Ticks
+from nest_megatron.units import Ticks, to_seconds
 
 #: No sum over a schedule may exceed this, so that int64 carries every intermediate result.
 MOST = 1 << 59
@@ -80,7 +80,12 @@ def check_values(problem: PipelineProblem) -> None:
         _refuse("capacity_bytes", problem.capacity_bytes, f"at most {MOST}")
     ticks, num_bytes = _largest_sums(problem)
     if ticks > MOST:
-        _refuse("longest schedule in ticks", ticks, f"all work of a step, at most {MOST}")
+        _refuse(
+            "all work of one step",
+            f"{to_seconds(ticks) / 86_400:.0f} days on one GPU after another",
+            f"the solver's clock carries {to_seconds(MOST) / 86_400:.0f} days",
+            fix="Use a smaller global batch, or more GPUs.",
+        )
     if num_bytes > MOST:
         _refuse("largest memory in bytes", num_bytes, f"all that a step keeps, at most {MOST}")
 
