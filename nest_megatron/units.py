@@ -2,7 +2,7 @@
 
 The solver counts time in whole *ticks* of one picosecond. Sums and maxima of ticks are exact, so
 two schedules that tie really tie, a bound that is proven on paper is proven in the machine, and the
-compiled kernel and its Python twin agree to the last bit (``docs/decisions/001-integer-clock.md``).
+compiled kernel and its Python twin agree to the last bit (``docs/decisions/002-integer-clock.md``).
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ Bytes = int
 Flops = float
 Ticks = int
 
-KIB = 2**10
-MIB = 2**20
 GIB = 2**30
 GB = 10**9
-TERA = 10**12
 
 TICKS_PER_SECOND = 10**12
 #: Longest time the clock carries: nine days, far from the edge of int64.

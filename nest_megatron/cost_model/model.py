@@ -78,6 +78,7 @@ class CostModel:
         self._sizes = cluster.group_sizes()
         self._places: dict[object, GroupPlaces] = {}
         self._times: dict[object, UnitTimes] = {}
+        self._piece_times: dict[object, UnitTimes] = {}
         self._runs: dict[object, UnitRun] = {}
         self._traffic: dict[object, ReplicaTraffic] = {}
         self._structures: dict[object, _Structure] = {}
@@ -249,8 +250,7 @@ class CostModel:
         return self._costs[key]
 
     def _constant(self, grid: Grid) -> Ticks:
-        dims = grid.dims
-        key = ("constant", _degrees(dims))
+        key = _degrees(grid.dims)
         if key not in self._constants:
             seconds = self.constant_time(grid)
             self._constants[key] = to_ticks(seconds, what="time outside the schedule")
@@ -295,9 +295,9 @@ class CostModel:
     ) -> UnitTimes:
         """A piece that depends on no expert degree."""
         key = (name, *_dense_key(places, shard))
-        if key not in self._times:
-            self._times[key] = self._price(graph(self.spec, shard), places)
-        return self._times[key]
+        if key not in self._piece_times:
+            self._piece_times[key] = self._price(graph(self.spec, shard), places)
+        return self._piece_times[key]
 
     def _feed_forward(self, kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
         """Second half of a layer; of micro batch and context size only the tokens matter."""
@@ -310,10 +310,10 @@ class CostModel:
             places[0],
             expert if kind is LayerKind.MOE else (),
         )
-        if key not in self._times:
+        if key not in self._piece_times:
             graph = feed_forward_graph(self.spec, kind, shard)
-            self._times[key] = self._price(graph, places)
-        return self._times[key]
+            self._piece_times[key] = self._price(graph, places)
+        return self._piece_times[key]
 
     def _price(self, graph: LayerGraph, places: GroupPlaces) -> UnitTimes:
         shapes = dict(zip(_GROUPS, places, strict=True))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from nest_megatron.cluster.records import Precision
-from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
@@ -20,6 +18,7 @@ from nest_megatron.parallel.recompute import (
 )
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import estimate_plan
+from nest_megatron.report.schedule_view import settings_of
 
 
 def term_differences(plan: ParallelPlan) -> tuple[Mapping[str, float] | None, ...]:
@@ -89,12 +88,3 @@ def recompute_of(label: str) -> Recompute:
         granularity=RecomputeGranularity.SELECTIVE,
         modules=tuple(RecomputeModule(name) for name in label.split("+")),
     )
-
-
-def settings_of(plan: ParallelPlan) -> CostSettings:
-    """The cost model's assumptions that a plan was made with."""
-    values = dict(plan.provenance.settings)
-    precision = Precision(str(values.pop("precision")))
-    reserve = int(values.pop("memory_reserve_bytes"))
-    numbers = {name: float(value) for name, value in values.items()}
-    return CostSettings(precision=precision, memory_reserve_bytes=reserve, **numbers)

@@ -194,9 +194,12 @@ class GridSpace:
             return (self.space.recompute,)
         chunks = grid.dims.num_chunks
         if chunks not in self._settings:
-            per_chunk = -(-self.model.spec.num_layers // chunks)
-            self._settings[chunks] = self._all_settings(per_chunk)
+            self._settings[chunks] = self._all_settings(self.largest_block(chunks))
         return self._settings[chunks]
+
+    def largest_block(self, chunks: int) -> int:
+        """Layers of the largest chunk when ``chunks`` of them are balanced."""
+        return -(-self.model.spec.num_layers // chunks)
 
     def _all_settings(self, layers_per_chunk: int) -> tuple[Recompute, ...]:
         model = self.model
@@ -239,4 +242,4 @@ class GridSpace:
             return 1
         if 0 not in self._settings:
             self._settings[0] = self._all_settings(0)
-        return len(self._settings[0]) + -(-self.model.spec.num_layers // chunks)
+        return len(self._settings[0]) + self.largest_block(chunks)

@@ -291,7 +291,8 @@ class Search:
         A bigger block frees memory and takes longer: block sizes that do not fit come first, and
         when even unlimited memory leaves a block too slow, all bigger ones are too.
         """
-        first, most = node.recompute.num_layers or 1, self._largest_block(node.grid)
+        first = node.recompute.num_layers or 1
+        most = self.grids.largest_block(node.grid.dims.num_chunks)
         if self._bound_in_unlimited_memory(node.candidate()).status is Status.BOUNDED:
             return
         size = self._smallest_block(node.candidate(), first, most)
@@ -306,9 +307,6 @@ class Search:
         if size < most and not self._is_best_in_any_memory(grid, found):
             bound = max(node.bound, roomy.lower_bound)
             self._push(bound, node.grid, BLOCKS, _with_block(grid, size + 1).recompute)
-
-    def _largest_block(self, grid: Grid) -> int:
-        return -(-self.model.spec.num_layers // grid.dims.num_chunks)
 
     def _smallest_block(self, grid: Grid, first: int, most: int) -> int:
         """Smallest block from ``first`` on with which some partition fits, or ``most + 1``."""

@@ -15,10 +15,10 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.launchers.megatron_lm import rules
+from nest_megatron.launchers.megatron_lm.attach import launch_request
 from nest_megatron.model.parameters import ParameterCount
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.planner import PlanRequest, plan
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
@@ -104,21 +104,7 @@ def test_the_plan_is_proven_best_and_fits(index: int) -> None:
 
 @every_job
 def test_every_rule_of_megatron_holds(index: int) -> None:
-    found = planned(index)
-    grid = found.grid()
-    request = LaunchRequest(
-        spec=found.model,
-        dims=grid.dims,
-        micro_batch_size=grid.micro_batch_size,
-        global_batch_size=grid.global_batch_size,
-        partition=found.partition(),
-        recompute=grid.recompute,
-        zero=grid.zero,
-        precision=found.train.precision,
-        sequence_parallel=grid.sequence_parallel,
-        moe_grouped_gemm=found.model.is_moe,
-    )
-    assert rules.check(request) == ()
+    assert rules.check(launch_request(planned(index))) == ()
 
 
 @every_job
