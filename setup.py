@@ -1,9 +1,12 @@
 """What pyproject.toml cannot say: the layout of the packages and the compiled kernel."""
 
 import os
+import shutil
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_py import build_py
+from setuptools.command.editable_wheel import editable_wheel
 
 # Directories at the top that install inside the package, so that no generic name is taken.
 MOVED_PACKAGES = {
@@ -24,10 +27,39 @@ STAGE_DP = Extension(
     optional=not EXTENSION_REQUIRED,
 )
 
+# One line that every start of Python runs: it looks at sys.argv, and mostly that is all.
+BOOT = Path("nest_megatron/boot.pth")
+INSTALLED_BOOT = "nest_megatron.pth"
+
+
+class BuildWithBoot(build_py):
+    """Puts the boot line beside the package, so that wheels install it and pip uninstalls it."""
+
+    def run(self) -> None:
+        """Build the modules, then copy the line."""
+        super().run()
+        if not self.editable_mode:
+            shutil.copyfile(BOOT, Path(self.build_lib) / INSTALLED_BOOT)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        """What was built, the line included."""
+        boot = str(Path(self.build_lib) / INSTALLED_BOOT)
+        return [*super().get_outputs(include_bytecode), boot]
+
+
+class EditableWithBoot(editable_wheel):
+    """The same for ``pip install --editable``."""
+
+    def _install_namespaces(self, installation_dir: str, pth_prefix: str) -> None:
+        super()._install_namespaces(installation_dir, pth_prefix)
+        shutil.copyfile(BOOT, Path(installation_dir) / INSTALLED_BOOT)
+
+
 setup(
     packages=[*find_packages(include=["nest_megatron", "nest_megatron.*"]), *MOVED_PACKAGES],
     package_dir=MOVED_PACKAGES,
     ext_modules=[STAGE_DP],
+    cmdclass={"build_py": BuildWithBoot, "editable_wheel": EditableWithBoot},
     # Generated C goes under build/, so it is never committed and never in the sdist.
     options={"build_ext": {"cython_c_in_temp": True}},
 )

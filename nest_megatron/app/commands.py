@@ -169,6 +169,35 @@ def explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bo
 @cli.command(
     cls=_Command,
     examples=(
+        "nest-megatron pin plan.yaml",
+        "nest-megatron pin plan.yaml --out pinned.yaml --by ada --note 'reviewed for run 7'",
+    ),
+)
+@click.argument("path", type=click.Path(path_type=Path), metavar="PLAN.YAML")
+@click.option("--out", type=_FILE, help="Write the pinned plan here instead of in its place.")
+@click.option("--by", metavar="NAME", help="Who has reviewed it; the user's name if not given.")
+@click.option("--note", metavar="TEXT", default="", help="Kept in the file.")
+@click.option(
+    "--megatron-version",
+    metavar="RELEASE",
+    default="0.16.1",
+    show_default=True,
+    help="The Megatron-LM release that it may launch (0.16.1 or 0.20).",
+)
+@_json_option
+def pin(path: Path, **options: Any) -> int:
+    """Freeze a reviewed plan: it launches the job that it was made for, and no other.
+
+    Launch with +nest=pinned nest.plan=FILE. The file is refused once a byte of it has changed.
+    """
+    from nest_megatron.app.pin import run_pin
+
+    return run_pin(path, **options)
+
+
+@cli.command(
+    cls=_Command,
+    examples=(
         "nest-megatron models",
         "nest-megatron models deepseek_v3",
     ),

@@ -8,8 +8,8 @@ from nest_megatron.app import OK
 from nest_megatron.app.output import command_lines, say, show, show_json
 from nest_megatron.app.plan import launch_words
 from nest_megatron.files import write_text
-from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.pinning import read_plan
 from nest_megatron.plain import to_plain
 from nest_megatron.report.differences import term_differences
 from nest_megatron.report.words import certificate
@@ -17,7 +17,7 @@ from nest_megatron.report.words import certificate
 
 def run_explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bool) -> int:
     """Print a plan file with its reasons, and write the pages and pictures asked for."""
-    plan = plan_file.read(path)
+    plan, pin = read_plan(path)
     _write_pages(plan, html, timeline)
     differences = term_differences(plan)
     if as_json:
@@ -25,7 +25,8 @@ def run_explain(path: Path, *, html: Path | None, timeline: Path | None, as_json
             "certificate": certificate(plan.search),
             "alternative_term_differences_s": [d and dict(d) for d in differences],
         }
-        show_json({**to_plain(plan), "explained": reasons})
+        pinned = {} if pin is None else {"pin": to_plain(pin)}
+        show_json({**pinned, **to_plain(plan), "explained": reasons})
         return OK
     from nest_megatron.report.terminal import explain_report, notes_report
 
@@ -39,6 +40,9 @@ def run_explain(path: Path, *, html: Path | None, timeline: Path | None, as_json
         notes = [*launch.notes, *(f"{variable} must not be set." for variable in unset)]
         show(notes_report(notes))
     _advise(plan)
+    if pin is not None:
+        said = f" ({pin.note})" if pin.note else ""
+        say(f"\nPinned {pin.created} by {pin.by}{said}, for Megatron-LM {pin.megatron_lm}.")
     return OK
 
 

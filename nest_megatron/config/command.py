@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
+from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.request import (
     DEFAULT_GLOBAL_BATCH_SIZE,
@@ -16,6 +19,8 @@ from nest_megatron.config.request import (
     with_seq_length,
 )
 from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
+from nest_megatron.launchers.megatron_lm.cuts import user_partition
 from nest_megatron.launchers.megatron_lm.job import (
     PARALLEL_ARGUMENTS,
     MegatronJob,
@@ -25,8 +30,12 @@ from nest_megatron.launchers.megatron_lm.parser import ReadCommand, read_command
 from nest_megatron.launchers.megatron_lm.read import read_job
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
+from nest_megatron.parallel.layout import parse_layout
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.space import DEGREES, SearchSpace
 
+_PIPELINE = "pipeline_model_parallel_size"
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
 _VIRTUAL_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 #: Flags that state where the stages are cut, which is the search's own business.
@@ -55,20 +64,46 @@ _ZERO = (
 _FAMILIES = {
     "all": PARALLEL_ARGUMENTS,
     _VIRTUAL: _VIRTUAL_FLAGS,
+    "stage_layout": _CUTS,
     "recompute": _RECOMPUTE,
     "zero_stage": _ZERO,
     "rank_order": ("use_tp_pp_dp_mapping",),
+}
+#: What a user can keep, one choice each, and the flags that state it.
+CHOICES = {
+    **{name: (name,) for name in DEGREES if name in PARALLEL_ARGUMENTS},
+    **{name: flags for name, flags in _FAMILIES.items() if name != "all"},
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandRequest:
-    """A command, and what to plan for it."""
+    """A command, and what to plan for it.
+
+    Args:
+        kept: choices of the user that the search holds fixed, by their names in ``CHOICES``.
+    """
 
     command: ReadCommand
     job: MegatronJob
     inputs: Inputs
     space: SearchSpace
+    kept: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What of a command may change.
+
+    Args:
+        free: parallel flags that the search may change, or ``all``.
+        required: what a checkpoint to be loaded fixes, by the names of ``ParallelChoice``.
+        option: how ``free`` is spelled where the user gave it, for messages.
+    """
+
+    free: Collection[str] = ()
+    required: Mapping[str, Requirement] = field(default_factory=dict)
+    option: str = "--free"
 
 
 def read_request(
@@ -98,20 +133,53 @@ def read_request(
             fix="Give the whole command in quotes, or - to read it from standard input.",
         )
     spec, job = read_job(command)
-    freed = _freed(free)
-    inputs = _inputs(composed, spec, job)
-    space = _space(composed, inputs.spec, job, freed)
-    return CommandRequest(command=command, job=job, inputs=inputs, space=space)
+    tp = command.values["tensor_model_parallel_size"]
+    cluster = command_cluster(composed, job)
+    return request_for(
+        command, (spec.with_padded_vocab(tp), job), cluster, composed, Wishes(free=free)
+    )
 
 
-def _freed(free: Collection[str]) -> frozenset[str]:
+def command_cluster(composed: Composed, job: MegatronJob) -> Cluster:
+    """The cluster of a command: as large as its launcher says, unless a size is given."""
+    given = "cluster.num_gpus" in composed.given
+    return read_cluster(composed.config, None if given else job.world_size)
+
+
+def request_for(
+    command: ReadCommand,
+    model_and_job: tuple[TransformerSpec, MegatronJob],
+    cluster: Cluster,
+    composed: Composed,
+    wishes: Wishes,
+) -> CommandRequest:
+    """What to plan for a command whose model is known.
+
+    Raises:
+        UserInputError: for a wish that cannot be kept.
+    """
+    spec, job = model_and_job
+    freed = _freed(wishes)
+    inputs = _inputs(composed, spec, job, cluster)
+    kept = {name: value for name, value in job.fixed.items() if name not in freed}
+    space = _space(composed, inputs.spec, job, kept, freed)
+    return CommandRequest(
+        command=command,
+        job=job,
+        inputs=inputs,
+        space=_with_required(space, inputs.spec, wishes.required),
+        kept=tuple(name for name, flags in CHOICES.items() if any(map(kept.get, flags))),
+    )
+
+
+def _freed(wishes: Wishes) -> frozenset[str]:
     known = {**{name: (name,) for name in PARALLEL_ARGUMENTS}, **_FAMILIES}
     names: set[str] = set()
-    for name in free:
+    for name in wishes.free:
         plain = name.strip().lstrip("-").replace("-", "_")
         if plain not in known:
             raise UserInputError(
-                "--free",
+                wishes.option,
                 value=name,
                 limit="it is no flag that a plan sets",
                 fix=nearest(plain, known),
@@ -120,18 +188,61 @@ def _freed(free: Collection[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _inputs(composed: Composed, spec: TransformerSpec, job: MegatronJob) -> Inputs:
+def _with_required(
+    space: SearchSpace, spec: TransformerSpec, required: Mapping[str, Requirement]
+) -> SearchSpace:
+    """The space as far as a checkpoint can follow; what it leaves unsaid is checked afterwards."""
+    fixed = dict(space.fixed)
+    for name, need in required.items():
+        if name not in DEGREES or need.value is None:
+            continue
+        if fixed.setdefault(name, int(need.value)) != need.value:
+            _refuse_kept(name, fixed[name], need)
+    zeros = tuple(zero for zero in space.zero_stages if _loads(zero, required))
+    if not zeros:
+        name = next(name for name in _ZERO_NEEDS if name in required)
+        _refuse_kept(name, [int(zero) for zero in space.zero_stages], required[name])
+    partition = space.partition
+    layout = required.get("pipeline_model_parallel_layout")
+    if layout is not None and layout.value is not None:
+        saved = parse_layout(str(layout.value), spec, fixed[_PIPELINE])
+        if partition not in (None, saved):
+            _refuse_kept("pipeline_model_parallel_layout", "as given", layout)
+        partition = saved
+    return dataclasses.replace(space, fixed=fixed, zero_stages=zeros, partition=partition)
+
+
+_ZERO_NEEDS = ("use_distributed_optimizer", "use_megatron_fsdp")
+
+
+def _loads(zero: ZeroStage, required: Mapping[str, Requirement]) -> bool:
+    has = dict(zip(_ZERO_NEEDS, (zero >= ZeroStage.OPTIMIZER, zero.is_fsdp), strict=True))
+    return all(
+        required[name].value in (None, has[name]) for name in _ZERO_NEEDS if name in required
+    )
+
+
+def _refuse_kept(name: str, value: object, need: Requirement) -> NoReturn:
+    raise UserInputError(
+        f"--{name.replace('_', '-')}",
+        value=value,
+        limit=f"the checkpoint to be loaded needs {need.value}: {need.reason}",
+        fix=f"Change it, or {need.fix}.",
+    )
+
+
+def _inputs(
+    composed: Composed, spec: TransformerSpec, job: MegatronJob, cluster: Cluster
+) -> Inputs:
     config = composed.config
     notes = list(job.notes)
     batch = config.train.global_batch_size or job.global_batch_size
     if batch is None:
-        batch = DEFAULT_GLOBAL_BATCH_SIZE
+        batch = _own_batch(job, cluster.num_gpus) or DEFAULT_GLOBAL_BATCH_SIZE
         notes.append(f"--global-batch-size is not given; {batch} sequences are assumed.")
     if job.optimizer != OptimizerSettings():
         notes.append("The optimizer's own number formats are not modelled; float32 is assumed.")
-    given = "cluster.num_gpus" in composed.given
-    cluster = read_cluster(config, None if given else job.world_size)
-    if given and job.world_size not in (None, cluster.num_gpus):
+    if job.world_size not in (None, cluster.num_gpus):
         notes.append(
             f"The launcher starts {job.world_size} ranks, but the plan is for {cluster.num_gpus}."
         )
@@ -144,17 +255,37 @@ def _inputs(composed: Composed, spec: TransformerSpec, job: MegatronJob) -> Inpu
     )
 
 
+def _own_batch(job: MegatronJob, num_gpus: int) -> int | None:
+    """Megatron's batch where none is given: one micro batch on each replica of the user's layout.
+
+    Source: ``validate_args`` (0.16.1 :591).
+    """
+    if job.micro_batch_size is None or job.world_size is None:
+        return None
+    degrees = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    one_replica = math.prod(
+        int(job.fixed.get(name) or 1) for name in (*degrees, "context_parallel_size")
+    )
+    return job.micro_batch_size * max(1, num_gpus // one_replica)
+
+
 def _space(
-    composed: Composed, spec: TransformerSpec, job: MegatronJob, freed: frozenset[str]
+    composed: Composed,
+    spec: TransformerSpec,
+    job: MegatronJob,
+    kept: Mapping[str, Any],
+    freed: frozenset[str],
 ) -> SearchSpace:
     """The user's flags as bounds of the search, under what our own command line says."""
     own = read_space(composed.config)
-    kept = {name: value for name, value in job.fixed.items() if name not in freed}
-    _refuse_cuts(kept)
     fixed = {name: int(kept[name]) for name in DEGREES if kept.get(name) is not None}
-    virtual = _virtual(kept, fixed, spec)
-    if virtual is not None:
-        fixed[_VIRTUAL] = virtual
+    partition = _kept_cut(spec, kept, fixed, freed)
+    if partition is not None:
+        pp = partition.pipeline_model_parallel_size
+        fixed |= {_PIPELINE: pp, _VIRTUAL: partition.num_chunks // pp}
+    else:
+        virtual = _virtual(kept, fixed, spec)
+        fixed |= {} if virtual is None else {_VIRTUAL: virtual}
     orders, zeros, recompute = own.rank_orders, own.zero_stages, own.recompute
     if composed.config.parallel.rank_order is None and kept.get("use_tp_pp_dp_mapping"):
         orders = (RankOrder.TP_CP_EP_PP_DP,)
@@ -170,21 +301,31 @@ def _space(
         zero_stages=zeros,
         recompute=recompute,
         batch_unit=job.batch_unit,
+        partition=partition,
     )
 
 
-def _refuse_cuts(kept: dict[str, object]) -> None:
-    for name in _CUTS:
-        if kept.get(name):
-            raise UserInputError(
-                f"--{name.replace('_', '-')}",
-                value=kept[name],
-                limit="the search chooses the stages' layers itself and cannot hold them fixed",
-                fix=f"Add --free {name}, or price your layout with `nest-megatron estimate`.",
-            )
+def _kept_cut(
+    spec: TransformerSpec,
+    kept: Mapping[str, Any],
+    fixed: Mapping[str, int],
+    freed: frozenset[str],
+) -> StagePartition | None:
+    """The user's own stages, where they state any."""
+    stated = [name for name in _CUTS if kept.get(name)]
+    if stated and _PIPELINE in freed:
+        raise UserInputError(
+            f"--{stated[0].replace('_', '-')}",
+            value=kept[stated[0]],
+            limit="it cuts the model for one number of pipeline ranks, and that number is freed",
+            fix="Free stage_layout as well, or keep the number.",
+        )
+    return user_partition(spec, kept, fixed.get(_PIPELINE, 1)) if stated else None
 
 
-def _virtual(kept: dict[str, object], fixed: dict[str, int], spec: TransformerSpec) -> int | None:
+def _virtual(
+    kept: Mapping[str, Any], fixed: Mapping[str, int], spec: TransformerSpec
+) -> int | None:
     """Virtual stages of a rank, from either of Megatron's two flags."""
     direct = kept.get("num_virtual_stages_per_pipeline_rank")
     if isinstance(direct, int):

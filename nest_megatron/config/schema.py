@@ -92,6 +92,39 @@ class PlanConfig:
     out: str | None = None
 
 
+@dataclass(kw_only=True)
+class ProfileConfig:
+    """Where layer times come from."""
+
+    mode: str = "auto"
+    name: str | None = None
+
+
+@dataclass(kw_only=True)
+class LaunchConfig:
+    """What ``+nest=auto`` does with a job, besides planning it; written ``nest.KEY``.
+
+    Args:
+        free: the user's own flags that the search may change, or ``all``.
+        dry_run: print what would be launched, and stop before a GPU is touched.
+        alternative: launch this runner-up instead of the best plan; 0 is the best.
+        plan: the pinned plan of ``+nest=pinned``.
+        ranks: how global ranks are given out: ``by_host`` keeps each host's together, ``launched``
+            leaves them, a list names the new rank of each launched one.
+        watch: iterations after which measured time and memory are printed; 0 is never.
+        port: for handing the plan to the other ranks where torchrun does not; found if not given.
+    """
+
+    free: list[str] = field(default_factory=list)
+    dry_run: bool = False
+    alternative: int = 0
+    plan: str | None = None
+    ranks: Any = "by_host"
+    watch: int = 20
+    port: int | None = None
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+
 SECTIONS: dict[str, type] = {
     "train": TrainConfig,
     "parallel": ParallelConfig,
@@ -107,3 +140,10 @@ def section_keys() -> tuple[str, ...]:
         f"{name}.{f.name}" for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)
     )
     return (*inside, "out")
+
+
+def launch_keys() -> tuple[str, ...]:
+    """Every key of ``LaunchConfig``, its section's keys with their dots."""
+    plain = (f.name for f in dataclasses.fields(LaunchConfig) if f.name != "profile")
+    inside = (f"profile.{f.name}" for f in dataclasses.fields(ProfileConfig))
+    return (*plain, *inside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
@@ -37,6 +38,8 @@ class TransformerSpec:
         name: the catalogue name, or whatever the user calls the model.
         moe_layer_pattern: for each of ``num_layers`` layers, 1 if it is a mixture-of-experts layer,
             0 if dense; empty for a dense model.
+        vocab_is_padded: ``vocab_size`` is the embedding's number of rows, whatever the
+            tensor-parallel size (``--padded-vocab-size``).
         activation: name of the MLP's activation: ``gelu``, ``silu``, ``squared_relu``,
             ``quick_gelu``.
         gated_linear_unit: the first MLP projection has a gate (SwiGLU and its kin).
@@ -62,6 +65,7 @@ class TransformerSpec:
     max_position_embeddings: int | None = None
     vocab_size: int
     make_vocab_size_divisible_by: int = 128
+    vocab_is_padded: bool = False
     position_embedding_type: str = "rope"
     rotary_base: int = 10_000
     rotary_percent: float = 1.0
@@ -188,8 +192,15 @@ class TransformerSpec:
 
         Source: ``megatron.training.tokenizer.tokenizer._vocab_size_with_padding``.
         """
+        if self.vocab_is_padded:
+            return self.vocab_size
         multiple = self.make_vocab_size_divisible_by * tensor_model_parallel_size
         return -(-self.vocab_size // multiple) * multiple
+
+    def with_padded_vocab(self, tensor_model_parallel_size: int) -> TransformerSpec:
+        """The same model with the vocabulary that this tensor-parallel size gives it, for good."""
+        padded = self.padded_vocab_size(tensor_model_parallel_size)
+        return dataclasses.replace(self, vocab_size=padded, vocab_is_padded=True)
 
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The units in order: embedding, ``num_layers`` layers, MTP (one unit), head.

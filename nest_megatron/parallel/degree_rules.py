@@ -24,6 +24,7 @@ from nest_megatron.parallel.rules import (
     divides_experts,
     divides_heads,
     divides_sequence,
+    divides_vocab,
     reduces_expert_gradients,
 )
 
@@ -83,6 +84,18 @@ def _dense_mlp(request: LaunchRequest) -> Violation | None:
         value=tp,
         limit=f"it must divide ffn_hidden_size ({spec.ffn_hidden_size}) and the shared experts' "
         f"size ({spec.moe_shared_expert_intermediate_size})",
+        fix="Use a divisor.",
+    )
+
+
+def _vocab(request: LaunchRequest) -> Violation | None:
+    spec, tp = request.spec, request.dims.tensor_model_parallel_size
+    if divides_vocab(spec, tp):
+        return None
+    return Violation(
+        what="tensor_model_parallel_size",
+        value=tp,
+        limit=f"it must divide the padded vocabulary ({spec.vocab_size}), which stays as it is",
         fix="Use a divisor.",
     )
 
@@ -232,6 +245,7 @@ def _stage_count(request: LaunchRequest) -> Violation | None:
 DEGREE_RULES: tuple[Rule, ...] = (
     Rule(name="heads_over_tp", source="tc:925-945", check=_heads),
     Rule(name="ffn_over_tp", source="megatron/core/utils.py:468 (at build)", check=_dense_mlp),
+    Rule(name="vocab_over_tp", source="tensor_parallel/utils.py:118 (at build)", check=_vocab),
     Rule(name="experts_over_ep", source="args:1025, tc experts", check=_experts),
     Rule(name="expert_bias", source="tc:1590, moe/shared_experts.py:47", check=_expert_bias),
     Rule(

@@ -68,6 +68,8 @@ class Placement:
         stage_ranks: first and last global rank of each pipeline rank (of its first replica, where
             the rank order spreads a pipeline rank over the cluster).
         group_levels: outermost network level that each kind of group crosses.
+        rank_permutation: global rank that each launched rank takes; ``None`` leaves them as the
+            launcher gives them out, as long as it keeps each host's together.
     """
 
     rank_order: RankOrder
@@ -76,6 +78,7 @@ class Placement:
     gpus_per_node: int
     stage_ranks: tuple[tuple[int, ...], ...]
     group_levels: Mapping[str, str]
+    rank_permutation: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +136,9 @@ class SearchRecord:
     """What the search looked at and proved.
 
     Args:
-        certificate: ``optimal``, ``gap`` (time ran out; ``gap_percent`` is proven) or ``fixed``
-            (nothing was searched).
+        certificate: ``optimal``, ``gap`` (time ran out; ``gap_percent`` is proven), ``runner-up``
+            (chosen by the user; ``gap_percent`` slower than the best) or ``fixed`` (nothing was
+            searched).
         seconds: wall time of the search.
     """
 

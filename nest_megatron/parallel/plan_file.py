@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,15 @@ def load(text: str, name: str = "plan") -> ParallelPlan:
     Raises:
         PlanFileError: if it is truncated, edited, from a newer schema, or not a plan.
     """
-    fields = _parse(text, name)
+    return from_fields(parse(text, name), name)
+
+
+def from_fields(fields: Mapping[str, Any], name: str) -> ParallelPlan:
+    """The plan of a plan file's fields.
+
+    Raises:
+        PlanFileError: as ``load``.
+    """
     schema = fields.get("schema")
     if not isinstance(schema, int) or schema > SCHEMA:
         raise PlanFileError(
@@ -84,7 +93,12 @@ def read(path: Path) -> ParallelPlan:
     return load(read_text(path, "plan"), str(path))
 
 
-def _parse(text: str, name: str) -> dict[str, Any]:
+def parse(text: str, name: str) -> dict[str, Any]:
+    """The fields of a plan file's text.
+
+    Raises:
+        PlanFileError: if it is not YAML, or no mapping.
+    """
     try:
         fields = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError as error:

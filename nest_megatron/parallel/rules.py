@@ -58,6 +58,11 @@ def divides_heads(spec: TransformerSpec, tp: int) -> bool:
     return 2 * groups * spec.head_dim % tp == 0  # the packed query-key-value projection
 
 
+def divides_vocab(spec: TransformerSpec, tp: int) -> bool:
+    """A vocabulary whose padding is settled splits over tp; any other is padded until it does."""
+    return not spec.vocab_is_padded or spec.vocab_size % tp == 0
+
+
 def divides_dense_mlp(spec: TransformerSpec, tp: int) -> bool:
     """The MLPs that tensor parallelism splits (dense layers, shared experts) come out whole."""
     shared = spec.moe_shared_expert_intermediate_size or 0
@@ -188,6 +193,7 @@ def is_legal_grid(spec: TransformerSpec, dims: ParallelDims, *, sequence_paralle
     return (
         divides_heads(spec, tp)
         and divides_dense_mlp(spec, tp)
+        and divides_vocab(spec, tp)
         and divides_experts(spec, dims.expert_model_parallel_size, etp)
         and allows_expert_bias(spec, etp)
         and reduces_expert_gradients(spec, tp, dims.expert_model_parallel_size, etp)

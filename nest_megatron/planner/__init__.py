@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 
@@ -47,14 +48,20 @@ __all__ = [
 Progress = Callable[[int, float | None, float], None]
 
 
-def plan(request: PlanRequest, on_progress: Progress | None = None) -> ParallelPlan | NoPlan:
+def plan(
+    request: PlanRequest, on_progress: Progress | None = None, *, choose: int = 0
+) -> ParallelPlan | NoPlan:
     """Find the fastest plan that fits.
+
+    Args:
+        choose: take this runner-up instead of the best (0).
 
     Returns:
         The plan with its certificate, or what is missing if nothing fits.
 
     Raises:
-        UserInputError: if no combination of degrees is legal, naming the rules that refuse them.
+        UserInputError: if no combination of degrees is legal, naming the rules that refuse them, or
+            there is no such runner-up.
     """
     model = CostModel(request.spec, request.cluster, request.settings)
     started = time.perf_counter()
@@ -64,9 +71,20 @@ def plan(request: PlanRequest, on_progress: Progress | None = None) -> ParallelP
     if not result.plans:
         refuse_if_nothing_is_legal(request, result)
         return no_plan(request, model, record)
-    best, *others = result.plans
-    alternatives = tuple(alternative(request.spec, best, other) for other in others)
-    return assemble(model, request.settings, best, alternatives, record)
+    plans = list(result.plans)
+    if choose >= len(plans):
+        raise UserInputError(
+            "nest.alternative",
+            value=choose,
+            limit=f"the search ranked {len(plans) - 1} runners-up",
+            fix="Give a smaller number, or raise search.num_alternatives.",
+        )
+    chosen = plans.pop(choose)
+    if choose:
+        slower = 100.0 * (chosen.iteration - plans[0].iteration) / plans[0].iteration
+        record = dataclasses.replace(record, certificate="runner-up", gap_percent=slower)
+    alternatives = tuple(alternative(request.spec, chosen, other) for other in plans)
+    return assemble(model, request.settings, chosen, alternatives, record)
 
 
 def estimate_plan(

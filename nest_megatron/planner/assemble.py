@@ -207,6 +207,8 @@ def describe_space(space: SearchSpace, cluster: Cluster) -> Mapping[str, str]:
     words["zero_stage"] = ", ".join(str(int(zero)) for zero in space.zero_stages)
     words["rank_order"] = ", ".join(order.value for order in space.rank_orders)
     words["recompute"] = "all settings" if space.recompute is None else space.recompute.label()
+    if space.partition is not None:
+        words["stage_layout"] = "as given"
     words["num_gpus"] = "all" if space.use_all_gpus else "any whole nodes"
     return words
 

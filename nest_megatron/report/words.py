@@ -33,6 +33,8 @@ def certificate(record: SearchRecord) -> str:
 def _verdict(record: SearchRecord) -> str:
     if record.certificate == "optimal":
         return "Optimal: no other plan in the searched space is faster under this cost model."
+    if record.certificate == "runner-up":
+        return f"A runner-up, as asked for: {record.gap_percent:.2f} % slower than the best plan."
     if record.certificate == "gap":
         return (
             f"Time ran out: this plan is proven to be at most {record.gap_percent:.2f} % slower "

@@ -56,6 +56,9 @@ class GridSpace:
     def _dense_degrees(self, world: int) -> Iterator[tuple[int, int]]:
         spec = self.model.spec
         for tp in self._values("tensor_model_parallel_size", world):
+            if not rules.divides_vocab(spec, tp):
+                self.illegal["tensor_model_parallel_size divides the padded vocabulary"] += 1
+                continue
             if not (rules.divides_heads(spec, tp) and rules.divides_dense_mlp(spec, tp)):
                 self.illegal["tensor_model_parallel_size divides heads and MLP"] += 1
                 continue
@@ -174,6 +177,8 @@ class GridSpace:
         if pp == 1:
             return [1] if space.fixed.get(name, 1) == 1 else []
         most = (self.model.spec.num_layers + 2) // pp  # interior chunks hold a layer each
+        if space.partition is not None:
+            most = space.fixed[name]
         sizes = range(1, min(most, space.limit(name, self.model.cluster)) + 1)
         if name in space.fixed:
             sizes = range(space.fixed[name], min(most, space.fixed[name]) + 1)
@@ -189,7 +194,7 @@ class GridSpace:
         return [zero for zero in allowed if rules.allows_zero(zero, pp, vpp)]
 
     def recompute_settings(self, grid: Grid) -> tuple[Recompute, ...]:
-        """Recompute settings to try on a grid, none first; block sizes up to a balanced chunk."""
+        """Recompute settings to try on a grid, none first; block sizes up to the largest chunk."""
         if self.space.recompute is not None:
             return (self.space.recompute,)
         chunks = grid.dims.num_chunks
@@ -198,7 +203,9 @@ class GridSpace:
         return self._settings[chunks]
 
     def largest_block(self, chunks: int) -> int:
-        """Layers of the largest chunk when ``chunks`` of them are balanced."""
+        """Layers of the largest chunk of the partition given, or of ``chunks`` balanced ones."""
+        if self.space.partition is not None:
+            return max(rules.decoder_layers(self.model.spec, self.space.partition))
         return -(-self.model.spec.num_layers // chunks)
 
     def _all_settings(self, layers_per_chunk: int) -> tuple[Recompute, ...]:

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.recompute import RecomputeGranularity
 from nest_megatron.units import Ticks
+
+#: From least to most recomputation.
+_GRANULARITIES = tuple(RecomputeGranularity)
 
 
 class Layout(NamedTuple):
@@ -54,7 +58,7 @@ def preference(grid: Grid) -> tuple[object, ...]:
         dims.virtual_pipeline_model_parallel_size,
         grid.micro_batch_size,
         int(grid.zero),
-        again.granularity.value,
+        _GRANULARITIES.index(again.granularity),
         again.method or "",
         again.num_layers or 0,
         again.modules,

@@ -38,6 +38,7 @@ from nest_megatron.parallel.recompute import (
 )
 from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.one_partition import check_partition, judging, with_least_tails
 from nest_megatron.solver.outcome import (
     DEFAULT_NODE_LIMIT,
     NO_THRESHOLD,
@@ -110,6 +111,10 @@ class Search:
         self.grids = GridSpace(model, global_batch_size, space)
         self.bounds = Bounds(model, global_batch_size)
         self.solve_stages = solve_stages
+        self.only_one = space.partition is not None
+        if space.partition is not None:
+            check_partition(model.spec, space.partition)
+            self.solve_stages = judging(solve_stages, space.partition)
         self.num_layouts = num_layouts
         self.first_fit = first_fit
         self.out_of_time = out_of_time
@@ -230,7 +235,7 @@ class Search:
     def _choices(self, settings: tuple[Recompute, ...]) -> _Choices:
         if settings not in self._sorted_choices:
             blocks = [r for r in settings if r.method is RecomputeMethod.BLOCK]
-            lazily = self.grids.space.recompute is None
+            lazily = self.grids.space.recompute is None and not self.only_one
             others = [r for r in settings if r != NO_RECOMPUTE and not (lazily and r in blocks)]
             others.sort(key=lambda r: -len(r.modules))
             self._sorted_choices[settings] = _Choices(
@@ -246,11 +251,15 @@ class Search:
         """Leave out sets of modules inside a set that does not fit: fewer modules keep more bytes.
 
         Only the largest sets are asked; of a smaller one inside a large one that fits nothing is
-        known until its turn comes.
+        known until its turn comes. The one partition of a space is cheap to ask for every set, and
+        sure: working memory can grow at a peak where the chunk computed again keeps nothing.
 
         Args:
             settings: with their modules and bounds, the largest sets of modules first.
         """
+        if self.only_one:
+            yield from ((recompute, bound) for recompute, _, bound in settings)
+            return
         too_small: list[frozenset[RecomputeModule]] = []
         enough: list[frozenset[RecomputeModule]] = []
         for recompute, modules, bound in settings:
@@ -280,7 +289,8 @@ class Search:
         return self._solve(roomy, found.iteration - 1).status is Status.BOUNDED
 
     def _in_unlimited_memory(self, grid: Grid) -> PipelineProblem:
-        return dataclasses.replace(self.model.problem(grid), capacity_bytes=UNLIMITED)
+        problem = dataclasses.replace(self.model.problem(grid), capacity_bytes=UNLIMITED)
+        return with_least_tails(problem) if self.only_one else problem
 
     def _solve_variant(self, node: _Node) -> None:
         self._solve_and_record(node.candidate())

@@ -10,6 +10,7 @@ from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
+from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
     Recompute,
@@ -48,9 +49,14 @@ class SearchSpace:
         limits: largest value of a degree; tensor-parallel sizes go up to one node by default.
         rank_orders, zero_stages: those allowed.
         recompute: the one setting allowed, or ``None`` for all.
+        partition: the one stage partition allowed, or ``None`` for all; its pipeline and virtual
+            sizes join ``fixed``.
         use_all_gpus: every GPU works; otherwise whole nodes may stay idle.
         batch_unit: what every global batch of the run is a multiple of, where the batch grows;
             otherwise the global batch itself.
+
+    Raises:
+        UserInputError: for a degree that is none, and for wishes that contradict each other.
     """
 
     fixed: Mapping[str, int] = field(default_factory=dict)
@@ -58,10 +64,13 @@ class SearchSpace:
     rank_orders: tuple[RankOrder, ...] = tuple(RankOrder)
     zero_stages: tuple[ZeroStage, ...] = tuple(ZeroStage)
     recompute: Recompute | None = None
+    partition: StagePartition | None = None
     use_all_gpus: bool = True
     batch_unit: int | None = None
 
     def __post_init__(self) -> None:
+        if self.partition is not None:
+            object.__setattr__(self, "fixed", _with_its_degrees(self.fixed, self.partition))
         for what, values in (("parallel.", self.fixed), ("search.max_", self.limits)):
             for name, value in values.items():
                 where = "train." if (what, name) == ("parallel.", "micro_batch_size") else what
@@ -114,6 +123,31 @@ class SearchSpace:
         return sorted(
             {total, *whole_nodes, *(d for d in divisors(node) if d <= total)}, reverse=True
         )
+
+
+def _with_its_degrees(fixed: Mapping[str, int], partition: StagePartition) -> dict[str, int]:
+    """Fixed degrees with the two that a stage partition states."""
+    pp = partition.pipeline_model_parallel_size
+    stated = {
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": partition.num_chunks // pp,
+    }
+    for name, value in stated.items():
+        if fixed.get(name, value) != value:
+            raise UserInputError(
+                f"parallel.{name}",
+                value=fixed[name],
+                limit=f"the stage partition given has {value}",
+                fix=f"Use {value}, or leave one of the two out.",
+            )
+    if pp == 1 and partition.num_chunks > 1:
+        raise UserInputError(
+            "stage partition",
+            value=partition.num_chunks,
+            limit="virtual stages need at least 2 pipeline ranks",
+            fix="Raise parallel.pipeline_model_parallel_size, or give one stage.",
+        )
+    return {**fixed, **stated}
 
 
 def divisors(number: int) -> list[int]:

@@ -132,10 +132,13 @@ def test_a_mistake_in_json(case: str) -> None:
     ("flags", "words"),
     [
         (
-            "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout 'Ett|tt|tt|ttL'",
-            "--free",
+            "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout 'Ett|tt|tt|tL'",
+            "pipeline_model_parallel_layout",
         ),
-        ("--decoder-first-pipeline-num-layers 2", "--free decoder_first"),
+        (
+            "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 3",
+            "decoder_first",
+        ),
         ("--num-layers-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 2", "--free"),
         ("--tensor-model-parallel-size 3", "divide the 8 GPUs"),
     ],

@@ -33,6 +33,7 @@ ROOM_OF = {
     "units": "base",
     "files": "base",
     "names": "base",
+    "boot": "base",
     "plain": "base",
     "config": "entry",
     "app": "entry",

@@ -92,6 +92,7 @@ SOUND = {
 BROKEN = {
     "heads_over_tp": request(grid=dims(tp=3)),
     "ffn_over_tp": request(changed(LLAMA, ffn_hidden_size=28671), dims(tp=8)),
+    "vocab_over_tp": request(changed(LLAMA, vocab_size=128_252, vocab_is_padded=True), dims(tp=8)),
     "experts_over_ep": request(MIXTRAL, dims(dp=3, ep=3)),
     "expert_bias": request(GPT_OSS, dims(tp=2, dp=2, ep=2, etp=2)),
     "expert_gradients": request(MIXTRAL, dims(tp=2, dp=2)),

@@ -30,11 +30,14 @@ _COMPLETE_IT = (
 )
 
 
-def launch_request(plan: ParallelPlan, command: ReadCommand | None = None) -> LaunchRequest:
+def launch_request(
+    plan: ParallelPlan, command: ReadCommand | None = None, *, version: str = "0.16.1"
+) -> LaunchRequest:
     """What Megatron's rules look at, for a plan.
 
     Args:
         command: the user's command, whose release and engine are then used.
+        version: the release, where there is no command.
     """
     grid = plan.grid()
     values = {} if command is None else command.values
@@ -52,7 +55,7 @@ def launch_request(plan: ParallelPlan, command: ReadCommand | None = None) -> La
         moe_grouped_gemm=plan.model.is_moe and engine != "local",
         fp8_recipe=values.get("fp8_recipe") or "delayed",
         transformer_impl=engine,
-        version="0.16.1" if command is None else command.version,
+        version=version if command is None else command.version,
     )
 
 
@@ -90,7 +93,7 @@ def with_launch(
     launch = LaunchCommand(
         script=script,
         argv=tuple(argv),
-        environment=environment(request, device_architecture=_architecture(plan)),
+        environment=environment(request, device_architecture=device_architecture(plan)),
         notes=(*notes, *remarks),
     )
     return sealed(dataclasses.replace(plan, launch={**plan.launch, LAUNCHER: launch}))
@@ -98,7 +101,17 @@ def with_launch(
 
 def rewritten(plan: ParallelPlan, command: ReadCommand) -> Rewrite:
     """The user's command under a plan, and what changed."""
-    return rewrite(command, parallel_argv(launch_request(plan, command)), plan)
+    layout = parallel_argv(launch_request(plan, command))
+    return rewrite(command, [*layout, *_vocab_argv(plan, command)], plan)
+
+
+def _vocab_argv(plan: ParallelPlan, command: ReadCommand) -> list[str]:
+    """Keep the embedding's rows where another tensor-parallel size would pad them otherwise."""
+    values, tp = command.values, plan.parallel.tensor_model_parallel_size
+    settled = values.get("padded_vocab_size") is not None or not plan.model.vocab_is_padded
+    if settled or values.get("tensor_model_parallel_size") == tp:
+        return []
+    return ["--padded-vocab-size", str(plan.model.vocab_size)]
 
 
 def _own_argv(request: LaunchRequest) -> tuple[list[str], tuple[str, ...]]:
@@ -112,5 +125,6 @@ def _own_argv(request: LaunchRequest) -> tuple[list[str], tuple[str, ...]]:
     )
 
 
-def _architecture(plan: ParallelPlan) -> int:
+def device_architecture(plan: ParallelPlan) -> int:
+    """Major compute capability of the planned device."""
     return _BLACKWELL if "B200" in plan.cluster.accelerator.name else _HOPPER

@@ -89,7 +89,11 @@ def read_command(command: str | Sequence[str], version: str = "0.16.1") -> ReadC
         UserInputError: for an unknown release, an unexpanded shell variable, or a value that
             Megatron's parser refuses.
     """
-    split = split_command(command)
+    return read_split(split_command(command), version)
+
+
+def read_split(split: SplitCommand, version: str) -> ReadCommand:
+    """As ``read_command``, for a command whose parts are known."""
     argv = tuple(token for token in split.argv if not _NEST_TOKEN.match(token))
     given, unknown = _parse(argv, version)
     _refuse_shell_variables(split, unknown)

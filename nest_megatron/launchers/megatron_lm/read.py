@@ -47,6 +47,8 @@ _REFUSED_ARGUMENTS = {
     "fp4": "4-bit training is not described",
     "use_checkpoint_args": "the model's shape would come from a checkpoint; give the model's flags",
     "cpu_offloading": "activations kept on the host are not described",
+    "tensor_parallel_num_weight_shards": "weights sharded further than TP are not described",
+    "expert_tensor_parallel_num_weight_shards": "weights sharded further than TP are not described",
     "use_legacy_models": "legacy models have another code path",
 }
 _REFUSED_SCRIPTS = ("t5", "vlm", "vision", "ict", "retro", "mamba", "hybrid", "multimodal", "rl")
@@ -177,6 +179,7 @@ def _spec(
         seq_length=seq_length,
         max_position_embeddings=values.get("max_position_embeddings"),
         vocab_size=vocab_size or _vocab_size(values, family, notes),
+        vocab_is_padded=vocab_size is None and bool(values.get("padded_vocab_size")),
         make_vocab_size_divisible_by=values.get("make_vocab_size_divisible_by", 128),
         position_embedding_type=_position_embedding_type(values),
         rotary_base=values.get("rotary_base", 10_000),
@@ -237,10 +240,12 @@ def _ffn_hidden_size(values: Mapping[str, Any]) -> int:
 
 def _vocab_size(values: Mapping[str, Any], family: ModelFamily, notes: list[str]) -> int:
     """Vocabulary rows before padding; the null tokenizer adds an end-of-document token."""
-    given = values.get("vocab_size") or values.get("padded_vocab_size")
+    if values.get("padded_vocab_size"):
+        return int(values["padded_vocab_size"])
+    given = values.get("vocab_size")
     tokenizer = values.get("tokenizer_type") or _DEFAULT_TOKENIZERS[family]
     if given is not None:
-        return int(given) + (tokenizer == "NullTokenizer" and bool(values.get("vocab_size")))
+        return int(given) + (tokenizer == "NullTokenizer")
     if tokenizer in _TOKENIZER_ROWS:
         rows = _TOKENIZER_ROWS[tokenizer]
         notes.append(f"vocab_size is not given; {rows} is assumed from {tokenizer}.")

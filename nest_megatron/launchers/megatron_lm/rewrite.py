@@ -1,7 +1,6 @@
 """A user's own arguments with a plan's flags in the place of theirs; every change has a reason.
 
-Only the destinations in ``PARALLEL_ARGUMENTS`` and ``_COMPANIONS`` are touched; everything else
-keeps its words and its place.
+Only the destinations in ``WRITABLE`` are touched; everything else keeps its words and its place.
 """
 
 from __future__ import annotations
@@ -9,14 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from nest_megatron.launchers.megatron_lm.companions import COMPANIONS, contradicted
 from nest_megatron.launchers.megatron_lm.job import PARALLEL_ARGUMENTS
 from nest_megatron.launchers.megatron_lm.parser import Argument, ReadCommand, load_arguments
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.units import format_gib
 
 #: Set together with the layout; those in the second row only where the user says nothing.
-_COMPANIONS = ("global_batch_size", "ckpt_format")
+_WITH_LAYOUT = ("global_batch_size", "ckpt_format", "padded_vocab_size")
 _IF_ABSENT = ("moe_token_dispatcher_type", "moe_grouped_gemm")
+
+#: Every destination that a plan may write. Nothing else of a job is ever changed.
+WRITABLE = frozenset(
+    {*PARALLEL_ARGUMENTS, *_WITH_LAYOUT, *_IF_ABSENT, *(each.dest for each in COMPANIONS)}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +36,15 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewrite:
-    """A rewritten command's arguments, and what changed."""
+    """A rewritten command's arguments, and what changed.
+
+    Args:
+        written: destinations that the plan decided, those that it left out included.
+    """
 
     argv: tuple[str, ...]
     changes: tuple[Change, ...]
+    written: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +77,12 @@ def rewrite(command: ReadCommand, layout: Sequence[str], plan: ParallelPlan) -> 
         for option in _options(layout, command.version)
         if option.dest is not None and _sets(option.dest, command)
     }
-    owned = {option.dest for option in given if _owns(option.dest, wanted, plan)}
+    refused = contradicted(plan, command.values)
+    owned = {
+        option.dest
+        for option in given
+        if option.dest in refused or _owns(option.dest, wanted, plan)
+    }
     tokens: list[str] = []
     placed: set[str] = set()
     for option in given:
@@ -79,22 +94,27 @@ def rewrite(command: ReadCommand, layout: Sequence[str], plan: ParallelPlan) -> 
     for dest, option in wanted.items():
         if dest not in placed:
             tokens += option.tokens
-    changes = _changes(given, owned, wanted, plan)
-    return Rewrite(argv=tuple(tokens), changes=tuple(changes))
+    changes = _changes(given, owned, wanted, plan, refused)
+    decided = {dest for dest in PARALLEL_ARGUMENTS if _owns(dest, wanted, plan)}
+    return Rewrite(
+        argv=tuple(tokens),
+        changes=tuple(changes),
+        written=frozenset({*decided, *wanted, *refused}),
+    )
 
 
 def _sets(dest: str, command: ReadCommand) -> bool:
     """Whether the plan's flag for a destination goes into this user's command."""
     if dest in _IF_ABSENT:
         return dest not in command.explicit
-    return dest in PARALLEL_ARGUMENTS or dest in _COMPANIONS
+    return dest in PARALLEL_ARGUMENTS or dest in _WITH_LAYOUT
 
 
 def _owns(dest: str | None, wanted: Mapping[str, _Option], plan: ParallelPlan) -> bool:
     """Whether the user's own flag gives way to the plan (or to its silence)."""
     if dest is None or dest in _IF_ABSENT:
         return False
-    if dest in _COMPANIONS:
+    if dest in _WITH_LAYOUT:
         return dest in wanted
     if dest == "expert_tensor_parallel_size" and dest not in wanted:
         return plan.model.num_experts is not None
@@ -111,6 +131,7 @@ def _changes(
     owned: set[str | None],
     wanted: Mapping[str, _Option],
     plan: ParallelPlan,
+    refused: Mapping[str, str],
 ) -> list[Change]:
     before = {option.dest: option for option in given if option.dest in owned}
     found = []
@@ -128,7 +149,7 @@ def _changes(
                 flag=shown.flag,
                 before=None if old is None else old.value,
                 after=None if new is None else new.value,
-                reason=_reason(dest, new is None, plan),
+                reason=_reason(dest, new is None, plan, refused),
             )
         )
     return found
@@ -167,9 +188,9 @@ def _num_values(argument: Argument, rest: Sequence[str]) -> int:
     return min(until, 1) if argument.nargs == "?" else until
 
 
-def _reason(dest: str, removed: bool, plan: ParallelPlan) -> str:
+def _reason(dest: str, removed: bool, plan: ParallelPlan, refused: Mapping[str, str]) -> str:
     if removed:
-        return _REMOVED.get(dest, "the plan does not need it")
+        return refused.get(dest) or _REMOVED.get(dest, "the plan does not need it")
     return _REASONS[dest](plan) if dest in _REASONS else "belongs to the plan"
 
 
@@ -200,7 +221,8 @@ def _recompute(plan: ParallelPlan) -> str:
 
 
 def _microbatches(plan: ParallelPlan) -> str:
-    return f"{plan.grid().num_microbatches} micro batches a step on each replica"
+    count = plan.grid().num_microbatches
+    return f"{count} micro batch{'es' * (count > 1)} a step on each replica"
 
 
 _REASONS: Mapping[str, Callable[[ParallelPlan], str]] = {
@@ -223,6 +245,7 @@ _REASONS: Mapping[str, Callable[[ParallelPlan], str]] = {
     "data_parallel_sharding_strategy": lambda _: "what the replicas share",
     "overlap_grad_reduce": lambda _: "gradient traffic hides under the backward pass",
     "overlap_param_gather": lambda _: "weight traffic hides under the forward pass",
+    "padded_vocab_size": lambda _: "the embedding keeps the rows that it has without the plan",
     "ckpt_format": lambda _: "the format that Megatron-FSDP saves",
     "moe_token_dispatcher_type": lambda _: "the exchange that was priced",
     "moe_grouped_gemm": lambda _: "one kernel for all local experts, as was priced",

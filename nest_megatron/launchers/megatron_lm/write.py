@@ -61,8 +61,7 @@ def model_argv(spec: TransformerSpec, *, tokenizer_type: str | None = None) -> l
         *_switch("--disable-bias-linear", not spec.add_bias_linear),
         *_switch("--untie-embeddings-and-output-weights", spec.untie_embeddings_and_output_weights),
         *_pair("--tokenizer-type", tokenizer_type),
-        *_pair("--vocab-size", spec.vocab_size - null),
-        *_pair("--make-vocab-size-divisible-by", spec.make_vocab_size_divisible_by),
+        *_vocab_argv(spec, null=null),
         *_expert_argv(spec),
         *_pair("--mtp-num-layers", spec.mtp_num_layers),
     ]
@@ -157,6 +156,14 @@ def pattern_text(pattern: Sequence[int]) -> str:
         return "1"
     runs = ((flag, len(list(run))) for flag, run in groupby(pattern))
     return "(" + "+".join(f"[{flag}]*{count}" for flag, count in runs) + ")"
+
+
+def _vocab_argv(spec: TransformerSpec, *, null: bool) -> list[str]:
+    return [
+        *_pair("--vocab-size", spec.vocab_size - null),
+        *_pair("--make-vocab-size-divisible-by", spec.make_vocab_size_divisible_by),
+        *_pair("--padded-vocab-size", spec.vocab_size if spec.vocab_is_padded else None),
+    ]
 
 
 def _attention_argv(spec: TransformerSpec) -> list[str]:

@@ -1,0 +1,189 @@
+"""What happens inside a training process that was started with ``+nest=...``.
+
+``nest_megatron.boot`` calls the functions named ``before_*`` and ``after_*`` as Megatron's modules
+load. The plan is made in ``validate_args``: there the arguments are complete (a checkpoint's are
+merged in), nothing has touched a GPU, and Megatron's own validation judges the result.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from nest_megatron.app import OK
+from nest_megatron.app.failure import end, ending_on_errors
+from nest_megatron.boot import is_asked_for
+from nest_megatron.config.launch import LaunchWords, Mode, read_launch, read_words, split_words
+from nest_megatron.config.schema import LaunchConfig
+from nest_megatron.errors import NestError, UserInputError
+from nest_megatron.launchers.megatron_lm.parser import VERSIONS
+from nest_megatron.launchers.slurm import rank_variables
+
+
+@dataclass(slots=True)
+class Session:
+    """This process's part in the planned job.
+
+    Args:
+        argv: the script's own arguments.
+        board: where the ranks meet; kept, because rank 0 may host it.
+        decision: what rank 0 decided, once it has.
+        groups_checked: Megatron's process groups were compared with the plan's.
+    """
+
+    words: LaunchWords
+    launch: LaunchConfig
+    script: str
+    argv: tuple[str, ...]
+    board: Any = None
+    decision: Any = None
+    groups_checked: bool = False
+
+
+_session: Session | None = None
+
+
+def before_training() -> None:
+    """Take our words off the command line, before Megatron's parser sees them."""
+    global _session  # noqa: PLW0603 - one process, one job
+    if _session is not None or not is_asked_for(sys.argv):
+        return
+    ours, rest = split_words(sys.argv[1:])
+    sys.argv[1:] = rest
+    with ending_on_errors():
+        words = read_words(ours)
+        launch = read_launch(words)
+        if words.mode is Mode.OFF:
+            return
+        _refuse_yaml(rest)
+        os.environ.update(rank_variables(os.environ))
+        _session = Session(words=words, launch=launch, script=sys.argv[0], argv=tuple(rest))
+
+
+def _refuse_yaml(argv: Sequence[str]) -> None:
+    if any(word.partition("=")[0] == "--yaml-cfg" for word in argv):
+        raise UserInputError(
+            "--yaml-cfg",
+            value=True,
+            limit="Megatron's own parser fails on it, in every release that was tried",
+            fix="Give the settings as flags, or launch without nest.",
+        )
+
+
+def after_arguments(module: ModuleType) -> None:
+    """Plan where Megatron validates its arguments."""
+    if _session is None:
+        return
+    original = getattr(module, "validate_args", None)
+    if original is None:
+        end(
+            NestError(
+                f"this Megatron-LM has no {module.__name__}.validate_args, so nothing can be "
+                f"planned (releases that were tried: {', '.join(VERSIONS)}). Launch without +nest."
+            )
+        )
+    wrapped = _planning(original)
+    module.validate_args = wrapped  # type: ignore[attr-defined]
+    bound = sys.modules.get("megatron.training.initialize")
+    if getattr(bound, "validate_args", None) is original:
+        bound.validate_args = wrapped  # type: ignore[union-attr]
+
+
+def _planning(validate: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(validate)
+    def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) -> Any:
+        defaults = {} if defaults is None else defaults
+        session = _session
+        if session is None or session.decision is not None:
+            return validate(args, defaults)
+        with ending_on_errors():
+            if session.launch.dry_run:
+                from nest_megatron.app.dry_run import show
+
+                show(session, args, defaults, validate)
+                sys.exit(OK)
+            from nest_megatron.app.launch import run
+
+            return run(session, args, defaults, validate)
+
+    return validate_args
+
+
+def after_initialize(module: ModuleType) -> None:
+    """Let a dry run come as far as the arguments on a host without CUDA (0.16 asks first)."""
+    original = getattr(module, "initialize_megatron", None)
+    if _session is None or not _session.launch.dry_run or original is None:
+        return
+
+    @functools.wraps(original)
+    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+        if len(args) < 4:
+            kwargs["allow_no_cuda"] = True
+        return original(*args, **kwargs)
+
+    module.initialize_megatron = initialize_megatron  # type: ignore[attr-defined]
+
+
+def after_training(module: ModuleType) -> None:
+    """Compare the first steps with the prediction, on rank 0."""
+    session = _session
+    original = getattr(module, "train_step", None)
+    if session is None or session.launch.watch == 0 or original is None:
+        return
+    module.train_step = _first_step(session, module, original)  # type: ignore[attr-defined]
+
+
+def _first_step(
+    session: Session, module: ModuleType, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """At the first step it is known which rank this is; only rank 0 keeps a wrapper."""
+
+    @functools.wraps(original)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        step = original
+        if session.decision is not None and os.environ.get("RANK", "0") == "0":
+            from nest_megatron.launchers.megatron_lm.watch import expected, watched
+
+            step = watched(original, session.launch.watch, expected(session.decision.plan))
+        module.train_step = step  # type: ignore[attr-defined]
+        return step(*args, **kwargs)
+
+    return train_step
+
+
+def after_parallel_state(module: ModuleType) -> None:
+    """No groups without a plan, and none other than the plan's."""
+    original = getattr(module, "initialize_model_parallel", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
+        with ending_on_errors():
+            _require_plan()
+        result = original(*args, **kwargs)
+        if _session is not None and not _session.groups_checked:
+            from nest_megatron.app.launch import compare_groups
+
+            with ending_on_errors():
+                compare_groups(_session, module)
+            _session.groups_checked = True
+        return result
+
+    module.initialize_model_parallel = initialize_model_parallel  # type: ignore[attr-defined]
+
+
+def _require_plan() -> None:
+    asked = is_asked_for([word for word in sys.argv if not word.endswith("=off")])
+    if (asked and _session is None) or (_session is not None and _session.decision is None):
+        raise NestError(
+            "the command asks for +nest, but nothing was planned: this program does not call "
+            "megatron.training.arguments.validate_args, where Megatron-LM "
+            f"{' and '.join(VERSIONS)} check their arguments. Launch it without +nest."
+        )

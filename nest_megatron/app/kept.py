@@ -1,0 +1,49 @@
+"""What the flags that a user keeps cost, against the same job with each of them free."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nest_megatron.app.job import Searched, ask
+from nest_megatron.config.command import Wishes
+from nest_megatron.config.request import plan_request
+from nest_megatron.errors import NestError
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner import plan as find_plan
+from nest_megatron.units import Seconds
+
+_PIPELINE = "pipeline_model_parallel_size"
+
+
+def costs(searched: Searched) -> list[tuple[str, Seconds]]:
+    """The predicted step with each kept choice freed alone, and at last with all of them."""
+    found = []
+    for choice in (*searched.request.kept, "all"):
+        names = {choice, "stage_layout"} if choice == _PIPELINE else {choice}
+        wishes = dataclasses.replace(searched.wishes, free=[*searched.wishes.free, *names])
+        step = _step(searched, wishes)
+        if step is not None:
+            found.append((choice, step))
+    return found
+
+
+def _step(searched: Searched, wishes: Wishes) -> Seconds | None:
+    """The predicted step of the best plan under other wishes."""
+    place = searched.place
+    request = ask(searched.running, place, wishes)
+    wanted = plan_request(place.composed.config, request.inputs, request.space)
+    found = find_plan(dataclasses.replace(wanted, num_alternatives=0))
+    return found.predicted.iteration_time_s if isinstance(found, ParallelPlan) else None
+
+
+def print_costs(searched: Searched) -> None:
+    """Print the costs; runs beside the start of training, which it must not disturb."""
+    from nest_megatron.app.output import show
+    from nest_megatron.report.launched import kept_report
+
+    try:
+        mine = _step(searched, searched.wishes)
+        if mine is not None:
+            show(kept_report(mine, costs(searched)))
+    except NestError as error:
+        print(f"nest: what the kept flags cost cannot be said: {error}", flush=True)

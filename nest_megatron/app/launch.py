@@ -1,0 +1,260 @@
+"""``+nest=auto`` and ``+nest=pinned`` in a job that is about to train: plan, agree, rewrite."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from nest_megatron.app.job import Outcome, RunningJob, carry_out, decide, read_running_job
+from nest_megatron.app.surroundings import names_cluster, processes_per_host, surroundings
+from nest_megatron.cluster.discovery import local_gpus
+from nest_megatron.config.launch import Mode, ProfileMode
+from nest_megatron.config.schema import LaunchConfig
+from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.megatron_lm.agreement import (
+    Board,
+    Hosts,
+    Place,
+    confirm,
+    connect,
+    share,
+)
+from nest_megatron.launchers.megatron_lm.decision import Decision, read_decision
+from nest_megatron.launchers.megatron_lm.groups import (
+    check_groups,
+    check_permutation,
+    ranks_by_host,
+)
+from nest_megatron.launchers.megatron_lm.namespace import (
+    digest_of,
+    recorded_version,
+    require_planned,
+    write,
+)
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.pinning import Found, read_pinned, require_same_job
+
+if TYPE_CHECKING:
+    from nest_megatron.app.hook import Session
+
+
+def run(
+    session: Session,
+    args: Namespace,
+    defaults: Mapping[str, Any],
+    validate: Callable[..., Any],
+) -> Any:
+    """Plan on rank 0, rewrite the arguments on every rank, and let Megatron validate them.
+
+    Returns:
+        What Megatron's own ``validate_args`` returns.
+
+    Raises:
+        NestError: if no plan can be made or carried out; nothing has touched a GPU then.
+    """
+    board = session.board = _board(session, args)
+
+    def solve(hosts: Hosts) -> str:
+        outcome = _with_ranks(session, find(session, args, defaults), hosts)
+        tell(session, outcome)
+        return outcome.decision.to_text()
+
+    text = solve(lambda: ["localhost"]) if board is None else share(board, solve)
+    decision = session.decision = read_decision(text)
+    apply(args, decision)
+    result = validate(args, defaults)
+    require_planned(args, decision.plan)
+    if board is not None:
+        confirm(board, digest_of(args))
+    return result
+
+
+def _board(session: Session, args: Namespace) -> Board | None:
+    """Where the ranks meet; ``None`` for a process that has no others."""
+    if args.world_size == 1 or args.fake_process_group:
+        return None
+    return connect(
+        Place(
+            rank=args.rank,
+            world_size=args.world_size,
+            environment=dict(os.environ),
+            patience_s=60.0 * (args.distributed_timeout_minutes or 10),
+            port=session.launch.port,
+        )
+    )
+
+
+def find(session: Session, args: Namespace, defaults: Mapping[str, Any]) -> Outcome:
+    """A plan for the job of this process: searched, or pinned.
+
+    Raises:
+        NestError: if there is none.
+    """
+    from megatron.core import __version__ as release
+
+    _refuse_profiles(session.launch)
+    _check_out(session)
+    command_line = (session.script, session.argv)
+    running = read_running_job(args, defaults, command_line, recorded_version(release))
+    if session.words.mode is Mode.PINNED:
+        return _pinned(session, running, args.world_size)
+    launch = session.launch
+    place = surroundings(session.words.job, args.world_size, os.environ, dry_run=launch.dry_run)
+    return decide(running, place, free=launch.free, alternative=launch.alternative)
+
+
+def _refuse_profiles(launch: LaunchConfig) -> None:
+    """Say it where a measured profile is asked for: this version has none to offer."""
+    profile = launch.profile
+    measured = profile.mode in (ProfileMode.MEASURE.value, ProfileMode.REQUIRE.value)
+    if measured or profile.name is not None:
+        raise UserInputError(
+            "nest.profile.mode" if measured else "nest.profile.name",
+            value=profile.mode if measured else profile.name,
+            limit="there is no stored layer profile, and this version measures none",
+            fix="Use nest.profile.mode=analytic, which plans from data sheets and published runs.",
+        )
+
+
+def _pinned(session: Session, running: RunningJob, world_size: int) -> Outcome:
+    if session.launch.plan is None:
+        raise UserInputError(
+            "nest.plan",
+            value=None,
+            limit="+nest=pinned launches a reviewed plan",
+            fix="Name it: nest.plan=FILE (`nest-megatron pin` makes one).",
+        )
+    pinned = read_pinned(Path(session.launch.plan).expanduser())
+    dry_run = session.launch.dry_run
+    named = names_cluster(session.words.job)
+    if named:
+        place = surroundings(session.words.job, world_size, os.environ, dry_run=dry_run)
+        world_size = place.cluster.num_gpus
+    elif dry_run and "WORLD_SIZE" not in os.environ:
+        world_size = pinned.plan.placement.num_gpus
+    job = running.job
+    found = Found(
+        spec=running.spec,
+        num_gpus=world_size,
+        cluster=place.cluster if named else None,
+        gpus=None if named or dry_run else local_gpus(),
+        gpus_per_host=None if dry_run else processes_per_host(os.environ),
+        global_batch_size=job.global_batch_size,
+        precision=job.precision,
+        tensor_model_parallel_size=running.command.values["tensor_model_parallel_size"],
+        megatron_lm=job.version,
+    )
+    require_same_job(pinned, found)
+    who = f"Pinned {pinned.pin.created} by {pinned.pin.by}."
+    return carry_out(_with_rows_of(running, pinned.plan), running.command, (who,))
+
+
+def _with_rows_of(running: RunningJob, plan: ParallelPlan) -> ParallelPlan:
+    """The plan with the embedding's rows that the job has by itself, where they can be split."""
+    rows = running.spec.vocab_size
+    if not running.spec.vocab_is_padded or rows % plan.parallel.tensor_model_parallel_size:
+        return plan
+    model = dataclasses.replace(plan.model, vocab_size=rows, vocab_is_padded=True)
+    return dataclasses.replace(plan, model=model)
+
+
+def _with_ranks(session: Session, outcome: Outcome, hosts: Hosts) -> Outcome:
+    """The outcome with the ranks that processes take: as told, or each host's together."""
+    ranks = outcome.decision.ranks
+    asked = session.launch.ranks
+    if isinstance(asked, list):
+        ranks = tuple(asked)
+    elif ranks is None and asked == "by_host":
+        ranks = ranks_by_host(hosts())
+    if ranks is None:
+        return outcome
+    place = Place(rank=0, world_size=len(hosts()), environment=dict(os.environ))
+    check_permutation(ranks, place.world_size, zero_may_move=place.agent_hosts_store)
+    note = "Ranks are numbered anew so that each host's are together."
+    if isinstance(asked, list) or outcome.decision.ranks is not None:
+        note = "Ranks are numbered anew, as asked for."
+    return dataclasses.replace(
+        outcome,
+        decision=dataclasses.replace(outcome.decision, ranks=ranks),
+        notes=(*outcome.notes, note),
+    )
+
+
+def apply(args: Namespace, decision: Decision) -> None:
+    """Carry a decision out in this process: arguments, variables, this process's rank."""
+    write(args, decision.values, decision.environment)
+    if decision.ranks is not None:
+        args.rank = decision.ranks[args.rank]
+        os.environ["RANK"] = str(args.rank)
+
+
+def tell(session: Session, outcome: Outcome) -> None:
+    """Say on rank 0 what will run and why, and keep the full plan in a file."""
+    from nest_megatron.app.kept import print_costs
+    from nest_megatron.app.output import say, show
+    from nest_megatron.report.launched import launched_report
+
+    show(launched_report(outcome.decision.plan, outcome.changes, outcome.notes))
+    say(keep(session, outcome.decision.plan))
+    if outcome.searched is not None and outcome.searched.request.kept:
+        threading.Thread(target=print_costs, args=(outcome.searched,), daemon=True).start()
+
+
+def _out(session: Session) -> Path | None:
+    """The file that the user wants the plan in."""
+    given = [setting.value for setting in session.words.job if setting.key == "out"]
+    return Path(given[-1].strip("'\"")).expanduser() if given and given[-1] else None
+
+
+def _check_out(session: Session) -> None:
+    """Refuse a place that cannot be written to before anything is searched."""
+    out = _out(session)
+    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
+        raise UserInputError(
+            "nest.out",
+            value=str(out),
+            limit="it is a folder" if out.is_dir() else f"{out.parent} cannot be written to",
+            fix="Name a file in a folder that you may write to.",
+        )
+
+
+def keep(session: Session, plan: ParallelPlan) -> str:
+    """Write the plan file; a cache that cannot be written is no reason to stop.
+
+    Returns:
+        Where it is, in a sentence.
+    """
+    from platformdirs import user_cache_path
+
+    path = _out(session)
+    try:
+        if path is None:
+            name = f"{plan.model.name}-{plan.provenance.checksum}.yaml"
+            path = user_cache_path("nest-megatron") / "plans" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+        plan_file.write(plan, path)
+    except (OSError, UserInputError) as error:
+        if _out(session) is not None:
+            raise
+        return f"nest: the full plan could not be kept ({error}); nest.out=FILE names a place."
+    return f"nest: the full plan is in {path} (`nest-megatron explain` shows it)"
+
+
+def compare_groups(session: Session, parallel_state: ModuleType) -> None:
+    """Compare Megatron's process groups with the plan's.
+
+    Raises:
+        NestError: if one differs.
+    """
+    import torch
+
+    plan = session.decision.plan
+    rank = torch.distributed.get_rank()
+    check_groups(parallel_state, plan.grid().dims, rank, has_experts=plan.model.is_moe)

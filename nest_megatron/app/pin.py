@@ -1,0 +1,88 @@
+"""``pin``."""
+
+from __future__ import annotations
+
+import getpass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from nest_megatron import __version__
+from nest_megatron.app import OK
+from nest_megatron.app.output import say, show_json
+from nest_megatron.errors import PlanFileError, UserInputError
+from nest_megatron.files import read_text
+from nest_megatron.launchers.megatron_lm.attach import launch_request
+from nest_megatron.launchers.megatron_lm.parser import load_arguments
+from nest_megatron.launchers.megatron_lm.rules import check
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.pinning import Pin, PinnedPlan, is_pinned, write_pinned
+from nest_megatron.plain import to_plain
+
+
+def run_pin(
+    path: Path,
+    *,
+    out: Path | None,
+    by: str | None,
+    note: str,
+    megatron_version: str,
+    as_json: bool,
+) -> int:
+    """Freeze a plan file."""
+    text = read_text(path, "plan")
+    if is_pinned(text):
+        raise PlanFileError(
+            "plan",
+            value=str(path),
+            limit="it is pinned already",
+            fix="Plan again for a new one; `nest-megatron explain` shows who pinned it.",
+        )
+    plan = plan_file.load(text, str(path))
+    _require_launchable(plan, megatron_version)
+    pinned = PinnedPlan(
+        pin=Pin(
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            by=by or _user(),
+            note=note,
+            nest_megatron_version=__version__,
+            megatron_lm=megatron_version,
+        ),
+        plan=plan,
+    )
+    target = out or path
+    write_pinned(pinned, target)
+    if as_json:
+        show_json({"pinned": str(target), **to_plain(pinned.pin)})
+        return OK
+    say(
+        f"Pinned to {target}: {plan.model.name} on {plan.cluster.describe()}, global batch "
+        f"{plan.train.global_batch_size}, {plan.train.precision}, Megatron-LM {megatron_version}, "
+        f"nest-megatron {__version__}."
+    )
+    say(f"Launch that job with +nest=pinned nest.plan={target}; any other is refused.")
+    return OK
+
+
+def _require_launchable(plan: ParallelPlan, version: str) -> None:
+    """Refuse a plan that does not fit or that Megatron does not launch."""
+    load_arguments(version)  # refuses a release that is not recorded
+    if not plan.predicted.fits:
+        raise UserInputError(
+            "plan",
+            value=plan.predicted.binding_constraint,
+            limit="it does not fit in memory",
+            fix="Pin a plan that fits.",
+        )
+    request = launch_request(plan, version=version)
+    for rule, found in check(request):
+        if rule.name != "activation_flag":
+            limit = f"{found.limit} (Megatron-LM {rule.source})"
+            raise UserInputError(found.what, value=found.value, limit=limit, fix=found.fix)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container without a user database
+        return "unknown"

@@ -1,0 +1,97 @@
+"""What a process does at its start when its command line holds ``+nest=...``.
+
+The ``.pth`` file beside the package imports this module in such processes alone, and the runner
+(``python -m nest_megatron SCRIPT``) does so itself. It watches for a few modules of Megatron and
+calls ``nest_megatron.app.hook`` as they load; until then it imports nothing and leaves ``sys.argv``
+alone, so that a launcher such as ``torchrun`` passes the words on untouched.
+
+Standard library only. Installing twice is installing once: in a virtual environment Python runs
+every ``.pth`` file twice.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+#: The words that ask for a plan; ``boot.pth`` looks for the same.
+TOKENS = ("+nest=", "++nest=")
+
+#: Functions of ``HANDLERS`` to call just before a module is loaded ...
+BEFORE = {"megatron.training": "before_training"}
+#: ... and with the module just after.
+AFTER = {
+    "megatron.training.arguments": "after_arguments",
+    "megatron.training.initialize": "after_initialize",
+    "megatron.training.training": "after_training",
+    "megatron.core.parallel_state": "after_parallel_state",
+}
+HANDLERS = "nest_megatron.app.hook"
+
+
+class MegatronWatcher:
+    """A meta-path finder that finds nothing itself, but hears of every module looked for."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec that the other finders give, with a call of ours around its execution."""
+        if name in BEFORE:
+            _handler(BEFORE[name])()
+        if name not in AFTER:
+            return None
+        spec = _found_by_others(self, name, path, target)
+        if spec is not None and spec.loader is not None:
+            _call_after(spec, _handler(AFTER[name]))
+        return spec
+
+
+def install() -> None:
+    """Watch for Megatron, once."""
+    if not any(isinstance(finder, MegatronWatcher) for finder in sys.meta_path):
+        sys.meta_path.insert(0, MegatronWatcher())
+
+
+def is_asked_for(argv: Sequence[str]) -> bool:
+    """Whether a command line asks for a plan.
+
+    >>> is_asked_for(["pretrain_gpt.py", "--bf16", "+nest=auto"]), is_asked_for(["x.py"])
+    (True, False)
+    """
+    return any(word.startswith(TOKENS) for word in argv)
+
+
+def _handler(name: str) -> Callable[..., None]:
+    handler: Callable[..., None] = getattr(importlib.import_module(HANDLERS), name)
+    return handler
+
+
+def _found_by_others(
+    watcher: MegatronWatcher, name: str, path: Sequence[str] | None, target: ModuleType | None
+) -> ModuleSpec | None:
+    for finder in sys.meta_path:
+        find = None if finder is watcher else getattr(finder, "find_spec", None)
+        spec: ModuleSpec | None = find and find(name, path, target)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _call_after(spec: ModuleSpec, handler: Callable[..., None]) -> None:
+    """Run a handler behind the loader's own ``exec_module``."""
+    loader = spec.loader
+    assert loader is not None
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        handler(module)
+
+    loader.exec_module = exec_module  # type: ignore[method-assign]
+
+
+if is_asked_for(getattr(sys, "argv", ())):
+    install()

@@ -1,0 +1,208 @@
+"""Options of the user that a plan contradicts: left in place, Megatron would refuse the job.
+
+A plan prices none of them, so dropping one costs at most what the option would have gained; each is
+named in the changes, with its reason. Source lines: ``args`` is
+``megatron/training/arguments.py``, ``mpc`` ``model_parallel_config.py``, ``tc``
+``transformer_config.py`` (core_v0.16.1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.recompute import RecomputeGranularity
+
+Contradicts = Callable[[ParallelPlan, Any], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Companion:
+    """An option that only goes with some layouts.
+
+    Args:
+        contradicts: whether a plan leaves no room for the user's value.
+        reason: said beside the change.
+        source: where Megatron refuses the two together.
+        turns_off: the option is a switch that turns something off, so it is given where the value
+            is false.
+    """
+
+    dest: str
+    contradicts: Contradicts
+    reason: str
+    source: str
+    turns_off: bool = False
+
+
+def contradicted(plan: ParallelPlan, values: Mapping[str, Any]) -> dict[str, str]:
+    """Options among the user's that the plan leaves no room for, with the reason for each."""
+    return {
+        companion.dest: companion.reason
+        for companion in COMPANIONS
+        if bool(values.get(companion.dest, companion.turns_off)) is not companion.turns_off
+        and companion.contradicts(plan, values[companion.dest])
+    }
+
+
+def _without_sequence_parallel(plan: ParallelPlan, _: Any) -> bool:
+    return not plan.parallel.sequence_parallel
+
+
+def _without_pipeline(plan: ParallelPlan, _: Any) -> bool:
+    return plan.parallel.pipeline_model_parallel_size == 1
+
+
+def _without_virtual_stages(plan: ParallelPlan, _: Any) -> bool:
+    return plan.parallel.virtual_pipeline_model_parallel_size is None
+
+
+def _fully_recomputes(plan: ParallelPlan) -> bool:
+    return plan.parallel.recompute_granularity is RecomputeGranularity.FULL
+
+
+def _gathers_apart(plan: ParallelPlan, value: Any) -> bool:
+    return _without_virtual_stages(plan, value) or not plan.parallel.overlap_param_gather
+
+
+def _group_size(plan: ParallelPlan, size: Any) -> bool:
+    """Micro batches in a round of virtual stages: between pp and all of them, in whole rounds."""
+    pp, count = plan.parallel.pipeline_model_parallel_size, plan.grid().num_microbatches
+    rest = count % size
+    return _without_virtual_stages(plan, size) or not pp <= size <= count or 0 < rest < pp
+
+
+def _two_ranks_without_overlap(plan: ParallelPlan, _: Any) -> bool:
+    chosen = plan.parallel
+    virtual = chosen.virtual_pipeline_model_parallel_size is not None
+    return virtual and chosen.pipeline_model_parallel_size == 2
+
+
+def _saves_in_another_way(plan: ParallelPlan, _: Any) -> bool:
+    chosen = plan.parallel
+    split = chosen.tensor_model_parallel_size > 1 and not chosen.sequence_parallel
+    return not (split and _fully_recomputes(plan))
+
+
+def _other_product(plan: ParallelPlan, sizes: Any) -> bool:
+    return math.prod(map(int, sizes)) != plan.parallel.context_parallel_size
+
+
+def _hierarchical(plan: ParallelPlan, kinds: Any) -> bool:
+    return "a2a+p2p" in kinds and plan.parallel.context_parallel_size == 1
+
+
+def _no_expert_overlap(plan: ParallelPlan, _: Any) -> bool:
+    chosen = plan.parallel
+    plain = chosen.pipeline_model_parallel_size > 1 and _without_virtual_stages(plan, None)
+    return chosen.expert_model_parallel_size == 1 or plain or _fully_recomputes(plan)
+
+
+def _uneven_instances(plan: ParallelPlan, instances: Any) -> bool:
+    dims = plan.grid().dims
+    replicas = dims.data_parallel_size * dims.context_parallel_size
+    experts = plan.model.is_moe and dims.expert_data_parallel_size % instances
+    return not plan.parallel.use_distributed_optimizer or bool(replicas % instances or experts)
+
+
+def _other_checkpoints(plan: ParallelPlan, name: Any) -> bool:
+    return name == "fsdp_dtensor" and not plan.parallel.use_megatron_fsdp
+
+
+def _without_fsdp(plan: ParallelPlan, _: Any) -> bool:
+    return not plan.parallel.use_megatron_fsdp
+
+
+_VIRTUAL = "the plan has no virtual stages"
+_PIPELINE = "the plan has no pipeline"
+
+COMPANIONS: tuple[Companion, ...] = (
+    Companion(
+        dest="tp_comm_overlap",
+        contradicts=_without_sequence_parallel,
+        reason="it needs sequence parallelism",
+        source="args:916",
+    ),
+    Companion(
+        dest="defer_embedding_wgrad_compute",
+        contradicts=_without_pipeline,
+        reason=_PIPELINE,
+        source="mpc:426",
+    ),
+    Companion(
+        dest="overlap_p2p_comm_warmup_flush",
+        contradicts=_without_virtual_stages,
+        reason=_VIRTUAL,
+        source="mpc:452",
+    ),
+    Companion(
+        dest="overlap_p2p_comm",
+        contradicts=_two_ranks_without_overlap,
+        reason="virtual stages on two pipeline ranks need it",
+        source="args:579",
+        turns_off=True,
+    ),
+    Companion(
+        dest="overlap_param_gather_with_optimizer_step",
+        contradicts=_gathers_apart,
+        reason="it needs virtual stages and overlapped gathering of weights",
+        source="args:640",
+    ),
+    Companion(
+        dest="microbatch_group_size_per_vp_stage",
+        contradicts=_group_size,
+        reason="the plan's rounds of micro batches are of another size",
+        source="schedules.py:995-1015 (run)",
+    ),
+    Companion(
+        dest="distribute_saved_activations",
+        contradicts=_saves_in_another_way,
+        reason="sequence parallelism spreads them already",
+        source="args:885",
+    ),
+    Companion(
+        dest="hierarchical_context_parallel_sizes",
+        contradicts=_other_product,
+        reason="the plan has another context-parallel size",
+        source="args:405",
+    ),
+    Companion(
+        dest="cp_comm_type",
+        contradicts=_hierarchical,
+        reason="the plan has no context parallelism",
+        source="args:407",
+    ),
+    Companion(
+        dest="overlap_moe_expert_parallel_comm",
+        contradicts=_no_expert_overlap,
+        reason="it needs expert parallelism, virtual stages and no full recomputation",
+        source="tc:1858",
+    ),
+    Companion(
+        dest="delay_wgrad_compute",
+        contradicts=_no_expert_overlap,
+        reason="it goes with --overlap-moe-expert-parallel-comm",
+        source="tc:1872",
+    ),
+    Companion(
+        dest="num_distributed_optimizer_instances",
+        contradicts=lambda plan, n: n > 1 and _uneven_instances(plan, n),
+        reason="it does not divide the plan's replicas",
+        source="parallel_state.py:833",
+    ),
+    Companion(
+        dest="ckpt_format",
+        contradicts=_other_checkpoints,
+        reason="only Megatron-FSDP saves that way",
+        source="args:690",
+    ),
+    Companion(
+        dest="fsdp_double_buffer",
+        contradicts=_without_fsdp,
+        reason="it belongs to Megatron-FSDP",
+        source="args:680",
+    ),
+)

@@ -1,0 +1,109 @@
+"""What the first iterations took, beside what was predicted."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds
+
+Result = TypeVar("Result")
+
+#: Share of the watched iterations that come first and are left out: caches fill, kernels are tuned.
+_WARM_UP = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """The prediction to compare with: a step, and the memory of this rank."""
+
+    iteration_time_s: Seconds
+    memory_bytes: Bytes
+
+
+def expected(plan: ParallelPlan) -> Expected:
+    """What a plan predicts for global rank 0, which is on the first pipeline rank."""
+    first = plan.predicted.stages[0]
+    return Expected(
+        iteration_time_s=plan.predicted.iteration_time_s,
+        memory_bytes=sum(first.memory_bytes.values()),
+    )
+
+
+def watched(
+    train_step: Callable[..., Result], iterations: int, prediction: Expected
+) -> Callable[..., Result]:
+    """Megatron's ``train_step``, which says once how long a step takes and what it needs.
+
+    Only the moments at which steps begin are noted, so nothing waits for the device; an
+    evaluation or a checkpoint between two steps does not move the median.
+
+    Args:
+        iterations: steps to look at; the first quarter of them is left out.
+    """
+    begun: list[float] = []
+
+    @functools.wraps(train_step)
+    def step(*args: Any, **kwargs: Any) -> Result:
+        if len(begun) <= iterations:
+            begun.append(time.perf_counter())
+            if len(begun) == iterations + 1:
+                print(f"nest: {comparison(begun, prediction, peak_memory_bytes())}", flush=True)
+        return train_step(*args, **kwargs)
+
+    return step
+
+
+def comparison(begun: list[float], prediction: Expected, memory_bytes: Bytes | None) -> str:
+    """One line on measured and predicted figures.
+
+    Args:
+        begun: when each step began, in seconds.
+
+    >>> prediction = Expected(iteration_time_s=1.0, memory_bytes=50 << 30)
+    >>> comparison([0.0, 3.0, 4.25, 5.5, 6.75], prediction, 60 << 30)
+    ... # doctest: +NORMALIZE_WHITESPACE
+    'measured over iterations 2 to 4: 1.250 s a step (predicted 1.000 s, +25.0 %), peak memory of
+    rank 0 60.0 GiB (predicted 50.0 GiB, +20.0 %)'
+    """
+    skipped = int(_WARM_UP * (len(begun) - 1))
+    times = [after - before for before, after in itertools.pairwise(begun)][skipped:]
+    step = statistics.median(times)
+    predicted = prediction.iteration_time_s
+    line = (
+        f"measured over iterations {skipped + 1} to {len(begun) - 1}: {format_seconds(step)} a "
+        f"step (predicted {format_seconds(predicted)}, {_more(step, predicted)})"
+    )
+    if memory_bytes is None:
+        return line
+    wanted = prediction.memory_bytes
+    return (
+        f"{line}, peak memory of rank 0 {format_gib(memory_bytes)} "
+        f"(predicted {format_gib(wanted)}, {_more(memory_bytes, wanted)})"
+    )
+
+
+def _more(measured: float, predicted: float) -> str:
+    return f"{100 * (measured - predicted) / predicted:+.1f} %"
+
+
+def peak_memory_bytes() -> Bytes | None:
+    """What this process's device held at most: the allocator's peak and all that lies outside it.
+
+    Returns:
+        ``None`` where there is no device.
+    """
+    import torch
+
+    try:
+        free, total = torch.cuda.mem_get_info()
+        outside = total - free - torch.cuda.memory_reserved()
+        return int(torch.cuda.max_memory_reserved() + max(0, outside))
+    except (RuntimeError, ValueError, AssertionError, AttributeError):
+        return None

@@ -1,0 +1,54 @@
+"""What ``srun`` tells a process, in the variables that torch and Megatron read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+#: Ports for ``MASTER_PORT``: below Linux's ephemeral range, one for each of many jobs.
+_FIRST_PORT, _NUM_PORTS = 15_000, 10_000
+
+
+def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """``RANK`` and its kin for a task of ``srun`` that has none of them.
+
+    A script that exports them itself is left alone, and so is a step of one task.
+
+    Returns:
+        The variables to set; empty outside Slurm.
+    """
+    said = {"RANK", "WORLD_SIZE"} & environment.keys()
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if said or "SLURM_PROCID" not in environment or int(tasks) <= 1:
+        return {}
+    hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
+    job = environment.get("SLURM_JOB_ID", "0")
+    step = environment.get("SLURM_STEP_ID", "0")
+    own = {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "MASTER_ADDR": first_host(hosts) or "localhost",
+        "MASTER_PORT": str(_FIRST_PORT + (_number(job) * 16 + _number(step)) % _NUM_PORTS),
+    }
+    return {name: value for name, value in own.items() if name not in environment}
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list.
+
+    >>> first_host("gpu[003-010,014]"), first_host("n1,n2"), first_host("rack[1-2]gpu[7,9]")
+    ('gpu003', 'n1', 'rack1gpu7')
+    """
+    depth, end = 0, len(nodelist)
+    for at, letter in enumerate(nodelist):
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            end = at
+            break
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodelist[:end])
+
+
+def _number(text: str) -> int:
+    digits = re.sub(r"\D", "", text)
+    return int(digits) if digits else 0

@@ -1,0 +1,245 @@
+"""Reviewed plans, frozen: a file that only launches the job that it was made for.
+
+The first line of a pinned file is a checksum of every byte below it, so that any later change is
+noticed; below lie who pinned it, what it demands of the software, and the plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nest_megatron import __version__
+from nest_megatron.cluster.discovery import LocalGpus, is_same_device
+from nest_megatron.cluster.records import Cluster, Precision
+from nest_megatron.errors import PlanFileError, UserInputError
+from nest_megatron.files import read_text, write_text
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.plain import from_plain, to_plain
+
+_HEAD = "# nest-megatron pinned plan, sha256 of all below: "
+#: Fields of a model that name it and change nothing.
+_NAMES = ("name", "source")
+#: Compared by the padded size.
+_VOCAB = ("vocab_size", "vocab_is_padded", "make_vocab_size_divisible_by")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """Who froze a plan, and for which software.
+
+    Args:
+        megatron_lm: the release that it may launch, ``0.16.1`` or ``0.20``.
+    """
+
+    created: str
+    by: str
+    note: str
+    nest_megatron_version: str
+    megatron_lm: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinnedPlan:
+    """A pinned file's contents."""
+
+    pin: Pin
+    plan: ParallelPlan
+
+
+def pinned_text(pinned: PinnedPlan) -> str:
+    """The text of a pinned file."""
+    body = yaml.safe_dump(
+        {"pin": to_plain(pinned.pin), **to_plain(pinned.plan)},
+        sort_keys=False,
+        width=100,
+        allow_unicode=True,
+    )
+    return f"{_HEAD}{_sum(body)}\n{body}"
+
+
+def _sum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_pinned(pinned: PinnedPlan, path: Path) -> None:
+    """Write a pinned file, whole or not at all."""
+    write_text(path, pinned_text(pinned))
+
+
+def is_pinned(text: str) -> bool:
+    """Whether a plan file's text is pinned."""
+    return text.startswith(_HEAD)
+
+
+def read_pinned(path: Path) -> PinnedPlan:
+    """Read a pinned file.
+
+    Raises:
+        PlanFileError: if it is not pinned, or a byte of it changed since.
+    """
+    text = read_text(path, "nest.plan")
+    if not is_pinned(text):
+        raise PlanFileError(
+            "nest.plan",
+            value=str(path),
+            limit="it is not pinned",
+            fix=f"Review it, then: nest-megatron pin {path}",
+        )
+    head, _, body = text.partition("\n")
+    if head != _HEAD + _sum(body):
+        raise PlanFileError(
+            "nest.plan",
+            value=str(path),
+            limit="its contents do not match its first line: it was changed after it was pinned",
+            fix="Take the reviewed file again, or plan and pin anew.",
+        )
+    fields = yaml.load(body, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return PinnedPlan(
+        pin=from_plain(Pin, fields.pop("pin"), "pin"),
+        plan=plan_file.load(yaml.safe_dump(fields, sort_keys=False), str(path)),
+    )
+
+
+def read_plan(path: Path) -> tuple[ParallelPlan, Pin | None]:
+    """Read a plan file, pinned or not.
+
+    Raises:
+        UserInputError: if it cannot be read, or was changed.
+    """
+    text = read_text(path, "plan")
+    if not is_pinned(text):
+        return plan_file.load(text, str(path)), None
+    pinned = read_pinned(path)
+    return pinned.plan, pinned.pin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One thing in which a job is not the one that was pinned."""
+
+    what: str
+    pinned: object
+    found: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The job that is about to run.
+
+    Args:
+        cluster: as the user names it; otherwise what is known of this host is compared.
+        gpus: what the driver says of this host.
+        gpus_per_host: processes that the launcher starts on each host, where it says so.
+        tensor_model_parallel_size: the user's own, by which the job pads its vocabulary.
+        megatron_lm: the recorded release that stands for the installed one.
+    """
+
+    spec: TransformerSpec
+    num_gpus: int
+    cluster: Cluster | None
+    gpus: LocalGpus | None
+    gpus_per_host: int | None
+    global_batch_size: int | None
+    precision: Precision
+    tensor_model_parallel_size: int
+    megatron_lm: str
+
+
+def require_same_job(pinned: PinnedPlan, found: Found) -> None:
+    """Refuse a job that the pinned plan was not made for.
+
+    Raises:
+        UserInputError: naming every difference.
+    """
+    differences = [
+        *_model_differences(pinned.plan, found.spec, found.tensor_model_parallel_size),
+        *_job_differences(pinned, found),
+        *_place_differences(pinned.plan.cluster, found),
+    ]
+    if differences:
+        raise UserInputError(
+            "nest.plan",
+            value=", ".join(each.what for each in differences),
+            limit="the job is not the one that this plan was pinned for: "
+            + "; ".join(f"{d.what} is {d.found}, pinned {d.pinned}" for d in differences),
+            fix="Launch the pinned job, or plan and pin this one.",
+        )
+
+
+def _model_differences(plan: ParallelPlan, spec: TransformerSpec, tp: int) -> Iterator[Difference]:
+    for field in dataclasses.fields(TransformerSpec):
+        if field.name in (*_NAMES, *_VOCAB):
+            continue
+        wanted, found = _resolved(plan.model, field.name), _resolved(spec, field.name)
+        if wanted != found:
+            yield Difference(what=field.name, pinned=wanted, found=found)
+    rows, found_rows = plan.model.padded_vocab_size(tp), spec.padded_vocab_size(tp)
+    if rows != found_rows:
+        yield Difference(what="padded_vocab_size", pinned=rows, found=found_rows)
+
+
+def _resolved(spec: TransformerSpec, name: str) -> Any:
+    """A field with Megatron's default in the place of ``None``."""
+    defaults = {
+        "num_query_groups": spec.query_groups,
+        "kv_channels": spec.head_dim,
+        "max_position_embeddings": spec.max_position_embeddings or spec.seq_length,
+        "moe_ffn_hidden_size": spec.expert_ffn_hidden_size,
+        "mtp_num_layers": spec.num_mtp_layers,
+    }
+    if name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
+        return getattr(spec, name) if spec.multi_latent_attention else None
+    if name.startswith("moe_") and spec.num_experts is None:
+        return None
+    return defaults.get(name, getattr(spec, name))
+
+
+def _job_differences(pinned: PinnedPlan, found: Found) -> Iterator[Difference]:
+    plan = pinned.plan
+    rows = {
+        "global_batch_size": (plan.train.global_batch_size, found.global_batch_size),
+        "precision": (plan.train.precision.value, found.precision.value),
+        "Megatron-LM release": (pinned.pin.megatron_lm, found.megatron_lm),
+        "nest-megatron version": (pinned.pin.nest_megatron_version, __version__),
+    }
+    for what, (wanted, have) in rows.items():
+        if wanted != have:
+            yield Difference(what=what, pinned=wanted, found=have)
+
+
+def _place_differences(wanted: Cluster, found: Found) -> Iterator[Difference]:
+    if wanted.num_gpus != found.num_gpus:
+        yield Difference(what="number of GPUs", pinned=wanted.num_gpus, found=found.num_gpus)
+    if found.cluster is not None:
+        yield from _cluster_differences(wanted, found.cluster)
+        return
+    gpus, per_host = found.gpus, wanted.launch_gpus_per_host
+    if gpus is not None and not is_same_device(wanted.accelerator, gpus):
+        yield Difference(what="GPU", pinned=wanted.accelerator.name, found=gpus.describe())
+    if found.gpus_per_host not in (None, per_host):
+        yield Difference(what="GPUs of a host", pinned=per_host, found=found.gpus_per_host)
+
+
+def _cluster_differences(wanted: Cluster, found: Cluster) -> Iterator[Difference]:
+    rows: dict[str, tuple[object, object]] = {
+        "GPU": (wanted.accelerator.name, found.accelerator.name),
+        "GPUs per node": (wanted.gpus_per_node, found.gpus_per_node),
+        "GPU memory": (wanted.accelerator.memory_bytes, found.accelerator.memory_bytes),
+    }
+    differences = [
+        Difference(what=what, pinned=want, found=have)
+        for what, (want, have) in rows.items()
+        if want != have
+    ]
+    yield from differences
+    if not differences and plan_file.digest(wanted.levels) != plan_file.digest(found.levels):
+        yield Difference(what="network", pinned=wanted.name, found=found.name)

@@ -1,0 +1,136 @@
+"""The stage problem where one partition alone is allowed, left to the stage solver all the same.
+
+Time and memory ask of a chunk only the sums over its units and the largest working memory. Joining
+the units of each chunk to one unit therefore leaves a problem with as many units as chunks, whose
+only partition costs what the given one costs, to the tick and the byte. The stage solver, whichever
+backend, judges that problem with all that it promises: bounds, thresholds, limits and refusals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+from nest_megatron.cost_model.pipeline import ChunkCost, PipelineProblem, UnitCost, chunk_cost
+from nest_megatron.errors import UserInputError
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.rules import mtp_chunk, mtp_chunk_fits
+from nest_megatron.solver.outcome import StageSolution
+from nest_megatron.units import Ticks
+
+#: Different chunks that a stage problem can name.
+_MOST_KINDS = 256
+
+
+def check_partition(spec: TransformerSpec, partition: StagePartition) -> None:
+    """Refuse a partition that is not one of this model.
+
+    Raises:
+        UserInputError: if it cuts another number of units, or puts MTP layers where Megatron does
+            not build them.
+    """
+    units = len(spec.layer_kinds())
+    if partition.boundaries[-1] != units:
+        raise UserInputError(
+            "stage partition",
+            value=partition.boundaries[-1],
+            limit=f"model {spec.name} has {units} units (layers, embedding, MTP, head)",
+            fix="Cut the units of this very model.",
+        )
+    chunk, pp = mtp_chunk(spec, partition), partition.pipeline_model_parallel_size
+    if chunk is not None and not mtp_chunk_fits(chunk, pp, partition.num_chunks // pp):
+        raise UserInputError(
+            "stage partition",
+            value=f"MTP layers in virtual stage {chunk // pp} of pipeline rank {chunk % pp}",
+            limit="Megatron keeps them in the last virtual stage of a rank other than the first",
+            fix="Move them to the last stage.",
+        )
+
+
+def judging(
+    solve: Callable[[PipelineProblem, Ticks, int], StageSolution], partition: StagePartition
+) -> Callable[[PipelineProblem, Ticks, int], StageSolution]:
+    """A stage solver to which the given partition is the only one there is.
+
+    Args:
+        solve: the stage solver that judges it.
+        partition: one of the model whose problems are asked, with their ``p`` and ``v``.
+    """
+
+    def solve_one(problem: PipelineProblem, threshold: Ticks, node_limit: int) -> StageSolution:
+        found = solve(joined(problem, partition.boundaries), threshold, node_limit)
+        if not found.boundaries:
+            return found
+        return dataclasses.replace(found, boundaries=partition.boundaries)
+
+    return solve_one
+
+
+def joined(problem: PipelineProblem, boundaries: tuple[int, ...]) -> PipelineProblem:
+    """The problem with one unit for each chunk of a partition.
+
+    Every unit but the first and the last counts as a layer, so that the family of
+    ``chunk_space.py`` too has one member: a layer for each chunk between the ends.
+
+    Raises:
+        UserInputError: if there are more different chunks than a problem can name.
+    """
+    chunks = list(_chunks(problem, boundaries))
+    kinds = {cost: number for number, cost in enumerate(dict.fromkeys(chunks))}
+    if len(kinds) > _MOST_KINDS:
+        raise UserInputError(
+            "stage partition",
+            value=len(kinds),
+            limit=f"it may have {_MOST_KINDS} virtual stages of different cost",
+            fix="Give more virtual stages the same layers.",
+        )
+    return dataclasses.replace(
+        problem,
+        unit_kinds=bytes(kinds[cost] for cost in chunks),
+        costs=tuple(kinds),
+        num_layers=max(0, len(chunks) - 2),
+        block_num_layers=0,
+    )
+
+
+def _chunks(problem: PipelineProblem, boundaries: tuple[int, ...]) -> Iterator[UnitCost]:
+    """Each chunk as one unit; equal runs of units are added up once.
+
+    Runs are equal if so many of their units lie before the first layer and behind the last one.
+    """
+    known: dict[tuple[bytes, bool, int], UnitCost] = {}
+    for first, end in pairwise(boundaries):
+        key = (problem.unit_kinds[first:end], first == 0, max(0, end - 1 - problem.num_layers))
+        if key not in known:
+            known[key] = _as_unit(chunk_cost(problem, first, end))
+        yield known[key]
+
+
+def _as_unit(chunk: ChunkCost) -> UnitCost:
+    return UnitCost(
+        forward=chunk.forward,
+        backward=chunk.backward,
+        block_backward=chunk.backward,
+        head_least=chunk.head_least,
+        head_rest=chunk.head_rest,
+        tail_least=chunk.tail_least,
+        tail_rest=chunk.tail_rest,
+        optimizer=chunk.optimizer,
+        static_bytes=chunk.static_bytes,
+        saved_bytes=chunk.saved_bytes,
+        block_saved_bytes=chunk.saved_bytes,
+        working_bytes=chunk.working_bytes,
+        block_working_bytes=chunk.working_bytes,
+    )
+
+
+def with_least_tails(problem: PipelineProblem) -> PipelineProblem:
+    """The problem whose gradient reductions hide as far as any recompute setting can hide them.
+
+    Recomputation lengthens passes and hides more of the reduction behind them. With the first
+    counted as none and the second as all, a partition takes no longer than under any setting.
+    """
+    costs = tuple(cost._replace(tail_rest=cost.tail_least) for cost in problem.costs)
+    return dataclasses.replace(problem, costs=costs)

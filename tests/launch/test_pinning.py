@@ -1,0 +1,146 @@
+"""Pinned plans: the same job and no other, the same bytes and no others."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nest_megatron.cluster.discovery import LocalGpus
+from nest_megatron.cluster.records import Precision
+from nest_megatron.errors import PlanFileError, UserInputError
+from nest_megatron.parallel import plan_file
+from nest_megatron.pinning import Found, PinnedPlan, read_pinned, read_plan, require_same_job
+from tests.app.runs import SMALL, run
+
+
+@pytest.fixture(scope="module")
+def pinned_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pin") / "plan.yaml"
+    assert run("plan", *SMALL, f"out={path}").code == 0
+    done = run("pin", str(path), "--by", "ada", "--note", "for run 7")
+    assert done.code == 0, done.err
+    assert "+nest=pinned" in done.out
+    return path
+
+
+@pytest.fixture(scope="module")
+def pinned(pinned_path: Path) -> PinnedPlan:
+    return read_pinned(pinned_path)
+
+
+def job_of(pinned: PinnedPlan, **changes: Any) -> Found:
+    plan = pinned.plan
+    same = Found(
+        spec=plan.model,
+        num_gpus=plan.cluster.num_gpus,
+        cluster=plan.cluster,
+        gpus=None,
+        gpus_per_host=None,
+        global_batch_size=plan.train.global_batch_size,
+        precision=plan.train.precision,
+        tensor_model_parallel_size=1,
+        megatron_lm="0.16.1",
+    )
+    return dataclasses.replace(same, **changes)
+
+
+def test_the_same_job_passes(pinned: PinnedPlan) -> None:
+    require_same_job(pinned, job_of(pinned))
+    renamed = dataclasses.replace(pinned.plan.model, name="pretrain_gpt", source="elsewhere")
+    require_same_job(pinned, job_of(pinned, spec=renamed))
+
+
+def test_a_settled_vocabulary_of_the_same_size_is_the_same_model(pinned: PinnedPlan) -> None:
+    require_same_job(pinned, job_of(pinned, spec=pinned.plan.model.with_padded_vocab(1)))
+
+
+def test_every_difference_is_named(pinned: PinnedPlan) -> None:
+    model = dataclasses.replace(pinned.plan.model, num_layers=31, hidden_dropout=0.1)
+    other = job_of(
+        pinned,
+        spec=model,
+        num_gpus=16,
+        cluster=pinned.plan.cluster.resized(16),
+        global_batch_size=7,
+        precision=Precision.FP16,
+        megatron_lm="0.20",
+    )
+    with pytest.raises(UserInputError) as caught:
+        require_same_job(pinned, other)
+    for words in (
+        "num_layers is 31, pinned 32",
+        "hidden_dropout is 0.1, pinned 0.0",
+        "number of GPUs is 16, pinned 8",
+        "global_batch_size is 7",
+        "precision is fp16, pinned bf16",
+        "Megatron-LM release is 0.20, pinned 0.16.1",
+    ):
+        assert words in str(caught.value)
+
+
+def test_the_network_and_the_gpus_of_this_host_are_compared(pinned: PinnedPlan) -> None:
+    cluster = pinned.plan.cluster
+    slower = dataclasses.replace(cluster.levels[0], bandwidth_bytes_per_s=1e9)
+    other = dataclasses.replace(cluster, levels=(slower, *cluster.levels[1:]))
+    with pytest.raises(UserInputError, match="network"):
+        require_same_job(pinned, job_of(pinned, cluster=other))
+    a100 = LocalGpus(device_name="NVIDIA A100-SXM4-80GB", memory_bytes=85 * 10**9, count=8)
+    with pytest.raises(UserInputError, match=r"GPU is 8 x NVIDIA A100.*pinned H100"):
+        require_same_job(pinned, job_of(pinned, cluster=None, gpus=a100))
+    with pytest.raises(UserInputError, match="GPUs of a host is 4, pinned 8"):
+        require_same_job(pinned, job_of(pinned, cluster=None, gpus_per_host=4))
+
+
+def test_another_version_of_ours_is_a_difference(pinned: PinnedPlan) -> None:
+    pin = dataclasses.replace(pinned.pin, nest_megatron_version="0.0.9")
+    with pytest.raises(UserInputError, match="nest-megatron version"):
+        require_same_job(PinnedPlan(pin=pin, plan=pinned.plan), job_of(pinned))
+
+
+def test_a_changed_byte_is_refused(pinned_path: Path, tmp_path: Path) -> None:
+    text = pinned_path.read_bytes()
+    for at in range(0, len(text), max(1, len(text) // 60)):
+        changed = bytearray(text)
+        changed[at] = changed[at] + 1 if changed[at] < 126 else 32
+        path = tmp_path / "changed.yaml"
+        path.write_bytes(bytes(changed))
+        with pytest.raises(PlanFileError):
+            read_pinned(path)
+
+
+def test_a_cut_file_is_refused(pinned_path: Path, tmp_path: Path) -> None:
+    text = pinned_path.read_text(encoding="utf-8")
+    path = tmp_path / "cut.yaml"
+    for size in (0, 10, len(text) // 2, len(text) - 1):
+        path.write_text(text[:size], encoding="utf-8")
+        with pytest.raises(PlanFileError):
+            read_pinned(path)
+
+
+def test_an_unpinned_plan_is_not_launched(pinned: PinnedPlan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    plan_file.write(pinned.plan, path)
+    assert read_plan(path) == (pinned.plan, None)
+    with pytest.raises(PlanFileError, match="not pinned"):
+        read_pinned(path)
+
+
+def test_commands_read_pinned_files(pinned_path: Path) -> None:
+    done = run("explain", str(pinned_path))
+    assert done.code == 0
+    assert "by ada (for run 7)" in done.out
+    again = run("pin", str(pinned_path))
+    assert again.code == 2
+    assert "pinned already" in again.err
+
+
+def test_what_does_not_fit_is_not_pinned(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    job = ("model=llama3_70b", "cluster=dgx_h100", "cluster.num_gpus=8")
+    assert run("estimate", *job, f"out={path}").code == 1
+    done = run("pin", str(path))
+    assert done.code == 2
+    assert "does not fit" in done.err

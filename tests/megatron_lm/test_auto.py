@@ -1,0 +1,182 @@
+"""``+nest=auto`` on Megatron-LM's own script: it trains, and what was planned is what is built.
+
+Set ``MEGATRON_LM_HOME`` to a Megatron-LM checkout (core_v0.16.1 or main at 0.20).
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.plan import ParallelPlan
+from tests.megatron_lm.training import (
+    DENSE,
+    EXPERTS,
+    HOME,
+    ON_CPU,
+    TRAINING,
+    Trained,
+    environment,
+    run,
+    torchrun,
+)
+
+pytestmark = [
+    pytest.mark.megatron_lm,
+    pytest.mark.skipif(not HOME, reason="MEGATRON_LM_HOME is not set to a Megatron-LM checkout"),
+]
+
+CLUSTER = ["nest.cluster=dgx_h100"]
+#: One process needs to be told where it is; torchrun says it to its own.
+ALONE = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29517"}
+
+JOBS = {
+    "1 rank": (0, DENSE, ["+nest=auto"]),
+    "2 ranks, all free": (2, DENSE, ["+nest=auto", "nest.free=all"]),
+    "2 ranks, tensor": (2, [*DENSE, "--tensor-model-parallel-size", "2"], ["+nest=auto"]),
+    "2 ranks, pipeline": (2, [*DENSE, "--pipeline-model-parallel-size", "2"], ["+nest=auto"]),
+    "4 ranks, tensor and pipeline": (
+        4,
+        [*DENSE, "--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2"],
+        ["+nest=auto"],
+    ),
+    "4 ranks, virtual stages": (
+        4,
+        [
+            *DENSE,
+            *("--pipeline-model-parallel-size", "2"),
+            *("--num-virtual-stages-per-pipeline-rank", "2"),
+        ],
+        ["+nest=auto"],
+    ),
+    "2 ranks, experts": (2, [*EXPERTS, "--expert-model-parallel-size", "2"], ["+nest=auto"]),
+    "4 ranks, experts and pipeline": (
+        4,
+        [*EXPERTS, "--pipeline-model-parallel-size", "2"],
+        ["+nest=auto", "nest.parallel.expert_model_parallel_size=2"],
+    ),
+}
+
+
+def launch(name: str, plan: Path) -> Trained:
+    ranks, model, words = JOBS[name]
+    arguments = [*model, *TRAINING, *ON_CPU, *words, *CLUSTER, "nest.watch=2", f"nest.out={plan}"]
+    return run(torchrun(ranks), arguments) if ranks else run([], arguments, **ALONE)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_it_trains_as_planned(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    trained = launch(name, path)
+    assert trained.code == 0, trained.out[-3000:]
+    assert len(trained.losses) == 3
+    assert trained.losses[-1] < trained.losses[0]
+    assert trained.out.count("nest: this job runs as") == 1
+    assert trained.out.count("nest: measured over iterations") == 1
+    plan = plan_file.read(path)
+    assert plan.placement.num_gpus == max(1, JOBS[name][0])
+    assert trained.parameters == predicted_parameters(plan)
+
+
+def predicted_parameters(plan: ParallelPlan) -> dict[tuple[int, int], int]:
+    """Parameters of each (tensor, pipeline) rank, as the plan counts them."""
+    ranks = range(plan.parallel.tensor_model_parallel_size)
+    stages = enumerate(plan.predicted.stages)
+    return {(t, p): stage.parameters for p, stage in stages for t in ranks}
+
+
+@pytest.mark.parametrize("launcher", ["runner", "torchrun -m"])
+def test_the_runner_trains_too(launcher: str) -> None:
+    arguments = [*DENSE, *TRAINING, *ON_CPU, "+nest=auto", *CLUSTER]
+    if launcher == "runner":
+        trained = run(["-m", "nest_megatron"], arguments, **ALONE)
+    else:
+        trained = run([*torchrun(2), "-m", "nest_megatron"], arguments)
+    assert trained.code == 0, trained.out[-3000:]
+    assert trained.out.count("nest: this job runs as") == 1
+    assert len(trained.losses) == 3
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_srun_without_exported_ranks() -> None:
+    """Tasks of one step; nothing but Slurm's own variables tells them apart."""
+    arguments = [*DENSE, *TRAINING, *ON_CPU, "+nest=auto", "nest.free=all", *CLUSTER]
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "MASTER_PORT": free_port(),
+    }
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "pretrain_gpt.py", *arguments],
+            cwd=HOME,
+            env=environment(**step, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [task.communicate(timeout=300)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], outputs[0][-2000:] + outputs[1][-2000:]
+    assert "nest: this job runs as" in outputs[0]
+    assert "nest: this job runs as" not in outputs[1]
+
+
+def test_ranks_are_numbered_anew_where_hosts_alternate(tmp_path: Path) -> None:
+    """Rank 1 of four is told that it is on another host; the plan keeps hosts together."""
+    arguments = [*DENSE, *TRAINING, *ON_CPU, "+nest=auto", *CLUSTER]
+    arguments += ["--tensor-model-parallel-size", "2", "nest.ranks=[2,0,3,1]"]
+    trained = run(torchrun(4), arguments)
+    assert trained.code == 0, trained.out[-3000:]
+    assert "Ranks are numbered anew" in trained.out
+    assert len(trained.losses) == 3
+
+
+#: A job that no catalogued GPU holds alone.
+HUGE = shlex.split(
+    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 "
+    "--max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 8"
+)
+
+
+def test_a_job_that_fits_nowhere_ends_all_ranks_with_the_reason() -> None:
+    arguments = [*HUGE, *TRAINING, *ON_CPU, "+nest=auto", *CLUSTER]
+    trained = run(torchrun(2), arguments)
+    assert trained.code == 1
+    assert "lacks" in trained.out or "missing" in trained.out
+    assert "initializing torch distributed" not in trained.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nest.cluster=dgx_h101"], "Did you mean dgx_h100"),
+        (["nest.cluster=/no/such/file.yaml"], "cannot be read"),
+        (["nest.cluster=dgx_h100", "nest.cluster.num_gpus=64"], "the launcher started 1 ranks"),
+        ([], "shows no NVIDIA GPU"),
+        (["nest.cluster=dgx_h100", "nest.out=/no/such/folder/plan.yaml"], "nest.out"),
+        (["nest.cluster=dgx_h100", "nest.free=[tensor]"], "nest.free"),
+        (["nest.cluster=dgx_h100", "nest.alternative=99"], "nest.alternative"),
+        (["nest.cluster=dgx_h100", "nest.profile.mode=require"], "nest.profile.mode"),
+    ],
+)
+def test_faults_are_named_before_anything_starts(words: list[str], said: str) -> None:
+    trained = run([], [*DENSE, *TRAINING, *ON_CPU, "+nest=auto", *words], **ALONE)
+    assert trained.code == 2, trained.out[-2000:]
+    assert said in trained.out
+    assert "initializing torch distributed" not in trained.out
