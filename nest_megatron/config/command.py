@@ -28,13 +28,16 @@ from nest_megatron.launchers.megatron_lm.job import (
 )
 from nest_megatron.launchers.megatron_lm.parser import ReadCommand, read_command
 from nest_megatron.launchers.megatron_lm.read import read_job
+from nest_megatron.launchers.megatron_lm.rules import MODULES_OF_ENGINE
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.layout import parse_layout
 from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.recompute import RecomputeModule
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.space import DEGREES, SearchSpace
 
+_CONTEXT = "context_parallel_size"
 _PIPELINE = "pipeline_model_parallel_size"
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
 _VIRTUAL_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
@@ -278,6 +281,8 @@ def _space(
 ) -> SearchSpace:
     """The user's flags as bounds of the search, under what our own command line says."""
     own = read_space(composed.config)
+    if job.transformer_impl == "local":
+        own = _without_engine(own, spec)
     fixed = {name: int(kept[name]) for name in DEGREES if kept.get(name) is not None}
     partition = _kept_cut(spec, kept, fixed, freed)
     if partition is not None:
@@ -303,6 +308,13 @@ def _space(
         batch_unit=job.batch_unit,
         partition=partition,
     )
+
+
+def _without_engine(space: SearchSpace, spec: TransformerSpec) -> SearchSpace:
+    """The space of Megatron's own layers, which split no sequence and recompute less."""
+    without = MODULES_OF_ENGINE | ({RecomputeModule.MLP} if spec.add_bias_linear else set())
+    limits = {_CONTEXT: 1, **space.limits}
+    return dataclasses.replace(space, limits=limits, without_modules=frozenset(without))
 
 
 def _kept_cut(

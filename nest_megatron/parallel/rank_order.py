@@ -74,11 +74,12 @@ def coordinates(dims: ParallelDims, rank: int) -> RankCoordinates:
     >>> coordinates(ParallelDims(tensor_model_parallel_size=4, pipeline_model_parallel_size=4,
     ...                          data_parallel_size=4, expert_model_parallel_size=8), 37).pp
     2
+    >>> coordinates(ParallelDims(tensor_model_parallel_size=4, pipeline_model_parallel_size=8,
+    ...                          data_parallel_size=2, rank_order=RankOrder.TP_CP_EP_PP_DP), 16).pp
+    4
     """
-    place = {
-        axis.name: rank // axis.stride % axis.size
-        for axis in (*_dense_axes(dims), *_expert_axes(dims))
-    }
+    axes = (*_expert_axes(dims), *_dense_axes(dims))  # the dense grid's pipeline rank is the rank's
+    place = {axis.name: rank // axis.stride % axis.size for axis in axes}
     return RankCoordinates(**place)
 
 

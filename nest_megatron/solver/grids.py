@@ -213,7 +213,13 @@ class GridSpace:
         flash = model.cluster.accelerator.flash_attention
         precision = model.settings.precision
         return tuple(
-            recompute_settings(model.spec, precision, layers_per_chunk, flash_attention=flash)
+            recompute_settings(
+                model.spec,
+                precision,
+                layers_per_chunk,
+                flash_attention=flash,
+                without=self.space.without_modules,
+            )
         )
 
     def num_candidates_of_shard(self, shard: Grid) -> int:

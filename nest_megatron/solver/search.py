@@ -289,8 +289,14 @@ class Search:
         return self._solve(roomy, found.iteration - 1).status is Status.BOUNDED
 
     def _in_unlimited_memory(self, grid: Grid) -> PipelineProblem:
+        """A problem that no recompute setting of this grid solves faster.
+
+        With virtual stages recomputation can lie in a rank's slack and hide more of its gradient
+        reduction, so the least that any setting can leave of it counts.
+        """
         problem = dataclasses.replace(self.model.problem(grid), capacity_bytes=UNLIMITED)
-        return with_least_tails(problem) if self.only_one else problem
+        interleaved = grid.dims.virtual_pipeline_model_parallel_size > 1
+        return with_least_tails(problem) if interleaved or self.only_one else problem
 
     def _solve_variant(self, node: _Node) -> None:
         self._solve_and_record(node.candidate())

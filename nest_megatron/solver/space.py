@@ -49,6 +49,7 @@ class SearchSpace:
         limits: largest value of a degree; tensor-parallel sizes go up to one node by default.
         rank_orders, zero_stages: those allowed.
         recompute: the one setting allowed, or ``None`` for all.
+        without_modules: modules whose recomputation is not tried.
         partition: the one stage partition allowed, or ``None`` for all; its pipeline and virtual
             sizes join ``fixed``.
         use_all_gpus: every GPU works; otherwise whole nodes may stay idle.
@@ -64,6 +65,7 @@ class SearchSpace:
     rank_orders: tuple[RankOrder, ...] = tuple(RankOrder)
     zero_stages: tuple[ZeroStage, ...] = tuple(ZeroStage)
     recompute: Recompute | None = None
+    without_modules: frozenset[RecomputeModule] = frozenset()
     partition: StagePartition | None = None
     use_all_gpus: bool = True
     batch_unit: int | None = None
@@ -166,14 +168,17 @@ def recompute_settings(
     layers_per_chunk: int,
     *,
     flash_attention: bool = True,
+    without: frozenset[RecomputeModule] = frozenset(),
 ) -> Iterator[Recompute]:
     """Recompute settings to try: none, every useful set of modules, full by blocks, full uniform.
 
     Args:
         layers_per_chunk: largest block that is tried.
+        without: modules that are left out.
     """
     yield NO_RECOMPUTE
-    modules = useful_modules(spec, precision, flash_attention=flash_attention)
+    useful = useful_modules(spec, precision, flash_attention=flash_attention)
+    modules = tuple(module for module in useful if module not in without)
     subsets = chain.from_iterable(combinations(modules, n) for n in range(1, len(modules) + 1))
     for subset in subsets:
         if RecomputeModule.MOE in subset and _INSIDE_MOE.intersection(subset):

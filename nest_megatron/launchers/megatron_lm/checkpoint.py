@@ -46,7 +46,6 @@ class SavedCheckpoint:
     """What is known of a checkpoint; ``None`` is what it does not say.
 
     Args:
-        format: as ``--ckpt-format`` names it.
         weights_only: a release, or loaded for fine-tuning because ``--load`` is still empty.
         num_optimizers: 2 where experts have an optimizer of their own.
         largest_buffer: parameters of the largest gradient buffer (``dp_reshardable`` only).
@@ -84,13 +83,13 @@ class Requirement:
 def read_checkpoint(values: _Values) -> SavedCheckpoint | None:
     """The checkpoint that Megatron would load, or ``None`` where training starts afresh.
 
+    Source: a ckpt:1490-1504, :1171-1225, training.py:1529; b ckpt:2478-2506, :2009-2071.
+
     Args:
         values: Megatron's arguments by destination, before or after its validation.
 
     Raises:
         UserInputError: if what is there cannot be opened, by Megatron or from here.
-
-    Source: a ckpt:1490-1504, :1171-1225, training.py:1529; b ckpt:2478-2506, :2009-2071.
     """
     load, pretrained = values.get("load"), values.get("pretrained_checkpoint")
     if not (load or pretrained) or values.get("moe_use_upcycling"):
@@ -101,16 +100,13 @@ def read_checkpoint(values: _Values) -> SavedCheckpoint | None:
         _refuse("--load", where, "a remote store cannot be looked at before the launch", _ALONE)
     kind, local = (values.get(f"non_persistent_{n}") for n in ("ckpt_type", "local_ckpt_dir"))
     if kind == "local" and local and any(Path(local).rglob("*.pt")):
-        limit = "its checkpoints load into the layout that saved them, which they do not say"
-        _refuse("--non-persistent-local-ckpt-dir", local, limit, f"Empty it, or {_ALONE}")
-    base, other = Path(where), values.get("non_persistent_global_ckpt_dir")
-    latest, release = _latest(base)
+        _refuse("--non-persistent-local-ckpt-dir", local, "its layout is not recorded", _ALONE)
+    latest, release = _latest(base := Path(where))
     iteration = values.get("ckpt_step") or latest
-    if kind == "global":
-        other = Path(other or base / "non_persistent")
-        newer, _ = _latest(other)
-        if newer is not None and newer >= (iteration or 0):
-            base, iteration, release = other, newer, False
+    other = Path(values.get("non_persistent_global_ckpt_dir") or base / "non_persistent")
+    newer = _latest(other)[0] if kind == "global" else None
+    if newer is not None and newer >= (iteration or 0):
+        base, iteration, release = other, newer, False
     if iteration is None:
         return None
     folder = base / ("release" if release else f"iter_{iteration:07d}")
@@ -130,13 +126,13 @@ def loads_optimizer(saved: SavedCheckpoint, values: _Values) -> bool:
 def required(saved: SavedCheckpoint, values: _Values, version: str) -> Mapping[str, Requirement]:
     """What a plan must keep to load this under ``version``, by the names of ``ParallelChoice``.
 
-    A virtual size of 1 stands for none; what hangs on several choices is left to
-    ``check_loadable``. Sources: Megatron-FSDP, args a:690, :1050; b:1169, :1676. Distributed
-    optimizer, do a:1748, dc/mapping.py:133, optimizer.py:820; do b:2047, dc/mapping.py:129 (run,
-    both ways). Legacy files are named by TP, PP and EP rank and hold layers and experts by local
-    number (a ckpt:191-199; b:266-274): another cut, VPP or EP leaves weights random in silence, for
-    a strict load that fails is repeated without (a ckpt:1759-1777; b:2909-2949) (run).
-    ``_FIXED_LAYOUT``: TP, PP a ckpt:1594; b:2649; the rest do a:1779, :2001; b:2078 (run).
+    A virtual size of 1 stands for none; ``check_loadable`` sees what hangs on several choices.
+    Megatron-FSDP: args a:690, :1050; b:1169, :1676. Distributed optimizer: do a:1748, dc/mapping.py
+    :133, optimizer.py:820; do b:2047, dc/mapping.py:129 (run, both ways). Legacy files are named by
+    TP, PP and EP rank, their layers and experts by local number (a ckpt:191-199; b:266-274): with
+    another cut, VPP or EP weights stay random in silence, for a failed strict load is repeated
+    without (a ckpt:1759-1777; b:2909-2949) (run). ``_FIXED_LAYOUT``: TP, PP a ckpt:1594; b:2649;
+    the rest do a:1779, :2001; b:2078 (run).
     """
     kind, fsdp = saved.distrib_optim_sharding_type, saved.format == "fsdp_dtensor"
     reason = "Megatron-FSDP reads checkpoints of the fsdp_dtensor format, and nothing else does"
@@ -173,9 +169,8 @@ def check_loadable(
         if name == _LAYOUT and planned and value:
             same = expand_layout(planned) == expand_layout(str(value))
         if not same:
-            said = "what it does not say" if value is None else value
-            limit = f"{saved.directory} needs {said}: {need.reason}"
-            _refuse(name, planned, limit, f"Keep it, or {need.fix}")
+            said = f"{saved.directory} needs {'an unreadable value' if value is None else value}"
+            _refuse(name, planned, f"{said}: {need.reason}", f"keep it, or {need.fix}")
     _check_rng(saved, plan_choice, values, old)
     if loads_optimizer(saved, values) and saved.format == "torch_dist":
         _check_opt(saved, plan_choice, values, old)
@@ -183,28 +178,24 @@ def check_loadable(
 
 
 def _check_format(saved: SavedCheckpoint, values: _Values, old: bool) -> None:
-    """Formats, releases and names that do not go together, whatever the degrees.
+    """What does not go together whatever the degrees.
 
-    torch_dcp belongs to torch FSDP2 (args a:1042; b:1668), which no plan uses. torch_dist loads
-    only where ``--ckpt-format`` names it, detected or not (a ckpt:902, :1112; b:1581, :1923) (run).
-    0.16.1 needs ``common.pt``, which 0.20 no longer writes (a dc/strategies/common.py:90; b
-    dc/serialization.py:431). Grouped and single experts have other names, which only torch_dist
-    translates (core/transformer/moe/experts.py); rewriting turns grouping on.
+    torch_dcp is torch FSDP2's (args a:1042; b:1668). torch_dist loads only where ``--ckpt-format``
+    names it, detected or not (a ckpt:902, :1112; b:1581, :1923) (run). 0.20 writes no ``common.pt``
+    (a dc/strategies/common.py:90; b dc/serialization.py:431) (run). Grouped experts have names that
+    only torch_dist translates (core/transformer/moe/experts.py); rewriting turns grouping on.
     """
     where, dist = str(saved.directory), saved.format == "torch_dist"
     if saved.format == "torch_dcp":
         _refuse("--load", where, "torch_dcp is torch FSDP2's format; no plan uses that", _ALONE)
-    if dist and (asked := values.get("ckpt_format")) in ("torch", "torch_dcp"):
-        limit = f"{where} is a torch_dist checkpoint, which is read only where it is asked for"
-        _refuse("--ckpt-format", asked, limit, "Use --ckpt-format torch_dist")
+    if dist and values.get("ckpt_format") in ("torch", "torch_dcp"):
+        _refuse("--ckpt-format", values["ckpt_format"], f"{where} is torch_dist", "name that")
     if dist and old and not (saved.directory / "common.pt").is_file():
-        limit = "it has no common.pt: a newer Megatron wrote it, and 0.16.1 cannot read it"
-        _refuse("--load", where, limit, "Run the release that saved it")
+        _refuse("--load", where, "without common.pt 0.16.1 cannot read it", "run what saved it")
     grouped = bool(values.get("moe_grouped_gemm")) or values.get("transformer_impl") != "local"
     before = bool(saved.arguments.get("moe_grouped_gemm", grouped))
     if values.get("num_experts") and not dist and before != grouped:
-        limit = f"the experts of {where} were saved with {before} and have other names"
-        _refuse("--moe-grouped-gemm", grouped, limit, _ALONE)
+        _refuse("--moe-grouped-gemm", grouped, f"{where} names experts as with {before}", _ALONE)
 
 
 def _check_rng(saved: SavedCheckpoint, choice: ParallelChoice, values: _Values, old: bool) -> None:
@@ -226,28 +217,24 @@ def _check_rng(saved: SavedCheckpoint, choice: ParallelChoice, values: _Values, 
             asked.append(choice.data_parallel_size * choice.context_parallel_size)
         broken = same and saved.rng_shape is not None and asked != cut
     if broken:
-        limit = f"the random states of {saved.directory} are cut {cut}"
-        _refuse("layout [pp, tp, dp]", asked, limit, "Add --no-load-rng, or keep those sizes")
+        _refuse("random states [pp, tp, dp]", asked, f"they were saved {cut}", "add --no-load-rng")
 
 
 def _check_opt(saved: SavedCheckpoint, choice: ParallelChoice, values: _Values, old: bool) -> None:
     """Optimizer state in a form that is gone, or for another number of optimizers.
 
-    ``flattened_range`` is gone since 0.14 (dc/mapping.py a:133; b:129, docs/api-guide/core/
-    dist_checkpointing.md) (run). Experts have an optimizer of their own with EP (a
-    tensor_parallel/layers.py:886), in 0.20 also with an ETP other than TP (b:1033); one state is
-    not cut in two nor two joined (optimizer.py a:1216; b:1605) (run).
+    ``flattened_range`` is gone (dc/mapping.py a:133; b:129) (run). Experts have an optimizer of
+    their own with EP (tensor_parallel/layers.py a:886), in 0.20 also with an ETP other than TP (b
+    :1033); one state is not cut in two nor two joined (optimizer.py a:1216; b:1605) (run).
     """
     kind, count = saved.distrib_optim_sharding_type, saved.num_optimizers
     if saved.use_distributed_optimizer and kind not in ("fully_reshardable", *_FIXED_LAYOUT):
-        limit = f"no release since 0.15 reads the optimizer state of {saved.directory}"
-        _refuse("distrib_optim_sharding_type", kind, limit, f"Resave with 0.15, or {_NO_OPTIM}")
+        _refuse("distrib_optim_sharding_type", kind, "0.15 was the last to read it", _NO_OPTIM)
     sizes = (choice.expert_model_parallel_size, choice.expert_tensor_parallel_size)
     apart = sizes[0] > 1 or (not old and sizes[1] != choice.tensor_model_parallel_size)
     if values.get("num_experts") and count is not None and apart != (count > 1):
-        limit = f"{saved.directory} holds {count} optimizers; with these there are {1 + apart}"
-        fix = f"Fix an expert-parallel size {'of 1' if apart else 'above 1'}, or {_NO_OPTIM}"
-        _refuse(f"{_EP}, {_ETP}", sizes, limit, fix)
+        fix = f"fix an expert-parallel size {'of 1' if apart else 'above 1'}, or {_NO_OPTIM}"
+        _refuse(f"{_EP}, {_ETP}", sizes, f"{saved.directory} holds {count} optimizer(s)", fix)
 
 
 def _check_buckets(saved: SavedCheckpoint, choice: ParallelChoice, values: _Values) -> None:
@@ -257,7 +244,7 @@ def _check_buckets(saved: SavedCheckpoint, choice: ParallelChoice, values: _Valu
     do:1603, :1779; b training.py:2179-2194, do:1902, :2078 (run).
     """
     before, kind = saved.arguments, saved.distrib_optim_sharding_type
-    if kind != "dp_reshardable" or before.get("ddp_num_buckets"):
+    if kind != "dp_reshardable" or not before or before.get("ddp_num_buckets"):
         return
     was = before.get("data_parallel_size", 1) * before.get("context_parallel_size", 1)
     now = choice.data_parallel_size * choice.context_parallel_size
@@ -267,26 +254,25 @@ def _check_buckets(saved: SavedCheckpoint, choice: ParallelChoice, values: _Valu
         for run, on, n in zip((before, values), overlaps, (was, now), strict=True)
     )
     if old != new and (saved.largest_buffer or _INF) >= min(old, new):
-        limit = f"the optimizer state of {saved.directory} lies in buckets of {old:g} parameters"
-        fix = f"Add --ddp-bucket-size {min(old, 1e15):.0f}, or {_NO_OPTIM}"
-        _refuse("--ddp-bucket-size", new, limit, fix)
+        fix = f"add --ddp-bucket-size {min(old, 1e15):.0f}, or {_NO_OPTIM}"
+        _refuse("--ddp-bucket-size", new, f"{saved.directory} was saved with {old:.0f}", fix)
 
 
 def _describe(folder: Path, iteration: int, weights_only: bool, values: _Values) -> SavedCheckpoint:
     kind = _format(folder)
     try:
         sizes, state = _read(folder, kind)
+        content = dict(state.get("content_metadata") or {})
+        parts = list(state.get("optimizer") or ())
     except Exception:  # noqa: BLE001 - a damaged pickle may raise anything
-        sizes, state = {}, {}
+        sizes, state, content, parts = {}, {}, {}, []
     arguments = vars(state["args"]) if isinstance(state.get("args"), _Inert) else {}
     if kind == "torch_dcp" and (arguments or values).get("ckpt_format") != kind:
         kind = "fsdp_dtensor"
-    sharding = (state.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    sharding = content.get("distrib_optim_sharding_type")
     if kind == "torch_dist" and "content_metadata" not in state and arguments.get(_DIST_OPT):
         parallel = arguments.get("ckpt_fully_parallel_save")  # a ckpt:1585, b:2621: before 0.13
         sharding = "fully_sharded_model_space" if parallel else "dp_zero_gather_scatter"
-    optimizer: Any = state.get("optimizer") or {}
-    parts = [key for key in optimizer if isinstance(optimizer, list) or isinstance(key, int)]
     cuts = [tuple(map(int, m[1].split("."))) for m in map(_RNG_KEY.fullmatch, sizes) if m]
     buffers: dict[str, int] = {}
     for bucket in filter(None, map(_BUCKET_KEY.fullmatch, sizes)):
@@ -300,7 +286,7 @@ def _describe(folder: Path, iteration: int, weights_only: bool, values: _Values)
         pipeline_model_parallel_layout=_layout(arguments),
         use_distributed_optimizer=True if sharding else arguments.get(_DIST_OPT),
         distrib_optim_sharding_type=sharding,
-        num_optimizers=(len(parts) or 1) if optimizer else None,
+        num_optimizers=sum(not isinstance(n, str) for n in parts) or 1 if parts else None,
         largest_buffer=max(buffers.values(), default=None),
         rng_shape=next(iter(cuts), None),
         arguments=arguments,
@@ -345,12 +331,12 @@ def _format(folder: Path) -> str:
         config = (folder / "metadata.json").read_bytes() if "metadata.json" in names else b"{}"
         kind = json.loads(config).get("sharded_backend")
     except (OSError, ValueError, AttributeError) as error:
-        _refuse("--load", str(folder), f"it cannot be opened ({error})", "Check the checkpoint")
+        _refuse("--load", str(folder), f"it cannot be opened ({error})", "check the path")
     if kind is None and any(name.startswith("mp_rank_0") for name in names):
         return "torch"
     kind = "torch_dcp" if kind is None and ".metadata" in names else kind
     if kind not in ("torch_dist", "torch_dcp"):
-        _refuse("--load", str(folder), f"its format is unknown ({kind})", "Check the checkpoint")
+        _refuse("--load", str(folder), f"its format is unknown ({kind})", "check the path")
     return str(kind)
 
 
@@ -373,15 +359,15 @@ def _read(folder: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return sizes, {"args": found} if name == "args" else dict(found[0])
 
 
-class _Inert(dict[Any, Any]):
+class _Inert:
     """Stands for an object of any class: keeps its attributes and does nothing."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
+    def __setitem__(self, key: object, value: object) -> None: ...
+
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state if isinstance(state, dict) else {})
-
-    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -405,9 +391,9 @@ def _latest(base: Path) -> tuple[int | None, bool]:
     path = base / _TRACKER
     text = path.read_bytes().decode(errors="replace").strip() if path.is_file() else ""
     if path.is_file() and text != "release" and not text.isdecimal():
-        _refuse(str(path), text, "it holds an iteration or the word release", "Correct it")
+        _refuse(str(path), text, "it holds an iteration or the word release", "correct it")
     return int(text) if text.isdecimal() else (0 if text else None), text == "release"
 
 
 def _refuse(what: str, value: object, limit: str, fix: str) -> NoReturn:
-    raise UserInputError(what, value=value, limit=limit, fix=f"{fix}.")
+    raise UserInputError(what, value=value, limit=limit, fix=f"{fix[0].upper()}{fix[1:]}.")

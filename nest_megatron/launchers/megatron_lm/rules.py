@@ -32,7 +32,8 @@ _MODULES_OF_EXPERTS = {
     RecomputeModule.MOE_ACT,
     RecomputeModule.SHARED_EXPERTS,
 }
-_MODULES_OF_ENGINE = {
+#: Modules that only Transformer Engine's layers compute again.
+MODULES_OF_ENGINE = {
     RecomputeModule.LAYERNORM,
     RecomputeModule.MOE_ACT,
     RecomputeModule.MLA_UP_PROJ,
@@ -233,7 +234,7 @@ def _recompute_local(request: LaunchRequest) -> Violation | None:
     if request.transformer_impl != "local":
         return None
     modules = set(request.recompute.modules)
-    broken = modules & _MODULES_OF_ENGINE
+    broken = modules & MODULES_OF_ENGINE
     if request.spec.add_bias_linear:
         broken |= modules & {RecomputeModule.MLP}
     if not broken:

@@ -7,6 +7,8 @@ alone, so that the command that is tested is the one that a user types. Every re
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,6 +58,85 @@ def _without_pinned_memory() -> None:
     DataLoader.__init__ = __init__  # type: ignore[method-assign]
 
 
+def _plain_messages() -> None:
+    """The interleaved schedule frees a stage's output once its sending has begun.
+
+    A GPU's streams keep the order; gloo sends from the memory itself, and what arrives is garbage.
+    A fake group sends nothing, so a stage behind MTP layers of their own cannot ask for sizes.
+    """
+    fake = "--fake-process-group" in sys.argv
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    settle = TransformerConfig.__post_init__
+
+    def __post_init__(self: Any) -> None:
+        settle(self)
+        self.deallocate_pipeline_outputs = False
+        self.mtp_standalone = self.mtp_standalone and not fake
+
+    TransformerConfig.__post_init__ = __post_init__
+
+
+def _build_and_stop() -> None:
+    """Build this rank's model on the meta device, print what it holds, and end.
+
+    Asked for with ``NEST_TEST_BUILD``, for models that no machine like this one holds.
+    """
+    import torch
+    from megatron.core.models.gpt import GPTModel
+
+    build = GPTModel.__init__
+    built: list[dict[str, int]] = []
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        from megatron.training import get_args
+
+        with torch.device("meta"):
+            build(self, *args, **kwargs)
+        layers, mtp = self.decoder.layers, getattr(self, "mtp", None)
+        built.append(
+            {
+                "layers": len(layers) + (0 if mtp is None else len(mtp.layers)),
+                "parameters": sum(parameter.numel() for parameter in self.parameters()),
+            }
+        )
+        if len(built) == (get_args().virtual_pipeline_model_parallel_size or 1):
+            print("NEST_BUILT", json.dumps(built), flush=True)
+            os._exit(0)
+
+    GPTModel.__init__ = __init__
+
+
+def _latent_attention_without_engine() -> None:
+    """Latent attention's small projections are whole on every tensor rank, as the engine's are."""
+    import torch
+    from megatron.core.fusions import fused_softmax
+    from megatron.core.transformer import multi_latent_attention as latent
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class WholeLinear(torch.nn.Module):
+        def __init__(self, input_size: int, output_size: int, **_: object) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(output_size, input_size))
+
+        def forward(self, hidden: Any) -> tuple[Any, None]:
+            return torch.nn.functional.linear(hidden, self.weight.to(hidden.dtype)), None
+
+    attention = DotProductAttention.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("k_channels", None)
+        kwargs.pop("v_channels", None)
+        attention(self, *args, **kwargs)
+
+    def causal_mask(size: int) -> Any:
+        return torch.triu(torch.ones(size, size), diagonal=1).bool()
+
+    fused_softmax.get_default_causal_mask = causal_mask  # it makes one on the GPU
+    DotProductAttention.__init__ = __init__
+    latent.HAVE_TE, latent.TELinear = False, WholeLinear
+
+
 def _cpu_megatron() -> Any:
     """``tests/training/cpu_megatron.py`` by its path: Megatron-LM has a ``tests`` of its own."""
     path = Path(__file__).resolve().parents[2] / "training" / "cpu_megatron.py"
@@ -81,6 +162,10 @@ def _install() -> None:
     _pretend_to_have_a_device()
     _without_compiled_kernels()
     _without_pinned_memory()
+    _plain_messages()
+    _latent_attention_without_engine()
+    if os.environ.get("NEST_TEST_BUILD"):
+        _build_and_stop()
 
 
 if _TRAINS and not _LAUNCHES:
