@@ -13,9 +13,11 @@ SDIST_HOLDS = (
     "tests/run.sh",
     "requirements-dev.txt",
     "LICENSE",
+    "nest_megatron/boot.pth",
     *(f"hydra_configs/{group}/" for group in CATALOGUE),
 )
 WHEEL_HOLDS = (
+    "nest_megatron.pth",
     "nest_megatron/py.typed",
     "nest_megatron/recipes/__init__.py",
     "nest_megatron/solver/_stage_dp.",

@@ -19,4 +19,12 @@ for group in ("accelerator", "cluster", "model"):
 command = Path(sys.executable).with_name("nest-megatron")
 models = subprocess.run([command, "models"], check=True, capture_output=True, text=True).stdout
 assert "llama3_70b" in models, models
+# The boot line wakes up for +nest alone.
+loaded = "import sys; print('nest_megatron.boot' in sys.modules)"
+for words, expected in (([], "False"), (["+nest=auto"], "True")):
+    said = subprocess.run(
+        [sys.executable, "-c", loaded, *words], check=True, capture_output=True, text=True
+    )
+    assert (said.stdout.strip(), said.stderr) == (expected, ""), (words, said)
+
 print(f"nest-megatron {nest_megatron.__version__} works without torch")

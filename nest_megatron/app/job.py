@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,9 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import NoPlan
 from nest_megatron.planner import plan as find_plan
+
+#: Runners-up that a launch ranks, unless it is told how many; all that wait for it count seconds.
+_RUNNERS_UP = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,15 +123,29 @@ def decide(
     wishes = Wishes(free=tuple(free), required=needed, option="nest.free")
     request = ask(running, place, wishes)
     inputs = request.inputs
-    found = find_plan(
-        plan_request(place.composed.config, inputs, request.space), choose=alternative
-    )
+    wanted = plan_request(place.composed.config, inputs, request.space)
+    if "search.num_alternatives" not in place.composed.given:
+        wanted = dataclasses.replace(wanted, num_alternatives=max(_RUNNERS_UP, alternative))
+    with _no_collections():
+        found = find_plan(wanted, choose=alternative)
     if isinstance(found, NoPlan):
         raise NothingFitsError(found, inputs.notes)
     if saved is not None:
         check_loadable(saved, found.parallel, command.values, command.version)
     searched = Searched(running=running, place=place, wishes=wishes, request=request)
     return dataclasses.replace(carry_out(found, command, inputs.notes), searched=searched)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Pause the collector: a search makes no cycles, and beside torch a pass sees millions."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def ask(running: RunningJob, place: Surroundings, wishes: Wishes) -> CommandRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 import textwrap
@@ -45,6 +46,16 @@ def test_nothing_is_loaded_without_the_word(words: tuple[str, ...]) -> None:
 def test_the_word_loads_the_boot_and_stays(word: str) -> None:
     done = run_line(LINE, SEEN, "--bf16", word)
     assert done.stdout.strip() == f"True {['--bf16', word]}"
+
+
+def test_the_line_is_installed_beside_the_package() -> None:
+    """Editable installations included; without it only the runner plans."""
+    try:
+        files = importlib.metadata.files("nest-megatron") or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("nest-megatron is not installed, only imported")
+    (found,) = [file for file in files if file.name == "nest_megatron.pth"]
+    assert Path(str(found.locate())).read_text(encoding="utf-8") == LINE
 
 
 def test_installed_twice_it_watches_once() -> None:
@@ -132,7 +143,7 @@ def test_off_does_nothing(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("+nest=atuo",), "Did you mean auto?"),
-        (("+nest=auto", "nest.clutser=dgx_h100"), "Did you mean nest.cluster"),
+        (("+nest=auto", "nest.clusters=dgx_h100"), "Did you mean nest.cluster"),
         (("+nest=auto", "nest.search.max_second=8"), "Did you mean nest.search.max_seconds"),
         (("+nest=auto", "nest.watch=many"), "nest.watch = many"),
         (("+nest=auto", "nest.model=llama3_8b"), "the training job's own"),

@@ -138,7 +138,6 @@ def refusal(saved: SavedCheckpoint, plan: dict[str, Any], version: str = OLD, **
 
 def test_a_fresh_start_loads_nothing(tmp_path: Path) -> None:
     base = torch_dist(tmp_path / "a", "dp")
-    assert read_checkpoint({}) is None
     assert read_checkpoint({"load": str(tmp_path), "pretrained_checkpoint": None}) is None
     assert read_checkpoint({"load": str(base), "moe_use_upcycling": True}) is None
     assert read_checkpoint({"load": str(base)}) is not None
@@ -279,20 +278,21 @@ TRIED: list[tuple[Any, ...]] = [
     ("fully", {"pp": 2}, {"pp": 2, "vpp": 2, "layout": INTERLEAVED}, {}, NEW, "loads"),
     ("dp", {"tp": 2}, {}, {}, OLD, "tensor_model_parallel_size = 1"),
     ("dp", {"tp": 2}, {}, {"no_load_optim": True}, OLD, "loads"),
-    ("dp", {"pp": 2}, {"pp": 2, "dp": 2, "layout": EVEN}, {}, OLD, "loads"),
+    ("dp", {"pp": 2}, {"pp": 2, "dp": 2, "layout": "Etttt|ttttL"}, {}, OLD, "loads"),
     ("dp", {"pp": 2}, {"pp": 2, "vpp": 2, "layout": INTERLEAVED}, {}, NEW, "virtual_pipeline"),
     ("dp", {"pp": 2}, {"pp": 2, "layout": UNEVEN}, {}, OLD, "pipeline_model_parallel_layout"),
-    ("dp", {"dp": 2}, {"cp": 2}, {}, OLD, "loads"),
+    ("dp", {"dp": 50}, {"cp": 50}, {}, OLD, "loads"),
     ("dp", {"ddp_bucket_size": 20}, {}, {}, OLD, "--ddp-bucket-size"),
     ("dp", {"ddp_bucket_size": 20}, {}, {"ddp_bucket_size": 20}, OLD, "loads"),
     ("dp", {"overlap": False}, {}, {}, NEW, "--ddp-bucket-size"),
-    ("dp", {"overlap": False, "numel": 1000}, {}, {}, OLD, "loads"),
+    ("dp", {"overlap": False, "numel": 1000, "dist": None}, {}, {}, OLD, "loads"),
     ("dp", {}, {"dist": False}, {}, OLD, "use_distributed_optimizer = False"),
     ("plain", {}, {}, {}, OLD, "use_distributed_optimizer = True"),
     ("plain", {"pp": 2}, {"tp": 2, "dist": False}, {}, OLD, "loads"),
     ("fully two", {"ep": 2}, {"ep": 4}, EXPERTS, OLD, "loads"),
     ("fully two", {"ep": 2}, {}, EXPERTS, OLD, "expert_model_parallel_size, expert_tensor"),
     ("fully", {}, {"ep": 2}, EXPERTS, NEW, "expert_model_parallel_size = 2"),
+    ("fully", {"tp": 2}, {"tp": 2}, EXPERTS, NEW, "expert_model_parallel_size, expert_tensor"),
     ("fully two", {"tp": 2}, {"tp": 2}, EXPERTS, NEW, "loads"),  # 0.20 sets ETP 1 under TP 2 apart
     ("fully two", {"tp": 2}, {"tp": 2}, EXPERTS, OLD, "expert_model_parallel_size, expert_tensor"),
     ("dp two", {"ep": 2, "dp": 4}, {"ep": 4, "dp": 4}, EXPERTS, OLD, "expert_model_parallel_size"),
@@ -332,6 +332,7 @@ RANDOM: list[tuple[Any, ...]] = [
     ("0.0.0_1.1.4", {"ep": 2, "dp": 8, "tp": 2}, OLD, True),  # read: asked for with TP as saved
     ("0.0_1.1", {"ep": 2, "dp": 4}, OLD, False),
     ("0.0_1.1", {"ep": 2, "dp": 8}, NEW, True),
+    ("0.0_1.1", {"dp": 16}, OLD, True),
 ]
 
 

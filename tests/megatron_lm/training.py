@@ -56,7 +56,7 @@ class Trained:
     @property
     def parameters(self) -> dict[tuple[int, int], int]:
         """Parameters that Megatron built, by (tensor, pipeline) rank."""
-        pattern = r"model parallel rank \((\d+), (\d+)\): (\d+)"
+        pattern = r"model parallel rank \((\d+),(?: 0,)? (\d+)\): (\d+)"  # 0.20 prints three ranks
         return {(int(t), int(p)): int(n) for t, p, n in re.findall(pattern, self.out)}
 
 
