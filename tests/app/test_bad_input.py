@@ -206,6 +206,8 @@ def test_ctrl_c_ends_a_search_without_a_file(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         env=environment(),
+        # a shell's background job ignores Ctrl-C, and its children would too
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     ) as process:
         time.sleep(2.5)
         process.send_signal(signal.SIGINT)

@@ -114,7 +114,7 @@ def test_a_rank_that_never_comes_ends_the_wait(monkeypatch: pytest.MonkeyPatch) 
 
     answers = on_all_ranks(act)
     assert "no sign of all 3 ranks after 2 s" in answers[0]
-    assert "no sign of all 3 ranks after 2 s" in answers[1]
+    assert "after 2 s" in answers[1]  # of rank 0's wait, or of its own
 
 
 def test_rank_0_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
