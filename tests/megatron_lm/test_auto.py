@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +22,9 @@ from tests.megatron_lm.training import (
     ON_CPU,
     TRAINING,
     Trained,
+    alone,
     environment,
+    free_port,
     run,
     torchrun,
 )
@@ -34,9 +35,6 @@ pytestmark = [
 ]
 
 CLUSTER = ["nest.cluster=dgx_h100"]
-#: One process needs to be told where it is; torchrun says it to its own.
-ALONE = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29517"}
-
 JOBS = {
     "1 rank": (0, DENSE, ["+nest=auto"]),
     "2 ranks, all free": (2, DENSE, ["+nest=auto", "nest.free=all"]),
@@ -68,7 +66,7 @@ JOBS = {
 def launch(name: str, plan: Path) -> Trained:
     ranks, model, words = JOBS[name]
     arguments = [*model, *TRAINING, *ON_CPU, *words, *CLUSTER, "nest.watch=2", f"nest.out={plan}"]
-    return run(torchrun(ranks), arguments) if ranks else run([], arguments, **ALONE)
+    return run(torchrun(ranks), arguments) if ranks else run([], arguments, **alone())
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -96,18 +94,12 @@ def predicted_parameters(plan: ParallelPlan) -> dict[tuple[int, int], int]:
 def test_the_runner_trains_too(launcher: str) -> None:
     arguments = [*DENSE, *TRAINING, *ON_CPU, "+nest=auto", *CLUSTER]
     if launcher == "runner":
-        trained = run(["-m", "nest_megatron"], arguments, **ALONE)
+        trained = run(["-m", "nest_megatron"], arguments, **alone())
     else:
         trained = run([*torchrun(2), "-m", "nest_megatron"], arguments)
     assert trained.code == 0, trained.out[-3000:]
     assert trained.out.count("nest: this job runs as") == 1
     assert len(trained.losses) == 3
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return str(probe.getsockname()[1])
 
 
 def test_srun_without_exported_ranks() -> None:
@@ -177,7 +169,7 @@ def test_a_job_that_fits_nowhere_ends_all_ranks_with_the_reason() -> None:
     ],
 )
 def test_faults_are_named_before_anything_starts(words: list[str], said: str) -> None:
-    trained = run([], [*DENSE, *TRAINING, *ON_CPU, "+nest=auto", *words], **ALONE)
+    trained = run([], [*DENSE, *TRAINING, *ON_CPU, "+nest=auto", *words], **alone())
     assert trained.code == 2, trained.out[-2000:]
     assert said in trained.out
     assert "initializing torch distributed" not in trained.out

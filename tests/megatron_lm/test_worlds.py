@@ -21,7 +21,7 @@ from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.rank_order import coordinates
 from tests import catalogue
-from tests.megatron_lm.training import HOME, ON_CPU, Trained, run
+from tests.megatron_lm.training import HOME, ON_CPU, Trained, alone, run
 
 pytestmark = [
     pytest.mark.megatron_lm,
@@ -57,8 +57,7 @@ EVERY_WORLD = pytest.mark.parametrize("name", WORLDS)
 def play(world: World, rank: int, words: list[str], **more: str) -> Trained:
     """Be one rank of a world."""
     place = {"RANK": str(rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(rank % 8)}
-    alone = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29519"}
-    return run([], words, **place, **alone, **more)
+    return run([], words, **place, **alone(), **more)
 
 
 def planned(world: World, rank: int, path: Path) -> Trained:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -95,3 +96,15 @@ def torchrun(processes: int) -> list[str]:
     """``torchrun`` on this host, on a port that is free."""
     options = ["--standalone", "--nproc-per-node", str(processes)]
     return ["-m", "torch.distributed.run", *options]
+
+
+def alone() -> dict[str, str]:
+    """Where a single process is, which torchrun tells its own."""
+    return {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+
+
+def free_port() -> str:
+    """A port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return str(probe.getsockname()[1])
