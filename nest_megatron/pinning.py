@@ -102,11 +102,9 @@ def read_pinned(path: Path) -> PinnedPlan:
             limit="its contents do not match its first line: it was changed after it was pinned",
             fix="Take the reviewed file again, or plan and pin anew.",
         )
-    fields = yaml.load(body, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return PinnedPlan(
-        pin=from_plain(Pin, fields.pop("pin"), "pin"),
-        plan=plan_file.load(yaml.safe_dump(fields, sort_keys=False), str(path)),
-    )
+    fields = plan_file.parse(body, str(path))
+    pin = from_plain(Pin, fields.pop("pin"), "pin")
+    return PinnedPlan(pin=pin, plan=plan_file.from_fields(fields, str(path)))
 
 
 def read_plan(path: Path) -> tuple[ParallelPlan, Pin | None]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nest_megatron.app.job import Outcome
 from nest_megatron.app.kept import print_costs
-from nest_megatron.app.launch import apply, find, keep
+from nest_megatron.app.launch import apply, asked_file, find, keep
 from nest_megatron.app.output import command_lines, say
 from nest_megatron.app.output import show as show_parts
 from nest_megatron.app.plan import launch_words
@@ -50,7 +50,7 @@ def show(
     require_planned(args, plan)
     say("nest: Megatron's own validation accepts this.\n")
     _show_command(session, outcome)
-    if any(setting.key == "out" for setting in session.words.job):
+    if asked_file(session) is not None:
         say(keep(session, plan))
     if outcome.searched is not None and outcome.searched.request.kept:
         print_costs(outcome.searched)

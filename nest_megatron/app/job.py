@@ -31,6 +31,7 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import NoPlan
 from nest_megatron.planner import plan as find_plan
+from nest_megatron.units import Seconds
 
 #: Runners-up that a launch ranks, unless it is told how many; all that wait for it count seconds.
 _RUNNERS_UP = 3
@@ -47,12 +48,17 @@ class RunningJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """What was searched, to ask again with less kept."""
+    """What was searched, to ask again with less kept.
+
+    Args:
+        best_s: the predicted step of the best plan found, whichever runner-up was taken.
+    """
 
     running: RunningJob
     place: Surroundings
     wishes: Wishes
     request: CommandRequest
+    best_s: Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +96,7 @@ def read_running_job(
     command = command_of(args, argv, script, version, defaults)
     # a checkpoint's arguments are merged in by now, so the model's shape is known
     values = {**command.values, "use_checkpoint_args": False}
-    refuse_unplannable(values, script)
+    refuse_unplannable(values, script)  # before its tokenizer is built, which may take long
     values["padded_vocab_size"] = padded_vocab_size(args, defaults)
     spec, job = job_from_values(
         values,
@@ -132,7 +138,14 @@ def decide(
         raise NothingFitsError(found, inputs.notes)
     if saved is not None:
         check_loadable(saved, found.parallel, command.values, command.version)
-    searched = Searched(running=running, place=place, wishes=wishes, request=request)
+    steps = [found.predicted.iteration_time_s, *(o.iteration_time_s for o in found.alternatives)]
+    searched = Searched(
+        running=running,
+        place=place,
+        wishes=wishes,
+        request=request,
+        best_s=min(steps),
+    )
     return dataclasses.replace(carry_out(found, command, inputs.notes), searched=searched)
 
 

@@ -42,8 +42,6 @@ def print_costs(searched: Searched) -> None:
     from nest_megatron.report.launched import kept_report
 
     try:
-        mine = _step(searched, searched.wishes)
-        if mine is not None:
-            show(kept_report(mine, costs(searched)))
+        show(kept_report(searched.best_s, costs(searched)))
     except NestError as error:
         print(f"nest: what the kept flags cost cannot be said: {error}", flush=True)

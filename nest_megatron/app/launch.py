@@ -177,12 +177,15 @@ def _with_ranks(session: Session, outcome: Outcome, hosts: Hosts) -> Outcome:
         return outcome
     place = Place(rank=0, world_size=len(hosts()), environment=dict(os.environ))
     check_permutation(ranks, place.world_size, zero_may_move=place.agent_hosts_store)
+    plan = outcome.decision.plan
     note = "Ranks are numbered anew so that each host's are together."
     if isinstance(asked, list) or outcome.decision.ranks is not None:
         note = "Ranks are numbered anew, as asked for."
+        placement = dataclasses.replace(plan.placement, rank_permutation=ranks)
+        plan = plan_file.sealed(dataclasses.replace(plan, placement=placement))
     return dataclasses.replace(
         outcome,
-        decision=dataclasses.replace(outcome.decision, ranks=ranks),
+        decision=dataclasses.replace(outcome.decision, plan=plan, ranks=ranks),
         notes=(*outcome.notes, note),
     )
 
@@ -207,7 +210,7 @@ def tell(session: Session, outcome: Outcome) -> None:
         threading.Thread(target=print_costs, args=(outcome.searched,), daemon=True).start()
 
 
-def _out(session: Session) -> Path | None:
+def asked_file(session: Session) -> Path | None:
     """The file that the user wants the plan in."""
     given = [setting.value for setting in session.words.job if setting.key == "out"]
     return Path(given[-1].strip("'\"")).expanduser() if given and given[-1] else None
@@ -215,7 +218,7 @@ def _out(session: Session) -> Path | None:
 
 def _check_out(session: Session) -> None:
     """Refuse a place that cannot be written to before anything is searched."""
-    out = _out(session)
+    out = asked_file(session)
     if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
         raise UserInputError(
             "nest.out",
@@ -233,7 +236,7 @@ def keep(session: Session, plan: ParallelPlan) -> str:
     """
     from platformdirs import user_cache_path
 
-    path = _out(session)
+    path = asked_file(session)
     try:
         if path is None:
             name = f"{plan.model.name}-{plan.provenance.checksum}.yaml"
@@ -241,7 +244,7 @@ def keep(session: Session, plan: ParallelPlan) -> str:
             path.parent.mkdir(parents=True, exist_ok=True)
         plan_file.write(plan, path)
     except (OSError, UserInputError) as error:
-        if _out(session) is not None:
+        if asked_file(session) is not None:
             raise
         return f"nest: the full plan could not be kept ({error}); nest.out=FILE names a place."
     return f"nest: the full plan is in {path} (`nest-megatron explain` shows it)"

@@ -13,7 +13,7 @@ from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.files import read_text
 from nest_megatron.launchers.megatron_lm.attach import launch_request
 from nest_megatron.launchers.megatron_lm.parser import load_arguments
-from nest_megatron.launchers.megatron_lm.rules import check
+from nest_megatron.launchers.megatron_lm.rules import require_launchable
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.pinning import Pin, PinnedPlan, is_pinned, write_pinned
@@ -74,11 +74,7 @@ def _require_launchable(plan: ParallelPlan, version: str) -> None:
             limit="it does not fit in memory",
             fix="Pin a plan that fits.",
         )
-    request = launch_request(plan, version=version)
-    for rule, found in check(request):
-        if rule.name != "activation_flag":
-            limit = f"{found.limit} (Megatron-LM {rule.source})"
-            raise UserInputError(found.what, value=found.value, limit=limit, fix=found.fix)
+    require_launchable(launch_request(plan, version=version), but=("activation_flag",))
 
 
 def _user() -> str:

@@ -20,7 +20,7 @@ from nest_megatron.config.request import (
 )
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
-from nest_megatron.launchers.megatron_lm.cuts import user_partition
+from nest_megatron.launchers.megatron_lm.cuts import CUTS, user_partition
 from nest_megatron.launchers.megatron_lm.job import (
     PARALLEL_ARGUMENTS,
     MegatronJob,
@@ -41,14 +41,6 @@ _CONTEXT = "context_parallel_size"
 _PIPELINE = "pipeline_model_parallel_size"
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
 _VIRTUAL_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-#: Flags that state where the stages are cut, which is the search's own business.
-_CUTS = (
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
 _RECOMPUTE = (
     "recompute_granularity",
     "recompute_activations",
@@ -67,7 +59,7 @@ _ZERO = (
 _FAMILIES = {
     "all": PARALLEL_ARGUMENTS,
     _VIRTUAL: _VIRTUAL_FLAGS,
-    "stage_layout": _CUTS,
+    "stage_layout": CUTS,
     "recompute": _RECOMPUTE,
     "zero_stage": _ZERO,
     "rank_order": ("use_tp_pp_dp_mapping",),
@@ -324,7 +316,7 @@ def _kept_cut(
     freed: frozenset[str],
 ) -> StagePartition | None:
     """The user's own stages, where they state any."""
-    stated = [name for name in _CUTS if kept.get(name)]
+    stated = [name for name in CUTS if kept.get(name)]
     if stated and _PIPELINE in freed:
         raise UserInputError(
             f"--{stated[0].replace('_', '-')}",

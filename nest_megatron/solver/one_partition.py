@@ -126,11 +126,10 @@ def _as_unit(chunk: ChunkCost) -> UnitCost:
     )
 
 
-def with_least_tails(problem: PipelineProblem) -> PipelineProblem:
-    """The problem whose gradient reductions hide as far as any recompute setting can hide them.
+def with_least_tails(costs: tuple[UnitCost, ...]) -> tuple[UnitCost, ...]:
+    """Costs whose gradient reductions hide as far as any recompute setting can hide them.
 
     Recomputation lengthens passes and hides more of the reduction behind them. With the first
     counted as none and the second as all, a partition takes no longer than under any setting.
     """
-    costs = tuple(cost._replace(tail_rest=cost.tail_least) for cost in problem.costs)
-    return dataclasses.replace(problem, costs=costs)
+    return tuple(cost._replace(tail_rest=cost.tail_least) for cost in costs)

@@ -294,9 +294,11 @@ class Search:
         With virtual stages recomputation can lie in a rank's slack and hide more of its gradient
         reduction, so the least that any setting can leave of it counts.
         """
-        problem = dataclasses.replace(self.model.problem(grid), capacity_bytes=UNLIMITED)
-        interleaved = grid.dims.virtual_pipeline_model_parallel_size > 1
-        return with_least_tails(problem) if interleaved or self.only_one else problem
+        problem = self.model.problem(grid)
+        costs = problem.costs
+        if self.only_one or grid.dims.virtual_pipeline_model_parallel_size > 1:
+            costs = with_least_tails(costs)
+        return dataclasses.replace(problem, capacity_bytes=UNLIMITED, costs=costs)
 
     def _solve_variant(self, node: _Node) -> None:
         self._solve_and_record(node.candidate())

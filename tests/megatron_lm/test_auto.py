@@ -129,13 +129,15 @@ def test_srun_without_exported_ranks() -> None:
     assert "nest: this job runs as" not in outputs[1]
 
 
-def test_ranks_are_numbered_anew_where_hosts_alternate(tmp_path: Path) -> None:
-    """Rank 1 of four is told that it is on another host; the plan keeps hosts together."""
+def test_ranks_are_numbered_anew_as_asked(tmp_path: Path) -> None:
+    """The plan file keeps the numbers that were asked for, so that pinned it asks for them again."""
     arguments = [*DENSE, *TRAINING, *ON_CPU, "+nest=auto", *CLUSTER]
-    arguments += ["--tensor-model-parallel-size", "2", "nest.ranks=[2,0,3,1]"]
+    path = tmp_path / "plan.yaml"
+    arguments += ["--tensor-model-parallel-size", "2", "nest.ranks=[2,0,3,1]", f"nest.out={path}"]
     trained = run(torchrun(4), arguments)
     assert trained.code == 0, trained.out[-3000:]
     assert "Ranks are numbered anew" in trained.out
+    assert plan_file.read(path).placement.rank_permutation == (2, 0, 3, 1)
     assert len(trained.losses) == 3
 
 

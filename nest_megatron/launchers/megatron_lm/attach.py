@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.parser import ReadCommand
 from nest_megatron.launchers.megatron_lm.rewrite import Rewrite, rewrite
-from nest_megatron.launchers.megatron_lm.rules import check
+from nest_megatron.launchers.megatron_lm.rules import require_launchable
 from nest_megatron.launchers.megatron_lm.write import (
     environment,
     has_activation_flag,
@@ -76,14 +75,7 @@ def with_launch(
         UserInputError: if Megatron would refuse the command.
     """
     request = launch_request(plan, command)
-    refused = [
-        (rule, found)
-        for rule, found in check(request)
-        if rule.name != "activation_flag" or command is not None
-    ]
-    for rule, found in refused:
-        limit = f"{found.limit} (Megatron-LM {rule.source})"
-        raise UserInputError(found.what, value=found.value, limit=limit, fix=found.fix)
+    require_launchable(request, but=() if command is not None else ("activation_flag",))
     if command is None:
         argv, remarks = _own_argv(request)
         script = script_name(plan.model)

@@ -10,13 +10,12 @@ from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.errors import NestError
-from nest_megatron.launchers.megatron_lm.command_line import SplitCommand
 from nest_megatron.launchers.megatron_lm.job import PARALLEL_ARGUMENTS
 from nest_megatron.launchers.megatron_lm.parser import (
     VERSIONS,
     ReadCommand,
     load_arguments,
-    read_split,
+    read_argv,
 )
 from nest_megatron.launchers.megatron_lm.rewrite import WRITABLE, Rewrite
 from nest_megatron.parallel.plan import ParallelPlan
@@ -59,10 +58,7 @@ def command_of(
         version: one of ``parser.VERSIONS``.
         defaults: what the script sets where the user says nothing.
     """
-    split = SplitCommand(
-        environment=(), launcher=(), script=script, argv=tuple(argv), world_size=args.world_size
-    )
-    typed = read_split(split, version)
+    typed = read_argv(script, argv, version, world_size=args.world_size)
     values = {**typed.values, **vars(args)}
     for name, value in defaults.items():
         if values.get(name) is None:
@@ -82,10 +78,7 @@ def command_of(
 def written_values(rewrite: Rewrite, command: ReadCommand) -> dict[str, Any]:
     """What a rewritten command sets, by destination; options that it leaves out have defaults."""
     assert rewrite.written <= WRITABLE
-    split = SplitCommand(
-        environment=(), launcher=(), script=command.script, argv=rewrite.argv, world_size=None
-    )
-    again = read_split(split, command.version)
+    again = read_argv(command.script, rewrite.argv, command.version)
     return {dest: again.values[dest] for dest in sorted(rewrite.written) if dest in again.values}
 
 

@@ -89,11 +89,20 @@ def read_command(command: str | Sequence[str], version: str = "0.16.1") -> ReadC
         UserInputError: for an unknown release, an unexpanded shell variable, or a value that
             Megatron's parser refuses.
     """
-    return read_split(split_command(command), version)
+    return _read(split_command(command), version)
 
 
-def read_split(split: SplitCommand, version: str) -> ReadCommand:
-    """As ``read_command``, for a command whose parts are known."""
+def read_argv(
+    script: str, argv: Sequence[str], version: str, *, world_size: int | None = None
+) -> ReadCommand:
+    """As ``read_command``, for the arguments of a script that runs already."""
+    split = SplitCommand(
+        environment=(), launcher=(), script=script, argv=tuple(argv), world_size=world_size
+    )
+    return _read(split, version)
+
+
+def _read(split: SplitCommand, version: str) -> ReadCommand:
     argv = tuple(token for token in split.argv if not _NEST_TOKEN.match(token))
     given, unknown = _parse(argv, version)
     _refuse_shell_variables(split, unknown)
