@@ -130,7 +130,7 @@ def test_srun_without_exported_ranks() -> None:
 
 
 def test_ranks_are_numbered_anew_as_asked(tmp_path: Path) -> None:
-    """The plan file keeps the numbers that were asked for, so that pinned it asks for them again."""
+    """The plan file keeps what was asked for, so that it asks again when it is pinned."""
     arguments = [*DENSE, *TRAINING, *ON_CPU, "+nest=auto", *CLUSTER]
     path = tmp_path / "plan.yaml"
     arguments += ["--tensor-model-parallel-size", "2", "nest.ranks=[2,0,3,1]", f"nest.out={path}"]
