@@ -16,6 +16,15 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         UserInputError: if the folder is missing or cannot be written to.
     """
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file in one step, as ``write_text`` does.
+
+    Raises:
+        UserInputError: if the folder is missing or cannot be written to.
+    """
     path = path.expanduser()
     folder = path.parent
     if not folder.is_dir():
@@ -25,8 +34,8 @@ def write_text(path: Path, text: str) -> None:
     temporary: str | None = None
     try:
         descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.", suffix=".tmp")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         Path(temporary).chmod(0o666 & ~_umask())

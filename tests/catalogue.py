@@ -13,6 +13,27 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.spec import TransformerSpec
 
+#: The entries that are planned and launched by tests, one of each kind; the others only load.
+CORE = (
+    "bert_large",
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "gpt3_175b",
+    "gpt3_35b",
+    "gpt_oss_120b",
+    "llama2_7b",
+    "llama3_1_405b",
+    "llama3_70b",
+    "llama3_8b",
+    "mixtral_8x22b",
+    "mixtral_8x7b",
+    "mixtral_scaled",
+    "mpt_7b",
+    "nemotron4_340b",
+    "qwen2_5_7b",
+    "qwen3_235b_a22b",
+    "qwen3_30b_a3b",
+)
 ROOT = Path(__file__).resolve().parent.parent / "hydra_configs"
 
 

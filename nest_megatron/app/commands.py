@@ -198,6 +198,67 @@ def pin(path: Path, **options: Any) -> int:
 @cli.command(
     cls=_Command,
     examples=(
+        "nest-megatron validate throughput.csv comm_collectives.csv",
+        "nest-megatron validate runs.csv --models models.csv --rows predicted.csv",
+        "nest-megatron validate runs.csv --json",
+        "nest-megatron validate throughput.csv memory_peak.csv --docs docs",
+    ),
+)
+@click.argument(
+    "paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE.CSV..."
+)
+@click.option(
+    "--models", type=_FILE, multiple=True, help="Shapes of models that the catalogue lacks (CSV)."
+)
+@click.option("--rows", type=_FILE, help="Write every row with its prediction here (CSV).")
+@click.option(
+    "--docs", type=_FOLDER, help="Write accuracy.md, with pictures, into this folder (matplotlib)."
+)
+@_json_option
+def validate(paths: tuple[Path, ...], **options: Any) -> int:
+    """Compare predictions with measured runs: errors, ranking of layouts, memory.
+
+    Reads throughput, peak memory, Megatron's golden values and collectives, told apart by their
+    columns (docs/accuracy.md). Rows that cannot be predicted are counted by reason.
+    """
+    from nest_megatron.app.validate import run_validate
+
+    return run_validate(paths, **options)
+
+
+@cli.command(
+    cls=_Command,
+    examples=(
+        "nest-megatron calibrate throughput.csv throughput_vtrain_a100.csv --out hydra_configs",
+        "nest-megatron calibrate throughput.csv --no-cross-validation",
+    ),
+)
+@click.argument(
+    "paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE.CSV..."
+)
+@click.option(
+    "--out", type=_FOLDER, help="Write the constants into this catalogue (hydra_configs)."
+)
+@click.option(
+    "--cross-validation/--no-cross-validation",
+    "validate",
+    default=True,
+    help="Leave out each source and each model in turn (minutes).",
+)
+@_json_option
+def calibrate(paths: tuple[Path, ...], **options: Any) -> int:
+    """Fit the cost model's constants to measured runs.
+
+    Prints the constants, the errors, and those of sources and models that a fit has not seen.
+    """
+    from nest_megatron.app.calibrate import run_calibrate
+
+    return run_calibrate(paths, **options)
+
+
+@cli.command(
+    cls=_Command,
+    examples=(
         "nest-megatron models",
         "nest-megatron models deepseek_v3",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nest_megatron.cluster.records import (
     Accelerator,
@@ -84,6 +84,12 @@ def accelerator_from_mapping(mapping: Mapping[str, object]) -> Accelerator:
         memory_efficiency=_number(what, "memory_efficiency", mapping),
         kernel_floor_s=_number(what, "kernel_floor_s", mapping, zero_allowed=True),
         flash_attention=_flag(f"{what}: flash_attention", mapping.get("flash_attention", True)),
+        grouped_gemm_share=_number(
+            what, "grouped_gemm_share", {"grouped_gemm_share": 1.0, **mapping}
+        ),
+        attention_ramp_rows=_number(
+            what, "attention_ramp_rows", {"attention_ramp_rows": 0.0, **mapping}, zero_allowed=True
+        ),
         source=_text(f"{what}: source", mapping.get("source", "")),
     )
 
@@ -121,8 +127,30 @@ def _level(what: str, mapping: Mapping[str, object]) -> NetworkLevel:
         bandwidth_bytes_per_s=_number(what, "bandwidth_bytes_per_s", mapping),
         latency_s=_number(what, "latency_s", mapping, zero_allowed=True),
         efficiency=_table(f"{what}: efficiency", mapping.get("efficiency", {}), CollectiveKind),
+        **_refinements(what, mapping),
         source=_text(f"{what}: source", mapping.get("source", "")),
     )
+
+
+def _refinements(what: str, mapping: Mapping[str, object]) -> dict[str, Any]:
+    """Fields of a level that may be left out; null is the same."""
+    found: dict[str, Any] = {}
+    for key in ("startup_s", "ramp", "reduction_efficiency", "tree_efficiency", "chain_share"):
+        if mapping.get(key) is not None:
+            zero_allowed = key in ("startup_s", "ramp")
+            found[key] = _number(what, key, mapping, zero_allowed=zero_allowed)
+    if mapping.get("max_rails") is not None:
+        found["max_rails"] = _whole(f"{what}: max_rails", mapping["max_rails"])
+    if mapping.get("ring_shares") is not None:
+        found["ring_shares"] = _numbers(f"{what}: ring_shares", mapping["ring_shares"])
+    return found
+
+
+def _numbers(what: str, value: object) -> tuple[float, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise _wrong(what, value, "it must be a list of numbers")
+    named = {f"[{i}]": item for i, item in enumerate(value)}
+    return tuple(_number(what, key, named) for key in named)
 
 
 def _oversubscription(what: str, mapping: Mapping[str, object]) -> float:

@@ -39,6 +39,8 @@ class Accelerator:
         peak_flops_per_s: dense matrix peak for each number format.
         gemm_efficiency: largest share of that peak that a well-shaped matrix product reaches.
         attention_efficiency: share of the bf16 peak that fused attention reaches on long sequences.
+        grouped_gemm_share: what a grouped product reaches of a single one's efficiency.
+        attention_ramp_rows: query rows (tokens times heads) with which it reaches half of that.
         memory_bandwidth_bytes_per_s: peak device-memory bandwidth.
         memory_efficiency: share of it that streaming kernels reach.
         kernel_floor_s: shortest time one kernel takes, launch included.
@@ -55,6 +57,8 @@ class Accelerator:
     memory_efficiency: float
     kernel_floor_s: float
     flash_attention: bool = True
+    grouped_gemm_share: float = 1.0
+    attention_ramp_rows: float = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -67,6 +71,8 @@ class Accelerator:
         for precision, share in self.gemm_efficiency.items():
             _require_share(f"{what}: gemm_efficiency.{precision}", share)
         _require_share(f"{what}: attention_efficiency", self.attention_efficiency)
+        _require_share(f"{what}: grouped_gemm_share", self.grouped_gemm_share)
+        _require_number(f"{what}: attention_ramp_rows", self.attention_ramp_rows, zero_allowed=True)
         _require_share(f"{what}: memory_efficiency", self.memory_efficiency)
 
     def supports(self, precision: Precision) -> bool:
@@ -86,6 +92,19 @@ class NetworkLevel:
             every other device does the same (so oversubscription is already divided out).
         latency_s: time of one hop through this level.
         efficiency: share of the bandwidth that each kind of collective reaches for large messages.
+        startup_s: time that every call takes before its first byte moves.
+        ramp: how far messages of middling size fall short: a transfer of ``t`` seconds after
+            latencies of ``a`` takes ``ramp * sqrt(a * t)`` longer (2 for pieces of the best size).
+        reduction_efficiency: share of the bandwidth that an all-reduce reaches whose sums the
+            switch forms (NVLS, SHARP); ``None`` where the switch cannot.
+        tree_efficiency: share of the bandwidth that an all-reduce reaches over a tree of groups;
+            that of ``efficiency`` if ``None``.
+        chain_share: what is left of the rate of a transfer in a ring that crosses more than two
+            groups of this level, where a device sends to one and receives from another.
+        max_rails: most adapters of an inner group that one reduction or gather uses at once;
+            ``None`` is all.
+        ring_shares: where the links are no full mesh, the share of them that rings through 2, 3,
+            ... members use; 1 for more than it names.
         source: where the figures come from.
     """
 
@@ -94,6 +113,13 @@ class NetworkLevel:
     bandwidth_bytes_per_s: float
     latency_s: float
     efficiency: Mapping[CollectiveKind, float] = field(default_factory=dict)
+    startup_s: float = 0.0
+    ramp: float = 0.0
+    reduction_efficiency: float | None = None
+    tree_efficiency: float | None = None
+    chain_share: float = 1.0
+    max_rails: int | None = None
+    ring_shares: tuple[float, ...] = ()
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -104,6 +130,25 @@ class NetworkLevel:
             _require_number(f"{what}: num_devices", self.num_devices)
         for kind, share in self.efficiency.items():
             _require_share(f"{what}: efficiency.{kind}", share)
+        self._check_refinements(what)
+
+    def _check_refinements(self, what: str) -> None:
+        _require_number(f"{what}: startup_s", self.startup_s, zero_allowed=True)
+        _require_number(f"{what}: ramp", self.ramp, zero_allowed=True)
+        if self.reduction_efficiency is not None:
+            _require_share(f"{what}: reduction_efficiency", self.reduction_efficiency)
+        if self.tree_efficiency is not None:
+            _require_share(f"{what}: tree_efficiency", self.tree_efficiency)
+        _require_share(f"{what}: chain_share", self.chain_share)
+        if self.max_rails is not None:
+            _require_number(f"{what}: max_rails", self.max_rails)
+        for share in self.ring_shares:
+            _require_share(f"{what}: ring_shares", share)
+
+    def ring_share(self, members: int) -> float:
+        """Share of a device's links that rings through so many members use."""
+        named = 0 <= members - 2 < len(self.ring_shares)
+        return self.ring_shares[members - 2] if named else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,10 @@ class CostConfig:
     """Assumptions of the cost model."""
 
     expert_imbalance: float | None = None
+    compute_slowdown: float | None = None
+    tp_overlap: float | None = None
+    ep_overlap: float | None = None
+    host_kernel_s: float | None = None
     dp_overlap: float | None = None
     overlap_slowdown: float | None = None
     optimizer_bytes_per_parameter: float | None = None

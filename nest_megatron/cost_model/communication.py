@@ -3,18 +3,28 @@
 A group is described by its *shape*: how many members share a node, how many nodes a leaf, and so on
 (``parallel.rank_order.group_shape``). Reductions and gathers run as many rings at once as the group
 has members inside a level, each on its own adapter, so that what one device sends through an outer
-level is divided by the members inside: with fan-outs ``n_l`` and a message of ``S`` bytes a device
-sends ``S / (n_0 ... n_{l-1}) * (1 - 1 / (n_l n_{l+1} ...))`` to level ``l``, what goes further out
-included, because it leaves by the same adapter. An exchange sends every peer its own part, so the
-parts of all peers beyond level ``l - 1`` pass level ``l``. The levels work at the same time, so the
-slowest one counts, and latencies add up. A level's bandwidth is what one device gets while all
-others send too.
+level is divided by the members inside (``max_rails`` of them at most). A level's bandwidth is what
+one device gets while all others send too. The levels work at the same time, so the slowest one
+counts; the latencies of the hops that one piece of the data makes add up. A message in pieces that
+follow each other over hops of ``a`` seconds in all takes ``a + t + 2 sqrt(a t)`` at best, where
+``t`` is its time on the slowest level: the outermost level's ``ramp`` stands for the 2.
+
+With fan-outs ``n_l``, ``N`` members in all and a message of ``S`` bytes a device sends:
+
+- gather, scatter: rings through all members, ``S / (n_0 ... n_{l-1}) * (1 - 1 / N)`` to level
+  ``l``. A piece makes ``N - 1`` hops, one of them in each ring to another node;
+- all-reduce: what is faster of a ring (a scatter and a gather) and of a tree, where each node sums
+  first and sends one sum: twice ``S / (n_0 ... n_{l-1}) * (1 - 1 / (n_l n_{l+1} ...))``. Where the
+  switch sums (NVLS, SHARP) a device sends its message once, and one sum: ``S * (1 + 1 / n_l)``;
+- exchange: every peer gets its own part, so the parts of all peers beyond level ``l - 1`` pass
+  level ``l``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
 from nest_megatron.units import Seconds
@@ -22,12 +32,25 @@ from nest_megatron.units import Seconds
 #: Share of a level's bandwidth where the cluster's description names none for the collective.
 DEFAULT_EFFICIENCY = 0.8
 
-#: Rings around the data for one collective: an all-reduce is a scatter and a gather.
-_PASSES = {
-    CollectiveKind.ALL_REDUCE: 2,
-    CollectiveKind.ALL_GATHER: 1,
-    CollectiveKind.REDUCE_SCATTER: 1,
-}
+
+class _Crossing(NamedTuple):
+    """A level that a group crosses, as seen by one of its devices.
+
+    ``before`` members lie inside one group of the level below, ``fan_out`` such groups in one of
+    this level, and ``after`` of these in the whole.
+    """
+
+    level: NetworkLevel
+    is_innermost: bool
+    before: int
+    fan_out: int
+    after: int
+
+    @property
+    def rails(self) -> int:
+        """Adapters that carry a collective out of one group of the level below."""
+        most = self.level.max_rails
+        return self.before if most is None else min(self.before, most)
 
 
 def collective_time(
@@ -35,6 +58,7 @@ def collective_time(
     message_bytes: float,
     shape: Sequence[int],
     levels: Sequence[NetworkLevel],
+    copies: int = 1,
 ) -> Seconds:
     """Time of one collective in seconds.
 
@@ -42,35 +66,92 @@ def collective_time(
         message_bytes: the whole tensor: gathered, reduced, or what one rank exchanges in all.
         shape: fan-out of the group at each level, innermost first.
         levels: the cluster's levels, as many as ``shape``.
+        copies: of an exchange that sends each token to this many members at random, and only once
+            to each group of the innermost level, which passes it on.
     """
-    if math.prod(shape) <= 1 or message_bytes <= 0:
+    size = math.prod(shape)
+    if size <= 1 or message_bytes <= 0:
         return 0.0
+    crossings = tuple(_crossings(shape, levels, size))
+    startup = max(crossing.level.startup_s for crossing in crossings)
     if kind is CollectiveKind.ALL_TO_ALL:
-        return _exchange_time(message_bytes, shape, levels)
-    slowest, latency, size = 0.0, 0.0, message_bytes
-    outside = math.prod(shape)
+        return startup + _exchange_time(message_bytes, crossings, size, copies)
+    ring = _ring_time(kind, message_bytes, crossings, size)
+    if kind is CollectiveKind.ALL_REDUCE:
+        return startup + min(2 * ring, _tree_time(message_bytes, crossings))
+    return startup + ring
+
+
+def _crossings(
+    shape: Sequence[int], levels: Sequence[NetworkLevel], size: int
+) -> Iterator[_Crossing]:
+    before, after = 1, size
     for index, (fan_out, level) in enumerate(zip(shape, levels, strict=True)):
         if fan_out > 1:
-            slowest = max(slowest, size * (1 - 1 / outside) / _rate(level, kind))
-            latency += level.latency_s * _steps(kind, index, fan_out)
-            size, outside = size / fan_out, outside // fan_out
-    return _PASSES[kind] * (slowest + latency)
+            after //= fan_out
+            yield _Crossing(level, index == 0, before, fan_out, after)
+            before *= fan_out
+
+
+def _ring_time(
+    kind: CollectiveKind, message_bytes: float, crossings: Sequence[_Crossing], size: int
+) -> Seconds:
+    """Once around all members, in as many rings as there are adapters."""
+    slowest, latency, share = 0.0, 0.0, 1 - 1 / size
+    for crossing in crossings:
+        sent = message_bytes / crossing.rails * share
+        slowest = max(slowest, _transfer_time(sent, crossing, kind))
+        latency += crossing.level.latency_s * (crossing.fan_out - 1) * crossing.after
+    return _pipelined(latency, slowest, crossings)
+
+
+def _tree_time(message_bytes: float, crossings: Sequence[_Crossing]) -> Seconds:
+    """Sums inside each group first, then of these sums, and the same way back."""
+    slowest, latency = 0.0, 0.0
+    for crossing in crossings:
+        level, fan_out = crossing.level, crossing.fan_out
+        seconds = message_bytes / crossing.rails
+        if level.reduction_efficiency is None:
+            seconds *= 2 * (1 - 1 / (fan_out * crossing.after)) / _tree_rate(crossing)
+        else:
+            rate = level.bandwidth_bytes_per_s * level.reduction_efficiency
+            seconds *= (1 + 1 / fan_out) / rate
+        slowest = max(slowest, seconds)
+        hops = fan_out - 1 if crossing.is_innermost else math.ceil(math.log2(fan_out))
+        latency += 2 * level.latency_s * hops
+    return _pipelined(latency, slowest, crossings)
 
 
 def _exchange_time(
-    message_bytes: float, shape: Sequence[int], levels: Sequence[NetworkLevel]
+    message_bytes: float, crossings: Sequence[_Crossing], size: int, copies: int
 ) -> Seconds:
-    size = math.prod(shape)
-    inside, slowest, latency = 1, 0.0, 0.0
-    for index, (fan_out, level) in enumerate(zip(shape, levels, strict=True)):
+    slowest, latency = 0.0, 0.0
+    inside = crossings[0].fan_out if crossings[0].is_innermost else 1
+    once = _sent_once(size // inside, copies)
+    for crossing in crossings:
         # Peers of the node are reached inside it; all others through the node's adapters.
-        last = inside * fan_out if index == 0 else size
-        passing = message_bytes * (last - inside) / size
-        if fan_out > 1:
-            slowest = max(slowest, passing / _rate(level, CollectiveKind.ALL_TO_ALL))
-            latency += level.latency_s * _steps(CollectiveKind.ALL_TO_ALL, index, fan_out)
-        inside *= fan_out
-    return slowest + latency
+        last = crossing.fan_out if crossing.is_innermost else size
+        sent = message_bytes * (last - crossing.before) / size
+        if not crossing.is_innermost:
+            sent *= once
+        slowest = max(slowest, _transfer_time(sent, crossing, CollectiveKind.ALL_TO_ALL))
+        latency += crossing.level.latency_s * (crossing.fan_out - 1)
+    return _pipelined(latency, slowest, crossings)
+
+
+def _sent_once(nodes: int, copies: int) -> float:
+    """Nodes that a token goes to, over its copies: several copies may go to one node.
+
+    >>> _sent_once(nodes=8, copies=1), round(_sent_once(nodes=8, copies=8), 3)
+    (1.0, 0.656)
+    """
+    return nodes * (1 - (1 - 1 / nodes) ** copies) / copies
+
+
+def _pipelined(latency: Seconds, transfer: Seconds, crossings: Sequence[_Crossing]) -> Seconds:
+    ramp = crossings[-1].level.ramp
+    between = ramp * math.sqrt(latency * transfer) if ramp else 0.0
+    return latency + transfer + between
 
 
 def ring_step_time(
@@ -81,24 +162,40 @@ def ring_step_time(
     The ring crosses each level that it spans on one device's link, so the slowest crossing sets
     the pace of all.
     """
-    crossed = [level for fan_out, level in zip(shape, levels, strict=True) if fan_out > 1]
-    return max((send_time(message_bytes, level) for level in crossed), default=0.0)
+    return max(
+        (
+            _pass_time(message_bytes, level, level.chain_share if fan_out > 2 else 1.0)
+            for fan_out, level in zip(shape, levels, strict=True)
+            if fan_out > 1
+        ),
+        default=0.0,
+    )
 
 
 def send_time(message_bytes: float, level: NetworkLevel) -> Seconds:
     """Time of one point-to-point transfer through a level."""
-    return level.latency_s + message_bytes / _rate(level, CollectiveKind.SEND_RECV)
+    return _pass_time(message_bytes, level, 1.0)
+
+
+def _pass_time(message_bytes: float, level: NetworkLevel, share: float) -> Seconds:
+    seconds = message_bytes / (_rate(level, CollectiveKind.SEND_RECV) * share)
+    between = level.ramp * math.sqrt(level.latency_s * seconds) if level.ramp else 0.0
+    return level.startup_s + level.latency_s + seconds + between
+
+
+def _transfer_time(sent: float, crossing: _Crossing, kind: CollectiveKind) -> Seconds:
+    links = crossing.level.ring_share(crossing.fan_out)
+    return sent / (_rate(crossing.level, kind) * links)
+
+
+def _tree_rate(crossing: _Crossing) -> float:
+    level = crossing.level
+    if level.tree_efficiency is not None and not crossing.is_innermost:
+        return level.bandwidth_bytes_per_s * level.tree_efficiency
+    links = level.ring_share(crossing.fan_out)
+    return _rate(level, CollectiveKind.ALL_REDUCE) * links
 
 
 def _rate(level: NetworkLevel, kind: CollectiveKind) -> float:
     efficiency = level.efficiency.get(kind, DEFAULT_EFFICIENCY)
     return level.bandwidth_bytes_per_s * efficiency
-
-
-def _steps(kind: CollectiveKind, level_index: int, fan_out: int) -> int:
-    """Hops one after the other: a ring's length, or over many nodes the depth of a tree.
-
-    NCCL has trees for all-reduce; exchanges go to all peers at once, in rounds.
-    """
-    ring = kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
-    return fan_out - 1 if ring or level_index == 0 else math.ceil(math.log2(fan_out))

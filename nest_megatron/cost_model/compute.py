@@ -9,31 +9,39 @@ efficiencies that the accelerator's record carries and nothing fitted here.
 from __future__ import annotations
 
 from nest_megatron.cluster.records import Accelerator, Precision
+from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.graph import Operator, OperatorKind
 from nest_megatron.units import Seconds
 
+#: Share of the peak that a 16-bit product reaches which the matrix units refuse. BLOOM's search on
+#: A100 (bigscience chronicles, tr11): heads of 108 instead of 144 cost 38.6 s of a step of 118 s,
+#: all of it in the products of unfused attention.
+UNALIGNED_EFFICIENCY = 0.033
+
 
 def operator_times(
-    operator: Operator, accelerator: Accelerator, precision: Precision
+    operator: Operator, accelerator: Accelerator, settings: CostSettings
 ) -> tuple[Seconds, Seconds]:
     """Forward and backward time of an operator, in seconds.
 
     Args:
-        precision: the job's format; products that stay in 16 bits use the 16-bit peak.
+        settings: the job's number format (products that stay in 16 bits use the 16-bit peak), and
+            whether weights have gradients.
 
     Raises:
         UserInputError: if the accelerator has no matrix units for the format.
     """
-    rate = _flops_rate(operator, accelerator, precision)
+    rate = _flops_rate(operator, accelerator, settings.precision)
+    weight_gradients = 0.5 if settings.traits.frozen_weights and operator.has_weight else 1.0
     bandwidth = accelerator.memory_bandwidth_bytes_per_s * accelerator.memory_efficiency
     floor = accelerator.kernel_floor_s * operator.num_kernels
     forward = floor + operator.bytes_moved / bandwidth
     backward = 2 * floor + operator.backward_bytes_moved / bandwidth
     if operator.flops:
         forward += operator.flops / rate
-        backward += operator.backward_flops / rate
-    return forward, backward
+        backward += weight_gradients * operator.backward_flops / rate
+    return settings.compute_slowdown * forward, settings.compute_slowdown * backward
 
 
 def sixteen_bit(accelerator: Accelerator) -> Precision:
@@ -44,7 +52,9 @@ def sixteen_bit(accelerator: Accelerator) -> Precision:
 def _flops_rate(operator: Operator, accelerator: Accelerator, precision: Precision) -> float:
     wide = sixteen_bit(accelerator)
     if operator.kind is OperatorKind.ATTENTION:
-        return accelerator.peak_flops_per_s[wide] * accelerator.attention_efficiency
+        rows = operator.parallel_rows
+        busy = 1.0 / (1.0 + accelerator.attention_ramp_rows / rows)
+        return accelerator.peak_flops_per_s[wide] * accelerator.attention_efficiency * busy
     used = precision if operator.fp8 or precision is not Precision.FP8 else wide
     if not accelerator.supports(used):
         raise UserInputError(
@@ -54,4 +64,7 @@ def _flops_rate(operator: Operator, accelerator: Accelerator, precision: Precisi
             + ", ".join(accelerator.peak_flops_per_s),
             fix=f"Use {wide}.",
         )
-    return accelerator.peak_flops_per_s[used] * accelerator.gemm_efficiency[used]
+    share = accelerator.gemm_efficiency[used] if operator.aligned else UNALIGNED_EFFICIENCY
+    if operator.kind is OperatorKind.GROUPED_GEMM:
+        share *= accelerator.grouped_gemm_share
+    return accelerator.peak_flops_per_s[used] * share

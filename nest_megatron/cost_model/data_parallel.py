@@ -40,7 +40,11 @@ class ReplicaTraffic:
 
 
 def replica_traffic(
-    dims: ParallelDims, zero: ZeroStage, cluster: Cluster, layer_parameters: int
+    dims: ParallelDims,
+    zero: ZeroStage,
+    cluster: Cluster,
+    layer_parameters: int,
+    gradient_bytes: int = GRADIENT_BYTES,
 ) -> ReplicaTraffic:
     """Price data-parallel traffic where its groups lie.
 
@@ -49,6 +53,7 @@ def replica_traffic(
 
     Args:
         layer_parameters: parameters of one layer on a rank.
+        gradient_bytes: width of a gradient on the wire.
     """
     sizes = cluster.group_sizes()
     bucket = max(40_000_000, 1_000_000 * dims.data_parallel_size * dims.context_parallel_size)
@@ -62,8 +67,8 @@ def replica_traffic(
 
     gather = CollectiveKind.ALL_GATHER
     return ReplicaTraffic(
-        reduce_dense=price(reduce, GroupKind.DP_CP, GRADIENT_BYTES),
-        reduce_expert=price(reduce, GroupKind.EDP, GRADIENT_BYTES),
+        reduce_dense=price(reduce, GroupKind.DP_CP, gradient_bytes),
+        reduce_expert=price(reduce, GroupKind.EDP, gradient_bytes),
         gather_dense=price(gather, GroupKind.DP_CP, WEIGHT_BYTES) if zero else 0.0,
         gather_expert=price(gather, GroupKind.EDP, WEIGHT_BYTES) if zero else 0.0,
         bucket_parameters=bucket,

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from nest_megatron.cost_model.compute import sixteen_bit
 from nest_megatron.cost_model.memory import (
-    GRADIENT_BYTES,
-    OPTIMIZER_BYTES,
     WEIGHT_BYTES,
     fp8_copy_bytes,
 )
@@ -215,11 +213,12 @@ def _static_split(model: CostModel, grid: Grid, units: Sequence[UnitKind]) -> di
         for count, share in shares:
             totals["weights"] += count * WEIGHT_BYTES / (share if zero >= ZeroStage.WEIGHTS else 1)
             held = share if zero >= ZeroStage.GRADIENTS else 1
-            totals["gradients"] += count * GRADIENT_BYTES / held
+            totals["gradients"] += count * model.settings.traits.gradient_bytes / held
             held = share if zero >= ZeroStage.OPTIMIZER else 1
-            totals["optimizer"] += count * OPTIMIZER_BYTES / held
-        if unit.kind not in (LayerKind.EMBEDDING, LayerKind.HEAD):
-            copies = fp8_copy_bytes(model.settings.precision)
+            totals["optimizer"] += count * model.settings.traits.optimizer_bytes / held
+        outside = unit.kind in (LayerKind.EMBEDDING, LayerKind.HEAD)
+        if not outside and zero < ZeroStage.WEIGHTS:
+            copies = fp8_copy_bytes(model.settings)
             totals["weights"] += unit.parameters.total * copies
     return {name: round(num) for name, num in totals.items()}
 

@@ -209,25 +209,32 @@ def unit_times(
     forward: dict[Part, list[Seconds]] = {}
     backward = [0.0] * len(_TERMS)
     for op in graph.operators:
-        ahead, back = operator_times(op, cluster.accelerator, settings.precision)
+        ahead, back = operator_times(op, cluster.accelerator, settings)
         if op.part in _ROUTED:
             ahead, back = ahead * settings.expert_imbalance, back * settings.expert_imbalance
         operators[op.name] = (ahead, back)
         forward.setdefault(op.part, [0.0] * len(_TERMS))[_COMPUTE] += ahead
         backward[_COMPUTE] += back
-    for part, is_backward, term, seconds in _exposed(graph.collectives, operators, shapes, cluster):
+    for part, is_backward, term, seconds in _exposed(
+        graph.collectives, operators, shapes, cluster, settings
+    ):
         paced = seconds * (settings.expert_imbalance if part in _ROUTED else 1.0)
         if is_backward:
             backward[term] += paced
         else:
             forward.setdefault(part, [0.0] * len(_TERMS))[term] += paced
+    whole = [sum(terms) for terms in zip(*forward.values(), strict=True)]
+    launches = len(graph.operators) + sum(map(_is_forward, graph.collectives))
+    host = settings.host_kernel_s * launches
+    whole[_COMPUTE] += max(0.0, host - sum(whole))
+    backward[_COMPUTE] += max(0.0, 2 * host - sum(backward))
     saved: dict[Part, float] = {}
     for part, num_bytes in graph.saved_bytes:
         factor = settings.expert_imbalance if part in _ROUTED else 1.0
         saved[part] = saved.get(part, 0.0) + factor * num_bytes
     return UnitTimes(
         forward={part: PassTime(*terms) for part, terms in forward.items()},
-        whole_forward=PassTime(*map(sum, zip(*forward.values(), strict=True))),
+        whole_forward=PassTime(*whole),
         backward=PassTime(*backward),
         input_bytes=graph.input_bytes,
         saved_bytes=saved,
@@ -240,6 +247,7 @@ def _exposed(
     operators: Mapping[str, tuple[Seconds, Seconds]],
     shapes: GroupShapes,
     cluster: Cluster,
+    settings: CostSettings,
 ) -> Iterator[tuple[Part, bool, int, Seconds]]:
     """What each collective adds: all of it, or what the operator that hides it leaves over.
 
@@ -248,9 +256,15 @@ def _exposed(
     """
     hidden: dict[tuple[str, bool], tuple[Part, int, Seconds]] = {}
     for call in collectives:
-        seconds = call.num_calls * _call_time(call, shapes[call.group], cluster)
+        copies = call.copies if settings.traits.node_limited_dispatch else 1
+        seconds = call.num_calls * _call_time(call, shapes[call.group], cluster, copies)
         term = _TERM_OF[call.group]
-        if not call.hidden_under:
+        is_tensor = call.group is Group.TENSOR
+        if is_tensor:
+            seconds *= 1.0 - settings.tp_overlap
+        elif call.kind == CollectiveKind.ALL_TO_ALL:
+            seconds *= 1.0 - settings.ep_overlap
+        if not call.hidden_under or (is_tensor and not settings.traits.async_tensor_traffic):
             yield call.part, call.backward, term, seconds
             continue
         key = (call.hidden_under, call.backward)
@@ -260,8 +274,14 @@ def _exposed(
         yield part, is_backward, term, max(0.0, seconds - operators[name][is_backward])
 
 
-def _call_time(call: LayerCollective, shape: tuple[int, ...], cluster: Cluster) -> Seconds:
+def _is_forward(call: LayerCollective) -> bool:
+    return not call.backward
+
+
+def _call_time(
+    call: LayerCollective, shape: tuple[int, ...], cluster: Cluster, copies: int
+) -> Seconds:
     kind = CollectiveKind(call.kind)
     if kind is CollectiveKind.SEND_RECV:
         return ring_step_time(call.message_bytes, shape, cluster.levels)
-    return collective_time(kind, call.message_bytes, shape, cluster.levels)
+    return collective_time(kind, call.message_bytes, shape, cluster.levels, copies)

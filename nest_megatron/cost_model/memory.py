@@ -13,18 +13,21 @@ from nest_megatron.parallel.zero import ZeroStage
 
 WEIGHT_BYTES = 2
 GRADIENT_BYTES = 4
-OPTIMIZER_BYTES = 12
 #: Transformer Engine keeps an fp8 copy of each weight and its transpose between micro batches.
 FP8_COPY_BYTES = 2
 
 
-def static_bytes_per_parameter(zero: ZeroStage, replicas: int) -> float:
+def static_bytes_per_parameter(zero: ZeroStage, replicas: int, settings: CostSettings) -> float:
     """Bytes that one parameter of a rank costs for as long as training runs.
 
     Args:
         replicas: ranks that ZeRO divides over (data times context ranks, or expert replicas).
     """
-    weight, gradient, optimizer = WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES
+    if settings.traits.frozen_weights:
+        return float(WEIGHT_BYTES)
+    replicas = max(1, replicas // settings.traits.optimizer_instances)
+    traits, weight = settings.traits, WEIGHT_BYTES
+    gradient, optimizer = traits.gradient_bytes, traits.optimizer_bytes
     return (
         (weight / replicas if zero >= ZeroStage.WEIGHTS else weight)
         + (gradient / replicas if zero >= ZeroStage.GRADIENTS else gradient)
@@ -32,9 +35,11 @@ def static_bytes_per_parameter(zero: ZeroStage, replicas: int) -> float:
     )
 
 
-def fp8_copy_bytes(precision: Precision) -> int:
+def fp8_copy_bytes(settings: CostSettings) -> int:
     """Extra bytes for each parameter of a matrix product in fp8."""
-    return FP8_COPY_BYTES if precision is Precision.FP8 else 0
+    if settings.precision is not Precision.FP8 or settings.traits.fp8_weights:
+        return 0
+    return FP8_COPY_BYTES
 
 
 def unsharded_bytes(parameters: int, zero: ZeroStage) -> int:

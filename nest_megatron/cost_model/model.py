@@ -22,6 +22,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.unit_cost import (
     ParameterPrices,
     UnitKind,
+    overlap_window,
     parameter_prices,
     unit_cost,
 )
@@ -152,6 +153,7 @@ class CostModel:
             micro_batch_size=grid.micro_batch_size,
             sequence_parallel=grid.sequence_parallel,
             flash_attention=self.cluster.accelerator.flash_attention,
+            loss_bytes=self.settings.traits.loss_bytes,
         )
 
     def shard_key(self, grid: Grid) -> tuple[object, ...]:
@@ -195,7 +197,8 @@ class CostModel:
         key = (_degrees(dims), bool(zero), zero.is_fsdp)
         if key not in self._traffic:
             a_layer = self.parameters(dims).total // self.spec.num_layers
-            self._traffic[key] = replica_traffic(dims, zero, self.cluster, a_layer)
+            width = self.settings.traits.gradient_bytes
+            self._traffic[key] = replica_traffic(dims, zero, self.cluster, a_layer, width)
         return self._traffic[key]
 
     def problem(self, grid: Grid) -> PipelineProblem:
@@ -233,9 +236,11 @@ class CostModel:
         return self._structures[key]
 
     def _unit_costs(self, grid: Grid) -> tuple[bytes, tuple[UnitCost, ...]]:
-        """Costs of the distinct units; virtual stages do not change them."""
+        """Costs of the distinct units; virtual stages change what hides of replicas' traffic."""
         dims = grid.dims
+        window = overlap_window(dims, grid.num_microbatches)
         key = (
+            window,
             _degrees(dims),
             grid.micro_batch_size,
             grid.sequence_parallel,
@@ -245,7 +250,8 @@ class CostModel:
         if key not in self._costs:
             sequence, kinds = self.unit_kinds(grid)
             prices = self._prices_of(dims, grid.zero)
-            costs = tuple(unit_cost(kind, prices, grid.zero, self.settings) for kind in kinds)
+            settings = self.settings
+            costs = tuple(unit_cost(kind, prices, grid.zero, settings, window) for kind in kinds)
             self._costs[key] = (sequence, costs)
         return self._costs[key]
 
@@ -337,6 +343,8 @@ class CostModel:
         if key not in self._transfers:
             p = dims.pipeline_model_parallel_size
             size = self.shard(grid).tokens_between_blocks(self.spec) * self.spec.hidden_size * ACT
+            if self.settings.traits.scatter_between_stages and not grid.sequence_parallel:
+                size /= dims.tensor_model_parallel_size
             times = [to_ticks(send_time(size, level)) for level in self.cluster.levels]
             by_link = [times[level] for level in self._link_levels(dims)]
             forward = tuple(by_link[k % p] for k in range(dims.num_chunks - 1))

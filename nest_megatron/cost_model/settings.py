@@ -11,12 +11,57 @@ from nest_megatron.units import GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FrameworkTraits:
+    """How the framework that runs the job works: the defaults are Megatron-LM's of today.
+
+    A plan is always made for these defaults. Others are for predicting what other frameworks and
+    releases ran (``validation/frameworks.py``).
+
+    Args:
+        frozen_weights: only adapters of negligible size are trained (LoRA): no weight gradients, no
+            optimizer states, no traffic between replicas.
+        node_limited_dispatch: a token goes to each node once, however many of its experts are there
+            (DeepEP, HybridEP), not once for each expert.
+        async_tensor_traffic: backward tensor-parallel traffic runs beside the weight gradients.
+        scatter_between_stages: without sequence parallelism, the tensor ranks of a stage send a
+            share of the activation each (``scatter_gather_tensors_in_pipeline`` of 2021), not all.
+        fp8_weights: weights are kept in fp8 alone (``--fp8-param-gather``), not beside 16-bit ones.
+        gradient_bytes: width of the gradients that replicas reduce and keep.
+        loss_bytes: memory of one logit while the cross entropy is worked out: 6 in Megatron's own
+            (float32 softmax in place, 16-bit logits or gradient), 10 where a compiler fuses it out
+            of place (``--cross-entropy-loss-fusion``), 2 where logits turn into gradients in place
+            (Transformer Engine's kernel).
+        optimizer_bytes: states of one parameter: a float32 master weight and two moments.
+        optimizer_instances: groups of replicas that each hold all optimizer states, divided over
+            the group (``--num-distributed-optimizer-instances``).
+    """
+
+    frozen_weights: bool = False
+    node_limited_dispatch: bool = False
+    async_tensor_traffic: bool = True
+    scatter_between_stages: bool = False
+    fp8_weights: bool = False
+    gradient_bytes: int = 4
+    loss_bytes: int = 6
+    optimizer_bytes: int = 12
+    optimizer_instances: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CostSettings:
     """What the cost model takes for granted.
 
     Args:
         precision: number format of the matrix products.
         expert_imbalance: busiest expert rank's tokens over the mean; 1 is balanced routing.
+        compute_slowdown: time of the device's work over what its calibrated kernels need: kernels
+            that a framework does not fuse, gaps between them.
+        tp_overlap: share of tensor-parallel traffic that runs beside the products which need it
+            (user buffers, ``--tp-comm-overlap``).
+        ep_overlap: share of the exchange of tokens with experts that runs beside other work
+            (``--overlap-moe-expert-parallel-comm`` and kernels that overlap it).
+        host_kernel_s: time that the host takes to launch one operator; a layer takes at least the
+            sum over its operators, however fast the device (0: CUDA graphs).
         dp_overlap: share of a micro batch's compute under which data-parallel traffic can hide.
         overlap_slowdown: time that compute loses for each second of traffic hidden under it,
             because the collective's kernels take processors away (NCCL's default of 16 channels on
@@ -25,8 +70,11 @@ class CostSettings:
             weight and two moments read, three written, model weight written.
         memory_reserve_bytes: CUDA context, NCCL buffers and library workspaces, outside the
             allocator.
-        memory_margin: share of device memory left free against fragmentation.
+        memory_margin: share of device memory left free against fragmentation; with the reserve, the
+            largest that refuses at most 1 % of the measured runs that ran
+            (``validation/margin.py``, ``docs/accuracy.md``).
         iteration_floor_s: host work of a step that nothing hides (data, logging, launch).
+        traits: how the framework works.
 
     Raises:
         UserInputError: naming the field that is out of range.
@@ -34,16 +82,25 @@ class CostSettings:
 
     precision: Precision = Precision.BF16
     expert_imbalance: float = 1.0
+    compute_slowdown: float = 1.0
+    tp_overlap: float = 0.0
+    ep_overlap: float = 0.0
+    host_kernel_s: float = 0.0
     dp_overlap: float = 0.9
     overlap_slowdown: float = 0.12
     optimizer_bytes_per_parameter: float = 30.0
     memory_reserve_bytes: int = 2 * GIB
-    memory_margin: float = 0.06
+    memory_margin: float = 0.04
     iteration_floor_s: float = 0.005
+    traits: FrameworkTraits = FrameworkTraits()
 
     def __post_init__(self) -> None:
         ranges = {
             "expert_imbalance": (1.0, math.inf),
+            "compute_slowdown": (0.1, 10.0),
+            "tp_overlap": (0.0, 1.0),
+            "ep_overlap": (0.0, 1.0),
+            "host_kernel_s": (0.0, 1.0),
             "dp_overlap": (0.0, 1.0),
             "overlap_slowdown": (0.0, 1.0),
             "optimizer_bytes_per_parameter": (0.0, 1e3),

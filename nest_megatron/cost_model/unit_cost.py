@@ -70,22 +70,41 @@ def parameter_prices(
     """
     dense, expert = replicas(dims)
     rate = accelerator.memory_bandwidth_bytes_per_s * accelerator.memory_efficiency
-    step = settings.optimizer_bytes_per_parameter / rate
+    step = 0.0 if settings.traits.frozen_weights else settings.optimizer_bytes_per_parameter / rate
     return ParameterPrices(
         traffic=traffic,
         first_bucket=min(1.0, traffic.bucket_parameters / max(1, per_rank)),
-        dense_bytes=static_bytes_per_parameter(zero, dense),
-        expert_bytes=static_bytes_per_parameter(zero, expert),
+        dense_bytes=static_bytes_per_parameter(zero, dense, settings),
+        expert_bytes=static_bytes_per_parameter(zero, expert, settings),
         dense_step=step / dense if zero else step,
         expert_step=step / expert if zero else step,
     )
 
 
+def overlap_window(dims: ParallelDims, num_microbatches: int) -> float:
+    """Passes of a chunk beside which its traffic between replicas can run.
+
+    Gradients are complete with the chunk's last micro batch, weights are needed by its first. One
+    chunk a rank has that pass alone. Of several, each but the last to finish (the first to start)
+    has a whole round of ``p`` micro batches through the others as well.
+    """
+    p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
+    return (min(p, num_microbatches) * (v - 1) + 1) / v
+
+
 def unit_cost(
-    unit: UnitKind, prices: ParameterPrices, zero: ZeroStage, settings: CostSettings
+    unit: UnitKind,
+    prices: ParameterPrices,
+    zero: ZeroStage,
+    settings: CostSettings,
+    window: float = 1.0,
 ) -> UnitCost:
-    """One unit in ticks and bytes, data-parallel traffic included."""
-    count, overlap = unit.parameters, settings.dp_overlap
+    """One unit in ticks and bytes, data-parallel traffic included.
+
+    Args:
+        window: passes of the unit beside which traffic between replicas can run.
+    """
+    count, overlap = unit.parameters, settings.dp_overlap * window
     run, block = unit.run, unit.block_run
     forward = run.forward.total
     backward = run.backward.total + run.recompute.total
@@ -97,9 +116,12 @@ def unit_cost(
         backward = _beside(settings, backward, reduce + fetch)
         block_backward = _beside(settings, block_backward, reduce + fetch)
         gather, reduce = gather - fetch, 0.0
+    if settings.traits.frozen_weights:
+        reduce = gather = 0.0
     static = count.dense * prices.dense_bytes + count.expert * prices.expert_bytes
-    if unit.kind not in (LayerKind.EMBEDDING, LayerKind.HEAD):
-        static += count.total * fp8_copy_bytes(settings.precision)
+    # Gathered weights go again after use, and their fp8 copies with them.
+    if unit.kind not in (LayerKind.EMBEDDING, LayerKind.HEAD) and zero < ZeroStage.WEIGHTS:
+        static += count.total * fp8_copy_bytes(settings)
     unsharded = unsharded_bytes(count.total, zero)
     return UnitCost(
         forward=to_ticks(forward),

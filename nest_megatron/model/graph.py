@@ -6,6 +6,7 @@ modules fills the same ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -64,6 +65,11 @@ class Operator:
             included.
         num_kernels: kernels launched forward; the backward pass launches twice as many.
         fp8: the product runs in fp8 where the job asks for it.
+        parallel_rows: of attention: query rows over all heads, which the device works on side by
+            side; few of them leave processors idle.
+        aligned: of a product: every dimension is a multiple of 8, as matrix units ask for in 16
+            bits.
+        has_weight: of a product: one factor is a weight, whose gradient the backward pass makes.
     """
 
     name: str
@@ -75,6 +81,9 @@ class Operator:
     backward_bytes_moved: float = 0.0
     num_kernels: int = 1
     fp8: bool = False
+    parallel_rows: float = math.inf
+    aligned: bool = True
+    has_weight: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +96,7 @@ class LayerCollective:
         backward: issued in the backward pass.
         hidden_under: operator whose time may hide it, or "" if it stands in the open.
         num_calls: how many such calls.
+        copies: of an exchange: how many members each of its tokens goes to.
     """
 
     name: str
@@ -97,6 +107,7 @@ class LayerCollective:
     backward: bool = False
     hidden_under: str = ""
     num_calls: int = 1
+    copies: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

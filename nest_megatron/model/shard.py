@@ -16,6 +16,7 @@ class LayerShard:
         sequence_parallel: activations between the tensor-parallel blocks are split over the
             tensor-parallel ranks too.
         flash_attention: the device runs attention that keeps no score matrix.
+        loss_bytes: memory of one logit while the cross entropy is worked out, forward or back.
     """
 
     tensor_model_parallel_size: int = 1
@@ -25,6 +26,7 @@ class LayerShard:
     micro_batch_size: int = 1
     sequence_parallel: bool = False
     flash_attention: bool = True
+    loss_bytes: int = 6
 
     def tokens(self, spec: TransformerSpec) -> float:
         """Tokens of one micro batch inside a tensor-parallel block of one rank."""

@@ -70,6 +70,7 @@ def assemble(
             settings={
                 f.name: _plain_setting(getattr(settings, f.name))
                 for f in dataclasses.fields(settings)
+                if f.name != "traits"  # a plan is made for Megatron-LM's own
             },
         ),
     )

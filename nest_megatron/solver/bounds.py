@@ -68,8 +68,8 @@ class Bounds:
         """Weights and states of the fullest stage are at least the mean over stages."""
         dense, expert = replicas(grid.dims)
         count = self.model.parameters(grid.dims)
-        total = count.dense * static_bytes_per_parameter(grid.zero, dense)
-        total += count.expert * static_bytes_per_parameter(grid.zero, expert)
+        total = count.dense * static_bytes_per_parameter(grid.zero, dense, self.model.settings)
+        total += count.expert * static_bytes_per_parameter(grid.zero, expert, self.model.settings)
         return total / grid.dims.pipeline_model_parallel_size - self._num_units
 
     def pipeline(self, grid: Grid, recompute: Recompute) -> Ticks:

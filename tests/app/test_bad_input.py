@@ -20,7 +20,7 @@ WITHOUT_MODEL = ("plan", "cluster=dgx_h100")
 BAD = {
     "unknown model": (("plan", "model=lama3_70b", "cluster=dgx_h100"), "llama3_70b"),
     "unknown cluster": (("plan", "model=llama3_8b", "cluster=dgx_h10"), "dgx_h100"),
-    "unknown accelerator": ((*LLAMA, "cluster.accelerator=h300"), "h100_sxm_80gb"),
+    "unknown accelerator": ((*LLAMA, "cluster.accelerator=h100"), "h100_sxm_80gb"),
     "no model": (WITHOUT_MODEL, "model=llama3_70b"),
     "no cluster": (("plan", "model=llama3_8b"), "cluster=dgx_h100"),
     "a bare name": (("plan", "llama3_70b"), "model=llama3_70b"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,11 +43,13 @@ def test_ring_inside_a_node() -> None:
 
 
 def test_each_gpu_of_a_node_uses_its_own_adapter() -> None:
-    """With 8 members in each of 4 nodes, a device sends an eighth of the message between nodes."""
+    """With 8 members in each of 4 nodes there are 8 rings, each with an eighth of the message."""
     alone = collective_time(CollectiveKind.ALL_GATHER, 1e9, (1, 4), LEVELS)
     together = collective_time(CollectiveKind.ALL_GATHER, 1e9, (8, 4), LEVELS)
     assert alone == pytest.approx(3 / 4 * 1e9 / 25e9 + 3e-5)
-    assert together == pytest.approx(max(3 / 4 * 1e9 / 8 / 25e9, 31 / 32 * 1e9 / 200e9) + 3.7e-5)
+    assert together == pytest.approx(
+        max(31 / 32 * 1e9 / 8 / 25e9, 31 / 32 * 1e9 / 200e9) + 4 * 7e-6 + 3e-5
+    )
 
 
 def test_exchange_pays_for_peers_beyond_the_node() -> None:
@@ -73,9 +77,10 @@ def test_what_goes_further_out_passes_the_same_adapter() -> None:
     """On three tiers, the middle one carries the outermost one's traffic too."""
     levels = (NODE, SPINE, SPINE)
     exchange = collective_time(CollectiveKind.ALL_TO_ALL, 1e9, (8, 4, 2), levels)
-    assert exchange == pytest.approx(56 / 64 * 1e9 / 25e9 + 7e-6 + 2e-5 + 1e-5)
+    assert exchange == pytest.approx(56 / 64 * 1e9 / 25e9 + 7e-6 + 3e-5 + 1e-5)
     gather = collective_time(CollectiveKind.ALL_GATHER, 8e9, (8, 4, 2), levels)
-    assert gather == pytest.approx(max(63 / 64 * 8 / 200, 7 / 8 / 25) + 7e-6 + 3e-5 + 1e-5)
+    hops = 8 * 7e-6 + 2 * 3e-5 + 1e-5
+    assert gather == pytest.approx(max(63 / 64 * 8 / 200, 63 / 64 / 25) + hops)
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (2, 2), (8, 2)])
@@ -87,3 +92,55 @@ def test_a_ring_crosses_nodes_on_one_adapter(shape: tuple[int, int]) -> None:
 
 def test_sending_through_the_spine_is_slower() -> None:
     assert send_time(1e8, SPINE) > send_time(1e8, NODE) > 0
+
+
+def test_an_all_reduce_takes_the_faster_of_ring_and_tree() -> None:
+    """Between two nodes a tree sends 1/2 of the message, a ring 15/16; a bad tree is not taken."""
+    tree = collective_time(CollectiveKind.ALL_REDUCE, 1e9, (8, 2), LEVELS)
+    assert tree == pytest.approx(2 * (15 / 16 * 1e9 / 200e9 + 7e-6 + 1e-5))
+    slow = (NODE, dataclasses.replace(SPINE, tree_efficiency=0.05))
+    ring = 2 * collective_time(CollectiveKind.ALL_GATHER, 1e9, (8, 2), slow)
+    assert collective_time(CollectiveKind.ALL_REDUCE, 1e9, (8, 2), slow) == pytest.approx(ring)
+
+
+def test_a_switch_that_sums_is_faster_from_four_members_on() -> None:
+    """Twice ``1 - 1/n`` of the message by a ring against ``1 + 1/n`` by the switch."""
+    summing = (dataclasses.replace(NODE, reduction_efficiency=0.5, latency_s=0.0), SPINE)
+    plain = (dataclasses.replace(NODE, latency_s=0.0), SPINE)
+    for members, better in [(2, 1.0), (3, 1.0), (4, 1.25 / 1.5), (8, 1.125 / 1.75)]:
+        shape = (members, 1)
+        ring = collective_time(CollectiveKind.ALL_REDUCE, 1e9, shape, plain)
+        switch = collective_time(CollectiveKind.ALL_REDUCE, 1e9, shape, summing)
+        assert switch == pytest.approx(better * ring)
+
+
+def test_rails_limit_what_a_group_sends_outwards() -> None:
+    four = (NODE, dataclasses.replace(SPINE, max_rails=4))
+    reached = collective_time(CollectiveKind.ALL_GATHER, 1e10, (8, 4), four)
+    assert reached == pytest.approx(31 / 32 * 1e10 / 4 / 25e9 + 4 * 7e-6 + 3e-5)
+
+
+def test_a_mesh_lends_a_small_ring_fewer_links() -> None:
+    mesh = (dataclasses.replace(NODE, ring_shares=(0.25, 0.5)), SPINE)
+    kind, size = CollectiveKind.REDUCE_SCATTER, 1e9
+    assert [
+        round(
+            collective_time(kind, size, (n, 1), mesh) / collective_time(kind, size, (n, 1), LEVELS)
+        )
+        for n in (2, 3, 4)
+    ] == [4, 2, 1]
+
+
+def test_startup_and_ramp_slow_a_call() -> None:
+    level = dataclasses.replace(NODE, startup_s=1e-4, ramp=2.0)
+    time = collective_time(CollectiveKind.ALL_GATHER, 8e8, (8,), (level,))
+    assert time == pytest.approx(1e-4 + (7e-6**0.5 + (7e8 / 200e9) ** 0.5) ** 2)
+    sent = send_time(2e8, level)
+    assert sent == pytest.approx(1e-4 + (1e-6**0.5 + 1e-3**0.5) ** 2)
+
+
+def test_a_chain_through_three_nodes_is_slower_than_a_pair() -> None:
+    chained = (NODE, dataclasses.replace(SPINE, chain_share=0.5))
+    pair = ring_step_time(1e9, (8, 2), chained)
+    assert pair == send_time(1e9, SPINE)
+    assert ring_step_time(1e9, (8, 3), chained) == pytest.approx(1e-5 + 2 * (pair - 1e-5))

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from nest_megatron.app.launch import apply
-from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.errors import NestError, UnplannableModelError, UserInputError
 from nest_megatron.launchers.megatron_lm.attach import launch_request
 from nest_megatron.launchers.megatron_lm.decision import read_decision
@@ -34,7 +33,7 @@ from tests.launch.jobs import decided, job_argv, namespace, pad_like_megatron, r
 LARGE = {"gpt3_175b", "llama3_1_405b", "deepseek_v3", "nemotron4_340b", "qwen3_235b_a22b"}
 MODELS = [
     name
-    for name in catalogue_names("model")
+    for name in catalogue.CORE
     if has_activation_flag(catalogue.model(name))
     and catalogue.model(name).family is ModelFamily.GPT
 ]

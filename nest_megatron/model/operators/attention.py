@@ -51,8 +51,10 @@ def _core_attention(
     """Attention, and the ring exchange of keys and values under context parallelism.
 
     Flash attention keeps no scores and computes them again in the backward pass: five products to
-    the forward pass's two. Without it the probabilities are written, read and kept.
+    the forward pass's two.
     """
+    if not shard.flash_attention:
+        return _unfused_attention(spec, shard, query_dim, value_dim)
     tokens = shard.tokens(spec)
     heads = spec.num_attention_heads / shard.tensor_model_parallel_size
     span = _attention_span(spec)
@@ -68,6 +70,8 @@ def _core_attention(
         backward_flops=2.5 * flops,
         backward_bytes_moved=2 * (query_bytes + kv_bytes),
         num_kernels=max(1, shard.context_parallel_size),
+        parallel_rows=tokens * heads,
+        has_weight=False,
     )
     steps = shard.context_parallel_size - 1
     ring = (
@@ -87,13 +91,44 @@ def _core_attention(
             for backward in (False, True)
         )
     )
-    kept = tokens * heads * FP32
-    if not shard.flash_attention:
-        scores = tokens * heads * spec.seq_length / shard.context_parallel_size * ACT
-        kept = scores + (scores / ACT if spec.attention_dropout > 0 else 0.0)
-        passes = streaming("scores", Part.CORE_ATTENTION, 4 * scores, kernels=3)
-        return Pieces((operator, passes), ring, ((Part.CORE_ATTENTION, kept),))
-    return Pieces((operator,), ring, ((Part.CORE_ATTENTION, kept),))
+    return Pieces((operator,), ring, ((Part.CORE_ATTENTION, tokens * heads * FP32),))
+
+
+def _unfused_attention(
+    spec: TransformerSpec, shard: LayerShard, query_dim: int, value_dim: int
+) -> Pieces:
+    """Attention as two batched products around a softmax, the whole square of scores in memory.
+
+    Forward, a score is written by the first product, read and written by the fused scale, mask and
+    softmax, and read by the second; dropout reads and writes it again with a byte of mask. The
+    backward pass makes two gradients for each product and goes through dropout and softmax once.
+    Kept for it: probabilities, and with dropout the mask and the dropped-out probabilities (the
+    five bytes a score of arXiv 2205.05198, section 4.1).
+    """
+    part = Part.CORE_ATTENTION
+    tokens = shard.tokens(spec)
+    heads = spec.num_attention_heads / shard.tensor_model_parallel_size
+    scores = tokens * heads * spec.seq_length
+    dropout = spec.attention_dropout > 0
+    flops = 2.0 * scores * (query_dim + value_dim)
+    products = Operator(
+        name="core_attention",
+        part=part,
+        kind=OperatorKind.GEMM,
+        flops=flops,
+        bytes_moved=2 * scores * ACT + 2 * tokens * heads * (query_dim + value_dim) * ACT,
+        backward_flops=2 * flops,
+        backward_bytes_moved=4 * scores * ACT + 4 * tokens * heads * (query_dim + value_dim) * ACT,
+        num_kernels=2,
+        aligned=query_dim % 8 == 0 and value_dim % 8 == 0,
+        has_weight=False,
+    )
+    # Softmax: one read and one write; backward two reads and one write. Dropout: the same with the
+    # mask's byte, backward one read and one write.
+    moved = scores * (2 * ACT + (2 * ACT + 1 if dropout else 0))
+    back = scores * (3 * ACT + (2 * ACT + 1 if dropout else 0))
+    softmax = streaming("softmax", part, moved, backward=back / moved, kernels=2 + dropout)
+    return Pieces((products, softmax), (), ((part, scores * (5 if dropout else ACT)),))
 
 
 def _attention(spec: TransformerSpec, shard: LayerShard) -> Pieces:

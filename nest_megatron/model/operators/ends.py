@@ -38,7 +38,13 @@ def embedding_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
 
 
 def head_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
-    """Final norm, output layer and cross entropy in float32, once for each predicted token."""
+    """Final norm, output layer and cross entropy in float32, once for each predicted token.
+
+    The loss is worked out backwards right after its forward pass, so its logits are working memory.
+    Megatron's own cross entropy keeps one float32 softmax, made in place, and beside it the 16-bit
+    logits (forward) or their 16-bit gradient (backward): 6 bytes. Each predicted token further on
+    (MTP) keeps one more softmax.
+    """
     tp = shard.tensor_model_parallel_size
     tokens, local = shard.tokens(spec), shard.tokens_between_blocks(spec)
     depth = 1 + spec.num_mtp_layers
@@ -61,8 +67,8 @@ def head_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
         operators=tuple(operators),
         collectives=tuple(collectives),
         input_bytes=depth * hidden_bytes,
-        saved_bytes=((Part.HEAD, depth * (hidden_bytes + logits * FP32)),),
-        working_bytes=logits * (ACT + FP32),
+        saved_bytes=((Part.HEAD, depth * hidden_bytes),),
+        working_bytes=logits * (depth * (shard.loss_bytes - ACT) + ACT),
     )
 
 

@@ -133,9 +133,12 @@ def _experts(spec: TransformerSpec, shard: LayerShard) -> Pieces:
         ),
         _grouped_gemm("expert_fc2", routed, ffn, hidden, num_local),
     )
+    # A gated activation is fused with the router's weight and keeps its input only; any other
+    # keeps its output too, as a factor of that weight (``TEGroupedMLP.forward``).
+    kept = 1 if spec.gated_linear_unit else 2
     saved = (
         (Part.EXPERTS, routed * (hidden + gates * ffn) * ACT),
-        (Part.EXPERT_ACTIVATION, routed * ffn * ACT),
+        (Part.EXPERT_ACTIVATION, kept * routed * ffn * ACT),
     )
     return Pieces(operators, (), saved)
 
@@ -179,6 +182,7 @@ def _dispatch(spec: TransformerSpec, shard: LayerShard) -> Pieces:
                     message_bytes=size,
                     backward=backward,
                     num_calls=2,
+                    copies=spec.moe_router_topk,
                 )
             )
         if shard.expert_tensor_parallel_size > 1:

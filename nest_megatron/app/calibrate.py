@@ -1,0 +1,84 @@
+"""``calibrate``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from nest_megatron.app import OK
+from nest_megatron.app.output import say, show, show_json
+from nest_megatron.errors import UserInputError
+from nest_megatron.validation.calibrate import (
+    Fit,
+    HeldOut,
+    Sample,
+    cross_validate,
+    fit_all,
+    thinned,
+)
+from nest_megatron.validation.calibration import PARAMETERS
+from nest_megatron.validation.calibration_files import write_calibration
+from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.rows import read_rows
+from nest_megatron.validation.samples import samples_of
+
+
+def run_calibrate(paths: Sequence[Path], *, out: Path | None, validate: bool, as_json: bool) -> int:
+    """Fit the cost model's constants, print how well they carry over, and write them."""
+    _require_scipy()
+    samples = thinned(samples_of([read_rows(path) for path in paths], ModelBook.load()))
+    if not samples:
+        raise UserInputError(
+            "measurements",
+            value=[str(path) for path in paths],
+            limit="no row has a measured time that the cost model can predict",
+            fix="`nest-megatron validate` prints why rows are refused.",
+        )
+    fit = fit_all(samples, PARAMETERS)
+    left_out: dict[str, list[HeldOut]] = {}
+    for by in ("source", "model") if validate else ():
+        left_out[by] = cross_validate(samples, PARAMETERS, fit, by)
+    written = [] if out is None else write_calibration(out, fit, samples, left_out)
+    if as_json:
+        show_json(_document(fit, samples, left_out))
+        return OK
+    from nest_megatron.report.calibration_tables import calibration_report
+
+    show(calibration_report(fit, left_out))
+    for path in written:
+        say(f"Wrote {path}.")
+    return OK
+
+
+def _require_scipy() -> None:
+    try:
+        import scipy.optimize  # noqa: F401
+    except ImportError as error:
+        raise UserInputError(
+            "calibrate",
+            value=None,
+            limit="it needs SciPy, which is not installed",
+            fix="pip install 'nest-megatron[calibrate]'",
+        ) from error
+
+
+def _document(
+    fit: Fit, samples: Sequence[Sample], left_out: Mapping[str, Sequence[HeldOut]]
+) -> dict[str, object]:
+    return {
+        "rows": len(samples),
+        "values": dict(fit.values),
+        "mape_pct": {source: fit.mape_pct(source) for source in fit.errors},
+        "left_out": {
+            by: [
+                {
+                    "name": each.name,
+                    "rows": each.rows,
+                    "seen_pct": each.seen_pct,
+                    "unseen_pct": each.unseen_pct,
+                }
+                for each in held
+            ]
+            for by, held in left_out.items()
+        },
+    }

@@ -1,0 +1,175 @@
+"""``accuracy.md``: how well predictions agree with measured runs, with pictures."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.files import read_text, write_bytes, write_text
+from nest_megatron.report.accuracy_pictures import pictures
+from nest_megatron.report.accuracy_reference import (
+    columns_section,
+    constants_section,
+    habits_section,
+    links_section,
+)
+from nest_megatron.report.accuracy_scores import (
+    errors_section,
+    files_section,
+    refusals_section,
+    sets_section,
+)
+from nest_megatron.report.accuracy_worst import margin_section, worst_section
+from nest_megatron.validation.named_sets import Judged
+
+#: Hand-written reasons, beside the page.
+NOTES = "accuracy_notes.yaml"
+PAGE, PICTURES, EXPERTS = "accuracy.md", "accuracy", "expert_layouts.md"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notes:
+    """What a person found out by looking at rows.
+
+    Args:
+        rows: why a row is far off, by its ``row_id``.
+        not_captured: what the model leaves out.
+    """
+
+    rows: Mapping[str, str] = field(default_factory=dict)
+    not_captured: Sequence[str] = ()
+
+
+def read_notes(path: Path) -> Notes:
+    """Read a file of notes; without one, nothing is explained.
+
+    Raises:
+        UserInputError: if it is no mapping of the two fields.
+    """
+    if not path.is_file():
+        return Notes()
+    try:
+        found: Any = yaml.safe_load(read_text(path, "notes")) or {}
+        return Notes(**found)
+    except (yaml.YAMLError, TypeError) as error:
+        raise UserInputError(
+            "notes",
+            value=str(path),
+            limit=f"it cannot be read: {error}",
+            fix="Give `rows` (row_id: reason) and `not_captured` (a list of texts).",
+        ) from error
+
+
+def write_accuracy(folder: Path, judged: Sequence[Judged]) -> list[Path]:
+    """Write the page and its pictures; everything is made before the first file is written.
+
+    Returns:
+        The files that were written, the page last.
+
+    Raises:
+        UserInputError: without matplotlib, for unreadable notes, or a folder that is none.
+    """
+    folder = folder.expanduser()
+    if not folder.is_dir():
+        raise UserInputError(
+            "--docs",
+            value=str(folder),
+            limit="there is no such folder",
+            fix=f"mkdir -p {folder}",
+        )
+    drawn = pictures(judged)
+    text = page(judged, read_notes(folder / NOTES), list(drawn), _expert_layouts(folder))
+    (folder / PICTURES).mkdir(exist_ok=True)
+    for name, content in drawn.items():
+        write_bytes(folder / PICTURES / f"{name}.png", content)
+    write_text(folder / PAGE, text)
+    return [*(folder / PICTURES / f"{name}.png" for name in drawn), folder / PAGE]
+
+
+def page(judged: Sequence[Judged], notes: Notes, drawn: Sequence[str], experts: str) -> str:
+    """The text of the page.
+
+    Args:
+        drawn: names of the pictures.
+        experts: a sentence on the layouts that experts published, "" without one.
+    """
+    sections = (
+        _head(judged),
+        files_section(judged),
+        sets_section(judged),
+        _pictures_section(drawn),
+        errors_section(judged),
+        worst_section(judged, notes.rows),
+        _not_captured_section(notes.not_captured),
+        _experts_section(experts),
+        margin_section(judged),
+        refusals_section(judged),
+        constants_section(),
+        links_section(),
+        habits_section(),
+        columns_section(),
+    )
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _head(judged: Sequence[Judged]) -> str:
+    command = shlex.join(
+        ["nest-megatron", "validate", *(file.path.name for file, _ in judged), "--docs", "docs"]
+    )
+    return f"""\
+# Accuracy
+
+How well the cost model predicts runs that others measured and published: step time, peak memory,
+the ranking of layouts of one job, and single collectives. Nothing here was measured by us. Written
+by the command below, run in the folder of the files with the folder of this page at its end; do not
+edit it (reasons by hand are in `{NOTES}`).
+
+    {command}
+
+**Error** is 100 (predicted / measured - 1) per cent: above 0 the prediction is too large. MAPE is
+the mean of its size, p90 what nine of ten rows stay under. **Regret** compares layouts of one job
+(same source, model, GPUs, batch, sequence, number format): how much slower the layout that we would
+choose ran than the fastest that was measured. **Rank correlation** is Spearman's, the mean over
+such jobs."""
+
+
+_CAPTIONS = {
+    "time": "Step time, one panel a source; on the line predictions agree, the bands are 10 and 20 %.",
+    "memory": "Peak memory of one GPU, predicted against measured.",
+    "collectives": "Collectives, predicted against measured, all sizes.",
+}
+
+
+def _pictures_section(drawn: Sequence[str]) -> str:
+    if not drawn:
+        return ""
+    shown = (f"{_CAPTIONS[name]}\n\n![{_CAPTIONS[name]}]({PICTURES}/{name}.png)" for name in drawn)
+    return "\n\n".join(("## Predicted against measured", *shown))
+
+
+def _not_captured_section(texts: Sequence[str]) -> str:
+    if not texts:
+        return ""
+    items = "\n".join(f"* {' '.join(text.split())}" for text in texts)
+    return f"## What the model does not capture\n\n{items}"
+
+
+def _expert_layouts(folder: Path) -> str:
+    """The one bold sentence of the page on expert layouts, where that page exists."""
+    path = folder / EXPERTS
+    if not path.is_file():
+        return ""
+    lines = read_text(path, "page").splitlines()
+    return next((line.strip("* ") for line in lines if line.startswith("**")), "")
+
+
+def _experts_section(sentence: str) -> str:
+    if not sentence:
+        return ""
+    return f"## Layouts that experts published\n\n{sentence} Row by row: [{EXPERTS}]({EXPERTS})."

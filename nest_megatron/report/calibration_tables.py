@@ -1,0 +1,52 @@
+"""A calibration as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from nest_megatron.validation.calibrate import Fit, HeldOut
+from nest_megatron.validation.calibration import PARAMETERS
+
+
+def calibration_report(fit: Fit, left_out: Mapping[str, Sequence[HeldOut]]) -> RenderableType:
+    """Constants, errors by source, and how well they carry over to what was left out."""
+    parts: list[RenderableType] = [_constants(fit), _errors(fit)]
+    for by, held in left_out.items():
+        parts += [Text(f"\nLeft out by {by}", style="bold"), _held_out(by, held)]
+    return Group(*parts)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    return table
+
+
+def _constants(fit: Fit) -> Table:
+    table = _table("constant", "fitted", "prior", "bounds")
+    for p in PARAMETERS:
+        if p.key in fit.values:
+            bounds = f"{p.low:.3g} to {p.high:.3g}"
+            table.add_row(p.key, f"{fit.values[p.key]:.4g}", f"{p.prior:.3g}", bounds)
+    return table
+
+
+def _errors(fit: Fit) -> Table:
+    table = _table("source", "rows", "MAPE %")
+    for source, errors in fit.errors.items():
+        table.add_row(source, str(len(errors)), f"{fit.mape_pct(source):.1f}")
+    table.add_row("all", str(sum(map(len, fit.errors.values()))), f"{fit.mape_pct():.1f}")
+    return table
+
+
+def _held_out(by: str, held: Sequence[HeldOut]) -> Table:
+    table = _table(by, "rows", "seen %", "unseen %")
+    for each in held:
+        table.add_row(each.name, str(each.rows), f"{each.seen_pct:.1f}", f"{each.unseen_pct:.1f}")
+    return table

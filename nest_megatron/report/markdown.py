@@ -1,0 +1,40 @@
+"""Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numeric: int = 0) -> str:
+    r"""A table; a bar inside a cell is escaped.
+
+    Args:
+        numeric: how many columns at the right end hold figures.
+
+    >>> print(table(["a", "b"], [["x|y", "1"]], numeric=1))
+    | a | b |
+    |---|--:|
+    | x\|y | 1 |
+    """
+    first = len(head) - numeric
+    rule = "".join("--:|" if i >= first else "---|" for i in range(len(head)))
+    return "\n".join((_line(head), f"|{rule}", *map(_line, rows)))
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(_cells(cells))} |"
+
+
+def _cells(cells: Iterable[str]) -> Iterator[str]:
+    return (cell.replace("|", "\\|").replace("\n", " ") for cell in cells)
+
+
+def figure(value: float | None, digits: int = 1, *, signed: bool = False) -> str:
+    """A figure with so many digits behind the point, or nothing.
+
+    >>> figure(1.25, signed=True), figure(None)
+    ('+1.2', '')
+    """
+    if value is None:
+        return ""
+    return f"{value:+.{digits}f}" if signed else f"{value:.{digits}f}"

@@ -1,0 +1,118 @@
+"""Predict every row of a file, or say why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from nest_megatron.validation.collectives import predict_collective
+from nest_megatron.validation.golden import golden_job
+from nest_megatron.validation.job import Job, job_of
+from nest_megatron.validation.measured import (
+    Work,
+    measured_memory,
+    measured_time,
+    ran_out_of_memory,
+    require_consistent,
+)
+from nest_megatron.validation.memory import predicted_golden, predicted_memory
+from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.outcome import RowOutcome
+from nest_megatron.validation.predict import Prediction, Predictor
+from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.rows import Row, RowFile, RowKind, number
+
+
+@dataclass(frozen=True, slots=True)
+class Assessor:
+    """Predicts rows; jobs that share a model and a cluster share their prices."""
+
+    book: ModelBook
+    predictor: Predictor = field(default_factory=Predictor)
+
+    def outcomes(self, file: RowFile) -> Iterator[RowOutcome]:
+        """Every row of a file, in order, predicted or refused."""
+        judge: Callable[[Row], RowOutcome] = {
+            RowKind.THROUGHPUT: self._throughput,
+            RowKind.MEMORY_PEAK: self._memory_peak,
+            RowKind.MEMORY_GOLDEN: self._golden,
+            RowKind.COLLECTIVES: _collective,
+        }[file.kind]
+        for row in file.rows:
+            try:
+                yield judge(row)
+            except RefusedRowError as error:
+                yield RowOutcome(row=row, refused=error.reason, detail=error.detail)
+
+    def _throughput(self, row: Row) -> RowOutcome:
+        job = job_of(row, self.book)
+        prediction = self.predictor.predict(job)
+        out_of_memory = ran_out_of_memory(row)
+        measured = None
+        if not out_of_memory or number(row, "iter_time_s"):
+            work = work_of(job, prediction)
+            require_consistent(row, work)
+            measured = measured_time(row, work)
+        memory = measured_memory(row)
+        return RowOutcome(
+            row=row,
+            predicted_s=prediction.iteration_time_s,
+            measured_s=measured,
+            predicted_bytes=predicted_memory(row, job, prediction),
+            measured_bytes=None if out_of_memory else memory,
+            needed_bytes=max(prediction.stage_memory),
+            device_bytes=job.cluster.accelerator.memory_bytes,
+            fits=prediction.fits,
+            out_of_memory=out_of_memory,
+            assumptions=job.assumptions,
+        )
+
+    def _memory_peak(self, row: Row) -> RowOutcome:
+        job = job_of(row, self.book)
+        prediction = self.predictor.predict(job)
+        memory, out_of_memory = measured_memory(row), ran_out_of_memory(row)
+        if memory is None and not out_of_memory:
+            raise RefusedRowError("no memory measured", f"outcome {row.get('outcome', '')!r}")
+        return RowOutcome(
+            row=row,
+            predicted_bytes=predicted_memory(row, job, prediction),
+            measured_bytes=None if out_of_memory else memory,
+            needed_bytes=max(prediction.stage_memory),
+            device_bytes=job.cluster.accelerator.memory_bytes,
+            fits=prediction.fits,
+            out_of_memory=out_of_memory,
+            assumptions=job.assumptions,
+        )
+
+    def _golden(self, row: Row) -> RowOutcome:
+        job = golden_job(row, self.book)
+        prediction = self.predictor.predict(job)
+        gib = number(row, "mem_max_allocated_gib")
+        if not gib:
+            raise RefusedRowError("no memory measured", "mem_max_allocated_gib is empty")
+        return RowOutcome(
+            row=row,
+            predicted_bytes=predicted_golden(row, job, prediction),
+            measured_bytes=round(gib * 2**30),
+            needed_bytes=max(prediction.stage_memory),
+            device_bytes=job.cluster.accelerator.memory_bytes,
+            fits=prediction.fits,
+            assumptions=job.assumptions,
+        )
+
+
+def _collective(row: Row) -> RowOutcome:
+    predicted, measured = predict_collective(row)
+    return RowOutcome(row=row, predicted_s=predicted, measured_s=measured)
+
+
+def work_of(job: Job, prediction: Prediction) -> Work:
+    """What turns a row's rates into times."""
+    accelerator = job.cluster.accelerator
+    return Work(
+        sequences=job.grids[0].global_batch_size,
+        seq_length=job.spec.seq_length,
+        model_flops=prediction.model_flops,
+        num_gpus=job.cluster.num_gpus,
+        peak_flops_per_s=accelerator.peak_flops_per_s[job.settings.precision],
+    )

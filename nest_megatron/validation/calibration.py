@@ -1,0 +1,185 @@
+"""Which constants of the cost model are fitted, from which rows, within which bounds.
+
+A parameter belongs to a *generation* of devices (all A100s share theirs) or to the *habits* of a
+framework; none belongs to a row, a model or a source. Each has bounds that physics sets and a prior
+from what was measured on its own, whose width says how far the rows may pull it away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nest_megatron.cluster.records import Accelerator, Cluster, Precision
+from nest_megatron.validation.job import Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One constant to fit.
+
+    Args:
+        owner: a generation of devices, or the name of a framework's habits.
+        name: field of ``Accelerator`` or of ``CostSettings``; ``gemm_efficiency`` with its format.
+        prior: what separate measurements or a data sheet say.
+        width: how far from the prior counts as one standard error.
+        low, high: bounds.
+    """
+
+    owner: str
+    name: str
+    prior: float
+    width: float
+    low: float
+    high: float
+
+    @property
+    def key(self) -> str:
+        """Its name in tables and files."""
+        return f"{self.owner}.{self.name}"
+
+
+#: Generations of devices by the first word of the accelerator's name.
+_GENERATIONS = {
+    "volta": r"^V100",
+    "ampere": r"^A100",
+    "hopper": r"^(H100|H200|H800|GH200)",
+    "b200": r"^B200",
+    "gb200": r"^GB200",
+    "blackwell_ultra": r"^(GB300|B300)",
+}
+
+
+def generation_of(accelerator: str) -> str | None:
+    """The generation of a device by its name; ``None`` for what is not fitted.
+
+    >>> generation_of("GB200-NVL72-186GB"), generation_of("MI300X")
+    ('gb200', None)
+    """
+    for name, pattern in _GENERATIONS.items():
+        if re.match(pattern, accelerator):
+            return name
+    return None
+
+
+#: Values by parameter key.
+Values = Mapping[str, float]
+
+
+def with_values(job: Job, values: Values, clusters: dict[int, Cluster] | None = None) -> Job:
+    """A job under other constants.
+
+    Args:
+        clusters: changed clusters by the identity of the old ones, so that jobs keep sharing them.
+    """
+    clusters = {} if clusters is None else clusters
+    cluster = clusters.get(id(job.cluster))
+    if cluster is None:
+        device = device_values(job.cluster.accelerator, values)
+        cluster = dataclasses.replace(job.cluster, accelerator=device)
+        clusters[id(job.cluster)] = cluster
+    fields: dict[str, Any] = dict(_of(job.habits, values))
+    return dataclasses.replace(
+        job, cluster=cluster, settings=dataclasses.replace(job.settings, **fields)
+    )
+
+
+def device_values(accelerator: Accelerator, values: Values) -> Accelerator:
+    """A device under other constants of its generation."""
+    generation = generation_of(accelerator.name)
+    if generation is None:
+        return accelerator
+    fields: dict[str, object] = dict(_of(generation, values))
+    shares = dict(accelerator.gemm_efficiency)
+    for name in [name for name in fields if name.startswith("gemm_efficiency.")]:
+        share = fields.pop(name)
+        for precision in _FORMATS[name]:
+            if precision in shares:
+                shares[precision] = share  # type: ignore[assignment]
+    return dataclasses.replace(accelerator, gemm_efficiency=shares, **fields)  # type: ignore[arg-type]
+
+
+_FORMATS = {
+    "gemm_efficiency.bf16": (Precision.BF16, Precision.FP16),
+    "gemm_efficiency.fp8": (Precision.FP8,),
+}
+
+
+def _of(owner: str, values: Values) -> dict[str, float]:
+    start = f"{owner}."
+    return {key.removeprefix(start): v for key, v in values.items() if key.startswith(start)}
+
+
+def _device(
+    generation: str,
+    gemm: tuple[float, float, float],
+    fp8: float | None,
+    attention: float,
+    memory: float,
+    floor: float,
+) -> tuple[Parameter, ...]:
+    """Parameters of one generation.
+
+    Args:
+        gemm: prior of 16-bit products, and its bounds.
+        fp8: prior of 8-bit products, if the generation has them.
+    """
+
+    def parameter(name: str, prior: float, width: float, low: float, high: float) -> Parameter:
+        return Parameter(owner=generation, name=name, prior=prior, width=width, low=low, high=high)
+
+    prior, low, high = gemm
+    found = [
+        parameter("gemm_efficiency.bf16", prior, 0.1, low, high),
+        parameter("attention_efficiency", attention, 0.1, 0.2, 0.8),
+        parameter("memory_efficiency", memory, 0.06, 0.5, 1.0),
+        parameter("kernel_floor_s", floor, 5e-6, 1e-6, 4e-5),
+        parameter("grouped_gemm_share", 0.8, 0.15, 0.4, 1.0),
+    ]
+    if fp8 is not None:
+        found.append(parameter("gemm_efficiency.fp8", fp8, 0.1, 0.35, 0.85))
+    return tuple(found)
+
+
+def _habit(owner: str, name: str, prior: float, width: float, high: float = 1.0) -> Parameter:
+    return Parameter(owner=owner, name=name, prior=prior, width=width, low=0.0, high=high)
+
+
+def _slowdown(owner: str, prior: float) -> Parameter:
+    return Parameter(
+        owner=owner, name="compute_slowdown", prior=prior, width=0.15, low=0.8, high=2.5
+    )
+
+
+#: Frameworks whose kernels differ from those of NeMo, which is taken as 1.
+_SLOWDOWNS = (
+    ("megatron_core", 1.05),
+    ("megatron_bridge", 1.0),
+    ("megatron_bridge_2026", 1.0),
+    ("composer", 1.1),
+    ("pytorch_fsdp", 1.1),
+    ("nanotron", 1.2),
+)
+
+#: Priors: kernels of truth/kernel_efficiency.csv and best products of truth/hardware.csv.
+PARAMETERS: tuple[Parameter, ...] = (
+    *_device("volta", (0.65, 0.35, 0.9), None, 0.4, 0.85, 1e-5),
+    *_device("ampere", (0.8, 0.5, 0.88), None, 0.47, 0.86, 1e-5),
+    *_device("hopper", (0.72, 0.5, 0.81), 0.65, 0.55, 0.91, 8e-6),
+    *_device("b200", (0.55, 0.4, 0.79), 0.6, 0.5, 0.8, 8e-6),
+    *_device("gb200", (0.6, 0.4, 0.79), 0.6, 0.5, 0.8, 8e-6),
+    *_device("blackwell_ultra", (0.65, 0.4, 0.79), 0.65, 0.55, 0.8, 8e-6),
+    _habit("megatron_legacy", "host_kernel_s", 4e-5, 3e-5, 2e-4),
+    *(_slowdown(name, prior) for name, prior in _SLOWDOWNS),
+    _habit("nemo", "tp_overlap", 0.7, 0.2),
+    _habit("megatron_bridge", "tp_overlap", 0.7, 0.2),
+    _habit("megatron_bridge", "ep_overlap", 0.3, 0.3),
+    _habit("megatron_bridge_2026", "tp_overlap", 0.7, 0.2),
+    _habit("megatron_bridge_2026", "ep_overlap", 0.5, 0.3),
+)
+
+#: Everything that a parameter belongs to.
+OWNERS = frozenset(parameter.owner for parameter in PARAMETERS)

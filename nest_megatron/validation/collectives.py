@@ -1,0 +1,168 @@
+"""Predicted and measured time of one row of collective benchmarks (nccl-tests and the like)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
+from nest_megatron.cost_model.communication import collective_time, ring_step_time
+from nest_megatron.validation.gpu_names import accelerator_name
+from nest_megatron.validation.machines import RACK_GPUS, largest_part, network_levels
+from nest_megatron.validation.refusal import RefusedRowError
+
+#: Names of collectives in the tables, without punctuation.
+_KINDS = {
+    "allreduce": CollectiveKind.ALL_REDUCE,
+    "allgather": CollectiveKind.ALL_GATHER,
+    "reducescatter": CollectiveKind.REDUCE_SCATTER,
+    "alltoall": CollectiveKind.ALL_TO_ALL,
+    "sendrecv": CollectiveKind.SEND_RECV,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveRow:
+    """A row that can be predicted: the call, its group's place, and the measured time."""
+
+    kind: CollectiveKind
+    message_bytes: float
+    shape: tuple[int, ...]
+    levels: tuple[NetworkLevel, ...]
+    measured_s: float
+
+
+def predict_collective(row: Mapping[str, str]) -> tuple[float, float]:
+    """Predicted and measured seconds of one row.
+
+    Args:
+        row: columns of truth/comm_collectives.csv.
+
+    Raises:
+        RefusedRowError: if the row lacks the size, the time or the machine, or contradicts itself.
+    """
+    parsed = parse_collective(row)
+    return row_time(parsed, parsed.levels), parsed.measured_s
+
+
+def row_time(row: CollectiveRow, levels: tuple[NetworkLevel, ...]) -> float:
+    """Predicted seconds of a row on given levels."""
+    if row.kind is CollectiveKind.SEND_RECV:
+        return ring_step_time(row.message_bytes, row.shape, levels)
+    return collective_time(row.kind, row.message_bytes, row.shape, levels)
+
+
+def parse_collective(row: Mapping[str, str]) -> CollectiveRow:
+    """Read a row; see ``predict_collective``."""
+    kind = _kind(row.get("collective", ""))
+    size = _number(row, "size_bytes")
+    if size is None:
+        raise RefusedRowError("no message size", f"row {row.get('row_id', '')}")
+    ranks, nodes, used = (
+        _whole(row, "n_ranks"),
+        _whole(row, "nodes"),
+        _whole(row, "gpus_per_node_used"),
+    )
+    if ranks < 2 or nodes * used < ranks or ranks % nodes:
+        raise RefusedRowError(
+            "ranks do not fit the nodes", f"{ranks} ranks on {nodes} nodes of {used}"
+        )
+    levels, shape = _place(row, ranks, nodes)
+    return CollectiveRow(
+        kind=kind,
+        message_bytes=size,
+        shape=shape,
+        levels=levels,
+        measured_s=_measured_s(row, kind, size, ranks),
+    )
+
+
+def _place(
+    row: Mapping[str, str], ranks: int, nodes: int
+) -> tuple[tuple[NetworkLevel, ...], tuple[int, ...]]:
+    name, _ = accelerator_name(row.get("gpu", ""))
+    words = f"{row.get('intra_fabric', '')} ; {row.get('inter_fabric', '')}"
+    if nodes > 1 and not row.get("inter_fabric") and not _is_rack(row):
+        raise RefusedRowError("network between the nodes not stated", row.get("system", ""))
+    network = words if "pcie" in words.lower() else row.get("inter_fabric", "")
+    levels, _ = network_levels(name, _machine_node(row), network, sharing=ranks // nodes)
+    algorithm = row.get("algo", "").lower()
+    # Tables call the sums of an NVL72 rack's own switches SHARP too; those its level has anyway.
+    if "sharp" in algorithm and levels[-1].tree_efficiency and not _is_rack(row):
+        outer = dataclasses.replace(levels[-1], reduction_efficiency=levels[-1].tree_efficiency)
+        levels = (*levels[:-1], outer)
+    if "nvls off" in algorithm:
+        levels = tuple(dataclasses.replace(lv, reduction_efficiency=None) for lv in levels)
+    inside = largest_part(ranks, RACK_GPUS) if _is_rack(row) else ranks // nodes
+    return levels, _shape(levels, inside, ranks // inside)
+
+
+def _shape(levels: tuple[NetworkLevel, ...], inside: int, outside: int) -> tuple[int, ...]:
+    """Fan-outs of a group with so many members inside a node, on so many nodes."""
+    shape: list[int] = []
+    for level in levels[:-2]:
+        shape.append(math.gcd(inside, level.num_devices or 1))
+        inside //= shape[-1]
+    return (*shape, inside, outside)
+
+
+def _is_rack(row: Mapping[str, str]) -> bool:
+    return row.get("gpu", "").upper().startswith(("GB200", "GB300"))
+
+
+def _machine_node(row: Mapping[str, str]) -> int | None:
+    """GPUs of the whole node: eight, unless all that it has were used."""
+    used = _whole(row, "gpus_per_node_used")
+    if row.get("gpu", "").upper().startswith("V100"):
+        return 4 if used <= 4 else 8
+    return None
+
+
+def _kind(name: str) -> CollectiveKind:
+    kind = _KINDS.get("".join(c for c in name.lower() if c.isalpha()))
+    if kind is None:
+        raise RefusedRowError("unknown collective", repr(name))
+    return kind
+
+
+def _measured_s(row: Mapping[str, str], kind: CollectiveKind, size: float, ranks: int) -> float:
+    """Seconds of the row: its time, or the size over its algorithm or bus bandwidth."""
+    micros = _number(row, "time_us")
+    if micros:
+        return micros * 1e-6
+    algorithm = _number(row, "algbw_GBps")
+    if algorithm:
+        return size / (algorithm * 1e9)
+    bus = _number(row, "busbw_GBps")
+    if bus:
+        return size * _bus_factor(kind, ranks) / (bus * 1e9)
+    raise RefusedRowError("neither a time nor a bandwidth", f"row {row.get('row_id', '')}")
+
+
+def _bus_factor(kind: CollectiveKind, ranks: int) -> float:
+    """Bus over algorithm bandwidth, as nccl-tests defines it."""
+    if kind is CollectiveKind.SEND_RECV:
+        return 1.0
+    return (2 if kind is CollectiveKind.ALL_REDUCE else 1) * (ranks - 1) / ranks
+
+
+def _number(row: Mapping[str, str], column: str) -> float | None:
+    text = (row.get(column) or "").strip()
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        raise RefusedRowError("not a number", f"{column}: {text!r}") from None
+    if not math.isfinite(value) or value < 0:
+        raise RefusedRowError("not a number", f"{column}: {text!r}")
+    return value
+
+
+def _whole(row: Mapping[str, str], column: str) -> int:
+    value = _number(row, column)
+    if value is None or value < 1 or value != int(value):
+        raise RefusedRowError("ranks or nodes not stated", f"{column}: {row.get(column)!r}")
+    return int(value)

@@ -1,0 +1,250 @@
+"""Jobs of Megatron-LM's functional tests, whose golden values carry peak memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.settings import CostSettings, FrameworkTraits
+from nest_megatron.errors import UserInputError
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import expand_layout, parse_layout, uniform_partition
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.recompute import (
+    NO_RECOMPUTE,
+    Recompute,
+    RecomputeGranularity,
+    RecomputeMethod,
+    RecomputeModule,
+)
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.validation.golden_models import flags_of
+from nest_megatron.validation.job import Job
+from nest_megatron.validation.machines import MachineMatch, machine
+from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.rows import Row, whole
+
+#: What the tests run on where a row does not say.
+_USUAL_GPU, _USUAL_GPUS = "A100", 8
+#: Release tests train real models.
+_RELEASE_GPUS = 256
+
+_PRECISIONS = {"bf16": Precision.BF16, "fp16": Precision.FP16}
+
+
+def golden_job(row: Row, book: ModelBook) -> Job:
+    """Read a row of golden values.
+
+    Raises:
+        RefusedRowError: with the reason, if the row says too little or something impossible.
+    """
+    match = book.golden_spec(row)
+    flags = flags_of(row.get("extra_args", ""))
+    _refuse_unmodelled(row)
+    gpus, per_node, notes = _gpus(row)
+    virtual = _virtual(row)
+    place = _place(row.get("gpu") or _USUAL_GPU, gpus, per_node, _keeps_scores(row))
+    try:
+        grid = _grid(row, _dims(row, gpus, virtual), flags, notes)
+        partition = _partition(row, match.spec, grid.dims)
+    except UserInputError as error:
+        raise RefusedRowError("layout is impossible", str(error)) from error
+    return Job(
+        spec=match.spec,
+        cluster=place.cluster,
+        grids=(grid,),
+        settings=_settings(row, flags),
+        habits="megatron_core",
+        assumptions=(*match.assumptions, *notes),
+        partition=partition,
+    )
+
+
+@functools.cache
+def _place(gpu: str, num_gpus: int, per_node: int | None, scores: bool) -> MachineMatch:
+    """A machine, one object for all rows that ran on it."""
+    place = machine(gpu, num_gpus, per_node, "")
+    accelerator = dataclasses.replace(place.cluster.accelerator, flash_attention=not scores)
+    cluster = dataclasses.replace(place.cluster, accelerator=accelerator)
+    return dataclasses.replace(place, cluster=cluster)
+
+
+def is_local(row: Row) -> bool:
+    """Whether layers are Megatron's own instead of Transformer Engine's.
+
+    The tests say so in their names (``gpt3_mcore_tp..`` and ``gpt3_mcore_te_tp..``); context
+    parallelism needs Transformer Engine whatever the name.
+    """
+    name = row.get("test_case", "")
+    return name.startswith("gpt3_mcore_tp") and row.get("cp") in ("", "1", None)
+
+
+#: The attention back end of the image for long-term support until this date.
+_UNFUSED_UNTIL = "2025-10-21"
+
+
+def _keeps_scores(row: Row) -> bool:
+    """Whether attention is unfused.
+
+    Without a word, Transformer Engine takes a fused back end. The tests of the image for long-term
+    support asked for the unfused one until the autumn of 2025; their flags are those of today.
+    """
+    stated = row.get("attention_backend", "")
+    if stated:
+        return stated == "unfused"
+    old = row.get("image") == "lts" and row.get("golden_date", "") <= _UNFUSED_UNTIL
+    return is_local(row) or (old and row.get("deterministic") == "1")
+
+
+def _refuse_unmodelled(row: Row) -> None:
+    if row.get("offload"):
+        raise RefusedRowError("activations moved to the host", row["offload"])
+    if "distill" in row.get("test_case", ""):
+        raise RefusedRowError("a teacher model beside the trained one", row["test_case"])
+
+
+def _gpus(row: Row) -> tuple[int, int | None, list[str]]:
+    """GPUs of the test, GPUs of a node, and what was assumed."""
+    notes = [] if row.get("gpu") else [f"an {_USUAL_GPU}"]
+    gpus, per_node = whole(row, "n_gpus"), whole(row, "gpus_per_node")
+    if not gpus:
+        gpus = _RELEASE_GPUS if "release" in row.get("test_case", "") else _USUAL_GPUS
+        notes.append(f"{gpus} GPUs")
+    sequences, micro = whole(row, "gbs"), whole(row, "mbs") or 1
+    tp, pp, cp = (whole(row, column) or 1 for column in ("tp", "pp", "cp"))
+    if sequences and sequences % micro == 0 and gpus > (most := tp * pp * cp * sequences // micro):
+        gpus, per_node = most, None
+        notes.append(f"{gpus} GPUs, as many as the global batch has work for")
+    return gpus, per_node, notes
+
+
+def _virtual(row: Row) -> int:
+    """Virtual stages of a rank: as stated, or as many as the layout cuts."""
+    layout, stages = row.get("pp_layout", ""), whole(row, "pp") or 1
+    if layout and "=" not in layout:
+        return max(1, len(expand_layout(layout)) // stages)
+    return (whole(row, "vp") or 1) if stages > 1 else 1
+
+
+def _grid(row: Row, dims: ParallelDims, flags: Mapping[str, str], notes: list[str]) -> Grid:
+    micro = whole(row, "mbs") or 1
+    return Grid(
+        dims=dims,
+        global_batch_size=_batch(row, dims, micro, notes),
+        micro_batch_size=micro,
+        sequence_parallel=row.get("seq_parallel") == "1" and dims.tensor_model_parallel_size > 1,
+        recompute=_recompute(row.get("recompute", "")),
+        zero=_zero(row, flags),
+    )
+
+
+def _batch(row: Row, dims: ParallelDims, micro: int, notes: list[str]) -> int:
+    """Sequences of a step, in whole rounds of an interleaved pipeline."""
+    stages, virtual = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
+    together = micro * dims.data_parallel_size * (stages if virtual > 1 else 1)
+    stated = whole(row, "gbs")
+    if stated and stated % together == 0:
+        return stated
+    taken = together * (-(-stated // together) if stated else stages)
+    notes.append(f"a global batch of {taken}" + (f" for {stated}" if stated else ""))
+    return taken
+
+
+def _dims(row: Row, gpus: int, virtual: int) -> ParallelDims:
+    tp, pp, cp = (whole(row, column) or 1 for column in ("tp", "pp", "cp"))
+    replicas, rest = divmod(gpus, tp * pp * cp)
+    if rest or not replicas:
+        product = f"tp*pp*cp = {tp * pp * cp} does not divide {gpus} GPUs"
+        raise RefusedRowError("layout does not multiply out to the GPUs", product)
+    ep, etp = whole(row, "ep") or 1, whole(row, "etp") or tp
+    return ParallelDims(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=virtual,
+        context_parallel_size=cp,
+        data_parallel_size=replicas,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+
+
+def _zero(row: Row, flags: Mapping[str, str]) -> ZeroStage:
+    if "use-megatron-fsdp=True" in row.get("zero_fsdp", ""):
+        return {
+            "optim": ZeroStage.OPTIMIZER,
+            "optim_grads": ZeroStage.GRADIENTS,
+            "optim_grads_params": ZeroStage.WEIGHTS,
+        }.get(flags.get("data_parallel_sharding_strategy", ""), ZeroStage.WEIGHTS)
+    return ZeroStage.OPTIMIZER if row.get("dist_optimizer") == "1" else ZeroStage.NONE
+
+
+def _recompute(text: str) -> Recompute:
+    """The recomputation of a row: ``none``, ``full:uniform1``, ``selective:[moe_act mlp]``."""
+    kind, _, rest = text.partition(":")
+    if kind == "full":
+        found = re.fullmatch(r"(uniform|block)(\d+)", rest)
+        method, layers = (found[1], int(found[2])) if found else ("uniform", 1)
+        return Recompute(
+            granularity=RecomputeGranularity.FULL,
+            method=RecomputeMethod(method),
+            num_layers=layers,
+        )
+    if kind != "selective":
+        return NO_RECOMPUTE
+    named = set(re.findall(r"\w+", rest)) or {"core_attn"}
+    return Recompute(
+        granularity=RecomputeGranularity.SELECTIVE,
+        modules=tuple(module for module in RecomputeModule if module in named),
+    )
+
+
+def _partition(row: Row, spec: TransformerSpec, dims: ParallelDims) -> StagePartition | None:
+    """The stages that the row names, or ``None`` for Megatron's even ones."""
+    text = row.get("pp_layout", "")
+    p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
+    if not text:
+        return None
+    if "=" not in text:
+        return parse_layout(text, spec, p)
+    said = dict(part.split("=", 1) for part in text.split(","))
+    return uniform_partition(
+        spec,
+        p,
+        v,
+        first=int(said.get("decoder-first-pipeline-num-layers", 0)) or None,
+        last=int(said.get("decoder-last-pipeline-num-layers", 0)) or None,
+        account_embedding=said.get("account-for-embedding-in-pipeline-split") == "True",
+        account_loss=said.get("account-for-loss-in-pipeline-split") == "True",
+    )
+
+
+def _settings(row: Row, flags: Mapping[str, str]) -> CostSettings:
+    text = row.get("precision", "")
+    if text not in _PRECISIONS:
+        raise RefusedRowError("number format is not modelled", text)
+    precision = Precision.FP8 if row.get("fp8") else _PRECISIONS[text]
+    traits = FrameworkTraits(
+        fp8_weights=flags.get("fp8_param_gather") == "True",
+        gradient_bytes=2 if precision is Precision.FP16 else 4,
+        loss_bytes=_loss_bytes(row, flags),
+        optimizer_instances=int(flags.get("num_distributed_optimizer_instances", "1")),
+    )
+    return CostSettings(precision=precision, traits=traits)
+
+
+def _loss_bytes(row: Row, flags: Mapping[str, str]) -> int:
+    """Memory of a logit: see ``FrameworkTraits.loss_bytes``.
+
+    ``--defer-embedding-wgrad-compute``, which tests name, keeps the gradients of two micro batches.
+    """
+    fused = flags.get("cross_entropy_loss_fusion") == "True"
+    if fused and flags.get("cross_entropy_fusion_impl", "native") == "te":
+        return 2
+    deferred = "defer_embedding_wgrad" in row.get("test_case", "")
+    return (10 if fused else 6) + (4 if deferred else 0)

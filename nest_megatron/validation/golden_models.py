@@ -1,0 +1,185 @@
+"""Models of Megatron-LM's functional tests, from the flags that their rows carry."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from nest_megatron.model.catalogue import spec_from_mapping
+from nest_megatron.validation.model_names import HYBRID
+from nest_megatron.validation.model_shapes import BERT_VOCAB, Shape
+from nest_megatron.validation.model_table import CLASSIC, GPT2_VOCAB, whole
+from nest_megatron.validation.refusal import RefusedRowError
+
+#: The collection cuts a row's flags at this many characters.
+_FLAGS_CUT = 900
+#: Vocabulary of ``nemotron_2_256k.model``, the tokenizer of the release tests.
+_RELEASE_VOCAB = 256_000
+_REFUSED: Mapping[str, str] = {
+    "t5": "encoder and decoder",
+    "hybrid": HYBRID,
+    "mamba": HYBRID,
+    "mimo": "more than a language model",
+    "multimodal": "more than a language model",
+}
+_WHOLE = (
+    "kv_channels",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "moe_shared_expert_intermediate_size",
+    "make_vocab_size_divisible_by",
+    "rotary_base",
+)
+_REAL = ("rotary_percent", "hidden_dropout", "attention_dropout")
+_TEXT = ("position_embedding_type", "normalization", "softmax_type")
+_TRUE = (
+    "untie_embeddings_and_output_weights",
+    "qk_layernorm",
+    "add_qkv_bias",
+    "multi_latent_attention",
+    "moe_router_enable_expert_bias",
+    "apply_layernorm_1p",
+)
+
+
+def shape_of_test(row: Mapping[str, str]) -> Shape:
+    """The model of a functional test; Megatron's defaults stand where no flag is carried.
+
+    Args:
+        row: a row with ``family``, ``layers``, ``hidden``, ``ffn``, ``heads``, ``kv_groups``,
+            ``swiglu``, ``experts``, ``topk``, ``moe_ffn``, ``moe_layer_freq``, ``mla``,
+            ``mtp_layers``, ``seq``, ``vocab``, ``test_case`` and ``extra_args``.
+
+    Raises:
+        RefusedRowError: if the family is no GPT or BERT, or its shape is not stated.
+    """
+    flags = flags_of(row.get("extra_args", ""))
+    _refuse_family(row, flags)
+    style, notes = _style(row, flags)
+    mapping = {**CLASSIC, **style, **_sizes(row), **_experts(row), **_flagged(flags)}
+    if row.get("mla") == "1":
+        mapping["multi_latent_attention"] = True
+    if mapping.get("multi_latent_attention"):
+        mapping["num_query_groups"] = None
+    mapping["family"] = "bert" if row.get("family") == "bert" else "gpt"
+    mapping["name"] = row.get("test_case") or "megatron_test"
+    mapping["source"] = f"{row.get('repo', '')} {row.get('path', '')}".strip()
+    return Shape(spec=spec_from_mapping(mapping), assumptions=notes)
+
+
+def flags_of(text: str) -> dict[str, str]:
+    """Megatron's flags of a row, spelled as fields; the last may be cut and is then left out.
+
+    >>> flags_of("kv-channels=128 offload-modules=[a b] swiglu=True moe-")
+    {'kv_channels': '128', 'offload_modules': '[a b]', 'swiglu': 'True'}
+    """
+    whole_text = text if len(text) < _FLAGS_CUT else text.rpartition(" ")[0]
+    pairs = re.findall(r"([\w-]+)=(\[[^\]]*\]|\S+)", whole_text)
+    return {key.replace("-", "_"): value for key, value in pairs}
+
+
+def _refuse_family(row: Mapping[str, str], flags: Mapping[str, str]) -> None:
+    family = row.get("family", "")
+    for start, reason in _REFUSED.items():
+        if family.startswith(start):
+            raise RefusedRowError(reason, f"{family}: {row.get('test_case', '')}")
+    if any(flag.startswith(("hybrid", "mamba")) for flag in flags):
+        raise RefusedRowError(HYBRID, f"{family}: {row.get('test_case', '')}")
+    if any(flag.startswith("heterogeneous") for flag in flags):
+        raise RefusedRowError("layers of different shapes", row.get("test_case", ""))
+    if not all(whole(row.get(column)) for column in ("layers", "hidden", "heads", "seq")):
+        raise RefusedRowError("shape not stated", row.get("test_case", ""))
+
+
+def _sizes(row: Mapping[str, str]) -> dict[str, Any]:
+    hidden, seq = whole(row["hidden"]), whole(row["seq"])
+    assert hidden is not None
+    return {
+        "num_layers": whole(row["layers"]),
+        "hidden_size": hidden,
+        "ffn_hidden_size": whole(row.get("ffn")) or _inner_size(row, hidden),
+        "num_attention_heads": whole(row["heads"]),
+        "num_query_groups": whole(row.get("kv_groups")),
+        "seq_length": seq,
+        "max_position_embeddings": seq,
+        "mtp_num_layers": whole(row.get("mtp_layers")),
+    }
+
+
+def _inner_size(row: Mapping[str, str], hidden: int) -> int:
+    """Megatron's default: with a gate, two thirds of four times the width, in whole 64s."""
+    return 4 * hidden * 2 // 3 // 64 * 64 if row.get("swiglu") == "1" else 4 * hidden
+
+
+def _experts(row: Mapping[str, str]) -> dict[str, Any]:
+    experts = whole(row.get("experts"))
+    if not experts:
+        return {}
+    return {
+        "num_experts": experts,
+        "moe_router_topk": whole(row.get("topk")) or 2,
+        "moe_ffn_hidden_size": whole(row.get("moe_ffn")),
+        "moe_layer_freq": row.get("moe_layer_freq") or 1,
+    }
+
+
+def _flagged(flags: Mapping[str, str]) -> dict[str, Any]:
+    fields: dict[str, Any] = {key: whole(flags[key]) for key in _WHOLE if key in flags}
+    fields |= {key: float(flags[key]) for key in _REAL if key in flags}
+    fields |= {key: flags[key] for key in _TEXT if key in flags}
+    fields |= {key: True for key in _TRUE if flags.get(key) == "True"}
+    if flags.get("disable_bias_linear") == "True":
+        fields["add_bias_linear"] = False
+    if flags.get("squared_relu") == "True":
+        fields["activation"] = "squared_relu"
+    return fields
+
+
+def _style(
+    row: Mapping[str, str], flags: Mapping[str, str]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    release, bert = "release" in row.get("test_case", ""), row.get("family") == "bert"
+    style: dict[str, Any] = {"vocab_size": whole(row.get("vocab"))}
+    notes = []
+    if style["vocab_size"] is None:
+        style["vocab_size"] = _RELEASE_VOCAB if release else BERT_VOCAB if bert else GPT2_VOCAB
+        notes.append(f"a vocabulary of {style['vocab_size']}")
+    if row.get("swiglu") == "1" or flags.get("swiglu") == "True":
+        style |= {"activation": "silu", "gated_linear_unit": True}
+    elif release and not row.get("experts") and whole(row["hidden"]) == 6144:
+        style |= {"activation": "squared_relu", "apply_layernorm_1p": True, "rotary_percent": 0.5}
+        notes.append("the release test of 15B trains a Nemotron: squared ReLU, layernorm 1p")
+    without, note = _dropout(row, flags, release=release)
+    ranks, cut = _cut_flags(row, flags)
+    return style | without | ranks, (*notes, note, *([cut] if cut else []))
+
+
+def _dropout(
+    row: Mapping[str, str], flags: Mapping[str, str], *, release: bool
+) -> tuple[dict[str, Any], str]:
+    """Rows do not carry the flags of dropout.
+
+    The tests of newer models set it to 0, and those of context parallelism without deterministic
+    kernels.
+    """
+    newer = release or flags.get("normalization") == "RMSNorm" or bool(row.get("mtp_layers"))
+    newer = newer or (row.get("cp") not in ("", "1", None) and row.get("deterministic") == "0")
+    if newer:
+        return {"hidden_dropout": 0.0, "attention_dropout": 0.0}, "no dropout"
+    return {}, "Megatron's dropout of 0.1"
+
+
+def _cut_flags(row: Mapping[str, str], flags: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+    """The tests' ranks of latent attention, where the row's flags end before them."""
+    if len(row.get("extra_args", "")) < _FLAGS_CUT:
+        return {}, ""
+    if row.get("mla") != "1" or "kv_lora_rank" in flags:
+        return {}, "flags beyond 900 characters are not known"
+    hidden = whole(row["hidden"]) or 0
+    q, kv = (1536, 512) if hidden >= 1024 else (256, 128)
+    note = f"flags beyond 900 characters are not known: latent attention of ranks {q} and {kv}"
+    return {"q_lora_rank": q, "kv_lora_rank": kv}, note

@@ -1,0 +1,76 @@
+"""From what a table calls a GPU to the catalogue's accelerator."""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+from functools import cache
+
+import yaml
+
+from nest_megatron.catalogue_files import catalogue_root
+from nest_megatron.cluster.catalogue import accelerator_from_mapping
+from nest_megatron.cluster.records import Accelerator
+from nest_megatron.validation.refusal import RefusedRowError
+
+#: Family as printed, then the catalogue's files by form and memory; the first is the usual part.
+#: Longer names stand before those that they contain.
+_PARTS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    ("GB300", (("", "gb300_288gb"),)),
+    ("GB200", (("", "gb200_186gb"),)),
+    ("GH200", (("", "gh200_96gb"),)),
+    ("B300", (("", "b300_sxm_288gb"),)),
+    ("B200", (("", "b200_sxm_180gb"),)),
+    ("H200", (("", "h200_sxm_141gb"),)),
+    ("H800", (("", "h800_sxm_80gb"),)),
+    ("H100", (("", "h100_sxm_80gb"), ("96", "h100_sxm_96gb"), ("PCIE", "h100_pcie_80gb"))),
+    (
+        "A100",
+        (("80", "a100_sxm_80gb"), ("40", "a100_sxm_40gb"), ("PCIE", "a100_pcie_80gb")),
+    ),
+    ("V100", (("32", "v100_sxm_32gb"), ("16", "v100_sxm_16gb"))),
+    ("L40", (("", "l40s_48gb"),)),
+    ("MI355", (("", "mi355x_288gb"),)),
+    ("MI325", (("", "mi325x_256gb"),)),
+    ("MI300", (("", "mi300x_192gb"),)),
+)
+
+
+def accelerator_name(gpu: str) -> tuple[str, tuple[str, ...]]:
+    """Catalogue name of a GPU, and what had to be assumed.
+
+    >>> accelerator_name("A100-40GB")
+    ('a100_sxm_40gb', ())
+    >>> accelerator_name("V100")
+    ('v100_sxm_32gb', ('the memory of V100 is not stated; 32 GB assumed',))
+
+    Raises:
+        RefusedRowError: if the text names no known part, or leaves a choice between two.
+    """
+    text = re.sub(r"[^A-Z0-9]+", " ", gpu.upper())
+    families = [family for family, _ in _PARTS if re.search(rf"\b{family}", text)]
+    if len(families) != 1 or " OR " in text:
+        raise RefusedRowError("unknown GPU", f"{gpu!r} names no one part of the catalogue")
+    parts = dict(_PARTS)[families[0]]
+    named = [(mark, name) for mark, name in parts if mark and _has(text, families[0], mark)]
+    pcie = [name for mark, name in named if mark == "PCIE"]
+    if pcie:
+        return pcie[0], ()
+    if named:
+        return named[0][1], ()
+    mark, usual = parts[0]
+    assumed = f"the memory of {families[0]} is not stated; {mark} GB assumed"
+    return usual, ((assumed,) if mark else ())
+
+
+def _has(text: str, family: str, mark: str) -> bool:
+    rest = text.partition(family)[2]
+    return re.search(rf"\b{mark}(?!\d)", rest) is not None
+
+
+@cache
+def accelerator(name: str) -> Accelerator:
+    """An accelerator of the catalogue, by its file's name."""
+    path = catalogue_root().joinpath("accelerator", f"{name}.yaml")
+    with importlib.resources.as_file(path) as file:
+        return accelerator_from_mapping(yaml.safe_load(file.read_text(encoding="utf-8")))

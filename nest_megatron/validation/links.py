@@ -1,0 +1,70 @@
+"""Link technologies: what each reaches of its rate, as fitted to public measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import yaml
+
+from nest_megatron.catalogue_files import catalogue_root
+from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
+
+_SOURCE = "calibration/links.yaml: "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One technology: the fields of ``NetworkLevel`` that do not depend on the machine."""
+
+    name: str
+    latency_s: float
+    startup_s: float
+    ramp: float
+    efficiency: Mapping[CollectiveKind, float]
+    reduction_efficiency: float | None = None
+    tree_efficiency: float | None = None
+    chain_share: float = 1.0
+    max_rails: int | None = None
+    ring_shares: tuple[float, ...] = ()
+    source: str = ""
+
+    def level(self, name: str, num_devices: int | None, bandwidth: float) -> NetworkLevel:
+        """A network level of this technology.
+
+        Args:
+            bandwidth: bytes per second of one device in one direction.
+        """
+        figures = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        figures |= {"name": name, "source": _SOURCE + self.name}
+        return NetworkLevel(num_devices=num_devices, bandwidth_bytes_per_s=bandwidth, **figures)
+
+
+#: Keys of an entry of links.yaml that are fields of ``Link``; the others tell of the fit.
+PARAMETERS = tuple(f.name for f in dataclasses.fields(Link) if f.name not in ("name", "source"))
+
+
+@cache
+def links() -> Mapping[str, Link]:
+    """All technologies of ``hydra_configs/calibration/links.yaml``, by name."""
+    path = catalogue_root().joinpath("calibration", "links.yaml")
+    entries: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return {name: link_from_mapping(name, entry) for name, entry in entries.items()}
+
+
+def link_of_level(level: NetworkLevel) -> str:
+    """Technology of a level that ``Link.level`` made."""
+    return level.source.removeprefix(_SOURCE)
+
+
+def link_from_mapping(name: str, entry: Mapping[str, Any]) -> Link:
+    """One entry of the file; what is not a parameter is left out."""
+    figures = {key: entry[key] for key in PARAMETERS if key in entry}
+    figures["efficiency"] = {
+        CollectiveKind(kind): share for kind, share in figures["efficiency"].items()
+    }
+    figures["ring_shares"] = tuple(figures.get("ring_shares", ()))
+    return Link(name=name, **figures)

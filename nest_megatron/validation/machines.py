@@ -1,0 +1,241 @@
+"""The machine that a row of measurements was taken on, from the few words that the row has for it.
+
+Whatever the row leaves open is assumed by GPU generation, and each assumption is handed back as a
+short text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+from nest_megatron.cluster.records import Cluster, NetworkLevel
+from nest_megatron.validation.gpu_names import accelerator, accelerator_name
+from nest_megatron.validation.links import links
+from nest_megatron.validation.network_text import Adapters, adapters, stated_node_size
+from nest_megatron.validation.refusal import RefusedRowError
+
+#: GPUs in the NVLink domain of an NVL72 rack.
+RACK_GPUS = 72
+
+_GBIT = 1e9 / 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineMatch:
+    """A cluster, and what had to be assumed of it."""
+
+    cluster: Cluster
+    assumptions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What a machine of one GPU generation usually has.
+
+    Args:
+        link: technology inside a node (links.yaml), and what one GPU sends in one direction.
+        domain: GPUs that this technology joins.
+        host: GPUs that one operating system sees.
+        nics: adapters of one node, and the rate of each.
+
+    Source: truth/hardware.csv, columns intra_gbps_per_dir, gpus_per_nvlink_domain, typical_nic.
+    """
+
+    link: str
+    bytes_per_s: float
+    domain: int
+    host: int
+    nics: int
+    nic_bytes_per_s: float
+
+    @property
+    def is_rack(self) -> bool:
+        """Whether the GPUs of many hosts share one NVLink domain."""
+        return self.host < self.domain
+
+
+def _generation(link: str, rate: float, domain: int, nics: int, nic_gbit: float) -> Generation:
+    return Generation(
+        link=link,
+        bytes_per_s=rate,
+        domain=domain,
+        host=4 if link == "nvlink5_rack" else domain,
+        nics=nics,
+        nic_bytes_per_s=nic_gbit * _GBIT,
+    )
+
+
+#: By the first word of the catalogue's file name; PCIe parts apart. An NVL72 rack has 72 GPUs, of
+#: which jobs take 64 (hydra_configs/cluster/gb200_nvl72.yaml).
+_GENERATIONS = {
+    "v100": _generation("nvlink2", 150e9, 8, 4, 100),
+    "a100": _generation("nvlink3", 300e9, 8, 8, 200),
+    "h100": _generation("nvlink4", 450e9, 8, 8, 400),
+    "h800": _generation("nvlink4", 200e9, 8, 8, 400),
+    "h200": _generation("nvlink4", 450e9, 8, 8, 400),
+    "gh200": _generation("nvlink4", 450e9, 1, 1, 400),
+    "b200": _generation("nvlink5", 900e9, 8, 8, 400),
+    "b300": _generation("nvlink5", 900e9, 8, 8, 800),
+    "gb200": _generation("nvlink5_rack", 900e9, 64, 64, 400),
+    "gb300": _generation("nvlink5_rack", 900e9, 64, 64, 800),
+    "l40s": _generation("pcie", 31e9, 8, 1, 200),
+    "mi300x": _generation("xgmi", 448e9, 8, 8, 400),  # 7 links of 64 GB/s, AMD's data sheet
+    "mi325x": _generation("xgmi", 448e9, 8, 8, 400),
+    "mi355x": _generation("xgmi", 537.6e9, 8, 8, 400),  # 7 links of 76.8 GB/s
+    "a100_pcie": _generation("pcie", 31e9, 8, 2, 200),
+    "h100_pcie": _generation("pcie", 63e9, 8, 2, 400),
+}
+#: What adapters carry that several GPUs share, of their rate: the rings through them leave by one
+#: GPU's PCIe path. From vTrain's runs on nodes of 8 A100 with 4 HDR adapters, tensor groups of 16.
+SHARED_ADAPTER = 0.7
+#: Technologies whose shares in links.yaml were measured on shared adapters.
+_MEASURED_SHARED = frozenset({"omni_path"})
+#: GPUs that an NVLink bridge joins, and what it carries.
+_BRIDGES = {"a100_pcie": ("nvlink3", 300e9), "h100_pcie": ("nvlink4", 300e9)}
+
+
+def machine(gpu: str, num_gpus: int, gpus_per_node: int | None, network: str) -> MachineMatch:
+    """The machine of one row.
+
+    Args:
+        gpu: as the table has it (``A100-80GB``).
+        num_gpus: devices of the job.
+        gpus_per_node: as the table has it; an NVL72 rack has 4 (its trays).
+        network: free text (``NVSwitch + 4x200 Gb/s HDR per node``).
+
+    Raises:
+        RefusedRowError: for an unknown GPU, or a job that takes no whole nodes.
+    """
+    name, assumptions = accelerator_name(gpu)
+    levels, assumed = network_levels(name, gpus_per_node, network)
+    size = levels[0].num_devices or num_gpus
+    generation = _usual(name)
+    if num_gpus > size and num_gpus % size:
+        most = RACK_GPUS if generation.is_rack else size
+        levels, more = _evenly_filled(levels, num_gpus, most)
+        assumed = (*assumed, *more)
+    host = min(gpus_per_node or generation.host, levels[0].num_devices or num_gpus)
+    cluster = Cluster(
+        name=f"{name} x {num_gpus}",
+        num_gpus=num_gpus,
+        accelerator=accelerator(name),
+        levels=levels,
+        gpus_per_host=host,
+        description=network,
+    )
+    if num_gpus <= (levels[0].num_devices or num_gpus):
+        assumed = tuple(text for text in assumed if not text.startswith("between nodes"))
+    return MachineMatch(cluster=cluster, assumptions=(*assumptions, *assumed))
+
+
+def network_levels(
+    accelerator_file: str, gpus_per_node: int | None, network: str, *, sharing: int | None = None
+) -> tuple[tuple[NetworkLevel, ...], tuple[str, ...]]:
+    """Levels from the node outwards, and what had to be assumed.
+
+    Args:
+        accelerator_file: name of the catalogue's file.
+        sharing: GPUs of a node that use its adapters, where that is not all of them.
+    """
+    usual = _usual(accelerator_file)
+    node, node_texts = _node_size(usual, gpus_per_node)
+    inner = _inside(accelerator_file, usual, node, network)
+    full_node = stated_node_size(network) or node
+    outer, outer_texts = _between(usual, full_node, min(sharing or node, full_node), network)
+    return (*inner, outer), (*node_texts, *outer_texts)
+
+
+def _usual(accelerator_file: str) -> Generation:
+    first, _, rest = accelerator_file.partition("_")
+    return _GENERATIONS[f"{first}_pcie" if rest.startswith("pcie") else first]
+
+
+def _node_size(usual: Generation, gpus_per_node: int | None) -> tuple[int, tuple[str, ...]]:
+    if usual.is_rack:
+        text = f"{usual.domain} GPUs of a rack form one node"
+        return usual.domain, (text,)
+    if gpus_per_node is None:
+        return usual.domain, (f"nodes of {usual.domain} GPUs",)
+    return gpus_per_node, ()
+
+
+def _inside(
+    accelerator_file: str, usual: Generation, node: int, network: str
+) -> tuple[NetworkLevel, ...]:
+    words = network.lower()
+    if usual.link == "nvlink2":
+        # Four GPUs are fully joined, eight form the hybrid cube mesh of DGX-1, DGX-2 has a switch.
+        name = "nvlink2_mesh" if 4 < node <= 8 else "nvlink2"
+        return (links()[name].level("node", node, usual.bytes_per_s),)
+    if re.search(r"\bpcie\b", words) and not re.search(r"nvlink|nvswitch", words):
+        rate = 31e9 if "a100" in accelerator_file else 63e9
+        return (links()["pcie"].level("node", node, min(rate, usual.bytes_per_s)),)
+    inner = links()[usual.link].level("node", node, usual.bytes_per_s)
+    bridge = _BRIDGES.get("_".join(accelerator_file.split("_")[:2]))
+    if bridge and node > 1 and node % 2 == 0 and re.search(r"nvlink|bridge|pair", words):
+        pair = links()[bridge[0]].level("pair", 2, bridge[1])
+        pair = dataclasses.replace(pair, reduction_efficiency=None)
+        return (pair, inner) if node > 2 else (pair,)
+    return (inner,)
+
+
+def _between(
+    usual: Generation, full_node: int, sharing: int, network: str
+) -> tuple[NetworkLevel, tuple[str, ...]]:
+    said = adapters(network)
+    technology = said.technology or "infiniband"
+    if usual.is_rack and technology == "infiniband":
+        technology = "infiniband_rack"
+    rate, texts, shared = _rate_of_one(usual, full_node, sharing, said)
+    if shared and technology not in _MEASURED_SHARED:
+        rate *= SHARED_ADAPTER
+        texts = (*texts, f"between nodes: shared adapters carry {SHARED_ADAPTER:g} of their rate")
+    level = links()[technology].level("fabric", None, rate)
+    if said.technology is None:
+        texts = (*texts, "between nodes: InfiniBand assumed")
+    if said.reduces:
+        efficiency = links()[technology].tree_efficiency
+        level = dataclasses.replace(level, reduction_efficiency=efficiency)
+    return level, texts
+
+
+def _rate_of_one(
+    usual: Generation, full_node: int, sharing: int, said: Adapters
+) -> tuple[float, tuple[str, ...], bool]:
+    """What one GPU can send out while ``sharing`` of its node do, and whether adapters are shared."""
+    texts: tuple[str, ...] = ()
+    rate = said.bytes_per_s
+    if said.per_gpu and rate is not None:
+        return rate, texts, False
+    if said.node_bytes_per_s is not None:
+        return said.node_bytes_per_s / full_node, texts, False
+    if rate is None:
+        rate = usual.nic_bytes_per_s
+        texts = (f"between nodes: adapters of {rate / _GBIT:g} Gb/s assumed",)
+    count = said.count
+    if count is None:
+        count = max(1, usual.nics * full_node // usual.domain)
+        texts = (*texts, f"between nodes: {count} adapters per node assumed")
+    return rate * min(1.0, count / sharing), texts, count < sharing
+
+
+def largest_part(number: int, most: int) -> int:
+    """The largest divisor that is not above ``most``.
+
+    >>> largest_part(128, 72), largest_part(144, 72)
+    (64, 72)
+    """
+    return max(part for part in range(1, most + 1) if number % part == 0)
+
+
+def _evenly_filled(
+    levels: tuple[NetworkLevel, ...], num_gpus: int, most: int
+) -> tuple[tuple[NetworkLevel, ...], tuple[str, ...]]:
+    """Nodes that all hold the same part of a job which takes no whole nodes."""
+    fitting = largest_part(num_gpus, most)
+    if fitting == 1 or len(levels) > 2:
+        raise RefusedRowError("a job of no whole nodes", f"{num_gpus} GPUs on nodes of {most}")
+    text = f"{fitting} of a node's {most} GPUs used"
+    return (dataclasses.replace(levels[0], num_devices=fitting), *levels[1:]), (text,)

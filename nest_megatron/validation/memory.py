@@ -1,0 +1,73 @@
+"""Memory as sources measure it: which GPU, and with or without what the allocator does not see."""
+
+from __future__ import annotations
+
+from nest_megatron.cluster.records import Accelerator
+from nest_megatron.units import Bytes
+from nest_megatron.validation.golden import is_local
+from nest_megatron.validation.job import Job
+from nest_megatron.validation.predict import Prediction
+from nest_megatron.validation.rows import Row
+
+_MIB = 2**20
+#: Workspaces of cuBLAS that PyTorch holds: one for the forward and one for the backward thread.
+_CUBLAS_HANDLES = 2
+#: ``CUBLAS_WORKSPACE_CONFIG=:4096:8``, and what PyTorch takes without it on Hopper.
+_CUBLAS_LARGE = 32 * _MIB
+#: ``:4096:2:16:8``, what PyTorch takes on every other GPU.
+_CUBLAS_SMALL = 8 * _MIB + 128 * 1024
+#: Workspace of Transformer Engine, from Hopper on and before (``get_cublas_workspace_size_bytes``).
+_ENGINE_LARGE, _ENGINE_SMALL = 32 * _MIB, 4 * _MIB
+#: Streams of Transformer Engine's grouped products.
+_GROUPED_STREAMS = 4
+_BEFORE_HOPPER = ("v100", "a100", "mi")
+
+
+#: What PyTorch's allocator holds at its peak over what it has given out. SimuMax prints both for
+#: one node of B200: 1.03 to 1.08 times; jobs of 2021 and 2022 lie higher.
+_CACHED = 1.2
+
+
+def workspace_bytes(
+    accelerator: Accelerator, *, deterministic: bool, engine: bool = True, grouped: bool = False
+) -> Bytes:
+    """What libraries take from PyTorch's allocator and keep.
+
+    Args:
+        deterministic: ``CUBLAS_WORKSPACE_CONFIG`` is set as deterministic runs set it.
+        engine: layers are Transformer Engine's; Megatron's own take another handle of cuBLAS.
+        grouped: experts run as grouped products, on streams with a workspace each.
+    """
+    name = accelerator.name.lower()
+    hopper = name.startswith(("h100", "h200", "h800", "gh200"))
+    cublas = _CUBLAS_LARGE if deterministic or hopper else _CUBLAS_SMALL
+    large = not name.startswith(_BEFORE_HOPPER)
+    if not engine:
+        return (_CUBLAS_HANDLES + 1) * cublas
+    own = _ENGINE_LARGE if large else _ENGINE_SMALL
+    return _CUBLAS_HANDLES * cublas + own * (1 + _GROUPED_STREAMS * grouped)
+
+
+def predicted_memory(row: Row, job: Job, prediction: Prediction) -> Bytes:
+    """Peak bytes of the GPU that the row speaks of.
+
+    Rank 0 is on the first pipeline stage; everything else is taken as the fullest GPU. What a
+    process takes as a whole (``nvidia-smi``) holds what the allocator caches too, and the reserve
+    outside it.
+    """
+    scope = f"{row.get('peak_mem_scope', '')} {row.get('peak_mem_unit', '')}".lower()
+    stages = prediction.stage_memory
+    peak = stages[0] if "rank-0" in scope or "rank 0" in scope else max(stages)
+    if "nvidia-smi" not in scope:
+        return peak
+    return round(peak * _CACHED) + job.settings.memory_reserve_bytes
+
+
+def predicted_golden(row: Row, job: Job, prediction: Prediction) -> Bytes:
+    """Peak bytes that PyTorch's allocator gave out on the last pipeline stage."""
+    return prediction.stage_memory[-1] + workspace_bytes(
+        job.cluster.accelerator,
+        deterministic=row.get("deterministic") == "1",
+        engine=not is_local(row),
+        grouped="moe-grouped-gemm=True" in row.get("extra_args", ""),
+    )

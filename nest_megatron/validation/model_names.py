@@ -1,0 +1,168 @@
+"""Names of models as people write them, brought to one spelling."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from nest_megatron.validation.refusal import RefusedRowError
+
+HYBRID = "hybrid of Mamba and attention layers"
+NOT_PUBLIC = "architecture not public here"
+
+#: Words around a model's name that say nothing of its shape.
+NOISE = frozenset(
+    re.findall(
+        r"\w+",
+        "a100 b200 b300 base benchmark bf16 chat dev dropless finetune finetuning fp16 fp8"
+        " gb200 gb300 h100 h200 hf instruct it jax lm lora maxtext meta mi300x model mxfp8 nvfp4"
+        " nvidia paxml peft perf pretrain pretraining proxy scaling sft strong thinking tokendrop"
+        " training weak",
+    )
+)
+
+_REFUSED: tuple[tuple[str, str], ...] = (
+    (r"hybrid|jamba|zamba|falcon[-_ ]?h1", HYBRID),
+    (r"nemotron[-_ ]?h(?![a-z])|nemotron[-_ ]?[356].*(nano|super|ultra|lightning)", HYBRID),
+    (r"nemotron[-_ ]?nano[-_ ]?(v2|9b|12b)", HYBRID),
+    (r"mamba|hyena|evo.?2|rwkv", "no attention layers"),
+    (r"ultra[-_ ]?253b|super[-_ ]?49b", "layers of different shapes"),
+    (r"qwen3[-_ ]?next|kimi[-_ ]?linear|minimax[-_ ](01|m1|text)", "linear attention"),
+    (r"deepseek[-_ ]?v?3[._]2|deepseek[-_ ]?v?4|glm[-_ ]?5|gemma[-_ ]?(4|3n)", NOT_PUBLIC),
+    (r"kimi[-_ ]?k(2[._]\d|[3-9])", NOT_PUBLIC),
+    (r"qwen3?[._][6-9]|qwen3[._]5|qwen[-_ ]?[4-9]", NOT_PUBLIC),
+    (r"(?<![a-z])(vlm?|llava|omni|vision|clip|vit)(?![a-z])", "more than a language model"),
+    (r"(?<![a-z])(flux|wan|sdxl|dlrm|retinanet|resnet|unet|rgat|cosmos)", "not a language model"),
+    (r"stable.?diffusion|(?<![a-z])dit(?![a-z])", "not a language model"),
+    (r"(?<![a-z])m?t5(?![a-z])", "encoder and decoder"),
+    (r"embedding|reranker", "encoder without a language-model head"),
+    (r"^llama[-_ ]?4[-_ ]*$", "number of experts not stated"),
+)
+
+#: (what a key looks like, the key that it stands for, what that assumes)
+_ALIASES: tuple[tuple[str, str, str], ...] = (
+    (r"0p(\d)b", r"\g<1>00m", ""),
+    (r"dsv(\d)(.*)", r"deepseekv\1\2", ""),
+    (r"deepseekr1(.*)", r"deepseekv3\1", ""),
+    (r"gpt3?|nemomegatron|megatron", "gpt3175b", "a GPT-3 of no stated size is the 175B"),
+    (r"gpt(\d+(?:p\d+)?[mbt])", r"gpt3\1", ""),
+    (r"nemotron(?:34b)?", "nemotron34b", ""),
+    (r"nemotron(4b|8b|22b)", r"nemotron3\1", ""),
+    (r"nemotron(15b|340b)", r"nemotron4\1", ""),
+    (r"qwen2(500m|1p5b|7b|72b)", r"qwen25\1", ""),
+    (r"kimi1t", "kimik2", ""),
+    (r"(?:megatron)?turing(?:nlg)?530b|mtnlg530b", "megatron530b", ""),
+    (r"codegemma(.*)", r"gemma\1", ""),
+    (r"mixtral", "mixtral8x7b", "Mixtral of no stated size is 8x7B"),
+    (r"mistralnemo", "mistralnemo12b", ""),
+    (r"mistrallarge2?(?:123b)?", "mistralnemo123b", ""),
+    (r"llama31nemotron(?:nano)?(8b|70b)", r"llama31\1", ""),
+    (r"chatglm", "chatglm26b", ""),
+    (r"llama3405b", "llama31405b", ""),
+    (r"llama3370b", "llama3170b", ""),
+    (r"llama(7b|13b)", r"llama2\1", ""),
+    (r"llama(?:30b|32p5b)", "llama33b", ""),
+    (r"llama4(?:scout|experts16|17b16e).*", "llama4scout", ""),
+    (r"llama4(?:maverick|experts128|17b128e).*", "llama4maverick", ""),
+    (r"grok1?(?:314b)?", "grok1314b", ""),
+    (r"bert", "bertlarge", "BERT of no stated size is BERT-Large"),
+    (r"bertlarge(?:un)?cased", "bertlarge", ""),
+    (r"bloom", "bloom176b", ""),
+    (r"palm", "palm540b", ""),
+    (r"lamda", "lamda137b", ""),
+    (r"gopher", "gopher280b", ""),
+    (r"chinchilla70b", "chinchilla", ""),
+    (r"starcoder", "starcoder15b", ""),
+    (r"phi3(?:mini)?(?:3p8b|4k|128k)*", "phi3mini", ""),
+)
+
+_CUTS = (r"proxy[-_ ]?(\d+)\s*l\b", r"truncated to (\d+) layers", r"\(?(\d+) layers kept\)?")
+_NO_MTP = r"(?:w/o|without|no)[ _-]*mtp"
+_SIZE = re.compile(r"(\d+)(?:p(\d+))?([mbt])")
+_BILLIONS = {"m": 1e-3, "b": 1.0, "t": 1e3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelName:
+    """What a name says.
+
+    Args:
+        words: the words that name the model, lower case, decimals of a size as in ``1p5b``.
+        num_layers: number of layers that a truncated model keeps, if it says so.
+        mtp: with or without multi-token prediction, if it says so.
+    """
+
+    words: tuple[str, ...]
+    num_layers: int | None
+    mtp: bool | None
+
+    @property
+    def key(self) -> str:
+        """The words in one."""
+        return "".join(self.words)
+
+
+def read_name(text: str) -> ModelName:
+    """What a model's name says, freed of releases, tasks, devices and vendors.
+
+    >>> read_name("Llama 3.1 405b 24.09 proxy-21L").key
+    'llama31405b'
+    >>> read_name("Qwen2.5-1.5B").key
+    'qwen251p5b'
+    """
+    rest = text.lower().strip()
+    num_layers, rest = _cut(rest)
+    mtp = False if re.search(_NO_MTP, rest) else True if "mtp" in rest else None
+    rest = re.sub(rf"{_NO_MTP}|\+?\s*mtp|\([^)]*\)|\[[^\]]*\]", " ", rest)
+    rest = re.sub(r"\bv?2\d\.\d\d(\.\d+)*\b|^[\w.-]+/", " ", rest)
+    rest = re.sub(r"(\d)\.(\d+)(?=[mbt](?![a-z0-9]))", r"\1p\2", rest)
+    words = [word for word in re.split(r"[^a-z0-9]+", rest) if word and word not in NOISE]
+    return ModelName(words=tuple(words), num_layers=num_layers, mtp=mtp)
+
+
+def _cut(text: str) -> tuple[int | None, str]:
+    for pattern in _CUTS:
+        found = re.search(pattern, text)
+        if found:
+            return int(found[1]), text.replace(found[0], " ")
+    return None, text
+
+
+def refuse_by_name(text: str) -> None:
+    """Refuse what the spec of a transformer cannot describe, whatever its size.
+
+    Raises:
+        RefusedRowError: with the reason.
+    """
+    for pattern, reason in _REFUSED:
+        if re.search(pattern, text.lower().strip()):
+            raise RefusedRowError(reason, text)
+
+
+def candidates(name: ModelName) -> tuple[tuple[str, str], ...]:
+    """Keys under which a model may be known, best first, each with what it assumes."""
+    keys = [(name.key, "")]
+    for pattern, stands_for, assumed in _ALIASES:
+        key, note = keys[-1]
+        if re.fullmatch(pattern, key):
+            keys.append((re.sub(f"^(?:{pattern})$", stands_for, key), assumed or note))
+        elif pattern.startswith("0p") and re.search(pattern, key):
+            keys.append((re.sub(pattern, stands_for, key), note))
+    return tuple(keys)
+
+
+def size_in_billions(word: str) -> float | None:
+    """Number of parameters that a word such as ``1p5b`` states, in billions.
+
+    >>> size_in_billions("1p5b"), size_in_billions("126m"), size_in_billions("v3")
+    (1.5, 0.126, None)
+    """
+    found = _SIZE.fullmatch(word)
+    if not found:
+        return None
+    return float(f"{found[1]}.{found[2] or 0}") * _BILLIONS[found[3]]
+
+
+def key_of(name: str) -> str:
+    """The key of a catalogue entry's name."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())

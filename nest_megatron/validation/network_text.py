@@ -1,0 +1,118 @@
+"""From a table's words about a network to a link technology and its rate for one GPU."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_GBIT = 1e9 / 8
+#: Words, the technology of links.yaml, and the rate of one adapter in bytes per second if it is
+#: fixed by the name. The first that occurs counts.
+_TECHNOLOGIES: tuple[tuple[str, str, float | None], ...] = (
+    (r"omni-?path|\bopa\b", "omni_path", 100 * _GBIT),
+    (r"tcpx", "tcpxo", None),
+    (r"\befa\b", "efa", None),
+    (r"slingshot", "slingshot", 200 * _GBIT),
+    (r"\bxdr\b", "infiniband", 800 * _GBIT),
+    (r"\bndr\b", "infiniband", 400 * _GBIT),
+    (r"\bhdr\b", "infiniband", 200 * _GBIT),
+    (r"\bedr\b", "infiniband", 100 * _GBIT),
+    (r"selene", "infiniband", 200 * _GBIT),
+    (r"\broce", "roce", None),
+    (r"infiniband|\bib\b|rdma|cx-?\d|connectx", "infiniband", None),
+    (r"ethernet|\btcp\b", "ethernet", None),
+)
+#: A number and its unit: a capital B is bytes, all else is bits.
+_RATE = r"(\d+(?:\.\d+)?)\s*-?\s*(GB/s|GBps|[Gg][Bb]it/s|Gb/s|[Gg]bps|[Gg]b/sec|G(?:bE)?\b)"
+_COUNTED = re.compile(rf"(\d+)\s*[xX]\s*{_RATE}")
+_BARE = re.compile(_RATE)
+_LINKS = re.compile(
+    r"(?i)\b(\d+)\s*x?\s*(?:links?\b|nics?\b|hcas?\b|omni-?path|opa\b|edr\b|hdr\b|ndr\b|xdr\b)"
+)
+_NODE_SIZE = re.compile(r"(\d+)-gpu node")
+
+
+#: Adapters of a node of systems that are known by name: NVIDIA's DGX SuperPOD of A100, and IDRIS's
+#: Jean Zay (truth/hardware.csv, notes of V100-SXM2-16GB).
+_SYSTEMS = {"selene": 8, "superpod": 8, "jean zay": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """What the text says of the adapters between nodes.
+
+    Args:
+        technology: name in links.yaml, or ``None`` if it is not said.
+        count: adapters of one node, or ``None`` if it is not said.
+        per_gpu: each GPU has one of its own.
+        bytes_per_s: rate of one adapter in one direction, or ``None``.
+        node_bytes_per_s: rate of all adapters of a node, where only that is said.
+        reduces: the switches form sums (SHARP).
+    """
+
+    technology: str | None = None
+    count: int | None = None
+    per_gpu: bool = False
+    bytes_per_s: float | None = None
+    node_bytes_per_s: float | None = None
+    reduces: bool = False
+
+
+def adapters(text: str) -> Adapters:
+    """Read a description of a network, as the ``network`` column of a table holds it.
+
+    >>> adapters("NVSwitch + 4x200 Gb/s HDR per node").count
+    4
+    >>> adapters("NVLink + 400 Gb/s RDMA per GPU").per_gpu
+    True
+    >>> adapters("1600 Gbps node-node interconnect (RoCE)").node_bytes_per_s
+    200000000000.0
+    """
+    words = text.lower()
+    technology, named_rate = _technology(words)
+    outside = _between_nodes(text.replace("×", "x"))
+    bare = _BARE.search(outside)
+    rate = _bytes_per_s(*bare.groups()) if bare else None
+    count = _count(outside, words)
+    per_gpu = re.search(r"(?i)(per|/|each) ?gpu", outside) is not None and count in (None, 1)
+    of_node = re.search(r"(?i)node|aggregate|total", outside) is not None
+    is_node_rate = of_node and rate is not None and count is None and not per_gpu
+    return Adapters(
+        technology=technology,
+        count=None if per_gpu else count,
+        per_gpu=per_gpu,
+        bytes_per_s=None if is_node_rate else rate or named_rate,
+        node_bytes_per_s=rate if is_node_rate else None,
+        reduces="sharp" in words and "no sharp" not in words,
+    )
+
+
+def stated_node_size(text: str) -> int | None:
+    """GPUs in a node, where the text says so (``per 8-GPU node``)."""
+    found = _NODE_SIZE.search(text.lower())
+    return int(found.group(1)) if found else None
+
+
+def _technology(words: str) -> tuple[str | None, float | None]:
+    for pattern, name, rate in _TECHNOLOGIES:
+        if re.search(pattern, words):
+            return name, rate
+    return None, None
+
+
+def _count(outside: str, words: str) -> int | None:
+    found = _COUNTED.search(outside) or _LINKS.search(outside) or _LINKS.search(words)
+    if found:
+        return int(found.group(1))
+    return next((count for name, count in _SYSTEMS.items() if name in words), None)
+
+
+def _between_nodes(text: str) -> str:
+    """The clauses that do not speak of the links inside a node."""
+    plain = re.sub(r"\([^)]*\)", " ", text)
+    clauses = re.split(r"[+;,]|\band\b", plain)
+    return " ; ".join(c for c in clauses if not re.search(r"(?i)nvlink|nvswitch|xgmi|pcie", c))
+
+
+def _bytes_per_s(number: str, unit: str) -> float:
+    return float(number) * (1e9 if unit.startswith("GB") else _GBIT)

@@ -1,0 +1,86 @@
+"""What a job may have been where a row leaves out its micro batch or its recomputation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.recompute import (
+    NO_RECOMPUTE,
+    Recompute,
+    RecomputeGranularity,
+    RecomputeMethod,
+    RecomputeModule,
+)
+from nest_megatron.validation.rows import Row, number
+
+_MICRO_BATCHES = (1, 2, 4, 8)
+
+_FULL = Recompute(
+    granularity=RecomputeGranularity.FULL, method=RecomputeMethod.UNIFORM, num_layers=1
+)
+_MODULES = RecomputeModule
+#: Modules that recipes compute again, from little to much.
+_EXPERTS = (
+    (_MODULES.MOE_ACT,),
+    (_MODULES.MOE_ACT, _MODULES.LAYERNORM),
+    (_MODULES.LAYERNORM, _MODULES.MOE),
+)
+_LATENT = (
+    (_MODULES.MLA_UP_PROJ,),
+    (_MODULES.MOE_ACT, _MODULES.LAYERNORM, _MODULES.MLA_UP_PROJ),
+    (_MODULES.LAYERNORM, _MODULES.MLA_UP_PROJ, _MODULES.MLP, _MODULES.MOE),
+)
+
+
+def possible_grids(row: Row, spec: TransformerSpec, grid: Grid) -> Iterator[Grid]:
+    """The grid as the row states it, or one for each thing that it may have been.
+
+    Args:
+        grid: micro batch and recomputation as stated, or their defaults.
+    """
+    for size in _micro_batches(row, grid):
+        for recompute in _recomputes(row, spec, grid):
+            yield dataclasses.replace(grid, micro_batch_size=size, recompute=recompute)
+
+
+def states_recompute(row: Row) -> bool:
+    """Whether a row says what is computed again."""
+    stated = row.get("recompute", "").strip()
+    return bool(stated) and not stated.startswith("not stated")
+
+
+def _micro_batches(row: Row, grid: Grid) -> tuple[int, ...]:
+    if number(row, "mbs") or number(row, "ga"):
+        return (grid.micro_batch_size,)
+    dims, batch = grid.dims, grid.global_batch_size
+    p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
+    sizes = tuple(
+        size
+        for size in _MICRO_BATCHES
+        if batch % (size * dims.data_parallel_size) == 0
+        and (v == 1 or batch // (size * dims.data_parallel_size) % p == 0)
+    )
+    return sizes or (grid.micro_batch_size,)
+
+
+def _recomputes(row: Row, spec: TransformerSpec, grid: Grid) -> tuple[Recompute, ...]:
+    # A run that ended out of memory did not look for a setting that fits.
+    if row.get("outcome", "").lower() == "oom" or states_recompute(row):
+        return (grid.recompute,)
+    modules = (*(_EXPERTS if spec.is_moe else ()), *(_LATENT if _is_latent(spec) else ()))
+    selective = tuple(
+        Recompute(granularity=RecomputeGranularity.SELECTIVE, modules=_in_order(each))
+        for each in modules
+    )
+    return (NO_RECOMPUTE, *selective, _FULL)
+
+
+def _is_latent(spec: TransformerSpec) -> bool:
+    return spec.is_moe and spec.multi_latent_attention
+
+
+def _in_order(modules: tuple[RecomputeModule, ...]) -> tuple[RecomputeModule, ...]:
+    return tuple(module for module in RecomputeModule if module in modules)

@@ -1,0 +1,148 @@
+"""The cost model's prediction for a measured job."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from nest_megatron.cost_model.estimate import model_flops_per_sequence
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
+from nest_megatron.errors import UserInputError
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.solver.backend import solve
+from nest_megatron.solver.one_partition import joined
+from nest_megatron.units import Bytes, Seconds, Ticks, to_seconds
+from nest_megatron.validation.job import Job
+from nest_megatron.validation.refusal import RefusedRowError
+
+#: More memory than any device has.
+_NO_LIMIT = 1 << 55
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the cost model says of a job.
+
+    Args:
+        stage_memory: bytes of each pipeline rank at its peak, reserve and margin not counted.
+        model_flops: of one step, recomputation not counted.
+        grid: what the job was taken to be.
+    """
+
+    iteration_time_s: Seconds
+    stage_memory: tuple[Bytes, ...]
+    capacity_bytes: Bytes
+    model_flops: float
+    grid: Grid
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank stays within the capacity that a plan may fill."""
+        return max(self.stage_memory) <= self.capacity_bytes
+
+
+@dataclass(slots=True)
+class Predictor:
+    """Predicts jobs; what jobs share (a model on a cluster) is priced once."""
+
+    _models: dict[object, CostModel] = field(default_factory=dict)
+
+    def predict(self, job: Job) -> Prediction:
+        """Time and memory of a job.
+
+        Raises:
+            RefusedRowError: if its layers cannot be divided over the pipeline.
+        """
+        key = (job.spec, job.cluster.name, job.cluster.num_gpus, id(job.cluster), job.settings)
+        model = self._models.get(key)
+        if model is None:
+            model = self._models[key] = CostModel(job.spec, job.cluster, job.settings)
+        problems = [(grid, model.problem(grid)) for grid in job.grids]
+        partition = measured_partition(job, problems[0][1])
+        needs = [max(stage_memory(problem, partition)) for _, problem in problems]
+        fitting = [i for i, need in enumerate(needs) if need <= problems[i][1].capacity_bytes]
+        if not fitting:
+            fitting = [needs.index(min(needs))]
+        ticks, best = min((iteration_ticks(problems[i][1], partition), i) for i in fitting)
+        grid, problem = problems[best]
+        return Prediction(
+            iteration_time_s=to_seconds(ticks),
+            stage_memory=stage_memory(problem, partition),
+            capacity_bytes=problem.capacity_bytes,
+            model_flops=grid.global_batch_size * model_flops_per_sequence(model),
+            grid=grid,
+        )
+
+
+def measured_partition(job: Job, problem: PipelineProblem) -> StagePartition:
+    """The stages of a job: as named, or even, or else the fastest that there are.
+
+    Megatron divides layers evenly; where they do not divide, embedding and loss count as layers
+    (``--account-for-embedding-in-pipeline-split``), and where that fails too, a layout places them,
+    which whoever published the run will have balanced.
+
+    Args:
+        problem: the job with its costs.
+    """
+    if job.partition is not None:
+        return job.partition
+    p, v = problem.num_stages, problem.num_virtual
+    for embedding, loss in ((False, False), (True, True), (True, False), (False, True)):
+        try:
+            return uniform_partition(job.spec, p, v, account_embedding=embedding, account_loss=loss)
+        except UserInputError:
+            continue
+    return _balanced(problem)
+
+
+#: Micro batches, in rounds of ``p``, that are enough to see which stages hold the others up, and
+#: partial partitions after which the best one so far is good enough.
+_ROUNDS, _MOST_NODES = 3, 20_000
+
+
+def _balanced(problem: PipelineProblem) -> StagePartition:
+    if problem.num_chunks > problem.num_units:
+        detail = f"{problem.num_chunks} stages for {problem.num_units} units"
+        raise RefusedRowError("more pipeline stages than layers", detail)
+    few = min(problem.num_microbatches, _ROUNDS * problem.num_stages)
+    question = dataclasses.replace(
+        problem, capacity_bytes=_NO_LIMIT, num_microbatches=few, block_num_layers=0
+    )
+    try:
+        marks = solve(question, node_limit=_MOST_NODES).boundaries
+    except UserInputError as error:
+        raise RefusedRowError("schedule is impossible", str(error)) from error
+    if not marks:
+        units, chunks = problem.num_units, problem.num_chunks
+        marks = tuple(-(-units * k // chunks) for k in range(chunks + 1))
+    return StagePartition(boundaries=marks, pipeline_model_parallel_size=problem.num_stages)
+
+
+def iteration_ticks(problem: PipelineProblem, partition: StagePartition) -> Ticks:
+    """Iteration time of a partition, whether it fits in memory or not.
+
+    The stage solver judges it: asked for the one partition, it simulates the one schedule.
+
+    Raises:
+        RefusedRowError: if Megatron has no such schedule.
+    """
+    unbounded = dataclasses.replace(problem, capacity_bytes=_NO_LIMIT)
+    try:
+        return solve(joined(unbounded, partition.boundaries)).iteration
+    except UserInputError as error:
+        raise RefusedRowError("schedule is impossible", str(error)) from error
+
+
+def stage_memory(problem: PipelineProblem, partition: StagePartition) -> tuple[Bytes, ...]:
+    """Peak bytes of each pipeline rank."""
+    chunks = [chunk_cost(problem, chunk.start, chunk.stop) for chunk in _chunks(partition)]
+    p = problem.num_stages
+    return tuple(rank_memory(problem, rank, chunks[rank::p]).total for rank in range(p))
+
+
+def _chunks(partition: StagePartition) -> Iterator[range]:
+    return (partition.chunk(k) for k in range(partition.num_chunks))

@@ -1,0 +1,102 @@
+"""Files of public measurements, told apart by their columns."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.files import read_text
+from nest_megatron.names import Name
+from nest_megatron.validation.refusal import RefusedRowError
+
+#: One row as it stands in the file: column to text; an empty cell means that nobody said.
+Row = Mapping[str, str]
+
+
+class RowKind(Name):
+    """What a file of measurements holds."""
+
+    THROUGHPUT = "throughput"
+    MEMORY_PEAK = "memory_peak"
+    MEMORY_GOLDEN = "memory_megatron_golden"
+    COLLECTIVES = "comm_collectives"
+
+
+#: Columns by which a kind is known; the first kind whose columns are all there counts.
+_MARKS = {
+    RowKind.COLLECTIVES: {"collective", "n_ranks", "size_bytes"},
+    RowKind.MEMORY_GOLDEN: {"mem_max_allocated_gib", "test_case"},
+    RowKind.MEMORY_PEAK: {"throughput_row", "peak_mem", "model"},
+    RowKind.THROUGHPUT: {"model", "gpu", "n_gpus", "tp", "pp", "iter_time_s"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFile:
+    """All rows of one file, in order."""
+
+    path: Path
+    kind: RowKind
+    rows: tuple[Row, ...]
+
+
+def read_rows(path: Path) -> RowFile:
+    """Read a file of measurements.
+
+    Raises:
+        UserInputError: if it is missing, empty, no table, or of no known kind.
+    """
+    reader = csv.DictReader(io.StringIO(read_text(path, "measurements")), strict=True)
+    try:
+        rows = [{key: value or "" for key, value in row.items() if key} for row in reader]
+    except csv.Error as error:
+        raise _unreadable(path, f"line {reader.line_num} is not CSV: {error}") from error
+    columns = set(reader.fieldnames or ())
+    if not rows:
+        raise _unreadable(path, "it has no rows")
+    for kind, marks in _MARKS.items():
+        if marks <= columns:
+            return RowFile(path=path, kind=kind, rows=tuple(rows))
+    wanted = "; ".join(f"{kind}: {', '.join(sorted(marks))}" for kind, marks in _MARKS.items())
+    raise _unreadable(path, f"its columns are of no known kind ({wanted})")
+
+
+def number(row: Row, column: str) -> float | None:
+    """A cell as a number, or ``None`` where it is empty.
+
+    Raises:
+        RefusedRowError: if it is no finite number of at least 0.
+    """
+    text = row.get(column, "").strip()
+    if not text:
+        return None
+    try:
+        value = float(text.replace(",", ""))
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < 0:
+        raise RefusedRowError("a number cannot be read", f"{column} = {text!r}")
+    return value
+
+
+def whole(row: Row, column: str) -> int | None:
+    """A cell as a whole number, or ``None`` where it is empty.
+
+    Raises:
+        RefusedRowError: if it is no whole number of at least 0.
+    """
+    value = number(row, column)
+    if value is not None and value != int(value):
+        raise RefusedRowError("a number cannot be read", f"{column} = {row[column]!r}")
+    return None if value is None else int(value)
+
+
+def _unreadable(path: Path, limit: str) -> UserInputError:
+    return UserInputError(
+        "measurements", value=str(path), limit=limit, fix="docs/accuracy.md lists the columns."
+    )

@@ -1,0 +1,49 @@
+"""The rows that constants are fitted to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from nest_megatron.validation.assess import work_of
+from nest_megatron.validation.calibrate import Sample
+from nest_megatron.validation.job import job_of
+from nest_megatron.validation.measured import measured_time, require_consistent
+from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.predict import Predictor
+from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.rows import Row, RowFile, RowKind
+
+#: Frameworks that run no kernels of Megatron's; they are predicted, not fitted.
+_FOREIGN = ("maxtext", "paxml")
+
+
+def samples_of(files: Iterable[RowFile], book: ModelBook) -> list[Sample]:
+    """Rows with a measured time that speak of a tuned run of a framework that is fitted."""
+    predictor = Predictor()
+    rows = (row for file in files if file.kind is RowKind.THROUGHPUT for row in file.rows)
+    return list(_samples(rows, book, predictor))
+
+
+def _samples(rows: Iterable[Row], book: ModelBook, predictor: Predictor) -> Iterator[Sample]:
+    for row in rows:
+        if not _speaks_of_performance(row):
+            continue
+        try:
+            job = job_of(row, book)
+            work = work_of(job, predictor.predict(job))
+            require_consistent(row, work)
+            measured = measured_time(row, work)
+        except RefusedRowError:
+            continue
+        yield Sample(
+            source=row.get("source", ""),
+            model=row.get("model", ""),
+            job=job,
+            measured_s=measured,
+        )
+
+
+def _speaks_of_performance(row: Row) -> bool:
+    """Not a run whose authors call its timing a sanity check, nor one on other kernels."""
+    framework = row.get("framework", "").lower()
+    return "sanity check" not in row.get("ambiguity", "") and not framework.startswith(_FOREIGN)

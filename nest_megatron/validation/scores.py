@@ -1,0 +1,100 @@
+"""Errors and ranking quality of predictions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorScores:
+    """Relative errors of predictions, in per cent.
+
+    Args:
+        mape_pct: mean of the absolute errors.
+        median_signed_pct: above 0 where predictions are too large.
+        p90_abs_pct: nine of ten errors are smaller.
+    """
+
+    mape_pct: float
+    median_signed_pct: float
+    p90_abs_pct: float
+
+
+def error_scores(pairs: Sequence[tuple[float, float]]) -> ErrorScores | None:
+    """Score pairs of predicted and measured figures; ``None`` without pairs.
+
+    >>> error_scores([(11.0, 10.0), (9.0, 10.0), (10.0, 10.0)]).median_signed_pct
+    0.0
+    """
+    if not pairs:
+        return None
+    errors = [100.0 * (predicted / measured - 1.0) for predicted, measured in pairs]
+    sizes = sorted(map(abs, errors))
+    return ErrorScores(
+        mape_pct=statistics.fmean(sizes),
+        median_signed_pct=statistics.median(errors),
+        p90_abs_pct=quantile(sizes, 0.9),
+    )
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """A quantile of sorted figures, between neighbours in proportion.
+
+    >>> quantile([0.0, 1.0, 2.0], 0.75)
+    1.5
+    """
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankScores:
+    """How well predictions rank the configurations of one job.
+
+    Args:
+        spearman: rank correlation; ``None`` where one side is constant.
+        regret_pct: how much slower the configuration that we would choose was than the best.
+    """
+
+    spearman: float | None
+    regret_pct: float
+
+
+def rank_scores(pairs: Sequence[tuple[float, float]]) -> RankScores:
+    """Score at least two pairs of predicted and measured times of one job.
+
+    Of several configurations predicted alike, the first counts as chosen.
+
+    >>> rank_scores([(1.0, 10.0), (2.0, 8.0), (3.0, 12.0)])
+    RankScores(spearman=0.5, regret_pct=25.0)
+    """
+    predicted = [pair[0] for pair in pairs]
+    measured = [pair[1] for pair in pairs]
+    chosen = measured[predicted.index(min(predicted))]
+    return RankScores(
+        spearman=spearman(predicted, measured),
+        regret_pct=100.0 * (chosen / min(measured) - 1.0),
+    )
+
+
+def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
+    """Rank correlation, ties sharing their mean rank; ``None`` where one side is constant."""
+    if len(set(left)) < 2 or len(set(right)) < 2:
+        return None
+    return statistics.correlation(_ranks(left), _ranks(right))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Mean rank of each value.
+
+    >>> _ranks([3.0, 1.0, 3.0])
+    [1.5, 0.0, 1.5]
+    """
+    ordered = sorted(values)
+    first = {value: index for index, value in reversed(list(enumerate(ordered)))}
+    count = {value: ordered.count(value) for value in first}
+    return [first[value] + (count[value] - 1) / 2 for value in values]

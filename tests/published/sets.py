@@ -1,0 +1,49 @@
+"""The stored rows, and what a test asks of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+
+from nest_megatron.validation.assess import Assessor
+from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.named_sets import Judged, Measure, NamedSet, scored_sets
+from nest_megatron.validation.report import Scores
+from nest_megatron.validation.rows import read_rows
+
+HERE = Path(__file__).parent
+DATA = HERE / "data"
+FILES = (
+    "throughput.csv",
+    "throughput_vtrain_a100.csv",
+    "memory_peak.csv",
+    "memory_megatron_golden.csv",
+    "comm_collectives.csv",
+)
+
+
+@functools.cache
+def judged() -> tuple[Judged, ...]:
+    """Every stored row with its prediction."""
+    assessor = Assessor(ModelBook.load())
+    files = [read_rows(DATA / name) for name in FILES]
+    return tuple((file, tuple(assessor.outcomes(file))) for file in files)
+
+
+@functools.cache
+def scored() -> Mapping[str, tuple[NamedSet, Scores]]:
+    """Scores of the named sets, by key."""
+    return {each.key: (each, scores) for each, scores in scored_sets(judged())}
+
+
+def values(found: NamedSet, scores: Scores) -> dict[str, float]:
+    """What is held to a threshold: the measures of a set's goals, and its refusals."""
+    measured = {goal.measure: goal.measure.of(scores) for goal in found.goals}
+    named = {measure.name.lower(): value for measure, value in measured.items() if value is not None}
+    return {**named, "refused": float(scores.rows - scores.predicted)}
+
+
+def is_met(name: str, value: float, threshold: float) -> bool:
+    """Whether a value is no worse than its threshold."""
+    return value >= threshold if name == Measure.SPEARMAN.name.lower() else value <= threshold

@@ -1,0 +1,56 @@
+"""Predictions of published measurements stay as good as they are.
+
+``thresholds.yaml`` says how good, set by set; ``make.py`` writes it anew.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nest_megatron.validation.named_sets import SETS
+from tests.published.sets import DATA, FILES, HERE, is_met, judged, scored, values
+
+THRESHOLDS = yaml.safe_load((HERE / "thresholds.yaml").read_text(encoding="utf-8"))
+CASES = [(key, name) for key, limits in THRESHOLDS.items() for name in limits]
+
+
+@pytest.mark.parametrize(("key", "name"), CASES, ids=[f"{key}-{name}" for key, name in CASES])
+def test_accuracy_does_not_rot(key: str, name: str) -> None:
+    value = values(*scored()[key])[name]
+    limit = THRESHOLDS[key][name]
+    assert is_met(name, value, limit), f"{name} of {key}: {value:.3f}, threshold {limit}"
+
+
+def test_every_set_has_thresholds() -> None:
+    assert {each.key for each in SETS} == set(THRESHOLDS)
+
+
+def test_thresholds_lie_within_the_goals_that_are_met() -> None:
+    for key, (found, scores) in scored().items():
+        for goal in found.goals:
+            name = goal.measure.name.lower()
+            if is_met(name, values(found, scores)[name], goal.value):
+                assert is_met(name, THRESHOLDS[key][name], goal.value), (key, name)
+
+
+def test_most_rows_are_predicted() -> None:
+    for file, outcomes in judged():
+        refused = Counter(each.refused for each in outcomes if each.refused)
+        share = refused.total() / len(outcomes)
+        assert share < 0.35, f"{file.path.name}: {dict(refused)}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_rows_say_where_they_come_from(name: str) -> None:
+    rows = next(file.rows for file, _ in judged() if file.path.name == name)
+    for row in rows:
+        assert row["source"], row
+        assert row["repo"] or row["path"], row["row_id"]
+
+
+def test_the_stored_files_are_those_that_are_read() -> None:
+    assert {path.name for path in Path(DATA).glob("*.csv")} == set(FILES)

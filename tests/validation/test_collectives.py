@@ -1,0 +1,120 @@
+"""Collectives against a part of the public measurements, with thresholds that fail on rot."""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nest_megatron.cluster.records import CollectiveKind
+from nest_megatron.cost_model.communication import collective_time
+from nest_megatron.validation.collectives import parse_collective, predict_collective
+from nest_megatron.validation.fit_collectives import fit_links
+from nest_megatron.validation.fit_samples import read_samples
+from nest_megatron.validation.links import links
+from nest_megatron.validation.links_file import write_links
+from nest_megatron.validation.refusal import RefusedRowError
+
+DATA = Path(__file__).parent / "data" / "collectives.csv"
+ROW = {
+    "gpu": "H100",
+    "inter_fabric": "8x400 Gb/s NDR per node",
+    "nodes": "2",
+    "gpus_per_node_used": "8",
+    "n_ranks": "16",
+    "collective": "all_reduce",
+    "size_bytes": "1073741824",
+    "busbw_GBps": "400",
+}
+
+
+def rows() -> Iterator[dict[str, str]]:
+    with DATA.open(encoding="utf-8", newline="") as file:
+        yield from csv.DictReader(file)
+
+
+def errors() -> dict[str, list[float]]:
+    """Relative errors by source."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for row in rows():
+        if row["size_bytes"]:
+            predicted, measured = predict_collective(row)
+            found[row["source"]].append(abs(predicted / measured - 1))
+    return found
+
+
+def test_public_rows_are_met() -> None:
+    found = errors()
+    every = [error for some in found.values() for error in some]
+    assert len(every) > 60
+    assert sum(every) / len(every) < 0.095
+    assert max(sum(some) / len(some) for some in found.values()) < 0.30
+
+
+def test_the_bus_bandwidth_gives_the_time() -> None:
+    _, measured = predict_collective(ROW)
+    assert measured == pytest.approx(2**30 * 2 * 15 / 16 / 400e9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"size_bytes": ""}, "no message size"),
+        ({"busbw_GBps": ""}, "neither a time nor a bandwidth"),
+        ({"n_ranks": "17"}, "ranks do not fit the nodes"),
+        ({"collective": "barrier"}, "unknown collective"),
+        ({"gpu": "?"}, "unknown GPU"),
+        ({"inter_fabric": ""}, "network between the nodes not stated"),
+        ({"nodes": ""}, "ranks or nodes not stated"),
+        ({"size_bytes": "nan"}, "not a number"),
+    ],
+)
+def test_rows_that_say_too_little_are_refused(changes: dict[str, str], reason: str) -> None:
+    with pytest.raises(RefusedRowError) as caught:
+        predict_collective(ROW | changes)
+    assert caught.value.reason == reason
+
+
+def test_the_row_turns_the_switch_off_and_on() -> None:
+    off = parse_collective(ROW | {"algo": "Ring (NVLS off)"})
+    assert all(level.reduction_efficiency is None for level in off.levels)
+    sharp = parse_collective(ROW | {"algo": "SHARP"})
+    assert all(level.reduction_efficiency for level in sharp.levels)
+
+
+@given(
+    inner=st.sampled_from(["nvlink2_mesh", "nvlink3", "nvlink4", "nvlink5", "pcie", "xgmi"]),
+    outer=st.sampled_from(["infiniband", "infiniband_rack", "efa", "tcpxo", "omni_path"]),
+    kind=st.sampled_from([kind for kind in CollectiveKind if kind is not CollectiveKind.SEND_RECV]),
+    shape=st.tuples(st.integers(1, 8), st.integers(1, 40)),
+    size=st.floats(1.0, 1e11),
+)
+def test_more_bytes_never_take_less(
+    inner: str, outer: str, kind: CollectiveKind, shape: tuple[int, int], size: float
+) -> None:
+    levels = (links()[inner].level("node", 8, 3e11), links()[outer].level("fabric", None, 2e10))
+    time = collective_time(kind, size, shape, levels)
+    assert time <= collective_time(kind, 1.01 * size, shape, levels)
+    assert (time > 0) == (shape != (1, 1))
+
+
+def test_a_fit_finds_back_what_made_the_rows(tmp_path: Path) -> None:
+    """Refitting the rows leaves their error where the calibration file has it, or lower."""
+    pytest.importorskip("scipy")
+    folder = tmp_path / "truth"
+    folder.mkdir()
+    (folder / "comm_collectives.csv").write_bytes(DATA.read_bytes())
+    samples = read_samples(folder)
+    fit = fit_links(links(), samples, cross_validate=False)
+    every = [error for some in errors().values() for error in some]
+    mean = sum(map(abs, fit.errors)) / len(fit.errors)
+    assert mean < sum(every) / len(every) + 0.01
+    path = tmp_path / "links.yaml"
+    path.write_text("\n".join(f"{name}: {{note: kept}}" for name in fit.links), encoding="utf-8")
+    write_links(path, fit)
+    assert path.read_text(encoding="utf-8").count('note: "kept"') == len(fit.links)

@@ -1,0 +1,174 @@
+"""Peak memory against measurements, and the margin chosen from them.
+
+The rows are copied from the collections that ``docs/accuracy.md`` names; thresholds lie a little
+above what the model reaches, so that they fail when its accuracy rots.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import statistics
+from pathlib import Path
+
+import pytest
+
+from nest_megatron.cost_model.memory import static_bytes_per_parameter
+from nest_megatron.cost_model.settings import CostSettings, FrameworkTraits
+from nest_megatron.model.operators import head_graph
+from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.validation.assess import Assessor
+from nest_megatron.validation.golden import golden_job
+from nest_megatron.validation.gpu_names import accelerator
+from nest_megatron.validation.machines import machine
+from nest_megatron.validation.margin import (
+    Sample,
+    best_margin,
+    left_out,
+    margin_curve,
+    margin_point,
+    samples,
+)
+from nest_megatron.validation.memory import workspace_bytes
+from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.outcome import RowOutcome
+from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.rows import read_rows
+
+DATA = Path(__file__).parent / "data"
+MIB = 2**20
+
+
+def _errors(name: str) -> dict[str, list[float]]:
+    errors: dict[str, list[float]] = {}
+    for outcome in _outcomes(name):
+        if outcome.memory is not None:
+            predicted, measured = outcome.memory
+            errors.setdefault(outcome.source, []).append(predicted / measured - 1)
+    return errors
+
+
+def _outcomes(name: str) -> tuple[RowOutcome, ...]:
+    return tuple(Assessor(ModelBook.load()).outcomes(read_rows(DATA / name)))
+
+
+def test_golden_values_of_megatron_are_met() -> None:
+    (errors,) = _errors("golden_memory.csv").values()
+    assert len(errors) > 30
+    assert statistics.fmean(map(abs, errors)) < 0.05
+    assert abs(statistics.median(errors)) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("source", "limit"), [("simumax-b200-real", 0.03), ("bigscience-bloom-prequel", 0.09)]
+)
+def test_printed_peaks_are_met(source: str, limit: float) -> None:
+    errors = _errors("peak_memory.csv")[source]
+    assert len(errors) > 8
+    assert statistics.fmean(map(abs, errors)) < limit
+
+
+def test_runs_that_ran_fit_and_runs_that_did_not_do_not() -> None:
+    outcomes = [each for each in _outcomes("peak_memory.csv") if each.fits is not None]
+    assert [each.fits for each in outcomes] == [not each.out_of_memory for each in outcomes]
+
+
+def _golden_row(**cells: str) -> dict[str, str]:
+    with (DATA / "golden_memory.csv").open(newline="") as file:
+        row = next(row for row in csv.DictReader(file) if row["hidden"] == "512")
+    return {**row, "pp_layout": "", "offload": "", **cells}
+
+
+def test_stages_come_from_the_layout() -> None:
+    row = _golden_row(layers="12", tp="1", pp="4", vp="", cp="1", n_gpus="8", gpus_per_node="8")
+    job = golden_job({**row, "pp_layout": "Et|(tt|)*5t|L"}, ModelBook.load())
+    assert job.partition is not None
+    assert job.partition.num_chunks == 8
+    assert job.grids[0].dims.virtual_pipeline_model_parallel_size == 2
+    with pytest.raises(RefusedRowError, match="layout is impossible"):
+        golden_job({**row, "pp_layout": "Et|(tt|)*6t|L"}, ModelBook.load())
+
+
+def test_what_a_row_leaves_open_is_said() -> None:
+    job = golden_job(_golden_row(gpu="", n_gpus="", gpus_per_node=""), ModelBook.load())
+    assert {"an A100", "8 GPUs"} <= set(job.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"precision": "fp32"}, "number format is not modelled"),
+        ({"offload": "offload-modules=[moe_act]"}, "activations moved to the host"),
+        ({"tp": "3", "n_gpus": "8"}, "layout does not multiply out to the GPUs"),
+    ],
+)
+def test_what_is_not_modelled_is_refused(cells: dict[str, str], reason: str) -> None:
+    with pytest.raises(RefusedRowError, match=reason):
+        golden_job(_golden_row(**cells), ModelBook.load())
+
+
+@pytest.mark.parametrize(
+    ("gpu", "deterministic", "mebibytes"),
+    [("A100", True, 68), ("A100", False, 20.25), ("H100", False, 96), ("GB200", False, 48.25)],
+)
+def test_workspaces_follow_gpu_and_determinism(
+    gpu: str, deterministic: bool, mebibytes: float
+) -> None:
+    device = machine(gpu, 8, None, "").cluster.accelerator
+    assert workspace_bytes(device, deterministic=deterministic) == mebibytes * MIB
+
+
+def test_one_softmax_is_kept_for_each_predicted_token() -> None:
+    spec = TransformerSpec(
+        name="toy",
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=256,
+        num_attention_heads=4,
+        seq_length=32,
+        vocab_size=1024,
+    )
+    logits = 32 * 1024
+    assert head_graph(spec, LayerShard()).working_bytes == 6 * logits
+    assert head_graph(spec, LayerShard(loss_bytes=10)).working_bytes == 10 * logits
+    deep = dataclasses.replace(spec, mtp_num_layers=1)
+    assert head_graph(deep, LayerShard()).working_bytes == (4 + 6) * logits
+
+
+def test_optimizer_states_are_divided_within_an_instance() -> None:
+    two = CostSettings(traits=FrameworkTraits(optimizer_instances=2))
+    assert static_bytes_per_parameter(ZeroStage.OPTIMIZER, 8, two) == 2 + 4 + 12 / 4
+    assert static_bytes_per_parameter(ZeroStage.OPTIMIZER, 8, CostSettings()) == 2 + 4 + 12 / 8
+
+
+def _samples(source: str, ran: list[float], short: list[float]) -> list[Sample]:
+    return [Sample(source=source, fill=f, out_of_memory=False) for f in ran] + [
+        Sample(source=source, fill=f, out_of_memory=True) for f in short
+    ]
+
+
+def test_the_margin_catches_most_while_it_refuses_few() -> None:
+    data = _samples("one", [0.5] * 98 + [0.8, 0.97], [0.94, 1.2])
+    point = margin_point(data, 0.05)
+    assert (point.ran_refused, point.out_of_memory_refused) == (1, 1)
+    assert best_margin(data).margin == pytest.approx(0.2)
+    shares = [each.out_of_memory_share for each in margin_curve(data)]
+    assert shares == sorted(shares)
+
+
+def test_a_source_is_scored_with_the_margin_of_the_others() -> None:
+    data = _samples("one", [0.5] * 100, [0.9]) + _samples("two", [0.88] * 100, [0.95])
+    scored = {each.source: each.point for each in left_out(data)}
+    assert scored["one"].margin == pytest.approx(0.12)
+    assert scored["two"].ran_share == 1.0
+
+
+def test_rows_whose_recomputation_is_chosen_to_fit_teach_no_margin() -> None:
+    row = {"source": "one", "recompute": ""}
+    device = accelerator("a100_sxm_80gb").memory_bytes
+    ran = RowOutcome(row=row, needed_bytes=device // 2, device_bytes=device)
+    short = dataclasses.replace(ran, out_of_memory=True)
+    stated = dataclasses.replace(ran, row={**row, "recompute": "full"})
+    assert len(samples([ran, short, stated], 0)) == 2
