@@ -14,165 +14,59 @@ table; the table says which term the difference comes from, so that a person can
 from __future__ import annotations
 
 import argparse
-import re
+import statistics
 import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import yaml  # noqa: E402
-
-from nest_megatron.cost_model.estimate import estimate  # noqa: E402
-from nest_megatron.cost_model.model import CostModel  # noqa: E402
+from benchmarks.expert_search import (  # noqa: E402
+    NEAR,
+    SOURCES,
+    Compared,
+    Published,
+    compared,
+    fastest,
+    in_other_layouts,
+    published_runs,
+)
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.parallel.grid import Grid  # noqa: E402
-from nest_megatron.parallel.partition import StagePartition  # noqa: E402
-from nest_megatron.solver.backend import choose, solver_of  # noqa: E402
-from nest_megatron.solver.search import Search  # noqa: E402
-from nest_megatron.solver.space import SearchSpace  # noqa: E402
-from nest_megatron.units import to_seconds  # noqa: E402
-from nest_megatron.validation.assess import work_of  # noqa: E402
-from nest_megatron.validation.job import Job, job_of  # noqa: E402
-from nest_megatron.validation.measured import measured_time, require_consistent  # noqa: E402
-from nest_megatron.validation.models import ModelBook  # noqa: E402
-from nest_megatron.validation.predict import (  # noqa: E402
-    Prediction,
-    Predictor,
-    iteration_ticks,
-    measured_partition,
-)
-from nest_megatron.validation.refusal import RefusedRowError  # noqa: E402
-from nest_megatron.validation.rows import Row, read_rows  # noqa: E402
+from nest_megatron.validation.rows import Row  # noqa: E402
 
-SOURCES = ("nvidia-megatron-bridge-perf", "nvidia-dgxc-benchmarking", "nvidia-nemo-docs-24.07")
-#: What makes two rows layouts of one job.
-JOB = ("model", "gpu", "n_gpus", "seq", "gbs", "precision", "framework")
-#: A best plan within this share of the published layout counts as agreement.
-NEAR = 0.05
-NOTES = ROOT / "docs" / "expert_layouts_notes.yaml"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
-    """A measured run of a whole model, and what is predicted for it."""
-
-    row: Row
-    job: Job
-    prediction: Prediction
-    measured_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """A published layout beside our best plan for the same job.
-
-    Args:
-        saved: seconds by term that the best plan is predicted to take less.
-        proven: the search ended before its time did.
-        legal: the published layout lies in the space that was searched.
-    """
-
-    published: Published
-    best: Grid | None
-    best_s: float
-    saved: Mapping[str, float]
-    proven: bool
-
-    @property
-    def ratio(self) -> float:
-        """Predicted time of the published layout over that of our best plan."""
-        return self.published.prediction.iteration_time_s / self.best_s
-
-    @property
-    def is_near(self) -> bool:
-        """Whether the published layout is within ``NEAR`` of the best."""
-        return self.ratio <= 1 + NEAR
-
-
-def published_runs(path: Path) -> list[Published]:
-    """The fastest measured layout of each job of ``SOURCES``, whole models in pretraining only."""
-    book, predictor = ModelBook.load(), Predictor()
-    fastest: dict[tuple[str, ...], Published] = {}
-    for row in read_rows(path).rows:
-        if not _is_wanted(row):
-            continue
-        try:
-            run = _published(row, book, predictor)
-        except RefusedRowError:
-            continue
-        key = tuple(row.get(column, "") for column in JOB)
-        if key not in fastest or run.measured_s < fastest[key].measured_s:
-            fastest[key] = run
-    return list(fastest.values())
-
-
-def _is_wanted(row: Row) -> bool:
-    return (
-        row["source"] in SOURCES
-        and row.get("task") == "pretrain"
-        and "PROXY" not in row.get("ambiguity", "")
-    )
-
-
-def _published(row: Row, book: ModelBook, predictor: Predictor) -> Published:
-    job = job_of(row, book)
-    prediction = predictor.predict(job)
-    work = work_of(job, prediction)
-    require_consistent(row, work)
-    measured = measured_time(row, work)
-    return Published(row=row, job=job, prediction=prediction, measured_s=measured)
-
-
-def compared(run: Published, seconds: float) -> Compared:
-    """Search the job of a published run for at most so many seconds."""
-    job, grid = run.job, run.prediction.grid
-    model = CostModel(job.spec, job.cluster, job.settings)
-    started = time.perf_counter()
-    result = Search(
-        model,
-        grid.global_batch_size,
-        _space(run),
-        solver_of(choose(None)),
-        num_layouts=1,
-        out_of_time=lambda: time.perf_counter() - started > seconds,
-    ).run()
-    if not result.plans:
-        return Compared(published=run, best=None, best_s=float("nan"), saved={}, proven=False)
-    best = result.plans[0]
-    pp = best.grid.dims.pipeline_model_parallel_size
-    cut = StagePartition(boundaries=best.boundaries, pipeline_model_parallel_size=pp)
-    theirs = estimate(model, grid, measured_partition(job, model.problem(job.grids[0]))).terms
-    ours = estimate(model, best.grid, cut).terms
-    return Compared(
-        published=run,
-        best=best.grid,
-        best_s=to_seconds(iteration_ticks(model.problem(best.grid), cut)),
-        saved={name: theirs[name] - ours[name] for name in theirs},
-        proven=result.certificate.optimal,
-    )
-
-
-def _space(run: Published) -> SearchSpace:
-    """Everything within a node's tensor parallelism, under the framework's ZeRO stage."""
-    dims = run.prediction.grid.dims
-    node = run.job.cluster.gpus_per_host or run.job.cluster.gpus_per_node
-    tensor = max(min(node, 8), dims.tensor_model_parallel_size)
-    return SearchSpace(
-        limits={
-            "tensor_model_parallel_size": tensor,
-            "expert_tensor_parallel_size": tensor,
-            "virtual_pipeline_model_parallel_size": max(
-                12, dims.virtual_pipeline_model_parallel_size
-            ),
-            "micro_batch_size": max(8, run.prediction.grid.micro_batch_size),
-        },
-        rank_orders=(dims.rank_order,),
-        zero_stages=(run.prediction.grid.zero,),
-    )
+#: A plan above this share of the memory that it may fill would not fit under a slightly larger
+#: prediction.
+EDGE = 0.97
+#: Terms of an estimate by what a difference in them means.
+KINDS = {
+    "ep_communication": "exchange of tokens with experts",
+    "compute": "arithmetic",
+    "recompute": "recomputation",
+    "pipeline_bubble": "pipeline bubble",
+}
+MEANING = {
+    "exchange of tokens with experts": (
+        "groups of experts are kept within a node, or get smaller; the time of an exchange between"
+        " nodes depends on the dispatcher, which tables do not name: the cost model is the suspect"
+    ),
+    "arithmetic": (
+        "more tokens at a time (a larger micro batch, no context parallelism): reading weights and"
+        " adding up their gradients is charged to every micro batch, most of it beside the"
+        " arithmetic; where that is charged too high, large micro batches look too good"
+    ),
+    "recomputation": (
+        "ours fits without what the experts compute again: the memory model is the suspect, or"
+        " what a row leaves out was taken for more recomputation than it did"
+    ),
+    "pipeline bubble": (
+        "fewer stages or more virtual ones; the published recipes divide layers evenly, and some"
+        " do not interleave at all: time that the experts left, or memory that they wanted to spare"
+    ),
+    "other": "communication inside replicas and between them",
+}
 
 
 _NAMES = {
@@ -218,6 +112,14 @@ def savings(each: Compared) -> str:
     return ", ".join(f"{name} {-share:+.1f}" for name, share in largest if abs(share) >= 1)
 
 
+def cause(each: Compared) -> str:
+    """The kind of term that our plan saves most of."""
+    saved = {KINDS.get(name, "other"): 0.0 for name in each.saved}
+    for name, seconds in each.saved.items():
+        saved[KINDS.get(name, "other")] += seconds
+    return max(saved, key=lambda name: saved[name])
+
+
 def job_name(row: Row) -> str:
     """A job in one cell."""
     return (
@@ -239,12 +141,21 @@ memory limit, at most {seconds:g} s.
 
 **{near} of {jobs} published layouts ({share:.0f} %) are within {bar:.0f} % of our best plan.**
 Ratio: predicted time of the published layout over that of our best plan; median {median:.3f},
-largest {largest:.2f}. {unproven}
+largest {largest:.2f}. {unproven} Our plans may give stages different numbers of layers, which takes
+Megatron's `--pipeline-model-parallel-layout` of 2025 and which most of these recipes could not say;
+against our best plan that divides layers as they do, **{even} of {jobs} ({even_share:.0f} %) are
+within {bar:.0f} %**, median {even_median:.3f}.
 """
 
 
-def document(found: Sequence[Compared], file: str, seconds: float) -> str:
-    """The page."""
+def document(
+    found: Sequence[Compared], runs: Sequence[Published], file: str, seconds: float
+) -> str:
+    """The page.
+
+    Args:
+        runs: all published runs.
+    """
     solved = [each for each in found if each.best is not None]
     ratios = sorted(each.ratio for each in solved)
     near = sum(each.is_near for each in solved)
@@ -258,15 +169,20 @@ def document(found: Sequence[Compared], file: str, seconds: float) -> str:
             near=near,
             share=100 * near / max(1, len(found)),
             bar=100 * NEAR,
-            median=ratios[len(ratios) // 2],
+            median=statistics.median(ratios),
             largest=ratios[-1],
+            even=sum(each.even_ratio <= 1 + NEAR for each in solved),
+            even_share=100 * sum(each.even_ratio <= 1 + NEAR for each in solved) / len(found),
+            even_median=statistics.median(each.even_ratio for each in solved),
             unproven=f"{short} searches ran out of time, so their best plan may be better still."
             if short
             else "Every search proved its plan to be the best.",
         ),
         *_does_not_fit(found),
         *_by_model(solved),
+        *_by_cause([each for each in solved if not each.is_near]),
         *_differing([each for each in solved if not each.is_near]),
+        *_changed(runs),
         *_agreeing([each for each in solved if each.is_near]),
     ]
     return "\n".join(lines) + "\n"
@@ -304,34 +220,55 @@ def _by_model(solved: Sequence[Compared]) -> Iterator[str]:
     yield ""
 
 
-def _differing(far: Iterable[Compared]) -> Iterator[str]:
-    notes = yaml.safe_load(NOTES.read_text(encoding="utf-8")) if NOTES.is_file() else {}
+def _by_cause(far: Sequence[Compared]) -> Iterator[str]:
     yield "## Where our best plan is more than 5 % faster\n"
-    yield from (f"* {text}" for text in notes.get("summary", ()))
+    yield "By the term that shrinks most:\n"
+    yield "| what our plan saves | jobs | at the edge of memory | uneven | meaning |"
+    yield "|---|--:|--:|--:|---|"
+    counts = Counter(cause(each) for each in far)
+    for name, count in counts.most_common():
+        mine = [each for each in far if cause(each) == name]
+        tight = sum(each.filled > EDGE for each in mine)
+        uneven = sum(each.uneven for each in mine)
+        yield f"| {name} | {count} | {tight} | {uneven} | {MEANING[name]} |"
     yield ""
+    yield f"Edge: our plan fills more than {100 * EDGE:.0f} % of the memory that a plan may fill."
+    yield "Uneven: its stages hold different numbers of layers.\n"
+
+
+def _differing(far: Iterable[Compared]) -> Iterator[str]:
     yield "error: of the published layout's prediction against its measured time. terms: per cent"
-    yield "of the published layout's predicted time that our plan saves (-) or adds (+).\n"
-    yield "| row | job | published | ours differs in | ratio | error % | terms | looks like |"
-    yield "|---|---|---|---|--:|--:|---|---|"
+    yield "of the published layout's predicted time that our plan saves (-) or adds (+). filled:"
+    yield "share of the memory that a plan may fill which ours needs. even: ratio to our best plan"
+    yield "that divides layers as the published one.\n"
+    yield "| row | job | published | ours differs in | ratio | even | error % | filled % | terms |"
+    yield "|---|---|---|---|--:|--:|--:|--:|---|"
     for each in sorted(far, key=lambda each: -each.ratio):
         run = each.published
         error = 100 * (run.prediction.iteration_time_s / run.measured_s - 1)
         assert each.best is not None
         yield (
             f"| {run.row['row_id']} | {job_name(run.row)} | {layout(run.prediction.grid)} |"
-            f" {differences(run.prediction.grid, each.best)} | {each.ratio:.3f} | {error:+.0f} |"
-            f" {savings(each)} | {_judgement(run.row, notes)} |"
+            f" {differences(run.prediction.grid, each.best)} | {each.ratio:.3f} |"
+            f" {each.even_ratio:.3f} | {error:+.0f} |"
+            f" {100 * each.filled:.0f} | {savings(each)} |"
         )
     yield ""
 
 
-def _judgement(row: Row, notes: Mapping[str, Mapping[str, str]]) -> str:
-    """What a person who looked at a row says; by row, or else by the start of the model's name."""
-    by_row, by_model = notes.get("rows", {}), notes.get("models", {})
-    if row["row_id"] in by_row:
-        return by_row[row["row_id"]]
-    found = (text for start, text in by_model.items() if re.match(start, row["model"]))
-    return next(found, "not judged")
+def _changed(runs: Iterable[Published]) -> Iterator[str]:
+    yield "## Where the experts changed a layout themselves\n"
+    yield "The same job in later releases; what changed between releases besides is in the measured"
+    yield "times, and only what the list of habits knows of it in the predicted ones.\n"
+    yield "| row | job | layout | measured s | predicted s |"
+    yield "|---|---|---|--:|--:|"
+    for layouts in in_other_layouts(runs):
+        for run in layouts:
+            yield (
+                f"| {run.row['row_id']} | {job_name(run.row)} | {layout(run.prediction.grid)} |"
+                f" {run.measured_s:.2f} | {run.prediction.iteration_time_s:.2f} |"
+            )
+    yield ""
 
 
 def _agreeing(near: Iterable[Compared]) -> Iterator[str]:
@@ -352,16 +289,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of search for each job")
     parser.add_argument("--every", type=int, default=1, help="look at every n-th job only")
     options = parser.parse_args()
-    runs = published_runs(options.file)[:: options.every]
+    every = published_runs(options.file)
+    runs = fastest(every)[:: options.every]
     found = []
     for number, run in enumerate(runs, 1):
         each = compared(run, options.seconds)
         found.append(each)
-        text = f"{each.ratio:.3f}" + ("" if each.proven else " (time ran out)")
+        text = f"{each.ratio:.3f}, even {each.even_ratio:.3f}"
+        text += "" if each.proven else " (time ran out)"
         print(f"{number}/{len(runs)} {run.row['row_id']} {job_name(run.row)}: {text}", flush=True)
         if each.best is not None and not each.is_near:
-            print(f"    {differences(run.prediction.grid, each.best)}: {savings(each)}", flush=True)
-    text = document(found, options.file.name, options.seconds)
+            words = differences(run.prediction.grid, each.best)
+            print(f"    {words}: {savings(each)}; {100 * each.filled:.0f} % filled", flush=True)
+    text = document(found, every, options.file.name, options.seconds)
     print(text.partition("\n## ")[0])
     if options.out:
         write_text(options.out, text)

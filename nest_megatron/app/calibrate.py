@@ -18,36 +18,70 @@ from nest_megatron.validation.calibrate import (
 )
 from nest_megatron.validation.calibration import PARAMETERS
 from nest_megatron.validation.calibration_files import write_calibration
+from nest_megatron.validation.fit_collectives import Fit as LinkFit
+from nest_megatron.validation.fit_collectives import fit_links
+from nest_megatron.validation.fit_samples import read_samples
+from nest_megatron.validation.links import links
+from nest_megatron.validation.links_file import write_links
 from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.rows import read_rows
+from nest_megatron.validation.rows import RowKind, read_rows
 from nest_megatron.validation.samples import samples_of
 
 
 def run_calibrate(paths: Sequence[Path], *, out: Path | None, validate: bool, as_json: bool) -> int:
     """Fit the cost model's constants, print how well they carry over, and write them."""
     _require_scipy()
-    samples = thinned(samples_of([read_rows(path) for path in paths], ModelBook.load()))
-    if not samples:
+    files = [read_rows(path) for path in paths]
+    folders = {file.path.parent for file in files if file.kind is RowKind.COLLECTIVES}
+    samples = thinned(samples_of(files, ModelBook.load()))
+    if not samples and not folders:
         raise UserInputError(
             "measurements",
             value=[str(path) for path in paths],
             limit="no row has a measured time that the cost model can predict",
             fix="`nest-megatron validate` prints why rows are refused.",
         )
+    found = [fit_links(links(), read_samples(f), cross_validate=validate) for f in sorted(folders)]
     fit = fit_all(samples, PARAMETERS)
     left_out: dict[str, list[HeldOut]] = {}
     for by in ("source", "model") if validate else ():
         left_out[by] = cross_validate(samples, PARAMETERS, fit, by)
-    written = [] if out is None else write_calibration(out, fit, samples, left_out)
+    written = [] if out is None else _write(out, fit, samples, left_out, found)
     if as_json:
-        show_json(_document(fit, samples, left_out))
+        show_json({**_document(fit, samples, left_out), "collectives": _collectives(found)})
         return OK
-    from nest_megatron.report.calibration_tables import calibration_report
+    from nest_megatron.report.calibration_tables import calibration_report, links_report
 
-    show(calibration_report(fit, left_out))
+    if samples:
+        show(calibration_report(fit, left_out))
+    for each in found:
+        show(links_report(each.by_source()))
     for path in written:
         say(f"Wrote {path}.")
     return OK
+
+
+def _write(
+    out: Path,
+    fit: Fit,
+    samples: Sequence[Sample],
+    left_out: Mapping[str, Sequence[HeldOut]],
+    found: Sequence[LinkFit],
+) -> list[Path]:
+    written = write_calibration(out, fit, samples, left_out) if samples else []
+    for each in found:
+        path = out / "calibration" / "links.yaml"
+        write_links(path, each)
+        written.append(path)
+    return written
+
+
+def _collectives(found: Sequence[LinkFit]) -> dict[str, dict[str, float]]:
+    return {
+        source: {"error": error, "left_out": left_out}
+        for each in found
+        for source, (error, left_out) in each.by_source().items()
+    }
 
 
 def _require_scipy() -> None:

@@ -230,7 +230,7 @@ def validate(paths: tuple[Path, ...], **options: Any) -> int:
     cls=_Command,
     examples=(
         "nest-megatron calibrate throughput.csv throughput_vtrain_a100.csv --out hydra_configs",
-        "nest-megatron calibrate throughput.csv --no-cross-validation",
+        "nest-megatron calibrate comm_collectives.csv --no-cross-validation",
     ),
 )
 @click.argument(
@@ -243,11 +243,11 @@ def validate(paths: tuple[Path, ...], **options: Any) -> int:
     "--cross-validation/--no-cross-validation",
     "validate",
     default=True,
-    help="Leave out each source and each model in turn (minutes).",
+    help="Leave out whole sources and whole models in turn (minutes).",
 )
 @_json_option
 def calibrate(paths: tuple[Path, ...], **options: Any) -> int:
-    """Fit the cost model's constants to measured runs.
+    """Fit the cost model's constants to measured runs, and those of links to collectives.
 
     Prints the constants, the errors, and those of sources and models that a fit has not seen.
     """

@@ -67,6 +67,7 @@ class CostConfig:
     compute_slowdown: float | None = None
     tp_overlap: float | None = None
     ep_overlap: float | None = None
+    dp_slowdown: float | None = None
     host_kernel_s: float | None = None
     dp_overlap: float | None = None
     overlap_slowdown: float | None = None

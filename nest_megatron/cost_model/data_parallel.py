@@ -45,6 +45,7 @@ def replica_traffic(
     cluster: Cluster,
     layer_parameters: int,
     gradient_bytes: int = GRADIENT_BYTES,
+    slowdown: float = 1.0,
 ) -> ReplicaTraffic:
     """Price data-parallel traffic where its groups lie.
 
@@ -54,6 +55,7 @@ def replica_traffic(
     Args:
         layer_parameters: parameters of one layer on a rank.
         gradient_bytes: width of a gradient on the wire.
+        slowdown: time of the traffic over what the network needs for it.
     """
     sizes = cluster.group_sizes()
     bucket = max(40_000_000, 1_000_000 * dims.data_parallel_size * dims.context_parallel_size)
@@ -63,7 +65,8 @@ def replica_traffic(
 
     def price(kind: CollectiveKind, group: GroupKind, width: int) -> Seconds:
         shape = group_shape(dims, group, sizes)
-        return collective_time(kind, bucket * width, shape, cluster.levels) / bucket
+        seconds = collective_time(kind, bucket * width, shape, cluster.levels)
+        return slowdown * seconds / bucket
 
     gather = CollectiveKind.ALL_GATHER
     return ReplicaTraffic(

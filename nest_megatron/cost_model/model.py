@@ -197,8 +197,8 @@ class CostModel:
         key = (_degrees(dims), bool(zero), zero.is_fsdp)
         if key not in self._traffic:
             a_layer = self.parameters(dims).total // self.spec.num_layers
-            width = self.settings.traits.gradient_bytes
-            self._traffic[key] = replica_traffic(dims, zero, self.cluster, a_layer, width)
+            width, slowdown = self.settings.traits.gradient_bytes, self.settings.dp_slowdown
+            self._traffic[key] = replica_traffic(dims, zero, self.cluster, a_layer, width, slowdown)
         return self._traffic[key]
 
     def problem(self, grid: Grid) -> PipelineProblem:

@@ -60,6 +60,8 @@ class CostSettings:
             (user buffers, ``--tp-comm-overlap``).
         ep_overlap: share of the exchange of tokens with experts that runs beside other work
             (``--overlap-moe-expert-parallel-comm`` and kernels that overlap it).
+        dp_slowdown: time of the traffic between replicas over what the network needs: weights that
+            a framework gathers one by one.
         host_kernel_s: time that the host takes to launch one operator; a layer takes at least the
             sum over its operators, however fast the device (0: CUDA graphs).
         dp_overlap: share of a micro batch's compute under which data-parallel traffic can hide.
@@ -85,6 +87,7 @@ class CostSettings:
     compute_slowdown: float = 1.0
     tp_overlap: float = 0.0
     ep_overlap: float = 0.0
+    dp_slowdown: float = 1.0
     host_kernel_s: float = 0.0
     dp_overlap: float = 0.9
     overlap_slowdown: float = 0.12
@@ -100,6 +103,7 @@ class CostSettings:
             "compute_slowdown": (0.1, 10.0),
             "tp_overlap": (0.0, 1.0),
             "ep_overlap": (0.0, 1.0),
+            "dp_slowdown": (1.0, 100.0),
             "host_kernel_s": (0.0, 1.0),
             "dp_overlap": (0.0, 1.0),
             "overlap_slowdown": (0.0, 1.0),

@@ -140,7 +140,7 @@ such jobs."""
 
 
 _CAPTIONS = {
-    "time": "Step time, one panel a source; on the line predictions agree, the bands are 10 and 20 %.",
+    "time": "Step time, one panel a source; the bands are 10 and 20 % around agreement.",
     "memory": "Peak memory of one GPU, predicted against measured.",
     "collectives": "Collectives, predicted against measured, all sizes.",
 }

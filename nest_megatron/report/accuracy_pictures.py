@@ -16,7 +16,8 @@ from nest_megatron.validation.outcome import RowOutcome
 from nest_megatron.validation.rows import RowKind
 from nest_megatron.validation.scores import error_scores
 
-_COLUMNS = 5
+#: Panels in a row of a large picture.
+_ACROSS = (6, 5, 4)
 _STYLE = {"font.size": 8, "axes.linewidth": 0.6, "text.parse_math": False}
 #: Shares around the line of agreement that are shaded, light and dark.
 _BANDS = ((0.2, "#eceef1"), (0.1, "#d7dbe2"))
@@ -130,7 +131,7 @@ def _drawn(picture: Picture) -> bytes:
     from matplotlib.figure import Figure
 
     count = len(picture.panels)
-    across = min(_COLUMNS, count)
+    across = panels_across(count)
     down = -(-count // across)
     with matplotlib.rc_context(_STYLE):
         size = (2.3 * across + 0.5, 2.45 * down + 0.7)
@@ -147,6 +148,15 @@ def _drawn(picture: Picture) -> bytes:
         stream = io.BytesIO()
         drawing.savefig(stream, format="png", metadata={"Software": None})
     return stream.getvalue()
+
+
+def panels_across(count: int) -> int:
+    """Panels in a row, so that the last row has the fewest gaps.
+
+    >>> panels_across(3), panels_across(8), panels_across(9), panels_across(20)
+    (3, 4, 5, 5)
+    """
+    return min(count, min(_ACROSS, key=lambda across: -count % across))
 
 
 def _draw_panel(axes: Any, title: str, points: Sequence[Point], colours: Mapping[str, str]) -> None:

@@ -32,9 +32,9 @@ def constants_section() -> str:
     parts = [
         "## Fitted constants",
         "Written by `nest-megatron calibrate` into `hydra_configs/calibration/`. A constant "
-        "belongs to a generation of GPUs or to a framework, never to a row, a model or a source; it is "
-        "pulled to its prior, which separate measurements of kernels or data sheets give. Rows: "
-        "measured runs that it is fitted to.",
+        "belongs to a generation of GPUs or to a framework, never to a row, a model or a source; "
+        "it is pulled to its prior, which separate measurements of kernels or data sheets give. "
+        "Rows: measured runs that it is fitted to.",
         table(("constant", "fitted", "prior", "bounds", "rows"), _constants(both), numeric=4),
         "Mean error of the runs that were fitted (at most 120 of each source), and of the same "
         "runs predicted by a fit that has not seen their source.",

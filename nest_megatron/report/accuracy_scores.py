@@ -57,7 +57,8 @@ def sets_section(judged: Sequence[Judged]) -> str:
 def _goals(each: NamedSet, found: Scores) -> Iterator[tuple[str, ...]]:
     for goal in each.goals:
         value = goal.measure.of(found)
-        digits = 2 if goal.measure is Measure.SPEARMAN else 1
+        close = value is not None and abs(value - goal.value) < 0.05  # would be rounded to the goal
+        digits = 2 if close or goal.measure is Measure.SPEARMAN else 1
         yield (
             each.name + (f" ({each.note})" if each.note else ""),
             f"{found.predicted} of {found.rows}",

@@ -137,7 +137,10 @@ def _margin_table(data: Sequence[Sample], taken: float) -> str:
 def _mark(point: MarginPoint, best: float, taken: float) -> str:
     marks = [
         text
-        for text, margin in (("largest that refuses at most 1 %", best), ("the default", taken))
+        for text, margin in (
+            ("catches most of those that refuse at most 1 % of what ran", best),
+            ("the default", taken),
+        )
         if math.isclose(point.margin, margin, abs_tol=1e-9)
     ]
     return f"{100 * point.margin:.0f} %" + (f" ({', '.join(marks)})" if marks else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
@@ -19,6 +20,15 @@ def calibration_report(fit: Fit, left_out: Mapping[str, Sequence[HeldOut]]) -> R
     for by, held in left_out.items():
         parts += [Text(f"\nLeft out by {by}", style="bold"), _held_out(by, held)]
     return Group(*parts)
+
+
+def links_report(by_source: Mapping[str, tuple[float, float]]) -> RenderableType:
+    """Errors of collectives by source, fitted and left out."""
+    table = _table("collectives", "MAPE %", "left out %")
+    for source, (error, left_out) in by_source.items():
+        unseen = "" if math.isnan(left_out) else f"{100 * left_out:.1f}"
+        table.add_row(source, f"{100 * error:.1f}", unseen)
+    return table
 
 
 def _table(*columns: str) -> Table:

@@ -73,7 +73,7 @@ _SHORT = {
 }
 
 #: Said of every prediction that no measured profile stands behind.
-UNMEASURED = "data-sheet and published figures, not fitted to measured runs; expect less speed"
+UNMEASURED = "published measurements of other clusters (docs/accuracy.md), no profile of this one"
 
 
 def summary(plan: ParallelPlan) -> RenderableType:

@@ -71,6 +71,8 @@ class Assessor:
         job = job_of(row, self.book)
         prediction = self.predictor.predict(job)
         memory, out_of_memory = measured_memory(row), ran_out_of_memory(row)
+        if len({grid.micro_batch_size for grid in job.grids}) > 1:
+            raise RefusedRowError("micro batch not stated", "memory follows from it")
         if memory is None and not out_of_memory:
             raise RefusedRowError("no memory measured", f"outcome {row.get('outcome', '')!r}")
         return RowOutcome(

@@ -32,6 +32,8 @@ _PULL = 0.04
 _MOST_ROWS = 120
 _STEP = 0.02
 _EVALUATIONS = 30
+#: Evaluations of a fit that starts from another one's end, and parts that models are left out in.
+_AGAIN, _FOLDS = 5, 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,12 +133,16 @@ def _robust(error: float) -> float:
 
 
 def fit(
-    samples: Sequence[Sample], parameters: Sequence[Parameter], start: Values | None = None
+    samples: Sequence[Sample],
+    parameters: Sequence[Parameter],
+    start: Values | None = None,
+    evaluations: int = _EVALUATIONS,
 ) -> Fit:
     """Fit parameters to samples.
 
     Args:
         start: where to begin; the priors if not given.
+        evaluations: of all residuals, at most.
     """
     from scipy.optimize import least_squares
 
@@ -149,7 +155,7 @@ def fit(
         bounds=([p.low for p in wanted], [p.high for p in wanted]),
         x_scale=[p.width for p in wanted],
         diff_step=[_STEP] * len(wanted),
-        max_nfev=_EVALUATIONS,
+        max_nfev=evaluations,
     )
     errors: dict[str, list[float]] = defaultdict(list)
     for sample, error in zip(samples, problem.log_errors(result.x), strict=True):
@@ -207,28 +213,33 @@ class HeldOut:
 def cross_validate(
     samples: Sequence[Sample], parameters: Sequence[Parameter], whole: Fit, by: str
 ) -> list[HeldOut]:
-    """Leave out each source or each model in turn.
+    """Leave out each source in turn, or whole models, a tenth of them at a time.
 
     Args:
         by: ``source`` or ``model``.
     """
+    names = sorted({str(getattr(sample, by)) for sample in samples})
+    folds = len(names) if by == "source" else min(_FOLDS, len(names))
+    priors = {p.key: p.prior for p in parameters}
     found = []
-    for name in sorted({getattr(sample, by) for sample in samples}):
-        out = [sample for sample in samples if getattr(sample, by) == name]
-        rest = [sample for sample in samples if getattr(sample, by) != name]
+    for fold in range(folds):
+        left = names[fold::folds]
+        rest = [sample for sample in samples if getattr(sample, by) not in left]
         if not rest:
             continue
-        again = fit(rest, parameters, start=whole.values)
-        priors = {p.key: p.prior for p in parameters}
-        found.append(
-            HeldOut(
-                name=name,
-                rows=len(out),
-                seen_pct=_mape(out, whole.values),
-                unseen_pct=_mape(out, {**priors, **again.values}),
+        again = fit(rest, parameters, start=whole.values, evaluations=_AGAIN)
+        unseen = {**priors, **again.values}
+        for name in left:
+            out = [sample for sample in samples if getattr(sample, by) == name]
+            found.append(
+                HeldOut(
+                    name=name,
+                    rows=len(out),
+                    seen_pct=_mape(out, whole.values),
+                    unseen_pct=_mape(out, unseen),
+                )
             )
-        )
-    return found
+    return sorted(found, key=lambda held: held.name)
 
 
 def _mape(samples: Sequence[Sample], values: Values) -> float:

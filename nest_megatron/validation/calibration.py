@@ -156,7 +156,8 @@ def _slowdown(owner: str, prior: float) -> Parameter:
 
 #: Frameworks whose kernels differ from those of NeMo, which is taken as 1.
 _SLOWDOWNS = (
-    ("megatron_core", 1.05),
+    ("megatron_core", 1.0),
+    ("megatron_lm", 1.05),
     ("megatron_bridge", 1.0),
     ("megatron_bridge_2026", 1.0),
     ("composer", 1.1),
@@ -174,6 +175,8 @@ PARAMETERS: tuple[Parameter, ...] = (
     *_device("blackwell_ultra", (0.65, 0.4, 0.79), 0.65, 0.55, 0.8, 8e-6),
     _habit("megatron_legacy", "host_kernel_s", 4e-5, 3e-5, 2e-4),
     *(_slowdown(name, prior) for name, prior in _SLOWDOWNS),
+    Parameter(owner="deepspeed", name="dp_slowdown", prior=4.0, width=3.0, low=1.0, high=20.0),
+    _habit("megatron_core", "tp_overlap", 0.5, 0.3),
     _habit("nemo", "tp_overlap", 0.7, 0.2),
     _habit("megatron_bridge", "tp_overlap", 0.7, 0.2),
     _habit("megatron_bridge", "ep_overlap", 0.3, 0.3),

@@ -31,6 +31,8 @@ class Habits:
         zero: ZeRO stage without a word about it.
         sequence_parallel: on exactly where tensor parallelism is.
         experts_follow_tensor: expert-tensor size is the tensor size unless stated (else 1).
+        keeps_dense: dense models run without recomputation unless it is stated.
+        splits_local_batch: a row's micro batch is what a pipeline divides over its ranks.
         interleaves: pipelines have one layer in each virtual stage unless stated.
         cost: fields of ``CostSettings`` and of its ``traits`` that differ from their defaults.
     """
@@ -41,6 +43,8 @@ class Habits:
     zero: ZeroStage = ZeroStage.OPTIMIZER
     sequence_parallel: bool = True
     experts_follow_tensor: bool = False
+    keeps_dense: bool = False
+    splits_local_batch: bool = False
     interleaves: bool = False
     cost: Mapping[str, object] = field(default_factory=dict)
 
@@ -121,12 +125,25 @@ def _fully_sharded(name: str, loss_bytes: int) -> Habits:
         name=name,
         reason="weights, gradients and states sharded over all replicas",
         zero=ZeroStage.WEIGHTS,
+        splits_local_batch=True,
         cost={"gradient_bytes": 4, "loss_bytes": loss_bytes},
     )
 
 
 _RECIPES: Mapping[str, object] = {"gradient_bytes": 2, "fp8_weights": True}
 _HYBRID_EP: Mapping[str, object] = {**_RECIPES, "node_limited_dispatch": True}
+
+_BRIDGE = Habits(
+    name="megatron_bridge",
+    reason="recipes: bf16 gradients, fp8 weights, user buffers",
+    keeps_dense=True,
+    cost=_RECIPES,
+)
+_NODE_LIMITED = dataclasses.replace(
+    _BRIDGE,
+    reason=_BRIDGE.reason + "; HybridEP between nodes of eight",
+    cost=_HYBRID_EP,
+)
 
 RULES: tuple[Rule, ...] = (
     _rule(r"megatron-?deepspeed", _DEEPSPEED_PIPELINE),
@@ -135,7 +152,7 @@ RULES: tuple[Rule, ...] = (
         r"^deepspeed",
         Habits(
             name="deepspeed",
-            reason="ZeRO-3 of 2021, parameter by parameter, nothing overlapped",
+            reason="ZeRO-3 of 2021: weights gathered one by one, nothing overlapped",
             flash_attention=False,
             zero=ZeroStage.WEIGHTS,
             sequence_parallel=False,
@@ -148,6 +165,7 @@ RULES: tuple[Rule, ...] = (
             name="nemo",
             reason="recipes: bf16 gradients, fp8 weights, user buffers, distributed optimizer",
             experts_follow_tensor=True,
+            keeps_dense=True,
             interleaves=True,
             cost=_RECIPES,
         ),
@@ -157,18 +175,13 @@ RULES: tuple[Rule, ...] = (
         Habits(
             name="megatron_bridge_2026",
             reason="recipes since 26.06: HybridEP, whole steps in CUDA graphs, exchange overlapped",
+            keeps_dense=True,
             cost=_HYBRID_EP,
         ),
         since=(26, 6),
     ),
-    _rule(
-        r"^megatron-bridge",
-        Habits(
-            name="megatron_bridge",
-            reason="recipes: bf16 gradients, fp8 weights, user buffers",
-            cost=_RECIPES,
-        ),
-    ),
+    _rule(r"^megatron-bridge", _NODE_LIMITED, gpu=r"^B[23]00", since=(26, 4)),
+    _rule(r"^megatron-bridge", _BRIDGE),
     # Composer's cross entropy turns logits into gradients in place (``fused_crossentropy``).
     _rule(r"composer", _fully_sharded("composer", loss_bytes=2)),
     # Logits, their float32 copy, its log-softmax and the gradient of that live at once.
@@ -179,9 +192,17 @@ RULES: tuple[Rule, ...] = (
         Habits(name="nanotron", reason="plain PyTorch modules under ZeRO-1, flash attention"),
     ),
     _rule(
-        "",
+        r"^megatron-core",
         Habits(
             name="megatron_core",
+            reason="its developers' own runs: user buffers, interleaved pipelines",
+            interleaves=True,
+        ),
+    ),
+    _rule(
+        "",
+        Habits(
+            name="megatron_lm",
             reason="the distributed optimizer with its overlaps, as this planner launches it",
         ),
     ),

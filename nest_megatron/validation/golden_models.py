@@ -146,7 +146,7 @@ def _style(
     style: dict[str, Any] = {"vocab_size": whole(row.get("vocab"))}
     notes = []
     if style["vocab_size"] is None:
-        style["vocab_size"] = _RELEASE_VOCAB if release else BERT_VOCAB if bert else GPT2_VOCAB
+        style["vocab_size"] = BERT_VOCAB if bert else _RELEASE_VOCAB if release else GPT2_VOCAB
         notes.append(f"a vocabulary of {style['vocab_size']}")
     if row.get("swiglu") == "1" or flags.get("swiglu") == "True":
         style |= {"activation": "silu", "gated_linear_unit": True}

@@ -68,10 +68,11 @@ def job_of(row: Row, book: ModelBook) -> Job:
     notes = [*match.assumptions, *place.assumptions, f"habits of {habits.name}"]
     try:
         grid = _grid(row, match.spec, gpus, habits, notes)
-        grids = tuple(possible_grids(row, match.spec, grid))
+        grids = tuple(possible_grids(row, match.spec, grid, keeps_dense=habits.keeps_dense))
     except UserInputError as error:
         raise RefusedRowError("layout is impossible", str(error)) from error
-    settings = habits.settings(precision=_precision(row, place.cluster), **_task(row))
+    special = {**_task(row), **_dispatch(row)}
+    settings = habits.settings(precision=_precision(row, place.cluster), **special)
     return Job(
         spec=match.spec,
         cluster=place.cluster,
@@ -97,7 +98,7 @@ def _place(
 
 def _grid(row: Row, spec: TransformerSpec, gpus: int, habits: Habits, notes: list[str]) -> Grid:
     dims = _dims(row, spec, gpus, habits, notes)
-    batch, micro = _batch(row, dims.data_parallel_size, notes)
+    batch, micro = _batch(row, dims, habits, notes)
     return Grid(
         dims=dims,
         global_batch_size=batch,
@@ -147,9 +148,13 @@ def _virtual(row: Row, spec: TransformerSpec, pp: int, habits: Habits, notes: li
     return max(1, given or 1)
 
 
-def _batch(row: Row, replicas: int, notes: list[str]) -> tuple[int, int]:
+def _batch(row: Row, dims: ParallelDims, habits: Habits, notes: list[str]) -> tuple[int, int]:
     """Sequences of a step and of a micro batch."""
     batch, micro, steps = whole(row, "gbs"), whole(row, "mbs"), whole(row, "ga")
+    replicas, ranks = dims.data_parallel_size, dims.pipeline_model_parallel_size
+    if micro and ranks > 1 and habits.splits_local_batch:
+        micro = max(1, micro // ranks)
+        notes.append(f"micro batch of {micro}: the local batch over the pipeline's ranks")
     if not micro:
         if batch and steps and batch % (steps * replicas) == 0:
             micro = batch // (steps * replicas)
@@ -157,9 +162,7 @@ def _batch(row: Row, replicas: int, notes: list[str]) -> tuple[int, int]:
             micro = 1
             notes.append("the fastest micro batch that fits")
     if not batch:
-        if not steps:
-            raise RefusedRowError("global batch not stated")
-        batch = micro * steps * replicas
+        batch = micro * replicas * (steps or _assumed_steps(row, ranks, notes))
     if batch % (micro * replicas):
         rounded = max(1, round(batch / (micro * replicas))) * micro * replicas
         if abs(rounded / batch - 1) > 0.05:
@@ -168,6 +171,15 @@ def _batch(row: Row, replicas: int, notes: list[str]) -> tuple[int, int]:
         notes.append(f"global batch {rounded} for {batch}")
         batch = rounded
     return batch, micro
+
+
+def _assumed_steps(row: Row, ranks: int, notes: list[str]) -> int:
+    """Micro batches of a replica where a row gives rates but no batch."""
+    if row.get("iter_time_s", "").strip():
+        raise RefusedRowError("global batch not stated", "a step's time says nothing without it")
+    steps = 8 * ranks if ranks > 1 else 1
+    notes.append(f"{steps} micro batches for each replica")
+    return steps
 
 
 def _sequence_parallel(row: Row, dims: ParallelDims, habits: Habits) -> bool:
@@ -242,6 +254,12 @@ def _precision(row: Row, cluster: Cluster) -> Precision:
             return Precision.FP16
         raise RefusedRowError("GPU lacks the number format", f"{wanted} on {row.get('gpu')}")
     return wanted
+
+
+def _dispatch(row: Row) -> dict[str, object]:
+    """Settings of a dispatcher of tokens that the row names."""
+    named = re.search(r"deepep|hybridep", row.get("ambiguity", ""), re.IGNORECASE)
+    return {"node_limited_dispatch": True} if named else {}
 
 
 def _task(row: Row) -> dict[str, object]:

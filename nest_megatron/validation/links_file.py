@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from nest_megatron.files import write_text
 from nest_megatron.validation.fit_collectives import PARAMETERS, Fit
 from nest_megatron.validation.links import PARAMETERS as FIELDS
 from nest_megatron.validation.links import Link
@@ -27,7 +28,7 @@ def write_links(path: Path, fit: Fit) -> None:
     old: Mapping[str, Mapping[str, object]] = yaml.safe_load(path.read_text(encoding="utf-8"))
     notes = {name: str(entry.get("note", "")) for name, entry in old.items()}
     blocks = ["\n".join(_entry(link, fit, notes[link.name])) for link in fit.links.values()]
-    path.write_text(_HEAD + "\n".join(blocks) + "\n", encoding="utf-8")
+    write_text(path, _HEAD + "\n".join(blocks) + "\n")
 
 
 def _entry(link: Link, fit: Fit, note: str) -> Iterator[str]:

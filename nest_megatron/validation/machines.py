@@ -204,7 +204,7 @@ def _between(
 def _rate_of_one(
     usual: Generation, full_node: int, sharing: int, said: Adapters
 ) -> tuple[float, tuple[str, ...], bool]:
-    """What one GPU can send out while ``sharing`` of its node do, and whether adapters are shared."""
+    """What one GPU can send out while ``sharing`` of its node do, and if they share adapters."""
     texts: tuple[str, ...] = ()
     rate = said.bytes_per_s
     if said.per_gpu and rate is not None:

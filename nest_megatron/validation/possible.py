@@ -35,14 +35,17 @@ _LATENT = (
 )
 
 
-def possible_grids(row: Row, spec: TransformerSpec, grid: Grid) -> Iterator[Grid]:
+def possible_grids(
+    row: Row, spec: TransformerSpec, grid: Grid, *, keeps_dense: bool = False
+) -> Iterator[Grid]:
     """The grid as the row states it, or one for each thing that it may have been.
 
     Args:
         grid: micro batch and recomputation as stated, or their defaults.
+        keeps_dense: dense models run without recomputation unless the row states it.
     """
     for size in _micro_batches(row, grid):
-        for recompute in _recomputes(row, spec, grid):
+        for recompute in _recomputes(row, spec, grid, keeps_dense):
             yield dataclasses.replace(grid, micro_batch_size=size, recompute=recompute)
 
 
@@ -66,20 +69,20 @@ def _micro_batches(row: Row, grid: Grid) -> tuple[int, ...]:
     return sizes or (grid.micro_batch_size,)
 
 
-def _recomputes(row: Row, spec: TransformerSpec, grid: Grid) -> tuple[Recompute, ...]:
+def _recomputes(
+    row: Row, spec: TransformerSpec, grid: Grid, keeps_dense: bool
+) -> tuple[Recompute, ...]:
     # A run that ended out of memory did not look for a setting that fits.
     if row.get("outcome", "").lower() == "oom" or states_recompute(row):
         return (grid.recompute,)
-    modules = (*(_EXPERTS if spec.is_moe else ()), *(_LATENT if _is_latent(spec) else ()))
+    if not spec.is_moe and keeps_dense:
+        return (NO_RECOMPUTE,)
+    modules = (*_EXPERTS, *(_LATENT if spec.multi_latent_attention else ()))
     selective = tuple(
         Recompute(granularity=RecomputeGranularity.SELECTIVE, modules=_in_order(each))
         for each in modules
     )
     return (NO_RECOMPUTE, *selective, _FULL)
-
-
-def _is_latent(spec: TransformerSpec) -> bool:
-    return spec.is_moe and spec.multi_latent_attention
 
 
 def _in_order(modules: tuple[RecomputeModule, ...]) -> tuple[RecomputeModule, ...]:

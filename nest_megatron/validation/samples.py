@@ -44,6 +44,12 @@ def _samples(rows: Iterable[Row], book: ModelBook, predictor: Predictor) -> Iter
 
 
 def _speaks_of_performance(row: Row) -> bool:
-    """Not a run whose authors call its timing a sanity check, nor one on other kernels."""
+    """Whether a row can teach the cost model something.
+
+    Not a run whose authors call its timing a sanity check, nor one on other kernels, nor one whose
+    batch is not stated.
+    """
     framework = row.get("framework", "").lower()
+    if not row.get("gbs", "").strip() and not row.get("ga", "").strip():
+        return False
     return "sanity check" not in row.get("ambiguity", "") and not framework.startswith(_FOREIGN)

@@ -20,7 +20,6 @@ from tests.app.runs import ROOT, SMALL, environment, run, spawn
 from tests.catalogue import CORE
 from tests.launchers.commands import LLAMA3_8B, MIXTRAL
 
-
 PUBLISHED = ROOT / "tests" / "published" / "data"
 
 

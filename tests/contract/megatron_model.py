@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
-from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.layout import layout_string
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.rank_order import GroupKind, group_of_rank
@@ -246,7 +246,13 @@ def _smallest(spec: TransformerSpec, dims: ParallelDims) -> ParallelDims:
         return dataclasses.replace(dims, context_parallel_size=1, data_parallel_size=1)
     stage = needed * dims.expert_model_parallel_size
     data = next(n for n in range(1, stage + 1) if tp * n % stage == 0)
-    return dataclasses.replace(dims, context_parallel_size=1, data_parallel_size=data)
+    # Other orders need as many dense as expert replicas; no weight's shape depends on the order.
+    return dataclasses.replace(
+        dims,
+        context_parallel_size=1,
+        data_parallel_size=data,
+        rank_order=RankOrder.TP_CP_EP_DP_PP,
+    )
 
 
 def _shape_fields(spec: TransformerSpec) -> dict[str, Any]:

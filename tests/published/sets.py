@@ -37,10 +37,17 @@ def scored() -> Mapping[str, tuple[NamedSet, Scores]]:
     return {each.key: (each, scores) for each, scores in scored_sets(judged())}
 
 
+def refused() -> dict[str, int]:
+    """Rows without a prediction, by file."""
+    return {file.path.name: sum(bool(o.refused) for o in outcomes) for file, outcomes in judged()}
+
+
 def values(found: NamedSet, scores: Scores) -> dict[str, float]:
     """What is held to a threshold: the measures of a set's goals, and its refusals."""
     measured = {goal.measure: goal.measure.of(scores) for goal in found.goals}
-    named = {measure.name.lower(): value for measure, value in measured.items() if value is not None}
+    named = {
+        measure.name.lower(): value for measure, value in measured.items() if value is not None
+    }
     return {**named, "refused": float(scores.rows - scores.predicted)}
 
 

@@ -17,6 +17,8 @@ from nest_megatron.report.plan_facts import funnel_steps, setting_meanings
 from tests.report.plans import SHAPES, hand_plan, searched_plan
 
 EVIL = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>&amp;"
+#: Fields of the settings that a plan lists: all but the traits of its framework.
+NUM_ASSUMPTIONS = len(dataclasses.fields(CostSettings)) - 1
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "xlink:href", "background"}
 LOADERS = {"script", "link", "img", "iframe", "object", "embed", "base", "form", "image", "use"}
 
@@ -118,7 +120,7 @@ def test_figures_of_the_plan_are_shown() -> None:
     sets = {row[0]: row[1] for row in page.table("Megatron's fields")}
     assert sets["global_batch_size"] == "128"
     assert sets["pipeline_model_parallel_size"] == str(plan.parallel.pipeline_model_parallel_size)
-    assert len(page.table("What the cost model")) == len(dataclasses.fields(CostSettings)) - 1  # no traits
+    assert len(page.table("What the cost model")) == NUM_ASSUMPTIONS
 
 
 def test_launch_command_is_shell() -> None:

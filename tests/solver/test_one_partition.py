@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import pytest
 
@@ -201,18 +201,22 @@ def large_job(seed: int) -> tuple[TransformerSpec, Cluster, int, SearchSpace]:
     return spec, dataclasses.replace(cluster, levels=levels), rng.choice([8, 16]), space
 
 
-#: Jobs whose best plans compute something again with memory to spare.
-HIDING = (113, 121, 165, 185, 186, 237, 304, 336)
+@pytest.mark.parametrize("seed", range(12))
+def test_recomputation_beside_a_given_partition_is_brute_force(seed: int) -> None:
+    assert_search_is_brute_force(*large_job(seed))
 
 
-@pytest.mark.parametrize("seed", [*HIDING, *range(12)])
-def test_recomputation_that_hides_a_reduction_is_found(seed: int) -> None:
+def test_recomputation_that_hides_a_reduction_is_found() -> None:
     """With virtual stages a rank's slack can hold recomputation that shortens its tail."""
-    job = large_job(seed)
-    assert_search_is_brute_force(*job)
-    plans = search(*job).run().plans
-    if seed in HIDING:
-        assert any(plan.grid.recompute != NO_RECOMPUTE for plan in plans)
+    hiding = (
+        seed
+        for seed in range(2000)
+        if any(p.grid.recompute != NO_RECOMPUTE for p in search(*large_job(seed)).run().plans)
+    )
+    found = list(islice(hiding, 4))
+    assert len(found) == 4
+    for seed in found:
+        assert_search_is_brute_force(*large_job(seed))
 
 
 def test_of_equals_the_one_that_recomputes_less_is_preferred() -> None:

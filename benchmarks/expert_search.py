@@ -1,0 +1,227 @@
+"""Published layouts and our best plans for the same jobs; ``expert_layouts.py`` prints them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from nest_megatron.cost_model.estimate import estimate
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.solver.backend import choose, solver_of
+from nest_megatron.solver.search import Search
+from nest_megatron.solver.space import SearchSpace, divisors
+from nest_megatron.units import to_seconds
+from nest_megatron.validation.assess import work_of
+from nest_megatron.validation.job import Job, job_of
+from nest_megatron.validation.measured import measured_time, require_consistent
+from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.predict import (
+    Prediction,
+    Predictor,
+    iteration_ticks,
+    measured_partition,
+)
+from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.rows import Row, read_rows
+
+SOURCES = ("nvidia-megatron-bridge-perf", "nvidia-dgxc-benchmarking", "nvidia-nemo-docs-24.07")
+#: What makes two rows layouts of one job.
+JOB = ("model", "gpu", "n_gpus", "seq", "gbs", "precision", "framework")
+#: A best plan within this share of the published layout counts as agreement.
+NEAR = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """A measured run of a whole model, and what is predicted for it."""
+
+    row: Row
+    job: Job
+    prediction: Prediction
+    measured_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A published layout beside our best plan for the same job.
+
+    Args:
+        saved: seconds by term that the best plan is predicted to take less.
+        filled: share of the memory that a plan may fill which the best plan needs.
+        uneven: the best plan's stages hold different numbers of layers.
+        even_s: predicted time of the best plan among those that divide layers as the published
+            layout does: evenly, or just as it does.
+        proven: the search ended before its time did.
+    """
+
+    published: Published
+    best: Grid | None
+    best_s: float
+    saved: Mapping[str, float]
+    filled: float
+    uneven: bool
+    even_s: float
+    proven: bool
+
+    @property
+    def ratio(self) -> float:
+        """Predicted time of the published layout over that of our best plan."""
+        return self.published.prediction.iteration_time_s / self.best_s
+
+    @property
+    def even_ratio(self) -> float:
+        """The same against the best plan that divides layers as the published layout does."""
+        return self.published.prediction.iteration_time_s / self.even_s
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the published layout is within ``NEAR`` of the best."""
+        return self.ratio <= 1 + NEAR
+
+
+def published_runs(path: Path) -> list[Published]:
+    """All measured runs of ``SOURCES`` that can be predicted: whole models in pretraining."""
+    book, predictor = ModelBook.load(), Predictor()
+    found = []
+    for row in filter(_is_wanted, read_rows(path).rows):
+        try:
+            found.append(_published(row, book, predictor))
+        except RefusedRowError:
+            continue
+    return found
+
+
+def fastest(runs: Iterable[Published]) -> list[Published]:
+    """The fastest measured layout of each job."""
+    best: dict[tuple[str, ...], Published] = {}
+    for run in runs:
+        key = tuple(run.row.get(column, "") for column in JOB)
+        if key not in best or run.measured_s < best[key].measured_s:
+            best[key] = run
+    return list(best.values())
+
+
+def in_other_layouts(runs: Iterable[Published]) -> list[list[Published]]:
+    """Jobs that were published in several layouts, release by release; the fastest of each."""
+    jobs: dict[tuple[str, ...], dict[str, Published]] = {}
+    for run in runs:
+        model = re.sub(r" \d\d\.\d\d$", "", run.row["model"])  # some tables name a release here
+        key = (model, *(run.row.get(column, "") for column in JOB[1:-1]))
+        layouts, mine = jobs.setdefault(key, {}), str(_degrees(run.prediction.grid))
+        if mine not in layouts or run.measured_s < layouts[mine].measured_s:
+            layouts[mine] = run
+    return [list(layouts.values()) for layouts in jobs.values() if len(layouts) > 1]
+
+
+def _degrees(grid: Grid) -> tuple[object, int]:
+    return grid.dims, grid.micro_batch_size
+
+
+def _is_wanted(row: Row) -> bool:
+    return (
+        row["source"] in SOURCES
+        and row.get("task") == "pretrain"
+        and "PROXY" not in row.get("ambiguity", "")
+    )
+
+
+def _published(row: Row, book: ModelBook, predictor: Predictor) -> Published:
+    job = job_of(row, book)
+    prediction = predictor.predict(job)
+    work = work_of(job, prediction)
+    require_consistent(row, work)
+    measured = measured_time(row, work)
+    return Published(row=row, job=job, prediction=prediction, measured_s=measured)
+
+
+def compared(run: Published, seconds: float) -> Compared:
+    """Search the job of a published run for at most so many seconds."""
+    job, grid = run.job, run.prediction.grid
+    model = CostModel(job.spec, job.cluster, job.settings)
+    started = time.perf_counter()
+    result = Search(
+        model,
+        grid.global_batch_size,
+        _space(run),
+        solver_of(choose(None)),
+        num_layouts=1,
+        out_of_time=lambda: time.perf_counter() - started > seconds,
+    ).run()
+    if not result.plans:
+        return Compared(
+            published=run,
+            best=None,
+            best_s=float("nan"),
+            saved={},
+            filled=0.0,
+            uneven=False,
+            even_s=float("nan"),
+            proven=False,
+        )
+    best = result.plans[0]
+    pp = best.grid.dims.pipeline_model_parallel_size
+    cut = StagePartition(boundaries=best.boundaries, pipeline_model_parallel_size=pp)
+    theirs = estimate(model, grid, measured_partition(job, model.problem(job.grids[0]))).terms
+    ours = estimate(model, best.grid, cut)
+    return Compared(
+        published=run,
+        best=best.grid,
+        best_s=to_seconds(iteration_ticks(model.problem(best.grid), cut)),
+        saved={name: theirs[name] - ours.terms[name] for name in theirs},
+        filled=max(stage.peak_memory_bytes for stage in ours.stages) / ours.capacity_bytes,
+        uneven=job.spec.num_layers % best.grid.dims.num_chunks != 0,
+        even_s=_best_even(run, model),
+        proven=result.certificate.optimal,
+    )
+
+
+def _best_even(run: Published, model: CostModel) -> float:
+    """Predicted time of the best plan whose stages all hold the same number of layers.
+
+    The published division counts too, so that the published layout is always among them.
+    """
+    job, grid = run.job, run.prediction.grid
+    cuts = [measured_partition(job, model.problem(job.grids[0])), *_even_cuts(run)]
+    times = [run.prediction.iteration_time_s]
+    for cut in dict.fromkeys(cuts):
+        space = dataclasses.replace(_space(run), partition=cut)
+        search = Search(
+            model, grid.global_batch_size, space, solver_of(choose(None)), num_layouts=1
+        )
+        times += [to_seconds(plan.iteration) for plan in search.run().plans[:1]]
+    return min(times)
+
+
+def _even_cuts(run: Published) -> Iterator[StagePartition]:
+    layers, gpus = run.job.spec.num_layers, run.job.cluster.num_gpus
+    most = run.prediction.grid.dims.virtual_pipeline_model_parallel_size
+    for stages in divisors(gpus):
+        for virtual in range(1, 1 + (max(12, most) if stages > 1 else 1)):
+            if layers % (stages * virtual) == 0:
+                yield uniform_partition(run.job.spec, stages, virtual)
+
+
+def _space(run: Published) -> SearchSpace:
+    """Everything within a node's tensor parallelism, under the framework's ZeRO stage."""
+    dims = run.prediction.grid.dims
+    node = run.job.cluster.gpus_per_host or run.job.cluster.gpus_per_node
+    tensor = max(min(node, 8), dims.tensor_model_parallel_size)
+    return SearchSpace(
+        limits={
+            "tensor_model_parallel_size": tensor,
+            "expert_tensor_parallel_size": tensor,
+            "virtual_pipeline_model_parallel_size": max(
+                12, dims.virtual_pipeline_model_parallel_size
+            ),
+            "micro_batch_size": max(8, run.prediction.grid.micro_batch_size),
+        },
+        rank_orders=(dims.rank_order,),
+        zero_stages=(run.prediction.grid.zero,),
+    )

@@ -1,0 +1,203 @@
+"""``nest-megatron validate``: what it reads, refuses, prints and writes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.app.runs import run
+
+RUN = {
+    "row_id": "a1",
+    "source": "tests",
+    "model": "Llama 3.1 8B",
+    "gpu": "H100-80GB",
+    "gpus_per_node": "8",
+    "n_gpus": "8",
+    "seq": "8192",
+    "gbs": "128",
+    "mbs": "1",
+    "tp": "1",
+    "pp": "1",
+    "cp": "2",
+    "precision": "BF16",
+    "framework": "NeMo 24.09",
+    "iter_time_s": "9.5",
+    "recompute": "none",
+}
+COLLECTIVE = {
+    "row_id": "c1",
+    "source": "tests",
+    "gpu": "H100",
+    "nodes": "1",
+    "gpus_per_node_used": "8",
+    "n_ranks": "8",
+    "collective": "all_reduce",
+    "size_bytes": "1073741824",
+    "time_us": "4300",
+}
+SCORES = {
+    "source",
+    "rows",
+    "predicted",
+    "refused",
+    "mape_pct",
+    "median_signed_pct",
+    "p90_abs_pct",
+    "groups",
+    "spearman_mean",
+    "regret_mean_pct",
+    "regret_max_pct",
+}
+
+
+def table(path: Path, *rows: Mapping[str, str]) -> Path:
+    """Write rows as CSV."""
+    stream = io.StringIO()
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    writer = csv.DictWriter(stream, columns, restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    path.write_text(stream.getvalue(), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Two layouts of one job, a third that nothing is known of, and one on an unknown GPU."""
+    return table(
+        tmp_path / "runs.csv",
+        RUN,
+        {**RUN, "row_id": "a2", "cp": "1", "tp": "2", "iter_time_s": "9.9"},
+        {**RUN, "row_id": "a3", "gpu": "Z80", "source": "others"},
+        {**RUN, "row_id": "a4", "tp": "3"},
+    )
+
+
+def test_json_has_the_promised_keys(runs: Path) -> None:
+    (file,) = run("validate", str(runs), "--json").json()["files"]
+    assert (file["file"], file["kind"]) == (str(runs), "throughput")
+    assert [each["source"] for each in file["sources"]] == ["tests", "others"]
+    for each in (*file["sources"], file["total"]):
+        assert each.keys() >= SCORES
+    total = file["total"]
+    assert (total["rows"], total["predicted"], total["groups"]) == (4, 2, 1)
+    assert sum(total["refused"].values()) == 2
+    assert 0 < total["mape_pct"] < 50
+    assert total["spearman_mean"] in (-1.0, 1.0)
+
+
+def test_a_source_without_predictions_has_no_scores(runs: Path) -> None:
+    (file,) = run("validate", str(runs), "--json").json()["files"]
+    others = file["sources"][1]
+    assert others["predicted"] == 0
+    assert others["mape_pct"] is others["regret_mean_pct"] is None
+
+
+def test_the_table_counts_refusals(runs: Path) -> None:
+    done = run("validate", str(runs))
+    assert done.code == 0
+    assert "2/4" in done.out
+    assert "unknown GPU" in done.out
+
+
+def test_files_are_told_apart_by_their_columns(runs: Path, tmp_path: Path) -> None:
+    other = table(tmp_path / "collectives.csv", COLLECTIVE)
+    files = run("validate", str(runs), str(other), "--json").json()["files"]
+    assert [file["kind"] for file in files] == ["throughput", "comm_collectives"]
+    assert files[1]["total"]["mape_pct"] < 30
+
+
+def test_rows_are_written_with_their_reasons(runs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "rows.csv"
+    assert f"Wrote {out}" in run("validate", str(runs), "--rows", str(out)).out
+    with out.open(newline="") as stream:
+        rows = {row["row_id"]: row for row in csv.DictReader(stream)}
+    assert list(rows) == ["a1", "a2", "a3", "a4"]
+    assert float(rows["a1"]["predicted_s"]) > 0
+    assert float(rows["a1"]["measured_s"]) == 9.5
+    assert "habits of nemo" in rows["a1"]["assumptions"]
+    assert (rows["a3"]["refused"], rows["a3"]["predicted_s"]) == ("unknown GPU", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot be read"),
+        ("", "no rows"),
+        ("model,gpu\n", "no rows"),
+        ("a,b\n1,2\n", "no known kind"),
+        ("model,gpu,n_gpus,tp,pp\nx,H100,8,1,1\n", "iter_time_s"),
+        ('model,gpu\n"x,H100\n', "CSV"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str | None, words: str) -> None:
+    path = tmp_path / "bad.csv"
+    if text is not None:
+        path.write_text(text)
+    done = run("validate", str(path))
+    assert (done.code, done.out) == (2, "")
+    assert words in done.err
+    assert str(path) in done.err
+
+
+def test_a_missing_folder_is_refused(runs: Path) -> None:
+    done = run("validate", str(runs), "--rows", "/nope/rows.csv")
+    assert done.code == 2
+    assert "mkdir -p /nope" in done.err
+
+
+def test_models_of_the_user_come_first(runs: Path, tmp_path: Path) -> None:
+    mine = table(tmp_path / "mine.csv", {**RUN, "model": "MyOwn-2B"})
+    assert run("validate", str(mine), "--json").json()["files"][0]["total"]["predicted"] == 0
+    shape = {"name": "MyOwn-2B", "layers": "24", "hidden": "2048", "heads": "16", "vocab": "32000"}
+    models = table(tmp_path / "models.csv", {**shape, "ffn": "8192", "kv_heads": "16"})
+    done = run("validate", str(mine), "--models", str(models), "--json")
+    assert done.json()["files"][0]["total"]["predicted"] == 1
+
+
+def test_models_that_cannot_be_read_are_refused(runs: Path, tmp_path: Path) -> None:
+    for path in (tmp_path / "none.csv", table(tmp_path / "x.csv", {"colour": "red"})):
+        done = run("validate", str(runs), "--models", str(path))
+        assert done.code == 2
+        assert str(path) in done.err
+
+
+def test_docs_are_written(runs: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "accuracy_notes.yaml").write_text("rows: {a1: because, a2: of | course}\n")
+    done = run("validate", str(runs), "--docs", str(tmp_path))
+    assert done.code == 0
+    assert (tmp_path / "accuracy" / "time.png").read_bytes().startswith(b"\x89PNG")
+    text = (tmp_path / "accuracy.md").read_text()
+    assert "because" in text
+    assert "of \\| course" in text
+    assert "nest-megatron validate runs.csv --docs docs" in text
+    assert sorted(path.name for path in (tmp_path / "accuracy").iterdir()) == ["time.png"]
+
+
+def test_docs_need_a_folder_and_readable_notes(runs: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    done = run("validate", str(runs), "--docs", str(tmp_path / "none"))
+    assert (done.code, "mkdir" in done.err) == (2, True)
+    (tmp_path / "accuracy_notes.yaml").write_text("reasons: {}\n")
+    done = run("validate", str(runs), "--docs", str(tmp_path))
+    assert done.code == 2
+    assert "not_captured" in done.err
+    assert not (tmp_path / "accuracy.md").exists()
+
+
+def test_docs_name_the_package_that_is_missing(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    done = run("validate", str(runs), "--docs", str(tmp_path))
+    assert done.code == 2
+    assert "pip install 'nest-megatron[report]'" in done.err
+    assert not (tmp_path / "accuracy").exists()

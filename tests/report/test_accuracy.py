@@ -1,0 +1,107 @@
+"""The page on accuracy, from the stored part of the published rows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nest_megatron.report.accuracy import NOTES, Notes, page, read_notes
+from nest_megatron.report.accuracy_pictures import ticks
+from nest_megatron.report.accuracy_worst import NOT_EXPLAINED
+from nest_megatron.validation.columns import COLUMNS
+from nest_megatron.validation.named_sets import SETS, Measure
+from nest_megatron.validation.rows import RowKind
+from tests.architecture.imports import ROOT
+from tests.published.sets import judged
+
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    notes = Notes(rows={"tp0657": "one | two"}, not_captured=["the weather"])
+    return page(judged(), notes, ["time", "memory"], "9 of 10 are near.")
+
+
+def sections(text: str) -> list[str]:
+    return re.findall(r"^## (.*)$", text, re.MULTILINE)
+
+
+def test_every_section_is_there(text: str) -> None:
+    assert sections(text) == [
+        "Rows",
+        "Goals",
+        "Predicted against measured",
+        "Errors by source",
+        "The worst rows",
+        "What the model does not capture",
+        "Layouts that experts published",
+        "The memory margin",
+        "Rows that are refused",
+        "Fitted constants",
+        "Link technologies",
+        "Habits of frameworks",
+        "How columns are read",
+    ]
+
+
+def test_tables_are_whole(text: str) -> None:
+    """Every row of a table has the cells of its head."""
+    width = 0
+    for line in text.splitlines():
+        cells = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
+        assert cells == 0 or width in (0, cells), line
+        width = cells
+
+
+def test_every_set_stands_beside_its_goal(text: str) -> None:
+    for each in SETS:
+        for goal in each.goals:
+            mark = "≥" if goal.measure is Measure.SPEARMAN else "≤"
+            assert re.search(rf"\| {re.escape(each.name)}.*{mark} {goal.value:g} \|", text)
+
+
+def test_worst_rows_have_their_reasons(text: str) -> None:
+    assert NOT_EXPLAINED in text
+    assert "one \\| two" in text or "tp0657" not in text
+
+
+def test_pictures_are_linked(text: str) -> None:
+    assert re.findall(r"\]\((accuracy/[a-z]*\.png)\)", text) == [
+        "accuracy/time.png",
+        "accuracy/memory.png",
+    ]
+
+
+def test_every_column_that_marks_a_kind_is_explained() -> None:
+    for kind, words in {
+        RowKind.THROUGHPUT: "model gpu n_gpus tp pp iter_time_s",
+        RowKind.MEMORY_PEAK: "throughput_row peak_mem",
+        RowKind.MEMORY_GOLDEN: "mem_max_allocated_gib test_case",
+        RowKind.COLLECTIVES: "collective n_ranks size_bytes",
+    }.items():
+        known = {name for each in COLUMNS[kind] for name in each.names.split(", ")}
+        assert known >= set(words.split())
+
+
+def test_our_notes_can_be_read() -> None:
+    notes = read_notes(DOCS / NOTES)
+    assert notes.not_captured
+    assert all(isinstance(reason, str) and reason for reason in notes.rows.values())
+    stored = yaml.safe_load((DOCS / NOTES).read_text(encoding="utf-8"))
+    assert stored.keys() == {"rows", "not_captured"}
+
+
+def test_without_notes_nothing_is_explained(tmp_path: Path) -> None:
+    assert read_notes(tmp_path / NOTES) == Notes()
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.8, 1.6), (3.0, 70.0), (1e-3, 1e4), (45.0, 90.0)])
+def test_ticks_are_few_and_inside(low: float, high: float) -> None:
+    marks = list(ticks(low, high))
+    assert 2 <= len(marks) <= 4
+    assert all(low <= mark <= high for mark in marks)
+    assert marks == sorted(marks)
