@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from nest_megatron.errors import UserInputError
 from nest_megatron.validation.collectives import predict_collective
 from nest_megatron.validation.golden import golden_job
 from nest_megatron.validation.job import Job, job_of
@@ -20,7 +21,7 @@ from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import RowOutcome
 from nest_megatron.validation.predict import Prediction, Predictor
 from nest_megatron.validation.refusal import RefusedRowError
-from nest_megatron.validation.rows import Row, RowFile, RowKind, number
+from nest_megatron.validation.rows import Row, RowFile, RowKind, number, refuse_misprints
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,12 @@ class Assessor:
         }[file.kind]
         for row in file.rows:
             try:
+                refuse_misprints(row)
                 yield judge(row)
             except RefusedRowError as error:
                 yield RowOutcome(row=row, refused=error.reason, detail=error.detail)
+            except UserInputError as error:
+                yield RowOutcome(row=row, refused="the job is impossible", detail=str(error))
 
     def _throughput(self, row: Row) -> RowOutcome:
         job = job_of(row, self.book)

@@ -44,7 +44,10 @@ def predict_collective(row: Mapping[str, str]) -> tuple[float, float]:
         RefusedRowError: if the row lacks the size, the time or the machine, or contradicts itself.
     """
     parsed = parse_collective(row)
-    return row_time(parsed, parsed.levels), parsed.measured_s
+    seconds = row_time(parsed, parsed.levels)
+    if not seconds:
+        raise RefusedRowError("a group of one", f"shape {parsed.shape}")
+    return seconds, parsed.measured_s
 
 
 def row_time(row: CollectiveRow, levels: tuple[NetworkLevel, ...]) -> float:

@@ -120,7 +120,7 @@ def _dims(
     if rest or not replicas:
         product = f"tp*pp*cp = {tp * pp * cp} does not divide {gpus} GPUs"
         raise RefusedRowError("layout does not multiply out to the GPUs", product)
-    ep, etp = whole(row, "ep") or 1, whole(row, "etp")
+    ep, etp = whole(row, "ep") or 1, whole(row, "etp") or None
     if etp is None:
         etp = tp if habits.experts_follow_tensor or ep == 1 else 1
         if ep > 1:

@@ -91,7 +91,7 @@ def shape_of_columns(row: Mapping[str, str], name: ModelName) -> Shape:
         RefusedRowError: if the sizes do not determine it.
     """
     hidden, heads = whole(row.get("hidden")), whole(row.get("heads"))
-    if hidden is None or heads is None:
+    if not hidden or not heads:
         anonymous = name.key.startswith(("gpt", "bert", "bloom")) or row.get("params_b")
         reason = "shape not stated" if anonymous else "unknown model"
         raise RefusedRowError(reason, f"{row.get('model', '')!r} hidden={hidden} heads={heads}")

@@ -66,6 +66,32 @@ def read_rows(path: Path) -> RowFile:
     raise _unreadable(path, f"its columns are of no known kind ({wanted})")
 
 
+#: No run has come near these; a misprint beyond them would be priced for ever.
+_LARGEST = {
+    "n_gpus": 1e6,
+    "n_ranks": 1e6,
+    "nodes": 1e6,
+    "gpus_per_node": 1e4,
+    "layers": 1e4,
+    "hidden": 1e6,
+    "ffn": 1e7,
+    "heads": 1e5,
+    "vocab": 1e8,
+    "experts": 1e5,
+    "seq": 1e8,
+    "gbs": 1e6,
+    "mbs": 1e6,
+    "ga": 1e5,
+    "tp": 1e4,
+    "pp": 1e3,
+    "vp": 1e3,
+    "cp": 1e4,
+    "ep": 1e4,
+    "etp": 1e4,
+    "mtp_layers": 1e3,
+}
+
+
 def number(row: Row, column: str) -> float | None:
     """A cell as a number, or ``None`` where it is empty.
 
@@ -82,6 +108,22 @@ def number(row: Row, column: str) -> float | None:
     if not math.isfinite(value) or value < 0:
         raise RefusedRowError("a number cannot be read", f"{column} = {text!r}")
     return value
+
+
+def refuse_misprints(row: Row) -> None:
+    """Refuse a row with a figure beyond anything that has been run.
+
+    Raises:
+        RefusedRowError: naming the column.
+    """
+    for column, largest in _LARGEST.items():
+        text = row.get(column, "").strip()
+        try:
+            too_large = float(text.replace(",", "")) > largest if text else False
+        except ValueError:
+            continue
+        if too_large:
+            raise RefusedRowError("a number is too large", f"{column} = {text!r}")
 
 
 def whole(row: Row, column: str) -> int | None:
