@@ -12,13 +12,14 @@ from rich.text import Text
 from nest_megatron.validation.report import FileScores, Scores
 from nest_megatron.validation.scores import ErrorScores
 
-_HEADS = ("rows", "MAPE", "med", "p90", "mem", "grp", "Sprm", "rgrt", "worst")
-_LONGEST = 26
+_HEADS = ("rows", "MAPE", "med", "p90", "mem", "jobs", "rank", "regret")
+_LONGEST = 24
 _LEGEND = """
-rows: predicted of all. MAPE, med, p90, mem: per cent of the measured figure (mean absolute, median
-with its sign, 90th percentile; memory, mean absolute). grp: jobs measured in several layouts.
-Sprm: mean rank correlation over them. rgrt, worst: how many per cent slower our choice was than the
-best layout, on average and at most."""
+rows: predicted of all. MAPE, med, p90, mem: errors in per cent of what was
+measured (mean size, median with sign, 90th percentile; mean size for memory).
+jobs: measured in several layouts. rank: Spearman's correlation over them.
+regret: by how many per cent our choice was slower than the best layout (mean,
+and largest)."""
 
 
 def validation_report(files: Sequence[FileScores]) -> RenderableType:
@@ -49,8 +50,7 @@ def _cells(each: Scores) -> tuple[str, ...]:
         f"{each.memory.mape_pct:.1f}" if each.memory else "",
         str(len(each.groups) or ""),
         _figure(each.spearman_mean, 2),
-        _figure(each.regret_mean_pct, 1),
-        _figure(each.regret_max_pct, 1),
+        _regret(each),
     )
 
 
@@ -62,6 +62,12 @@ def _error_cells(errors: ErrorScores | None) -> tuple[str, str, str]:
         f"{errors.median_signed_pct:+.1f}",
         f"{errors.p90_abs_pct:.1f}",
     )
+
+
+def _regret(each: Scores) -> str:
+    if each.regret_mean_pct is None or each.regret_max_pct is None:
+        return ""
+    return f"{each.regret_mean_pct:.1f} {each.regret_max_pct:.0f}"
 
 
 def _figure(value: float | None, digits: int) -> str:

@@ -19,6 +19,7 @@ from nest_megatron.validation.measured import (
 from nest_megatron.validation.memory import predicted_golden, predicted_memory
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import RowOutcome
+from nest_megatron.validation.possible import states_recompute
 from nest_megatron.validation.predict import Prediction, Predictor
 from nest_megatron.validation.refusal import RefusedRowError
 from nest_megatron.validation.rows import Row, RowFile, RowKind, number, refuse_misprints
@@ -66,7 +67,7 @@ class Assessor:
             measured_bytes=None if out_of_memory else memory,
             needed_bytes=max(prediction.stage_memory),
             device_bytes=job.cluster.accelerator.memory_bytes,
-            fits=prediction.fits,
+            fits=_verdict(row, prediction),
             out_of_memory=out_of_memory,
             assumptions=job.assumptions,
         )
@@ -85,7 +86,7 @@ class Assessor:
             measured_bytes=None if out_of_memory else memory,
             needed_bytes=max(prediction.stage_memory),
             device_bytes=job.cluster.accelerator.memory_bytes,
-            fits=prediction.fits,
+            fits=_verdict(row, prediction),
             out_of_memory=out_of_memory,
             assumptions=job.assumptions,
         )
@@ -105,6 +106,13 @@ class Assessor:
             fits=prediction.fits,
             assumptions=job.assumptions,
         )
+
+
+def _verdict(row: Row, prediction: Prediction) -> bool | None:
+    """Whether the job is called feasible; nothing, if it leaves out what it computes again."""
+    if ran_out_of_memory(row) or states_recompute(row):
+        return prediction.fits
+    return None
 
 
 def _collective(row: Row) -> RowOutcome:

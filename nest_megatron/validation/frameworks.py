@@ -160,17 +160,6 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     _rule(
-        r"^nemo",
-        Habits(
-            name="nemo",
-            reason="recipes: bf16 gradients, fp8 weights, user buffers, distributed optimizer",
-            experts_follow_tensor=True,
-            keeps_dense=True,
-            interleaves=True,
-            cost=_RECIPES,
-        ),
-    ),
-    _rule(
         r"^megatron-bridge",
         Habits(
             name="megatron_bridge_2026",
@@ -182,6 +171,17 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(r"^megatron-bridge", _NODE_LIMITED, gpu=r"^B[23]00", since=(26, 4)),
     _rule(r"^megatron-bridge", _BRIDGE),
+    _rule(
+        r"nemo|mlperf",  # MLPerf's submissions of language models run on NeMo
+        Habits(
+            name="nemo",
+            reason="recipes: bf16 gradients, fp8 weights, user buffers, distributed optimizer",
+            experts_follow_tensor=True,
+            keeps_dense=True,
+            interleaves=True,
+            cost=_RECIPES,
+        ),
+    ),
     # Composer's cross entropy turns logits into gradients in place (``fused_crossentropy``).
     _rule(r"composer", _fully_sharded("composer", loss_bytes=2)),
     # Logits, their float32 copy, its log-softmax and the gradient of that live at once.
@@ -200,10 +200,17 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     _rule(
-        "",
+        r"^megatron-lm",
         Habits(
             name="megatron_lm",
-            reason="the distributed optimizer with its overlaps, as this planner launches it",
+            reason="plain Megatron-LM with Transformer Engine, as this planner launches it",
+        ),
+    ),
+    _rule(
+        "",
+        Habits(
+            name="other",
+            reason="the distributed optimizer with its overlaps, kernels as fast as NeMo's",
         ),
     ),
 )

@@ -51,7 +51,8 @@ def read_rows(path: Path) -> RowFile:
     Raises:
         UserInputError: if it is missing, empty, no table, or of no known kind.
     """
-    reader = csv.DictReader(io.StringIO(read_text(path, "measurements")), strict=True)
+    text = read_text(path, "measurements").removeprefix("\ufeff")  # spreadsheets write it
+    reader = csv.DictReader(io.StringIO(text), strict=True)
     try:
         rows = [{key: value or "" for key, value in row.items() if key} for row in reader]
     except csv.Error as error:
