@@ -47,8 +47,8 @@ def sets_section(judged: Sequence[Judged]) -> str:
     return "\n\n".join(
         (
             "## Goals",
-            "Others: Calculon with its own A100 file and these networks, on the whole collection of "
-            "which these files are a part (its baseline_errors.csv); vTrain's, SimuMax's and the "
+            "Others: Calculon with its own A100 file and these networks, on the whole collection "
+            "that these files are a part of (its baseline_errors.csv); vTrain's, SimuMax's and the "
             "figure for Megatron's table 5 are their authors' own.",
             table(head, rows),
         )
