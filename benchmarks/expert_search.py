@@ -18,9 +18,8 @@ from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace, divisors
 from nest_megatron.units import to_seconds
-from nest_megatron.validation.assess import work_of
+from nest_megatron.validation.assess import job_time
 from nest_megatron.validation.job import Job, job_of
-from nest_megatron.validation.measured import measured_time, require_consistent
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.predict import (
     Prediction,
@@ -135,9 +134,7 @@ def _is_wanted(row: Row) -> bool:
 def _published(row: Row, book: ModelBook, predictor: Predictor) -> Published:
     job = job_of(row, book)
     prediction = predictor.predict(job)
-    work = work_of(job, prediction)
-    require_consistent(row, work)
-    measured = measured_time(row, work)
+    measured = job_time(row, job, prediction)
     return Published(row=row, job=job, prediction=prediction, measured_s=measured)
 
 

@@ -73,7 +73,7 @@ class CostSettings:
         memory_reserve_bytes: CUDA context, NCCL buffers and library workspaces, outside the
             allocator.
         memory_margin: share of device memory left free against fragmentation; with the reserve, the
-            largest that refuses at most 1 % of the measured runs that ran
+            largest whole per cent that refuses at most 1 % of what ran in ``throughput.csv``
             (``validation/margin.py``, ``docs/accuracy.md``).
         iteration_floor_s: host work of a step that nothing hides (data, logging, launch).
         traits: how the framework works.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from nest_megatron.errors import UserInputError
@@ -95,3 +96,23 @@ class Recompute:
 
 
 NO_RECOMPUTE = Recompute()
+
+#: Each layer keeps its input alone.
+FULL_RECOMPUTE = Recompute(
+    granularity=RecomputeGranularity.FULL, method=RecomputeMethod.UNIFORM, num_layers=1
+)
+
+
+def selective_recompute(modules: Container[str]) -> Recompute:
+    """Some modules computed again, put in Megatron's order; other names are passed over.
+
+    Raises:
+        UserInputError: if none of them is a module.
+
+    >>> selective_recompute(["mlp", "layernorm"]).label()
+    'layernorm+mlp'
+    """
+    return Recompute(
+        granularity=RecomputeGranularity.SELECTIVE,
+        modules=tuple(module for module in RecomputeModule if module in modules),
+    )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.units import Bytes, Seconds
 from nest_megatron.validation.collectives import predict_collective
 from nest_megatron.validation.golden import golden_job
 from nest_megatron.validation.job import Job, job_of
@@ -52,44 +54,23 @@ class Assessor:
     def _throughput(self, row: Row) -> RowOutcome:
         job = job_of(row, self.book)
         prediction = self.predictor.predict(job)
-        out_of_memory = ran_out_of_memory(row)
         measured = None
-        if not out_of_memory or number(row, "iter_time_s"):
-            work = work_of(job, prediction)
-            require_consistent(row, work)
-            measured = measured_time(row, work)
-        memory = measured_memory(row)
-        return RowOutcome(
-            row=row,
-            predicted_s=prediction.iteration_time_s,
-            measured_s=measured,
-            predicted_bytes=predicted_memory(row, job, prediction),
-            measured_bytes=None if out_of_memory else memory,
-            needed_bytes=max(prediction.stage_memory),
-            device_bytes=job.cluster.accelerator.memory_bytes,
-            fits=_verdict(row, prediction),
-            out_of_memory=out_of_memory,
-            assumptions=job.assumptions,
+        if not ran_out_of_memory(row) or number(row, "iter_time_s"):
+            measured = job_time(row, job, prediction)
+        outcome = _memory(row, job, prediction, measured_memory(row))
+        return dataclasses.replace(
+            outcome, predicted_s=prediction.iteration_time_s, measured_s=measured
         )
 
     def _memory_peak(self, row: Row) -> RowOutcome:
         job = job_of(row, self.book)
         prediction = self.predictor.predict(job)
-        memory, out_of_memory = measured_memory(row), ran_out_of_memory(row)
+        memory = measured_memory(row)
         if len({grid.micro_batch_size for grid in job.grids}) > 1:
             raise RefusedRowError("micro batch not stated", "memory follows from it")
-        if memory is None and not out_of_memory:
+        if memory is None and not ran_out_of_memory(row):
             raise RefusedRowError("no memory measured", f"outcome {row.get('outcome', '')!r}")
-        return RowOutcome(
-            row=row,
-            predicted_bytes=predicted_memory(row, job, prediction),
-            measured_bytes=None if out_of_memory else memory,
-            needed_bytes=max(prediction.stage_memory),
-            device_bytes=job.cluster.accelerator.memory_bytes,
-            fits=_verdict(row, prediction),
-            out_of_memory=out_of_memory,
-            assumptions=job.assumptions,
-        )
+        return _memory(row, job, prediction, memory)
 
     def _golden(self, row: Row) -> RowOutcome:
         job = golden_job(row, self.book)
@@ -108,6 +89,21 @@ class Assessor:
         )
 
 
+def _memory(row: Row, job: Job, prediction: Prediction, measured: Bytes | None) -> RowOutcome:
+    """What a row of throughput or of peak memory says of memory."""
+    out_of_memory = ran_out_of_memory(row)
+    return RowOutcome(
+        row=row,
+        predicted_bytes=predicted_memory(row, job, prediction),
+        measured_bytes=None if out_of_memory else measured,
+        needed_bytes=max(prediction.stage_memory),
+        device_bytes=job.cluster.accelerator.memory_bytes,
+        fits=_verdict(row, prediction),
+        out_of_memory=out_of_memory,
+        assumptions=job.assumptions,
+    )
+
+
 def _verdict(row: Row, prediction: Prediction) -> bool | None:
     """Whether the job is called feasible; nothing, if it leaves out what it computes again."""
     if ran_out_of_memory(row) or states_recompute(row):
@@ -120,7 +116,18 @@ def _collective(row: Row) -> RowOutcome:
     return RowOutcome(row=row, predicted_s=predicted, measured_s=measured)
 
 
-def work_of(job: Job, prediction: Prediction) -> Work:
+def job_time(row: Row, job: Job, prediction: Prediction) -> Seconds:
+    """Measured time of a step, from whatever the row prints.
+
+    Raises:
+        RefusedRowError: if it prints nothing, or a time and a rate that disagree.
+    """
+    work = _work(job, prediction)
+    require_consistent(row, work)
+    return measured_time(row, work)
+
+
+def _work(job: Job, prediction: Prediction) -> Work:
     """What turns a row's rates into times."""
     accelerator = job.cluster.accelerator
     return Work(

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from nest_megatron.cluster.records import Cluster
 from nest_megatron.validation.calibration import (
     OWNERS,
     Parameter,
@@ -100,7 +101,8 @@ class _Problem:
     def log_errors(self, x: Sequence[float]) -> list[float]:
         """Logarithm of predicted over measured time, sample by sample."""
         values = {p.key: float(v) for p, v in zip(self.parameters, x, strict=True)}
-        predictor, clusters = Predictor(), {}  # type: ignore[var-annotated]
+        predictor = Predictor()
+        clusters: dict[int, Cluster] = {}
         found = []
         for sample, mine, seen in zip(self.samples, self._mine, self._seen, strict=True):
             key = tuple(float(x[i]) for i in mine)

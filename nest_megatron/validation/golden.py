@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import re
 from collections.abc import Mapping
 
@@ -20,12 +18,12 @@ from nest_megatron.parallel.recompute import (
     Recompute,
     RecomputeGranularity,
     RecomputeMethod,
-    RecomputeModule,
+    selective_recompute,
 )
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.validation.golden_models import flags_of
-from nest_megatron.validation.job import Job
-from nest_megatron.validation.machines import MachineMatch, machine
+from nest_megatron.validation.job import Job, replicas_of
+from nest_megatron.validation.machines import machine_of_runs
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.refusal import RefusedRowError
 from nest_megatron.validation.rows import Row, whole
@@ -49,7 +47,9 @@ def golden_job(row: Row, book: ModelBook) -> Job:
     _refuse_unmodelled(row)
     gpus, per_node, notes = _gpus(row)
     virtual = _virtual(row)
-    place = _place(row.get("gpu") or _USUAL_GPU, gpus, per_node, _keeps_scores(row))
+    place = machine_of_runs(
+        row.get("gpu") or _USUAL_GPU, gpus, per_node, "", flash_attention=not _keeps_scores(row)
+    )
     try:
         grid = _grid(row, _dims(row, gpus, virtual), flags, notes)
         partition = _partition(row, match.spec, grid.dims)
@@ -64,15 +64,6 @@ def golden_job(row: Row, book: ModelBook) -> Job:
         assumptions=(*match.assumptions, *notes),
         partition=partition,
     )
-
-
-@functools.cache
-def _place(gpu: str, num_gpus: int, per_node: int | None, scores: bool) -> MachineMatch:
-    """A machine, one object for all rows that ran on it."""
-    place = machine(gpu, num_gpus, per_node, "")
-    accelerator = dataclasses.replace(place.cluster.accelerator, flash_attention=not scores)
-    cluster = dataclasses.replace(place.cluster, accelerator=accelerator)
-    return dataclasses.replace(place, cluster=cluster)
 
 
 def is_local(row: Row) -> bool:
@@ -158,10 +149,7 @@ def _batch(row: Row, dims: ParallelDims, micro: int, notes: list[str]) -> int:
 
 def _dims(row: Row, gpus: int, virtual: int) -> ParallelDims:
     tp, pp, cp = (whole(row, column) or 1 for column in ("tp", "pp", "cp"))
-    replicas, rest = divmod(gpus, tp * pp * cp)
-    if rest or not replicas:
-        product = f"tp*pp*cp = {tp * pp * cp} does not divide {gpus} GPUs"
-        raise RefusedRowError("layout does not multiply out to the GPUs", product)
+    replicas = replicas_of(gpus, tp * pp * cp)
     ep, etp = whole(row, "ep") or 1, whole(row, "etp") or tp
     return ParallelDims(
         tensor_model_parallel_size=tp,
@@ -197,11 +185,7 @@ def _recompute(text: str) -> Recompute:
         )
     if kind != "selective":
         return NO_RECOMPUTE
-    named = set(re.findall(r"\w+", rest)) or {"core_attn"}
-    return Recompute(
-        granularity=RecomputeGranularity.SELECTIVE,
-        modules=tuple(module for module in RecomputeModule if module in named),
-    )
+    return selective_recompute(re.findall(r"\w+", rest) or ["core_attn"])
 
 
 def _partition(row: Row, spec: TransformerSpec, dims: ParallelDims) -> StagePartition | None:

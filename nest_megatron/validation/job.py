@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import re
 from dataclasses import dataclass, field
 
@@ -15,15 +13,15 @@ from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import (
+    FULL_RECOMPUTE,
     NO_RECOMPUTE,
     Recompute,
-    RecomputeGranularity,
-    RecomputeMethod,
     RecomputeModule,
+    selective_recompute,
 )
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.validation.frameworks import Habits, habits_of
-from nest_megatron.validation.machines import MachineMatch, machine
+from nest_megatron.validation.machines import machine_of_runs
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.possible import possible_grids
 from nest_megatron.validation.refusal import RefusedRowError
@@ -64,7 +62,9 @@ def job_of(row: Row, book: ModelBook) -> Job:
         raise RefusedRowError("number of GPUs not stated")
     habits = habits_of(row.get("framework", ""), row.get("gpu", ""))
     per_node, network = whole(row, "gpus_per_node"), row.get("network", "")
-    place = _place(row.get("gpu", ""), gpus, per_node, network, habits.flash_attention)
+    place = machine_of_runs(
+        row.get("gpu", ""), gpus, per_node, network, flash_attention=habits.flash_attention
+    )
     notes = [*match.assumptions, *place.assumptions, f"habits of {habits.name}"]
     try:
         grid = _grid(row, match.spec, gpus, habits, notes)
@@ -81,19 +81,6 @@ def job_of(row: Row, book: ModelBook) -> Job:
         habits=habits.name,
         assumptions=tuple(notes),
     )
-
-
-@functools.cache
-def _place(
-    gpu: str, num_gpus: int, per_node: int | None, network: str, flash_attention: bool
-) -> MachineMatch:
-    """A machine, one object for all rows that ran on it."""
-    place = machine(gpu, num_gpus, per_node, network)
-    if flash_attention or not place.cluster.accelerator.flash_attention:
-        return place
-    accelerator = dataclasses.replace(place.cluster.accelerator, flash_attention=False)
-    cluster = dataclasses.replace(place.cluster, accelerator=accelerator)
-    return dataclasses.replace(place, cluster=cluster)
 
 
 def _grid(row: Row, spec: TransformerSpec, gpus: int, habits: Habits, notes: list[str]) -> Grid:
@@ -116,10 +103,7 @@ def _dims(
     if not tp or not pp:
         raise RefusedRowError("layout not stated", f"tp={row.get('tp')!r} pp={row.get('pp')!r}")
     cp = whole(row, "cp") or 1
-    replicas, rest = divmod(gpus, tp * pp * cp)
-    if rest or not replicas:
-        product = f"tp*pp*cp = {tp * pp * cp} does not divide {gpus} GPUs"
-        raise RefusedRowError("layout does not multiply out to the GPUs", product)
+    replicas = replicas_of(gpus, tp * pp * cp)
     ep, etp = whole(row, "ep") or 1, whole(row, "etp") or None
     if etp is None:
         etp = tp if habits.experts_follow_tensor or ep == 1 else 1
@@ -136,6 +120,19 @@ def _dims(
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
     )
+
+
+def replicas_of(gpus: int, model_parallel: int) -> int:
+    """How many replicas of so many ranks (TP x PP x CP) the GPUs hold.
+
+    Raises:
+        RefusedRowError: if they hold no whole number of them.
+    """
+    replicas, rest = divmod(gpus, model_parallel)
+    if rest or not replicas:
+        product = f"tp*pp*cp = {model_parallel} does not divide {gpus} GPUs"
+        raise RefusedRowError("layout does not multiply out to the GPUs", product)
+    return replicas
 
 
 def _virtual(row: Row, spec: TransformerSpec, pp: int, habits: Habits, notes: list[str]) -> int:
@@ -220,21 +217,17 @@ def _recompute(row: Row, dims: ParallelDims, notes: list[str]) -> Recompute:
             notes.append("no recomputation")
         return NO_RECOMPUTE
     if text.startswith("full"):
-        return Recompute(
-            granularity=RecomputeGranularity.FULL, method=RecomputeMethod.UNIFORM, num_layers=1
-        )
+        return FULL_RECOMPUTE
     if "offload" in text:
         raise RefusedRowError("activations moved to the host", row["recompute"])
     words = [word for word in re.split(r"[\s,()\[\]+]+", text) if word in _MODULES]
     if "torchtitan" in row.get("framework", "").lower():
         words = ["mlp"]
         notes.append("every second product is computed again, taken as the MLP")
-    modules = tuple(dict.fromkeys(_MODULES[word] for word in words))
-    if not modules:
-        modules = (RecomputeModule.CORE_ATTN,)
+    if not words:
+        words = ["core_attn"]
         notes.append("core attention recomputed")
-    ordered = tuple(module for module in RecomputeModule if module in modules)
-    return Recompute(granularity=RecomputeGranularity.SELECTIVE, modules=ordered)
+    return selective_recompute({_MODULES[word] for word in words})
 
 
 def _precision(row: Row, cluster: Cluster) -> Precision:

@@ -7,6 +7,7 @@ short text.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from dataclasses import dataclass
 
@@ -94,6 +95,23 @@ SHARED_ADAPTER = 0.7
 _MEASURED_SHARED = frozenset({"omni_path"})
 #: GPUs that an NVLink bridge joins, and what it carries.
 _BRIDGES = {"a100_pcie": ("nvlink3", 300e9), "h100_pcie": ("nvlink4", 300e9)}
+
+
+@functools.cache
+def machine_of_runs(
+    gpu: str, num_gpus: int, gpus_per_node: int | None, network: str, *, flash_attention: bool
+) -> MachineMatch:
+    """``machine``, one object for all rows that ran on it.
+
+    Args:
+        flash_attention: the framework runs fused attention where the GPU has it.
+    """
+    match = machine(gpu, num_gpus, gpus_per_node, network)
+    if flash_attention or not match.cluster.accelerator.flash_attention:
+        return match
+    accelerator = dataclasses.replace(match.cluster.accelerator, flash_attention=False)
+    cluster = dataclasses.replace(match.cluster, accelerator=accelerator)
+    return dataclasses.replace(match, cluster=cluster)
 
 
 def machine(gpu: str, num_gpus: int, gpus_per_node: int | None, network: str) -> MachineMatch:

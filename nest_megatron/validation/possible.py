@@ -8,19 +8,17 @@ from collections.abc import Iterator
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import (
+    FULL_RECOMPUTE,
     NO_RECOMPUTE,
     Recompute,
-    RecomputeGranularity,
-    RecomputeMethod,
     RecomputeModule,
+    selective_recompute,
 )
+from nest_megatron.validation.measured import ran_out_of_memory
 from nest_megatron.validation.rows import Row, number
 
 _MICRO_BATCHES = (1, 2, 4, 8)
 
-_FULL = Recompute(
-    granularity=RecomputeGranularity.FULL, method=RecomputeMethod.UNIFORM, num_layers=1
-)
 _MODULES = RecomputeModule
 #: Modules that recipes compute again, from little to much.
 _EXPERTS = (
@@ -73,17 +71,9 @@ def _recomputes(
     row: Row, spec: TransformerSpec, grid: Grid, keeps_dense: bool
 ) -> tuple[Recompute, ...]:
     # A run that ended out of memory did not look for a setting that fits.
-    if row.get("outcome", "").lower() == "oom" or states_recompute(row):
+    if ran_out_of_memory(row) or states_recompute(row):
         return (grid.recompute,)
     if not spec.is_moe and keeps_dense:
         return (NO_RECOMPUTE,)
     modules = (*_EXPERTS, *(_LATENT if spec.multi_latent_attention else ()))
-    selective = tuple(
-        Recompute(granularity=RecomputeGranularity.SELECTIVE, modules=_in_order(each))
-        for each in modules
-    )
-    return (NO_RECOMPUTE, *selective, _FULL)
-
-
-def _in_order(modules: tuple[RecomputeModule, ...]) -> tuple[RecomputeModule, ...]:
-    return tuple(module for module in RecomputeModule if module in modules)
+    return (NO_RECOMPUTE, *map(selective_recompute, modules), FULL_RECOMPUTE)

@@ -57,13 +57,14 @@ class Predictor:
         Raises:
             RefusedRowError: if its layers cannot be divided over the pipeline.
         """
-        key = (job.spec, job.cluster.name, job.cluster.num_gpus, id(job.cluster), job.settings)
+        key = (job.spec, id(job.cluster), job.settings)  # the model keeps the cluster alive
         model = self._models.get(key)
         if model is None:
             model = self._models[key] = CostModel(job.spec, job.cluster, job.settings)
         problems = [(grid, model.problem(grid)) for grid in job.grids]
         partition = measured_partition(job, problems[0][1])
-        needs = [max(stage_memory(problem, partition)) for _, problem in problems]
+        memory = [stage_memory(problem, partition) for _, problem in problems]
+        needs = [max(stages) for stages in memory]
         fitting = [i for i, need in enumerate(needs) if need <= problems[i][1].capacity_bytes]
         if not fitting:
             fitting = [needs.index(min(needs))]
@@ -71,7 +72,7 @@ class Predictor:
         grid, problem = problems[best]
         return Prediction(
             iteration_time_s=to_seconds(ticks),
-            stage_memory=stage_memory(problem, partition),
+            stage_memory=memory[best],
             capacity_bytes=problem.capacity_bytes,
             model_flops=grid.global_batch_size * model_flops_per_sequence(model),
             grid=grid,

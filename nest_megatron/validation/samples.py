@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from nest_megatron.validation.assess import work_of
+from nest_megatron.validation.assess import job_time
 from nest_megatron.validation.calibrate import Sample
 from nest_megatron.validation.job import job_of
-from nest_megatron.validation.measured import measured_time, require_consistent
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.predict import Predictor
 from nest_megatron.validation.refusal import RefusedRowError
@@ -30,9 +29,7 @@ def _samples(rows: Iterable[Row], book: ModelBook, predictor: Predictor) -> Iter
             continue
         try:
             job = job_of(row, book)
-            work = work_of(job, predictor.predict(job))
-            require_consistent(row, work)
-            measured = measured_time(row, work)
+            measured = job_time(row, job, predictor.predict(job))
         except RefusedRowError:
             continue
         yield Sample(

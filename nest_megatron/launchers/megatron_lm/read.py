@@ -28,7 +28,7 @@ from nest_megatron.parallel.recompute import (
     Recompute,
     RecomputeGranularity,
     RecomputeMethod,
-    RecomputeModule,
+    selective_recompute,
 )
 from nest_megatron.parallel.zero import ZeroStage
 
@@ -337,10 +337,7 @@ def _recompute(values: Mapping[str, Any]) -> Recompute | None:
             method=RecomputeMethod(values["recompute_method"]) if _given(values) else None,
             num_layers=values.get("recompute_num_layers"),
         )
-    return Recompute(
-        granularity=RecomputeGranularity.SELECTIVE,
-        modules=tuple(m for m in RecomputeModule if m.value in modules),
-    )
+    return selective_recompute(modules)
 
 
 def _given(values: Mapping[str, Any]) -> bool:
