@@ -1,0 +1,167 @@
+"""Which timings speak for a piece in a shape: its own, or its neighbours' with weights.
+
+The rule where a shape was not measured: the ratio of measured to analytic time is carried over from
+the nearest measured shapes of the same piece, at most ``NUM_NEIGHBOURS``. Shapes lie in a space
+whose axes are the logarithms of tensor-parallel size, tokens of a rank, context-parallel size,
+expert-parallel size and expert-tensor-parallel size, and a step for sequence parallelism; the
+logarithms of the ratios are averaged with weights of one over the squared distance. The closed form
+thus carries what a shape itself changes, and the timings how far this machine is from it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.profile.records import LayerProfile, Piece, Source, Timing
+
+#: Measured shapes that an interpolation draws from: twice the two ends of the one axis that most
+#: profiles vary at a time.
+NUM_NEIGHBOURS = 4
+
+#: What a piece's compute time depends on: tensor, context, expert, expert-tensor size, tokens of a
+#: rank, sequence parallelism; 1 where the piece does not depend on it.
+Point = tuple[int, int, int, int, float, bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """A timing and its weight; the weights of a lookup add up to one."""
+
+    timing: Timing
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What stands behind a piece's time in one shape; no neighbours is analytic."""
+
+    source: Source
+    neighbours: tuple[Neighbour, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
+    """Timings for a model's layers.
+
+    Args:
+        spec: the model that is planned; its layers are those of the profiles.
+        profiles: the most trusted first. A shape's own timing wins over an interpolation, and what
+            was measured here over both of what was imported.
+    """
+
+    spec: TransformerSpec
+    profiles: tuple[LayerProfile, ...]
+    _own: dict[Piece, _Table] = field(init=False, repr=False, compare=False)
+    _imported: dict[Piece, _Table] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, imported in (("_own", False), ("_imported", True)):
+            chosen = [p for p in self.profiles if p.imported is imported]
+            object.__setattr__(self, name, _tables(self.spec, chosen))
+
+    @property
+    def name(self) -> str:
+        """The profiles' names."""
+        return " + ".join(profile.name for profile in self.profiles)
+
+    def pieces(self) -> frozenset[Piece]:
+        """Pieces that some profile has a timing of."""
+        return frozenset(self._own) | frozenset(self._imported)
+
+    def find(self, piece: Piece, shard: LayerShard) -> Found:
+        """What speaks for a piece in a shape, by precedence."""
+        point = point_of(self.spec, piece, shard)
+        own = self._own.get(piece)
+        if own is not None:
+            exact = own.exact.get(point)
+            if exact is not None:
+                whole = Neighbour(timing=exact, weight=1.0)
+                return Found(source=Source.MEASURED, neighbours=(whole,))
+            return Found(source=Source.INTERPOLATED, neighbours=own.nearest(point))
+        foreign = self._imported.get(piece)
+        if foreign is None:
+            return Found(source=Source.ANALYTIC)
+        return Found(source=Source.IMPORTED, neighbours=foreign.nearest(point))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    """One piece's timings by point."""
+
+    exact: dict[Point, Timing]
+    places: tuple[tuple[tuple[float, ...], Timing], ...]
+
+    def nearest(self, point: Point) -> tuple[Neighbour, ...]:
+        """The nearest timings by weight; the shape's own alone, if it is there."""
+        if point in self.exact:
+            return (Neighbour(timing=self.exact[point], weight=1.0),)
+        here = _place(point)
+        squares = (
+            (math.fsum((a - b) ** 2 for a, b in zip(here, there, strict=True)), index)
+            for index, (there, _) in enumerate(self.places)
+        )
+        chosen = heapq.nsmallest(NUM_NEIGHBOURS, squares)
+        total = math.fsum(1.0 / square for square, _ in chosen)
+        return tuple(
+            Neighbour(timing=self.places[index][1], weight=1.0 / square / total)
+            for square, index in chosen
+        )
+
+
+def point_of(spec: TransformerSpec, piece: Piece, shard: LayerShard) -> Point:
+    """What a piece's compute time depends on in a shape.
+
+    Attention alone tells context parallelism from a shorter micro batch; all else sees a rank's
+    tokens, as ``CostModel`` prices it.
+    """
+    tp = shard.tensor_model_parallel_size
+    has_experts = piece is Piece.EXPERTS
+    return (
+        tp,
+        shard.context_parallel_size if piece is Piece.ATTENTION else 1,
+        shard.expert_model_parallel_size if has_experts else 1,
+        shard.expert_tensor_parallel_size if has_experts else 1,
+        shard.tokens(spec),
+        shard.sequence_parallel and tp > 1,
+    )
+
+
+def shard_of(timing: Timing, like: LayerShard) -> LayerShard:
+    """How a timing's piece was divided; what no timing holds is that of another shard."""
+    return LayerShard(
+        tensor_model_parallel_size=timing.tensor_model_parallel_size,
+        context_parallel_size=timing.context_parallel_size,
+        expert_model_parallel_size=timing.expert_model_parallel_size,
+        expert_tensor_parallel_size=timing.expert_tensor_parallel_size,
+        micro_batch_size=timing.micro_batch_size,
+        sequence_parallel=timing.sequence_parallel,
+        flash_attention=like.flash_attention,
+        loss_bytes=like.loss_bytes,
+    )
+
+
+def _place(point: Point) -> tuple[float, ...]:
+    *sizes, sequence_parallel = point
+    return (*(math.log2(size) for size in sizes), float(sequence_parallel))
+
+
+def _tables(spec: TransformerSpec, profiles: Iterable[LayerProfile]) -> dict[Piece, _Table]:
+    """Timings by piece and point; of several for a point the first profile's first."""
+    points: dict[Piece, dict[Point, Timing]] = {}
+    anything = LayerShard()
+    for profile in profiles:
+        for timing in profile.timings:
+            point = point_of(spec, timing.piece, shard_of(timing, anything))
+            points.setdefault(timing.piece, {}).setdefault(point, timing)
+    return {
+        piece: _Table(
+            exact=exact,
+            places=tuple((_place(point), timing) for point, timing in exact.items()),
+        )
+        for piece, exact in points.items()
+    }

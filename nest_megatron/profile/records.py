@@ -1,0 +1,341 @@
+"""What a layer profile holds: pieces of a layer timed on a machine, and what makes two alike."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.errors import ProfileError
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.names import Name
+from nest_megatron.parallel.plan_file import digest
+from nest_megatron.units import Bytes, Seconds, format_gib
+
+#: Version of the file format; a reader refuses newer ones.
+SCHEMA = 1
+#: Provenance of a plan whose times all come from data sheets; no profile may be called so.
+ANALYTIC_NAME = "analytic"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,120}")
+#: Rows of the vocabulary are compared in steps of this many: Megatron pads them to a multiple of
+#: 128 times the tensor-parallel size, so one model has several sizes.
+_VOCABULARY_STEP = 1024
+
+
+class Piece(Name):
+    """A part of the model that is timed by itself.
+
+    A decoder layer is its attention half and its dense or expert half, norm and residual included.
+    ``mtp`` is what all MTP layers of the model do around their decoder layers.
+    """
+
+    ATTENTION = "attention"
+    DENSE = "dense"
+    EXPERTS = "experts"
+    EMBEDDING = "embedding"
+    MTP = "mtp"
+    HEAD = "head"
+
+
+class Source(Name):
+    """Where a piece's time comes from, the most trusted first."""
+
+    MEASURED = "measured"
+    INTERPOLATED = "interpolated"
+    IMPORTED = "imported"
+    ANALYTIC = "analytic"
+
+
+class Implementation(Name):
+    """Which of megatron-core's layers ran."""
+
+    LOCAL = "local"
+    TRANSFORMER_ENGINE = "transformer_engine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """One piece in one shape, on one rank, for one micro batch.
+
+    Times are of the device's own work: collectives are taken out while measuring, because the cost
+    model prices them by where the group lies. The sequence length is that of the profile's model.
+
+    Args:
+        recompute_s: a forward pass that keeps nothing and the forward pass again; kept for
+            comparison, the cost model derives it from ``forward_s``.
+        optimizer_s: one optimizer step over the piece's parameters.
+        spread: relative inter-quartile range of one forward and backward pass.
+        peak_memory_bytes: peak over what was allocated before; 0 where the device does not say.
+
+    Raises:
+        ProfileError: naming the field that is no number or out of range.
+    """
+
+    piece: Piece
+    tensor_model_parallel_size: int
+    context_parallel_size: int
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int
+    sequence_parallel: bool
+    micro_batch_size: int
+    forward_s: Seconds
+    backward_s: Seconds
+    recompute_s: Seconds
+    optimizer_s: Seconds
+    spread: float
+    repetitions: int
+    parameters: int
+    saved_bytes: Bytes
+    peak_memory_bytes: Bytes
+
+    def __post_init__(self) -> None:
+        for name in (*_DEGREES, "repetitions"):
+            self._require(name, whole=True, zero_allowed=False)
+        for name in ("forward_s", "backward_s"):
+            self._require(name, whole=False, zero_allowed=False)
+        for name in ("recompute_s", "optimizer_s", "spread"):
+            self._require(name, whole=False, zero_allowed=True)
+        for name in ("parameters", "saved_bytes", "peak_memory_bytes"):
+            self._require(name, whole=True, zero_allowed=True)
+
+    def _require(self, name: str, *, whole: bool, zero_allowed: bool) -> None:
+        value = getattr(self, name)
+        is_number = isinstance(value, int if whole else int | float) and value is not True
+        if is_number and math.isfinite(value) and (value > 0 or (zero_allowed and value == 0)):
+            return
+        number = "whole number" if whole else "finite number"
+        raise ProfileError(
+            f"{self.piece}: {name}",
+            value=value,
+            limit=f"it must be a {number} {'of at least' if zero_allowed else 'above'} 0",
+            fix="Measure the piece again.",
+        )
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What tells two timings of a profile apart."""
+        return (self.piece, *(getattr(self, name) for name in _DEGREES), self.sequence_parallel)
+
+
+_DEGREES = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "micro_batch_size",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the pieces ran on; ``None`` is not installed, or not known.
+
+    Args:
+        graphics_mhz, memory_mhz: clocks as they were found; told, never compared.
+    """
+
+    device_name: str
+    memory_bytes: Bytes
+    driver: str | None
+    torch: str
+    megatron_core: str
+    transformer_engine: str | None
+    nccl: str | None
+    graphics_mhz: int | None
+    memory_mhz: int | None
+    implementation: Implementation
+    is_cpu: bool
+
+    def __post_init__(self) -> None:
+        if not self.device_name:
+            raise _bad_field("machine.device_name", self.device_name, "it must not be empty")
+        if not isinstance(self.memory_bytes, int) or self.memory_bytes <= 0:
+            raise _bad_field("machine.memory_bytes", self.memory_bytes, "it must be above 0")
+
+    def describe(self) -> str:
+        """The device in a few words: ``NVIDIA H200 (139.8 GiB)``."""
+        return f"{self.device_name} ({format_gib(self.memory_bytes)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProfile:
+    """The timings of one model's layers on one machine.
+
+    Args:
+        created: when the newest timing was taken, in ISO 8601 with its time zone.
+        imported: it was measured elsewhere and brought here.
+
+    Raises:
+        ProfileError: for a name that makes no file name, a time of no format, or a shape twice.
+    """
+
+    schema: int = SCHEMA
+    name: str
+    created: str
+    imported: bool = False
+    precision: Precision
+    note: str = ""
+    machine: Machine
+    model: TransformerSpec
+    timings: tuple[Timing, ...]
+
+    def __post_init__(self) -> None:
+        require_name(self.name)
+        try:
+            has_zone = datetime.fromisoformat(self.created).tzinfo is not None
+        except ValueError:
+            has_zone = False
+        if not has_zone:
+            raise _bad_field("created", self.created, "it must be an ISO 8601 time with its zone")
+        shapes = [timing.shape for timing in self.timings]
+        for index, shape in enumerate(shapes):
+            if shape in shapes[:index]:
+                raise _bad_field(f"timings[{index}]", shape, "this shape is there already")
+
+    def pieces(self) -> frozenset[Piece]:
+        """Pieces that have a timing."""
+        return frozenset(timing.piece for timing in self.timings)
+
+
+def require_name(name: str) -> str:
+    """The name, if it may be a profile's.
+
+    Raises:
+        ProfileError: if it makes no file name, or means that there is no profile.
+    """
+    if not _NAME.fullmatch(name) or name == ANALYTIC_NAME:
+        raise ProfileError(
+            "profile name",
+            value=name,
+            limit=f"it is made of letters, digits and . _ + -, and is not {ANALYTIC_NAME!r}",
+            fix="For example llama3_8b-h200.",
+        )
+    return name
+
+
+def layer_shape(spec: TransformerSpec) -> Mapping[str, object]:
+    """The fields of a model that decide how long one of its layers takes.
+
+    How many layers there are and which of them have experts, names, sources, position limits and
+    numerical constants change no layer, so that a profile of one model serves every model with
+    equal layers. Fields that Megatron derives are compared as derived; those of experts and of
+    latent attention count only where the model has them.
+    """
+    shape = {name: getattr(spec, name) for name in _SHAPING}
+    rows = spec.padded_vocab_size(1)
+    shape["vocab_size"] = -(-rows // _VOCABULARY_STEP) * _VOCABULARY_STEP
+    shape["mtp_num_layers"] = spec.num_mtp_layers
+    if spec.num_experts is not None:
+        shape |= {name: getattr(spec, name) for name in _OF_EXPERTS}
+        shape["moe_ffn_hidden_size"] = spec.expert_ffn_hidden_size
+    if spec.multi_latent_attention:
+        shape |= {name: getattr(spec, name) for name in _OF_LATENT_ATTENTION}
+    else:
+        shape |= {"num_query_groups": spec.query_groups, "kv_channels": spec.head_dim}
+    return shape
+
+
+_SHAPING = (
+    "family",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "position_embedding_type",
+    "normalization",
+    "activation",
+    "gated_linear_unit",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "softmax_type",
+    "hidden_dropout",
+    "attention_dropout",
+    "window_size",
+    "window_attn_skip_freq",
+    "multi_latent_attention",
+)
+_OF_EXPERTS = ("num_experts", "moe_router_topk", "moe_shared_expert_intermediate_size")
+_OF_LATENT_ATTENTION = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+)
+#: Fields of a model that change no layer's time, or are read through others.
+NOT_SHAPING = frozenset(
+    {
+        "name",
+        "num_layers",
+        "max_position_embeddings",
+        "make_vocab_size_divisible_by",
+        "vocab_is_padded",
+        "rotary_base",
+        "rotary_percent",
+        "layernorm_epsilon",
+        "apply_layernorm_1p",
+        "untie_embeddings_and_output_weights",
+        "moe_layer_pattern",
+        "moe_router_enable_expert_bias",
+        "source",
+    }
+)
+#: Fields of a machine that two profiles must share to be one; clocks are told only.
+COMPARED = (
+    "device_name",
+    "memory_bytes",
+    "driver",
+    "torch",
+    "megatron_core",
+    "transformer_engine",
+    "nccl",
+    "implementation",
+)
+
+
+def pieces_of(spec: TransformerSpec) -> tuple[Piece, ...]:
+    """The pieces that a model is made of."""
+    pattern = spec.moe_layer_pattern or (0,)
+    has = {
+        Piece.DENSE: not all(pattern),
+        Piece.EXPERTS: spec.is_moe,
+        Piece.MTP: spec.num_mtp_layers > 0,
+    }
+    return tuple(piece for piece in Piece if has.get(piece, True))
+
+
+def shape_digest(spec: TransformerSpec, precision: Precision) -> str:
+    """A short hash of what decides a layer's work: its shape and the number format."""
+    return digest([layer_shape(spec), precision])
+
+
+def fingerprint(machine: Machine, spec: TransformerSpec, precision: Precision) -> str:
+    """A short hash of all that a timing depends on besides how the layer is divided.
+
+    Device, memory, driver, versions and implementation (``COMPARED``), the layer's shape
+    (``layer_shape``, the sequence length among it) and the number format.
+    """
+    found = {name: getattr(machine, name) for name in COMPARED}
+    return digest([found, layer_shape(spec), precision])
+
+
+def fingerprint_of(profile: LayerProfile) -> str:
+    """The fingerprint of a profile's timings."""
+    return fingerprint(profile.machine, profile.model, profile.precision)
+
+
+def default_name(machine: Machine, spec: TransformerSpec, precision: Precision) -> str:
+    """A name for a profile that nobody has named: model, device, format, fingerprint."""
+    words = (spec.name, machine.device_name.removeprefix("NVIDIA "), precision)
+    plain = (re.sub(r"[^A-Za-z0-9._+]+", "_", word).strip("_.") for word in words)
+    tail = fingerprint(machine, spec, precision)[:6]
+    return "-".join(("-".join(filter(None, plain))[:100], tail))
+
+
+def _bad_field(name: str, value: object, limit: str) -> ProfileError:
+    return ProfileError(name, value=value, limit=limit, fix="Measure the profile again.")

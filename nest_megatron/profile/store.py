@@ -1,0 +1,281 @@
+"""Where profiles are kept: one file each in the user's cache, and those shipped with the package.
+
+Whoever adds timings reads, merges and writes under one lock, so ranks and jobs that finish at the
+same time lose nothing. Readers need no lock: a file is replaced in one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from nest_megatron.catalogue_files import catalogue_root
+from nest_megatron.errors import ProfileError, UserInputError, nearest
+from nest_megatron.profile import profile_file
+from nest_megatron.profile.profile_file import FINGERPRINT
+from nest_megatron.profile.records import (
+    LayerProfile,
+    Timing,
+    fingerprint_of,
+    require_name,
+)
+from nest_megatron.units import Seconds
+
+#: Names another folder than the user's cache; jobs on many hosts share one on a shared disk.
+FOLDER_VARIABLE = "NEST_MEGATRON_PROFILES"
+_SHIPPED = "profile"
+_SUFFIX = ".yaml"
+_LOCK = ".lock"
+#: A merge takes milliseconds; whoever waits longer than this waits for a process that hangs.
+LOCK_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A profile file that has not been read: in the store, or shipped with the package."""
+
+    name: str
+    path: Traversable
+    shipped: bool
+
+    def line(self, key: str) -> str | None:
+        """What the file says of one of its first keys, found without reading all of it."""
+        found = re.search(rf"^{key}: '?(\w+)'?$", self.text(), re.MULTILINE)
+        return None if found is None else found[1]
+
+    def text(self) -> str:
+        """The text of the file.
+
+        Raises:
+            ProfileError: if it cannot be read.
+        """
+        try:
+            return self.path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise _unusable(str(self.path), f"it cannot be read: {error}") from error
+
+    def read(self) -> LayerProfile:
+        """The profile; a shipped one was measured elsewhere, so it counts as imported.
+
+        Raises:
+            ProfileError: if it is no sound profile, or not the one that its file is named for.
+        """
+        profile = profile_file.load(self.text(), str(self.path))
+        if profile.name != self.name:
+            raise _unusable(str(self.path), f"it holds the profile {profile.name!r}")
+        return dataclasses.replace(profile, imported=True) if self.shipped else profile
+
+
+def profiles_folder() -> Path:
+    """The folder of the store; it need not exist."""
+    asked = os.environ.get(FOLDER_VARIABLE)
+    if asked:
+        return Path(asked).expanduser()
+    from platformdirs import user_cache_path
+
+    return user_cache_path("nest-megatron") / "profiles"
+
+
+def stored_entries() -> tuple[Entry, ...]:
+    """The files of the store by name."""
+    return _entries(profiles_folder(), shipped=False)
+
+
+def shipped_entries() -> tuple[Entry, ...]:
+    """The files that come with the package."""
+    return _entries(catalogue_root().joinpath(_SHIPPED), shipped=True)
+
+
+def all_entries() -> tuple[Entry, ...]:
+    """The store's files, then those shipped whose name the store has not taken."""
+    own = stored_entries()
+    taken = {entry.name for entry in own}
+    return (*own, *(entry for entry in shipped_entries() if entry.name not in taken))
+
+
+def _entries(folder: Traversable, *, shipped: bool) -> tuple[Entry, ...]:
+    if not folder.is_dir():
+        return ()
+    files = sorted((path for path in folder.iterdir()), key=lambda path: path.name)
+    return tuple(
+        Entry(name=path.name.removesuffix(_SUFFIX), path=path, shipped=shipped)
+        for path in files
+        if path.name.endswith(_SUFFIX) and not path.name.startswith(".")
+    )
+
+
+def find_entry(name: str) -> Entry:
+    """The profile file of a name.
+
+    Raises:
+        UserInputError: if there is none, with the nearest names.
+    """
+    entries = {entry.name: entry for entry in all_entries()}
+    if name in entries:
+        return entries[name]
+    raise UserInputError(
+        "profile",
+        value=name,
+        limit=f"there is no such profile, neither shipped nor in {profiles_folder()}",
+        fix=nearest(name, entries)
+        if entries
+        else "Measure one with torchrun -m nest_megatron.profile, or import one.",
+    )
+
+
+def record(profile: LayerProfile, *, timeout_s: Seconds = LOCK_TIMEOUT_S) -> LayerProfile:
+    """Put timings into the store; safe for many ranks and jobs at once.
+
+    Timings join the stored profile of the same fingerprint, whatever its name; where both have a
+    shape, those of the newer profile stay. Nothing that another process adds meanwhile is lost.
+
+    Returns:
+        The profile as it is stored now.
+
+    Raises:
+        ProfileError: if the name is taken by a profile of something else, the stored one is broken,
+            or the store cannot be locked or written to.
+    """
+    with _locked(timeout_s) as folder:
+        before = _same_profile(profile)
+        after = profile if before is None else merged(before, profile)
+        _write(after, folder)
+        return after
+
+
+def merged(one: LayerProfile, other: LayerProfile) -> LayerProfile:
+    """Both profiles' timings under the first one's name; the newer profile's win."""
+    older, newer = sorted((one, other), key=lambda p: datetime.fromisoformat(p.created))
+    if datetime.fromisoformat(one.created) == datetime.fromisoformat(other.created):
+        older, newer = one, other
+    timings: Mapping[object, Timing] = {
+        timing.shape: timing for profile in (older, newer) for timing in profile.timings
+    }
+    return dataclasses.replace(
+        newer,
+        name=one.name,
+        note=newer.note or older.note,
+        imported=one.imported,
+        timings=tuple(sorted(timings.values(), key=lambda timing: repr(timing.shape))),
+    )
+
+
+def import_profile(path: Path, *, name: str | None = None) -> LayerProfile:
+    """Copy a profile that was measured elsewhere into the store, marked as imported.
+
+    Args:
+        name: another name for it.
+
+    Raises:
+        ProfileError: if the file is no sound profile, or the name is taken.
+    """
+    found = profile_file.read(path)
+    found = dataclasses.replace(found, name=name or found.name, imported=True)
+    return record(found)
+
+
+def export_profile(name: str, out: Path) -> LayerProfile:
+    """Copy a sound profile out of the store, or of those shipped, to a file.
+
+    Raises:
+        UserInputError: if there is none of the name, or the file cannot be written.
+    """
+    profile = find_entry(name).read()
+    profile_file.write(profile, out)
+    return profile
+
+
+def faults(name: str | None = None) -> tuple[tuple[Entry, ProfileError | None], ...]:
+    """Every profile, or the one named, with what is wrong with its file, or ``None``."""
+    entries = all_entries() if name is None else (find_entry(name),)
+    return tuple((entry, _fault(entry)) for entry in entries)
+
+
+def _fault(entry: Entry) -> ProfileError | None:
+    try:
+        entry.read()
+    except ProfileError as error:
+        return error
+    return None
+
+
+def _same_profile(profile: LayerProfile) -> LayerProfile | None:
+    """The stored profile that a new one's timings join; measured and imported stay apart."""
+    wanted = fingerprint_of(profile)
+    for entry in stored_entries():
+        if entry.name == profile.name:
+            found = entry.read()
+            if (fingerprint_of(found), found.imported) == (wanted, profile.imported):
+                return found
+            raise _taken(profile)
+    for entry in stored_entries():
+        if entry.line(FINGERPRINT) == wanted:
+            found = entry.read()
+            if found.imported == profile.imported:
+                return found
+    return None
+
+
+def _taken(profile: LayerProfile) -> ProfileError:
+    return ProfileError(
+        "profile name",
+        value=profile.name,
+        limit="the store has a profile of this name from another device, version, layer or origin",
+        fix=f"Give another name, or remove {profiles_folder() / (profile.name + _SUFFIX)}.",
+    )
+
+
+@contextlib.contextmanager
+def _locked(timeout_s: Seconds) -> Iterator[Path]:
+    """Hold the store's lock; the folder exists then."""
+    from filelock import FileLock, Timeout
+
+    folder = profiles_folder()
+    lock = FileLock(folder / _LOCK, timeout=timeout_s)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout as error:
+        raise ProfileError(
+            "profile store",
+            value=str(folder / _LOCK),
+            limit=f"another process has held the lock for {timeout_s:g} s",
+            fix=f"End that process, or use another folder with {FOLDER_VARIABLE}.",
+        ) from error
+    except (OSError, NotImplementedError) as error:  # a disk without locks
+        raise _unwritable(folder, error) from error
+    try:
+        yield folder
+    finally:
+        lock.release()
+
+
+def _write(profile: LayerProfile, folder: Path) -> None:
+    try:
+        profile_file.write(profile, folder / f"{require_name(profile.name)}{_SUFFIX}")
+    except ProfileError:
+        raise
+    except UserInputError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: Exception) -> ProfileError:
+    return ProfileError(
+        "profile store",
+        value=str(folder),
+        limit=f"it cannot be written to: {error}",
+        fix=f"Name a folder that you may write to with {FOLDER_VARIABLE}.",
+    )
+
+
+def _unusable(path: str, limit: str) -> ProfileError:
+    return ProfileError(
+        "profile", value=path, limit=limit, fix="Rename, import or remove the file."
+    )
