@@ -10,6 +10,7 @@ from typing import NamedTuple
 from nest_megatron.cluster.records import Cluster, CollectiveKind
 from nest_megatron.cost_model.communication import collective_time, ring_step_time
 from nest_megatron.cost_model.compute import operator_times
+from nest_megatron.cost_model.measured import AS_ANALYTIC, Scale
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Part
 from nest_megatron.model.spec import LayerKind
@@ -19,6 +20,7 @@ from nest_megatron.parallel.recompute import (
     RecomputeMethod,
     RecomputeModule,
 )
+from nest_megatron.profile.records import Source
 from nest_megatron.units import Seconds
 
 #: Parts whose load follows the tokens that the router sends; the busiest rank sets the pace.
@@ -198,18 +200,26 @@ def run_unit(
 
 
 def unit_times(
-    graph: LayerGraph, shapes: GroupShapes, cluster: Cluster, settings: CostSettings
+    graph: LayerGraph,
+    shapes: GroupShapes,
+    cluster: Cluster,
+    settings: CostSettings,
+    scale: Scale = AS_ANALYTIC,
 ) -> UnitTimes:
     """Price a unit's graph on a cluster.
 
     Args:
         shapes: where the layer's groups lie.
+        scale: what a profile makes of the operators' time, all in proportion, so that parts which
+            are computed again and what hides under an operator follow. A measured time contains
+            its launches, so the host's floor is not asked for.
     """
     operators: dict[str, tuple[Seconds, Seconds]] = {}
     forward: dict[Part, list[Seconds]] = {}
     backward = [0.0] * len(_TERMS)
     for op in graph.operators:
         ahead, back = operator_times(op, cluster.accelerator, settings)
+        ahead, back = ahead * scale.forward, back * scale.backward
         if op.part in _ROUTED:
             ahead, back = ahead * settings.expert_imbalance, back * settings.expert_imbalance
         operators[op.name] = (ahead, back)
@@ -225,7 +235,7 @@ def unit_times(
             forward.setdefault(part, [0.0] * len(_TERMS))[term] += paced
     whole = [sum(terms) for terms in zip(*forward.values(), strict=True)]
     launches = len(graph.operators) + sum(map(_is_forward, graph.collectives))
-    host = settings.host_kernel_s * launches
+    host = settings.host_kernel_s * launches if scale.source is Source.ANALYTIC else 0.0
     whole[_COMPUTE] += max(0.0, host - sum(whole))
     backward[_COMPUTE] += max(0.0, 2 * host - sum(backward))
     saved: dict[Part, float] = {}

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from nest_megatron.cluster.records import Cluster, CollectiveKind
 from nest_megatron.cost_model.communication import collective_time, send_time
 from nest_megatron.cost_model.data_parallel import ReplicaTraffic, replica_traffic
+from nest_megatron.cost_model.keys import (
+    GroupPlaces,
+    degrees,
+    dense_key,
+    inner_degrees,
+    split_block,
+    unit_key,
+)
 from nest_megatron.cost_model.layer_cost import (
     UnitRun,
     UnitTimes,
     run_unit,
     unit_times,
 )
+from nest_megatron.cost_model.measured import MeasuredTimes, piece_graph
 from nest_megatron.cost_model.memory import (
     GRADIENT_BYTES,
     capacity_bytes,
@@ -26,15 +33,8 @@ from nest_megatron.cost_model.unit_cost import (
     parameter_prices,
     unit_cost,
 )
-from nest_megatron.model.graph import Group, LayerGraph
-from nest_megatron.model.operators import (
-    ACT,
-    around_mtp_graph,
-    attention_graph,
-    embedding_graph,
-    feed_forward_graph,
-    head_graph,
-)
+from nest_megatron.model.graph import Group
+from nest_megatron.model.operators import ACT
 from nest_megatron.model.parameters import ParameterCount, last_layer_kind, unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
@@ -46,19 +46,13 @@ from nest_megatron.parallel.rank_order import (
     group_shape,
     pipeline_link_level,
 )
-from nest_megatron.parallel.recompute import (
-    NO_RECOMPUTE,
-    Recompute,
-    RecomputeGranularity,
-    RecomputeMethod,
-)
+from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute, RecomputeMethod
 from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.profile.lookup import LayerTimes
+from nest_megatron.profile.records import Piece, Source, pieces_of
 from nest_megatron.units import Seconds, Ticks, to_ticks
 
 _GROUPS = (Group.TENSOR, Group.CONTEXT, Group.EXPERT, Group.EXPERT_TENSOR)
-
-#: Fan-outs at each network level of the groups in ``_GROUPS``.
-GroupPlaces = tuple[tuple[int, ...], ...]
 
 #: Which distinct unit stands at each place, the distinct units, and all their parameters.
 _Structure = tuple[bytes, tuple[tuple[LayerKind, ParameterCount], ...], ParameterCount]
@@ -69,13 +63,25 @@ class CostModel:
 
     What depends on a few degrees only (a layer's time, the traffic of a group) is computed once
     and kept, because a search asks for thousands of grids that share it.
+
+    Args:
+        times: measured times of the model's layers. They replace the analytic compute time of the
+            pieces that they speak for; memory and communication stay in closed form.
     """
 
-    def __init__(self, spec: TransformerSpec, cluster: Cluster, settings: CostSettings) -> None:
+    def __init__(
+        self,
+        spec: TransformerSpec,
+        cluster: Cluster,
+        settings: CostSettings,
+        times: LayerTimes | None = None,
+    ) -> None:
         self.spec = spec
         self.cluster = cluster
         self.settings = settings
         self.capacity_bytes = capacity_bytes(cluster.accelerator, settings)
+        self.times = times
+        self._measured = MeasuredTimes(spec, cluster, settings, times)
         self._sizes = cluster.group_sizes()
         self._places: dict[object, GroupPlaces] = {}
         self._times: dict[object, UnitTimes] = {}
@@ -95,7 +101,7 @@ class CostModel:
 
         Both rank orders number these groups first, so they lie alike whatever comes after.
         """
-        tp, cp, ep, etp = _inner_degrees(dims)
+        tp, cp, ep, etp = inner_degrees(dims)
         world = dims.world_size
         dense, expert = ("dense", tp, cp, world), ("expert", ep, etp, world)
         for key, kinds in (
@@ -108,7 +114,7 @@ class CostModel:
 
     def unit_time(self, kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
         """A unit without recomputation, with its groups in the given places."""
-        key = _unit_key(kind, places, shard)
+        key = unit_key(kind, places, shard)
         if key not in self._times:
             pieces = self._pieces(kind, places, shard)
             self._times[key] = sum(pieces[1:], pieces[0])
@@ -118,7 +124,7 @@ class CostModel:
         self, kind: LayerKind, places: GroupPlaces, shard: LayerShard, recompute: Recompute
     ) -> UnitRun:
         """A unit under a recompute setting."""
-        key = (_unit_key(kind, places, shard), recompute)
+        key = (unit_key(kind, places, shard), recompute)
         if key not in self._runs:
             times = self.unit_time(kind, places, shard)
             latent = self.spec.multi_latent_attention
@@ -160,7 +166,7 @@ class CostModel:
         """What a unit's time depends on besides recomputation."""
         dims = grid.dims
         return (
-            *_inner_degrees(dims),
+            *inner_degrees(dims),
             dims.world_size,
             grid.micro_batch_size,
             grid.sequence_parallel,
@@ -168,7 +174,7 @@ class CostModel:
 
     def unit_kinds(self, grid: Grid) -> tuple[bytes, tuple[UnitKind, ...]]:
         """The distinct units of a grid, and which one stands at each place of the sequence."""
-        covered, elsewhere = _split_block(grid.recompute)
+        covered, elsewhere = split_block(grid.recompute)
         single = grid.dims.pipeline_model_parallel_size == 1
         key = (self.shard_key(grid), single, covered)
         if key not in self._kinds:
@@ -194,7 +200,7 @@ class CostModel:
 
     def traffic(self, dims: ParallelDims, zero: ZeroStage) -> ReplicaTraffic:
         """Data-parallel traffic of a grid."""
-        key = (_degrees(dims), bool(zero), zero.is_fsdp)
+        key = (degrees(dims), bool(zero), zero.is_fsdp)
         if key not in self._traffic:
             a_layer = self.parameters(dims).total // self.spec.num_layers
             width, slowdown = self.settings.traits.gradient_bytes, self.settings.dp_slowdown
@@ -241,10 +247,10 @@ class CostModel:
         window = overlap_window(dims, grid.num_microbatches)
         key = (
             window,
-            _degrees(dims),
+            degrees(dims),
             grid.micro_batch_size,
             grid.sequence_parallel,
-            _split_block(grid.recompute),
+            split_block(grid.recompute),
             int(grid.zero),
         )
         if key not in self._costs:
@@ -256,7 +262,7 @@ class CostModel:
         return self._costs[key]
 
     def _constant(self, grid: Grid) -> Ticks:
-        key = _degrees(grid.dims)
+        key = degrees(grid.dims)
         if key not in self._constants:
             seconds = self.constant_time(grid)
             self._constants[key] = to_ticks(seconds, what="time outside the schedule")
@@ -277,36 +283,38 @@ class CostModel:
         reduce = CollectiveKind.ALL_REDUCE
         return seconds + collective_time(reduce, size, shape, self.cluster.levels)
 
+    def sources(self, grid: Grid) -> dict[Piece, Source]:
+        """Where the compute time of each of the model's pieces comes from."""
+        shard = self.shard(grid)
+        return {p: self._measured.scale(p, shard).source for p in pieces_of(self.spec)}
+
     def _pieces(
         self, kind: LayerKind, places: GroupPlaces, shard: LayerShard
     ) -> tuple[UnitTimes, ...]:
         """A unit's pieces; each depends on fewer degrees than the whole and is kept by itself."""
         if kind is LayerKind.EMBEDDING:
-            return (self._outside_experts("embedding", embedding_graph, places, shard),)
+            return (self._outside_experts(Piece.EMBEDDING, places, shard),)
         if kind is LayerKind.HEAD:
-            return (self._outside_experts("head", head_graph, places, shard),)
+            return (self._outside_experts(Piece.HEAD, places, shard),)
         if kind is LayerKind.MTP:
-            around = self._outside_experts("mtp", around_mtp_graph, places, shard)
+            around = self._outside_experts(Piece.MTP, places, shard)
             layer = self._pieces(last_layer_kind(self.spec), places, shard)
             return (around, *(self.spec.num_mtp_layers * layer))
-        attention = self._outside_experts("attention", attention_graph, places, shard)
+        attention = self._outside_experts(Piece.ATTENTION, places, shard)
         return (attention, self._feed_forward(kind, places, shard))
 
-    def _outside_experts(
-        self,
-        name: str,
-        graph: Callable[[TransformerSpec, LayerShard], LayerGraph],
-        places: GroupPlaces,
-        shard: LayerShard,
-    ) -> UnitTimes:
+    def _outside_experts(self, piece: Piece, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
         """A piece that depends on no expert degree."""
-        key = (name, *_dense_key(places, shard))
+        key = (piece, *dense_key(places, shard))
         if key not in self._piece_times:
-            self._piece_times[key] = self._price(graph(self.spec, shard), places)
+            self._piece_times[key] = self._price(piece, places, shard)
         return self._piece_times[key]
 
     def _feed_forward(self, kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
-        """Second half of a layer; of micro batch and context size only the tokens matter."""
+        """Second half of a layer; of micro batch and context size only the tokens matter.
+
+        Measured times follow: ``profile.lookup.point_of`` knows no more of the two either.
+        """
         expert = (shard.expert_model_parallel_size, shard.expert_tensor_parallel_size, places[2:])
         key = (
             kind,
@@ -317,16 +325,17 @@ class CostModel:
             expert if kind is LayerKind.MOE else (),
         )
         if key not in self._piece_times:
-            graph = feed_forward_graph(self.spec, kind, shard)
-            self._piece_times[key] = self._price(graph, places)
+            piece = Piece.EXPERTS if kind is LayerKind.MOE else Piece.DENSE
+            self._piece_times[key] = self._price(piece, places, shard)
         return self._piece_times[key]
 
-    def _price(self, graph: LayerGraph, places: GroupPlaces) -> UnitTimes:
+    def _price(self, piece: Piece, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
         shapes = dict(zip(_GROUPS, places, strict=True))
-        return unit_times(graph, shapes, self.cluster, self.settings)
+        graph, scale = piece_graph(self.spec, piece, shard), self._measured.scale(piece, shard)
+        return unit_times(graph, shapes, self.cluster, self.settings, scale)
 
     def _prices_of(self, dims: ParallelDims, zero: ZeroStage) -> ParameterPrices:
-        key = (_degrees(dims), zero)
+        key = (degrees(dims), zero)
         if key not in self._prices:
             per_rank = self.parameters(dims).total // dims.pipeline_model_parallel_size
             accelerator, settings = self.cluster.accelerator, self.settings
@@ -339,7 +348,7 @@ class CostModel:
     def _sends(self, grid: Grid) -> tuple[tuple[Ticks, ...], tuple[Ticks, ...]]:
         """Transfer time from each chunk to the next, and from each chunk to the previous one."""
         dims = grid.dims
-        key = (_degrees(dims), grid.micro_batch_size, grid.sequence_parallel, dims.num_chunks)
+        key = (degrees(dims), grid.micro_batch_size, grid.sequence_parallel, dims.num_chunks)
         if key not in self._transfers:
             p = dims.pipeline_model_parallel_size
             size = self.shard(grid).tokens_between_blocks(self.spec) * self.spec.hidden_size * ACT
@@ -353,60 +362,9 @@ class CostModel:
 
     def _link_levels(self, dims: ParallelDims) -> tuple[int, ...]:
         """Network level between each pipeline rank and the next."""
-        key = _degrees(dims)
+        key = degrees(dims)
         if key not in self._links:
             p = dims.pipeline_model_parallel_size
             ranks = range(p if p > 1 else 0)
             self._links[key] = tuple(pipeline_link_level(dims, rank, self._sizes) for rank in ranks)
         return self._links[key]
-
-
-def _dense_key(places: GroupPlaces, shard: LayerShard) -> tuple[object, ...]:
-    return (
-        *places[:2],
-        shard.tensor_model_parallel_size,
-        shard.context_parallel_size,
-        shard.micro_batch_size,
-        shard.sequence_parallel,
-    )
-
-
-def _unit_key(kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> tuple[object, ...]:
-    """What a unit's time depends on; expert degrees matter to units with experts alone."""
-    if kind in (LayerKind.MOE, LayerKind.MTP):
-        return (kind, places, shard)
-    return (kind, *_dense_key(places, shard))
-
-
-def _inner_degrees(dims: ParallelDims) -> tuple[int, int, int, int]:
-    return (
-        dims.tensor_model_parallel_size,
-        dims.context_parallel_size,
-        dims.expert_model_parallel_size,
-        dims.expert_tensor_parallel_size,
-    )
-
-
-def _degrees(dims: ParallelDims) -> tuple[object, ...]:
-    """Everything that places ranks; virtual stages do not."""
-    return (
-        *_inner_degrees(dims),
-        dims.pipeline_model_parallel_size,
-        dims.data_parallel_size,
-        dims.rank_order,
-    )
-
-
-_BLOCK = Recompute(
-    granularity=RecomputeGranularity.FULL, method=RecomputeMethod.BLOCK, num_layers=1
-)
-
-
-def _split_block(recompute: Recompute) -> tuple[Recompute, Recompute]:
-    """The setting for layers at the head of a chunk, and for all others.
-
-    How many layers a block holds changes no layer's cost, so all blocks share one setting.
-    """
-    if recompute.method is RecomputeMethod.BLOCK:
-        return _BLOCK, NO_RECOMPUTE
-    return recompute, recompute

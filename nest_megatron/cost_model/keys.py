@@ -1,0 +1,69 @@
+"""What the parts of a cost depend on, and so what they are kept by."""
+
+from __future__ import annotations
+
+from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import LayerKind
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.recompute import (
+    NO_RECOMPUTE,
+    Recompute,
+    RecomputeGranularity,
+    RecomputeMethod,
+)
+
+#: Fan-outs at each network level of a layer's groups: tensor, context, expert, expert-tensor.
+GroupPlaces = tuple[tuple[int, ...], ...]
+
+
+def dense_key(places: GroupPlaces, shard: LayerShard) -> tuple[object, ...]:
+    """What a piece without experts depends on."""
+    return (
+        *places[:2],
+        shard.tensor_model_parallel_size,
+        shard.context_parallel_size,
+        shard.micro_batch_size,
+        shard.sequence_parallel,
+    )
+
+
+def unit_key(kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> tuple[object, ...]:
+    """What a unit's time depends on; expert degrees matter to units with experts alone."""
+    if kind in (LayerKind.MOE, LayerKind.MTP):
+        return (kind, places, shard)
+    return (kind, *dense_key(places, shard))
+
+
+def inner_degrees(dims: ParallelDims) -> tuple[int, int, int, int]:
+    """Degrees inside a layer: tensor, context, expert, expert-tensor."""
+    return (
+        dims.tensor_model_parallel_size,
+        dims.context_parallel_size,
+        dims.expert_model_parallel_size,
+        dims.expert_tensor_parallel_size,
+    )
+
+
+def degrees(dims: ParallelDims) -> tuple[object, ...]:
+    """Everything that places ranks; virtual stages do not."""
+    return (
+        *inner_degrees(dims),
+        dims.pipeline_model_parallel_size,
+        dims.data_parallel_size,
+        dims.rank_order,
+    )
+
+
+_BLOCK = Recompute(
+    granularity=RecomputeGranularity.FULL, method=RecomputeMethod.BLOCK, num_layers=1
+)
+
+
+def split_block(recompute: Recompute) -> tuple[Recompute, Recompute]:
+    """The setting for layers at the head of a chunk, and for all others.
+
+    How many layers a block holds changes no layer's cost, so all blocks share one setting.
+    """
+    if recompute.method is RecomputeMethod.BLOCK:
+        return _BLOCK, NO_RECOMPUTE
+    return recompute, recompute
