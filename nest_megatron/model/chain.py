@@ -1,0 +1,163 @@
+"""Records of any model's work as a chain of blocks: operators, and the bytes that flow between.
+
+An extractor fills them from a module of the user's own (``extract/chain.py``). Unlike a
+``LayerGraph`` they know nothing of transformers: blocks are named by their place in the module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.model.graph import OperatorKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorShape:
+    """A tensor without its numbers.
+
+    Args:
+        dtype: torch's name of the number type (``float32``, ``bfloat16``, ``int64``).
+        keyword: of an input that the forward pass takes by name.
+
+    Raises:
+        UserInputError: for a size below 1.
+    """
+
+    sizes: tuple[int, ...]
+    dtype: str = "float32"
+    keyword: str = ""
+
+    def __post_init__(self) -> None:
+        if any(size < 1 for size in self.sizes):
+            raise UserInputError(
+                "input",
+                value=",".join(map(str, self.sizes)),
+                limit="every size must be a whole number of at least 1",
+                fix="Give for example 1,2048.",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainOperator:
+    """One operator of the forward pass.
+
+    Args:
+        name: unlike any other operator's.
+        target: what runs (``aten.mm``).
+        module: path of the module that runs it ("" is the model itself).
+        flops: multiply-adds count two.
+        bytes_moved: read and written, each tensor once.
+        parameters: those that no operator before has used; a shared weight counts where it is met
+            first.
+        saved_bytes: of what it makes, the bytes that the backward pass needs, each storage once.
+    """
+
+    name: str
+    target: str
+    module: str
+    kind: OperatorKind
+    flops: float
+    bytes_moved: float
+    parameters: int
+    output_bytes: float
+    saved_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainEdge:
+    """A tensor from the operator that makes it to one that reads it.
+
+    Args:
+        source: the maker's name, or ``input_0``, ``input_1``... for what the model is given.
+        num_bytes: of the part that is read.
+    """
+
+    source: str
+    target: str
+    num_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainBlock:
+    """A stretch of the chain: ``operators[first:last]`` of its graph.
+
+    Args:
+        name: path of its module, with ``#2`` and so on where the chain comes back to it.
+        kind: blocks of one kind do the same work.
+        saved_bytes: kept for its backward pass: what its operators keep, their inputs included,
+            each storage once, in the first block that keeps it.
+        cut_bytes: crosses to the blocks after it, each tensor once: the message of a pipeline that
+            is cut here.
+    """
+
+    name: str
+    kind: str
+    first: int
+    last: int
+    flops: float
+    bytes_moved: float
+    parameters: int
+    saved_bytes: float
+    cut_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainGraph:
+    """The forward pass of a model on one device, in the order in which it runs.
+
+    Args:
+        name: of the model's class.
+        input_bytes: what the model is given.
+    """
+
+    name: str
+    inputs: tuple[TensorShape, ...]
+    input_bytes: float
+    operators: tuple[ChainOperator, ...]
+    edges: tuple[ChainEdge, ...]
+    blocks: tuple[ChainBlock, ...]
+
+    def __post_init__(self) -> None:
+        bounds = [block.first for block in self.blocks] + [len(self.operators)]
+        ends = [block.last for block in self.blocks]
+        assert bounds[0] == 0, "the first block begins the chain"
+        assert bounds[1:] == ends, "a block ends where the next begins"
+        names = {op.name for op in self.operators}
+        assert len(names) == len(self.operators), "an operator's name is its own"
+
+    def flops(self) -> float:
+        """Floating-point operations of the forward pass."""
+        return math.fsum(op.flops for op in self.operators)
+
+    def parameters(self) -> int:
+        """Parameters that the forward pass uses, shared ones once."""
+        return sum(op.parameters for op in self.operators)
+
+    def saved_bytes(self) -> float:
+        """Bytes kept for the backward pass."""
+        return math.fsum(block.saved_bytes for block in self.blocks)
+
+    def within(self, block: ChainBlock) -> tuple[ChainOperator, ...]:
+        """The operators of a block."""
+        return self.operators[block.first : block.last]
+
+    def kinds(self) -> dict[str, int]:
+        """How many blocks of each kind, in order of appearance."""
+        counts: dict[str, int] = {}
+        for block in self.blocks:
+            counts[block.kind] = counts.get(block.kind, 0) + 1
+        return counts
+
+    def runs(self) -> tuple[tuple[ChainBlock, ...], ...]:
+        """Neighbours of one kind together."""
+        starts = [0, *(i + 1 for i, pair in enumerate(pairwise(self.blocks)) if _differ(pair))]
+        return tuple(self.blocks[a:b] for a, b in pairwise([*starts, len(self.blocks)]))
+
+
+def _differ(pair: Sequence[ChainBlock]) -> bool:
+    before, after = pair
+    return before.kind != after.kind
