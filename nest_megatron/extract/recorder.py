@@ -1,0 +1,303 @@
+"""Records what a module does: every operator, every collective, every storage kept for later.
+
+A dispatch mode sees each operator below autograd with its tensors' shapes; hooks on the modules say
+where it belongs. What the backward pass runs is told apart by the autograd node that runs it, which
+is marked with its module in the forward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from nest_megatron.model.graph import OperatorKind
+
+#: Operators that move no bytes: they look at memory in another way, or only ask for some.
+_FREE = {
+    "aten::detach",
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::lift_fresh",
+    "aten::_unsafe_view",
+    "aten::resize_",
+    "prim::device",
+}
+#: Collectives by the operators that start them, and which of their tensors is the whole.
+_COLLECTIVES = {
+    "c10d::allreduce_": "all_reduce",
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::allgather_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::reduce_scatter_": "reduce_scatter",
+    "c10d::alltoall_base_": "all_to_all",
+    "c10d::alltoall_": "all_to_all",
+}
+
+
+@dataclass(slots=True)
+class Work:
+    """What one module does by operators of one kind."""
+
+    flops: float = 0.0
+    bytes_moved: float = 0.0
+    backward_flops: float = 0.0
+    backward_bytes_moved: float = 0.0
+    num_kernels: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One collective as it was issued.
+
+    Args:
+        group: name that torch gave the process group.
+        is_async: it was not waited for at once, so that a product runs beside it.
+    """
+
+    path: str
+    kind: str
+    group: str
+    message_bytes: int
+    backward: bool
+    is_async: bool
+
+
+@dataclass(slots=True)
+class Record:
+    """Everything that was seen.
+
+    Args:
+        work: by module path and kind of operator.
+        recomputed: the same, of what the backward pass ran a second time.
+        saved: bytes kept for the backward pass, by the path that kept them first.
+        input_bytes: of these, the unit's own input.
+    """
+
+    work: dict[tuple[str, OperatorKind], Work] = field(default_factory=dict)
+    recomputed: dict[tuple[str, OperatorKind], Work] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    saved: dict[str, int] = field(default_factory=dict)
+    input_bytes: int = 0
+
+
+def record(
+    module: torch.nn.Module,
+    forward: Callable[..., torch.Tensor],
+    inputs: Sequence[torch.Tensor | None],
+    *,
+    selected_share: float = 1.0,
+) -> Record:
+    """Run a module forward and backward and write down what happens.
+
+    Args:
+        forward: runs the module on the inputs; the first input is the unit's own, the rest (masks,
+            angles, labels) are shared by all layers and not counted as kept.
+        selected_share: share of a mask's elements that are set, where one selects elements: the
+            router's is a balanced one's.
+    """
+    seen = _Recorder(module, selected_share)
+    with seen.watching(inputs):
+        with torch.autograd.graph.saved_tensors_hooks(seen.keep, lambda kept: kept):
+            output = forward(*inputs)
+        seen.note_saved()
+        seen.mark(output, "")
+        seen.is_backward = True
+        output.backward(torch.empty_like(output))
+    return seen.record
+
+
+class _Recorder(TorchDispatchMode):
+    """The mode, the hooks and the marks on autograd's nodes."""
+
+    def __init__(self, module: torch.nn.Module, selected_share: float) -> None:
+        super().__init__()
+        self.record = Record()
+        self.is_backward = False
+        self._module = module
+        self._share = selected_share
+        self._stack: list[str] = [""]
+        self._paths: dict[Any, str] = {}
+        self._own: set[int] = set()
+        self._unit_input: int | None = None
+        self._kept: dict[int, tuple[Any, str]] = {}
+
+    @contextlib.contextmanager
+    def watching(self, inputs: Sequence[torch.Tensor | None]) -> Iterator[None]:
+        """Watch the module's parts, and know the storages that are not kept for its sake."""
+        first, *shared = inputs
+        assert first is not None
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        tensors += [tensor for tensor in shared if tensor is not None]
+        self._own = {_storage(tensor) for tensor in tensors}
+        self._unit_input = _storage(first)
+        self.record.input_bytes = first.untyped_storage().nbytes()
+        handles = []
+        for path, part in self._module.named_modules():
+            handles.append(part.register_forward_pre_hook(self._enter(path), with_kwargs=True))
+            handles.append(part.register_forward_hook(self._leave, always_call=True))
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, path: str) -> Callable[..., None]:
+        def enter(_: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+            self.mark((*args, *kwargs.values()), self._stack[-1])
+            self._stack.append(path)
+
+        return enter
+
+    def _leave(self, _: object, __: object, output: Any) -> None:
+        path = self._stack.pop()
+        self.mark(output, path)
+
+    def mark(self, output: Any, path: str) -> None:
+        """Remember which module made the nodes that lead to its output."""
+        tensors = output if isinstance(output, tuple | list) else (output,)
+        waiting = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node in self._paths:
+                continue
+            self._paths[node] = path
+            waiting += [before for before, _ in node.next_functions if before is not None]
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Called for each tensor that autograd keeps; a storage counts once."""
+        key = _storage(tensor)
+        if key not in self._own and key not in self._kept and not self.is_backward:
+            self._kept[key] = (tensor.untyped_storage(), self._stack[-1])
+        return tensor
+
+    def note_saved(self) -> None:
+        """Count what is still there when the forward pass is over: some outputs are let go of."""
+        for key, (storage, path) in self._kept.items():
+            if key != self._unit_input:
+                self.record.saved[path] = self.record.saved.get(path, 0) + storage.nbytes()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Carry an operator out and write it down."""
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name == "aten::masked_select":  # how many are selected is not known from shapes
+            output = args[0].new_empty((round(args[0].numel() * self._share),))
+        else:
+            output = func(*args, **kwargs)
+        if name in _COLLECTIVES:
+            self._note_call(_COLLECTIVES[name], args)
+        elif not (func.is_view or name in _FREE):
+            self._note_work(func, args, kwargs, output)
+        return output
+
+    def _where(self) -> tuple[str, bool]:
+        """The module at work, and whether it works a second time."""
+        if not self.is_backward:
+            return self._stack[-1], False
+        if len(self._stack) > 1:
+            return self._stack[-1], True
+        return self._paths.get(torch._C._current_autograd_node(), ""), False
+
+    def _note_work(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+    ) -> None:
+        flops = _flops(func, args, kwargs, output)
+        moved = sum(map(_num_bytes, _tensors((args, tuple(kwargs.values()), output))))
+        path, again = self._where()
+        kind = _kind(func, flops, path)
+        table = self.record.recomputed if again else self.record.work
+        work = table.setdefault((path, kind), Work())
+        if self.is_backward and not again:
+            work.backward_flops += flops
+            work.backward_bytes_moved += moved
+        else:
+            work.flops += flops
+            work.bytes_moved += moved
+            work.num_kernels += 1
+
+    def _note_call(self, kind: str, args: Sequence[Any]) -> None:
+        path, _ = self._where()
+        group = next(g for g in map(_process_group, args) if g is not None)
+        self.record.calls.append(
+            Call(
+                path=path,
+                kind=kind,
+                group=group.group_name,
+                message_bytes=max(map(_num_bytes, _tensors(args))),
+                backward=self.is_backward,
+                is_async=any(arg is True for arg in args),
+            )
+        )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that a tensor covers; what is repeated by a stride of 0 is read once."""
+    shown = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    count = 1
+    for n in shown:
+        count *= n
+    return count * tensor.element_size()
+
+
+def _process_group(argument: Any) -> Any:
+    if not isinstance(argument, torch.ScriptObject):
+        return None
+    try:
+        return torch.distributed.ProcessGroup.unbox(argument)
+    except (RuntimeError, TypeError):
+        return None
+
+
+def _kind(func: Any, flops: float, path: str) -> OperatorKind:
+    if func._schema.name.startswith("nest::flash"):
+        return OperatorKind.ATTENTION
+    if not flops:
+        return OperatorKind.MEMORY_BOUND
+    return OperatorKind.GROUPED_GEMM if ".local_experts." in path else OperatorKind.GEMM
+
+
+def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> float:
+    """Floating-point operations, a multiply-add counted as two; 0 of what moves memory alone."""
+    name = func._schema.name
+    if name == "nest::flash_forward":
+        return _attention_flops(*args)
+    if name == "nest::flash_backward":  # five products to the forward pass's two
+        _, query, key, value, _, _, causal = args
+        return 2.5 * _attention_flops(query, key, value, causal)
+    count = flop_registry.get(func._overloadpacket)
+    return 0.0 if count is None else float(count(*args, **kwargs, out_val=output))
+
+
+def _attention_flops(query: Any, key: Any, value: Any, causal: bool) -> float:
+    """Of two products over all pairs of tokens, of which a causal mask leaves half."""
+    tokens, batch, heads, width = query.shape
+    pairs = tokens * key.shape[0] * (0.5 if causal else 1.0)
+    return float(2 * pairs * batch * heads * (width + value.shape[-1]))

@@ -1,0 +1,127 @@
+"""Modules that stand for a GPU's fused kernels where only shapes are known.
+
+torch takes its norms and its attention apart on a CPU, and the parts keep more than the fused
+kernels of a GPU do. These keep what those keep, and are recorded as one kernel each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class FusedNorm(torch.nn.Module):
+    """LayerNorm or RMSNorm as one kernel: it keeps its input and float32 figures of each row.
+
+    Source: ``aten::_fused_rms_norm`` and ``aten::native_layer_norm`` on CUDA.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype, *, is_rms: bool) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(width, dtype=dtype))
+        self.bias = None if is_rms else torch.nn.Parameter(torch.empty(width, dtype=dtype))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states ``[..., width]`` as they came."""
+        if self.bias is None:
+            return _RmsNorm.apply(hidden, self.weight)
+        return torch.nn.functional.layer_norm(hidden, self.weight.shape, self.weight, self.bias)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """One pass over the input forward; input and gradient read, gradient written back."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        row = hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(hidden, weight, row)
+        return torch.ops.aten.mul.Tensor(hidden, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, weight, _ = ctx.saved_tensors
+        return torch.ops.aten.mul.Tensor(gradient, hidden), torch.empty_like(weight)
+
+
+def flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool
+) -> torch.Tensor:
+    """Attention that keeps no scores: inputs, output and one float32 figure for each query row.
+
+    Args:
+        query: ``[tokens, batch, heads, width]``; key and value have their own heads.
+
+    Returns:
+        ``[tokens, batch, heads * value width]``.
+
+    Source: ``aten::_scaled_dot_product_flash_attention``; on CUDA it takes fewer key heads than
+    query heads, and values of another width than keys, as Transformer Engine's does.
+    """
+    return _Flash.apply(query, key, value, causal)
+
+
+class _Flash(torch.autograd.Function):
+    """Shapes of flash attention, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+    ) -> torch.Tensor:
+        tokens, batch, heads, _ = query.shape
+        context, rows = torch.ops.nest.flash_forward(query, key, value, causal)
+        ctx.causal = causal
+        ctx.save_for_backward(query, key, value, context, rows)
+        return context.view(tokens, batch, heads * value.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, context, rows = ctx.saved_tensors
+        return (
+            *torch.ops.nest.flash_backward(
+                gradient.view_as(context), query, key, value, context, rows, ctx.causal
+            ),
+            None,
+        )
+
+
+@torch.library.custom_op("nest::flash_forward", mutates_args=())
+def _flash_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    raise NotImplementedError("it has shapes alone")
+
+
+@_flash_forward.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, batch, heads, _ = query.shape
+    rows = query.new_empty((batch, heads, tokens), dtype=torch.float32)
+    return query.new_empty((tokens, batch, heads, value.shape[-1])), rows
+
+
+@torch.library.custom_op("nest::flash_backward", mutates_args=())
+def _flash_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    context: torch.Tensor,
+    rows: torch.Tensor,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    raise NotImplementedError("it has shapes alone")
+
+
+@_flash_backward.register_fake
+def _(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    context: torch.Tensor,
+    rows: torch.Tensor,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

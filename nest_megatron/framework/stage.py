@@ -1,0 +1,125 @@
+"""Everything in place to build and run one rank's layers: substitutes, groups, configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from nest_megatron.framework.config import transformer_config
+from nest_megatron.framework.groups import as_rank, smallest_dims
+from nest_megatron.framework.substitutes import (
+    balanced_routing,
+    fused_kernels,
+    quiet,
+    without_gpu,
+    without_transformer_engine,
+)
+from nest_megatron.framework.units import Layers, local_layers, transformer_engine_layers
+from nest_megatron.model.parameters import last_layer_kind
+from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.names import Name
+from nest_megatron.parallel.recompute import (
+    NO_RECOMPUTE,
+    Recompute,
+    RecomputeGranularity,
+)
+
+
+class Implementation(Name):
+    """Megatron's ``--transformer-impl``."""
+
+    LOCAL = "local"
+    TRANSFORMER_ENGINE = "transformer_engine"
+
+
+class Where(Name):
+    """What the layers run on."""
+
+    SHAPES = "shapes"  # fake tensors: nothing is computed or allocated
+    CPU = "cpu"
+    GPU = "gpu"
+
+
+def one_layer(spec: TransformerSpec, kind: LayerKind) -> TransformerSpec:
+    """The same model with a single decoder layer, of the given kind where it is a layer's."""
+    if kind is LayerKind.MTP:
+        kind, mtp = last_layer_kind(spec), 1
+    else:
+        mtp = None
+    is_moe = kind is LayerKind.MOE
+    return dataclasses.replace(
+        spec,
+        num_layers=1,
+        num_experts=spec.num_experts if is_moe else None,
+        moe_layer_pattern=(1,) if is_moe else (),
+        mtp_num_layers=mtp,
+    )
+
+
+@contextlib.contextmanager
+def staged(
+    spec: TransformerSpec,
+    kind: LayerKind,
+    shard: LayerShard,
+    *,
+    where: Where,
+    implementation: Implementation = Implementation.LOCAL,
+    recompute: Recompute = NO_RECOMPUTE,
+    **changes: Any,
+) -> Iterator[Layers]:
+    """The layers of one rank, ready to be built with ``units.build`` inside.
+
+    Args:
+        recompute: selective modules go into the configuration.
+        changes: fields of the configuration that are set to something else.
+    """
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    spec = one_layer(spec, kind)
+    dims = smallest_dims(spec, shard)
+    layers = local_layers
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(quiet())
+        if where is not Where.GPU:
+            stack.enter_context(without_gpu())
+        if implementation is Implementation.LOCAL:
+            shapes_only = where is Where.SHAPES
+            stack.enter_context(without_transformer_engine(shapes_only=shapes_only))
+        else:
+            layers = transformer_engine_layers
+        if where is Where.SHAPES:
+            stack.enter_context(fused_kernels(flash=shard.flash_attention))
+        stack.enter_context(balanced_routing())
+        stack.enter_context(as_rank(spec, dims, 0))
+        model_parallel_cuda_manual_seed(1)
+        selective = recompute.granularity is RecomputeGranularity.SELECTIVE
+        config = transformer_config(
+            spec,
+            dims,
+            None,
+            sequence_parallel=shard.sequence_parallel,
+            recompute=recompute if selective else NO_RECOMPUTE,
+            **_defaults(spec),
+            **changes,
+        )
+        yield layers(spec, shard, config)
+
+
+def _defaults(spec: TransformerSpec) -> dict[str, Any]:
+    """Where Megatron-LM's arguments differ from the configuration's own defaults."""
+    biased = spec.add_bias_linear
+    fused = {
+        ("silu", True): True,
+        ("gelu", False): biased,
+        ("quick_gelu", True): True,
+    }.get((spec.activation, spec.gated_linear_unit), False)
+    return {
+        "attention_softmax_in_fp32": False,
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": True,
+        "hidden_dropout": spec.hidden_dropout,
+        "attention_dropout": spec.attention_dropout,
+    }

@@ -1,0 +1,274 @@
+"""The units of a layer sequence, built from megatron-core's own modules and run with made-up input.
+
+Call these where the groups of ``groups.as_rank`` exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.names import Name
+from nest_megatron.parallel.recompute import FULL_RECOMPUTE, Recompute
+
+
+class Stretch(Name):
+    """How much of a unit is run."""
+
+    WHOLE = "whole"
+    ATTENTION = "attention"
+    FEED_FORWARD = "feed_forward"
+    AROUND = "around"  # what an MTP layer does besides its decoder layer
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module with what it takes to run it.
+
+    Args:
+        inputs: makes the tensors that the unit takes, those that need gradients first.
+        forward: runs the unit on them.
+    """
+
+    module: Any
+    inputs: Callable[[], tuple[Any, ...]]
+    forward: Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """megatron-core's description of a model's layers.
+
+    Args:
+        config: the ``TransformerConfig`` of one decoder layer.
+        layer: the ``ModuleSpec`` of that layer.
+        norm: module class of the norm before the head.
+        mtp: the ``ModuleSpec`` of an MTP layer, or ``None``.
+    """
+
+    spec: TransformerSpec
+    shard: LayerShard
+    config: Any
+    layer: Any
+    norm: Any
+    mtp: Any = None
+
+
+def local_layers(spec: TransformerSpec, shard: LayerShard, config: Any) -> Layers:
+    """The layers of ``--transformer-impl local``."""
+    return _layers(spec, shard, config, use_transformer_engine=False)
+
+
+def transformer_engine_layers(spec: TransformerSpec, shard: LayerShard, config: Any) -> Layers:
+    """The layers of ``--transformer-impl transformer_engine``."""
+    return _layers(spec, shard, config, use_transformer_engine=True)
+
+
+def _layers(
+    spec: TransformerSpec, shard: LayerShard, config: Any, *, use_transformer_engine: bool
+) -> Layers:
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    block = specs.get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=use_transformer_engine,
+        normalization=spec.normalization,
+    )
+    mtp = None
+    if spec.num_mtp_layers:
+        mtp = specs.get_gpt_mtp_block_spec(
+            config, block.layer_specs[-1], use_transformer_engine=use_transformer_engine
+        ).layer_specs[0]
+    return Layers(
+        spec=spec,
+        shard=shard,
+        config=config,
+        layer=block.layer_specs[-1],
+        norm=block.layer_norm,
+        mtp=mtp,
+    )
+
+
+def build(
+    layers: Layers,
+    kind: LayerKind,
+    *,
+    stretch: Stretch = Stretch.WHOLE,
+    recompute: Recompute | None = None,
+) -> Unit:
+    """One unit of a model on this rank.
+
+    Args:
+        layers: their ``config`` is the one of a model with a single decoder layer of this kind.
+        recompute: what to compute again; of it only ``full`` is carried out here, the rest is in
+            the configuration.
+
+    Raises:
+        UserInputError: for the heads of BERT, whose loss needs labels of its own.
+    """
+    if kind is LayerKind.EMBEDDING:
+        return _embedding(layers)
+    if kind is LayerKind.HEAD:
+        return _head(layers)
+    if kind is LayerKind.MTP:
+        return _mtp(layers, stretch)
+    return _decoder_layer(layers, stretch, recompute)
+
+
+def _local_tokens(layers: Layers) -> int:
+    return round(layers.shard.tokens_between_blocks(layers.spec)) // layers.shard.micro_batch_size
+
+
+def _sequence(layers: Layers) -> int:
+    return round(layers.shard.tokens(layers.spec)) // layers.shard.micro_batch_size
+
+
+def _hidden(layers: Layers) -> Any:
+    """Hidden states ``[tokens, micro batch, hidden]`` between the blocks of a rank."""
+    import torch
+
+    shape = (_local_tokens(layers), layers.shard.micro_batch_size, layers.spec.hidden_size)
+    dtype, device = layers.config.params_dtype, torch.cuda.current_device()
+    return torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+
+
+def _rotary(layers: Layers) -> Any:
+    """Angles of the rotary embedding ``[tokens, 1, 1, width]``; latent attention has its own."""
+    import torch
+
+    spec = layers.spec
+    if spec.position_embedding_type != "rope" or spec.multi_latent_attention:
+        return None
+    width = int(spec.head_dim * spec.rotary_percent)
+    device = torch.cuda.current_device()
+    return torch.zeros((_sequence(layers), 1, 1, width), device=device)
+
+
+def _mask(layers: Layers) -> Any:
+    """The causal mask, which attention in two products needs."""
+    import torch
+
+    if layers.shard.flash_attention:
+        return None
+    length = _sequence(layers)
+    device = torch.cuda.current_device()
+    return torch.ones((1, 1, length, length), dtype=torch.bool, device=device).triu_(1)
+
+
+def _decoder_layer(layers: Layers, stretch: Stretch, recompute: Recompute | None) -> Unit:
+    from megatron.core import tensor_parallel
+    from megatron.core.transformer.spec_utils import build_module
+
+    layer = build_module(layers.layer, config=layers.config, layer_number=1)
+
+    def inputs() -> tuple[Any, ...]:
+        return _hidden(layers), _mask(layers), _rotary(layers)
+
+    def whole(hidden: Any, mask: Any, rotary: Any) -> Any:
+        return layer(hidden_states=hidden, attention_mask=mask, rotary_pos_emb=rotary)[0]
+
+    def attention(hidden: Any, mask: Any, rotary: Any) -> Any:
+        return layer._forward_attention(
+            hidden_states=hidden, attention_mask=mask, rotary_pos_emb=rotary
+        )[0]
+
+    def feed_forward(hidden: Any, *_: Any) -> Any:
+        return layer._forward_mlp(hidden)
+
+    def again(*given: Any) -> Any:
+        return tensor_parallel.checkpoint(whole, False, *given)
+
+    chosen = {Stretch.ATTENTION: attention, Stretch.FEED_FORWARD: feed_forward}.get(stretch, whole)
+    is_full = recompute is not None and recompute.granularity is FULL_RECOMPUTE.granularity
+    return Unit(layer, inputs, again if is_full else chosen)
+
+
+def _mtp(layers: Layers, stretch: Stretch) -> Unit:
+    """One layer of multi-token prediction, with the embedding of the shifted tokens as input."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.spec_utils import build_module
+
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    layer = build_module(layers.mtp, config=layers.config, layer_number=1, pg_collection=groups)
+
+    def inputs() -> tuple[Any, ...]:
+        return _hidden(layers), _hidden(layers), _mask(layers), _rotary(layers)
+
+    def whole(hidden: Any, embedded: Any, mask: Any, rotary: Any) -> Any:
+        return layer._proj_and_transformer_layer(
+            hidden_states=hidden,
+            decoder_input=embedded,
+            attention_mask=mask,
+            rotary_pos_emb=rotary,
+        )
+
+    def around(hidden: Any, embedded: Any, *_: Any) -> Any:
+        return layer._postprocess(layer._concat_embeddings(hidden, embedded))
+
+    return Unit(layer, inputs, around if stretch is Stretch.AROUND else whole)
+
+
+def _tokens(layers: Layers) -> Any:
+    import torch
+
+    shape = (layers.shard.micro_batch_size, _sequence(layers))
+    return torch.zeros(shape, dtype=torch.long, device=torch.cuda.current_device())
+
+
+def _embedding(layers: Layers) -> Unit:
+    from megatron.core.models.common.embeddings.language_model_embedding import (
+        LanguageModelEmbedding,
+    )
+
+    spec = layers.spec
+    learned = spec.position_embedding_type == "learned_absolute"
+    module = LanguageModelEmbedding(
+        config=layers.config,
+        vocab_size=spec.padded_vocab_size(layers.shard.tensor_model_parallel_size),
+        max_sequence_length=spec.max_position_embeddings or spec.seq_length,
+        position_embedding_type=spec.position_embedding_type,
+    )
+
+    def inputs() -> tuple[Any, ...]:
+        tokens = _tokens(layers)
+        return tokens, tokens if learned else None
+
+    return Unit(module, inputs, module)
+
+
+def _head(layers: Layers) -> Unit:
+    """Final norm, output layer and loss. Source: ``GPTModel.forward``."""
+    import torch
+    from megatron.core import tensor_parallel
+
+    spec, config = layers.spec, layers.config
+    if spec.family != "gpt":
+        raise UserInputError(
+            "model",
+            value=spec.name,
+            limit="the heads of BERT have labels of their own, which are not made up here",
+            fix="Leave the head out: --layer dense or --layer embedding.",
+        )
+    norm = layers.norm(config=config, hidden_size=spec.hidden_size, eps=config.layernorm_epsilon)
+    output = tensor_parallel.ColumnParallelLinear(
+        spec.hidden_size,
+        spec.padded_vocab_size(layers.shard.tensor_model_parallel_size),
+        config=config,
+        init_method=config.init_method,
+        bias=False,
+        gather_output=False,
+    )
+    module = torch.nn.ModuleDict({"final_layernorm": norm, "output_layer": output})
+
+    def inputs() -> tuple[Any, ...]:
+        return _hidden(layers), _tokens(layers).transpose(0, 1).contiguous()
+
+    def forward(hidden: Any, labels: Any) -> Any:
+        logits, _ = module["output_layer"](module["final_layernorm"](hidden))
+        return tensor_parallel.vocab_parallel_cross_entropy(logits, labels)
+
+    return Unit(module, inputs, forward)
