@@ -1,0 +1,235 @@
+"""Measured networks: timed collectives, the level figures fitted to them, and their file."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nest_megatron.cluster.records import CollectiveKind
+from nest_megatron.errors import ProfileError, UserInputError
+from nest_megatron.files import read_text, write_text
+from nest_megatron.names import Name
+from nest_megatron.parallel.plan_file import digest
+from nest_megatron.plain import from_plain, to_plain
+from nest_megatron.units import Bytes, Seconds
+
+#: Version of the file's fields.
+SCHEMA = 1
+
+_AGAIN = "Measure or import it again."
+
+
+class NetworkBackend(Name):
+    """What ran the collectives."""
+
+    NCCL = "nccl"
+    GLOO = "gloo"
+    IMPORTED = "imported"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveSample:
+    """One timed collective.
+
+    Args:
+        shape: ranks on one host, and hosts; after ``network_place.placed`` the fan-out at each of
+            a cluster's levels, innermost first.
+        message_bytes: the whole tensor, as ``cost_model.communication`` means it: what is reduced
+            or gathered in all, what one rank exchanges in all, what one rank passes on. The
+            ``size`` column of nccl-tests is the same for all five kinds.
+        seconds: of one call; with several ranks timed, of the slowest.
+        spread: range of the middle half of the repetitions over their median; ``None`` where only
+            a mean is known.
+    """
+
+    kind: CollectiveKind
+    num_ranks: int
+    shape: tuple[int, ...]
+    message_bytes: Bytes
+    seconds: Seconds
+    spread: float | None = None
+    repetitions: int = 1
+
+    def __post_init__(self) -> None:
+        what = f"sample {self.kind} of {self.message_bytes} bytes"
+        _require(what, "seconds", self.seconds, above_zero=True)
+        _require(what, "message_bytes", self.message_bytes, above_zero=True)
+        _require(what, "repetitions", self.repetitions, above_zero=True)
+        if self.spread is not None:
+            _require(what, "spread", self.spread)
+        if self.num_ranks < 2 or min(self.shape, default=0) < 1:
+            raise _wrong(f"{what}: shape", self.shape, "a group has two ranks or more")
+        if math.prod(self.shape) != self.num_ranks:
+            raise _wrong(f"{what}: shape", self.shape, f"it must multiply to {self.num_ranks}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelFit:
+    """Figures of one network level, fitted to samples; ``cluster.NetworkLevel`` explains them.
+
+    Args:
+        bandwidth_bytes_per_s: the nominal bandwidth where a cluster's description gave one, else
+            what the fastest kind of collective reaches.
+        efficiency: share of it by kind, for the kinds that the samples determine.
+        residual: root mean square of log(predicted / measured): 0.1 is about 10 %.
+        residuals: the same by kind.
+        smallest_bytes: of the messages that were measured.
+    """
+
+    name: str
+    latency_s: Seconds
+    startup_s: Seconds
+    ramp: float
+    bandwidth_bytes_per_s: float
+    efficiency: Mapping[CollectiveKind, float]
+    residual: float
+    residuals: Mapping[CollectiveKind, float]
+    num_samples: int
+    smallest_bytes: Bytes
+    largest_bytes: Bytes
+    reduction_efficiency: float | None = None
+    tree_efficiency: float | None = None
+    chain_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        what = f"fit of level {self.name}"
+        for name in ("latency_s", "startup_s", "ramp", "residual"):
+            _require(what, name, getattr(self, name))
+        _require(what, "bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, above_zero=True)
+        _require(what, "num_samples", self.num_samples, above_zero=True)
+        for kind, share in self.efficiency.items():
+            _require(what, f"efficiency.{kind}", share, above_zero=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkProfile:
+    """A measured network.
+
+    Args:
+        created: date and time, ISO 8601.
+        source: where the samples come from, in words.
+        versions: of the software that ran the collectives.
+        fits: levels that the samples determine, innermost first: ``node`` (one host) and
+            ``network`` (between hosts).
+        not_measured: kinds of collectives without samples, and why.
+        notes: what a reader of the figures must know, one sentence each.
+    """
+
+    name: str
+    created: str
+    source: str
+    backend: NetworkBackend
+    versions: Mapping[str, str]
+    samples: tuple[CollectiveSample, ...]
+    fits: tuple[LevelFit, ...] = ()
+    not_measured: Mapping[CollectiveKind, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    schema: int = SCHEMA
+    checksum: str = ""
+
+
+def sealed(profile: NetworkProfile) -> NetworkProfile:
+    """The profile with its checksum set."""
+    blank = dataclasses.replace(profile, checksum="")
+    return dataclasses.replace(profile, checksum=digest(blank))
+
+
+def dump(profile: NetworkProfile) -> str:
+    """The text of a profile's file."""
+    fields = {"schema": profile.schema, **to_plain(sealed(profile))}
+    text: str = yaml.safe_dump(
+        fields, sort_keys=False, width=100, allow_unicode=True, default_flow_style=None
+    )
+    return text
+
+
+def load(text: str, name: str = "network profile") -> NetworkProfile:
+    """Read the text of a profile's file.
+
+    Raises:
+        ProfileError: if it is truncated, edited, from a newer schema, or no network profile.
+    """
+    fields = _parse(text, name)
+    schema = fields.get("schema")
+    if not isinstance(schema, int) or isinstance(schema, bool) or schema > SCHEMA:
+        raise ProfileError(
+            f"{name}: schema",
+            value=schema,
+            limit=f"this version reads network profiles up to schema {SCHEMA}",
+            fix="Upgrade nest-megatron, or name a file that it has written.",
+        )
+    try:
+        profile = from_plain(NetworkProfile, fields)
+    except UserInputError as error:
+        raise ProfileError(
+            f"{name}: {error.what}", value=error.value, limit=error.limit, fix=_AGAIN
+        ) from error
+    if sealed(profile).checksum != profile.checksum:
+        raise ProfileError(
+            f"{name}: checksum",
+            value=profile.checksum,
+            limit="it does not match the contents, so the file was cut short or edited",
+            fix=_AGAIN,
+        )
+    return profile
+
+
+def write(profile: NetworkProfile, path: Path) -> None:
+    """Write a profile's file, whole or not at all."""
+    write_text(path, dump(profile))
+
+
+def read(path: Path) -> NetworkProfile:
+    """Read a profile's file.
+
+    Raises:
+        UserInputError: if it cannot be read; ``ProfileError`` if it is no sound profile.
+    """
+    return load(read_text(path, "network profile"), str(path))
+
+
+def is_profile(text: str) -> bool:
+    """Whether a text is meant as a profile's file, rather than as a benchmark's output."""
+    return text.lstrip().startswith("schema:")
+
+
+def kinds_of(samples: Iterable[CollectiveSample]) -> tuple[CollectiveKind, ...]:
+    """The kinds among samples, in the order of their enumeration."""
+    found = {sample.kind for sample in samples}
+    return tuple(kind for kind in CollectiveKind if kind in found)
+
+
+def _parse(text: str, name: str) -> dict[str, Any]:
+    try:
+        fields = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (yaml.YAMLError, ValueError) as error:
+        raise ProfileError(
+            name,
+            value=str(error).splitlines()[0],
+            limit="it is not a readable YAML file",
+            fix="It may have been cut short. " + _AGAIN,
+        ) from error
+    if not isinstance(fields, dict):
+        raise ProfileError(
+            name,
+            value=type(fields).__name__,
+            limit="a network profile is a mapping with the key 'schema'",
+            fix="Name a file that nest-megatron network import --profile has written.",
+        )
+    return fields
+
+
+def _require(what: str, name: str, value: float, *, above_zero: bool = False) -> None:
+    if not math.isfinite(value) or value < 0 or (above_zero and value == 0):
+        least = "above" if above_zero else "of at least"
+        raise _wrong(f"{what}: {name}", value, f"it must be a finite number {least} 0")
+
+
+def _wrong(what: str, value: object, limit: str) -> ProfileError:
+    return ProfileError(what, value=value, limit=limit, fix=_AGAIN)

@@ -1,0 +1,375 @@
+"""Fits the figures of network levels to timed collectives.
+
+Level by level from the node outwards: the samples whose group reaches a level and no further fit
+that level, with the levels inside it as they were found. A sample's time is
+
+    startup + latency * hops + bytes / bandwidth + ramp * sqrt(of the two terms before)
+
+by the algebra of ``cost_model.communication``, and what is least is the sum of the squares of
+log(predicted / measured), softened for outliers. Where the samples leave two figures undecided (a
+startup and a latency that always come together), a weak pull holds them near the cluster's
+description, or near an even split of the shortest time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
+from nest_megatron.errors import ProfileError
+from nest_megatron.profile.least_squares import jacobian, minimize
+from nest_megatron.profile.network import CollectiveSample, LevelFit, kinds_of
+from nest_megatron.profile.network_routes import (
+    DEFAULT_EFFICIENCY,
+    Route,
+    outermost,
+    route_time,
+    routes,
+)
+
+#: Least that fits a level: this many samples, of this many sizes, over this range.
+MIN_SAMPLES, MIN_SIZES, MIN_RANGE = 4, 3, 8
+#: Weight of the first value of a figure.
+_PULL = 0.1
+#: Misses beyond this count by their size, those below by its square.
+_SOFT = 0.1
+#: Change of a time's logarithm with a bandwidth's, below which a time tells nothing of it.
+_TELLS = 0.3
+#: Smallest and largest value.
+_BOUNDS = {
+    "latency_s": (2e-7, 1e-1),
+    "startup_s": (2e-7, 1e-1),
+    "ramp": (0.0, 2.0),
+    "chain_share": (0.05, 1.0),
+}
+#: Of a share of the bandwidth: ``cluster.NetworkLevel`` takes no more, and rounding keeps off it.
+_MOST = 1.5
+_SHARE = (1e-6, _MOST * (1 - 1e-6))
+#: An unknown level's bandwidth over what the fastest sample shows, latency and all.
+_HEADROOM = 100.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Figure:
+    """One number to fit: a field of the level, or a kind of its efficiencies."""
+
+    field: str
+    first: float
+
+    @property
+    def is_rate(self) -> bool:
+        return self.field not in _BOUNDS
+
+    @property
+    def is_plain(self) -> bool:
+        """Fitted as it is; all others by their logarithm, as their size is unknown."""
+        return self.field == "ramp"
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        low, high = _BOUNDS.get(self.field, _SHARE)
+        return (low, high) if self.is_plain else (math.log(low), math.log(high))
+
+    @property
+    def start(self) -> float:
+        low, high = self.bounds
+        return min(max(self.first if self.is_plain else math.log(self.first), low), high)
+
+    def value(self, number: float) -> float:
+        return number if self.is_plain else math.exp(number)
+
+
+class _Timed(NamedTuple):
+    sample: CollectiveSample
+    ways: tuple[Route, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """Result of a fit.
+
+    Args:
+        levels: all levels, the measured ones with their new figures.
+        fits: of the levels that samples reach, innermost first.
+        notes: what could not be told from the samples, one sentence each.
+    """
+
+    levels: tuple[NetworkLevel, ...]
+    fits: tuple[LevelFit, ...]
+    notes: tuple[str, ...]
+
+
+def fit_levels(samples: Sequence[CollectiveSample], levels: Sequence[NetworkLevel]) -> Fitted:
+    """Fit every level that samples reach.
+
+    Args:
+        samples: with a fan-out for each level.
+        levels: as described; their bandwidths are kept and shares of them fitted. What the samples
+            do not tell stays as it is.
+
+    Raises:
+        ProfileError: if a level has too few samples, or no bandwidth can be read from any.
+    """
+    if not samples:
+        raise _too_few("any level", "there are no samples")
+    known, fits, notes = list(levels), list[LevelFit](), list[str]()
+    for index, level in enumerate(levels):
+        own = [each for each in samples if outermost(each.shape) == index]
+        if own:
+            _require_enough(level.name, own)
+            known[index], fit, said = _fit_level(index, own, known)
+            notes += said
+            fits += [] if fit is None else [fit]
+    if not fits:
+        raise _too_few(levels[0].name if len(notes) == 1 else "any level", notes[0])
+    return Fitted(levels=tuple(known), fits=tuple(fits), notes=tuple(notes))
+
+
+def fit_hosts(samples: Sequence[CollectiveSample]) -> Fitted:
+    """Fit the inside of a host (``node``) and what joins hosts (``network``), both unknown.
+
+    Bandwidths are what the fastest kind of collective reaches, efficiencies shares of that.
+
+    Raises:
+        ProfileError: as ``fit_levels``.
+    """
+    named = (_unknown("node", 0, samples), _unknown("network", 1, samples))
+    fitted = fit_levels(samples, named)
+    fits = tuple(_to_fastest(fit) for fit in fitted.fits)
+    changed = {fit.name: fit for fit in fits}
+    levels = tuple(
+        with_fit(level, changed[level.name]) if level.name in changed else level
+        for level in fitted.levels
+    )
+    notes = list(fitted.notes)
+    if "node" not in changed and any(each.shape[0] > 1 for each in samples):
+        notes.append(
+            "No sample stays inside one host; what its ranks spend there counts as network's."
+        )
+    return Fitted(levels=levels, fits=fits, notes=tuple(notes))
+
+
+def with_fit(level: NetworkLevel, fit: LevelFit) -> NetworkLevel:
+    """A level with measured figures; kinds that were not measured keep their share of the rate."""
+    scale = level.bandwidth_bytes_per_s / fit.bandwidth_bytes_per_s
+    kept = {kind: min(share * scale, _MOST) for kind, share in level.efficiency.items()}
+    return dataclasses.replace(
+        level,
+        bandwidth_bytes_per_s=fit.bandwidth_bytes_per_s,
+        latency_s=fit.latency_s,
+        startup_s=fit.startup_s,
+        ramp=fit.ramp,
+        efficiency={**kept, **fit.efficiency},
+        reduction_efficiency=fit.reduction_efficiency,
+        tree_efficiency=fit.tree_efficiency,
+        chain_share=fit.chain_share,
+    )
+
+
+def predicted(sample: CollectiveSample, levels: Sequence[NetworkLevel]) -> float:
+    """Predicted seconds of a sample, as ``cost_model.communication`` would price it."""
+    ways = routes(sample.kind, sample.shape, levels)
+    return route_time(sample.kind, ways, sample.message_bytes, levels)
+
+
+def _fit_level(
+    index: int, own: Sequence[CollectiveSample], levels: Sequence[NetworkLevel]
+) -> tuple[NetworkLevel, LevelFit | None, list[str]]:
+    level = levels[index]
+    timed = [_Timed(each, routes(each.kind, each.shape, levels)) for each in own]
+    figures = tuple(_figures(level, timed))
+
+    def logs(numbers: Sequence[float]) -> list[float]:
+        return _logs(timed, (*levels[:index], _put(level, figures, numbers), *levels[index + 1 :]))
+
+    def misses(numbers: Sequence[float]) -> list[float]:
+        pull = [_PULL * (n - f.start) for n, f in zip(numbers, figures, strict=True)]
+        return [_softened(log) for log in logs(numbers)] + pull
+
+    starts = [figure.start for figure in figures]
+    low, high = zip(*(figure.bounds for figure in figures), strict=True)
+    numbers = minimize(misses, starts, low, high)
+    rows = jacobian(logs, numbers, logs(numbers), high)
+    told = {
+        figure.field: max(map(abs, row))
+        for figure, row in zip(figures, rows, strict=True)
+        if figure.is_rate
+    }
+    untold = {name for name, change in told.items() if change < _TELLS}
+    if all(kind in untold for kind in kinds_of(own)):
+        return level, None, [_nothing_told(level.name, own)]
+    numbers = [
+        figure.start if figure.field in untold else number
+        for figure, number in zip(figures, numbers, strict=True)
+    ]
+    _require_possible(level, figures, numbers)
+    new = _put(level, figures, numbers)
+    fit = _record(new, own, _logs(timed, (*levels[:index], new, *levels[index + 1 :])), untold)
+    return new, fit, [_untold_note(level.name, name, own) for name in sorted(untold)]
+
+
+def _figures(level: NetworkLevel, timed: Sequence[_Timed]) -> Iterator[_Figure]:
+    """What the samples of a level may tell."""
+    quickest = min(timed, key=lambda each: each.sample.seconds)
+    hops = sum(leg.hops for leg in quickest.ways[0])
+    half = quickest.sample.seconds / 2
+    yield _Figure(field="latency_s", first=level.latency_s or half / hops)
+    yield _Figure(field="startup_s", first=level.startup_s or half)
+    yield _Figure(field="ramp", first=level.ramp)
+    used = {leg.rate for each in timed for way in each.ways for leg in way}
+    for kind in kinds_of([each.sample for each in timed]):
+        yield _Figure(field=kind, first=level.efficiency.get(kind, DEFAULT_EFFICIENCY))
+    for name in ("reduction_efficiency", "tree_efficiency"):
+        share = getattr(level, name)
+        if share is not None and name in used:
+            yield _Figure(field=name, first=share)
+    sends = {bool(leg.share) for each in timed for leg in _sends(each)}
+    if sends == {True, False}:
+        yield _Figure(field="chain_share", first=level.chain_share)
+
+
+def _sends(timed: _Timed) -> Iterator[Any]:
+    if timed.sample.kind is CollectiveKind.SEND_RECV:
+        yield timed.ways[-1][0]
+
+
+def _put(level: NetworkLevel, figures: Sequence[_Figure], numbers: Sequence[float]) -> NetworkLevel:
+    values = {f.field: f.value(n) for f, n in zip(figures, numbers, strict=True)}
+    shares = {kind: values.pop(kind) for kind in CollectiveKind if kind in values}
+    changed: dict[str, Any] = {**values, "efficiency": {**level.efficiency, **shares}}
+    return dataclasses.replace(level, **changed)
+
+
+def _logs(timed: Sequence[_Timed], levels: Sequence[NetworkLevel]) -> list[float]:
+    """log(predicted / measured) of each sample."""
+    return [
+        math.log(
+            route_time(each.sample.kind, each.ways, each.sample.message_bytes, levels)
+            / each.sample.seconds
+        )
+        for each in timed
+    ]
+
+
+def _softened(miss: float) -> float:
+    """Its square grows as the miss itself where that is large: one bad sample does not rule."""
+    return math.copysign(_SOFT * math.sqrt(2 * (math.hypot(1, miss / _SOFT) - 1)), miss)
+
+
+def _record(
+    level: NetworkLevel, own: Sequence[CollectiveSample], logs: Sequence[float], untold: set[str]
+) -> LevelFit:
+    kinds = kinds_of(own)
+    pairs = list(zip(own, logs, strict=True))
+    sizes = [each.message_bytes for each in own]
+    return LevelFit(
+        name=level.name,
+        latency_s=level.latency_s,
+        startup_s=level.startup_s,
+        ramp=level.ramp,
+        bandwidth_bytes_per_s=level.bandwidth_bytes_per_s,
+        efficiency={kind: level.efficiency[kind] for kind in kinds if kind not in untold},
+        residual=_rms(logs),
+        residuals={k: _rms([log for each, log in pairs if each.kind is k]) for k in kinds},
+        num_samples=len(own),
+        smallest_bytes=min(sizes),
+        largest_bytes=max(sizes),
+        reduction_efficiency=level.reduction_efficiency,
+        tree_efficiency=level.tree_efficiency,
+        chain_share=level.chain_share,
+    )
+
+
+def _unknown(name: str, index: int, samples: Sequence[CollectiveSample]) -> NetworkLevel:
+    """A level of which only the samples tell: as fast as if the fastest were all bandwidth.
+
+    One without samples of its own takes no time.
+    """
+    nothing = NetworkLevel(
+        name=name,
+        num_devices=None if index else max((s.shape[0] for s in samples), default=1),
+        bandwidth_bytes_per_s=1e18,
+        latency_s=0.0,
+        efficiency=dict.fromkeys(CollectiveKind, 1.0),
+    )
+    own = [each for each in samples if outermost(each.shape) == index]
+    rates = (_least_rate(each, index, (nothing, nothing)) for each in own)
+    if not own:
+        return nothing
+    return dataclasses.replace(
+        nothing,
+        bandwidth_bytes_per_s=_HEADROOM * max(rates),
+        efficiency=dict.fromkeys(CollectiveKind, 1 / _HEADROOM),
+    )
+
+
+def _least_rate(sample: CollectiveSample, index: int, levels: Sequence[NetworkLevel]) -> float:
+    """Bytes per second that must have passed the level at least."""
+    ways = routes(sample.kind, sample.shape, levels)
+    if sample.kind is CollectiveKind.SEND_RECV:
+        return sample.message_bytes / sample.seconds
+    shares = [sum(leg.share for leg in way if leg.level == index) for way in ways]
+    return sample.message_bytes * min(shares) / sample.seconds
+
+
+def _to_fastest(fit: LevelFit) -> LevelFit:
+    """The bandwidth as what the fastest kind reaches."""
+    fastest = max(fit.efficiency.values())
+    shares: Mapping[CollectiveKind, float] = {
+        kind: share / fastest for kind, share in fit.efficiency.items()
+    }
+    bandwidth = fit.bandwidth_bytes_per_s * fastest
+    return dataclasses.replace(fit, bandwidth_bytes_per_s=bandwidth, efficiency=shares)
+
+
+def _require_enough(level: str, own: Sequence[CollectiveSample]) -> None:
+    sizes = sorted({each.message_bytes for each in own})
+    if len(own) < MIN_SAMPLES or len(sizes) < MIN_SIZES:
+        raise _too_few(level, f"{len(own)} samples of {len(sizes)} sizes are too few to fit it")
+    if sizes[-1] < MIN_RANGE * sizes[0]:
+        raise _too_few(level, f"its sizes range from {sizes[0]} to {sizes[-1]} bytes only")
+
+
+def _require_possible(
+    level: NetworkLevel, figures: Sequence[_Figure], numbers: Sequence[float]
+) -> None:
+    for figure, number in zip(figures, numbers, strict=True):
+        if figure.is_rate and number >= figure.bounds[1]:
+            raise ProfileError(
+                f"level {level.name}: bandwidth_bytes_per_s",
+                value=level.bandwidth_bytes_per_s,
+                limit=f"the {figure.field} samples reach more than {_MOST} times as much",
+                fix="Name the cluster that was measured, or correct its description.",
+            )
+
+
+def _too_few(level: str, limit: str) -> ProfileError:
+    return ProfileError(
+        f"level {level}",
+        value="samples",
+        limit=limit,
+        fix=f"Measure at least {MIN_SIZES} sizes, better all powers of two from 1 KiB to 1 GiB, of "
+        "all_reduce and all_gather: in one host, and over hosts.",
+    )
+
+
+def _untold_note(level: str, name: str, own: Sequence[CollectiveSample]) -> str:
+    sizes = [each.message_bytes for each in own if each.kind == name]
+    upto = f" up to {max(sizes)} bytes" if sizes else ""
+    return f"{level}: the samples{upto} do not tell the bandwidth of {name}; it is left as it was."
+
+
+def _nothing_told(level: str, own: Sequence[CollectiveSample]) -> str:
+    largest = max(each.message_bytes for each in own)
+    return (
+        f"{level}: even the largest message of {largest} bytes spends most of its time elsewhere "
+        "than on this level's bandwidth, so nothing of it was fitted"
+    )
+
+
+def _rms(values: Sequence[float]) -> float:
+    return math.sqrt(sum(value * value for value in values) / len(values))
