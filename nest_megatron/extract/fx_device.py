@@ -26,7 +26,7 @@ def as_on_a_gpu() -> Any:
             if func is functional.dropout:
                 return _dropout(*args, **options)
             if func is functional.scaled_dot_product_attention:
-                return _attention(func, args, options)
+                return _attention(func, *args, **options)
             return func(*args, **options)
 
     def _dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -36,9 +36,25 @@ def as_on_a_gpu() -> Any:
     return AsOnAGpu()
 
 
-def _attention(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Attention without its dropout, which costs a fused kernel no memory and few operations."""
-    at = 4  # dropout_p's place among the positional arguments
-    if len(args) > at:
-        args = (*args[:at], 0.0, *args[at + 1 :])
-    return func(*args, **{**options, **({"dropout_p": 0.0} if "dropout_p" in options else {})})
+def _attention(
+    func: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Any:
+    """Attention without its dropout, which costs a fused kernel no memory and few operations.
+
+    Values of another size than keys (multi-latent attention) have a fused kernel on GPUs alone.
+    """
+    import torch
+
+    own_size = query.dim() == 4 and query.shape[-1] != value.shape[-1]
+    if own_size and attn_mask is None and not options.get("enable_gqa"):
+        fused = torch.ops.aten._scaled_dot_product_efficient_attention
+        scale = options.get("scale")
+        return fused(query, key, value, None, True, 0.0, is_causal, scale=scale)[0]
+    return func(query, key, value, attn_mask, 0.0, is_causal, **options)

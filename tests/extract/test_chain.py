@@ -147,6 +147,17 @@ def test_attention_stays_one_operator_under_dropout() -> None:
         assert 64 * 64 not in {op.output_bytes / (2 * 4 * 4) for op in graph.operators}
 
 
+def test_values_of_another_size_than_keys_are_attended_to_in_one_operator() -> None:
+    class Latent(nn.Module):  # type: ignore[misc]
+        def forward(self, x):  # type: ignore[no-untyped-def]
+            attend = nn.functional.scaled_dot_product_attention
+            return attend(x, x, x[..., :32], is_causal=True, scale=0.1)
+
+    graph = extract_chain(Latent(), [TensorShape(sizes=(2, 4, 64, 48))])
+    assert [op.kind for op in graph.operators] == [OperatorKind.ATTENTION]
+    assert graph.flops() == 2 * 2 * 4 * 64 * 64 * (48 + 32)
+
+
 def test_dropout_is_one_operator_and_keeps_a_byte_an_element() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
     graph = extract_chain(model, [TensorShape(sizes=(3, 8))])
