@@ -33,6 +33,7 @@ VALUES = {
     "parallel.sequence_parallel": _BOOLEANS,
     "parallel.recompute_granularity": ("none", "selective", "full"),
     "parallel.recompute_method": ("uniform", "block"),
+    "profile.mode": ("auto", "measure", "require", "analytic"),
     "search.backend": ("kernel", "reference"),
     "search.use_all_gpus": _BOOLEANS,
     "cluster.num_gpus": tuple(str(8 * 2**n) for n in range(9)),
@@ -65,6 +66,8 @@ def _values(key: str) -> Iterable[str]:
         return catalogue_names(key)
     if key == "cluster.accelerator":
         return catalogue_names("accelerator")
+    if key == "profile.name":
+        return _profile_names()
     if key in VALUES:
         return VALUES[key]
     is_size = key.endswith("_size") and key.startswith(("parallel.", "search.max_", "train.micro"))
@@ -89,6 +92,19 @@ def complete_catalogue(group: str) -> Complete:
         return [CompletionItem(n) for n in catalogue_names(group) if n.startswith(incomplete)]
 
     return complete
+
+
+def complete_profile(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Candidates for the name of a profile."""
+    return [CompletionItem(name) for name in _profile_names() if name.startswith(incomplete)]
+
+
+def _profile_names() -> list[str]:
+    from nest_megatron.profile.store import all_entries
+
+    return [entry.name for entry in all_entries()]
 
 
 def complete_free(

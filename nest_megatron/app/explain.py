@@ -11,6 +11,9 @@ from nest_megatron.files import write_text
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.pinning import read_plan
 from nest_megatron.plain import to_plain
+from nest_megatron.profile.choose import times_of
+from nest_megatron.profile.lookup import LayerTimes
+from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.report.differences import term_differences
 from nest_megatron.report.words import certificate
 
@@ -18,8 +21,9 @@ from nest_megatron.report.words import certificate
 def run_explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bool) -> int:
     """Print a plan file with its reasons, and write the pages and pictures asked for."""
     plan, pin = read_plan(path)
-    _write_pages(plan, html, timeline)
-    differences = term_differences(plan)
+    times = times_of(plan.provenance.profile, plan.model)
+    _write_pages(plan, times, html, timeline)
+    differences = term_differences(plan, times)
     if as_json:
         reasons = {
             "certificate": certificate(plan.search),
@@ -39,28 +43,36 @@ def run_explain(path: Path, *, html: Path | None, timeline: Path | None, as_json
         say()
         notes = [*launch.notes, *(f"{variable} must not be set." for variable in unset)]
         show(notes_report(notes))
-    _advise(plan)
+    _advise(plan, times)
     if pin is not None:
         said = f" ({pin.note})" if pin.note else ""
         say(f"\nPinned {pin.created} by {pin.by}{said}, for Megatron-LM {pin.megatron_lm}.")
     return OK
 
 
-def _write_pages(plan: ParallelPlan, html: Path | None, timeline: Path | None) -> None:
+def _write_pages(
+    plan: ParallelPlan, times: LayerTimes | None, html: Path | None, timeline: Path | None
+) -> None:
     if html is not None:
         from nest_megatron.report.html import html_report
 
-        write_text(html, html_report(plan))
+        write_text(html, html_report(plan, times))
     if timeline is not None and timeline.suffix == ".json":
         from nest_megatron.report.timeline import chrome_trace
 
-        write_text(timeline, chrome_trace(plan))
+        write_text(timeline, chrome_trace(plan, times))
     elif timeline is not None:
         from nest_megatron.report.timeline import draw_timeline
 
-        draw_timeline(plan, timeline)
+        draw_timeline(plan, timeline, times)
 
 
-def _advise(plan: ParallelPlan) -> None:
+def _advise(plan: ParallelPlan, times: LayerTimes | None) -> None:
+    profile = plan.provenance.profile
+    if times is None and profile != ANALYTIC_NAME:
+        say(
+            f"\nIts layer times ({profile}) are not in the profile store of this machine; what is "
+            "priced again here is priced from data sheets. Import the profile to see its own."
+        )
     if not plan.launch:
         say("\nThis plan holds no launch command; plan again with this version to get one.")

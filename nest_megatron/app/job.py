@@ -13,7 +13,7 @@ from typing import Any
 from nest_megatron.app.failure import NothingFitsError
 from nest_megatron.app.surroundings import Surroundings
 from nest_megatron.config.command import CommandRequest, Wishes, request_for
-from nest_megatron.config.request import plan_request
+from nest_megatron.config.request import plan_request, with_times
 from nest_megatron.launchers.megatron_lm.attach import LAUNCHER, rewritten, with_launch
 from nest_megatron.launchers.megatron_lm.checkpoint import (
     check_loadable,
@@ -31,6 +31,7 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import NoPlan
 from nest_megatron.planner import plan as find_plan
+from nest_megatron.profile.installed import installed_versions
 from nest_megatron.units import Seconds
 
 #: Runners-up that a launch ranks, unless it is told how many; all that wait for it count seconds.
@@ -166,7 +167,12 @@ def ask(running: RunningJob, place: Surroundings, wishes: Wishes) -> CommandRequ
     job = dataclasses.replace(
         running.job, notes=(*running.job.notes, *place.notes), world_size=place.cluster.num_gpus
     )
-    return request_for(running.command, (running.spec, job), place.cluster, place.composed, wishes)
+    model_and_job = (running.spec, job)
+    request = request_for(running.command, model_and_job, place.cluster, place.composed, wishes)
+    inputs = with_times(
+        request.inputs, place.composed, prefix="nest.", versions=installed_versions()
+    )
+    return dataclasses.replace(request, inputs=inputs)
 
 
 def carry_out(plan: ParallelPlan, command: ReadCommand, notes: tuple[str, ...]) -> Outcome:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nest_megatron.app.job import Outcome, RunningJob, carry_out, decide, read_running_job
 from nest_megatron.app.surroundings import names_cluster, processes_per_host, surroundings
 from nest_megatron.cluster.discovery import local_gpus
-from nest_megatron.config.launch import Mode, ProfileMode
-from nest_megatron.config.schema import LaunchConfig
+from nest_megatron.config.launch import Mode
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.agreement import (
     Board,
@@ -99,7 +98,6 @@ def find(session: Session, args: Namespace, defaults: Mapping[str, Any]) -> Outc
     """
     from megatron.core import __version__ as release
 
-    _refuse_profiles(session.launch)
     _check_out(session)
     command_line = (session.script, session.argv)
     running = read_running_job(args, defaults, command_line, recorded_version(release))
@@ -108,19 +106,6 @@ def find(session: Session, args: Namespace, defaults: Mapping[str, Any]) -> Outc
     launch = session.launch
     place = surroundings(session.words.job, args.world_size, os.environ, dry_run=launch.dry_run)
     return decide(running, place, free=launch.free, alternative=launch.alternative)
-
-
-def _refuse_profiles(launch: LaunchConfig) -> None:
-    """Say it where a measured profile is asked for: this version has none to offer."""
-    profile = launch.profile
-    measured = profile.mode in (ProfileMode.MEASURE.value, ProfileMode.REQUIRE.value)
-    if measured or profile.name is not None:
-        raise UserInputError(
-            "nest.profile.mode" if measured else "nest.profile.name",
-            value=profile.mode if measured else profile.name,
-            limit="there is no stored layer profile, and this version measures none",
-            fix="Use nest.profile.mode=analytic, which plans from data sheets and published runs.",
-        )
 
 
 def _pinned(session: Session, running: RunningJob, world_size: int) -> Outcome:

@@ -17,6 +17,7 @@ from nest_megatron.config.request import (
     read_settings,
     read_space,
     with_seq_length,
+    with_times,
 )
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
@@ -130,9 +131,10 @@ def read_request(
     spec, job = read_job(command)
     tp = command.values["tensor_model_parallel_size"]
     cluster = command_cluster(composed, job)
-    return request_for(
+    request = request_for(
         command, (spec.with_padded_vocab(tp), job), cluster, composed, Wishes(free=free)
     )
+    return dataclasses.replace(request, inputs=with_times(request.inputs, composed))
 
 
 def command_cluster(composed: Composed, job: MegatronJob) -> Cluster:

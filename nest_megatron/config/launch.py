@@ -31,15 +31,6 @@ class Mode(Name):
     OFF = "off"
 
 
-class ProfileMode(Name):
-    """Where layer times may come from: a stored profile if there is one, or else data sheets."""
-
-    AUTO = "auto"
-    MEASURE = "measure"
-    REQUIRE = "require"
-    ANALYTIC = "analytic"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchWords:
     """The ``nest`` words of a command line.
@@ -168,14 +159,6 @@ def _check(launch: LaunchConfig) -> None:
             raise UserInputError(
                 f"nest.{name}", value=getattr(launch, name), limit="it is at least 0", fix="Use 0."
             )
-    modes = [mode.value for mode in ProfileMode]
-    if launch.profile.mode not in modes:
-        raise UserInputError(
-            "nest.profile.mode",
-            value=launch.profile.mode,
-            limit=f"it is one of {', '.join(modes)}",
-            fix=nearest(launch.profile.mode, modes),
-        )
     ranks = launch.ranks
     is_list = isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks)
     if ranks not in ("by_host", "launched") and not is_list:

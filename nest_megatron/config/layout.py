@@ -35,6 +35,7 @@ def estimate_layout(composed: Composed, inputs: Inputs) -> tuple[ParallelPlan, t
         UserInputError: if the layout is none that Megatron launches.
     """
     grid, notes = _grid(composed, inputs)
+    notes = (*notes, *inputs.profile_notes)
     text = composed.config.parallel.pipeline_model_parallel_layout
     pp = grid.dims.pipeline_model_parallel_size
     if text is not None:
@@ -49,7 +50,9 @@ def estimate_layout(composed: Composed, inputs: Inputs) -> tuple[ParallelPlan, t
 
 
 def _priced(inputs: Inputs, grid: Grid, partition: StagePartition) -> ParallelPlan:
-    return estimate_plan(inputs.spec, inputs.cluster, inputs.settings, grid, partition)
+    return estimate_plan(
+        inputs.spec, inputs.cluster, inputs.settings, grid, partition, inputs.times
+    )
 
 
 def _virtual(grid: Grid) -> int:

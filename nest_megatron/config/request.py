@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,6 +26,9 @@ from nest_megatron.parallel.recompute import (
 )
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import PlanRequest
+from nest_megatron.profile.choose import Wanted, choose_times
+from nest_megatron.profile.lookup import LayerTimes
+from nest_megatron.profile.mode import ProfileMode
 from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.space import DEGREES, SearchSpace
 
@@ -50,6 +53,7 @@ class Inputs:
 
     Args:
         notes: what was assumed, one sentence each.
+        profile_notes: those of them that say which profiles were used and which were not.
     """
 
     spec: TransformerSpec
@@ -57,10 +61,12 @@ class Inputs:
     global_batch_size: int
     settings: CostSettings
     notes: tuple[str, ...] = ()
+    times: LayerTimes | None = None
+    profile_notes: tuple[str, ...] = ()
 
 
 def read_inputs(composed: Composed) -> Inputs:
-    """Model, cluster, batch and assumptions of a job.
+    """Model, cluster, batch, assumptions and layer times of a job.
 
     Raises:
         UserInputError: if one is missing or wrong.
@@ -70,12 +76,48 @@ def read_inputs(composed: Composed) -> Inputs:
     if batch is None:
         batch = DEFAULT_GLOBAL_BATCH_SIZE
         notes.append(f"train.global_batch_size is not given; {batch} sequences are assumed.")
-    return Inputs(
+    inputs = Inputs(
         spec=read_spec(config),
         cluster=read_cluster(config),
         global_batch_size=batch,
         settings=read_settings(config, Precision.BF16),
         notes=tuple(notes),
+    )
+    return with_times(inputs, composed)
+
+
+def with_times(
+    inputs: Inputs,
+    composed: Composed,
+    *,
+    prefix: str = "",
+    versions: Mapping[str, str] | None = None,
+) -> Inputs:
+    """The job with the layer times that it asks for.
+
+    Args:
+        prefix: what stands before ``profile.mode`` where the user types it.
+        versions: of the running job; ``None`` on a laptop, where none are known.
+
+    Raises:
+        UserInputError: if the profile asked for cannot be used.
+    """
+    asked = composed.config.profile
+    wanted = Wanted(
+        spec=inputs.spec,
+        accelerator=inputs.cluster.accelerator,
+        precision=inputs.settings.precision,
+        versions=versions or {},
+        prefix=prefix,
+        command=f"model={inputs.spec.name} cluster={inputs.cluster.name}",
+    )
+    mode = _choice(f"{prefix}profile.mode", asked.mode, ProfileMode)
+    choice = choose_times(wanted, mode, asked.name)
+    return dataclasses.replace(
+        inputs,
+        times=choice.times,
+        notes=(*inputs.notes, *choice.notes),
+        profile_notes=choice.notes,
     )
 
 
@@ -187,6 +229,7 @@ def plan_request(config: PlanConfig, inputs: Inputs, space: SearchSpace) -> Plan
         max_seconds=search.max_seconds,
         num_alternatives=search.num_alternatives,
         backend=read_backend(search.backend),
+        times=inputs.times,
     )
 
 

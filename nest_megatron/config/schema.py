@@ -84,6 +84,14 @@ class MemoryConfig:
 
 
 @dataclass(kw_only=True)
+class ProfileConfig:
+    """Where layer times come from."""
+
+    mode: str = _IN_FILE
+    name: str | None = None
+
+
+@dataclass(kw_only=True)
 class PlanConfig:
     """A job: the model and the cluster are checked by their own catalogues."""
 
@@ -94,15 +102,8 @@ class PlanConfig:
     search: SearchConfig = field(default_factory=SearchConfig)
     cost: CostConfig = field(default_factory=CostConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     out: str | None = None
-
-
-@dataclass(kw_only=True)
-class ProfileConfig:
-    """Where layer times come from."""
-
-    mode: str = "auto"
-    name: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -127,7 +128,6 @@ class LaunchConfig:
     ranks: Any = "by_host"
     watch: int = 20
     port: int | None = None
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 SECTIONS: dict[str, type] = {
@@ -136,6 +136,7 @@ SECTIONS: dict[str, type] = {
     "search": SearchConfig,
     "cost": CostConfig,
     "memory": MemoryConfig,
+    "profile": ProfileConfig,
 }
 
 
@@ -148,7 +149,5 @@ def section_keys() -> tuple[str, ...]:
 
 
 def launch_keys() -> tuple[str, ...]:
-    """Every key of ``LaunchConfig``, its section's keys with their dots."""
-    plain = (f.name for f in dataclasses.fields(LaunchConfig) if f.name != "profile")
-    inside = (f"profile.{f.name}" for f in dataclasses.fields(ProfileConfig))
-    return (*plain, *inside)
+    """Every key of ``LaunchConfig``."""
+    return tuple(f.name for f in dataclasses.fields(LaunchConfig))

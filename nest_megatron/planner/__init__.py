@@ -29,6 +29,7 @@ from nest_megatron.planner.shortage import (
     no_plan,
     refuse_if_nothing_is_legal,
 )
+from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.ranking import SearchResult, SolvedGrid
 from nest_megatron.solver.search import Search
@@ -63,7 +64,7 @@ def plan(
         UserInputError: if no combination of degrees is legal, naming the rules that refuse them, or
             there is no such runner-up.
     """
-    model = CostModel(request.spec, request.cluster, request.settings)
+    model = CostModel(request.spec, request.cluster, request.settings, request.times)
     started = time.perf_counter()
     result = _search(request, model, started, on_progress)
     seconds = time.perf_counter() - started
@@ -93,8 +94,12 @@ def estimate_plan(
     settings: CostSettings,
     grid: Grid,
     partition: StagePartition,
+    times: LayerTimes | None = None,
 ) -> ParallelPlan:
     """A plan for a layout that the user chose, with its prediction; nothing is searched.
+
+    Args:
+        times: measured times of the model's layers.
 
     Raises:
         UserInputError: if Megatron would refuse the layout, or it is not of the cluster's size.
@@ -107,7 +112,7 @@ def estimate_plan(
             fix="Lower a degree or raise cluster.num_gpus.",
         )
     check_launchable(spec, settings, grid, partition)
-    model = CostModel(spec, cluster, settings)
+    model = CostModel(spec, cluster, settings, times)
     solved = SolvedGrid(grid=grid, boundaries=partition.boundaries, iteration=0)
     return assemble(model, settings, solved, (), nothing_searched())
 

@@ -8,6 +8,7 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.space import SearchSpace
 
@@ -20,6 +21,7 @@ class PlanRequest:
     """What to plan.
 
     Args:
+        times: measured times of the model's layers; ``None`` takes all from data sheets.
         max_seconds: time for the search; when it ends first, the plan says how far from the
             optimum it can be at most.
     """
@@ -32,6 +34,7 @@ class PlanRequest:
     max_seconds: float = 60.0
     num_alternatives: int = NUM_ALTERNATIVES
     backend: Backend | None = None
+    times: LayerTimes | None = None
 
     def __post_init__(self) -> None:
         batch = self.global_batch_size

@@ -124,7 +124,7 @@ def _smallest_that_fits(request: PlanRequest) -> int | None:
 
 
 def _fits(request: PlanRequest) -> bool:
-    model = CostModel(request.spec, request.cluster, request.settings)
+    model = CostModel(request.spec, request.cluster, request.settings, request.times)
     return bool(_new_search(request, model, first_fit=True).run().plans)
 
 

@@ -23,6 +23,8 @@ from nest_megatron.profile.records import LayerProfile, Piece, Source, Timing
 #: profiles vary at a time.
 NUM_NEIGHBOURS = 4
 
+#: Stands between the names of several profiles; no name holds a space.
+NAMES_BETWEEN = " + "
 #: What a piece's compute time depends on: tensor, context, expert, expert-tensor size, tokens of a
 #: rank, sequence parallelism; 1 where the piece does not depend on it.
 Point = tuple[int, int, int, int, float, bool]
@@ -67,7 +69,7 @@ class LayerTimes:
     @property
     def name(self) -> str:
         """The profiles' names."""
-        return " + ".join(profile.name for profile in self.profiles)
+        return NAMES_BETWEEN.join(profile.name for profile in self.profiles)
 
     def pieces(self) -> frozenset[Piece]:
         """Pieces that some profile has a timing of."""

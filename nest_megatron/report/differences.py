@@ -18,21 +18,29 @@ from nest_megatron.parallel.recompute import (
 )
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import estimate_plan
+from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.schedule_view import settings_of
 
 
-def term_differences(plan: ParallelPlan) -> tuple[Mapping[str, float] | None, ...]:
+def term_differences(
+    plan: ParallelPlan, times: LayerTimes | None = None
+) -> tuple[Mapping[str, float] | None, ...]:
     """For each runner-up, seconds that each term takes more than in the plan.
+
+    Args:
+        times: the measured layer times that the plan was made with.
 
     Returns:
         One mapping a runner-up; ``None`` where this version prices it otherwise than the plan says.
     """
-    return tuple(_differences(plan, other) for other in plan.alternatives)
+    return tuple(_differences(plan, other, times) for other in plan.alternatives)
 
 
-def _differences(plan: ParallelPlan, other: Alternative) -> Mapping[str, float] | None:
+def _differences(
+    plan: ParallelPlan, other: Alternative, times: LayerTimes | None
+) -> Mapping[str, float] | None:
     try:
-        again = _priced(plan, other)
+        again = _priced(plan, other, times)
     except UserInputError:
         return None
     told, found = other.iteration_time_s, again.predicted.iteration_time_s
@@ -42,11 +50,12 @@ def _differences(plan: ParallelPlan, other: Alternative) -> Mapping[str, float] 
     return {name: s - terms.get(name, 0.0) for name, s in again.predicted.terms.items()}
 
 
-def _priced(plan: ParallelPlan, other: Alternative) -> ParallelPlan:
+def _priced(plan: ParallelPlan, other: Alternative, times: LayerTimes | None) -> ParallelPlan:
     spec, pp = plan.model, other.pipeline_model_parallel_size
     layout = other.pipeline_model_parallel_layout
     partition = uniform_partition(spec, 1) if layout is None else parse_layout(layout, spec, pp)
-    return estimate_plan(spec, plan.cluster, settings_of(plan), _grid(plan, other), partition)
+    grid, settings = _grid(plan, other), settings_of(plan)
+    return estimate_plan(spec, plan.cluster, settings, grid, partition, times)
 
 
 def _grid(plan: ParallelPlan, other: Alternative) -> Grid:

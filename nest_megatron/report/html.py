@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from nest_megatron.launchers.megatron_lm.attach import launch_request
 from nest_megatron.launchers.megatron_lm.write import parallel_argv
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
+from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.html_layout import (
     alternatives,
     choices,
@@ -37,8 +38,11 @@ from nest_megatron.units import GIB, format_gib, format_seconds
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def html_report(plan: ParallelPlan) -> str:
+def html_report(plan: ParallelPlan, times: LayerTimes | None = None) -> str:
     """The report of a plan as one self-contained page.
+
+    Args:
+        times: the measured layer times that the plan was made with.
 
     Raises:
         UserInputError: if the plan was made with settings that this version does not know.
@@ -48,10 +52,10 @@ def html_report(plan: ParallelPlan) -> str:
         ("Stages", stages(plan)),
         ("Where the time of a step goes", _time(plan)),
         ("Memory", _memory(plan)),
-        ("Timeline", _timeline(plan)),
+        ("Timeline", _timeline(plan, times)),
         ("Where groups lie", groups(plan)),
         ("What the plan sets, and why", choices(plan)),
-        ("Runners-up", alternatives(plan)),
+        ("Runners-up", alternatives(plan, times)),
         ("The search", _search(plan)),
         ("Launch", _launch(plan)),
         ("Assumptions", _assumptions(plan)),
@@ -149,8 +153,8 @@ def _memory(plan: ParallelPlan) -> Markup:
     )
 
 
-def _timeline(plan: ParallelPlan) -> Markup:
-    view = schedule_view(plan)
+def _timeline(plan: ParallelPlan, times: LayerTimes | None) -> Markup:
+    view = schedule_view(plan, times)
     shown = windows(view)
     title = f"Predicted schedule of {len(view.ranks)} pipeline ranks"
     words = (

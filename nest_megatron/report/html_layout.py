@@ -10,6 +10,7 @@ from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.plan import Alternative, ParallelPlan, zero_stage
 from nest_megatron.parallel.rank_order import GroupKind, group_of_rank, group_shape
 from nest_megatron.plain import to_plain
+from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.diff import plan_values, reason
 from nest_megatron.report.differences import term_differences
 from nest_megatron.report.markup import Markup, element, joined, table
@@ -146,7 +147,7 @@ def groups(plan: ParallelPlan) -> Markup:
     return table(head, rows, caption)
 
 
-def alternatives(plan: ParallelPlan) -> Markup:
+def alternatives(plan: ParallelPlan, times: LayerTimes | None = None) -> Markup:
     """Runners-up: what they lose, and what they do differently."""
     if not plan.alternatives:
         return element("p", "The plan names no runners-up.", class_="soft")
@@ -155,7 +156,7 @@ def alternatives(plan: ParallelPlan) -> Markup:
     best = {name: text for name, text in best.items() if name not in same}
     head = ["slower by", "step", *best, "where the time goes"]
     rows = []
-    lost = term_differences(plan)
+    lost = term_differences(plan, times)
     for other, described, terms in zip(plan.alternatives, others, lost, strict=True):
         cells = [
             element("span", described[name], class_=None if described[name] == text else "differs")

@@ -13,6 +13,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.names import Name
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import from_plain
+from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.units import Seconds, to_seconds
 
 
@@ -72,13 +73,16 @@ class ScheduleView:
     iteration_time_s: Seconds
 
 
-def schedule_view(plan: ParallelPlan) -> ScheduleView:
+def schedule_view(plan: ParallelPlan, times: LayerTimes | None = None) -> ScheduleView:
     """Simulate a plan's schedule again, under the settings that it was made with.
+
+    Args:
+        times: the measured layer times that it was made with.
 
     Raises:
         UserInputError: if the plan was made with settings that this version does not know.
     """
-    model = CostModel(plan.model, plan.cluster, settings_of(plan))
+    model = CostModel(plan.model, plan.cluster, settings_of(plan), times)
     problem = model.problem(plan.grid())
     evaluation = evaluate(problem, plan.partition().boundaries)
     return ScheduleView(

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from nest_megatron.parallel.plan import Alternative, ParallelPlan, PredictedStage, SearchRecord
 from nest_megatron.planner import NoPlan, describe_grid
-from nest_megatron.report.words import TERM_WORDS, certificate, term_words
+from nest_megatron.report.words import TERM_WORDS, basis, certificate, term_words
 from nest_megatron.units import GIB, format_gib, format_seconds
 
 _BAR_WIDTH = 22
@@ -72,9 +72,6 @@ _SHORT = {
     "shared_experts": "shared",
 }
 
-#: Said of every prediction that no measured profile stands behind.
-UNMEASURED = "published measurements of other clusters (docs/accuracy.md), no profile of this one"
-
 
 def summary(plan: ParallelPlan) -> RenderableType:
     """The plan in a few lines: the job, the layout, the prediction."""
@@ -94,8 +91,7 @@ def summary(plan: ParallelPlan) -> RenderableType:
     if chosen.pipeline_model_parallel_layout is not None:
         rows.append(("Stages", Text(chosen.pipeline_model_parallel_layout)))
     rows.append(("Bound by", Text(predicted.binding_constraint)))
-    if plan.provenance.profile == "analytic":
-        rows.append(("Basis", Text(UNMEASURED)))
+    rows.append(("Basis", Text(basis(plan))))
     if train.precision.value != "bf16":
         rows.insert(3, ("Precision", Text(train.precision.value)))
     return Group(title, _pairs(rows))

@@ -15,6 +15,7 @@ from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.palette import backward_colour, forward_colour, ink_on
 from nest_megatron.report.schedule_view import (
     ScheduleView,
@@ -54,13 +55,13 @@ def span_colour(span: Span, num_virtual: int) -> str:
     return EDGE_COLOURS[span.kind]
 
 
-def chrome_trace(plan: ParallelPlan) -> str:
+def chrome_trace(plan: ParallelPlan, times: LayerTimes | None = None) -> str:
     """The schedule in Chrome's trace-event format: open it in ui.perfetto.dev or chrome://tracing.
 
     One row for each pipeline rank. Virtual stages are named by letters, because Perfetto colours a
     slice by its name without digits.
     """
-    view = schedule_view(plan)
+    view = schedule_view(plan, times)
     events = [*_row_names(plan), *_trace_events(plan, view)]
     described = {
         "model": plan.model.name,
@@ -72,11 +73,12 @@ def chrome_trace(plan: ParallelPlan) -> str:
     return json.dumps(whole, separators=(",", ":"), allow_nan=False)
 
 
-def draw_timeline(plan: ParallelPlan, path: Path) -> None:
+def draw_timeline(plan: ParallelPlan, path: Path, times: LayerTimes | None = None) -> None:
     """Draw the schedule: pipeline ranks over time, a long one as its beginning, middle and end.
 
     Args:
         path: a ``.png`` or ``.svg`` file.
+        times: the measured layer times that the plan was made with.
 
     Raises:
         UserInputError: for another suffix, a file that cannot be written, or without matplotlib.
@@ -89,7 +91,7 @@ def draw_timeline(plan: ParallelPlan, path: Path) -> None:
             limit=f"a picture is one of {', '.join(SUFFIXES)}",
             fix="Give the file one of these suffixes.",
         )
-    picture = _rendered(plan, schedule_view(plan), suffix[1:])
+    picture = _rendered(plan, schedule_view(plan, times), suffix[1:])
     try:
         path.expanduser().write_bytes(picture)
     except OSError as error:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from nest_megatron.parallel.plan import SearchRecord
+from nest_megatron.parallel.plan import ParallelPlan, SearchRecord
+from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.units import format_seconds
 
 #: The cost model's terms for people.
@@ -21,6 +22,10 @@ TERM_WORDS = {
     "embedding_sync": "embedding sync",
     "host": "host work",
 }
+
+
+#: Said of every prediction that no measured profile stands behind.
+UNMEASURED = "published measurements of other clusters (docs/accuracy.md), no profile of this one"
 
 
 def certificate(record: SearchRecord) -> str:
@@ -51,6 +56,14 @@ def _counts(record: SearchRecord) -> str:
         f"({record.stage_nodes:,} partial partitions, {record.simulations:,} simulated schedules), "
         f"in {record.seconds:.2f} s with the {record.backend}."
     )
+
+
+def basis(plan: ParallelPlan) -> str:
+    """What stands behind a plan's times."""
+    profile = plan.provenance.profile
+    if profile == ANALYTIC_NAME:
+        return UNMEASURED
+    return f"layer times of {profile}; the rest from published measurements of other clusters"
 
 
 def term_words(differences: Mapping[str, float], *, most: int = 4) -> str:

@@ -1,0 +1,252 @@
+"""Which profiles stand behind a plan: those of the same device, versions and layers, or one named.
+
+A profile of another device or version is used only when it is named, and then counts as imported;
+one of other layers, another sequence length or number format says nothing about the job and is
+never used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from nest_megatron.cluster.discovery import LocalGpus, is_same_device
+from nest_megatron.cluster.records import Accelerator, Precision
+from nest_megatron.errors import ProfileError, UserInputError
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.profile.lookup import NAMES_BETWEEN, LayerTimes
+from nest_megatron.profile.mode import ProfileMode
+from nest_megatron.profile.profile_file import LAYERS
+from nest_megatron.profile.records import (
+    LayerProfile,
+    Machine,
+    layer_shape,
+    pieces_of,
+    shape_digest,
+)
+from nest_megatron.profile.store import Entry, all_entries, find_entry
+from nest_megatron.units import format_gib
+
+MEASURE_COMMAND = "torchrun -m nest_megatron.profile"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a plan needs times of.
+
+    Args:
+        versions: of the running job, by the names of ``Machine``; on a laptop none are known, and
+            none are compared.
+        prefix: what stands before ``profile.mode`` where the user types it (``nest.``).
+        command: the arguments that measure this job, for messages.
+    """
+
+    spec: TransformerSpec
+    accelerator: Accelerator
+    precision: Precision
+    versions: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
+    command: str = "model=... cluster=..."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The times that were chosen, and what a user should know of it; ``None`` is analytic."""
+
+    times: LayerTimes | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A field in which a profile is not what is wanted.
+
+    Args:
+        decisive: naming the profile does not help.
+    """
+
+    name: str
+    found: object
+    wanted: object
+    decisive: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.found} instead of {self.wanted}"
+
+
+def choose_times(wanted: Wanted, mode: ProfileMode, name: str | None = None) -> Choice:
+    """The times to plan with.
+
+    Args:
+        name: the profile to use, whatever machine it is from.
+
+    Raises:
+        UserInputError: if the one named cannot be used, or ``require`` finds a piece untimed.
+    """
+    if mode is ProfileMode.MEASURE:
+        raise UserInputError(
+            f"{wanted.prefix}profile.mode",
+            value=mode.value,
+            limit="nothing is launched here that could be measured",
+            fix=f"Measure first: {MEASURE_COMMAND} {wanted.command}; then use auto or require.",
+        )
+    if mode is ProfileMode.ANALYTIC:
+        _refuse_name(wanted, name)
+        return Choice()
+    choice = _matching(wanted) if name is None else _named(wanted, name)
+    if mode is ProfileMode.REQUIRE:
+        _require_all(wanted, choice)
+    return choice
+
+
+def times_of(provenance: str, spec: TransformerSpec) -> LayerTimes | None:
+    """The times that a plan was made with, by its own words (``Provenance.profile``).
+
+    Returns:
+        ``None`` for a plan without any, and where a profile of its is not here any more.
+    """
+    names, _, _ = provenance.rpartition(": ")
+    if not names:
+        return None
+    try:
+        profiles = tuple(find_entry(name).read() for name in names.split(NAMES_BETWEEN))
+    except UserInputError:
+        return None
+    return LayerTimes(spec=spec, profiles=profiles)
+
+
+def differences(profile: LayerProfile, wanted: Wanted) -> tuple[Difference, ...]:
+    """In what a profile is not what is wanted, the decisive first."""
+    return (*_of_layers(profile, wanted), *_of_machine(profile.machine, wanted))
+
+
+def _of_layers(profile: LayerProfile, wanted: Wanted) -> Iterator[Difference]:
+    has, needs = layer_shape(profile.model), layer_shape(wanted.spec)
+    pairs = {name: (has.get(name), needs.get(name)) for name in {**has, **needs}}
+    pairs["precision"] = (profile.precision.value, wanted.precision.value)
+    for name, (found, needed) in pairs.items():
+        if found != needed:
+            yield Difference(name=name, found=found, wanted=needed, decisive=True)
+
+
+def _of_machine(machine: Machine, wanted: Wanted) -> Iterator[Difference]:
+    device = LocalGpus(device_name=machine.device_name, memory_bytes=machine.memory_bytes, count=1)
+    accelerator = wanted.accelerator
+    if machine.is_cpu or not is_same_device(accelerator, device):
+        needed = f"{accelerator.name} ({format_gib(accelerator.memory_bytes)})"
+        yield Difference(name="device", found=machine.describe(), wanted=needed, decisive=False)
+    for name, version in wanted.versions.items():
+        found = getattr(machine, name)
+        if found is None or _public(found) != _public(version):
+            yield Difference(name=name, found=found, wanted=version, decisive=False)
+
+
+def _public(version: str) -> str:
+    """A version without its local part, which a wheel's metadata may leave out.
+
+    >>> _public("2.6.0+cu124")
+    '2.6.0'
+    """
+    return version.partition("+")[0]
+
+
+def _named(wanted: Wanted, name: str) -> Choice:
+    entry = _entry(wanted, name)
+    profile = entry.read()
+    found = differences(profile, wanted)
+    decisive = [difference for difference in found if difference.decisive]
+    if decisive:
+        raise ProfileError(
+            f"{wanted.prefix}profile.name",
+            value=name,
+            limit=f"it is not of this job's layers: {_words(decisive)}",
+            fix=f"Name another, or measure these: {MEASURE_COMMAND} {wanted.command}.",
+        )
+    if not found:
+        return Choice(times=LayerTimes(spec=wanted.spec, profiles=(profile,)))
+    note = f"Profile {name} is used as asked for, although it is of another machine: "
+    foreign = dataclasses.replace(profile, imported=True)
+    return Choice(
+        times=LayerTimes(spec=wanted.spec, profiles=(foreign,)),
+        notes=(f"{note}{_words(found)}.",),
+    )
+
+
+def _entry(wanted: Wanted, name: str) -> Entry:
+    try:
+        return find_entry(name)
+    except UserInputError as error:
+        raise UserInputError(
+            f"{wanted.prefix}profile.name", value=name, limit=error.limit, fix=error.fix
+        ) from error
+
+
+def _matching(wanted: Wanted) -> Choice:
+    """The newest profile of this machine and the newest of those brought or shipped."""
+    own: list[LayerProfile] = []
+    foreign: list[LayerProfile] = []
+    shipped: list[LayerProfile] = []
+    broken, unused = [], []
+    for entry in _of_same_layers(wanted):
+        try:
+            profile = entry.read()
+        except ProfileError as error:
+            broken.append(f"A profile cannot be used: {error}")
+            continue
+        found = differences(profile, wanted)
+        if found:
+            fix = f"{wanted.prefix}profile.name={profile.name} uses it all the same"
+            unused.append(f"Profile {profile.name} is not used: {_words(found)}; {fix}.")
+        else:
+            (shipped if entry.shipped else foreign if profile.imported else own).append(profile)
+    chosen = (*_newest(own), *(_newest(foreign) or _newest(shipped)))
+    if not chosen:
+        return Choice(notes=(*broken, *unused))
+    return Choice(times=LayerTimes(spec=wanted.spec, profiles=chosen), notes=tuple(broken))
+
+
+def _of_same_layers(wanted: Wanted) -> Iterator[Entry]:
+    """Files that say they are of these layers; most others need not be read whole."""
+    layers = shape_digest(wanted.spec, wanted.precision)
+    for entry in all_entries():
+        try:
+            if entry.line(LAYERS) == layers:
+                yield entry
+        except ProfileError:
+            continue  # unreadable, so nothing is known of its layers; `profiles verify` names it
+
+
+def _newest(profiles: Iterable[LayerProfile]) -> tuple[LayerProfile, ...]:
+    ordered = sorted(profiles, key=lambda p: (datetime.fromisoformat(p.created), p.name))
+    return tuple(ordered[-1:])
+
+
+def _refuse_name(wanted: Wanted, name: str | None) -> None:
+    if name is not None:
+        raise UserInputError(
+            f"{wanted.prefix}profile.name",
+            value=name,
+            limit="profile.mode=analytic uses no profile",
+            fix="Leave one of the two out.",
+        )
+
+
+def _require_all(wanted: Wanted, choice: Choice) -> None:
+    """Refuse times that leave a piece of the model to the data sheets."""
+    timed = frozenset() if choice.times is None else choice.times.pieces()
+    untimed = [piece.value for piece in pieces_of(wanted.spec) if piece not in timed]
+    if not untimed:
+        return
+    unused = f" ({' '.join(choice.notes)})" if choice.notes else ""
+    raise UserInputError(
+        f"{wanted.prefix}profile.mode",
+        value=ProfileMode.REQUIRE.value,
+        limit=f"no profile has times of {', '.join(untimed)} on {wanted.accelerator.name}{unused}",
+        fix=f"Measure them: {MEASURE_COMMAND} {wanted.command}",
+    )
+
+
+def _words(found: Iterable[Difference]) -> str:
+    return ", ".join(map(str, found))

@@ -1,0 +1,165 @@
+"""Which profile a job gets, and what it is told where it gets none."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.errors import ProfileError, UserInputError
+from nest_megatron.profile import profile_file, store
+from nest_megatron.profile.choose import Wanted, choose_times, differences, times_of
+from nest_megatron.profile.mode import ProfileMode
+from nest_megatron.profile.records import Piece
+from tests import catalogue
+from tests.profile.profiles import CPU, H100, H200, profile, timing, whole_profile
+
+LLAMA = catalogue.model("llama3_8b")
+AUTO, REQUIRE = ProfileMode.AUTO, ProfileMode.REQUIRE
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(store.FOLDER_VARIABLE, str(tmp_path / "profiles"))
+    return tmp_path / "profiles"
+
+
+def wanted(cluster: str = "dgx_h100", **changes: object) -> Wanted:
+    base = Wanted(
+        spec=LLAMA,
+        accelerator=catalogue.cluster(cluster, 8).accelerator,
+        precision=Precision.BF16,
+    )
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+def test_an_empty_store_is_analytic_without_words() -> None:
+    choice = choose_times(wanted(), AUTO)
+    assert (choice.times, choice.notes) == (None, ())
+
+
+def test_the_matching_profile_is_found_for_any_depth() -> None:
+    store.record(whole_profile("mine"))
+    store.record(whole_profile("theirs", spec=catalogue.model("mixtral_8x7b")))
+    deeper = dataclasses.replace(LLAMA, name="deeper", num_layers=64)
+    choice = choose_times(wanted(spec=deeper), AUTO)
+    assert choice.times is not None
+    assert choice.times.name == "mine"
+    assert choice.notes == ()
+
+
+def test_analytic_asks_no_profile() -> None:
+    store.record(whole_profile("mine"))
+    assert choose_times(wanted(), ProfileMode.ANALYTIC).times is None
+    with pytest.raises(UserInputError, match=r"profile\.name"):
+        choose_times(wanted(), ProfileMode.ANALYTIC, "mine")
+
+
+def test_own_times_come_before_imported_ones(tmp_path: Path) -> None:
+    profile_file.write(whole_profile("theirs"), tmp_path / "theirs.yaml")
+    store.import_profile(tmp_path / "theirs.yaml")
+    store.record(profile([timing()], name="mine"))
+    choice = choose_times(wanted(), REQUIRE)
+    assert choice.times is not None
+    assert choice.times.name == "mine + theirs"
+    again = times_of("mine + theirs: 1 measured, 3 imported", LLAMA)
+    assert again == choice.times
+
+
+@pytest.mark.parametrize(("machine", "said"), [(H200, "NVIDIA H200"), (CPU, "Intel Xeon")])
+def test_another_device_is_used_only_by_name(machine: object, said: str) -> None:
+    made = dataclasses.replace(whole_profile("other"), machine=machine)  # type: ignore[arg-type]
+    store.record(made)
+    choice = choose_times(wanted(), AUTO)
+    assert choice.times is None
+    (note,) = choice.notes
+    assert said in note
+    assert "H100-SXM-80GB" in note
+    assert "profile.name=other" in note
+    named = choose_times(wanted(), REQUIRE, "other")
+    assert named.times is not None
+    assert all(p.imported for p in named.times.profiles)
+    assert said in named.notes[0]
+
+
+def test_a_cpu_is_never_a_gpu_of_its_name() -> None:
+    cpu = dataclasses.replace(H100, is_cpu=True)
+    found = differences(dataclasses.replace(whole_profile(), machine=cpu), wanted())
+    assert [difference.name for difference in found] == ["device"]
+
+
+def test_versions_are_compared_where_they_are_known() -> None:
+    store.record(whole_profile("mine"))
+    same = {"torch": "2.6.0", "megatron_core": "0.16.1", "driver": "550.54.15"}
+    assert choose_times(wanted(versions=same), AUTO).times is not None
+    newer = {**same, "torch": "2.7.1"}
+    choice = choose_times(wanted(versions=newer, prefix="nest."), AUTO)
+    assert choice.times is None
+    assert "torch 2.6.0+cu124 instead of 2.7.1" in choice.notes[0]
+    assert "nest.profile.name=mine" in choice.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"spec": catalogue.model("llama3_70b")}, "hidden_size 4096 instead of 8192"),
+        ({"spec": dataclasses.replace(LLAMA, seq_length=4096)}, "seq_length 8192 instead of 4096"),
+        ({"precision": Precision.FP8}, "precision bf16 instead of fp8"),
+    ],
+)
+def test_other_layers_are_refused_even_by_name(changes: dict[str, object], said: str) -> None:
+    store.record(whole_profile("mine"))
+    assert choose_times(wanted(**changes), AUTO).times is None
+    with pytest.raises(ProfileError, match=said):
+        choose_times(wanted(**changes), AUTO, "mine")
+
+
+def test_require_names_the_pieces_and_the_command() -> None:
+    store.record(profile([timing(), timing(Piece.HEAD)], name="some"))
+    asked = wanted(command="model=llama3_8b cluster=dgx_h100", prefix="nest.")
+    with pytest.raises(UserInputError) as caught:
+        choose_times(asked, REQUIRE)
+    assert caught.value.what == "nest.profile.mode"
+    assert "dense, embedding on H100" in caught.value.limit
+    command = "torchrun -m nest_megatron.profile model=llama3_8b cluster=dgx_h100"
+    assert command in caught.value.fix
+
+
+def test_measure_is_refused_with_the_command() -> None:
+    with pytest.raises(UserInputError, match=r"torchrun -m nest_megatron\.profile"):
+        choose_times(wanted(), ProfileMode.MEASURE)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    store.record(whole_profile("mine"))
+    with pytest.raises(UserInputError, match="Did you mean mine"):
+        choose_times(wanted(), AUTO, "mines")
+
+
+def test_a_broken_profile_of_these_layers_is_told(folder: Path) -> None:
+    store.record(whole_profile("mine"))
+    path = folder / "mine.yaml"
+    path.write_text(path.read_text().replace("repetitions: 20", "repetitions: 21", 1))
+    choice = choose_times(wanted(), AUTO)
+    assert choice.times is None
+    assert "timings[0]" in choice.notes[0]
+
+
+def test_the_newest_of_two_installations_is_used() -> None:
+    store.record(whole_profile("old"))
+    newer = dataclasses.replace(
+        whole_profile("new"),
+        machine=dataclasses.replace(H100, driver="560.1"),
+        created="2026-06-01T10:00:00+00:00",
+    )
+    store.record(newer)
+    choice = choose_times(wanted(), AUTO)
+    assert choice.times is not None
+    assert choice.times.name == "new"
+
+
+def test_a_plan_whose_profile_is_gone_has_no_times() -> None:
+    assert times_of("analytic", LLAMA) is None
+    assert times_of("gone: 4 measured", LLAMA) is None

@@ -1,0 +1,133 @@
+"""What a profile holds: every field checked, and what makes two profiles alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.errors import ProfileError
+from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.profile.records import (
+    COMPARED,
+    NOT_SHAPING,
+    Machine,
+    Piece,
+    default_name,
+    fingerprint,
+    layer_shape,
+    pieces_of,
+    require_name,
+)
+from tests import catalogue
+from tests.profile.profiles import CPU, H100, profile, timing
+
+LLAMA = catalogue.model("llama3_8b")
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "1", None, True])
+@pytest.mark.parametrize("name", ["forward_s", "backward_s", "micro_batch_size", "repetitions"])
+def test_a_timing_is_a_number_above_0(name: str, value: object) -> None:
+    with pytest.raises(ProfileError, match=name):
+        timing(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["spread", "optimizer_s", "peak_memory_bytes", "parameters"])
+def test_what_may_be_0_may_not_be_less(name: str) -> None:
+    timing(**{name: 0})
+    with pytest.raises(ProfileError, match=name):
+        timing(**{name: -1})
+
+
+def test_a_shape_stands_once() -> None:
+    with pytest.raises(ProfileError, match=r"timings\[1\]"):
+        profile([timing(forward_s=1.0), timing(forward_s=2.0)])
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a b", ".hidden", "analytic", "a:b"])
+def test_a_name_makes_a_file_name(name: str) -> None:
+    with pytest.raises(ProfileError, match="profile name"):
+        require_name(name)
+
+
+@pytest.mark.parametrize("created", ["yesterday", "2026-05-01T10:00:00", ""])
+def test_a_time_has_its_zone(created: str) -> None:
+    with pytest.raises(ProfileError, match="created"):
+        profile([], created=created)
+
+
+def test_every_field_of_a_model_shapes_its_layers_or_is_known_not_to() -> None:
+    """A new field of ``TransformerSpec`` belongs into ``layer_shape`` or ``NOT_SHAPING``."""
+    latent = layer_shape(catalogue.model("deepseek_v3"))
+    shaping = {*layer_shape(LLAMA), *latent}
+    assert shaping | NOT_SHAPING == {field.name for field in dataclasses.fields(TransformerSpec)}
+    assert not shaping & NOT_SHAPING
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "other", "source": "elsewhere"},
+        {"num_layers": 80},
+        {"kv_channels": 128, "rotary_base": 10_000},
+        {"vocab_size": 128_512, "vocab_is_padded": True},
+    ],
+)
+def test_what_changes_no_layer_changes_no_fingerprint(changes: dict[str, object]) -> None:
+    other = dataclasses.replace(LLAMA, **changes)  # type: ignore[arg-type]
+    assert fingerprint(H100, other, Precision.BF16) == fingerprint(H100, LLAMA, Precision.BF16)
+
+
+def test_padding_the_vocabulary_for_tensor_parallelism_changes_no_fingerprint() -> None:
+    before = fingerprint(H100, LLAMA, Precision.BF16)
+    for tp in (1, 2, 4, 8):
+        assert fingerprint(H100, LLAMA.with_padded_vocab(tp), Precision.BF16) == before
+
+
+def test_where_experts_stand_changes_no_fingerprint() -> None:
+    deep = catalogue.model("deepseek_v3")
+    fewer = dataclasses.replace(deep, num_layers=4, moe_layer_pattern=(0, 1, 1, 1))
+    assert layer_shape(deep) == layer_shape(fewer)
+
+
+@pytest.mark.parametrize("name", [*COMPARED, "seq_length", "hidden_size", "vocab_size"])
+def test_all_that_times_depend_on_is_in_the_fingerprint(name: str) -> None:
+    before = fingerprint(H100, LLAMA, Precision.BF16)
+    machine, spec = H100, LLAMA
+    if name in COMPARED:
+        machine = dataclasses.replace(H100, **{name: getattr(CPU, name) or "1"})
+        if getattr(machine, name) == getattr(H100, name):
+            machine = dataclasses.replace(H100, **{name: _other(H100, name)})
+    else:
+        spec = dataclasses.replace(LLAMA, **{name: 2 * getattr(LLAMA, name)})
+    assert fingerprint(machine, spec, Precision.BF16) != before
+    assert fingerprint(H100, LLAMA, Precision.FP8) != before
+
+
+def _other(machine: Machine, name: str) -> object:
+    value = getattr(machine, name)
+    return value + 1 if isinstance(value, int) else f"{value}1"
+
+
+def test_clocks_are_told_and_not_compared() -> None:
+    slower = dataclasses.replace(H100, graphics_mhz=1200)
+    assert fingerprint(slower, LLAMA, Precision.BF16) == fingerprint(H100, LLAMA, Precision.BF16)
+
+
+@pytest.mark.parametrize("name", catalogue.CORE)
+def test_pieces_are_those_of_the_layer_sequence(name: str) -> None:
+    spec = catalogue.model(name)
+    kinds, pieces = set(spec.layer_kinds()), set(pieces_of(spec))
+    assert (LayerKind.DENSE in kinds) == (Piece.DENSE in pieces)
+    assert (LayerKind.MOE in kinds) == (Piece.EXPERTS in pieces)
+    assert (LayerKind.MTP in kinds) == (Piece.MTP in pieces)
+    assert {Piece.ATTENTION, Piece.EMBEDDING, Piece.HEAD} <= pieces
+
+
+def test_default_names_are_names() -> None:
+    name = default_name(H100, LLAMA, Precision.BF16)
+    assert require_name(name).startswith("llama3_8b-H100_80GB_HBM3-bf16-")
+    odd = dataclasses.replace(LLAMA, name="../my model")
+    require_name(default_name(CPU, odd, Precision.BF16))

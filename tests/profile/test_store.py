@@ -1,0 +1,186 @@
+"""The store: exact round trips, broken files named, nothing lost by many writers."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import re
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nest_megatron.errors import ProfileError, UserInputError
+from nest_megatron.profile import profile_file, store
+from nest_megatron.profile.records import Piece
+from tests import catalogue
+from tests.profile.profiles import H200, profile, timing, whole_profile
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(store.FOLDER_VARIABLE, str(tmp_path / "profiles"))
+    return tmp_path / "profiles"
+
+
+@pytest.mark.parametrize("model", ["llama3_8b", "deepseek_v3", "mixtral_8x7b"])
+def test_round_trip_is_exact(model: str) -> None:
+    original = whole_profile(spec=catalogue.model(model))
+    text = profile_file.dump(original)
+    again = profile_file.load(text)
+    assert again == original
+    assert profile_file.dump(again) == text
+
+
+TEXT = profile_file.dump(whole_profile())
+
+
+def test_every_way_of_cutting_a_file_short_is_noticed() -> None:
+    for length in [*range(0, len(TEXT) - 1, 61), len(TEXT) - 2]:
+        with pytest.raises(ProfileError):
+            profile_file.load(TEXT[:length])
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    place=st.integers(0, len(TEXT) - 1),
+    length=st.integers(0, 3),
+    misprint=st.text(alphabet="0159.-+e_ \n:#'\"{}[],&*!|%@abxyz\u00e9", max_size=3),
+)
+def test_a_misprint_is_refused_or_changes_nothing(place: int, length: int, misprint: str) -> None:
+    damaged = TEXT[:place] + misprint + TEXT[place + length :]
+    try:
+        found = profile_file.load(damaged)
+    except ProfileError:
+        return
+    assert found == whole_profile()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        ("forward_s: 0.002", "forward_s: 0.003", r"timings\[\d+\]"),
+        ("forward_s: 0.002", "forward_s: -0.002", "forward_s"),
+        ("forward_s: 0.002", "forward_s: .nan", "forward_s"),
+        ("hidden_size: 4096", "hidden_size: 8192", "model"),
+        ("hidden_size: 4096", "hidden_size: many", "model.hidden_size"),
+        ("device_name: NVIDIA H100", "device_name: NVIDIA H200", "machine"),
+        ("imported: false", "imported: true", "imported"),
+        ("piece: head", "piece: tail", "piece"),
+        ("driver:", "drivers:", "drivers"),
+        ("schema: 1", "schema: 2", "Upgrade"),
+        ("checksum:", "checksums:", "checksums"),
+    ],
+)
+def test_an_edited_field_is_named(before: str, after: str, named: str) -> None:
+    assert before in TEXT
+    with pytest.raises(ProfileError, match=named):
+        profile_file.load(TEXT.replace(before, after, 1))
+
+
+def test_timings_are_merged_and_the_newest_stay(folder: Path) -> None:
+    first = profile([timing(), timing(Piece.HEAD)], name="first")
+    assert store.record(first) == first
+    later = "2026-05-02T10:00:00+00:00"
+    again = profile([timing(forward_s=7.0), timing(Piece.DENSE)], name="second", created=later)
+    found = store.record(again)
+    assert [entry.name for entry in store.stored_entries()] == ["first"]
+    assert found == store.find_entry("first").read()
+    assert (found.name, found.created) == ("first", later)
+    assert {t.piece: t.forward_s for t in found.timings} == {
+        Piece.ATTENTION: 7.0,
+        Piece.HEAD: 1e-3,
+        Piece.DENSE: 1e-3,
+    }
+    stale = profile([timing(forward_s=9.0)], name="first", created="2026-04-01T10:00:00+00:00")
+    assert store.record(stale) == found
+
+
+def test_another_machine_is_another_profile() -> None:
+    store.record(profile([timing()], name="one"))
+    store.record(profile([timing()], name="two", machine=H200))
+    assert [entry.name for entry in store.stored_entries()] == ["one", "two"]
+    with pytest.raises(ProfileError, match="another device"):
+        store.record(profile([timing()], name="one", machine=H200))
+
+
+def test_imported_times_never_mix_with_measured_ones(tmp_path: Path) -> None:
+    store.record(profile([timing()], name="mine"))
+    store.export_profile("mine", tmp_path / "copy.yaml")
+    with pytest.raises(ProfileError, match="another name"):
+        store.import_profile(tmp_path / "copy.yaml")
+    found = store.import_profile(tmp_path / "copy.yaml", name="theirs")
+    assert found.imported
+    assert not store.find_entry("mine").read().imported
+    original = store.find_entry("mine").read()
+    assert dataclasses.replace(found, name="mine", imported=False) == original
+    store.record(profile([timing(Piece.HEAD)], name="new"))
+    assert len(store.find_entry("mine").read().timings) == 2
+    assert len(store.find_entry("theirs").read().timings) == 1
+
+
+def test_a_broken_file_is_named_and_not_written_over(folder: Path) -> None:
+    store.record(profile([timing()], name="mine"))
+    path = folder / "mine.yaml"
+    path.write_text(path.read_text().replace("forward_s: 0.001", "forward_s: 0.002"))
+    damaged = path.read_text()
+    ((entry, error),) = store.faults()
+    assert entry.name == "mine"
+    assert "timings[0]" in str(error)
+    with pytest.raises(ProfileError, match=re.escape("timings[0]")):
+        store.record(profile([timing(Piece.HEAD)], name="more"))
+    assert path.read_text() == damaged
+
+
+def test_a_file_under_another_name_is_refused(folder: Path) -> None:
+    store.record(profile([timing()], name="mine"))
+    (folder / "mine.yaml").rename(folder / "yours.yaml")
+    with pytest.raises(ProfileError, match="it holds the profile 'mine'"):
+        store.find_entry("yours").read()
+
+
+def test_an_unknown_name_brings_the_nearest() -> None:
+    store.record(profile([timing()], name="llama3_8b-h100"))
+    with pytest.raises(UserInputError, match="Did you mean llama3_8b-h100"):
+        store.find_entry("llama3_8b-h101")
+
+
+def test_a_store_that_cannot_be_locked_is_said(folder: Path) -> None:
+    folder.mkdir()
+    with FileLock(folder / ".lock"), pytest.raises(ProfileError, match="held the lock"):
+        store.record(profile([timing()]), timeout_s=0.05)
+
+
+def test_a_store_that_cannot_be_made_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(store.FOLDER_VARIABLE, str(tmp_path / "file" / "profiles"))
+    with pytest.raises(ProfileError, match=store.FOLDER_VARIABLE):
+        store.record(profile([timing()]))
+
+
+WRITERS, SHAPES = 5, 6
+
+
+def write_some(number: int) -> None:
+    """What one rank does: each of its shapes as soon as it is measured."""
+    for shape in range(SHAPES):
+        micro = number * SHAPES + shape + 1
+        store.record(profile([timing(micro_batch_size=micro)], name=f"writer{number}"))
+
+
+def test_many_writers_at_once_lose_nothing(folder: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=write_some, args=(n,)) for n in range(WRITERS)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=60)
+    assert [worker.exitcode for worker in workers] == [0] * WRITERS
+    (entry,) = store.stored_entries()
+    sizes = {timing.micro_batch_size for timing in entry.read().timings}
+    assert sizes == set(range(1, WRITERS * SHAPES + 1))
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", entry.path.name]
