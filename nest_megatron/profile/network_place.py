@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 from nest_megatron.cluster.records import Cluster, NetworkLevel
@@ -68,19 +69,14 @@ def _fan_outs(shape: tuple[int, ...], cluster: Cluster) -> tuple[int, ...]:
         )
     found: list[int] = []
     for level in cluster.levels:
-        room = hosts if level.num_devices is None else level.num_devices // per_host
-        together = _largest_divisor(hosts, max(1, room // _product(found)))
+        most = hosts
+        if level.num_devices is not None:
+            most = max(1, level.num_devices // per_host // math.prod(found))
+        together = _largest_divisor(hosts, most)
         found.append(together)
         hosts //= together
     found[0] *= inside
     return tuple(found)
-
-
-def _product(numbers: Sequence[int]) -> int:
-    total = 1
-    for number in numbers:
-        total *= number
-    return total
 
 
 def _largest_divisor(number: int, most: int) -> int:

@@ -1,0 +1,226 @@
+"""Measures collectives over the real process groups of a running job.
+
+Groups are the ranks of one host (all hosts at once), the ranks of one place on every host (all
+places at once: all adapters are busy, as in training), pairs of both, and all ranks. A time is the
+median over repetitions of the slowest rank's; barriers are outside what is timed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from nest_megatron import __version__
+from nest_megatron.cluster.records import CollectiveKind
+from nest_megatron.errors import ProfileError
+from nest_megatron.profile.collective_calls import Caller, first_reason
+from nest_megatron.profile.network import (
+    CollectiveSample,
+    NetworkBackend,
+    NetworkProfile,
+    sealed,
+)
+from nest_megatron.profile.network_fit import fit_hosts
+from nest_megatron.profile.network_place import apply
+from nest_megatron.profile.spread import middle_half, middle_out
+
+__all__ = ["DEFAULT_SIZES", "apply", "measure"]
+
+#: From where latency rules to where bandwidth does, a factor of four apart.
+DEFAULT_SIZES = tuple(4**n * 2**10 for n in range(11))  # 1 KiB to 1 GiB
+_MIN_REPETITIONS, _MAX_REPETITIONS = 3, 30
+#: A timed stretch is at least so long, in calls that follow each other; shorter ones are noise.
+_STRETCH_S = 2e-4
+_MAX_CALLS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pattern:
+    """Groups that talk at the same time: ``shape`` is ranks on a host, and hosts."""
+
+    shape: tuple[int, int]
+    groups: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    pattern: int
+    kind: CollectiveKind
+    message_bytes: int
+
+
+def measure(
+    world: Any,
+    hosts: Sequence[str],
+    max_seconds: float,
+    sizes: Sequence[int] = DEFAULT_SIZES,
+) -> NetworkProfile | None:
+    """Measure the network that a job runs on. Every rank calls it.
+
+    Args:
+        world: process group of the job's ranks, ``torch.distributed.group.WORLD`` as a rule.
+        hosts: host name of each rank, in rank order.
+        max_seconds: budget. Sizes are taken from the ends and the middle first, so that a budget
+            that runs out has still covered their range.
+        sizes: messages in bytes, the whole tensor.
+
+    Returns:
+        The profile on rank 0, nothing on the others. What could not be measured is named in it.
+
+    Raises:
+        ProfileError: if there is one rank only, or hosts hold different numbers of ranks.
+    """
+    import torch.distributed as dist
+
+    caller = Caller(world)
+    patterns = _patterns(hosts, dist.get_world_size(world))
+    own = [_own_group(pattern, caller) for pattern in patterns]
+    reasons = {kind: caller.try_out(kind) for kind in CollectiveKind}
+    usable = [kind for kind, reason in reasons.items() if reason is None]
+    run = _Run(caller=caller, patterns=patterns, groups=own, until=time.monotonic() + max_seconds)
+    samples, notes = run.all_of(_tasks(patterns, usable, sizes))
+    if caller.rank:
+        return None
+    return _profile(caller, hosts, samples, notes, first_reason(reasons))
+
+
+def _own_group(pattern: _Pattern, caller: Caller) -> Any:
+    """This rank's group of a pattern; every rank makes every group, in the same order."""
+    own = None
+    for ranks in pattern.groups:
+        group = caller.new_group(ranks)
+        if caller.rank in ranks:
+            own = group
+    return own
+
+
+def _patterns(hosts: Sequence[str], num_ranks: int) -> tuple[_Pattern, ...]:
+    if len(hosts) != num_ranks or num_ranks < 2:
+        raise ProfileError(
+            "hosts",
+            value=list(hosts),
+            limit=f"it must name the host of each of the {num_ranks} ranks, two at least",
+            fix="Start two processes or more, and name their hosts in rank order.",
+        )
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    per_host = {len(ranks) for ranks in by_host.values()}
+    if len(per_host) > 1:
+        raise ProfileError(
+            "hosts",
+            value=dict(Counter(hosts)),
+            limit="each host must hold the same number of ranks",
+            fix="Start as many processes on every host.",
+        )
+    return tuple(_groups_of([tuple(ranks) for ranks in by_host.values()], per_host.pop()))
+
+
+def _groups_of(by_host: Sequence[tuple[int, ...]], inside: int) -> Iterator[_Pattern]:
+    """Pairs and whole hosts tell the cost of a hop from that of a call; so do two hosts and all."""
+    for num in _fan_outs(inside):
+        parts = (ranks[i : i + num] for ranks in by_host for i in range(0, inside, num))
+        yield _Pattern(shape=(num, 1), groups=tuple(parts))
+    for num in _fan_outs(len(by_host)):
+        rows = zip(*by_host, strict=True)
+        parts = (row[i : i + num] for row in rows for i in range(0, len(by_host), num))
+        yield _Pattern(shape=(1, num), groups=tuple(parts))
+    if inside > 1 and len(by_host) > 1:
+        everyone = tuple(sorted(rank for ranks in by_host for rank in ranks))
+        yield _Pattern(shape=(inside, len(by_host)), groups=(everyone,))
+
+
+def _fan_outs(most: int) -> list[int]:
+    """Two and all; every rank must have its part."""
+    return sorted({num for num in (2, most) if num > 1 and most % num == 0})
+
+
+def _tasks(
+    patterns: Sequence[_Pattern], kinds: Sequence[CollectiveKind], sizes: Sequence[int]
+) -> Iterator[_Task]:
+    for size in middle_out(sizes):
+        for index, pattern in enumerate(patterns):
+            for kind in kinds:
+                step = pattern.shape[0] * pattern.shape[1] * Caller.ITEM_BYTES
+                whole = max(1, size // step) * step
+                yield _Task(pattern=index, kind=kind, message_bytes=whole)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """Goes through the tasks until the budget is spent; rank 0's clock decides for all."""
+
+    caller: Caller
+    patterns: Sequence[_Pattern]
+    groups: Sequence[Any]
+    until: float
+
+    def all_of(self, tasks: Iterator[_Task]) -> tuple[list[CollectiveSample], list[str]]:
+        todo, samples, left_out = list(tasks), list[CollectiveSample](), 0
+        longest: dict[tuple[int, CollectiveKind], float] = {}
+        for done, task in enumerate(todo):
+            share = max(0.0, self.until - time.monotonic()) / (len(todo) - done)
+            key = (task.pattern, task.kind)
+            needed = longest.get(key, 0.0) * task.message_bytes * (_MIN_REPETITIONS + 2)
+            if self.caller.agree(needed > self.until - time.monotonic() or share <= 0):
+                left_out += 1
+                continue
+            sample = self._one(task, share)
+            samples.append(sample)
+            per_byte = sample.seconds / task.message_bytes
+            longest[key] = min(per_byte, longest.get(key, per_byte))
+        notes = [f"{left_out} of {len(todo)} measurements were left out: the budget was spent."]
+        return samples, notes if left_out else []
+
+    def _one(self, task: _Task, budget: float) -> CollectiveSample:
+        pattern, group = self.patterns[task.pattern], self.groups[task.pattern]
+        call = self.caller.prepared(task.kind, task.message_bytes, group)
+        first = self.caller.slowest([self.caller.timed(call, 1)])[0]  # connections and buffers
+        trial = min(first, self.caller.slowest([self.caller.timed(call, 1)])[0])
+        calls = max(1, min(_MAX_CALLS, int(_STRETCH_S / trial)))
+        wanted = int(budget / (calls * trial))
+        repetitions = self.caller.same(max(_MIN_REPETITIONS, min(_MAX_REPETITIONS, wanted)))
+        times = self.caller.slowest([self.caller.timed(call, calls) for _ in range(repetitions)])
+        middle, spread = middle_half(times)
+        return CollectiveSample(
+            kind=task.kind,
+            num_ranks=pattern.shape[0] * pattern.shape[1],
+            shape=pattern.shape,
+            message_bytes=task.message_bytes,
+            seconds=middle,
+            spread=spread,
+            repetitions=repetitions * calls,
+        )
+
+
+def _profile(
+    caller: Caller,
+    hosts: Sequence[str],
+    samples: Sequence[CollectiveSample],
+    notes: Sequence[str],
+    not_measured: dict[CollectiveKind, str],
+) -> NetworkProfile:
+    """The profile; samples that fit nothing are kept, and said to."""
+    names = sorted(set(hosts))
+    profile = NetworkProfile(
+        name=f"{names[0]}-{len(hosts)}",
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        source=f"{len(hosts)} ranks on {len(names)} hosts ({', '.join(names[:4])}"
+        + (", ...)" if len(names) > 4 else ")"),
+        backend=NetworkBackend(caller.backend),
+        versions={"nest-megatron": __version__, **caller.versions()},
+        samples=tuple(samples),
+        not_measured=not_measured,
+        notes=tuple(notes),
+    )
+    try:
+        fitted = fit_hosts(samples)
+    except ProfileError as error:
+        return sealed(dataclasses.replace(profile, notes=(*profile.notes, f"No fit: {error}")))
+    said = (*profile.notes, *fitted.notes)
+    return sealed(dataclasses.replace(profile, fits=fitted.fits, notes=said))
