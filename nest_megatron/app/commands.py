@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from nest_megatron import __version__
-from nest_megatron.app.complete import complete_catalogue, complete_free, complete_override
-
-
-class _Examples(click.Command):
-    """Examples under the options, word for word; tests run them."""
-
-    def __init__(self, *args: Any, examples: Sequence[str] = (), **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.examples = tuple(examples)
-
-    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples."""
-        formatter.write_paragraph()
-        formatter.write("Examples:\n")
-        for example in self.examples:
-            formatter.write(f"  {example}\n")
-
-
-class _Command(_Examples):
-    """A command with examples."""
-
-
-class _Group(_Examples, click.Group):
-    """A group of commands with examples."""
-
-
-_NEXT = " \\\n      "
-_FILE = click.Path(dir_okay=False, path_type=Path)
-_FOLDER = click.Path(file_okay=False, path_type=Path)
-
-
-def _json_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(
-        function
-    )
+from nest_megatron.app.command_kinds import (
+    FILE,
+    FOLDER,
+    NEXT,
+    Command,
+    Group,
+    json_option,
+)
+from nest_megatron.app.complete import (
+    complete_catalogue,
+    complete_free,
+    complete_override,
+)
+from nest_megatron.app.profile_commands import profiles
 
 
 def _job_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,13 +31,13 @@ def _job_options(function: Callable[..., Any]) -> Callable[..., Any]:
     )(function)
     return click.option(
         "--config-dir",
-        type=_FOLDER,
+        type=FOLDER,
         help="A folder with your own model/, cluster/ or accelerator/ files.",
     )(function)
 
 
 @click.group(
-    cls=_Group,
+    cls=Group,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     examples=(
         "nest-megatron plan model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64",
@@ -76,10 +55,10 @@ def cli() -> None:
 
 
 @cli.command(
-    cls=_Command,
+    cls=Command,
     examples=(
         "nest-megatron plan model=llama3_70b cluster=h100_spine_leaf cluster.num_gpus=1024"
-        + _NEXT
+        + NEXT
         + "train.global_batch_size=4096 out=plan.yaml",
         "nest-megatron plan model=./config.json cluster=./mine.yaml parallel.zero_stage=1",
         "nest-megatron plan model=mixtral_8x7b cluster=dgx_h100 search.max_seconds=10 --json",
@@ -109,7 +88,7 @@ def cli() -> None:
     help="With --from: the release whose flags the command uses (0.16.1 or 0.20).",
 )
 @click.option("-m", "--multirun", is_flag=True, help="Plan every combination of a,b values.")
-@_json_option
+@json_option
 def plan(**options: Any) -> int:
     """Find the fastest plan that fits in memory.
 
@@ -121,17 +100,17 @@ def plan(**options: Any) -> int:
 
 
 @cli.command(
-    cls=_Command,
+    cls=Command,
     examples=(
         "nest-megatron estimate model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64"
-        + _NEXT
+        + NEXT
         + "parallel.tensor_model_parallel_size=4 parallel.pipeline_model_parallel_size=4"
-        + _NEXT
+        + NEXT
         + "parallel.context_parallel_size=2 train.micro_batch_size=1",
     ),
 )
 @_job_options
-@_json_option
+@json_option
 def estimate(**options: Any) -> int:
     """Price one layout: iteration time by term, memory by stage. Nothing is searched.
 
@@ -145,20 +124,20 @@ def estimate(**options: Any) -> int:
 
 
 @cli.command(
-    cls=_Command,
+    cls=Command,
     examples=(
         "nest-megatron explain plan.yaml",
         "nest-megatron explain plan.yaml --json",
     ),
 )
 @click.argument("path", type=click.Path(path_type=Path), metavar="PLAN.YAML")
-@click.option("--html", type=_FILE, help="Write a page to look at and to send around.")
+@click.option("--html", type=FILE, help="Write a page to look at and to send around.")
 @click.option(
     "--timeline",
-    type=_FILE,
+    type=FILE,
     help="Write the schedule: a .json trace for Perfetto, or a .png or .svg picture.",
 )
-@_json_option
+@json_option
 def explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bool) -> int:
     """Read a plan file and say why it is what it is."""
     from nest_megatron.app.explain import run_explain
@@ -167,14 +146,14 @@ def explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bo
 
 
 @cli.command(
-    cls=_Command,
+    cls=Command,
     examples=(
         "nest-megatron pin plan.yaml",
         "nest-megatron pin plan.yaml --out pinned.yaml --by ada --note 'reviewed for run 7'",
     ),
 )
 @click.argument("path", type=click.Path(path_type=Path), metavar="PLAN.YAML")
-@click.option("--out", type=_FILE, help="Write the pinned plan here instead of in its place.")
+@click.option("--out", type=FILE, help="Write the pinned plan here instead of in its place.")
 @click.option("--by", metavar="NAME", help="Who has reviewed it; the user's name if not given.")
 @click.option("--note", metavar="TEXT", default="", help="Kept in the file.")
 @click.option(
@@ -184,7 +163,7 @@ def explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bo
     show_default=True,
     help="The Megatron-LM release that it may launch (0.16.1 or 0.20).",
 )
-@_json_option
+@json_option
 def pin(path: Path, **options: Any) -> int:
     """Freeze a reviewed plan: it launches the job that it was made for, and no other.
 
@@ -196,7 +175,7 @@ def pin(path: Path, **options: Any) -> int:
 
 
 @cli.command(
-    cls=_Command,
+    cls=Command,
     examples=(
         "nest-megatron validate throughput.csv comm_collectives.csv",
         "nest-megatron validate runs.csv --models models.csv --rows predicted.csv",
@@ -208,13 +187,13 @@ def pin(path: Path, **options: Any) -> int:
     "paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE.CSV..."
 )
 @click.option(
-    "--models", type=_FILE, multiple=True, help="Shapes of models that the catalogue lacks (CSV)."
+    "--models", type=FILE, multiple=True, help="Shapes of models that the catalogue lacks (CSV)."
 )
-@click.option("--rows", type=_FILE, help="Write every row with its prediction here (CSV).")
+@click.option("--rows", type=FILE, help="Write every row with its prediction here (CSV).")
 @click.option(
-    "--docs", type=_FOLDER, help="Write accuracy.md, with pictures, into this folder (matplotlib)."
+    "--docs", type=FOLDER, help="Write accuracy.md, with pictures, into this folder (matplotlib)."
 )
-@_json_option
+@json_option
 def validate(paths: tuple[Path, ...], **options: Any) -> int:
     """Compare predictions with measured runs: errors, ranking of layouts, memory.
 
@@ -227,7 +206,7 @@ def validate(paths: tuple[Path, ...], **options: Any) -> int:
 
 
 @cli.command(
-    cls=_Command,
+    cls=Command,
     examples=(
         "nest-megatron calibrate throughput.csv throughput_vtrain_a100.csv --out hydra_configs",
         "nest-megatron calibrate comm_collectives.csv --no-cross-validation",
@@ -236,16 +215,14 @@ def validate(paths: tuple[Path, ...], **options: Any) -> int:
 @click.argument(
     "paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE.CSV..."
 )
-@click.option(
-    "--out", type=_FOLDER, help="Write the constants into this catalogue (hydra_configs)."
-)
+@click.option("--out", type=FOLDER, help="Write the constants into this catalogue (hydra_configs).")
 @click.option(
     "--cross-validation/--no-cross-validation",
     "validate",
     default=True,
     help="Leave out whole sources and whole models in turn (minutes).",
 )
-@_json_option
+@json_option
 def calibrate(paths: tuple[Path, ...], **options: Any) -> int:
     """Fit the cost model's constants to measured runs, and those of links to collectives.
 
@@ -257,14 +234,14 @@ def calibrate(paths: tuple[Path, ...], **options: Any) -> int:
 
 
 @cli.command(
-    cls=_Command,
+    cls=Command,
     examples=(
         "nest-megatron models",
         "nest-megatron models deepseek_v3",
     ),
 )
 @click.argument("name", required=False, shell_complete=complete_catalogue("model"))
-@_json_option
+@json_option
 def models(name: str | None, *, as_json: bool) -> int:
     """List the models of the catalogue, or show one."""
     from nest_megatron.app.catalogue import run_models
@@ -273,14 +250,14 @@ def models(name: str | None, *, as_json: bool) -> int:
 
 
 @cli.command(
-    cls=_Command,
+    cls=Command,
     examples=(
         "nest-megatron clusters",
         "nest-megatron clusters h100_spine_leaf",
     ),
 )
 @click.argument("name", required=False, shell_complete=complete_catalogue("cluster"))
-@_json_option
+@json_option
 def clusters(name: str | None, *, as_json: bool) -> int:
     """List the clusters of the catalogue, or show one."""
     from nest_megatron.app.catalogue import run_clusters
@@ -288,8 +265,11 @@ def clusters(name: str | None, *, as_json: bool) -> int:
     return run_clusters(name, as_json=as_json)
 
 
+cli.add_command(profiles)
+
+
 @cli.command(
-    cls=_Command,
+    cls=Command,
     examples=(
         'eval "$(nest-megatron completion bash)"                 # in ~/.bashrc',
         'eval "$(nest-megatron completion zsh)"                  # in ~/.zshrc',

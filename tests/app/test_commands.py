@@ -16,9 +16,11 @@ from nest_megatron.app.commands import cli
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan_file import sealed
+from nest_megatron.profile import profile_file
 from tests.app.runs import ROOT, SMALL, environment, run, spawn
 from tests.catalogue import CORE
 from tests.launchers.commands import LLAMA3_8B, MIXTRAL
+from tests.profile.profiles import whole_profile
 
 PUBLISHED = ROOT / "tests" / "published" / "data"
 
@@ -32,12 +34,19 @@ def small_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def shown_commands() -> Iterator[str]:
     """Every example of every --help, and of the README."""
-    for name, command in [("", cli), *sorted(cli.commands.items())]:
-        assert isinstance(command, click.Command)
+    for name, command in commands_below("", cli):
         yield from (e for e in getattr(command, "examples", ()) if e.startswith("nest-megatron"))
         assert getattr(command, "examples", ()), f"{name} has no example"
     joined = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
     yield from (line for line in joined.splitlines() if line.startswith("nest-megatron "))
+
+
+def commands_below(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
+    """A command and, of a group, those inside it, with their names."""
+    yield name, command
+    if isinstance(command, click.Group):
+        for inner, below in sorted(command.commands.items()):
+            yield from commands_below(f"{name} {inner}".strip(), below)
 
 
 @pytest.mark.parametrize("command", sorted(set(shown_commands())))
@@ -54,8 +63,18 @@ def test_examples_run(command: str, small_plan: Path, tmp_path: Path) -> None:
     words = shlex.split(shell.replace("\\\n", " "), comments=True)
     if "--from" in words:
         words[words.index("--from") + 1] = MIXTRAL
-    done = spawn(*words[1:], cwd=tmp_path)
+    store = write_profiles(tmp_path)
+    done = spawn(*words[1:], cwd=tmp_path, NEST_MEGATRON_PROFILES=str(store))
     assert (done.code, done.err) == (0, "")
+
+
+def write_profiles(folder: Path) -> Path:
+    """A store with the profile that examples name, and a file of it to import."""
+    made = whole_profile("llama3_8b-h100")
+    profile_file.write(made, folder / "profile.yaml")
+    (folder / "store").mkdir()
+    profile_file.write(made, folder / "store" / "llama3_8b-h100.yaml")
+    return folder / "store"
 
 
 def write_measurements(folder: Path) -> None:

@@ -29,6 +29,8 @@ OFFERED = {
     "plan parallel.tensor_model_parallel_size =": "8",
     "plan search.max_exp": "search.max_expert_model_parallel_size=",
     "plan train.precision = f": "fp8",
+    "plan profile.mode = req": "require",
+    "profiles ver": "verify",
     "plan --fr": "--from",
     "plan --free recompute_g": "recompute_granularity",
     "models qwen3_3": "qwen3_30b_a3b",

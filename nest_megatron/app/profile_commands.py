@@ -1,0 +1,94 @@
+"""``nest-megatron profiles``; what its commands do is in ``app/profiles.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from nest_megatron.app.command_kinds import FILE, Command, Group, json_option
+from nest_megatron.app.complete import complete_profile
+
+
+@click.group(
+    cls=Group,
+    examples=(
+        "nest-megatron profiles list",
+        "nest-megatron profiles show llama3_8b-h100",
+        "nest-megatron profiles export llama3_8b-h100 --out profile.yaml",
+        "nest-megatron profiles import profile.yaml --name from_ada",
+        "nest-megatron profiles verify",
+    ),
+)
+def profiles() -> None:
+    """Measured layer times: list, show, export, import, verify.
+
+    They are kept in the user's cache folder, or in the one that NEST_MEGATRON_PROFILES names. Plans
+    use those of the job's device and layers (profile.mode, profile.name).
+    """
+
+
+@profiles.command("list", cls=Command, examples=("nest-megatron profiles list --json",))
+@json_option
+def list_profiles(*, as_json: bool) -> int:
+    """List the profiles of this machine's store, and those shipped."""
+    from nest_megatron.app.profiles import run_list
+
+    return run_list(as_json=as_json)
+
+
+@profiles.command("show", cls=Command, examples=("nest-megatron profiles show llama3_8b-h100",))
+@click.argument("name", shell_complete=complete_profile)
+@json_option
+def show_profile(name: str, *, as_json: bool) -> int:
+    """Show a profile: its machine, its model, every timing."""
+    from nest_megatron.app.profiles import run_show
+
+    return run_show(name, as_json=as_json)
+
+
+@profiles.command(
+    "export",
+    cls=Command,
+    examples=("nest-megatron profiles export llama3_8b-h100 --out profile.yaml",),
+)
+@click.argument("name", shell_complete=complete_profile)
+@click.option("--out", type=FILE, required=True, help="The file to write.")
+@json_option
+def export_profile(name: str, *, out: Path, as_json: bool) -> int:
+    """Write a profile to a file, to plan with it on another machine."""
+    from nest_megatron.app.profiles import run_export
+
+    return run_export(name, out=out, as_json=as_json)
+
+
+@profiles.command(
+    "import",
+    cls=Command,
+    examples=("nest-megatron profiles import profile.yaml --name from_ada",),
+)
+@click.argument("path", type=click.Path(path_type=Path), metavar="FILE")
+@click.option("--name", help="Another name for it.")
+@json_option
+def import_profile(path: Path, *, name: str | None, as_json: bool) -> int:
+    """Take in a profile that was measured elsewhere.
+
+    Times measured here come before it, interpolated ones too.
+    """
+    from nest_megatron.app.profiles import run_import
+
+    return run_import(path, name=name, as_json=as_json)
+
+
+@profiles.command(
+    "verify",
+    cls=Command,
+    examples=("nest-megatron profiles verify", "nest-megatron profiles verify llama3_8b-h100"),
+)
+@click.argument("name", required=False, shell_complete=complete_profile)
+@json_option
+def verify_profiles(name: str | None, *, as_json: bool) -> int:
+    """Check the files of all profiles, or of one; exits with 2 where one is broken."""
+    from nest_megatron.app.profiles import run_verify
+
+    return run_verify(name, as_json=as_json)
