@@ -22,6 +22,7 @@ from nest_megatron.app.complete import (
     complete_free,
     complete_override,
 )
+from nest_megatron.app.network_commands import network
 from nest_megatron.app.profile_commands import profiles
 
 
@@ -266,6 +267,7 @@ def clusters(name: str | None, *, as_json: bool) -> int:
 
 
 cli.add_command(profiles)
+cli.add_command(network)
 
 
 @cli.command(

@@ -80,6 +80,7 @@ class LevelFit:
         residual: root mean square of log(predicted / measured): 0.1 is about 10 %.
         residuals: the same by kind.
         smallest_bytes: of the messages that were measured.
+        reduction_efficiency: where the samples tell it; so the tree's.
     """
 
     name: str
@@ -105,6 +106,13 @@ class LevelFit:
         _require(what, "num_samples", self.num_samples, above_zero=True)
         for kind, share in self.efficiency.items():
             _require(what, f"efficiency.{kind}", share, above_zero=True)
+
+    @property
+    def measured_kinds(self) -> tuple[CollectiveKind, ...]:
+        """Kinds that have a bandwidth from the samples, an all-reduce by whichever way it took."""
+        summed = self.reduction_efficiency or self.tree_efficiency
+        told = {*self.efficiency, *([CollectiveKind.ALL_REDUCE] if summed else [])}
+        return tuple(kind for kind in CollectiveKind if kind in told)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -142,7 +142,7 @@ def fit_hosts(samples: Sequence[CollectiveSample]) -> Fitted:
     fits = tuple(_to_fastest(fit) for fit in fitted.fits)
     changed = {fit.name: fit for fit in fits}
     levels = tuple(
-        with_fit(level, changed[level.name]) if level.name in changed else level
+        _with_fit(level, changed[level.name]) if level.name in changed else level
         for level in fitted.levels
     )
     notes = list(fitted.notes)
@@ -153,8 +153,8 @@ def fit_hosts(samples: Sequence[CollectiveSample]) -> Fitted:
     return Fitted(levels=levels, fits=fits, notes=tuple(notes))
 
 
-def with_fit(level: NetworkLevel, fit: LevelFit) -> NetworkLevel:
-    """A level with measured figures; kinds that were not measured keep their share of the rate."""
+def _with_fit(level: NetworkLevel, fit: LevelFit) -> NetworkLevel:
+    """An unknown level with measured figures; kinds that were not measured keep their rate."""
     scale = level.bandwidth_bytes_per_s / fit.bandwidth_bytes_per_s
     kept = {kind: min(share * scale, _MOST) for kind, share in level.efficiency.items()}
     return dataclasses.replace(
@@ -164,8 +164,6 @@ def with_fit(level: NetworkLevel, fit: LevelFit) -> NetworkLevel:
         startup_s=fit.startup_s,
         ramp=fit.ramp,
         efficiency={**kept, **fit.efficiency},
-        reduction_efficiency=fit.reduction_efficiency,
-        tree_efficiency=fit.tree_efficiency,
         chain_share=fit.chain_share,
     )
 
@@ -200,7 +198,7 @@ def _fit_level(
         if figure.is_rate
     }
     untold = {name for name, change in told.items() if change < _TELLS}
-    if all(kind in untold for kind in kinds_of(own)):
+    if untold == told.keys():
         return level, None, [_nothing_told(level.name, own)]
     numbers = [
         figure.start if figure.field in untold else number
@@ -208,8 +206,11 @@ def _fit_level(
     ]
     _require_possible(level, figures, numbers)
     new = _put(level, figures, numbers)
-    fit = _record(new, own, _logs(timed, (*levels[:index], new, *levels[index + 1 :])), untold)
-    return new, fit, [_untold_note(level.name, name, own) for name in sorted(untold)]
+    fit = _record(
+        new, own, _logs(timed, (*levels[:index], new, *levels[index + 1 :])), {*told} - untold
+    )
+    unknown = [kind for kind in kinds_of(own) if kind not in fit.measured_kinds]
+    return new, fit, [_untold_note(level.name, kind, own) for kind in unknown]
 
 
 def _figures(level: NetworkLevel, timed: Sequence[_Timed]) -> Iterator[_Figure]:
@@ -261,7 +262,7 @@ def _softened(miss: float) -> float:
 
 
 def _record(
-    level: NetworkLevel, own: Sequence[CollectiveSample], logs: Sequence[float], untold: set[str]
+    level: NetworkLevel, own: Sequence[CollectiveSample], logs: Sequence[float], told: set[str]
 ) -> LevelFit:
     kinds = kinds_of(own)
     pairs = list(zip(own, logs, strict=True))
@@ -272,14 +273,14 @@ def _record(
         startup_s=level.startup_s,
         ramp=level.ramp,
         bandwidth_bytes_per_s=level.bandwidth_bytes_per_s,
-        efficiency={kind: level.efficiency[kind] for kind in kinds if kind not in untold},
+        efficiency={kind: level.efficiency[kind] for kind in kinds if kind in told},
         residual=_rms(logs),
         residuals={k: _rms([log for each, log in pairs if each.kind is k]) for k in kinds},
         num_samples=len(own),
         smallest_bytes=min(sizes),
         largest_bytes=max(sizes),
-        reduction_efficiency=level.reduction_efficiency,
-        tree_efficiency=level.tree_efficiency,
+        reduction_efficiency=level.reduction_efficiency if "reduction_efficiency" in told else None,
+        tree_efficiency=level.tree_efficiency if "tree_efficiency" in told else None,
         chain_share=level.chain_share,
     )
 
@@ -357,10 +358,9 @@ def _too_few(level: str, limit: str) -> ProfileError:
     )
 
 
-def _untold_note(level: str, name: str, own: Sequence[CollectiveSample]) -> str:
-    sizes = [each.message_bytes for each in own if each.kind == name]
-    upto = f" up to {max(sizes)} bytes" if sizes else ""
-    return f"{level}: the samples{upto} do not tell the bandwidth of {name}; it is left as it was."
+def _untold_note(level: str, kind: CollectiveKind, own: Sequence[CollectiveSample]) -> str:
+    most = max(each.message_bytes for each in own if each.kind is kind)
+    return f"{level}: {kind} up to {most} bytes does not tell its bandwidth, which stays as it was."
 
 
 def _nothing_told(level: str, own: Sequence[CollectiveSample]) -> str:

@@ -97,6 +97,6 @@ def _measured_words(profile: NetworkProfile, new: NetworkLevel, fit: LevelFit) -
         f"measured: {profile.source}, {profile.created[:10]}, {fit.num_samples} samples of "
         f"{fit.smallest_bytes} to {fit.largest_bytes} bytes, residual {100 * fit.residual:.0f} %"
     )
-    kept = [kind.value for kind in new.efficiency if kind not in fit.efficiency]
+    kept = [kind.value for kind in new.efficiency if kind not in fit.measured_kinds]
     if kept:
         yield f"as described: {', '.join(kept)}"

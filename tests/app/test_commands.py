@@ -57,6 +57,7 @@ def test_examples_run(command: str, small_plan: Path, tmp_path: Path) -> None:
         ' "num_attention_heads": 8, "intermediate_size": 4096, "max_position_embeddings": 2048}'
     )
     write_measurements(tmp_path)
+    write_networks(tmp_path)
     mine = (ROOT / "hydra_configs" / "cluster" / "custom.yaml").read_text()
     (tmp_path / "mine.yaml").write_text(mine)
     shell = command.partition(">")[0] if "completion" in command else command
@@ -88,6 +89,16 @@ def write_measurements(folder: Path) -> None:
     (folder / "models.csv").write_text(columns + "mine,8,1024,4096,8,32000,2048\n")
     (folder / "hydra_configs" / "accelerator").mkdir(parents=True)
     (folder / "docs").mkdir()
+
+
+def write_networks(folder: Path) -> None:
+    """The logs of collectives that examples name, and a profile made of one."""
+    logs = {"all_reduce_perf": "all_reduce_a100", "inside": "h100_node"}
+    for name, source in {**logs, "over": "h100_one_gpu_a_node"}.items():
+        text = (ROOT / "tests" / "profile" / "data" / f"{source}.log").read_text(encoding="utf-8")
+        (folder / f"{name}.log").write_text(text, encoding="utf-8")
+    kept = ("--profile", str(folder / "network.yaml"))
+    assert run("network", "import", str(folder / "inside.log"), *kept).code == 0
 
 
 def test_help_names_every_command_and_loads_nothing_slow() -> None:

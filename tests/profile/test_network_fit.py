@@ -149,6 +149,17 @@ def test_a_kind_whose_bandwidth_is_not_told_is_left_out() -> None:
     assert "up to 256 bytes" in fitted.notes[0]
 
 
+def test_an_all_reduce_that_the_switch_sums_tells_nothing_of_rings() -> None:
+    node = dataclasses.replace(NODE, reduction_efficiency=0.8)
+    found = samples((node, NETWORK), [(8, 1)], [CollectiveKind.ALL_REDUCE])
+    fitted = fit_levels(found, (dataclasses.replace(node, reduction_efficiency=0.7), NETWORK))
+    fit = fitted.fits[0]
+    assert fit.efficiency == {}
+    assert fit.measured_kinds == (CollectiveKind.ALL_REDUCE,)
+    assert fit.reduction_efficiency == pytest.approx(0.8, rel=0.02)
+    assert fitted.notes == ()
+
+
 def test_a_faster_machine_than_described_is_refused() -> None:
     slow = dataclasses.replace(NODE, bandwidth_bytes_per_s=1e11)
     with pytest.raises(ProfileError, match=r"more than 1\.5 times"):
