@@ -45,7 +45,7 @@ def _version(module: str, package: str) -> str | None:
     """
     loaded = getattr(sys.modules.get(module), "__version__", None)
     if isinstance(loaded, str):
-        return loaded
+        return str(loaded)  # torch's is no plain text
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -19,8 +19,8 @@ from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.profile.records import LayerProfile, Piece, Source, Timing
 
-#: Measured shapes that an interpolation draws from: twice the two ends of the one axis that most
-#: profiles vary at a time.
+#: Measured shapes that an interpolation draws from: the corners around a shape that lies between
+#: measured ones on two axes, tensor-parallel size and tokens.
 NUM_NEIGHBOURS = 4
 
 #: Stands between the names of several profiles; no name holds a space.

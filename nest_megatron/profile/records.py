@@ -10,6 +10,7 @@ from datetime import datetime
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import ProfileError
+from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.names import Name
 from nest_megatron.parallel.plan_file import digest
@@ -48,13 +49,6 @@ class Source(Name):
     INTERPOLATED = "interpolated"
     IMPORTED = "imported"
     ANALYTIC = "analytic"
-
-
-class Implementation(Name):
-    """Which of megatron-core's layers ran."""
-
-    LOCAL = "local"
-    TRANSFORMER_ENGINE = "transformer_engine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +100,8 @@ class Timing:
         value = getattr(self, name)
         is_number = isinstance(value, int if whole else int | float) and value is not True
         if is_number and math.isfinite(value) and (value > 0 or (zero_allowed and value == 0)):
+            # a subclass of float (NumPy's) would be written as an object
+            object.__setattr__(self, name, int(value) if whole else float(value))
             return
         number = "whole number" if whole else "finite number"
         raise ProfileError(
@@ -155,10 +151,16 @@ class Machine:
             raise _bad_field("machine.device_name", self.device_name, "it must not be empty")
         if not isinstance(self.memory_bytes, int) or self.memory_bytes <= 0:
             raise _bad_field("machine.memory_bytes", self.memory_bytes, "it must be above 0")
+        for name in _TEXTS:
+            if getattr(self, name) is not None:  # torch's version is no plain text
+                object.__setattr__(self, name, str(getattr(self, name)))
 
     def describe(self) -> str:
         """The device in a few words: ``NVIDIA H200 (139.8 GiB)``."""
         return f"{self.device_name} ({format_gib(self.memory_bytes)})"
+
+
+_TEXTS = ("device_name", "driver", "torch", "megatron_core", "transformer_engine", "nccl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

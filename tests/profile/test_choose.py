@@ -163,3 +163,24 @@ def test_the_newest_of_two_installations_is_used() -> None:
 def test_a_plan_whose_profile_is_gone_has_no_times() -> None:
     assert times_of("analytic", LLAMA) is None
     assert times_of("gone: 4 measured", LLAMA) is None
+
+
+def test_shipped_profiles_stand_in_for_own_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "profile").mkdir()
+    profile_file.write(whole_profile("shipped"), tmp_path / "profile" / "shipped.yaml")
+    monkeypatch.setattr(store, "catalogue_root", lambda: tmp_path)
+    choice = choose_times(wanted(), REQUIRE)
+    assert choice.times is not None
+    assert choice.times.name == "shipped"
+    assert all(p.imported for p in choice.times.profiles)
+    store.record(whole_profile("mine"))
+    both = choose_times(wanted(), AUTO).times
+    assert both is not None
+    assert both.name == "mine + shipped"
+
+
+def test_what_is_shipped_is_sound() -> None:
+    broken = [error for _, error in store.faults() if error is not None]
+    assert not broken

@@ -131,3 +131,17 @@ def test_default_names_are_names() -> None:
     assert require_name(name).startswith("llama3_8b-H100_80GB_HBM3-bf16-")
     odd = dataclasses.replace(LLAMA, name="../my model")
     require_name(default_name(CPU, odd, Precision.BF16))
+
+
+def test_numbers_and_texts_are_plain_whatever_they_came_as() -> None:
+    """A subclass of ``float`` or ``str`` compares equal and yet cannot be written."""
+
+    class Number(float):
+        pass
+
+    class Text(str):
+        pass
+
+    assert type(timing(forward_s=Number(0.5)).forward_s) is float
+    assert type(timing(backward_s=1).backward_s) is float
+    assert type(dataclasses.replace(H100, torch=Text("2.6.0")).torch) is str
