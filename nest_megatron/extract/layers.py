@@ -6,17 +6,26 @@ storages and communication are real, numbers are not, and no memory is used.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.extract.parts import operator_name, part_of
-from nest_megatron.framework.stage import Implementation, Where, one_layer, staged
+from nest_megatron.extract.records import ExtractedLayer, RecomputedLayer
+from nest_megatron.framework.stage import Where, staged
 from nest_megatron.framework.units import build
-from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Operator, Part
+from nest_megatron.model.graph import (
+    Group,
+    LayerCollective,
+    LayerGraph,
+    Operator,
+    OperatorKind,
+    Part,
+)
+from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.one_layer import one_layer
 from nest_megatron.model.parameters import ParameterCount
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, ModelFamily, TransformerSpec
@@ -28,35 +37,11 @@ from nest_megatron.parallel.recompute import (
     selective_recompute,
 )
 
+if TYPE_CHECKING:
+    from nest_megatron.extract.recorder import Call, Record, Work
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecomputedLayer:
-    """What a recompute setting makes of a layer.
-
-    Args:
-        saved_bytes: kept from the forward to the backward pass, the layer's input included.
-        recomputed_flops: of the products that the backward pass does again.
-        recomputed_bytes_moved: memory traffic of all that it does again.
-    """
-
-    saved_bytes: float
-    recomputed_flops: float
-    recomputed_bytes_moved: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExtractedLayer:
-    """One unit as megatron-core builds and runs it on one rank.
-
-    Args:
-        recompute: by the setting's label; a setting that these modules cannot carry out is absent.
-        provenance: versions, implementation and what was replaced.
-    """
-
-    graph: LayerGraph
-    parameters: ParameterCount
-    recompute: Mapping[str, RecomputedLayer]
-    provenance: Mapping[str, str]
+#: The part of a layer that a module path belongs to.
+_PartOf = Callable[[str], Part]
 
 
 def extract_layer(
@@ -65,10 +50,12 @@ def extract_layer(
     shard: LayerShard,
     *,
     implementation: Implementation = Implementation.LOCAL,
+    recompute: Iterable[Recompute] | None = None,
 ) -> ExtractedLayer:
-    """Build one unit for one rank and record what it does.
+    """Build one unit for one rank and record what it does (``cache.layer`` asks once only).
 
     Args:
+        recompute: settings to try besides none; all of ``recompute_settings`` if not given.
         shard: how the layer is divided; with ``flash_attention`` attention keeps no scores, without
             it is megatron-core's own, in two products.
 
@@ -77,15 +64,11 @@ def extract_layer(
     """
     _refuse(spec, kind, shard, implementation)
     base, parameters = _extract(spec, kind, shard, NO_RECOMPUTE, implementation)
-    variants = {}
-    if kind in (LayerKind.DENSE, LayerKind.MOE):
-        for recompute in recompute_settings(spec, kind):
-            _, record = _recorded(spec, kind, shard, recompute, implementation)
-            variants[recompute.label()] = RecomputedLayer(
-                saved_bytes=record.input_bytes + sum(record.saved.values()),
-                recomputed_flops=sum(work.flops for work in record.recomputed.values()),
-                recomputed_bytes_moved=sum(w.bytes_moved for w in record.recomputed.values()),
-            )
+    settings = recompute_settings(spec, kind) if recompute is None else recompute
+    variants = {
+        setting.label(): _recomputed(_recorded(spec, kind, shard, setting, implementation)[1])
+        for setting in settings
+    }
     return ExtractedLayer(
         graph=base,
         parameters=parameters,
@@ -99,13 +82,27 @@ def extract_layer(
     )
 
 
+def _recomputed(record: Record) -> RecomputedLayer:
+    return RecomputedLayer(
+        saved_bytes=record.input_bytes + sum(record.saved.values()),
+        recomputed_flops=sum(work.flops for work in record.recomputed.values()),
+        recomputed_bytes_moved=sum(work.bytes_moved for work in record.recomputed.values()),
+    )
+
+
 def recompute_settings(spec: TransformerSpec, kind: LayerKind) -> tuple[Recompute, ...]:
-    """The settings that make a difference to a layer: each module by itself, and all of it."""
+    """The settings that make a difference to a layer: each module by itself, and all of it.
+
+    The MLP of a layer with linear biases is left out: with it the backward pass of megatron-core's
+    local layers calls itself without end (0.16.1).
+    """
+    if kind not in (LayerKind.DENSE, LayerKind.MOE):
+        return ()
     modules = [RecomputeModule.CORE_ATTN, RecomputeModule.LAYERNORM]
     if spec.multi_latent_attention:
         modules.append(RecomputeModule.MLA_UP_PROJ)
     if kind is LayerKind.DENSE:
-        modules.append(RecomputeModule.MLP)
+        modules += [] if spec.add_bias_linear else [RecomputeModule.MLP]
     else:
         modules.append(RecomputeModule.MOE)
         if spec.moe_shared_expert_intermediate_size:
@@ -191,7 +188,7 @@ def _recorded(
     shard: LayerShard,
     recompute: Recompute,
     implementation: Implementation,
-) -> tuple[_Built, Any]:
+) -> tuple[_Built, Record]:
     """Build the unit and run it once under the recorder."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -237,17 +234,12 @@ def _groups() -> dict[str, Group]:
     return {group.group_name: kind for kind, group in found.items() if group is not None}
 
 
-def _operators(record: Any, part: Any) -> list[Operator]:
+def _operators(record: Record, part: _PartOf) -> list[Operator]:
     """One operator for each module and kind, in order of their first kernel."""
-    merged: dict[tuple[str, Any, Part], Any] = {}
+    merged: dict[tuple[str, OperatorKind, Part], Work] = {}
     for (path, kind), work in record.work.items():
         key = (operator_name(path), kind, part(path))
-        if key in merged:
-            before = merged[key]
-            work = type(work)(
-                *(getattr(before, f.name) + getattr(work, f.name) for f in dataclasses.fields(work))
-            )
-        merged[key] = work
+        merged[key] = merged[key].plus(work) if key in merged else work
     return [
         Operator(
             name=name,
@@ -263,9 +255,11 @@ def _operators(record: Any, part: Any) -> list[Operator]:
     ]
 
 
-def _collectives(record: Any, part: Any, groups: Mapping[str, Group]) -> list[LayerCollective]:
+def _collectives(
+    record: Record, part: _PartOf, groups: Mapping[str, Group]
+) -> list[LayerCollective]:
     """Calls that are alike, counted."""
-    counted: dict[Any, int] = {}
+    counted: dict[Call, int] = {}
     for call in record.calls:
         counted[call] = counted.get(call, 0) + 1
     return [
@@ -283,7 +277,7 @@ def _collectives(record: Any, part: Any, groups: Mapping[str, Group]) -> list[La
     ]
 
 
-def _by_part(saved: Mapping[str, int], part: Any) -> list[tuple[Part, float]]:
+def _by_part(saved: Mapping[str, int], part: _PartOf) -> list[tuple[Part, float]]:
     parts: dict[Part, float] = {}
     for path, num in saved.items():
         where = part(path)

@@ -31,7 +31,7 @@ _FREE = {
     "aten::resize_",
     "prim::device",
 }
-#: Collectives by the operators that start them, and which of their tensors is the whole.
+#: Collectives by the operators that start them.
 _COLLECTIVES = {
     "c10d::allreduce_": "all_reduce",
     "c10d::_allgather_base_": "all_gather",
@@ -52,6 +52,16 @@ class Work:
     backward_flops: float = 0.0
     backward_bytes_moved: float = 0.0
     num_kernels: int = 0
+
+    def plus(self, other: Work) -> Work:
+        """Both together."""
+        return Work(
+            self.flops + other.flops,
+            self.bytes_moved + other.bytes_moved,
+            self.backward_flops + other.backward_flops,
+            self.backward_bytes_moved + other.backward_bytes_moved,
+            self.num_kernels + other.num_kernels,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +249,7 @@ class _Recorder(TorchDispatchMode):
                 path=path,
                 kind=kind,
                 group=group.group_name,
-                message_bytes=max(map(_num_bytes, _tensors(args))),
+                message_bytes=max(sum(map(_num_bytes, _tensors(argument))) for argument in args),
                 backward=self.is_backward,
                 is_async=any(arg is True for arg in args),
             )
@@ -264,7 +274,7 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     count = 1
     for n in shown:
         count *= n
-    return count * tensor.element_size()
+    return count * int(tensor.element_size())
 
 
 def _process_group(argument: Any) -> Any:
@@ -290,14 +300,13 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: An
     if name == "nest::flash_forward":
         return _attention_flops(*args)
     if name == "nest::flash_backward":  # five products to the forward pass's two
-        _, query, key, value, _, _, causal = args
-        return 2.5 * _attention_flops(query, key, value, causal)
+        _, query, key, value, _, _, span = args
+        return 2.5 * _attention_flops(query, key, value, span)
     count = flop_registry.get(func._overloadpacket)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=output))
 
 
-def _attention_flops(query: Any, key: Any, value: Any, causal: bool) -> float:
-    """Of two products over all pairs of tokens, of which a causal mask leaves half."""
+def _attention_flops(query: Any, _: Any, value: Any, span: float) -> float:
+    """Of two products over all pairs of a query and the keys that it attends to."""
     tokens, batch, heads, width = query.shape
-    pairs = tokens * key.shape[0] * (0.5 if causal else 1.0)
-    return float(2 * pairs * batch * heads * (width + value.shape[-1]))
+    return float(2 * tokens * span * batch * heads * (width + value.shape[-1]))

@@ -60,7 +60,8 @@ def transformer_config(
 
 def _shape_fields(spec: TransformerSpec) -> dict[str, Any]:
     import torch
-    from megatron.core.activations import quick_gelu, squared_relu
+    from megatron.core.activations import squared_relu
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
     functions = {
         "gelu": torch.nn.functional.gelu,

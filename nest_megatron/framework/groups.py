@@ -24,9 +24,7 @@ def smallest_dims(spec: TransformerSpec, shard: LayerShard) -> ParallelDims:
     return ParallelDims(
         tensor_model_parallel_size=tp,
         expert_model_parallel_size=shard.expert_model_parallel_size if spec.is_moe else 1,
-        expert_tensor_parallel_size=(
-            shard.expert_tensor_parallel_size if spec.is_moe else tp
-        ),
+        expert_tensor_parallel_size=(shard.expert_tensor_parallel_size if spec.is_moe else tp),
         data_parallel_size=data,
     )
 

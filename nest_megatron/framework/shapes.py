@@ -45,12 +45,13 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, span: float
 ) -> torch.Tensor:
     """Attention that keeps no scores: inputs, output and one float32 figure for each query row.
 
     Args:
         query: ``[tokens, batch, heads, width]``; key and value have their own heads.
+        span: keys that a query attends to on average.
 
     Returns:
         ``[tokens, batch, heads * value width]``.
@@ -58,7 +59,7 @@ def flash_attention(
     Source: ``aten::_scaled_dot_product_flash_attention``; on CUDA it takes fewer key heads than
     query heads, and values of another width than keys, as Transformer Engine's does.
     """
-    return _Flash.apply(query, key, value, causal)
+    return _Flash.apply(query, key, value, span)
 
 
 class _Flash(torch.autograd.Function):
@@ -66,11 +67,11 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: float
     ) -> torch.Tensor:
         tokens, batch, heads, _ = query.shape
-        context, rows = torch.ops.nest.flash_forward(query, key, value, causal)
-        ctx.causal = causal
+        context, rows = torch.ops.nest.flash_forward(query, key, value, span)
+        ctx.span = span
         ctx.save_for_backward(query, key, value, context, rows)
         return context.view(tokens, batch, heads * value.shape[-1])
 
@@ -79,7 +80,7 @@ class _Flash(torch.autograd.Function):
         query, key, value, context, rows = ctx.saved_tensors
         return (
             *torch.ops.nest.flash_backward(
-                gradient.view_as(context), query, key, value, context, rows, ctx.causal
+                gradient.view_as(context), query, key, value, context, rows, ctx.span
             ),
             None,
         )
@@ -87,14 +88,14 @@ class _Flash(torch.autograd.Function):
 
 @torch.library.custom_op("nest::flash_forward", mutates_args=())
 def _flash_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     raise NotImplementedError("it has shapes alone")
 
 
 @_flash_forward.register_fake
 def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, batch, heads, _ = query.shape
     rows = query.new_empty((batch, heads, tokens), dtype=torch.float32)
@@ -109,7 +110,7 @@ def _flash_backward(
     value: torch.Tensor,
     context: torch.Tensor,
     rows: torch.Tensor,
-    causal: bool,
+    span: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     raise NotImplementedError("it has shapes alone")
 
@@ -122,6 +123,6 @@ def _(
     value: torch.Tensor,
     context: torch.Tensor,
     rows: torch.Tensor,
-    causal: bool,
+    span: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

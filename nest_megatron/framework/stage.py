@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,8 @@ from nest_megatron.framework.substitutes import (
     without_transformer_engine,
 )
 from nest_megatron.framework.units import Layers, local_layers, transformer_engine_layers
-from nest_megatron.model.parameters import last_layer_kind
+from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.one_layer import one_layer
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
 from nest_megatron.names import Name
@@ -28,35 +28,12 @@ from nest_megatron.parallel.recompute import (
 )
 
 
-class Implementation(Name):
-    """Megatron's ``--transformer-impl``."""
-
-    LOCAL = "local"
-    TRANSFORMER_ENGINE = "transformer_engine"
-
-
 class Where(Name):
     """What the layers run on."""
 
     SHAPES = "shapes"  # fake tensors: nothing is computed or allocated
     CPU = "cpu"
     GPU = "gpu"
-
-
-def one_layer(spec: TransformerSpec, kind: LayerKind) -> TransformerSpec:
-    """The same model with a single decoder layer, of the given kind where it is a layer's."""
-    if kind is LayerKind.MTP:
-        kind, mtp = last_layer_kind(spec), 1
-    else:
-        mtp = None
-    is_moe = kind is LayerKind.MOE
-    return dataclasses.replace(
-        spec,
-        num_layers=1,
-        num_experts=spec.num_experts if is_moe else None,
-        moe_layer_pattern=(1,) if is_moe else (),
-        mtp_num_layers=mtp,
-    )
 
 
 @contextlib.contextmanager
@@ -110,12 +87,9 @@ def staged(
 
 def _defaults(spec: TransformerSpec) -> dict[str, Any]:
     """Where Megatron-LM's arguments differ from the configuration's own defaults."""
-    biased = spec.add_bias_linear
-    fused = {
-        ("silu", True): True,
-        ("gelu", False): biased,
-        ("quick_gelu", True): True,
-    }.get((spec.activation, spec.gated_linear_unit), False)
+    fused = spec.activation in ("silu", "quick_gelu") and spec.gated_linear_unit
+    if spec.activation == "gelu" and not spec.is_moe:  # experts' weights go with the others alone
+        fused = spec.gated_linear_unit or spec.add_bias_linear
     return {
         "attention_softmax_in_fp32": False,
         "bias_activation_fusion": fused,

@@ -138,12 +138,19 @@ def fused_kernels(*, flash: bool) -> Iterator[None]:
     """
     import megatron.core.tensor_parallel.random as megatron_random
     import torch
+    from megatron.core.fusions import fused_softmax
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from nest_megatron.framework import shapes
 
     def forward(self: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
-        return shapes.flash_attention(query, key, value, causal=True)
+        window = self.scale_mask_softmax.window_size
+        span = key.shape[0] / 2  # the causal half
+        span = span if window is None else min(span, window[0] + 1)
+        return shapes.flash_attention(query, key, value, span=span)
+
+    def one_mask(*_: object, **__: object) -> Any:
+        return torch.zeros((), dtype=torch.bool)  # one mask serves all layers: it is not kept
 
     def dropout(hidden: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         return torch.native_dropout(hidden, p, training)[0] if p and training else hidden
@@ -153,6 +160,8 @@ def fused_kernels(*, flash: bool) -> Iterator[None]:
         if flash:
             stack.enter_context(swap(DotProductAttention, "forward", forward))
         stack.enter_context(swap(torch.nn.functional, "dropout", dropout))
+        for name in ("get_default_causal_mask", "get_sliding_window_causal_mask"):
+            stack.enter_context(swap(fused_softmax, name, one_mask))
         # nothing is drawn, and the states are tensors that hold numbers
         tracker = megatron_random.CudaRNGStatesTracker
         stack.enter_context(swap(tracker, "fork", lambda *_, **__: contextlib.nullcontext()))

@@ -22,8 +22,9 @@ from nest_megatron.model.spec import LayerKind, TransformerSpec
 _INDEX = 8  # bytes of an index into tokens or experts
 _FLAG = 1
 
-#: Activations that megatron-core fuses with the gate and the bias, by whether they are gated.
-_FUSED = {("silu", True), ("quick_gelu", True)}
+#: Activations that megatron-core fuses with their gate, and with an expert's weight as well.
+_FUSED_GATES = {"silu", "quick_gelu", "gelu"}
+_FUSED_WEIGHTS = {"silu", "quick_gelu"}
 
 Kept = Iterator[tuple[Part, float]]
 
@@ -114,21 +115,23 @@ def _attention(spec: TransformerSpec, shard: LayerShard) -> Kept:
     query, key = (tokens * n * spec.head_dim * ACT for n in (heads, groups))
     joint = query + 2 * key
     is_grouped = spec.query_groups < spec.num_attention_heads
-    rotates = spec.position_embedding_type == "rope"
+    is_made_anew = spec.position_embedding_type == "rope" or spec.qk_layernorm
+    # queries of several groups lie apart in the joint output, so that putting them together copies
+    is_copied = is_made_anew or (is_grouped and groups > 1)
     yield Part.INPUT_NORM, _norm(spec, shard)
     yield Part.QKV, shard.tokens_between_blocks(spec) * spec.hidden_size * ACT
     yield Part.QKV, _rotary(spec, shard, int(spec.head_dim * spec.rotary_percent))
     if spec.qk_layernorm:
         yield Part.QKV, tokens * (heads + groups) * FP32
-        yield Part.QKV, query if is_grouped else 0.0
-    own_query = query if rotates or is_grouped or spec.qk_layernorm else 0.0
-    own_key = key if rotates or spec.qk_layernorm else 0.0
+        yield Part.QKV, query if is_grouped and groups > 1 else 0.0
+    own_query, own_key = query if is_copied else 0.0, key if is_made_anew else 0.0
     if shard.flash_attention:
         yield Part.CORE_ATTENTION, own_query + own_key + joint
         yield from _fused_core(tokens, heads, spec.head_dim)
         return
     if is_grouped:  # keys and values are repeated for each query head
-        own_key, joint = query, (joint if spec.qk_layernorm else 0.0) + query
+        own_key = 2 * query
+        joint = joint if spec.qk_layernorm or not is_copied else 0.0
     yield Part.CORE_ATTENTION, own_query + own_key + joint
     yield from _unfused_core(spec, tokens, heads, spec.head_dim)
 
@@ -151,9 +154,8 @@ def _latent_attention(spec: TransformerSpec, shard: LayerShard) -> Kept:
     yield Part.MLA_UP, _rotary(spec, shard, spec.qk_pos_emb_head_dim)
     width = spec.qk_head_dim + spec.qk_pos_emb_head_dim
     yield Part.CORE_ATTENTION, tokens * heads * (2 * width + spec.v_head_dim) * ACT
-    core = _fused_core if shard.flash_attention else None
-    if core is not None:
-        yield from core(tokens, heads, spec.v_head_dim)
+    if shard.flash_attention:
+        yield from _fused_core(tokens, heads, spec.v_head_dim)
     else:
         yield from _unfused_core(spec, tokens, heads, spec.v_head_dim)
 
@@ -190,14 +192,21 @@ def _mlp(spec: TransformerSpec, shard: LayerShard) -> Kept:
     yield Part.MLP, shard.tokens(spec) * _activation_widths(spec) * ffn * ACT
 
 
-def _activation_widths(spec: TransformerSpec) -> int:
+def _activation_widths(spec: TransformerSpec, *, weighted: bool = False) -> int:
     """Tensors of the inner size that an activation and the projection after it keep.
 
-    Fused, an activation keeps its input; a gate that is not fused keeps its activated half too.
+    Fused, an activation keeps its input. A gate that is not fused keeps both of its factors too,
+    and an expert's weight that is not fused keeps what it is multiplied with.
+
+    Args:
+        weighted: the output of an expert is multiplied with the router's weight.
     """
+    fused = _FUSED_WEIGHTS if weighted else _FUSED_GATES
     if not spec.gated_linear_unit:
-        return 2
-    return 3 if (spec.activation, True) in _FUSED else 4
+        return 3 if weighted else 2
+    if spec.activation in fused:
+        return 3
+    return 6 if weighted else 5
 
 
 def _experts(spec: TransformerSpec, shard: LayerShard) -> Kept:
@@ -213,8 +222,9 @@ def _experts(spec: TransformerSpec, shard: LayerShard) -> Kept:
     yield Part.DISPATCH, local * num_experts * (_FLAG + ACT) + chosen * _INDEX
     etp = shard.expert_tensor_parallel_size
     received, ffn = chosen * etp, spec.expert_ffn_hidden_size / etp
+    widths = _activation_widths(spec, weighted=True)
     yield Part.EXPERTS, received * spec.hidden_size * ACT
-    yield Part.EXPERT_ACTIVATION, received * (_activation_widths(spec) * ffn + 1) * ACT
+    yield Part.EXPERT_ACTIVATION, received * (widths * ffn + 1) * ACT
     shared = spec.moe_shared_expert_intermediate_size
     if shared:
         width = shared / shard.tensor_model_parallel_size

@@ -15,6 +15,7 @@ FLOORS = {
     "model": 1,
     "cluster": 1,
     "parallel": 2,
+    "framework": 3,
     "extract": 3,
     "profile": 3,
     "cost_model": 4,
@@ -39,10 +40,10 @@ ROOM_OF = {
     "app": "entry",
 }
 # A helper that the rooms of its own floor may use.
-SHARED = {"catalogue_files"}
+SHARED = {"catalogue_files", "framework"}
 
 HEAVY = {"torch", "megatron", "nemo", "nemo_run", "numpy"}
-HEAVY_ROOMS = {"extract", "profile", "launchers", "entry"}
+HEAVY_ROOMS = {"extract", "framework", "profile", "launchers", "entry"}
 HYDRA = {"hydra", "omegaconf"}
 
 
