@@ -35,6 +35,8 @@ from nest_megatron.profile.network_routes import (
 MIN_SAMPLES, MIN_SIZES, MIN_RANGE = 4, 3, 8
 #: Weight of the first value of a figure.
 _PULL = 0.1
+#: A residual that a reader is warned of: public measurements of quiet machines stay below it.
+_LOOSE = 0.3
 #: Misses beyond this count by their size, those below by its square.
 _SOFT = 0.1
 #: Change of a time's logarithm with a bandwidth's, below which a time tells nothing of it.
@@ -210,7 +212,8 @@ def _fit_level(
         new, own, _logs(timed, (*levels[:index], new, *levels[index + 1 :])), {*told} - untold
     )
     unknown = [kind for kind in kinds_of(own) if kind not in fit.measured_kinds]
-    return new, fit, [_untold_note(level.name, kind, own) for kind in unknown]
+    notes = [_untold_note(level.name, kind, own) for kind in unknown]
+    return new, fit, [*notes, *_loose_note(fit)]
 
 
 def _figures(level: NetworkLevel, timed: Sequence[_Timed]) -> Iterator[_Figure]:
@@ -361,6 +364,15 @@ def _too_few(level: str, limit: str) -> ProfileError:
 def _untold_note(level: str, kind: CollectiveKind, own: Sequence[CollectiveSample]) -> str:
     most = max(each.message_bytes for each in own if each.kind is kind)
     return f"{level}: {kind} up to {most} bytes does not tell its bandwidth, which stays as it was."
+
+
+def _loose_note(fit: LevelFit) -> Iterator[str]:
+    if fit.residual > _LOOSE:
+        worst = max(fit.residuals, key=lambda kind: fit.residuals[kind])
+        yield (
+            f"{fit.name}: predicted and measured times differ by {100 * fit.residual:.0f} %, most "
+            f"for {worst}; measure again on a quiet machine before you rely on it."
+        )
 
 
 def _nothing_told(level: str, own: Sequence[CollectiveSample]) -> str:

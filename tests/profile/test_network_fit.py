@@ -104,6 +104,14 @@ def test_the_residual_is_the_noise_of_the_samples() -> None:
         assert fit.bandwidth_bytes_per_s == pytest.approx(best, rel=0.12)
 
 
+def test_a_noisy_machine_is_said_to_be_one() -> None:
+    noise = random.Random(7)
+    found = [
+        dataclasses.replace(s, seconds=s.seconds * noise.lognormvariate(0, 0.8)) for s in samples()
+    ]
+    assert "measure again on a quiet machine" in fit_hosts(found).notes[0]
+
+
 def test_an_outlier_does_not_rule() -> None:
     found = list(samples(shapes=[(2, 1), (8, 1)]))
     found[5] = dataclasses.replace(found[5], seconds=100 * found[5].seconds)
