@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 
-def as_on_a_gpu() -> Any:
-    """A context in which dropout is one operator and attention stays fused under dropout.
+@contextlib.contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Let dropout be one operator, and attention stay fused under dropout.
 
     torch on a CPU, which fake tensors pretend to be on, makes dropout of four operators, and
     attention with dropout of two products with the whole square of scores in memory. A GPU does
     neither, so what is kept for the backward pass would be wrong.
     """
-    import torch
     from torch.nn import functional
-    from torch.overrides import TorchFunctionMode
 
-    class AsOnAGpu(TorchFunctionMode):  # type: ignore[misc]
-        """Replaces two functions of torch where they are called."""
+    fused = functools.partial(_attention, functional.scaled_dot_product_attention)
+    with (
+        mock.patch.object(functional, "dropout", _dropout),
+        mock.patch.object(functional, "scaled_dot_product_attention", fused),
+    ):
+        yield
 
-        def __torch_function__(
-            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-        ) -> Any:
-            options = dict(kwargs or {})
-            if func is functional.dropout:
-                return _dropout(*args, **options)
-            if func is functional.scaled_dot_product_attention:
-                return _attention(func, *args, **options)
-            return func(*args, **options)
 
-    def _dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        dropped = torch.native_dropout(x, p, training)[0] if training and p > 0 else x
-        return x.copy_(dropped) if inplace and dropped is not x else dropped
+def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """``torch.nn.functional.dropout``, with its arguments' names."""
+    import torch
 
-    return AsOnAGpu()
+    if not training or p == 0:
+        return input
+    dropped = torch.native_dropout(input, p, training)[0]
+    return input.copy_(dropped) if inplace else dropped
 
 
 def _attention(

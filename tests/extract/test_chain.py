@@ -147,6 +147,14 @@ def test_attention_stays_one_operator_under_dropout() -> None:
         assert 64 * 64 not in {op.output_bytes / (2 * 4 * 4) for op in graph.operators}
 
 
+def test_attention_inside_a_module_of_torch_stays_fused() -> None:
+    model = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+    graph = extract_chain(model, [TensorShape(sizes=(2, 64, 32))])
+    kinds = [op.kind for op in graph.operators]
+    assert kinds.count(OperatorKind.ATTENTION) == 1
+    assert not any("bernoulli" in op.target for op in graph.operators)
+
+
 def test_values_of_another_size_than_keys_are_attended_to_in_one_operator() -> None:
     class Latent(nn.Module):  # type: ignore[misc]
         def forward(self, x):  # type: ignore[no-untyped-def]
