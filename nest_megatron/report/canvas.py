@@ -114,6 +114,20 @@ def shortened(text: str, width: float, *, size: float = 11.0, bold: bool = False
     return text if len(text) <= most else f"{text[: max(0, most - 1)]}…"
 
 
+def shortened_path(path: str, width: float, *, size: float = 11.0, bold: bool = False) -> str:
+    """A dotted path that fits: its end says most, so parts go from its beginning.
+
+    >>> shortened_path("mlp.experts.linear_fc1", 120.0)
+    '…linear_fc1'
+    """
+    rest, fits = path, width_of(path, size=size, bold=bold) <= width
+    while not fits and "." in rest:
+        rest = rest.partition(".")[2]
+        fits = width_of(f"…{rest}", size=size, bold=bold) <= width
+    words = path if rest == path else f"…{rest}"
+    return shortened(words, width, size=size, bold=bold)
+
+
 def check_suffix(path: Path, what: str) -> None:
     """Refuse a file whose name is that of no picture.
 

@@ -15,6 +15,7 @@ from nest_megatron.report.canvas import (
     Line,
     Words,
     shortened,
+    shortened_path,
     width_of,
     write_picture,
 )
@@ -175,7 +176,7 @@ def _draw_parts(
         width = max(2.0, _BAR * _time(flops, num_bytes) / whole)
         canvas.add(Box(x=_BARS_AT, y=middle - 8, width=width, height=16, fill=colour))
         room = _BARS_AT - _PARTS_AT - 8
-        words = shortened(name, room, size=10)
+        words = shortened_path(name, room, size=10)
         canvas.add(Words(text=words, x=_PARTS_AT, y=middle, size=10, colour=INK))
         inside = width > width_of(figures, size=9) + 8
         x = _BARS_AT + (4 if inside else width + 4)

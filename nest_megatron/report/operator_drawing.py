@@ -22,6 +22,7 @@ from nest_megatron.report.canvas import (
     Line,
     Words,
     shortened,
+    shortened_path,
     width_of,
     write_picture,
 )
@@ -161,6 +162,8 @@ def _draw_operator(
         (operator.backward_flops, operator.backward_bytes_moved),
     )
     for side, (flops, num_bytes) in enumerate(works):
+        if not flops and not num_bytes:
+            continue
         time = _times(operator)[side]
         width = max(3.0, _COLUMN * time / whole) if whole else 3.0
         middle = _LEFT[side] + _COLUMN / 2
@@ -179,14 +182,14 @@ def _label(
     """Name and figures on a box, or beside one that is too narrow."""
     (name, figures), (middle, y) = texts, place
     needed = max(width_of(name, bold=True), width_of(figures, size=10)) + 8
-    inside = width >= needed
+    beside = _COLUMN / 2 - width / 2 - 6
+    inside = width >= needed or width > beside + 8
+    room = width - 8 if inside else beside
     x = middle if inside else middle + width / 2 + 6
     anchor, ink = ("middle", ink_on(fill)) if inside else ("start", INK)
     soft = ink if inside else SOFT
-    if not inside:
-        room = _COLUMN / 2 - width / 2 - 6
-        name = shortened(name, room, bold=True)
-        figures = shortened(figures, room, size=10)
+    name = shortened_path(name, room, bold=True)
+    figures = shortened(figures, room, size=10)
     canvas.add(Words(text=name, x=x, y=y - 6.5, anchor=anchor, bold=True, colour=ink))
     canvas.add(Words(text=figures, x=x, y=y + 6.5, anchor=anchor, size=10, colour=soft))
 

@@ -15,7 +15,9 @@ from nest_megatron.model.graph import LayerCollective, LayerGraph, Part
 from nest_megatron.report.operator_flow import steps
 
 #: Characters of a name that keep their line.
-_WIDE = 22
+_WIDE = 21
+#: The same beside many figures.
+_NARROW = 17
 _GIGA, _MEGA, _MIB = 1e9, 1e6, 2.0**20
 _KINDS = {"gemm": "gemm", "grouped_gemm": "grouped", "attention": "attn", "memory_bound": "memory"}
 
@@ -39,8 +41,9 @@ def layer_report(
 
 def operator_table(graph: LayerGraph) -> Table:
     """Operators in the order of the forward pass, with totals."""
-    names = [op.name for op in graph.operators]
-    table = _table("Part", "Operator", "Kind", wide={"Part": _parts(graph), "Operator": names})
+    parts, names = [op.part.value for op in graph.operators], [op.name for op in graph.operators]
+    wide = {"Part": parts, "Operator": [name[:_NARROW] for name in names]}
+    table = _table("Part", "Operator", "Kind", wide=wide)
     for head in ("GFLOP", "back", "MB", "back", "kern"):
         table.add_column(head, justify="right", no_wrap=True)
     previous: Part | None = None
@@ -172,10 +175,6 @@ def _block_operators(graph: ChainGraph, block: ChainBlock) -> Table:
         target = op.target.removeprefix("aten.")
         table.add_row(module or ".", target, _KINDS[op.kind.value], *map(_number, figures), kept)
     return table
-
-
-def _parts(graph: LayerGraph) -> list[str]:
-    return [op.part.value for op in graph.operators]
 
 
 def _figures(figures: Sequence[float]) -> tuple[str, ...]:
