@@ -22,6 +22,7 @@ from nest_megatron.app.complete import (
     complete_free,
     complete_override,
 )
+from nest_megatron.app.extract_commands import extract
 from nest_megatron.app.network_commands import network
 from nest_megatron.app.profile_commands import profiles
 
@@ -268,6 +269,7 @@ def clusters(name: str | None, *, as_json: bool) -> int:
 
 cli.add_command(profiles)
 cli.add_command(network)
+cli.add_command(extract)
 
 
 @cli.command(

@@ -64,9 +64,18 @@ def test_examples_run(command: str, small_plan: Path, tmp_path: Path) -> None:
     words = shlex.split(shell.replace("\\\n", " "), comments=True)
     if "--from" in words:
         words[words.index("--from") + 1] = MIXTRAL
-    store = write_profiles(tmp_path)
-    done = spawn(*words[1:], cwd=tmp_path, NEST_MEGATRON_PROFILES=str(store))
+    write_module(tmp_path)
+    store, cache = write_profiles(tmp_path), tmp_path / "cache"
+    folders = {"NEST_MEGATRON_PROFILES": str(store), "NEST_MEGATRON_EXTRACT_CACHE": str(cache)}
+    done = spawn(*words[1:], cwd=tmp_path, **folders)
     assert (done.code, done.err) == (0, "")
+
+
+def write_module(folder: Path) -> None:
+    """The model of the user's own that examples name."""
+    layers = "nn.Embedding(100, 8), nn.Linear(8, 16), nn.ReLU()"
+    text = f"from torch import nn\n\n\ndef build():\n    return nn.Sequential({layers})\n"
+    (folder / "my_model.py").write_text(text, encoding="utf-8")
 
 
 def write_profiles(folder: Path) -> Path:
