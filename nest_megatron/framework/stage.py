@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from nest_megatron.framework.config import transformer_config
@@ -36,6 +36,10 @@ class Where(Name):
     GPU = "gpu"
 
 
+#: Makes the layers of one rank as a job's own script does.
+MakeLayers = Callable[[TransformerSpec, LayerShard], Layers]
+
+
 @contextlib.contextmanager
 def staged(
     spec: TransformerSpec,
@@ -45,12 +49,14 @@ def staged(
     where: Where,
     implementation: Implementation = Implementation.LOCAL,
     recompute: Recompute = NO_RECOMPUTE,
+    make_layers: MakeLayers | None = None,
     **changes: Any,
 ) -> Iterator[Layers]:
     """The layers of one rank, ready to be built with ``units.build`` inside.
 
     Args:
         recompute: selective modules go into the configuration.
+        make_layers: makes them instead, where the groups exist.
         changes: fields of the configuration that are set to something else.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -72,6 +78,9 @@ def staged(
         stack.enter_context(balanced_routing())
         stack.enter_context(as_rank(spec, dims, 0))
         model_parallel_cuda_manual_seed(1)
+        if make_layers is not None:
+            yield make_layers(spec, shard)
+            return
         selective = recompute.granularity is RecomputeGranularity.SELECTIVE
         config = transformer_config(
             spec,

@@ -5,6 +5,7 @@ Call these where the groups of ``groups.as_rank`` exist.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -159,11 +160,35 @@ def _mask(layers: Layers) -> Any:
     return torch.ones((1, 1, length, length), dtype=torch.bool, device=device).triu_(1)
 
 
+def _only(layer: Any, stretch: Stretch) -> Any:
+    """A layer's description without the half that is not run, so that it is not built either."""
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+
+    nothing, no_function = IdentityOp, IdentityFuncOp
+    left_out = {
+        Stretch.ATTENTION: {
+            "pre_mlp_layernorm": nothing,
+            "mlp": nothing,
+            "mlp_bda": no_function,
+        },
+        Stretch.FEED_FORWARD: {
+            "input_layernorm": nothing,
+            "self_attention": nothing,
+            "self_attn_bda": no_function,
+        },
+    }.get(stretch)
+    if left_out is None:
+        return layer
+    submodules = dataclasses.replace(layer.submodules, **left_out)
+    return dataclasses.replace(layer, submodules=submodules)
+
+
 def _decoder_layer(layers: Layers, stretch: Stretch, recompute: Recompute | None) -> Unit:
     from megatron.core import tensor_parallel
     from megatron.core.transformer.spec_utils import build_module
 
-    layer = build_module(layers.layer, config=layers.config, layer_number=1)
+    described = _only(layers.layer, stretch)
+    layer = build_module(described, config=layers.config, layer_number=1)
 
     def inputs() -> tuple[Any, ...]:
         return _hidden(layers), _mask(layers), _rotary(layers)
@@ -193,7 +218,19 @@ def _mtp(layers: Layers, stretch: Stretch) -> Unit:
     from megatron.core.transformer.spec_utils import build_module
 
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    layer = build_module(layers.mtp, config=layers.config, layer_number=1, pg_collection=groups)
+    described = layers.mtp
+    if stretch is Stretch.AROUND:
+        inner = _only(described.submodules.transformer_layer, Stretch.FEED_FORWARD)
+        inner = _only(inner, Stretch.ATTENTION)
+        # the attention's mask type is asked for when the layer is made
+        inner.submodules.self_attention = (
+            described.submodules.transformer_layer.submodules.self_attention
+        )
+        described = dataclasses.replace(
+            described,
+            submodules=dataclasses.replace(described.submodules, transformer_layer=inner),
+        )
+    layer = build_module(described, config=layers.config, layer_number=1, pg_collection=groups)
 
     def inputs() -> tuple[Any, ...]:
         return _hidden(layers), _hidden(layers), _mask(layers), _rotary(layers)

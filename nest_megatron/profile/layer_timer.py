@@ -1,0 +1,304 @@
+"""Times pieces of a model's layers, built from megatron-core's own modules, on this device.
+
+A piece is built with the real shapes of one rank, in a process group whose other ranks do not
+exist: what it would communicate costs nothing here, and is priced by the cost model where it would
+really run. Routing is balanced. Nothing waits for the device inside a timed stretch: on a GPU,
+events are put into the stream and read when all is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nest_megatron.framework.stage import Where, staged
+from nest_megatron.framework.units import Layers, Stretch, Unit, build
+from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.profile.records import Piece, Timing
+from nest_megatron.profile.spread import middle_half
+from nest_megatron.units import Seconds
+
+#: What is built for each piece, and how much of it is run.
+_UNITS = {
+    Piece.ATTENTION: (LayerKind.DENSE, Stretch.ATTENTION),
+    Piece.DENSE: (LayerKind.DENSE, Stretch.FEED_FORWARD),
+    Piece.EXPERTS: (LayerKind.MOE, Stretch.FEED_FORWARD),
+    Piece.EMBEDDING: (LayerKind.EMBEDDING, Stretch.WHOLE),
+    Piece.MTP: (LayerKind.MTP, Stretch.AROUND),
+    Piece.HEAD: (LayerKind.HEAD, Stretch.WHOLE),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measuring:
+    """How pieces are timed.
+
+    Args:
+        where: the CPU, for real, or this process's GPU.
+        warm_up: passes before the first that counts.
+        repetitions: most passes that count; at least ``least`` are made.
+        max_seconds: no further pass is begun after so long with one piece.
+        steady: spread at which the passes so far are enough.
+        changes: fields of megatron-core's configuration that the job sets otherwise.
+        make_layers: makes the layers as the job's own script does, instead of the implementation's.
+    """
+
+    where: Where
+    implementation: Implementation
+    warm_up: int = 3
+    repetitions: int = 30
+    least: int = 5
+    max_seconds: Seconds = 10.0
+    steady: float = 0.01
+    changes: dict[str, Any] = field(default_factory=dict)
+    make_layers: Callable[[TransformerSpec, LayerShard], Any] | None = None
+
+
+def time_piece(
+    spec: TransformerSpec, piece: Piece, shard: LayerShard, measuring: Measuring
+) -> Timing:
+    """Time one piece in one shape on one rank.
+
+    Raises:
+        MemoryError: if the piece does not fit on this device in this shape.
+    """
+    kind, stretch = _UNITS[piece]
+    inside = staged(
+        spec,
+        kind,
+        shard,
+        where=measuring.where,
+        implementation=measuring.implementation,
+        make_layers=measuring.make_layers,
+        **measuring.changes,
+    )
+    with _memory_errors(), inside as layers:
+        watch = _GpuWatch() if measuring.where is Where.GPU else _CpuWatch()
+        unit = _built(layers, kind, stretch, watch)
+        return _timed(unit, piece, shard, measuring, watch)
+
+
+def _built(layers: Layers, kind: LayerKind, stretch: Stretch, watch: _Watch) -> Unit:
+    """The unit on its device, its gradients summed in float32 as Megatron's buffers sum them."""
+    import torch
+
+    unit = build(layers, kind, stretch=stretch)
+    unit.module.to(device=watch.device, dtype=layers.config.params_dtype)
+    with torch.no_grad():
+        for parameter in unit.module.parameters():
+            parameter.normal_(std=0.01)
+
+    def add(parameter: Any) -> None:
+        if parameter.grad is not None:
+            parameter.main_grad.add_(parameter.grad)
+            parameter.grad = None
+
+    for parameter in unit.module.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        parameter.register_post_accumulate_grad_hook(add)
+    return unit
+
+
+def _timed(
+    unit: Unit, piece: Piece, shard: LayerShard, measuring: Measuring, watch: _Watch
+) -> Timing:
+    import torch
+
+    inputs = unit.inputs()
+    before = watch.start_peak()
+    output = unit.forward(*inputs)
+    gradient = torch.ones_like(output)
+    output.backward(gradient)
+    peak = watch.peak() - before
+    del output
+
+    def once() -> tuple[Seconds, ...]:
+        marks = [watch.mark()]
+        with torch.no_grad():
+            unit.forward(*inputs)
+        marks.append(watch.mark())
+        output = unit.forward(*inputs)
+        marks.append(watch.mark())
+        output.backward(gradient)
+        marks.append(watch.mark())
+        return marks
+
+    for _ in range(measuring.warm_up):
+        once()
+    passes = watch.read(_repeated(once, measuring, watch))
+    without, forward, backward = zip(*passes, strict=True)
+    both = [f + b for f, b in zip(forward, backward, strict=True)]
+    return Timing(
+        piece=piece,
+        tensor_model_parallel_size=shard.tensor_model_parallel_size,
+        context_parallel_size=shard.context_parallel_size,
+        expert_model_parallel_size=shard.expert_model_parallel_size,
+        expert_tensor_parallel_size=shard.expert_tensor_parallel_size,
+        sequence_parallel=shard.sequence_parallel,
+        micro_batch_size=shard.micro_batch_size,
+        forward_s=middle_half(forward)[0],
+        backward_s=middle_half(backward)[0],
+        recompute_s=middle_half(without)[0] + middle_half(forward)[0],
+        optimizer_s=_optimizer_step(unit.module, measuring, watch),
+        spread=middle_half(both)[1],
+        repetitions=len(passes),
+        parameters=sum(parameter.numel() for parameter in unit.module.parameters()),
+        saved_bytes=_saved_bytes(unit, inputs),
+        peak_memory_bytes=max(0, peak),
+    )
+
+
+def _repeated(once: Callable[[], Any], measuring: Measuring, watch: _Watch) -> list[Any]:
+    """Passes until they agree, or time or their number is over."""
+    marks = []
+    ended = time.perf_counter() + measuring.max_seconds
+    while len(marks) < measuring.repetitions:
+        marks.append(once())
+        if len(marks) < measuring.least:
+            continue
+        if time.perf_counter() > ended:
+            break
+        if len(marks) % measuring.least == 0:
+            times = [sum(times[1:]) for times in watch.read(marks)]
+            if middle_half(times)[1] <= measuring.steady:
+                break
+    return marks
+
+
+def _optimizer_step(module: Any, measuring: Measuring, watch: _Watch) -> Seconds:
+    """One step of Adam over float32 master weights, and the copy back.
+
+    Source: ``megatron.core.optimizer.Float16OptimizerWithFloat16Params``.
+    """
+    import torch
+
+    parameters = list(module.parameters())
+    if not parameters:
+        return 0.0
+    masters = [torch.nn.Parameter(p.detach().float()) for p in parameters]
+    for master, parameter in zip(masters, parameters, strict=True):
+        master.grad = parameter.main_grad
+    adam = torch.optim.Adam(masters, fused=watch.fuses_adam, foreach=None)
+
+    def step() -> list[Any]:
+        marks = [watch.mark()]
+        adam.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, parameters, strict=True):
+                parameter.copy_(master)
+        return [*marks, watch.mark()]
+
+    step()
+    times = watch.read([step() for _ in range(measuring.least)])
+    return middle_half([seconds for (seconds,) in times])[0]
+
+
+def _saved_bytes(unit: Unit, inputs: Sequence[Any]) -> int:
+    """Bytes that a forward pass keeps, each storage once, weights and shared inputs apart."""
+    import torch
+
+    first, *shared = inputs
+    own = [*unit.module.parameters(), *unit.module.buffers()]
+    own += [tensor for tensor in shared if tensor is not None]
+    known = {tensor.untyped_storage().data_ptr() for tensor in own}
+    kept: dict[int, Any] = {first.untyped_storage().data_ptr(): first.untyped_storage()}
+
+    def keep(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = unit.forward(*inputs)
+    total = sum(storage.nbytes() for storage in kept.values())
+    del output
+    return int(total)
+
+
+class _Watch:
+    """Marks moments in a device's work, and reads the time between them when all is done."""
+
+    device: str
+    fuses_adam: bool
+
+    def mark(self) -> Any:
+        """Now."""
+        raise NotImplementedError
+
+    def read(self, marks: Sequence[Sequence[Any]]) -> list[tuple[Seconds, ...]]:
+        """Seconds between the marks of each pass."""
+        raise NotImplementedError
+
+    def start_peak(self) -> int:
+        """Bytes that are allocated now; the peak counts from here."""
+        return 0
+
+    def peak(self) -> int:
+        """Largest number of bytes allocated since."""
+        return 0
+
+
+class _CpuWatch(_Watch):
+    device = "cpu"
+    fuses_adam = False
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def read(self, marks: Sequence[Sequence[float]]) -> list[tuple[Seconds, ...]]:
+        return [tuple(b - a for a, b in zip(m, m[1:], strict=False)) for m in marks]
+
+
+class _GpuWatch(_Watch):
+    device = "cuda"
+    fuses_adam = True
+
+    def mark(self) -> Any:
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read(self, marks: Sequence[Sequence[Any]]) -> list[tuple[Seconds, ...]]:
+        import torch
+
+        torch.cuda.synchronize()
+        return [
+            tuple(a.elapsed_time(b) / 1e3 for a, b in zip(m, m[1:], strict=False)) for m in marks
+        ]
+
+    def start_peak(self) -> int:
+        import torch
+
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return int(torch.cuda.memory_allocated())
+
+    def peak(self) -> int:
+        import torch
+
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated())
+
+
+@contextlib.contextmanager
+def _memory_errors() -> Iterator[None]:
+    """Torch's own error for a full device as Python's, and its memory given back."""
+    import torch
+
+    try:
+        yield
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise MemoryError(str(error)) from error
+        raise
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

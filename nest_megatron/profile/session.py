@@ -1,0 +1,137 @@
+"""A session of timing: which shapes, in which order, for how long, on which machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from nest_megatron.framework.stage import Where
+from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.profile.layer_timer import Measuring, time_piece
+from nest_megatron.profile.lookup import Point, point_of
+from nest_megatron.profile.records import Machine, Piece, Timing, pieces_of
+from nest_megatron.units import Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One piece to time in one shape."""
+
+    piece: Piece
+    shard: LayerShard
+
+
+def tasks_of(spec: TransformerSpec, shards: Sequence[LayerShard]) -> tuple[Task, ...]:
+    """What the given shards need timed, the first shards' pieces first, each shape once."""
+    seen: dict[tuple[Piece, Point], Task] = {}
+    for shard in shards:
+        for piece in pieces_of(spec):
+            seen.setdefault((piece, point_of(spec, piece, shard)), Task(piece, shard))
+    return tuple(seen.values())
+
+
+def share_of(tasks: Sequence[Task], rank: int, num_ranks: int) -> tuple[Task, ...]:
+    """The tasks of one of several ranks: every rank begins with what is needed first."""
+    return tuple(tasks[rank::num_ranks])
+
+
+def run(
+    spec: TransformerSpec,
+    tasks: Sequence[Task],
+    measuring: Measuring,
+    *,
+    until: Seconds,
+    on_skip: Callable[[Task, str], None],
+) -> Iterator[Timing]:
+    """Time tasks in order until the time is over.
+
+    Args:
+        until: moment of ``time.monotonic`` after which no further task is begun.
+        on_skip: told of what does not fit on the device.
+    """
+    for task in tasks:
+        left = until - time.monotonic()
+        if left <= 0:
+            return
+        try:
+            yield time_piece(spec, task.piece, task.shard, measuring)
+        except MemoryError:
+            on_skip(task, "it does not fit on this device")
+
+
+def this_machine(where: Where, implementation: Implementation) -> Machine:
+    """What pieces run on here.
+
+    Raises:
+        RuntimeError: by torch, if there is no GPU to ask.
+    """
+    import torch
+    from megatron.core import __version__ as megatron_core
+
+    from nest_megatron.profile.installed import driver_version, installed_versions
+
+    versions = installed_versions()
+    if where is Where.CPU:
+        return Machine(
+            device_name=_processor_name(),
+            memory_bytes=_host_memory(),
+            driver=None,
+            torch=str(torch.__version__),
+            megatron_core=megatron_core,
+            transformer_engine=versions.get("transformer_engine"),
+            nccl=None,
+            graphics_mhz=None,
+            memory_mhz=None,
+            implementation=implementation,
+            is_cpu=True,
+        )
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    graphics_mhz, memory_mhz = _clocks(torch.cuda.current_device())
+    return Machine(
+        device_name=device.name,
+        memory_bytes=device.total_memory,
+        driver=driver_version(),
+        torch=str(torch.__version__),
+        megatron_core=megatron_core,
+        transformer_engine=versions.get("transformer_engine"),
+        nccl=".".join(map(str, torch.cuda.nccl.version())),
+        graphics_mhz=graphics_mhz,
+        memory_mhz=memory_mhz,
+        implementation=implementation,
+        is_cpu=False,
+    )
+
+
+def _processor_name() -> str:
+    import platform
+    from pathlib import Path
+
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _host_memory() -> int:
+    import os
+
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _clocks(index: int) -> tuple[int | None, int | None]:
+    """Clocks of graphics and memory in MHz, as the driver finds them now."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        kinds = (pynvml.NVML_CLOCK_GRAPHICS, pynvml.NVML_CLOCK_MEM)
+        graphics, memory = (int(pynvml.nvmlDeviceGetClockInfo(handle, kind)) for kind in kinds)
+    except pynvml.NVMLError:
+        return None, None
+    return graphics, memory
