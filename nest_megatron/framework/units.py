@@ -212,24 +212,29 @@ def _decoder_layer(layers: Layers, stretch: Stretch, recompute: Recompute | None
     return Unit(layer, inputs, again if is_full else chosen)
 
 
+def _without_layer(mtp: Any) -> Any:
+    """An MTP layer's description without the decoder layer inside it."""
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    inner = mtp.submodules.transformer_layer
+    hollow = _only(_only(inner, Stretch.ATTENTION), Stretch.FEED_FORWARD)
+    # an MTP layer looks at the mask of the attention that it is given
+    masked = ModuleSpec(module=IdentityOp, params=inner.submodules.self_attention.params)
+    hollow = dataclasses.replace(
+        hollow, submodules=dataclasses.replace(hollow.submodules, self_attention=masked)
+    )
+    submodules = dataclasses.replace(mtp.submodules, transformer_layer=hollow)
+    return dataclasses.replace(mtp, submodules=submodules)
+
+
 def _mtp(layers: Layers, stretch: Stretch) -> Unit:
     """One layer of multi-token prediction, with the embedding of the shifted tokens as input."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import build_module
 
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    described = layers.mtp
-    if stretch is Stretch.AROUND:
-        inner = _only(described.submodules.transformer_layer, Stretch.FEED_FORWARD)
-        inner = _only(inner, Stretch.ATTENTION)
-        # the attention's mask type is asked for when the layer is made
-        inner.submodules.self_attention = (
-            described.submodules.transformer_layer.submodules.self_attention
-        )
-        described = dataclasses.replace(
-            described,
-            submodules=dataclasses.replace(described.submodules, transformer_layer=inner),
-        )
+    described = layers.mtp if stretch is Stretch.WHOLE else _without_layer(layers.mtp)
     layer = build_module(described, config=layers.config, layer_number=1, pg_collection=groups)
 
     def inputs() -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ events are put into the stream and read when all is done.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -117,7 +118,7 @@ def _timed(
     peak = watch.peak() - before
     del output
 
-    def once() -> tuple[Seconds, ...]:
+    def once() -> list[Any]:
         marks = [watch.mark()]
         with torch.no_grad():
             unit.forward(*inputs)
@@ -155,7 +156,7 @@ def _timed(
 
 def _repeated(once: Callable[[], Any], measuring: Measuring, watch: _Watch) -> list[Any]:
     """Passes until they agree, or time or their number is over."""
-    marks = []
+    marks: list[Any] = []
     ended = time.perf_counter() + measuring.max_seconds
     while len(marks) < measuring.repetitions:
         marks.append(once())
@@ -252,7 +253,7 @@ class _CpuWatch(_Watch):
         return time.perf_counter()
 
     def read(self, marks: Sequence[Sequence[float]]) -> list[tuple[Seconds, ...]]:
-        return [tuple(b - a for a, b in zip(m, m[1:], strict=False)) for m in marks]
+        return [tuple(b - a for a, b in itertools.pairwise(times)) for times in marks]
 
 
 class _GpuWatch(_Watch):
@@ -271,7 +272,8 @@ class _GpuWatch(_Watch):
 
         torch.cuda.synchronize()
         return [
-            tuple(a.elapsed_time(b) / 1e3 for a, b in zip(m, m[1:], strict=False)) for m in marks
+            tuple(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
+            for events in marks
         ]
 
     def start_peak(self) -> int:
