@@ -24,7 +24,7 @@ from nest_megatron.app.complete import (
 )
 from nest_megatron.app.extract_commands import extract
 from nest_megatron.app.network_commands import network
-from nest_megatron.app.profile_commands import profiles
+from nest_megatron.app.profile_commands import profile, profiles
 
 
 def _job_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -267,6 +267,7 @@ def clusters(name: str | None, *, as_json: bool) -> int:
     return run_clusters(name, as_json=as_json)
 
 
+cli.add_command(profile)
 cli.add_command(profiles)
 cli.add_command(network)
 cli.add_command(extract)

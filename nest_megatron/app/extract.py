@@ -247,7 +247,7 @@ def _from_megatron(
     )
 
 
-def require_megatron() -> None:
+def require_megatron(command: str = "extract") -> None:
     """Refuse to go on without megatron-core.
 
     Raises:
@@ -256,11 +256,15 @@ def require_megatron() -> None:
     for name, package in (("torch", "torch"), ("megatron.core", "megatron-core")):
         if not _is_installed(name):
             raise UserInputError(
-                "extract",
+                command,
                 value=None,
                 limit=f"layers are built by megatron-core, and {package} is not installed",
-                fix="pip install 'nest-megatron[megatron]', or add --closed-form to see the "
-                "formulas that the planner uses.",
+                fix="pip install 'nest-megatron[megatron]'"
+                + (
+                    ", or add --closed-form to see the formulas that the planner uses."
+                    if command == "extract"
+                    else "."
+                ),
             )
 
 

@@ -1,13 +1,57 @@
-"""``nest-megatron profiles``; what its commands do is in ``app/profiles.py``."""
+"""``nest-megatron profile`` and ``profiles``; their work is in ``app/profile.py`` and beside it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from nest_megatron.app.command_kinds import FILE, Command, Group, json_option
-from nest_megatron.app.complete import complete_profile
+from nest_megatron.app.command_kinds import FILE, FOLDER, NEXT, Command, Group, json_option
+from nest_megatron.app.complete import complete_override, complete_profile
+
+
+@click.command(
+    cls=Command,
+    examples=(
+        "nest-megatron profile model=llama3_8b train.seq_length=128 --max-seconds 5",
+        "torchrun --nproc-per-node 8 -m nest_megatron.profile model=llama3_70b cluster=dgx_h100"
+        + NEXT
+        + "cluster.num_gpus=64",
+    ),
+)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_override)
+@click.option("--config-dir", type=FOLDER, help="A folder with your own model/ or cluster/ files.")
+@click.option(
+    "--max-seconds",
+    type=float,
+    default=120.0,
+    show_default=True,
+    help="Budget; shapes that the best plans need come first, the rest is interpolated.",
+)
+@click.option(
+    "--implementation",
+    type=click.Choice(["local", "transformer_engine"]),
+    help="Megatron's --transformer-impl; Transformer Engine's where it is installed.",
+)
+@click.option("--cpu", "on_cpu", is_flag=True, help="Time on the CPU, although there is a GPU.")
+@click.option("--again", is_flag=True, help="Time what is stored already, too.")
+@click.option(
+    "--collectives/--no-collectives",
+    default=True,
+    help="With several ranks: time the network between them, with a quarter of the budget.",
+)
+@click.option("--network-out", type=FILE, help="Write the network's figures here.")
+@json_option
+def profile(**options: Any) -> int:
+    """Time a model's layers on the devices that are here, and the network between them.
+
+    In one process, or under torchrun: each rank times its share of the shapes on its own GPU.
+    Timings are stored (`nest-megatron profiles`) and used by plans for the same device and layers.
+    """
+    from nest_megatron.app.profile import run_profile
+
+    return run_profile(**options)
 
 
 @click.group(

@@ -9,6 +9,7 @@ events are put into the stream and read when all is done.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -81,7 +82,20 @@ def time_piece(
     with _memory_errors(), inside as layers:
         watch = _GpuWatch() if measuring.where is Where.GPU else _CpuWatch()
         unit = _built(layers, kind, stretch, watch)
-        return _timed(unit, piece, shard, measuring, watch)
+        timing = _timed(unit, piece, shard, measuring, watch)
+    copies = {Piece.MTP: spec.num_mtp_layers, Piece.HEAD: 1 + spec.num_mtp_layers}
+    return _repeated_piece(timing, copies.get(piece, 1))
+
+
+def _repeated_piece(timing: Timing, copies: int) -> Timing:
+    """A piece that a micro batch passes several times: MTP layers, and the head after each."""
+    if copies == 1:
+        return timing
+    repeated = ("forward_s", "backward_s", "recompute_s", "saved_bytes")
+    more = {name: copies * getattr(timing, name) for name in repeated}
+    if timing.piece is Piece.MTP:  # each has weights of its own; the head is the same each time
+        more |= {name: copies * getattr(timing, name) for name in ("optimizer_s", "parameters")}
+    return dataclasses.replace(timing, **more)
 
 
 def _built(layers: Layers, kind: LayerKind, stretch: Stretch, watch: _Watch) -> Unit:

@@ -25,11 +25,15 @@ class Task:
 
 
 def tasks_of(spec: TransformerSpec, shards: Sequence[LayerShard]) -> tuple[Task, ...]:
-    """What the given shards need timed, the first shards' pieces first, each shape once."""
+    """What the given shards need timed, the first shards' pieces first, each shape once.
+
+    Attention under context parallelism is left out: one rank by itself sees no other's keys.
+    """
     seen: dict[tuple[Piece, Point], Task] = {}
     for shard in shards:
         for piece in pieces_of(spec):
-            seen.setdefault((piece, point_of(spec, piece, shard)), Task(piece, shard))
+            if piece is not Piece.ATTENTION or shard.context_parallel_size == 1:
+                seen.setdefault((piece, point_of(spec, piece, shard)), Task(piece, shard))
     return tuple(seen.values())
 
 

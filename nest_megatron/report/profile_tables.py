@@ -68,10 +68,11 @@ def profile_details(profile: LayerProfile, fingerprint: str) -> RenderableType:
     ]
     if profile.note:
         rows.append(("note", profile.note))
-    return Group(Text(profile.name, style="bold"), _pairs(rows), _timings(profile.timings))
+    return Group(Text(profile.name, style="bold"), _pairs(rows), timings_table(profile.timings))
 
 
-def _timings(timings: Sequence[Timing]) -> RenderableType:
+def timings_table(timings: Sequence[Timing]) -> RenderableType:
+    """One timing a row."""
     table = _table()
     table.add_column("Piece", no_wrap=True)
     for head in (*_DEGREES, "Forward", "Backward", "Spread", "Kept GiB"):
