@@ -88,8 +88,7 @@ def staged(
             None,
             sequence_parallel=shard.sequence_parallel,
             recompute=recompute if selective else NO_RECOMPUTE,
-            **_defaults(spec),
-            **changes,
+            **{**_defaults(spec), **changes},
         )
         yield layers(spec, shard, config)
 
