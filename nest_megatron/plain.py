@@ -114,7 +114,12 @@ def _convert_union(arguments: tuple[Any, ...], value: object, where: str) -> Any
 def _convert_tuple(arguments: tuple[Any, ...], value: object, where: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
         raise _wrong(where, value, "a list")
-    return tuple(_convert(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if arguments[-1] is Ellipsis:
+        arguments = (arguments[0],) * len(value)
+    if len(value) != len(arguments):
+        raise _wrong(where, value, f"a list of {len(arguments)}")
+    pairs = enumerate(zip(arguments, value, strict=True))
+    return tuple(_convert(hint, item, f"{where}[{i}]") for i, (hint, item) in pairs)
 
 
 def _convert_enum(hint: type[Enum], value: object, where: str) -> Enum:

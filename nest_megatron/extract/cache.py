@@ -10,8 +10,10 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 from nest_megatron import __version__
 from nest_megatron.errors import UserInputError
@@ -103,4 +105,12 @@ def _write(path: Path, extracted: ExtractedLayer) -> None:
     """Keep a layer; a cache that cannot be written is no reason to stop."""
     with contextlib.suppress(UserInputError, OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(to_plain(extracted), indent=1))
+        write_text(path, json.dumps(_finite(to_plain(extracted)), indent=1))
+
+
+def _finite(value: Any) -> Any:
+    """Plain data without its infinite numbers, which are defaults and come back as such."""
+    if isinstance(value, dict):
+        kept = {key: item for key, item in value.items() if item != math.inf}
+        return {key: _finite(item) for key, item in kept.items()}
+    return [_finite(item) for item in value] if isinstance(value, list) else value

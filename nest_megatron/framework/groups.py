@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 from nest_megatron.model.shard import LayerShard
@@ -60,6 +61,7 @@ def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    hook = sys.excepthook  # torch puts one before it that names the rank, for good
     torch.distributed.init_process_group(
         "fake", store=FakeStore(), rank=rank, world_size=world_size
     )
@@ -68,3 +70,4 @@ def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+        sys.excepthook = hook
