@@ -10,9 +10,9 @@ pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from nest_megatron.extract.layers import extract_layer
-from nest_megatron.model.graph import Group, LayerCollective
+from nest_megatron.model.graph import Group, LayerCollective, Part
 from nest_megatron.model.local import local_layer
-from nest_megatron.model.operators import layer_graph
+from nest_megatron.model.operators import around_mtp_graph, layer_graph
 from nest_megatron.model.parameters import unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind
@@ -179,3 +179,26 @@ def test_recomputed_modules_keep_less_and_work_again() -> None:
     core = seen.recompute[selective_recompute([RecomputeModule.CORE_ATTN]).label()]
     attention = 4 * spec.seq_length**2 * spec.num_attention_heads * (192 + 128) / 2
     assert core.recomputed_flops == pytest.approx(attention)
+
+
+def test_multi_token_prediction_s_traffic_is_that_of_the_closed_form() -> None:
+    spec = catalogue.model("deepseek_v3")
+    shard = LayerShard(
+        tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=64
+    )
+    seen = extract_layer(spec, LayerKind.MTP, shard).graph
+    formula = around_mtp_graph(spec, shard)
+    own = tuple(call for call in seen.collectives if call.part is Part.MTP)
+    assert _traffic(own, Group.TENSOR) == _traffic(formula.collectives, Group.TENSOR)
+
+
+@pytest.mark.parametrize("name", ["llama3_70b", "deepseek_v3"])
+def test_what_runs_beside_a_product_is_that_of_the_closed_form(name: str) -> None:
+    """Traffic of a column-parallel projection's backward pass is not waited for at once."""
+    shard = LayerShard(tensor_model_parallel_size=2, sequence_parallel=True)
+    graph = extract_layer(catalogue.model(name), LayerKind.DENSE, shard, recompute=()).graph
+    for call in graph.collectives:
+        if "linear_fc1" in call.name and call.backward:
+            assert call.hidden_under == "mlp.linear_fc1", call
+        if "linear_fc2" in call.name:
+            assert not call.hidden_under, call

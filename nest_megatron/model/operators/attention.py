@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from nest_megatron.model.graph import (
     Group,
     LayerCollective,
@@ -14,10 +16,13 @@ from nest_megatron.model.operators.pieces import (
     ACT,
     FP32,
     Pieces,
+    column_parallel,
     dropout_mask,
     gathered_block,
     gemm,
+    row_parallel,
     streaming,
+    tensor_gather,
 )
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
@@ -214,8 +219,22 @@ def _latent_attention(spec: TransformerSpec, shard: LayerShard) -> Pieces:
         (Part.PROJECTION, tokens * value * ACT),
         dropout_mask(spec, local),
     )
-    collectives = tuple(
-        gathered_block(spec, shard, Part.MLA_UP, Part.PROJECTION, "query_up", "projection")
-    )
+    collectives = tuple(_latent_traffic(spec, shard))
     pieces = Pieces(tuple(operators), collectives, saved)
     return pieces + _core_attention(spec, shard, query_dim, spec.v_head_dim, heads)
+
+
+def _latent_traffic(spec: TransformerSpec, shard: LayerShard) -> Iterator[LayerCollective]:
+    """Tensor-parallel traffic of latent attention: the latents are gathered, not hidden states.
+
+    Every rank has the whole down projections and uses them on its own tokens; the up projections
+    take the latents of all tokens, and rotation the positions beside them.
+    """
+    tokens, hidden = shard.tokens(spec), spec.hidden_size
+    yield from row_parallel(shard, Part.PROJECTION, "projection", tokens * hidden * ACT)
+    query_in = spec.q_lora_rank or hidden
+    yield from column_parallel(shard, Part.MLA_UP, "query_up", tokens * query_in * ACT)
+    yield from column_parallel(shard, Part.MLA_UP, "kv_up", tokens * spec.kv_lora_rank * ACT)
+    if shard.sequence_parallel:
+        positions = tokens * spec.qk_pos_emb_head_dim * ACT
+        yield from tensor_gather(shard, Part.MLA_UP, "positions.gather", positions)

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Part
-from nest_megatron.model.operators.pieces import ACT, FP32, gemm, streaming
+from nest_megatron.model.operators.pieces import (
+    ACT,
+    FP32,
+    column_parallel,
+    gemm,
+    streaming,
+    tensor_gather,
+)
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 
@@ -111,8 +120,20 @@ def around_mtp_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     )
     return spec.num_mtp_layers * LayerGraph(
         operators=operators,
-        collectives=(),
+        collectives=tuple(_mtp_traffic(spec, shard)),
         input_bytes=0.0,
         saved_bytes=((Part.MTP, 5 * hidden_bytes),),
         working_bytes=0.0,
     )
+
+
+def _mtp_traffic(spec: TransformerSpec, shard: LayerShard) -> Iterator[LayerCollective]:
+    """Tensor-parallel traffic of the projection: its output is gathered whole on every rank.
+
+    Source: ``MultiTokenPredictionLayer._concat_embeddings``.
+    """
+    size = shard.tokens(spec) * spec.hidden_size * ACT
+    yield from column_parallel(shard, Part.MTP, "eh_proj", 2 * size)
+    yield from tensor_gather(shard, Part.MTP, "mtp.gather", size)
+    if shard.sequence_parallel:  # where each rank took its own tokens of it
+        yield from tensor_gather(shard, Part.MTP, "mtp.regather", size, backward=True)

@@ -70,49 +70,70 @@ def streaming(
 def gathered_block(
     spec: TransformerSpec, shard: LayerShard, part_in: Part, part_out: Part, first: str, last: str
 ) -> Iterator[LayerCollective]:
-    """Tensor-parallel collectives around a column-parallel and a row-parallel projection.
+    """Tensor-parallel traffic of a column-parallel and a row-parallel projection around a block."""
+    size = shard.tokens(spec) * spec.hidden_size * ACT
+    yield from row_parallel(shard, part_out, last, size)
+    yield from column_parallel(shard, part_in, first, size)
 
-    With sequence parallelism: all-gather in, reduce-scatter out, and their mirror images backward,
-    where the input is gathered again for the weight gradient under the data gradient of ``first``
-    and the scatter runs under its weight gradient
-    (``LinearWithGradAccumulationAndAsyncCommunication``).
-    Without: all-reduce forward behind ``last``, all-reduce backward under the weight gradient.
+
+def column_parallel(
+    shard: LayerShard, part: Part, name: str, num_bytes: float
+) -> Iterator[LayerCollective]:
+    """Tensor-parallel traffic of a projection whose columns are divided.
+
+    With sequence parallelism the input is gathered forward; backward it is gathered again for the
+    weight gradient under the data gradient, and the data gradient is scattered under the weight's
+    (``LinearWithGradAccumulationAndAsyncCommunication``). Without, the data gradient is summed
+    under the weight's.
+
+    Args:
+        num_bytes: the whole input of one rank.
     """
     if shard.tensor_model_parallel_size == 1:
         return
-    size = shard.tokens(spec) * spec.hidden_size * ACT
-    tensor = Group.TENSOR
     if not shard.sequence_parallel:
-        yield LayerCollective(
-            name=f"{last}.all_reduce",
-            part=part_out,
-            kind="all_reduce",
-            group=tensor,
-            message_bytes=size,
-        )
-        yield LayerCollective(
-            name=f"{first}.all_reduce",
-            part=part_in,
-            kind="all_reduce",
-            group=tensor,
-            message_bytes=size,
-            backward=True,
-            hidden_under=first,
-        )
+        yield _call(f"{name}.all_reduce", part, "all_reduce", num_bytes, under=name)
         return
-    for name, part, kind, backward, under in (
-        (f"{first}.gather", part_in, "all_gather", False, ""),
-        (f"{last}.scatter", part_out, "reduce_scatter", False, ""),
-        (f"{last}.gather", part_out, "all_gather", True, ""),
-        (f"{first}.regather", part_in, "all_gather", True, first),
-        (f"{first}.scatter", part_in, "reduce_scatter", True, first),
-    ):
-        yield LayerCollective(
-            name=name,
-            part=part,
-            kind=kind,
-            group=tensor,
-            message_bytes=size,
-            backward=backward,
-            hidden_under=under,
-        )
+    yield _call(f"{name}.gather", part, "all_gather", num_bytes)
+    yield _call(f"{name}.regather", part, "all_gather", num_bytes, under=name)
+    yield _call(f"{name}.scatter", part, "reduce_scatter", num_bytes, under=name)
+
+
+def row_parallel(
+    shard: LayerShard, part: Part, name: str, num_bytes: float
+) -> Iterator[LayerCollective]:
+    """Tensor-parallel traffic of a projection whose rows are divided: its output is summed.
+
+    Args:
+        num_bytes: the whole output of one rank.
+    """
+    if shard.tensor_model_parallel_size == 1:
+        return
+    if not shard.sequence_parallel:
+        yield _call(f"{name}.all_reduce", part, "all_reduce", num_bytes)
+        return
+    yield _call(f"{name}.scatter", part, "reduce_scatter", num_bytes)
+    yield _call(f"{name}.gather", part, "all_gather", num_bytes, backward=True)
+
+
+def _call(
+    name: str, part: Part, kind: str, num_bytes: float, *, backward: bool = False, under: str = ""
+) -> LayerCollective:
+    """A collective of the tensor group; what is hidden under a product is backward traffic."""
+    return LayerCollective(
+        name=name,
+        part=part,
+        kind=kind,
+        group=Group.TENSOR,
+        message_bytes=num_bytes,
+        backward=backward or bool(under),
+        hidden_under=under,
+    )
+
+
+def tensor_gather(
+    shard: LayerShard, part: Part, name: str, num_bytes: float, *, backward: bool = False
+) -> Iterator[LayerCollective]:
+    """A gather over the tensor group that nothing hides."""
+    if shard.tensor_model_parallel_size > 1:
+        yield _call(name, part, "all_gather", num_bytes, backward=backward)
