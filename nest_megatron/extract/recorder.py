@@ -251,7 +251,7 @@ class _Recorder(TorchDispatchMode):
                 group=group.group_name,
                 message_bytes=max(sum(map(_num_bytes, _tensors(argument))) for argument in args),
                 backward=self.is_backward,
-                is_async=any(arg is True for arg in args),
+                is_async=all(argument is not False for argument in args),  # the default is left out
             )
         )
 
