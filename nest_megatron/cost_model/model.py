@@ -29,6 +29,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.unit_cost import (
     ParameterPrices,
     UnitKind,
+    optimizer_step,
     overlap_window,
     parameter_prices,
     unit_cost,
@@ -66,7 +67,8 @@ class CostModel:
 
     Args:
         times: measured times of the model's layers. They replace the analytic compute time of the
-            pieces that they speak for; memory and communication stay in closed form.
+            pieces that they speak for, and the optimizer's; memory and communication stay in
+            closed form.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class CostModel:
         self.capacity_bytes = capacity_bytes(cluster.accelerator, settings)
         self.times = times
         self._measured = MeasuredTimes(spec, cluster, settings, times)
+        self._step = optimizer_step(cluster.accelerator, settings, times)
         self._sizes = cluster.group_sizes()
         self._places: dict[object, GroupPlaces] = {}
         self._times: dict[object, UnitTimes] = {}
@@ -338,10 +341,8 @@ class CostModel:
         key = (degrees(dims), zero)
         if key not in self._prices:
             per_rank = self.parameters(dims).total // dims.pipeline_model_parallel_size
-            accelerator, settings = self.cluster.accelerator, self.settings
-            traffic = self.traffic(dims, zero)
             self._prices[key] = parameter_prices(
-                dims, zero, traffic, per_rank, accelerator, settings
+                dims, zero, self.traffic(dims, zero), per_rank, self._step, self.settings
             )
         return self._prices[key]
 

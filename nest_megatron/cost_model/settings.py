@@ -69,7 +69,8 @@ class CostSettings:
             because the collective's kernels take processors away (NCCL's default of 16 channels on
             a 132-processor H100 is 12 %).
         optimizer_bytes_per_parameter: memory traffic of one optimizer step: gradient, master
-            weight and two moments read, three written, model weight written.
+            weight and two moments read, three written, model weight written. A profile's timed step
+            takes its place.
         memory_reserve_bytes: CUDA context, NCCL buffers and library workspaces, outside the
             allocator.
         memory_margin: share of device memory left free against fragmentation; with the reserve, the

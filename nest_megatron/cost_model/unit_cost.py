@@ -19,6 +19,7 @@ from nest_megatron.model.parameters import ParameterCount
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.units import Seconds, Ticks, to_ticks
 
 
@@ -60,17 +61,16 @@ def parameter_prices(
     zero: ZeroStage,
     traffic: ReplicaTraffic,
     per_rank: int,
-    accelerator: Accelerator,
+    step: Seconds,
     settings: CostSettings,
 ) -> ParameterPrices:
     """What one dense and one expert parameter cost in a grid.
 
     Args:
         per_rank: parameters of a rank, of which the first bucket's traffic cannot be hidden.
+        step: of the optimizer, for one parameter.
     """
     dense, expert = replicas(dims)
-    rate = accelerator.memory_bandwidth_bytes_per_s * accelerator.memory_efficiency
-    step = 0.0 if settings.traits.frozen_weights else settings.optimizer_bytes_per_parameter / rate
     return ParameterPrices(
         traffic=traffic,
         first_bucket=min(1.0, traffic.bucket_parameters / max(1, per_rank)),
@@ -79,6 +79,19 @@ def parameter_prices(
         dense_step=step / dense if zero else step,
         expert_step=step / expert if zero else step,
     )
+
+
+def optimizer_step(
+    accelerator: Accelerator, settings: CostSettings, times: LayerTimes | None
+) -> Seconds:
+    """Time of an optimizer step for one parameter: measured, else that of its memory traffic."""
+    if settings.traits.frozen_weights:
+        return 0.0
+    measured = None if times is None else times.optimizer_step()
+    if measured is not None:
+        return measured
+    rate = accelerator.memory_bandwidth_bytes_per_s * accelerator.memory_efficiency
+    return settings.optimizer_bytes_per_parameter / rate
 
 
 def overlap_window(dims: ParallelDims, num_microbatches: int) -> float:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.profile.records import LayerProfile, Piece, Source, Timing
+from nest_megatron.units import Seconds
 
 #: Measured shapes that an interpolation draws from: the corners around a shape that lies between
 #: measured ones on two axes, tensor-parallel size and tokens.
@@ -74,6 +75,20 @@ class LayerTimes:
     def pieces(self) -> frozenset[Piece]:
         """Pieces that some profile has a timing of."""
         return frozenset(self._own) | frozenset(self._imported)
+
+    def optimizer_step(self) -> Seconds | None:
+        """Seconds of an optimizer step for one parameter, or ``None`` where none was timed.
+
+        Large pieces count most: a step runs over all of a rank's parameters at once, so what a
+        small piece loses to its launches is not lost there.
+        """
+        for imported in (False, True):
+            chosen = (p for p in self.profiles if p.imported is imported)
+            timed = [t for p in chosen for t in p.timings if t.optimizer_s and t.parameters]
+            if timed:
+                seconds = math.fsum(timing.optimizer_s for timing in timed)
+                return seconds / sum(timing.parameters for timing in timed)
+        return None
 
     def find(self, piece: Piece, shard: LayerShard) -> Found:
         """What speaks for a piece in a shape, by precedence."""

@@ -98,7 +98,7 @@ def test_communication_and_memory_stay_in_closed_form() -> None:
     having = estimate(CostModel(LLAMA, NODE, CostSettings(), times), grid, partition)
     assert having.stages[0].memory == without.stages[0].memory
     assert having.terms["compute"] != without.terms["compute"]
-    assert having.terms["optimizer"] == without.terms["optimizer"]
+    assert having.terms["tp_communication"] == without.terms["tp_communication"]
 
 
 def test_an_imbalance_of_experts_lengthens_measured_times() -> None:
