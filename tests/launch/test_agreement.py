@@ -105,7 +105,7 @@ def test_a_rank_with_other_settings_ends_all() -> None:
 
 
 def test_a_rank_that_never_comes_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "_FAREWELL_S", 1.0)
+    monkeypatch.setattr(agreement, "FAREWELL_S", 1.0)
 
     def act(rank: int) -> str:
         if rank == 2:
@@ -118,7 +118,7 @@ def test_a_rank_that_never_comes_ends_the_wait(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_rank_0_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "_SILENCE_S", 1.5)
+    monkeypatch.setattr(agreement, "SILENCE_S", 1.5)
     monkeypatch.setattr(agreement, "_BEAT_S", 60.0)
     release = threading.Event()
 

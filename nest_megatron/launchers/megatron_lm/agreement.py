@@ -20,11 +20,11 @@ from nest_megatron.errors import NestError, UserInputError
 
 #: Seconds between signs of life of rank 0, and how many may be missed.
 _BEAT_S = 1.0
-_SILENCE_S = 20.0
+SILENCE_S = 20.0
 #: Pauses between two looks at the store.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 #: How long rank 0 stays for the others to read why it failed.
-_FAREWELL_S = 10.0
+FAREWELL_S = 10.0
 #: Ports tried for a store of our own, below Linux's ephemeral range.
 _FIRST_PORT, _NUM_PORTS, _NUM_TRIES, _STRIDE = 25_000, 7_000, 16, 97
 
@@ -88,10 +88,13 @@ class Board:
         """Leave a note."""
         self.store.set(self._key(name), text)
 
+    def has(self, name: str) -> bool:
+        """Whether a note is there."""
+        return bool(self.store.check([self._key(name)]))
+
     def read(self, name: str) -> str | None:
         """A note, or ``None`` while it is not there."""
-        key = self._key(name)
-        return bytes(self.store.get(key)).decode() if self.store.check([key]) else None
+        return bytes(self.store.get(self._key(name))).decode() if self.has(name) else None
 
     def read_all(self, names: Sequence[str]) -> list[str]:
         """Notes that are known to be there."""
@@ -121,10 +124,10 @@ class Board:
                 raise NoAgreementError(error)
             if note is not None:
                 return note
-            latest = self.read("beat")
+            latest = self.read(pulse(0))
             beat, heard = (latest, now) if latest != beat else (beat, heard)
-            if needs_life and now - heard > _SILENCE_S:
-                raise NoAgreementError(f"rank 0 has been silent for {_SILENCE_S:.0f} s")
+            if needs_life and now - heard > SILENCE_S:
+                raise NoAgreementError(f"rank 0 has been silent for {SILENCE_S:.0f} s")
             if now - started > self.place.patience_s:
                 raise NoAgreementError(f"no {what} after {self.place.patience_s:.0f} s")
             time.sleep(pause)
@@ -135,15 +138,15 @@ class Board:
 
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:
-        """Show signs of life from a thread of its own while rank 0 plans."""
-        done = threading.Event()
+        """Show signs of life from a thread of its own while this rank works."""
+        done, name = threading.Event(), pulse(self.place.rank)
 
         def beat() -> None:
             count = 0
             while not done.wait(_BEAT_S):
                 count += 1
                 with contextlib.suppress(RuntimeError):
-                    self.put("beat", str(count))
+                    self.put(name, str(count))
 
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
@@ -164,43 +167,49 @@ class Board:
         """Stay, where this rank hosts the store, until all have heard the error."""
         if self.place.agent_hosts_store or self.place.rank:
             return
-        ended = time.monotonic() + _FAREWELL_S
+        ended = time.monotonic() + FAREWELL_S
         world_size = self.place.world_size
         while self.count("heard the error", 0) < world_size and time.monotonic() < ended:
             time.sleep(_FIRST_PAUSE_S)
+
+
+def pulse(rank: int) -> str:
+    """The note in which a rank shows signs of life."""
+    return "beat" if rank == 0 else f"beat/{rank}"
 
 
 #: Waits for all ranks and gives the name of the host of each.
 Hosts = Callable[[], Sequence[str]]
 
 
-def share(board: Board, solve: Callable[[Hosts], str]) -> str:
+def share(board: Board, solve: Callable[[Hosts], str], *, what: str = "plan") -> str:
     """Rank 0's answer, on every rank.
 
     Args:
         solve: called on rank 0 alone.
+        what: the answer's name; a job shares each name once.
 
     Raises:
         NoAgreementError: on the other ranks, with rank 0's reason.
     """
-    with _connection_lost():
-        return _share(board, solve)
+    with connection_lost():
+        return _share(board, solve, what)
 
 
-def _share(board: Board, solve: Callable[[Hosts], str]) -> str:
+def _share(board: Board, solve: Callable[[Hosts], str], what: str) -> str:
     rank, world_size = board.place.rank, board.place.world_size
     board.put(f"host/{rank}", socket.gethostname())
-    if board.count("present") == world_size:
+    if board.count(f"present for the {what}") == world_size:
         board.put("all present", "yes")
     if rank:
-        return board.wait("answer", "plan from rank 0", needs_life=True)
+        return board.wait(f"the {what}", f"{what} from rank 0", needs_life=True)
     try:
         with board.alive():
             answer = solve(lambda: _hosts(board))
     except BaseException as error:
         board.fail(_reason(error))
         raise
-    board.put("answer", answer)
+    board.put(f"the {what}", answer)
     return answer
 
 
@@ -216,7 +225,7 @@ def confirm(board: Board, digest: str) -> None:
     Raises:
         NoAgreementError: if any rank differs from rank 0 or does not arrive.
     """
-    with _connection_lost():
+    with connection_lost():
         try:
             _confirm(board, digest)
         except NoAgreementError:
@@ -247,7 +256,7 @@ def _reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _connection_lost() -> Iterator[None]:
+def connection_lost() -> Iterator[None]:
     """A store that goes away while it is used went with rank 0."""
     import torch
 
