@@ -112,12 +112,26 @@ def with_times(
         command=f"model={inputs.spec.name} cluster={inputs.cluster.name}",
     )
     mode = _choice(f"{prefix}profile.mode", asked.mode, ProfileMode)
+    require_seconds(f"{prefix}profile.max_seconds", asked.max_seconds)
     choice = choose_times(wanted, mode, asked.name)
     return dataclasses.replace(
         inputs,
         times=choice.times,
         notes=(*inputs.notes, *choice.notes),
         profile_notes=choice.notes,
+    )
+
+
+def require_seconds(what: str, value: float) -> float:
+    """A time for something, if it is one.
+
+    Raises:
+        UserInputError: if it is not above 0, or has no end.
+    """
+    if 0 < value < math.inf:
+        return value
+    raise UserInputError(
+        what, value=value, limit="it must be above 0 and finite", fix="Give seconds, such as 120."
     )
 
 
