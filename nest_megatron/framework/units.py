@@ -209,7 +209,24 @@ def _decoder_layer(layers: Layers, stretch: Stretch, recompute: Recompute | None
 
     chosen = {Stretch.ATTENTION: attention, Stretch.FEED_FORWARD: feed_forward}.get(stretch, whole)
     is_full = recompute is not None and recompute.granularity is FULL_RECOMPUTE.granularity
-    return Unit(layer, inputs, again if is_full else chosen)
+    return Unit(layer, inputs, _in_format(layers.config, again if is_full else chosen))
+
+
+def _in_format(config: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward pass in the 8-bit numbers that a job asks for.
+
+    Source: ``TransformerBlock.forward``, which sets them around its layers.
+    """
+    if not config.fp8:
+        return forward
+
+    def in_format(*given: Any) -> Any:
+        from megatron.core.fp8_utils import get_fp8_context
+
+        with get_fp8_context(config):
+            return forward(*given)
+
+    return in_format
 
 
 def _without_layer(mtp: Any) -> Any:
@@ -217,14 +234,16 @@ def _without_layer(mtp: Any) -> Any:
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    inner = mtp.submodules.transformer_layer
+    has_old_name = hasattr(mtp.submodules, "transformer_layer")
+    name = "transformer_layer" if has_old_name else "mtp_model_layer"  # 0.16, and since
+    inner = getattr(mtp.submodules, name)
     hollow = _only(_only(inner, Stretch.ATTENTION), Stretch.FEED_FORWARD)
     # an MTP layer looks at the mask of the attention that it is given
     masked = ModuleSpec(module=IdentityOp, params=inner.submodules.self_attention.params)
     hollow = dataclasses.replace(
         hollow, submodules=dataclasses.replace(hollow.submodules, self_attention=masked)
     )
-    submodules = dataclasses.replace(mtp.submodules, transformer_layer=hollow)
+    submodules = dataclasses.replace(mtp.submodules, **{name: hollow})
     return dataclasses.replace(mtp, submodules=submodules)
 
 
@@ -251,7 +270,8 @@ def _mtp(layers: Layers, stretch: Stretch) -> Unit:
     def around(hidden: Any, embedded: Any, *_: Any) -> Any:
         return layer._postprocess(layer._concat_embeddings(hidden, embedded))
 
-    return Unit(layer, inputs, around if stretch is Stretch.AROUND else whole)
+    chosen = _in_format(layers.config, around) if stretch is Stretch.AROUND else whole
+    return Unit(layer, inputs, chosen)
 
 
 def _tokens(layers: Layers) -> Any:
