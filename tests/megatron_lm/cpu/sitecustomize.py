@@ -148,14 +148,20 @@ def _cpu_megatron() -> Any:
     return module
 
 
-def _install() -> None:
+def _newer_typing() -> None:
+    """Megatron 0.20 wants Python 3.12."""
     import typing
 
     import typing_extensions
 
-    if not hasattr(typing, "override"):  # Megatron 0.20 wants Python 3.12
+    if not hasattr(typing, "override"):
         typing.override = typing_extensions.override  # type: ignore[attr-defined]
+
+
+def _install() -> None:
     import torch
+
+    _newer_typing()
 
     torch.set_num_threads(1)
     _cpu_megatron().install()
@@ -170,3 +176,5 @@ def _install() -> None:
 
 if _TRAINS and not _LAUNCHES:
     _install()
+elif "nest_megatron.app.measure_child" in _ARGV:
+    _newer_typing()  # all else it does for itself
