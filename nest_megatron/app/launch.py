@@ -12,7 +12,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.app.job import Outcome, RunningJob, carry_out, decide, read_running_job
-from nest_megatron.app.surroundings import names_cluster, processes_per_host, surroundings
+from nest_megatron.app.surroundings import (
+    Surroundings,
+    names_cluster,
+    processes_per_host,
+    surroundings,
+)
 from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.config.launch import Mode
 from nest_megatron.errors import UserInputError
@@ -39,6 +44,7 @@ from nest_megatron.launchers.megatron_lm.namespace import (
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.pinning import Found, read_pinned, require_same_job
+from nest_megatron.profile.mode import ProfileMode
 
 if TYPE_CHECKING:
     from nest_megatron.app.hook import Session
@@ -59,9 +65,11 @@ def run(
         NestError: if no plan can be made or carried out; nothing has touched a GPU then.
     """
     board = session.board = _board(session, args)
+    job = _measured(session, args, defaults, board) if _measures(session) else None
 
     def solve(hosts: Hosts) -> str:
-        outcome = _with_ranks(session, find(session, args, defaults), hosts)
+        found = find(session, args, defaults) if job is None else _decided(session, *job)
+        outcome = _with_ranks(session, found, hosts)
         tell(session, outcome)
         return outcome.decision.to_text()
 
@@ -96,16 +104,55 @@ def find(session: Session, args: Namespace, defaults: Mapping[str, Any]) -> Outc
     Raises:
         NestError: if there is none.
     """
-    from megatron.core import __version__ as release
-
     _check_out(session)
-    command_line = (session.script, session.argv)
-    running = read_running_job(args, defaults, command_line, recorded_version(release))
+    running = _read(session, args, defaults)
     if session.words.mode is Mode.PINNED:
         return _pinned(session, running, args.world_size)
+    return _decided(session, running, _place(session, args))
+
+
+def _read(session: Session, args: Namespace, defaults: Mapping[str, Any]) -> RunningJob:
+    from megatron.core import __version__ as release
+
+    command_line = (session.script, session.argv)
+    return read_running_job(args, defaults, command_line, recorded_version(release))
+
+
+def _place(session: Session, args: Namespace) -> Surroundings:
+    dry_run = session.launch.dry_run
+    return surroundings(session.words.job, args.world_size, os.environ, dry_run=dry_run)
+
+
+def _decided(session: Session, running: RunningJob, place: Surroundings) -> Outcome:
     launch = session.launch
-    place = surroundings(session.words.job, args.world_size, os.environ, dry_run=launch.dry_run)
     return decide(running, place, free=launch.free, alternative=launch.alternative)
+
+
+def _measures(session: Session) -> bool:
+    """Whether layers are to be measured first; said in the command itself, so all ranks know."""
+    said = [s.value for s in session.words.job if s.key == "profile.mode" and s.value is not None]
+    asked = said[-1:] == [ProfileMode.MEASURE.value]
+    return asked and session.words.mode is Mode.AUTO and not session.launch.dry_run
+
+
+def _measured(
+    session: Session, args: Namespace, defaults: Mapping[str, Any], board: Board | None
+) -> tuple[RunningJob, Surroundings] | None:
+    """The job and where it runs, with layer times measured just now, on rank 0; all take part."""
+    from nest_megatron.app.measure import measure_job, planned_with
+
+    read: list[tuple[RunningJob, Surroundings]] = []
+
+    def job() -> tuple[RunningJob, Surroundings]:
+        _check_out(session)
+        read.append((_read(session, args, defaults), _place(session, args)))
+        return read[0]
+
+    measured = measure_job(job, board=board, defaults=defaults, free=session.launch.free)
+    if not read:
+        return None
+    ((running, place),) = read
+    return running, planned_with(place, measured)
 
 
 def _pinned(session: Session, running: RunningJob, world_size: int) -> Outcome:

@@ -1,0 +1,105 @@
+"""What to measure for a job, the most useful first: the best plans' shapes, then near ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from nest_megatron.config.request import Inputs
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.plan import Alternative, ParallelChoice, ParallelPlan
+from nest_megatron.profile.lookup import Point, point_of
+from nest_megatron.profile.records import Piece
+from nest_megatron.profile.session import Task, tasks_of
+from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.space import SearchSpace
+
+#: A piece and the point that its time depends on.
+Shape = tuple[Piece, Point]
+
+
+def tasks_for(
+    plan: ParallelPlan, inputs: Inputs, space: SearchSpace, implementation: Implementation
+) -> tuple[Task, ...]:
+    """Pieces and shapes in the order in which they are to be timed.
+
+    Args:
+        plan: the best plan without measurements, with its runners-up.
+        space: what the search may choose.
+    """
+    like = LayerShard(flash_attention=implementation is Implementation.TRANSFORMER_ENGINE)
+    best = _planned(plan.parallel, plan.train.micro_batch_size, like)
+    near = sorted(set(_legal(inputs, space, like)), key=lambda shard: _distance(shard, best))
+    others = (_planned(other, other.micro_batch_size, like) for other in plan.alternatives)
+    shapes: dict[Shape, Task] = {}
+    for task in map(_without_context, tasks_of(inputs.spec, (best, *others, *near))):
+        shapes.setdefault(shape_of(inputs.spec, task), task)  # several may have become one
+    return tuple(shapes.values())
+
+
+def shape_of(spec: TransformerSpec, task: Task) -> Shape:
+    """What tells two tasks apart: the piece, and what its time depends on."""
+    return task.piece, point_of(spec, task.piece, task.shard)
+
+
+def _without_context(task: Task) -> Task:
+    """Attention is timed over whole sequences.
+
+    A context rank has its share of the queries and meets all keys, which a shorter sequence does
+    not show; what is measured of a whole one carries over in proportion.
+    """
+    if task.piece is not Piece.ATTENTION:
+        return task
+    return Task(task.piece, dataclasses.replace(task.shard, context_parallel_size=1))
+
+
+def _planned(
+    chosen: ParallelChoice | Alternative, micro_batch_size: int, like: LayerShard
+) -> LayerShard:
+    tp = chosen.tensor_model_parallel_size
+    return dataclasses.replace(
+        like,
+        tensor_model_parallel_size=tp,
+        context_parallel_size=chosen.context_parallel_size,
+        expert_model_parallel_size=chosen.expert_model_parallel_size,
+        expert_tensor_parallel_size=chosen.expert_tensor_parallel_size,
+        micro_batch_size=micro_batch_size,
+        sequence_parallel=tp > 1,
+    )
+
+
+def _legal(inputs: Inputs, space: SearchSpace, like: LayerShard) -> Iterator[LayerShard]:
+    """Shapes that the search may choose and whose groups lie inside a node."""
+    model = CostModel(inputs.spec, inputs.cluster, inputs.settings)
+    node = inputs.cluster.gpus_per_node
+    for grid in GridSpace(model, inputs.global_batch_size, space).shards():
+        dims = grid.dims
+        inside = max(dims.tensor_model_parallel_size, dims.expert_ranks) <= node
+        if inside and dims.context_parallel_size == 1:
+            yield dataclasses.replace(
+                like,
+                tensor_model_parallel_size=dims.tensor_model_parallel_size,
+                expert_model_parallel_size=dims.expert_model_parallel_size,
+                expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
+                micro_batch_size=grid.micro_batch_size,
+                sequence_parallel=grid.sequence_parallel,
+            )
+
+
+def _distance(shard: LayerShard, other: LayerShard) -> tuple[float, ...]:
+    """Doublings between two shapes; what is equally far goes by size."""
+    pairs = zip(_degrees(shard), _degrees(other), strict=True)
+    return (math.fsum(abs(math.log2(a / b)) for a, b in pairs), *_degrees(shard))
+
+
+def _degrees(shard: LayerShard) -> tuple[int, ...]:
+    return (
+        shard.tensor_model_parallel_size,
+        shard.micro_batch_size,
+        shard.expert_model_parallel_size,
+        shard.expert_tensor_parallel_size,
+    )
