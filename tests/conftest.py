@@ -1,4 +1,4 @@
-"""No test sees the profiles that the user of this machine has measured."""
+"""No test sees what the user of this machine has measured or extracted."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.profile.store import FOLDER_VARIABLE
+from nest_megatron.extract import cache
+from nest_megatron.profile import store
 
 
 @pytest.fixture(scope="session", autouse=True)
-def empty_profile_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An empty store for this process and those it starts; a test that fills one names its own."""
-    before = os.environ.get(FOLDER_VARIABLE)
-    folder = tmp_path_factory.mktemp("profiles")
-    os.environ[FOLDER_VARIABLE] = str(folder)
+def empty_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Empty stores for this process and those it starts; a test that fills one names its own.
+
+    Layers are extracted once for all tests.
+    """
+    before = dict(os.environ)
+    folder = tmp_path_factory.mktemp("stores")
+    os.environ[store.FOLDER_VARIABLE] = str(folder / "profiles")
+    os.environ[cache.FOLDER_VARIABLE] = str(folder / "extract")
     yield folder
-    if before is None:
-        del os.environ[FOLDER_VARIABLE]
-    else:
-        os.environ[FOLDER_VARIABLE] = before
+    for name in (store.FOLDER_VARIABLE, cache.FOLDER_VARIABLE):
+        os.environ.pop(name)
+        if name in before:
+            os.environ[name] = before[name]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.app import OK
 from nest_megatron.app.output import say, show, show_json
+from nest_megatron.config.command import read_model
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.overrides import parse, refuse_sweeps
-from nest_megatron.config.request import read_spec
 from nest_megatron.errors import UserInputError
 from nest_megatron.extract import cache
 from nest_megatron.model.graph import LayerGraph
@@ -65,7 +68,10 @@ def run_extract(
     overrides: Sequence[str],
     layer: str,
     implementation: str,
+    unfused: bool,
     closed_form: bool,
+    from_command: str | None,
+    megatron_version: str,
     module: str | None,
     inputs: Sequence[str],
     dtypes: Sequence[str],
@@ -92,8 +98,9 @@ def run_extract(
     settings = parse(overrides, config_dir)
     refuse_sweeps(settings)
     composed = compose(settings, config_dir)
-    spec = read_spec(composed.config)
-    shard = read_shard(composed, spec)
+    text = sys.stdin.read() if from_command == "-" else from_command
+    spec, flags = read_model(composed, text, megatron_version)
+    shard = dataclasses.replace(read_shard(composed, spec, flags), flash_attention=not unfused)
     shown = [
         _closed_form(spec, kind, shard)
         if closed_form
@@ -141,29 +148,43 @@ def check_drawing(draw: Path | None) -> None:
         )
 
 
-def read_shard(composed: Composed, spec: TransformerSpec) -> LayerShard:
+def read_shard(
+    composed: Composed, spec: TransformerSpec, flags: Mapping[str, Any] = MappingProxyType({})
+) -> LayerShard:
     """How the configuration divides a layer; what is not given is Megatron's default.
+
+    Args:
+        flags: a command's, which count where the configuration says nothing.
 
     Raises:
         UserInputError: for degrees that Megatron does not build this model with.
     """
     parallel, train = composed.config.parallel, composed.config.train
-    given = {name: getattr(parallel, name) for name in _DEGREES}
+    given = {name: _first(getattr(parallel, name), flags.get(name)) for name in _DEGREES}
     degrees = {name: 1 if value is None else value for name, value in given.items()}
     tp = degrees["tensor_model_parallel_size"]
     if spec.num_experts is not None and given["expert_tensor_parallel_size"] is None:
         degrees["expert_tensor_parallel_size"] = tp  # Megatron's own default
     sequence_parallel = parallel.sequence_parallel
+    if sequence_parallel is None:
+        sequence_parallel = flags.get("sequence_parallel", tp > 1) and tp > 1
+    micro_batch_size = train.micro_batch_size
+    if micro_batch_size is None:
+        micro_batch_size = flags.get("micro_batch_size") or 1
     shard = LayerShard(
         tensor_model_parallel_size=tp,
         context_parallel_size=degrees["context_parallel_size"],
         expert_model_parallel_size=degrees["expert_model_parallel_size"],
         expert_tensor_parallel_size=degrees["expert_tensor_parallel_size"],
-        micro_batch_size=1 if train.micro_batch_size is None else train.micro_batch_size,
-        sequence_parallel=tp > 1 if sequence_parallel is None else sequence_parallel,
+        micro_batch_size=micro_batch_size,
+        sequence_parallel=sequence_parallel,
     )
     _check(spec, shard)
     return shard
+
+
+def _first(given: int | None, otherwise: int | None) -> int | None:
+    return otherwise if given is None else given
 
 
 def _check(spec: TransformerSpec, shard: LayerShard) -> None:

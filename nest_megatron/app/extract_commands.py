@@ -19,6 +19,7 @@ from nest_megatron.app.complete import complete_override
         + "parallel.expert_model_parallel_size=8 parallel.expert_tensor_parallel_size=1"
         + NEXT
         + "--layer moe --closed-form --draw moe.svg",
+        "nest-megatron extract --from 'pretrain_gpt.py <your flags>' --layer dense --unfused",
         "nest-megatron extract --module my_model:build --input 1,2048 --dtype int64"
         + NEXT
         + "--draw chain.svg",
@@ -38,6 +39,24 @@ from nest_megatron.app.complete import complete_override
     default="local",
     show_default=True,
     help="Megatron's --transformer-impl: whose layers are built.",
+)
+@click.option(
+    "--unfused",
+    is_flag=True,
+    help="Attention in two products, which keeps its scores; fused attention keeps none.",
+)
+@click.option(
+    "--from",
+    "from_command",
+    metavar="COMMAND",
+    help="Your own Megatron-LM command, in quotes, instead of model; - reads standard input.",
+)
+@click.option(
+    "--megatron-version",
+    metavar="RELEASE",
+    default="0.16.1",
+    show_default=True,
+    help="With --from: the release whose flags the command uses (0.16.1 or 0.20).",
 )
 @click.option(
     "--closed-form",

@@ -16,6 +16,7 @@ from nest_megatron.config.request import (
     read_cluster,
     read_settings,
     read_space,
+    read_spec,
     with_seq_length,
     with_times,
 )
@@ -113,13 +114,7 @@ def read_request(
     Raises:
         UserInputError: for a command that cannot be read, or a wish that cannot be kept.
     """
-    if composed.config.model is not None:
-        raise UserInputError(
-            "model",
-            value=composed.config.model.get("name"),
-            limit="with --from the model comes from the command",
-            fix="Leave model out, or change the command.",
-        )
+    _refuse_model(composed)
     command = read_command(text, version)
     if not command.argv:
         raise UserInputError(
@@ -135,6 +130,39 @@ def read_request(
         command, (spec.with_padded_vocab(tp), job), cluster, composed, Wishes(free=free)
     )
     return dataclasses.replace(request, inputs=with_times(request.inputs, composed))
+
+
+def read_model(
+    composed: Composed, text: str | None, version: str
+) -> tuple[TransformerSpec, Mapping[str, Any]]:
+    """The model of a composed configuration, or of a command that stands for it.
+
+    Args:
+        text: the command; ``None`` where the configuration names the model.
+
+    Returns:
+        The model, and the values of the command's flags.
+
+    Raises:
+        UserInputError: for both or neither, or a command that cannot be read.
+    """
+    if text is None:
+        return read_spec(composed.config), {}
+    _refuse_model(composed)
+    command = read_command(text, version)
+    spec, _ = read_job(command)
+    tp = command.values["tensor_model_parallel_size"]
+    return spec.with_padded_vocab(tp), command.values
+
+
+def _refuse_model(composed: Composed) -> None:
+    if composed.config.model is not None:
+        raise UserInputError(
+            "model",
+            value=composed.config.model.get("name"),
+            limit="with --from the model comes from the command",
+            fix="Leave model out, or change the command.",
+        )
 
 
 def command_cluster(composed: Composed, job: MegatronJob) -> Cluster:

@@ -243,3 +243,49 @@ def test_inputs_as_typed() -> None:
     assert [each.dtype for each in read_inputs(["1", "2"], ["int64"])] == ["int64"] * 2
     with pytest.raises(UserInputError, match="whole numbers"):
         read_inputs([""], [])
+
+
+COMMAND = (
+    "pretrain_gpt.py --bf16 --num-layers 4 --hidden-size 1024 --num-attention-heads 16"
+    " --seq-length 512 --max-position-embeddings 512 --micro-batch-size 2"
+    " --tensor-model-parallel-size 2 --vocab-size 1000 --tokenizer-type NullTokenizer"
+)
+
+
+def test_a_command_s_model_is_divided_as_the_command_divides_it() -> None:
+    done = run("extract", "--from", COMMAND, "--layer", "dense", "--closed-form", "--json")
+    assert done.code == 0, done.err
+    (layer,) = done.json()["layers"]
+    hidden, ffn = 1024, 4096
+    weights = 4 * hidden * hidden // 2 + 2 * hidden * ffn // 2
+    biases = 3 * hidden // 2 + hidden + ffn // 2 + hidden
+    assert layer["parameters"]["dense"] == weights + biases + 4 * hidden
+    mine = run(
+        "extract",
+        "parallel.tensor_model_parallel_size=4",
+        "--from",
+        COMMAND,
+        "--layer",
+        "dense",
+        "--closed-form",
+        "--json",
+    )
+    assert mine.json()["layers"][0]["parameters"]["dense"] < layer["parameters"]["dense"]
+
+
+def test_a_command_and_a_model_are_one_too_many() -> None:
+    done = run("extract", "model=llama3_8b", "--from", COMMAND)
+    assert done.code == BAD_INPUT
+    assert "the model comes from the command" in done.err
+
+
+def test_attention_in_two_products_keeps_its_scores() -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    asked = ("extract", "model=llama3_8b", "train.seq_length=1024", "--layer", "dense", "--json")
+    fused, unfused = (run(*asked, *more) for more in ((), ("--unfused",)))
+    scores = 1024 * 1024 * 32 * 2
+    kept = [
+        sum(part[1] for part in r.json()["layers"][0]["graph"]["saved_bytes"])
+        for r in (fused, unfused)
+    ]
+    assert kept[1] - kept[0] > 0.9 * scores

@@ -1,0 +1,122 @@
+"""``profile``: layers timed for real on this CPU, alone and under torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from nest_megatron.app import BAD_INPUT
+from nest_megatron.profile import network, store
+from tests.app.runs import ROOT, Run, environment, run, spawn
+
+MODEL = {
+    "name": "tiny",
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "vocab_size": 512,
+}
+#: Four pieces, at tensor sizes of 1, 2 and 4, with micro batches of 1, 2 and 4.
+NUM_SHAPES = 4 * 3 * 3
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(store.FOLDER_VARIABLE, str(tmp_path / "profiles"))
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(MODEL), encoding="utf-8")
+    return f"model={path}"
+
+
+def under_torchrun(folder: Path, *arguments: str) -> Run:
+    """The command on two ranks."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *("--master-port", str(20_000 + os.getpid() % 10_000)),
+            *("-m", "nest_megatron.profile", *arguments),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment(),
+        timeout=120,
+        check=False,
+    )
+    return Run(done.returncode, done.stdout, done.stderr)
+
+
+def test_what_was_timed_is_not_timed_again(model: str) -> None:
+    first = spawn("profile", model, "--max-seconds", "30", "--json")
+    assert first.code == 0, first.err
+    found = first.json()
+    assert len(found["measured"]) == NUM_SHAPES
+    assert found["left_to_interpolate"] == 0
+    assert all(t["forward_s"] > 0 and t["backward_s"] > 0 for t in found["measured"])
+    assert all(t["parameters"] > 0 and t["saved_bytes"] > 0 for t in found["measured"])
+    second = spawn("profile", model, "--max-seconds", "30", "--json").json()
+    assert (second["measured"], second["known"]) == ([], NUM_SHAPES)
+    assert run("profiles", "verify", found["profile"]).code == 0
+
+
+def test_a_budget_that_runs_out_leaves_the_rest_to_interpolate(model: str) -> None:
+    found = spawn("profile", model, "--max-seconds", "0.5", "--json").json()
+    assert len(found["measured"]) + found["left_to_interpolate"] == NUM_SHAPES
+    assert found["left_to_interpolate"] > 0
+
+
+def test_ranks_share_the_shapes_and_time_the_network(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "network.yaml"
+    done = under_torchrun(
+        tmp_path, model, "--max-seconds", "30", "--network-out", str(out), "--json"
+    )
+    assert done.code == 0, done.err
+    found = done.json()
+    assert len(found["measured"]) == NUM_SHAPES
+    shapes = {
+        (t["piece"], t["tensor_model_parallel_size"], t["micro_batch_size"])
+        for t in found["measured"]
+    }
+    assert len(shapes) == NUM_SHAPES
+    assert store.find_entry(found["profile"]).read().machine.is_cpu
+    assert network.read(out).samples
+
+
+def test_plans_on_a_profile_that_is_named(model: str, tmp_path: Path) -> None:
+    name = spawn("profile", model, "--max-seconds", "30", "--json").json()["profile"]
+    asked = ("plan", model, "cluster=dgx_h100", "cluster.num_gpus=8", "train.global_batch_size=8")
+    assert run(*asked, "--json").json()["provenance"]["profile"] == "analytic"
+    named = run(*asked, f"profile.name={name}", "--json").json()
+    assert named["provenance"]["profile"].startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("model=llama3_8b", "--max-seconds", "0"), "--max-seconds = 0.0: it must be above 0"),
+        (("model=bert_large",), "GPT-like"),
+        (("model=llama3_8b", "--implementation", "transformer_engine"), "transformer-engine"),
+        (("model=llama3_8b", "train.precision=fp8"), "timed in bf16"),
+        (("model=no_such_model",), "no_such_model"),
+        ((), "model"),
+    ],
+)
+def test_bad_input_is_named(arguments: tuple[str, ...], words: str) -> None:
+    done = run("profile", *arguments)
+    assert done.code == BAD_INPUT
+    assert words in done.err
+
+
+def test_the_example_of_the_document_is_the_command_s() -> None:
+    text = (ROOT / "docs" / "profiling.md").read_text(encoding="utf-8")
+    assert "torchrun --nproc-per-node 8 -m nest_megatron.profile model=llama3_70b" in text
