@@ -88,19 +88,3 @@ def _tolerant_attention() -> Any:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     return _tolerant(DotProductAttention.__init__)
-
-
-@contextlib.contextmanager
-def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
-    """Be one rank of a world of any size, in one process; communication does nothing."""
-    from megatron.core import parallel_state
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group(
-        "fake", store=FakeStore(), rank=rank, world_size=world_size
-    )
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
