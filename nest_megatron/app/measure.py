@@ -7,6 +7,7 @@ the store has is not measured again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +17,14 @@ from typing import Any
 from nest_megatron.app.job import RunningJob, decide
 from nest_megatron.app.measure_orders import Answer, Orders, Skipped, read_answer, read_orders
 from nest_megatron.app.measure_process import SPARE_S, MeasuringError, measure_in_child
-from nest_megatron.app.measure_store import here, missing, record, stored_profile, untimed_file
+from nest_megatron.app.measure_store import (
+    here,
+    missing,
+    record,
+    stored_profile,
+    untimed,
+    untimed_file,
+)
 from nest_megatron.app.measure_tasks import tasks_for
 from nest_megatron.app.output import say
 from nest_megatron.app.surroundings import Surroundings
@@ -96,7 +104,8 @@ def measure_job(
     answers = _answers(orders, board) if orders.tasks else ()
     if board is not None and board.place.rank:
         return Measured()
-    return _kept(orders, answers, name[0], before[0])
+    with contextlib.nullcontext() if board is None else board.leading():
+        return _kept(orders, answers, name[0], before[0])
 
 
 def _orders(
@@ -200,7 +209,10 @@ def _kept(
 ) -> Measured:
     """Everything measured, in the store, and what is to be said of it."""
     answers = [answer for answer in answers if answer.machine is not None]
-    profiles = [record(answer, orders, name) for answer in _by_machine(answers)]
+    profiles = [
+        record(answer, orders, None if other else name)
+        for other, answer in enumerate(_by_machine(answers))
+    ]
     stored = next((profile for profile in profiles if profile is not None), before)
     timings = tuple(timing for answer in answers for timing in answer.timings)
     skipped = tuple(one for answer in answers for one in answer.skipped)
@@ -236,7 +248,9 @@ def _notes(orders: Orders, measured: Measured, num_processes: int) -> Iterable[s
     assert profile is not None
     kept = f"profile {profile.name} is in {profiles_folder()}"
     if not orders.tasks:
-        yield f"Nothing was measured: all pieces are timed already; {kept}."
+        known = len(untimed(profile))
+        words = f", or known not to be timed ({_count(range(known))})" if known else ""
+        yield f"Nothing was measured: all pieces are timed already{words}; {kept}."
         return
     device = "the CPU" if orders.where is Where.CPU else profile.machine.device_name
     yield (
@@ -247,16 +261,16 @@ def _notes(orders: Orders, measured: Measured, num_processes: int) -> Iterable[s
     refused = [one for one in measured.skipped if not one.is_too_large]
     left = len(orders.tasks) - len(measured.timings) - len(measured.skipped)
     if large:
-        yield f"{_count(large)} did not fit on the device: {_words(large)}."
+        yield f"Too large for the device: {_count(large)}, {_words(large)}."
     if refused:
         yield (
-            f"{_count(refused)} could not be timed: {_words(refused)} ({refused[0].reason}). They "
-            f"are not tried again unless {untimed_file(profile)} is removed."
+            f"Could not be timed: {_count(refused)}, {_words(refused)} ({refused[0].reason}). "
+            f"Nobody tries again unless {untimed_file(profile)} is removed."
         )
     if left > 0:
         yield (
-            f"{_count(range(left))} were not reached within {orders.max_seconds:g} s; the next "
-            "launch measures them (nest.profile.max_seconds)."
+            f"Not reached within {orders.max_seconds:g} s: {_count(range(left))}; the next launch "
+            "measures on (nest.profile.max_seconds)."
         )
 
 

@@ -73,7 +73,10 @@ def measured(told: ChildOrders) -> Iterator[tuple[str, Any]]:
 def _one(
     told: ChildOrders, task: Task, measuring: Measuring, until: float
 ) -> Iterator[tuple[str, Timing | Skipped]]:
-    """One piece; what cannot be built says so, and the others are timed all the same."""
+    """One piece; what cannot be built says so, and the others are timed all the same.
+
+    After an error of CUDA itself nothing more runs in a process, so that one ends it.
+    """
     too_large: list[str] = []
     try:
         for timing in run(
@@ -84,7 +87,9 @@ def _one(
             on_skip=lambda _, reason: too_large.append(reason),
         ):
             yield TIMING, timing
-    except Exception as error:  # noqa: BLE001 - whatever Megatron has against this shape
+    except Exception as error:  # whatever Megatron has against this shape
+        if "CUDA error" in str(error):
+            raise
         words = str(error).strip().splitlines() or [type(error).__name__]
         yield SKIPPED, Skipped(task=task, reason=words[0], is_too_large=False)
     for reason in too_large:

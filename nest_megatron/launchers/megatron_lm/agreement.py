@@ -156,6 +156,16 @@ class Board:
             done.set()
             thread.join()
 
+    @contextlib.contextmanager
+    def leading(self) -> Iterator[None]:
+        """Rank 0 does what the others wait for: it shows signs of life, or tells why it fails."""
+        try:
+            with self.alive():
+                yield
+        except BaseException as error:
+            self.fail(_reason(error))
+            raise
+
     def fail(self, message: str) -> None:
         """Tell the other ranks why this one ends, and stay a while for them to read it."""
         with contextlib.suppress(RuntimeError):
@@ -203,12 +213,8 @@ def _share(board: Board, solve: Callable[[Hosts], str], what: str) -> str:
         board.put("all present", "yes")
     if rank:
         return board.wait(f"the {what}", f"{what} from rank 0", needs_life=True)
-    try:
-        with board.alive():
-            answer = solve(lambda: _hosts(board))
-    except BaseException as error:
-        board.fail(_reason(error))
-        raise
+    with board.leading():
+        answer = solve(lambda: _hosts(board))
     board.put(f"the {what}", answer)
     return answer
 

@@ -111,7 +111,7 @@ _NOT_OF_A_LAYER = {
         "fake_process_group",
     ),
 }
-_PLAIN = (bool, int, float, str, list, tuple)
+_PLAIN = (bool, int, float, str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,21 +133,20 @@ class JobArguments:
 def job_arguments(command: ReadCommand, defaults: Mapping[str, Any]) -> JobArguments:
     """The arguments of a command; those at the recorded release's default are left out."""
     recorded = {argument.dest: argument.default for argument in load_arguments(command.version)}
-    told = {
-        name: value
-        for name, value in command.values.items()
-        if value != recorded.get(name) and isinstance(value, _PLAIN)
-    }
+    plain = {name: value for name, value in command.values.items() if _is_plain(value)}
     return JobArguments(
         script=command.script,
         argv=command.argv,
-        values={name: _listed(value) for name, value in told.items()},
-        defaults=dict(defaults),
+        values={name: value for name, value in plain.items() if value != recorded.get(name)},
+        defaults={name: value for name, value in defaults.items() if _is_plain(value)},
     )
 
 
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _is_plain(value: Any) -> bool:
+    """Whether a value is the same after it was written as JSON, lists for tuples apart."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, _PLAIN)
 
 
 class JobLayers:
@@ -246,7 +245,7 @@ def _with_values(args: Namespace, values: Mapping[str, Any]) -> Namespace:
     """The arguments with values that the running job has; those of Megatron's types stay."""
     for name, value in values.items():
         before = getattr(args, name, None)
-        if before is None or isinstance(before, _PLAIN):
+        if _is_plain(before):
             setattr(args, name, tuple(value) if isinstance(before, tuple) else value)
     return args
 

@@ -1,0 +1,124 @@
+"""Every rank's part reaches rank 0; a rank that fails, dies or falls silent ends all, at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from nest_megatron.errors import NestError, UserInputError
+from nest_megatron.launchers.megatron_lm import agreement
+from nest_megatron.launchers.megatron_lm.agreement import Board, Place, connect, share
+from nest_megatron.launchers.megatron_lm.gathering import Check, gather
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+HERE = {"MASTER_ADDR": "localhost"}
+WORLD = 3
+#: Boards live as long as their processes; here, as long as the tests.
+BOARDS: list[Board] = []
+
+
+@pytest.fixture(autouse=True)
+def another_job(request: pytest.FixtureRequest) -> None:
+    """Every test is a job of its own, so none meets the store of another."""
+    HERE["SLURM_JOB_ID"] = request.node.name
+
+
+def join(rank: int) -> Board:
+    place = Place(rank=rank, world_size=WORLD, environment={**HERE}, patience_s=20.0)
+    BOARDS.append(connect(place))
+    return BOARDS[-1]
+
+
+def on_all_ranks(work: Callable[[int, Check], str], limit_s: float = 20.0) -> list[object]:
+    """What each rank gathers, or the error that ends it, after the ranks have shared something."""
+
+    def act(rank: int) -> object:
+        board = join(rank)
+        try:
+            share(board, lambda _: "orders", what="orders")
+            return gather(board, lambda check: work(rank, check), what="parts", limit_s=limit_s)
+        except NestError as error:
+            return f"{type(error).__name__}: {error}"
+
+    with ThreadPoolExecutor(WORLD) as pool:
+        return list(pool.map(act, range(WORLD)))
+
+
+def until_told(check: Check) -> str:
+    """Work that only ends when it hears of a failure."""
+    ended = time.monotonic() + 15
+    while time.monotonic() < ended:
+        check()
+        time.sleep(0.05)
+    return "nobody said anything"
+
+
+def test_rank_0_has_all_parts_in_order() -> None:
+    assert on_all_ranks(lambda rank, _: f"part {rank}") == [("part 0", "part 1", "part 2"), (), ()]
+
+
+@pytest.mark.parametrize("failing", range(WORLD))
+def test_a_rank_that_fails_ends_all_with_its_reason(failing: int) -> None:
+    def work(rank: int, check: Check) -> str:
+        if rank != failing:
+            return until_told(check)
+        raise UserInputError("child", value=1, limit="it died", fix="Look at its last words.")
+
+    started = time.monotonic()
+    answers = on_all_ranks(work)
+    assert time.monotonic() - started < 8
+    for rank, answer in enumerate(answers):
+        if rank == failing:
+            assert str(answer).startswith("UserInputError: child = 1: it died")
+        else:
+            assert str(answer).startswith(f"NoAgreementError: rank {failing} on ")
+            assert "has no parts: child = 1: it died" in str(answer)
+
+
+def test_those_who_are_done_hear_of_a_later_failure() -> None:
+    def work(rank: int, _: Check) -> str:
+        if rank != 2:
+            return "done"
+        time.sleep(1.0)
+        raise NestError("late")
+
+    assert ["late" in str(answer) for answer in on_all_ranks(work)] == [True] * WORLD
+
+
+def test_a_rank_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "SILENCE_S", 1.0)
+    monkeypatch.setattr(agreement, "FAREWELL_S", 1.0)
+    release = threading.Event()
+
+    def act(rank: int) -> object:
+        board = join(rank)
+        share(board, lambda _: "orders", what="orders")
+        if rank == 2:  # it shows one sign of life and is gone
+            board.put("beat/2", "1")
+            release.wait(15)
+            return None
+        try:
+            return gather(board, lambda _: "part", what="parts", limit_s=15.0)
+        except NestError as error:
+            return str(error)
+        finally:
+            release.set()
+
+    with ThreadPoolExecutor(WORLD) as pool:
+        answers = list(pool.map(act, range(WORLD)))
+    assert "rank 2 on " in str(answers[0])
+    assert "silent" in str(answers[0])
+    assert answers[1] == answers[0]
+
+
+def test_a_rank_that_takes_too_long_is_given_up() -> None:
+    def work(rank: int, check: Check) -> str:
+        return until_told(check) if rank == 1 else "done"
+
+    answers = on_all_ranks(work, limit_s=1.0)
+    assert all("no parts of rank 1 on " in str(answer) for answer in answers)
