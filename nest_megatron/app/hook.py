@@ -116,9 +116,11 @@ def _planning(validate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def after_initialize(module: ModuleType) -> None:
-    """Let a dry run come as far as the arguments on a host without CUDA (0.16 asks first)."""
+    """Let what does not train come as far as the arguments without CUDA (0.16 asks first)."""
     original = getattr(module, "initialize_megatron", None)
-    if _session is None or not _session.launch.dry_run or original is None:
+    if _session is None or original is None:
+        return
+    if not (_session.launch.dry_run or _session.launch.stop_before_training):
         return
 
     @functools.wraps(original)

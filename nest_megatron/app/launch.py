@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from nest_megatron.app import OK
 from nest_megatron.app.job import Outcome, RunningJob, carry_out, decide, read_running_job
 from nest_megatron.app.surroundings import (
     Surroundings,
@@ -75,6 +77,10 @@ def run(
 
     text = solve(lambda: ["localhost"]) if board is None else share(board, solve)
     decision = session.decision = read_decision(text)
+    if session.launch.stop_before_training:
+        if board is not None:
+            confirm(board, decision.plan.provenance.checksum)  # nobody leaves before the others
+        sys.exit(OK)
     apply(args, decision)
     result = validate(args, defaults)
     require_planned(args, decision.plan)

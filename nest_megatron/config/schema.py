@@ -114,6 +114,7 @@ class LaunchConfig:
     Args:
         free: the user's own flags that the search may change, or ``all``.
         dry_run: print what would be launched, and stop before a GPU is touched.
+        stop_before_training: plan on the machines of the job, measure if asked to, then stop.
         alternative: launch this runner-up instead of the best plan; 0 is the best.
         plan: the pinned plan of ``+nest=pinned``.
         ranks: how global ranks are given out: ``by_host`` keeps each host's together, ``launched``
@@ -124,6 +125,7 @@ class LaunchConfig:
 
     free: list[str] = field(default_factory=list)
     dry_run: bool = False
+    stop_before_training: bool = False
     alternative: int = 0
     plan: str | None = None
     ranks: Any = "by_host"

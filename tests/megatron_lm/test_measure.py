@@ -97,3 +97,20 @@ def test_a_child_that_dies_ends_all_ranks_with_its_last_words(
     assert "the process that measures ended with code 3" in trained.out
     assert "last words" in trained.out
     assert "initializing torch distributed" not in trained.out
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_script_s_layers_are_measured_without_training(tmp_path: Path, ranks: int) -> None:
+    """``python -m nest_megatron.profile --from pretrain_gpt.py FLAGS``, alone and on two ranks."""
+    module = ["-m", "nest_megatron.profile", "--from"]
+    launcher = module if ranks == 1 else [*torchrun(ranks), *module]
+    words = [*DENSE, *TRAINING, *ON_CPU, "nest.cluster=dgx_h100", f"nest.out={tmp_path / 'p.yaml'}"]
+    here = alone() if ranks == 1 else {}
+    profiles = {store.FOLDER_VARIABLE: str(tmp_path / "profiles")}
+    done = run(launcher, words, **here, **profiles)
+    assert done.code == 0, done.out[-3000:]
+    assert not done.losses
+    profile = the_profile(tmp_path)
+    assert profile.pieces() == {Piece.ATTENTION, Piece.DENSE, Piece.EMBEDDING, Piece.HEAD}
+    planned = plan_file.read(tmp_path / "p.yaml")
+    assert planned.provenance.profile.startswith(f"{profile.name}: ")
