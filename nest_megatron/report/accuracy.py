@@ -31,6 +31,8 @@ from nest_megatron.validation.named_sets import Judged
 #: Hand-written reasons, beside the page.
 NOTES = "accuracy_notes.yaml"
 PAGE, PICTURES, EXPERTS = "accuracy.md", "accuracy", "expert_layouts.md"
+#: Runs of our own, which ``benchmarks/cpu_end_to_end.py`` writes.
+OWN_RUNS = "accuracy/cpu_end_to_end.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,13 @@ def write_accuracy(folder: Path, judged: Sequence[Judged]) -> list[Path]:
             fix=f"mkdir -p {folder}",
         )
     drawn = pictures(judged)
-    text = page(judged, read_notes(folder / NOTES), list(drawn), _expert_layouts(folder))
+    text = page(
+        judged,
+        read_notes(folder / NOTES),
+        list(drawn),
+        _bold_sentence(folder / EXPERTS),
+        _bold_sentence(folder / OWN_RUNS),
+    )
     (folder / PICTURES).mkdir(exist_ok=True)
     for name, content in drawn.items():
         write_bytes(folder / PICTURES / f"{name}.png", content)
@@ -92,15 +100,18 @@ def write_accuracy(folder: Path, judged: Sequence[Judged]) -> list[Path]:
     return [*(folder / PICTURES / f"{name}.png" for name in drawn), folder / PAGE]
 
 
-def page(judged: Sequence[Judged], notes: Notes, drawn: Sequence[str], experts: str) -> str:
+def page(
+    judged: Sequence[Judged], notes: Notes, drawn: Sequence[str], experts: str, own_runs: str
+) -> str:
     """The text of the page.
 
     Args:
         drawn: names of the pictures.
         experts: a sentence on the layouts that experts published, "" without one.
+        own_runs: a sentence on runs of our own, "" without one.
     """
     sections = (
-        _head(judged),
+        _head(judged, own_runs),
         files_section(judged),
         sets_section(judged),
         _pictures_section(drawn),
@@ -108,6 +119,7 @@ def page(judged: Sequence[Judged], notes: Notes, drawn: Sequence[str], experts: 
         worst_section(judged, notes.rows),
         _not_captured_section(notes.not_captured),
         _experts_section(experts),
+        _own_runs_section(own_runs),
         margin_section(judged),
         refusals_section(judged),
         constants_section(),
@@ -118,17 +130,18 @@ def page(judged: Sequence[Judged], notes: Notes, drawn: Sequence[str], experts: 
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _head(judged: Sequence[Judged]) -> str:
+def _head(judged: Sequence[Judged], own_runs: str) -> str:
     command = shlex.join(
         ["nest-megatron", "validate", *(file.path.name for file, _ in judged), "--docs", "docs"]
     )
+    ours = f", but for [one section](#{_OWN_RUNS_TITLE.lower().replace(' ', '-')})"
     return f"""\
 # Accuracy
 
 How well the cost model predicts runs that others measured and published: step time, peak memory,
-the ranking of layouts of one job, and single collectives. Nothing here was measured by us. Written
-by the command below, run in the folder of the files with the folder of this page at its end; do not
-edit it (reasons by hand are in `{NOTES}`).
+the ranking of layouts of one job, and single collectives. Nothing here was measured by
+us{ours if own_runs else ""}. Written by the command below, run in the folder of the files with the
+folder of this page at its end; do not edit it (reasons by hand are in `{NOTES}`).
 
     {command}
 
@@ -160,9 +173,8 @@ def _not_captured_section(texts: Sequence[str]) -> str:
     return f"## What the model does not capture\n\n{items}"
 
 
-def _expert_layouts(folder: Path) -> str:
-    """The one bold sentence of the page on expert layouts, where that page exists."""
-    path = folder / EXPERTS
+def _bold_sentence(path: Path) -> str:
+    """The one bold sentence of another page, where that page exists."""
     if not path.is_file():
         return ""
     lines = read_text(path, "page").splitlines()
@@ -173,3 +185,16 @@ def _experts_section(sentence: str) -> str:
     if not sentence:
         return ""
     return f"## Layouts that experts published\n\n{sentence} Row by row: [{EXPERTS}]({EXPERTS})."
+
+
+_OWN_RUNS_TITLE = "Runs of our own"
+
+
+def _own_runs_section(sentence: str) -> str:
+    if not sentence:
+        return ""
+    return f"""\
+## {_OWN_RUNS_TITLE}
+
+Pieces of layers and collectives profiled on a machine, layouts predicted from that profile and then
+trained there for real. {sentence} Layout by layout: [{OWN_RUNS}]({OWN_RUNS})."""

@@ -23,7 +23,7 @@ DOCS = ROOT / "docs"
 @pytest.fixture(scope="module")
 def text() -> str:
     notes = Notes(rows={"tp0657": "one | two"}, not_captured=["the weather"])
-    return page(judged(), notes, ["time", "memory"], "9 of 10 are near.")
+    return page(judged(), notes, ["time", "memory"], "9 of 10 are near.", "8 layouts ran.")
 
 
 def sections(text: str) -> list[str]:
@@ -39,6 +39,7 @@ def test_every_section_is_there(text: str) -> None:
         "The worst rows",
         "What the model does not capture",
         "Layouts that experts published",
+        "Runs of our own",
         "The memory margin",
         "Rows that are refused",
         "Fitted constants",
@@ -74,6 +75,14 @@ def test_pictures_are_linked(text: str) -> None:
         "accuracy/time.png",
         "accuracy/memory.png",
     ]
+
+
+def test_runs_of_our_own_are_named_where_there_are_some(text: str) -> None:
+    assert "measured by\nus, but for [one section](#runs-of-our-own)." in text
+    assert "8 layouts ran. Layout by layout: [accuracy/cpu_end_to_end.md]" in text
+    without = page(judged(), Notes(), [], "", "")
+    assert "measured by\nus. Written" in without
+    assert "Runs of our own" not in without
 
 
 def test_every_column_that_marks_a_kind_is_explained() -> None:
