@@ -6,12 +6,10 @@ at once, share nothing, and a rank that dies or hangs takes its own job down and
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import multiprocessing
 import os
-import signal
 import sys
 import time
 from datetime import timedelta
@@ -24,16 +22,16 @@ import torch
 
 from nest_megatron.parallel import plan_file
 from tests.training import cpu_megatron, train
+from tests.training.parent import end_with_parent
 
 #: A rank that runs longer says where it is and ends; a job takes about a second.
 JOB_SECONDS = 60
 _LAST_WORDS_SECONDS = 2
-_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
 def main(folder: Path) -> None:
     """Train the jobs that ``jobs.json`` lists, in order."""
-    _end_with_parent()
+    end_with_parent()
     torch.set_num_threads(1)
     cpu_megatron.install()
     for job in json.loads((folder / "jobs.json").read_text(encoding="utf-8")):
@@ -72,7 +70,7 @@ def _wait(ranks: list[BaseProcess]) -> None:
 
 def _rank(folder: Path, job: dict[str, Any], rank: int) -> None:
     """One rank of a job, in a process of its own: its report, or its last words in a log."""
-    _end_with_parent()
+    end_with_parent()
     place, world_size = folder / job["name"], job["world_size"]
     log = os.open(place / f"rank{rank}.log", os.O_CREAT | os.O_WRONLY)
     os.dup2(log, sys.stdout.fileno())
@@ -93,12 +91,6 @@ def _rank(folder: Path, job: dict[str, Any], rank: int) -> None:
     (place / f"rank{rank}.json").write_text(json.dumps(report), encoding="utf-8")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-
-
-def _end_with_parent() -> None:
-    """Have Linux end this process when the one that started it is gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 if __name__ == "__main__":
