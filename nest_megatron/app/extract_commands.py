@@ -19,7 +19,7 @@ from nest_megatron.app.complete import complete_override
         + "parallel.expert_model_parallel_size=8 parallel.expert_tensor_parallel_size=1"
         + NEXT
         + "--layer moe --closed-form --draw moe.svg",
-        "nest-megatron extract --from 'pretrain_gpt.py <your flags>' --layer dense --unfused",
+        "nest-megatron extract --from 'pretrain_gpt.py <your flags>' --unfused",
         "nest-megatron extract --module my_model:build --input 1,2048 --dtype int64"
         + NEXT
         + "--draw chain.svg",

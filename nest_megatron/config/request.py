@@ -109,7 +109,11 @@ def with_times(
         precision=inputs.settings.precision,
         versions=versions or {},
         prefix=prefix,
-        command=f"model={inputs.spec.name} cluster={inputs.cluster.name}",
+        command=(
+            "--from <your script and its flags>"
+            if prefix
+            else f"model={inputs.spec.name} cluster={inputs.cluster.name}"
+        ),
     )
     mode = _choice(f"{prefix}profile.mode", asked.mode, ProfileMode)
     require_seconds(f"{prefix}profile.max_seconds", asked.max_seconds)
