@@ -225,13 +225,16 @@ def _groups() -> dict[str, Group]:
     """Process groups by the names that torch gave them."""
     from megatron.core import parallel_state as state
 
+    from nest_megatron.framework.shapes import CONTEXT_GROUP
+
     found = {
         Group.EXPERT_TENSOR: state.get_expert_tensor_parallel_group(check_initialized=False),
         Group.EXPERT: state.get_expert_model_parallel_group(check_initialized=False),
         Group.CONTEXT: state.get_context_parallel_group(check_initialized=False),
         Group.TENSOR: state.get_tensor_model_parallel_group(check_initialized=False),
     }
-    return {group.group_name: kind for kind, group in found.items() if group is not None}
+    names = {group.group_name: kind for kind, group in found.items() if group is not None}
+    return {**names, CONTEXT_GROUP: Group.CONTEXT}
 
 
 def _operators(record: Record, part: _PartOf) -> list[Operator]:

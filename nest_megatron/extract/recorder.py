@@ -40,6 +40,7 @@ _COLLECTIVES = {
     "c10d::reduce_scatter_": "reduce_scatter",
     "c10d::alltoall_base_": "all_to_all",
     "c10d::alltoall_": "all_to_all",
+    "nest::pass_on": "send_recv",
 }
 
 
@@ -248,7 +249,7 @@ class _Recorder(TorchDispatchMode):
             Call(
                 path=path,
                 kind=kind,
-                group=group.group_name,
+                group=group,
                 message_bytes=max(sum(map(_num_bytes, _tensors(argument))) for argument in args),
                 backward=self.is_backward,
                 is_async=all(argument is not False for argument in args),  # the default is left out
@@ -277,11 +278,14 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return count * int(tensor.element_size())
 
 
-def _process_group(argument: Any) -> Any:
+def _process_group(argument: Any) -> str | None:
+    """The name of a process group that an operator is given."""
+    if isinstance(argument, str):
+        return argument
     if not isinstance(argument, torch.ScriptObject):
         return None
     try:
-        return torch.distributed.ProcessGroup.unbox(argument)
+        return str(torch.distributed.ProcessGroup.unbox(argument).group_name)
     except (RuntimeError, TypeError):
         return None
 

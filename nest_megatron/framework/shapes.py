@@ -44,14 +44,26 @@ class _RmsNorm(torch.autograd.Function):
         return torch.ops.aten.mul.Tensor(gradient, hidden), torch.empty_like(weight)
 
 
+#: What the ring of context parallelism is called where its group does not exist.
+CONTEXT_GROUP = "cp"
+
+
 def flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, span: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    span: float,
+    ring_steps: int = 0,
 ) -> torch.Tensor:
     """Attention that keeps no scores: inputs, output and one float32 figure for each query row.
 
     Args:
         query: ``[tokens, batch, heads, width]``; key and value have their own heads.
         span: keys that a query attends to on average.
+        ring_steps: times that keys and values are passed on to the next context rank, while the
+            attention to those that are there goes on (``AttnFuncWithCPAndKVP2P``); backward their
+            gradients travel with them.
 
     Returns:
         ``[tokens, batch, heads * value width]``.
@@ -59,7 +71,7 @@ def flash_attention(
     Source: ``aten::_scaled_dot_product_flash_attention``; on CUDA it takes fewer key heads than
     query heads, and values of another width than keys, as Transformer Engine's does.
     """
-    return _Flash.apply(query, key, value, span)
+    return _Flash.apply(query, key, value, span, ring_steps)
 
 
 class _Flash(torch.autograd.Function):
@@ -67,23 +79,43 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: float
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        span: float,
+        ring_steps: int,
     ) -> torch.Tensor:
         tokens, batch, heads, _ = query.shape
+        for _ in range(ring_steps):
+            torch.ops.nest.pass_on([key, value], CONTEXT_GROUP)
         context, rows = torch.ops.nest.flash_forward(query, key, value, span)
-        ctx.span = span
+        ctx.span, ctx.ring_steps = span, ring_steps
         ctx.save_for_backward(query, key, value, context, rows)
         return context.view(tokens, batch, heads * value.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, context, rows = ctx.saved_tensors
+        for _ in range(ctx.ring_steps):
+            torch.ops.nest.pass_on([key, value, key, value], CONTEXT_GROUP)
         return (
             *torch.ops.nest.flash_backward(
                 gradient.view_as(context), query, key, value, context, rows, ctx.span
             ),
             None,
+            None,
         )
+
+
+@torch.library.custom_op("nest::pass_on", mutates_args=())
+def _pass_on(tensors: list[torch.Tensor], group: str) -> torch.Tensor:
+    raise NotImplementedError("it has shapes alone")
+
+
+@_pass_on.register_fake
+def _(tensors: list[torch.Tensor], group: str) -> torch.Tensor:
+    return tensors[0].new_empty(())
 
 
 @torch.library.custom_op("nest::flash_forward", mutates_args=())

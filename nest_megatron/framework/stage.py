@@ -74,7 +74,11 @@ def staged(
         else:
             layers = transformer_engine_layers
         if where is Where.SHAPES:
-            stack.enter_context(fused_kernels(flash=shard.flash_attention))
+            stack.enter_context(
+                fused_kernels(
+                    flash=shard.flash_attention, context_ranks=shard.context_parallel_size
+                )
+            )
         stack.enter_context(balanced_routing())
         stack.enter_context(as_rank(spec, dims, 0))
         model_parallel_cuda_manual_seed(1)

@@ -130,11 +130,12 @@ def balanced_routing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fused_kernels(*, flash: bool) -> Iterator[None]:
+def fused_kernels(*, flash: bool, context_ranks: int = 1) -> Iterator[None]:
     """Where only shapes are known, keep what a GPU's kernels keep, not what the CPU's do.
 
     Args:
         flash: attention keeps no scores; else it is megatron-core's own, in two products.
+        context_ranks: that hold the rest of a sequence; only fused attention knows of others.
     """
     import megatron.core.tensor_parallel.random as megatron_random
     import torch
@@ -145,9 +146,10 @@ def fused_kernels(*, flash: bool) -> Iterator[None]:
 
     def forward(self: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
         window = self.scale_mask_softmax.window_size
-        span = key.shape[0] / 2  # the causal half
+        span = context_ranks * key.shape[0] / 2  # the causal half
         span = span if window is None else min(span, window[0] + 1)
-        return shapes.flash_attention(query, key, value, span=span)
+        steps = context_ranks - 1
+        return shapes.flash_attention(query, key, value, span=span, ring_steps=steps)
 
     def one_mask(*_: object, **__: object) -> Any:
         return torch.zeros((), dtype=torch.bool)  # one mask serves all layers: it is not kept

@@ -202,3 +202,23 @@ def test_what_runs_beside_a_product_is_that_of_the_closed_form(name: str) -> Non
             assert call.hidden_under == "mlp.linear_fc1", call
         if "linear_fc2" in call.name:
             assert not call.hidden_under, call
+
+
+@pytest.mark.parametrize("name", ["llama3_8b", "deepseek_v3"])
+def test_context_parallelism_is_that_of_the_closed_form(name: str) -> None:
+    spec = catalogue.model(name)
+    shard = LayerShard(
+        tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=4
+    )
+    seen = extract_layer(spec, LayerKind.DENSE, shard, recompute=())
+    formula, fused = (
+        local_layer(spec, LayerKind.DENSE, shard),
+        layer_graph(spec, LayerKind.DENSE, shard),
+    )
+    assert seen.graph.flops() == pytest.approx(formula.flops, rel=FLOPS)
+    kept = formula.total_saved_bytes()
+    assert seen.graph.total_saved_bytes() == pytest.approx(kept, rel=SAVED)
+    ring = _traffic(fused.collectives, Group.CONTEXT)
+    assert ring
+    assert _traffic(seen.graph.collectives, Group.CONTEXT) == ring
+    assert all(c.hidden_under for c in seen.graph.collectives if c.group is Group.CONTEXT)
