@@ -188,14 +188,20 @@ def _repeated(once: Callable[[], Any], measuring: Measuring, watch: _Watch) -> l
 def _optimizer_step(module: Any, measuring: Measuring, watch: _Watch) -> Seconds:
     """One step of Adam over float32 master weights, and the copy back.
 
-    Source: ``megatron.core.optimizer.Float16OptimizerWithFloat16Params``.
+    Weights that are float32 themselves have no masters.
+
+    Source: ``megatron.core.optimizer``, ``Float16OptimizerWithFloat16Params`` and
+    ``FP32Optimizer``.
     """
     import torch
 
     parameters = list(module.parameters())
     if not parameters:
         return 0.0
-    masters = [torch.nn.Parameter(p.detach().float()) for p in parameters]
+    masters = [
+        p if p.dtype is torch.float32 else torch.nn.Parameter(p.detach().float())
+        for p in parameters
+    ]
     for master, parameter in zip(masters, parameters, strict=True):
         master.grad = parameter.main_grad
     adam = torch.optim.Adam(masters, fused=watch.fuses_adam, foreach=None)
@@ -205,7 +211,8 @@ def _optimizer_step(module: Any, measuring: Measuring, watch: _Watch) -> Seconds
         adam.step()
         with torch.no_grad():
             for master, parameter in zip(masters, parameters, strict=True):
-                parameter.copy_(master)
+                if master is not parameter:
+                    parameter.copy_(master)
         return [*marks, watch.mark()]
 
     step()
