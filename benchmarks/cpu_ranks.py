@@ -1,0 +1,353 @@
+"""Two processes at work at the same time, one core each.
+
+Whoever calls ``on_two_ranks`` starts one worker, which imports torch and megatron-core once and
+forks two ranks for each call. Calls and results pass through pickled files in the folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.cpu_job import NUM_RANKS, Figures, Trial  # noqa: E402
+from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
+from nest_megatron.profile.network import NetworkProfile  # noqa: E402
+from nest_megatron.profile.records import Machine, Timing  # noqa: E402
+from tests.training.parent import end_with_parent  # noqa: E402
+
+#: A rank that works longer on one call says where it is, and ends.
+CALL_SECONDS = 300
+#: What is pickled must be of this module, not of ``__main__``.
+_START = "import sys; from benchmarks.cpu_ranks import main; main(sys.argv[1])"
+_CALLS, _ENDING = "calls.pickle", ".pickle"
+_LOG_CHARACTERS = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A function of this module to call on every rank, by name."""
+
+    name: str
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What one rank saw of a layout's training.
+
+    Args:
+        seconds: of each step that counts.
+        memory_bytes: largest memory over what the process held before its model was made.
+        loss: of the last step, on the last stage.
+        busy_s: processor time of all that ran on the machine during these steps, idle time apart.
+        own_s: that of this process.
+    """
+
+    seconds: tuple[float, ...]
+    busy_s: float
+    own_s: float
+    memory_bytes: int
+    loss: float | None
+
+
+def on_two_ranks(folder: Path, calls: Sequence[Call]) -> list[list[Any]]:
+    """Make the calls one after the other; what each rank returned.
+
+    Raises:
+        RuntimeError: with the ranks' last words, if one did not finish.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=folder))  # no file is ever met twice
+    (folder / _CALLS).write_bytes(pickle.dumps(list(calls)))
+    log = folder / "worker.log"
+    with log.open("wb") as output:
+        command = [sys.executable, "-c", _START, str(folder)]
+        subprocess.run(
+            command, cwd=ROOT, env=_environment(), stdout=output, stderr=output, check=False
+        )
+    return [[_result(folder, i, rank) for rank in range(NUM_RANKS)] for i in range(len(calls))]
+
+
+def _environment() -> dict[str, str]:
+    """One thread a rank, no GPU, no compiler, and gloo on the loopback."""
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    return {
+        **os.environ,
+        **loopback,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+
+
+def _result(folder: Path, index: int, rank: int) -> Any:
+    path = folder / f"{index}.{rank}{_ENDING}"
+    if not path.exists():
+        log = (folder / "worker.log").read_text(errors="replace")
+        raise RuntimeError(f"call {index}: a rank ended early\n{log[-_LOG_CHARACTERS:]}")
+    return pickle.loads(path.read_bytes())
+
+
+def main(given: str) -> None:
+    """The worker: make the calls that a file lists, in order, until one fails."""
+    import torch
+    from megatron.core.models.gpt import gpt_model  # noqa: F401 (imported once, for all ranks)
+
+    folder = Path(given)
+    end_with_parent()
+    torch.set_num_threads(1)
+    for index, call in enumerate(pickle.loads((folder / _CALLS).read_bytes())):
+        if not _forked(folder, index, call):
+            return
+
+
+def _forked(folder: Path, index: int, call: Call) -> bool:
+    """Both ranks of a call, forked and ended; whether both came to its end."""
+    fork = multiprocessing.get_context("fork")
+    together = fork.Barrier(NUM_RANKS)
+    ranks = [
+        fork.Process(target=_rank, args=(folder, index, call, rank, together.wait))
+        for rank in range(NUM_RANKS)
+    ]
+    for process in ranks:
+        process.start()
+    while not any(process.exitcode for process in ranks):
+        running = [process.sentinel for process in ranks if process.exitcode is None]
+        if not running:
+            break
+        wait(running)
+    for process in ranks:
+        if process.exitcode is None:  # it waits for one that failed
+            process.kill()
+        process.join()
+    return not any(process.exitcode for process in ranks)
+
+
+def _rank(folder: Path, index: int, call: Call, rank: int, meet: Callable[[], Any]) -> None:
+    end_with_parent()
+    faulthandler.dump_traceback_later(CALL_SECONDS, exit=True)
+    place = _Place(folder=folder, index=index, rank=rank, meet=meet)
+    found = _FUNCTIONS[call.name](place, *call.arguments)
+    (folder / f"{index}.{rank}{_ENDING}").write_bytes(pickle.dumps(found))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Which rank of which call this process is.
+
+    Args:
+        meet: returns when every rank has called it; works where there is no process group.
+    """
+
+    folder: Path
+    index: int
+    rank: int
+    meet: Callable[[], Any]
+
+    def join(self) -> Any:
+        """The process group of all ranks, made over gloo."""
+        import torch.distributed as dist
+
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(str(self.folder / f"store{self.index}"), NUM_RANKS),
+            rank=self.rank,
+            world_size=NUM_RANKS,
+            timeout=timedelta(seconds=CALL_SECONDS),
+        )
+        return dist.group.WORLD
+
+
+def _pieces(place: _Place, trial: Trial) -> tuple[Machine, list[Timing]]:
+    """Every piece in every shape, timed by both ranks at the same time."""
+    from nest_megatron.framework.stage import Where
+    from nest_megatron.model.implementation import Implementation
+    from nest_megatron.profile.layer_timer import Measuring, time_piece
+    from nest_megatron.profile.session import tasks_of, this_machine
+    from tests.training.job import CHANGES
+
+    measuring = Measuring(
+        where=Where.CPU,
+        implementation=Implementation.LOCAL,
+        repetitions=trial.passes,
+        least=min(5, trial.passes),
+        steady=0.0,  # both ranks make as many passes, so that neither is ever alone
+        max_seconds=float(CALL_SECONDS),
+        changes=CHANGES,
+    )
+    tasks = tasks_of(trial.spec, tuple(trial.shards()))
+    rounds: list[list[Timing]] = []
+    for _ in range(trial.rounds):
+        rounds.append([])
+        for task in tasks:
+            place.meet()
+            rounds[-1].append(time_piece(trial.spec, task.piece, task.shard, measuring))
+    best = [
+        min(each, key=lambda timing: timing.forward_s + timing.backward_s)
+        for each in zip(*rounds, strict=True)
+    ]
+    return this_machine(Where.CPU, Implementation.LOCAL), best
+
+
+def _network(place: _Place, trial: Trial) -> NetworkProfile | None:
+    """Gloo's collectives between the two processes."""
+    import socket
+
+    from nest_megatron.profile.collectives import DEFAULT_SIZES, measure
+
+    sizes = [size for size in DEFAULT_SIZES if size <= trial.largest_bytes]
+    hosts = [socket.gethostname()] * NUM_RANKS
+    return measure(place.join(), hosts, trial.network_s, sizes)
+
+
+def _figures(place: _Place) -> Figures:
+    """What a core reaches while the other does the same."""
+    import torch
+    import torch.distributed as dist
+
+    world = place.join()
+    square = torch.randn(1024, 1024)
+    source = torch.zeros(1 << 26)
+    target, one, message = source.clone(), torch.ones(1), torch.zeros(1 << 23)
+
+    def usual(call: Callable[[], object], calls: int = 1) -> float:
+        return statistics.median(_together(dist.barrier, call, calls) for _ in range(11))
+
+    def product() -> None:
+        square @ square
+
+    def sum_alone() -> None:
+        dist.all_reduce(message, group=world)
+
+    def sum_beside() -> None:
+        work = dist.all_reduce(message, group=world, async_op=True)
+        product()
+        work.wait()
+
+    work, alone, beside = usual(product, 4), usual(sum_alone), usual(sum_beside)
+    hidden = (work + alone - beside) / min(work, alone)
+    return Figures(
+        flops_per_s=2 * 1024**3 / work,
+        copy_bytes_per_s=2 * source.nbytes / usual(lambda: target.copy_(source)),
+        call_s=usual(lambda: one.add_(1.0), 1000),
+        hidden_share=min(1.0, max(0.0, hidden)),
+    )
+
+
+def _together(meet: Callable[[], object], call: Callable[[], object], calls: int) -> float:
+    meet()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls
+
+
+def _train(place: _Place, plan: ParallelPlan, warm_up: int, steps: int) -> Ran:
+    """Some optimizer steps of a planned layout."""
+    import torch.distributed as dist
+
+    from tests.training import cpu_megatron
+    from tests.training.job import config_of, initialize_model_parallel, job_of, models_of, step
+
+    place.join()
+    cpu_megatron.install()
+    initialize_model_parallel(plan)
+    held = _peak_memory()
+    config = config_of(plan)
+    job = job_of(plan, config, models_of(plan, config))
+    for number in range(warm_up):
+        step(job, number)
+    dist.barrier()
+    busy, own = _busy_seconds(), time.process_time()
+    seconds, loss = [], None
+    for number in range(warm_up, warm_up + steps):
+        dist.barrier()
+        start = time.perf_counter()
+        loss, _ = step(job, number)
+        seconds.append(time.perf_counter() - start)
+    return Ran(
+        seconds=tuple(seconds),
+        memory_bytes=_peak_memory() - held,
+        loss=loss,
+        busy_s=_busy_seconds() - busy,
+        own_s=time.process_time() - own,
+    )
+
+
+def _busy_seconds() -> float:
+    """Processor time that the machine has spent so far on anything; 0 where it does not say."""
+    try:
+        first = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()
+    except OSError:
+        return 0.0
+    ticks = dict(zip(_STATES, map(int, first[1:]), strict=False))
+    busy = sum(ticks[name] for name in _STATES if name not in ("idle", "iowait"))
+    return busy / os.sysconf("SC_CLK_TCK")
+
+
+def _peak_memory() -> int:
+    """Largest memory of this process so far."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+#: Columns of /proc/stat; time of guests is part of the first two.
+_STATES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "pieces": _pieces,
+    "network": _network,
+    "figures": _figures,
+    "train": _train,
+}
+
+
+def slower_figures(found: Sequence[Figures]) -> Figures:
+    """The slower rank's, which the other waits for."""
+    return Figures(
+        flops_per_s=min(each.flops_per_s for each in found),
+        copy_bytes_per_s=min(each.copy_bytes_per_s for each in found),
+        call_s=max(each.call_s for each in found),
+        hidden_share=min(each.hidden_share for each in found),
+    )
+
+
+def slower_timings(ranks: Sequence[Sequence[Timing]]) -> tuple[Timing, ...]:
+    """Each piece as the slower rank ran it, times in each direction apart."""
+    times = ("forward_s", "backward_s", "recompute_s", "optimizer_s", "spread")
+    return tuple(
+        dataclasses.replace(
+            each[0], **{name: max(getattr(timing, name) for timing in each) for name in times}
+        )
+        for each in zip(*ranks, strict=True)
+    )
+
+
+def others_share(ranks: Sequence[Ran]) -> float:
+    """Share of two cores that other processes took: above some per cent, do not rely on a time."""
+    others = max(ran.busy_s for ran in ranks) - sum(ran.own_s for ran in ranks)
+    return max(0.0, others) / (NUM_RANKS * sum(ranks[0].seconds))
+
+
+def step_seconds(ranks: Sequence[Ran]) -> float:
+    """Median of the steps, each as the slower rank had it."""
+    return statistics.median(
+        max(each) for each in zip(*(ran.seconds for ran in ranks), strict=True)
+    )
