@@ -4,10 +4,10 @@ Run from the project's root, on a quiet machine with two cores and megatron-core
 
     python benchmarks/cpu_end_to_end.py --out docs/accuracy/cpu_end_to_end.md
 
-Two processes with one thread each time the pieces of a small GPT and gloo's collectives, both at
-the same time. From these the cost model predicts the layouts of ``cpu_job.py``, and the planner
-chooses among all that are legal. Then every layout is trained for some steps with megatron-core
-over gloo. Nothing is fitted to the steps that were measured.
+Two processes with one thread each time gloo's collectives, and the pieces of a small GPT in turns
+with real training of the layouts of ``cpu_job.py`` (megatron-core over gloo). From the pieces and
+the collectives alone the cost model predicts every layout, and the planner chooses among all that
+are legal. Nothing is fitted to the steps that were measured.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ from benchmarks.cpu_job import (  # noqa: E402
 from benchmarks.cpu_ranks import (  # noqa: E402
     Call,
     Ran,
+    memory_bytes,
     on_two_ranks,
     others_share,
+    quicker_timings,
     slower_figures,
     slower_timings,
     step_seconds,
@@ -49,57 +51,86 @@ from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
 from nest_megatron.planner import PlanRequest, estimate_plan, plan  # noqa: E402
 from nest_megatron.profile.lookup import LayerTimes  # noqa: E402
-from nest_megatron.profile.network import NetworkProfile  # noqa: E402
 from nest_megatron.profile.records import LayerProfile, Machine, Timing, default_name  # noqa: E402
+from nest_megatron.profile.session import tasks_of  # noqa: E402
 from nest_megatron.profile.store import FOLDER_VARIABLE, find_entry, record  # noqa: E402
 
 CHOICE = "the planner's choice"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What the machine told, before anything is predicted."""
+class Turns:
+    """What was timed in turns.
 
-    figures: Figures
+    Args:
+        timings: of the pieces.
+        runs: of each layout, by name, every turn.
+        figures: of the cores after all.
+    """
+
     machine: Machine
     timings: tuple[Timing, ...]
-    network: NetworkProfile
+    runs: dict[str, list[list[Ran]]]
+    figures: Figures
 
 
-def measure(trial: Trial, folder: Path) -> Measured:
-    """Time the pieces, the collectives and the cores."""
-    calls = [Call("figures"), Call("pieces", (trial,)), Call("network", (trial,))]
-    figures, pieces, networks = on_two_ranks(folder, calls)
-    return Measured(
+def in_turns(trial: Trial, plans: Mapping[str, ParallelPlan], folder: Path) -> Turns:
+    """Train the layouts, with some pieces timed before each.
+
+    A core's speed drifts, and more when it was idle before: timed first, pieces would be faster
+    than the same work is in training.
+    """
+    tasks = tasks_of(trial.spec, tuple(trial.shards()))
+    shares = [tasks[index :: len(plans)] for index in range(len(plans))]
+    turn = [
+        call
+        for plan, share in zip(plans.values(), shares, strict=True)
+        for call in (Call("pieces", (trial, share)), _training(trial, plan))
+    ]
+    *found, figures = on_two_ranks(folder, [*(trial.rounds * turn), Call("figures")])
+    pieces, runs, count = found[0::2], found[1::2], len(plans)
+    turns = [
+        [timing for ranks in pieces[first : first + count] for timing in _slower(ranks)]
+        for first in range(0, len(pieces), count)
+    ]
+    return Turns(
+        machine=pieces[0][0][0],
+        timings=quicker_timings(turns),
+        runs={name: runs[index::count] for index, name in enumerate(plans)},
         figures=slower_figures(figures),
-        machine=pieces[0][0],
-        timings=slower_timings([timings for _, timings in pieces]),
-        network=networks[0],
     )
 
 
-def stored_times(trial: Trial, measured: Measured) -> LayerTimes:
+def _training(trial: Trial, plan: ParallelPlan) -> Call:
+    return Call("train", (plan, trial.warm_up, trial.steps))
+
+
+def _slower(ranks: Sequence[tuple[Machine, list[Timing]]]) -> tuple[Timing, ...]:
+    return slower_timings([timings for _, timings in ranks])
+
+
+def stored_times(trial: Trial, turns: Turns) -> LayerTimes:
     """The timings as a plan finds them: written to the store, and read from it."""
-    name = default_name(measured.machine, trial.spec, PRECISION)
+    name = default_name(turns.machine, trial.spec, PRECISION)
     record(
         LayerProfile(
             name=name,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             precision=PRECISION,
             note="in float32, which no number format of a plan stands for",
-            machine=measured.machine,
+            machine=turns.machine,
             model=trial.spec,
-            timings=measured.timings,
+            timings=turns.timings,
         )
     )
     return LayerTimes(spec=trial.spec, profiles=(find_entry(name).read(),))
 
 
-def predicted(
-    trial: Trial, cluster: Cluster, settings: CostSettings, times: LayerTimes
-) -> tuple[dict[str, ParallelPlan], str]:
-    """Every layout with its prediction, and the name of the planner's choice."""
-    plans = {
+def estimated(
+    trial: Trial, cluster: Cluster, settings: CostSettings, times: LayerTimes | None
+) -> dict[str, ParallelPlan]:
+    """Every layout as a plan; what is launched does not depend on the times."""
+    return {
         layout.name: estimate_plan(
             trial.spec,
             cluster,
@@ -110,6 +141,12 @@ def predicted(
         )
         for layout in trial.layouts
     }
+
+
+def chosen(
+    trial: Trial, cluster: Cluster, settings: CostSettings, times: LayerTimes
+) -> ParallelPlan:
+    """What the planner makes of the job."""
     found = plan(
         PlanRequest(
             spec=trial.spec,
@@ -121,33 +158,18 @@ def predicted(
         )
     )
     assert isinstance(found, ParallelPlan), found
-    return with_choice(plans, found)
+    return found
 
 
-def with_choice(
-    plans: Mapping[str, ParallelPlan], found: ParallelPlan
-) -> tuple[dict[str, ParallelPlan], str]:
-    """The plans and the planner's choice, which may be one of them and then has its name."""
+def same_layout(plans: Mapping[str, ParallelPlan], found: ParallelPlan) -> str | None:
+    """The name of the layout that a plan is, if it is one of these."""
     for name, each in plans.items():
         if each.parallel == found.parallel and each.train == found.train:
-            return {**plans, name: found}, name
-    return {**plans, CHOICE: found}, CHOICE
+            return name
+    return None
 
 
-def trained(
-    trial: Trial, plans: Mapping[str, ParallelPlan], folder: Path
-) -> tuple[dict[str, Row], Figures]:
-    """Train every plan; what was seen beside what was predicted, and the cores' figures after."""
-    calls = [Call("train", (each, trial.warm_up, trial.steps)) for each in plans.values()]
-    *runs, figures = on_two_ranks(folder, [*(trial.rounds * calls), Call("figures")])
-    rows = {
-        name: _row(each, runs[index :: len(calls)])
-        for index, (name, each) in enumerate(plans.items())
-    }
-    return rows, slower_figures(figures)
-
-
-def _row(planned: ParallelPlan, turns: Sequence[Sequence[Ran]]) -> Row:
+def row_of(planned: ParallelPlan, turns: Sequence[Sequence[Ran]]) -> Row:
     """The quicker turn of a layout, and how far the slowest was from it."""
     seconds = [step_seconds(ranks) for ranks in turns]
     ranks = turns[seconds.index(min(seconds))]
@@ -164,21 +186,28 @@ def _row(planned: ParallelPlan, turns: Sequence[Sequence[Ran]]) -> Row:
 def run(trial: Trial, folder: Path) -> Outcome:
     """Measure, predict, train; the processes' files go into a folder."""
     started = datetime.now(UTC)
-    measured = measure(trial, folder)
-    settings = settings_of(measured.figures)
-    cluster = cluster_of(measured.figures, measured.network, measured.machine.memory_bytes)
-    times = stored_times(trial, measured)
-    plans, choice = predicted(trial, cluster, settings, times)
-    rows, after = trained(trial, plans, folder)
+    figures, networks = on_two_ranks(folder, [Call("figures"), Call("network", (trial,))])
+    before, network = slower_figures(figures), networks[0]
+    settings = settings_of(before)
+    cluster = cluster_of(before, network, memory_bytes())
+    turns = in_turns(trial, estimated(trial, cluster, settings, None), folder)
+    times = stored_times(trial, turns)
+    plans, best = (f(trial, cluster, settings, times) for f in (estimated, chosen))
+    name = same_layout(plans, best)
+    if name is None:
+        runs = on_two_ranks(folder, trial.rounds * [_training(trial, best)])
+        plans, turns.runs[CHOICE] = {**plans, CHOICE: best}, runs
+    else:
+        plans[name] = best  # which says how it was searched
     return Outcome(
         trial=trial,
-        machine=measured.machine,
-        network=measured.network,
-        figures=measured.figures,
-        figures_after=after,
+        machine=turns.machine,
+        network=network,
+        figures=before,
+        figures_after=turns.figures,
         optimizer_step_s=times.optimizer_step() or 0.0,
-        rows=rows,
-        choice=choice,
+        rows={name: row_of(each, turns.runs[name]) for name, each in plans.items()},
+        choice=name or CHOICE,
         started=started.isoformat(timespec="minutes"),
         seconds=(datetime.now(UTC) - started).total_seconds(),
     )

@@ -31,6 +31,7 @@ from benchmarks.cpu_job import NUM_RANKS, Figures, Trial  # noqa: E402
 from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
 from nest_megatron.profile.network import NetworkProfile  # noqa: E402
 from nest_megatron.profile.records import Machine, Timing  # noqa: E402
+from nest_megatron.profile.session import Task  # noqa: E402
 from tests.training.parent import end_with_parent  # noqa: E402
 
 #: A rank that works longer on one call says where it is, and ends.
@@ -109,7 +110,9 @@ def _result(folder: Path, index: int, rank: int) -> Any:
 def main(given: str) -> None:
     """The worker: make the calls that a file lists, in order, until one fails."""
     import torch
-    from megatron.core.models.gpt import gpt_model  # noqa: F401 (imported once, for all ranks)
+
+    from nest_megatron.profile import collectives, layer_timer  # noqa: F401 (once, for all ranks)
+    from tests.training import cpu_megatron, job  # noqa: F401
 
     folder = Path(given)
     end_with_parent()
@@ -176,12 +179,12 @@ class _Place:
         return dist.group.WORLD
 
 
-def _pieces(place: _Place, trial: Trial) -> tuple[Machine, list[Timing]]:
-    """Every piece in every shape, timed by both ranks at the same time."""
+def _pieces(place: _Place, trial: Trial, tasks: Sequence[Task]) -> tuple[Machine, list[Timing]]:
+    """Some pieces, each timed by both ranks at the same time."""
     from nest_megatron.framework.stage import Where
     from nest_megatron.model.implementation import Implementation
     from nest_megatron.profile.layer_timer import Measuring, time_piece
-    from nest_megatron.profile.session import tasks_of, this_machine
+    from nest_megatron.profile.session import this_machine
     from tests.training.job import CHANGES
 
     measuring = Measuring(
@@ -193,18 +196,11 @@ def _pieces(place: _Place, trial: Trial) -> tuple[Machine, list[Timing]]:
         max_seconds=float(CALL_SECONDS),
         changes=CHANGES,
     )
-    tasks = tasks_of(trial.spec, tuple(trial.shards()))
-    rounds: list[list[Timing]] = []
-    for _ in range(trial.rounds):
-        rounds.append([])
-        for task in tasks:
-            place.meet()
-            rounds[-1].append(time_piece(trial.spec, task.piece, task.shard, measuring))
-    best = [
-        min(each, key=lambda timing: timing.forward_s + timing.backward_s)
-        for each in zip(*rounds, strict=True)
-    ]
-    return this_machine(Where.CPU, Implementation.LOCAL), best
+    timings = []
+    for task in tasks:
+        place.meet()
+        timings.append(time_piece(trial.spec, task.piece, task.shard, measuring))
+    return this_machine(Where.CPU, Implementation.LOCAL), timings
 
 
 def _network(place: _Place, trial: Trial) -> NetworkProfile | None:
@@ -292,6 +288,11 @@ def _train(place: _Place, plan: ParallelPlan, warm_up: int, steps: int) -> Ran:
     )
 
 
+def memory_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _busy_seconds() -> float:
     """Processor time that the machine has spent so far on anything; 0 where it does not say."""
     try:
@@ -337,6 +338,14 @@ def slower_timings(ranks: Sequence[Sequence[Timing]]) -> tuple[Timing, ...]:
             each[0], **{name: max(getattr(timing, name) for timing in each) for name in times}
         )
         for each in zip(*ranks, strict=True)
+    )
+
+
+def quicker_timings(turns: Sequence[Sequence[Timing]]) -> tuple[Timing, ...]:
+    """Each piece in its quicker turn."""
+    return tuple(
+        min(each, key=lambda timing: timing.forward_s + timing.backward_s)
+        for each in zip(*turns, strict=True)
     )
 
 

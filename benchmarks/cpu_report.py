@@ -25,8 +25,8 @@ COMMAND = "python benchmarks/cpu_end_to_end.py --out docs/accuracy/cpu_end_to_en
 LEFT_OUT = """\
 ## What the prediction leaves out
 
-* The machine's own drift: the speed of a virtual core changes by several per cent from minute
-  to minute. Pieces and layouts are not timed in the same minutes, so all errors shift together.
+* The machine's own drift: the speed of a virtual core changes by up to a sixth from minute to
+  minute. Timed before all layouts instead of in turns with them, pieces were 11 % too fast.
 * Waiting inside tensor-parallel layers: a call of half a megabyte takes 0.2 to 0.5 ms by itself
   and about 1.3 ms between the products of a layer, because gloo's threads have no core of their own
   and the faster rank waits for the slower one. Layouts with many small calls are predicted too low.
@@ -113,7 +113,7 @@ class Outcome:
 
     @property
     def drift_pct(self) -> float:
-        """How much faster a core's products were after all than before."""
+        """Change of the rate of a core's products from before all to after."""
         return 100.0 * (self.figures_after.flops_per_s / self.figures.flops_per_s - 1.0)
 
 
@@ -181,7 +181,7 @@ def _notes(outcome: Outcome) -> Iterator[str]:
         f"A core: {figures.flops_per_s / 1e9:.0f} GFLOP/s, copies at "
         f"{figures.copy_bytes_per_s / 1e9:.1f} GB/s, {100 * figures.hidden_share:.0f} % of an "
         f"all-reduce hidden beside products, optimizer {1e9 * outcome.optimizer_step_s:.2f} ns a "
-        f"parameter; products {outcome.drift_pct:+.1f} % faster at the end than at the beginning."
+        f"parameter. The products' rate changed by {outcome.drift_pct:+.1f} % until the end."
     )
     yield from (f"Network: {note}" for note in outcome.network.notes)
 
@@ -241,11 +241,12 @@ def _machine_section(outcome: Outcome) -> str:
 
 Written by `{COMMAND}`; do not edit it.
 
-Two processes with one thread each timed the pieces of the model and gloo's collectives, both at
-work at once; from these alone the cost model predicted each layout, and the planner chose among
-all that are legal. Then each was trained with megatron-core over gloo: in each turn the median of
-{trial.steps} steps after {trial.warm_up}, each step as the slower rank had it. All pieces and all
-layouts had {trial.rounds} turns, of which the quicker counts. Nothing is fitted to the steps.
+Two processes with one thread each timed gloo's collectives, then the pieces of the model and whole
+layouts in turns, as a core's speed drifts: trained with megatron-core over gloo, in each turn the
+median of {trial.steps} steps after {trial.warm_up}, each step as the slower rank had it. Pieces and
+layouts had {trial.rounds} turns, of which the quicker counts. From pieces and collectives alone the
+cost model predicted each layout, and the planner chose among all that are legal. Nothing is fitted
+to the steps.
 
 * Machine: {machine.device_name}, {machine.memory_bytes / GIB:.0f} GiB, two cores in use.
 * Versions: nest-megatron {__version__}, {versions}.
