@@ -87,7 +87,8 @@ def test_a_recorded_order_is_kept() -> None:
 def test_collectives_lie_where_they_happen() -> None:
     by_name = {step.operator.name: step for step in steps(layer(LayerKind.MOE))}
     above = {(c.name, c.backward) for c in by_name["query_up"].above}
-    assert above == {("query_up.gather", False), ("query_up.scatter", True)}
+    own = {("query_up.gather", False), ("query_up.scatter", True)}
+    assert above == own | {("positions.gather", False)}
     assert {(c.name, c.backward) for c in by_name["projection"].below} == {
         ("projection.scatter", False),
         ("projection.gather", True),
