@@ -57,14 +57,14 @@ def under_torchrun(folder: Path, *arguments: str) -> Run:
 
 
 def test_what_was_timed_is_not_timed_again(model: str) -> None:
-    first = spawn("profile", model, "--max-seconds", "30", "--json")
+    first = spawn("profile", model, "--max-seconds", "300", "--json")
     assert first.code == 0, first.err
     found = first.json()
     assert len(found["measured"]) == NUM_SHAPES
     assert found["left_to_interpolate"] == 0
     assert all(t["forward_s"] > 0 and t["backward_s"] > 0 for t in found["measured"])
     assert all(t["parameters"] > 0 and t["saved_bytes"] > 0 for t in found["measured"])
-    second = spawn("profile", model, "--max-seconds", "30", "--json").json()
+    second = spawn("profile", model, "--max-seconds", "300", "--json").json()
     assert (second["measured"], second["known"]) == ([], NUM_SHAPES)
     assert run("profiles", "verify", found["profile"]).code == 0
 
@@ -76,10 +76,7 @@ def test_a_budget_that_runs_out_leaves_the_rest_to_interpolate(model: str) -> No
 
 
 def test_ranks_share_the_shapes_and_time_the_network(model: str, tmp_path: Path) -> None:
-    out = tmp_path / "network.yaml"
-    done = under_torchrun(
-        tmp_path, model, "--max-seconds", "30", "--network-out", str(out), "--json"
-    )
+    done = under_torchrun(tmp_path, model, "--max-seconds", "300", "--no-collectives", "--json")
     assert done.code == 0, done.err
     found = done.json()
     assert len(found["measured"]) == NUM_SHAPES
@@ -89,11 +86,17 @@ def test_ranks_share_the_shapes_and_time_the_network(model: str, tmp_path: Path)
     }
     assert len(shapes) == NUM_SHAPES
     assert store.find_entry(found["profile"]).read().machine.is_cpu
+    out = tmp_path / "network.yaml"
+    again = under_torchrun(
+        tmp_path, model, "--max-seconds", "8", "--network-out", str(out), "--json"
+    )
+    assert again.code == 0, again.err
+    assert again.json()["known"] == NUM_SHAPES
     assert network.read(out).samples
 
 
 def test_plans_on_a_profile_that_is_named(model: str, tmp_path: Path) -> None:
-    name = spawn("profile", model, "--max-seconds", "30", "--json").json()["profile"]
+    name = spawn("profile", model, "--max-seconds", "300", "--json").json()["profile"]
     asked = ("plan", model, "cluster=dgx_h100", "cluster.num_gpus=8", "train.global_batch_size=8")
     assert run(*asked, "--json").json()["provenance"]["profile"] == "analytic"
     named = run(*asked, f"profile.name={name}", "--json").json()
