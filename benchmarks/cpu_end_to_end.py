@@ -74,7 +74,9 @@ class Turns:
     figures: Figures
 
 
-def in_turns(trial: Trial, plans: Mapping[str, ParallelPlan], folder: Path) -> Turns:
+def in_turns(
+    trial: Trial, plans: Mapping[str, ParallelPlan], folder: Path, patience_s: float
+) -> Turns:
     """Train the layouts, with some pieces timed before each.
 
     A core's speed drifts, and more when it was idle before: timed first, pieces would be faster
@@ -87,7 +89,7 @@ def in_turns(trial: Trial, plans: Mapping[str, ParallelPlan], folder: Path) -> T
         for plan, share in zip(plans.values(), shares, strict=True)
         for call in (Call("pieces", (trial, share)), _training(trial, plan))
     ]
-    *found, figures = on_two_ranks(folder, [*(trial.rounds * turn), Call("figures")])
+    *found, figures = on_two_ranks(folder, [*(trial.rounds * turn), Call("figures")], patience_s)
     pieces, runs, count = found[0::2], found[1::2], len(plans)
     turns = [
         [timing for ranks in pieces[first : first + count] for timing in _slower(ranks)]
@@ -183,14 +185,20 @@ def row_of(planned: ParallelPlan, turns: Sequence[Sequence[Ran]]) -> Row:
     )
 
 
-def run(trial: Trial, folder: Path) -> Outcome:
-    """Measure, predict, train; the processes' files go into a folder."""
+def run(trial: Trial, folder: Path, patience_s: float = 0.0) -> Outcome:
+    """Measure, predict, train; the processes' files go into a folder.
+
+    Args:
+        patience_s: time to wait in all while other processes keep the cores busy.
+    """
     started = datetime.now(UTC)
-    figures, networks = on_two_ranks(folder, [Call("figures"), Call("network", (trial,))])
+    figures, networks = on_two_ranks(
+        folder, [Call("figures"), Call("network", (trial,))], patience_s
+    )
     before, network = slower_figures(figures), networks[0]
     settings = settings_of(before)
     cluster = cluster_of(before, network, memory_bytes())
-    turns = in_turns(trial, estimated(trial, cluster, settings, None), folder)
+    turns = in_turns(trial, estimated(trial, cluster, settings, None), folder, patience_s)
     times = stored_times(trial, turns)
     plans, best = (f(trial, cluster, settings, times) for f in (estimated, chosen))
     name = same_layout(plans, best)
@@ -219,12 +227,19 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print figures for other programs")
     parser.add_argument("--out", type=Path, help="write a page in Markdown")
     parser.add_argument("--keep", type=Path, help="keep the profile and all results in this folder")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="wait so long in all, twice at most, while other processes keep the cores busy",
+    )
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="cpu-end-to-end-") as scratch:
         folder = asked.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         os.environ[FOLDER_VARIABLE] = str(folder / "profiles")
-        outcome = run(TRIAL, folder)
+        outcome = run(TRIAL, folder, asked.patience)
     print(json.dumps(as_document(outcome), indent=2) if asked.json else as_text(outcome))
     if asked.out:
         write_text(asked.out, as_markdown(outcome))

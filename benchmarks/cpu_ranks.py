@@ -37,9 +37,11 @@ from tests.training.parent import end_with_parent  # noqa: E402
 #: A rank that works longer on one call says where it is, and ends.
 CALL_SECONDS = 300
 #: What is pickled must be of this module, not of ``__main__``.
-_START = "import sys; from benchmarks.cpu_ranks import main; main(sys.argv[1])"
+_START = "import sys; from benchmarks.cpu_ranks import main; main(*sys.argv[1:])"
 _CALLS, _ENDING = "calls.pickle", ".pickle"
 _LOG_CHARACTERS = 4000
+#: Processor seconds that others may take in a second of a quiet machine.
+_QUIET = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,11 @@ class Ran:
     loss: float | None
 
 
-def on_two_ranks(folder: Path, calls: Sequence[Call]) -> list[list[Any]]:
+def on_two_ranks(folder: Path, calls: Sequence[Call], patience_s: float = 0.0) -> list[list[Any]]:
     """Make the calls one after the other; what each rank returned.
+
+    Args:
+        patience_s: time to wait in all, before calls, while other processes keep the cores busy.
 
     Raises:
         RuntimeError: with the ranks' last words, if one did not finish.
@@ -79,7 +84,7 @@ def on_two_ranks(folder: Path, calls: Sequence[Call]) -> list[list[Any]]:
     (folder / _CALLS).write_bytes(pickle.dumps(list(calls)))
     log = folder / "worker.log"
     with log.open("wb") as output:
-        command = [sys.executable, "-c", _START, str(folder)]
+        command = [sys.executable, "-c", _START, str(folder), str(patience_s)]
         subprocess.run(
             command, cwd=ROOT, env=_environment(), stdout=output, stderr=output, check=False
         )
@@ -107,19 +112,30 @@ def _result(folder: Path, index: int, rank: int) -> Any:
     return pickle.loads(path.read_bytes())
 
 
-def main(given: str) -> None:
+def main(given: str, patience_s: str) -> None:
     """The worker: make the calls that a file lists, in order, until one fails."""
     import torch
 
     from nest_megatron.profile import collectives, layer_timer  # noqa: F401 (once, for all ranks)
     from tests.training import cpu_megatron, job  # noqa: F401
 
-    folder = Path(given)
+    folder, patience = Path(given), float(patience_s)
     end_with_parent()
     torch.set_num_threads(1)
     for index, call in enumerate(pickle.loads((folder / _CALLS).read_bytes())):
+        patience -= _wait_for_quiet(patience)
         if not _forked(folder, index, call):
             return
+
+
+def _wait_for_quiet(most: float) -> float:
+    """Wait until nothing else keeps a core busy, for so many seconds at most; how long it was."""
+    waited, busy = 0.0, 1.0
+    while waited < most and busy > _QUIET:
+        before = _busy_seconds()
+        time.sleep(1.0)
+        waited, busy = waited + 1.0, _busy_seconds() - before
+    return waited
 
 
 def _forked(folder: Path, index: int, call: Call) -> bool:

@@ -21,6 +21,8 @@ from nest_megatron.validation.scores import ErrorScores, error_scores, rank_scor
 
 COMMAND = "python benchmarks/cpu_end_to_end.py --out docs/accuracy/cpu_end_to_end.md"
 
+#: Share of the cores above which other processes spoil a run.
+DISTURBED = 0.05
 #: Found with timers inside a step, on two cores of an AMD EPYC (Zen 5); for a reader of the page.
 LEFT_OUT = """\
 ## What the prediction leaves out
@@ -184,6 +186,12 @@ def _notes(outcome: Outcome) -> Iterator[str]:
         f"parameter. The products' rate changed by {outcome.drift_pct:+.1f} % until the end."
     )
     yield from (f"Network: {note}" for note in outcome.network.notes)
+    taken = max(row.others_share for row in outcome.rows.values())
+    if taken > DISTURBED:
+        yield (
+            f"Not to be relied on: other processes took up to {100 * taken:.0f} % of the cores. "
+            "Run it again on a quiet machine."
+        )
 
 
 def as_document(outcome: Outcome) -> dict[str, Any]:
