@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 
 CATALOGUE = ("accelerator", "cluster", "model")
 SDIST_HOLDS = (
+    "cython_ext/_nest_cuts.pyx",
     "cython_ext/_stage_dp.pyx",
     "docs/",
     "recipes/__init__.py",
@@ -20,6 +21,7 @@ WHEEL_HOLDS = (
     "nest_megatron.pth",
     "nest_megatron/py.typed",
     "nest_megatron/recipes/__init__.py",
+    "nest_megatron/nest/_nest_cuts.",
     "nest_megatron/solver/_stage_dp.",
     *(f"nest_megatron/hydra_configs/{group}/" for group in CATALOGUE),
 )

@@ -23,6 +23,7 @@ from nest_megatron.app.complete import (
     complete_override,
 )
 from nest_megatron.app.extract_commands import extract
+from nest_megatron.app.nest_commands import nest
 from nest_megatron.app.network_commands import network
 from nest_megatron.app.profile_commands import profile, profiles
 
@@ -271,6 +272,7 @@ cli.add_command(profile)
 cli.add_command(profiles)
 cli.add_command(network)
 cli.add_command(extract)
+cli.add_command(nest)
 
 
 @cli.command(

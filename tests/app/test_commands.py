@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -58,6 +59,7 @@ def test_examples_run(command: str, small_plan: Path, tmp_path: Path) -> None:
     )
     write_measurements(tmp_path)
     write_networks(tmp_path)
+    shutil.copytree(ROOT / "tests" / "nest" / "data", tmp_path, dirs_exist_ok=True)
     mine = (ROOT / "hydra_configs" / "cluster" / "custom.yaml").read_text()
     (tmp_path / "mine.yaml").write_text(mine)
     shell = command.partition(">")[0] if "completion" in command else command

@@ -20,6 +20,7 @@ FLOORS = {
     "profile": 3,
     "cost_model": 4,
     "solver": 5,
+    "nest": 5,
     "planner": 6,
     "launchers": 7,
     "pinning": 7,

@@ -1,0 +1,87 @@
+"""``nest-megatron nest``; what its commands do is in ``app/nest.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from nest_megatron.app.command_kinds import FILE, NEXT, Command, Group, json_option
+
+_INSTANCE = click.Path(path_type=Path)
+
+
+def _without_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--without",
+        metavar="SWITCH",
+        multiple=True,
+        help="Turn a peculiarity of the artifact's formula off; a wrong name lists them all.",
+    )(function)
+
+
+@click.group(
+    cls=Group,
+    examples=(
+        "nest-megatron nest solve bertlarge_128.json",
+        "nest-megatron nest evaluate bertlarge_128.json bertlarge_128.result.json",
+    ),
+)
+def nest() -> None:
+    """NEST's published solver: its instances, solved and priced by its own formula.
+
+    Times per batch are in the instance's unit, which its authors take as milliseconds.
+    """
+
+
+@nest.command(
+    "solve",
+    cls=Command,
+    examples=(
+        "nest-megatron nest solve bertlarge_128.json",
+        "nest-megatron nest solve mixtral_64.json --out plan.json --json",
+        "nest-megatron nest solve llama2_64.json --without recomputed_forward_costs_backward",
+    ),
+)
+@click.argument("instance", type=_INSTANCE, metavar="INSTANCE.JSON")
+@click.option("--out", type=FILE, help="Write the plan here, as the artifact writes its output.")
+@_without_option
+@json_option
+def nest_solve(instance: Path, **options: Any) -> int:
+    """Find the fastest plan in the artifact's space: tensor width, replicas, stages, cuts.
+
+    Exits with 1 where no plan fits.
+    """
+    from nest_megatron.app.nest import run_solve
+
+    return run_solve(instance, **options)
+
+
+@nest.command(
+    "evaluate",
+    cls=Command,
+    examples=(
+        "nest-megatron nest evaluate llama2_64.json llama2_64.result.json",
+        "nest-megatron nest evaluate llama2_64.json --baseline Manual",
+        "nest-megatron nest evaluate llama2_64.json --baseline Manual"
+        + NEXT
+        + "--without baselines_last_stage_first --without baseline_cuts_count_embedding --json",
+        "nest-megatron nest evaluate llama2_64.json --baseline MCMC --without all",
+    ),
+)
+@click.argument("instance", type=_INSTANCE, metavar="INSTANCE.JSON")
+@click.argument("placement", required=False, type=_INSTANCE, metavar="[PLACEMENT.JSON]")
+@click.option("--baseline", metavar="NAME", help="A baseline of the instance instead of a file.")
+@_without_option
+@json_option
+def nest_evaluate(instance: Path, placement: Path | None, **options: Any) -> int:
+    """Price a plan by the artifact's formula.
+
+    PLACEMENT.JSON is the artifact's output, a recorded result that holds one, or a baseline's p, d,
+    t and num_transformer_layers. Exits with 1 where the plan cannot run.
+    """
+    from nest_megatron.app.nest import run_evaluate
+
+    return run_evaluate(instance, placement, **options)
