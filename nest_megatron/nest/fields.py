@@ -80,9 +80,12 @@ class Fields:
         """A finite number, not below ``least`` or, with ``above``, not at it either."""
         return number(self.get(name), self.place(name), least=least, above=above)
 
-    def whole(self, name: str, *, least: int = 1) -> int:
-        """A whole number; 4096.0 is one."""
-        return whole(self.get(name), self.place(name), least=least)
+    def whole(self, name: str, *, most: int | None = None) -> int:
+        """A whole number of at least 1; 4096.0 is one."""
+        found = whole(self.get(name), self.place(name))
+        if most is not None and found > most:
+            raise wrong(self.place(name), found, f"it must be at most {most:,}")
+        return found
 
     def flag(self, name: str) -> bool:
         """A truth value; 0 and 1 are some."""
@@ -116,11 +119,19 @@ def number(value: object, where: str, *, least: float = 0.0, above: bool = False
     """A finite number that is large enough."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise wrong(where, value, "it must be a number")
-    if not math.isfinite(value):
+    if not _is_finite(value):
         raise wrong(where, value, "it must be finite")
     if value < least or (above and value == least):
         raise wrong(where, value, f"it must be {'above' if above else 'at least'} {least:g}")
     return float(value)
+
+
+def _is_finite(value: float) -> bool:
+    """Whether a double holds it; JSON's whole numbers have no largest one."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def whole(value: object, where: str, *, least: int | None = 1) -> int:

@@ -34,6 +34,10 @@ _NODE = {
 _EDGE = {"sourceId", "destId", "communicationCost"}
 _BASELINE = {"p", "d", "t", "num_transformer_layers", "layer_partition"}
 
+#: More would take tables of hundreds of megabytes, or minutes.
+_MOST_LAYERS = 1_000
+_MOST_DEVICES = 1_000_000
+
 _Edge = tuple[int, int, float]
 
 
@@ -54,7 +58,7 @@ def read_instance(path: Path) -> Instance:
     _check_same_nodes(chains)
     for name in ("bandwidth", "frequency"):  # priced nowhere in this mode, but part of the format
         top.number(name, above=True)
-    num_devices = top.whole("maxDevices")
+    num_devices = top.whole("maxDevices", most=_MOST_DEVICES)
     return Instance(
         chains=chains,
         network=_network(top, num_devices),
@@ -72,7 +76,7 @@ def read_instance(path: Path) -> Instance:
 
 
 def _as_number(text: str, nodes: Fields) -> int:
-    if not text.isascii() or not text.isdigit():
+    if not text.isascii() or not text.isdigit() or text.startswith("0"):
         raise wrong(nodes.place(text), text, "a tensor width must be a whole number of at least 1")
     return int(text)
 
@@ -134,8 +138,9 @@ def _chain(nodes: Fields, edges: Fields, width: str, notes: list[str]) -> Chain:
             raise wrong(fields.place("id"), layer.node_id, "two nodes have this id")
         layers[layer.node_id] = layer
         notes.extend(f"nodes: {name} is not read" for name in fields.beyond(_NODE))
-    if not layers:
-        raise wrong(nodes.place(width), [], "there is no node in it")
+    if not 0 < len(layers) <= _MOST_LAYERS:
+        limit = f"it must hold 1 to {_MOST_LAYERS:,} nodes"
+        raise wrong(nodes.place(width), len(layers), limit)
     pairs: dict[tuple[int, int], float] = {}
     for fields in edges.objects(width):
         source, target, num_bytes = _edge(fields, layers)

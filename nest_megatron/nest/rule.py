@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.errors import UserInputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,6 @@ def rule_without(switches: Iterable[str]) -> ArtifactRule:
                 "--without",
                 value=name,
                 limit="the formula has no such switch",
-                fix=nearest(name, (*SWITCHES, "all")),
+                fix=f"Known: {', '.join((*SWITCHES, 'all'))}.",
             )
     return ArtifactRule(**off)
