@@ -23,7 +23,7 @@ def nest_report(
     if rule != AS_ARTIFACT:
         parts.append(Text(f"  Off: {', '.join(switched_off(rule))}"))
     parts.extend(Text(f"  Cannot run: {reason}.", style="red") for reason in price.refusals)
-    return Group(*parts, stages_table(price.stages, instance))
+    return Group(*parts, stages_table(price.stages))
 
 
 def switched_off(rule: ArtifactRule) -> list[str]:
@@ -47,7 +47,8 @@ def _degrees(instance: Instance, placement: Placement) -> Text:
         "context": instance.context_parallel_size,
     }
     shown = ", ".join(f"{name} {degree}" for name, degree in degrees.items())
-    return Text(f"  {shown}; {used} of {instance.num_devices} devices")
+    memory = format_gib(instance.memory_bytes)
+    return Text(f"  {shown}; {used} of {instance.num_devices} devices of {memory}")
 
 
 def _sum(price: Price) -> Text:
@@ -57,14 +58,13 @@ def _sum(price: Price) -> Text:
     return Text(f"  = {price.slowest_stage:.8g} x {steps} + {price.sync:.4g} sum of gradients")
 
 
-def stages_table(stages: Sequence[StagePrice], instance: Instance) -> RenderableType:
+def stages_table(stages: Sequence[StagePrice]) -> RenderableType:
     """A row for each stage, first to last; links as network levels, 0 the innermost."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("Stage", justify="right")
+    table.add_column("Stage", justify="right", no_wrap=True)
     table.add_column("Nodes", no_wrap=True)
-    for head in ("Devices", "Time", "GiB", "of", "Link in", "Link out"):
+    for head in ("Devices", "Time", "Memory", "Link in", "Link out"):
         table.add_column(head, justify="right", no_wrap=True)
-    limit = format_gib(instance.memory_bytes)
     slowest = max(stage.time for stage in stages)
     for number, stage in enumerate(stages):
         table.add_row(
@@ -73,7 +73,6 @@ def stages_table(stages: Sequence[StagePrice], instance: Instance) -> Renderable
             str(stage.num_devices),
             f"{stage.time:.6g}",
             f"{format_gib(stage.memory_bytes)}{'' if stage.fits else ' !'}",
-            limit,
             _level(stage.link_before),
             _level(stage.link_after),
             style="bold" if stage.time == slowest else "",
