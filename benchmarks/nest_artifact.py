@@ -265,7 +265,7 @@ which does not price by this formula.
 reversed order, and cuts that count the embedding. `--without baselines_last_stage_first` prices
 them in the order of every other plan: Manual for Llama-2 on 64 devices then takes 997,064.7
 instead of 1,246,330.9, and is the plan that the artifact finds. `--without all` turns every
-peculiarity off.
+peculiarity off; `nest solve` takes the same switches and is exact under each.
 
 ZeRO is not searched: the artifact tries it only where its last layer does not fit alone, and then
 asks a network simulator for the price of a collective. No recorded instance comes to that; one that

@@ -34,6 +34,7 @@ cdef struct Chain:
     const int32_t* cut_levels
     double memory_bytes
     double states
+    double most_weight_bytes
     int32_t num_devices
     bint recompute
     # Tables that are made here.
@@ -134,9 +135,11 @@ cdef void fill_positions(Chain* c) noexcept nogil:
             weights = weights + c.weights[y]
             activations = activations + c.activations[y]
             stashed = stashed + c.kept[x * n + y] if c.recompute else activations
-            c.positions[x * n + y] = position_of(
-                c, 2.0 * weights + c.states * weights + activations, stashed
-            )
+            c.positions[x * n + y] = 0
+            if weights <= c.most_weight_bytes:
+                c.positions[x * n + y] = position_of(
+                    c, 2.0 * weights + c.states * weights + activations, stashed
+                )
 
 
 cdef double stage_of(
@@ -192,6 +195,7 @@ def fill(
     const int32_t[::1] cut_levels,
     double memory_bytes,
     double states,
+    double most_weight_bytes,
     int32_t num_devices,
     bint recompute,
     double[::1] firsts,
@@ -206,6 +210,7 @@ def fill(
         edges: IN, [n, n], bytes, -1 where there is none.
         bandwidths, latencies, factors: IN, [num_levels], bytes per unit of time, time, none.
         cut_levels: IN, [num_stages + 1], the level of the link before each position from the end.
+        most_weight_bytes: of one stage; infinite for any.
         firsts: INOUT, [num_stages + 1, n + 1], given infinite; the bottleneck of each depth by
             where its first stage ends.
         ends: INOUT, [num_stages + 1, n + 1], given 0; where the stage at a position ends, by
@@ -221,7 +226,7 @@ def fill(
     c.weights, c.activations, c.edges = &weights[0], &activations[0], &edges[0]
     c.bandwidths, c.latencies, c.factors = &bandwidths[0], &latencies[0], &factors[0]
     c.cut_levels, c.positions = &cut_levels[0], &positions[0]
-    c.memory_bytes, c.states = memory_bytes, states
+    c.memory_bytes, c.states, c.most_weight_bytes = memory_bytes, states, most_weight_bytes
     c.num_devices, c.recompute = num_devices, recompute
     c.coming, c.kept, c.going = table, table + square, table + 2 * square
     c.forward_times = table + 3 * square

@@ -14,6 +14,7 @@ def fill(
     cut_levels: array[int],
     memory_bytes: float,
     states: float,
+    most_weight_bytes: float,
     num_devices: int,
     recompute: bool,
     firsts: array[float],

@@ -52,11 +52,17 @@ def deepest(instance: Instance, tensor_model_parallel_size: int) -> int:
 
 
 def cut_table(
-    instance: Instance, width: int, rule: ArtifactRule, *, compiled: bool | None = None
+    instance: Instance,
+    width: int,
+    rule: ArtifactRule,
+    *,
+    most_weight_bytes: float = math.inf,
+    compiled: bool | None = None,
 ) -> CutTable:
     """All depths of one tensor width, stages packed on the devices, the last one first.
 
     Args:
+        most_weight_bytes: stages with more weights are left out.
         compiled: whether the kernel or the reference answers; they agree bit for bit. The kernel
             where it is built, if not given.
     """
@@ -64,9 +70,9 @@ def cut_table(
     places = (num_stages + 1) * (num_layers + 1)
     firsts, ends = array("d", [math.inf]) * places, array("i", [0]) * places
     if has_kernel() if compiled is None else compiled:
-        _fill_by_kernel(instance, width, rule, firsts, ends)
+        _fill_by_kernel(instance, width, rule, most_weight_bytes, firsts, ends)
     else:
-        reference.fill(instance, width, rule, num_stages, firsts, ends)
+        reference.fill(instance, width, rule, most_weight_bytes, firsts, ends)
     return CutTable(num_layers=num_layers, firsts=firsts, ends=ends)
 
 
@@ -82,7 +88,12 @@ def has_kernel() -> bool:
 
 
 def _fill_by_kernel(
-    instance: Instance, width: int, rule: ArtifactRule, firsts: array[float], ends: array[int]
+    instance: Instance,
+    width: int,
+    rule: ArtifactRule,
+    most_weight_bytes: float,
+    firsts: array[float],
+    ends: array[int],
 ) -> None:
     from nest_megatron.nest import _nest_cuts
 
@@ -105,6 +116,7 @@ def _fill_by_kernel(
         array("i", reference.cut_levels(instance, width, num_stages)),
         instance.memory_bytes,
         instance.optimizer.state_bytes_per_weight_byte,
+        most_weight_bytes,
         instance.num_devices,
         instance.recompute,
         firsts,

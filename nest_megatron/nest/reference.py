@@ -11,7 +11,7 @@ from array import array
 
 from nest_megatron.nest.records import Instance
 from nest_megatron.nest.rule import ArtifactRule
-from nest_megatron.nest.stage_cost import links_of, stage_memory, stage_time
+from nest_megatron.nest.stage_cost import links_of, stage_memory, stage_time, weights_of
 
 
 def cut_levels(instance: Instance, width: int, num_stages: int) -> list[int]:
@@ -28,18 +28,20 @@ def fill(
     instance: Instance,
     width: int,
     rule: ArtifactRule,
-    num_stages: int,
+    most_weight_bytes: float,
     firsts: array[float],
     ends: array[int],
 ) -> None:
     """Fill the two tables of a ``CutTable``.
 
     Args:
+        most_weight_bytes: stages with more weights are left out.
         firsts: given infinite.
         ends: given 0.
     """
     n = len(instance.chains[width].layers)
-    price = _Pricer(instance, width, rule, num_stages)
+    num_stages = len(firsts) // (n + 1) - 1
+    price = _Pricer(instance, width, rule, num_stages, most_weight_bytes)
     row = [price(x, n, 1) for x in range(n)]
     for x in range(n):
         ends[n + 1 + x] = n
@@ -59,7 +61,15 @@ def fill(
 class _Pricer:
     """Times of stages at positions, each computed once for each pair of links."""
 
-    def __init__(self, instance: Instance, width: int, rule: ArtifactRule, num_stages: int) -> None:
+    def __init__(
+        self,
+        instance: Instance,
+        width: int,
+        rule: ArtifactRule,
+        num_stages: int,
+        most_weight_bytes: float,
+    ) -> None:
+        self.most_weight_bytes = most_weight_bytes
         self.instance, self.chain, self.rule = instance, instance.chains[width], rule
         self.links = links_of(instance, rule)
         self.levels = cut_levels(instance, width, num_stages)
@@ -83,8 +93,11 @@ class _Pricer:
 
     def _last_position(self, first: int, end: int) -> int:
         if (first, end) not in self.positions:
-            memory = stage_memory(self.instance, self.chain, first, end)
-            self.positions[first, end] = memory.last_position(
-                self.instance.memory_bytes, self.instance.num_devices
-            )
+            self.positions[first, end] = self._held(first, end)
         return self.positions[first, end]
+
+    def _held(self, first: int, end: int) -> int:
+        if weights_of(self.chain, first, end) > self.most_weight_bytes:
+            return 0
+        memory = stage_memory(self.instance, self.chain, first, end)
+        return memory.last_position(self.instance.memory_bytes, self.instance.num_devices)

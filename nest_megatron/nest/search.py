@@ -1,8 +1,9 @@
 """The best plan of the artifact's own space: tensor width, depth, replicas and cuts.
 
 Exact: for every tensor width and depth the cut table holds the least bottleneck for each first
-stage (whose weights are what the sum over replicas depends on), and every number of replicas is
-priced that could still win. Stages stand packed, the last one first; expert and context parallel
+stage (whose weights are what the sum over replicas depends on; where a rule sums the heaviest stage
+there is a table for each weight that it may have), and every number of replicas is priced that
+could still win. Stages stand packed, the last one first; expert and context parallel
 degrees, micro batch and recompute are the instance's. ZeRO is not in it: the artifact prices its
 collectives by running a network simulator, and no recorded instance needs it.
 """
@@ -12,14 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 
-from nest_megatron.errors import UserInputError
 from nest_megatron.nest.cuts import cut_table, deepest
 from nest_megatron.nest.price import Price, price, sync_time
-from nest_megatron.nest.records import Instance, Placement, Stage
+from nest_megatron.nest.records import Chain, Instance, Placement, Stage
 from nest_megatron.nest.rule import AS_ARTIFACT, ArtifactRule
-from nest_megatron.nest.stage_cost import stage_memory
+from nest_megatron.nest.stage_cost import stage_memory, weights_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,18 +60,7 @@ def solve(
 
     Args:
         compiled: as for ``cut_table``.
-
-    Raises:
-        UserInputError: where the rule sums the gradients of the heaviest stage: the cuts would
-            depend on more than the first one.
     """
-    if not rule.sync_first_stage_only:
-        raise UserInputError(
-            "sync_first_stage_only",
-            value=False,
-            limit="the search is exact only where the first stage's weights are summed",
-            fix="Price plans without it by `nest evaluate`, and search with it.",
-        )
     best: _Best | None = None
     for width in instance.chains:
         best = _best_of_width(instance, rule, width, best, compiled)
@@ -86,28 +75,52 @@ def _best_of_width(
 ) -> _Best | None:
     if deepest(instance, width) == 0:
         return best
-    table = cut_table(instance, width, rule, compiled=compiled)
-    layers = instance.chains[width].layers
-    weights = list(accumulate((layer.weight_bytes for layer in layers), initial=0.0))
-    for depth in range(1, deepest(instance, width) + 1):
-        front = _front(table.first_stages(depth))
-        if not front:
-            continue
-        limit = math.inf if best is None else best.time
-        stride = depth * instance.devices_per_stage(width)
-        for time, replicas, end in _improvements(
-            instance, rule, front, weights, stride, depth, limit
-        ):
-            best = _Best(time=time, width=width, replicas=replicas, cuts=table.cuts(depth, end))
+    for most in _most_weights(instance.chains[width], rule):
+        table = cut_table(instance, width, rule, most_weight_bytes=most, compiled=compiled)
+        summed = _summed_weights(instance.chains[width], most)
+        found = False
+        for depth in range(1, deepest(instance, width) + 1):
+            front = _front(table.first_stages(depth), summed)
+            found |= bool(front)
+            limit = math.inf if best is None else best.time
+            stride = depth * instance.devices_per_stage(width)
+            for time, replicas, end in _improvements(
+                instance, rule, front, summed, stride, depth, limit
+            ):
+                best = _Best(time=time, width=width, replicas=replicas, cuts=table.cuts(depth, end))
+        if not found:
+            break  # with lighter stages there are no cuts either
     return best
 
 
-def _front(first_stages: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Bottlenecks that no lighter first stage has as small, least first."""
+def _most_weights(chain: Chain, rule: ArtifactRule) -> list[float]:
+    """What the heaviest stage may weigh, in turns: anything, where only the first one is summed.
+
+    Otherwise every weight that a stage can have: the best plan is among those with stages no
+    heavier than its own heaviest.
+    """
+    if rule.sync_first_stage_only:
+        return [math.inf]
+    ends = range(len(chain.layers) + 1)
+    return sorted({weights_of(chain, a, b) for a, b in combinations(ends, 2)}, reverse=True)
+
+
+def _summed_weights(chain: Chain, most: float) -> list[float]:
+    """What replicas sum, by where the first stage ends: its own weights, or the most allowed."""
+    if most < math.inf:
+        return [most] * (len(chain.layers) + 1)
+    return list(accumulate((layer.weight_bytes for layer in chain.layers), initial=0.0))
+
+
+def _front(first_stages: list[tuple[float, int]], summed: list[float]) -> list[tuple[float, int]]:
+    """Bottlenecks that no smaller sum has as small, least first; sums grow with the end."""
     front: list[tuple[float, int]] = []
     for bottleneck, end in first_stages:
-        if not front or bottleneck < front[-1][0]:
-            front.append((bottleneck, end))
+        if front and bottleneck >= front[-1][0]:
+            continue
+        if front and summed[end] == summed[front[-1][1]]:
+            front.pop()
+        front.append((bottleneck, end))
     return front[::-1]
 
 
@@ -115,13 +128,13 @@ def _improvements(
     instance: Instance,
     rule: ArtifactRule,
     front: list[tuple[float, int]],
-    weights: list[float],
+    summed: list[float],
     stride: int,
     depth: int,
     limit: float,
 ) -> Iterator[tuple[float, int, int]]:
     """Times below ``limit``, each below the one before it, with replicas and first stage's end."""
-    micro_batches, least = instance.num_micro_batches, front[0][0]
+    micro_batches, least = instance.num_micro_batches, min(front)[0] if front else math.inf
     for replicas in range(min(instance.num_devices // stride, micro_batches), 0, -1):
         steps = -(-micro_batches // replicas) + depth - 1
         if least * steps >= limit:
@@ -129,7 +142,7 @@ def _improvements(
         for bottleneck, end in front:
             if bottleneck * steps >= limit:
                 break
-            sync = sync_time(instance, rule, replicas, stride, weights[end])
+            sync = sync_time(instance, rule, replicas, stride, summed[end])
             time = bottleneck * steps + sync
             if time < limit:
                 limit = time
