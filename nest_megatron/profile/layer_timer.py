@@ -35,6 +35,9 @@ _UNITS = {
     Piece.HEAD: (LayerKind.HEAD, Stretch.WHOLE),
 }
 
+#: Passes that are made however long they take: a spread needs two.
+_FEWEST = 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measuring:
@@ -43,7 +46,7 @@ class Measuring:
     Args:
         where: the CPU, for real, or this process's GPU.
         warm_up: passes before the first that counts.
-        repetitions: most passes that count; at least ``least`` are made.
+        repetitions: most passes that count; at least ``least`` are made, if time allows.
         max_seconds: no further pass is begun after so long with one piece.
         steady: spread at which the passes so far are enough.
         changes: fields of megatron-core's configuration that the job sets otherwise.
@@ -143,8 +146,11 @@ def _timed(
         marks.append(watch.mark())
         return marks
 
+    warm = time.perf_counter() + measuring.max_seconds / 2
     for _ in range(measuring.warm_up):
         once()
+        if time.perf_counter() > warm:
+            break
     passes = watch.read(_repeated(once, measuring, watch))
     without, forward, backward = zip(*passes, strict=True)
     both = [f + b for f, b in zip(forward, backward, strict=True)]
@@ -174,10 +180,10 @@ def _repeated(once: Callable[[], Any], measuring: Measuring, watch: _Watch) -> l
     ended = time.perf_counter() + measuring.max_seconds
     while len(marks) < measuring.repetitions:
         marks.append(once())
+        if len(marks) >= _FEWEST and time.perf_counter() > ended:
+            break
         if len(marks) < measuring.least:
             continue
-        if time.perf_counter() > ended:
-            break
         if len(marks) % measuring.least == 0:
             times = [sum(times[1:]) for times in watch.read(marks)]
             if middle_half(times)[1] <= measuring.steady:

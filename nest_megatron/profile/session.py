@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -60,8 +61,9 @@ def run(
         left = until - time.monotonic()
         if left <= 0:
             return
+        within = dataclasses.replace(measuring, max_seconds=min(measuring.max_seconds, left))
         try:
-            yield time_piece(spec, task.piece, task.shard, measuring)
+            yield time_piece(spec, task.piece, task.shard, within)
         except MemoryError:
             on_skip(task, "it does not fit on this device")
 
