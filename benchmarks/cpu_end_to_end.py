@@ -33,18 +33,15 @@ from benchmarks.cpu_job import (  # noqa: E402
     cluster_of,
     settings_of,
 )
-from benchmarks.cpu_ranks import (  # noqa: E402
-    Call,
-    Ran,
-    memory_bytes,
-    on_two_ranks,
+from benchmarks.cpu_ranks import Call, Ran, memory_bytes, on_two_ranks  # noqa: E402
+from benchmarks.cpu_report import Outcome, Row, as_document, as_markdown, as_text  # noqa: E402
+from benchmarks.cpu_turns import (  # noqa: E402
     others_share,
     quicker_timings,
     slower_figures,
     slower_timings,
     step_seconds,
 )
-from benchmarks.cpu_report import Outcome, Row, as_document, as_markdown, as_text  # noqa: E402
 from nest_megatron.cluster.records import Cluster  # noqa: E402
 from nest_megatron.cost_model.settings import CostSettings  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
@@ -189,7 +186,8 @@ def run(trial: Trial, folder: Path, patience_s: float = 0.0) -> Outcome:
     """Measure, predict, train; the processes' files go into a folder.
 
     Args:
-        patience_s: time to wait in all while other processes keep the cores busy.
+        patience_s: time to wait while other processes keep the cores busy, and to repeat what they
+            spoil, in each of at most three parts.
     """
     started = datetime.now(UTC)
     figures, networks = on_two_ranks(
@@ -203,7 +201,7 @@ def run(trial: Trial, folder: Path, patience_s: float = 0.0) -> Outcome:
     plans, best = (f(trial, cluster, settings, times) for f in (estimated, chosen))
     name = same_layout(plans, best)
     if name is None:
-        runs = on_two_ranks(folder, trial.rounds * [_training(trial, best)])
+        runs = on_two_ranks(folder, trial.rounds * [_training(trial, best)], patience_s)
         plans, turns.runs[CHOICE] = {**plans, CHOICE: best}, runs
     else:
         plans[name] = best  # which says how it was searched
@@ -230,9 +228,9 @@ def main() -> None:
     parser.add_argument(
         "--patience",
         type=float,
-        default=0.0,
+        default=300.0,
         metavar="SECONDS",
-        help="wait so long in all, twice at most, while other processes keep the cores busy",
+        help="time to wait while other processes are at work, and to repeat what they spoil",
     )
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="cpu-end-to-end-") as scratch:

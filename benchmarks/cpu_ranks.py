@@ -6,7 +6,6 @@ forks two ranks for each call. Calls and results pass through pickled files in t
 
 from __future__ import annotations
 
-import dataclasses
 import faulthandler
 import multiprocessing
 import os
@@ -40,6 +39,8 @@ CALL_SECONDS = 300
 _START = "import sys; from benchmarks.cpu_ranks import main; main(*sys.argv[1:])"
 _CALLS, _ENDING = "calls.pickle", ".pickle"
 _LOG_CHARACTERS = 4000
+#: Share of the cores above which other processes spoil a measurement.
+DISTURBED = 0.05
 #: Processor seconds that others may take in a second of a quiet machine.
 _QUIET = 0.1
 
@@ -75,7 +76,8 @@ def on_two_ranks(folder: Path, calls: Sequence[Call], patience_s: float = 0.0) -
     """Make the calls one after the other; what each rank returned.
 
     Args:
-        patience_s: time to wait in all, before calls, while other processes keep the cores busy.
+        patience_s: time in all to wait before calls while other processes keep the cores busy, and
+            to make disturbed ones again.
 
     Raises:
         RuntimeError: with the ranks' last words, if one did not finish.
@@ -123,9 +125,30 @@ def main(given: str, patience_s: str) -> None:
     end_with_parent()
     torch.set_num_threads(1)
     for index, call in enumerate(pickle.loads((folder / _CALLS).read_bytes())):
-        patience -= _wait_for_quiet(patience)
-        if not _forked(folder, index, call):
-            return
+        while True:
+            patience -= _wait_for_quiet(patience)
+            started = time.monotonic()
+            disturbed = _disturbed(folder, index, call)
+            if disturbed is None:
+                return
+            if disturbed <= DISTURBED or patience <= 0:
+                break
+            patience -= time.monotonic() - started
+
+
+def _disturbed(folder: Path, index: int, call: Call) -> float | None:
+    """Make a call; the share of the cores that others took, or ``None`` where a rank failed."""
+    started, busy, own = time.monotonic(), _busy_seconds(), _ranks_seconds()
+    if not _forked(folder, index, call):
+        return None
+    others = _busy_seconds() - busy - (_ranks_seconds() - own)
+    return others / (NUM_RANKS * (time.monotonic() - started))
+
+
+def _ranks_seconds() -> float:
+    """Processor time of all ranks that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _wait_for_quiet(most: float) -> float:
@@ -140,6 +163,7 @@ def _wait_for_quiet(most: float) -> float:
 
 def _forked(folder: Path, index: int, call: Call) -> bool:
     """Both ranks of a call, forked and ended; whether both came to its end."""
+    (folder / f"store{index}").unlink(missing_ok=True)
     fork = multiprocessing.get_context("fork")
     together = fork.Barrier(NUM_RANKS)
     ranks = [
@@ -334,45 +358,3 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "figures": _figures,
     "train": _train,
 }
-
-
-def slower_figures(found: Sequence[Figures]) -> Figures:
-    """The slower rank's, which the other waits for."""
-    return Figures(
-        flops_per_s=min(each.flops_per_s for each in found),
-        copy_bytes_per_s=min(each.copy_bytes_per_s for each in found),
-        call_s=max(each.call_s for each in found),
-        hidden_share=min(each.hidden_share for each in found),
-    )
-
-
-def slower_timings(ranks: Sequence[Sequence[Timing]]) -> tuple[Timing, ...]:
-    """Each piece as the slower rank ran it, times in each direction apart."""
-    times = ("forward_s", "backward_s", "recompute_s", "optimizer_s", "spread")
-    return tuple(
-        dataclasses.replace(
-            each[0], **{name: max(getattr(timing, name) for timing in each) for name in times}
-        )
-        for each in zip(*ranks, strict=True)
-    )
-
-
-def quicker_timings(turns: Sequence[Sequence[Timing]]) -> tuple[Timing, ...]:
-    """Each piece in its quicker turn."""
-    return tuple(
-        min(each, key=lambda timing: timing.forward_s + timing.backward_s)
-        for each in zip(*turns, strict=True)
-    )
-
-
-def others_share(ranks: Sequence[Ran]) -> float:
-    """Share of two cores that other processes took: above some per cent, do not rely on a time."""
-    others = max(ran.busy_s for ran in ranks) - sum(ran.own_s for ran in ranks)
-    return max(0.0, others) / (NUM_RANKS * sum(ranks[0].seconds))
-
-
-def step_seconds(ranks: Sequence[Ran]) -> float:
-    """Median of the steps, each as the slower rank had it."""
-    return statistics.median(
-        max(each) for each in zip(*(ran.seconds for ran in ranks), strict=True)
-    )

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from benchmarks.cpu_job import WIDTH, Figures, Trial
+from benchmarks.cpu_ranks import DISTURBED
 from nest_megatron import __version__
 from nest_megatron.cost_model.estimate import TERMS
 from nest_megatron.model.parameters import unit_parameters
@@ -21,8 +22,6 @@ from nest_megatron.validation.scores import ErrorScores, error_scores, rank_scor
 
 COMMAND = "python benchmarks/cpu_end_to_end.py --out docs/accuracy/cpu_end_to_end.md"
 
-#: Share of the cores above which other processes spoil a run.
-DISTURBED = 0.05
 #: Found with timers inside a step, on two cores of an AMD EPYC (Zen 5); for a reader of the page.
 LEFT_OUT = """\
 ## What the prediction leaves out
