@@ -28,9 +28,10 @@ LEFT_OUT = """\
 
 * The machine's own drift: the speed of a virtual core changes by up to a sixth from minute to
   minute. Timed before all layouts instead of in turns with them, pieces were 11 % too fast.
-* Waiting inside tensor-parallel layers: a call of half a megabyte takes 0.2 to 0.5 ms by itself
-  and about 1.3 ms between the products of a layer, because gloo's threads have no core of their own
-  and the faster rank waits for the slower one. Layouts with many small calls are predicted too low.
+* Waiting inside tensor-parallel layers: gloo's threads have no core of their own. By itself a call
+  of half a megabyte takes 0.2 to 0.5 ms as a rule, but up to one in four takes 4 ms. The profile
+  keeps the median; a step with hundreds of calls pays the mean, about 1.3 ms each as timers inside
+  the layers found. So tensor parallelism with small micro batches is predicted too low.
 * Passes over the gradients: Megatron scales them before an all-reduce, looks for NaN, sums
   their norm and clips them: 20 to 35 ms of a step here, and next to nothing on a GPU's memory.
 * Setting gradients to zero and Python's own time in the schedule: about 5 ms of a step."""
