@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nest_megatron.app import NOTHING_FITS, OK
 from nest_megatron.app.output import command_lines, say, show, show_json
 from nest_megatron.config.compose import Composed, compose
-from nest_megatron.config.overrides import Setting, parse, refuse_sweeps
+from nest_megatron.config.overrides import Setting, parse, refuse_sweeps, split_launcher
 from nest_megatron.config.request import plan_request, read_inputs, read_space
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.attach import with_launch
@@ -37,6 +37,7 @@ def run_plan(
     as_json: bool,
 ) -> int:
     """Plan one job, or every job of a sweep, and print the result."""
+    overrides, launcher = split_launcher(overrides)
     settings = parse(overrides, config_dir)
     if free and from_command is None:
         raise UserInputError(
@@ -52,7 +53,14 @@ def run_plan(
                 limit="a command is planned by itself",
                 fix="Leave one of the two out.",
             )
-        return run_sweep(settings, config_dir, as_json=as_json)
+        return run_sweep(settings, launcher, config_dir, as_json=as_json)
+    for setting in launcher:
+        raise UserInputError(
+            setting.key,
+            value=setting.value,
+            limit="a launcher runs the jobs of a sweep, and one job is planned",
+            fix="Add --multirun.",
+        )
     refuse_sweeps(settings)
     composed = compose(settings, config_dir)
     check_out(composed)

@@ -1,114 +1,171 @@
-"""``plan --multirun``: every combination of the values that were given."""
+"""``plan --multirun``: every combination of the values that were given, gathered in one table."""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from nest_megatron.app import BAD_INPUT, NOTHING_FITS, OK
-from nest_megatron.app.output import error_fields, say, show, show_json
-from nest_megatron.app.plan import describe, plan_job
-from nest_megatron.config.compose import compose
+from nest_megatron.app import BAD_INPUT, INTERRUPTED, NOTHING_FITS
+from nest_megatron.app.output import say, show, show_json
+from nest_megatron.app.plan import describe
+from nest_megatron.app.sweep_folder import (
+    SweepJob,
+    SweepResult,
+    is_done,
+    opened,
+    read_result,
+    sweep_job,
+    write_list,
+)
+from nest_megatron.app.sweep_launch import check_launcher, launch
 from nest_megatron.config.overrides import Setting, expand, swept
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import NestError
+from nest_megatron.files import write_bytes, write_text
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.plain import to_plain
-from nest_megatron.planner import NoPlan
-from nest_megatron.units import format_gib, format_seconds
+from nest_megatron.report.sweep_table import SweepRow, to_csv, to_parquet
 
 
-def run_sweep(settings: Sequence[Setting], config_dir: Path | None, *, as_json: bool) -> int:
-    """Plan each job, write its file if asked, and print one row a job.
+def run_sweep(
+    settings: Sequence[Setting],
+    launcher: Sequence[Setting],
+    config_dir: Path | None,
+    *,
+    as_json: bool,
+) -> int:
+    """Plan each job that the folder of ``out`` does not hold yet, and print one row a job.
+
+    Args:
+        launcher: settings of Hydra's launcher, none for its basic one.
 
     Returns:
         The worst exit code of all jobs.
+
+    Raises:
+        UserInputError: for an ``out`` that is no folder or in use, or a launcher that is not there.
     """
-    folder = _folder(settings)
-    rest = [setting for setting in settings if setting.key != "out"]
-    keys = swept(rest)
-    rows: list[dict[str, str]] = []
-    documents: list[dict[str, Any]] = []
-    worst = OK
-    for number, job in enumerate(expand(rest)):
-        varied = [setting for setting in job if setting.key in keys]
-        code, row, document = _one(job, config_dir)
-        worst = max(worst, code)
-        if folder is not None and "plan" in document:
-            path = folder / f"{number:03d}_{_slug(varied)}.yaml"
-            plan_file.write(document["plan"], path)
-        rows.append({"#": str(number), "Job": "\n".join(_short(s) for s in varied), **row})
-        plain = {name: to_plain(value) for name, value in document.items()}
-        documents.append({"overrides": [str(setting) for setting in varied], **plain})
+    out = next((s.value for s in settings if s.key == "out"), None)
+    has_folder = out is not None and out != "null"
+    check_launcher(launcher, has_folder=has_folder)
+    with _folder(out if has_folder else None) as folder, opened(folder):
+        jobs = _jobs([s for s in settings if s.key != "out"], config_dir)
+        write_list(folder, jobs, config_dir)
+        left = [number for number, job in enumerate(jobs) if not is_done(folder, job)]
+        if len(left) < len(jobs):
+            print(f"{len(jobs) - len(left)} of {len(jobs)} jobs are done.", file=sys.stderr)
+        try:
+            if left:
+                launch(folder, jobs, left, launcher)
+        except KeyboardInterrupt:
+            _say_how_far(folder, jobs, has_folder=has_folder)
+            return INTERRUPTED
+        results = [read_result(folder, job) for job in jobs]
+        done = [(job, r) for job, r in zip(jobs, results, strict=True) if r is not None]
+        rows = [_row(number, job, result) for number, (job, result) in enumerate(done)]
+        files = _write(folder, rows, done) if has_folder else ()
     if as_json:
+        documents = [
+            {"overrides": [str(s) for s in job.varied], **result.document} for job, result in done
+        ]
         show_json({"jobs": documents})
     else:
-        from nest_megatron.report.terminal import sweep_table
+        _show(settings, rows, files)
+    if len(done) < len(jobs):
+        raise NestError(
+            f"{len(jobs) - len(done)} of {len(jobs)} jobs left no result; the launcher's own logs "
+            "say why, and the same command runs them again"
+        )
+    return max(result.code for _, result in done)
 
-        same = describe([s for s in rest if s.key not in keys])
-        show(same, sweep_table(rows))
-        if folder is not None:
-            say(f"Plans written to {folder}")
-    return worst
+
+def _jobs(settings: Sequence[Setting], config_dir: Path | None) -> list[SweepJob]:
+    keys = swept(settings)
+    return [
+        sweep_job(job, tuple(s for s in job if s.key in keys), config_dir)
+        for job in expand(settings)
+    ]
 
 
-def _one(
-    job: Sequence[Setting], config_dir: Path | None
-) -> tuple[int, dict[str, str], dict[str, Any]]:
+@contextlib.contextmanager
+def _folder(out: str | None) -> Iterator[Path]:
+    if out is not None:
+        yield Path(out.strip("'\"")).expanduser()
+        return
+    with tempfile.TemporaryDirectory(prefix="nest-megatron-sweep-") as folder:
+        yield Path(folder)
+
+
+def _say_how_far(folder: Path, jobs: Sequence[SweepJob], *, has_folder: bool) -> None:
+    done = sum(is_done(folder, job) for job in jobs)
+    kept = "the same command goes on from there" if has_folder else "with out=FOLDER they are kept"
+    print(f"\nInterrupted: {done} of {len(jobs)} jobs are done; {kept}.", file=sys.stderr)
+
+
+def _row(number: int, job: SweepJob, result: SweepResult) -> SweepRow:
+    document = result.document
+    settings = {s.key: s.value or "" for s in job.varied}
+    if result.code == BAD_INPUT:
+        error = document["error"]
+        told = f"{error['what']} = {error['value']}: {error['limit']}"
+        return SweepRow(number=number, settings=settings, status="bad input", told=told)
+    if result.code == NOTHING_FITS:
+        missing = document["no_plan"]["missing_bytes"]
+        return SweepRow(
+            number=number, settings=settings, status="does not fit", missing_bytes=missing
+        )
+    return SweepRow(number=number, settings=settings, status="ok", plan=_plan(job, result))
+
+
+def _plan(job: SweepJob, result: SweepResult) -> ParallelPlan:
+    return plan_file.from_fields(result.document["plan"], job.key)
+
+
+def _write(
+    folder: Path, rows: Sequence[SweepRow], done: Sequence[tuple[SweepJob, SweepResult]]
+) -> tuple[str, ...]:
+    """Write the table, its chart and each plan; what is missing for one of them is said."""
+    for row, name in zip(rows, _names([job for job, _ in done]), strict=True):
+        if row.plan is not None:
+            plan_file.write(row.plan, folder / name)
+    write_text(folder / "sweep.csv", to_csv(rows))
+    files = ["sweep.csv"]
     try:
-        found, _ = plan_job(compose(job, config_dir))
-    except UserInputError as error:
-        row = {"Iteration": "bad input", "Layout": f"{error.what} = {error.value}: {error.limit}"}
-        return BAD_INPUT, row, {"error": error_fields(error)}
-    if isinstance(found, NoPlan):
-        missing = f"does not fit: {format_gib(found.missing_bytes)} missing"
-        row = {"Iteration": "-", "Layout": missing}
-        return NOTHING_FITS, row, {"no_plan": found}
-    return OK, _row(found), {"plan": found}
-
-
-def _row(plan: ParallelPlan) -> dict[str, str]:
-    chosen, predicted = plan.parallel, plan.predicted
-    degrees = [f"TP {chosen.tensor_model_parallel_size}"]
-    virtual = chosen.virtual_pipeline_model_parallel_size
-    times = f"x{virtual}" if virtual else ""
-    degrees.append(f"PP {chosen.pipeline_model_parallel_size}{times}")
-    degrees += [f"CP {chosen.context_parallel_size}", f"DP {chosen.data_parallel_size}"]
-    if plan.model.is_moe:
-        degrees.append(f"EP {chosen.expert_model_parallel_size}")
-    return {
-        "Iteration": format_seconds(predicted.iteration_time_s),
-        "MFU": f"{100 * predicted.mfu:.1f} %",
-        "Memory": format_gib(predicted.peak_memory_bytes),
-        "Layout": " ".join(degrees),
-        "Proof": "optimal" if plan.search.certificate == "optimal" else "gap",
-    }
-
-
-def _folder(settings: Sequence[Setting]) -> Path | None:
-    """The folder of ``out``, made if its parent is there."""
-    value = next((s.value for s in settings if s.key == "out"), None)
-    if value is None or value == "null":
-        return None
-    folder = Path(value.strip("'\"")).expanduser()
+        write_bytes(folder / "sweep.parquet", to_parquet(rows))
+        files.append("sweep.parquet")
+    except ImportError:
+        print("sweep.parquet needs pyarrow: pip install 'nest-megatron[sweep]'.", file=sys.stderr)
     try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise UserInputError(
-            "out",
-            value=str(folder),
-            limit=f"with --multirun it is a folder, and it cannot be made: {error.strerror}",
-            fix="Name a folder inside one that is there.",
-        ) from error
-    return folder
+        from nest_megatron.report.sweep_chart import sweep_chart
+
+        write_bytes(folder / "sweep.svg", sweep_chart(rows))
+        files.append("sweep.svg")
+    except ImportError:
+        print("sweep.svg needs matplotlib: pip install 'nest-megatron[report]'.", file=sys.stderr)
+    return (*(str(folder / name) for name in files),)
 
 
-def _short(setting: Setting) -> str:
-    return f"{setting.key.rpartition('.')[2]}={setting.value}"
+def _show(settings: Sequence[Setting], rows: Sequence[SweepRow], files: Sequence[str]) -> None:
+    from nest_megatron.report.terminal import sweep_table
+
+    same = [s for s in settings if s.key not in {"out", *swept(settings)}]
+    show(describe(same), sweep_table(row.shown() for row in rows))
+    if files:
+        say(f"Plans written to {Path(files[0]).parent}, all of them in {', '.join(files)}.")
+
+
+def _names(jobs: Sequence[SweepJob]) -> list[str]:
+    """A file for each job, named by what varies: the same one if the sweep grows."""
+    slugs = [_slug(job.varied) for job in jobs]
+    return [
+        f"{slug}.yaml" if slugs.count(slug) == 1 else f"{slug}_{job.key}.yaml"
+        for job, slug in zip(jobs, slugs, strict=True)
+    ]
 
 
 def _slug(varied: Sequence[Setting]) -> str:
-    text = ",".join(map(_short, varied)) or "plan"
+    text = ",".join(f"{s.key.rpartition('.')[2]}={s.value}" for s in varied) or "plan"
     return re.sub(r"[^A-Za-z0-9._=,+-]+", "-", text)[:100]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.resources
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,13 +90,26 @@ def _compose(folder: str, overrides: list[str]) -> PlanConfig:
 
     ConfigStore.instance().store(name=f"{_PRIMARY}_schema", node=PlanConfig)
     try:
-        with hydra.initialize_config_dir(folder, version_base="1.3"):
+        with _own_hydra(), hydra.initialize_config_dir(folder, version_base="1.3"):
             composed = hydra.compose(_PRIMARY, overrides=overrides)
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise _plain_error(error, overrides) from error
     assert isinstance(config, PlanConfig)
     return config
+
+
+@contextlib.contextmanager
+def _own_hydra() -> Iterator[None]:
+    """Put aside the Hydra of the application that runs us, if one does: there is one a process."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = outer
 
 
 def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:

@@ -45,6 +45,22 @@ def parse(texts: Iterable[str], config_dir: Path | None = None) -> tuple[Setting
     return settings
 
 
+def split_launcher(texts: Iterable[str]) -> tuple[list[str], tuple[Setting, ...]]:
+    """Overrides apart from Hydra's own settings (``hydra/launcher=joblib``).
+
+    >>> split_launcher(["model=llama3_8b", "hydra/launcher=joblib"])[0]
+    ['model=llama3_8b']
+    """
+    own: list[str] = []
+    hydras: list[Setting] = []
+    for text in texts:
+        if text.lstrip("+").startswith(("hydra/", "hydra.")):
+            hydras.append(_setting(text))
+        else:
+            own.append(text)
+    return own, tuple(hydras)
+
+
 def _setting(text: str) -> Setting:
     if text.startswith("~"):
         return Setting(key=text[1:].partition("=")[0], value=None)

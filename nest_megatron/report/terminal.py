@@ -356,7 +356,7 @@ def notes_report(notes: Iterable[str]) -> RenderableType:
     return Group(*(Text(f"note: {note}", style="yellow") for note in notes))
 
 
-def sweep_table(rows: Sequence[Mapping[str, str]]) -> RenderableType:
+def sweep_table(rows: Iterable[Mapping[str, str]]) -> RenderableType:
     """One row a job: its number, what varies, and the plan."""
     table = _table("#")
     table.add_column("Job", overflow="fold")

@@ -62,3 +62,14 @@ def spawn(*arguments: str, cwd: Path | None = None, **more: str) -> Run:
         timeout=120,
     )
     return Run(done.returncode, done.stdout, done.stderr)
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """Start ``python -m nest_megatron`` and do not wait for it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "nest_megatron", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )

@@ -239,23 +239,6 @@ def test_own_files_and_folders(tmp_path: Path) -> None:
     assert done.json()["cluster"]["name"] == "ours"
 
 
-def test_a_sweep_writes_a_file_a_job(tmp_path: Path) -> None:
-    out = tmp_path / "sweep"
-    done = run("plan", "-m", *SMALL[:2], "cluster.num_gpus=8,16", f"out={out}", "--json")
-    assert done.code == 0
-    assert [job["overrides"] for job in done.json()["jobs"]] == [
-        ["cluster.num_gpus=8"],
-        ["cluster.num_gpus=16"],
-    ]
-    assert [plan_file.read(p).cluster.num_gpus for p in sorted(out.iterdir())] == [8, 16]
-
-
-def test_a_sweep_goes_on_after_a_bad_job() -> None:
-    done = run("plan", "--multirun", *SMALL[:2], "cluster.num_gpus=8,100")
-    assert done.code == 2
-    assert "whole nodes" in " ".join(done.out.split())
-
-
 def test_a_command_keeps_what_its_user_fixed() -> None:
     plan = run("plan", "--from", MIXTRAL, "cluster=dgx_h100", "--json").json()
     assert plan["cluster"]["num_gpus"] == 32
