@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nest_megatron.report.diff import plan_diff, plan_values, reason
+from nest_megatron.parallel.diff import plan_diff, plan_values, reason
 from tests.report.plans import SHAPES, hand_plan, searched_plan
 
 
