@@ -38,19 +38,11 @@ _QUIET = ("hydra/job_logging=none", "hydra/hydra_logging=none")
 
 
 def check_launcher(settings: Sequence[Setting], *, has_folder: bool) -> None:
-    """Refuse settings of Hydra that a sweep of plans does not have.
+    """Refuse a launcher whose jobs run elsewhere where no folder is named.
 
     Raises:
-        UserInputError: for a sweeper, or a launcher whose jobs run elsewhere without a folder.
+        UserInputError: naming the launcher.
     """
-    for setting in settings:
-        if setting.key != LAUNCHER and not setting.key.startswith("hydra.launcher."):
-            raise UserInputError(
-                setting.key,
-                value=setting.value,
-                limit="of Hydra's own settings a sweep has its launcher's",
-                fix=f"Give {LAUNCHER}=joblib or hydra.launcher.KEY=VALUE.",
-            )
     name = _launcher(settings)
     if name.startswith(("submitit", "ray")) and not has_folder:
         raise UserInputError(

@@ -46,19 +46,19 @@ def parse(texts: Iterable[str], config_dir: Path | None = None) -> tuple[Setting
 
 
 def split_launcher(texts: Iterable[str]) -> tuple[list[str], tuple[Setting, ...]]:
-    """Overrides apart from Hydra's own settings (``hydra/launcher=joblib``).
+    """Overrides apart from those of Hydra's launcher (``hydra/launcher``, ``hydra.launcher.KEY``).
 
     >>> split_launcher(["model=llama3_8b", "hydra/launcher=joblib"])[0]
     ['model=llama3_8b']
     """
     own: list[str] = []
-    hydras: list[Setting] = []
+    launcher: list[Setting] = []
     for text in texts:
-        if text.lstrip("+").startswith(("hydra/", "hydra.")):
-            hydras.append(_setting(text))
+        if text.lstrip("+").startswith(("hydra/launcher=", "hydra.launcher.")):
+            launcher.append(_setting(text))
         else:
             own.append(text)
-    return own, tuple(hydras)
+    return own, tuple(launcher)
 
 
 def _setting(text: str) -> Setting:
