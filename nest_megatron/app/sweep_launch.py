@@ -34,6 +34,8 @@ _PACKAGES = {
     "ray": "hydra-ray-launcher",
     "submitit": "hydra-submitit-launcher",
 }
+#: Settings that Hydra knows no names of: arguments of ``ray.init`` and ``ray.remote``.
+_OPEN = "hydra.launcher.ray."
 _QUIET = ("hydra/job_logging=none", "hydra/hydra_logging=none")
 
 
@@ -71,7 +73,7 @@ def launch(
     from omegaconf.errors import OmegaConfBaseException
 
     overrides = [f"folder='{_escaped(str(folder.resolve()))}'", *_QUIET]
-    overrides += [str(setting) for setting in settings]
+    overrides += [f"++{s}" if s.key.startswith(_OPEN) else str(s) for s in settings]
     overrides.append(f"job={','.join(map(str, numbers))}")
     try:
         with (
