@@ -32,6 +32,12 @@ NEST_CUTS = Extension(
     extra_compile_args=["-O3", "-ffp-contract=off"],
     optional=not EXTENSION_REQUIRED,
 )
+RECURRENCE = Extension(
+    "nest_megatron.recurrence._recurrence",
+    sources=["cython_ext/_recurrence.pyx"],
+    extra_compile_args=["-O3", "-ffp-contract=off"],
+    optional=not EXTENSION_REQUIRED,
+)
 
 # One line that every start of Python runs: it looks at sys.argv, and mostly that is all.
 BOOT = Path("nest_megatron/boot.pth")
@@ -64,7 +70,7 @@ class EditableWithBoot(editable_wheel):
 setup(
     packages=[*find_packages(include=["nest_megatron", "nest_megatron.*"]), *MOVED_PACKAGES],
     package_dir=MOVED_PACKAGES,
-    ext_modules=[STAGE_DP, NEST_CUTS],
+    ext_modules=[STAGE_DP, NEST_CUTS, RECURRENCE],
     cmdclass={"build_py": BuildWithBoot, "editable_wheel": EditableWithBoot},
     # Generated C goes under build/, so it is never committed and never in the sdist.
     options={"build_ext": {"cython_c_in_temp": True}},

@@ -21,6 +21,7 @@ FLOORS = {
     "cost_model": 4,
     "solver": 5,
     "nest": 5,
+    "recurrence": 5,
     "planner": 6,
     "launchers": 7,
     "pinning": 7,

@@ -1,0 +1,27 @@
+from array import array
+
+def fill(
+    num_downsets: int,
+    num_levels: int,
+    num_devices: int,
+    most_stages: int,
+    capacity_bytes: int,
+    nested_first: array[int],
+    nested: array[int],
+    ends: array[int],
+    options_first: array[int],
+    option_devices: array[int],
+    rows: array[int],
+    times: array[int],
+    static: array[int],
+    keepings_first: array[int],
+    recomputes: array[int],
+    kept: array[int],
+    peaks: array[int],
+    send: array[int],
+    in_flight: array[int],
+    caps: array[int],
+    sync_cap: int,
+    table: array[int],
+    scratch: array[int],
+) -> None: ...
