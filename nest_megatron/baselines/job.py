@@ -1,0 +1,165 @@
+"""What a baseline is given, and what it answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.errors import UserInputError
+from nest_megatron.parallel.dims import RankOrder
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.recompute import Recompute
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.one_partition import judging
+from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, StageSolution
+from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.search import Search, StageSolver
+from nest_megatron.solver.space import SearchSpace
+
+Option = TypeVar("Option")
+
+#: Why a method that knows memory finds nothing.
+NOTHING_FITS = "nothing that it may choose fits in memory"
+NOTHING_LEGAL = "Megatron launches none of the layouts that it may choose"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A job to plan.
+
+    Args:
+        model: the cost model on the real cluster.
+        space: what our own search may choose among; a baseline restricts it further.
+        solve_stages: the stage solver, compiled or reference.
+        out_of_time: asked by exact searches; once true they stop with the best so far.
+
+    Raises:
+        UserInputError: if the stage partition is given, which leaves nothing to compare.
+    """
+
+    model: CostModel
+    global_batch_size: int
+    space: SearchSpace
+    solve_stages: StageSolver
+    out_of_time: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        if self.space.partition is not None:
+            raise UserInputError(
+                "stage layout",
+                value=self.space.partition.boundaries,
+                limit="planners are compared by the stages that they cut, too",
+                fix="Leave the layout out.",
+            )
+
+    def grids(self, space: SearchSpace) -> GridSpace:
+        """The legal grids of a space for this job."""
+        return GridSpace(self.model, self.global_batch_size, space)
+
+    def search(self, model: CostModel, space: SearchSpace) -> tuple[SolvedGrid | None, int]:
+        """The fastest plan of a space under a cost model, and how many candidates there are."""
+        search = Search(
+            model,
+            self.global_batch_size,
+            space,
+            self.solve_stages,
+            num_layouts=1,
+            out_of_time=self.out_of_time,
+        )
+        result = search.run()
+        return (result.plans[0] if result.plans else None), result.certificate.candidates
+
+    def cut(self, grid: Grid) -> SolvedGrid | None:
+        """A grid with its fastest partition, or ``None`` if none fits."""
+        problem = self.model.problem(grid)
+        return solved(grid, self.solve_stages(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT))
+
+    def priced(self, plan: SolvedGrid | None) -> SolvedGrid | None:
+        """A plan that another cost model chose, on the real cluster."""
+        return plan and self.price(plan.grid, plan.boundaries)
+
+    def price(self, grid: Grid, boundaries: tuple[int, ...]) -> SolvedGrid | None:
+        """A grid with one partition on the real cluster, or ``None`` if it does not fit."""
+        partition = StagePartition(
+            boundaries=boundaries,
+            pipeline_model_parallel_size=grid.dims.pipeline_model_parallel_size,
+        )
+        judge = judging(self.solve_stages, partition)
+        return solved(grid, judge(self.model.problem(grid), NO_THRESHOLD, DEFAULT_NODE_LIMIT))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What a baseline chose.
+
+    Args:
+        plan: priced on the real cluster by the full cost model; ``None`` if it found nothing.
+        reason: how it came to this plan, or why it found none; part of a sentence.
+        candidates: layouts that it weighed.
+    """
+
+    plan: SolvedGrid | None
+    reason: str
+    candidates: int
+
+
+def chosen(plan: SolvedGrid | None, candidates: int, reason: str) -> Choice:
+    """A choice among so many candidates; the reason is for the plan, where there is one."""
+    if plan is None:
+        reason = NOTHING_FITS if candidates else NOTHING_LEGAL
+    return Choice(plan=plan, reason=reason, candidates=candidates)
+
+
+def solved(grid: Grid, found: StageSolution) -> SolvedGrid | None:
+    """A grid with the partition that the stage solver found, if it found one."""
+    if not found.boundaries:
+        return None
+    return SolvedGrid(grid=grid, boundaries=found.boundaries, iteration=found.iteration)
+
+
+def fastest(plans: Iterable[SolvedGrid | None]) -> SolvedGrid | None:
+    """The first of the plans in the order of preference."""
+    return min((plan for plan in plans if plan is not None), key=lambda p: p.rank, default=None)
+
+
+def restricted(
+    job: Job,
+    without: Iterable[str] = (),
+    *,
+    zero_stages: tuple[ZeroStage, ...] = tuple(ZeroStage),
+    rank_orders: tuple[RankOrder, ...] = (RankOrder.TP_CP_EP_DP_PP,),
+    recompute: Recompute | None = None,
+) -> SearchSpace:
+    """The part of a job's space that a method searches.
+
+    Args:
+        without: degrees that the method does not have; they are 1 unless the user fixes them.
+        zero_stages, rank_orders: those that the method has; the user's own if these exclude all.
+        recompute: the one setting to try, if the user fixes none.
+    """
+    space, cluster = job.space, job.model.cluster
+    ones = {name: 1 for name in without if name not in space.fixed}
+    # Stated, because a copy of the cluster without network levels has no node to default to.
+    limits = {
+        name: space.limit(name, cluster)
+        for name in ("tensor_model_parallel_size", "expert_tensor_parallel_size")
+        if name not in space.fixed
+    }
+    return dataclasses.replace(
+        space,
+        fixed={**space.fixed, **ones},
+        limits={**limits, **space.limits},
+        zero_stages=_kept(zero_stages, space.zero_stages),
+        rank_orders=_kept(rank_orders, space.rank_orders),
+        recompute=space.recompute or recompute,
+        use_all_gpus=True,
+    )
+
+
+def _kept(wanted: tuple[Option, ...], allowed: tuple[Option, ...]) -> tuple[Option, ...]:
+    return tuple(option for option in wanted if option in allowed) or allowed
