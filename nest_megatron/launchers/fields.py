@@ -1,0 +1,152 @@
+"""Fields of a framework's configuration by dotted path: read, compared, and set all or nothing.
+
+Works on plain objects and on Fiddle's ``Config`` and ``Partial`` alike, and loads neither.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from nest_megatron.errors import NestError, UserInputError
+from nest_megatron.parallel.diff import Change
+
+
+class _Absent(Enum):
+    ABSENT = "absent"
+
+
+#: A field that is not there.
+ABSENT = _Absent.ABSENT
+
+_STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A field as a plan wants it.
+
+    Args:
+        path: from the configuration's root, such as ``trainer.callbacks[2].tp_comm_overlap``.
+    """
+
+    path: str
+    value: Any
+    reason: str
+
+
+def attribute(holder: Any, name: str) -> Any:
+    """An attribute, or ``ABSENT``.
+
+    Fiddle gives a parameter's default where nothing is set, but refuses to call a dataclass
+    field's default factory; it is called here.
+    """
+    try:
+        return getattr(holder, name)
+    except AttributeError:
+        return ABSENT
+    except ValueError:
+        fields = getattr(holder.__fn_or_cls__, "__dataclass_fields__", {})
+        return fields[name].default_factory()
+
+
+def value_or(holder: Any, name: str, default: Any) -> Any:
+    """An attribute, or a default where it is absent or ``None``."""
+    found = attribute(holder, name)
+    return default if found is ABSENT or found is None else found
+
+
+def find(root: Any, path: str) -> Any:
+    """The value at a path, or ``ABSENT`` if any step of it is not there."""
+    for step in _steps(path):
+        if isinstance(step, int):
+            root = root[step] if isinstance(root, Sequence) and step < len(root) else ABSENT
+        else:
+            root = attribute(root, step)
+        if root is ABSENT:
+            break
+    return root
+
+
+def class_names(holder: Any) -> tuple[str, ...]:
+    """Names of an object's class and its bases; for a Fiddle buildable, of what it builds."""
+    built = getattr(holder, "__fn_or_cls__", type(holder))
+    return tuple(base.__name__ for base in getattr(built, "__mro__", (built,)))
+
+
+def changes(root: Any, wanted: Iterable[Wanted]) -> tuple[Change, ...]:
+    """What differs from what is wanted; nothing is set.
+
+    Raises:
+        UserInputError: if a field that would have to be set does not exist.
+    """
+    found = []
+    for each in wanted:
+        before = find(root, each.path)
+        if before is ABSENT and not _is_default(each.value):
+            raise _no_field(each)
+        if before is not ABSENT and _comparable(before) != _comparable(each.value):
+            found.append(
+                Change(field=each.path, before=before, after=each.value, reason=each.reason)
+            )
+    return tuple(found)
+
+
+def carry_out(root: Any, changed: Sequence[Change]) -> None:
+    """Set every field, or none.
+
+    Raises:
+        UserInputError: if a field cannot be set; those set before it have their old values again.
+    """
+    done: list[Change] = []
+    for change in changed:
+        try:
+            _set(root, change.field, change.after)
+        except (AttributeError, TypeError, ValueError) as error:
+            for earlier in reversed(done):
+                _set(root, earlier.field, earlier.before)
+            raise UserInputError(
+                change.field,
+                value=change.after,
+                limit=f"the configuration refuses it: {str(error).splitlines()[0]}",
+                fix="Report it with the framework's version; nothing was changed.",
+            ) from error
+        done.append(change)
+
+
+def _steps(path: str) -> Iterator[str | int]:
+    for name, index in _STEP.findall(path):
+        yield name or int(index)
+
+
+def _set(root: Any, path: str, value: Any) -> None:
+    parent, _, name = path.rpartition(".")
+    holder = find(root, parent) if parent else root
+    if holder is ABSENT:
+        raise NestError(f"{path} vanished while the plan was written")
+    setattr(holder, name, value)
+
+
+def _is_default(value: Any) -> bool:
+    """What a framework does that has no such field: one rank, off, or unset."""
+    return value is None or value is False or (value in (1, "no_shard") and value is not True)
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, list | tuple):
+        return [_comparable(each) for each in value]
+    return value
+
+
+def _no_field(wanted: Wanted) -> UserInputError:
+    return UserInputError(
+        wanted.path,
+        value=wanted.value,
+        limit="the installed framework has no such field, and the plan needs it",
+        fix="Upgrade the framework, or plan again with this choice held at its default.",
+    )

@@ -1,0 +1,51 @@
+"""A plan for Megatron-Bridge's own override machinery: a dotlist, or a YAML file to merge.
+
+Both go to ``process_config_with_overrides``: ``cli_overrides=to_dotlist(changes)`` or
+``config_filepath=`` a file with the text of ``to_yaml(changes)``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from nest_megatron.parallel.diff import Change
+
+
+def to_dotlist(changes: Iterable[Change]) -> list[str]:
+    """Changes as overrides in Hydra's grammar, one a field.
+
+    >>> to_dotlist([Change(field="model.recompute_modules", before=None, after=["mlp"], reason="")])
+    ['model.recompute_modules=["mlp"]']
+    """
+    return [f"{change.field}={_text(change.after)}" for change in changes]
+
+
+def to_yaml(changes: Iterable[Change]) -> str:
+    """Changes as a YAML overlay, each field with its reason."""
+    tree: dict[str, Any] = {}
+    for change in changes:
+        *parents, name = change.field.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = change
+    return "\n".join([*_lines(tree, ""), ""])
+
+
+def _lines(tree: dict[str, Any], indent: str) -> list[str]:
+    lines = []
+    for name, node in tree.items():
+        if isinstance(node, Change):
+            lines.append(f"{indent}# {node.reason}")
+            lines.append(f"{indent}{name}: {_text(node.after)}")
+        else:
+            lines += [f"{indent}{name}:", *_lines(node, f"{indent}  ")]
+    return lines
+
+
+def _text(value: Any) -> str:
+    """A value that Hydra's grammar and YAML read alike; of other objects (torch types) the text."""
+    plain = value is None or isinstance(value, bool | int | float | str | list | tuple)
+    return json.dumps(value if plain else str(value))

@@ -1,0 +1,213 @@
+"""A Megatron-Bridge ``ConfigContainer`` as a job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.errors import UnplannableModelError, UserInputError
+from nest_megatron.launchers.fields import ABSENT, class_names, find, value_or
+from nest_megatron.launchers.recipe import JobFields, Recipe, recipe_of
+from nest_megatron.launchers.transformer_config import (
+    refuse_unplannable,
+    spec_from_transformer_config,
+)
+from nest_megatron.model.spec import TransformerSpec
+
+#: Item of a plan -> field of a ``ConfigContainer`` (0.3.1; HEAD has the same).
+FIELDS: Mapping[str, str] = {
+    **{
+        name: f"model.{name}"
+        for name in (
+            "tensor_model_parallel_size",
+            "sequence_parallel",
+            "context_parallel_size",
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "pipeline_model_parallel_layout",
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+            "recompute_granularity",
+            "recompute_method",
+            "recompute_num_layers",
+            "recompute_modules",
+        )
+    },
+    "use_tp_pp_dp_mapping": "dist.use_tp_pp_dp_mapping",
+    "use_distributed_optimizer": "optimizer.use_distributed_optimizer",
+    "data_parallel_sharding_strategy": "ddp.data_parallel_sharding_strategy",
+    "overlap_grad_reduce": "ddp.overlap_grad_reduce",
+    "overlap_param_gather": "ddp.overlap_param_gather",
+    "micro_batch_size": "train.micro_batch_size",
+    "global_batch_size": "train.global_batch_size",
+}
+_PARTS = ("model", "train", "optimizer", "ddp", "dist", "dataset", "checkpoint")
+#: Tokenizers that add a row of their own (``_NullTokenizer``: the end of a document).
+_ADDED_ROWS = {"NullTokenizer": 1}
+
+
+def read_recipe(
+    cfg: Any,
+    *,
+    vocab_size: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Recipe:
+    """Read model, batch, sequence and layout from a configuration; nothing is changed.
+
+    Args:
+        cfg: a ``ConfigContainer``, or an object with the same attributes.
+        vocab_size: of the tokenizer, where its files are not here.
+        environment: the launcher's variables, which alone know the number of ranks; those of this
+            process if not given.
+
+    Raises:
+        UnplannableModelError: if this planner does not describe the model, naming what it lacks.
+        UserInputError: if a field is missing or wrong.
+    """
+    spec = read_spec(cfg, vocab_size)
+    variables = os.environ if environment is None else environment
+    precision, fp8_recipe = _precision(cfg)
+    sizes = JobFields(
+        global_batch_size=_whole(cfg, FIELDS["global_batch_size"]),
+        micro_batch_size=_whole(cfg, FIELDS["micro_batch_size"]),
+        num_gpus=_number(variables, "WORLD_SIZE", "SLURM_NTASKS"),
+        gpus_per_node=_number(variables, "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"),
+        precision=precision,
+        fp8_recipe=fp8_recipe,
+        uses_fsdp=uses_fsdp(cfg),
+        optimizer="optimizer",
+    )
+    return recipe_of(cfg, spec, sizes, FIELDS)
+
+
+def read_spec(cfg: Any, vocab_size: int | None) -> TransformerSpec:
+    """The model of a configuration.
+
+    Raises:
+        UnplannableModelError: if this planner does not describe it.
+        UserInputError: if a field is missing or wrong.
+    """
+    _require_container(cfg)
+    rows, is_padded = _vocabulary(cfg, vocab_size)
+    return spec_from_transformer_config(
+        cfg.model,
+        seq_length=_seq_length(cfg),
+        vocab_size=rows,
+        vocab_is_padded=is_padded,
+    )
+
+
+def ranks(environment: Mapping[str, str]) -> int | None:
+    """Ranks of the running job, if its launcher says so; as ``get_world_size_safe`` looks."""
+    return _number(environment, "WORLD_SIZE", "SLURM_NTASKS")
+
+
+def uses_fsdp(cfg: Any) -> bool:
+    """Whether either of the two switches of Megatron-FSDP is on."""
+    paths = ("dist.use_megatron_fsdp", "ddp.use_megatron_fsdp")
+    return any(find(cfg, path) is True for path in paths)
+
+
+def _require_container(cfg: Any) -> None:
+    for part in _PARTS:
+        if value_or(cfg, part, None) is None:
+            raise UserInputError(
+                f"cfg.{part}",
+                value=None,
+                limit="a ConfigContainer of Megatron-Bridge has it",
+                fix="Give what a recipe such as llama3_8b_pretrain_config() returns.",
+            )
+    refuse_unplannable(cfg.model)
+    if value_or(cfg, "peft", None) is not None:
+        raise UnplannableModelError(
+            "cfg.peft",
+            value=class_names(cfg.peft)[0],
+            limit="weights that are not trained are not described",
+            fix="Launch this job without nest.",
+        )
+
+
+def _seq_length(cfg: Any) -> int:
+    """The data's length, which ``run_recipe.py`` copies to the model; else the model's."""
+    length = value_or(cfg.dataset, "seq_length", 0) or value_or(cfg.model, "seq_length", 0)
+    if isinstance(length, int) and length > 0:
+        return length
+    raise UserInputError(
+        "dataset.seq_length",
+        value=length,
+        limit="neither the data nor the model says it",
+        fix="Set it, in tokens.",
+    )
+
+
+def _whole(cfg: Any, path: str) -> int:
+    value = find(cfg, path)
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise UserInputError(
+        path,
+        value=None if value is ABSENT else value,
+        limit="it must be a whole number of at least 1",
+        fix="Set it in the configuration.",
+    )
+
+
+def _vocabulary(cfg: Any, given: int | None) -> tuple[int, bool]:
+    """Rows of the embedding, and whether they are padded already.
+
+    Source: ``setup._validate_and_set_vocab_size``: a size of the model's own is taken as it is,
+    that of the tokenizer is padded.
+    """
+    preset = value_or(cfg.model, "vocab_size", None)
+    if preset is not None:
+        return preset, not value_or(cfg.model, "should_pad_vocab", False)
+    if given is not None:
+        return given, False
+    kind = str(find(cfg, "tokenizer.tokenizer_type"))
+    rows = find(cfg, "tokenizer.vocab_size")
+    if kind in _ADDED_ROWS and isinstance(rows, int):
+        return rows + _ADDED_ROWS[kind], False
+    raise UserInputError(
+        "model.vocab_size",
+        value=None,
+        limit=f"it comes from the files of {kind}, which are not read",
+        fix="Set it, or give vocab_size=.",
+    )
+
+
+def _precision(cfg: Any) -> tuple[Precision, str]:
+    """Number format and FP8 recipe; a recipe of mixed precision may be given by its name."""
+    mixed = value_or(cfg, "mixed_precision", None)
+    if isinstance(mixed, str):
+        name = mixed.replace("-", "_")
+        if "fp8" in name:
+            return Precision.FP8, "delayed" if "delayed" in name else "tensorwise"
+        flags = {"bf16": name.startswith("bf16"), "fp16": name.startswith("fp16")}
+    else:
+        holder = cfg.model if mixed is None else mixed
+        if value_or(holder, "fp8", None):
+            return Precision.FP8, str(value_or(holder, "fp8_recipe", "delayed"))
+        flags = {name: bool(value_or(holder, name, False)) for name in ("bf16", "fp16")}
+    if flags["bf16"]:
+        return Precision.BF16, "delayed"
+    if flags["fp16"]:
+        return Precision.FP16, "delayed"
+    raise UserInputError(
+        "mixed_precision",
+        value=mixed,
+        limit="single-precision and 4-bit training are not described",
+        fix="Use bf16_mixed.",
+    )
+
+
+def _number(variables: Mapping[str, str], *names: str) -> int | None:
+    for name in names:
+        if variables.get(name, "").isdigit():
+            return int(variables[name])
+    return None

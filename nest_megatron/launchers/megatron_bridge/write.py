@@ -1,0 +1,141 @@
+"""A plan in the fields of a Megatron-Bridge ``ConfigContainer``; what it makes stale is cleared."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from nest_megatron.launchers.fields import ABSENT, Wanted, carry_out, changes, find
+from nest_megatron.launchers.megatron_bridge.read import FIELDS, ranks, read_spec, uses_fsdp
+from nest_megatron.launchers.overlap import keeps_shapes, link_fields, overlap_fields, stale_fields
+from nest_megatron.launchers.planned import (
+    contradicted_fields,
+    dispatcher_field,
+    layout_fields,
+    pipeline_type_field,
+    require_plannable,
+    require_same_job,
+    require_same_model,
+)
+from nest_megatron.parallel.diff import Change, reason
+from nest_megatron.parallel.plan import ParallelPlan
+
+#: Options that only go with some layouts -> where a configuration has them.
+_COMPANIONS = {
+    **{
+        name: f"model.{name}"
+        for name in (
+            "overlap_p2p_comm_warmup_flush",
+            "distribute_saved_activations",
+            "hierarchical_context_parallel_sizes",
+            "cp_comm_type",
+            "microbatch_group_size_per_vp_stage",
+        )
+    },
+    "num_distributed_optimizer_instances": "ddp.num_distributed_optimizer_instances",
+    "fsdp_double_buffer": "ddp.fsdp_double_buffer",
+}
+
+
+def apply_plan(
+    cfg: Any,
+    plan: ParallelPlan,
+    *,
+    free: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> tuple[Change, ...]:
+    """Write a plan into a configuration, in place; nothing is changed if any of it cannot be.
+
+    Args:
+        cfg: as for ``read_recipe``.
+        free: what else may change where it differs from the plan: ``global_batch_size``,
+            ``seq_length``. The number of ranks is the launcher's.
+        environment: the launcher's variables; those of this process if not given.
+
+    Returns:
+        Every field that has another value now, in the order of the plan, with the reason.
+
+    Raises:
+        UserInputError: if the plan is for another model or job, breaks a rule of megatron-core, or
+            needs a field that this Megatron-Bridge does not have.
+    """
+    found = plan_changes(cfg, plan, free=free, environment=environment)
+    carry_out(cfg, found)
+    return found
+
+
+def plan_changes(
+    cfg: Any,
+    plan: ParallelPlan,
+    *,
+    free: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> tuple[Change, ...]:
+    """As ``apply_plan``, but the configuration stays as it is."""
+    require_plannable(plan)
+    spec = read_spec(cfg, plan.model.vocab_size)
+    require_same_model(plan, spec)
+    started = ranks(os.environ if environment is None else environment)
+    require_same_job({"num_gpus": started}, {"num_gpus": plan.placement.num_gpus}, ())
+    job = {
+        "global_batch_size": find(cfg, FIELDS["global_batch_size"]),
+        "seq_length": spec.seq_length,
+    }
+    planned = {
+        "global_batch_size": plan.train.global_batch_size,
+        "seq_length": plan.train.seq_length,
+    }
+    require_same_job(job, planned, free)
+    return changes(cfg, _wanted(cfg, plan))
+
+
+def _wanted(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
+    length, why = plan.train.seq_length, "the sequences that were planned for"
+    for path in ("dataset.seq_length", "model.seq_length"):
+        if find(cfg, path) is not ABSENT:
+            yield Wanted(path=path, value=length, reason=why)
+    yield from layout_fields(plan, FIELDS)
+    yield Wanted(
+        path="ddp.use_distributed_optimizer",
+        value=plan.parallel.use_distributed_optimizer,
+        reason=reason(plan, "use_distributed_optimizer"),
+    )
+    yield from _fsdp(cfg, plan)
+    if not isinstance(find(cfg, "mixed_precision"), str):  # a named recipe brings its own
+        stage_type = ("model.pipeline_dtype", "mixed_precision.pipeline_dtype")
+        yield from pipeline_type_field(cfg, plan, *stage_type)
+    yield from contradicted_fields(cfg, plan, _COMPANIONS)
+    yield from _overlap(cfg, plan)
+    yield from dispatcher_field(cfg, plan, "model.moe_token_dispatcher_type")
+
+
+def _fsdp(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
+    """Megatron-FSDP and what goes with it. Source: ``ConfigContainer.validate``."""
+    fsdp, why = plan.parallel.use_megatron_fsdp, reason(plan, "use_megatron_fsdp")
+    if fsdp or uses_fsdp(cfg):
+        for path in ("dist.use_megatron_fsdp", "ddp.use_megatron_fsdp"):
+            yield Wanted(path=path, value=fsdp, reason=why)
+    saves, form = (
+        "fsdp_dtensor",
+        "the one format that Megatron-FSDP saves, without a second process",
+    )
+    if fsdp:
+        yield Wanted(path="checkpoint.ckpt_format", value=saves, reason=form)
+        yield Wanted(path="checkpoint.async_save", value=False, reason=form)
+        alone = "Megatron-FSDP averages by itself"
+        yield Wanted(path="ddp.average_in_collective", value=False, reason=alone)
+        fused = "Megatron-FSDP keeps its gradients apart"
+        yield Wanted(path="model.gradient_accumulation_fusion", value=False, reason=fused)
+    elif find(cfg, "checkpoint.ckpt_format") == saves:
+        form = "only Megatron-FSDP saves that way"
+        yield Wanted(path="checkpoint.ckpt_format", value="torch_dist", reason=form)
+
+
+def _overlap(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
+    same = keeps_shapes(cfg, plan, FIELDS, "model.seq_length")
+    yield from stale_fields(cfg, plan, "model", same_shapes=same)
+    if find(cfg, "comm_overlap") in (ABSENT, None):
+        yield from link_fields(plan, "model")
+        return
+    yield from overlap_fields(cfg, plan, "comm_overlap", same_shapes=same)

@@ -1,0 +1,263 @@
+"""A NeMo 2.x recipe (a Fiddle ``run.Partial`` of ``llm.pretrain`` or its like) as a job."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from typing import Any
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.errors import UnplannableModelError, UserInputError
+from nest_megatron.launchers.fields import ABSENT, class_names, find, value_or
+from nest_megatron.launchers.recipe import JobFields, Recipe, recipe_of
+from nest_megatron.launchers.transformer_config import (
+    refuse_unplannable,
+    spec_from_transformer_config,
+)
+from nest_megatron.model.spec import TransformerSpec
+
+#: Item of a plan -> field of a recipe. Source: NeMo 2.7.3 ``nemo.lightning.MegatronStrategy``,
+#: which copies its own sizes over those of ``model.config`` before the model is built.
+FIELDS: Mapping[str, str] = {
+    **{
+        name: f"trainer.strategy.{name}"
+        for name in (
+            "tensor_model_parallel_size",
+            "sequence_parallel",
+            "context_parallel_size",
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "pipeline_model_parallel_layout",
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+            "use_tp_pp_dp_mapping",
+        )
+    },
+    **{
+        name: f"model.config.{name}"
+        for name in (
+            "recompute_granularity",
+            "recompute_method",
+            "recompute_num_layers",
+            "recompute_modules",
+        )
+    },
+    "use_distributed_optimizer": "optim.config.use_distributed_optimizer",
+    "data_parallel_sharding_strategy": "trainer.strategy.ddp.data_parallel_sharding_strategy",
+    "overlap_grad_reduce": "trainer.strategy.ddp.overlap_grad_reduce",
+    "overlap_param_gather": "trainer.strategy.ddp.overlap_param_gather",
+    "micro_batch_size": "data.micro_batch_size",
+    "global_batch_size": "data.global_batch_size",
+}
+#: Rows of the tokenizer that NeMo's mock data builds where none is given.
+_MOCK_ROWS = {"MockDataModule": 50_257, "BERTMockDataModule": 30_522}
+_PRECISIONS = {"bf16": Precision.BF16, "16": Precision.FP16, "fp16": Precision.FP16}
+_FIRST_WITHOUT_LLM = 3
+
+
+def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Recipe:
+    """Read model, batch, sequence, devices and layout from a recipe; nothing is changed.
+
+    Args:
+        recipe: a Fiddle ``Partial`` or ``Config`` with ``model``, ``data``, ``trainer``, ``optim``,
+            or an object with the same attributes.
+        vocab_size: of the tokenizer, where the recipe names one whose files are not here.
+
+    Raises:
+        UnplannableModelError: if this planner does not describe the model, naming what it lacks.
+        UserInputError: if a field is missing or wrong.
+    """
+    spec, notes = read_spec(recipe, vocab_size)
+    per_node, nodes = num_devices(recipe), value_or(recipe.trainer, "num_nodes", 1)
+    precision, fp8_recipe = _precision(recipe)
+    sizes = JobFields(
+        global_batch_size=_whole(recipe, FIELDS["global_batch_size"]),
+        micro_batch_size=_whole(recipe, FIELDS["micro_batch_size"]),
+        num_gpus=per_node * nodes,
+        gpus_per_node=per_node,
+        precision=precision,
+        fp8_recipe=fp8_recipe,
+        uses_fsdp=value_or(recipe.trainer.strategy, "fsdp", None) == "megatron",
+        notes=notes,
+    )
+    return recipe_of(recipe, spec, sizes, FIELDS)
+
+
+def read_spec(recipe: Any, vocab_size: int | None) -> tuple[TransformerSpec, tuple[str, ...]]:
+    """The model of a recipe, and what was assumed of it.
+
+    Raises:
+        UnplannableModelError: if this planner does not describe it.
+        UserInputError: if a field is missing or wrong.
+    """
+    _require_recipe(recipe)
+    config = recipe.model.config
+    rows, is_padded, notes = _vocabulary(recipe, vocab_size)
+    spec = spec_from_transformer_config(
+        config,
+        seq_length=_whole(recipe, "data.seq_length"),
+        vocab_size=rows,
+        vocab_is_padded=is_padded,
+    )
+    return spec, notes
+
+
+def num_devices(recipe: Any) -> int:
+    """GPUs that each node gives to the job.
+
+    Raises:
+        UserInputError: if the recipe leaves it to the launch.
+    """
+    devices = value_or(recipe.trainer, "devices", "auto")
+    if isinstance(devices, list | tuple):
+        return len(devices)
+    if isinstance(devices, int) and devices > 0:
+        return devices
+    raise UserInputError(
+        "trainer.devices",
+        value=devices,
+        limit="a plan needs the number of GPUs in a node",
+        fix="Set it, for example to 8.",
+    )
+
+
+def require_language_models(installed: str | None = None) -> None:
+    """Explain an installed NeMo that has no language models.
+
+    Args:
+        installed: the version of nemo-toolkit; looked up if not given.
+
+    Raises:
+        UserInputError: if it is not installed, or its release has dropped them.
+    """
+    fix = "Install 'nest-megatron[nemo]' (nemo-toolkit >=2.4,<3; 2.7.3 is what was tried)."
+    if installed is None:
+        try:
+            installed = importlib.metadata.version("nemo-toolkit")
+        except importlib.metadata.PackageNotFoundError:
+            raise UserInputError(
+                "nemo-toolkit", value=None, limit="it is not installed", fix=fix
+            ) from None
+    if int(installed.partition(".")[0]) >= _FIRST_WITHOUT_LLM:
+        raise UserInputError(
+            "nemo-toolkit",
+            value=installed,
+            limit="since 3.0.0 it has no collection of language models and no MegatronStrategy",
+            fix=fix,
+        )
+
+
+def _require_recipe(recipe: Any) -> None:
+    for path in ("model", "model.config", "data", "trainer", "trainer.strategy", "optim.config"):
+        if find(recipe, path) in (ABSENT, None):
+            raise UserInputError(
+                f"recipe.{path}",
+                value=None,
+                limit="a recipe of nemo.collections.llm has it",
+                fix="Give what a pretrain_recipe() returns, with its model and optimizer set.",
+            )
+    refuse_unplannable(recipe.model.config, recipe.model)
+    strategy = class_names(recipe.trainer.strategy)
+    if "MegatronStrategy" not in strategy:
+        raise UserInputError(
+            "trainer.strategy",
+            value=strategy[0],
+            limit="only MegatronStrategy lays a model out over ranks",
+            fix="Launch this job without nest.",
+        )
+    for name in ("peft", "model_transform"):
+        if value_or(recipe, name, None) is not None:
+            raise UnplannableModelError(
+                f"recipe.{name}",
+                value=class_names(getattr(recipe, name))[0],
+                limit="weights that are not trained are not described",
+                fix="Launch this job without nest.",
+            )
+
+
+def _whole(recipe: Any, path: str) -> int:
+    value = find(recipe, path)
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise UserInputError(
+        f"recipe.{path}",
+        value=None if value is ABSENT else value,
+        limit="it must be a whole number of at least 1",
+        fix="Set it in the recipe.",
+    )
+
+
+def _vocabulary(recipe: Any, given: int | None) -> tuple[int, bool, tuple[str, ...]]:
+    """Rows of the embedding, whether they are padded already, and what was assumed.
+
+    Source: ``GPTConfig.configure_model``: a size in the config is taken as it is, that of the
+    tokenizer is padded.
+    """
+    preset = value_or(recipe.model.config, "vocab_size", None)
+    if preset is not None:
+        return preset, True, ()
+    if given is not None:
+        return given, False, ()
+    for holder in (recipe.model, recipe.data):
+        tokenizer = value_or(holder, "tokenizer", None)
+        if tokenizer is not None:
+            return _rows(tokenizer), False, ()
+    kind = class_names(recipe.data)[0]
+    if kind in _MOCK_ROWS:
+        rows = _MOCK_ROWS[kind]
+        note = f"The recipe names no tokenizer; {rows} rows are assumed, as {kind} takes."
+        return rows, False, (note,)
+    raise _no_vocabulary(kind, "the recipe names no tokenizer")
+
+
+def _rows(tokenizer: Any) -> int:
+    """Rows of a tokenizer, which is built if it is not yet."""
+    if hasattr(tokenizer, "__fn_or_cls__"):
+        import fiddle
+
+        try:
+            tokenizer = fiddle.build(tokenizer)
+        except Exception as error:
+            raise _no_vocabulary(
+                repr(tokenizer), f"the tokenizer cannot be built here ({type(error).__name__})"
+            ) from error
+    return int(tokenizer.vocab_size)
+
+
+def _no_vocabulary(value: str, limit: str) -> UserInputError:
+    return UserInputError(
+        "recipe.data.tokenizer",
+        value=value,
+        limit=limit,
+        fix="Give vocab_size=, or set model.config.vocab_size.",
+    )
+
+
+def _precision(recipe: Any) -> tuple[Precision, str]:
+    """Number format and FP8 recipe, from the precision plugin or from Lightning's own setting."""
+    plugins = value_or(recipe.trainer, "plugins", [])
+    plugins = plugins if isinstance(plugins, list | tuple) else [plugins]
+    for plugin in plugins:
+        if any("Precision" in name for name in class_names(plugin)):
+            fp8 = value_or(plugin, "fp8", None)
+            name = "fp8" if fp8 else str(value_or(plugin, "precision", "32"))
+            return _named(name), str(value_or(plugin, "fp8_recipe", "delayed"))
+    return _named(str(value_or(recipe.trainer, "precision", "32"))), "delayed"
+
+
+def _named(name: str) -> Precision:
+    if name == "fp8":
+        return Precision.FP8
+    short = name.partition("-")[0]
+    if short not in _PRECISIONS:
+        raise UserInputError(
+            "trainer.plugins.precision",
+            value=name,
+            limit="single-precision training is not described",
+            fix="Use bf16-mixed.",
+        )
+    return _PRECISIONS[short]

@@ -1,0 +1,196 @@
+"""A plan in the fields of a NeMo 2.x recipe; whatever it makes stale is cleared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.fields import (
+    ABSENT,
+    Wanted,
+    carry_out,
+    changes,
+    class_names,
+    find,
+    value_or,
+)
+from nest_megatron.launchers.nemo.read import FIELDS, num_devices, read_spec
+from nest_megatron.launchers.overlap import keeps_shapes, link_fields, overlap_fields, stale_fields
+from nest_megatron.launchers.planned import (
+    contradicted_fields,
+    dispatcher_field,
+    layout_fields,
+    pipeline_type_field,
+    require_plannable,
+    require_same_job,
+    require_same_model,
+)
+from nest_megatron.parallel.diff import Change, reason
+from nest_megatron.parallel.plan import ParallelPlan
+
+_CALLBACK = "MegatronCommOverlapCallback"
+_STRATEGY = "trainer.strategy"
+#: Options that only go with some layouts -> where a recipe has them.
+_COMPANIONS = {
+    **{
+        name: f"model.config.{name}"
+        for name in (
+            "overlap_p2p_comm_warmup_flush",
+            "distribute_saved_activations",
+            "hierarchical_context_parallel_sizes",
+            "cp_comm_type",
+        )
+    },
+    "microbatch_group_size_per_vp_stage": f"{_STRATEGY}.microbatch_group_size_per_vp_stage",
+    "num_distributed_optimizer_instances": f"{_STRATEGY}.num_distributed_optimizer_instances",
+    "fsdp_double_buffer": f"{_STRATEGY}.ddp.fsdp_double_buffer",
+}
+
+
+def apply_plan(recipe: Any, plan: ParallelPlan, *, free: Sequence[str] = ()) -> tuple[Change, ...]:
+    """Write a plan into a recipe, in place; nothing is changed if any of it cannot be.
+
+    Degrees go to the strategy, which overwrites those of ``model.config``.
+
+    Args:
+        recipe: as for ``read_recipe``.
+        free: what else may change where it differs from the plan: ``global_batch_size``,
+            ``seq_length``, ``num_gpus``.
+
+    Returns:
+        Every field that has another value now, in the order of the plan, with the reason.
+
+    Raises:
+        UserInputError: if the plan is for another model or job, breaks a rule of megatron-core, or
+            needs a field that this NeMo does not have.
+    """
+    found = plan_changes(recipe, plan, free=free)
+    carry_out(recipe, found)
+    return found
+
+
+def plan_changes(
+    recipe: Any, plan: ParallelPlan, *, free: Sequence[str] = ()
+) -> tuple[Change, ...]:
+    """As ``apply_plan``, but the recipe stays as it is."""
+    require_plannable(plan)
+    spec, _ = read_spec(recipe, plan.model.vocab_size)
+    require_same_model(plan, spec)
+    per_node = num_devices(recipe)
+    job = {
+        "global_batch_size": find(recipe, FIELDS["global_batch_size"]),
+        "seq_length": spec.seq_length,
+        "num_gpus": per_node * value_or(recipe.trainer, "num_nodes", 1),
+    }
+    planned = {
+        "global_batch_size": plan.train.global_batch_size,
+        "seq_length": plan.train.seq_length,
+        "num_gpus": plan.placement.num_gpus,
+    }
+    require_same_job(job, planned, free)
+    return changes(recipe, _wanted(recipe, plan))
+
+
+def _wanted(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
+    yield from _machines(recipe, plan)
+    yield from _sequence(recipe, plan)
+    ddp = find(recipe, f"{_STRATEGY}.ddp")
+    for each in layout_fields(plan, FIELDS):
+        # without a DDP config of its own the strategy makes one, which the next step replaces
+        if not isinstance(ddp, str) or not each.path.startswith(f"{_STRATEGY}.ddp."):
+            yield each
+    yield from _data_parallel(recipe, plan, ddp)
+    stage_type = (f"{_STRATEGY}.pipeline_dtype", "trainer.plugins.pipeline_dtype")
+    yield from pipeline_type_field(recipe, plan, *stage_type)
+    yield from contradicted_fields(recipe, plan, _COMPANIONS)
+    yield from _overlap(recipe, plan)
+    yield from dispatcher_field(recipe, plan, "model.config.moe_token_dispatcher_type")
+
+
+def _machines(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
+    """Nodes and their GPUs; whole nodes stay as the recipe has them."""
+    gpus, per_node = plan.placement.num_gpus, num_devices(recipe)
+    per_node = min(per_node, gpus)
+    if gpus % per_node:
+        raise UserInputError(
+            "num_gpus",
+            value=gpus,
+            limit=f"the recipe's nodes have {per_node} GPUs each",
+            fix="Set trainer.devices to the size of a node, and plan for whole nodes.",
+        )
+    why = "the GPUs that were planned for"
+    yield Wanted(path="trainer.num_nodes", value=gpus // per_node, reason=why)
+    if per_node != num_devices(recipe):
+        yield Wanted(path="trainer.devices", value=per_node, reason=why)
+
+
+def _sequence(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
+    """The data's length is the job's; the model's own follows where context parallelism asks."""
+    length, why = plan.train.seq_length, "the sequences that were planned for"
+    yield Wanted(path="data.seq_length", value=length, reason=why)
+    cp = plan.parallel.context_parallel_size
+    if cp > 1 and value_or(recipe.model.config, "seq_length", length) % (2 * cp):
+        yield Wanted(path="model.config.seq_length", value=length, reason=why)
+
+
+def _data_parallel(recipe: Any, plan: ParallelPlan, ddp: Any) -> Iterator[Wanted]:
+    chosen = plan.parallel
+    fsdp, why = chosen.use_megatron_fsdp, reason(plan, "use_megatron_fsdp")
+    if isinstance(ddp, str):
+        why_ddp = "the plan's time counts on gradients and weights that travel beside the work"
+        yield Wanted(path=f"{_STRATEGY}.ddp", value=_ddp_config(recipe, plan), reason=why_ddp)
+    else:
+        yield Wanted(path=f"{_STRATEGY}.ddp.use_megatron_fsdp", value=fsdp, reason=why)
+        if fsdp:
+            alone = "Megatron-FSDP averages by itself"
+            yield Wanted(path=f"{_STRATEGY}.ddp.average_in_collective", value=False, reason=alone)
+    yield Wanted(path=f"{_STRATEGY}.fsdp", value="megatron" if fsdp else None, reason=why)
+    saved, saves = find(recipe, f"{_STRATEGY}.save_ckpt_format"), "fsdp_dtensor"
+    if fsdp:
+        form = "the one format that Megatron-FSDP saves, without a second process"
+        yield Wanted(path=f"{_STRATEGY}.save_ckpt_format", value=saves, reason=form)
+        yield Wanted(path=f"{_STRATEGY}.ckpt_async_save", value=False, reason=form)
+        fused = "Megatron-FSDP keeps its gradients apart"
+        yield Wanted(path="model.config.gradient_accumulation_fusion", value=False, reason=fused)
+    elif saved == saves:
+        form = "only Megatron-FSDP saves that way"
+        yield Wanted(path=f"{_STRATEGY}.save_ckpt_format", value="torch_dist", reason=form)
+
+
+def _ddp_config(recipe: Any, plan: ParallelPlan) -> Any:
+    """A configuration in the place of the text ``megatron``, of the kind that recipes use."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    chosen = plan.parallel
+    config_kind = type(recipe.trainer.strategy)
+    if not hasattr(recipe.trainer.strategy, "__fn_or_cls__"):
+        raise UserInputError(
+            f"{_STRATEGY}.ddp",
+            value="megatron",
+            limit="a strategy that is built already cannot take another DDP configuration",
+            fix="Give the recipe itself, before it is built.",
+        )
+    return config_kind(
+        DistributedDataParallelConfig,
+        check_for_nan_in_grad=True,  # what the strategy sets by itself
+        overlap_grad_reduce=chosen.overlap_grad_reduce,
+        overlap_param_gather=chosen.overlap_param_gather,
+        use_distributed_optimizer=chosen.use_distributed_optimizer,
+        use_megatron_fsdp=chosen.use_megatron_fsdp,
+        data_parallel_sharding_strategy=chosen.data_parallel_sharding_strategy or "no_shard",
+    )
+
+
+def _overlap(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
+    same = keeps_shapes(recipe, plan, FIELDS, "data.seq_length")
+    callbacks = value_or(recipe.trainer, "callbacks", [])
+    at = [i for i, callback in enumerate(callbacks) if _CALLBACK in class_names(callback)]
+    for index in at:
+        prefix = f"trainer.callbacks[{index}]"
+        if find(recipe, f"{prefix}.user_comm_overlap_cfg") is not ABSENT:
+            prefix = f"{prefix}.user_comm_overlap_cfg"  # a callback that is built already
+        yield from overlap_fields(recipe, plan, prefix, same_shapes=same)
+    yield from stale_fields(recipe, plan, "model.config", same_shapes=same)
+    if not at:
+        yield from link_fields(plan, "model.config")

@@ -1,0 +1,220 @@
+"""A NeMo or Megatron-Bridge job as it was read: its model, its size, and what it sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.fields import ABSENT, find
+from nest_megatron.launchers.megatron_lm.job import MegatronJob, OptimizerSettings
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.recompute import (
+    Recompute,
+    RecomputeGranularity,
+    RecomputeMethod,
+    selective_recompute,
+)
+from nest_megatron.parallel.zero import ZeroStage
+
+#: Item of a plan -> name of the same choice among Megatron-LM's arguments.
+_ARGUMENTS = {
+    "tensor_model_parallel_size": "tensor_model_parallel_size",
+    "pipeline_model_parallel_size": "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+    "context_parallel_size": "context_parallel_size",
+    "expert_model_parallel_size": "expert_model_parallel_size",
+    "expert_tensor_parallel_size": "expert_tensor_parallel_size",
+    "micro_batch_size": "micro_batch_size",
+    "use_tp_pp_dp_mapping": "use_tp_pp_dp_mapping",
+    "pipeline_model_parallel_layout": "pipeline_model_parallel_layout",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split": "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split": "account_for_loss_in_pipeline_split",
+}
+_OF_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+_STRATEGIES = {
+    "no_shard": ZeroStage.NONE,
+    "optim": ZeroStage.OPTIMIZER,
+    "optim_grads": ZeroStage.GRADIENTS,
+    "optim_grads_params": ZeroStage.WEIGHTS,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What a planner needs of a job.
+
+    Args:
+        num_gpus: ranks of the whole job; ``None`` where only its launcher knows.
+        gpus_per_node: ``None`` where only its launcher knows.
+        degrees: the layout's items that the job sets, factory's defaults and user's wishes alike.
+        job: the same job in the words of Megatron-LM, as the planner's door takes it.
+        notes: what was assumed, one sentence each.
+    """
+
+    spec: TransformerSpec
+    global_batch_size: int
+    micro_batch_size: int
+    seq_length: int
+    num_gpus: int | None
+    gpus_per_node: int | None
+    precision: Precision
+    degrees: Mapping[str, Any]
+    job: MegatronJob
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFields:
+    """Sizes that a framework keeps in places of its own."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    num_gpus: int | None
+    gpus_per_node: int | None
+    precision: Precision
+    fp8_recipe: str
+    uses_fsdp: bool
+    optimizer: str = "optim.config"
+    notes: tuple[str, ...] = ()
+
+
+def recipe_of(
+    root: Any, spec: TransformerSpec, sizes: JobFields, table: Mapping[str, str]
+) -> Recipe:
+    """Put a job together.
+
+    Args:
+        root: the framework's configuration.
+        table: item -> path of the framework.
+
+    Raises:
+        UserInputError: for a setting that is none.
+    """
+    stated = {item: find(root, path) for item, path in table.items()}
+    stated = {item: value for item, value in stated.items() if value is not ABSENT}
+    stated["pipeline_model_parallel_layout"] = layout_text(
+        stated.get("pipeline_model_parallel_layout")
+    )
+    degrees = {item: value for item, value in stated.items() if value not in (None, False)}
+    return Recipe(
+        spec=spec,
+        global_batch_size=sizes.global_batch_size,
+        micro_batch_size=sizes.micro_batch_size,
+        seq_length=spec.seq_length,
+        num_gpus=sizes.num_gpus,
+        gpus_per_node=sizes.gpus_per_node,
+        precision=sizes.precision,
+        degrees=MappingProxyType(degrees),
+        job=_job(root, spec, sizes, stated),
+        notes=sizes.notes,
+    )
+
+
+def layout_text(layout: Any) -> str | None:
+    """A pipeline layout as text, from any form that megatron-core takes.
+
+    >>> layout_text([["embedding", "decoder"], ["decoder", "loss"]])
+    'Et|tL'
+    """
+    layout = getattr(layout, "input_data", layout)  # megatron-core's own parsed form
+    if layout is None or isinstance(layout, str):
+        return layout
+    return "|".join(
+        "".join(_LETTERS[str(getattr(unit, "name", unit)).strip().lower()] for unit in stage)
+        for stage in layout
+    )
+
+
+def _job(
+    root: Any, spec: TransformerSpec, sizes: JobFields, stated: Mapping[str, Any]
+) -> MegatronJob:
+    fixed = {
+        _ARGUMENTS[item]: value
+        for item, value in stated.items()
+        if item in _ARGUMENTS and value is not None
+        if spec.is_moe or item not in _OF_EXPERTS
+    }
+    optimizer = _optimizer(root, sizes.optimizer)
+    return MegatronJob(
+        version="0.16.1",
+        script="",
+        global_batch_size=sizes.global_batch_size,
+        batch_unit=None,
+        micro_batch_size=sizes.micro_batch_size,
+        seq_length=spec.seq_length,
+        precision=sizes.precision,
+        fp8_recipe=sizes.fp8_recipe,
+        transformer_impl="transformer_engine",
+        attention_backend="auto",
+        fixed=MappingProxyType(fixed),
+        recompute=_recompute(stated),
+        zero=_zero(stated, uses_fsdp=sizes.uses_fsdp),
+        optimizer=optimizer,
+        use_distributed_optimizer=bool(stated.get("use_distributed_optimizer")),
+        overlap_grad_reduce=bool(stated.get("overlap_grad_reduce")),
+        overlap_param_gather=bool(stated.get("overlap_param_gather")),
+        moe_grouped_gemm=spec.is_moe,
+        world_size=sizes.num_gpus,
+        passthrough=(),
+        notes=sizes.notes,
+    )
+
+
+def _recompute(stated: Mapping[str, Any]) -> Recompute | None:
+    granularity = stated.get("recompute_granularity")
+    if granularity is None:
+        return None
+    if granularity != RecomputeGranularity.FULL:
+        return selective_recompute(stated.get("recompute_modules") or ["core_attn"])
+    method = stated.get("recompute_method")
+    if method is None:
+        raise UserInputError(
+            "recompute_method",
+            value=None,
+            limit="full recomputation needs one",
+            fix="Set uniform or block, or free recompute.",
+        )
+    return Recompute(
+        granularity=RecomputeGranularity.FULL,
+        method=RecomputeMethod(method),
+        num_layers=stated.get("recompute_num_layers"),
+    )
+
+
+def _zero(stated: Mapping[str, Any], *, uses_fsdp: bool) -> ZeroStage:
+    if uses_fsdp:
+        return _STRATEGIES[stated.get("data_parallel_sharding_strategy") or "no_shard"]
+    return ZeroStage.OPTIMIZER if stated.get("use_distributed_optimizer") else ZeroStage.NONE
+
+
+def _optimizer(root: Any, prefix: str) -> OptimizerSettings:
+    """What decides the bytes an optimizer keeps; NeMo and Bridge share megatron-core's names."""
+    plain = OptimizerSettings()
+
+    def said(name: str) -> Any:
+        value = find(root, f"{prefix}.{name}")
+        return getattr(plain, name) if value in (ABSENT, None) else value
+
+    return OptimizerSettings(
+        optimizer=str(said("optimizer")),
+        use_precision_aware_optimizer=bool(said("use_precision_aware_optimizer")),
+        main_grads_dtype=_dtype(said("main_grads_dtype")),
+        main_params_dtype=_dtype(said("main_params_dtype")),
+        exp_avg_dtype=_dtype(said("exp_avg_dtype")),
+        exp_avg_sq_dtype=_dtype(said("exp_avg_sq_dtype")),
+        optimizer_cpu_offload=bool(said("optimizer_cpu_offload")),
+    )
+
+
+def _dtype(value: object) -> str:
+    """Megatron's short name of a torch type, by its text: no torch is loaded for it."""
+    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    text = str(value).removeprefix("torch.")
+    return names.get(text, text)
