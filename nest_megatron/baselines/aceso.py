@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from nest_megatron.baselines.bottleneck import Resource, bottleneck
 from nest_megatron.baselines.cuts import Boundaries
 from nest_megatron.baselines.job import Choice, Job, chosen, fastest, restricted
-from nest_megatron.baselines.walk import Layouts, Shard, State, nearest, pipeline_of, shard_of
+from nest_megatron.baselines.walk import Layouts, State, nearest, pipeline_of, shard_of
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity
 from nest_megatron.parallel.zero import ZeroStage
@@ -152,9 +152,8 @@ class _Climb:
         value = getattr(now, name)
         changed = [
             shard
-            for shard in self.layouts.shards
+            for shard in self.layouts.one_step_from(now)
             if (getattr(shard, name) - value) * direction > 0
-            and shard._replace(expert_tensor=0) == _with(now, name, getattr(shard, name))
         ]
         step = min((abs(getattr(shard, name) - value) for shard in changed), default=0)
         return [
@@ -169,10 +168,6 @@ class _Climb:
 def _score(state: State) -> tuple[int, int]:
     """What is missing first, then time: less is better."""
     return state.missing_bytes, state.iteration
-
-
-def _with(shard: Shard, name: str, value: int) -> Shard:
-    return shard._replace(expert_tensor=0, **{name: value})
 
 
 def _lightened(boundaries: Boundaries, stage: int) -> Iterator[Boundaries]:

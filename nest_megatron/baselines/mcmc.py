@@ -27,7 +27,6 @@ from nest_megatron.baselines.cuts import Boundaries, shifted
 from nest_megatron.baselines.job import Choice, Job, chosen, fastest, restricted
 from nest_megatron.baselines.walk import (
     Layouts,
-    Shard,
     State,
     differing,
     nearest,
@@ -38,7 +37,7 @@ from nest_megatron.parallel.grid import Grid
 from nest_megatron.solver.ranking import SolvedGrid
 
 SEEDS = 10
-STEPS = 300
+STEPS = 500
 #: Loss, as a share of the present time, that is accepted with a probability of 1/e.
 TEMPERATURE = 0.05
 MEMORY_PENALTY = 4.0
@@ -98,8 +97,7 @@ class _Walk:
 
     def _other_shards(self) -> list[Grid]:
         """One of the degrees or the micro batch changes; the experts' own width may follow."""
-        now = shard_of(self.state.grid)
-        others = [shard for shard in self.layouts.shards if _one_step(now, shard)]
+        others = self.layouts.one_step_from(shard_of(self.state.grid))
         if not others:
             return []
         return nearest(self.layouts.families(self.rng.choice(others)), self.state.grid)
@@ -123,8 +121,3 @@ class _Walk:
         if self.state.grid.dims.virtual_pipeline_model_parallel_size > 1:
             return []
         return shifted(self.layouts.job.model.spec, self.state.boundaries)
-
-
-def _one_step(now: Shard, other: Shard) -> bool:
-    first, second = now._replace(expert_tensor=0), other._replace(expert_tensor=0)
-    return now != other and differing(first, second) <= 1

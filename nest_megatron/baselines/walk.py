@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 from nest_megatron.baselines.cuts import Boundaries, balanced_cut
 from nest_megatron.baselines.job import Job
-from nest_megatron.cost_model.pipeline import chunk_cost, rank_memory
+from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import Recompute
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.solver.one_partition import judging
-from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD
+from nest_megatron.solver.one_partition import joined
+from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, StageSolution
 from nest_megatron.solver.ranking import SolvedGrid
 from nest_megatron.solver.search import UNLIMITED
 from nest_megatron.solver.space import SearchSpace
@@ -30,8 +29,8 @@ class Shard(NamedTuple):
     tensor: int
     context: int
     expert: int
-    expert_tensor: int
     micro_batch: int
+    expert_tensor: int
 
 
 class Pipeline(NamedTuple):
@@ -79,6 +78,7 @@ class Layouts:
         self.shards = {shard_of(grid): grid for grid in self.grids.shards()}
         self.priced = 0
         self._families: dict[Shard, list[Grid]] = {}
+        self._near: dict[Shard, list[Shard]] = {}
         self._states: dict[tuple[Grid, Boundaries], State] = {}
 
     def families(self, shard: Shard) -> list[Grid]:
@@ -87,6 +87,13 @@ class Layouts:
             grids = self.grids.grids(self.shards[shard])
             self._families[shard] = [f for grid in grids for f in self.grids.families(grid)]
         return self._families[shard]
+
+    def one_step_from(self, shard: Shard) -> list[Shard]:
+        """Shards with another degree or micro batch, whatever the experts' own width."""
+        if shard not in self._near:
+            rest = [(other, differing(other[:-1], shard[:-1])) for other in self.shards]
+            self._near[shard] = [other for other, n in rest if n <= 1 and other != shard]
+        return self._near[shard]
 
     def recomputed(self, grid: Grid, wanted: Recompute) -> Grid:
         """A grid with the setting wanted, or with the first one that the grid allows."""
@@ -102,20 +109,22 @@ class Layouts:
         return self._states[grid, cut]
 
     def _price(self, grid: Grid, cut: Boundaries) -> State:
-        problem, stages = self.job.model.problem(grid), grid.dims.pipeline_model_parallel_size
-        partition = StagePartition(boundaries=cut, pipeline_model_parallel_size=stages)
-        roomy = dataclasses.replace(problem, capacity_bytes=UNLIMITED)
-        judge = judging(self.job.solve_stages, partition)
-        chunks = [chunk_cost(problem, a, b) for a, b in pairwise(cut)]
-        needed = max(
-            rank_memory(problem, rank, chunks[rank::stages]).total for rank in range(stages)
-        )
-        return State(
-            grid=grid,
-            boundaries=cut,
-            iteration=judge(roomy, NO_THRESHOLD, DEFAULT_NODE_LIMIT).iteration,
-            missing_bytes=max(0, needed - problem.capacity_bytes),
-        )
+        one = joined(self.job.model.problem(grid), cut)
+        found, missing = self._solve(one), 0
+        if not found.boundaries:
+            found = self._solve(dataclasses.replace(one, capacity_bytes=UNLIMITED))
+            missing = _needed_bytes(one) - one.capacity_bytes
+        return State(grid=grid, boundaries=cut, iteration=found.iteration, missing_bytes=missing)
+
+    def _solve(self, one: PipelineProblem) -> StageSolution:
+        return self.job.solve_stages(one, NO_THRESHOLD, DEFAULT_NODE_LIMIT)
+
+
+def _needed_bytes(one: PipelineProblem) -> Bytes:
+    """Memory of the fullest rank where every unit is a chunk."""
+    chunks = [chunk_cost(one, index, index + 1) for index in range(one.num_chunks)]
+    ranks = range(one.num_stages)
+    return max(rank_memory(one, rank, chunks[rank :: one.num_stages]).total for rank in ranks)
 
 
 def shard_of(grid: Grid) -> Shard:
@@ -125,8 +134,8 @@ def shard_of(grid: Grid) -> Shard:
         dims.tensor_model_parallel_size,
         dims.context_parallel_size,
         dims.expert_model_parallel_size,
-        dims.expert_tensor_parallel_size,
         grid.micro_batch_size,
+        dims.expert_tensor_parallel_size,
     )
 
 
@@ -155,4 +164,4 @@ def differing(one: tuple[object, ...], other: tuple[object, ...]) -> int:
     >>> differing((1, 2, 3), (1, 5, 4))
     2
     """
-    return sum(a != b for a, b in zip(one, other, strict=True))
+    return sum(map(operator.ne, one, other))

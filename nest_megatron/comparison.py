@@ -1,0 +1,150 @@
+"""One job through several planners, all priced by the same cost model."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from nest_megatron.baselines.job import Choice, Job
+from nest_megatron.baselines.registry import NAMES, Baseline, baselines_named
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner import NoPlan, PlanRequest, plan
+from nest_megatron.planner.assemble import assemble, nothing_searched
+from nest_megatron.solver.backend import choose, solver_of
+from nest_megatron.units import Seconds, format_gib
+
+#: Our own search, which every comparison is relative to.
+NEST = "nest"
+PLANNERS = (NEST, *NAMES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """What one planner made of the job.
+
+    Args:
+        plan: its plan with the full prediction; ``None`` if it found nothing.
+        reason: how it came to this plan, or why it found none; part of a sentence.
+        candidates: layouts that it weighed or ruled out.
+        search_s: time that it took.
+        relative_throughput: its throughput over that of ``nest``; ``None`` without both plans.
+        differences: seconds that each term of its step takes more than in the plan of ``nest``.
+    """
+
+    name: str
+    title: str
+    plan: ParallelPlan | None
+    reason: str
+    candidates: int
+    search_s: Seconds
+    relative_throughput: float | None = None
+    differences: dict[str, Seconds] = dataclasses.field(default_factory=dict)
+
+    @property
+    def worst_term(self) -> str | None:
+        """The term in which it loses most against ``nest``, if it loses anything."""
+        if not self.differences or self.relative_throughput is None or self.name == NEST:
+            return None
+        worst = max(self.differences, key=lambda term: self.differences[term])
+        return worst if self.differences[worst] > 0 and self.relative_throughput < 1 else None
+
+
+def compare(
+    request: PlanRequest,
+    names: Iterable[str] = PLANNERS,
+    on_planner: Callable[[str], None] | None = None,
+) -> tuple[Compared, ...]:
+    """Plan one job with several planners, each with a fresh cost model.
+
+    Args:
+        request: the job; ``max_seconds`` holds for every planner by itself.
+        names: planners besides ``nest``, which always takes part and comes first.
+        on_planner: called with the name of each planner before it starts.
+
+    Raises:
+        UserInputError: for an unknown planner, or a job that no layout is legal for.
+    """
+    baselines = baselines_named(name for name in dict.fromkeys(names) if name != NEST)
+    told = on_planner or (lambda name: None)
+    told(NEST)
+    ours = _ours(request)
+    others = []
+    for baseline in baselines:
+        told(baseline.name)
+        others.append(_against(ours, _theirs(request, baseline)))
+    return (ours, *others)
+
+
+def _ours(request: PlanRequest) -> Compared:
+    """Our own answer; runners-up are not ranked, because the others have none either."""
+    found = plan(dataclasses.replace(request, num_alternatives=0))
+    title = "this project: exact, aware of network and memory"
+    search_s, candidates = found.search.seconds, found.search.candidates
+    if isinstance(found, NoPlan):
+        missing = format_gib(found.missing_bytes)
+        reason = f"nothing fits in memory; the nearest plan lacks {missing}"
+        return Compared(
+            name=NEST,
+            title=title,
+            plan=None,
+            reason=reason,
+            candidates=candidates,
+            search_s=search_s,
+        )
+    proof = "proven optimal in its space"
+    if found.search.certificate != "optimal":
+        proof = f"at most {found.search.gap_percent:.2f} % slower than the best in its space"
+    return Compared(
+        name=NEST,
+        title=title,
+        plan=found,
+        reason=proof,
+        candidates=candidates,
+        search_s=search_s,
+        relative_throughput=1.0,
+        differences=dict.fromkeys(found.predicted.terms, 0.0),
+    )
+
+
+def _theirs(request: PlanRequest, baseline: Baseline) -> Compared:
+    """A baseline's answer, its plan assembled as ours is."""
+    model = CostModel(request.spec, request.cluster, request.settings, request.times)
+    started = time.perf_counter()
+    choice = baseline.find(
+        Job(
+            model=model,
+            global_batch_size=request.global_batch_size,
+            space=request.space,
+            solve_stages=solver_of(choose(request.backend)),
+            out_of_time=lambda: time.perf_counter() - started > request.max_seconds,
+        )
+    )
+    return Compared(
+        name=baseline.name,
+        title=baseline.title,
+        search_s=time.perf_counter() - started,
+        plan=_assembled(request, model, choice),
+        reason=choice.reason,
+        candidates=choice.candidates,
+    )
+
+
+def _assembled(request: PlanRequest, model: CostModel, choice: Choice) -> ParallelPlan | None:
+    if choice.plan is None:
+        return None
+    return assemble(model, request.settings, choice.plan, (), nothing_searched())
+
+
+def _against(ours: Compared, theirs: Compared) -> Compared:
+    """A baseline's answer with what it loses."""
+    if ours.plan is None or theirs.plan is None:
+        return theirs
+    best, other = ours.plan.predicted, theirs.plan.predicted
+    return dataclasses.replace(
+        theirs,
+        relative_throughput=best.iteration_time_s / other.iteration_time_s,
+        differences={name: other.terms[name] - best.terms[name] for name in best.terms},
+    )
