@@ -7,12 +7,12 @@ from math import prod
 
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.diff import plan_values, reason
-from nest_megatron.parallel.differences import term_differences
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.plan import Alternative, ParallelPlan, zero_stage
 from nest_megatron.parallel.rank_order import GroupKind, group_of_rank, group_shape
 from nest_megatron.plain import to_plain
 from nest_megatron.profile.lookup import LayerTimes
+from nest_megatron.report.differences import term_differences
 from nest_megatron.report.markup import Markup, element, joined, table
 from nest_megatron.report.words import term_words
 from nest_megatron.units import GB, Seconds, format_gib, format_seconds
