@@ -26,6 +26,7 @@ FLOORS = {
     "planner": 6,
     "comparison": 7,
     "launchers": 7,
+    "paper": 7,
     "pinning": 7,
     "validation": 7,
     "report": 8,
@@ -43,6 +44,8 @@ ROOM_OF = {
     "config": "entry",
     "app": "entry",
 }
+# Doors of a launcher that plan as well: they join what is read and written with the planner's door.
+DOORS = {"launchers.nemo", "launchers.megatron_bridge"}
 # A helper that the rooms of its own floor may use.
 SHARED = {"catalogue_files", "framework"}
 
@@ -59,6 +62,8 @@ def room_of(module: str) -> str:
     """
     _, _, inside = module.partition(".")
     if inside.rpartition(".")[2] == "__main__":
+        return "entry"
+    if inside in DOORS:
         return "entry"
     first = inside.partition(".")[0]
     return ROOM_OF.get(first, first)
