@@ -183,18 +183,34 @@ def request_for(
     Raises:
         UserInputError: for a wish that cannot be kept.
     """
+    inputs, space, kept = job_request(model_and_job, cluster, composed, wishes)
+    return CommandRequest(
+        command=command, job=model_and_job[1], inputs=inputs, space=space, kept=kept
+    )
+
+
+def job_request(
+    model_and_job: tuple[TransformerSpec, MegatronJob],
+    cluster: Cluster,
+    composed: Composed,
+    wishes: Wishes,
+) -> tuple[Inputs, SearchSpace, tuple[str, ...]]:
+    """What to plan for a job, wherever it was read from.
+
+    Returns:
+        The job without its layout, what the search may choose, and what of the user's choices it
+        holds fixed, by their names in ``CHOICES``.
+
+    Raises:
+        UserInputError: for a wish that cannot be kept.
+    """
     spec, job = model_and_job
     freed = _freed(wishes)
     inputs = _inputs(composed, spec, job, cluster)
-    kept = {name: value for name, value in job.fixed.items() if name not in freed}
-    space = _space(composed, inputs.spec, job, kept, freed)
-    return CommandRequest(
-        command=command,
-        job=job,
-        inputs=inputs,
-        space=_with_required(space, inputs.spec, wishes.required),
-        kept=tuple(name for name, flags in CHOICES.items() if any(map(kept.get, flags))),
-    )
+    fixed = {name: value for name, value in job.fixed.items() if name not in freed}
+    space = _space(composed, inputs.spec, job, fixed, freed)
+    kept = tuple(name for name, flags in CHOICES.items() if any(map(fixed.get, flags)))
+    return inputs, _with_required(space, inputs.spec, wishes.required), kept
 
 
 def _freed(wishes: Wishes) -> frozenset[str]:

@@ -1,0 +1,141 @@
+"""Plan a job that a framework's adapter has read, on a cluster named as on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from nest_megatron.app.failure import NothingFitsError
+from nest_megatron.app.surroundings import surroundings
+from nest_megatron.cluster.discovery import local_gpus
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.config.command import CHOICES, Wishes, job_request
+from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.overrides import Setting, parse
+from nest_megatron.config.request import plan_request, with_times
+from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.launchers.recipe import Recipe
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner import NoPlan
+from nest_megatron.planner import plan as find_plan
+
+#: Runners-up that are ranked unless ``search.num_alternatives`` says otherwise.
+_RUNNERS_UP = 3
+_NUM_GPUS = "cluster.num_gpus"
+_OF_THE_JOB = ("model", "train")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Freedom:
+    """What of a recipe's own layout the search may change.
+
+    Args:
+        free: choices that may change; ``None`` is all of them but those kept.
+        keep: choices held as the recipe states them.
+
+    Raises:
+        UserInputError: for a name that is no choice, or one both freed and kept.
+    """
+
+    free: tuple[str, ...] | None = None
+    keep: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for what, names in (("free", self.free or ()), ("keep", self.keep)):
+            for name in names:
+                if name not in (*CHOICES, "all"):
+                    raise UserInputError(
+                        what,
+                        value=name,
+                        limit="it is no choice that a plan makes",
+                        fix=nearest(name, (*CHOICES, "all")),
+                    )
+        both = set(self.free or ()) & set(self.keep)
+        if both:
+            raise UserInputError(
+                "free, keep",
+                value=sorted(both),
+                limit="a choice is either freed or kept",
+                fix="Name it once.",
+            )
+
+    def wishes(self) -> Wishes:
+        """The same for the planner's door, which keeps what is not freed."""
+        kept = tuple(CHOICES) if "all" in self.keep else self.keep
+        free = tuple(CHOICES) if self.free is None or "all" in self.free else self.free
+        return Wishes(free=tuple(name for name in free if name not in kept), option="free")
+
+
+def plan_recipe(
+    recipe: Recipe,
+    *,
+    cluster: str | Cluster | None,
+    overrides: Sequence[str],
+    freedom: Freedom,
+) -> ParallelPlan:
+    """Find the fastest plan for a job that was read.
+
+    Args:
+        cluster: a name of the catalogue or a file, taken with the job's number of GPUs; a record;
+            or ``None`` for the GPUs of this host.
+        overrides: settings as ``nest-megatron plan`` takes them, the model and the batch apart.
+
+    Raises:
+        NothingFitsError: if no plan fits in memory, naming the missing bytes.
+        UserInputError: for a wish that cannot be kept, or an unknown setting.
+    """
+    settings = _settings(recipe, cluster, overrides)
+    place, composed, notes = _place(recipe, cluster, settings)
+    inputs, space, _ = job_request((recipe.spec, recipe.job), place, composed, freedom.wishes())
+    inputs = dataclasses.replace(inputs, notes=(*inputs.notes, *notes))
+    wanted = plan_request(composed.config, with_times(inputs, composed), space)
+    if "search.num_alternatives" not in composed.given:
+        wanted = dataclasses.replace(wanted, num_alternatives=_RUNNERS_UP)
+    found = find_plan(wanted)
+    if isinstance(found, NoPlan):
+        raise NothingFitsError(found, inputs.notes)
+    return found
+
+
+def _settings(
+    recipe: Recipe, cluster: str | Cluster | None, overrides: Sequence[str]
+) -> tuple[Setting, ...]:
+    settings = parse(overrides)
+    for setting in settings:
+        if setting.key.partition(".")[0] in _OF_THE_JOB:
+            raise UserInputError(
+                setting.key,
+                value=setting.value,
+                limit="the model and the batch are the recipe's own",
+                fix="Change the recipe.",
+            )
+    if isinstance(cluster, str):
+        settings = (Setting(key="cluster", value=cluster), *settings)
+    if isinstance(cluster, Cluster) or any(setting.key == _NUM_GPUS for setting in settings):
+        return settings
+    if recipe.num_gpus is None:
+        raise UserInputError(
+            _NUM_GPUS,
+            value=None,
+            limit="the number of ranks is the launcher's, and this process has none",
+            fix="Give overrides=['cluster.num_gpus=64'].",
+        )
+    return (*settings, Setting(key=_NUM_GPUS, value=str(recipe.num_gpus)))
+
+
+def _place(
+    recipe: Recipe, cluster: str | Cluster | None, settings: Sequence[Setting]
+) -> tuple[Cluster, Composed, tuple[str, ...]]:
+    """The cluster at the job's size, with the settings and what was assumed."""
+    if isinstance(cluster, Cluster):
+        size = recipe.num_gpus or cluster.num_gpus
+        return cluster.resized(size), compose(settings), ()
+    if cluster is None and local_gpus() is None:
+        raise UserInputError(
+            "cluster",
+            value=None,
+            limit="none is given, and this host shows no NVIDIA GPU",
+            fix="Give for example cluster='dgx_h100' (`nest-megatron clusters` lists them).",
+        )
+    place = surroundings(settings, recipe.num_gpus or 0, {}, dry_run=True)
+    return place.cluster, place.composed, place.notes
