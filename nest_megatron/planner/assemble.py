@@ -224,6 +224,8 @@ def describe_space(space: SearchSpace, cluster: Cluster) -> Mapping[str, str]:
     words["recompute"] = "all settings" if space.recompute is None else space.recompute.label()
     if space.partition is not None:
         words["stage_layout"] = "as given"
+    elif space.even_stages:
+        words["stage_layout"] = "even"
     words["num_gpus"] = "all" if space.use_all_gpus else "any whole nodes"
     return words
 

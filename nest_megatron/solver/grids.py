@@ -148,6 +148,8 @@ class GridSpace:
             micro = shard.micro_batch_size
             if pp > self._num_units:
                 self.illegal[f"at most {self._num_units} stages, one a layer or end"] += 1
+            elif self.space.even_stages and self.model.spec.num_layers % pp:
+                self.illegal["even stages: as many layers on each pipeline rank"] += 1
             elif stage % dims.expert_ranks:
                 self.illegal["expert ranks divide the ranks of a stage"] += 1
             elif not rules.num_microbatches(self.batch_unit, micro, dp):
@@ -183,7 +185,10 @@ class GridSpace:
         if name in space.fixed:
             sizes = range(space.fixed[name], min(most, space.fixed[name]) + 1)
         least = self.batch_unit // (grid.micro_batch_size * dims.data_parallel_size)
-        return [v for v in sizes if v == 1 or rules.allows_interleaving(pp, v, least)]
+        legal = [v for v in sizes if v == 1 or rules.allows_interleaving(pp, v, least)]
+        if not space.even_stages:
+            return legal
+        return [v for v in legal if self.model.spec.num_layers % (pp * v) == 0]
 
     def _zero_stages(self, dims: ParallelDims) -> list[ZeroStage]:
         """ZeRO stages that Megatron launches here; without replicas there is nothing to divide."""

@@ -15,6 +15,7 @@ from itertools import pairwise
 from nest_megatron.cost_model.pipeline import ChunkCost, PipelineProblem, UnitCost, chunk_cost
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.layout import uniform_partition
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.rules import mtp_chunk, mtp_chunk_fits
 from nest_megatron.solver.outcome import StageSolution
@@ -66,6 +67,18 @@ def judging(
         return dataclasses.replace(found, boundaries=partition.boundaries)
 
     return solve_one
+
+
+def judging_even(
+    solve: Callable[[PipelineProblem, Ticks, int], StageSolution], spec: TransformerSpec
+) -> Callable[[PipelineProblem, Ticks, int], StageSolution]:
+    """As ``judging``, with the partition that Megatron makes of each problem's sizes by itself."""
+
+    def solve_even(problem: PipelineProblem, threshold: Ticks, node_limit: int) -> StageSolution:
+        even = uniform_partition(spec, problem.num_stages, problem.num_virtual)
+        return judging(solve, even)(problem, threshold, node_limit)
+
+    return solve_even
 
 
 def joined(problem: PipelineProblem, boundaries: tuple[int, ...]) -> PipelineProblem:

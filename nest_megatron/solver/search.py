@@ -38,7 +38,12 @@ from nest_megatron.parallel.recompute import (
 )
 from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.grids import GridSpace
-from nest_megatron.solver.one_partition import check_partition, judging, with_least_tails
+from nest_megatron.solver.one_partition import (
+    check_partition,
+    judging,
+    judging_even,
+    with_least_tails,
+)
 from nest_megatron.solver.outcome import (
     DEFAULT_NODE_LIMIT,
     NO_THRESHOLD,
@@ -111,10 +116,12 @@ class Search:
         self.grids = GridSpace(model, global_batch_size, space)
         self.bounds = Bounds(model, global_batch_size)
         self.solve_stages = solve_stages
-        self.only_one = space.partition is not None
+        self.only_one = space.partition is not None or space.even_stages
         if space.partition is not None:
             check_partition(model.spec, space.partition)
             self.solve_stages = judging(solve_stages, space.partition)
+        elif space.even_stages:
+            self.solve_stages = judging_even(solve_stages, model.spec)
         self.num_layouts = num_layouts
         self.first_fit = first_fit
         self.out_of_time = out_of_time

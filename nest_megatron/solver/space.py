@@ -52,6 +52,8 @@ class SearchSpace:
         without_modules: modules whose recomputation is not tried.
         partition: the one stage partition allowed, or ``None`` for all; its pipeline and virtual
             sizes join ``fixed``.
+        even_stages: only cuts that Megatron makes by itself, as many layers in each virtual stage;
+            for frameworks that can state no layout.
         use_all_gpus: every GPU works; otherwise whole nodes may stay idle.
         batch_unit: what every global batch of the run is a multiple of, where the batch grows;
             otherwise the global batch itself.
@@ -67,6 +69,7 @@ class SearchSpace:
     recompute: Recompute | None = None
     without_modules: frozenset[RecomputeModule] = frozenset()
     partition: StagePartition | None = None
+    even_stages: bool = False
     use_all_gpus: bool = True
     batch_unit: int | None = None
 
