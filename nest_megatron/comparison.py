@@ -44,6 +44,11 @@ class Compared:
     differences: dict[str, Seconds] = dataclasses.field(default_factory=dict)
 
     @property
+    def lost_s(self) -> Seconds:
+        """How much longer its step takes than that of ``nest``."""
+        return sum(self.differences.values())
+
+    @property
     def worst_term(self) -> str | None:
         """The term in which it loses most against ``nest``, if it loses anything."""
         if not self.differences or self.relative_throughput is None or self.name == NEST:

@@ -17,6 +17,7 @@ from nest_megatron.app.command_kinds import (
     Group,
     json_option,
 )
+from nest_megatron.app.compare_commands import compare
 from nest_megatron.app.complete import (
     complete_catalogue,
     complete_free,
@@ -25,6 +26,7 @@ from nest_megatron.app.complete import (
 from nest_megatron.app.extract_commands import extract
 from nest_megatron.app.nest_commands import nest
 from nest_megatron.app.network_commands import network
+from nest_megatron.app.paper_commands import paper
 from nest_megatron.app.profile_commands import profile, profiles
 
 
@@ -268,11 +270,13 @@ def clusters(name: str | None, *, as_json: bool) -> int:
     return run_clusters(name, as_json=as_json)
 
 
+cli.add_command(compare)
 cli.add_command(profile)
 cli.add_command(profiles)
 cli.add_command(network)
 cli.add_command(extract)
 cli.add_command(nest)
+cli.add_command(paper)
 
 
 @cli.command(

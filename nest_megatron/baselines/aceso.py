@@ -71,7 +71,7 @@ def find(job: Job, *, evaluations: int = EVALUATIONS) -> Choice:
     starts = _starts(layouts)
     share = evaluations // max(1, len(starts))
     best = fastest([_Climb(layouts, share).run(start) for start in starts])
-    reason = f"local search from {len(starts)} balanced pipelines, one bottleneck after another"
+    reason = f"the best end of local searches from {len(starts)} balanced pipelines"
     return chosen(best, layouts.priced, reason)
 
 

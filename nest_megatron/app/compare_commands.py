@@ -1,0 +1,39 @@
+"""``nest-megatron compare``; what it does is in ``app/compare.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from nest_megatron.app.command_kinds import FILE, FOLDER, NEXT, Command, json_option
+from nest_megatron.app.complete import complete_override
+
+
+@click.command(
+    cls=Command,
+    examples=(
+        "nest-megatron compare model=llama3_70b cluster=h100_spine_leaf cluster.num_gpus=512",
+        "nest-megatron compare model=llama3_8b cluster=dgx_h100 cluster.num_gpus=64"
+        + NEXT
+        + "'planners=[nest,manual,phaze]' --chart planners.svg --json",
+    ),
+)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_override)
+@click.option(
+    "--config-dir",
+    type=FOLDER,
+    help="A folder with your own model/, cluster/ or accelerator/ files.",
+)
+@click.option("--chart", type=FILE, help="Draw it: an .svg or .png picture, or an .html page.")
+@json_option
+def compare(**options: Any) -> int:
+    """Plan one job with other planners, priced by the same cost model, and say what each loses.
+
+    planners=[...] names some of nest, manual, mcmc, phaze, alpa_e, mist, aceso, autoconfigurator;
+    all take part unless it is given, nest always. Other settings are those of plan. Exits with 1
+    where nest finds no plan.
+    """
+    from nest_megatron.app.compare import run_compare
+
+    return run_compare(**options)
