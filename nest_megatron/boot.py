@@ -24,6 +24,7 @@ TOKENS = ("+nest=", "++nest=")
 BEFORE = {"megatron.training": "before_training"}
 #: ... and with the module just after.
 AFTER = {
+    "megatron.bridge.training.utils.omegaconf_utils": "after_bridge_overrides",
     "megatron.training.arguments": "after_arguments",
     "megatron.training.initialize": "after_initialize",
     "megatron.training.training": "after_training",

@@ -47,6 +47,8 @@ class Session:
 
 
 _session: Session | None = None
+#: Megatron-Bridge's configuration was planned, or ``+nest=off`` asked for nothing.
+_bridge_is_settled = False
 
 
 def before_training() -> None:
@@ -113,6 +115,19 @@ def _planning(validate: Callable[..., Any]) -> Callable[..., Any]:
             return run(session, args, defaults, validate)
 
     return validate_args
+
+
+def after_bridge_overrides(module: ModuleType) -> None:
+    """Plan where Megatron-Bridge applies overrides."""
+    from nest_megatron.app.bridge import planning
+
+    def settled() -> None:
+        global _bridge_is_settled  # noqa: PLW0603 - one process, one job
+        _bridge_is_settled = True
+
+    module.process_config_with_overrides = planning(  # type: ignore[attr-defined]
+        module.process_config_with_overrides, settled
+    )
 
 
 def after_initialize(module: ModuleType) -> None:
@@ -182,10 +197,13 @@ def after_parallel_state(module: ModuleType) -> None:
 
 
 def _require_plan() -> None:
+    if _bridge_is_settled:
+        return
     asked = is_asked_for([word for word in sys.argv if not word.endswith("=off")])
     if (asked and _session is None) or (_session is not None and _session.decision is None):
         raise NestError(
-            "the command asks for +nest, but nothing was planned: this program does not call "
+            "the command asks for +nest, but nothing was planned: this program calls neither "
             "megatron.training.arguments.validate_args, where Megatron-LM "
-            f"{' and '.join(VERSIONS)} check their arguments. Launch it without +nest."
+            f"{' and '.join(VERSIONS)} check their arguments, nor Megatron-Bridge's "
+            "process_config_with_overrides with the words of its command. Launch it without +nest."
         )

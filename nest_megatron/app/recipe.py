@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from nest_megatron.app.failure import NothingFitsError
-from nest_megatron.app.surroundings import surroundings
+from nest_megatron.app.surroundings import names_cluster, surroundings
 from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.command import CHOICES, Wishes, job_request
 from nest_megatron.config.compose import Composed, compose
-from nest_megatron.config.overrides import Setting, parse
+from nest_megatron.config.overrides import Setting
 from nest_megatron.config.request import plan_request, with_times
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.launchers.recipe import Recipe
@@ -70,8 +70,9 @@ def plan_recipe(
     recipe: Recipe,
     *,
     cluster: str | Cluster | None,
-    overrides: Sequence[str],
+    overrides: Sequence[Setting],
     freedom: Freedom,
+    choose: int = 0,
 ) -> ParallelPlan:
     """Find the fastest plan for a job that was read.
 
@@ -79,6 +80,7 @@ def plan_recipe(
         cluster: a name of the catalogue or a file, taken with the job's number of GPUs; a record;
             or ``None`` for the GPUs of this host.
         overrides: settings as ``nest-megatron plan`` takes them, the model and the batch apart.
+        choose: take this runner-up instead of the best (0).
 
     Raises:
         NothingFitsError: if no plan fits in memory, naming the missing bytes.
@@ -90,17 +92,17 @@ def plan_recipe(
     inputs = dataclasses.replace(inputs, notes=(*inputs.notes, *notes))
     wanted = plan_request(composed.config, with_times(inputs, composed), space)
     if "search.num_alternatives" not in composed.given:
-        wanted = dataclasses.replace(wanted, num_alternatives=_RUNNERS_UP)
-    found = find_plan(wanted)
+        wanted = dataclasses.replace(wanted, num_alternatives=max(_RUNNERS_UP, choose))
+    found = find_plan(wanted, choose=choose)
     if isinstance(found, NoPlan):
         raise NothingFitsError(found, inputs.notes)
     return found
 
 
 def _settings(
-    recipe: Recipe, cluster: str | Cluster | None, overrides: Sequence[str]
+    recipe: Recipe, cluster: str | Cluster | None, overrides: Sequence[Setting]
 ) -> tuple[Setting, ...]:
-    settings = parse(overrides)
+    settings = tuple(overrides)
     for setting in settings:
         if setting.key.partition(".")[0] in _OF_THE_JOB:
             raise UserInputError(
@@ -130,7 +132,7 @@ def _place(
     if isinstance(cluster, Cluster):
         size = recipe.num_gpus or cluster.num_gpus
         return cluster.resized(size), compose(settings), ()
-    if cluster is None and local_gpus() is None:
+    if not names_cluster(settings) and local_gpus() is None:
         raise UserInputError(
             "cluster",
             value=None,

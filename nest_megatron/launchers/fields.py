@@ -77,6 +77,17 @@ def class_names(holder: Any) -> tuple[str, ...]:
     return tuple(base.__name__ for base in getattr(built, "__mro__", (built,)))
 
 
+def shown(value: Any) -> str:
+    """A value in a few letters: of a configuration inside, its kind alone.
+
+    >>> shown(["mlp"]), shown(type("Sizes", (), {})())
+    ("['mlp']", 'Sizes')
+    """
+    plain = value is None or isinstance(value, bool | int | float | str | list | tuple)
+    is_type = type(value).__module__ == "torch"
+    return str(value) if plain or is_type else class_names(value)[0]
+
+
 def changes(root: Any, wanted: Iterable[Wanted]) -> tuple[Change, ...]:
     """What differs from what is wanted; nothing is set.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from nest_megatron.app.recipe import Freedom, plan_recipe
 from nest_megatron.cluster.records import Cluster
+from nest_megatron.config.overrides import parse
 from nest_megatron.launchers.megatron_bridge.overlay import to_dotlist, to_yaml
 from nest_megatron.launchers.megatron_bridge.read import read_recipe
 from nest_megatron.launchers.megatron_bridge.write import apply_plan, plan_changes
@@ -68,7 +69,7 @@ def auto_recipe(
     plan = plan_recipe(
         read_recipe(cfg, vocab_size=vocab_size, environment=environment),
         cluster=cluster,
-        overrides=overrides,
+        overrides=parse(overrides),
         freedom=freedom,
     )
     return plan, apply_plan(cfg, plan, environment=environment)

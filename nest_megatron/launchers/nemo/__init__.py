@@ -14,6 +14,7 @@ from typing import Any
 
 from nest_megatron.app.recipe import Freedom, plan_recipe
 from nest_megatron.cluster.records import Cluster
+from nest_megatron.config.overrides import parse
 from nest_megatron.launchers.nemo.read import read_recipe, require_language_models
 from nest_megatron.launchers.nemo.write import apply_plan, plan_changes
 from nest_megatron.parallel.diff import Change
@@ -63,7 +64,7 @@ def auto_recipe(
     plan = plan_recipe(
         read_recipe(recipe, vocab_size=vocab_size),
         cluster=cluster,
-        overrides=overrides,
+        overrides=parse(overrides),
         freedom=freedom,
     )
     return plan, apply_plan(recipe, plan, free=("num_gpus",))

@@ -1,0 +1,225 @@
+"""``+nest=auto`` among the overrides of a Megatron-Bridge script: plan instead of being skipped.
+
+Megatron-Bridge's ``run_recipe.py`` hands every word that it does not know to
+``process_config_with_overrides``, which passes over keys that its configuration lacks with a line
+in the log. Wrapped, it plans after the user's own overrides, and those stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nest_megatron.app import OK
+from nest_megatron.app.failure import ending_on_errors
+from nest_megatron.app.recipe import Freedom, plan_recipe
+from nest_megatron.config.launch import LaunchWords, Mode, read_launch, read_words, split_words
+from nest_megatron.config.schema import LaunchConfig
+from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.fields import shown
+from nest_megatron.launchers.megatron_bridge.overlay import to_dotlist
+from nest_megatron.launchers.megatron_bridge.read import FIELDS, read_recipe
+from nest_megatron.launchers.megatron_bridge.write import apply_plan
+from nest_megatron.launchers.megatron_lm.agreement import Place, confirm, connect, share
+from nest_megatron.launchers.megatron_lm.rewrite import Change as FlagChange
+from nest_megatron.launchers.recipe import Recipe
+from nest_megatron.launchers.slurm import rank_variables
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.diff import Change
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.pinning import Found, read_pinned, require_same_job
+
+#: Settings of ``+nest`` that need Megatron-LM's own arguments or training loop.
+_NOT_HERE = ("ranks", "watch", "stop_before_training")
+#: Item of a plan -> the choice that it belongs to, where the two have other names.
+_CHOICES = {
+    "recompute_granularity": "recompute",
+    "recompute_method": "recompute",
+    "recompute_num_layers": "recompute",
+    "recompute_modules": "recompute",
+    "pipeline_model_parallel_layout": "stage_layout",
+    "num_layers_in_first_pipeline_stage": "stage_layout",
+    "num_layers_in_last_pipeline_stage": "stage_layout",
+    "account_for_embedding_in_pipeline_split": "stage_layout",
+    "account_for_loss_in_pipeline_split": "stage_layout",
+    "use_distributed_optimizer": "zero_stage",
+    "data_parallel_sharding_strategy": "zero_stage",
+    "use_tp_pp_dp_mapping": "rank_order",
+}
+#: Items that a plan derives from other choices, so that nothing is there to be kept.
+_DERIVED = ("sequence_parallel", "overlap_grad_reduce", "overlap_param_gather", "global_batch_size")
+_PATIENCE_S = 600.0
+
+Process = Callable[..., Any]
+
+
+def planning(process: Process, on_plan: Callable[[], None]) -> Process:
+    """``process_config_with_overrides`` that plans where its overrides ask for it.
+
+    Args:
+        process: the framework's own.
+        on_plan: called once a plan is in place, or ``+nest=off`` asks for none.
+    """
+
+    @functools.wraps(process)
+    def process_config_with_overrides(
+        config: Any,
+        config_filepath: str | None = None,
+        cli_overrides: list[str] | None = None,
+    ) -> Any:
+        ours, rest = split_words(cli_overrides or [])
+        config = process(config, config_filepath, rest or None)
+        if ours:
+            with ending_on_errors():
+                stated = [*_keys(rest), *_keys_of_file(config_filepath)]
+                run(config, read_words(ours), stated)
+                on_plan()
+        return config
+
+    return process_config_with_overrides
+
+
+def run(cfg: Any, words: LaunchWords, stated: Iterable[str]) -> None:
+    """Plan on rank 0 and write the plan into every rank's configuration.
+
+    Args:
+        cfg: the configuration with the user's own overrides in it.
+        stated: fields that the user set themselves, which stay unless ``nest.free`` names them.
+
+    Raises:
+        NestError: if no plan can be made or carried out.
+    """
+    launch = read_launch(words)
+    if words.mode is Mode.OFF:
+        return
+    _refuse_settings(words)
+    os.environ.update(rank_variables(os.environ))
+    recipe = read_recipe(cfg)
+    keep = kept_choices(stated, launch.free)
+    board = None
+    if (recipe.num_gpus or 1) > 1 and "RANK" in os.environ and not launch.dry_run:
+        board = connect(_place(recipe, launch))
+
+    def solve(_: object = None) -> str:
+        return plan_file.dump(_find(recipe, words, launch, keep))
+
+    plan = plan_file.load(solve() if board is None else share(board, solve))
+    changes = apply_plan(cfg, plan, environment={} if launch.dry_run else None)
+    if os.environ.get("RANK", "0") == "0":
+        _tell(plan, changes, recipe.notes)
+    if launch.dry_run:
+        sys.exit(OK)
+    if board is not None:
+        confirm(board, plan_file.digest(to_dotlist(changes)))
+
+
+def kept_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...]:
+    """Choices that the user made by hand and has not freed.
+
+    >>> kept_choices(["model.tensor_model_parallel_size", "model.recompute_method"], ["recompute"])
+    ('tensor_model_parallel_size',)
+    """
+    if "all" in free:
+        return ()
+    items = {path: item for item, path in FIELDS.items() if item not in _DERIVED}
+    named = [items[path] for path in stated if path in items]
+    choices = dict.fromkeys(_CHOICES.get(item, item) for item in named)
+    return tuple(choice for choice in choices if choice not in free)
+
+
+def _find(
+    recipe: Recipe, words: LaunchWords, launch: LaunchConfig, keep: tuple[str, ...]
+) -> ParallelPlan:
+    if words.mode is Mode.PINNED:
+        return _pinned(recipe, launch)
+    settings = tuple(setting for setting in words.job if setting.key != "out")
+    freedom = Freedom(keep=keep)
+    plan = plan_recipe(
+        recipe, cluster=None, overrides=settings, freedom=freedom, choose=launch.alternative
+    )
+    for setting in words.job:
+        if setting.key == "out" and setting.value:
+            plan_file.write(plan, Path(setting.value.strip("'\"")).expanduser())
+    return plan
+
+
+def _pinned(recipe: Recipe, launch: LaunchConfig) -> ParallelPlan:
+    if launch.plan is None:
+        raise UserInputError(
+            "nest.plan",
+            value=None,
+            limit="+nest=pinned launches a reviewed plan",
+            fix="Name it: nest.plan=FILE (`nest-megatron pin` makes one).",
+        )
+    pinned = read_pinned(Path(launch.plan).expanduser())
+    found = Found(
+        spec=recipe.spec,
+        num_gpus=recipe.num_gpus or pinned.plan.placement.num_gpus,
+        cluster=None,
+        gpus=None,
+        gpus_per_host=recipe.gpus_per_node,
+        global_batch_size=recipe.global_batch_size,
+        precision=recipe.precision,
+        tensor_model_parallel_size=pinned.plan.parallel.tensor_model_parallel_size,
+        megatron_lm=pinned.pin.megatron_lm,
+    )
+    require_same_job(pinned, found)
+    return pinned.plan
+
+
+def _place(recipe: Recipe, launch: LaunchConfig) -> Place:
+    return Place(
+        rank=int(os.environ["RANK"]),
+        world_size=recipe.num_gpus or 1,
+        environment=dict(os.environ),
+        patience_s=_PATIENCE_S,
+        port=launch.port,
+    )
+
+
+def _refuse_settings(words: LaunchWords) -> None:
+    for setting in words.launch:
+        if setting.key in _NOT_HERE:
+            raise UserInputError(
+                f"nest.{setting.key}",
+                value=setting.value,
+                limit="it works with Megatron-LM's own training script alone",
+                fix="Leave it out.",
+            )
+
+
+def _keys(overrides: Iterable[str]) -> list[str]:
+    return [word.lstrip("+~").partition("=")[0] for word in overrides]
+
+
+def _keys_of_file(path: str | None) -> list[str]:
+    """Fields that a YAML file of the user's sets, as dotted names."""
+    if path is None:
+        return []
+    import yaml
+
+    return list(_dotted(yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}, ""))
+
+
+def _dotted(node: Mapping[str, Any], prefix: str) -> Iterable[str]:
+    for name, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _tell(plan: ParallelPlan, changes: Sequence[Change], notes: Sequence[str]) -> None:
+    from nest_megatron.app.output import show
+    from nest_megatron.report.launched import launched_report
+
+    show(launched_report(plan, [_as_flag(change) for change in changes], notes))
+
+
+def _as_flag(change: Change) -> FlagChange:
+    before, after = (None if v is None else shown(v) for v in (change.before, change.after))
+    return FlagChange(flag=change.field, before=before, after=after, reason=change.reason)
