@@ -17,7 +17,7 @@ from nest_megatron.paper import figures, tables
 from nest_megatron.paper.outcome import Outcome, Report
 from nest_megatron.paper.published import Job
 from nest_megatron.plain import to_plain
-from nest_megatron.report.plan_facts import layout_words
+from nest_megatron.report.comparison import layout_words
 
 #: Sequences of one optimizer step in every experiment of the paper.
 GLOBAL_BATCH_SIZE = 4096
@@ -118,7 +118,7 @@ def _outcome(compared: Compared) -> Outcome:
     plan = compared.plan
     return Outcome(
         iteration_time_s=None if plan is None else plan.predicted.iteration_time_s,
-        layout=compared.reason if plan is None else layout_words(plan),
+        layout=compared.reason if plan is None else " ".join(layout_words(plan)),
         seconds=compared.search_s,
         worst_term=compared.worst_term or "",
         optimal=plan is not None and plan.search.certificate == "optimal",

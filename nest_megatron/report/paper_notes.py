@@ -33,8 +33,8 @@ _COMMON = (
 
 
 _NOTE_2 = (
-    "Ours is written as in Megatron (TP, PP with virtual stages, CP, DP, EP, micro batch, ZeRO, "
-    "recomputation), the other two as stages, replicas, tensor width, sequence-parallel width, "
+    "Ours is written as in Megatron (degrees of 1 left out, PP 4x7 with 7 virtual stages, MBS the "
+    "micro batch), the other two as stages, replicas, tensor width, sequence-parallel width, "
     "and for Mixtral expert and context width; Alpa's is its number of stages."
 )
 _NOTE_4 = (

@@ -65,24 +65,3 @@ def launch_size(plan: ParallelPlan) -> tuple[int, int]:
     """Nodes of a launch, and processes on each."""
     gpus, per_node = plan.placement.num_gpus, plan.cluster.launch_gpus_per_host
     return (gpus // per_node, per_node) if gpus >= per_node else (1, gpus)
-
-
-def layout_words(plan: ParallelPlan) -> str:
-    """A layout in one line; degrees of 1, no recomputation and ZeRO stage 1 are left unsaid."""
-    chosen, grid = plan.parallel, plan.grid()
-    virtual = chosen.virtual_pipeline_model_parallel_size
-    stages = f"{chosen.pipeline_model_parallel_size}{f'x{virtual}' if virtual else ''}"
-    degrees = {
-        "TP": str(chosen.tensor_model_parallel_size),
-        "PP": stages,
-        "CP": str(chosen.context_parallel_size),
-        "EP": str(chosen.expert_model_parallel_size),
-        "DP": str(chosen.data_parallel_size),
-        "micro batch": str(plan.train.micro_batch_size),
-    }
-    words = [f"{name} {value}" for name, value in degrees.items() if value != "1"]
-    if grid.zero != 1:
-        words.append(f"ZeRO {int(grid.zero)}")
-    if grid.recompute.label() != "none":
-        words.append(grid.recompute.label())
-    return ", ".join(words) or "one GPU"
