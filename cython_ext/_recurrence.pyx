@@ -30,8 +30,10 @@ cdef struct Question:
     const int64_t* ends  # [levels, devices]
     const int64_t* options_first  # [strategies + 1]
     const int64_t* option_devices  # [options]
+    const int64_t* reserved  # [options] bytes
     const int64_t* rows  # [options, devices]
     const int64_t* times  # [rows, 4, downsets] ticks
+    const int64_t* least_work  # [strategies, downsets] ticks
     const int64_t* static_bytes  # [options, downsets]
     const int64_t* keepings_first  # [strategies + 1]
     const int64_t* recomputes  # [keepings]
@@ -82,7 +84,8 @@ cdef int64_t memory_of(const Question* q, const Work* w) noexcept nogil:
     cdef const int64_t* kept = q.kept + w.keeping * 3 * d
     cdef int64_t each = kept[d + w.outer] - kept[d + w.inner] + kept[2 * d + w.outer]
     return (
-        static_bytes[w.outer]
+        q.reserved[w.option]
+        + static_bytes[w.outer]
         - static_bytes[w.inner]
         + kept[w.outer]
         - kept[w.inner]
@@ -143,20 +146,6 @@ cdef void place_at(const Question* q, const Work* w, Py_ssize_t place) noexcept 
             link_back(q, w, place, end, nearest, before, work + larger(again, going))
 
 
-cdef void try_pair(const Question* q, Work* w) noexcept nogil:
-    """Every way to run the stage between two downsets."""
-    cdef Py_ssize_t strategy, keeping, place, taken
-    for strategy in range(q.num_strategies):
-        w.strategy, taken = strategy, -1
-        for keeping in range(q.keepings_first[strategy], q.keepings_first[strategy + 1]):
-            w.keeping = keeping
-            if not take_first_that_fits(q, w) or w.option == taken:
-                continue
-            taken = w.option
-            for place in range(q.num_devices - q.option_devices[w.option] + 1):
-                place_at(q, w, place)
-
-
 cdef bint is_reached(const Question* q, const Work* w) noexcept nogil:
     """Whether what lies behind the stage can be had anywhere below the cap.
 
@@ -173,6 +162,38 @@ cdef bint is_reached(const Question* q, const Work* w) noexcept nogil:
             if row[device - 1] < w.cap:
                 return True
     return False
+
+
+cdef inline bint may_be_short(const Question* q, const Work* w) noexcept nogil:
+    """Whether the strategy's least work for the stage is below the cap."""
+    cdef const int64_t* least = q.least_work + w.strategy * q.num_downsets
+    return least[w.outer] - least[w.inner] < w.cap
+
+
+cdef bint is_worth(const Question* q, Work* w) noexcept nogil:
+    """Whether some strategy may do, and what lies behind the stage can be had below the cap."""
+    cdef Py_ssize_t strategy
+    for strategy in range(q.num_strategies):
+        w.strategy = strategy
+        if may_be_short(q, w):
+            return is_reached(q, w)
+    return False
+
+
+cdef void try_pair(const Question* q, Work* w) noexcept nogil:
+    """Every way to run the stage between two downsets."""
+    cdef Py_ssize_t strategy, keeping, place, taken
+    for strategy in range(q.num_strategies):
+        w.strategy, taken = strategy, -1
+        if not may_be_short(q, w):
+            continue
+        for keeping in range(q.keepings_first[strategy], q.keepings_first[strategy + 1]):
+            w.keeping = keeping
+            if not take_first_that_fits(q, w) or w.option == taken:
+                continue
+            taken = w.option
+            for place in range(q.num_devices - q.option_devices[w.option] + 1):
+                place_at(q, w, place)
 
 
 cdef void store(
@@ -202,7 +223,7 @@ cdef void fill_states(const Question* q) noexcept nogil:
                 q.ending[at] = UNREACHABLE
             for w.pair in range(q.nested_first[w.outer], q.nested_first[w.outer + 1]):
                 w.inner = q.nested[w.pair]
-                if is_reached(q, &w):
+                if is_worth(q, &w):
                     try_pair(q, &w)
             for level in range(q.num_levels):
                 store(q, w.stages, level, w.outer)
@@ -219,8 +240,10 @@ def fill(
     const int64_t[::1] ends,
     const int64_t[::1] options_first,
     const int64_t[::1] option_devices,
+    const int64_t[::1] reserved,
     const int64_t[::1] rows,
     const int64_t[::1] times,
+    const int64_t[::1] least_work,
     const int64_t[::1] static_bytes,
     const int64_t[::1] keepings_first,
     const int64_t[::1] recomputes,
@@ -247,6 +270,7 @@ def fill(
     q.most_stages, q.capacity_bytes, q.sync_cap = most_stages, capacity_bytes, sync_cap
     q.nested_first, q.nested, q.ends = &nested_first[0], &nested[0], &ends[0]
     q.options_first, q.option_devices = &options_first[0], &option_devices[0]
+    q.reserved, q.least_work = &reserved[0], &least_work[0]
     q.rows, q.times, q.static_bytes = &rows[0], &times[0], &static_bytes[0]
     q.keepings_first, q.recomputes = &keepings_first[0], &recomputes[0]
     q.kept, q.peaks, q.send = &kept[0], &peaks[0], &send[0]

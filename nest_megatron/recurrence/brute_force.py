@@ -51,7 +51,8 @@ def least_total(problem: Problem) -> Ticks | None:
 def plans(problem: Problem) -> Iterator[tuple[Run, ...]]:
     """Every plan that memory holds, last stage first."""
     for division in divisions(problem, frozenset(), problem.most_stages):
-        yield from _placed(problem, division, 0)
+        if len(division) >= problem.least_stages:
+            yield from _placed(problem, division, 0)
 
 
 def divisions(
@@ -108,7 +109,8 @@ def _memory(
     further = problem.schedule.in_flight(position + 1, problem.num_microbatches) - 1
     each = sum(keeping.further_bytes[v] for v in nodes) + keeping.entry_bytes[_index(problem, rest)]
     first = sum(option.static_bytes[v] + keeping.first_bytes[v] for v in nodes)
-    return first + further * each + max(keeping.peak_bytes[v] for v in nodes)
+    held = option.reserved_bytes + max(keeping.peak_bytes[v] for v in nodes)
+    return first + further * each + held
 
 
 def _index(problem: Problem, nodes: frozenset[int]) -> int:

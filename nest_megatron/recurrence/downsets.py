@@ -52,9 +52,11 @@ class LayerDag:
         return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Downsets:
     """Every set of nodes that holds all readers of its members, smaller ones first.
+
+    Known by identity, so that what is worked out for one can be kept by it.
 
     Args:
         masks: bit ``v`` of a mask stands for node ``v``; the first is empty, the last is all nodes.

@@ -93,7 +93,7 @@ def _caps(problem: Problem, left: Ticks) -> list[Ticks]:
 
 def _best_depth(problem: Problem, t: Tables, table: array[int]) -> int | None:
     best, found = UNREACHABLE, None
-    for depth in range(1, t.most_stages + 1):
+    for depth in range(problem.least_stages, t.most_stages + 1):
         least = table[t.at(depth, t.num_levels - 1, t.num_downsets - 1, t.num_devices)]
         if least < UNREACHABLE and least * num_steps(problem, depth) < best:
             best, found = least * num_steps(problem, depth), depth
@@ -122,8 +122,10 @@ def _fill_by_kernel(t: Tables, caps: array[int], sync_cap: int, table: array[int
         t.ends,
         t.options_first,
         t.option_devices,
+        t.reserved,
         t.rows,
         t.times,
+        t.least_work,
         t.static,
         t.keepings_first,
         t.recomputes,

@@ -47,6 +47,7 @@ class ZeroOption:
     Args:
         num_devices: of a stage, in units of the problem; ``zero_degree`` times the strategy's own.
         static_bytes: of each node on one device, for as long as training runs.
+        reserved_bytes: held on a device whatever the stage's nodes are.
         places: for each first device of a stage, which of ``times`` holds there.
     """
 
@@ -56,6 +57,7 @@ class ZeroOption:
     static_bytes: tuple[Bytes, ...]
     places: tuple[int, ...]
     times: tuple[NodeTimes, ...]
+    reserved_bytes: Bytes = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +112,7 @@ class Problem:
             stretch. All in units of devices.
         strategies: what each stage may take, whatever others take.
         num_microbatches: of one replica.
-        most_stages: a pipeline is no longer.
+        least_stages, most_stages: a pipeline is no shorter, and no longer.
     """
 
     downsets: Downsets
@@ -120,6 +122,7 @@ class Problem:
     schedule: Schedule
     capacity_bytes: Bytes
     most_stages: int
+    least_stages: int = 1
 
     @property
     def num_devices(self) -> int:

@@ -85,7 +85,7 @@ def _first_that_fits(
 def memory_of(t: Tables, stages: int, outer: int, pair: int, option: int, keeping: int) -> int:
     """Bytes on a device of the stage between two downsets, at its position from the end."""
     d, inner, further = t.num_downsets, t.nested[pair], t.in_flight[stages] - 1
-    static = t.static[option * d + outer] - t.static[option * d + inner]
+    static = t.reserved[option] + t.static[option * d + outer] - t.static[option * d + inner]
     base = keeping * 3 * d
     first = t.kept[base + outer] - t.kept[base + inner]
     each = t.kept[base + d + outer] - t.kept[base + d + inner] + t.kept[base + 2 * d + outer]

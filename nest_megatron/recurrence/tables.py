@@ -5,8 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import add
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.recurrence.downsets import Downsets
 from nest_megatron.recurrence.records import UNREACHABLE, Keeping, Problem, ZeroOption
 
 #: Largest table of states that is filled.
@@ -25,9 +28,11 @@ class Tables:
         ends: [levels, devices].
         options_first: [strategies + 1], where a strategy's options begin.
         option_devices: [options].
+        reserved: [options], bytes held whatever the nodes are.
         rows: [options, devices], the row of ``times`` that holds where a stage begins; -1 where it
             would not end on the devices.
         times: [rows, 4, downsets], sums of forward, again, backward and sync ticks.
+        least_work: [strategies, downsets], sums of the fewest forward and backward ticks anywhere.
         static: [options, downsets], sums of bytes.
         keepings_first: [strategies + 1].
         recomputes: [keepings], 0 or 1.
@@ -47,8 +52,10 @@ class Tables:
     ends: array[int]
     options_first: array[int]
     option_devices: array[int]
+    reserved: array[int]
     rows: array[int]
     times: array[int]
+    least_work: array[int]
     static: array[int]
     keepings_first: array[int]
     recomputes: array[int]
@@ -78,7 +85,7 @@ def tables_of(problem: Problem) -> Tables:
     options = [option for s in problem.strategies for option in s.options]
     keepings = [keeping for s in problem.strategies for keeping in s.keepings]
     downsets = problem.downsets
-    nested_first, nested = _pairs(problem)
+    nested_first, nested = _pairs(downsets)
     rows, times = _times(problem, options)
     tables = Tables(
         num_downsets=len(downsets),
@@ -91,13 +98,15 @@ def tables_of(problem: Problem) -> Tables:
         ends=_flat(problem.ends),
         options_first=_starts(len(s.options) for s in problem.strategies),
         option_devices=array("q", [option.num_devices for option in options]),
+        reserved=array("q", [option.reserved_bytes for option in options]),
         rows=rows,
         times=times,
-        static=_flat(downsets.sums(option.static_bytes) for option in options),
+        least_work=_flat(downsets.sums(least_work(s.options)) for s in problem.strategies),
+        static=_flat(_sums(downsets, option.static_bytes) for option in options),
         keepings_first=_starts(len(s.keepings) for s in problem.strategies),
         recomputes=array("q", [keeping.recompute for keeping in keepings]),
         kept=_kept(problem, keepings),
-        peaks=_flat(_peaks(problem, nested_first, nested, keeping) for keeping in keepings),
+        peaks=_flat(_peaks(downsets, keeping.peak_bytes) for keeping in keepings),
         send=_flat(level for s in problem.strategies for level in s.send),
         in_flight=_in_flight(problem),
     )
@@ -119,8 +128,15 @@ def _starts(counts: Iterable[int]) -> array[int]:
     return found
 
 
-def _pairs(problem: Problem) -> tuple[array[int], array[int]]:
-    inner = [list(problem.downsets.nested(at)) for at in range(len(problem.downsets))]
+@lru_cache(maxsize=1 << 12)
+def _sums(downsets: Downsets, values: tuple[int, ...]) -> array[int]:
+    """Sums over downsets; a search asks for the same layers again and again."""
+    return array("q", downsets.sums(values))
+
+
+@lru_cache(maxsize=4)
+def _pairs(downsets: Downsets) -> tuple[array[int], array[int]]:
+    inner = [list(downsets.nested(at)) for at in range(len(downsets))]
     return _starts(map(len, inner)), _flat(inner)
 
 
@@ -131,31 +147,41 @@ def _times(problem: Problem, options: Sequence[ZeroOption]) -> tuple[array[int],
         rows.extend(before + p if at <= last else -1 for at, p in enumerate(option.places))
         for place in option.times:
             for kind in _KINDS:
-                times.extend(problem.downsets.sums(getattr(place, kind)))
+                times.extend(_sums(problem.downsets, getattr(place, kind)))
         before += len(option.times)
     return rows, times
 
 
+def least_work(options: Sequence[ZeroOption]) -> list[int]:
+    """For each node, the fewest ticks of its forward and backward pass in any place."""
+    places = [times for option in options for times in option.times]
+    work = [map(add, times.forward, times.backward) for times in places]
+    return [min(ticks) for ticks in zip(*work, strict=True)]
+
+
 def _kept(problem: Problem, keepings: Sequence[Keeping]) -> array[int]:
-    found, sums = array("q"), problem.downsets.sums
+    found = array("q")
     for keeping in keepings:
-        found.extend(sums(keeping.first_bytes))
-        found.extend(sums(keeping.further_bytes))
+        found.extend(_sums(problem.downsets, keeping.first_bytes))
+        found.extend(_sums(problem.downsets, keeping.further_bytes))
         found.extend(keeping.entry_bytes)
     return found
 
 
-def _peaks(
-    problem: Problem, first: Sequence[int], nested: Sequence[int], keeping: Keeping
-) -> Iterable[int]:
-    """The largest working bytes in each pair's stage."""
-    if not any(keeping.peak_bytes):
-        return [0] * len(nested)
-    known, masks = {0: 0}, problem.downsets.masks
-    return (
-        _largest(mask & ~masks[inner], keeping.peak_bytes, known)
-        for outer, mask in enumerate(masks)
-        for inner in nested[first[outer] : first[outer + 1]]
+@lru_cache(maxsize=64)
+def _peaks(downsets: Downsets, values: tuple[int, ...]) -> array[int]:
+    """The largest of the nodes' values in each pair's stage."""
+    first, nested = _pairs(downsets)
+    if not any(values):
+        return array("q", [0]) * len(nested)
+    known, masks = {0: 0}, downsets.masks
+    return array(
+        "q",
+        [
+            _largest(mask & ~masks[inner], values, known)
+            for outer, mask in enumerate(masks)
+            for inner in nested[first[outer] : first[outer + 1]]
+        ],
     )
 
 

@@ -50,6 +50,7 @@ def random_problem(seed: int, *, most_nodes: int = 4, most_devices: int = 5) -> 
         schedule=draw.choice(list(Schedule)),
         capacity_bytes=draw.randint(10, 90),
         most_stages=min(len(downsets.dag.names), len(ends[0]), draw.randint(1, 5)),
+        least_stages=draw.choice([1, 1, 1, 2]),
     )
 
 
@@ -96,6 +97,7 @@ def _option(
         static_bytes=tuple(w * (share + (6 - share) // degree) // 2 for w in weights),
         places=tuple(draw.randrange(len(times)) for _ in range(num_devices)),
         times=times,
+        reserved_bytes=draw.randint(0, 4) if stage == 3 else 0,
     )
 
 
