@@ -39,6 +39,7 @@ RESETS: Mapping[str, object] = {
     "cp_comm_type": None,
     "overlap_moe_expert_parallel_comm": False,
     "delay_wgrad_compute": False,
+    "moe_shared_expert_overlap": False,
     "num_distributed_optimizer_instances": 1,
     "fsdp_double_buffer": False,
 }

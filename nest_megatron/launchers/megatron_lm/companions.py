@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.recompute import RecomputeGranularity
+from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeModule
 
 Contradicts = Callable[[ParallelPlan, Any], bool]
 
@@ -99,6 +99,10 @@ def _no_expert_overlap(plan: ParallelPlan, _: Any) -> bool:
     chosen = plan.parallel
     plain = chosen.pipeline_model_parallel_size > 1 and _without_virtual_stages(plan, None)
     return chosen.expert_model_parallel_size == 1 or plain or _fully_recomputes(plan)
+
+
+def _recomputes_shared_experts(plan: ParallelPlan, _: Any) -> bool:
+    return RecomputeModule.SHARED_EXPERTS in plan.parallel.recompute_modules
 
 
 def _uneven_instances(plan: ParallelPlan, instances: Any) -> bool:
@@ -186,6 +190,12 @@ COMPANIONS: tuple[Companion, ...] = (
         contradicts=_no_expert_overlap,
         reason="it goes with --overlap-moe-expert-parallel-comm",
         source="tc:1872",
+    ),
+    Companion(
+        dest="moe_shared_expert_overlap",
+        contradicts=_recomputes_shared_experts,
+        reason="the plan computes shared experts again",
+        source="tc:1234",
     ),
     Companion(
         dest="num_distributed_optimizer_instances",

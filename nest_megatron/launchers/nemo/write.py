@@ -40,6 +40,7 @@ _COMPANIONS = {
             "distribute_saved_activations",
             "hierarchical_context_parallel_sizes",
             "cp_comm_type",
+            "moe_shared_expert_overlap",
         )
     },
     "microbatch_group_size_per_vp_stage": f"{_STRATEGY}.microbatch_group_size_per_vp_stage",
