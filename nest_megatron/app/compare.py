@@ -97,6 +97,13 @@ def _check_chart(path: Path) -> None:
             limit=f"a chart is one of {', '.join((*SUFFIXES, _HTML))}",
             fix="Give the file one of these suffixes.",
         )
+    if not path.parent.is_dir():
+        raise UserInputError(
+            "--chart",
+            value=str(path),
+            limit=f"there is no folder {path.parent}",
+            fix=f"mkdir -p {path.parent}",
+        )
 
 
 def _draw(rows: Sequence[Compared], path: Path, title: str) -> None:

@@ -1,0 +1,78 @@
+"""``nest-megatron compare``: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.app.runs import SMALL, run
+
+FEW = "planners=[manual,phaze,autoconfigurator]"
+BATCH = "train.global_batch_size=32"
+JOB = ("compare", *SMALL, BATCH, FEW)
+
+
+def test_json() -> None:
+    found = run(*JOB, "--json").json()
+    rows = {row["name"]: row for row in found["planners"]}
+    assert list(rows) == ["nest", "manual", "phaze", "autoconfigurator"]
+    assert rows["nest"]["relative_throughput"] == 1.0
+    assert rows["nest"]["parallel"]["tensor_model_parallel_size"] >= 1
+    for row in rows.values():
+        tokens = 32 * 8192 / row["iteration_time_s"]
+        assert row["tokens_per_s"] == pytest.approx(tokens)
+        assert sum(row["terms"].values()) == pytest.approx(row["iteration_time_s"])
+        assert row["iteration_time_s"] >= rows["nest"]["iteration_time_s"]
+        assert row["why"].endswith(".")
+    lost = rows["phaze"]["worst_term"]
+    assert lost["seconds"] > 0
+    assert lost["term"] in rows["phaze"]["terms"]
+
+
+def test_table() -> None:
+    done = run(*JOB)
+    assert (done.code, done.err) == (0, "")
+    assert "Proven optimal in its space." in done.out
+    assert "a step, most in" in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".html", ".png"])
+def test_charts(tmp_path: Path, suffix: str) -> None:
+    if suffix == ".png":
+        pytest.importorskip("matplotlib")
+    path = tmp_path / f"planners{suffix}"
+    done = run(*JOB, "--chart", str(path))
+    assert (done.code, done.err) == (0, "")
+    assert f"Drawn into {path}." in done.out
+    content = path.read_bytes()
+    marks = {".svg": b"phaze", ".html": b"data:image/svg+xml", ".png": b"\x89PNG"}
+    assert marks[suffix] in content
+
+
+def test_nothing_fits() -> None:
+    job = ("model=llama3_70b", "cluster=dgx_h100", "cluster.num_gpus=8", BATCH)
+    done = run("compare", *job, "planners=[mist]")
+    assert done.code == 1
+    assert "No plan: nothing fits in memory; the nearest plan lacks" in done.out
+    empty = run("compare", *job, "planners=[mist]", "--json").json()["planners"][1]
+    assert empty["iteration_time_s"] is empty["parallel"] is empty["tokens_per_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("planners=[manuel]",), "the planners are nest, manual, mcmc"),
+        (("planners=[]",), "it names no planner"),
+        (("--chart", "planners.pdf"), "a chart is one of .png, .svg, .html"),
+        (("--chart", "no/such/folder.svg"), "there is no folder"),
+        (("out=plan.yaml",), "a comparison writes no plan"),
+        (("search.max_seconds=1,2",), "it has several values"),
+        (("plannres=[mist]",), "there is no such setting"),
+    ],
+)
+def test_bad_input(given: tuple[str, ...], words: str) -> None:
+    done = run("compare", *SMALL, BATCH, *given)
+    assert done.code == 2
+    assert words in done.err
