@@ -130,14 +130,21 @@ def contradicted_fields(
             yield Wanted(path=table[name], value=RESETS[name], reason=why)
 
 
-def dispatcher_field(root: Any, plan: ParallelPlan, path: str) -> Iterator[Wanted]:
-    """The exchange of tokens, where the job's own needs more than one rank.
+def expert_fields(root: Any, plan: ParallelPlan, prefix: str) -> Iterator[Wanted]:
+    """How experts work and tokens reach them, as it was priced and as megatron-core allows.
 
-    Source: megatron-core's ``MoEFlexTokenDispatcher``.
+    Args:
+        prefix: path of the model's configuration.
+
+    Source: ``MoEFlexTokenDispatcher``, ``TransformerConfig`` on ``moe_act``.
     """
-    dims = plan.grid().dims
+    if not plan.model.is_moe:
+        return
+    why = "one kernel for all local experts, as was priced"
+    yield Wanted(path=f"{prefix}.moe_grouped_gemm", value=True, reason=why)
+    dims, path = plan.grid().dims, f"{prefix}.moe_token_dispatcher_type"
     alone = dims.expert_model_parallel_size * dims.tensor_model_parallel_size == 1
-    if plan.model.is_moe and alone and find(root, path) == "flex":
+    if alone and find(root, path) == "flex":
         why = "the flex dispatcher needs tensor or expert parallelism"
         yield Wanted(path=path, value="alltoall", reason=why)
 

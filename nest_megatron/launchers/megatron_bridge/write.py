@@ -11,7 +11,7 @@ from nest_megatron.launchers.megatron_bridge.read import FIELDS, ranks, read_spe
 from nest_megatron.launchers.overlap import keeps_shapes, link_fields, overlap_fields, stale_fields
 from nest_megatron.launchers.planned import (
     contradicted_fields,
-    dispatcher_field,
+    expert_fields,
     layout_fields,
     pipeline_type_field,
     require_plannable,
@@ -108,7 +108,7 @@ def _wanted(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
         yield from pipeline_type_field(cfg, plan, *stage_type)
     yield from contradicted_fields(cfg, plan, _COMPANIONS)
     yield from _overlap(cfg, plan)
-    yield from dispatcher_field(cfg, plan, "model.moe_token_dispatcher_type")
+    yield from expert_fields(cfg, plan, "model")
 
 
 def _fsdp(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:

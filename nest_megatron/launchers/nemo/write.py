@@ -19,7 +19,7 @@ from nest_megatron.launchers.nemo.read import FIELDS, num_devices, read_spec
 from nest_megatron.launchers.overlap import keeps_shapes, link_fields, overlap_fields, stale_fields
 from nest_megatron.launchers.planned import (
     contradicted_fields,
-    dispatcher_field,
+    expert_fields,
     layout_fields,
     pipeline_type_field,
     require_plannable,
@@ -106,7 +106,7 @@ def _wanted(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
     yield from pipeline_type_field(recipe, plan, *stage_type)
     yield from contradicted_fields(recipe, plan, _COMPANIONS)
     yield from _overlap(recipe, plan)
-    yield from dispatcher_field(recipe, plan, "model.config.moe_token_dispatcher_type")
+    yield from expert_fields(recipe, plan, "model.config")
 
 
 def _machines(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
