@@ -11,7 +11,7 @@ from typing import Any
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.fields import ABSENT, Wanted, find
-from nest_megatron.launchers.megatron_lm.attach import launch_request
+from nest_megatron.launchers.megatron_lm.attach import launch_request, require_placed
 from nest_megatron.launchers.megatron_lm.companions import contradicted
 from nest_megatron.launchers.megatron_lm.rules import require_launchable
 from nest_megatron.model.spec import TransformerSpec
@@ -172,14 +172,7 @@ def require_plannable(plan: ParallelPlan) -> None:
     Raises:
         UserInputError: for the first rule broken.
     """
-    placed, needed = plan.placement.num_gpus, plan.grid().dims.world_size
-    if placed != needed:
-        raise UserInputError(
-            "tp * pp * cp * dp",
-            value=needed,
-            limit=f"the plan is for {placed} GPUs",
-            fix="Use the plan as it was written, or plan again.",
-        )
+    require_placed(plan)
     require_launchable(launch_request(plan), but=_OF_THE_COMMAND_LINE)
 
 

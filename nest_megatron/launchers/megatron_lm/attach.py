@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.parser import ReadCommand
 from nest_megatron.launchers.megatron_lm.rewrite import Rewrite, rewrite
 from nest_megatron.launchers.megatron_lm.rules import require_launchable
@@ -58,6 +59,22 @@ def launch_request(
     )
 
 
+def require_placed(plan: ParallelPlan) -> None:
+    """Refuse a plan whose degrees are not those of the GPUs that it was placed on.
+
+    Raises:
+        UserInputError: naming both.
+    """
+    placed, needed = plan.placement.num_gpus, plan.grid().dims.world_size
+    if placed != needed:
+        raise UserInputError(
+            "tp * pp * cp * dp",
+            value=needed,
+            limit=f"the plan is for {placed} GPUs",
+            fix="Use the plan as it was written, or plan again.",
+        )
+
+
 def with_launch(
     plan: ParallelPlan,
     command: ReadCommand | None = None,
@@ -74,6 +91,7 @@ def with_launch(
     Raises:
         UserInputError: if Megatron would refuse the command.
     """
+    require_placed(plan)
     request = launch_request(plan, command)
     require_launchable(request, but=() if command is not None else ("activation_flag",))
     if command is None:
