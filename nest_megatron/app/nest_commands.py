@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from nest_megatron.app.command_kinds import FILE, NEXT, Command, Group, json_option
+from nest_megatron.app.command_kinds import FILE, FOLDER, NEXT, Command, Group, json_option
+from nest_megatron.app.complete import complete_override
 
 _INSTANCE = click.Path(path_type=Path)
 
@@ -27,12 +28,14 @@ def _without_option(function: Callable[..., Any]) -> Callable[..., Any]:
     examples=(
         "nest-megatron nest solve bertlarge_128.json",
         "nest-megatron nest evaluate bertlarge_128.json bertlarge_128.result.json",
+        "nest-megatron nest plan model=llama3_8b cluster=h100_spine_leaf",
     ),
 )
 def nest() -> None:
-    """NEST's published solver: its instances, solved and priced by its own formula.
+    """NEST itself: its published solver's instances, and its recurrence on any job.
 
-    Times per batch are in the instance's unit, which its authors take as milliseconds.
+    ``solve`` and ``evaluate`` use the published formula: times per batch are in the instance's
+    unit, which its authors take as milliseconds. ``plan`` uses this project's cost model.
     """
 
 
@@ -57,6 +60,47 @@ def nest_solve(instance: Path, **options: Any) -> int:
     from nest_megatron.app.nest import run_solve
 
     return run_solve(instance, **options)
+
+
+@nest.command(
+    "plan",
+    cls=Command,
+    examples=(
+        "nest-megatron nest plan model=llama3_8b cluster=h100_spine_leaf"
+        + NEXT
+        + "train.global_batch_size=256",
+        "nest-megatron nest plan model=llama3_8b cluster=h100_spine_leaf cluster.num_gpus=32"
+        + NEXT
+        + "research.schedule=gpipe research.recompute=on research.memory=paper --json",
+        "nest-megatron nest plan model=llama3_8b cluster=torus_3d research.topology=torus",
+    ),
+)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_override)
+@click.option(
+    "--config-dir",
+    type=FOLDER,
+    help="A folder with your own model/, cluster/ or accelerator/ files.",
+)
+@json_option
+def nest_plan(**options: Any) -> int:
+    r"""Find the fastest plan of the paper's recurrence for a job of the catalogue.
+
+    \b
+    Beside the settings of `nest-megatron plan`, research.KEY=VALUE:
+      schedule            1f1b or gpipe
+      recompute           auto, on or off
+      zero                true or false: divide states over further devices
+      strategy_per_stage  true or false: stages may differ in their degrees
+      memory              ours or paper; with paper optimizer=adam or sgd
+      divide              exactly or loosely: replicas of devices and batches
+      topology            levels, torus or mesh: how the network is read
+      flash_attention     true or false
+
+    Such a plan is not launched: Megatron has no such layouts. Exits with 1 where none fits.
+    """
+    from nest_megatron.app.recurrence import run_nest_plan
+
+    return run_nest_plan(**options)
 
 
 @nest.command(

@@ -7,7 +7,7 @@ are filled with caps; a round that finds a plan has found the best one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
@@ -195,9 +195,6 @@ def _most_stages(pricer: Pricer, case: Case) -> int:
     return most if fixed is None else min(most, fixed)
 
 
-Shortage = Callable[[Case], tuple[Bytes, str, str]]
-
-
 def _no_solution(pricer: Pricer, found: Sequence[Case]) -> NoSolution:
     """The least that is missing anywhere, looking at one case of each set of strategies."""
     widest = {case.strategies: case for case in sorted(found, key=lambda c: c.replicas.stride)}
@@ -207,10 +204,11 @@ def _no_solution(pricer: Pricer, found: Sequence[Case]) -> NoSolution:
             reason=f"{node} alone lacks {missing / 1e9:.3f} GB on its devices with {label}",
             missing_bytes=missing,
         )
-    return NoSolution(
-        reason="every layer fits alone, but the pipeline is longer than the devices allow",
-        missing_bytes=0,
-    )
+    if all(pricer.lacks_memory(case) for case in found):
+        reason = "every layer fits alone, but all of them together take more than all devices have"
+    else:
+        reason = "every layer fits alone, but not in the depth that devices and layers allow"
+    return NoSolution(reason=reason, missing_bytes=0)
 
 
 def _shortage(pricer: Pricer, case: Case) -> tuple[Bytes, str, str]:
