@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nest_megatron.app import OK
 from nest_megatron.app.failure import end, ending_on_errors
@@ -24,6 +24,9 @@ from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.launchers.megatron_lm.parser import VERSIONS
 from nest_megatron.launchers.slurm import rank_variables
+
+if TYPE_CHECKING:
+    from nest_megatron.parallel.plan import ParallelPlan
 
 
 @dataclass(slots=True)
@@ -185,19 +188,67 @@ def after_parallel_state(module: ModuleType) -> None:
         with ending_on_errors():
             _require_plan()
         result = original(*args, **kwargs)
-        if _session is not None and not _session.groups_checked:
+        plan = _plan_of_groups()
+        if plan is not None:
             from nest_megatron.app.launch import compare_groups
 
             with ending_on_errors():
-                compare_groups(_session, module)
-            _session.groups_checked = True
+                compare_groups(plan, module)
         return result
 
     module.initialize_model_parallel = initialize_model_parallel  # type: ignore[attr-defined]
 
 
+def _plan_of_groups() -> ParallelPlan | None:
+    """The plan that Megatron's groups are compared with, once in a job of Megatron-LM."""
+    if _session is None:
+        return _plan_of_hydra_application()
+    if _session.groups_checked or _session.decision is None:
+        return None
+    _session.groups_checked = True
+    plan: ParallelPlan = _session.decision.plan
+    return plan
+
+
+def _plan_of_hydra_application() -> ParallelPlan | None:
+    plans = sys.modules.get("nest_megatron.hydra_app.plans")
+    latest = None if plans is None else plans.PLANS.latest
+    return None if latest is None else latest.plan
+
+
+def after_hydra(module: ModuleType) -> None:
+    """No job of a Hydra application with ``nest`` as a stray value.
+
+    Hydra takes ``+nest=auto`` for a new value where our plugin did not give it the group ``nest``:
+    the package is broken, or not installed where Hydra looks for plugins.
+    """
+    original = getattr(module, "run_job", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def run_job(*args: Any, **kwargs: Any) -> Any:
+        with ending_on_errors():
+            for each in (*args, *kwargs.values()):
+                _refuse_stray(each)
+        return original(*args, **kwargs)
+
+    module.run_job = run_job  # type: ignore[attr-defined]
+
+
+def _refuse_stray(config: Any) -> None:
+    stray = config.get("nest") if type(config).__name__ == "DictConfig" else None
+    if stray in (Mode.AUTO.value, Mode.PINNED.value):
+        raise NestError(
+            f"Hydra took +nest={stray} for a value of the application, so nothing would be "
+            "planned: hydra_plugins.nest_megatron was not found or could not be loaded (see the "
+            "warnings above). Install nest-megatron into this environment anew, or launch without "
+            "+nest."
+        )
+
+
 def _require_plan() -> None:
-    if _bridge_is_settled:
+    if _bridge_is_settled or _plan_of_hydra_application() is not None:
         return
     asked = is_asked_for([word for word in sys.argv if not word.endswith("=off")])
     if (asked and _session is None) or (_session is not None and _session.decision is None):

@@ -288,7 +288,7 @@ def keep(session: Session, plan: ParallelPlan) -> str:
     return f"nest: the full plan is in {path} (`nest-megatron explain` shows it)"
 
 
-def compare_groups(session: Session, parallel_state: ModuleType) -> None:
+def compare_groups(plan: ParallelPlan, parallel_state: ModuleType) -> None:
     """Compare Megatron's process groups with the plan's.
 
     Raises:
@@ -296,6 +296,5 @@ def compare_groups(session: Session, parallel_state: ModuleType) -> None:
     """
     import torch
 
-    plan = session.decision.plan
     rank = torch.distributed.get_rank()
     check_groups(parallel_state, plan.grid().dims, rank, has_experts=plan.model.is_moe)

@@ -43,6 +43,7 @@ ROOM_OF = {
     "plain": "base",
     "config": "entry",
     "app": "entry",
+    "hydra_app": "entry",
 }
 # Doors of a launcher that plan as well: they join what is read and written with the planner's door.
 DOORS = {"launchers.nemo", "launchers.megatron_bridge"}

@@ -1,0 +1,1 @@
+"""Configurations that other Hydra applications compose: the group ``nest``."""

@@ -1,0 +1,1 @@
+"""Any Hydra application: ``+nest=auto`` composes, and ``${nest:NAME}`` is a value of the plan."""
