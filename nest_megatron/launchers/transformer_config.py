@@ -6,6 +6,7 @@ Fields are read by name from anything that has them: a built config, a provider,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,24 +25,24 @@ _ACTIVATIONS = {
     "squared_relu": "squared_relu",
 }
 
-#: Part of a class's name -> what this planner lacks to plan such a model.
+#: Pattern in a class's name -> what this planner lacks to plan such a model.
 _REFUSED_CLASSES: Mapping[str, str] = {
     "Mamba": "state-space layers are not described",
-    "SSM": "state-space layers are not described",
+    "^SSM": "state-space layers are not described",
     "NemotronH": "state-space layers are not described",
     "Hyena": "convolution layers are not described",
-    "T5": "encoder-decoder models have two stacks",
+    "^T5": "encoder-decoder models have two stacks",
     "Gemma2": "its extra norms and capped scores are not described",
     "Gemma3": "its extra norms and two kinds of windows are not described",
     "Llama4": "its chunked attention and two kinds of layers are not described",
     "Qwen3Next": "linear-attention layers are not described",
     "Heterogeneous": "every layer may have another shape",
-    "VL": "vision towers are not described",
+    "VL(Model|Config|Provider|$)": "vision towers are not described",
     "Vision": "vision towers are not described",
     "Llava": "vision towers are not described",
     "Neva": "vision towers are not described",
     "Diffusion": "diffusion models are not described",
-    "DiT": "diffusion models are not described",
+    "^DiT": "diffusion models are not described",
     "Flux": "diffusion models are not described",
     "Embedding": "embedding models have another head and another batch",
     "Reranker": "rerankers have another head and another batch",
@@ -121,7 +122,9 @@ def refuse_unplannable(config: Any, *wrappers: Any) -> None:
     """
     names = [name for each in (*wrappers, config) for name in class_names(each)]
     for name in names:
-        lacking = next((why for part, why in _REFUSED_CLASSES.items() if part in name), None)
+        lacking = next(
+            (why for part, why in _REFUSED_CLASSES.items() if re.search(part, name)), None
+        )
         if lacking:
             raise _unplannable("model", name, lacking)
     for field, lacking in _REFUSED_FIELDS.items():
