@@ -8,10 +8,15 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
 
+# Where Hydra looks for plugins: a namespace that all of them share, so it has no __init__.py.
+HYDRA_PLUGIN = Path("hydra_plugins/nest_megatron")
+
 # Directories at the top that install inside the package, so that no generic name is taken.
 MOVED_PACKAGES = {
     "nest_megatron.hydra_configs": "hydra_configs",
+    "nest_megatron.hydra_configs.hydra_app": "hydra_configs/hydra_app",
     "nest_megatron.recipes": "recipes",
+    "hydra_plugins.nest_megatron": str(HYDRA_PLUGIN),
 }
 
 # The pure-Python solver always ships, so a machine without a compiler still gets a working
@@ -60,11 +65,18 @@ class BuildWithBoot(build_py):
 
 
 class EditableWithBoot(editable_wheel):
-    """The same for ``pip install --editable``."""
+    """The same for ``pip install --editable``.
+
+    The plugin is copied as well: Hydra lists the folders of its namespace, and what an editable
+    installation finds through an import hook is in none of them.
+    """
 
     def _install_namespaces(self, installation_dir: str, pth_prefix: str) -> None:
         super()._install_namespaces(installation_dir, pth_prefix)
         shutil.copyfile(BOOT, Path(installation_dir) / INSTALLED_BOOT)
+        plugin = Path(installation_dir) / HYDRA_PLUGIN
+        plugin.mkdir(parents=True)
+        shutil.copyfile(HYDRA_PLUGIN / "__init__.py", plugin / "__init__.py")
 
 
 setup(

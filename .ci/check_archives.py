@@ -15,10 +15,15 @@ SDIST_HOLDS = (
     "requirements-dev.txt",
     "LICENSE",
     "nest_megatron/boot.pth",
+    "hydra_plugins/nest_megatron/__init__.py",
+    "hydra_configs/hydra_app/nest/auto.yaml",
     *(f"hydra_configs/{group}/" for group in CATALOGUE),
 )
 WHEEL_HOLDS = (
     "nest_megatron.pth",
+    "hydra_plugins/nest_megatron/__init__.py",
+    "nest_megatron/hydra_configs/hydra_app/__init__.py",
+    "nest_megatron/hydra_configs/hydra_app/nest/auto.yaml",
     "nest_megatron/py.typed",
     "nest_megatron/recipes/__init__.py",
     "nest_megatron/nest/_nest_cuts.",

@@ -28,4 +28,15 @@ for words, expected in (([], "False"), (["+nest=auto"], "True")):
     )
     assert (said.stdout.strip(), said.stderr) == (expected, ""), (words, said)
 
+# Other people's Hydra applications find the group nest, and load no more than Hydra for it.
+find = """
+import sys
+from hydra import compose, initialize
+with initialize(version_base="1.3"):
+    composed = compose(overrides=["+nest=auto"])
+print(composed.nest.mode, "nest_megatron.planner" in sys.modules)
+"""
+said = subprocess.run([sys.executable, "-c", find], check=True, capture_output=True, text=True)
+assert said.stdout.split() == ["auto", "False"], said
+
 print(f"nest-megatron {nest_megatron.__version__} works without torch")
