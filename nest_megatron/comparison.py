@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from nest_megatron.baselines.job import Choice, Job
 from nest_megatron.baselines.registry import NAMES, Baseline, baselines_named
+from nest_megatron.cost_model.estimate import mean_terms
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import NoPlan, PlanRequest, plan
@@ -31,7 +32,8 @@ class Compared:
         candidates: layouts that it weighed or ruled out.
         search_s: time that it took.
         relative_throughput: its throughput over that of ``nest``; ``None`` without both plans.
-        differences: seconds that each term of its step takes more than in the plan of ``nest``.
+        terms: seconds of its step by what they go into, the mean of all pipeline ranks.
+        differences: seconds that each of them takes more than in the plan of ``nest``.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Compared:
     candidates: int
     search_s: Seconds
     relative_throughput: float | None = None
+    terms: dict[str, Seconds] = dataclasses.field(default_factory=dict)
     differences: dict[str, Seconds] = dataclasses.field(default_factory=dict)
 
     @property
@@ -110,14 +113,23 @@ def _ours(request: PlanRequest) -> Compared:
         candidates=candidates,
         search_s=search_s,
         relative_throughput=1.0,
-        differences=dict.fromkeys(found.predicted.terms, 0.0),
+        terms=(terms := _terms(_model(request), found)),
+        differences=dict.fromkeys(terms, 0.0),
     )
+
+
+def _model(request: PlanRequest) -> CostModel:
+    return CostModel(request.spec, request.cluster, request.settings, request.times)
+
+
+def _terms(model: CostModel, found: ParallelPlan) -> dict[str, Seconds]:
+    step = found.predicted.iteration_time_s
+    return mean_terms(model, found.grid(), found.partition(), step)
 
 
 def _theirs(request: PlanRequest, baseline: Baseline) -> Compared:
     """A baseline's answer, its plan assembled as ours is."""
-    model = CostModel(request.spec, request.cluster, request.settings, request.times)
-    started = time.perf_counter()
+    model, started = _model(request), time.perf_counter()
     choice = baseline.find(
         Job(
             model=model,
@@ -127,13 +139,16 @@ def _theirs(request: PlanRequest, baseline: Baseline) -> Compared:
             out_of_time=lambda: time.perf_counter() - started > request.max_seconds,
         )
     )
+    search_s = time.perf_counter() - started
+    found = _assembled(request, model, choice)
     return Compared(
         name=baseline.name,
         title=baseline.title,
-        search_s=time.perf_counter() - started,
-        plan=_assembled(request, model, choice),
+        search_s=search_s,
+        plan=found,
         reason=choice.reason,
         candidates=choice.candidates,
+        terms={} if found is None else _terms(model, found),
     )
 
 
@@ -151,5 +166,5 @@ def _against(ours: Compared, theirs: Compared) -> Compared:
     return dataclasses.replace(
         theirs,
         relative_throughput=best.iteration_time_s / other.iteration_time_s,
-        differences={name: other.terms[name] - best.terms[name] for name in best.terms},
+        differences={name: theirs.terms[name] - ours.terms[name] for name in ours.terms},
     )

@@ -155,7 +155,7 @@ def _plain_row(row: Compared) -> dict[str, Any]:
         "micro_batch_size": found and found.train.micro_batch_size,
         "parallel": found and to_plain(found.parallel),
         "rank_order": found and str(found.placement.rank_order),
-        "terms": found and dict(found.predicted.terms),
+        "terms": found and row.terms,
         "worst_term": worst and {"term": worst, "seconds": row.differences[worst]},
         "why": why(row),
         "reason": row.reason,

@@ -121,7 +121,13 @@ class Layouts:
 
 
 def _needed_bytes(one: PipelineProblem) -> Bytes:
-    """Memory of the fullest rank where every unit is a chunk."""
+    """Memory of the fullest rank where every unit is a chunk.
+
+    After two rounds of micro batches a rank never keeps more than it has kept before; fewer of them
+    are much quicker to count.
+    """
+    rounds = min(one.num_microbatches, 2 * one.num_stages)
+    one = dataclasses.replace(one, num_microbatches=rounds)
     chunks = [chunk_cost(one, index, index + 1) for index in range(one.num_chunks)]
     ranks = range(one.num_stages)
     return max(rank_memory(one, rank, chunks[rank :: one.num_stages]).total for rank in ranks)

@@ -140,6 +140,47 @@ def _terms(
     """Where the time of the rank that ends last goes; what is left over is the bubble."""
     ends = [t[-1].end + tail for t, tail in zip(evaluation.timeline, evaluation.tails, strict=True)]
     rank = ends.index(max(ends))
+    edges = evaluation.heads[rank] + evaluation.tails[rank]
+    terms = _rank_terms(problem, partition, kinds, rank, to_seconds(edges))
+    optimizer = to_seconds(max(evaluation.optimizers))
+    return _with_rest(model, problem, terms, optimizer, to_seconds(evaluation.iteration)), rank
+
+
+def mean_terms(
+    model: CostModel, grid: Grid, partition: StagePartition, iteration_time_s: Seconds
+) -> dict[str, Seconds]:
+    """Where the time of all GPUs goes: the terms of every pipeline rank, averaged.
+
+    The terms of an ``Estimate`` are those of the rank that ends last, which in an uneven pipeline
+    can hold little and wait long; these are fair where plans are compared.
+
+    Args:
+        iteration_time_s: the step as predicted; the terms add up to it.
+    """
+    problem, (_, kinds) = model.problem(grid), model.unit_kinds(grid)
+    mean, optimizer = dict.fromkeys(TERMS, 0.0), 0
+    for rank in range(problem.num_stages):
+        held = [chunk_cost(problem, c.start, c.stop) for c in partition.chunks_of_rank(rank)]
+        optimizer = max(optimizer, sum(cost.optimizer for cost in held))
+        edges = max(0, sum(c.head_least for c in held), sum(c.head_rest for c in held))
+        edges += max(0, sum(c.tail_least for c in held), sum(c.tail_rest for c in held))
+        for name, spent in _rank_terms(problem, partition, kinds, rank, to_seconds(edges)).items():
+            mean[name] += spent / problem.num_stages
+    return _with_rest(model, problem, mean, to_seconds(optimizer), iteration_time_s)
+
+
+def _rank_terms(
+    problem: PipelineProblem,
+    partition: StagePartition,
+    kinds: Sequence[UnitKind],
+    rank: int,
+    edges_s: Seconds,
+) -> dict[str, Seconds]:
+    """What one rank does in a step, its traffic before the first pass and after the last included.
+
+    Args:
+        edges_s: that traffic, what no pass hides.
+    """
     m = problem.num_microbatches
     terms = dict.fromkeys(TERMS, 0.0)
     for index in range(rank, problem.num_chunks, problem.num_stages):
@@ -161,14 +202,23 @@ def _terms(
     # A unit's ticks hold its own work and, under ZeRO-2 and 3, the traffic it could not hide.
     work = ("compute", "recompute", "tp_communication", "cp_communication", "ep_communication")
     per_microbatch = max(0.0, terms["dp_communication"] - sum(terms[name] for name in work))
-    edges = evaluation.heads[rank] + evaluation.tails[rank]
-    terms["dp_communication"] = per_microbatch + to_seconds(edges)
-    terms["optimizer"] = to_seconds(max(evaluation.optimizers))
-    terms["host"] = model.settings.iteration_floor_s
-    terms["embedding_sync"] = max(0.0, to_seconds(problem.constant) - terms["host"])
-    bubble = to_seconds(evaluation.iteration) - sum(terms.values())
-    terms["pipeline_bubble"] = bubble if bubble > 1e-12 else 0.0
-    return terms, rank
+    terms["dp_communication"] = per_microbatch + edges_s
+    return terms
+
+
+def _with_rest(
+    model: CostModel,
+    problem: PipelineProblem,
+    terms: dict[str, Seconds],
+    optimizer_s: Seconds,
+    iteration_s: Seconds,
+) -> dict[str, Seconds]:
+    """The terms with what no rank does by itself; what is left over is the bubble."""
+    host = model.settings.iteration_floor_s
+    sync = max(0.0, to_seconds(problem.constant) - host)
+    whole = terms | {"optimizer": optimizer_s, "host": host, "embedding_sync": sync}
+    bubble = iteration_s - sum(whole.values())
+    return whole | {"pipeline_bubble": bubble if bubble > 1e-12 else 0.0}
 
 
 def _stage(

@@ -28,17 +28,13 @@ def comparison_canvas(rows: Sequence[Compared], title: str) -> Canvas:
     height = _TOP + _ROW * len(ordered) + _LEGEND_ROW * lines + 24
     canvas = Canvas(WIDTH, height, title)
     canvas.add(Words(text=title, x=_EDGE, y=22, size=15, bold=True))
-    under = "A step of each plan by what its time goes into; its throughput as a share of nest's"
+    under = "A step of each plan by what all GPUs do in it; its throughput as a share of nest's"
     canvas.add(Words(text=under, x=_EDGE, y=44, colour=SOFT))
-    longest = max((sum(_terms(row).values()) for row in ordered), default=0.0) or 1.0
+    longest = max((sum(row.terms.values()) for row in ordered), default=0.0) or 1.0
     for at, row in enumerate(ordered):
         _draw_row(canvas, row, _TOP + at * _ROW, _BARS / longest)
     _draw_legend(canvas, names, places, _TOP + _ROW * len(ordered) + 18)
     return canvas
-
-
-def _terms(row: Compared) -> dict[str, float]:
-    return {} if row.plan is None else dict(row.plan.predicted.terms)
 
 
 def _seen_terms(rows: Sequence[Compared]) -> list[str]:
@@ -46,8 +42,8 @@ def _seen_terms(rows: Sequence[Compared]) -> list[str]:
     seen = {
         name
         for row in rows
-        for name, seconds in _terms(row).items()
-        if seconds > _SEEN * sum(_terms(row).values())
+        for name, seconds in row.terms.items()
+        if seconds > _SEEN * sum(row.terms.values())
     }
     return [name for name in TERM_COLOURS if name in seen]
 
@@ -61,12 +57,12 @@ def _draw_row(canvas: Canvas, row: Compared, y: float, scale: float) -> None:
         return
     x = left
     for name in TERM_COLOURS:
-        width = scale * _terms(row).get(name, 0.0)
+        width = scale * row.terms.get(name, 0.0)
         if width <= 0:
             continue
         colour = TERM_COLOURS.get(name, OTHER_COLOUR)
         canvas.add(Box(x=x, y=y, width=width, height=_BAR, fill=colour))
-        words = format_seconds(_terms(row)[name])
+        words = format_seconds(row.terms[name])
         if width > width_of(words, size=10) + 8:
             ink = ink_on(colour)
             canvas.add(

@@ -14,6 +14,7 @@ from nest_megatron.baselines.networks import on_flat_network, on_two_level_mesh
 from nest_megatron.baselines.recipes import published
 from nest_megatron.baselines.walk import Layouts, nearest, pipeline_of, shard_of
 from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.pipeline import evaluate
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, RecomputeGranularity
 from nest_megatron.parallel.zero import ZeroStage
@@ -222,3 +223,18 @@ def test_cuts() -> None:
     assert balanced_cut(llama, 1) == (0, 34)
     assert set(shifted(llama, (0, 9, 34))) == {(0, 8, 34), (0, 10, 34)}
     assert shifted(llama, (0, 34)) == []
+
+
+def test_what_is_missing_is_what_the_whole_schedule_lacks() -> None:
+    """A walk counts memory over two rounds of micro batches; the solver over all of them."""
+    job = named_job("llama3_8b", "dgx_h100", 16, 256)
+    layouts = Layouts(job, restricted(job))
+    lacking = 0
+    for shard in list(layouts.shards)[::7]:
+        for grid in layouts.families(shard)[::9]:
+            state = layouts.state(grid)
+            problem = job.model.problem(grid)
+            needed = max(rank.total for rank in evaluate(problem, state.boundaries).memory)
+            assert state.missing_bytes == max(0, needed - problem.capacity_bytes)
+            lacking += state.missing_bytes > 0
+    assert lacking > 3

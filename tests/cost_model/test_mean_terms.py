@@ -1,0 +1,52 @@
+"""Terms of all ranks together: they add up to the step, and are those of the only rank there is."""
+
+from __future__ import annotations
+
+import pytest
+
+from nest_megatron.cost_model.estimate import TERMS, estimate, mean_terms
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.partition import StagePartition
+from tests import catalogue
+
+
+def job(pp: int, vpp: int = 1) -> tuple[CostModel, Grid]:
+    dims = ParallelDims(
+        tensor_model_parallel_size=8,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        data_parallel_size=16 // pp,
+    )
+    model = CostModel(
+        catalogue.model("llama3_70b"), catalogue.cluster("dgx_h100", 128), CostSettings()
+    )
+    grid = Grid(dims=dims, global_batch_size=128, micro_batch_size=1, sequence_parallel=True)
+    return model, grid
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "cut"),
+    [(1, 1, (0, 82)), (4, 1, (0, 8, 30, 60, 82)), (2, 2, (0, 21, 41, 61, 82))],
+)
+def test_they_add_up(pp: int, vpp: int, cut: tuple[int, ...]) -> None:
+    model, grid = job(pp, vpp)
+    partition = StagePartition(boundaries=cut, pipeline_model_parallel_size=pp)
+    predicted = estimate(model, grid, partition)
+    mean = mean_terms(model, grid, partition, predicted.iteration_time_s)
+    assert tuple(mean) == TERMS
+    assert sum(mean.values()) == pytest.approx(predicted.iteration_time_s)
+    if pp == 1:
+        assert mean == pytest.approx(predicted.terms)
+
+
+def test_a_short_stage_that_ends_last_does_not_speak_for_all() -> None:
+    model, grid = job(4)
+    partition = StagePartition(boundaries=(0, 4, 30, 56, 82), pipeline_model_parallel_size=4)
+    predicted = estimate(model, grid, partition)
+    mean = mean_terms(model, grid, partition, predicted.iteration_time_s)
+    assert predicted.critical_rank == 0
+    assert mean["compute"] > 2 * predicted.terms["compute"]
+    assert mean["pipeline_bubble"] < predicted.terms["pipeline_bubble"]
