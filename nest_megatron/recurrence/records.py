@@ -133,6 +133,11 @@ class Problem:
         assert set(self.ends[-1]) == {self.num_devices}, "the last level joins all devices"
         for inner, outer in pairwise(self.ends):
             assert all(a <= b for a, b in zip(inner, outer, strict=True)), "levels are nested"
+        for strategy in self.strategies:
+            levels = {len(self.downsets)}, len(self.ends)
+            assert ({len(row) for row in strategy.send}, len(strategy.send)) == levels
+            for option in strategy.options:
+                assert len(option.places) == self.num_devices, "a stage may begin anywhere"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,89 @@
+"""The paper's ablation of ZeRO under small memory (appendix C.3, Table 7), on our own sizes.
+
+A stage takes further devices only so that its states are divided over them; without that, no plan
+fits. What differs from the paper's rows: layers are those of the catalogue (the artifact puts the
+language-model head into every layer), their kept bytes those that a backward pass needs (the
+artifact adds up the outputs of all traced operators), the network's time is counted in seconds
+throughout, and a stage takes the first ZeRO setting that fits where it stands, not one that would
+fit at every place of a pipeline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.recurrence.job import Choices, Division, ResearchJob
+from nest_megatron.recurrence.memory import MemoryRule, Optimizer
+from nest_megatron.recurrence.plan import ResearchPlan, described
+from nest_megatron.recurrence.search import NoSolution, solve
+from nest_megatron.units import Bytes
+
+#: Models of Table 7 by their names in the catalogue, and the memory that it gives a device.
+TABLE_7: dict[str, Bytes] = {"llama3_70b": 24 * 10**9, "bert_large": 120 * 10**6}
+#: Devices of the table's cluster (``tpuv4_fat_tree``) and sequences of a step.
+NUM_GPUS, GLOBAL_BATCH_SIZE = 1024, 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AblationRow:
+    """What is found without ZeRO, and with it."""
+
+    model: str
+    memory_bytes: Bytes
+    optimizer: Optimizer
+    without: ResearchPlan | NoSolution
+    with_zero: ResearchPlan | NoSolution
+
+
+def table7_row(
+    spec: TransformerSpec, cluster: Cluster, settings: CostSettings, optimizer: Optimizer
+) -> AblationRow:
+    """One row: the table's memory, unsharded layers, the paper's account of memory.
+
+    Args:
+        spec: a model of ``TABLE_7``.
+        cluster: with as many devices as are to be used, of whatever memory.
+    """
+    memory = TABLE_7[spec.name]
+    job = ResearchJob(
+        spec=spec,
+        cluster=_with_memory(cluster, memory),
+        settings=settings,
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        choices=Choices(
+            memory=MemoryRule.PAPER,
+            optimizer=optimizer,
+            divide=Division.LOOSELY,
+            flash_attention=False,
+            fixed={
+                "tensor_model_parallel_size": 1,
+                "context_parallel_size": 1,
+                "micro_batch_size": 1,
+            },
+        ),
+    )
+    return AblationRow(
+        model=spec.name,
+        memory_bytes=memory,
+        optimizer=optimizer,
+        without=_answer(_with_zero(job, allowed=False)),
+        with_zero=_answer(_with_zero(job, allowed=True)),
+    )
+
+
+def _with_memory(cluster: Cluster, memory_bytes: Bytes) -> Cluster:
+    accelerator = dataclasses.replace(cluster.accelerator, memory_bytes=memory_bytes)
+    return dataclasses.replace(cluster, accelerator=accelerator)
+
+
+def _with_zero(job: ResearchJob, *, allowed: bool) -> ResearchJob:
+    return dataclasses.replace(job, choices=dataclasses.replace(job.choices, zero=allowed))
+
+
+def _answer(job: ResearchJob) -> ResearchPlan | NoSolution:
+    found = solve(job)
+    return found if isinstance(found, NoSolution) else described(job, found)
