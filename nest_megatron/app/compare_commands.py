@@ -5,9 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from nest_megatron.app.command_kinds import FILE, FOLDER, NEXT, Command, json_option
 from nest_megatron.app.complete import complete_override
+
+_KEY = "planners="
+
+
+def complete_setting(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Candidates for a setting, ``planners=[...]`` among them."""
+    if not incomplete.startswith(_KEY):
+        own = [CompletionItem(_KEY)] if incomplete and _KEY.startswith(incomplete) else []
+        return [*own, *complete_override(context, parameter, incomplete)]
+    from nest_megatron.comparison import PLANNERS
+
+    at = max(incomplete.rfind(mark) for mark in "=[,") + 1
+    before, last = incomplete[:at], incomplete[at:]
+    return [CompletionItem(f"{before}{name}") for name in PLANNERS if name.startswith(last)]
 
 
 @click.command(
@@ -19,7 +36,7 @@ from nest_megatron.app.complete import complete_override
         + "'planners=[nest,manual,phaze]' --chart planners.svg --json",
     ),
 )
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_override)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_setting)
 @click.option(
     "--config-dir",
     type=FOLDER,

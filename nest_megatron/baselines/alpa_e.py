@@ -14,6 +14,8 @@ Left out: a sharding of its own for each operator and sub-meshes of different si
 does not launch. The integer program over shardings is an exhaustive choice here. No ZeRO, no
 context parallelism, no virtual stages; recomputation is the user's switch there, and both settings
 are tried.
+
+Budget: the cut of each candidate looks at ``CUT_NODES`` partial partitions at most.
 """
 
 from __future__ import annotations
@@ -34,11 +36,13 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD
+from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SolvedGrid
 from nest_megatron.solver.search import UNLIMITED
 from nest_megatron.units import Seconds
 
+#: What is found by then is the best or next to it; without memory to prune it, a proof takes long.
+CUT_NODES = 100_000
 _WITHOUT = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
 
 
@@ -66,7 +70,7 @@ def _candidates(job: Job, mesh: CostModel) -> Iterator[SolvedGrid]:
                 min(grids, key=lambda grid: communication(mesh, grid)), recompute=recompute
             )
             problem = dataclasses.replace(mesh.problem(grid), capacity_bytes=UNLIMITED)
-            plan = solved(grid, job.solve_stages(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT))
+            plan = solved(grid, job.solve_stages(problem, NO_THRESHOLD, CUT_NODES))
             if plan is not None:
                 yield plan
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import click
 import pytest
 
+from nest_megatron.app.compare_commands import compare as command
+from nest_megatron.app.compare_commands import complete_setting
 from tests.app.runs import SMALL, run
 
 FEW = "planners=[manual,phaze,autoconfigurator]"
@@ -76,3 +79,18 @@ def test_bad_input(given: tuple[str, ...], words: str) -> None:
     done = run("compare", *SMALL, BATCH, *given)
     assert done.code == 2
     assert words in done.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("plan", ["planners="]),
+        ("planners=m", ["planners=manual", "planners=mcmc", "planners=mist"]),
+        ("planners=[nest,ph", ["planners=[nest,phaze"]),
+        ("model=llama3_7", ["model=llama3_70b"]),
+    ],
+)
+def test_completion(typed: str, offered: list[str]) -> None:
+    context = click.Context(command)
+    found = complete_setting(context, command.params[0], typed)
+    assert [item.value for item in found] == offered
