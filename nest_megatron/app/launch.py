@@ -297,4 +297,6 @@ def compare_groups(plan: ParallelPlan, parallel_state: ModuleType) -> None:
     import torch
 
     rank = torch.distributed.get_rank()
-    check_groups(parallel_state, plan.grid().dims, rank, has_experts=plan.model.is_moe)
+    # megatron-core before 0.10, which NeMo 1 runs on, makes the experts' groups in another way
+    has_experts = plan.model.is_moe and hasattr(parallel_state, "get_expert_data_parallel_group")
+    check_groups(parallel_state, plan.grid().dims, rank, has_experts=has_experts)

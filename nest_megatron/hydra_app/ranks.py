@@ -43,7 +43,7 @@ def require_decided(plan: ParallelPlan, max_seconds: float) -> None:
             value=max_seconds,
             limit="it ended the search, and every rank searches for itself: they could arrive at "
             "different plans",
-            fix="Raise it with nest.overrides=[search.max_seconds=600], or plan once with "
+            fix="Raise it with +nest.overrides.search.max_seconds=600, or plan once with "
             "`nest-megatron plan`, pin the plan and launch with +nest=pinned.",
         )
 

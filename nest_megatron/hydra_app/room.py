@@ -163,7 +163,7 @@ def _micro_batch(view: AppView) -> int:
             value=None,
             limit="the application has no such field, so its micro batch is not known",
             fix="Name it with nest.fields.micro_batch_size, or hold it with "
-            "nest.overrides=[train.micro_batch_size=1].",
+            "+nest.overrides.train.micro_batch_size=1.",
         )
     return int(given)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +30,7 @@ class AppSettings:
     model: str | None = None
     root: str = "model"
     fields: Mapping[str, str] = field(default_factory=dict)
-    overrides: tuple[str, ...] = ()
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     plan: str | None = None
     out: str | None = None
 
@@ -53,12 +53,12 @@ class AppSettings:
         Raises:
             UserInputError: for an override that is none, or that has a key of its own here.
         """
-        given = parse(self.overrides)
+        given = parse(_texts(self.overrides, ""))
         for setting in given:
             if setting.key in _DECIDED:
                 raise UserInputError(
-                    "nest.overrides",
-                    value=str(setting),
+                    f"nest.overrides.{setting.key}",
+                    value=setting.value,
                     limit="it has a key of its own",
                     fix=f"Use {_DECIDED[setting.key]}.",
                 )
@@ -90,9 +90,27 @@ def read_settings(node: Any) -> AppSettings:
                 fix=nearest(str(name), known),
             )
     values["mode"] = _mode(values.get("mode", Mode.AUTO.value))
-    values["fields"] = MappingProxyType(dict(values.get("fields") or {}))
-    values["overrides"] = tuple(map(str, values.get("overrides") or ()))
+    for name in ("fields", "overrides"):
+        given = values.get(name) or {}
+        if not isinstance(given, Mapping):
+            raise _wrong(name, given, f"it is a mapping, +nest.{name}.KEY=VALUE")
+        values[name] = MappingProxyType(dict(given))
     return AppSettings(**values)
+
+
+def _texts(node: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """``key=value`` for each leaf, as it is typed."""
+    for name, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _texts(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}={_text(value)}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    return "null" if value is None else str(value)
 
 
 def _mode(text: Any) -> Mode:

@@ -1,0 +1,79 @@
+"""The plugin that every Hydra application on the machine loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from nest_megatron.config.compose import compose
+from nest_megatron.hydra_app.resolver import register
+from tests.app.runs import environment
+from tests.hydra_app.apps import AUTO, make_app, run_app
+
+HEAVY = ("torch", "numpy", "megatron", "nest_megatron.planner", "nest_megatron.solver", "rich")
+
+
+def loaded_after(code: str) -> list[str]:
+    """What of the heavy modules a process has loaded."""
+    tell = f"{code}\nimport sys; print(*[name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", tell], capture_output=True, text=True, env=environment(), check=True
+    )
+    return done.stdout.split()
+
+
+def test_discovery_loads_nothing_of_ours_but_the_resolver() -> None:
+    code = """
+from hydra import compose, initialize
+with initialize(version_base="1.3"):
+    assert compose(overrides=["+nest=auto"]).nest.mode == "auto"
+"""
+    assert loaded_after(code) == []
+
+
+def test_our_own_configurations_have_no_group_nest() -> None:
+    assert not hasattr(compose([]).config, "nest")
+
+
+def test_the_application_s_own_group_comes_first(tmp_path: Path) -> None:
+    script = make_app(
+        tmp_path, auto="# @package _global_\nmodel: {tensor_model_parallel_size: 7}\n"
+    )
+    run = run_app(script, "+nest=auto")
+    assert run.out.startswith("TRAINS 7 1 4"), run.err
+
+
+def test_the_search_path_names_us(tmp_path: Path) -> None:
+    run = run_app(make_app(tmp_path), "--info", "searchpath")
+    assert "pkg://nest_megatron.hydra_configs.hydra_app" in run.out
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("nest=auto", "Could not override 'nest'"),
+        ("+nest=atuo", "Could not find 'nest/atuo'"),
+        ("++nest=auto", "force-add"),
+    ],
+)
+def test_misspelt_words_are_hydra_s_errors(tmp_path: Path, word: str, said: str) -> None:
+    run = run_app(make_app(tmp_path), word)
+    assert run.code == 1
+    assert said in run.err
+
+
+def test_the_composed_job_shows_the_plan(tmp_path: Path) -> None:
+    run = run_app(make_app(tmp_path), *AUTO, "--cfg", "job", "--resolve", "--package", "model")
+    shown = OmegaConf.create(run.out)
+    assert shown.tensor_model_parallel_size >= 1
+    assert shown.sequence_parallel in (True, False)
+
+
+def test_registering_twice_is_registering_once() -> None:
+    register()
+    register()
+    assert OmegaConf.has_resolver("nest")
