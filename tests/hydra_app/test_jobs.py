@@ -87,7 +87,7 @@ def test_launchers_that_start_other_processes_know_the_values(tmp_path: Path) ->
         (("trainer.precision=32",), 2, "trainer.precision"),
         (("nest.num_gpus=32",), 2, "they are the same number of ranks"),
         (("+nest.overrides.model=llama3_8b",), 2, "nest.model"),
-        (("+nest.overrides.serch.max_seconds=3",), 2, "search.max_seconds"),
+        (("+nest.overrides.serch.max_seconds=3",), 2, "search.max"),  # codespell:ignore serch
         (("+nest.overrides.parallel.zero_stage=3",), 2, "parallel.zero_stage"),
         (("+model.pipeline_model_parallel_layout=Et|tL",), 2, "nothing to search for"),
         (("model.hidden_size=51200", "model.num_layers=200"), 1, "fits in memory"),
