@@ -53,7 +53,8 @@ def find(job: Job) -> Choice:
     for dropped, candidate in enumerate(candidates):
         plan = job.priced(candidate)
         if plan is not None:
-            reason = f"the fastest of least traffic that fits; {dropped} faster ones do not"
+            lost = f"; {dropped} faster ones do not" if dropped else ""
+            reason = f"the fastest of least traffic that fits{lost}"
             return Choice(plan=plan, reason=reason, candidates=len(candidates))
     none_fits = "the shardings that communicate least do not fit in memory, with any stages"
     reason = none_fits if candidates else NOTHING_LEGAL

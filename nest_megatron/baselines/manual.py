@@ -42,6 +42,8 @@ _ZERO = (ZeroStage.OPTIMIZER,)
 #: By rising recomputation; with fused attention the second frees nothing and is passed over.
 _LADDER = (NO_RECOMPUTE, selective_recompute([RecomputeModule.CORE_ATTN]), FULL_RECOMPUTE)
 _VIRTUAL = (3, 2, 1)
+#: Servers of the papers hold eight GPUs; nobody splits a layer over all 72 of a rack.
+_WIDEST = 8
 
 #: Context, tensor and pipeline sizes: one step of the rule.
 _Step = tuple[int, int, int]
@@ -115,7 +117,8 @@ def _steps(job: Job) -> dict[_Step, list[Grid]]:
     grids = list(_families(job))
     node = job.model.cluster.gpus_per_node
     widths = [shard_of(grid).tensor for grid in grids]
-    widest = max((width for width in widths if width <= node), default=min(widths, default=1))
+    inside = (width for width in widths if width <= min(node, _WIDEST))
+    widest = max(inside, default=min(widths, default=1))
     steps: defaultdict[_Step, list[Grid]] = defaultdict(list)
     for grid, width in zip(grids, widths, strict=True):
         pipeline = pipeline_of(grid)
