@@ -45,6 +45,13 @@ class StagePlace(NamedTuple):
     expert: Shape
 
 
+class Line(NamedTuple):
+    """Places of a stage along a replica's devices: the distinct ones, and which one is where."""
+
+    distinct: tuple[StagePlace, ...]
+    numbers: tuple[int, ...]
+
+
 class Places:
     """Shapes of stages in one cluster with one number of replicas; each is worked out once.
 
@@ -57,6 +64,7 @@ class Places:
         self.replicas = replicas
         self._period = sizes[-2] if len(sizes) > 1 else 1
         self._known: dict[tuple[Block, int, int], StagePlace] = {}
+        self._lines: dict[tuple[Block, int, int], Line] = {}
         self._groups: dict[Block, _Groups] = {}
         self._fewest: dict[tuple[Groups, int], Shape] = {}
 
@@ -70,6 +78,16 @@ class Places:
         if key not in self._known:
             self._known[key] = self._shapes(*key)
         return self._known[key]
+
+    def along(self, block: Block, degree: int, unit: int) -> Line:
+        """The shapes at every unit of a replica's devices, each distinct one once."""
+        key = (block, degree, unit)
+        if key not in self._lines:
+            starts = range(0, self.replicas.stride // unit * unit, unit)
+            lie = [self.of(block, degree, first) for first in starts]
+            numbers = {place: number for number, place in enumerate(dict.fromkeys(lie))}
+            self._lines[key] = Line(tuple(numbers), tuple(numbers[place] for place in lie))
+        return self._lines[key]
 
     def _shapes(self, block: Block, degree: int, first: int) -> StagePlace:
         if block not in self._groups:

@@ -141,9 +141,7 @@ class Pricer:
         self, strategy: Strategy, places: Places, unit: int, zero: ZeroStage, degree: int
     ) -> ZeroOption:
         block = strategy.block
-        starts = range(0, places.replicas.stride // unit * unit, unit)
-        lie = [places.of(block, degree, first) for first in starts]
-        index = {place: number for number, place in enumerate(dict.fromkeys(lie))}
+        line = places.along(block, degree, unit)
         static, reserved = self.layers.held(strategy, zero, degree)
         return ZeroOption(
             zero_stage=zero,
@@ -151,8 +149,10 @@ class Pricer:
             num_devices=block.num_devices * degree // unit,
             static_bytes=static,
             reserved_bytes=reserved,
-            places=tuple(index[place] for place in lie),
-            times=tuple(self.layers.times(strategy, place, zero, degree) for place in index),
+            places=line.numbers,
+            times=tuple(
+                self.layers.times(strategy, place, zero, degree) for place in line.distinct
+            ),
         )
 
 
