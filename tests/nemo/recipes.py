@@ -1,0 +1,103 @@
+"""NeMo's own recipes and validators, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+from nest_megatron.model.spec import TransformerSpec
+from tests.nemo.building import count, make_plain, one_rank
+
+#: One recipe of each kind; those in ``PARAMETERS_ONLY`` have no pretraining.
+RECIPES = (
+    "llama3_8b",
+    "llama3_70b",
+    "llama31_405b",
+    "mixtral_8x7b",
+    "mixtral_8x22b",
+    "nemotron3_8b",
+    "nemotron4_340b",
+    "qwen3_30b_a3b",
+    "qwen3_235b_a22b",
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "gpt3_175b",
+)
+PARAMETERS_ONLY = ("gpt_oss_20b", "gpt_oss_120b")
+REFUSED = {
+    "mamba2_130m": "state-space",
+    "nemotronh_8b": "state-space",
+    "hyena_7b": "convolution",
+    "t5_220m": "encoder-decoder",
+    "gemma2_2b": "capped scores",
+    "llama4_e16": "chunked attention",
+}
+
+
+def recipe(name: str, *, num_nodes: int = 1) -> Any:
+    """NeMo's recipe of a model; one without pretraining borrows another's trainer and data."""
+    module = importlib.import_module(f"nemo.collections.llm.recipes.{name}")
+    if hasattr(module, "pretrain_recipe"):
+        return module.pretrain_recipe(
+            name="nest", dir="/nowhere", num_nodes=num_nodes, num_gpus_per_node=8
+        )
+    borrowed = recipe("llama3_8b", num_nodes=num_nodes)
+    borrowed.model = module.model()
+    return borrowed
+
+
+def own_parameters(source: Any, spec: TransformerSpec) -> int:
+    """Parameters of the model that NeMo builds."""
+    import fiddle
+
+    config = copy.deepcopy(source.model.config)
+    make_plain(config)
+    config.init_model_with_meta_device = True
+    tokenizer = SimpleNamespace(vocab_size=spec.vocab_size)
+    with one_rank(spec):
+        built = fiddle.build(config)
+        return count(built.configure_model(tokenizer, pre_process=True, post_process=True))
+
+
+def validate(source: Any) -> None:
+    """Ask NeMo and megatron-core whether a recipe can be launched; raises what they raise.
+
+    As ``llm.pretrain`` does: the strategy's sizes go to the model's config, then all is checked.
+    """
+    import fiddle
+    from nemo.collections.llm import api
+    from nemo.lightning import _strategy_lib
+
+    changed = copy.deepcopy(source)
+    for name in ("apply_rope_fusion", "moe_permute_fusion"):  # they need Transformer Engine
+        if hasattr(changed.model.config, name):
+            setattr(changed.model.config, name, False)
+    model = SimpleNamespace(config=fiddle.build(changed.model.config), configure_model=None)
+    strategy = fiddle.build(changed.trainer.strategy)
+    strategy._precision_plugin = fiddle.build(changed.trainer.plugins)
+    _strategy_lib.set_model_parallel_attributes(model, strategy.parallelism)
+    trainer = SimpleNamespace(
+        strategy=strategy,
+        num_devices=changed.trainer.devices,
+        num_nodes=changed.trainer.num_nodes,
+    )
+    api._validate_config(model, changed.data, trainer)
+    _check_layers(model.config)
+
+
+def _check_layers(config: Any) -> None:
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    if config.pipeline_model_parallel_layout is not None:
+        return  # its constructor has counted the layers
+    virtual = config.virtual_pipeline_model_parallel_size
+    stages = [None] if virtual is None else range(virtual)
+    ranks = range(config.pipeline_model_parallel_size)
+    built = sum(
+        get_num_layers_to_build(config, vp_stage=stage, pp_rank=rank)
+        for rank in ranks
+        for stage in stages
+    )
+    assert built == config.num_layers

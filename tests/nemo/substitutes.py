@@ -1,0 +1,64 @@
+"""Stand-ins for what Megatron-Bridge imports and a machine without CUDA does not have.
+
+Transformer Engine, Triton and Energon are imported without a guard, their names used as bases and
+decorators. megatron-core is loaded first, so that it goes on believing that they are absent.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+_ABSENT = ("transformer_engine", "triton", "megatron.energon", "mamba_ssm", "causal_conv1d")
+
+
+class _Anything(type):
+    """A class with every attribute, that takes every parameter and decorates anything."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything(name, (), {})
+
+    def __getitem__(cls, _: object) -> Any:
+        return cls
+
+    def __call__(cls, *args: Any, **_: Any) -> Any:
+        return args[0] if args and callable(args[0]) else super().__call__()
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not any(name == each or name.startswith(f"{each}.") for each in _ABSENT):
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = _attribute  # type: ignore[method-assign]
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def _attribute(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Anything(name, (), {})
+
+
+def install() -> None:
+    """Let Megatron-Bridge be imported, once."""
+    import megatron.core.distributed
+    import megatron.core.models.gpt.gpt_model
+    import megatron.core.optimizer  # noqa: F401
+
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())

@@ -1,0 +1,99 @@
+"""Megatron-Bridge's own recipes: read to the parameter, planned, rewritten, and accepted by it."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from nest_megatron.app import bridge as hook
+from nest_megatron.app.failure import NothingFitsError
+from nest_megatron.launchers.megatron_bridge import (
+    auto_recipe,
+    plan_changes,
+    read_recipe,
+    to_dotlist,
+    to_yaml,
+)
+from nest_megatron.model.parameters import total_parameters
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+if importlib.util.find_spec("megatron.bridge") is None:
+    pytest.skip("Megatron-Bridge is not installed (.ci/nemo installs it)", allow_module_level=True)
+
+from tests.nemo import bridge, substitutes
+
+pytestmark = pytest.mark.nemo
+GPT3 = "gpt.gpt3_175b:gpt3_175b_pretrain_config"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable() -> None:
+    substitutes.install()
+
+
+@pytest.mark.parametrize("name", bridge.HUGGING_FACE)
+def test_a_configuration_is_read_to_the_parameter(name: str) -> None:
+    cfg = bridge.config(name)
+    spec = read_recipe(cfg, environment={}).spec
+    assert total_parameters(spec) == bridge.own_parameters(cfg, spec)
+
+
+@pytest.mark.parametrize("num_gpus", [8, 64, 1024])
+@pytest.mark.parametrize("name", bridge.HUGGING_FACE)
+def test_bridge_accepts_the_plan(name: str, num_gpus: int) -> None:
+    cfg = bridge.config(name)
+    if num_gpus < 1024:  # a step of 405B with its own batch would take days
+        cfg.train.global_batch_size = min(cfg.train.global_batch_size, 128)
+    size = f"cluster.num_gpus={num_gpus}"
+    try:
+        plan, _ = auto_recipe(cfg, cluster="dgx_h100", overrides=[size], environment={})
+    except NothingFitsError:
+        assert num_gpus < 1024
+        return
+    bridge.validate(cfg, num_gpus)
+    assert plan_changes(cfg, plan, environment={}) == ()
+
+
+def test_overlay_and_dotlist_make_the_same_configuration(tmp_path: Path) -> None:
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    before, cfg = bridge.config(GPT3), bridge.config(GPT3)
+    plan, changes = auto_recipe(
+        cfg, cluster="dgx_h100", overrides=["cluster.num_gpus=512"], environment={}
+    )
+    file = tmp_path / "nest.yaml"
+    file.write_text(to_yaml(changes), encoding="utf-8")
+    by_words = process_config_with_overrides(
+        copy.deepcopy(before), cli_overrides=to_dotlist(changes)
+    )
+    by_file = process_config_with_overrides(copy.deepcopy(before), config_filepath=str(file))
+    assert plan_changes(before, plan, environment={}) != ()
+    assert plan_changes(by_words, plan, environment={}) == ()
+    assert plan_changes(by_file, plan, environment={}) == ()
+
+
+def test_the_word_plans_and_keeps_what_the_user_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    monkeypatch.setenv("WORLD_SIZE", "512")
+    monkeypatch.delenv("RANK", raising=False)
+    asked: list[bool] = []
+    planning = hook.planning(process_config_with_overrides, lambda: asked.append(True))
+    words = ["model.tensor_model_parallel_size=8", "+nest=auto", "nest.cluster=dgx_h100"]
+    cfg = planning(bridge.config(GPT3), cli_overrides=words)
+    assert asked == [True]
+    assert cfg.model.tensor_model_parallel_size == 8
+    assert cfg.comm_overlap.tp_comm_overlap_cfg is None
+    bridge.validate(cfg, 512)
+
+
+def test_without_the_word_nothing_is_planned() -> None:
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    planning = hook.planning(process_config_with_overrides, lambda: pytest.fail("planned"))
+    cfg = planning(bridge.config(GPT3), cli_overrides=["train.micro_batch_size=1"])
+    assert cfg.train.micro_batch_size == 1
+    assert cfg.model.pipeline_model_parallel_size == 8

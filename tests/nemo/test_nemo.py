@@ -1,0 +1,76 @@
+"""NeMo's own recipes: read to the parameter, planned, rewritten, and accepted by NeMo."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+
+from nest_megatron.app.failure import NothingFitsError
+from nest_megatron.errors import UnplannableModelError, UserInputError
+from nest_megatron.launchers.nemo import (
+    auto_recipe,
+    plan_changes,
+    read_recipe,
+    require_language_models,
+)
+from nest_megatron.model.parameters import total_parameters
+
+pytest.importorskip("nemo_run", reason="nemo-run is not installed (.ci/nemo installs it)")
+try:
+    require_language_models()
+except UserInputError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+# a model of megatron-core sets these for its own attention, and refuses the next model's
+for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+    os.environ.pop(name, None)
+
+from tests.nemo import recipes  # noqa: E402 - after the skips
+
+pytestmark = pytest.mark.nemo
+
+
+@pytest.mark.parametrize("name", [*recipes.RECIPES, *recipes.PARAMETERS_ONLY])
+def test_a_recipe_is_read_to_the_parameter(name: str) -> None:
+    source = recipes.recipe(name)
+    spec = read_recipe(source).spec
+    assert total_parameters(spec) == recipes.own_parameters(source, spec)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 8, 128])
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_nemo_accepts_the_plan(name: str, num_nodes: int) -> None:
+    source = recipes.recipe(name, num_nodes=num_nodes)
+    try:
+        plan, _ = auto_recipe(source, cluster="dgx_h100")
+    except NothingFitsError:
+        assert num_nodes < 128
+        return
+    recipes.validate(source)
+    assert plan_changes(source, plan) == ()
+
+
+@pytest.mark.parametrize("name", recipes.REFUSED)
+def test_what_cannot_be_planned_is_refused_by_name(name: str) -> None:
+    source = recipes.recipe(name)
+    before = copy.deepcopy(source)
+    with pytest.raises(UnplannableModelError, match=recipes.REFUSED[name]):
+        auto_recipe(source, cluster="dgx_h100")
+    assert source == before
+
+
+def test_stale_overlap_settings_are_cleared() -> None:
+    from nemo.collections.llm.recipes import llama3_70b
+
+    source = llama3_70b.pretrain_recipe(
+        name="nest", dir="/nowhere", num_nodes=8, num_gpus_per_node=8, performance_mode=True
+    )
+    (callback,) = [c for c in source.trainer.callbacks if hasattr(c, "tp_comm_overlap_cfg")]
+    assert callback.tp_comm_overlap_cfg is not None
+    assert callback.defer_embedding_wgrad_compute
+    auto_recipe(source, cluster="dgx_h100")
+    assert callback.tp_comm_overlap_cfg is None
+    assert not callback.defer_embedding_wgrad_compute
+    recipes.validate(source)
