@@ -20,9 +20,9 @@ class Topology(Name):
     MESH = "mesh"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tier:
-    """Blocks of devices, and the link between two stages that share one.
+    """Blocks of devices, and the link between two stages that share one; known by identity.
 
     Args:
         num_devices: of a block; blocks begin at multiples of it.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nest_megatron.recurrence.job import ResearchJob
-from nest_megatron.recurrence.links import tiers
 from nest_megatron.recurrence.records import Stage
 from nest_megatron.recurrence.search import Solution
 from nest_megatron.units import Bytes, Seconds, to_seconds
@@ -83,19 +81,18 @@ def described(job: ResearchJob, found: Solution) -> ResearchPlan:
         slowest_stage_s=to_seconds(pipeline.bottleneck),
         sync_s=to_seconds(pipeline.sync),
         capacity_bytes=problem.capacity_bytes,
-        stages=_stages(job, found),
+        stages=_stages(found),
         num_cases=found.num_cases,
         num_solved=found.num_solved,
     )
 
 
-def _stages(job: ResearchJob, found: Solution) -> tuple[PlannedStage, ...]:
-    names = [tier.name for tier in tiers(job.cluster, job.choices.topology)]
+def _stages(found: Solution) -> tuple[PlannedStage, ...]:
     stages = enumerate(found.pipeline.stages)
-    return tuple(_stage(found, stage, names if at else ()) for at, stage in stages)
+    return tuple(_stage(found, stage, is_first=not at) for at, stage in stages)
 
 
-def _stage(found: Solution, stage: Stage, tier_names: Sequence[str]) -> PlannedStage:
+def _stage(found: Solution, stage: Stage, *, is_first: bool) -> PlannedStage:
     strategy = found.problem.strategies[stage.strategy]
     option, nodes = strategy.options[stage.option], found.problem.downsets.dag.names
     return PlannedStage(
@@ -107,7 +104,7 @@ def _stage(found: Solution, stage: Stage, tier_names: Sequence[str]) -> PlannedS
         recompute=strategy.keepings[stage.keeping].recompute,
         first_device=stage.first_device * found.unit,
         num_devices=option.num_devices * found.unit,
-        link_in=tier_names[stage.level_in] if tier_names else "",
+        link_in="" if is_first else found.tier_names[stage.level_in],
         time_s=to_seconds(stage.time),
         sync_s=to_seconds(stage.sync),
         memory_bytes=stage.memory_bytes,

@@ -17,6 +17,7 @@ from nest_megatron.recurrence.job import ResearchJob
 from nest_megatron.recurrence.layers import LayerPrices
 from nest_megatron.recurrence.links import (
     Replicas,
+    Tier,
     common_unit,
     send_ticks,
     stretches,
@@ -44,11 +45,12 @@ class Case:
     least_total: Ticks
 
 
-class Unit(NamedTuple):
-    """A problem, and how many devices it counts as one."""
+class Priced(NamedTuple):
+    """A problem, how many devices it counts as one, and its levels as tiers."""
 
     problem: Problem
-    devices: int
+    unit: int
+    tiers: tuple[Tier, ...]
 
 
 class Pricer:
@@ -62,7 +64,7 @@ class Pricer:
         self.layers = LayerPrices(job)
         self._places: dict[Replicas, Places] = {}
         self._crossings: dict[Strategy, tuple[int, ...]] = {}
-        self._sent: dict[Strategy, tuple[tuple[Ticks, ...], ...]] = {}
+        self._sent: dict[Strategy, dict[Tier, tuple[Ticks, ...]]] = {}
 
     @cached_property
     def capacity_bytes(self) -> Bytes:
@@ -84,7 +86,7 @@ class Pricer:
             least += min(num * width for num, width in zip(layer, widths, strict=True))
         return least > case.replicas.stride * self.capacity_bytes
 
-    def problem(self, case: Case, most_stages: int) -> Unit:
+    def problem(self, case: Case, most_stages: int) -> Priced:
         """A case as a problem."""
         widths = [strategy.block.num_devices for strategy in case.strategies]
         unit = common_unit(self.tiers, case.replicas, widths)
@@ -92,24 +94,41 @@ class Pricer:
             sizes = self.job.cluster.group_sizes()
             self._places[case.replicas] = Places(sizes, case.replicas)
         places = self._places[case.replicas]
+        ends = self._ends(case.replicas, unit, min(widths))
         problem = Problem(
             downsets=self.downsets,
-            ends=tuple(stretches(tier, case.replicas, unit) for tier in self.tiers),
-            strategies=tuple(self._priced(s, places, unit) for s in case.strategies),
+            ends=tuple(ends.values()),
+            strategies=tuple(self._priced(s, places, unit, list(ends)) for s in case.strategies),
             num_microbatches=case.num_microbatches,
             schedule=self.job.choices.schedule,
             capacity_bytes=self.capacity_bytes,
             most_stages=most_stages,
             least_stages=self.job.choices.fixed.get("pipeline_model_parallel_size", 1),
         )
-        return Unit(problem, unit)
+        return Priced(problem, unit, tuple(ends))
 
-    def _priced(self, strategy: Strategy, places: Places, unit: int) -> PricedStrategy:
+    def _ends(self, replicas: Replicas, unit: int, narrowest: int) -> dict[Tier, tuple[int, ...]]:
+        """Stretches of the tiers that a link can have.
+
+        Left out are tiers too small for two stages, and of those that join the same devices all
+        but the nearest.
+        """
+        found: dict[Tier, tuple[int, ...]] = {}
+        for tier in self.tiers:
+            ends = stretches(tier, replicas, unit)
+            is_last = set(ends) == {len(ends)}
+            if (tier.num_devices >= 2 * narrowest or is_last) and ends not in found.values():
+                found[tier] = ends
+        return found
+
+    def _priced(
+        self, strategy: Strategy, places: Places, unit: int, levels: Sequence[Tier]
+    ) -> PricedStrategy:
         return PricedStrategy(
             label=strategy.label(),
             options=tuple(self._options(strategy, places, unit)),
             keepings=self.layers.keepings(strategy, self._crossing(strategy)),
-            send=self._sends(strategy),
+            send=tuple(self._sends(strategy)[tier] for tier in levels),
         )
 
     def _crossing(self, strategy: Strategy) -> tuple[int, ...]:
@@ -120,11 +139,12 @@ class Pricer:
             self._crossings[strategy] = tuple(self.downsets.cut_bytes([size] * len(self.kinds)))
         return self._crossings[strategy]
 
-    def _sends(self, strategy: Strategy) -> tuple[tuple[Ticks, ...], ...]:
+    def _sends(self, strategy: Strategy) -> dict[Tier, tuple[Ticks, ...]]:
         if strategy not in self._sent:
             crossing = self._crossing(strategy)
             known = {size: send_ticks(self.tiers, size) for size in set(crossing)}
-            self._sent[strategy] = tuple(zip(*(known[size] for size in crossing), strict=True))
+            levels = zip(*(known[size] for size in crossing), strict=True)
+            self._sent[strategy] = dict(zip(self.tiers, levels, strict=True))
         return self._sent[strategy]
 
     def _options(self, strategy: Strategy, places: Places, unit: int) -> Iterator[ZeroOption]:

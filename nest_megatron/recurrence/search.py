@@ -14,7 +14,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.recurrence.job import Division, ResearchJob
 from nest_megatron.recurrence.links import Replicas
 from nest_megatron.recurrence.pipeline import best_pipeline
-from nest_megatron.recurrence.pricing import Case, Pricer
+from nest_megatron.recurrence.pricing import Case, Priced, Pricer
 from nest_megatron.recurrence.records import UNREACHABLE, Pipeline, Problem
 from nest_megatron.recurrence.strategies import Strategy, strategies
 from nest_megatron.units import Bytes, Ticks
@@ -29,6 +29,7 @@ class Solution:
 
     Args:
         unit: devices that the problem counts as one.
+        tier_names: of the problem's levels.
         num_cases: pairs of strategies and replicas that are allowed; of these ``num_solved`` had a
             bound low enough to be solved.
     """
@@ -36,6 +37,7 @@ class Solution:
     case: Case
     problem: Problem
     unit: int
+    tier_names: tuple[str, ...]
     pipeline: Pipeline
     num_cases: int
     num_solved: int
@@ -81,11 +83,12 @@ def solve(job: ResearchJob, *, compiled: bool | None = None) -> Solution | NoSol
         limit = UNREACHABLE if factor is None else round(found[0].least_total * factor)
         best = _round(pricer, found, limit, solved, compiled)
         if best is not None:
-            case, problem, unit, pipeline = best
+            case, priced, pipeline = best
             return Solution(
                 case=case,
-                problem=problem,
-                unit=unit,
+                problem=priced.problem,
+                unit=priced.unit,
+                tier_names=tuple(tier.name for tier in priced.tiers),
                 pipeline=pipeline,
                 num_cases=len(found),
                 num_solved=len(solved),
@@ -93,7 +96,7 @@ def solve(job: ResearchJob, *, compiled: bool | None = None) -> Solution | NoSol
     return _no_solution(pricer, found)
 
 
-_Best = tuple[Case, Problem, int, Pipeline]
+_Best = tuple[Case, Priced, Pipeline]
 
 
 def _round(
@@ -110,10 +113,10 @@ def _round(
         if pricer.lacks_memory(case):
             continue
         solved.add(case)
-        problem, unit = pricer.problem(case, _most_stages(pricer, case))
-        pipeline = best_pipeline(problem, limit, compiled=compiled)
+        priced = pricer.problem(case, _most_stages(pricer, case))
+        pipeline = best_pipeline(priced.problem, limit, compiled=compiled)
         if pipeline is not None:
-            best, limit = (case, problem, unit, pipeline), pipeline.total
+            best, limit = (case, priced, pipeline), pipeline.total
     return best
 
 
@@ -213,7 +216,7 @@ def _no_solution(pricer: Pricer, found: Sequence[Case]) -> NoSolution:
 
 def _shortage(pricer: Pricer, case: Case) -> tuple[Bytes, str, str]:
     """What the layer that is worst off lacks in a stage of its own, the last, at its best."""
-    problem, _ = pricer.problem(case, 1)
+    problem = pricer.problem(case, 1).problem
     names = problem.downsets.dag.names
     return max(
         min(

@@ -49,7 +49,7 @@ def test_the_outer_loops_lose_nothing(choices: dict[str, object]) -> None:
     pricer = Pricer(job)
     totals, brute = [], []
     for case in cases(pricer):
-        problem, _ = pricer.problem(case, min(3, case.replicas.stride))
+        problem = pricer.problem(case, min(3, case.replicas.stride)).problem
         found = best_pipeline(problem)
         totals.extend([found.total] if found else [])
         brute.append(least_total(problem))
@@ -109,7 +109,7 @@ def test_a_coarser_unit_changes_nothing() -> None:
     assert found.unit > 1
     pricer = Pricer(job)
     for case in cases(pricer):
-        problem, unit = pricer.problem(case, case.replicas.stride // 2)
+        problem, unit, _ = pricer.problem(case, case.replicas.stride // 2)
         spread = dataclasses.replace(
             problem,
             ends=tuple(tuple(e * unit for e in row for _ in range(unit)) for row in problem.ends),
