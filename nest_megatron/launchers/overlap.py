@@ -76,7 +76,8 @@ def stale_fields(
     table = {name: f"{prefix}.{name}" for name in _CONTRADICTED}
     yield from contradicted_fields(root, plan, table)
     buffers = f"{prefix}.tp_comm_overlap_cfg"
-    if not same_shapes and find(root, buffers) not in (ABSENT, None):
+    unused = not plan.parallel.sequence_parallel
+    if (unused or not same_shapes) and find(root, buffers) not in (ABSENT, None):
         yield Wanted(
             path=buffers,
             value=None,
