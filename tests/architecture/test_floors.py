@@ -64,7 +64,7 @@ def room_of(module: str) -> str:
     _, _, inside = module.partition(".")
     if inside.rpartition(".")[2] == "__main__":
         return "entry"
-    if inside in DOORS:
+    if inside in DOORS or inside.startswith("launchers.nemo_run"):
         return "entry"
     first = inside.partition(".")[0]
     return ROOM_OF.get(first, first)

@@ -1,0 +1,22 @@
+"""NeMo-Run: a plugin that plans each task of an experiment, and factories for its command line.
+
+``NestPlugin`` subclasses a class of NeMo-Run, so it is made when it is first asked for; importing
+this package loads nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nest_megatron.launchers.nemo_run.plugin import NestPlugin
+
+__all__ = ["NestPlugin"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from nest_megatron.launchers.nemo_run.plugin import NestPlugin
+
+    return NestPlugin
