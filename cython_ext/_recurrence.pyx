@@ -205,18 +205,34 @@ cdef void store(
     cdef const int64_t* ending = q.ending + level * (q.num_devices + 1)
     cdef const int64_t* ends = q.ends + level * q.num_devices
     cdef int64_t* row = state(q, stages, level, outer)
+    row[0] = UNREACHABLE
     for device in range(1, q.num_devices + 1):
         if device < q.num_devices and ends[device - 1] == device:
             least = UNREACHABLE
         else:
             least = ending[device] if ending[device] < least else least
-            row[device] = least
+        row[device] = least
+
+
+cdef void clear(const Question* q, Py_ssize_t stages, Py_ssize_t downset) noexcept nogil:
+    """Nothing is known of a downset; without a stage, everything may begin anywhere."""
+    cdef Py_ssize_t level, device
+    cdef int64_t* row
+    for level in range(q.num_levels):
+        row = state(q, stages, level, downset)
+        for device in range(q.num_devices + 1):
+            row[device] = UNREACHABLE
+            if stages == 0 and downset == 0 and level == q.num_levels - 1:
+                row[device] = 0
 
 
 cdef void fill_states(const Question* q) noexcept nogil:
     cdef Work w
     cdef Py_ssize_t level, at
+    for at in range(q.num_downsets):
+        clear(q, 0, at)
     for w.stages in range(1, q.most_stages + 1):
+        clear(q, w.stages, 0)
         w.cap = q.caps[w.stages]
         for w.outer in range(1, q.num_downsets):
             for at in range(q.num_levels * (q.num_devices + 1)):
@@ -261,7 +277,7 @@ def fill(
     Args:
         caps: IN, [most_stages + 1], ticks that a state of so many stages stays below.
         sync_cap: ticks that every stage's sum of gradients stays below.
-        table: INOUT, [most_stages + 1, levels, downsets, devices + 1], from ``empty_table``.
+        table: OUT, [most_stages + 1, levels, downsets, devices + 1], or larger.
         scratch: [levels * (devices + 1)] at least.
     """
     cdef Question q

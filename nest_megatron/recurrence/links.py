@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nest_megatron.cluster.records import Cluster, NetworkLevel
@@ -120,13 +121,13 @@ class Replicas:
         return sorted({place for some in places for place in some if place})
 
 
-def common_unit(found: tuple[Tier, ...], replicas: Replicas, widths: list[int]) -> int:
-    """The largest number of devices that every block and every stage is a multiple of.
+def common_unit(blocks: Sequence[int], replicas: Replicas, widths: Sequence[int]) -> int:
+    """The largest number of devices that every boundary and every stage is a multiple of.
 
     Stages may then begin at its multiples alone: a stage that begins between two can be moved to
     the lower one without leaving a block, and the devices left idle are not missed.
     """
-    places = (place for tier in found for place in replicas.boundaries(tier.num_devices))
+    places = (place for block in set(blocks) for place in replicas.boundaries(block))
     return math.gcd(*widths, *places)
 
 

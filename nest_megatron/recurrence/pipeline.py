@@ -15,7 +15,7 @@ from functools import cache
 
 from nest_megatron.recurrence import reference
 from nest_megatron.recurrence.records import UNREACHABLE, Pipeline, Problem
-from nest_megatron.recurrence.tables import Tables, empty_table, tables_of
+from nest_megatron.recurrence.tables import Room, Tables, empty_table, tables_of
 from nest_megatron.recurrence.trace import pipeline_of
 from nest_megatron.units import Ticks
 
@@ -23,21 +23,27 @@ _log = logging.getLogger(__name__)
 
 
 def best_pipeline(
-    problem: Problem, limit: Ticks = UNREACHABLE, *, compiled: bool | None = None
+    problem: Problem,
+    limit: Ticks = UNREACHABLE,
+    *,
+    room: Room | None = None,
+    compiled: bool | None = None,
 ) -> Pipeline | None:
     """The fastest pipeline whose step takes less than ``limit``, if there is one.
 
     Ties go to fewer stages; ``trace`` says how stages are chosen.
 
     Args:
+        room: memory that further problems use again.
         compiled: whether the kernel or the reference fills the tables; they agree bit for bit. The
             kernel where it is built, if not given.
     """
-    t = tables_of(problem)
+    t, room = tables_of(problem), room or Room()
     least_sync, sync_cap = _least_sync(problem), UNREACHABLE
     found: Pipeline | None = None
     while least_sync < sync_cap and least_sync < limit:
-        table = filled(t, _caps(problem, limit - least_sync), sync_cap, compiled=compiled)
+        caps = _caps(problem, limit - least_sync)
+        table = filled(t, caps, sync_cap, room, compiled=compiled)
         depth = _best_depth(problem, t, table)
         if depth is None:
             break
@@ -51,19 +57,26 @@ def best_pipeline(
 
 
 def filled(
-    t: Tables, caps: Sequence[Ticks], sync_cap: Ticks, *, compiled: bool | None = None
+    t: Tables,
+    caps: Sequence[Ticks],
+    sync_cap: Ticks,
+    room: Room,
+    *,
+    compiled: bool | None = None,
 ) -> array[int]:
-    """The table of states.
+    """The table of states, and what may be behind it.
 
     Args:
         caps: by number of stages; states count below this only.
+        room: where the kernel's table lies.
         compiled: as for ``best_pipeline``.
     """
-    table = empty_table(t)
     if has_kernel() if compiled is None else compiled:
+        table = room.table(t)
         _fill_by_kernel(t, array("q", caps), sync_cap, table)
-    else:
-        reference.fill(t, caps, sync_cap, table)
+        return table
+    table = empty_table(t)
+    reference.fill(t, caps, sync_cap, table)
     return table
 
 

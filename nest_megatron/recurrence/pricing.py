@@ -89,9 +89,10 @@ class Pricer:
     def problem(self, case: Case, most_stages: int) -> Priced:
         """A case as a problem."""
         widths = [strategy.block.num_devices for strategy in case.strategies]
-        unit = common_unit(self.tiers, case.replicas, widths)
+        sizes = self.job.cluster.group_sizes()
+        possible = [tier.num_devices for tier in self.tiers if self._may_link(tier, min(widths))]
+        unit = common_unit([*sizes, *possible], case.replicas, widths)
         if case.replicas not in self._places:
-            sizes = self.job.cluster.group_sizes()
             self._places[case.replicas] = Places(sizes, case.replicas)
         places = self._places[case.replicas]
         ends = self._ends(case.replicas, unit, min(widths))
@@ -116,10 +117,13 @@ class Pricer:
         found: dict[Tier, tuple[int, ...]] = {}
         for tier in self.tiers:
             ends = stretches(tier, replicas, unit)
-            is_last = set(ends) == {len(ends)}
-            if (tier.num_devices >= 2 * narrowest or is_last) and ends not in found.values():
+            if self._may_link(tier, narrowest) and ends not in found.values():
                 found[tier] = ends
         return found
+
+    def _may_link(self, tier: Tier, narrowest: int) -> bool:
+        """Whether a block of it holds two stages; the last one is always kept."""
+        return tier.num_devices >= 2 * narrowest or tier is self.tiers[-1]
 
     def _priced(
         self, strategy: Strategy, places: Places, unit: int, levels: Sequence[Tier]

@@ -17,6 +17,7 @@ from nest_megatron.recurrence.pipeline import best_pipeline
 from nest_megatron.recurrence.pricing import Case, Priced, Pricer
 from nest_megatron.recurrence.records import UNREACHABLE, Pipeline, Problem
 from nest_megatron.recurrence.strategies import Strategy, strategies
+from nest_megatron.recurrence.tables import Room
 from nest_megatron.units import Bytes, Ticks
 
 #: How far above the least bound each round looks.
@@ -107,6 +108,7 @@ def _round(
     compiled: bool | None,
 ) -> _Best | None:
     best: _Best | None = None
+    room = Room()
     for case in found:
         if case.least_total >= limit:
             break
@@ -114,7 +116,7 @@ def _round(
             continue
         solved.add(case)
         priced = pricer.problem(case, _most_stages(pricer, case))
-        pipeline = best_pipeline(priced.problem, limit, compiled=compiled)
+        pipeline = best_pipeline(priced.problem, limit, room=room, compiled=compiled)
         if pipeline is not None:
             best, limit = (case, priced, pipeline), pipeline.total
     return best

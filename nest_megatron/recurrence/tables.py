@@ -210,6 +210,19 @@ def _refuse_large(tables: Tables) -> None:
         )
 
 
+class Room:
+    """Memory for tables, kept from one problem to the next; whoever fills a table writes it all."""
+
+    def __init__(self) -> None:
+        self._table = array("q")
+
+    def table(self, tables: Tables) -> array[int]:
+        """At least as large as the problem needs, with anything in it."""
+        if len(self._table) < tables.table_size:
+            self._table = array("q", bytes(8 * tables.table_size))
+        return self._table
+
+
 def empty_table(tables: Tables) -> array[int]:
     """States before anything is known; without a stage, everything may begin anywhere."""
     found = array("q", [UNREACHABLE]) * tables.table_size
