@@ -2,11 +2,12 @@
 
 ``nemo`` loads this for each of its commands and only prints what goes wrong, so it imports nothing
 of NeMo: the recipe is found when it is asked for. NeMo-Run reads the annotations of a factory as
-they are, so they must be types and not text.
+they are, so they must be types and not text, and its parser does not know ``str | None``.
 """
+# ruff: noqa: UP045
 
 import importlib
-from typing import Any
+from typing import Any, Optional
 
 import nemo_run as run
 
@@ -22,7 +23,7 @@ _PRETRAIN = "nemo.collections.llm.api.pretrain"
 
 @run.cli.factory
 def nest(
-    mode: str = "auto", cluster: str | None = None, plan: str | None = None
+    mode: str = "auto", cluster: Optional[str] = None, plan: Optional[str] = None
 ) -> run.Config[run.Plugin]:
     """The plugin: ``run.plugins=nest run.plugins.cluster=dgx_h100``, and any of its fields."""
     return run.Config(NestPlugin, mode=mode, cluster=cluster, plan=plan)
@@ -33,10 +34,10 @@ def nest_auto(
     recipe: str,
     num_nodes: int = 1,
     num_gpus_per_node: int = 8,
-    cluster: str | None = None,
-    overrides: list[str] | None = None,
-    keep: list[str] | None = None,
-    vocab_size: int | None = None,
+    cluster: Optional[str] = None,
+    overrides: Optional[list[str]] = None,
+    keep: Optional[list[str]] = None,
+    vocab_size: Optional[int] = None,
 ) -> run.Partial[Any]:
     """A recipe of NeMo with its plan, to be seen with ``--dryrun`` and ``--to-yaml``.
 

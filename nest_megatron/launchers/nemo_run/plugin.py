@@ -1,13 +1,15 @@
-"""``NestPlugin``: each task of an experiment is planned as it is added."""
+"""``NestPlugin``: each task of an experiment is planned as it is added.
 
-from __future__ import annotations
+NeMo-Run's command line reads the types of the plugin's fields, and does not know ``str | None``.
+"""
+# ruff: noqa: UP045
 
 import functools
 import logging
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import nemo_run as run
 from nemo_run.run import api
@@ -20,7 +22,7 @@ from nest_megatron.parallel.plan import ParallelPlan
 _log = logging.getLogger(__name__)
 
 #: Plugins that no task has called yet.
-_waiting: weakref.WeakSet[NestPlugin] = weakref.WeakSet()
+_waiting: "weakref.WeakSet[NestPlugin]" = weakref.WeakSet()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -31,21 +33,20 @@ class NestPlugin(run.Plugin):
     stays as it is. A script (``pretrain_gpt.py`` of Megatron-LM, ``run_recipe.py`` of
     Megatron-Bridge) gets the words with which it plans as it starts.
 
-    Args: as ``TaskWishes``.
+    ``run.run(recipe, executor=executor, plugins=[NestPlugin(cluster="dgx_h100")])``
 
-    >>> run.run(recipe, executor=executor, plugins=[NestPlugin(cluster="dgx_h100")])
-    ... # doctest: +SKIP
+    Args: as ``TaskWishes``.
     """
 
     __hash__ = object.__hash__  # the base class compares fields, and so has none
 
     mode: str = "auto"
-    cluster: str | None = None
-    plan: str | None = None
+    cluster: Optional[str] = None
+    plan: Optional[str] = None
     overrides: list[str] = field(default_factory=list)
-    free: list[str] | None = None
+    free: Optional[list[str]] = None
     keep: list[str] = field(default_factory=list)
-    vocab_size: int | None = None
+    vocab_size: Optional[int] = None
 
     def __post_init__(self) -> None:
         self.wishes()
