@@ -16,22 +16,21 @@ from typing import Any
 
 from nest_megatron.app import OK
 from nest_megatron.app.failure import ending_on_errors
+from nest_megatron.app.output import show
 from nest_megatron.app.recipe import Freedom, plan_recipe
 from nest_megatron.config.launch import LaunchWords, Mode, read_launch, read_words, split_words
 from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.errors import UserInputError
-from nest_megatron.launchers.fields import shown
 from nest_megatron.launchers.megatron_bridge.overlay import to_dotlist
 from nest_megatron.launchers.megatron_bridge.read import FIELDS, read_recipe
 from nest_megatron.launchers.megatron_bridge.write import apply_plan
 from nest_megatron.launchers.megatron_lm.agreement import Place, confirm, connect, share
-from nest_megatron.launchers.megatron_lm.rewrite import Change as FlagChange
 from nest_megatron.launchers.recipe import Recipe
 from nest_megatron.launchers.slurm import rank_variables
 from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.pinning import Found, read_pinned, require_same_job
+from nest_megatron.report.launched import fields_report
 
 #: Settings of ``+nest`` that need Megatron-LM's own arguments or training loop.
 _NOT_HERE = ("ranks", "watch", "stop_before_training")
@@ -110,7 +109,7 @@ def run(cfg: Any, words: LaunchWords, stated: Iterable[str]) -> None:
     plan = plan_file.load(solve() if board is None else share(board, solve))
     changes = apply_plan(cfg, plan, environment={} if launch.dry_run else None)
     if os.environ.get("RANK", "0") == "0":
-        _tell(plan, changes, recipe.notes)
+        show(fields_report(plan, changes, recipe.notes))
     if launch.dry_run:
         sys.exit(OK)
     if board is not None:
@@ -211,15 +210,3 @@ def _dotted(node: Mapping[str, Any], prefix: str) -> Iterable[str]:
             yield from _dotted(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
-
-
-def _tell(plan: ParallelPlan, changes: Sequence[Change], notes: Sequence[str]) -> None:
-    from nest_megatron.app.output import show
-    from nest_megatron.report.launched import launched_report
-
-    show(launched_report(plan, [_as_flag(change) for change in changes], notes))
-
-
-def _as_flag(change: Change) -> FlagChange:
-    before, after = (None if v is None else shown(v) for v in (change.before, change.after))
-    return FlagChange(flag=change.field, before=before, after=after, reason=change.reason)

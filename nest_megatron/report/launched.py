@@ -9,7 +9,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from nest_megatron.launchers.fields import shown
 from nest_megatron.launchers.megatron_lm.rewrite import Change
+from nest_megatron.parallel.diff import Change as FieldChange
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.terminal import changes_table, notes_report, summary
 from nest_megatron.report.words import certificate
@@ -19,17 +21,41 @@ from nest_megatron.units import Seconds, format_seconds
 def launched_report(
     plan: ParallelPlan, changes: Iterable[Change], notes: Sequence[str]
 ) -> RenderableType:
-    """The plan in a few lines, what it changes in the job and why, and what was assumed."""
+    """The plan in a few lines, what it changes in the job's flags and why, and what was assumed."""
     rows = [(change.flag, change.before, change.after, change.reason) for change in changes]
+    return _report(plan, rows, notes, "flags")
+
+
+def fields_report(
+    plan: ParallelPlan, changes: Iterable[FieldChange], notes: Sequence[str] = ()
+) -> RenderableType:
+    """The same for a job whose configuration has fields instead of flags."""
+    rows = [
+        (change.field, _shown(change.before), _shown(change.after), change.reason)
+        for change in changes
+    ]
+    return _report(plan, rows, notes, "fields")
+
+
+def _report(
+    plan: ParallelPlan,
+    rows: Sequence[tuple[str, str | None, str | None, str]],
+    notes: Sequence[str],
+    what: str,
+) -> RenderableType:
     parts: list[RenderableType] = [Text("nest: this job runs as"), Padding(summary(plan), (0, 2))]
     parts.append(Padding(Text(certificate(plan.search)), (0, 2)))
     if rows:
-        parts += [Text("nest: changes to its flags"), changes_table(rows)]
+        parts += [Text(f"nest: changes to its {what}"), changes_table(rows)]
     else:
-        parts.append(Text("nest: its flags are already the plan"))
+        parts.append(Text(f"nest: its {what} are already the plan"))
     if notes:
         parts.append(notes_report(notes))
     return Group(*parts)
+
+
+def _shown(value: object) -> str | None:
+    return None if value is None else shown(value)
 
 
 def kept_report(planned_s: Seconds, kept: Iterable[tuple[str, Seconds]]) -> RenderableType:

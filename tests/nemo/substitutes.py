@@ -1,11 +1,14 @@
 """Stand-ins for what Megatron-Bridge imports and a machine without CUDA does not have.
 
 Transformer Engine, Triton and Energon are imported without a guard, their names used as bases and
-decorators. megatron-core is loaded first, so that it goes on believing that they are absent.
+decorators. megatron-core and NeMo are loaded first, so that they go on believing that they are
+absent.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -14,6 +17,13 @@ from collections.abc import Sequence
 from typing import Any
 
 _ABSENT = ("transformer_engine", "triton", "megatron.energon", "mamba_ssm", "causal_conv1d")
+_FIRST = (
+    "megatron.core.distributed",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.optimizer",
+    "nemo.collections.llm.api",
+    "nemo.collections.llm.recipes",
+)
 
 
 class _Anything(type):
@@ -56,9 +66,8 @@ def _attribute(name: str) -> Any:
 
 def install() -> None:
     """Let Megatron-Bridge be imported, once."""
-    import megatron.core.distributed
-    import megatron.core.models.gpt.gpt_model
-    import megatron.core.optimizer  # noqa: F401
-
+    for name in _FIRST:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

@@ -1,0 +1,21 @@
+"""NeMo's Llama 3 70B on 8 nodes of H100: plan its recipe and print what changes; launch nothing.
+
+usage: python llama3_70b.py
+"""
+
+from __future__ import annotations
+
+from nemo.collections import llm
+from rich.console import Console
+
+from nest_megatron.launchers.nemo import auto_recipe
+from nest_megatron.report.launched import fields_report
+
+recipe = llm.recipes.llama3_70b.pretrain_recipe(
+    name="llama3_70b", dir="/checkpoints", num_nodes=8, num_gpus_per_node=8, performance_mode=True
+)
+plan, changes = auto_recipe(recipe, cluster="dgx_h100")
+Console().print(fields_report(plan, changes))
+
+# To train, hand the recipe on as ever:
+# run.run(recipe, executor=run.SlurmExecutor(..., nodes=8, ntasks_per_node=8))

@@ -1,0 +1,203 @@
+"""NeMo-Run's experiments, scripts and command line with the plugin and the factories."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+run = pytest.importorskip("nemo_run", reason="nemo-run is not installed (.ci/nemo installs it)")
+
+from nemo_run.cli.api import RunContext, resolve_factory  # noqa: E402 - after the skip
+
+from nest_megatron.errors import UserInputError  # noqa: E402
+from nest_megatron.launchers.nemo_run import NestPlugin, cli  # noqa: E402
+from nest_megatron.launchers.nemo_run import plugin as plugin_module  # noqa: E402
+from nest_megatron.parallel import plan_file  # noqa: E402
+from tests import catalogue  # noqa: E402
+from tests.launchers import frameworks  # noqa: E402
+
+pytestmark = pytest.mark.nemo
+
+
+def train(model: Any, data: Any, trainer: Any, optim: Any) -> None:
+    """Stands for ``llm.pretrain``."""
+
+
+class GPTModel:
+    """Stands for NeMo's."""
+
+    def __init__(self, config: Any, tokenizer: Any = None) -> None:
+        self.config, self.tokenizer = config, tokenizer
+
+
+class Trainer:
+    """Stands for NeMo's."""
+
+    def __init__(
+        self, devices: int, num_nodes: int, strategy: Any, plugins: Any, callbacks: list[Any]
+    ) -> None:
+        self.devices, self.num_nodes, self.strategy = devices, num_nodes, strategy
+        self.plugins, self.callbacks = plugins, callbacks
+
+
+class OptimizerConfig:
+    """Stands for megatron-core's."""
+
+    def __init__(self, use_distributed_optimizer: bool = True, optimizer: str = "adam") -> None:
+        self.use_distributed_optimizer, self.optimizer = use_distributed_optimizer, optimizer
+
+
+class Optimizer:
+    """Stands for NeMo's."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+
+def recipe() -> Any:
+    """A small recipe of Llama 3 8B as a ``run.Partial``."""
+    spec = catalogue.model("llama3_8b")
+    config = frameworks.nemo_recipe(spec).model.config
+    fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    return run.Partial(
+        train,
+        model=run.Config(GPTModel, config=run.Config(frameworks.TransformerConfig, **fields)),
+        data=run.Config(frameworks.MockDataModule, seq_length=8192, global_batch_size=128),
+        trainer=run.Config(
+            Trainer,
+            devices=8,
+            num_nodes=1,
+            strategy=run.Config(
+                frameworks.MegatronStrategy,
+                ddp=run.Config(frameworks.DistributedDataParallelConfig),
+            ),
+            plugins=run.Config(frameworks.MegatronMixedPrecision),
+            callbacks=[],
+        ),
+        optim=run.Config(Optimizer, config=run.Config(OptimizerConfig)),
+    )
+
+
+@pytest.fixture(autouse=True)
+def none_waiting() -> None:
+    """No plugin of an earlier test is waiting for its task."""
+    plugin_module._waiting.clear()
+
+
+def experiment(home: Path, **more: Any) -> Any:
+    return run.Experiment("planned", executor=executor(**more), base_dir=str(home))
+
+
+def executor(**more: Any) -> Any:
+    return run.LocalExecutor(**{"ntasks_per_node": 8, **more})
+
+
+def plugin(**more: Any) -> Any:
+    return NestPlugin(**{"cluster": "dgx_h100", "vocab_size": 128_256, **more})
+
+
+def test_the_job_is_planned_and_the_recipe_stays(tmp_path: Path) -> None:
+    mine = recipe()
+    with experiment(tmp_path) as added:
+        added.add(mine, plugins=[plugin()], name="llama")
+        job = added.jobs[0].task
+    (path,) = (tmp_path / "nest_plans").glob("planned_*-llama.yaml")
+    plan = plan_file.read(path)
+    strategy = job.trainer.strategy
+    assert strategy.tensor_model_parallel_size == plan.parallel.tensor_model_parallel_size
+    assert job.data.micro_batch_size == plan.train.micro_batch_size
+    assert job != mine == recipe()
+
+
+def test_every_task_of_a_group_is_planned(tmp_path: Path) -> None:
+    with experiment(tmp_path) as added:
+        two = [executor(), executor()]
+        added.add([recipe(), recipe()], executor=two, plugins=[plugin()], name="both")
+        tasks = added.jobs[0].tasks
+    assert all(task != recipe() for task in tasks)
+
+
+def test_a_script_gets_words(tmp_path: Path) -> None:
+    script = run.Script(path="pretrain_gpt.py", entrypoint="python", args=["--bf16"])
+    with experiment(tmp_path) as added:
+        added.add(script, plugins=[NestPlugin(cluster="dgx_h100")], name="gpt")
+        args = added.jobs[0].task.args
+    assert args == ["--bf16", "+nest=auto", "nest.cluster=dgx_h100"]
+    assert script.args == ["--bf16"]
+
+
+def test_without_a_plan_nothing_is_launched(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserInputError, match="starts 1 x 4 processes"),
+        experiment(tmp_path, ntasks_per_node=4) as added,
+    ):
+        added.add(recipe(), plugins=[plugin()])
+    assert not added.jobs
+
+
+def ran_directly(caplog: pytest.LogCaptureFixture) -> list[str]:
+    task = run.Partial(print)
+    with caplog.at_level(logging.WARNING):
+        run.run(task, direct=True, dryrun=True)
+    return [record.message for record in caplog.records if "NestPlugin" in record.message]
+
+
+def test_a_direct_run_says_that_it_calls_no_plugin(caplog: pytest.LogCaptureFixture) -> None:
+    assert not ran_directly(caplog)
+    waiting = plugin()
+    (said,) = ran_directly(caplog)
+    assert "direct=True" in said
+    assert waiting.cluster == "dgx_h100"
+
+
+def test_a_plugin_that_was_called_does_not_warn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    called = plugin()
+    with experiment(tmp_path) as added:
+        added.add(recipe(), plugins=[called])
+    assert not ran_directly(caplog)
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        (["plugins=nest", "plugins.cluster=dgx_h100"], {"mode": "auto", "cluster": "dgx_h100"}),
+        (
+            ["plugins=nest", "plugins.mode=pinned", "plugins.plan=/plans/a.yaml"],
+            {"mode": "pinned", "plan": "/plans/a.yaml"},
+        ),
+        (
+            ["plugins=nest", "plugins.keep=[recompute,zero_stage]"],
+            {"keep": ["recompute", "zero_stage"]},
+        ),
+        (["plugins=nest", "plugins.vocab_size=32000"], {"vocab_size": 32_000}),
+    ],
+)
+def test_the_command_line_makes_the_plugin(words: list[str], fields: dict[str, Any]) -> None:
+    assert cli.nest().cluster is None
+    context = RunContext(name="test")
+    context.parse_args(words)
+    (made,) = context.plugins
+    assert {name: getattr(made, name) for name in fields} == fields
+
+
+def test_the_recipe_factory_lies_where_nemo_looks() -> None:
+    assert resolve_factory("nemo.collections.llm.api.pretrain", "nest_auto") is cli.nest_auto
+    with pytest.raises(UserInputError, match="nest_auto recipe = 'llama_9_billion'"):
+        cli.nest_auto("llama_9_billion")
+
+
+def test_a_recipe_of_nemo_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    if importlib.util.find_spec("nemo") is None:
+        pytest.skip("nemo-toolkit is not installed (.ci/nemo installs it)")
+    task = cli.nest_auto("llama3_70b", num_nodes=4, cluster="dgx_h100")
+    seen = capsys.readouterr()
+    assert "nest: this job runs as" in seen.err
+    assert "nest:" not in seen.out
+    assert task.trainer.strategy.pipeline_model_parallel_layout
+    assert task.trainer.num_nodes == 4
