@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
-FRAMEWORKS = {"nemo": "nemo_run", "megatron_bridge": "megatron.bridge"}
+FRAMEWORKS = {"nemo": "nemo_run", "nemo_run": "nemo", "megatron_bridge": "megatron.bridge"}
 
 pytestmark = pytest.mark.nemo
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")

@@ -14,7 +14,7 @@ import nemo_run as run
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.nemo_run.plugin import NestPlugin
 from nest_megatron.launchers.nemo_run.task import TaskWishes, names, plan_recipe
-from nest_megatron.launchers.nemo_run.tell import say_task
+from nest_megatron.launchers.nemo_run.tell import say_factory
 
 _RECIPES = "nemo.collections.llm.recipes"
 #: Where NeMo-Run looks for the factories of ``nemo llm pretrain``.
@@ -59,7 +59,7 @@ def nest_auto(
         vocab_size=vocab_size,
     )
     plan, changes = plan_recipe(task, wishes, None)
-    say_task(plan, changes, None)
+    say_factory(plan, changes)
     return task
 
 
