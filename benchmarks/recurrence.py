@@ -18,7 +18,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,23 @@ from nest_megatron.config.compose import compose  # noqa: E402
 from nest_megatron.config.overrides import parse  # noqa: E402
 from nest_megatron.config.research import research_job, split_research  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
+from nest_megatron.nest.instance_file import read_instance  # noqa: E402
 from nest_megatron.recurrence.ablation import (  # noqa: E402
     GLOBAL_BATCH_SIZE,
     NUM_GPUS,
     TABLE_7,
     AblationRow,
+    authors_row,
     table7_row,
 )
 from nest_megatron.recurrence.job import ResearchJob  # noqa: E402
 from nest_megatron.recurrence.memory import Optimizer  # noqa: E402
 from nest_megatron.recurrence.pipeline import has_kernel  # noqa: E402
-from nest_megatron.recurrence.plan import ResearchPlan, described  # noqa: E402
+from nest_megatron.recurrence.plan import described  # noqa: E402
 from nest_megatron.recurrence.search import NoSolution, solve  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
 
+MIB = 2**20
 BATCH = "train.global_batch_size=4096"
 GPT3 = ("model=gpt3_175b", "cluster=h100_spine_leaf", "cluster.num_gpus=1024", BATCH)
 TORUS = ("model=gpt3_175b", "cluster=torus_3d", "cluster.num_gpus=1024", BATCH)
@@ -64,6 +67,9 @@ SMALL = ("model=llama3_70b", "cluster=h100_spine_leaf", "cluster.num_gpus=64")
 SMALL += ("train.global_batch_size=256", "parallel.tensor_model_parallel_size=8")
 SMALL += ("parallel.context_parallel_size=1", "train.micro_batch_size=1")
 HEAD = ("job", "wall s", "CPU s", "peak MiB", "cases", "solved", "p, d", "strategy", "step s")
+#: Instances of the artifact, their models, and the replicas that Table 7 gives them.
+AUTHORS = (("llama3_128", "llama3_70b", 1), ("bertlarge_128", "bert_large", 10))
+AUTHORS_HEAD = ("instance", "memory", "without ZeRO", "with ZeRO: p, d", "devices", "stages")
 ZERO_HEAD = ("model", "memory", "optimizer", "without ZeRO", "with ZeRO: p, d", "devices", "stages")
 
 
@@ -113,7 +119,7 @@ def short(setting: str) -> str:
 
 def cells(row: dict[str, Any]) -> list[str]:
     """A row of the table."""
-    shown = " ".join(map(short, row["settings"])).strip()
+    shown = " ".join(filter(None, map(short, row["settings"])))
     first = [shown, f"{row['wall_s']:.2f}", f"{row['cpu_s']:.2f}", f"{row['peak_mib']:.0f}"]
     if "reason" in row:
         return [*first, "", "", "", row["reason"], ""]
@@ -135,21 +141,32 @@ def ablation() -> Iterator[AblationRow]:
 
 def zero_cells(row: AblationRow) -> list[str]:
     """A row of the ablation's table."""
-    memory = f"{row.memory_bytes / 1e6:,.0f} MB"
+    memory = f"{row.memory_bytes / MIB:,.0f} MiB"
     without = row.without.reason if isinstance(row.without, NoSolution) else "a plan"
     first = [row.model, memory, str(row.optimizer), without]
     if isinstance(row.with_zero, NoSolution):
         return [*first, "", "", row.with_zero.reason]
     plan = row.with_zero
     degrees = f"{plan.pipeline_model_parallel_size}, {plan.data_parallel_size}"
-    return [*first, degrees, str(plan.num_devices), zero_stages(plan)]
+    settings = ((stage.zero_stage, stage.zero_degree) for stage in plan.stages)
+    return [*first, degrees, str(plan.num_devices), zero_stages(settings)]
 
 
-def zero_stages(plan: ResearchPlan) -> str:
+def authors() -> Iterator[list[str]]:
+    """The same with the layers of the authors' artifact, and as many replicas as in the table."""
+    for name, model, replicas in AUTHORS:
+        instance = read_instance(ROOT / "tests" / "nest" / "data" / f"{name}.json")
+        row = authors_row(instance, TABLE_7[model], replicas)
+        without = "a plan" if row.fits_without else "no plan"
+        memory = f"{TABLE_7[model] / MIB:,.0f} MiB"
+        degrees = f"{len(row.settings)}, {replicas}"
+        yield [name, memory, without, degrees, str(row.num_devices), zero_stages(row.settings)]
+
+
+def zero_stages(settings: Iterable[tuple[int, int]]) -> str:
     """How many stages take which ZeRO setting, in the order in which they come."""
     counts: dict[tuple[int, int], int] = {}
-    for stage in plan.stages:
-        setting = (stage.zero_stage, stage.zero_degree)
+    for setting in settings:
         counts[setting] = counts.get(setting, 0) + 1
     words = (
         f"{count} {f'ZeRO-{zero} over {degree}' if degree > 1 else 'without'}"
@@ -181,10 +198,16 @@ def machine() -> str:
     return f"{name}, {len(names)} cores, Python {platform.python_version()}"
 
 
-def document(rows: str, zero: str, twins: str, command: str) -> str:
+def document(rows: str, zero: str, own: str, twins: str, command: str) -> str:
     """The page."""
     return PAGE.format(
-        machine=machine(), command=command, rows=rows, zero=zero, twins=twins, small=" ".join(SMALL)
+        machine=machine(),
+        command=command,
+        rows=rows,
+        zero=zero,
+        own=own,
+        twins=twins,
+        small=" ".join(SMALL),
     )
 
 
@@ -201,11 +224,13 @@ def main() -> None:
     print(rows, flush=True)
     zero = table(ZERO_HEAD, map(zero_cells, ablation()), numeric=0)
     print(zero, flush=True)
+    own = table(AUTHORS_HEAD, authors(), numeric=0)
+    print(own, flush=True)
     twins = kernel_and_reference()
     print(twins)
     if options.out is not None:
         shown = f"python benchmarks/recurrence.py --out {options.out}"
-        write_text(options.out, document(rows, zero, twins, shown))
+        write_text(options.out, document(rows, zero, own, twins, shown))
 
 
 PAGE = """\
@@ -287,23 +312,35 @@ are stages and replicas. `{small}`: {twins}.
 
 ## ZeRO under small memory
 
-The paper's ablation (appendix C.3, Table 7) with the paper's account of memory
-(`research.memory=paper`): 2 W + O + A + (s - 1) S. 1,024 devices of `tpuv4_fat_tree`, batch 4,096,
-layers unsharded (tp 1, cp 1, micro batch 1), attention unfused, replicas divided loosely.
+The paper's ablation (appendix C.3, Table 7) with the paper's account of memory,
+2 W + O + A + (s - 1) S, on 1,024 devices of 24 GiB and of 120 MiB. (Binary units: the artifact
+takes its option so, and with them its sizes come to the table's degrees.) The table has
+
+* Llama-3: 81 stages, 1 replica, 641 devices; embedding without ZeRO, the rest ZeRO-3 over 8;
+* BERT-Large: 25 stages, 10 replicas, 980 devices; embedding ZeRO-2 over 2, the rest ZeRO-3 over 4.
+
+With the layers of the authors' artifact, as many replicas as the table has, and SGD as in all of
+its runs (`recurrence/artifact.py`):
+
+{own}
+
+No plan fits without ZeRO, and where memory is scarcest the settings are the table's. The artifact
+gives all layers a setting that fits at every place of a pipeline; here each stage takes the first
+that fits where it stands, so that degrees fall towards the end and fewer devices do. Llama's first
+layer joins the embedding's stage, whose input is not kept.
+
+With the layers of the catalogue (`nest-megatron nest plan` with `research.memory=paper`,
+`research.flash_attention=false`, `research.divide=loosely`, tp 1, cp 1, micro batch 1, batch 4,096,
+`cluster=tpuv4_fat_tree`):
 
 {zero}
 
-The paper has Llama-3 with 81 stages, one replica and 641 devices (embedding none, the rest ZeRO-3
-over 8), and BERT-Large with 25 stages, 10 replicas and 980 devices (embedding ZeRO-2 over 2, the
-rest ZeRO-3 over 4). In both, as here, no plan exists without ZeRO. Where rows differ:
-
 * The artifact traces one layer with the language-model head inside, so its Llama-3 layer has 1.906
-  billion parameters where the catalogue's has 0.856, and every layer pays for a head.
-* It adds up the outputs of all operators, here what a backward pass needs is counted.
-* It picks a ZeRO setting that fits at every possible place of a pipeline, here the first that fits
-  where the stage stands, so that degrees fall towards the end.
-* Its optimizer is SGD; which one Table 7 assumes is not said. Both are shown.
-* The catalogue's sequences of Llama-3 have 8,192 tokens, the artifact's 4,096.
+  billion parameters where the catalogue's has 0.856. With SGD the catalogue's fits without ZeRO;
+  with Adam, 16 bytes a parameter instead of 4, it does not.
+* The artifact adds up the outputs of all operators, views and masks included; here what a backward
+  pass needs is counted, on sequences of 8,192 tokens instead of 4,096.
+* The number of replicas is chosen, and the head is a layer of its own.
 """
 
 

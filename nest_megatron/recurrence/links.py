@@ -131,12 +131,19 @@ def common_unit(blocks: Sequence[int], replicas: Replicas, widths: Sequence[int]
     return math.gcd(*widths, *places)
 
 
-def stretches(tier: Tier, replicas: Replicas, unit: int) -> tuple[int, ...]:
+def stretches(block: int, replicas: Replicas, unit: int) -> tuple[int, ...]:
     """For each unit of devices the end of the stretch that lies in one block in every copy."""
     length = replicas.stride // unit
-    bounds = [place // unit for place in replicas.boundaries(tier.num_devices)]
+    bounds = [place // unit for place in replicas.boundaries(block)]
     ends, begin = [], 0
     for bound in (*(b for b in bounds if b < length), length):
         ends.extend([bound] * (bound - begin))
         begin = bound
     return tuple(ends)
+
+
+def level_ends(blocks: Sequence[int], replicas: Replicas, unit: int) -> tuple[tuple[int, ...], ...]:
+    """Stretches of every level, whose blocks have so many devices; the last one joins all."""
+    inner = tuple(stretches(block, replicas, unit) for block in blocks[:-1])
+    length = replicas.stride // unit
+    return (*inner, (length,) * length)

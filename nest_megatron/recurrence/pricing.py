@@ -19,8 +19,8 @@ from nest_megatron.recurrence.links import (
     Replicas,
     Tier,
     common_unit,
+    level_ends,
     send_ticks,
-    stretches,
     tiers,
 )
 from nest_megatron.recurrence.memory import MemoryRule
@@ -115,8 +115,8 @@ class Pricer:
         but the nearest.
         """
         found: dict[Tier, tuple[int, ...]] = {}
-        for tier in self.tiers:
-            ends = stretches(tier, replicas, unit)
+        blocks = [tier.num_devices for tier in self.tiers]
+        for tier, ends in zip(self.tiers, level_ends(blocks, replicas, unit), strict=True):
             if self._may_link(tier, narrowest) and ends not in found.values():
                 found[tier] = ends
         return found

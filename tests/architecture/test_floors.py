@@ -21,7 +21,7 @@ FLOORS = {
     "cost_model": 4,
     "solver": 5,
     "nest": 5,
-    "recurrence": 5,
+    "recurrence": 6,
     "baselines": 6,
     "planner": 6,
     "comparison": 7,

@@ -91,10 +91,9 @@ def test_a_group_across_two_nodes_is_priced_there() -> None:
 
 @pytest.mark.parametrize(("count", "stride"), [(1, 24), (2, 12), (3, 8), (3, 7), (5, 5)])
 def test_stretches_are_what_all_replicas_have_in_common(count: int, stride: int) -> None:
-    tier = dataclasses.replace(tiers(tiny_job().cluster, Topology.LEVELS)[0], num_devices=4)
     replicas = Replicas(count=count, stride=stride)
-    unit = common_unit([tier.num_devices], replicas, [1])
-    ends = stretches(tier, replicas, unit)
+    unit = common_unit([4], replicas, [1])
+    ends = stretches(4, replicas, unit)
     for one in range(stride):
         for other in range(one, stride):
             together = all(
