@@ -133,7 +133,7 @@ def decide(
     wanted = plan_request(place.composed.config, inputs, request.space)
     if "search.num_alternatives" not in place.composed.given:
         wanted = dataclasses.replace(wanted, num_alternatives=max(_RUNNERS_UP, alternative))
-    with _no_collections():
+    with no_collections():
         found = find_plan(wanted, choose=alternative)
     if isinstance(found, NoPlan):
         raise NothingFitsError(found, inputs.notes)
@@ -151,7 +151,7 @@ def decide(
 
 
 @contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
+def no_collections() -> Iterator[None]:
     """Pause the collector: a search makes no cycles, and beside torch a pass sees millions."""
     was_on = gc.isenabled()
     gc.disable()
