@@ -8,11 +8,19 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "megatron", "nemo", "numpy", "hydra", "omegaconf")
+HEAVY = ("torch", "megatron", "nemo", "numpy", "hydra", "omegaconf", "fiddle")
 LOADED = "import sys, {module}; print(*[name for name in {heavy} if name in sys.modules])"
 
 
-@pytest.mark.parametrize("module", ["nest_megatron", "nest_megatron.planner"])
+MODULES = (
+    "nest_megatron",
+    "nest_megatron.planner",
+    "nest_megatron.launchers.nemo",
+    "nest_megatron.launchers.megatron_bridge",
+)
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_import_loads_no_framework(module: str) -> None:
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not written yet")
