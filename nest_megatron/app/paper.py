@@ -17,7 +17,10 @@ from nest_megatron.paper import figures, tables
 from nest_megatron.paper.outcome import Outcome, Report
 from nest_megatron.paper.published import Job
 from nest_megatron.plain import to_plain
+from nest_megatron.recurrence.ablation import NUM_GPUS, table7_row
+from nest_megatron.recurrence.memory import Optimizer
 from nest_megatron.report.comparison import layout_words
+from nest_megatron.report.recurrence_words import research_words
 
 #: Sequences of one optimizer step in every experiment of the paper.
 GLOBAL_BATCH_SIZE = 4096
@@ -27,6 +30,7 @@ EXPERIMENTS: Mapping[str, Callable[..., Report]] = {
     "figure6": figures.figure6,
     "figure7": figures.figure7,
     "table4": tables.table4,
+    "table7": tables.table7,
 }
 
 
@@ -82,7 +86,8 @@ def experiment(
     def keep(job: Job) -> bool:
         return job.model in (models or [job.model]) and job.num_gpus in (num_gpus or [job.num_gpus])
 
-    report = EXPERIMENTS[name](_runner(overrides), keep)
+    run = _zero_runner(overrides) if name == "table7" else _runner(overrides)
+    report = EXPERIMENTS[name](run, keep)
     if not report.cells:
         raise UserInputError(
             name,
@@ -110,6 +115,27 @@ def _runner(overrides: Sequence[str]) -> Callable[[Job, Sequence[str]], Mapping[
         request = plan_request(composed.config, read_inputs(composed), read_space(composed.config))
         others = [name for name in planners if name != NEST]
         return {each.name: _outcome(each) for each in compare(request, others)}
+
+    return run
+
+
+def _zero_runner(overrides: Sequence[str]) -> tables.ZeroRunner:
+    def run(model: str) -> Sequence[tables.ZeroOutcome]:
+        where = (f"cluster={figures.FAT_TREE}", f"cluster.num_gpus={NUM_GPUS}")
+        composed = compose(parse([f"model={model}", *where, *overrides]))
+        inputs = read_inputs(composed)
+        rows = [
+            table7_row(inputs.spec, inputs.cluster, inputs.settings, optimizer)
+            for optimizer in (Optimizer.SGD, Optimizer.ADAM)
+        ]
+        return [
+            tables.ZeroOutcome(
+                optimizer=row.optimizer.value,
+                without=research_words(row.without),
+                with_zero=research_words(row.with_zero),
+            )
+            for row in rows
+        ]
 
     return run
 

@@ -8,7 +8,7 @@ import click
 
 from nest_megatron.app.command_kinds import FILE, Command, json_option
 
-_NAMES = ("table2", "figure5", "figure6", "figure7", "table4")
+_NAMES = ("table2", "figure5", "figure6", "figure7", "table4", "table7")
 
 
 @click.command(

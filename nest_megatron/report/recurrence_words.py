@@ -1,0 +1,25 @@
+"""A plan of the recurrence in a line."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from nest_megatron.recurrence.plan import ResearchPlan
+from nest_megatron.recurrence.search import NoSolution
+
+
+def research_words(found: ResearchPlan | NoSolution) -> str:
+    """Devices, stages, replicas and ZeRO, or why there is no plan."""
+    if isinstance(found, NoSolution):
+        return f"no plan: {found.reason}"
+    degrees = f"{found.pipeline_model_parallel_size}, {found.data_parallel_size}"
+    return f"{found.num_devices} devices, {{{degrees}, 1}}; {zero_stages(found)}"
+
+
+def zero_stages(plan: ResearchPlan) -> str:
+    """How many stages divide what over how many devices, the most frequent first."""
+    counts = Counter((stage.zero_stage, stage.zero_degree) for stage in plan.stages)
+    return ", ".join(
+        f"{count} {f'ZeRO-{zero} over {degree}' if degree > 1 else 'without'}"
+        for (zero, degree), count in counts.most_common()
+    )
