@@ -1,0 +1,67 @@
+"""``+nest=auto`` behind a script of Megatron-Bridge as it is; the framework is a stand-in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.app.runs import ROOT, environment
+
+OVERRIDES = """
+def process_config_with_overrides(config, config_filepath=None, cli_overrides=None):
+    for word in cli_overrides or []:
+        name, _, value = word.lstrip("+").partition("=")
+        part, _, field = name.partition(".")
+        if hasattr(config, part):  # other keys are passed over, as the framework does
+            setattr(getattr(config, part), field, int(value))
+    return config
+"""
+SCRIPT = """
+import sys
+from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+from tests import catalogue
+from tests.launchers.frameworks import bridge_config
+
+cfg = bridge_config(catalogue.model("llama3_8b"))
+cfg = process_config_with_overrides(cfg, cli_overrides=sys.argv[1:])
+print("trains with TP", cfg.model.tensor_model_parallel_size)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    package = tmp_path / "megatron" / "bridge" / "training" / "utils"
+    package.mkdir(parents=True)
+    (package / "omegaconf_utils.py").write_text(OVERRIDES, encoding="utf-8")
+    path = tmp_path / "run_recipe.py"
+    path.write_text(SCRIPT, encoding="utf-8")
+    return path
+
+
+def run(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    paths = f"{script.parent}:{ROOT}"
+    return subprocess.run(
+        [sys.executable, "-m", "nest_megatron", str(script), *words],
+        capture_output=True,
+        text=True,
+        env={**environment(), "PYTHONPATH": paths},
+        check=False,
+    )
+
+
+def test_the_script_is_planned(script: Path) -> None:
+    size = ("nest.cluster=dgx_h100", "nest.cluster.num_gpus=16")
+    done = run(script, "model.tensor_model_parallel_size=4", "+nest=auto", *size)
+    assert done.returncode == 0, done.stderr
+    assert "this job runs as" in done.stdout
+    assert "trains with TP 4" in done.stdout
+
+
+def test_a_wrong_word_ends_it(script: Path) -> None:
+    done = run(script, "+nest=atuo")
+    assert done.returncode != 0
+    assert "auto" in done.stderr
+    assert "trains" not in done.stdout
