@@ -59,6 +59,8 @@ def before_training() -> None:
     global _session  # noqa: PLW0603 - one process, one job
     if _session is not None or not is_asked_for(sys.argv):
         return
+    if _plan_of_hydra_application() is not None:
+        return  # its words are Hydra's, and its plan is made
     ours, rest = split_words(sys.argv[1:])
     sys.argv[1:] = rest
     with ending_on_errors():

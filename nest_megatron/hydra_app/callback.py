@@ -22,6 +22,19 @@ _PLAN_FILE = "nest_plan.yaml"
 class PlanBeforeJob(Callback):
     """Find the plan of each job, say what it is, and keep it beside the job's output."""
 
+    def on_run_start(self, config: Any, *, config_name: str | None = None, **_: Any) -> None:
+        """Make sure that the application has the planned fields, and would read them."""
+        from nest_megatron.app.failure import ending_on_errors
+        from nest_megatron.hydra_app.own_fields import require_own_fields
+        from nest_megatron.hydra_app.view import view_of
+
+        with ending_on_errors():
+            own = _without_us(config_name)
+            if own is not None:
+                require_own_fields(view_of(config), own)
+
+    on_multirun_start = on_run_start
+
     def on_job_start(self, config: Any, **_: Any) -> None:
         """Plan; any failure ends the process, since Hydra makes warnings of callbacks' errors."""
         from nest_megatron.app.failure import ending_on_errors
@@ -36,6 +49,21 @@ class PlanBeforeJob(Callback):
                 path = Path(view.settings.out or Path(config.hydra.runtime.output_dir, _PLAN_FILE))
                 _tell(found, view)
                 _keep(found, path.expanduser())
+
+
+def _without_us(config_name: str | None) -> Any:
+    """The application's configuration without any override, or ``None`` if it needs some."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+
+    loader = GlobalHydra.instance().config_loader()
+    try:
+        config = loader.load_configuration(config_name, overrides=[], run_mode=RunMode.RUN)
+    except HydraException:
+        return None
+    return OmegaConf.to_container(config, resolve=False)
 
 
 def _tell(found: Any, view: Any) -> None:

@@ -104,7 +104,7 @@ def _pinned(
             fix="Name it: nest.plan=FILE (`nest-megatron pin` makes one).",
         )
     pinned = read_pinned(Path(view.settings.plan).expanduser())
-    spec, job = read_app(view, compose(view.settings.settings(size)))
+    spec, job = read_app(view, compose(view.settings.settings(None)))
     require_same_job(pinned, _found(view, pinned, (spec, job), size, environment))
     who = f"Pinned {pinned.pin.created} by {pinned.pin.by}."
     return pinned.plan, job, (who,)

@@ -47,8 +47,11 @@ class AppSettings:
                     f"fields.{name}", path, "it is the path of a field, such as arch.depth"
                 )
 
-    def settings(self, num_gpus: int) -> tuple[Setting, ...]:
+    def settings(self, num_gpus: int | None) -> tuple[Setting, ...]:
         """The same as settings of the planning job.
+
+        Args:
+            num_gpus: size of the cluster; ``None`` leaves the cluster out.
 
         Raises:
             UserInputError: for an override that is none, or that has a key of its own here.
@@ -64,6 +67,8 @@ class AppSettings:
                 )
         named = [("model", self.model), ("cluster", self.cluster)]
         own = [Setting(key=key, value=value) for key, value in named if value is not None]
+        if num_gpus is None:
+            return tuple(s for s in (*own, *given) if s.key.partition(".")[0] != "cluster")
         return (*own, *given, Setting(key="cluster.num_gpus", value=str(num_gpus)))
 
 

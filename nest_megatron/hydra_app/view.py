@@ -158,6 +158,15 @@ def view_of(root: Any) -> AppView:
     return AppView(root=root, raw=own, settings=read_settings(own.get("nest")))
 
 
+def has_path(raw: Mapping[str, Any], path: str) -> bool:
+    """Whether a configuration has a field.
+
+    >>> has_path({"model": {"depth": 3}}, "model.depth"), has_path({"model": None}, "model.depth")
+    (True, False)
+    """
+    return _at(raw, path) is not _ABSENT
+
+
 def _at(raw: Any, path: str) -> Any:
     for step in path.split("."):
         if not isinstance(raw, Mapping) or step not in raw:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from nest_megatron.app import main
 from nest_megatron.parallel import plan_file
-from tests.hydra_app.apps import AUTO, MAIN, make_app, run_app, trained
+from tests.hydra_app.apps import AUTO, GPT, MAIN, make_app, run_app, trained
+
+#: Fields of NeMo that a plan sets.
+PLANNED = re.compile(r"_parallel_size|micro_batch_size|activations_checkpoint")
 
 
 def test_an_application_trains_with_the_plan(tmp_path: Path) -> None:
@@ -166,6 +171,35 @@ def test_megatron_s_groups_are_compared_with_the_plan(tmp_path: Path) -> None:
     assert "Megatron's tp group is [0], the plan's is [0, 1]" in run.err
 
 
+WRAPPER = """
+    import nest_megatron.boot
+    import hydra
+
+    @hydra.main(version_base="1.3", config_path="conf", config_name="app")
+    def main(cfg):
+        import megatron.training
+        print("TRAINS", megatron.training.validate_args.__name__)
+
+    main()
+"""
+
+
+def test_a_plan_of_hydra_is_not_made_again_by_megatron_s_hook(tmp_path: Path) -> None:
+    """An application around Megatron-LM: its words are Hydra's, and Megatron's stay its own."""
+    package = tmp_path / "megatron" / "training"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text(
+        "from megatron.training.arguments import validate_args\n", encoding="utf-8"
+    )
+    arguments = "def validate_args(args, defaults={}): pass\nvalidate_args.__name__ = 'own'\n"
+    (package / "arguments.py").write_text(arguments, encoding="utf-8")
+    run = run_app(
+        make_app(tmp_path, main=WRAPPER), *AUTO, "+nest.fields.num_layers=model.num_layers"
+    )
+    assert trained(run) == [["own"]], run.err
+
+
 def test_a_plugin_that_is_not_there_is_no_stray_value(tmp_path: Path) -> None:
     """Hydra would take ``nest: auto`` for a value of the application and train."""
     main = (
@@ -179,3 +213,25 @@ def test_a_plugin_that_is_not_there_is_no_stray_value(tmp_path: Path) -> None:
     assert not trained(asked)
     assert trained(plain)  # who does not ask for a plan is not disturbed
     assert "nest-megatron is not available" in plain.err
+
+
+def test_fields_that_nobody_reads_are_no_plan(tmp_path: Path) -> None:
+    """Our group would add NeMo's fields to an application that has others of its own."""
+    config = "\n".join(line for line in GPT.splitlines() if not PLANNED.search(line))
+    config = f"{config.rstrip()}\n    parallel: {{tp: 1, pp: 1}}\n"
+    for words in ((), ("-m",)):
+        run = run_app(make_app(tmp_path, config=config), *words, *AUTO)
+        assert run.code == 2
+        assert "none of the planned fields is in the application's own" in run.err
+        assert not trained(run)
+
+
+def test_a_reviewed_plan_is_launched(tmp_path: Path) -> None:
+    script = make_app(tmp_path)
+    assert run_app(script, *AUTO, "nest.out=plan.yaml").code == 0
+    assert main(["pin", str(tmp_path / "plan.yaml"), "--by", "ada"]) == 0
+    pinned = run_app(script, "+nest=pinned", "nest.plan=plan.yaml")
+    assert trained(pinned), pinned.err
+    other = run_app(script, "+nest=pinned", "nest.plan=plan.yaml", "model.num_layers=20")
+    assert other.code == 2
+    assert "num_layers is 20, pinned 40" in other.err
