@@ -27,11 +27,13 @@ from nest_megatron.cost_model.memory import (
 from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.unit_cost import (
-    ParameterPrices,
+    ReplicaCost,
     UnitKind,
     optimizer_step,
     overlap_window,
     parameter_prices,
+    replica_cost,
+    run_cost,
     unit_cost,
 )
 from nest_megatron.model.graph import Group
@@ -94,7 +96,7 @@ class CostModel:
         self._structures: dict[object, _Structure] = {}
         self._kinds: dict[object, tuple[bytes, tuple[UnitKind, ...]]] = {}
         self._costs: dict[object, tuple[bytes, tuple[UnitCost, ...]]] = {}
-        self._prices: dict[object, ParameterPrices] = {}
+        self._held: dict[object, tuple[ReplicaCost, ...]] = {}
         self._constants: dict[object, Ticks] = {}
         self._links: dict[object, tuple[int, ...]] = {}
         self._transfers: dict[object, tuple[tuple[Ticks, ...], tuple[Ticks, ...]]] = {}
@@ -183,18 +185,16 @@ class CostModel:
         if key not in self._kinds:
             shard, places = self.shard(grid), self.places(grid.dims)
             sequence, distinct, _ = self._structure(grid.dims)
-            kinds = tuple(
-                UnitKind(
-                    kind=kind,
-                    run=self.run(kind, places, shard, elsewhere),
-                    block_run=self.run(
-                        kind, places, shard, elsewhere if kind is LayerKind.MTP else covered
-                    ),
-                    parameters=count,
+            kinds = []
+            for kind, count in distinct:
+                again = elsewhere if kind is LayerKind.MTP else covered
+                run = self.run(kind, places, shard, elsewhere)
+                block = self.run(kind, places, shard, again)
+                cost = run_cost(run, block)
+                kinds.append(
+                    UnitKind(kind=kind, run=run, block_run=block, parameters=count, cost=cost)
                 )
-                for kind, count in distinct
-            )
-            self._kinds[key] = (sequence, kinds)
+            self._kinds[key] = (sequence, tuple(kinds))
         return self._kinds[key]
 
     def parameters(self, dims: ParallelDims) -> ParameterCount:
@@ -258,10 +258,14 @@ class CostModel:
         )
         if key not in self._costs:
             sequence, kinds = self.unit_kinds(grid)
-            prices = self._prices_of(dims, grid.zero)
-            settings = self.settings
-            costs = tuple(unit_cost(kind, prices, grid.zero, settings, window) for kind in kinds)
-            self._costs[key] = (sequence, costs)
+            held = self._replica_costs(dims, grid.zero)
+            self._costs[key] = (
+                sequence,
+                tuple(
+                    unit_cost(kind.cost, replicas, self.settings, window)
+                    for kind, replicas in zip(kinds, held, strict=True)
+                ),
+            )
         return self._costs[key]
 
     def _constant(self, grid: Grid) -> Ticks:
@@ -337,14 +341,19 @@ class CostModel:
         graph, scale = piece_graph(self.spec, piece, shard), self._measured.scale(piece, shard)
         return unit_times(graph, shapes, self.cluster, self.settings, scale)
 
-    def _prices_of(self, dims: ParallelDims, zero: ZeroStage) -> ParameterPrices:
+    def _replica_costs(self, dims: ParallelDims, zero: ZeroStage) -> tuple[ReplicaCost, ...]:
+        """What the parameters of each distinct unit cost for their replicas' sake."""
         key = (degrees(dims), zero)
-        if key not in self._prices:
+        if key not in self._held:
             per_rank = self.parameters(dims).total // dims.pipeline_model_parallel_size
-            self._prices[key] = parameter_prices(
+            prices = parameter_prices(
                 dims, zero, self.traffic(dims, zero), per_rank, self._step, self.settings
             )
-        return self._prices[key]
+            _, distinct, _ = self._structure(dims)
+            self._held[key] = tuple(
+                replica_cost(kind, count, prices, zero, self.settings) for kind, count in distinct
+            )
+        return self._held[key]
 
     def _sends(self, grid: Grid) -> tuple[tuple[Ticks, ...], tuple[Ticks, ...]]:
         """Transfer time from each chunk to the next, and from each chunk to the previous one."""

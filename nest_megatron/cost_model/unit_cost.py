@@ -20,7 +20,7 @@ from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.units import Seconds, Ticks, to_ticks
+from nest_megatron.units import Bytes, Seconds, Ticks, to_ticks
 
 
 class ParameterPrices(NamedTuple):
@@ -38,6 +38,39 @@ class ParameterPrices(NamedTuple):
     expert_step: Seconds
 
 
+class RunCost(NamedTuple):
+    """What a unit's passes cost; replicas aside, so grids that run it alike share it."""
+
+    forward_s: Seconds
+    backward_s: Seconds
+    block_backward_s: Seconds
+    forward: Ticks
+    backward: Ticks
+    block_backward: Ticks
+    saved_bytes: Bytes
+    block_saved_bytes: Bytes
+    working_bytes: Bytes
+    block_working_bytes: Bytes
+
+
+class ReplicaCost(NamedTuple):
+    """What a unit's parameters cost for their replicas' sake, whatever its passes take.
+
+    ``reduce_s`` and ``gather_s`` come once a step, the ``shard_`` traffic of ZeRO-2 and ZeRO-3
+    once for each micro batch.
+    """
+
+    reduce_s: Seconds
+    gather_s: Seconds
+    shard_forward_s: Seconds
+    shard_backward_s: Seconds
+    head_least: Ticks
+    tail_least: Ticks
+    optimizer: Ticks
+    static_bytes: Bytes
+    unsharded_bytes: Bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitKind:
     """A distinct unit of a grid: its kind, its run, its parameters on one rank."""
@@ -46,6 +79,7 @@ class UnitKind:
     run: UnitRun
     block_run: UnitRun
     parameters: ParameterCount
+    cost: RunCost
 
 
 def replicas(dims: ParallelDims) -> tuple[int, int]:
@@ -105,51 +139,101 @@ def overlap_window(dims: ParallelDims, num_microbatches: int) -> float:
     return (min(p, num_microbatches) * (v - 1) + 1) / v
 
 
-def unit_cost(
-    unit: UnitKind,
+def run_cost(run: UnitRun, block: UnitRun) -> RunCost:
+    """A unit's passes in ticks and bytes.
+
+    Args:
+        block: the run of the unit among the layers that a block computes again.
+    """
+    forward = run.forward.total
+    backward = run.backward.total + run.recompute.total
+    block_backward = block.backward.total + block.recompute.total
+    return RunCost(
+        forward_s=forward,
+        backward_s=backward,
+        block_backward_s=block_backward,
+        forward=to_ticks(forward),
+        backward=to_ticks(backward),
+        block_backward=to_ticks(block_backward),
+        saved_bytes=round(run.saved_bytes),
+        block_saved_bytes=round(block.saved_bytes),
+        working_bytes=round(run.working_bytes),
+        block_working_bytes=round(block.working_bytes),
+    )
+
+
+def replica_cost(
+    kind: LayerKind,
+    count: ParameterCount,
     prices: ParameterPrices,
     zero: ZeroStage,
     settings: CostSettings,
-    window: float = 1.0,
+) -> ReplicaCost:
+    """What the parameters of one unit cost a rank."""
+    reduce, gather = prices.traffic.reduce(count), prices.traffic.gather(count)
+    fetch = gather if zero >= ZeroStage.WEIGHTS else 0.0
+    shard = (fetch, reduce + fetch) if zero >= ZeroStage.GRADIENTS else (0.0, 0.0)
+    if zero >= ZeroStage.GRADIENTS:  # once for each micro batch, beside the unit's own work
+        gather, reduce = gather - fetch, 0.0
+    if settings.traits.frozen_weights:
+        reduce = gather = 0.0
+    static = count.dense * prices.dense_bytes + count.expert * prices.expert_bytes
+    # Gathered weights go again after use, and their fp8 copies with them.
+    if kind not in (LayerKind.EMBEDDING, LayerKind.HEAD) and zero < ZeroStage.WEIGHTS:
+        static += count.total * fp8_copy_bytes(settings)
+    return ReplicaCost(
+        reduce_s=reduce,
+        gather_s=gather,
+        shard_forward_s=shard[0],
+        shard_backward_s=shard[1],
+        head_least=to_ticks(prices.first_bucket * gather),
+        tail_least=to_ticks(prices.first_bucket * reduce),
+        optimizer=to_ticks(count.dense * prices.dense_step + count.expert * prices.expert_step),
+        static_bytes=round(static),
+        unsharded_bytes=unsharded_bytes(count.total, zero),
+    )
+
+
+def unit_cost(
+    run: RunCost, replicas: ReplicaCost, settings: CostSettings, window: float
 ) -> UnitCost:
     """One unit in ticks and bytes, data-parallel traffic included.
 
     Args:
         window: passes of the unit beside which traffic between replicas can run.
     """
-    count, overlap = unit.parameters, settings.dp_overlap * window
-    run, block = unit.run, unit.block_run
-    forward = run.forward.total
-    backward = run.backward.total + run.recompute.total
-    block_backward = block.backward.total + block.recompute.total
-    reduce, gather = prices.traffic.reduce(count), prices.traffic.gather(count)
-    if zero >= ZeroStage.GRADIENTS:  # once for each micro batch, beside the unit's own work
-        fetch = gather if zero >= ZeroStage.WEIGHTS else 0.0
-        forward = _beside(settings, forward, fetch)
-        backward = _beside(settings, backward, reduce + fetch)
-        block_backward = _beside(settings, block_backward, reduce + fetch)
-        gather, reduce = gather - fetch, 0.0
-    if settings.traits.frozen_weights:
-        reduce = gather = 0.0
-    static = count.dense * prices.dense_bytes + count.expert * prices.expert_bytes
-    # Gathered weights go again after use, and their fp8 copies with them.
-    if unit.kind not in (LayerKind.EMBEDDING, LayerKind.HEAD) and zero < ZeroStage.WEIGHTS:
-        static += count.total * fp8_copy_bytes(settings)
-    unsharded = unsharded_bytes(count.total, zero)
+    if replicas.shard_backward_s:
+        run = _beside_shards(run, replicas, settings)
+    overlap = settings.dp_overlap * window
     return UnitCost(
+        forward=run.forward,
+        backward=run.backward,
+        block_backward=run.block_backward,
+        head_least=replicas.head_least,
+        head_rest=_signed_ticks(replicas.gather_s - overlap * run.forward_s),
+        tail_least=replicas.tail_least,
+        tail_rest=_signed_ticks(replicas.reduce_s - overlap * run.backward_s),
+        optimizer=replicas.optimizer,
+        static_bytes=replicas.static_bytes,
+        saved_bytes=run.saved_bytes,
+        block_saved_bytes=run.block_saved_bytes,
+        working_bytes=run.working_bytes + replicas.unsharded_bytes,
+        block_working_bytes=run.block_working_bytes + replicas.unsharded_bytes,
+    )
+
+
+def _beside_shards(run: RunCost, replicas: ReplicaCost, settings: CostSettings) -> RunCost:
+    """Passes beside which shards travel, in each micro batch."""
+    forward = _beside(settings, run.forward_s, replicas.shard_forward_s)
+    backward = _beside(settings, run.backward_s, replicas.shard_backward_s)
+    block_backward = _beside(settings, run.block_backward_s, replicas.shard_backward_s)
+    return run._replace(
+        forward_s=forward,
+        backward_s=backward,
+        block_backward_s=block_backward,
         forward=to_ticks(forward),
         backward=to_ticks(backward),
         block_backward=to_ticks(block_backward),
-        head_least=to_ticks(prices.first_bucket * gather),
-        head_rest=_signed_ticks(gather - overlap * forward),
-        tail_least=to_ticks(prices.first_bucket * reduce),
-        tail_rest=_signed_ticks(reduce - overlap * backward),
-        optimizer=to_ticks(count.dense * prices.dense_step + count.expert * prices.expert_step),
-        static_bytes=round(static),
-        saved_bytes=round(run.saved_bytes),
-        block_saved_bytes=round(block.saved_bytes),
-        working_bytes=round(run.working_bytes) + unsharded,
-        block_working_bytes=round(block.working_bytes) + unsharded,
     )
 
 
