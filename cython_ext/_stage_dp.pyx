@@ -234,13 +234,15 @@ cdef void add_units(Work* w, const uint8_t* kinds, const int64_t* costs) noexcep
 
 
 cdef bint too_large(
-    const uint8_t* kinds, const int64_t* costs, const Work* w, int num_kinds
+    const uint8_t* kinds, const int64_t* costs, Work* w, int num_kinds
 ) noexcept nogil:
     """Whether a value is negative where it may not be, or any sum could leave int64.
 
-    The guard alone counts in floating point: it must not overflow itself.
+    The guard alone counts in floating point: it must not overflow itself. Where twice all the
+    memory that it counts is left free, no partition needs to be asked (twice: whatever rounding).
     """
     cdef double times = 0, edges = 0, kept = 0, static_bytes = 0, working = 0, m = <double>w.m
+    cdef double most_bytes
     cdef const int64_t* c
     cdef int x, field
     for x in range(num_kinds):
@@ -264,7 +266,9 @@ cdef bint too_large(
         return True
     if fabs(<double>w.capacity) > <double>MOST_TICKS:
         return True
-    return static_bytes + m * kept + working > <double>MOST_TICKS
+    most_bytes = static_bytes + m * kept + working
+    w.all_fit = 2 * most_bytes <= <double>w.capacity
+    return most_bytes > <double>MOST_TICKS
 
 
 cdef object solution_of(const Work* w, int status):

@@ -88,10 +88,10 @@ cdef inline int64_t most_saved(const Work* w, int rank) noexcept nogil:
 
 
 cdef inline bint layout_fits(Work* w, const int32_t* marks) noexcept nogil:
-    cdef int p = w.p, chunks = w.p * w.v, i, k, rank
+    cdef int p = w.p, i, k, rank
     cdef int64_t fixed, working
-    for k in range(chunks):
-        w.saved_chunk[k] = sum_saved(w, marks[k], marks[k + 1])
+    if w.all_fit:
+        return True
     for rank in range(p):
         fixed = 0
         working = -1
@@ -99,16 +99,18 @@ cdef inline bint layout_fits(Work* w, const int32_t* marks) noexcept nogil:
             k = i * p + rank
             fixed += w.static_bytes[marks[k + 1]] - w.static_bytes[marks[k]]
             working = larger(working, most_working(w, marks[k], marks[k + 1]))
+            w.saved_chunk[k] = sum_saved(w, marks[k], marks[k + 1])
         if fixed + working > w.capacity or fixed + working + most_saved(w, rank) > w.capacity:
             return False
     return True
 
 
-cdef inline int64_t price_layout(Work* w, const int32_t* marks) noexcept nogil:
-    """Fill the simulator's times, heads and tails; the largest optimizer step, ticks."""
-    cdef int p = w.p, chunks = w.p * w.v, i, k, rank, x, y
-    cdef int64_t least_head, rest_head, least_tail, rest_tail, optimizer, slowest = -NO_THRESHOLD
-    for k in range(chunks):
+cdef inline int64_t price_rank(Work* w, const int32_t* marks, int rank) noexcept nogil:
+    """Fill the simulator's times, head and tail of a rank; its optimizer step, ticks."""
+    cdef int p = w.p, i, k, x, y
+    cdef int64_t least_head = 0, rest_head = 0, least_tail = 0, rest_tail = 0, optimizer = 0
+    for i in range(w.v):
+        k = i * p + rank
         x, y = marks[k], marks[k + 1]
         w.time_forward[k] = sum_forward(w, x, y)
         w.time_backward[k] = sum_backward(w, x, y)
@@ -119,27 +121,34 @@ cdef inline int64_t price_layout(Work* w, const int32_t* marks) noexcept nogil:
         else:
             w.time_forward[k] += w.send_forward[k]
             w.time_backward[k] += w.send_backward[k]
-    for rank in range(p):
-        least_head = rest_head = least_tail = rest_tail = optimizer = 0
-        for i in range(w.v):
-            k = i * p + rank
-            x, y = marks[k], marks[k + 1]
-            least_head += w.head_least[y] - w.head_least[x]
-            rest_head += w.head_rest[y] - w.head_rest[x]
-            least_tail += w.tail_least[y] - w.tail_least[x]
-            rest_tail += w.tail_rest[y] - w.tail_rest[x]
-            optimizer += w.optimizer[y] - w.optimizer[x]
-        w.head[rank] = larger(0, larger(least_head, rest_head))
-        w.tail[rank] = larger(0, larger(least_tail, rest_tail))
-        slowest = larger(slowest, optimizer)
+        least_head += w.head_least[y] - w.head_least[x]
+        rest_head += w.head_rest[y] - w.head_rest[x]
+        least_tail += w.tail_least[y] - w.tail_least[x]
+        rest_tail += w.tail_rest[y] - w.tail_rest[x]
+        optimizer += w.optimizer[y] - w.optimizer[x]
+    w.head[rank] = larger(0, larger(least_head, rest_head))
+    w.tail[rank] = larger(0, larger(least_tail, rest_tail))
+    return optimizer
+
+
+cdef inline int64_t price_layout(Work* w, const int32_t* marks) noexcept nogil:
+    """Price every rank; the largest optimizer step, ticks."""
+    cdef int rank
+    cdef int64_t slowest = 0
+    for rank in range(w.p):
+        slowest = larger(slowest, price_rank(w, marks, rank))
     return slowest
 
 
-cdef inline int64_t work_bound(Work* w, int64_t slowest) noexcept nogil:
-    """Longest of: reach a rank, do all its work, drain; ticks. After ``price_layout``."""
+cdef inline int64_t work_bound(Work* w, const int32_t* marks, int64_t limit) noexcept nogil:
+    """Longest of: reach a rank, do all its work, drain; ticks.
+
+    What does not matter is not computed: from ``limit`` on, only that the bound is no smaller.
+    """
     cdef int p = w.p, i, k, rank
-    cdef int64_t longest = 0, reach = 0, drain = 0, work
+    cdef int64_t longest = 0, slowest = 0, reach = 0, drain = 0, work, bound = 0
     for rank in range(p):
+        slowest = larger(slowest, price_rank(w, marks, rank))
         work = 0
         for i in range(w.v):
             k = i * p + rank
@@ -147,9 +156,14 @@ cdef inline int64_t work_bound(Work* w, int64_t slowest) noexcept nogil:
         work *= w.m
         work += larger(w.head[rank], reach) + larger(w.tail[rank], drain)
         longest = larger(longest, work)
+        bound = w.constant + longest + slowest
+        if bound >= limit:
+            break
         reach += w.time_forward[rank] + w.delay_forward[rank]
-        drain += w.time_backward[rank] + w.delay_backward[rank + 1]
-    return w.constant + longest + slowest
+        drain += w.time_backward[rank]
+        if w.overlap:
+            drain += w.send_backward[rank + 1]
+    return bound
 
 
 cdef inline int64_t simulate_layout(Work* w, int64_t slowest) noexcept nogil:
@@ -245,7 +259,7 @@ cdef inline void layout_step(Work* w, int64_t u, int64_t lag, int64_t total) noe
 cdef inline int prepare_layouts(Work* w) noexcept nogil:
     """Bounds of the layouts that fit, and the most promising one simulated; as ``prepare``."""
     cdef int chunks = w.p * w.v, guess = -1
-    cdef int64_t all_layouts = visit_layouts(w, True), index, kept = 0
+    cdef int64_t all_layouts = visit_layouts(w, True), index, kept = 0, limit
     cdef int32_t* marks
     cdef int k
     w.lower = NO_THRESHOLD
@@ -253,9 +267,14 @@ cdef inline int prepare_layouts(Work* w) noexcept nogil:
         marks = w.members + index * (chunks + 1)
         if not layout_fits(w, marks):
             continue
+        if w.threshold <= 0:
+            w.lower = 0
+            return STATUS_BOUNDED
         for k in range(chunks + 1):
             w.members[kept * (chunks + 1) + k] = marks[k]
-        w.member_bound[kept] = work_bound(w, price_layout(w, marks))
+        # Of bounds that no search looks at, the least alone is asked for.
+        limit = w.lower if w.node_limit == 0 else larger(w.threshold, w.lower)
+        w.member_bound[kept] = work_bound(w, marks, limit)
         if w.member_bound[kept] < w.lower:
             w.lower = w.member_bound[kept]
             guess = <int>kept

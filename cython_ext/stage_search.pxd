@@ -314,6 +314,9 @@ cdef inline int prepare(Work* w) noexcept nogil:
     if w.after[0] >= NO_THRESHOLD:
         w.lower = NO_THRESHOLD
         return STATUS_INFEASIBLE
+    if w.threshold <= 0:
+        w.lower = 0
+        return STATUS_BOUNDED
     tabulate_before(w)
     w.all_forward = w.forward[w.n] + w.sent_forward[w.p]
     w.least_optimizer = ceiling(w.optimizer[w.n], w.p)

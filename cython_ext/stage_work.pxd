@@ -61,6 +61,7 @@ cdef struct Work:
     # IN: the problem.
     int p, v, n, num_layers, block, overlap
     int64_t m, capacity, constant, threshold, node_limit
+    bint all_fit             # whether all partitions fit, seen without a look at any
     int64_t* send_forward    # [p * v], ticks
     int64_t* send_backward   # [p * v], ticks
     # Prefix sums over units, [n + 1]; the ``again_`` ones hold block minus plain, layers only.

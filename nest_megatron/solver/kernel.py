@@ -29,6 +29,7 @@ def solve(
 
     Args:
         threshold: an iteration time to beat; the search proves that none does, or finds the best.
+            No time beats 0, so 0 or less asks for memory alone: nothing is bounded.
         node_limit: partial partitions after which the search gives up with what it has. 0 asks for
             memory and the lower bound alone: nothing is simulated.
         learning: what the search keeps of what it has seen.

@@ -67,6 +67,7 @@ def solve(
 
     Args:
         threshold: an iteration time to beat; the search proves that none does, or finds the best.
+            No time beats 0, so 0 or less asks for memory alone: nothing is bounded.
         node_limit: partial partitions after which the search gives up with what it has. 0 asks for
             memory and the lower bound alone: nothing is simulated.
         learning: what the search keeps of what it has seen.
@@ -96,6 +97,8 @@ class _Search:
     def run(self) -> StageSolution:
         if not self._tabulate_memory():
             return self._solution(Status.INFEASIBLE, NO_THRESHOLD)
+        if self.threshold <= 0:
+            return self._solution(Status.BOUNDED, 0)
         self._tabulate_bounds()
         self.lower = self.bottleneck[0][0]
         if self.lower >= self.threshold:
@@ -317,19 +320,14 @@ def _solve_interleaved(
     ``nodes`` counts the members that fit.
     """
     members = [b for b in interleaved_partitions(problem) if fits_in_memory(problem, b)]
+    if members and threshold <= 0:
+        return _nothing_simulated(Status.BOUNDED, 0)
     bounds = [_work_bound(problem, b) for b in members]
     lower = min(bounds, default=NO_THRESHOLD)
     best: Boundaries = ()
     simulations = 0
     if lower < threshold and node_limit == 0:
-        return StageSolution(
-            status=Status.LIMIT,
-            iteration=NO_THRESHOLD,
-            boundaries=(),
-            lower_bound=lower,
-            nodes=0,
-            simulations=0,
-        )
+        return _nothing_simulated(Status.LIMIT, lower)
     if lower < threshold:
         guess = evaluate(problem, members[bounds.index(lower)]).iteration
         simulations += 1
@@ -349,6 +347,17 @@ def _solve_interleaved(
         lower_bound=lower,
         nodes=len(members),
         simulations=simulations,
+    )
+
+
+def _nothing_simulated(status: Status, lower_bound: Ticks) -> StageSolution:
+    return StageSolution(
+        status=status,
+        iteration=NO_THRESHOLD,
+        boundaries=(),
+        lower_bound=lower_bound,
+        nodes=0,
+        simulations=0,
     )
 
 

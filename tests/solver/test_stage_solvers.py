@@ -12,10 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, evaluate
+from nest_megatron.cost_model.pipeline import (
+    PipelineProblem,
+    chunk_cost,
+    evaluate,
+    fits_in_memory,
+)
 from nest_megatron.errors import UserInputError
 from nest_megatron.solver import backend, brute_force, reference
 from nest_megatron.solver.backend import Backend
+from nest_megatron.solver.chunk_space import partitions
 from nest_megatron.solver.cuts import Cut, critical_path
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, Learning, Status
 from tests.solver.problems import random_problem
@@ -99,6 +105,19 @@ def test_a_limit_of_nothing_gives_the_bound_alone(generate: Generator) -> None:
                 assert found.status is Status.BOUNDED
             else:
                 assert (found.status, found.nodes) == (Status.LIMIT, 0)
+
+
+@pytest.mark.parametrize("generate", SMALL, ids=lambda f: f.__name__)
+def test_a_threshold_of_nothing_asks_for_memory_alone(generate: Generator) -> None:
+    for seed in range(2500, 2600):
+        problem = generate(seed)
+        fits = any(fits_in_memory(problem, partition) for partition in partitions(problem))
+        for threshold in (0, -1):
+            found = kernel.solve(problem, threshold)
+            assert reference.solve(problem, threshold) == found, seed
+            assert found.status is (Status.BOUNDED if fits else Status.INFEASIBLE)
+            assert found.lower_bound == (0 if fits else NO_THRESHOLD)
+            assert (found.nodes, found.simulations) == (0, 0)
 
 
 @pytest.mark.parametrize("generate", [tie_problem, edge_problem, long_problem])
