@@ -21,6 +21,7 @@ _ACTIVATIONS = {
     "fast_gelu": "gelu",
     "openai_gelu": "gelu",
     "gelu_impl": "gelu",
+    "gelu_pytorch_tanh": "gelu",
     "quick_gelu": "quick_gelu",
     "squared_relu": "squared_relu",
 }
@@ -184,7 +185,7 @@ def _activation(config: Any) -> str:
     if function is None:
         return "gelu"
     function = getattr(function, "func", function)  # functools.partial(gelu, approximate=...)
-    name = getattr(function, "__name__", None) or getattr(function, "name", repr(function))
+    name = function if isinstance(function, str) else getattr(function, "__name__", repr(function))
     if name not in _ACTIVATIONS:
         raise _unplannable(
             "model.activation_func", name, f"described are {', '.join(sorted(_ACTIVATIONS))}"

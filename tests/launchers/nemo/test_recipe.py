@@ -50,6 +50,20 @@ def test_without_a_tokenizer_mock_data_decides_and_says_so() -> None:
     assert read_recipe(recipe, vocab_size=1000).spec.vocab_size == 1000
 
 
+@pytest.mark.parametrize("name", ["silu", "squared_relu"])
+def test_an_activation_may_be_given_by_its_name(name: str) -> None:
+    recipe = llama()
+    recipe.model.config.activation_func = name
+    assert read_recipe(recipe).spec.activation == name
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    recipe = llama()
+    recipe.model.config.activation_func = print
+    with pytest.raises(UnplannableModelError, match="print"):
+        read_recipe(recipe)
+
+
 def test_every_change_has_a_reason_and_writing_twice_is_writing_once() -> None:
     recipe, plan = llama(), laid_out(tp=2, pp=4, vpp=4)
     changes = apply_plan(recipe, plan)
