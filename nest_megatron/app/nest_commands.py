@@ -12,6 +12,22 @@ from nest_megatron.app.command_kinds import FILE, FOLDER, NEXT, Command, Group, 
 from nest_megatron.app.complete import complete_override
 
 _INSTANCE = click.Path(path_type=Path)
+#: ``\b`` keeps the lines of a paragraph as they are.
+_PLAN_HELP = """Find the fastest plan of the paper's recurrence for a job of the catalogue.
+
+\b
+Beside the settings of `nest-megatron plan`, research.KEY=VALUE:
+  schedule            1f1b or gpipe
+  recompute           auto, on or off
+  zero                true or false: divide states over further devices
+  strategy_per_stage  true or false: stages may differ in their degrees
+  memory              ours or paper; with paper optimizer=adam or sgd
+  divide              exactly or loosely: replicas of devices and batches
+  topology            levels, torus or mesh: how the network is read
+  flash_attention     true or false
+
+Such a plan is not launched: Megatron has no such layouts. Exits with 1 where none fits.
+"""
 
 
 def _without_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,6 +81,7 @@ def nest_solve(instance: Path, **options: Any) -> int:
 @nest.command(
     "plan",
     cls=Command,
+    help=_PLAN_HELP,
     examples=(
         "nest-megatron nest plan model=llama3_8b cluster=h100_spine_leaf"
         + NEXT
@@ -83,21 +100,7 @@ def nest_solve(instance: Path, **options: Any) -> int:
 )
 @json_option
 def nest_plan(**options: Any) -> int:
-    r"""Find the fastest plan of the paper's recurrence for a job of the catalogue.
-
-    \b
-    Beside the settings of `nest-megatron plan`, research.KEY=VALUE:
-      schedule            1f1b or gpipe
-      recompute           auto, on or off
-      zero                true or false: divide states over further devices
-      strategy_per_stage  true or false: stages may differ in their degrees
-      memory              ours or paper; with paper optimizer=adam or sgd
-      divide              exactly or loosely: replicas of devices and batches
-      topology            levels, torus or mesh: how the network is read
-      flash_attention     true or false
-
-    Such a plan is not launched: Megatron has no such layouts. Exits with 1 where none fits.
-    """
+    """Find the fastest plan of the paper's recurrence for a job of the catalogue."""
     from nest_megatron.app.recurrence import run_nest_plan
 
     return run_nest_plan(**options)
