@@ -10,11 +10,13 @@ from nest_megatron.app import NOTHING_FITS, OK
 from nest_megatron.app.output import say, show, show_json
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse, refuse_sweeps
+from nest_megatron.config.request import read_backend
 from nest_megatron.config.research import research_job, split_research
 from nest_megatron.plain import to_plain
 from nest_megatron.recurrence.pipeline import has_kernel
 from nest_megatron.recurrence.plan import described
 from nest_megatron.recurrence.search import NoSolution, solve
+from nest_megatron.solver.backend import Backend
 
 
 def run_nest_plan(*, overrides: Sequence[str], config_dir: Path | None, as_json: bool) -> int:
@@ -22,19 +24,22 @@ def run_nest_plan(*, overrides: Sequence[str], config_dir: Path | None, as_json:
     own, given = split_research(overrides)
     settings = parse(own, config_dir)
     refuse_sweeps(settings)
-    job, notes = research_job(compose(settings, config_dir), given)
+    composed = compose(settings, config_dir)
+    job, notes = research_job(composed, given)
+    backend = read_backend(composed.config.search.backend)
+    compiled = has_kernel() if backend is None else backend is Backend.KERNEL
     started = time.perf_counter()
-    found = solve(job)
+    found = solve(job, compiled=compiled)
     seconds = time.perf_counter() - started
     if isinstance(found, NoSolution):
         return _tell_none(found, as_json=as_json)
     plan = described(job, found)
     if as_json:
-        backend = "kernel" if has_kernel() else "reference"
+        used = Backend.KERNEL if compiled else Backend.REFERENCE
         show_json(
             {
                 **to_plain(plan),
-                "search": {"seconds": seconds, "backend": backend},
+                "search": {"seconds": seconds, "backend": used.value},
                 "choices": to_plain(job.choices),
                 "notes": notes,
             }

@@ -89,8 +89,9 @@ def research_job(
     Raises:
         UserInputError: if something is missing or wrong, or fixed that the recurrence has not.
     """
+    _refuse_unread(composed.given)
     inputs, config = read_inputs(composed), composed.config
-    limits = {name: getattr(config.search, f"max_{name}") for name in _DEGREES}
+    limits = {name: getattr(config.search, f"max_{name}") for name in _FIXED}
     choices = Choices(
         **given,
         fixed=_fixed(config),
@@ -105,6 +106,23 @@ def research_job(
         times=inputs.times,
     )
     return job, inputs.notes
+
+
+def _refuse_unread(given: Iterable[str]) -> None:
+    """Refuse settings that would be passed over.
+
+    Raises:
+        UserInputError: for the first of them.
+    """
+    read = {"search.backend", *(f"search.max_{name}" for name in _FIXED)}
+    for key in sorted(given):
+        if key == "out" or (key.startswith("search.") and key not in read):
+            raise UserInputError(
+                key,
+                value=None,
+                limit="the recurrence does not know it",
+                fix="Leave it out; --json prints the plan for programs.",
+            )
 
 
 def _fixed(config: PlanConfig) -> dict[str, int]:

@@ -170,7 +170,8 @@ def _cases(
     job, samples = pricer.job, together[0].samples
     devices, batches = job.cluster.num_gpus, job.global_batch_size // samples
     narrowest = min(strategy.block.num_devices for strategy in together)
-    for count in range(1, min(devices // narrowest, batches) + 1):
+    most = job.choices.limits.get("data_parallel_size", devices)
+    for count in range(1, min(devices // narrowest, batches, most) + 1):
         if job.choices.divide is Division.EXACTLY and (devices % count or batches % count):
             continue
         if job.choices.fixed.get("data_parallel_size", count) != count:
@@ -195,9 +196,9 @@ def _least_total(least: Sequence[Ticks], batches: int, most_stages: int) -> Tick
 
 def _most_stages(pricer: Pricer, case: Case) -> int:
     narrowest = min(strategy.block.num_devices for strategy in case.strategies)
-    fixed = pricer.job.choices.fixed.get("pipeline_model_parallel_size")
+    name, choices = "pipeline_model_parallel_size", pricer.job.choices
     most = min(len(pricer.kinds), case.replicas.stride // narrowest)
-    return most if fixed is None else min(most, fixed)
+    return min(most, choices.fixed.get(name, most), choices.limits.get(name, most))
 
 
 def _no_solution(pricer: Pricer, found: Sequence[Case]) -> NoSolution:

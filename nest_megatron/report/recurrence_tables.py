@@ -27,9 +27,14 @@ def _shape(plan: ResearchPlan) -> Text:
     strategies = list(dict.fromkeys(stage.strategy for stage in plan.stages))
     words = strategies[0] if len(strategies) == 1 else f"{len(strategies)} strategies"
     depth, replicas = plan.pipeline_model_parallel_size, plan.data_parallel_size
-    shape = f"{depth} stages, {replicas} replicas {plan.device_stride} devices apart"
+    shape = f"{depth} stage{_s(depth)}, {replicas} replica{_s(replicas)}"
+    shape += f" {plan.device_stride} devices apart" if replicas > 1 else ""
     memory = format_gib(plan.capacity_bytes)
     return Text(f"  {shape}; {words}\n  {plan.num_devices} devices at work, {memory} to fill")
+
+
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"
 
 
 def _sum(plan: ResearchPlan) -> Text:

@@ -36,6 +36,18 @@ def test_stages_of_several_strategies() -> None:
     assert "replicas" in done.out
 
 
+def test_either_backend_and_limits() -> None:
+    limits = ("search.max_data_parallel_size=2", "search.max_pipeline_model_parallel_size=2")
+    few = (*limits, "parallel.tensor_model_parallel_size=2", "search.max_micro_batch_size=1")
+    plans = [
+        run(*TINY, *few, f"search.backend={b}", "--json").json() for b in ("kernel", "reference")
+    ]
+    assert [plan.pop("search")["backend"] for plan in plans] == ["kernel", "reference"]
+    assert plans[0] == plans[1]
+    assert plans[0]["data_parallel_size"] <= 2
+    assert plans[0]["pipeline_model_parallel_size"] <= 2
+
+
 def test_nothing_fits() -> None:
     small = ("cluster.accelerator.memory_bytes=4000000000", "research.zero=false")
     done = run(*TINY, *small)
@@ -55,6 +67,9 @@ def test_nothing_fits() -> None:
         ("parallel.zero_stage=1", "the recurrence does not know it"),
         ("parallel.tensor_model_parallel_size=3", "no strategy fits"),
         ("parallel.pipeline_model_parallel_size=0", "it is at least 1"),
+        ("search.max_seconds=5", "the recurrence does not know it"),
+        ("out=plan.yaml", "the recurrence does not know it"),
+        ("search.backend=fast", "one of kernel, reference"),
         ("train.global_batch_size=0", "it must be at least 1"),
     ],
 )

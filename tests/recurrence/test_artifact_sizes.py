@@ -8,11 +8,13 @@ import pytest
 
 from nest_megatron.nest.instance_file import read_instance
 from nest_megatron.recurrence.ablation import authors_row
+from nest_megatron.recurrence.pipeline import has_kernel
 from nest_megatron.units import GIB
 
 DATA = Path(__file__).parents[1] / "nest" / "data"
 
 
+@pytest.mark.skipif(not has_kernel(), reason="the kernel is not built; minutes without it")
 @pytest.mark.parametrize(
     ("name", "memory_bytes", "replicas", "first", "scarcest", "stages", "devices", "in_table"),
     [
