@@ -44,6 +44,7 @@ from nest_megatron.recurrence.pipeline import has_kernel  # noqa: E402
 from nest_megatron.recurrence.plan import described  # noqa: E402
 from nest_megatron.recurrence.search import NoSolution, solve  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
+from nest_megatron.report.recurrence_words import zero_stages  # noqa: E402
 
 MIB = 2**20
 BATCH = "train.global_batch_size=4096"
@@ -161,18 +162,6 @@ def authors() -> Iterator[list[str]]:
         memory = f"{TABLE_7[model] / MIB:,.0f} MiB"
         degrees = f"{len(row.settings)}, {replicas}"
         yield [name, memory, without, degrees, str(row.num_devices), zero_stages(row.settings)]
-
-
-def zero_stages(settings: Iterable[tuple[int, int]]) -> str:
-    """How many stages take which ZeRO setting, in the order in which they come."""
-    counts: dict[tuple[int, int], int] = {}
-    for setting in settings:
-        counts[setting] = counts.get(setting, 0) + 1
-    words = (
-        f"{count} {f'ZeRO-{zero} over {degree}' if degree > 1 else 'without'}"
-        for (zero, degree), count in counts.items()
-    )
-    return ", ".join(words)
 
 
 def kernel_and_reference() -> str:

@@ -102,7 +102,8 @@ def _runner(overrides: Sequence[str]) -> Callable[[Job, Sequence[str]], Mapping[
     def run(job: Job, planners: Sequence[str]) -> Mapping[str, Outcome]:
         fixed = job.micro_batch_size
         size = "" if fixed is None else f", micro batch {fixed}"
-        print(f"{job.model} on {job.num_gpus} of {job.cluster}{size}", file=sys.stderr)
+        if sys.stderr.isatty():
+            print(f"{job.model} on {job.num_gpus} of {job.cluster}{size}", file=sys.stderr)
         settings = [
             f"model={job.model}",
             f"cluster={job.cluster}",
