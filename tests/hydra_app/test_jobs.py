@@ -84,17 +84,6 @@ def test_launchers_that_start_other_processes_know_the_values(tmp_path: Path) ->
     [
         (("nest.cluster=dgx_h1000",), 2, "there is no such cluster"),
         (("nest.clusters=dgx_h100",), 1, "Key 'clusters' is not in struct"),
-        (("model.num_layers=null",), 2, "num_layers"),
-        (("model.global_batch_size=null",), 2, "+nest.fields.global_batch_size=PATH"),
-        (("model.activation=reglu",), 2, "reglu"),
-        (("model.mcore_gpt=false",), 2, "NeMo's own layers"),
-        (("model.fsdp=true",), 2, "torch's FSDP"),
-        (("trainer.precision=32",), 2, "trainer.precision"),
-        (("nest.num_gpus=32",), 2, "they are the same number of ranks"),
-        (("+nest.overrides.model=llama3_8b",), 2, "nest.model"),
-        (("+nest.overrides.serch.max_seconds=3",), 2, "search.max"),  # codespell:ignore serch
-        (("+nest.overrides.parallel.zero_stage=3",), 2, "parallel.zero_stage"),
-        (("+model.pipeline_model_parallel_layout=Et|tL",), 2, "nothing to search for"),
         (("model.hidden_size=51200", "model.num_layers=200"), 1, "fits in memory"),
         (("model.ffn_hidden_size=${nest:micro_batch_size}",), 2, "asks for the plan"),
         (("+nest.fields.num_layers=model.depth",), 2, "no such field"),

@@ -17,6 +17,8 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.hydra_app import planning, plans, ranks
 from nest_megatron.hydra_app.plans import Plans
 from nest_megatron.hydra_app.resolver import register
+from nest_megatron.hydra_app.size import num_gpus
+from nest_megatron.hydra_app.view import view_of
 from nest_megatron.pinning import Pin, PinnedPlan, write_pinned
 from tests.app.runs import ROOT
 from tests.hydra_app.apps import GPT
@@ -262,3 +264,53 @@ def test_the_digest_is_of_what_is_set(searches: list[object]) -> None:
     other = plans.PLANS.of(composed(model__micro_batch_size=1)).plan
     assert ranks.digest_of(plan) == ranks.digest_of(later) != ranks.digest_of(other)
     assert not ranks.require_same(plan, "job", {"WORLD_SIZE": "8"})
+
+
+def test_experts_are_cut_as_far_as_layers_where_there_is_no_field(searches: list[object]) -> None:
+    experts = {"model__num_moe_experts": 8, "model__hidden_size": 2560, "model__bias": False}
+    with pytest.raises(UserInputError, match="so it is the tensor-parallel size, which is free"):
+        plans.PLANS.of(composed(**experts))
+    plan = plans.PLANS.of(composed(**experts, model__tensor_model_parallel_size=2)).plan
+    assert plan.parallel.expert_tensor_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("model.num_layers", None, "num_layers"),
+        ("model.global_batch_size", None, r"\+nest.fields.global_batch_size=PATH"),
+        ("model.activation", "reglu", "reglu"),
+        ("model.mcore_gpt", False, "NeMo's own layers"),
+        ("model.fsdp", True, "torch's FSDP"),
+        ("model.drop_layers", [3], "left out"),
+        ("trainer.precision", 32, "trainer.precision"),
+        ("nest.num_gpus", 32, "they are the same number of ranks"),
+        ("nest.overrides", {"model": "llama3_8b"}, "nest.model"),
+        ("nest.overrides", {"serch": {"max_seconds": 3}}, "search.max"),  # codespell:ignore serch
+        ("nest.overrides", {"parallel": {"zero_stage": 3}}, "parallel.zero_stage"),
+        ("model.pipeline_model_parallel_layout", "Et|tL", "nothing to search for"),
+        ("nest.fields.sequence_parallel", "model.micro_batch_size", "the place of sequence"),
+    ],
+)
+def test_jobs_that_cannot_be_planned(path: str, value: object, said: str) -> None:
+    with pytest.raises(UserInputError, match=said):
+        plans.PLANS.of(composed(**{path.replace(".", "__"): value}))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "size"),
+    [
+        ({"devices": 4, "num_nodes": 2}, 8),
+        ({"devices": [0, 1], "num_nodes": 4}, 8),
+        ({"devices": -1, "num_nodes": 4}, None),
+        ({"devices": "auto"}, None),
+    ],
+)
+def test_the_trainer_says_how_many_gpus(trainer: dict[str, Any], size: int | None) -> None:
+    view = view_of(composed(trainer={**trainer, "precision": "bf16"}))
+    if size is None:
+        with pytest.raises(UserInputError, match=r"nest.num_gpus=64"):
+            num_gpus(view, {})
+        assert num_gpus(view, {"WORLD_SIZE": "16"}) == 16
+    else:
+        assert num_gpus(view, {"WORLD_SIZE": str(size)}) == size
