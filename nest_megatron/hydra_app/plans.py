@@ -54,7 +54,9 @@ class Plans:
         if known is not None and known[0]() is root and known[1] == job:
             return known[2]
         found = self._found(view, _digest(view.raw), job)
-        self._of_root[id(root)] = (weakref.ref(root), job, found)
+        key = id(root)
+        reference = weakref.ref(root, lambda _: self._of_root.pop(key, None))
+        self._of_root[key] = (reference, job, found)
         self.latest = found
         return found
 
