@@ -82,8 +82,9 @@ def check_groups(
         if tuple(sorted(made)) != tuple(sorted(planned)):
             raise NestError(
                 f"rank {rank}: Megatron's {kind.value} group is {list(made)[:16]}, the plan's is "
-                f"{list(planned)[:16]}. This Megatron numbers its ranks in another way; launch "
-                "without nest and report it."
+                f"{list(planned)[:16]}. Either the program did not take all of the plan's degrees, "
+                "or this Megatron numbers its ranks in another way; launch without nest and "
+                "report it."
             )
 
 
