@@ -24,17 +24,16 @@ from nest_megatron.cost_model.memory import (
     GRADIENT_BYTES,
     capacity_bytes,
 )
-from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost
+from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.cost_model.unit_cost import (
     ReplicaCost,
     UnitKind,
     optimizer_step,
-    overlap_window,
     parameter_prices,
     replica_cost,
     run_cost,
-    unit_cost,
 )
 from nest_megatron.model.graph import Group
 from nest_megatron.model.operators import ACT
@@ -49,7 +48,7 @@ from nest_megatron.parallel.rank_order import (
     group_shape,
     pipeline_link_level,
 )
-from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute, RecomputeMethod
+from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.records import Piece, Source, pieces_of
@@ -94,8 +93,7 @@ class CostModel:
         self._runs: dict[object, UnitRun] = {}
         self._traffic: dict[object, ReplicaTraffic] = {}
         self._structures: dict[object, _Structure] = {}
-        self._kinds: dict[object, tuple[bytes, tuple[UnitKind, ...]]] = {}
-        self._costs: dict[object, tuple[bytes, tuple[UnitCost, ...]]] = {}
+        self._kinds: dict[object, tuple[UnitKind, ...]] = {}
         self._held: dict[object, tuple[ReplicaCost, ...]] = {}
         self._constants: dict[object, Ticks] = {}
         self._links: dict[object, tuple[int, ...]] = {}
@@ -179,23 +177,35 @@ class CostModel:
 
     def unit_kinds(self, grid: Grid) -> tuple[bytes, tuple[UnitKind, ...]]:
         """The distinct units of a grid, and which one stands at each place of the sequence."""
-        covered, elsewhere = split_block(grid.recompute)
+        return self.sequence(grid.dims), self.kinds_under(grid, *split_block(grid.recompute))
+
+    def kinds_under(
+        self, grid: Grid, covered: Recompute, elsewhere: Recompute
+    ) -> tuple[UnitKind, ...]:
+        """The distinct units of a grid under a recompute setting other than its own.
+
+        Args:
+            covered, elsewhere: the setting, as ``keys.split_block`` splits it.
+        """
         single = grid.dims.pipeline_model_parallel_size == 1
         key = (self.shard_key(grid), single, covered)
         if key not in self._kinds:
             shard, places = self.shard(grid), self.places(grid.dims)
-            sequence, distinct, _ = self._structure(grid.dims)
             kinds = []
-            for kind, count in distinct:
+            for kind, count in self._structure(grid.dims)[1]:
                 again = elsewhere if kind is LayerKind.MTP else covered
                 run = self.run(kind, places, shard, elsewhere)
-                block = self.run(kind, places, shard, again)
+                block = run if again == elsewhere else self.run(kind, places, shard, again)
                 cost = run_cost(run, block)
                 kinds.append(
                     UnitKind(kind=kind, run=run, block_run=block, parameters=count, cost=cost)
                 )
-            self._kinds[key] = (sequence, tuple(kinds))
+            self._kinds[key] = tuple(kinds)
         return self._kinds[key]
+
+    def sequence(self, dims: ParallelDims) -> bytes:
+        """Which of the distinct units stands at each place."""
+        return self._structure(dims)[0]
 
     def parameters(self, dims: ParallelDims) -> ParameterCount:
         """Parameters of all units together, were they on one pipeline rank."""
@@ -212,24 +222,7 @@ class CostModel:
 
     def problem(self, grid: Grid) -> PipelineProblem:
         """Everything that a stage partition of this grid is judged by."""
-        dims, recompute = grid.dims, grid.recompute
-        sequence, costs = self._unit_costs(grid)
-        forward, backward = self._sends(grid)
-        block = recompute.method is RecomputeMethod.BLOCK
-        return PipelineProblem(
-            num_stages=dims.pipeline_model_parallel_size,
-            num_virtual=dims.virtual_pipeline_model_parallel_size,
-            num_microbatches=grid.num_microbatches,
-            unit_kinds=sequence,
-            costs=costs,
-            num_layers=self.spec.num_layers,
-            block_num_layers=(recompute.num_layers or 0) if block else 0,
-            send_forward=forward,
-            send_backward=backward,
-            overlap_p2p=dims.virtual_pipeline_model_parallel_size > 1,
-            capacity_bytes=self.capacity_bytes,
-            constant=self._constant(grid),
-        )
+        return StageProblems(self, grid).problem(grid.recompute)
 
     def _structure(self, dims: ParallelDims) -> _Structure:
         """Distinct units by kind and parameters, where each stands, and all parameters."""
@@ -244,31 +237,8 @@ class CostModel:
             self._structures[key] = (sequence, distinct, sum(counts, ParameterCount()))
         return self._structures[key]
 
-    def _unit_costs(self, grid: Grid) -> tuple[bytes, tuple[UnitCost, ...]]:
-        """Costs of the distinct units; virtual stages change what hides of replicas' traffic."""
-        dims = grid.dims
-        window = overlap_window(dims, grid.num_microbatches)
-        key = (
-            window,
-            degrees(dims),
-            grid.micro_batch_size,
-            grid.sequence_parallel,
-            split_block(grid.recompute),
-            int(grid.zero),
-        )
-        if key not in self._costs:
-            sequence, kinds = self.unit_kinds(grid)
-            held = self._replica_costs(dims, grid.zero)
-            self._costs[key] = (
-                sequence,
-                tuple(
-                    unit_cost(kind.cost, replicas, self.settings, window)
-                    for kind, replicas in zip(kinds, held, strict=True)
-                ),
-            )
-        return self._costs[key]
-
-    def _constant(self, grid: Grid) -> Ticks:
+    def constant(self, grid: Grid) -> Ticks:
+        """``constant_time`` on the solver's clock."""
         key = degrees(grid.dims)
         if key not in self._constants:
             seconds = self.constant_time(grid)
@@ -341,7 +311,7 @@ class CostModel:
         graph, scale = piece_graph(self.spec, piece, shard), self._measured.scale(piece, shard)
         return unit_times(graph, shapes, self.cluster, self.settings, scale)
 
-    def _replica_costs(self, dims: ParallelDims, zero: ZeroStage) -> tuple[ReplicaCost, ...]:
+    def replica_costs(self, dims: ParallelDims, zero: ZeroStage) -> tuple[ReplicaCost, ...]:
         """What the parameters of each distinct unit cost for their replicas' sake."""
         key = (degrees(dims), zero)
         if key not in self._held:
@@ -355,7 +325,7 @@ class CostModel:
             )
         return self._held[key]
 
-    def _sends(self, grid: Grid) -> tuple[tuple[Ticks, ...], tuple[Ticks, ...]]:
+    def sends(self, grid: Grid) -> tuple[tuple[Ticks, ...], tuple[Ticks, ...]]:
         """Transfer time from each chunk to the next, and from each chunk to the previous one."""
         dims = grid.dims
         key = (degrees(dims), grid.micro_batch_size, grid.sequence_parallel, dims.num_chunks)

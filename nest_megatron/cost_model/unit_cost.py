@@ -195,16 +195,27 @@ def replica_cost(
 
 
 def unit_cost(
-    run: RunCost, replicas: ReplicaCost, settings: CostSettings, window: float
+    run: RunCost,
+    replicas: ReplicaCost,
+    settings: CostSettings,
+    window: float,
+    *,
+    least_tail: bool = False,
 ) -> UnitCost:
     """One unit in ticks and bytes, data-parallel traffic included.
 
     Args:
         window: passes of the unit beside which traffic between replicas can run.
+        least_tail: hide as much of the gradient reduction as any recompute setting can hide.
+            Recomputation lengthens passes and hides more behind them; with the first counted as
+            none and the second as all, a partition takes no longer than under any setting.
     """
     if replicas.shard_backward_s:
         run = _beside_shards(run, replicas, settings)
     overlap = settings.dp_overlap * window
+    tail_rest = replicas.tail_least
+    if not least_tail:
+        tail_rest = _signed_ticks(replicas.reduce_s - overlap * run.backward_s)
     return UnitCost(
         forward=run.forward,
         backward=run.backward,
@@ -212,7 +223,7 @@ def unit_cost(
         head_least=replicas.head_least,
         head_rest=_signed_ticks(replicas.gather_s - overlap * run.forward_s),
         tail_least=replicas.tail_least,
-        tail_rest=_signed_ticks(replicas.reduce_s - overlap * run.backward_s),
+        tail_rest=tail_rest,
         optimizer=replicas.optimizer,
         static_bytes=replicas.static_bytes,
         saved_bytes=run.saved_bytes,

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
+from nest_megatron.cost_model.keys import degrees
 from nest_megatron.cost_model.memory import static_bytes_per_parameter
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.unit_cost import replicas
@@ -28,6 +29,7 @@ class Bounds:
         self.global_batch_size = global_batch_size
         self._sums: dict[object, tuple[Ticks, Ticks, float]] = {}
         self._pipelines: dict[object, list[Ticks]] = {}
+        self._static_bytes: dict[object, float] = {}
         self._spreads: dict[tuple[int, int, float], float] = {}
         self._kinds = Counter(model.spec.layer_kinds())
         self._num_units = len(model.spec.layer_kinds())
@@ -66,6 +68,12 @@ class Bounds:
 
     def least_static_bytes(self, grid: Grid) -> float:
         """Weights and states of the fullest stage are at least the mean over stages."""
+        key = (degrees(grid.dims), grid.zero)
+        if key not in self._static_bytes:
+            self._static_bytes[key] = self._mean_static_bytes(grid)
+        return self._static_bytes[key]
+
+    def _mean_static_bytes(self, grid: Grid) -> float:
         dense, expert = replicas(grid.dims)
         count = self.model.parameters(grid.dims)
         total = count.dense * static_bytes_per_parameter(grid.zero, dense, self.model.settings)

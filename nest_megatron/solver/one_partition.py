@@ -137,12 +137,3 @@ def _as_unit(chunk: ChunkCost) -> UnitCost:
         working_bytes=chunk.working_bytes,
         block_working_bytes=chunk.working_bytes,
     )
-
-
-def with_least_tails(costs: tuple[UnitCost, ...]) -> tuple[UnitCost, ...]:
-    """Costs whose gradient reductions hide as far as any recompute setting can hide them.
-
-    Recomputation lengthens passes and hides more of the reduction behind them. With the first
-    counted as none and the second as all, a partition takes no longer than under any setting.
-    """
-    return tuple(cost._replace(tail_rest=cost.tail_least) for cost in costs)

@@ -29,20 +29,20 @@ from typing import NamedTuple
 
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem
+from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
     Recompute,
-    RecomputeMethod,
     RecomputeModule,
 )
 from nest_megatron.solver.bounds import Bounds
+from nest_megatron.solver.choices import Choices, sort_settings
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.one_partition import (
     check_partition,
     judging,
     judging_even,
-    with_least_tails,
 )
 from nest_megatron.solver.outcome import (
     DEFAULT_NODE_LIMIT,
@@ -62,25 +62,22 @@ StageSolver = Callable[[PipelineProblem, Ticks, int], StageSolution]
 
 
 class _Node(NamedTuple):
-    """A heap entry; ``serial`` keeps the order of equal bounds fixed."""
+    """A heap entry; ``serial`` keeps the order of equal bounds fixed.
+
+    ``stages`` are the grid's stage problems, from *members* on.
+    """
 
     bound: Ticks
     serial: int
     grid: Grid
     level: int
     recompute: Recompute
+    stages: StageProblems | None
 
-    def candidate(self) -> Grid:
-        """The grid with the node's recompute setting."""
-        return dataclasses.replace(self.grid, recompute=self.recompute)
-
-
-class _Choices(NamedTuple):
-    """Recompute settings besides none: blocks apart, large sets of modules first."""
-
-    first_block: Recompute | None
-    others: tuple[Recompute, ...]
-    modules: tuple[frozenset[RecomputeModule], ...]
+    def problems(self) -> StageProblems:
+        """The stage problems of a node that has them."""
+        assert self.stages is not None, "made when the family is expanded"
+        return self.stages
 
 
 SHARD, GRID, FAMILY, MEMBERS, BLOCKS, VARIANT = range(6)
@@ -131,7 +128,7 @@ class Search:
         self.best: dict[Layout, SolvedGrid] = {}
         self.worst_kept: Ticks = NO_THRESHOLD
         self.infeasible: Counter[str] = Counter()
-        self._sorted_choices: dict[tuple[Recompute, ...], _Choices] = {}
+        self._sorted_choices: dict[int, Choices] = {}
         self.candidates = self.solved = self.nodes = self.simulations = 0
         self.unproven = NO_THRESHOLD
 
@@ -185,11 +182,17 @@ class Search:
         )
 
     def _push(
-        self, bound: Ticks, grid: Grid, level: int, recompute: Recompute = NO_RECOMPUTE
+        self,
+        bound: Ticks,
+        grid: Grid,
+        level: int,
+        recompute: Recompute = NO_RECOMPUTE,
+        stages: StageProblems | None = None,
     ) -> None:
         if bound <= self.worst_kept:
             self.serial += 1
-            heapq.heappush(self.heap, _Node(bound, self.serial, grid, level, recompute))
+            node = _Node(bound, self.serial, grid, level, recompute, stages)
+            heapq.heappush(self.heap, node)
 
     def _threshold(self, grid: Grid) -> Ticks:
         """Largest time with which a plan of this grid's layout still matters."""
@@ -213,22 +216,23 @@ class Search:
 
     def _expand_family(self, node: _Node) -> None:
         """Bound the stage problem itself."""
-        roomy = self._bound_in_unlimited_memory(node.grid)
+        stages = StageProblems(self.model, node.grid)
+        roomy = self._bound_in_unlimited_memory(stages, NO_RECOMPUTE)
         if roomy.status is not Status.BOUNDED:
-            self._push(max(node.bound, roomy.lower_bound), node.grid, MEMBERS)
+            bound = max(node.bound, roomy.lower_bound)
+            self._push(bound, node.grid, MEMBERS, stages=stages)
 
     def _expand_members(self, node: _Node) -> None:
         """Solve without recomputation; where memory costs that nothing, all else is slower."""
-        settings = self.grids.recompute_settings(node.grid)
-        if settings[0] == NO_RECOMPUTE and self._is_best_in_any_memory(
-            node.grid, self._solve_and_record(node.grid)
+        grid, stages, choices = node.grid, node.problems(), self._choices(node.grid)
+        if choices.none and self._is_best_in_any_memory(
+            stages, NO_RECOMPUTE, self._solve_and_record(stages, NO_RECOMPUTE)
         ):
             return
-        choices = self._choices(settings)
-        if choices.first_block:
-            self._push(node.bound, node.grid, BLOCKS, choices.first_block)
-        threshold = self._threshold(node.grid)
-        bounds = self.bounds.pipelines(node.grid, choices.others)
+        if choices.blocks:
+            self._push(node.bound, grid, BLOCKS, choices.blocks[0], stages)
+        threshold = self._threshold(grid)
+        bounds = self.bounds.pipelines(grid, choices.others)
         in_time = [
             (recompute, modules, max(node.bound, bound))
             for recompute, modules, bound in zip(
@@ -236,24 +240,22 @@ class Search:
             )
             if bound <= threshold
         ]
-        for recompute, bound in self._that_can_fit(node.grid, in_time):
-            self._push(bound, node.grid, VARIANT, recompute)
+        for recompute, bound in self._that_can_fit(stages, in_time):
+            self._push(bound, grid, VARIANT, recompute, stages)
 
-    def _choices(self, settings: tuple[Recompute, ...]) -> _Choices:
-        if settings not in self._sorted_choices:
-            blocks = [r for r in settings if r.method is RecomputeMethod.BLOCK]
+    def _choices(self, grid: Grid) -> Choices:
+        """The grid's recompute settings; the number of chunks alone tells them apart."""
+        chunks = grid.dims.num_chunks
+        if chunks not in self._sorted_choices:
             lazily = self.grids.space.recompute is None and not self.only_one
-            others = [r for r in settings if r != NO_RECOMPUTE and not (lazily and r in blocks)]
-            others.sort(key=lambda r: -len(r.modules))
-            self._sorted_choices[settings] = _Choices(
-                first_block=blocks[0] if blocks and lazily else None,
-                others=tuple(others),
-                modules=tuple(frozenset(r.modules) for r in others),
-            )
-        return self._sorted_choices[settings]
+            settings = self.grids.recompute_settings(grid)
+            self._sorted_choices[chunks] = sort_settings(settings, lazily=lazily)
+        return self._sorted_choices[chunks]
 
     def _that_can_fit(
-        self, grid: Grid, settings: list[tuple[Recompute, frozenset[RecomputeModule], Ticks]]
+        self,
+        stages: StageProblems,
+        settings: list[tuple[Recompute, frozenset[RecomputeModule], Ticks]],
     ) -> Iterator[tuple[Recompute, Ticks]]:
         """Leave out sets of modules inside a set that does not fit: fewer modules keep more bytes.
 
@@ -272,7 +274,7 @@ class Search:
         for recompute, modules, bound in settings:
             if modules and not any(modules < larger for larger in enough):
                 if any(modules <= larger for larger in too_small) or not self._fits(
-                    dataclasses.replace(grid, recompute=recompute)
+                    stages, recompute
                 ):
                     too_small.append(modules)
                     self.infeasible[NO_ROOM] += 1
@@ -280,35 +282,38 @@ class Search:
                 enough.append(modules)
             yield recompute, bound
 
-    def _fits(self, grid: Grid) -> bool:
+    def _fits(self, stages: StageProblems, recompute: Recompute) -> bool:
         """Whether any partition of a grid fits in memory: ask for one that takes no time."""
-        return self._solve(self.model.problem(grid), -1).status is not Status.INFEASIBLE
+        return self._solve(stages.problem(recompute), -1).status is not Status.INFEASIBLE
 
-    def _bound_in_unlimited_memory(self, grid: Grid) -> StageSolution:
+    def _bound_in_unlimited_memory(
+        self, stages: StageProblems, recompute: Recompute
+    ) -> StageSolution:
         """A bound for every plan of this grid that takes at least as long: no limits, no search."""
-        return self._solve(self._in_unlimited_memory(grid), self._threshold(grid), node_limit=0)
+        roomy = self._in_unlimited_memory(stages, recompute)
+        return self._solve(roomy, self._threshold(stages.grid), node_limit=0)
 
-    def _is_best_in_any_memory(self, grid: Grid, found: StageSolution) -> bool:
+    def _is_best_in_any_memory(
+        self, stages: StageProblems, recompute: Recompute, found: StageSolution
+    ) -> bool:
         """Whether even unlimited memory allows no faster partition than the one found."""
         if found.status is not Status.OPTIMAL:
             return False
-        roomy = self._in_unlimited_memory(grid)
+        roomy = self._in_unlimited_memory(stages, recompute)
         return self._solve(roomy, found.iteration - 1).status is Status.BOUNDED
 
-    def _in_unlimited_memory(self, grid: Grid) -> PipelineProblem:
-        """A problem that no recompute setting of this grid solves faster.
+    def _in_unlimited_memory(self, stages: StageProblems, recompute: Recompute) -> PipelineProblem:
+        """A problem that no setting that computes more again solves faster.
 
         With virtual stages recomputation can lie in a rank's slack and hide more of its gradient
         reduction, so the least that any setting can leave of it counts.
         """
-        problem = self.model.problem(grid)
-        costs = problem.costs
-        if self.only_one or grid.dims.virtual_pipeline_model_parallel_size > 1:
-            costs = with_least_tails(costs)
-        return dataclasses.replace(problem, capacity_bytes=UNLIMITED, costs=costs)
+        virtual = stages.grid.dims.virtual_pipeline_model_parallel_size > 1
+        least_tails = self.only_one or virtual
+        return stages.problem(recompute, capacity_bytes=UNLIMITED, least_tails=least_tails)
 
     def _solve_variant(self, node: _Node) -> None:
-        self._solve_and_record(node.candidate())
+        self._solve_and_record(node.problems(), node.recompute)
 
     def _solve_blocks(self, node: _Node) -> None:
         """Blocks of full recomputation, smallest first.
@@ -316,37 +321,33 @@ class Search:
         A bigger block frees memory and takes longer: block sizes that do not fit come first, and
         when even unlimited memory leaves a block too slow, all bigger ones are too.
         """
-        first = node.recompute.num_layers or 1
-        most = self.grids.largest_block(node.grid.dims.num_chunks)
-        if self._bound_in_unlimited_memory(node.candidate()).status is Status.BOUNDED:
+        stages, blocks = node.problems(), self._choices(node.grid).blocks
+        blocks = blocks[blocks.index(node.recompute) :]
+        if self._bound_in_unlimited_memory(stages, blocks[0]).status is Status.BOUNDED:
             return
-        size = self._smallest_block(node.candidate(), first, most)
-        self.infeasible[NO_ROOM] += size - first
-        if size > most:
+        first = self._smallest_block(stages, blocks)
+        self.infeasible[NO_ROOM] += first
+        if first == len(blocks):
             return
-        grid = _with_block(node.candidate(), size)
-        roomy = self._bound_in_unlimited_memory(grid)
+        roomy = self._bound_in_unlimited_memory(stages, blocks[first])
         if roomy.status is Status.BOUNDED:
             return
-        found = self._solve_and_record(grid)
-        if size < most and not self._is_best_in_any_memory(grid, found):
+        found = self._solve_and_record(stages, blocks[first])
+        bigger = blocks[first + 1 :]
+        if bigger and not self._is_best_in_any_memory(stages, blocks[first], found):
             bound = max(node.bound, roomy.lower_bound)
-            self._push(bound, node.grid, BLOCKS, _with_block(grid, size + 1).recompute)
+            self._push(bound, node.grid, BLOCKS, bigger[0], stages)
 
-    def _smallest_block(self, grid: Grid, first: int, most: int) -> int:
-        """Smallest block from ``first`` on with which some partition fits, or ``most + 1``."""
-        if not self._fits(_with_block(grid, most)):
-            return most + 1
-        return (
-            bisect.bisect_left(
-                range(first, most + 1), True, key=lambda size: self._fits(_with_block(grid, size))
-            )
-            + first
-        )
+    def _smallest_block(self, stages: StageProblems, blocks: tuple[Recompute, ...]) -> int:
+        """Index of the smallest block with which some partition fits, or how many blocks are."""
+        if not self._fits(stages, blocks[-1]):
+            return len(blocks)
+        return bisect.bisect_left(blocks, True, key=lambda block: self._fits(stages, block))
 
-    def _solve_and_record(self, grid: Grid) -> StageSolution:
+    def _solve_and_record(self, stages: StageProblems, recompute: Recompute) -> StageSolution:
         """Solve a candidate as far as it matters, count it, keep it if it is its layout's best."""
-        found = self._solve(self.model.problem(grid), self._threshold(grid))
+        grid = stages.grid
+        found = self._solve(stages.problem(recompute), self._threshold(grid))
         if found.status is Status.INFEASIBLE:
             self.infeasible[NO_ROOM] += 1
             return found
@@ -354,8 +355,9 @@ class Search:
         if found.status is Status.LIMIT:
             self.unproven = min(self.unproven, found.lower_bound)
         if found.boundaries:
+            chosen = dataclasses.replace(grid, recompute=recompute)
             self._keep(
-                SolvedGrid(grid=grid, boundaries=found.boundaries, iteration=found.iteration)
+                SolvedGrid(grid=chosen, boundaries=found.boundaries, iteration=found.iteration)
             )
         return found
 
@@ -382,8 +384,3 @@ class Search:
             best = min(kept.iteration for kept in self.best.values())
             bound = self.heap[0].bound if self.heap else best
             self.on_progress(self.solved, best, min(best, bound))
-
-
-def _with_block(grid: Grid, num_layers: int) -> Grid:
-    block = dataclasses.replace(grid.recompute, num_layers=num_layers)
-    return dataclasses.replace(grid, recompute=block)

@@ -1,0 +1,77 @@
+"""The stage problems of one grid under every recompute setting; what they share is priced once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nest_megatron.cost_model.keys import split_block
+from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost
+from nest_megatron.cost_model.unit_cost import overlap_window, unit_cost
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.recompute import Recompute, RecomputeMethod
+from nest_megatron.units import Bytes
+
+if TYPE_CHECKING:
+    from nest_megatron.cost_model.model import CostModel
+
+
+class StageProblems:
+    """Makes the stage problems of a grid.
+
+    Args:
+        grid: of its recompute setting nothing is read.
+    """
+
+    def __init__(self, model: CostModel, grid: Grid) -> None:
+        self.model = model
+        self.grid = grid
+        self._replicas = model.replica_costs(grid.dims, grid.zero)
+        self._sends = model.sends(grid)
+        self._constant = model.constant(grid)
+        self._sequence = model.sequence(grid.dims)
+        self._costs: dict[object, tuple[UnitCost, ...]] = {}
+
+    def problem(
+        self,
+        recompute: Recompute,
+        *,
+        capacity_bytes: Bytes | None = None,
+        least_tails: bool = False,
+    ) -> PipelineProblem:
+        """Everything that a stage partition of the grid is judged by.
+
+        Args:
+            capacity_bytes: memory that a rank may use, if not what its device has.
+            least_tails: as ``unit_cost`` takes it for each unit.
+        """
+        dims = self.grid.dims
+        forward, backward = self._sends
+        block = recompute.method is RecomputeMethod.BLOCK
+        return PipelineProblem(
+            num_stages=dims.pipeline_model_parallel_size,
+            num_virtual=dims.virtual_pipeline_model_parallel_size,
+            num_microbatches=self.grid.num_microbatches,
+            unit_kinds=self._sequence,
+            costs=self._unit_costs(recompute, least_tails),
+            num_layers=self.model.spec.num_layers,
+            block_num_layers=(recompute.num_layers or 0) if block else 0,
+            send_forward=forward,
+            send_backward=backward,
+            overlap_p2p=dims.virtual_pipeline_model_parallel_size > 1,
+            capacity_bytes=self.model.capacity_bytes if capacity_bytes is None else capacity_bytes,
+            constant=self._constant,
+        )
+
+    def _unit_costs(self, recompute: Recompute, least_tails: bool) -> tuple[UnitCost, ...]:
+        """Costs of the distinct units; how many layers a block holds changes none."""
+        covered, elsewhere = split_block(recompute)
+        key = (covered, least_tails)
+        if key not in self._costs:
+            window = overlap_window(self.grid.dims, self.grid.num_microbatches)
+            kinds = self.model.kinds_under(self.grid, covered, elsewhere)
+            settings = self.model.settings
+            self._costs[key] = tuple(
+                unit_cost(kind.cost, replicas, settings, window, least_tail=least_tails)
+                for kind, replicas in zip(kinds, self._replicas, strict=True)
+            )
+        return self._costs[key]
