@@ -17,7 +17,7 @@ from typing import Any
 from nest_megatron.app import OK
 from nest_megatron.app.failure import ending_on_errors
 from nest_megatron.app.output import show
-from nest_megatron.app.recipe import Freedom, plan_recipe
+from nest_megatron.app.recipe import Freedom, pinned_recipe, plan_recipe
 from nest_megatron.config.launch import LaunchWords, Mode, read_launch, read_words, split_words
 from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.errors import UserInputError
@@ -29,7 +29,6 @@ from nest_megatron.launchers.recipe import Recipe
 from nest_megatron.launchers.slurm import rank_variables
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.pinning import Found, read_pinned, require_same_job
 from nest_megatron.report.launched import fields_report
 
 #: Settings of ``+nest`` that need Megatron-LM's own arguments or training loop.
@@ -154,20 +153,7 @@ def _pinned(recipe: Recipe, launch: LaunchConfig) -> ParallelPlan:
             limit="+nest=pinned launches a reviewed plan",
             fix="Name it: nest.plan=FILE (`nest-megatron pin` makes one).",
         )
-    pinned = read_pinned(Path(launch.plan).expanduser())
-    found = Found(
-        spec=recipe.spec,
-        num_gpus=recipe.num_gpus or pinned.plan.placement.num_gpus,
-        cluster=None,
-        gpus=None,
-        gpus_per_host=recipe.gpus_per_node,
-        global_batch_size=recipe.global_batch_size,
-        precision=recipe.precision,
-        tensor_model_parallel_size=pinned.plan.parallel.tensor_model_parallel_size,
-        megatron_lm=pinned.pin.megatron_lm,
-    )
-    require_same_job(pinned, found)
-    return pinned.plan
+    return pinned_recipe(recipe, Path(launch.plan))
 
 
 def _place(recipe: Recipe, launch: LaunchConfig) -> Place:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 from nest_megatron.app.failure import NothingFitsError
 from nest_megatron.app.job import no_collections
@@ -17,6 +18,7 @@ from nest_megatron.config.request import plan_request, with_times
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.launchers.recipe import Recipe
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.pinning import Found, read_pinned, require_same_job
 from nest_megatron.planner import NoPlan
 from nest_megatron.planner import plan as find_plan
 
@@ -65,6 +67,30 @@ class Freedom:
         kept = tuple(CHOICES) if "all" in self.keep else self.keep
         free = tuple(CHOICES) if self.free is None or "all" in self.free else self.free
         return Wishes(free=tuple(name for name in free if name not in kept), option="free")
+
+
+def pinned_recipe(recipe: Recipe, path: Path) -> ParallelPlan:
+    """The plan of a pinned file, for the job that it was made for and no other.
+
+    What is not known where it is launched from (a login node has no GPUs) is not compared.
+
+    Raises:
+        NestError: if the file is none, or names every difference between the two jobs.
+    """
+    pinned = read_pinned(path.expanduser())
+    found = Found(
+        spec=recipe.spec,
+        num_gpus=recipe.num_gpus or pinned.plan.placement.num_gpus,
+        cluster=None,
+        gpus=local_gpus(),
+        gpus_per_host=recipe.gpus_per_node,
+        global_batch_size=recipe.global_batch_size,
+        precision=recipe.precision,
+        tensor_model_parallel_size=pinned.plan.parallel.tensor_model_parallel_size,
+        megatron_lm=pinned.pin.megatron_lm,  # the frameworks have a megatron-core of their own
+    )
+    require_same_job(pinned, found)
+    return pinned.plan
 
 
 def plan_recipe(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nest_megatron.cluster.discovery import local_gpus
+from nest_megatron.app.recipe import pinned_recipe
 from nest_megatron.config.launch import Mode
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.fields import ABSENT, attribute
@@ -15,7 +15,6 @@ from nest_megatron.launchers.nemo import apply_plan, auto_recipe, read_recipe
 from nest_megatron.launchers.recipe import Recipe
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.pinning import Found, PinnedPlan, read_pinned, require_same_job
 
 _MODES = (Mode.AUTO.value, Mode.PINNED.value)
 
@@ -93,9 +92,8 @@ def plan_recipe(
             keep=wishes.keep,
             vocab_size=wishes.vocab_size,
         )
-    pinned = read_pinned(Path(str(wishes.plan)).expanduser())
-    require_same_job(pinned, _found(job, pinned))
-    return pinned.plan, apply_plan(recipe, pinned.plan)
+    plan = pinned_recipe(job, Path(str(wishes.plan)))
+    return plan, apply_plan(recipe, plan)
 
 
 def script_words(script: Any, wishes: TaskWishes) -> list[str]:
@@ -136,22 +134,6 @@ def _require_size(job: Recipe, size: tuple[int, int] | None) -> None:
         job.num_gpus,
         f"the executor starts {nodes} x {per_node} processes",
         f"Give the recipe num_nodes={nodes} and {per_node} devices, or change the executor.",
-    )
-
-
-def _found(job: Recipe, pinned: PinnedPlan) -> Found:
-    """The job as far as it is known where it is launched from, which may be a login node."""
-    gpus = local_gpus()
-    return Found(
-        spec=job.spec,
-        num_gpus=job.num_gpus or pinned.plan.placement.num_gpus,
-        cluster=None,
-        gpus=gpus,
-        gpus_per_host=job.gpus_per_node,
-        global_batch_size=job.global_batch_size,
-        precision=job.precision,
-        tensor_model_parallel_size=pinned.plan.parallel.tensor_model_parallel_size,
-        megatron_lm=pinned.pin.megatron_lm,  # NeMo has a megatron-core of its own
     )
 
 
