@@ -97,7 +97,7 @@ class CostModel:
         self._held: dict[object, tuple[ReplicaCost, ...]] = {}
         self._constants: dict[object, Ticks] = {}
         self._links: dict[object, tuple[int, ...]] = {}
-        self._transfers: dict[object, tuple[tuple[Ticks, ...], tuple[Ticks, ...]]] = {}
+        self._transfers: dict[object, tuple[Ticks, ...]] = {}
 
     def places(self, dims: ParallelDims) -> GroupPlaces:
         """Shapes of the groups inside a layer: tensor, context, expert, expert-tensor.
@@ -327,17 +327,20 @@ class CostModel:
 
     def sends(self, grid: Grid) -> tuple[tuple[Ticks, ...], tuple[Ticks, ...]]:
         """Transfer time from each chunk to the next, and from each chunk to the previous one."""
+        by_link = self._times_by_link(grid) * grid.dims.virtual_pipeline_model_parallel_size
+        forward = by_link[: grid.dims.num_chunks - 1]
+        return (*forward, 0), (0, *forward)
+
+    def _times_by_link(self, grid: Grid) -> tuple[Ticks, ...]:
+        """Transfer time from each pipeline rank to the next, and from the last to the first."""
         dims = grid.dims
-        key = (degrees(dims), grid.micro_batch_size, grid.sequence_parallel, dims.num_chunks)
+        key = (degrees(dims), grid.micro_batch_size, grid.sequence_parallel)
         if key not in self._transfers:
-            p = dims.pipeline_model_parallel_size
             size = self.shard(grid).tokens_between_blocks(self.spec) * self.spec.hidden_size * ACT
             if self.settings.traits.scatter_between_stages and not grid.sequence_parallel:
                 size /= dims.tensor_model_parallel_size
             times = [to_ticks(send_time(size, level)) for level in self.cluster.levels]
-            by_link = [times[level] for level in self._link_levels(dims)]
-            forward = tuple(by_link[k % p] for k in range(dims.num_chunks - 1))
-            self._transfers[key] = ((*forward, 0), (0, *forward))
+            self._transfers[key] = tuple(times[level] for level in self._link_levels(dims))
         return self._transfers[key]
 
     def _link_levels(self, dims: ParallelDims) -> tuple[int, ...]:

@@ -6,10 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from nest_megatron.cost_model.keys import degrees
+from nest_megatron.cost_model.keys import split_block
 from nest_megatron.cost_model.memory import static_bytes_per_parameter
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.unit_cost import replicas
+from nest_megatron.model.spec import LayerKind
+from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
@@ -18,7 +20,11 @@ from nest_megatron.parallel.recompute import (
     RecomputeMethod,
     RecomputeModule,
 )
+from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.units import Ticks, to_ticks
+
+#: Units that blocks of recomputation count.
+LAYERS = (LayerKind.DENSE, LayerKind.MOE)
 
 
 class Bounds:
@@ -29,7 +35,6 @@ class Bounds:
         self.global_batch_size = global_batch_size
         self._sums: dict[object, tuple[Ticks, Ticks, float]] = {}
         self._pipelines: dict[object, list[Ticks]] = {}
-        self._static_bytes: dict[object, float] = {}
         self._spreads: dict[tuple[int, int, float], float] = {}
         self._kinds = Counter(model.spec.layer_kinds())
         self._num_units = len(model.spec.layer_kinds())
@@ -66,19 +71,13 @@ class Bounds:
         work = (forward + backward) * self.global_batch_size * ranks
         return self._floor + work // (grid.micro_batch_size * dims.world_size)
 
-    def least_static_bytes(self, grid: Grid) -> float:
+    def least_static_bytes(self, dims: ParallelDims, zero: ZeroStage) -> float:
         """Weights and states of the fullest stage are at least the mean over stages."""
-        key = (degrees(grid.dims), grid.zero)
-        if key not in self._static_bytes:
-            self._static_bytes[key] = self._mean_static_bytes(grid)
-        return self._static_bytes[key]
-
-    def _mean_static_bytes(self, grid: Grid) -> float:
-        dense, expert = replicas(grid.dims)
-        count = self.model.parameters(grid.dims)
-        total = count.dense * static_bytes_per_parameter(grid.zero, dense, self.model.settings)
-        total += count.expert * static_bytes_per_parameter(grid.zero, expert, self.model.settings)
-        return total / grid.dims.pipeline_model_parallel_size - self._num_units
+        dense, expert = replicas(dims)
+        count = self.model.parameters(dims)
+        total = count.dense * static_bytes_per_parameter(zero, dense, self.model.settings)
+        total += count.expert * static_bytes_per_parameter(zero, expert, self.model.settings)
+        return total / dims.pipeline_model_parallel_size - self._num_units
 
     def pipeline(self, grid: Grid, recompute: Recompute) -> Ticks:
         """A balanced pipeline with its fill and drain (plain schedule), or with none.
@@ -127,6 +126,22 @@ class Bounds:
             balanced = 1.0 / sum(1.0 / w for w in weights) if min(weights) > 0 else 0.0
             self._spreads[key] = 1.0 + balanced
         return self._spreads[key]
+
+    def added_by_blocks(self, grid: Grid, block: Recompute) -> Ticks:
+        """What blocks of full recomputation add to each bound of the grid without them, at least.
+
+        Of the chunks of ``chunk_space``, all but the first and the last hold ``q`` layers or one
+        more, and those two at most ``q + 1`` layers each; so with ``n`` layers in ``c`` chunks
+        ``q >= (n + 1) / c - 1``. A rank has ``v - 1`` chunks besides the first or the last, and
+        computes ``min(q, block)`` layers again in each of them for every micro batch. Bounds of
+        grids with virtual stages hold all work of one rank, or the mean over all ranks.
+        """
+        layers, chunks = self.model.spec.num_layers, grid.dims.num_chunks
+        again = min(-(-(layers + 1) // chunks) - 1, block.num_layers or 0)
+        kinds = self.model.kinds_under(grid, *split_block(block))
+        dearer = [k.cost.block_backward - k.cost.backward for k in kinds if k.kind in LAYERS]
+        inner = grid.dims.virtual_pipeline_model_parallel_size - 1
+        return grid.num_microbatches * inner * again * max(0, min(dearer))
 
     def added_work(self, grid: Grid, recompute: Recompute, backward: Ticks) -> Ticks:
         """What a setting adds to the backward time of one micro batch, at least."""

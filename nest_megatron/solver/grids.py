@@ -160,18 +160,18 @@ class GridSpace:
 
     def families(self, grid: Grid) -> Iterator[Grid]:
         """Virtual stages and ZeRO stages of a grid that Megatron accepts."""
+        for laid in self.interleavings(grid):
+            for zero in self.zero_stages(grid.dims):
+                yield dataclasses.replace(laid, zero=zero)
+
+    def interleavings(self, grid: Grid) -> Iterator[Grid]:
+        """Virtual stages of a grid that Megatron accepts."""
         for virtual in self._virtual_sizes(grid):
-            dims = grid.dims
-            if virtual > 1:
-                dims = dataclasses.replace(dims, virtual_pipeline_model_parallel_size=virtual)
-            for zero in self._zero_stages(dims):
-                yield Grid(
-                    dims=dims,
-                    global_batch_size=grid.global_batch_size,
-                    micro_batch_size=grid.micro_batch_size,
-                    sequence_parallel=grid.sequence_parallel,
-                    zero=zero,
-                )
+            if virtual == 1:
+                yield grid
+                continue
+            dims = dataclasses.replace(grid.dims, virtual_pipeline_model_parallel_size=virtual)
+            yield dataclasses.replace(grid, dims=dims)
 
     def _virtual_sizes(self, grid: Grid) -> list[int]:
         space, dims = self.space, grid.dims
@@ -190,13 +190,15 @@ class GridSpace:
             return legal
         return [v for v in legal if self.model.spec.num_layers % (pp * v) == 0]
 
-    def _zero_stages(self, dims: ParallelDims) -> list[ZeroStage]:
-        """ZeRO stages that Megatron launches here; without replicas there is nothing to divide."""
-        allowed = self.space.zero_stages
-        pp, vpp = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
+    def zero_stages(self, dims: ParallelDims) -> list[ZeroStage]:
+        """ZeRO stages that Megatron launches here, with virtual stages or without.
+
+        Without replicas there is nothing to divide.
+        """
+        allowed, pp = self.space.zero_stages, dims.pipeline_model_parallel_size
         if replicas(dims) == (1, 1) and ZeroStage.NONE in allowed:
             return [ZeroStage.NONE]
-        return [zero for zero in allowed if rules.allows_zero(zero, pp, vpp)]
+        return [zero for zero in allowed if rules.allows_zero(zero, pp, 1)]
 
     def recompute_settings(self, grid: Grid) -> tuple[Recompute, ...]:
         """Recompute settings to try on a grid, none first; block sizes up to the largest chunk."""
@@ -244,10 +246,8 @@ class GridSpace:
         return self._leaves[key]
 
     def _num_candidates_of_grid(self, grid: Grid) -> int:
-        zeros = len(self._zero_stages(grid.dims))
+        zeros = len(self.zero_stages(grid.dims))
         pp = grid.dims.pipeline_model_parallel_size
-        if pp > 1:
-            zeros = min(zeros, len([zero for zero in self.space.zero_stages if not zero.is_fsdp]))
         return sum(zeros * self._num_settings(pp * v) for v in self._virtual_sizes(grid))
 
     def num_candidates(self, grid: Grid) -> int:

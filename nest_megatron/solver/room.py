@@ -34,7 +34,7 @@ def least_memory(search: Search) -> Shortage | None:
     best: Shortage | None = None
     for grid in _families(search):
         capacity = best.needed_bytes if best else UNLIMITED
-        if search.bounds.least_static_bytes(grid) >= capacity:
+        if search.bounds.least_static_bytes(grid.dims, grid.zero) >= capacity:
             continue
         for recompute in _sparing(search.grids.recompute_settings(grid)):
             candidate = dataclasses.replace(grid, recompute=recompute)

@@ -30,12 +30,14 @@ from typing import NamedTuple
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.stage_problems import StageProblems
+from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
     Recompute,
     RecomputeModule,
 )
+from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.choices import Choices, sort_settings
 from nest_megatron.solver.grids import GridSpace
@@ -206,13 +208,20 @@ class Search:
                 self._push(bound, grid, GRID)
 
     def _expand_grid(self, node: _Node) -> None:
-        for grid in self.grids.families(node.grid):
-            if self.bounds.least_static_bytes(grid) > self.model.capacity_bytes:
-                self.infeasible[NO_STATES] += self.grids.num_candidates(grid)
-                continue
-            bound = max(node.bound, self.bounds.pipeline(grid, NO_RECOMPUTE))
-            if bound <= self._threshold(grid):
-                self._push(bound, grid, FAMILY)
+        grid, threshold = node.grid, self._threshold(node.grid)
+        allowed = self.grids.zero_stages(grid.dims)
+        roomy = [zero for zero in allowed if self._has_room_for_states(grid.dims, zero)]
+        for laid in self.grids.interleavings(grid):
+            if len(roomy) < len(allowed):
+                refused = len(allowed) - len(roomy)
+                self.infeasible[NO_STATES] += refused * self.grids.num_candidates(laid)
+            bound = max(node.bound, self.bounds.pipeline(laid, NO_RECOMPUTE))
+            if bound <= threshold:
+                for zero in roomy:
+                    self._push(bound, dataclasses.replace(laid, zero=zero), FAMILY)
+
+    def _has_room_for_states(self, dims: ParallelDims, zero: ZeroStage) -> bool:
+        return self.bounds.least_static_bytes(dims, zero) <= self.model.capacity_bytes
 
     def _expand_family(self, node: _Node) -> None:
         """Bound the stage problem itself."""
@@ -230,7 +239,8 @@ class Search:
         ):
             return
         if choices.blocks:
-            self._push(node.bound, grid, BLOCKS, choices.blocks[0], stages)
+            bound = node.bound + self.bounds.added_by_blocks(grid, choices.blocks[0])
+            self._push(bound, grid, BLOCKS, choices.blocks[0], stages)
         threshold = self._threshold(grid)
         bounds = self.bounds.pipelines(grid, choices.others)
         in_time = [

@@ -8,6 +8,13 @@ import pytest
 
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.stage_problems import StageProblems
+from nest_megatron.parallel.recompute import (
+    NO_RECOMPUTE,
+    Recompute,
+    RecomputeGranularity,
+    RecomputeMethod,
+)
 from nest_megatron.solver import backend
 from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.grids import GridSpace
@@ -43,8 +50,42 @@ def test_bounds_are_below_every_candidate(name: str) -> None:
                     assert bounds.even(shard) <= found.iteration
                     assert bounds.even(candidate, recompute) <= found.iteration
                     assert bounds.pipeline(candidate, recompute) <= found.iteration
-                    least = bounds.least_static_bytes(candidate)
+                    least = bounds.least_static_bytes(candidate.dims, candidate.zero)
                     needed = [problem.costs[k].static_bytes for k in problem.unit_kinds]
                     assert least <= sum(needed) / problem.num_stages
                     checked += 1
     assert checked > 100
+
+
+@pytest.mark.parametrize("name", ["llama3_8b", "mixtral_8x7b", "deepseek_v3"])
+def test_blocks_add_to_every_bound(name: str) -> None:
+    spec = catalogue.model(name)
+    model = CostModel(spec, catalogue.cluster("dgx_h100", 64), CostSettings())
+    fixed = {"context_parallel_size": 1, "micro_batch_size": 1}
+    limits = {"virtual_pipeline_model_parallel_size": 6}
+    grids = GridSpace(model, 128, SearchSpace(fixed=fixed, limits=limits))
+    bounds = Bounds(model, 128)
+    added = []
+    pipelines = [g for shard in grids.shards() for g in grids.grids(shard)]
+    for family in (f for grid in pipelines[::2] for f in grids.families(grid)):
+        stages = StageProblems(model, family)
+        most = grids.largest_block(family.dims.num_chunks)
+        for size in {1, 2, most} if family.dims.virtual_pipeline_model_parallel_size > 1 else ():
+            block = Recompute(
+                granularity=RecomputeGranularity.FULL,
+                method=RecomputeMethod.BLOCK,
+                num_layers=size,
+            )
+            plain, again = (
+                SOLVE(
+                    stages.problem(setting, capacity_bytes=UNLIMITED, least_tails=True),
+                    NO_THRESHOLD,
+                    0,
+                ).lower_bound
+                for setting in (NO_RECOMPUTE, block)
+            )
+            added.append(bounds.added_by_blocks(family, block))
+            assert plain + added[-1] <= again
+            assert bounds.pipeline(family, NO_RECOMPUTE) <= plain
+    assert len(added) > 50
+    assert max(added) > 0
