@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nest_megatron.cost_model.pipeline import PipelineProblem
+from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import Recompute, RecomputeMethod
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, Status
@@ -36,12 +36,12 @@ def least_memory(search: Search) -> Shortage | None:
         capacity = best.needed_bytes if best else UNLIMITED
         if search.bounds.least_static_bytes(grid.dims, grid.zero) >= capacity:
             continue
+        stages = StageProblems(search.model, grid)
         for recompute in _sparing(search.grids.recompute_settings(grid)):
-            candidate = dataclasses.replace(grid, recompute=recompute)
-            problem = search.model.problem(candidate)
-            capacity = best.needed_bytes if best else UNLIMITED
-            if _fits(search.solve_stages, problem, capacity - 1):
-                needed = _least_capacity(search.solve_stages, problem, capacity - 1)
+            needed = _least_capacity(search.solve_stages, stages, recompute, capacity - 1)
+            if needed is not None:
+                capacity = needed
+                candidate = dataclasses.replace(grid, recompute=recompute)
                 best = Shortage(grid=candidate, needed_bytes=needed)
     return best
 
@@ -62,21 +62,25 @@ def _sparing(settings: tuple[Recompute, ...]) -> list[Recompute]:
     return [*sparing, *blocks[-1:], *(r for r in settings if 0 < len(r.modules) >= most - 1)]
 
 
-def _least_capacity(solve: StageSolver, problem: PipelineProblem, enough: Bytes) -> Bytes:
-    """Smallest capacity with which some partition fits, by halving."""
+def _least_capacity(
+    solve: StageSolver, stages: StageProblems, recompute: Recompute, enough: Bytes
+) -> Bytes | None:
+    """Smallest capacity up to ``enough`` with which some partition fits, by halving."""
+
+    def fits(capacity: Bytes) -> bool:
+        problem = stages.problem(recompute, capacity_bytes=capacity)
+        return solve(problem, 0, DEFAULT_NODE_LIMIT).status is not Status.INFEASIBLE
+
+    if not fits(enough):
+        return None
     low, high = 0, enough
-    while high > 2 * max(1, low) and _fits(solve, problem, high // 2):
+    while high > 2 * max(1, low) and fits(high // 2):
         high //= 2
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
-        if _fits(solve, problem, middle):
+        if fits(middle):
             high = middle
         else:
             low = middle
     return high
-
-
-def _fits(solve: StageSolver, problem: PipelineProblem, capacity: Bytes) -> bool:
-    limited = dataclasses.replace(problem, capacity_bytes=capacity)
-    return solve(limited, 0, DEFAULT_NODE_LIMIT).status is not Status.INFEASIBLE
