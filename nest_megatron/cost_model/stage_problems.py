@@ -25,7 +25,7 @@ class StageProblems:
     def __init__(self, model: CostModel, grid: Grid) -> None:
         self.model = model
         self.grid = grid
-        self._replicas = model.replica_costs(grid.dims, grid.zero)
+        self._held = model.replica_costs(grid.dims, grid.zero)
         self._sends = model.sends(grid)
         self._constant = model.constant(grid)
         self._sequence = model.sequence(grid.dims)
@@ -71,7 +71,7 @@ class StageProblems:
             kinds = self.model.kinds_under(self.grid, covered, elsewhere)
             settings = self.model.settings
             self._costs[key] = tuple(
-                unit_cost(kind.cost, replicas, settings, window, least_tail=least_tails)
-                for kind, replicas in zip(kinds, self._replicas, strict=True)
+                unit_cost(kind.cost, held, settings, window, least_tail=least_tails)
+                for kind, held in zip(kinds, self._held, strict=True)
             )
         return self._costs[key]

@@ -196,7 +196,7 @@ def replica_cost(
 
 def unit_cost(
     run: RunCost,
-    replicas: ReplicaCost,
+    held: ReplicaCost,
     settings: CostSettings,
     window: float,
     *,
@@ -205,39 +205,40 @@ def unit_cost(
     """One unit in ticks and bytes, data-parallel traffic included.
 
     Args:
+        held: of the unit's parameters.
         window: passes of the unit beside which traffic between replicas can run.
         least_tail: hide as much of the gradient reduction as any recompute setting can hide.
             Recomputation lengthens passes and hides more behind them; with the first counted as
             none and the second as all, a partition takes no longer than under any setting.
     """
-    if replicas.shard_backward_s:
-        run = _beside_shards(run, replicas, settings)
+    if held.shard_backward_s:
+        run = _beside_shards(run, held, settings)
     overlap = settings.dp_overlap * window
-    tail_rest = replicas.tail_least
+    tail_rest = held.tail_least
     if not least_tail:
-        tail_rest = _signed_ticks(replicas.reduce_s - overlap * run.backward_s)
+        tail_rest = _signed_ticks(held.reduce_s - overlap * run.backward_s)
     return UnitCost(
         forward=run.forward,
         backward=run.backward,
         block_backward=run.block_backward,
-        head_least=replicas.head_least,
-        head_rest=_signed_ticks(replicas.gather_s - overlap * run.forward_s),
-        tail_least=replicas.tail_least,
+        head_least=held.head_least,
+        head_rest=_signed_ticks(held.gather_s - overlap * run.forward_s),
+        tail_least=held.tail_least,
         tail_rest=tail_rest,
-        optimizer=replicas.optimizer,
-        static_bytes=replicas.static_bytes,
+        optimizer=held.optimizer,
+        static_bytes=held.static_bytes,
         saved_bytes=run.saved_bytes,
         block_saved_bytes=run.block_saved_bytes,
-        working_bytes=run.working_bytes + replicas.unsharded_bytes,
-        block_working_bytes=run.block_working_bytes + replicas.unsharded_bytes,
+        working_bytes=run.working_bytes + held.unsharded_bytes,
+        block_working_bytes=run.block_working_bytes + held.unsharded_bytes,
     )
 
 
-def _beside_shards(run: RunCost, replicas: ReplicaCost, settings: CostSettings) -> RunCost:
+def _beside_shards(run: RunCost, held: ReplicaCost, settings: CostSettings) -> RunCost:
     """Passes beside which shards travel, in each micro batch."""
-    forward = _beside(settings, run.forward_s, replicas.shard_forward_s)
-    backward = _beside(settings, run.backward_s, replicas.shard_backward_s)
-    block_backward = _beside(settings, run.block_backward_s, replicas.shard_backward_s)
+    forward = _beside(settings, run.forward_s, held.shard_forward_s)
+    backward = _beside(settings, run.backward_s, held.shard_backward_s)
+    block_backward = _beside(settings, run.block_backward_s, held.shard_backward_s)
     return run._replace(
         forward_s=forward,
         backward_s=backward,

@@ -134,7 +134,8 @@ class Bounds:
         more, and those two at most ``q + 1`` layers each; so with ``n`` layers in ``c`` chunks
         ``q >= (n + 1) / c - 1``. A rank has ``v - 1`` chunks besides the first or the last, and
         computes ``min(q, block)`` layers again in each of them for every micro batch. Bounds of
-        grids with virtual stages hold all work of one rank, or the mean over all ranks.
+        grids with virtual stages hold all work of one rank, or the mean over all ranks, and nothing
+        else in them (way in and out, head, least tail, optimizer) gets shorter by recomputation.
         """
         layers, chunks = self.model.spec.num_layers, grid.dims.num_chunks
         again = min(-(-(layers + 1) // chunks) - 1, block.num_layers or 0)

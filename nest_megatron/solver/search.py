@@ -10,7 +10,8 @@ below the node is faster):
   and drain of a balanced pipeline.
 * *members*: the same with the stage solver's own lower bound, in unlimited memory and without
   recomputation, which only make a partition slower.
-* *blocks*: full recomputation of the first layers of each chunk, block sizes rising lazily.
+* *blocks*: full recomputation of the first layers of each chunk, block sizes rising lazily; the
+  bound holds what every rank computes again at least.
 * *variant*: another recompute setting on top, judged by the stage solver.
 
 A *layout* is a choice of tensor, pipeline and expert degrees and GPU count. The search
@@ -32,20 +33,12 @@ from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.recompute import (
-    NO_RECOMPUTE,
-    Recompute,
-    RecomputeModule,
-)
+from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute, RecomputeModule
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.choices import Choices, sort_settings
 from nest_megatron.solver.grids import GridSpace
-from nest_megatron.solver.one_partition import (
-    check_partition,
-    judging,
-    judging_even,
-)
+from nest_megatron.solver.one_partition import check_partition, judging, judging_even
 from nest_megatron.solver.outcome import (
     DEFAULT_NODE_LIMIT,
     NO_THRESHOLD,
