@@ -216,7 +216,7 @@ def test_what_is_kept_stays_and_what_is_freed_alone_changes() -> None:
         ({"keep": ["tp"]}, "keep"),
         ({"free": ["stage_layout"], "keep": ["stage_layout"]}, "free, keep"),
         ({"overrides": ["train.global_batch_size=8"]}, "train.global_batch_size"),
-        ({"overrides": ["serch.max_seconds=1"]}, "serch.max_seconds"),
+        ({"overrides": ["serch.max_seconds=1"]}, "serch.max_seconds"),  # codespell:ignore serch
     ],
 )
 def test_wishes_are_checked(options: dict[str, Any], what: str) -> None:
