@@ -186,14 +186,15 @@ def _tell(
     as_json: bool,
 ) -> None:
     wanted = job.num_shapes
-    left = wanted - job.num_known - len(timings) - len(skipped)
+    num_known = len(job.known - {timing.shape for timing in timings})
+    left = wanted - num_known - len(timings) - len(skipped)
     if as_json:
         show_json(
             {
                 "profile": None if profile is None else profile.name,
                 "seconds": seconds,
                 "measured": [to_plain(timing) for timing in timings],
-                "known": job.num_known,
+                "known": num_known,
                 "skipped": list(skipped),
                 "left_to_interpolate": left,
                 "network": None if measured is None else to_plain(measured),
@@ -205,7 +206,7 @@ def _tell(
 
     if timings:
         show(timings_table(timings))
-    stored = f", {job.num_known} were stored already" if job.num_known else ""
+    stored = f", {num_known} were stored already" if num_known else ""
     later = f", {left} are left to interpolate" if left else ""
     say(f"{len(timings)} of {wanted} shapes timed in {seconds:.0f} s{stored}{later}.")
     for words in skipped:

@@ -32,7 +32,7 @@ class Session:
 
     Args:
         num_shapes: shapes that all ranks together should have.
-        num_known: of these, those that are stored already.
+        known: of these, those that were stored when this process looked.
     """
 
     spec: TransformerSpec
@@ -41,7 +41,7 @@ class Session:
     ranks: Ranks
     tasks: tuple[Task, ...]
     num_shapes: int
-    num_known: int
+    known: frozenset[object]
 
 
 def session(
@@ -70,16 +70,17 @@ def session(
     flash = measuring.implementation is Implementation.TRANSFORMER_ENGINE
     shards = (*_wanted_shards(composed, spec, flash), *usual_shards(spec, flash_attention=flash))
     tasks = tasks_of(spec, shards)
-    shapes = {timing.shape for timing in known}
-    missing = tuple(task for task in tasks if _shape(task) not in shapes)
+    stored = frozenset(timing.shape for timing in known).intersection(map(_shape, tasks))
+    # Shared out before what is known is left out: another rank may have stored its first by now.
+    mine = share_of(tasks, ranks.rank, ranks.size)
     return Session(
         spec=spec,
         precision=precision,
         machine=machine,
         ranks=ranks,
-        tasks=share_of(missing, ranks.rank, ranks.size),
+        tasks=tuple(task for task in mine if _shape(task) not in stored),
         num_shapes=len(tasks),
-        num_known=len(tasks) - len(missing),
+        known=stored,
     )
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -13,8 +14,16 @@ import yaml
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from nest_megatron.app import BAD_INPUT
+from nest_megatron.app import BAD_INPUT, profile_tasks
+from nest_megatron.app.profile_ranks import Ranks
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
+from nest_megatron.config.request import read_spec
+from nest_megatron.framework.stage import Where
+from nest_megatron.model.implementation import Implementation
 from nest_megatron.profile import network, store
+from nest_megatron.profile.layer_timer import Measuring
+from nest_megatron.profile.session import Task
 from tests.app.runs import ROOT, Run, environment, run, spawn
 
 MODEL = {
@@ -123,3 +132,25 @@ def test_bad_input_is_named(arguments: tuple[str, ...], words: str) -> None:
 def test_the_example_of_the_document_is_the_command_s() -> None:
     text = (ROOT / "docs" / "profiling.md").read_text(encoding="utf-8")
     assert "torchrun --nproc-per-node 8 -m nest_megatron.profile model=llama3_70b" in text
+
+
+def test_ranks_share_alike_whatever_is_stored_by_then(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that starts late finds the first timings of the others in the store."""
+    composed = compose(parse([model]))
+    measuring = Measuring(where=Where.CPU, implementation=Implementation.LOCAL)
+
+    def tasks_of_rank(rank: int) -> tuple[Task, ...]:
+        here = Ranks(rank, 2, rank, 2)
+        spec = read_spec(composed.config)
+        return profile_tasks.session(composed, spec, here, measuring, again=False).tasks
+
+    monkeypatch.setattr(profile_tasks, "_known", lambda *_: ())
+    first, second = tasks_of_rank(0), tasks_of_rank(1)
+    shapes = [profile_tasks._shape(task) for task in (*first, *second)]
+    assert len(set(shapes)) == len(shapes) == NUM_SHAPES
+    stored = (SimpleNamespace(shape=shapes[0]),)
+    monkeypatch.setattr(profile_tasks, "_known", lambda *_: stored)
+    assert tasks_of_rank(1) == second
+    assert tasks_of_rank(0) == first[1:]
