@@ -17,6 +17,9 @@ __all__ = ["NestPlugin"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from nest_megatron.launchers.nemo_run.plugin import NestPlugin
-
+    try:
+        from nest_megatron.launchers.nemo_run.plugin import NestPlugin
+    except ImportError as error:
+        told = f"NeMo-Run cannot be imported ({error}); pip install 'nest-megatron[run]'"
+        raise ImportError(told) from error
     return NestPlugin
