@@ -23,16 +23,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from nest_megatron.app.paper import GLOBAL_BATCH_SIZE, experiment  # noqa: E402
+from nest_megatron.app.paper import experiment, request_for  # noqa: E402
 from nest_megatron.baselines.networks import on_flat_network  # noqa: E402
 from nest_megatron.comparison import compare  # noqa: E402
-from nest_megatron.config.compose import compose  # noqa: E402
-from nest_megatron.config.overrides import parse  # noqa: E402
-from nest_megatron.config.request import plan_request, read_inputs, read_space  # noqa: E402
 from nest_megatron.cost_model.model import CostModel  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
-from nest_megatron.paper.figures import MODELS  # noqa: E402
+from nest_megatron.paper.figures import MODELS, SPINE_LEAF  # noqa: E402
 from nest_megatron.paper.outcome import Gain, Report, geometric_mean  # noqa: E402
+from nest_megatron.paper.published import Job  # noqa: E402
 from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
 from nest_megatron.planner import PlanRequest, estimate_plan, plan  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
@@ -48,18 +46,8 @@ COMMAND = "python benchmarks/planners.py --out docs/planners.md"
 
 def request_of(model: str, ratio: float) -> PlanRequest:
     """A model on the H100 cluster with so much oversubscription."""
-    composed = compose(
-        parse(
-            [
-                f"model={model}",
-                "cluster=h100_spine_leaf",
-                f"cluster.num_gpus={SIZE}",
-                f"cluster.oversubscription={ratio}",
-                f"train.global_batch_size={GLOBAL_BATCH_SIZE}",
-            ]
-        )
-    )
-    return plan_request(composed.config, read_inputs(composed), read_space(composed.config))
+    job = Job(model=model, cluster=SPINE_LEAF, num_gpus=SIZE)
+    return request_for(job, [f"cluster.oversubscription={ratio}"])
 
 
 def blind(request: PlanRequest) -> ParallelPlan | None:

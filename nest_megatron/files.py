@@ -27,10 +27,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     """
     path = path.expanduser()
     folder = path.parent
-    if not folder.is_dir():
-        raise UserInputError(
-            "out", value=str(path), limit=f"there is no folder {folder}", fix=f"mkdir -p {folder}"
-        )
+    require_folder(path)
     temporary: str | None = None
     try:
         descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.", suffix=".tmp")
@@ -52,6 +49,19 @@ def write_bytes(path: Path, content: bytes) -> None:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 Path(temporary).unlink()
+
+
+def require_folder(path: Path, what: str = "out") -> None:
+    """Refuse a file in a folder that is not there: before the work whose result it is to hold.
+
+    Raises:
+        UserInputError: naming the folder.
+    """
+    folder = path.expanduser().parent
+    if not folder.is_dir():
+        raise UserInputError(
+            what, value=str(path), limit=f"there is no folder {folder}", fix=f"mkdir -p {folder}"
+        )
 
 
 def read_text(path: Path, what: str) -> str:

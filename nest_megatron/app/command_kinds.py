@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from nest_megatron.app.complete import Complete, complete_override
+
 
 class Examples(click.Command):
     """Examples under the options, word for word; tests run them."""
@@ -36,6 +38,28 @@ class Group(Examples, click.Group):
 NEXT = " \\\n      "
 FILE = click.Path(dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+def job_options(
+    complete: Complete = complete_override,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the settings of a job, and the folder of the user's own files.
+
+    Args:
+        complete: what completes a setting.
+    """
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        function = click.argument(
+            "overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete
+        )(function)
+        return click.option(
+            "--config-dir",
+            type=FOLDER,
+            help="A folder with your own model/, cluster/ or accelerator/ files.",
+        )(function)
+
+    return add
 
 
 def json_option(function: Callable[..., Any]) -> Callable[..., Any]:

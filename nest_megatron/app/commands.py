@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +14,19 @@ from nest_megatron.app.command_kinds import (
     NEXT,
     Command,
     Group,
+    job_options,
     json_option,
 )
 from nest_megatron.app.compare_commands import compare
 from nest_megatron.app.complete import (
     complete_catalogue,
     complete_free,
-    complete_override,
 )
 from nest_megatron.app.extract_commands import extract
 from nest_megatron.app.nest_commands import nest
 from nest_megatron.app.network_commands import network
 from nest_megatron.app.paper_commands import paper
 from nest_megatron.app.profile_commands import profile, profiles
-
-
-def _job_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    function = click.argument(
-        "overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_override
-    )(function)
-    return click.option(
-        "--config-dir",
-        type=FOLDER,
-        help="A folder with your own model/, cluster/ or accelerator/ files.",
-    )(function)
 
 
 @click.group(
@@ -71,7 +59,7 @@ def cli() -> None:
         "nest-megatron plan -m model=llama3_8b cluster=dgx_h100 cluster.oversubscription=1,4",
     ),
 )
-@_job_options
+@job_options()
 @click.option(
     "--from",
     "from_command",
@@ -114,7 +102,7 @@ def plan(**options: Any) -> int:
         + "parallel.context_parallel_size=2 train.micro_batch_size=1",
     ),
 )
-@_job_options
+@job_options()
 @json_option
 def estimate(**options: Any) -> int:
     """Price one layout: iteration time by term, memory by stage. Nothing is searched.

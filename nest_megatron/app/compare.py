@@ -15,7 +15,7 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.request import Inputs, plan_request, read_inputs, read_space
 from nest_megatron.errors import UserInputError
-from nest_megatron.files import write_text
+from nest_megatron.files import require_folder, write_text
 from nest_megatron.plain import to_plain
 
 _KEY = "planners"
@@ -97,13 +97,7 @@ def _check_chart(path: Path) -> None:
             limit=f"a chart is one of {', '.join((*SUFFIXES, _HTML))}",
             fix="Give the file one of these suffixes.",
         )
-    if not path.parent.is_dir():
-        raise UserInputError(
-            "--chart",
-            value=str(path),
-            limit=f"there is no folder {path.parent}",
-            fix=f"mkdir -p {path.parent}",
-        )
+    require_folder(path, "--chart")
 
 
 def _draw(rows: Sequence[Compared], path: Path, title: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from nest_megatron.app.command_kinds import FILE, FOLDER, NEXT, Command, json_option
+from nest_megatron.app.command_kinds import FILE, NEXT, Command, job_options, json_option
 from nest_megatron.app.complete import complete_override
 
 _KEY = "planners="
@@ -36,12 +36,7 @@ def complete_setting(
         + "'planners=[nest,manual,phaze]' --chart planners.svg --json",
     ),
 )
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_setting)
-@click.option(
-    "--config-dir",
-    type=FOLDER,
-    help="A folder with your own model/, cluster/ or accelerator/ files.",
-)
+@job_options(complete_setting)
 @click.option("--chart", type=FILE, help="Draw it: an .svg or .png picture, or an .html page.")
 @json_option
 def compare(**options: Any) -> int:

@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from nest_megatron.app.command_kinds import FILE, FOLDER, NEXT, Command, Group, json_option
-from nest_megatron.app.complete import complete_override
+from nest_megatron.app.command_kinds import FILE, NEXT, Command, Group, job_options, json_option
 
 _INSTANCE = click.Path(path_type=Path)
 #: ``\b`` keeps the lines of a paragraph as they are.
@@ -92,12 +91,7 @@ def nest_solve(instance: Path, **options: Any) -> int:
         "nest-megatron nest plan model=llama3_8b cluster=torus_3d research.topology=torus",
     ),
 )
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_override)
-@click.option(
-    "--config-dir",
-    type=FOLDER,
-    help="A folder with your own model/, cluster/ or accelerator/ files.",
-)
+@job_options()
 @json_option
 def nest_plan(**options: Any) -> int:
     """Find the fastest plan of the paper's recurrence for a job of the catalogue."""

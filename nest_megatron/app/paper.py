@@ -11,12 +11,13 @@ from nest_megatron.app.output import show, show_json
 from nest_megatron.comparison import NEST, Compared, compare
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.request import plan_request, read_inputs, read_space
+from nest_megatron.config.request import read_inputs, request_of
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.paper import figures, tables
 from nest_megatron.paper.outcome import Outcome, Report
 from nest_megatron.paper.published import Job
 from nest_megatron.plain import to_plain
+from nest_megatron.planner import PlanRequest
 from nest_megatron.recurrence.ablation import NUM_GPUS, table7_row
 from nest_megatron.recurrence.memory import Optimizer
 from nest_megatron.report.comparison import layout_words
@@ -44,6 +45,10 @@ def run_paper(
     as_json: bool,
 ) -> int:
     """Run one experiment, or the part of it that is asked for."""
+    if chart is not None:
+        from nest_megatron.report.paper_chart import check_figure
+
+        check_figure(name, chart)
     report = experiment(name, models=models, num_gpus=num_gpus, overrides=overrides)
     if chart is not None:
         from nest_megatron.report.paper_chart import draw_figure
@@ -104,20 +109,25 @@ def _runner(overrides: Sequence[str]) -> Callable[[Job, Sequence[str]], Mapping[
         size = "" if fixed is None else f", micro batch {fixed}"
         if sys.stderr.isatty():
             print(f"{job.model} on {job.num_gpus} of {job.cluster}{size}", file=sys.stderr)
-        settings = [
-            f"model={job.model}",
-            f"cluster={job.cluster}",
-            f"cluster.num_gpus={job.num_gpus}",
-            f"train.global_batch_size={GLOBAL_BATCH_SIZE}",
-            *overrides,
-            *([] if fixed is None else [f"train.micro_batch_size={fixed}"]),
-        ]
-        composed = compose(parse(settings))
-        request = plan_request(composed.config, read_inputs(composed), read_space(composed.config))
+        request = request_for(job, overrides)
         others = [name for name in planners if name != NEST]
         return {each.name: _outcome(each) for each in compare(request, others)}
 
     return run
+
+
+def request_for(job: Job, overrides: Sequence[str] = ()) -> PlanRequest:
+    """An experiment's job as every planner gets it; what the experiment fixes wins."""
+    fixed = job.micro_batch_size
+    settings = [
+        f"model={job.model}",
+        f"cluster={job.cluster}",
+        f"cluster.num_gpus={job.num_gpus}",
+        f"train.global_batch_size={GLOBAL_BATCH_SIZE}",
+        *overrides,
+        *([] if fixed is None else [f"train.micro_batch_size={fixed}"]),
+    ]
+    return request_of(compose(parse(settings)))
 
 
 def _zero_runner(overrides: Sequence[str]) -> tables.ZeroRunner:

@@ -13,6 +13,7 @@ from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.overrides import Setting, parse, refuse_sweeps, split_launcher
 from nest_megatron.config.request import plan_request, read_inputs, read_space
 from nest_megatron.errors import UserInputError
+from nest_megatron.files import require_folder
 from nest_megatron.launchers.megatron_lm.attach import with_launch
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
@@ -129,13 +130,7 @@ def check_out(composed: Composed) -> None:
             limit="it is a folder",
             fix=f"Name a file: {path / 'plan.yaml'}.",
         )
-    if not path.parent.is_dir():
-        raise UserInputError(
-            "out",
-            value=str(path),
-            limit=f"there is no folder {path.parent}",
-            fix=f"mkdir -p {path.parent}",
-        )
+    require_folder(path)
 
 
 def _plan_command(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from nest_megatron.app.profile_ranks import Ranks
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.compose import Composed
-from nest_megatron.config.request import plan_request, read_inputs, read_settings, read_space
+from nest_megatron.config.request import read_settings, request_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.framework.substitutes import quiet
 from nest_megatron.model.implementation import Implementation
@@ -128,7 +128,7 @@ def _wanted_shards(
     """Shards of the best plans by data sheets, where a cluster is given: they are needed first."""
     if composed.config.cluster is None:
         return ()
-    request = plan_request(composed.config, read_inputs(composed), read_space(composed.config))
+    request = request_of(composed)
     found = plan(dataclasses.replace(request, times=None))
     if not isinstance(found, ParallelPlan):
         return ()

@@ -223,6 +223,11 @@ def read_space(config: PlanConfig) -> SearchSpace:
     )
 
 
+def request_of(composed: Composed) -> PlanRequest:
+    """The whole question of a composed job, with nothing to say of it in between."""
+    return plan_request(composed.config, read_inputs(composed), read_space(composed.config))
+
+
 def plan_request(config: PlanConfig, inputs: Inputs, space: SearchSpace) -> PlanRequest:
     """The request that the planner takes.
 

@@ -25,6 +25,13 @@ MEMORY_COLOURS = {
 }
 OTHER_COLOUR = "#858b95"
 
+#: How matplotlib draws every picture.
+PICTURE_STYLE = {
+    "svg.hashsalt": "nest-megatron",  # the same file from the same plan
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # names are text, whatever they hold
+}
+
 _FORWARD = ("#9cc3ec", "#1d4f8c")
 _BACKWARD = ("#93d3c0", "#0f5f4b")
 

@@ -5,22 +5,19 @@ Lines are ours and open circles the paper's, each over its own nest. Needs matpl
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.files import write_bytes
+from nest_megatron.files import require_folder, write_bytes
 from nest_megatron.paper.outcome import Report, Row
+from nest_megatron.report.palette import PICTURE_STYLE
 
 SUFFIXES = (".png", ".svg")
-_STYLE = {
-    "font.size": 8,
-    "svg.hashsalt": "nest-megatron",
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-}
+_STYLE = {**PICTURE_STYLE, "font.size": 8}
 _COLOURS = {
     "manual": "#858b95",
     "mcmc": "#c98a00",
@@ -33,22 +30,35 @@ _WIDTH, _LEAST_WIDTH, _HEIGHT = 2.6, 6.5, 3.1
 _DPI = 130
 
 
+def check_figure(name: str, path: Path) -> None:
+    """Refuse a picture that cannot be drawn, before the minutes that an experiment takes.
+
+    Args:
+        name: of the experiment.
+
+    Raises:
+        UserInputError: for a table, another suffix, a missing folder, or without matplotlib.
+    """
+    if not name.startswith("figure"):
+        raise _wrong(name, "it is a table", "Leave --chart out, or run a figure.")
+    if path.suffix not in SUFFIXES:
+        raise _wrong(str(path), "a picture is an .svg or a .png", "Rename it.")
+    require_folder(path, "--chart")
+    if importlib.util.find_spec("matplotlib") is None:
+        fix = "pip install 'nest-megatron[report]'"
+        raise _wrong(str(path), "the picture is drawn by matplotlib", fix)
+
+
 def draw_figure(report: Report, path: Path) -> None:
     """Write a figure's picture.
 
     Raises:
-        UserInputError: for a table, another suffix, or without matplotlib.
+        UserInputError: as ``check_figure``, or if the file cannot be written.
     """
-    if not report.rows:
-        raise _wrong(report.name, "it is a table", "Leave --chart out, or run a figure.")
-    if path.suffix not in SUFFIXES:
-        raise _wrong(str(path), "a picture is an .svg or a .png", "Rename it.")
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        fix = "pip install 'nest-megatron[report]'"
-        raise _wrong(str(path), "the picture is drawn by matplotlib", fix) from error
+    check_figure(report.name, path)
+    import matplotlib
+    from matplotlib.figure import Figure
+
     models = list(dict.fromkeys(row.job.model for row in report.rows))
     with matplotlib.rc_context(_STYLE):
         size = (max(_LEAST_WIDTH, _WIDTH * len(models)), _HEIGHT)

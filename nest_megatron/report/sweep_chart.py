@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nest_megatron.report.palette import PICTURE_STYLE
 from nest_megatron.report.sweep_table import SweepRow, number_of
 
-_STYLE = {"svg.hashsalt": "nest-megatron", "svg.fonttype": "none", "text.parse_math": False}
 _COLOURS = ("#2f6fb7", "#c98a00", "#1f8a70", "#b3364b", "#7d57b2", "#858b95")
 _MARKS = "osD^vP"
 _BAD = "#b3261e"
@@ -30,7 +30,7 @@ def sweep_chart(rows: Sequence[SweepRow]) -> bytes:
     from matplotlib.figure import Figure
 
     axis = _axis(rows)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(PICTURE_STYLE):
         height = 4.2 if axis else 1.2 + 0.42 * len(rows)
         figure = Figure(figsize=(7.5, height), layout="constrained")
         axes = figure.subplots()

@@ -16,7 +16,7 @@ from typing import Any
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.report.palette import backward_colour, forward_colour, ink_on
+from nest_megatron.report.palette import PICTURE_STYLE, backward_colour, forward_colour, ink_on
 from nest_megatron.report.schedule_view import (
     ScheduleView,
     Span,
@@ -39,11 +39,6 @@ EDGE_COLOURS = {
 #: What the background of a picture means.
 WAITING = "waiting"
 _IDLE = "#eceef1"
-_STYLE = {
-    "svg.hashsalt": "nest-megatron",  # the same file from the same plan
-    "svg.fonttype": "none",
-    "text.parse_math": False,  # names are text, whatever they hold
-}
 
 
 def span_colour(span: Span, num_virtual: int) -> str:
@@ -153,7 +148,7 @@ def _rendered(plan: ParallelPlan, view: ScheduleView, suffix: str) -> bytes:
             fix="pip install 'nest-megatron[report]', or write a trace (.json) instead.",
         ) from error
     shown, ranks = windows(view), len(view.ranks)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(PICTURE_STYLE):
         height = 1.75 + max(0.5, min(0.34 * ranks, 5.0 + 0.05 * ranks))
         figure = Figure(figsize=(13.0, height), dpi=110, layout="constrained")
         lengths = [window.length for window in shown]
