@@ -71,6 +71,26 @@ def find(root: Any, path: str) -> Any:
     return root
 
 
+def whole(root: Any, path: str, *, called: str = "") -> int:
+    """A whole number of at least 1 at a path.
+
+    Args:
+        called: what the configuration is called in the error, in front of the path.
+
+    Raises:
+        UserInputError: if there is none.
+    """
+    value = find(root, path)
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise UserInputError(
+        f"{called}.{path}" if called else path,
+        value=None if value is ABSENT else value,
+        limit="it must be a whole number of at least 1",
+        fix=f"Set it in the {called or 'configuration'}.",
+    )
+
+
 def class_names(holder: Any) -> tuple[str, ...]:
     """Names of an object's class and its bases; for a Fiddle buildable, of what it builds."""
     built = getattr(holder, "__fn_or_cls__", type(holder))

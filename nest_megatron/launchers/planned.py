@@ -43,6 +43,15 @@ RESETS: Mapping[str, object] = {
     "num_distributed_optimizer_instances": 1,
     "fsdp_double_buffer": False,
 }
+#: Those of them that both frameworks keep in the model's own configuration.
+OF_THE_MODEL = (
+    "overlap_p2p_comm_warmup_flush",
+    "distribute_saved_activations",
+    "hierarchical_context_parallel_sizes",
+    "cp_comm_type",
+    "moe_shared_expert_overlap",
+)
+_FSDP_FORMAT = "fsdp_dtensor"
 #: Rules on flags of Megatron-LM's own command line, which these frameworks do without.
 _OF_THE_COMMAND_LINE = ("known_version", "activation_flag", "position_type", "positions")
 #: What must be the same in the job and in the model that was planned.
@@ -128,6 +137,37 @@ def contradicted_fields(
     for name, why in contradicted(plan, present).items():
         if name in RESETS:
             yield Wanted(path=table[name], value=RESETS[name], reason=why)
+
+
+def fsdp_fields(
+    root: Any,
+    plan: ParallelPlan,
+    *,
+    ckpt_format: str,
+    async_save: str,
+    averaging: str | None,
+    fusion: str,
+) -> Iterator[Wanted]:
+    """What goes with Megatron-FSDP, and its checkpoint format taken back where it is not used.
+
+    Args:
+        ckpt_format, async_save, averaging, fusion: paths; ``averaging`` is ``None`` where the
+            configuration of data parallelism is written as a whole.
+
+    Source: ``ConfigContainer.validate`` of Megatron-Bridge.
+    """
+    if plan.parallel.use_megatron_fsdp:
+        form = "the one format that Megatron-FSDP saves, without a second process"
+        yield Wanted(path=ckpt_format, value=_FSDP_FORMAT, reason=form)
+        yield Wanted(path=async_save, value=False, reason=form)
+        if averaging is not None:
+            alone = "Megatron-FSDP averages by itself"
+            yield Wanted(path=averaging, value=False, reason=alone)
+        fused = "Megatron-FSDP keeps its gradients apart"
+        yield Wanted(path=fusion, value=False, reason=fused)
+    elif find(root, ckpt_format) == _FSDP_FORMAT:
+        form = "only Megatron-FSDP saves that way"
+        yield Wanted(path=ckpt_format, value="torch_dist", reason=form)
 
 
 def expert_fields(root: Any, plan: ParallelPlan, prefix: str) -> Iterator[Wanted]:

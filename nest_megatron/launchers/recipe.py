@@ -20,6 +20,28 @@ from nest_megatron.parallel.recompute import (
 )
 from nest_megatron.parallel.zero import ZeroStage
 
+#: Items that megatron-core's ``ModelParallelConfig`` or a strategy around it holds.
+DEGREES = (
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "pipeline_model_parallel_layout",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+#: Items that its ``TransformerConfig`` holds.
+RECOMPUTE = (
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+)
 #: Item of a plan -> name of the same choice among Megatron-LM's arguments.
 _ARGUMENTS = {
     "tensor_model_parallel_size": "tensor_model_parallel_size",

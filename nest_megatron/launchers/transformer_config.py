@@ -136,6 +136,21 @@ def refuse_unplannable(config: Any, *wrappers: Any) -> None:
             raise _unplannable(f"model.{field}", None, "its layers are not megatron-core's")
 
 
+def refuse_adapters(adapters: Any, where: str) -> None:
+    """Raise for a job that trains adapters beside frozen weights (LoRA and its like).
+
+    Args:
+        adapters: what the job states of them, or ``None``.
+        where: the field that states it.
+
+    Raises:
+        UnplannableModelError: naming the field.
+    """
+    if adapters is not None:
+        name = class_names(adapters)[0]
+        raise _unplannable(where, name, "weights that are not trained are not described")
+
+
 def _family(config: Any) -> ModelFamily:
     bert = any("Bert" in name for name in class_names(config))
     return ModelFamily.BERT if bert else ModelFamily.GPT

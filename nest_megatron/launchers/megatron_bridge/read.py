@@ -7,10 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.errors import UnplannableModelError, UserInputError
-from nest_megatron.launchers.fields import ABSENT, class_names, find, value_or
-from nest_megatron.launchers.recipe import JobFields, Recipe, recipe_of
+from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.fields import find, value_or, whole
+from nest_megatron.launchers.recipe import (
+    DEGREES,
+    RECOMPUTE,
+    JobFields,
+    Recipe,
+    recipe_of,
+)
 from nest_megatron.launchers.transformer_config import (
+    refuse_adapters,
     refuse_unplannable,
     spec_from_transformer_config,
 )
@@ -18,27 +25,7 @@ from nest_megatron.model.spec import TransformerSpec
 
 #: Item of a plan -> field of a ``ConfigContainer`` (0.3.1; HEAD has the same).
 FIELDS: Mapping[str, str] = {
-    **{
-        name: f"model.{name}"
-        for name in (
-            "tensor_model_parallel_size",
-            "sequence_parallel",
-            "context_parallel_size",
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "pipeline_model_parallel_layout",
-            "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage",
-            "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-            "recompute_granularity",
-            "recompute_method",
-            "recompute_num_layers",
-            "recompute_modules",
-        )
-    },
+    **{name: f"model.{name}" for name in (*DEGREES, *RECOMPUTE)},
     "use_tp_pp_dp_mapping": "dist.use_tp_pp_dp_mapping",
     "use_distributed_optimizer": "optimizer.use_distributed_optimizer",
     "data_parallel_sharding_strategy": "ddp.data_parallel_sharding_strategy",
@@ -74,8 +61,8 @@ def read_recipe(
     variables = os.environ if environment is None else environment
     precision, fp8_recipe = _precision(cfg)
     sizes = JobFields(
-        global_batch_size=_whole(cfg, FIELDS["global_batch_size"]),
-        micro_batch_size=_whole(cfg, FIELDS["micro_batch_size"]),
+        global_batch_size=whole(cfg, FIELDS["global_batch_size"]),
+        micro_batch_size=whole(cfg, FIELDS["micro_batch_size"]),
         num_gpus=_number(variables, "WORLD_SIZE", "SLURM_NTASKS"),
         gpus_per_node=_number(variables, "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"),
         precision=precision,
@@ -124,13 +111,7 @@ def _require_container(cfg: Any) -> None:
                 fix="Give what a recipe such as llama3_8b_pretrain_config() returns.",
             )
     refuse_unplannable(cfg.model)
-    if value_or(cfg, "peft", None) is not None:
-        raise UnplannableModelError(
-            "cfg.peft",
-            value=class_names(cfg.peft)[0],
-            limit="weights that are not trained are not described",
-            fix="Launch this job without nest.",
-        )
+    refuse_adapters(value_or(cfg, "peft", None), "cfg.peft")
 
 
 def _seq_length(cfg: Any) -> int:
@@ -143,18 +124,6 @@ def _seq_length(cfg: Any) -> int:
         value=length,
         limit="neither the data nor the model says it",
         fix="Set it, in tokens.",
-    )
-
-
-def _whole(cfg: Any, path: str) -> int:
-    value = find(cfg, path)
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    raise UserInputError(
-        path,
-        value=None if value is ABSENT else value,
-        limit="it must be a whole number of at least 1",
-        fix="Set it in the configuration.",
     )
 
 

@@ -10,8 +10,10 @@ from nest_megatron.launchers.fields import ABSENT, Wanted, carry_out, changes, f
 from nest_megatron.launchers.megatron_bridge.read import FIELDS, ranks, read_spec, uses_fsdp
 from nest_megatron.launchers.overlap import keeps_shapes, link_fields, overlap_fields, stale_fields
 from nest_megatron.launchers.planned import (
+    OF_THE_MODEL,
     contradicted_fields,
     expert_fields,
+    fsdp_fields,
     layout_fields,
     pipeline_type_field,
     require_plannable,
@@ -23,17 +25,7 @@ from nest_megatron.parallel.plan import ParallelPlan
 
 #: Options that only go with some layouts -> where a configuration has them.
 _COMPANIONS = {
-    **{
-        name: f"model.{name}"
-        for name in (
-            "overlap_p2p_comm_warmup_flush",
-            "distribute_saved_activations",
-            "hierarchical_context_parallel_sizes",
-            "cp_comm_type",
-            "moe_shared_expert_overlap",
-            "microbatch_group_size_per_vp_stage",
-        )
-    },
+    **{name: f"model.{name}" for name in (*OF_THE_MODEL, "microbatch_group_size_per_vp_stage")},
     "num_distributed_optimizer_instances": "ddp.num_distributed_optimizer_instances",
     "fsdp_double_buffer": "ddp.fsdp_double_buffer",
 }
@@ -117,20 +109,14 @@ def _fsdp(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
     if fsdp or uses_fsdp(cfg):
         for path in ("dist.use_megatron_fsdp", "ddp.use_megatron_fsdp"):
             yield Wanted(path=path, value=fsdp, reason=why)
-    saves, form = (
-        "fsdp_dtensor",
-        "the one format that Megatron-FSDP saves, without a second process",
+    yield from fsdp_fields(
+        cfg,
+        plan,
+        ckpt_format="checkpoint.ckpt_format",
+        async_save="checkpoint.async_save",
+        averaging="ddp.average_in_collective",
+        fusion="model.gradient_accumulation_fusion",
     )
-    if fsdp:
-        yield Wanted(path="checkpoint.ckpt_format", value=saves, reason=form)
-        yield Wanted(path="checkpoint.async_save", value=False, reason=form)
-        alone = "Megatron-FSDP averages by itself"
-        yield Wanted(path="ddp.average_in_collective", value=False, reason=alone)
-        fused = "Megatron-FSDP keeps its gradients apart"
-        yield Wanted(path="model.gradient_accumulation_fusion", value=False, reason=fused)
-    elif find(cfg, "checkpoint.ckpt_format") == saves:
-        form = "only Megatron-FSDP saves that way"
-        yield Wanted(path="checkpoint.ckpt_format", value="torch_dist", reason=form)
 
 
 def _overlap(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:

@@ -7,10 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.errors import UnplannableModelError, UserInputError
-from nest_megatron.launchers.fields import ABSENT, class_names, find, value_or
-from nest_megatron.launchers.recipe import JobFields, Recipe, recipe_of
+from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.fields import ABSENT, class_names, find, value_or, whole
+from nest_megatron.launchers.recipe import (
+    DEGREES,
+    RECOMPUTE,
+    JobFields,
+    Recipe,
+    recipe_of,
+)
 from nest_megatron.launchers.transformer_config import (
+    refuse_adapters,
     refuse_unplannable,
     spec_from_transformer_config,
 )
@@ -19,33 +26,8 @@ from nest_megatron.model.spec import TransformerSpec
 #: Item of a plan -> field of a recipe. Source: NeMo 2.7.3 ``nemo.lightning.MegatronStrategy``,
 #: which copies its own sizes over those of ``model.config`` before the model is built.
 FIELDS: Mapping[str, str] = {
-    **{
-        name: f"trainer.strategy.{name}"
-        for name in (
-            "tensor_model_parallel_size",
-            "sequence_parallel",
-            "context_parallel_size",
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "pipeline_model_parallel_layout",
-            "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage",
-            "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-            "use_tp_pp_dp_mapping",
-        )
-    },
-    **{
-        name: f"model.config.{name}"
-        for name in (
-            "recompute_granularity",
-            "recompute_method",
-            "recompute_num_layers",
-            "recompute_modules",
-        )
-    },
+    **{name: f"trainer.strategy.{name}" for name in (*DEGREES, "use_tp_pp_dp_mapping")},
+    **{name: f"model.config.{name}" for name in RECOMPUTE},
     "use_distributed_optimizer": "optim.config.use_distributed_optimizer",
     "data_parallel_sharding_strategy": "trainer.strategy.ddp.data_parallel_sharding_strategy",
     "overlap_grad_reduce": "trainer.strategy.ddp.overlap_grad_reduce",
@@ -170,25 +152,11 @@ def _require_recipe(recipe: Any) -> None:
             fix="Launch this job without nest.",
         )
     for name in ("peft", "model_transform"):
-        if value_or(recipe, name, None) is not None:
-            raise UnplannableModelError(
-                f"recipe.{name}",
-                value=class_names(getattr(recipe, name))[0],
-                limit="weights that are not trained are not described",
-                fix="Launch this job without nest.",
-            )
+        refuse_adapters(value_or(recipe, name, None), f"recipe.{name}")
 
 
 def _whole(recipe: Any, path: str) -> int:
-    value = find(recipe, path)
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    raise UserInputError(
-        f"recipe.{path}",
-        value=None if value is ABSENT else value,
-        limit="it must be a whole number of at least 1",
-        fix="Set it in the recipe.",
-    )
+    return whole(recipe, path, called="recipe")
 
 
 def _vocabulary(recipe: Any, given: int | None) -> tuple[int, bool, tuple[str, ...]]:

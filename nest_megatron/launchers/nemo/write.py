@@ -18,8 +18,10 @@ from nest_megatron.launchers.fields import (
 from nest_megatron.launchers.nemo.read import FIELDS, num_devices, read_spec
 from nest_megatron.launchers.overlap import keeps_shapes, link_fields, overlap_fields, stale_fields
 from nest_megatron.launchers.planned import (
+    OF_THE_MODEL,
     contradicted_fields,
     expert_fields,
+    fsdp_fields,
     layout_fields,
     pipeline_type_field,
     require_plannable,
@@ -33,16 +35,7 @@ _CALLBACK = "MegatronCommOverlapCallback"
 _STRATEGY = "trainer.strategy"
 #: Options that only go with some layouts -> where a recipe has them.
 _COMPANIONS = {
-    **{
-        name: f"model.config.{name}"
-        for name in (
-            "overlap_p2p_comm_warmup_flush",
-            "distribute_saved_activations",
-            "hierarchical_context_parallel_sizes",
-            "cp_comm_type",
-            "moe_shared_expert_overlap",
-        )
-    },
+    **{name: f"model.config.{name}" for name in OF_THE_MODEL},
     "microbatch_group_size_per_vp_stage": f"{_STRATEGY}.microbatch_group_size_per_vp_stage",
     "num_distributed_optimizer_instances": f"{_STRATEGY}.num_distributed_optimizer_instances",
     "fsdp_double_buffer": f"{_STRATEGY}.ddp.fsdp_double_buffer",
@@ -143,20 +136,15 @@ def _data_parallel(recipe: Any, plan: ParallelPlan, ddp: Any) -> Iterator[Wanted
         yield Wanted(path=f"{_STRATEGY}.ddp", value=_ddp_config(recipe, plan), reason=why_ddp)
     else:
         yield Wanted(path=f"{_STRATEGY}.ddp.use_megatron_fsdp", value=fsdp, reason=why)
-        if fsdp:
-            alone = "Megatron-FSDP averages by itself"
-            yield Wanted(path=f"{_STRATEGY}.ddp.average_in_collective", value=False, reason=alone)
     yield Wanted(path=f"{_STRATEGY}.fsdp", value="megatron" if fsdp else None, reason=why)
-    saved, saves = find(recipe, f"{_STRATEGY}.save_ckpt_format"), "fsdp_dtensor"
-    if fsdp:
-        form = "the one format that Megatron-FSDP saves, without a second process"
-        yield Wanted(path=f"{_STRATEGY}.save_ckpt_format", value=saves, reason=form)
-        yield Wanted(path=f"{_STRATEGY}.ckpt_async_save", value=False, reason=form)
-        fused = "Megatron-FSDP keeps its gradients apart"
-        yield Wanted(path="model.config.gradient_accumulation_fusion", value=False, reason=fused)
-    elif saved == saves:
-        form = "only Megatron-FSDP saves that way"
-        yield Wanted(path=f"{_STRATEGY}.save_ckpt_format", value="torch_dist", reason=form)
+    yield from fsdp_fields(
+        recipe,
+        plan,
+        ckpt_format=f"{_STRATEGY}.save_ckpt_format",
+        async_save=f"{_STRATEGY}.ckpt_async_save",
+        averaging=None if isinstance(ddp, str) else f"{_STRATEGY}.ddp.average_in_collective",
+        fusion="model.config.gradient_accumulation_fusion",
+    )
 
 
 def _ddp_config(recipe: Any, plan: ParallelPlan) -> Any:
