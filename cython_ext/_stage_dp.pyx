@@ -49,8 +49,7 @@ from stage_work cimport (
     Need,
     Work,
     larger,
-    larger_int,
-    smaller_int,
+    smaller,
 )
 
 
@@ -83,9 +82,9 @@ cdef inline int32_t* take_narrow(Arena* arena, int64_t count) noexcept nogil:
     return <int32_t*>take(arena, count, sizeof(int32_t))
 
 
-cdef void lay_out(Work* w, Arena* arena, int num_levels) noexcept nogil:
+cdef void lay_out(Work* w, Arena* arena, Py_ssize_t num_levels) noexcept nogil:
     """Give every table its place."""
-    cdef int64_t n = w.n, p = w.p, chunks = <int64_t>w.p * w.v
+    cdef int64_t n = w.n, p = w.p, chunks = w.p * w.v
     w.send_forward = take_wide(arena, chunks)
     w.send_backward = take_wide(arena, chunks)
     w.forward = take_wide(arena, n + 1)
@@ -127,7 +126,7 @@ cdef void lay_out(Work* w, Arena* arena, int num_levels) noexcept nogil:
 
 cdef void lay_out_simulator(Work* w, Arena* arena) noexcept nogil:
     """Places of what only a simulation and the search after it need."""
-    cdef int64_t p = w.p, chunks = <int64_t>w.p * w.v
+    cdef int64_t p = w.p, chunks = w.p * w.v
     w.path = take_narrow(arena, chunks + 1)
     w.best = take_narrow(arena, chunks + 1)
     w.end_forward = take_wide(arena, p)
@@ -137,16 +136,16 @@ cdef void lay_out_simulator(Work* w, Arena* arena) noexcept nogil:
     if w.v > 1:
         w.kept = take_wide(arena, 3 * p)
         return
-    w.cell_first = take_narrow(arena, w.num_nodes)
-    w.cell_end = take_narrow(arena, w.num_nodes)
-    w.live = take_narrow(arena, w.num_nodes)
-    w.cursor = take_narrow(arena, p)
+    w.cell_first = take_wide(arena, w.num_nodes)
+    w.cell_end = take_wide(arena, w.num_nodes)
+    w.live = take_wide(arena, w.num_nodes)
+    w.cursor = take_wide(arena, p)
     w.count_forward = take_wide(arena, p)
     w.count_backward = take_wide(arena, p)
     w.old_forward = take_wide(arena, p)
     w.old_backward = take_wide(arena, p)
-    w.row_first = take_narrow(arena, w.m + p)
-    w.row_count = take_narrow(arena, w.m + p)
+    w.row_first = take_wide(arena, w.m + p)
+    w.row_count = take_wide(arena, w.m + p)
     w.choice = <uint8_t*>take(arena, (w.m + p) * p, 1)
 
 
@@ -163,11 +162,11 @@ cdef void lay_out_search(Work* w, Arena* arena) noexcept nogil:
 
 cdef void lay_out_nogoods(Work* w, Arena* arena) noexcept nogil:
     """Places of the needs of open levels, and of those kept."""
-    cdef int64_t count = <int64_t>w.num_live * w.max_nogoods
-    w.needs = take_wide(arena, <int64_t>w.p * w.max_cuts)
-    w.live_index = take_narrow(arena, w.num_nodes)
-    w.nogoods_made = take_narrow(arena, w.num_nodes)
-    w.nogood_size = take_narrow(arena, count)
+    cdef int64_t count = w.num_live * w.max_nogoods
+    w.needs = take_wide(arena, w.p * w.max_cuts)
+    w.live_index = take_wide(arena, w.num_nodes)
+    w.nogoods_made = take_wide(arena, w.num_nodes)
+    w.nogood_size = take_wide(arena, count)
     w.nogoods = <Need*>take(arena, count * w.max_needs, sizeof(Need))
 
 
@@ -177,9 +176,9 @@ cdef void lay_out_layouts(Work* w, Arena* arena, int64_t count) noexcept nogil:
     w.member_bound = take_wide(arena, count)
 
 
-cdef void finish_tables(Work* w, int num_levels) noexcept nogil:
+cdef void finish_tables(Work* w, Py_ssize_t num_levels) noexcept nogil:
     """What follows from the units: sparse tables, recomputed layers, sums of transfers."""
-    cdef int n = w.n, x, k, level, half
+    cdef Py_ssize_t n = w.n, x, k, level, half
     w.log2[0] = w.log2[1] = 0
     for x in range(2, n + 1):
         w.log2[x] = w.log2[x >> 1] + 1
@@ -195,9 +194,9 @@ cdef void finish_tables(Work* w, int num_levels) noexcept nogil:
                     w.block_working[(level - 1) * n + x + half],
                 )
     for x in range(n + 1):
-        w.again_first[x] = larger_int(x, 1)
-        w.again_end[x] = larger_int(
-            w.again_first[x], smaller_int(w.again_first[x] + w.block, w.num_layers + 1)
+        w.again_first[x] = larger(x, 1)
+        w.again_end[x] = larger(
+            w.again_first[x], smaller(w.again_first[x] + w.block, w.num_layers + 1)
         )
     if w.v == 1:
         w.sent_forward[0] = w.sent_backward[0] = 0
@@ -208,7 +207,7 @@ cdef void finish_tables(Work* w, int num_levels) noexcept nogil:
 
 cdef void add_units(Work* w, const uint8_t* kinds, const int64_t* costs) noexcept nogil:
     """Prefix sums from the costs [num_kinds, NUM_FIELDS] of each unit's kind; no checks."""
-    cdef int x
+    cdef Py_ssize_t x
     cdef const int64_t* c
     cdef bint layer
     w.forward[0] = w.backward[0] = w.again_backward[0] = w.head_least[0] = w.head_rest[0] = 0
@@ -234,7 +233,7 @@ cdef void add_units(Work* w, const uint8_t* kinds, const int64_t* costs) noexcep
 
 
 cdef bint too_large(
-    const uint8_t* kinds, const int64_t* costs, Work* w, int num_kinds
+    const uint8_t* kinds, const int64_t* costs, Work* w, Py_ssize_t num_kinds
 ) noexcept nogil:
     """Whether a value is negative where it may not be, or any sum could leave int64.
 
@@ -244,7 +243,7 @@ cdef bint too_large(
     cdef double times = 0, edges = 0, kept = 0, static_bytes = 0, working = 0, m = <double>w.m
     cdef double most_bytes
     cdef const int64_t* c
-    cdef int x, field
+    cdef Py_ssize_t x, field
     for x in range(num_kinds):
         c = costs + x * NUM_FIELDS
         for field in range(NUM_FIELDS):
@@ -272,7 +271,7 @@ cdef bint too_large(
 
 
 cdef object solution_of(const Work* w, int status):
-    cdef int length = w.p * w.v + 1, k
+    cdef Py_ssize_t length = w.p * w.v + 1, k
     boundaries = tuple([w.best[k] for k in range(length)]) if w.found else ()
     return (
         status,
@@ -285,13 +284,13 @@ cdef object solution_of(const Work* w, int status):
 
 
 def solve(
-    int p,
-    int v,
+    Py_ssize_t p,
+    Py_ssize_t v,
     int64_t m,
     bytes unit_kinds,
     tuple costs,
-    int num_layers,
-    int block_num_layers,
+    Py_ssize_t num_layers,
+    Py_ssize_t block_num_layers,
     tuple send_forward,
     tuple send_backward,
     bint overlap_p2p,
@@ -299,10 +298,10 @@ def solve(
     int64_t constant,
     int64_t threshold,
     int64_t node_limit,
-    int max_cuts,
+    Py_ssize_t max_cuts,
     int64_t nogoods_after,
-    int max_nogoods,
-    int max_needs,
+    Py_ssize_t max_nogoods,
+    Py_ssize_t max_needs,
 ):
     """Solve one stage problem; the arguments are the fields of a ``PipelineProblem``.
 
@@ -330,14 +329,16 @@ def solve(
     cdef Arena learned = Arena(NULL, 0)
     cdef const uint8_t* kinds = unit_kinds
     cdef int64_t[NUM_FIELDS * 256] unit_costs
-    cdef int num_levels, status, field, index
+    cdef int status
+    cdef Py_ssize_t num_levels, field, index
     cdef int64_t count
     if w == NULL:
         raise MemoryError
     try:
         memset(w, 0, sizeof(Work))
-        w.p, w.v, w.n, w.m = p, v, <int>len(unit_kinds), m
-        w.num_layers, w.block, w.overlap = num_layers, block_num_layers, overlap_p2p
+        w.p, w.v, w.n, w.m = p, v, len(unit_kinds), m
+        w.num_layers, w.overlap = num_layers, overlap_p2p
+        w.block = smaller(block_num_layers, num_layers)
         w.capacity, w.constant = capacity_bytes, constant
         w.threshold, w.node_limit = threshold, node_limit
         w.max_cuts, w.max_nogoods, w.max_needs = max_cuts, max_nogoods, max_needs
@@ -358,7 +359,7 @@ def solve(
         for index in range(p * v):
             w.send_forward[index] = send_forward[index]
             w.send_backward[index] = send_backward[index]
-        if too_large(kinds, unit_costs, w, <int>len(costs)):
+        if too_large(kinds, unit_costs, w, len(costs)):
             return None
         with nogil:
             add_units(w, kinds, unit_costs)

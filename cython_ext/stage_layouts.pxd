@@ -24,8 +24,8 @@ from stage_work cimport (
 
 cdef inline int64_t visit_layouts(Work* w, bint store) noexcept nogil:
     """Number of layouts in the declared space, in its order; written to ``members`` if asked."""
-    cdef int apart, first, last, base, extra, rising
-    cdef int interior = w.p * w.v - 2, most = w.num_layers // interior + 1
+    cdef Py_ssize_t apart, first, last, base, extra, rising
+    cdef Py_ssize_t interior = w.p * w.v - 2, most = w.num_layers // interior + 1
     cdef int64_t count = 0
     for apart in range(2 if w.n == w.num_layers + 3 and w.p > 2 else 1):
         for first in range(most, -1, -1):
@@ -42,9 +42,15 @@ cdef inline int64_t visit_layouts(Work* w, bint store) noexcept nogil:
 
 
 cdef inline void write_layout(
-    Work* w, int64_t index, int first, int base, int extra, bint rising, bint apart
+    Work* w,
+    int64_t index,
+    Py_ssize_t first,
+    Py_ssize_t base,
+    Py_ssize_t extra,
+    bint rising,
+    bint apart,
 ) noexcept nogil:
-    cdef int chunks = w.p * w.v, interior = chunks - 2, k
+    cdef Py_ssize_t chunks = w.p * w.v, interior = chunks - 2, k
     cdef int32_t* marks = w.members + index * (chunks + 1)
     marks[0] = 0
     marks[1] = 1 + first
@@ -57,15 +63,15 @@ cdef inline void write_layout(
     marks[chunks] = w.n
 
 
-cdef inline int64_t most_saved(const Work* w, int rank) noexcept nogil:
+cdef inline int64_t most_saved(const Work* w, Py_ssize_t rank) noexcept nogil:
     """Peak of the activations that a rank keeps, from ``saved_chunk``; bytes.
 
     After its warm-up a rank keeps a forward and a backward pass apart by a constant number of
     passes, and the mix of chunks repeats after ``p * v`` of them. Between two changes of chunk the
     sum is linear.
     """
-    cdef int p = w.p, v = w.v, chunk_in, chunk_out, i
-    cdef int64_t group = <int64_t>p * v, total = w.m * v, ahead, held = 0, peak, done, length
+    cdef Py_ssize_t p = w.p, v = w.v, chunk_in, chunk_out, i
+    cdef int64_t group = p * v, total = w.m * v, ahead, held = 0, peak, done, length
     cdef int64_t change, saved_in
     ahead = smaller(2 * (p - rank - 1) + (v - 1) * p, total)
     for i in range(v):
@@ -75,8 +81,8 @@ cdef inline int64_t most_saved(const Work* w, int rank) noexcept nogil:
     peak = held
     done = 0
     while done < smaller(group, total - ahead):
-        chunk_in = <int>((ahead + done) % group // p)
-        chunk_out = v - 1 - <int>(done // p)
+        chunk_in = (ahead + done) % group // p
+        chunk_out = v - 1 - done // p
         length = smaller(p - (ahead + done) % p, p - done % p)
         length = smaller(length, smaller(group, total - ahead) - done)
         saved_in = w.saved_chunk[chunk_in * p + rank]
@@ -88,7 +94,7 @@ cdef inline int64_t most_saved(const Work* w, int rank) noexcept nogil:
 
 
 cdef inline bint layout_fits(Work* w, const int32_t* marks) noexcept nogil:
-    cdef int p = w.p, i, k, rank
+    cdef Py_ssize_t p = w.p, i, k, rank
     cdef int64_t fixed, working
     if w.all_fit:
         return True
@@ -105,9 +111,9 @@ cdef inline bint layout_fits(Work* w, const int32_t* marks) noexcept nogil:
     return True
 
 
-cdef inline int64_t price_rank(Work* w, const int32_t* marks, int rank) noexcept nogil:
+cdef inline int64_t price_rank(Work* w, const int32_t* marks, Py_ssize_t rank) noexcept nogil:
     """Fill the simulator's times, head and tail of a rank; its optimizer step, ticks."""
-    cdef int p = w.p, i, k, x, y
+    cdef Py_ssize_t p = w.p, i, k, x, y
     cdef int64_t least_head = 0, rest_head = 0, least_tail = 0, rest_tail = 0, optimizer = 0
     for i in range(w.v):
         k = i * p + rank
@@ -133,7 +139,7 @@ cdef inline int64_t price_rank(Work* w, const int32_t* marks, int rank) noexcept
 
 cdef inline int64_t price_layout(Work* w, const int32_t* marks) noexcept nogil:
     """Price every rank; the largest optimizer step, ticks."""
-    cdef int rank
+    cdef Py_ssize_t rank
     cdef int64_t slowest = 0
     for rank in range(w.p):
         slowest = larger(slowest, price_rank(w, marks, rank))
@@ -145,7 +151,7 @@ cdef inline int64_t work_bound(Work* w, const int32_t* marks, int64_t limit) noe
 
     What does not matter is not computed: from ``limit`` on, only that the bound is no smaller.
     """
-    cdef int p = w.p, i, k, rank
+    cdef Py_ssize_t p = w.p, i, k, rank
     cdef int64_t longest = 0, slowest = 0, reach = 0, drain = 0, work, bound = 0
     for rank in range(p):
         slowest = larger(slowest, price_rank(w, marks, rank))
@@ -174,9 +180,9 @@ cdef inline int64_t simulate_layout(Work* w, int64_t slowest) noexcept nogil:
     ranks run both, the chunks repeat every ``p * v`` steps; if a period moved every clock by the
     same time, so will all further ones.
     """
-    cdef int p = w.p, v = w.v, rank
-    cdef int64_t group = <int64_t>p * v, total = w.m * v, u, last, lag, full, mark, periods, value
-    lag = <int64_t>(v - 1) * p + 2 * (p - 1)
+    cdef Py_ssize_t p = w.p, v = w.v, rank
+    cdef int64_t group = p * v, total = w.m * v, u, last, lag, full, mark, periods, value
+    lag = (v - 1) * p + 2 * (p - 1)
     full = -1
     # end_backward: the rank's clock; end_forward, step_backward: latest arrivals at its neighbours.
     for rank in range(p):
@@ -213,7 +219,7 @@ cdef inline int64_t simulate_layout(Work* w, int64_t slowest) noexcept nogil:
 
 
 cdef inline bint moved_alike(const Work* w, int64_t change) noexcept nogil:
-    cdef int rank
+    cdef Py_ssize_t rank
     for rank in range(w.p):
         if (
             w.end_backward[rank] - w.kept[3 * rank] != change
@@ -225,14 +231,14 @@ cdef inline bint moved_alike(const Work* w, int64_t change) noexcept nogil:
 
 
 cdef inline void layout_step(Work* w, int64_t u, int64_t lag, int64_t total) noexcept nogil:
-    cdef int p = w.p, v = w.v, rank, chunk, chunks = w.p * w.v
-    cdef int64_t group = <int64_t>p * v, index, clock, from_last = w.end_forward[p - 1]
+    cdef Py_ssize_t p = w.p, v = w.v, rank, chunk, chunks = w.p * w.v
+    cdef int64_t group = p * v, index, clock, from_last = w.end_forward[p - 1]
     cdef int64_t from_first = w.step_backward[0]
     for rank in range(p - 1, -1, -1):
         index = u - rank
         if not 0 <= index < total:
             continue
-        chunk = <int>(index % group // p) * p + rank
+        chunk = index % group // p * p + rank
         clock = w.end_backward[rank]
         if rank > 0:
             clock = larger(clock, w.end_forward[rank - 1])
@@ -245,7 +251,7 @@ cdef inline void layout_step(Work* w, int64_t u, int64_t lag, int64_t total) noe
         index = u - lag + rank
         if not 0 <= index < total:
             continue
-        chunk = (v - 1 - <int>(index % group // p)) * p + rank
+        chunk = (v - 1 - index % group // p) * p + rank
         clock = w.end_backward[rank]
         if rank < p - 1:
             clock = larger(clock, w.step_backward[rank + 1])
@@ -258,10 +264,10 @@ cdef inline void layout_step(Work* w, int64_t u, int64_t lag, int64_t total) noe
 
 cdef inline int prepare_layouts(Work* w) noexcept nogil:
     """Bounds of the layouts that fit, and the most promising one simulated; as ``prepare``."""
-    cdef int chunks = w.p * w.v, guess = -1
+    cdef Py_ssize_t chunks = w.p * w.v, guess = -1
     cdef int64_t all_layouts = visit_layouts(w, True), index, kept = 0, limit
     cdef int32_t* marks
-    cdef int k
+    cdef Py_ssize_t k
     w.lower = NO_THRESHOLD
     for index in range(all_layouts):
         marks = w.members + index * (chunks + 1)
@@ -277,9 +283,9 @@ cdef inline int prepare_layouts(Work* w) noexcept nogil:
         w.member_bound[kept] = work_bound(w, marks, limit)
         if w.member_bound[kept] < w.lower:
             w.lower = w.member_bound[kept]
-            guess = <int>kept
+            guess = kept
         kept += 1
-    w.num_members = <int>kept
+    w.num_members = kept
     w.nodes = kept
     if kept == 0:
         return STATUS_INFEASIBLE
@@ -288,7 +294,7 @@ cdef inline int prepare_layouts(Work* w) noexcept nogil:
     if w.node_limit == 0:
         w.nodes = 0
         return STATUS_LIMIT
-    marks = w.members + <int64_t>guess * (chunks + 1)
+    marks = w.members + guess * (chunks + 1)
     w.threshold = smaller(w.threshold, simulate_layout(w, price_layout(w, marks)) + 1)
     w.simulations = 1
     return PAUSED
@@ -296,11 +302,11 @@ cdef inline int prepare_layouts(Work* w) noexcept nogil:
 
 cdef inline int search_layouts(Work* w) noexcept nogil:
     """Simulate the next layout that may win; as ``search``."""
-    cdef int chunks = w.p * w.v, k
+    cdef Py_ssize_t chunks = w.p * w.v, k
     cdef int64_t time
     cdef int32_t* marks
     while w.next_member < w.num_members:
-        marks = w.members + <int64_t>w.next_member * (chunks + 1)
+        marks = w.members + w.next_member * (chunks + 1)
         w.next_member += 1
         if w.member_bound[w.next_member - 1] < w.threshold:
             time = simulate_layout(w, price_layout(w, marks))

@@ -28,7 +28,7 @@ cdef inline int64_t simulate_rows(Work* w, const int32_t* marks) noexcept nogil:
     backward pass of micro batch ``s``, so that a pass needs passes of its own row and the one
     before alone. Ranks are advanced last to first.
     """
-    cdef int p = w.p, i
+    cdef Py_ssize_t p = w.p, i
     cdef int64_t m = w.m, row, skipped, latest, slowest, value, here
     cdef uint8_t* last = NULL
     cdef uint8_t* choice
@@ -48,8 +48,8 @@ cdef inline int64_t simulate_rows(Work* w, const int32_t* marks) noexcept nogil:
     w.num_records = 0
     row = 1 - p
     while row < m:
-        choice = w.choice + <int64_t>w.num_records * p
-        w.row_first[w.num_records] = <int32_t>row
+        choice = w.choice + w.num_records * p
+        w.row_first[w.num_records] = row
         w.row_count[w.num_records] = 1
         w.num_records += 1
         if row < 0 or row > m - p:
@@ -66,7 +66,7 @@ cdef inline int64_t simulate_rows(Work* w, const int32_t* marks) noexcept nogil:
                 for i in range(p):
                     w.end_forward[i] += skipped * w.step_forward[i]
                     w.end_backward[i] += skipped * w.step_backward[i]
-                w.row_count[w.num_records - 1] += <int32_t>skipped
+                w.row_count[w.num_records - 1] += skipped
                 row += skipped
     for i in range(p):
         here = w.end_backward[i] + w.tail[i]
@@ -78,7 +78,7 @@ cdef inline int64_t simulate_rows(Work* w, const int32_t* marks) noexcept nogil:
 
 cdef inline void partial_row(Work* w, int64_t row, uint8_t* choice) noexcept nogil:
     """A row of the start or the end, where some ranks have no forward or no backward pass."""
-    cdef int p = w.p, i
+    cdef Py_ssize_t p = w.p, i
     cdef int64_t m = w.m, start, clock
     cdef int bits
     for i in range(p - 1, -1, -1):
@@ -109,7 +109,7 @@ cdef inline bint full_row(Work* w, uint8_t* choice, const uint8_t* last) noexcep
 
     ``last`` is that row's choices, or NULL.
     """
-    cdef int p = w.p, i
+    cdef Py_ssize_t p = w.p, i
     cdef int64_t start, clock, behind, forward, backward, change = 0
     cdef int bits
     behind = -NO_THRESHOLD
@@ -147,7 +147,7 @@ cdef inline int64_t rows_alike(const Work* w, const uint8_t* choice, int64_t mos
 
     Each maximum's two arguments drift apart or together by the difference of their increments.
     """
-    cdef int p = w.p, i
+    cdef Py_ssize_t p = w.p, i
     cdef int64_t lead, drift
     for i in range(p):
         if i > 0:
@@ -181,9 +181,11 @@ cdef inline void walk_back(Work* w) noexcept nogil:
     Of two passes that a pass waited for, the one on the other rank is followed. In a run of equal
     rows the walk soon repeats itself; then whole rounds are counted at once.
     """
-    cdef int p = w.p, rank = w.path_tail, record = w.num_records - 1, bits
+    cdef Py_ssize_t p = w.p, rank = w.path_tail
+    cdef int bits
     cdef int64_t m = w.m, row = m - 1, first, rounds, marked_row = 0
-    cdef int steps = 0, marked_rank = -1, i
+    cdef int64_t record = w.num_records - 1, steps = 0
+    cdef Py_ssize_t marked_rank = -1, i
     cdef bint is_forward = False, marked_forward = False
     memset(w.count_forward, 0, p * sizeof(int64_t))
     memset(w.count_backward, 0, p * sizeof(int64_t))
@@ -211,7 +213,7 @@ cdef inline void walk_back(Work* w) noexcept nogil:
                     w.count_forward[i] += rounds * (w.count_forward[i] - w.old_forward[i])
                     w.count_backward[i] += rounds * (w.count_backward[i] - w.old_backward[i])
                 marked_rank = -1
-        bits = w.choice[<int64_t>record * p + rank]
+        bits = w.choice[record * p + rank]
         if is_forward:
             w.count_forward[rank] += 1
             if bits & BY_SOURCE:

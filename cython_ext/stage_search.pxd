@@ -30,11 +30,9 @@ from stage_work cimport (
     ceiling,
     first_start,
     larger,
-    larger_int,
     last_start,
     node_of,
     smaller,
-    smaller_int,
     stage_backward,
     stage_forward,
 )
@@ -48,11 +46,11 @@ cdef inline int active(int64_t least, int64_t rest) noexcept nogil:
 
 
 cdef inline int64_t weight_of(
-    const Work* w, const Cut* cut, int k, int x, const Cell* cell
+    const Work* w, const Cut* cut, Py_ssize_t k, Py_ssize_t x, const Cell* cell
 ) noexcept nogil:
     """What stage ``k`` with a cell's units adds to a cut, ticks."""
     cdef int64_t weight
-    cdef int y = cell.end
+    cdef Py_ssize_t y = cell.end
     weight = cut.forward[k] * cell.forward + cut.backward[k] * cell.backward
     if k == cut.head_rank:
         if cut.head_kind == 1:
@@ -69,15 +67,15 @@ cdef inline int64_t weight_of(
     return weight
 
 
-cdef inline void add_cut(Work* w, const int32_t* marks, int depth) noexcept nogil:
+cdef inline void add_cut(Work* w, const int32_t* marks, Py_ssize_t depth) noexcept nogil:
     """Keep the critical path of the schedule just simulated; the oldest makes room.
 
     ``marks`` [p + 1] is its partition; the sums so far follow ``path`` down to ``depth`` stages.
     """
     cdef Cut* cut = &w.cuts[w.num_cuts % w.max_cuts]
-    cdef int p = w.p, k, x, y, index, node
+    cdef Py_ssize_t p = w.p, k, x, y, index, node
     cdef int64_t least
-    cdef int i
+    cdef Py_ssize_t i
     cdef const Cell* cell
     cdef Cell here
     forget_cut(w, w.num_cuts % w.max_cuts)
@@ -113,13 +111,13 @@ cdef inline void add_cut(Work* w, const int32_t* marks, int depth) noexcept nogi
         cut.so_far[k + 1] = cut.so_far[k] + weight_of(w, cut, k, x, &here)
 
 
-cdef inline bint cut_off(Work* w, int k, int x, const Cell* cell) noexcept nogil:
+cdef inline bint cut_off(Work* w, Py_ssize_t k, Py_ssize_t x, const Cell* cell) noexcept nogil:
     """Whether a cut proves that nothing below this branch wins; else extend the sums so far.
 
     Of the cuts that prove it, one that asks nothing new of the prefix is enough, or else the one
     with the most to spare. So their order does not matter, and the last to succeed is asked first.
     """
-    cdef int held = smaller_int(w.num_cuts, w.max_cuts), i, index, best = -1
+    cdef Py_ssize_t held = smaller(w.num_cuts, w.max_cuts), i, index, best = -1
     cdef int64_t so_far, margin, most = -1
     cdef bint learns = not w.barred[k]
     cdef Cut* cut
@@ -147,7 +145,7 @@ cdef inline void collect_ranges(Work* w) noexcept nogil:
 
     Sets ``live``, ``cell_first``, ``cell_end`` (room for the cells, in order) and ``num_cells``.
     """
-    cdef int p = w.p, n = w.n, k, x, y, low, node
+    cdef Py_ssize_t p = w.p, n = w.n, k, x, y, low, node
     cdef int64_t forward, backward, bound
     cdef int64_t* behind
     memset(w.scratch_end, 0, (n + 2) * sizeof(int32_t))
@@ -167,8 +165,8 @@ cdef inline void collect_ranges(Work* w) noexcept nogil:
                 continue
             w.live[w.num_live] = node
             w.num_live += 1
-            w.cell_first[node] = <int32_t>w.num_cells
-            for y in range(larger_int(low, x + 1), w.fit_end[node] + 1):
+            w.cell_first[node] = w.num_cells
+            for y in range(larger(low, x + 1), w.fit_end[node] + 1):
                 forward = stage_forward(w, k, x, y)
                 backward = stage_backward(w, k, x, y)
                 if least_bound(w, k, x, forward, backward) >= w.threshold:
@@ -180,12 +178,12 @@ cdef inline void collect_ranges(Work* w) noexcept nogil:
                     if k < p - 1:
                         w.cell_end[node_of(w, k + 1, y)] = 1
                     w.num_cells += 1
-            w.cell_end[node] = <int32_t>w.num_cells
+            w.cell_end[node] = w.num_cells
 
 
 cdef inline void fill_cells(Work* w) noexcept nogil:
     """The cells counted by ``collect_ranges``."""
-    cdef int p = w.p, n = w.n, k, x, y, low, node, index
+    cdef Py_ssize_t p = w.p, n = w.n, k, x, y, low, node, index
     cdef int64_t forward, backward, bound
     cdef int64_t* behind
     cdef Cell* cell = w.cells
@@ -215,7 +213,7 @@ cdef inline void fill_cells(Work* w) noexcept nogil:
 
 cdef inline void keep_best(Work* w, int64_t time) noexcept nogil:
     """The partition in ``path`` is the best so far."""
-    cdef int k
+    cdef Py_ssize_t k
     w.iteration = time
     w.found = 1
     for k in range(w.p + 1):
@@ -224,7 +222,7 @@ cdef inline void keep_best(Work* w, int64_t time) noexcept nogil:
 
 cdef inline void first_guess(Work* w) noexcept nogil:
     """The bottleneck program's partition, largest stages first, into ``path``; simulate it."""
-    cdef int p = w.p, k, x, y
+    cdef Py_ssize_t p = w.p, k, x, y
     cdef int64_t target = w.bottleneck[0], time
     cdef int64_t* behind
     w.path[0] = 0
@@ -246,7 +244,7 @@ cdef inline void first_guess(Work* w) noexcept nogil:
 
 cdef inline void visit_leaf(Work* w) noexcept nogil:
     cdef int64_t time = simulate_rows(w, w.path)
-    cdef int index = w.num_cuts % w.max_cuts
+    cdef Py_ssize_t index = w.num_cuts % w.max_cuts
     cdef int64_t* so_far
     w.simulations += 1
     if time < w.threshold:
@@ -259,7 +257,7 @@ cdef inline void visit_leaf(Work* w) noexcept nogil:
 
 cdef inline int search(Work* w) noexcept nogil:
     """Go on with the search; its status, or PAUSED to let the caller look at signals."""
-    cdef int p = w.p, k = w.depth, node
+    cdef Py_ssize_t p = w.p, k = w.depth, node
     cdef Cell* cell
     while True:
         node = node_of(w, k, w.path[k])
@@ -292,7 +290,7 @@ cdef inline int search(Work* w) noexcept nogil:
 
 cdef inline void start_search(Work* w) noexcept nogil:
     """Cells, the first guess's cut, and the search at its first stage."""
-    cdef int k
+    cdef Py_ssize_t k
     cdef int64_t i
     for k in range(w.p):
         w.barred[k] = 1

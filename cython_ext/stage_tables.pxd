@@ -11,12 +11,10 @@ from stage_work cimport (
     again_until,
     first_start,
     larger,
-    larger_int,
     last_start,
     most_working,
     node_of,
     smaller,
-    smaller_int,
     stage_backward,
     stage_forward,
     stage_head,
@@ -25,7 +23,7 @@ from stage_work cimport (
 )
 
 
-cdef inline bint stage_fits(const Work* w, int k, int x, int y) noexcept nogil:
+cdef inline bint stage_fits(const Work* w, Py_ssize_t k, Py_ssize_t x, Py_ssize_t y) noexcept nogil:
     cdef int64_t live = smaller(w.m, w.p - k)
     cdef int64_t peak = w.static_bytes[y] - w.static_bytes[x] + live * sum_saved(w, x, y)
     return peak + most_working(w, x, y) <= w.capacity
@@ -33,18 +31,18 @@ cdef inline bint stage_fits(const Work* w, int k, int x, int y) noexcept nogil:
 
 cdef inline void tabulate_fit(Work* w) noexcept nogil:
     """``fit_end``: last end of stage ``k`` from unit ``x`` that fits, ``x`` if there is none."""
-    cdef int p = w.p, n = w.n, k, x, y, end, last
+    cdef Py_ssize_t p = w.p, n = w.n, k, x, y, end, last
     for x in range(n):
-        k = 0 if x == 0 else larger_int(1, x - (n - p))
+        k = 0 if x == 0 else larger(1, x - (n - p))
         last = x
         while k <= x and k < p:
             end = n - (p - 1 - k)
             if k == 0 and p > 1:
                 # Megatron keeps MTP layers off the first of several ranks.
-                end = smaller_int(end, w.num_layers + 1)
+                end = smaller(end, w.num_layers + 1)
             y = last
             if not w.block and k > 0 and x > k:
-                y = larger_int(y, w.fit_end[node_of(w, k, x - 1)])
+                y = larger(y, w.fit_end[node_of(w, k, x - 1)])
             if y < end:
                 if stage_fits(w, k, x, end):
                     y = end
@@ -60,7 +58,7 @@ cdef inline void tabulate_fit(Work* w) noexcept nogil:
 
 cdef inline void tabulate_after(Work* w) noexcept nogil:
     """Least backward time of stages ``k ..`` from unit ``x``, through stages that fit; ticks."""
-    cdef int p = w.p, n = w.n, k, x, y, low, end, split
+    cdef Py_ssize_t p = w.p, n = w.n, k, x, y, low, end, split
     cdef int64_t best, own
     cdef int64_t* behind
     cdef int64_t* here
@@ -108,7 +106,7 @@ cdef inline void tabulate_after(Work* w) noexcept nogil:
 
 cdef inline void tabulate_before(Work* w) noexcept nogil:
     """Least backward time of the stages before stage ``k`` at unit ``x``; ticks."""
-    cdef int p = w.p, n = w.n, k, x, y, reach
+    cdef Py_ssize_t p = w.p, n = w.n, k, x, y, reach
     cdef int64_t* here
     cdef int64_t* next_
     cdef int64_t* behind
@@ -139,7 +137,7 @@ cdef inline void tabulate_before(Work* w) noexcept nogil:
 
 
 cdef inline int64_t least_bound(
-    const Work* w, int k, int x, int64_t forward, int64_t backward
+    const Work* w, Py_ssize_t k, Py_ssize_t x, int64_t forward, int64_t backward
 ) noexcept nogil:
     """At most the stage bound, and never less for a longer stage from the same unit; ticks."""
     cdef int64_t node = node_of(w, k, x)
@@ -150,7 +148,7 @@ cdef inline int64_t least_bound(
 
 
 cdef inline int64_t stage_bound(
-    const Work* w, int k, int x, int y, int64_t forward, int64_t backward
+    const Work* w, Py_ssize_t k, Py_ssize_t x, Py_ssize_t y, int64_t forward, int64_t backward
 ) noexcept nogil:
     """Longest of the paths that pass through stage ``k`` alone, with units ``x .. y``; ticks."""
     cdef int64_t ends = larger(stage_tail(w, x, y), w.before[node_of(w, k, x)])
@@ -167,7 +165,7 @@ cdef inline int64_t stage_bound(
 
 cdef inline void tabulate_bottleneck(Work* w) noexcept nogil:
     """Least that the largest stage bound can be for units ``x ..`` on stages ``k ..``; ticks."""
-    cdef int p = w.p, n = w.n, k, x, y, end, low, start, first
+    cdef Py_ssize_t p = w.p, n = w.n, k, x, y, end, low, start, first
     cdef int64_t best, worst, forward, backward
     cdef int64_t* behind
     cdef int64_t* falling = w.scratch
@@ -187,7 +185,7 @@ cdef inline void tabulate_bottleneck(Work* w) noexcept nogil:
             if w.before[node_of(w, k, x)] < NO_THRESHOLD:
                 end = w.fit_end[node_of(w, k, x)]
                 low = n if k == p - 1 else x + 1
-                first = start = larger_int(low, smaller_int(start, end))
+                first = start = larger(low, smaller(start, end))
                 for y in range(first, end + 1):
                     forward = stage_forward(w, k, x, y)
                     backward = stage_backward(w, k, x, y)

@@ -39,18 +39,18 @@ cdef struct Cell:
     int64_t backward   # with its transfer, ticks
     int64_t optimizer  # ticks
     int32_t end        # unit
-    int32_t node       # of the next stage from there
+    int64_t node       # of the next stage from there
 
 cdef struct Cut:
     int64_t* remaining  # OUT, [num_nodes]: least that the path can still grow by, ticks
     int64_t* so_far     # INOUT, [p + 1]: length over the stages chosen so far, ticks
     int64_t* forward    # [p]: passes on the path
     int64_t* backward   # [p]
-    int head_rank
+    Py_ssize_t head_rank
     int head_kind       # 0: no head, 1: the least, 2: the rest
-    int tail_rank
+    Py_ssize_t tail_rank
     int tail_kind
-    int optimizer_rank
+    Py_ssize_t optimizer_rank
 
 cdef struct Need:
     # One condition of a nogood.
@@ -59,7 +59,7 @@ cdef struct Need:
 
 cdef struct Work:
     # IN: the problem.
-    int p, v, n, num_layers, block, overlap
+    Py_ssize_t p, v, n, num_layers, block, overlap
     int64_t m, capacity, constant, threshold, node_limit
     bint all_fit             # whether all partitions fit, seen without a look at any
     int64_t* send_forward    # [p * v], ticks
@@ -85,8 +85,8 @@ cdef struct Work:
     int64_t* sent_forward
     int64_t* sent_backward
     # Tables over nodes (stage k, start x): index k * width + x - k.
-    int width
-    int num_nodes
+    Py_ssize_t width
+    int64_t num_nodes
     int32_t* fit_end         # [num_nodes]
     int64_t* after           # [num_nodes]
     int64_t* before          # [num_nodes]
@@ -95,34 +95,34 @@ cdef struct Work:
     int32_t* scratch_end     # [n + 2]
     int64_t all_forward, least_optimizer
     # The search.
-    int32_t* cell_first      # [num_nodes]
-    int32_t* cell_end        # [num_nodes]
-    int32_t* live            # [num_nodes]: nodes that the search can reach, stage by stage
-    int num_live
+    int64_t* cell_first      # [num_nodes]
+    int64_t* cell_end        # [num_nodes]
+    int64_t* live            # [num_nodes]: nodes that the search can reach, stage by stage
+    Py_ssize_t num_live
     Cell* cells              # [num_cells], ends ascending
     int64_t num_cells
-    int max_cuts
+    Py_ssize_t max_cuts
     Cut* cuts                # [max_cuts], a ring
     int64_t* cut_passes      # [max_cuts, 2, p]
     int64_t* cut_so_far      # [max_cuts, p + 1]
     int64_t* cut_remaining   # [max_cuts, num_nodes]
-    int num_cuts             # ever made
-    int last_killer
-    int depth
-    int32_t* cursor          # [p]
+    int64_t num_cuts         # ever made
+    Py_ssize_t last_killer
+    Py_ssize_t depth
+    int64_t* cursor          # [p]
     int32_t* path            # [p * v + 1]
     int32_t* best            # [p * v + 1]
-    int found
+    bint found
     int64_t nodes, simulations, lower, iteration
     # Nogoods.
     int64_t nogoods_after
-    int max_nogoods, max_needs
+    Py_ssize_t max_nogoods, max_needs
     bint keeping             # whether their places exist
     int32_t* barred          # [p]: 1 where a level learns nothing
     int64_t* needs           # [p, max_cuts]: least lengths so far, or NO_NEED; ticks
-    int32_t* nogoods_made    # [num_nodes]: ever
-    int32_t* live_index      # [num_nodes]: place in ``live``
-    int32_t* nogood_size     # [num_live, max_nogoods]
+    int64_t* nogoods_made    # [num_nodes]: ever
+    int64_t* live_index      # [num_nodes]: place in ``live``
+    int64_t* nogood_size     # [num_live, max_nogoods]
     Need* nogoods            # [num_live, max_nogoods, max_needs]
     # The simulator, [p] each unless noted.
     int64_t* time_forward    # [p * v]
@@ -141,16 +141,16 @@ cdef struct Work:
     int64_t* old_forward
     int64_t* old_backward
     uint8_t* choice          # [m + p, p]: what each pass of a row waited for
-    int32_t* row_first       # [m + p]
-    int32_t* row_count       # [m + p]
-    int num_records
-    int path_head, path_tail, path_optimizer
+    int64_t* row_first       # [m + p]
+    int64_t* row_count       # [m + p]
+    int64_t num_records
+    Py_ssize_t path_head, path_tail, path_optimizer
     # Virtual stages.
     int64_t* saved_chunk     # [p * v], bytes
     int32_t* members         # [num_members, p * v + 1]
     int64_t* member_bound    # [num_members]
-    int num_members
-    int next_member
+    int64_t num_members
+    int64_t next_member
 
 
 cdef inline int64_t larger(int64_t a, int64_t b) noexcept nogil:
@@ -161,26 +161,26 @@ cdef inline int64_t smaller(int64_t a, int64_t b) noexcept nogil:
     return a if a < b else b
 
 
-cdef inline int again_until(const Work* w, int x, int y) noexcept nogil:
+cdef inline Py_ssize_t again_until(const Work* w, Py_ssize_t x, Py_ssize_t y) noexcept nogil:
     """End of the layers of units ``x .. y`` that are computed again."""
-    cdef int end = w.again_end[x]
+    cdef Py_ssize_t end = w.again_end[x]
     if end > y:
         end = y
     return end if end > w.again_first[x] else w.again_first[x]
 
 
-cdef inline int64_t sum_forward(const Work* w, int x, int y) noexcept nogil:
+cdef inline int64_t sum_forward(const Work* w, Py_ssize_t x, Py_ssize_t y) noexcept nogil:
     return w.forward[y] - w.forward[x]
 
 
-cdef inline int64_t sum_backward(const Work* w, int x, int y) noexcept nogil:
+cdef inline int64_t sum_backward(const Work* w, Py_ssize_t x, Py_ssize_t y) noexcept nogil:
     cdef int64_t total = w.backward[y] - w.backward[x]
     if w.block:
         total += w.again_backward[again_until(w, x, y)] - w.again_backward[w.again_first[x]]
     return total
 
 
-cdef inline int64_t sum_saved(const Work* w, int x, int y) noexcept nogil:
+cdef inline int64_t sum_saved(const Work* w, Py_ssize_t x, Py_ssize_t y) noexcept nogil:
     cdef int64_t total = w.saved[y] - w.saved[x]
     if w.block:
         total += w.again_saved[again_until(w, x, y)] - w.again_saved[w.again_first[x]]
@@ -188,17 +188,17 @@ cdef inline int64_t sum_saved(const Work* w, int x, int y) noexcept nogil:
 
 
 cdef inline int64_t largest_between(
-    const Work* w, const int64_t* table, int x, int y
+    const Work* w, const int64_t* table, Py_ssize_t x, Py_ssize_t y
 ) noexcept nogil:
     """Largest entry of a sparse table over units ``x .. y``; at least one unit."""
-    cdef int level = w.log2[y - x]
-    cdef const int64_t* row = table + <int64_t>level * w.n
+    cdef Py_ssize_t level = w.log2[y - x]
+    cdef const int64_t* row = table + level * w.n
     return larger(row[x], row[y - (1 << level)])
 
 
-cdef inline int64_t most_working(const Work* w, int x, int y) noexcept nogil:
+cdef inline int64_t most_working(const Work* w, Py_ssize_t x, Py_ssize_t y) noexcept nogil:
     """Largest working memory of units ``x .. y``, bytes."""
-    cdef int first, end
+    cdef Py_ssize_t first, end
     cdef int64_t most
     if not w.block:
         return largest_between(w, w.working, x, y)
@@ -213,46 +213,42 @@ cdef inline int64_t most_working(const Work* w, int x, int y) noexcept nogil:
     return most
 
 
-cdef inline int64_t stage_forward(const Work* w, int k, int x, int y) noexcept nogil:
+cdef inline int64_t stage_forward(
+    const Work* w, Py_ssize_t k, Py_ssize_t x, Py_ssize_t y
+) noexcept nogil:
     return sum_forward(w, x, y) + w.send_forward[k]
 
 
-cdef inline int64_t stage_backward(const Work* w, int k, int x, int y) noexcept nogil:
+cdef inline int64_t stage_backward(
+    const Work* w, Py_ssize_t k, Py_ssize_t x, Py_ssize_t y
+) noexcept nogil:
     return sum_backward(w, x, y) + w.send_backward[k]
 
 
-cdef inline int64_t stage_head(const Work* w, int x, int y) noexcept nogil:
+cdef inline int64_t stage_head(const Work* w, Py_ssize_t x, Py_ssize_t y) noexcept nogil:
     return larger(
         larger(w.head_least[y] - w.head_least[x], w.head_rest[y] - w.head_rest[x]), 0
     )
 
 
-cdef inline int64_t stage_tail(const Work* w, int x, int y) noexcept nogil:
+cdef inline int64_t stage_tail(const Work* w, Py_ssize_t x, Py_ssize_t y) noexcept nogil:
     return larger(
         larger(w.tail_least[y] - w.tail_least[x], w.tail_rest[y] - w.tail_rest[x]), 0
     )
 
 
-cdef inline int node_of(const Work* w, int k, int x) noexcept nogil:
+cdef inline Py_ssize_t node_of(const Work* w, Py_ssize_t k, Py_ssize_t x) noexcept nogil:
     return k * w.width + x - k
 
 
-cdef inline int last_start(const Work* w, int k) noexcept nogil:
+cdef inline Py_ssize_t last_start(const Work* w, Py_ssize_t k) noexcept nogil:
     """Largest start of stage ``k``."""
     return 0 if k == 0 else w.n - w.p + k
 
 
-cdef inline int first_start(const Work* w, int k) noexcept nogil:
+cdef inline Py_ssize_t first_start(const Work* w, Py_ssize_t k) noexcept nogil:
     """Smallest start of stage ``k`` (for ``k = p``: the end of the last stage)."""
     return w.n if k == w.p else k
-
-
-cdef inline int smaller_int(int a, int b) noexcept nogil:
-    return a if a < b else b
-
-
-cdef inline int larger_int(int a, int b) noexcept nogil:
-    return a if a > b else b
 
 
 cdef inline int64_t ceiling(int64_t a, int64_t b) noexcept nogil:

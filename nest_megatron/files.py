@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import secrets
 from pathlib import Path
 
 from nest_megatron.errors import UserInputError
@@ -26,16 +26,14 @@ def write_bytes(path: Path, content: bytes) -> None:
         UserInputError: if the folder is missing or cannot be written to.
     """
     path = path.expanduser()
-    folder = path.parent
     require_folder(path)
     temporary: str | None = None
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.", suffix=".tmp")
+        descriptor, temporary = _new_file(path)
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        Path(temporary).chmod(0o666 & ~_umask())
         Path(temporary).replace(path)
         temporary = None
     except OSError as error:
@@ -79,7 +77,13 @@ def read_text(path: Path, what: str) -> str:
         ) from error
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _new_file(path: Path) -> tuple[int, str]:
+    """A file of a name that nobody uses, beside ``path``, with the rights of any new file.
+
+    ``tempfile`` makes private files, and what the umask is can be asked only by setting it, which
+    other threads would see.
+    """
+    while True:
+        name = str(path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp")
+        with contextlib.suppress(FileExistsError):
+            return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -38,10 +39,15 @@ def test_planning_makes_no_reference_cycles(model: str) -> None:
     assert not gc.isenabled()
 
 
-def test_the_collector_is_on_again() -> None:
+@pytest.mark.parametrize("name", ["disable", "enable", "freeze", "set_threshold", "collect"])
+def test_planning_leaves_the_collector_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It belongs to the process: Megatron collects by hand while another thread plans."""
     impossible = SearchSpace(fixed={"tensor_model_parallel_size": 3})
-    plan(request("llama3_8b"))
-    assert gc.isenabled()
-    with pytest.raises(UserInputError):
-        plan(request("llama3_8b", space=impossible))
-    assert gc.isenabled()
+    called = []
+    with monkeypatch.context() as watched:
+        watched.setattr(gc, name, lambda *_: called.append(name))
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(plan, request("llama3_8b")).result()
+        with pytest.raises(UserInputError):
+            plan(request("llama3_8b", space=impossible))
+    assert called == []

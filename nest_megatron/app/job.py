@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,8 +131,7 @@ def decide(
     wanted = plan_request(place.composed.config, inputs, request.space)
     if "search.num_alternatives" not in place.composed.given:
         wanted = dataclasses.replace(wanted, num_alternatives=max(_RUNNERS_UP, alternative))
-    with no_collections():
-        found = find_plan(wanted, choose=alternative)
+    found = find_plan(wanted, choose=alternative)
     if isinstance(found, NoPlan):
         raise NothingFitsError(found, inputs.notes)
     if saved is not None:
@@ -148,18 +145,6 @@ def decide(
         best_s=min(steps),
     )
     return dataclasses.replace(carry_out(found, command, inputs.notes), searched=searched)
-
-
-@contextlib.contextmanager
-def no_collections() -> Iterator[None]:
-    """Pause the collector: a search makes no cycles, and beside torch a pass sees millions."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def ask(running: RunningJob, place: Surroundings, wishes: Wishes) -> CommandRequest:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nest_megatron.app.failure import NothingFitsError
-from nest_megatron.app.job import no_collections
 from nest_megatron.app.surroundings import names_cluster, surroundings
 from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.cluster.records import Cluster
@@ -120,8 +119,7 @@ def plan_recipe(
     wanted = plan_request(composed.config, with_times(inputs, composed), space)
     if "search.num_alternatives" not in composed.given:
         wanted = dataclasses.replace(wanted, num_alternatives=max(_RUNNERS_UP, choose))
-    with no_collections():
-        found = find_plan(wanted, choose=choose)
+    found = find_plan(wanted, choose=choose)
     if isinstance(found, NoPlan):
         raise NothingFitsError(found, inputs.notes)
     return found

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.model import CostModel
@@ -51,23 +49,6 @@ __all__ = [
 Progress = Callable[[int, float | None, float], None]
 
 
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Python's collector of reference cycles off.
-
-    A search makes none (``tests/test_planner.py``), and each time the collector walks over all that
-    the search keeps: a tenth of its time.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-@_without_collector()
 def plan(
     request: PlanRequest, on_progress: Progress | None = None, *, choose: int = 0
 ) -> ParallelPlan | NoPlan:

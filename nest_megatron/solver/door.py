@@ -9,6 +9,8 @@ from nest_megatron.units import Ticks, to_seconds
 
 #: No sum over a schedule may exceed this, so that int64 carries every intermediate result.
 MOST = 1 << 59
+#: Units that one problem may have: solvers keep their numbers in int32.
+_MOST_UNITS = (1 << 31) - 2
 #: The two fields that may be negative: overlap beyond what there was to hide.
 _SIGNED = frozenset({"head_rest", "tail_rest"})
 
@@ -27,6 +29,10 @@ def check_shape(problem: PipelineProblem, threshold: Ticks, node_limit: int) -> 
     )
     if min(p, v, m) < 1:
         _refuse("num_stages, num_virtual, num_microbatches", (p, v, m), "each is at least 1")
+    if n > _MOST_UNITS:
+        _refuse("unit_kinds", n, f"at most {_MOST_UNITS} units", fix="Plan a smaller model.")
+    if m > MOST // n:
+        _refuse("num_microbatches", m, f"at most {MOST // n} with {n} units")
     if p * v > n:
         _refuse(
             "num_stages * num_virtual",

@@ -76,6 +76,17 @@ def test_directives_stand_at_the_top(path: Path) -> None:
     assert all(directive in table for directive in DIRECTIVES)
 
 
+@pytest.mark.parametrize("path", sorted(SOURCES.glob("*.p*")), ids=lambda path: path.name)
+def test_counts_and_indices_are_wide(path: Path) -> None:
+    """A C ``int`` holds a status, bits or one of a few kinds; a count may pass 2**31."""
+    source = path.read_text().split('"""', 2)[-1]
+    declared = re.findall(r"^ +(?:cdef )?int ([\w, =-]+)", source, re.MULTILINE)
+    names = [re.split(r"\W", name)[0] for names in declared for name in names.split(", ")]
+    assert set(names) <= {"status", "bits", "head_kind", "tail_kind"}
+    narrow = re.findall(r"^ +int32_t\*? (num_\w+|\w+_made|row_\w+|cursor|live\w*)", source, re.M)
+    assert set(narrow) <= {"num_devices"}
+
+
 def test_division_is_plain(generated: str) -> None:
     """In our functions; Cython's own, for what memoryviews could do, are not called."""
     for source in (*SOURCES.glob("*.pyx"), *SOURCES.glob("*.pxd")):

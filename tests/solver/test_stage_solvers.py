@@ -318,6 +318,7 @@ BAD_PROBLEMS = {
         equal_layers(stages=4, virtual=2, microbatches=8, layers=10), num_microbatches=9
     ),
     "no micro batch": replaced(num_microbatches=0),
+    "micro batches beyond int64": replaced(num_microbatches=1 << 62),
     "sends": replaced(send_forward=(1, 2)),
     "unknown kind": replaced(unit_kinds=bytes([1, *[7] * 10, 2])),
     "negative time": replaced(costs=(PLAIN._replace(forward=-1),) * 4),
