@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nest_megatron.cluster.records import Accelerator, Cluster, NetworkLevel, Precision
-from nest_megatron.cost_model.settings import CostSettings, FrameworkTraits
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
@@ -185,7 +186,7 @@ def settings_of(figures: Figures) -> CostSettings:
         memory_reserve_bytes=0,
         memory_margin=0.0,
         iteration_floor_s=0.0,
-        traits=FrameworkTraits(
+        traits=ExecutionTraits(
             async_tensor_traffic=hidden > 0.5,
             gradient_bytes=4 // WIDTH,
             loss_bytes=8 // WIDTH,

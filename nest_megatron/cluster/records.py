@@ -13,8 +13,9 @@ from nest_megatron.units import format_gib
 
 
 class Precision(Name):
-    """Number format of the matrix products."""
+    """Number format of the matrix products; float32 runs on the matrix units as TF32."""
 
+    FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
     FP8 = "fp8"

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from nest_megatron.cluster.records import Cluster, CollectiveKind
 from nest_megatron.cost_model.communication import collective_time
-from nest_megatron.cost_model.memory import GRADIENT_BYTES, WEIGHT_BYTES
+from nest_megatron.cost_model.memory import divides_states, gathered_bytes
+from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.parameters import ParameterCount
+from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.rank_order import GroupKind, group_shape
 from nest_megatron.parallel.zero import ZeroStage
@@ -20,7 +22,9 @@ class ReplicaTraffic:
 
     Args:
         reduce_dense, reduce_expert: to bring gradients together once.
-        gather_dense, gather_expert: to spread updated weights once (none without ZeRO).
+        gather_dense, gather_expert: to spread updated weights of layers once (none where each
+            replica updates all of them).
+        gather_outside: the same for embedding and head, which are never gathered in fp8.
         bucket_parameters: parameters that travel in one bucket.
     """
 
@@ -28,14 +32,17 @@ class ReplicaTraffic:
     reduce_expert: Seconds
     gather_dense: Seconds
     gather_expert: Seconds
+    gather_outside: Seconds
     bucket_parameters: int
 
     def reduce(self, count: ParameterCount) -> Seconds:
         """Time to reduce the gradients of some parameters."""
         return self.reduce_dense * count.dense + self.reduce_expert * count.expert
 
-    def gather(self, count: ParameterCount) -> Seconds:
-        """Time to gather the weights of some parameters."""
+    def gather(self, kind: LayerKind, count: ParameterCount) -> Seconds:
+        """Time to gather the weights of a unit."""
+        if kind in (LayerKind.EMBEDDING, LayerKind.HEAD):
+            return self.gather_outside * count.dense + self.gather_expert * count.expert
         return self.gather_dense * count.dense + self.gather_expert * count.expert
 
 
@@ -44,8 +51,7 @@ def replica_traffic(
     zero: ZeroStage,
     cluster: Cluster,
     layer_parameters: int,
-    gradient_bytes: int = GRADIENT_BYTES,
-    slowdown: float = 1.0,
+    settings: CostSettings,
 ) -> ReplicaTraffic:
     """Price data-parallel traffic where its groups lie.
 
@@ -54,8 +60,8 @@ def replica_traffic(
 
     Args:
         layer_parameters: parameters of one layer on a rank.
-        gradient_bytes: width of a gradient on the wire.
-        slowdown: time of the traffic over what the network needs for it.
+        settings: widths of gradients and weights on the wire, and how much longer than the network
+            needs the traffic takes.
     """
     sizes = cluster.group_sizes()
     bucket = max(40_000_000, 1_000_000 * dims.data_parallel_size * dims.context_parallel_size)
@@ -66,13 +72,19 @@ def replica_traffic(
     def price(kind: CollectiveKind, group: GroupKind, width: int) -> Seconds:
         shape = group_shape(dims, group, sizes)
         seconds = collective_time(kind, bucket * width, shape, cluster.levels)
-        return slowdown * seconds / bucket
+        return settings.dp_slowdown * seconds / bucket
 
-    gather = CollectiveKind.ALL_GATHER
+    def gather(group: GroupKind, *, in_layer: bool) -> Seconds:
+        if not divides_states(zero, settings):
+            return 0.0
+        return price(CollectiveKind.ALL_GATHER, group, gathered_bytes(settings, in_layer=in_layer))
+
+    width = settings.traits.gradient_bytes
     return ReplicaTraffic(
-        reduce_dense=price(reduce, GroupKind.DP_CP, gradient_bytes),
-        reduce_expert=price(reduce, GroupKind.EDP, gradient_bytes),
-        gather_dense=price(gather, GroupKind.DP_CP, WEIGHT_BYTES) if zero else 0.0,
-        gather_expert=price(gather, GroupKind.EDP, WEIGHT_BYTES) if zero else 0.0,
+        reduce_dense=price(reduce, GroupKind.DP_CP, width),
+        reduce_expert=price(reduce, GroupKind.EDP, width),
+        gather_dense=gather(GroupKind.DP_CP, in_layer=True),
+        gather_expert=gather(GroupKind.EDP, in_layer=True),
+        gather_outside=gather(GroupKind.DP_CP, in_layer=False),
         bucket_parameters=bucket,
     )

@@ -6,20 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nest_megatron.cost_model.compute import sixteen_bit
-from nest_megatron.cost_model.memory import (
-    WEIGHT_BYTES,
-    fp8_copy_bytes,
-)
+from nest_megatron.cost_model.memory import StaticBytes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import Evaluation, PipelineProblem, chunk_cost, evaluate
-from nest_megatron.cost_model.unit_cost import UnitKind, replicas
+from nest_megatron.cost_model.unit_cost import UnitKind
 from nest_megatron.model.graph import OperatorKind
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.units import Bytes, Flops, Seconds, to_seconds
 
 #: What an iteration's time goes into, on the rank that ends last. They add up to the iteration.
@@ -234,13 +230,9 @@ def _stage(
     costs = [chunk_cost(problem, chunk.start, chunk.stop) for chunk in chunks]
     units = [kinds[problem.unit_kinds[u]] for chunk in chunks for u in chunk]
     busy = sum(timed.end - timed.start for timed in evaluation.timeline[rank])
-    memory = _static_split(model, grid, units)
     peak = evaluation.memory[rank]
-    memory["activations"] = peak.activation
-    memory["working"] = peak.working
-    memory["rounding"] = peak.static - sum(
-        memory[name] for name in ("weights", "gradients", "optimizer")
-    )
+    memory = _static_split(model, grid, [problem.unit_kinds[u] for chunk in chunks for u in chunk])
+    memory |= {"activations": peak.activation, "working": peak.working}
     return StageEstimate(
         rank=rank,
         layers=tuple(_describe([kinds[problem.unit_kinds[u]].kind for u in c]) for c in chunks),
@@ -248,29 +240,21 @@ def _stage(
         backward_s=to_seconds(sum(c.backward for c in costs)),
         busy_share=busy / evaluation.iteration,
         parameters=sum(unit.parameters.total for unit in units),
-        memory={name: num for name, num in memory.items() if name != "rounding" or num},
+        memory=memory,
     )
 
 
-def _static_split(model: CostModel, grid: Grid, units: Sequence[UnitKind]) -> dict[str, Bytes]:
-    """Weights, gradients and optimizer states of a rank, each divided as ZeRO divides it."""
-    zero = grid.zero
-    totals = dict.fromkeys(("weights", "gradients", "optimizer"), 0.0)
+def _static_split(model: CostModel, grid: Grid, units: Sequence[int]) -> dict[str, Bytes]:
+    """Weights, gradients and optimizer states of a rank, as its partition was judged by.
+
+    Args:
+        units: which of the distinct units each one of the rank is.
+    """
+    held = model.replica_costs(grid.dims, grid.zero)
+    total = StaticBytes(0, 0, 0)
     for unit in units:
-        shares = zip(
-            (unit.parameters.dense, unit.parameters.expert), replicas(grid.dims), strict=True
-        )
-        for count, share in shares:
-            totals["weights"] += count * WEIGHT_BYTES / (share if zero >= ZeroStage.WEIGHTS else 1)
-            held = share if zero >= ZeroStage.GRADIENTS else 1
-            totals["gradients"] += count * model.settings.traits.gradient_bytes / held
-            held = share if zero >= ZeroStage.OPTIMIZER else 1
-            totals["optimizer"] += count * model.settings.traits.optimizer_bytes / held
-        outside = unit.kind in (LayerKind.EMBEDDING, LayerKind.HEAD)
-        if not outside and zero < ZeroStage.WEIGHTS:
-            copies = fp8_copy_bytes(model.settings)
-            totals["weights"] += unit.parameters.total * copies
-    return {name: round(num) for name, num in totals.items()}
+        total = total.plus(held[unit].static)
+    return {name: int(num) for name, num in total._asdict().items()}
 
 
 def _describe(kinds: Sequence[LayerKind]) -> str:

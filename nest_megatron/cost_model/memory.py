@@ -1,55 +1,178 @@
-"""Bytes that weights, gradients and optimizer states take on one rank.
+"""Bytes that weights, gradients and optimizer states take on one rank: the one formula.
 
 Megatron in 16-bit training keeps, for each parameter, 2 bytes of weight, 4 of float32 gradient
 (``accumulate_allreduce_grads_in_fp32``), and 12 of optimizer state: a float32 master weight and two
-Adam moments. ZeRO divides shares of that among the data-parallel ranks.
+Adam moments. ZeRO divides shares of that among the data-parallel ranks. A job's flags change the
+widths (``ExecutionTraits``).
+
+Source: ``_ParamAndGradBuffer`` (weights and gradients), ``DistributedOptimizer.
+_build_model_and_main_param_groups`` (states), of megatron-core 0.16.1 and 0.20.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from nest_megatron.cluster.records import Accelerator, Precision
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.model.parameters import ParameterCount
+from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.units import Bytes
 
 WEIGHT_BYTES = 2
-GRADIENT_BYTES = 4
-#: Transformer Engine keeps an fp8 copy of each weight and its transpose between micro batches.
-FP8_COPY_BYTES = 2
+#: An fp8 weight, or the transpose of one.
+FP8_BYTES = 1
+#: Mean size of the error of predicted peaks on Megatron's own functional tests
+#: (``docs/accuracy.md``): closer to the limit than this, memory alone proves nothing.
+PEAK_ERROR = 0.031
+
+_OUTSIDE_LAYERS = (LayerKind.EMBEDDING, LayerKind.HEAD)
 
 
-def static_bytes_per_parameter(zero: ZeroStage, replicas: int, settings: CostSettings) -> float:
-    """Bytes that one parameter of a rank costs for as long as training runs.
+class StaticBytes(NamedTuple):
+    """What is kept for as long as training runs, by what it is."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer
+
+    def times(self, count: float) -> StaticBytes:
+        """The same for several parameters."""
+        return StaticBytes(self.weights * count, self.gradients * count, self.optimizer * count)
+
+    def plus(self, other: StaticBytes) -> StaticBytes:
+        """Both, term by term."""
+        return StaticBytes(
+            self.weights + other.weights,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+        )
+
+    def rounded(self) -> StaticBytes:
+        """In whole bytes that add up to the rounded total."""
+        weights, gradients = int(self.weights), int(self.gradients)
+        return StaticBytes(weights, gradients, round(self.total) - weights - gradients)
+
+
+class ParameterBytes(NamedTuple):
+    """Bytes of one parameter of a rank: of layers, dense and expert, and of embedding and head."""
+
+    dense: StaticBytes
+    expert: StaticBytes
+    outside: StaticBytes
+
+    def of_unit(self, kind: LayerKind, count: ParameterCount) -> StaticBytes:
+        """What a unit's parameters take, in whole bytes."""
+        if kind in _OUTSIDE_LAYERS:
+            return self.outside.times(count.total).rounded()
+        return self.dense.times(count.dense).plus(self.expert.times(count.expert)).rounded()
+
+    @property
+    def least_dense(self) -> float:
+        """Fewest bytes of a parameter outside experts, whichever unit it belongs to."""
+        return min(self.dense.total, self.outside.total)
+
+
+def parameter_bytes(
+    zero: ZeroStage, dense: int, expert: int, settings: CostSettings
+) -> ParameterBytes:
+    """What one parameter takes, wherever it is.
 
     Args:
-        replicas: ranks that ZeRO divides over (data times context ranks, or expert replicas).
+        dense, expert: ranks that ZeRO divides over (data times context ranks, expert replicas).
     """
-    if settings.traits.frozen_weights:
-        return float(WEIGHT_BYTES)
-    replicas = max(1, replicas // settings.traits.optimizer_instances)
-    traits, weight = settings.traits, WEIGHT_BYTES
-    gradient, optimizer = traits.gradient_bytes, traits.optimizer_bytes
-    return (
-        (weight / replicas if zero >= ZeroStage.WEIGHTS else weight)
-        + (gradient / replicas if zero >= ZeroStage.GRADIENTS else gradient)
-        + (optimizer / replicas if zero >= ZeroStage.OPTIMIZER else optimizer)
+    return ParameterBytes(
+        dense=static_bytes(zero, dense, settings, in_layer=True),
+        expert=static_bytes(zero, expert, settings, in_layer=True),
+        outside=static_bytes(zero, dense, settings, in_layer=False),
     )
 
 
-def fp8_copy_bytes(settings: CostSettings) -> int:
-    """Extra bytes for each parameter of a matrix product in fp8."""
-    if settings.precision is not Precision.FP8 or settings.traits.fp8_weights:
-        return 0
-    return FP8_COPY_BYTES
+def static_bytes(
+    zero: ZeroStage, replicas: int, settings: CostSettings, *, in_layer: bool
+) -> StaticBytes:
+    """Bytes that one parameter of a rank costs for as long as training runs.
+
+    Args:
+        replicas: ranks that ZeRO divides over.
+        in_layer: a matrix of a layer, which runs in fp8 where the job does and has the optimizer of
+            matrices; embedding and head do not. (The vectors of a layer are too few to matter.)
+    """
+    traits, is_fp8 = settings.traits, in_layer and settings.precision is Precision.FP8
+    shares = replicas_of_states(replicas, settings)
+    weights = weight_bytes(settings, in_layer=in_layer) / (
+        shares if zero >= ZeroStage.WEIGHTS else 1
+    )
+    if is_fp8:
+        weights += fp8_copy_bytes(zero, settings)
+    if traits.frozen_weights:
+        return StaticBytes(weights, 0.0, 0.0)
+    states = traits.optimizer_bytes
+    if in_layer and traits.matrix_optimizer_bytes is not None:
+        states = traits.matrix_optimizer_bytes
+    return StaticBytes(
+        weights,
+        traits.gradient_bytes / (shares if zero >= ZeroStage.GRADIENTS else 1),
+        states / (shares if divides_states(zero, settings) else 1),
+    )
 
 
-def unsharded_bytes(parameters: int, zero: ZeroStage) -> int:
+def replicas_of_states(replicas: int, settings: CostSettings) -> int:
+    """Ranks over which optimizer states are divided: those of one instance."""
+    return max(1, replicas // settings.traits.optimizer_instances)
+
+
+def divides_states(zero: ZeroStage, settings: CostSettings) -> bool:
+    """Whether replicas divide the optimizer states among them."""
+    return zero >= ZeroStage.OPTIMIZER or settings.traits.layer_wise_optimizer
+
+
+def weight_bytes(settings: CostSettings, *, in_layer: bool) -> int:
+    """Width of a weight, fp8 copies apart."""
+    is_fp8 = in_layer and settings.precision is Precision.FP8 and settings.traits.fp8_weights
+    return FP8_BYTES if is_fp8 else settings.traits.params_bytes
+
+
+def gathered_bytes(settings: CostSettings, *, in_layer: bool) -> int:
+    """Width of a weight on the wire when replicas gather it."""
+    if settings.traits.fp8_gather:
+        return weight_bytes(settings, in_layer=in_layer)
+    return settings.traits.params_bytes
+
+
+def fp8_copy_bytes(zero: ZeroStage, settings: CostSettings) -> int:
+    """Bytes beside the weight for each parameter of a matrix product in fp8.
+
+    Transformer Engine keeps an fp8 copy of each 16-bit weight and its transpose between micro
+    batches (``TransformerEngineBaseModule.get_weight_workspace``), and of an fp8 weight the
+    transpose (``Float8Tensor``). Weights that are gathered go again after use, and copies and
+    transposes with them, unless they are asked to stay.
+    """
+    traits = settings.traits
+    if zero >= ZeroStage.WEIGHTS:
+        return FP8_BYTES if traits.fp8_weights and traits.keep_fp8_transpose_cache else 0
+    return FP8_BYTES if traits.fp8_weights else 2 * FP8_BYTES
+
+
+def unsharded_bytes(parameters: int, zero: ZeroStage, settings: CostSettings) -> Bytes:
     """Working memory of ZeRO-3: one unit's gathered weights, the next one's, and its gradients."""
     if zero < ZeroStage.WEIGHTS:
         return 0
-    return parameters * (2 * WEIGHT_BYTES + GRADIENT_BYTES)
+    return parameters * (2 * settings.traits.params_bytes + settings.traits.gradient_bytes)
 
 
-def capacity_bytes(accelerator: Accelerator, settings: CostSettings) -> int:
+def capacity_bytes(accelerator: Accelerator, settings: CostSettings) -> Bytes:
     """Memory of one device that a plan may fill: all but the reserve and the margin."""
     usable = accelerator.memory_bytes * (1.0 - settings.memory_margin)
     return max(0, int(usable) - settings.memory_reserve_bytes)
+
+
+def within_error(needed_bytes: float, limit_bytes: float) -> bool:
+    """Whether a predicted peak exceeds the limit by less than such predictions are wrong."""
+    return limit_bytes < needed_bytes <= limit_bytes * (1.0 + PEAK_ERROR)

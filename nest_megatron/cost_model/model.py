@@ -20,10 +20,7 @@ from nest_megatron.cost_model.layer_cost import (
     unit_times,
 )
 from nest_megatron.cost_model.measured import MeasuredTimes, piece_graph
-from nest_megatron.cost_model.memory import (
-    GRADIENT_BYTES,
-    capacity_bytes,
-)
+from nest_megatron.cost_model.memory import capacity_bytes
 from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import StageProblems
@@ -216,8 +213,7 @@ class CostModel:
         key = (degrees(dims), bool(zero), zero.is_fsdp)
         if key not in self._traffic:
             a_layer = self.parameters(dims).total // self.spec.num_layers
-            width, slowdown = self.settings.traits.gradient_bytes, self.settings.dp_slowdown
-            self._traffic[key] = replica_traffic(dims, zero, self.cluster, a_layer, width, slowdown)
+            self._traffic[key] = replica_traffic(dims, zero, self.cluster, a_layer, self.settings)
         return self._traffic[key]
 
     def problem(self, grid: Grid) -> PipelineProblem:
@@ -256,7 +252,8 @@ class CostModel:
         level = embedding_group_level(dims, self._sizes)
         shape = tuple(2 if i == level else 1 for i in range(len(self._sizes)))
         tp = dims.tensor_model_parallel_size
-        size = spec.padded_vocab_size(tp) // tp * spec.hidden_size * GRADIENT_BYTES
+        rows = spec.padded_vocab_size(tp) // tp
+        size = rows * spec.hidden_size * self.settings.traits.gradient_bytes
         reduce = CollectiveKind.ALL_REDUCE
         return seconds + collective_time(reduce, size, shape, self.cluster.levels)
 

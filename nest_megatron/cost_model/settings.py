@@ -3,48 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.errors import UserInputError
 from nest_megatron.units import GIB
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrameworkTraits:
-    """How the framework that runs the job works: the defaults are Megatron-LM's of today.
-
-    A plan is always made for these defaults. Others are for predicting what other frameworks and
-    releases ran (``validation/frameworks.py``).
-
-    Args:
-        frozen_weights: only adapters of negligible size are trained (LoRA): no weight gradients, no
-            optimizer states, no traffic between replicas.
-        node_limited_dispatch: a token goes to each node once, however many of its experts are there
-            (DeepEP, HybridEP), not once for each expert.
-        async_tensor_traffic: backward tensor-parallel traffic runs beside the weight gradients.
-        scatter_between_stages: without sequence parallelism, the tensor ranks of a stage send a
-            share of the activation each (``scatter_gather_tensors_in_pipeline`` of 2021), not all.
-        fp8_weights: weights are kept in fp8 alone (``--fp8-param-gather``), not beside 16-bit ones.
-        gradient_bytes: width of the gradients that replicas reduce and keep.
-        loss_bytes: memory of one logit while the cross entropy is worked out: 6 in Megatron's own
-            (float32 softmax in place, 16-bit logits or gradient), 10 where a compiler fuses it out
-            of place (``--cross-entropy-loss-fusion``), 2 where logits turn into gradients in place
-            (Transformer Engine's kernel).
-        optimizer_bytes: states of one parameter: a float32 master weight and two moments.
-        optimizer_instances: groups of replicas that each hold all optimizer states, divided over
-            the group (``--num-distributed-optimizer-instances``).
-    """
-
-    frozen_weights: bool = False
-    node_limited_dispatch: bool = False
-    async_tensor_traffic: bool = True
-    scatter_between_stages: bool = False
-    fp8_weights: bool = False
-    gradient_bytes: int = 4
-    loss_bytes: int = 6
-    optimizer_bytes: int = 12
-    optimizer_instances: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +41,7 @@ class CostSettings:
             largest whole per cent that refuses at most 1 % of what ran in ``throughput.csv``
             (``validation/margin.py``, ``docs/accuracy.md``).
         iteration_floor_s: host work of a step that nothing hides (data, logging, launch).
-        traits: how the framework works.
+        traits: how the job is executed.
 
     Raises:
         UserInputError: naming the field that is out of range.
@@ -96,7 +60,7 @@ class CostSettings:
     memory_reserve_bytes: int = 2 * GIB
     memory_margin: float = 0.04
     iteration_floor_s: float = 0.005
-    traits: FrameworkTraits = FrameworkTraits()
+    traits: ExecutionTraits = field(default_factory=ExecutionTraits)
 
     def __post_init__(self) -> None:
         ranges = {
@@ -113,11 +77,11 @@ class CostSettings:
             "memory_margin": (0.0, 0.9),
             "iteration_floor_s": (0.0, 1e3),
         }
-        for field, (low, high) in ranges.items():
-            value = getattr(self, field)
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
             if not (isinstance(value, int | float) and low <= value <= high):
                 raise UserInputError(
-                    f"cost.{field}",
+                    f"cost.{name}",
                     value=value,
                     limit=f"it lies between {low:g} and {high:g}",
                     fix="Leave it out to take the documented default.",

@@ -9,8 +9,11 @@ from nest_megatron.cluster.records import Accelerator
 from nest_megatron.cost_model.data_parallel import ReplicaTraffic
 from nest_megatron.cost_model.layer_cost import UnitRun
 from nest_megatron.cost_model.memory import (
-    fp8_copy_bytes,
-    static_bytes_per_parameter,
+    ParameterBytes,
+    StaticBytes,
+    divides_states,
+    parameter_bytes,
+    replicas_of_states,
     unsharded_bytes,
 )
 from nest_megatron.cost_model.pipeline import UnitCost
@@ -32,8 +35,7 @@ class ParameterPrices(NamedTuple):
 
     traffic: ReplicaTraffic
     first_bucket: float
-    dense_bytes: float
-    expert_bytes: float
+    kept: ParameterBytes
     dense_step: Seconds
     expert_step: Seconds
 
@@ -67,7 +69,7 @@ class ReplicaCost(NamedTuple):
     head_least: Ticks
     tail_least: Ticks
     optimizer: Ticks
-    static_bytes: Bytes
+    static: StaticBytes
     unsharded_bytes: Bytes
 
 
@@ -105,13 +107,13 @@ def parameter_prices(
         step: of the optimizer, for one parameter.
     """
     dense, expert = replicas(dims)
+    divided = divides_states(zero, settings)
     return ParameterPrices(
         traffic=traffic,
         first_bucket=min(1.0, traffic.bucket_parameters / max(1, per_rank)),
-        dense_bytes=static_bytes_per_parameter(zero, dense, settings),
-        expert_bytes=static_bytes_per_parameter(zero, expert, settings),
-        dense_step=step / dense if zero else step,
-        expert_step=step / expert if zero else step,
+        kept=parameter_bytes(zero, dense, expert, settings),
+        dense_step=step / (replicas_of_states(dense, settings) if divided else 1),
+        expert_step=step / (replicas_of_states(expert, settings) if divided else 1),
     )
 
 
@@ -170,17 +172,16 @@ def replica_cost(
     settings: CostSettings,
 ) -> ReplicaCost:
     """What the parameters of one unit cost a rank."""
-    reduce, gather = prices.traffic.reduce(count), prices.traffic.gather(count)
+    reduce, gather = prices.traffic.reduce(count), prices.traffic.gather(kind, count)
+    if settings.traits.frozen_weights:
+        reduce = 0.0
     fetch = gather if zero >= ZeroStage.WEIGHTS else 0.0
     shard = (fetch, reduce + fetch) if zero >= ZeroStage.GRADIENTS else (0.0, 0.0)
     if zero >= ZeroStage.GRADIENTS:  # once for each micro batch, beside the unit's own work
         gather, reduce = gather - fetch, 0.0
     if settings.traits.frozen_weights:
-        reduce = gather = 0.0
-    static = count.dense * prices.dense_bytes + count.expert * prices.expert_bytes
-    # Gathered weights go again after use, and their fp8 copies with them.
-    if kind not in (LayerKind.EMBEDDING, LayerKind.HEAD) and zero < ZeroStage.WEIGHTS:
-        static += count.total * fp8_copy_bytes(settings)
+        gather = 0.0
+    static = prices.kept.of_unit(kind, count)
     return ReplicaCost(
         reduce_s=reduce,
         gather_s=gather,
@@ -189,8 +190,8 @@ def replica_cost(
         head_least=to_ticks(prices.first_bucket * gather),
         tail_least=to_ticks(prices.first_bucket * reduce),
         optimizer=to_ticks(count.dense * prices.dense_step + count.expert * prices.expert_step),
-        static_bytes=round(static),
-        unsharded_bytes=unsharded_bytes(count.total, zero),
+        static=static,
+        unsharded_bytes=unsharded_bytes(count.total, zero, settings),
     )
 
 
@@ -226,7 +227,7 @@ def unit_cost(
         tail_least=held.tail_least,
         tail_rest=tail_rest,
         optimizer=held.optimizer,
-        static_bytes=held.static_bytes,
+        static_bytes=int(held.static.total),
         saved_bytes=run.saved_bytes,
         block_saved_bytes=run.block_saved_bytes,
         working_bytes=run.working_bytes + held.unsharded_bytes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -12,6 +11,7 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.estimate import Estimate, estimate
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.stored_settings import stored_settings
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.grid import Grid
@@ -69,11 +69,7 @@ def assemble(
             profile=describe_times(model, grid),
             cluster_hash=digest(cluster),
             model_hash=digest(spec),
-            settings={
-                f.name: _plain_setting(getattr(settings, f.name))
-                for f in dataclasses.fields(settings)
-                if f.name != "traits"  # a plan is made for Megatron-LM's own
-            },
+            settings=stored_settings(settings),
         ),
     )
     return sealed(plan)
@@ -89,10 +85,6 @@ def describe_times(model: CostModel, grid: Grid) -> str:
     sources = Counter(model.sources(grid).values())
     words = (f"{sources[source]} {source}" for source in Source if source in sources)
     return f"{model.times.name}: {', '.join(words)}"
-
-
-def _plain_setting(value: object) -> float | str:
-    return float(value) if isinstance(value, int | float) else str(value)
 
 
 def _partition(solved: SolvedGrid) -> StagePartition:

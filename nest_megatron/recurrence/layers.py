@@ -125,7 +125,7 @@ class LayerPrices:
             )
             most = max(layer.parameters.total for layer in layers)
             static = tuple(math.ceil(layer.parameters.total * each) for layer in layers)
-            self._held[key] = static, reserved_bytes(choices.memory, zero, most)
+            self._held[key] = static, reserved_bytes(choices.memory, zero, most, self.job.settings)
         return self._held[key]
 
     def times(

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from nest_megatron.cost_model.layer_cost import UnitTimes, run_unit
 from nest_megatron.cost_model.memory import (
     WEIGHT_BYTES,
-    static_bytes_per_parameter,
+    static_bytes,
     unsharded_bytes,
 )
 from nest_megatron.cost_model.settings import CostSettings
@@ -55,7 +55,7 @@ def bytes_per_parameter(
     0.5
     """
     if rule is MemoryRule.OURS:
-        return static_bytes_per_parameter(zero, degree, settings)
+        return static_bytes(zero, degree, settings, in_layer=False).total
     states = 12.0 if optimizer is Optimizer.ADAM else 0.0
     weights = WEIGHT_BYTES / (degree if zero >= ZeroStage.WEIGHTS else 1)
     gradients = WEIGHT_BYTES / (degree if zero >= ZeroStage.GRADIENTS else 1)
@@ -67,13 +67,15 @@ def gradient_bytes(rule: MemoryRule, settings: CostSettings) -> int:
     return WEIGHT_BYTES if rule is MemoryRule.PAPER else settings.traits.gradient_bytes
 
 
-def reserved_bytes(rule: MemoryRule, zero: ZeroStage, most_parameters: int) -> Bytes:
+def reserved_bytes(
+    rule: MemoryRule, zero: ZeroStage, most_parameters: int, settings: CostSettings
+) -> Bytes:
     """What ZeRO-3 gathers of the largest layer beside a stage; the paper's rule has no such term.
 
     Args:
         most_parameters: of one layer on one rank.
     """
-    return 0 if rule is MemoryRule.PAPER else unsharded_bytes(most_parameters, zero)
+    return 0 if rule is MemoryRule.PAPER else unsharded_bytes(most_parameters, zero, settings)
 
 
 def keeping(

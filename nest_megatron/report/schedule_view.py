@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,9 +9,9 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import Evaluation, PipelineProblem, evaluate
 from nest_megatron.cost_model.schedule import TimedOp
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.stored_settings import restored_settings
 from nest_megatron.names import Name
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.plain import from_plain
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.units import Seconds, to_seconds
 
@@ -99,12 +98,7 @@ def settings_of(plan: ParallelPlan) -> CostSettings:
     Raises:
         UserInputError: for a setting that this version does not know.
     """
-    stored: dict[str, object] = dict(plan.provenance.settings)
-    for field in dataclasses.fields(CostSettings):
-        value = stored.get(field.name)
-        if isinstance(field.default, int) and isinstance(value, float) and value.is_integer():
-            stored[field.name] = int(value)
-    return from_plain(CostSettings, stored, "provenance.settings")
+    return restored_settings(plan.provenance.settings)
 
 
 def windows(view: ScheduleView) -> tuple[Window, ...]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from nest_megatron.cost_model.keys import split_block
-from nest_megatron.cost_model.memory import static_bytes_per_parameter
+from nest_megatron.cost_model.memory import parameter_bytes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.unit_cost import replicas
 from nest_megatron.model.spec import LayerKind
@@ -75,8 +75,8 @@ class Bounds:
         """Weights and states of the fullest stage are at least the mean over stages."""
         dense, expert = replicas(dims)
         count = self.model.parameters(dims)
-        total = count.dense * static_bytes_per_parameter(zero, dense, self.model.settings)
-        total += count.expert * static_bytes_per_parameter(zero, expert, self.model.settings)
+        each = parameter_bytes(zero, dense, expert, self.model.settings)
+        total = count.dense * each.least_dense + count.expert * each.expert.total
         return total / dims.pipeline_model_parallel_size - self._num_units
 
     def pipeline(self, grid: Grid, recompute: Recompute) -> Ticks:

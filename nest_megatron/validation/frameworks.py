@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import yaml
 
 from nest_megatron.catalogue_files import catalogue_root
-from nest_megatron.cost_model.settings import CostSettings, FrameworkTraits
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.parallel.zero import ZeroStage
 
 
@@ -55,11 +56,11 @@ class Habits:
 
 
 def cost_settings(fields: Mapping[str, object]) -> CostSettings:
-    """Settings from fields of ``CostSettings`` and of ``FrameworkTraits`` together."""
-    names = {field.name for field in dataclasses.fields(FrameworkTraits)}
+    """Settings from fields of ``CostSettings`` and of ``ExecutionTraits`` together."""
+    names = {field.name for field in dataclasses.fields(ExecutionTraits)}
     traits = {name: value for name, value in fields.items() if name in names}
     others = {name: value for name, value in fields.items() if name not in names}
-    return CostSettings(traits=FrameworkTraits(**traits), **others)  # type: ignore[arg-type]
+    return CostSettings(traits=ExecutionTraits(**traits), **others)  # type: ignore[arg-type]
 
 
 @functools.cache

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.cost_model.settings import CostSettings, FrameworkTraits
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
@@ -213,7 +214,7 @@ def _settings(row: Row, flags: Mapping[str, str]) -> CostSettings:
     if text not in _PRECISIONS:
         raise RefusedRowError("number format is not modelled", text)
     precision = Precision.FP8 if row.get("fp8") else _PRECISIONS[text]
-    traits = FrameworkTraits(
+    traits = ExecutionTraits(
         fp8_weights=flags.get("fp8_param_gather") == "True",
         gradient_bytes=2 if precision is Precision.FP16 else 4,
         loss_bytes=_loss_bytes(row, flags),
@@ -223,7 +224,7 @@ def _settings(row: Row, flags: Mapping[str, str]) -> CostSettings:
 
 
 def _loss_bytes(row: Row, flags: Mapping[str, str]) -> int:
-    """Memory of a logit: see ``FrameworkTraits.loss_bytes``.
+    """Memory of a logit: see ``ExecutionTraits.loss_bytes``.
 
     ``--defer-embedding-wgrad-compute``, which tests name, keeps the gradients of two micro batches.
     """

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from nest_megatron.cost_model.settings import CostSettings, FrameworkTraits
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.cost_model.unit_cost import optimizer_step
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
@@ -63,7 +64,7 @@ def test_what_was_measured_here_wins_over_what_was_imported() -> None:
 
 
 def test_adapters_alone_have_no_step() -> None:
-    frozen = dataclasses.replace(SETTINGS, traits=FrameworkTraits(frozen_weights=True))
+    frozen = dataclasses.replace(SETTINGS, traits=ExecutionTraits(frozen_weights=True))
     assert optimizer_step(CLUSTER.accelerator, frozen, times(timing())) == 0.0
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.cost_model.memory import static_bytes_per_parameter
-from nest_megatron.cost_model.settings import CostSettings, FrameworkTraits
+from nest_megatron.cost_model.memory import static_bytes
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.model.operators import head_graph
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
@@ -138,9 +139,11 @@ def test_one_softmax_is_kept_for_each_predicted_token() -> None:
 
 
 def test_optimizer_states_are_divided_within_an_instance() -> None:
-    two = CostSettings(traits=FrameworkTraits(optimizer_instances=2))
-    assert static_bytes_per_parameter(ZeroStage.OPTIMIZER, 8, two) == 2 + 4 + 12 / 4
-    assert static_bytes_per_parameter(ZeroStage.OPTIMIZER, 8, CostSettings()) == 2 + 4 + 12 / 8
+    two = CostSettings(traits=ExecutionTraits(optimizer_instances=2))
+    assert static_bytes(ZeroStage.OPTIMIZER, 8, two, in_layer=True).total == 2 + 4 + 12 / 4
+    assert (
+        static_bytes(ZeroStage.OPTIMIZER, 8, CostSettings(), in_layer=True).total == 2 + 4 + 12 / 8
+    )
 
 
 def _samples(source: str, ran: list[float], short: list[float]) -> list[Sample]:

@@ -1,0 +1,89 @@
+"""How a job is executed, as far as it changes bytes or traffic: one record, read from the job."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from nest_megatron.errors import UserInputError
+
+#: A float32 master weight and the two moments of Adam.
+ADAM_BYTES = 12.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutionTraits:
+    """What a job's flags, or its framework's defaults, say beside the layout.
+
+    The defaults are those of Megatron-LM with ``--bf16``: 16-bit weights, gradients reduced and
+    kept in float32 (``validate_args``), Adam. ``launchers/execution.py`` reads them from a job,
+    ``validation/frameworks.py`` has what other frameworks and releases do.
+
+    Args:
+        frozen_weights: only adapters of negligible size are trained (LoRA): no weight gradients, no
+            optimizer states, no traffic between replicas.
+        node_limited_dispatch: a token goes to each node once, however many of its experts are there
+            (DeepEP, HybridEP), not once for each expert.
+        async_tensor_traffic: backward tensor-parallel traffic runs beside the weight gradients.
+        scatter_between_stages: without sequence parallelism, the tensor ranks of a stage send a
+            share of the activation each (``scatter_gather_tensors_in_pipeline`` of 2021), not all.
+        flash_attention: fused attention that keeps no score matrix, where the device has it.
+        params_bytes: width of weights and activations (``params_dtype``).
+        fp8_weights: weights of products are kept in fp8 alone (``--fp8-param-gather``), with their
+            transpose, not beside 16-bit ones.
+        fp8_gather: those weights are gathered in fp8 as well; MXFP8 gathers 16-bit ones.
+        keep_fp8_transpose_cache: Megatron-FSDP keeps the transposes of gathered fp8 weights.
+        gradient_bytes: width of the gradients that replicas reduce and keep.
+        loss_bytes: memory of one logit while the cross entropy is worked out: 6 in Megatron's own
+            (float32 softmax in place, 16-bit logits or gradient), 10 where a compiler fuses it out
+            of place (``--cross-entropy-loss-fusion``), 2 where logits turn into gradients in place
+            (Transformer Engine's kernel).
+        optimizer_bytes: states of one parameter on the device: its master weight and moments.
+        matrix_optimizer_bytes: the same for matrices inside layers, where their optimizer is
+            another one (Muon keeps one momentum); ``None`` if it is not.
+        optimizer_instances: groups of replicas that each hold all optimizer states, divided over
+            the group (``--num-distributed-optimizer-instances``).
+        layer_wise_optimizer: replicas divide the optimizer states by whole matrices without the
+            distributed optimizer (``LayerWiseDistributedOptimizer``).
+    """
+
+    frozen_weights: bool = False
+    node_limited_dispatch: bool = False
+    async_tensor_traffic: bool = True
+    scatter_between_stages: bool = False
+    flash_attention: bool = True
+    params_bytes: int = 2
+    fp8_weights: bool = False
+    fp8_gather: bool = False
+    keep_fp8_transpose_cache: bool = False
+    gradient_bytes: int = 4
+    loss_bytes: int = 6
+    optimizer_bytes: float = ADAM_BYTES
+    matrix_optimizer_bytes: float | None = None
+    optimizer_instances: int = 1
+    layer_wise_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        for field, low in (
+            ("params_bytes", 1),
+            ("gradient_bytes", 1),
+            ("loss_bytes", 1),
+            ("optimizer_bytes", 0),
+            ("optimizer_instances", 1),
+        ):
+            value = getattr(self, field)
+            if not low <= value < math.inf:
+                raise UserInputError(
+                    field,
+                    value=value,
+                    limit=f"it must be at least {low} and finite",
+                    fix="Leave it out to take the default.",
+                )
+
+    @property
+    def optimizer_traffic_bytes(self) -> float:
+        """Memory traffic of a step for one parameter: gradient and states read, all but it written.
+
+        30 bytes with Adam in 16-bit training.
+        """
+        return self.gradient_bytes + 2 * self.optimizer_bytes + self.params_bytes

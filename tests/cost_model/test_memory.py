@@ -1,0 +1,163 @@
+"""What a job's traits make of its memory and its traffic: one formula, whose parts add up."""
+
+from __future__ import annotations
+
+import pytest
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.data_parallel import replica_traffic
+from nest_megatron.cost_model.estimate import Estimate, estimate
+from nest_megatron.cost_model.memory import static_bytes
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.stored_settings import restored_settings, stored_settings
+from nest_megatron.cost_model.traits import ExecutionTraits
+from nest_megatron.errors import UserInputError
+from nest_megatron.model.parameters import ParameterCount
+from nest_megatron.model.spec import LayerKind
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.zero import ZeroStage
+from tests import catalogue
+
+TRAITS = {
+    "as Megatron is": ExecutionTraits(),
+    "two optimizer instances": ExecutionTraits(optimizer_instances=2),
+    "LoRA": ExecutionTraits(frozen_weights=True),
+    "16-bit gradients": ExecutionTraits(gradient_bytes=2),
+    "fp8 weights": ExecutionTraits(fp8_weights=True, fp8_gather=True),
+    "Muon": ExecutionTraits(matrix_optimizer_bytes=8.0, layer_wise_optimizer=True),
+    "states on the host": ExecutionTraits(optimizer_bytes=6.0),
+}
+
+
+def settings_of(traits: ExecutionTraits, precision: Precision = Precision.BF16) -> CostSettings:
+    return CostSettings(precision=precision, traits=traits)
+
+
+def priced(settings: CostSettings, model: str, zero: ZeroStage) -> tuple[Estimate, list[int]]:
+    dims = ParallelDims(
+        pipeline_model_parallel_size=2,
+        data_parallel_size=16,
+        expert_model_parallel_size=4 if model == "mixtral_8x7b" else 1,
+    )
+    grid = Grid(
+        dims=dims, global_batch_size=64, micro_batch_size=1, sequence_parallel=False, zero=zero
+    )
+    spec = catalogue.model(model)
+    cost = CostModel(spec, catalogue.cluster("dgx_h100", 32), settings)
+    partition = uniform_partition(spec, 2, 1)
+    problem = cost.problem(grid)
+    held = [
+        sum(
+            problem.costs[problem.unit_kinds[unit]].static_bytes
+            for chunk in partition.chunks_of_rank(rank)
+            for unit in chunk
+        )
+        for rank in range(2)
+    ]
+    return estimate(cost, grid, partition), held
+
+
+@pytest.mark.parametrize("model", ["llama3_8b", "mixtral_8x7b"])
+@pytest.mark.parametrize("zero", list(ZeroStage))
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP8])
+@pytest.mark.parametrize("traits", TRAITS.values(), ids=TRAITS)
+def test_the_report_says_what_the_search_charged(
+    traits: ExecutionTraits, precision: Precision, zero: ZeroStage, model: str
+) -> None:
+    """No term of rounding: it was 4.21 GiB with two instances and -8.88 GiB with LoRA."""
+    found, held = priced(settings_of(traits, precision), model, zero)
+    for stage, static in zip(found.stages, held, strict=True):
+        terms = dict(stage.memory)
+        del terms["activations"], terms["working"]
+        assert set(terms) == {"weights", "gradients", "optimizer"}
+        assert sum(terms.values()) == static
+        assert all(num >= 0 for num in terms.values())
+
+
+@pytest.mark.parametrize(
+    ("traits", "precision", "kept"),
+    [
+        ({}, "bf16", (2, 4, 12 / 8)),
+        ({"gradient_bytes": 2}, "bf16", (2, 2, 12 / 8)),
+        ({"optimizer_instances": 4}, "bf16", (2, 4, 12 / 2)),
+        ({"matrix_optimizer_bytes": 8.0}, "bf16", (2, 4, 8 / 8)),
+        ({"frozen_weights": True}, "bf16", (2, 0, 0)),
+        ({"params_bytes": 4, "optimizer_bytes": 8.0}, "fp32", (4, 4, 8 / 8)),
+        ({}, "fp8", (2 + 2, 4, 12 / 8)),
+        ({"fp8_weights": True}, "fp8", (1 + 1, 4, 12 / 8)),
+    ],
+)
+def test_bytes_of_a_parameter_of_a_layer(
+    traits: dict[str, object], precision: str, kept: tuple[float, float, float]
+) -> None:
+    settings = settings_of(ExecutionTraits(**traits), Precision(precision))  # type: ignore[arg-type]
+    assert static_bytes(ZeroStage.OPTIMIZER, 8, settings, in_layer=True) == kept
+
+
+def test_outside_layers_nothing_is_in_fp8_and_adam_stays() -> None:
+    traits = ExecutionTraits(fp8_weights=True, matrix_optimizer_bytes=8.0)
+    settings = settings_of(traits, Precision.FP8)
+    assert static_bytes(ZeroStage.NONE, 8, settings, in_layer=False) == (2, 4, 12)
+
+
+def test_muon_without_zero_divides_its_states_where_it_is_distributed() -> None:
+    alone = settings_of(ExecutionTraits(matrix_optimizer_bytes=8.0))
+    shared = settings_of(ExecutionTraits(matrix_optimizer_bytes=8.0, layer_wise_optimizer=True))
+    assert static_bytes(ZeroStage.NONE, 4, alone, in_layer=True).optimizer == 8
+    assert static_bytes(ZeroStage.NONE, 4, shared, in_layer=True).optimizer == 2
+
+
+def test_transposes_that_megatron_fsdp_keeps() -> None:
+    plain = ExecutionTraits(fp8_weights=True)
+    keeping = ExecutionTraits(fp8_weights=True, keep_fp8_transpose_cache=True)
+    kept = [
+        static_bytes(
+            ZeroStage.WEIGHTS, 8, settings_of(traits, Precision.FP8), in_layer=True
+        ).weights
+        for traits in (plain, keeping)
+    ]
+    assert kept == [1 / 8, 1 / 8 + 1]
+
+
+def traffic_s(traits: ExecutionTraits, zero: ZeroStage = ZeroStage.OPTIMIZER) -> tuple[float, ...]:
+    dims = ParallelDims(data_parallel_size=32)
+    settings = settings_of(traits, Precision.FP8)
+    cluster = catalogue.cluster("dgx_h100", 32)
+    traffic = replica_traffic(dims, zero, cluster, 10**8, settings)
+    count = ParameterCount(dense=10**9)
+    gathered = [traffic.gather(kind, count) for kind in (LayerKind.DENSE, LayerKind.HEAD)]
+    return traffic.reduce(count), *gathered
+
+
+def test_traffic_follows_the_widths() -> None:
+    reduced, gathered, outside = traffic_s(ExecutionTraits())
+    assert gathered == outside
+    assert reduced / 2 < traffic_s(ExecutionTraits(gradient_bytes=2))[0] < 0.7 * reduced
+    fp8 = traffic_s(ExecutionTraits(fp8_weights=True, fp8_gather=True))
+    assert fp8[0] == reduced
+    assert gathered / 2 < fp8[1] < 0.75 * gathered
+    assert fp8[2] == outside
+    assert traffic_s(ExecutionTraits(), ZeroStage.NONE)[1] == 0
+    assert traffic_s(ExecutionTraits(layer_wise_optimizer=True), ZeroStage.NONE)[1] == gathered
+
+
+def test_the_optimizers_own_traffic_follows_its_states() -> None:
+    assert ExecutionTraits().optimizer_traffic_bytes == CostSettings().optimizer_bytes_per_parameter
+    assert ExecutionTraits(params_bytes=4, optimizer_bytes=8.0).optimizer_traffic_bytes == 24
+
+
+@pytest.mark.parametrize("traits", TRAITS.values(), ids=TRAITS)
+def test_traits_survive_a_plan_file(traits: ExecutionTraits) -> None:
+    settings = settings_of(traits)
+    stored = stored_settings(settings)
+    assert restored_settings(stored) == settings
+    assert any(name.startswith("traits.") for name in stored) == (traits != ExecutionTraits())
+
+
+@pytest.mark.parametrize("field", ["params_bytes", "gradient_bytes", "optimizer_instances"])
+def test_impossible_traits_are_refused(field: str) -> None:
+    with pytest.raises(UserInputError, match=field):
+        ExecutionTraits(**{field: 0})  # type: ignore[arg-type]
