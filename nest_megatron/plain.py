@@ -18,7 +18,7 @@ Record = TypeVar("Record")
 def to_plain(value: object) -> Any:
     """Records, enums, tuples and mappings as dicts, lists, numbers and text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = (f for f in dataclasses.fields(value) if f.init)
+        fields = (f for f in dataclasses.fields(value) if f.init and not _is_left_out(f, value))
         return {f.name: to_plain(getattr(value, f.name)) for f in fields}
     if isinstance(value, Enum):
         return value.value
@@ -27,6 +27,21 @@ def to_plain(value: object) -> Any:
     if isinstance(value, tuple | list):
         return [to_plain(item) for item in value]
     return value
+
+
+def added(default: Any) -> Any:
+    """A field that a released record did not have: written where it is not the default.
+
+    Files written before, and their checksums, stay as they are.
+    """
+    return dataclasses.field(default=default, metadata={_ADDED: True})
+
+
+_ADDED = "added"
+
+
+def _is_left_out(field: dataclasses.Field[Any], value: object) -> bool:
+    return bool(field.metadata.get(_ADDED)) and getattr(value, field.name) == field.default
 
 
 def from_plain(kind: type[Record], value: object, where: str = "") -> Record:

@@ -135,7 +135,8 @@ def _find(
     if words.mode is Mode.PINNED:
         return _pinned(recipe, launch)
     settings = tuple(setting for setting in words.job if setting.key != "out")
-    freedom = Freedom(keep=keep)
+    sharding = {"all", "use_megatron_fsdp"}.intersection(launch.free)
+    freedom = Freedom(free=("all",) if sharding else None, keep=keep, option="nest.free")
     plan = plan_recipe(
         recipe, cluster=None, overrides=settings, freedom=freedom, choose=launch.alternative
     )

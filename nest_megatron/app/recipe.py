@@ -32,8 +32,10 @@ class Freedom:
     """What of a recipe's own layout the search may change.
 
     Args:
-        free: choices that may change; ``None`` is all of them but those kept.
+        free: choices that may change; ``None`` is all of them but those kept and
+            ``use_megatron_fsdp``, which changes the format of checkpoints.
         keep: choices held as the recipe states them.
+        option: how the user frees a choice.
 
     Raises:
         UserInputError: for a name that is no choice, or one both freed and kept.
@@ -41,6 +43,7 @@ class Freedom:
 
     free: tuple[str, ...] | None = None
     keep: tuple[str, ...] = ()
+    option: str = "free"
 
     def __post_init__(self) -> None:
         for what, names in (("free", self.free or ()), ("keep", self.keep)):
@@ -64,8 +67,12 @@ class Freedom:
     def wishes(self) -> Wishes:
         """The same for the planner's door, which keeps what is not freed."""
         kept = tuple(CHOICES) if "all" in self.keep else self.keep
-        free = tuple(CHOICES) if self.free is None or "all" in self.free else self.free
-        return Wishes(free=tuple(name for name in free if name not in kept), option="free")
+        free = self.free
+        if free is None:  # all that leaves the checkpoints' format as it is
+            free = tuple(name for name in CHOICES if name != "use_megatron_fsdp")
+        elif "all" in free:
+            free = tuple(CHOICES)
+        return Wishes(free=tuple(name for name in free if name not in kept), option=self.option)
 
 
 def pinned_recipe(recipe: Recipe, path: Path) -> ParallelPlan:

@@ -20,6 +20,7 @@ from nest_megatron.config.request import (
     with_seq_length,
     with_times,
 )
+from nest_megatron.config.sharding import CKPT_FORMAT, IMPLEMENTATION, STAGE, with_own_sharding
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
 from nest_megatron.launchers.megatron_lm.cuts import CUTS, user_partition
@@ -36,7 +37,7 @@ from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.layout import parse_layout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import RecomputeModule
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 from nest_megatron.solver.space import DEGREES, SearchSpace
 
 _CONTEXT = "context_parallel_size"
@@ -51,19 +52,14 @@ _RECOMPUTE = (
     "recompute_modules",
     "moe_layer_recompute",
 )
-_ZERO = (
-    "use_distributed_optimizer",
-    "use_megatron_fsdp",
-    "use_torch_fsdp2",
-    "data_parallel_sharding_strategy",
-)
 #: Names that free several flags at once.
 _FAMILIES = {
-    "all": PARALLEL_ARGUMENTS,
+    "all": (*PARALLEL_ARGUMENTS, CKPT_FORMAT),
     _VIRTUAL: _VIRTUAL_FLAGS,
     "stage_layout": CUTS,
     "recompute": _RECOMPUTE,
-    "zero_stage": _ZERO,
+    "zero_stage": STAGE,
+    "use_megatron_fsdp": IMPLEMENTATION,
     "rank_order": ("use_tp_pp_dp_mapping",),
 }
 #: What a user can keep, one choice each, and the flags that state it.
@@ -209,12 +205,17 @@ def job_request(
     inputs = _inputs(composed, spec, job, cluster)
     fixed = {name: value for name, value in job.fixed.items() if name not in freed}
     space = _space(composed, inputs.spec, job, fixed, freed)
+    if composed.config.parallel.zero_stage is None:
+        space, offer = with_own_sharding(space, job, freed, wishes.option)
+        offer = None if wishes.required else offer  # a checkpoint's sharding is not to be changed
+        inputs = dataclasses.replace(inputs, offer=offer)
+    space = _with_required(space, inputs.spec, wishes.required)
     kept = tuple(name for name, flags in CHOICES.items() if any(map(fixed.get, flags)))
-    return inputs, _with_required(space, inputs.spec, wishes.required), kept
+    return inputs, space, kept
 
 
 def _freed(wishes: Wishes) -> frozenset[str]:
-    known = {**{name: (name,) for name in PARALLEL_ARGUMENTS}, **_FAMILIES}
+    known = {**{name: (name,) for name in (*PARALLEL_ARGUMENTS, CKPT_FORMAT)}, **_FAMILIES}
     names: set[str] = set()
     for name in wishes.free:
         plain = name.strip().lstrip("-").replace("-", "_")
@@ -239,7 +240,7 @@ def _with_required(
             continue
         if fixed.setdefault(name, int(need.value)) != need.value:
             _refuse_kept(name, fixed[name], need)
-    zeros = tuple(zero for zero in space.zero_stages if _loads(zero, required))
+    zeros = tuple(zero for zero in space.zero_stages if _loads(zero, space.sharding, required))
     if not zeros:
         name = next(name for name in _ZERO_NEEDS if name in required)
         _refuse_kept(name, [int(zero) for zero in space.zero_stages], required[name])
@@ -256,8 +257,13 @@ def _with_required(
 _ZERO_NEEDS = ("use_distributed_optimizer", "use_megatron_fsdp")
 
 
-def _loads(zero: ZeroStage, required: Mapping[str, Requirement]) -> bool:
-    has = dict(zip(_ZERO_NEEDS, (zero >= ZeroStage.OPTIMIZER, zero.is_fsdp), strict=True))
+def _loads(
+    zero: ZeroStage, sharding: DataParallelSharding | None, required: Mapping[str, Requirement]
+) -> bool:
+    sharding = sharding or zero.sharding
+    shards = zero >= ZeroStage.OPTIMIZER and sharding is not DataParallelSharding.TORCH_FSDP2
+    fsdp = sharding is DataParallelSharding.MEGATRON_FSDP
+    has = dict(zip(_ZERO_NEEDS, (shards or fsdp, fsdp), strict=True))
     return all(
         required[name].value in (None, has[name]) for name in _ZERO_NEEDS if name in required
     )
@@ -329,19 +335,15 @@ def _space(
     else:
         virtual = _virtual(kept, fixed, spec)
         fixed |= {} if virtual is None else {_VIRTUAL: virtual}
-    orders, zeros, recompute = own.rank_orders, own.zero_stages, own.recompute
+    orders, recompute = own.rank_orders, own.recompute
     if composed.config.parallel.rank_order is None and kept.get("use_tp_pp_dp_mapping"):
         orders = (RankOrder.TP_CP_EP_PP_DP,)
-    said_zero = composed.config.parallel.zero_stage is not None
-    if job.zero is not None and not said_zero and not freed.intersection(_ZERO):
-        zeros = (job.zero,)
     if recompute is None and not freed.intersection(_RECOMPUTE):
         recompute = job.recompute
     return dataclasses.replace(
         own,
         fixed={**fixed, **own.fixed},
         rank_orders=orders,
-        zero_stages=zeros,
         recompute=recompute,
         batch_unit=job.batch_unit,
         partition=partition,

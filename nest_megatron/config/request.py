@@ -26,6 +26,7 @@ from nest_megatron.parallel.recompute import (
 )
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import PlanRequest
+from nest_megatron.planner.request import Offer
 from nest_megatron.profile.choose import Wanted, choose_times
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.mode import ProfileMode
@@ -54,6 +55,7 @@ class Inputs:
     Args:
         notes: what was assumed, one sentence each.
         profile_notes: those of them that say which profiles were used and which were not.
+        offer: another data-parallel sharding than the job's own.
     """
 
     spec: TransformerSpec
@@ -63,6 +65,7 @@ class Inputs:
     notes: tuple[str, ...] = ()
     times: LayerTimes | None = None
     profile_notes: tuple[str, ...] = ()
+    offer: Offer | None = None
 
 
 def read_inputs(composed: Composed) -> Inputs:
@@ -253,6 +256,7 @@ def plan_request(config: PlanConfig, inputs: Inputs, space: SearchSpace) -> Plan
         num_alternatives=search.num_alternatives,
         backend=read_backend(search.backend),
         times=inputs.times,
+        offer=inputs.offer,
     )
 
 

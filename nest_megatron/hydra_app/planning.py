@@ -32,6 +32,8 @@ from nest_megatron.planner import plan as find_plan
 
 #: Runners-up that are ranked unless ``search.num_alternatives`` says otherwise.
 _RUNNERS_UP = 3
+#: The application's own fields say which ZeRO stages it has (``room.zero_stages``).
+_FREE = Wishes(free=("use_megatron_fsdp",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,7 @@ def _searched(
     place = _place(view, size, environment)
     composed = place.composed
     spec, job = read_app(view, composed)
-    inputs, own, _ = job_request((spec, job), place.cluster, composed, Wishes())
+    inputs, own, _ = job_request((spec, job), place.cluster, composed, _FREE)
     inputs = dataclasses.replace(inputs, notes=(*inputs.notes, *place.notes))
     space = space_of(own, view, spec, job)
     wanted = plan_request(composed.config, with_times(inputs, composed), space)

@@ -12,13 +12,14 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.fields import ABSENT, find
 from nest_megatron.launchers.megatron_lm.job import MegatronJob, OptimizerSettings
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.plan import STRATEGIES
 from nest_megatron.parallel.recompute import (
     Recompute,
     RecomputeGranularity,
     RecomputeMethod,
     selective_recompute,
 )
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
 #: Items that megatron-core's ``ModelParallelConfig`` or a strategy around it holds.
 DEGREES = (
@@ -60,12 +61,7 @@ _ARGUMENTS = {
 }
 _OF_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-_STRATEGIES = {
-    "no_shard": ZeroStage.NONE,
-    "optim": ZeroStage.OPTIMIZER,
-    "optim_grads": ZeroStage.GRADIENTS,
-    "optim_grads_params": ZeroStage.WEIGHTS,
-}
+_STRATEGIES = {strategy: zero for zero, strategy in STRATEGIES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +174,9 @@ def _job(
         fixed=MappingProxyType(fixed),
         recompute=_recompute(stated),
         zero=_zero(stated, uses_fsdp=sizes.uses_fsdp),
+        sharding=(
+            DataParallelSharding.MEGATRON_FSDP if sizes.uses_fsdp else DataParallelSharding.DDP
+        ),
         optimizer=optimizer,
         use_distributed_optimizer=bool(stated.get("use_distributed_optimizer")),
         overlap_grad_reduce=bool(stated.get("overlap_grad_reduce")),

@@ -17,6 +17,7 @@ from nest_megatron.parallel.rules import (
     allows_context_parallel,
     allows_expert_bias,
     allows_interleaving,
+    allows_optimizer,
     allows_rank_order,
     allows_sequence_parallel,
     allows_zero,
@@ -230,6 +231,17 @@ def _zero(request: LaunchRequest) -> Violation | None:
     )
 
 
+def _optimizer(request: LaunchRequest) -> Violation | None:
+    if allows_optimizer(request.optimizer, request.zero, request.version):
+        return None
+    return Violation(
+        what="optimizer",
+        value=request.optimizer,
+        limit=f"Megatron-LM {request.version} does not divide its state (ZeRO-{int(request.zero)})",
+        fix="Use parallel.zero_stage=0, or adam.",
+    )
+
+
 def _stage_count(request: LaunchRequest) -> Violation | None:
     units = len(request.spec.layer_kinds())
     if request.dims.num_chunks <= units:
@@ -268,5 +280,6 @@ DEGREE_RULES: tuple[Rule, ...] = (
     Rule(name="whole_batch", source="num_microbatches_calculator.py:340", check=_batch),
     Rule(name="interleaving", source="args:575, schedules.py:995-1015", check=_interleaving),
     Rule(name="fsdp_no_pipeline", source="mcore_fsdp_adapter.py:369 (run)", check=_zero),
+    Rule(name="optimizer_zero", source="args:1184-1186", check=_optimizer),
     Rule(name="no_empty_stage", source="Megatron-LM issue 1852", check=_stage_count),
 )

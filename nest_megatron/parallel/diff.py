@@ -222,6 +222,7 @@ _REASONS: dict[str, Callable[[ParallelPlan], str]] = {
     "recompute_modules": _recompute,
     "use_distributed_optimizer": _optimizer,
     "use_megatron_fsdp": _fsdp,
+    "use_torch_fsdp2": lambda plan: "the job's own sharding stays",
     "data_parallel_sharding_strategy": _fsdp,
     "overlap_grad_reduce": lambda plan: "gradients are summed while the last backward passes run",
     "overlap_param_gather": _gather,

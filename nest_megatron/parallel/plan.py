@@ -17,13 +17,20 @@ from nest_megatron.parallel.recompute import (
     RecomputeMethod,
     RecomputeModule,
 )
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
+from nest_megatron.plain import added
 from nest_megatron.units import Bytes, Seconds
 
 #: Version of the file format; a reader refuses newer ones.
 SCHEMA = 1
 
-_STRATEGIES = {ZeroStage.GRADIENTS: "optim_grads", ZeroStage.WEIGHTS: "optim_grads_params"}
+#: What Megatron-FSDP calls the ZeRO stages.
+STRATEGIES = {
+    ZeroStage.NONE: "no_shard",
+    ZeroStage.OPTIMIZER: "optim",
+    ZeroStage.GRADIENTS: "optim_grads",
+    ZeroStage.WEIGHTS: "optim_grads_params",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +65,7 @@ class ParallelChoice:
     data_parallel_sharding_strategy: str | None
     overlap_grad_reduce: bool
     overlap_param_gather: bool
+    use_torch_fsdp2: bool = added(False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +189,11 @@ class LaunchCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelPlan:
-    """A complete plan; ``plan_file`` writes and reads it exactly."""
+    """A complete plan; ``plan_file`` writes and reads it exactly.
+
+    Args:
+        offers: what a job would gain by choices that it rules out, one sentence each.
+    """
 
     schema: int = SCHEMA
     model: TransformerSpec
@@ -194,6 +206,7 @@ class ParallelPlan:
     search: SearchRecord
     provenance: Provenance
     launch: Mapping[str, LaunchCommand] = field(default_factory=dict)
+    offers: tuple[str, ...] = added(())
 
     def grid(self) -> Grid:
         """The plan's degrees, batch, recomputation and ZeRO stage."""
@@ -228,9 +241,22 @@ class ParallelPlan:
         return parse_layout(layout, self.model, chosen.pipeline_model_parallel_size)
 
 
-def parallel_choice(spec: TransformerSpec, grid: Grid, partition: StagePartition) -> ParallelChoice:
-    """A grid and a partition under Megatron's own names."""
+def parallel_choice(
+    spec: TransformerSpec,
+    grid: Grid,
+    partition: StagePartition,
+    sharding: DataParallelSharding | None = None,
+) -> ParallelChoice:
+    """A grid and a partition under Megatron's own names.
+
+    Args:
+        sharding: what divides states among replicas; ``None`` leaves it to the ZeRO stage.
+    """
     dims, again, zero = grid.dims, grid.recompute, grid.zero
+    sharding = sharding or zero.sharding
+    fsdp = sharding is DataParallelSharding.MEGATRON_FSDP
+    torch_fsdp2 = sharding is DataParallelSharding.TORCH_FSDP2
+    shards = zero >= ZeroStage.OPTIMIZER and not torch_fsdp2
     virtual = dims.virtual_pipeline_model_parallel_size
     granularity = again.granularity
     pipelined = dims.pipeline_model_parallel_size > 1
@@ -248,17 +274,28 @@ def parallel_choice(spec: TransformerSpec, grid: Grid, partition: StagePartition
         recompute_method=again.method,
         recompute_num_layers=again.num_layers,
         recompute_modules=again.modules,
-        use_distributed_optimizer=zero >= ZeroStage.OPTIMIZER,
-        use_megatron_fsdp=zero.is_fsdp,
-        data_parallel_sharding_strategy=_STRATEGIES.get(zero),
+        use_distributed_optimizer=shards,
+        use_megatron_fsdp=fsdp,
+        data_parallel_sharding_strategy=STRATEGIES[zero] if fsdp else None,
         overlap_grad_reduce=True,
-        overlap_param_gather=zero >= ZeroStage.OPTIMIZER,
+        overlap_param_gather=shards,
+        use_torch_fsdp2=torch_fsdp2,
     )
+
+
+def sharding(chosen: ParallelChoice) -> DataParallelSharding:
+    """What divides states among replicas."""
+    if chosen.use_torch_fsdp2:
+        return DataParallelSharding.TORCH_FSDP2
+    fsdp = chosen.use_megatron_fsdp
+    return DataParallelSharding.MEGATRON_FSDP if fsdp else DataParallelSharding.DDP
 
 
 def zero_stage(chosen: ParallelChoice) -> ZeroStage:
     """The ZeRO stage that a choice of Megatron's options amounts to."""
-    for zero, strategy in _STRATEGIES.items():
+    if chosen.use_torch_fsdp2:
+        return ZeroStage.WEIGHTS
+    for zero, strategy in STRATEGIES.items():
         if chosen.use_megatron_fsdp and chosen.data_parallel_sharding_strategy == strategy:
             return zero
     return ZeroStage.OPTIMIZER if chosen.use_distributed_optimizer else ZeroStage.NONE

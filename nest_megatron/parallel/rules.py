@@ -14,7 +14,7 @@ from nest_megatron.model.spec import LayerKind, ModelFamily, TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,7 @@ class LaunchRequest:
     Args:
         partition: the stage partition, or ``None`` while a search has not chosen one.
         sequence_parallel: ``--sequence-parallel``; needs ``tensor_model_parallel_size`` above 1.
+        sharding: what divides states among replicas; ``None`` leaves it to the ZeRO stage.
         moe_grouped_gemm: ``--moe-grouped-gemm``.
         version: the Megatron-LM release, ``0.16.1`` or ``0.20``.
     """
@@ -38,6 +39,8 @@ class LaunchRequest:
     precision: Precision = Precision.BF16
     sequence_parallel: bool = False
     moe_grouped_gemm: bool = False
+    sharding: DataParallelSharding | None = None
+    optimizer: str = "adam"
     fp8_recipe: str = "delayed"
     transformer_impl: str = "transformer_engine"
     version: str = "0.16.1"
@@ -156,6 +159,25 @@ def allows_interleaving(pp: int, vpp: int, microbatches: int) -> bool:
 def allows_zero(zero: ZeroStage, pp: int, vpp: int) -> bool:
     """Megatron-FSDP runs without a pipeline."""
     return not zero.is_fsdp or (pp == 1 and vpp == 1)
+
+
+#: Optimizers that keep state by element; Muon, SOAP and Lion are Megatron's emerging ones.
+ELEMENTWISE_OPTIMIZERS = ("adam", "sgd")
+
+
+def overlaps_gradients(optimizer: str, version: str) -> bool:
+    """0.16.1 reduces Muon's gradients after the backward pass (args:1181)."""
+    return optimizer in ELEMENTWISE_OPTIMIZERS or not version.startswith("0.16")
+
+
+def allows_optimizer(optimizer: str, zero: ZeroStage, version: str) -> bool:
+    """Emerging optimizers take whole matrices: no FSDP, in 0.16.1 no distributed optimizer.
+
+    Source: 0.16.1 args:1184-1186; 0.20 args:1144, :1739.
+    """
+    if optimizer in ELEMENTWISE_OPTIMIZERS:
+        return True
+    return zero < (ZeroStage.OPTIMIZER if version.startswith("0.16") else ZeroStage.GRADIENTS)
 
 
 def allows_uniform_recompute(layers: Iterable[int], num_layers: int, version: str) -> bool:

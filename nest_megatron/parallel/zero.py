@@ -1,8 +1,30 @@
-"""ZeRO stages in the forms that Megatron launches."""
+"""ZeRO stages, and what of Megatron's carries them."""
 
 from __future__ import annotations
 
 from enum import IntEnum
+
+from nest_megatron.names import Name
+
+
+class DataParallelSharding(Name):
+    """Which of Megatron's implementations divides states among data-parallel ranks.
+
+    Each saves checkpoints of its own format, so a job stays with the one that it has.
+    """
+
+    DDP = "ddp"
+    MEGATRON_FSDP = "megatron_fsdp"
+    TORCH_FSDP2 = "torch_fsdp2"
+
+    @property
+    def zero_stages(self) -> tuple[ZeroStage, ...]:
+        """The ZeRO stages that it has."""
+        return {
+            DataParallelSharding.DDP: (ZeroStage.NONE, ZeroStage.OPTIMIZER),
+            DataParallelSharding.MEGATRON_FSDP: tuple(ZeroStage)[1:],
+            DataParallelSharding.TORCH_FSDP2: (ZeroStage.WEIGHTS,),
+        }[self]
 
 
 class ZeroStage(IntEnum):
@@ -24,5 +46,10 @@ class ZeroStage(IntEnum):
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether Megatron-FSDP carries it."""
+        """Whether Megatron-FSDP carries it, unless a job says otherwise."""
         return self >= ZeroStage.GRADIENTS
+
+    @property
+    def sharding(self) -> DataParallelSharding:
+        """What carries it, unless a job says otherwise."""
+        return DataParallelSharding.MEGATRON_FSDP if self.is_fsdp else DataParallelSharding.DDP

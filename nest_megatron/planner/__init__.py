@@ -22,6 +22,7 @@ from nest_megatron.planner.assemble import (
     nothing_searched,
     search_record,
 )
+from nest_megatron.planner.offers import with_offer
 from nest_megatron.planner.request import NUM_ALTERNATIVES, PlanRequest
 from nest_megatron.planner.shortage import (
     NoPlan,
@@ -85,7 +86,9 @@ def plan(
         slower = 100.0 * (chosen.iteration - plans[0].iteration) / plans[0].iteration
         record = dataclasses.replace(record, certificate="runner-up", gap_percent=slower)
     alternatives = tuple(alternative(request.spec, chosen, other) for other in plans)
-    return assemble(model, request.settings, chosen, alternatives, record)
+    sharding = request.space.sharding
+    found = assemble(model, request.settings, chosen, alternatives, record, sharding)
+    return with_offer(found, request, plan)
 
 
 def estimate_plan(

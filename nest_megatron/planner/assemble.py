@@ -30,6 +30,7 @@ from nest_megatron.parallel.plan import (
 )
 from nest_megatron.parallel.plan_file import digest, sealed
 from nest_megatron.parallel.rank_order import GroupKind, group_level, group_of_rank
+from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.planner.request import PlanRequest
 from nest_megatron.profile.records import ANALYTIC_NAME, Source
 from nest_megatron.solver.backend import choose
@@ -44,6 +45,7 @@ def assemble(
     best: SolvedGrid,
     alternatives: tuple[Alternative, ...],
     record: SearchRecord,
+    sharding: DataParallelSharding | None = None,
 ) -> ParallelPlan:
     """The plan file of a solved grid, sealed."""
     spec, cluster, grid = model.spec, model.cluster, best.grid
@@ -58,7 +60,7 @@ def assemble(
             seq_length=spec.seq_length,
             precision=settings.precision,
         ),
-        parallel=parallel_choice(spec, grid, partition),
+        parallel=parallel_choice(spec, grid, partition, sharding),
         placement=_placement(cluster, grid, has_experts=spec.is_moe),
         predicted=_prediction(model, predicted),
         alternatives=alternatives,

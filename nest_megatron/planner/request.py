@@ -17,6 +17,19 @@ NUM_ALTERNATIVES = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Another data-parallel sharding, which is priced beside the plan and never taken.
+
+    Args:
+        space: what is searched for it.
+        free: what the user types to have it.
+    """
+
+    space: SearchSpace
+    free: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """What to plan.
 
@@ -24,6 +37,7 @@ class PlanRequest:
         times: measured times of the model's layers; ``None`` takes all from data sheets.
         max_seconds: time for the search; when it ends first, the plan says how far from the
             optimum it can be at most.
+        offer: another sharding to be priced by ``offers.priced``.
     """
 
     spec: TransformerSpec
@@ -35,6 +49,7 @@ class PlanRequest:
     num_alternatives: int = NUM_ALTERNATIVES
     backend: Backend | None = None
     times: LayerTimes | None = None
+    offer: Offer | None = None
 
     def __post_init__(self) -> None:
         batch = self.global_batch_size

@@ -87,6 +87,8 @@ def _remedies(request: PlanRequest, missing: int) -> list[str]:
     free = SearchSpace(use_all_gpus=request.space.use_all_gpus)
     if request.space != free and _fits(dataclasses.replace(request, space=free)):
         found.append(f"leave free what is fixed ({', '.join(_given(request.space))})")
+    if request.offer is not None and _fits(dataclasses.replace(request, space=request.offer.space)):
+        found.append(f"another data-parallel sharding: {request.offer.free}")
     accelerator = request.cluster.accelerator
     more = -(-(missing + accelerator.memory_bytes) // 2**30)
     found.append(f"GPUs with at least {more} GiB of memory, for a global batch of {batch}")
@@ -97,7 +99,8 @@ def _given(space: SearchSpace) -> list[str]:
     """What the user holds fixed or limits."""
     everything = SearchSpace()
     others = {
-        "zero_stage": space.zero_stages != everything.zero_stages,
+        "use_megatron_fsdp": space.sharding is not None,
+        "zero_stage": space.sharding is None and space.zero_stages != everything.zero_stages,
         "rank_order": space.rank_orders != everything.rank_orders,
         "recompute_granularity": space.recompute is not None,
     }

@@ -92,6 +92,7 @@ def summary(plan: ParallelPlan) -> RenderableType:
         rows.append(("Stages", Text(chosen.pipeline_model_parallel_layout)))
     rows.append(("Bound by", Text(predicted.binding_constraint)))
     rows.append(("Basis", Text(basis(plan))))
+    rows += [("Not taken", Text(offer)) for offer in plan.offers]
     if train.precision.value != "bf16":
         rows.insert(3, ("Precision", Text(train.precision.value)))
     return Group(title, _pairs(rows))

@@ -18,7 +18,7 @@ from nest_megatron.parallel.recompute import (
     RecomputeMethod,
     RecomputeModule,
 )
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
 #: Degrees that can be fixed (``parallel.NAME``) or limited (``search.max_NAME``).
 DEGREES = (
@@ -48,6 +48,7 @@ class SearchSpace:
         fixed: degrees held at one value.
         limits: largest value of a degree; tensor-parallel sizes go up to one node by default.
         rank_orders, zero_stages: those allowed.
+        sharding: what divides states among replicas; ``None`` leaves it to the ZeRO stage.
         recompute: the one setting allowed, or ``None`` for all.
         without_modules: modules whose recomputation is not tried.
         partition: the one stage partition allowed, or ``None`` for all; its pipeline and virtual
@@ -66,6 +67,7 @@ class SearchSpace:
     limits: Mapping[str, int] = field(default_factory=dict)
     rank_orders: tuple[RankOrder, ...] = tuple(RankOrder)
     zero_stages: tuple[ZeroStage, ...] = tuple(ZeroStage)
+    sharding: DataParallelSharding | None = None
     recompute: Recompute | None = None
     without_modules: frozenset[RecomputeModule] = frozenset()
     partition: StagePartition | None = None

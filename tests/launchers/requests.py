@@ -102,6 +102,7 @@ BROKEN = {
     "rank_order": request(MIXTRAL, dims(tp=2, pp=2, dp=4, ep=8, rank_order=SECOND)),
     "whole_batch": request(grid=dims(dp=3), global_batch_size=16),
     "interleaving": request(grid=dims(pp=4, vpp=2), global_batch_size=6),
+    "optimizer_zero": request(grid=dims(tp=2, dp=4), zero=ZeroStage.OPTIMIZER, optimizer="muon"),
     "fsdp_no_pipeline": request(grid=dims(pp=2), zero=ZeroStage.GRADIENTS),
     "no_empty_stage": request(changed(LLAMA, num_layers=2), dims(pp=8), partition=None),
     "known_version": request(version="0.9"),

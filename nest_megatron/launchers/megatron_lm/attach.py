@@ -15,7 +15,7 @@ from nest_megatron.launchers.megatron_lm.write import (
     parallel_argv,
     script_name,
 )
-from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
+from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan, sharding
 from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.parallel.rules import LaunchRequest
 
@@ -53,6 +53,8 @@ def launch_request(
         precision=plan.train.precision,
         sequence_parallel=grid.sequence_parallel,
         moe_grouped_gemm=plan.model.is_moe and engine != "local",
+        sharding=sharding(plan.parallel),
+        optimizer=str(values.get("optimizer") or "adam"),
         fp8_recipe=values.get("fp8_recipe") or "delayed",
         transformer_impl=engine,
         version=version if command is None else command.version,

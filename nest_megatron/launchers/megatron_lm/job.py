@@ -8,7 +8,7 @@ from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.parallel.recompute import Recompute
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
 #: Arguments that a plan may set; what a user gives of them stays fixed.
 PARALLEL_ARGUMENTS = (
@@ -66,6 +66,8 @@ class MegatronJob:
         fixed: the parallel choices that the user made, by Megatron's names.
         recompute: the user's recomputation, ``None`` if they said nothing of it.
         zero: the user's ZeRO stage, ``None`` if they said nothing of it.
+        sharding: what divides states among the job's data-parallel ranks.
+        ckpt_format: the checkpoint format, ``None`` if they said nothing of it.
         world_size: number of ranks where the launcher says it.
         passthrough: flags of the user's own script, kept untouched.
         notes: what was assumed or will be ignored, one sentence each.
@@ -84,6 +86,8 @@ class MegatronJob:
     fixed: Mapping[str, Any]
     recompute: Recompute | None
     zero: ZeroStage | None
+    sharding: DataParallelSharding = DataParallelSharding.DDP
+    ckpt_format: str | None = None
     optimizer: OptimizerSettings
     use_distributed_optimizer: bool
     overlap_grad_reduce: bool

@@ -24,13 +24,14 @@ from nest_megatron.launchers.megatron_lm.job import (
 )
 from nest_megatron.launchers.megatron_lm.parser import ReadCommand
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.parallel.plan import STRATEGIES
 from nest_megatron.parallel.recompute import (
     Recompute,
     RecomputeGranularity,
     RecomputeMethod,
     selective_recompute,
 )
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
 _REFUSED_ARGUMENTS = {
     "yaml_cfg": "its --yaml-cfg path fails in Megatron's own parser",
@@ -62,12 +63,7 @@ _DEFAULT_TOKENIZERS = {
     ModelFamily.GPT: "GPT2BPETokenizer",
     ModelFamily.BERT: "BertWordPieceLowerCase",
 }
-_STRATEGIES = {
-    "no_shard": ZeroStage.NONE,
-    "optim": ZeroStage.OPTIMIZER,
-    "optim_grads": ZeroStage.GRADIENTS,
-    "optim_grads_params": ZeroStage.WEIGHTS,
-}
+_STRATEGIES = {strategy: zero for zero, strategy in STRATEGIES.items()}
 
 
 def read_job(
@@ -122,6 +118,8 @@ def job_from_values(
         fixed=MappingProxyType({k: values.get(k) for k in PARALLEL_ARGUMENTS if k in explicit}),
         recompute=_recompute(values),
         zero=_zero(values),
+        sharding=_sharding(values),
+        ckpt_format=values.get("ckpt_format") if "ckpt_format" in explicit else None,
         optimizer=_optimizer(values),
         use_distributed_optimizer=bool(values.get("use_distributed_optimizer")),
         overlap_grad_reduce=bool(values.get("overlap_grad_reduce")),
@@ -350,6 +348,14 @@ def _zero(values: Mapping[str, Any]) -> ZeroStage | None:
     if values.get("use_torch_fsdp2"):
         return ZeroStage.WEIGHTS
     return ZeroStage.OPTIMIZER if values.get("use_distributed_optimizer") else None
+
+
+def _sharding(values: Mapping[str, Any]) -> DataParallelSharding:
+    if values.get("use_megatron_fsdp"):
+        return DataParallelSharding.MEGATRON_FSDP
+    if values.get("use_torch_fsdp2"):
+        return DataParallelSharding.TORCH_FSDP2
+    return DataParallelSharding.DDP
 
 
 def _optimizer(values: Mapping[str, Any]) -> OptimizerSettings:

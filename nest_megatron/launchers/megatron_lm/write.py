@@ -14,9 +14,14 @@ from nest_megatron.errors import UnplannableModelError
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.layout import layout_string
+from nest_megatron.parallel.plan import STRATEGIES
 from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity
-from nest_megatron.parallel.rules import LaunchRequest, launched_expert_tensor_size
-from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.parallel.rules import (
+    LaunchRequest,
+    launched_expert_tensor_size,
+    overlaps_gradients,
+)
+from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
 _ACTIVATION_FLAGS = {
     ("gelu", False): (),
@@ -24,7 +29,6 @@ _ACTIVATION_FLAGS = {
     ("squared_relu", False): ("--squared-relu",),
     ("quick_gelu", True): ("--quick-geglu",),
 }
-_STRATEGIES = {ZeroStage.GRADIENTS: "optim_grads", ZeroStage.WEIGHTS: "optim_grads_params"}
 
 
 def has_activation_flag(spec: TransformerSpec) -> bool:
@@ -86,7 +90,7 @@ def parallel_argv(request: LaunchRequest, *, overlap: bool = True) -> list[str]:
         *_pair("--micro-batch-size", request.micro_batch_size),
         *_pair("--global-batch-size", request.global_batch_size),
         *recompute_argv(request.recompute),
-        *zero_argv(request.zero, overlap=overlap),
+        *sharding_argv(request, overlap=overlap),
         *precision_argv(request.precision, request.fp8_recipe),
     ]
 
@@ -103,20 +107,24 @@ def recompute_argv(recompute: Recompute) -> list[str]:
     ]
 
 
-def zero_argv(zero: ZeroStage, *, overlap: bool = True) -> list[str]:
-    """Flags of a ZeRO stage.
+def sharding_argv(request: LaunchRequest, *, overlap: bool = True) -> list[str]:
+    """Flags that divide states among replicas.
 
     Megatron-FSDP is always written with the distributed optimizer: without it 0.16.1 trains with
     another gradient norm.
     """
-    flags = ["--overlap-grad-reduce"] if overlap else []
-    if zero is ZeroStage.NONE:
-        return flags
-    flags = ["--use-distributed-optimizer", *flags]
-    flags += ["--overlap-param-gather"] if overlap else []
-    if zero.is_fsdp:
+    zero, sharding = request.zero, request.sharding or request.zero.sharding
+    overlap = overlap and overlaps_gradients(request.optimizer, request.version)
+    if sharding is DataParallelSharding.TORCH_FSDP2:
+        return ["--use-torch-fsdp2"]  # it overlaps by itself
+    fsdp = sharding is DataParallelSharding.MEGATRON_FSDP
+    if zero is ZeroStage.NONE and not fsdp:
+        return _switch("--overlap-grad-reduce", overlap)
+    flags = ["--use-distributed-optimizer", *_switch("--overlap-grad-reduce", overlap)]
+    flags += _switch("--overlap-param-gather", overlap)
+    if fsdp:
         flags += ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"]
-        flags += _pair("--data-parallel-sharding-strategy", _STRATEGIES[zero])
+        flags += _pair("--data-parallel-sharding-strategy", STRATEGIES[zero])
     return flags
 
 
@@ -138,7 +146,7 @@ def environment(request: LaunchRequest, *, device_architecture: int = 9) -> dict
     Source: validate_args (0.16.1 :622, :687, :951).
     """
     dims = request.dims
-    if request.zero.is_fsdp:
+    if (request.sharding or request.zero.sharding) is not DataParallelSharding.DDP:
         return {"CUDA_DEVICE_MAX_CONNECTIONS": None}
     splits = max(dims.tensor_model_parallel_size, dims.context_parallel_size) > 1
     if splits and device_architecture < 10:

@@ -1,0 +1,96 @@
+"""A job stays with its own data-parallel sharding, unless the user frees it; another is priced."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.megatron_lm.job import MegatronJob
+from nest_megatron.parallel.rules import allows_optimizer
+from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
+from nest_megatron.planner.request import Offer
+from nest_megatron.solver.space import SearchSpace
+
+#: Flags that name the implementation, and those of the ZeRO stage within it.
+IMPLEMENTATION = ("use_megatron_fsdp", "use_torch_fsdp2")
+STAGE = ("use_distributed_optimizer", "data_parallel_sharding_strategy")
+CKPT_FORMAT = "ckpt_format"
+
+_PIPELINE, _EXPERTS = "pipeline_model_parallel_size", "expert_model_parallel_size"
+
+
+def with_own_sharding(
+    space: SearchSpace, job: MegatronJob, freed: Collection[str], option: str
+) -> tuple[SearchSpace, Offer | None]:
+    """The space under the job's own sharding, and the space beside it that is only priced.
+
+    Args:
+        space: with every ZeRO stage that the configuration allows.
+        freed: destinations that the search may change.
+        option: how the user frees them.
+
+    Raises:
+        UserInputError: if the job's own sharding contradicts its degrees.
+    """
+    held = _held(job, freed)
+    every = _for_optimizer(space.zero_stages, job)
+    space = dataclasses.replace(space, zero_stages=every)
+    if not held:
+        return space, None
+    zeros = job.sharding.zero_stages
+    if job.zero is not None and not any(name in freed for name in (*IMPLEMENTATION, *STAGE)):
+        zeros = (job.zero,)
+    zeros = _for_optimizer(zeros, job)
+    own = dataclasses.replace(space, zero_stages=zeros, sharding=job.sharding)
+    others = tuple(zero for zero in every if zero.sharding is not job.sharding)
+    offered = dataclasses.replace(space, zero_stages=others)
+    offer = Offer(space=offered, free=_spelled(option, held)) if others else None
+    return _on_its_mesh(own, job.sharding), offer
+
+
+def _for_optimizer(zeros: Collection[ZeroStage], job: MegatronJob) -> tuple[ZeroStage, ...]:
+    optimizer = job.optimizer.optimizer
+    allowed = tuple(zero for zero in zeros if allows_optimizer(optimizer, zero, job.version))
+    if allowed:
+        return allowed
+    raise UserInputError(
+        "--optimizer",
+        value=optimizer,
+        limit=f"Megatron-LM {job.version} refuses it where replicas divide states "
+        f"(ZeRO-{', '.join(str(int(zero)) for zero in zeros)})",
+        fix="Drop that flag, or free zero_stage.",
+    )
+
+
+def _held(job: MegatronJob, freed: Collection[str]) -> list[str]:
+    """What must be freed before the implementation may change; nothing if it may."""
+    names = [] if IMPLEMENTATION[0] in freed else [IMPLEMENTATION[0]]
+    if job.ckpt_format is not None and CKPT_FORMAT not in freed:
+        names.append(CKPT_FORMAT)  # each implementation saves formats of its own
+    return names
+
+
+def _on_its_mesh(space: SearchSpace, sharding: DataParallelSharding) -> SearchSpace:
+    """Neither FSDP has a pipeline, and torch's has no expert parallelism (args:606-612)."""
+    needs = {
+        DataParallelSharding.DDP: (),
+        DataParallelSharding.MEGATRON_FSDP: (_PIPELINE,),
+        DataParallelSharding.TORCH_FSDP2: (_PIPELINE, _EXPERTS),
+    }[sharding]
+    for name in needs:
+        if space.fixed.get(name, 1) != 1:
+            raise UserInputError(
+                f"--{name.replace('_', '-')}",
+                value=space.fixed[name],
+                limit=f"it must be 1 under --use-{sharding.value.replace('_', '-')}",
+                fix="Use 1, or another data-parallel sharding.",
+            )
+    return dataclasses.replace(space, fixed={**space.fixed, **dict.fromkeys(needs, 1)})
+
+
+def _spelled(option: str, names: list[str]) -> str:
+    """What the user types to free some names."""
+    if option == "free":  # of a recipe, where it lists all that may change
+        return "free=['all']"
+    return f"{option} {','.join(names)}" if option[0] == "-" else f"{option}=[{','.join(names)}]"

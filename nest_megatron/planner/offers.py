@@ -1,0 +1,54 @@
+"""What another data-parallel sharding than the job's own would give: priced, never taken."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.parallel.plan import ParallelPlan, zero_stage
+from nest_megatron.parallel.plan_file import sealed
+from nest_megatron.planner.request import PlanRequest
+from nest_megatron.units import format_seconds
+
+#: Smaller gains are below what the cost model can tell apart (docs/accuracy.md).
+_LEAST_GAIN_PERCENT = 1.0
+
+
+def with_offer(
+    best: ParallelPlan, request: PlanRequest, find: Callable[[PlanRequest], object]
+) -> ParallelPlan:
+    """A plan that says what the job would gain under another sharding, where it would.
+
+    Args:
+        request: the question that ``best`` answers.
+        find: answers a request with a plan, or with something else where nothing fits.
+    """
+    offer = request.offer
+    if offer is None:
+        return best
+    asked = dataclasses.replace(request, space=offer.space, offer=None, num_alternatives=0)
+    try:
+        other = find(asked)
+    except UserInputError:  # its degrees have no legal layout under another sharding
+        return best
+    if not isinstance(other, ParallelPlan):
+        return best
+    step_s, other_s = (plan.predicted.iteration_time_s for plan in (best, other))
+    gain = 100.0 * (step_s / other_s - 1.0)
+    if gain < _LEAST_GAIN_PERCENT:
+        return best
+    sentence = (
+        f"{_named(other)} would be {gain:.1f} % faster ({format_seconds(other_s)}); it needs "
+        f"--ckpt-format {_ckpt_format(other)}. To have it: {offer.free}"
+    )
+    return sealed(dataclasses.replace(best, offers=(*best.offers, sentence)))
+
+
+def _named(plan: ParallelPlan) -> str:
+    how = "through" if plan.parallel.use_megatron_fsdp else "without"
+    return f"ZeRO-{int(zero_stage(plan.parallel))} {how} Megatron-FSDP"
+
+
+def _ckpt_format(plan: ParallelPlan) -> str:
+    return "fsdp_dtensor" if plan.parallel.use_megatron_fsdp else "torch_dist"

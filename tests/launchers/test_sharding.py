@@ -1,0 +1,147 @@
+"""A job stays with its own data-parallel sharding; another is priced and never taken unasked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import pytest
+
+from nest_megatron.app.recipe import Freedom
+from nest_megatron.config.command import read_request
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
+from nest_megatron.config.request import plan_request
+from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.megatron_lm.attach import LAUNCHER, with_launch
+from nest_megatron.launchers.megatron_lm.parser import read_command
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner import plan
+
+TORCH_FSDP2 = "--use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format torch_dist"
+
+
+COMMAND = """
+torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py --num-layers 32 --hidden-size 4096
+ --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention --num-query-groups 8
+ --seq-length 8192 --max-position-embeddings 8192 --swiglu --disable-bias-linear
+ --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights
+ --vocab-size 128256 --tokenizer-type HuggingFaceTokenizer --global-batch-size 128 --bf16
+"""
+
+
+def job(flags: str) -> str:
+    """Llama-3 8B on two nodes."""
+    return f"{COMMAND.strip()} {flags}".replace("\n", "")
+
+
+def planned(
+    command: str, free: str = "", version: str = "0.16.1", *settings: str
+) -> tuple[ParallelPlan, Mapping[str, object]]:
+    composed = compose(parse(["cluster=dgx_h100", "search.num_alternatives=0", *settings]))
+    names = free.split(",") if free else []
+    request = read_request(command, composed, free=names, version=version)
+    found = plan(plan_request(composed.config, request.inputs, request.space))
+    assert isinstance(found, ParallelPlan)
+    argv = with_launch(found, request.command).launch[LAUNCHER].argv
+    return found, read_command(["pretrain_gpt.py", *argv], version).values
+
+
+WIDE = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"
+
+
+def test_a_job_is_not_moved_to_megatron_fsdp() -> None:
+    found, values = planned(job(WIDE))
+    assert not found.parallel.use_megatron_fsdp
+    assert values["ckpt_format"] != "fsdp_dtensor"
+
+
+def test_what_it_would_gain_is_said_with_what_it_needs() -> None:
+    found, _ = planned(job(WIDE + " --ckpt-format torch_dist"))
+    (offer,) = found.offers
+    assert "through Megatron-FSDP" in offer
+    assert "% faster" in offer
+    assert "--ckpt-format fsdp_dtensor" in offer
+    assert offer.endswith("--free use_megatron_fsdp,ckpt_format")
+
+
+def test_it_is_taken_where_it_is_freed() -> None:
+    found, values = planned(job(WIDE), "use_megatron_fsdp")
+    assert (found.parallel.use_megatron_fsdp, values["ckpt_format"]) == (True, "fsdp_dtensor")
+    assert found.offers == ()
+
+
+def test_a_typed_checkpoint_format_is_freed_by_its_own_name() -> None:
+    typed = job(WIDE + " --ckpt-format torch_dist")
+    found, values = planned(typed, "use_megatron_fsdp")
+    assert (found.parallel.use_megatron_fsdp, values["ckpt_format"]) == (False, "torch_dist")
+    assert planned(typed, "use_megatron_fsdp,ckpt_format")[0].parallel.use_megatron_fsdp
+    assert planned(typed, "all")[1]["ckpt_format"] in ("torch_dist", "fsdp_dtensor")
+
+
+def test_our_own_setting_asks_for_it() -> None:
+    found, _ = planned(job(WIDE), "", "0.16.1", "parallel.zero_stage=3")
+    assert found.parallel.data_parallel_sharding_strategy == "optim_grads_params"
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+def test_a_job_is_not_moved_away_from_megatron_fsdp(strategy: str) -> None:
+    flags = (
+        f"--use-megatron-fsdp --data-parallel-sharding-strategy {strategy} "
+        "--ckpt-format fsdp_dtensor --use-distributed-optimizer"
+    )
+    found, values = planned(job(flags))
+    assert found.parallel.use_megatron_fsdp
+    assert values["use_megatron_fsdp"]
+    assert values["data_parallel_sharding_strategy"] == strategy
+    assert found.parallel.pipeline_model_parallel_size == 1
+    assert found.grid().zero.name in {"optim": "OPTIMIZER", "optim_grads": "GRADIENTS"}.get(
+        strategy, "WEIGHTS"
+    )
+
+
+def test_torch_fsdp2_stays() -> None:
+    found, values = planned(job(TORCH_FSDP2))
+    assert values["use_torch_fsdp2"]
+    assert not values["use_distributed_optimizer"]
+    assert not values["use_megatron_fsdp"]
+    assert values["ckpt_format"] == "torch_dist"
+    assert int(found.grid().zero) == 3
+    launch = with_launch(found).launch[LAUNCHER]
+    assert launch.environment["CUDA_DEVICE_MAX_CONNECTIONS"] is None
+
+
+def test_torch_fsdp2_with_a_pipeline_is_refused() -> None:
+    with pytest.raises(UserInputError, match="must be 1 under --use-torch-fsdp2"):
+        planned(job(TORCH_FSDP2 + " --pipeline-model-parallel-size 2"))
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.20"])
+@pytest.mark.parametrize("optimizer", ["muon", "dist_muon"])
+def test_muon_gets_no_flag_that_megatron_refuses(optimizer: str, version: str) -> None:
+    _, values = planned(job(f"--optimizer {optimizer}"), "use_megatron_fsdp", version)
+    assert not values["use_megatron_fsdp"]
+    if version == "0.16.1":
+        names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+        assert not any(values[name] for name in names)
+
+
+def test_muon_with_the_distributed_optimizer_is_named() -> None:
+    with pytest.raises(UserInputError, match="--optimizer = 'muon'"):
+        planned(job("--optimizer muon --use-distributed-optimizer"))
+
+
+def test_a_recipe_frees_its_sharding_only_where_it_says_so() -> None:
+    assert "use_megatron_fsdp" not in Freedom().wishes().free
+    assert "use_megatron_fsdp" in Freedom(free=("all",)).wishes().free
+
+
+def test_a_plan_without_new_choices_is_written_as_before() -> None:
+    found, _ = planned(job(WIDE), "use_megatron_fsdp")
+    text = plan_file.dump(found)
+    assert "use_torch_fsdp2" not in text
+    assert "offers" not in text
+    offered, _ = planned(job(WIDE))
+    assert plan_file.load(plan_file.dump(offered)) == offered
+    assert dataclasses.replace(offered, offers=()) != offered
