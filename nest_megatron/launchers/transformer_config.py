@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nest_megatron.errors import UnplannableModelError, UserInputError
-from nest_megatron.launchers.fields import ABSENT, attribute, class_names, value_or
+from nest_megatron.launchers.architecture import refused_class, refused_field, refused_model
+from nest_megatron.launchers.fields import ABSENT, attribute, class_names, shown, value_or
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 
 #: Name of an activation function -> the name in a ``TransformerSpec``.
@@ -26,7 +27,8 @@ _ACTIVATIONS = {
     "squared_relu": "squared_relu",
 }
 
-#: Pattern in a class's name -> what this planner lacks to plan such a model.
+#: Pattern in a class's name -> what this planner lacks to plan such a model: a better reason for
+#: families that are well known; any other that is not known is refused by ``architecture``.
 _REFUSED_CLASSES: Mapping[str, str] = {
     "Mamba": "state-space layers are not described",
     "^SSM": "state-space layers are not described",
@@ -42,31 +44,14 @@ _REFUSED_CLASSES: Mapping[str, str] = {
     "Vision": "vision towers are not described",
     "Llava": "vision towers are not described",
     "Neva": "vision towers are not described",
+    "Ministral3": "vision towers are not described",
+    "Omni": "multimodal models are not described",
+    "Audio": "multimodal models are not described",
     "Diffusion": "diffusion models are not described",
     "^DiT": "diffusion models are not described",
     "Flux": "diffusion models are not described",
     "Embedding": "embedding models have another head and another batch",
     "Reranker": "rerankers have another head and another batch",
-}
-
-#: Field that must be off -> what this planner lacks otherwise.
-_REFUSED_FIELDS: Mapping[str, str] = {
-    "is_hybrid_model": "state-space layers are not described",
-    "hybrid_override_pattern": "state-space layers are not described",
-    "hybrid_layer_pattern": "state-space layers are not described",
-    "heterogeneous_layers_config_path": "every layer may have another shape",
-    "heterogeneous_layers_config_encoded_json": "every layer may have another shape",
-    "heterogeneous_block_specs": "every layer may have another shape",
-    "experimental_attention_variant": "its attention is not described",
-    "attention_output_gate": "its attention is not described",
-    "linear_attention_type": "its attention is not described",
-    "moe_latent_size": "its experts are not described",
-    "encoder_num_layers": "encoder-decoder models have two stacks",
-    "vision_config": "vision towers are not described",
-    "language_transformer_config": "multimodal models are not described",
-    "fp4": "4-bit training is not described",
-    "cpu_offloading": "activations kept on the host are not described",
-    "fine_grained_activation_offloading": "activations kept on the host are not described",
 }
 
 
@@ -128,9 +113,12 @@ def refuse_unplannable(config: Any, *wrappers: Any) -> None:
         )
         if lacking:
             raise _unplannable("model", name, lacking)
-    for field, lacking in _REFUSED_FIELDS.items():
-        if value := value_or(config, field, None):
-            raise _unplannable(f"model.{field}", value, lacking)
+    classes = (refused_class(config), *map(refused_model, wrappers))
+    for name, lacking in filter(None, classes):
+        raise _unplannable("model", name, lacking)
+    if (refused := refused_field(config)) is not None:
+        name, value, lacking = refused
+        raise _unplannable(f"model.{name}", shown(value), lacking)
     for field in ("num_layers", "hidden_size", "num_attention_heads"):
         if not value_or(config, field, 0):
             raise _unplannable(f"model.{field}", None, "its layers are not megatron-core's")

@@ -8,6 +8,7 @@ from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.architecture import unpriced_fields
 from nest_megatron.launchers.fields import find, value_or, whole
 from nest_megatron.launchers.recipe import (
     DEGREES,
@@ -69,6 +70,7 @@ def read_recipe(
         fp8_recipe=fp8_recipe,
         uses_fsdp=uses_fsdp(cfg),
         optimizer="optimizer",
+        notes=unpriced_fields(cfg.model),
     )
     return recipe_of(cfg, spec, sizes, FIELDS)
 

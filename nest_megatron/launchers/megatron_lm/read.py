@@ -17,6 +17,7 @@ from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UnplannableModelError, UserInputError
+from nest_megatron.launchers.architecture import REFUSED, unpriced
 from nest_megatron.launchers.megatron_lm.job import (
     PARALLEL_ARGUMENTS,
     MegatronJob,
@@ -33,23 +34,16 @@ from nest_megatron.parallel.recompute import (
 )
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
+#: What must be off, beside the fields of the model's configuration.
 _REFUSED_ARGUMENTS = {
+    **REFUSED,
+    "fp4_param_gather": "4-bit training is not described",
+    "te_precision_config_file": "quantized layers are not described",
     "yaml_cfg": "its --yaml-cfg path fails in Megatron's own parser",
-    "is_hybrid_model": "Mamba hybrids have layers that are not transformers",
-    "hybrid_override_pattern": "Mamba hybrids have layers that are not transformers",
-    "hybrid_layer_pattern": "Mamba hybrids have layers that are not transformers",
-    "heterogeneous_layers_config_path": "every layer may have another shape",
-    "experimental_attention_variant": "its attention is not described",
-    "attention_output_gate": "its attention is not described",
-    "moe_latent_size": "its experts are not described",
     "retro_add_retriever": "retrieval models have an encoder",
     "perform_rl_step": "an RL step is generation as well as training",
     "decoder_num_layers": "encoder-decoder models have two stacks",
-    "fp4": "4-bit training is not described",
     "use_checkpoint_args": "the model's shape would come from a checkpoint; give the model's flags",
-    "cpu_offloading": "activations kept on the host are not described",
-    "tensor_parallel_num_weight_shards": "weights sharded further than TP are not described",
-    "expert_tensor_parallel_num_weight_shards": "weights sharded further than TP are not described",
     "use_legacy_models": "legacy models have another code path",
 }
 _REFUSED_SCRIPTS = ("t5", "vlm", "vision", "ict", "retro", "mamba", "hybrid", "multimodal", "rl")
@@ -406,7 +400,7 @@ def _job_notes(values: Mapping[str, Any]) -> list[str]:
         notes.append("--tp-comm-overlap is kept but not priced; tensor parallelism will be faster.")
     if values.get("use_torch_fsdp2"):
         notes.append("Torch-FSDP2 is read as ZeRO 3; plans are written for Megatron-FSDP.")
-    return notes
+    return [*notes, *unpriced(values)]
 
 
 def _name(value: object) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.architecture import unpriced_fields
 from nest_megatron.launchers.fields import ABSENT, class_names, find, value_or, whole
 from nest_megatron.launchers.recipe import (
     DEGREES,
@@ -85,7 +86,7 @@ def read_spec(recipe: Any, vocab_size: int | None) -> tuple[TransformerSpec, tup
         vocab_size=rows,
         vocab_is_padded=is_padded,
     )
-    return spec, notes
+    return spec, (*notes, *unpriced_fields(config))
 
 
 def num_devices(recipe: Any) -> int:
