@@ -32,6 +32,10 @@ class UserInputError(NestError, ValueError):
         super().__init__(f"{what} = {value!r}: {limit}. {fix}")
 
 
+class OneRankError(NestError):
+    """Ends one rank of several, which says so wherever it runs."""
+
+
 class PlanFileError(UserInputError):
     """A plan file is missing, truncated, edited by hand or from another schema."""
 

@@ -7,6 +7,7 @@ in the log. Wrapped, it plans after the user's own overrides, and those stay as 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -15,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from nest_megatron.app import OK
-from nest_megatron.app.failure import ending_on_errors
 from nest_megatron.app.output import show
+from nest_megatron.app.ranks import Joined, ending_together, words_of
 from nest_megatron.app.recipe import Freedom, pinned_recipe, plan_recipe
 from nest_megatron.config.launch import LaunchWords, Mode, read_launch, read_words, split_words
 from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.errors import UserInputError
-from nest_megatron.launchers.megatron_bridge.overlay import to_dotlist
 from nest_megatron.launchers.megatron_bridge.read import FIELDS, read_recipe
 from nest_megatron.launchers.megatron_bridge.write import apply_plan
-from nest_megatron.launchers.megatron_lm.agreement import Place, confirm, connect, share
+from nest_megatron.launchers.megatron_lm.agreement import Board, confirm, share
+from nest_megatron.launchers.megatron_lm.same_job import fields, versions
 from nest_megatron.launchers.recipe import Recipe
 from nest_megatron.launchers.slurm import rank_variables
 from nest_megatron.parallel import plan_file
@@ -72,21 +73,23 @@ def planning(process: Process, on_plan: Callable[[], None]) -> Process:
         ours, rest = split_words(cli_overrides or [])
         config = process(config, config_filepath, rest or None)
         if ours:
-            with ending_on_errors():
+            joined = Joined()
+            with ending_together(joined):
                 stated = [*_keys(rest), *_keys_of_file(config_filepath)]
-                run(config, read_words(ours), stated)
+                run(config, read_words(ours), stated, joined)
                 on_plan()
         return config
 
     return process_config_with_overrides
 
 
-def run(cfg: Any, words: LaunchWords, stated: Iterable[str]) -> None:
+def run(cfg: Any, words: LaunchWords, stated: Iterable[str], joined: Joined | None = None) -> None:
     """Plan on rank 0 and write the plan into every rank's configuration.
 
     Args:
         cfg: the configuration with the user's own overrides in it.
         stated: fields that the user set themselves, which stay unless ``nest.free`` names them.
+        joined: told where the ranks meet.
 
     Raises:
         NestError: if no plan can be made or carried out.
@@ -100,8 +103,24 @@ def run(cfg: Any, words: LaunchWords, stated: Iterable[str]) -> None:
     keep = kept_choices(stated, launch.free)
     board = None
     if (recipe.num_gpus or 1) > 1 and "RANK" in os.environ and not launch.dry_run:
-        board = connect(_place(recipe, launch))
+        board = (joined or Joined()).join(
+            int(os.environ["RANK"]), recipe.num_gpus or 1, launch, _PATIENCE_S
+        )
+    with contextlib.nullcontext() if board is None else board.telling():
+        if board is not None:
+            own = fields(cfg, "", launch.may_differ)
+            confirm(board, {**versions(), **words_of(words), **own}, what="command")
+        _run(cfg, recipe, words, launch, keep, board)
 
+
+def _run(
+    cfg: Any,
+    recipe: Recipe,
+    words: LaunchWords,
+    launch: LaunchConfig,
+    keep: tuple[str, ...],
+    board: Board | None,
+) -> None:
     def solve(_: object = None) -> str:
         return plan_file.dump(_find(recipe, words, launch, keep))
 
@@ -112,7 +131,7 @@ def run(cfg: Any, words: LaunchWords, stated: Iterable[str]) -> None:
     if launch.dry_run:
         sys.exit(OK)
     if board is not None:
-        confirm(board, plan_file.digest(to_dotlist(changes)))
+        confirm(board, fields(cfg, "", launch.may_differ), what="configuration")
 
 
 def kept_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...]:
@@ -155,16 +174,6 @@ def _pinned(recipe: Recipe, launch: LaunchConfig) -> ParallelPlan:
             fix="Name it: nest.plan=FILE (`nest-megatron pin` makes one).",
         )
     return pinned_recipe(recipe, Path(launch.plan))
-
-
-def _place(recipe: Recipe, launch: LaunchConfig) -> Place:
-    return Place(
-        rank=int(os.environ["RANK"]),
-        world_size=recipe.num_gpus or 1,
-        environment=dict(os.environ),
-        patience_s=_PATIENCE_S,
-        port=launch.port,
-    )
 
 
 def _refuse_settings(words: LaunchWords) -> None:

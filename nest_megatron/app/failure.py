@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from nest_megatron.app import BAD_INPUT, NOTHING_FITS
-from nest_megatron.errors import NestError, UserInputError
+from nest_megatron.errors import NestError, OneRankError, UserInputError
 
 if TYPE_CHECKING:
     from nest_megatron.planner import NoPlan
@@ -40,8 +40,9 @@ def ending_on_errors() -> Iterator[None]:
 
 
 def end(error: Exception) -> NoReturn:
-    """Print why on one rank of each host, and exit."""
-    if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
+    """Print why on one rank of each host, or on the only one that ends, and exit."""
+    local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+    if local_rank == "0" or isinstance(error, OneRankError):
         _print(error)
     sys.stdout.flush()
     sys.stderr.flush()

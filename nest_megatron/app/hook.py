@@ -12,12 +12,13 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.app import OK
 from nest_megatron.app.failure import end, ending_on_errors
+from nest_megatron.app.ranks import Joined, ending_together
 from nest_megatron.boot import is_asked_for
 from nest_megatron.config.launch import LaunchWords, Mode, read_launch, read_words, split_words
 from nest_megatron.config.schema import LaunchConfig
@@ -35,7 +36,7 @@ class Session:
 
     Args:
         argv: the script's own arguments.
-        board: where the ranks meet; kept, because rank 0 may host it.
+        joined: where the ranks meet.
         decision: what rank 0 decided, once it has.
         groups_checked: Megatron's process groups were compared with the plan's.
     """
@@ -44,7 +45,7 @@ class Session:
     launch: LaunchConfig
     script: str
     argv: tuple[str, ...]
-    board: Any = None
+    joined: Joined = field(default_factory=Joined)
     decision: Any = None
     groups_checked: bool = False
 
@@ -109,7 +110,7 @@ def _planning(validate: Callable[..., Any]) -> Callable[..., Any]:
         session = _session
         if session is None or session.decision is not None:
             return validate(args, defaults)
-        with ending_on_errors():
+        with ending_together(session.joined):
             if session.launch.dry_run:
                 from nest_megatron.app.dry_run import show
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nest_megatron.app import OK
 from nest_megatron.app.job import Outcome, RunningJob, carry_out, decide, read_running_job
+from nest_megatron.app.ranks import words_of
 from nest_megatron.app.surroundings import (
     Surroundings,
     names_cluster,
@@ -23,14 +24,7 @@ from nest_megatron.app.surroundings import (
 from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.config.launch import Mode
 from nest_megatron.errors import UserInputError
-from nest_megatron.launchers.megatron_lm.agreement import (
-    Board,
-    Hosts,
-    Place,
-    confirm,
-    connect,
-    share,
-)
+from nest_megatron.launchers.megatron_lm.agreement import Board, Hosts, confirm, share
 from nest_megatron.launchers.megatron_lm.decision import Decision, read_decision
 from nest_megatron.launchers.megatron_lm.groups import (
     check_groups,
@@ -38,11 +32,13 @@ from nest_megatron.launchers.megatron_lm.groups import (
     ranks_by_host,
 )
 from nest_megatron.launchers.megatron_lm.namespace import (
-    digest_of,
+    flags_of,
     recorded_version,
     require_planned,
     write,
 )
+from nest_megatron.launchers.megatron_lm.rendezvous import Place
+from nest_megatron.launchers.megatron_lm.same_job import arguments, comparable, versions
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.pinning import Found, read_pinned, require_same_job
@@ -66,7 +62,21 @@ def run(
     Raises:
         NestError: if no plan can be made or carried out; nothing has touched a GPU then.
     """
-    board = session.board = _board(session, args)
+    board = _board(session, args)
+    if board is None:
+        return _run(session, args, defaults, validate, None)
+    with board.telling():
+        confirm(board, _command(session, args, defaults), what="command")
+        return _run(session, args, defaults, validate, board)
+
+
+def _run(
+    session: Session,
+    args: Namespace,
+    defaults: Mapping[str, Any],
+    validate: Callable[..., Any],
+    board: Board | None,
+) -> Any:
     job = _measured(session, args, defaults, board) if _measures(session) else None
 
     def solve(hosts: Hosts) -> str:
@@ -79,29 +89,40 @@ def run(
     decision = session.decision = read_decision(text)
     if session.launch.stop_before_training:
         if board is not None:
-            confirm(board, decision.plan.provenance.checksum)  # nobody leaves before the others
+            checksum = decision.plan.provenance.checksum
+            confirm(board, {"plan": checksum}, what="plan")  # nobody leaves before the others
         sys.exit(OK)
     apply(args, decision)
     result = validate(args, defaults)
     require_planned(args, decision.plan)
     if board is not None:
-        confirm(board, digest_of(args))
+        confirm(board, _arguments(session, args), what="arguments")
     return result
+
+
+def _command(session: Session, args: Namespace, defaults: Mapping[str, Any]) -> dict[str, str]:
+    """What this rank was started with."""
+    return {
+        **versions(),
+        **words_of(session.words),
+        "defaults of the script": comparable(defaults),
+        **_arguments(session, args),
+    }
+
+
+def _arguments(session: Session, args: Namespace) -> dict[str, str]:
+    from megatron.core import __version__ as release
+
+    flags = flags_of(recorded_version(release))
+    return arguments(args, flags, session.launch.may_differ)
 
 
 def _board(session: Session, args: Namespace) -> Board | None:
     """Where the ranks meet; ``None`` for a process that has no others."""
     if args.world_size == 1 or args.fake_process_group:
         return None
-    return connect(
-        Place(
-            rank=args.rank,
-            world_size=args.world_size,
-            environment=dict(os.environ),
-            patience_s=60.0 * (args.distributed_timeout_minutes or 10),
-            port=session.launch.port,
-        )
-    )
+    timeout_s = 60.0 * (args.distributed_timeout_minutes or 10)
+    return session.joined.join(args.rank, args.world_size, session.launch, timeout_s)
 
 
 def find(session: Session, args: Namespace, defaults: Mapping[str, Any]) -> Outcome:

@@ -104,7 +104,7 @@ def measure_job(
     answers = _answers(orders, board) if orders.tasks else ()
     if board is not None and board.place.rank:
         return Measured()
-    with contextlib.nullcontext() if board is None else board.leading():
+    with contextlib.nullcontext() if board is None else board.telling():
         return _kept(orders, answers, name[0], before[0])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from nest_megatron.names import Name
 TOKEN = re.compile(r"^(\+\+?nest=|\+{0,2}nest\.)")
 #: Sections of a planning job that the training job itself decides.
 _OF_THE_JOB = ("model", "train")
+#: Settings that are lists of names.
+_LISTS = ("free", "may_differ")
 
 
 class Mode(Name):
@@ -150,7 +153,7 @@ def _value(setting: Setting) -> Any:
         value = OverridesParser.create().parse_override(f"{setting.key}={setting.value}").value()
     except HydraException as error:
         raise unreadable(f"nest.{setting.key}", setting.value, error) from error
-    return [value] if setting.key == "free" and isinstance(value, str) else value
+    return [value] if setting.key in _LISTS and isinstance(value, str) else value
 
 
 def _check(launch: LaunchConfig) -> None:
@@ -158,6 +161,12 @@ def _check(launch: LaunchConfig) -> None:
         if getattr(launch, name) < 0:
             raise UserInputError(
                 f"nest.{name}", value=getattr(launch, name), limit="it is at least 0", fix="Use 0."
+            )
+    for name in ("rendezvous_timeout_s", "heartbeat_timeout_s"):
+        seconds = getattr(launch, name)
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise UserInputError(
+                f"nest.{name}", value=seconds, limit="it is above 0 and finite", fix="Use 20."
             )
     ranks = launch.ranks
     is_list = isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks)

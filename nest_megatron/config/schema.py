@@ -121,6 +121,10 @@ class LaunchConfig:
             leaves them, a list names the new rank of each launched one.
         watch: iterations after which measured time and memory are printed; 0 is never.
         port: for handing the plan to the other ranks where torchrun does not; found if not given.
+        may_differ: arguments that may differ by rank, besides those that always may.
+        rendezvous_timeout_s: longest wait for other ranks; Megatron's own
+            ``--distributed-timeout-minutes`` if not given.
+        heartbeat_timeout_s: longest time without a sign of life of a rank, or of the store.
     """
 
     free: list[str] = field(default_factory=list)
@@ -131,6 +135,9 @@ class LaunchConfig:
     ranks: Any = "by_host"
     watch: int = 20
     port: int | None = None
+    may_differ: list[str] = field(default_factory=list)
+    rendezvous_timeout_s: float | None = None
+    heartbeat_timeout_s: float = 20.0
 
 
 SECTIONS: dict[str, type] = {

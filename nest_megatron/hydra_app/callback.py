@@ -37,15 +37,20 @@ class PlanBeforeJob(Callback):
 
     def on_job_start(self, config: Any, **_: Any) -> None:
         """Plan; any failure ends the process, since Hydra makes warnings of callbacks' errors."""
+        from omegaconf import OmegaConf
+
         from nest_megatron.app.failure import ending_on_errors
         from nest_megatron.hydra_app.plans import PLANS
+        from nest_megatron.hydra_app.ranks import require_same_job
         from nest_megatron.hydra_app.size import is_first, launched
         from nest_megatron.hydra_app.view import view_of
 
         with ending_on_errors():
+            view, environment = view_of(config), launched(os.environ)
+            number = OmegaConf.select(config, "hydra.job.num", default=0)  # unset without -m
+            require_same_job(view, number, environment)
             found = PLANS.of(config)
-            if is_first(launched(os.environ)):
-                view = view_of(config)
+            if is_first(environment):
                 path = Path(view.settings.out or Path(config.hydra.runtime.output_dir, _PLAN_FILE))
                 _tell(found, view)
                 _keep(found, path.expanduser())

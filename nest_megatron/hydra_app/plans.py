@@ -13,7 +13,7 @@ from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.hydra_app.planning import AppPlan, plan_app
-from nest_megatron.hydra_app.ranks import require_same
+from nest_megatron.hydra_app.ranks import require_same_plan
 from nest_megatron.hydra_app.size import launched
 from nest_megatron.hydra_app.view import AppView, view_of
 from nest_megatron.parallel.plan import ParallelChoice
@@ -74,7 +74,7 @@ class Plans:
             try:
                 environment = launched(os.environ)
                 found = plan_app(view, environment)
-                require_same(found.plan, job, environment)
+                require_same_plan(found.plan, job, environment)
                 self._known[whole] = found
             finally:
                 self._planning.on = False

@@ -3,31 +3,21 @@
 Every rank composes and plans for itself. The search is deterministic, so equal configurations give
 equal plans, but for two things that a host may have of its own: the time that ended a search, and
 what lies on its disks and in its sockets. The first is refused. For the second, ranks under
-``torchrun`` leave the digest of their plan in the agent's store: whoever finds another there stops.
+``torchrun`` leave digests of their configuration and of their plan in the agent's store: whoever
+finds another there stops.
 Nobody waits for anybody, since an application may read its configuration on some ranks only.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 
-from nest_megatron.errors import NestError, UserInputError
+from nest_megatron.errors import UserInputError
+from nest_megatron.hydra_app.view import AppView
 from nest_megatron.launchers.planned import planned_items
 from nest_megatron.parallel.plan import ParallelPlan
 
 _TIMEOUT_S = 60.0
-
-
-class DifferentPlansError(NestError):
-    """Two ranks of one job have found different plans."""
-
-
-def digest_of(plan: ParallelPlan) -> str:
-    """A digest of all that a plan sets, without what differs from search to search."""
-    text = json.dumps({"num_gpus": plan.placement.num_gpus, **planned_items(plan)})
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def require_decided(plan: ParallelPlan, max_seconds: float) -> None:
@@ -48,7 +38,7 @@ def require_decided(plan: ParallelPlan, max_seconds: float) -> None:
         )
 
 
-def require_same(plan: ParallelPlan, job: str, environment: Mapping[str, str]) -> bool:
+def require_same_plan(plan: ParallelPlan, job: str, environment: Mapping[str, str]) -> bool:
     """Compare this rank's plan with the others', where there is a place to meet.
 
     Args:
@@ -58,11 +48,39 @@ def require_same(plan: ParallelPlan, job: str, environment: Mapping[str, str]) -
         Whether there was such a place: the store of ``torchrun``.
 
     Raises:
-        DifferentPlansError: if another rank has arrived at another plan.
+        NoAgreementError: if another rank has arrived at another plan, with what differs.
     """
+    items = {"num_gpus": plan.placement.num_gpus, **planned_items(plan)}
+    return _require_like_first(
+        environment,
+        f"plan of {job}",
+        {name: repr(value) for name, value in items.items()},
+        head="the ranks have found different plans",
+        advice="The hosts differ in GPUs, profiles or versions. Plan once with `nest-megatron "
+        "plan`, pin the plan and launch with +nest=pinned",
+    )
+
+
+def require_same_job(view: AppView, number: object, environment: Mapping[str, str]) -> bool:
+    """Compare this rank's configuration and versions with the others', as ``require_same_plan``.
+
+    Args:
+        number: of the job among those that this process runs.
+    """
+    from nest_megatron.launchers.megatron_lm.same_job import fields, versions
+
+    may_differ = (*view.settings.may_differ, "out")
+    mine = {**versions(), **fields(view.raw, "", may_differ)}
+    return _require_like_first(environment, f"configuration of job {number}", mine)
+
+
+def _require_like_first(
+    environment: Mapping[str, str], name: str, mine: Mapping[str, str], **words: str
+) -> bool:
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
-    from nest_megatron.launchers.megatron_lm.agreement import Place, connect
+    from nest_megatron.launchers.megatron_lm.agreement import require_like_first
+    from nest_megatron.launchers.megatron_lm.rendezvous import Place, connect_store
 
     place = Place(
         rank=int(environment["RANK"]),
@@ -70,13 +88,5 @@ def require_same(plan: ParallelPlan, job: str, environment: Mapping[str, str]) -
         environment=environment,
         patience_s=_TIMEOUT_S,
     )
-    mine = digest_of(plan)
-    key = f"nest/{place.key}/plan of {job}"
-    first = bytes(connect(place).store.compare_set(key, "", mine)).decode()
-    if first != mine:
-        raise DifferentPlansError(
-            f"rank {place.rank} has a plan of digest {mine}, another rank one of {first}: the "
-            "hosts differ in GPUs, profiles or versions. Plan once with `nest-megatron plan`, pin "
-            "the plan and launch with +nest=pinned."
-        )
+    require_like_first(connect_store(place), place, name, mine, **words)
     return True

@@ -33,6 +33,7 @@ class AppSettings:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     plan: str | None = None
     out: str | None = None
+    may_differ: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("cluster", "model", "plan", "out", "root"):
@@ -100,7 +101,15 @@ def read_settings(node: Any) -> AppSettings:
         if not isinstance(given, Mapping):
             raise _wrong(name, given, f"it is a mapping, +nest.{name}.KEY=VALUE")
         values[name] = MappingProxyType(dict(given))
+    values["may_differ"] = _names("may_differ", values.get("may_differ") or ())
     return AppSettings(**values)
+
+
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
+        raise _wrong(name, value, "it is a list of names")
+    return tuple(names)
 
 
 def _texts(node: Mapping[str, Any], prefix: str) -> Iterator[str]:

@@ -258,12 +258,9 @@ def test_a_plan_that_time_decided_is_refused(searches: list[object]) -> None:
     ranks.require_decided(plan, 60.0)
 
 
-def test_the_digest_is_of_what_is_set(searches: list[object]) -> None:
+def test_without_torchrun_there_is_no_place_to_compare(searches: list[object]) -> None:
     plan = plans.PLANS.of(composed()).plan
-    later = dataclasses.replace(plan, search=dataclasses.replace(plan.search, seconds=9.0))
-    other = plans.PLANS.of(composed(model__micro_batch_size=1)).plan
-    assert ranks.digest_of(plan) == ranks.digest_of(later) != ranks.digest_of(other)
-    assert not ranks.require_same(plan, "job", {"WORLD_SIZE": "8"})
+    assert not ranks.require_same_plan(plan, "job", {"WORLD_SIZE": "8"})
 
 
 def test_experts_are_cut_as_far_as_layers_where_there_is_no_field(searches: list[object]) -> None:

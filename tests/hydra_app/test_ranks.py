@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from nest_megatron.hydra_app import ranks
 from nest_megatron.hydra_app.plans import Plans
+from nest_megatron.launchers.megatron_lm.rendezvous import NoAgreementError
 from tests.app.runs import environment
 from tests.hydra_app.apps import AUTO, MAIN, make_app
 from tests.hydra_app.test_plans import composed
@@ -32,10 +34,12 @@ def test_a_rank_with_another_plan_stops() -> None:
     mine = Plans().of(composed()).plan
     other = Plans().of(composed(model__micro_batch_size=1)).plan
     for rank in "01":
-        assert ranks.require_same(mine, "job", {**variables, "RANK": rank})
-    with pytest.raises(ranks.DifferentPlansError, match="rank 1 has a plan of digest"):
-        ranks.require_same(other, "job", {**variables, "RANK": "1"})
-    assert ranks.require_same(other, "another job", {**variables, "RANK": "1"})
+        assert ranks.require_same_plan(mine, "job", {**variables, "RANK": rank})
+    with pytest.raises(NoAgreementError, match=r"micro_batch_size: .* on rank 0 .*; 1 on rank 1 "):
+        ranks.require_same_plan(other, "job", {**variables, "RANK": "1"})
+    later = dataclasses.replace(mine, search=dataclasses.replace(mine.search, seconds=9.0))
+    assert ranks.require_same_plan(later, "job", {**variables, "RANK": "1"})
+    assert ranks.require_same_plan(other, "another job", {**variables, "RANK": "1"})
     del store
 
 
@@ -56,3 +60,28 @@ def test_ranks_under_torchrun_train_with_one_plan(tmp_path: Path) -> None:
     assert len(trained) == 2
     assert len(set(trained)) == 1
     assert done.stdout.count("nest: this job runs as") == 1
+
+
+def test_a_rank_with_another_configuration_stops_all(tmp_path: Path) -> None:
+    """It has the same plan, and would train with another learning rate beside the others."""
+    main = MAIN.replace("import hydra", "import os, sys, hydra", 1).replace(
+        "    main()",
+        """    if os.environ["RANK"] == "1":
+        sys.argv.append("model.optim.lr=0.5")
+    main()""",
+    )
+    script = make_app(tmp_path, main=main)
+    words = ("trainer.devices=2", "trainer.num_nodes=1", "model.num_layers=2", *AUTO)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = subprocess.run(
+        [*torchrun, str(script), *words, "hydra.run.dir=here"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment(),
+        check=False,
+    )
+    assert done.returncode != 0
+    assert done.stdout.count("TRAINS") <= 1  # nobody waits, so rank 0 may be on its way
+    assert "model.optim.lr" in done.stderr
+    assert "0.5 on rank 1" in done.stderr

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,16 +16,9 @@ from typing import Any
 import pytest
 
 from nest_megatron.errors import NestError, UserInputError
-from nest_megatron.launchers.megatron_lm import agreement
-from nest_megatron.launchers.megatron_lm.agreement import (
-    Board,
-    NoAgreementError,
-    Place,
-    confirm,
-    connect,
-    ports,
-    share,
-)
+from nest_megatron.launchers.megatron_lm import rendezvous
+from nest_megatron.launchers.megatron_lm.agreement import Board, confirm, connect, share
+from nest_megatron.launchers.megatron_lm.rendezvous import NoAgreementError, Place, ports
 from tests.app.runs import environment
 
 pytest.importorskip("torch", reason="torch is not installed")
@@ -32,8 +28,8 @@ HERE = {"MASTER_ADDR": "localhost"}
 
 @pytest.fixture(autouse=True)
 def another_job(request: pytest.FixtureRequest) -> None:
-    """Every test is a job of its own, so none meets the store of another."""
-    HERE["SLURM_JOB_ID"] = request.node.name
+    """Each test is a job of its own, so none meets the store of another or of another checkout."""
+    HERE["SLURM_JOB_ID"] = f"{request.node.name} of {os.getpid()}"
 
 
 def place(rank: int, world_size: int = 3, **changes: Any) -> Place:
@@ -74,7 +70,7 @@ def test_rank_0_solves_and_all_have_the_answer() -> None:
 
         board = join(rank)
         answer = share(board, solve)
-        confirm(board, "digest")
+        confirm(board, {"--lr": "0.1"})
         return answer
 
     assert on_all_ranks(act) == ["the plan"] * 3
@@ -89,7 +85,8 @@ def test_the_error_of_rank_0_ends_all_with_its_message() -> None:
     answers = on_all_ranks(lambda rank: share(join(rank), solve))
     assert answers[0].startswith("UserInputError: nest.cluster")
     for answer in answers[1:]:
-        assert answer.startswith("NoAgreementError: rank 0 could not plan: nest.cluster")
+        assert answer.startswith("NoAgreementError: rank 0 (")
+        assert "stopped: nest.cluster = 'x': there is none" in answer
     assert time.monotonic() - started < 15
 
 
@@ -97,29 +94,33 @@ def test_a_rank_with_other_settings_ends_all() -> None:
     def act(rank: int) -> str:
         board = join(rank)
         share(board, lambda _: "plan")
-        confirm(board, "odd" if rank == 2 else "even")
+        lr = "0.01" if rank == 2 else "0.1"
+        confirm(board, {"--lr": lr, "--seed": "1", **({"--new": "x"} if rank == 1 else {})})
         return "trains"
 
     answers = on_all_ranks(act)
-    assert all("rank 2 has settings of digest odd" in answer for answer in answers)
+    here = socket.gethostname()
+    for answer in answers:
+        assert f"--lr: 0.1 on ranks 0-1 ({here}); 0.01 on rank 2 ({here})" in answer
+        assert f"--new: not set on ranks 0, 2 ({here}); x on rank 1 ({here})" in answer
+        assert "--seed" not in answer
 
 
-def test_a_rank_that_never_comes_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "FAREWELL_S", 1.0)
-
+def test_a_rank_that_never_comes_is_named() -> None:
     def act(rank: int) -> str:
         if rank == 2:
             return "absent"
-        return share(join(rank, patience_s=2.0), lambda hosts: str(hosts()))
+        board = join(rank, patience_s=2.0)
+        confirm(board, {"--lr": "0.1"})
+        return "trains"
 
-    answers = on_all_ranks(act)
-    assert "no sign of all 3 ranks after 2 s" in answers[0]
-    assert "after 2 s" in answers[1]  # of rank 0's wait, or of its own
+    for answer in on_all_ranks(act)[:2]:
+        assert "1 of 3 ranks have not arrived: rank 2. " in answer
+        assert f"Arrived: ranks 0-1 ({socket.gethostname()})." in answer
+        assert "without +nest" in answer
 
 
-def test_rank_0_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "SILENCE_S", 1.5)
-    monkeypatch.setattr(agreement, "_BEAT_S", 60.0)
+def test_rank_0_that_falls_silent_is_given_up() -> None:
     release = threading.Event()
 
     def act(rank: int) -> str:
@@ -127,18 +128,38 @@ def test_rank_0_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -
             release.wait(10)
             return "too late"
 
+        board = join(rank, 2, silence_s=1.5)
+        if rank == 0:
+            board.rest()
         try:
-            return share(join(rank, 2), solve)
+            return share(board, solve)
         finally:
             if rank:
                 release.set()
 
-    assert "silent" in on_all_ranks(act, 2)[1]
+    assert "no sign of life from rank 0 (" in on_all_ranks(act, 2)[1]
+
+
+def test_a_rank_that_falls_silent_after_it_came_is_given_up() -> None:
+    def act(rank: int) -> str:
+        board = join(rank, silence_s=1.5)
+        confirm(board, {"--lr": "0.1"}, what="command")
+        if rank == 1:
+            board.rest()
+            return "stopped"
+        confirm(board, {"--lr": "0.1"}, what="arguments")
+        return "trains"
+
+    answers = on_all_ranks(act)
+    assert answers[1] == "stopped"
+    for answer in (answers[0], answers[2]):
+        assert "no sign of life from rank 1 (" in answer
 
 
 DYING = """
 import os, signal, sys
-from nest_megatron.launchers.megatron_lm.agreement import Place, connect, share
+from nest_megatron.launchers.megatron_lm.agreement import connect, share
+from nest_megatron.launchers.megatron_lm.rendezvous import Place
 place = Place(rank=0, world_size=2, environment={here!r})
 def solve(hosts):
     hosts()
@@ -149,11 +170,11 @@ share(connect(place), solve)
 
 
 def test_rank_0_killed_while_solving_ends_the_others() -> None:
-    here = {**HERE, "MASTER_PORT": "29733"}
+    here = {**HERE}
     dying = subprocess.Popen([sys.executable, "-c", DYING.format(here=here)], env=environment())
     try:
         started = time.monotonic()
-        with pytest.raises(NoAgreementError, match=r"has ended|silent|did not appear"):
+        with pytest.raises(NoAgreementError, match=r"has ended|no sign of life|did not appear"):
             share(join(1, 2, environment=here), lambda _: "never asked")
         assert time.monotonic() - started < 60
     finally:
@@ -161,9 +182,41 @@ def test_rank_0_killed_while_solving_ends_the_others() -> None:
         dying.wait()
 
 
+STOPPED = """
+import time
+from nest_megatron.launchers.megatron_lm.agreement import connect
+from nest_megatron.launchers.megatron_lm.rendezvous import Place
+board = connect(Place(rank=0, world_size=2, environment={here!r}))
+print("hosts", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_host_of_the_store_that_is_stopped_is_given_up(joined: bool) -> None:
+    """Requests to it block in C without end; the deadline is the caller's own."""
+    here = {**HERE}
+    code = STOPPED.format(here=here)
+    stopped = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert stopped.stdout is not None
+        assert stopped.stdout.readline() == "hosts\n"
+        limits = {"environment": here, "silence_s": 2.0, "patience_s": 8.0}
+        board = join(1, 2, **limits) if joined else None
+        stopped.send_signal(signal.SIGSTOP)
+        said = "has not answered for 2 s" if joined else "did not appear .* rank 0 is stopped"
+        with pytest.raises(NoAgreementError, match=said):
+            confirm(board or join(1, 2, **limits), {"--lr": "1"})
+    finally:
+        stopped.kill()
+        stopped.communicate()
+
+
 def test_two_jobs_on_one_host_find_their_own_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both want the same ports; each takes what is free and passes over the other's store."""
-    monkeypatch.setattr(agreement, "ports", lambda _: (24_007, 24_104))
+    monkeypatch.setattr(rendezvous, "ports", lambda _: (24_007, 24_104))
 
     def job(name: str) -> list[str]:
         here = {**HERE, "MASTER_PORT": name}
@@ -185,7 +238,7 @@ def test_ports_are_the_same_on_all_ranks_and_never_the_master_s() -> None:
 
 
 def test_no_free_port_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "ports", lambda _: (24_201,))
+    monkeypatch.setattr(rendezvous, "ports", lambda _: (24_201,))
     kept = connect(place(0))
     with pytest.raises(UserInputError, match=r"nest\.port"):
         connect(place(0))

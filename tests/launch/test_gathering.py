@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -10,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nest_megatron.errors import NestError, UserInputError
-from nest_megatron.launchers.megatron_lm import agreement
-from nest_megatron.launchers.megatron_lm.agreement import Board, Place, connect, share
+from nest_megatron.launchers.megatron_lm.agreement import Board, connect, share
 from nest_megatron.launchers.megatron_lm.gathering import Check, gather
+from nest_megatron.launchers.megatron_lm.rendezvous import Place
 
 pytest.importorskip("torch", reason="torch is not installed")
 
@@ -24,12 +25,18 @@ BOARDS: list[Board] = []
 
 @pytest.fixture(autouse=True)
 def another_job(request: pytest.FixtureRequest) -> None:
-    """Every test is a job of its own, so none meets the store of another."""
-    HERE["SLURM_JOB_ID"] = request.node.name
+    """Each test is a job of its own, so none meets the store of another or of another checkout."""
+    HERE["SLURM_JOB_ID"] = f"{request.node.name} of {os.getpid()}"
 
 
-def join(rank: int) -> Board:
-    place = Place(rank=rank, world_size=WORLD, environment={**HERE}, patience_s=20.0)
+def join(rank: int, silence_s: float = 20.0) -> Board:
+    place = Place(
+        rank=rank,
+        world_size=WORLD,
+        environment={**HERE},
+        patience_s=20.0,
+        silence_s=silence_s,
+    )
     BOARDS.append(connect(place))
     return BOARDS[-1]
 
@@ -76,8 +83,8 @@ def test_a_rank_that_fails_ends_all_with_its_reason(failing: int) -> None:
         if rank == failing:
             assert str(answer).startswith("UserInputError: child = 1: it died")
         else:
-            assert str(answer).startswith(f"NoAgreementError: rank {failing} on ")
-            assert "has no parts: child = 1: it died" in str(answer)
+            assert str(answer).startswith(f"NoAgreementError: rank {failing} (")
+            assert "stopped: child = 1: it died" in str(answer)
 
 
 def test_those_who_are_done_hear_of_a_later_failure() -> None:
@@ -90,16 +97,14 @@ def test_those_who_are_done_hear_of_a_later_failure() -> None:
     assert ["late" in str(answer) for answer in on_all_ranks(work)] == [True] * WORLD
 
 
-def test_a_rank_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "SILENCE_S", 1.0)
-    monkeypatch.setattr(agreement, "FAREWELL_S", 1.0)
+def test_a_rank_that_falls_silent_is_given_up() -> None:
     release = threading.Event()
 
     def act(rank: int) -> object:
-        board = join(rank)
+        board = join(rank, silence_s=1.0)
         share(board, lambda _: "orders", what="orders")
-        if rank == 2:  # it shows one sign of life and is gone
-            board.put("beat/2", "1")
+        if rank == 2:
+            board.rest()
             release.wait(15)
             return None
         try:
@@ -111,8 +116,7 @@ def test_a_rank_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -
 
     with ThreadPoolExecutor(WORLD) as pool:
         answers = list(pool.map(act, range(WORLD)))
-    assert "rank 2 on " in str(answers[0])
-    assert "silent" in str(answers[0])
+    assert "no sign of life from rank 2 (" in str(answers[0])
     assert answers[1] == answers[0]
 
 
@@ -121,4 +125,4 @@ def test_a_rank_that_takes_too_long_is_given_up() -> None:
         return until_told(check) if rank == 1 else "done"
 
     answers = on_all_ranks(work, limit_s=1.0)
-    assert all("no parts of rank 1 on " in str(answer) for answer in answers)
+    assert all("no parts from rank 1 (" in str(answer) for answer in answers)

@@ -16,7 +16,6 @@ from nest_megatron.launchers.megatron_lm.attach import launch_request
 from nest_megatron.launchers.megatron_lm.decision import read_decision
 from nest_megatron.launchers.megatron_lm.namespace import (
     command_of,
-    digest_of,
     recorded_version,
     require_planned,
 )
@@ -182,13 +181,6 @@ def test_a_value_that_megatron_changed_is_noticed() -> None:
     args.sequence_parallel = False
     with pytest.raises(NestError, match="sequence_parallel is False"):
         require_planned(args, plan)
-
-
-def test_the_digest_sees_what_a_plan_decides() -> None:
-    args, other = namespace(SMALL), namespace(SMALL)
-    assert digest_of(args) == digest_of(other)
-    other.micro_batch_size = 4
-    assert digest_of(args) != digest_of(other)
 
 
 def test_new_releases_are_read_as_the_newest_known() -> None:

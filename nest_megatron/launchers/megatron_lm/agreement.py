@@ -1,191 +1,301 @@
-"""One plan on all ranks: rank 0 finds it, the others wait for it, all compare what they made of it.
+"""One job and one plan on all ranks: what they were started with, and what they made of it.
 
-The ranks meet at a key-value store. Under torchrun that is the agent's, which is there already;
-elsewhere rank 0 hosts one on a port of its own, because Megatron will want ``MASTER_PORT`` later.
-Nobody waits for ever: rank 0 shows a sign of life while it plans, and every wait has an end.
+The ranks meet at a key-value store (``rendezvous``). Nobody waits for ever: every rank shows a sign
+of life, every wait has an end, and who ends tells the others why.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
-from nest_megatron.errors import NestError, UserInputError
-
-#: Seconds between signs of life of rank 0, and how many may be missed.
-_BEAT_S = 1.0
-SILENCE_S = 20.0
-#: Pauses between two looks at the store.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
-#: How long rank 0 stays for the others to read why it failed.
-FAREWELL_S = 10.0
-#: Ports tried for a store of our own, below Linux's ephemeral range.
-_FIRST_PORT, _NUM_PORTS, _NUM_TRIES, _STRIDE = 25_000, 7_000, 16, 97
-
-
-#: Variables that tell one attempt of one job from all others.
-_OF_ATTEMPT = (
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
+from nest_megatron.errors import OneRankError
+from nest_megatron.launchers.megatron_lm.rendezvous import (
+    LostStoreError,
+    NoAgreementError,
+    Place,
+    TimedStore,
+    connect_store,
+    key_of,
 )
+from nest_megatron.launchers.megatron_lm.same_job import differences, named
+from nest_megatron.parallel.plan_file import digest
+from nest_megatron.units import Seconds
+
+Found = TypeVar("Found")
+
+#: Seconds between signs of life, and how many in one second the store has from all ranks at most.
+_BEAT_S, _MOST_BEATS_PER_S = 1.0, 2_000.0
+#: Pauses between two looks at the store, and how many looks in one second all ranks take at most.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_LOOKS_PER_S = 0.02, 0.5, 10_000.0
+#: How long rank 0 listens for more ranks that differ once one does.
+_OTHERS_S = 2.0
 
 
-class NoAgreementError(NestError):
-    """Rank 0 failed or fell silent, or a rank arrived at something else than rank 0."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where this process stands in its job.
-
-    Args:
-        patience_s: longest wait for all other ranks.
-        port: of the store, where torchrun hosts none; several are tried if not given.
-    """
-
-    rank: int
-    world_size: int
-    environment: Mapping[str, str]
-    patience_s: float = 600.0
-    port: int | None = None
-
-    @property
-    def agent_hosts_store(self) -> bool:
-        """Whether torchrun's agent hosts the store at ``MASTER_ADDR:MASTER_PORT``."""
-        return self.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-    @property
-    def key(self) -> str:
-        """A name for this attempt of this job, the same on all its ranks."""
-        words = [self.environment.get(name, "") for name in _OF_ATTEMPT]
-        return hashlib.sha256("|".join([*words, str(self.world_size)]).encode()).hexdigest()[:16]
+class DifferentRankError(NoAgreementError, OneRankError):
+    """This rank differs from the first, and the others have not been told."""
 
 
 class Board:
-    """Notes that ranks leave for each other.
+    """Notes that ranks leave for each other; this rank shows signs of life until it ``rests``.
 
     Rank 0 keeps its board for as long as others may read it: its end is the end of the store.
-
-    Args:
-        store: a ``torch.distributed.Store``.
     """
 
-    def __init__(self, store: Any, place: Place) -> None:
+    def __init__(self, store: TimedStore, place: Place) -> None:
         self.store = store
         self.place = place
+        self._rests = threading.Event()
+        self._heard: dict[int, tuple[str, float]] = {}
+        self._next_look = time.monotonic() + place.silence_s / 4
+        self.put(_beat(place.rank), "0")
+        self.put(_host(place.rank), socket.gethostname())
+        self.count("arrived")
+        threading.Thread(target=self._show_life, daemon=True).start()
 
     def put(self, name: str, text: str) -> None:
         """Leave a note."""
         self.store.set(self._key(name), text)
 
-    def has(self, name: str) -> bool:
-        """Whether a note is there."""
-        return bool(self.store.check([self._key(name)]))
+    def has(self, *names: str) -> bool:
+        """Whether all of some notes are there."""
+        return self.store.check([self._key(name) for name in names])
 
     def read(self, name: str) -> str | None:
         """A note, or ``None`` while it is not there."""
-        return bytes(self.store.get(self._key(name))).decode() if self.has(name) else None
+        return self.store.get(self._key(name)) if self.has(name) else None
 
     def read_all(self, names: Sequence[str]) -> list[str]:
         """Notes that are known to be there."""
-        values = self.store.multi_get([self._key(name) for name in names])
-        return [bytes(value).decode() for value in values]
+        return self.store.multi_get([self._key(name) for name in names])
 
     def count(self, name: str, step: int = 1) -> int:
         """Raise a counter, and say where it stands."""
-        return int(self.store.add(self._key(name), step))
+        return self.store.add(self._key(name), step)
 
-    def wait(self, name: str, what: str, *, needs_life: bool = False) -> str:
-        """Wait for a note.
+    def absent(self, names: Sequence[str]) -> list[str]:
+        """Those of some notes that are not there."""
+        if not names or self.has(*names):
+            return []
+        if len(names) == 1:
+            return list(names)
+        half = len(names) // 2
+        return [*self.absent(names[:half]), *self.absent(names[half:])]
+
+    def wait(self, name: str, what: str, *, limit_s: Seconds | None = None) -> str:
+        """Wait for a note of rank 0.
 
         Args:
             what: what is awaited, for the error.
-            needs_life: give up when rank 0 shows no sign of life.
+            limit_s: longest wait; the place's patience if not given.
 
         Raises:
-            NoAgreementError: if rank 0 failed, fell silent, or the time is over.
+            NoAgreementError: if a rank failed, rank 0 fell silent, or the time is over.
         """
-        started = heard = time.monotonic()
-        beat, pause = None, _FIRST_PAUSE_S
+
+        def too_late() -> str:
+            return f"no {what} from {self._who(0)} after {limit_s:g} s. {self._roll_call()}"
+
+        limit_s = self.place.patience_s if limit_s is None else limit_s
+        return self.until(lambda: self.read(name), lambda: [0], too_late, limit_s)
+
+    def collect(
+        self,
+        name: str,
+        what: str,
+        *,
+        limit_s: Seconds | None = None,
+        enough: Callable[[], bool] = lambda: False,
+    ) -> dict[int, str]:
+        """Wait, on rank 0, for what every rank brings; in the order of ranks.
+
+        Args:
+            name: under which the ranks bring it.
+            what: what is awaited, for the error.
+            limit_s: longest wait; the place's patience if not given.
+            enough: whether what is there will do.
+
+        Raises:
+            NoAgreementError: if a rank failed, fell silent or did not leave its note in time.
+        """
+        ranks = range(self.place.world_size)
+        limit_s = self.place.patience_s if limit_s is None else limit_s
+
+        def awaited() -> list[int]:
+            missing = set(self.absent([_of_rank(name, rank) for rank in ranks]))
+            return [rank for rank in ranks if _of_rank(name, rank) in missing]
+
+        def all_there() -> bool | None:
+            return self.count(name, 0) >= self.place.world_size or enough() or None
+
+        def too_late() -> str:
+            late = awaited()
+            arrived = [rank for rank in late if self.has(_host(rank))]
+            if not arrived:
+                return f"after {limit_s:g} s {self._roll_call()}"
+            return f"no {what} from {self._who(*arrived)} after {limit_s:g} s"
+
+        self.until(all_there, awaited, too_late, limit_s)
+        late = set(awaited())
+        there = [rank for rank in ranks if rank not in late]
+        texts = self.read_all([_of_rank(name, rank) for rank in there])
+        return dict(zip(there, texts, strict=True))
+
+    def bring(self, name: str, text: str) -> None:
+        """Leave this rank's part of what rank 0 collects."""
+        self.put(_of_rank(name, self.place.rank), text)
+        self.count(name)
+
+    def until(
+        self,
+        look: Callable[[], Found | None],
+        awaited: Callable[[], Sequence[int]],
+        too_late: Callable[[], str],
+        limit_s: Seconds,
+    ) -> Found:
+        """Look again and again until something is found.
+
+        Args:
+            awaited: the ranks that are waited for, which must show signs of life.
+            too_late: the error's text where the time is over.
+        """
+        ended = time.monotonic() + limit_s
+        longest = max(_LONGEST_PAUSE_S, self.place.world_size / _MOST_LOOKS_PER_S)
+        pause = _FIRST_PAUSE_S
         while True:
-            note, error, now = self.read(name), self.read("error"), time.monotonic()
-            if error is not None:
-                self.count("heard the error")
-                raise NoAgreementError(error)
-            if note is not None:
-                return note
-            latest = self.read(pulse(0))
-            beat, heard = (latest, now) if latest != beat else (beat, heard)
-            if needs_life and now - heard > SILENCE_S:
-                raise NoAgreementError(f"rank 0 has been silent for {SILENCE_S:.0f} s")
-            if now - started > self.place.patience_s:
-                raise NoAgreementError(f"no {what} after {self.place.patience_s:.0f} s")
+            found = look()
+            self.heed()
+            if found is not None:
+                return found
+            if time.monotonic() > ended:
+                raise NoAgreementError(too_late())
+            self._require_life(awaited)
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            pause = min(2 * pause, longest)
 
-    def _key(self, name: str) -> str:
-        return f"nest/{self.place.key}/{name}"
+    def heed(self) -> None:
+        """Raise what another rank has failed with."""
+        error = self.read("error")
+        if error is not None:
+            raise NoAgreementError(error)
 
-    @contextlib.contextmanager
-    def alive(self) -> Iterator[None]:
-        """Show signs of life from a thread of its own while this rank works."""
-        done, name = threading.Event(), pulse(self.place.rank)
+    def _require_life(self, awaited: Callable[[], Sequence[int]]) -> None:
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + self.place.silence_s / 4
+        ranks = awaited()
+        late = set(self.absent([_beat(rank) for rank in ranks]))
+        arrived = [rank for rank in ranks if _beat(rank) not in late]
+        for rank, beat in zip(arrived, self.read_all([_beat(r) for r in arrived]), strict=True):
+            if self._heard.get(rank, ("", 0.0))[0] != beat:
+                self._heard[rank] = (beat, time.monotonic())
+        silent = [r for r in arrived if now - self._heard[r][1] > self.place.silence_s]
+        if silent:
+            raise NoAgreementError(
+                f"no sign of life from {self._who(*silent)} for {self.place.silence_s:g} s: the "
+                "process was killed or is stopped, or its host is down"
+            )
 
-        def beat() -> None:
-            count = 0
-            while not done.wait(_BEAT_S):
+    def _show_life(self) -> None:
+        pause = max(_BEAT_S, self.place.world_size / _MOST_BEATS_PER_S)
+        count, name = 0, _beat(self.place.rank)
+        with contextlib.suppress(LostStoreError):
+            while not self._rests.wait(min(pause, self.place.silence_s / 4)):
                 count += 1
-                with contextlib.suppress(RuntimeError):
-                    self.put(name, str(count))
+                self.put(name, str(count))
 
-        thread = threading.Thread(target=beat, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
-
-    @contextlib.contextmanager
-    def leading(self) -> Iterator[None]:
-        """Rank 0 does what the others wait for: it shows signs of life, or tells why it fails."""
-        try:
-            with self.alive():
-                yield
-        except BaseException as error:
-            self.fail(_reason(error))
-            raise
+    def rest(self) -> None:
+        """Show no more signs of life: nobody waits for this rank any longer."""
+        self._rests.set()
 
     def fail(self, message: str) -> None:
-        """Tell the other ranks why this one ends, and stay a while for them to read it."""
-        with contextlib.suppress(RuntimeError):
-            self.put("error", message)
-            self.count("heard the error")
-            self.linger()
+        """Tell the other ranks why this one ends, unless another was first."""
+        with contextlib.suppress(LostStoreError):
+            self.store.compare_set(self._key("error"), "", message)
 
-    def linger(self) -> None:
-        """Stay, where this rank hosts the store, until all have heard the error."""
-        if self.place.agent_hosts_store or self.place.rank:
-            return
-        ended = time.monotonic() + FAREWELL_S
-        world_size = self.place.world_size
-        while self.count("heard the error", 0) < world_size and time.monotonic() < ended:
-            time.sleep(_FIRST_PAUSE_S)
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell the other ranks what ends this one in here."""
+        try:
+            yield
+        except NoAgreementError as error:
+            self.fail(str(error))
+            raise
+        except SystemExit as end:
+            if end.code:
+                self.fail(f"{self._who(self.place.rank)} ended with code {end.code}")
+            raise
+        except BaseException as error:
+            text = str(error) or type(error).__name__
+            self.fail(f"{self._who(self.place.rank)} stopped: {text}")
+            raise
+
+    def leave(self) -> None:
+        """Stay until all have said why they end: a launcher ends all once the first has gone.
+
+        And rank 0's end may be the end of the store.
+        """
+        self.rest()
+        ended = time.monotonic() + self.place.farewell_s
+        with contextlib.suppress(LostStoreError):
+            gone = self.count("left")
+            while gone < self.count("arrived", 0) and time.monotonic() < ended:
+                time.sleep(_FIRST_PAUSE_S)
+                gone = self.count("left", 0)
+
+    def hosts(self, ranks: Sequence[int]) -> dict[int, str]:
+        """The hosts of ranks that have arrived."""
+        names = self.read_all([_host(rank) for rank in ranks])
+        return dict(zip(ranks, names, strict=True))
+
+    def _who(self, *ranks: int) -> str:
+        """Ranks with their hosts, as far as these are known."""
+        return named(ranks, self.hosts([rank for rank in ranks if self.has(_host(rank))]))
+
+    def _roll_call(self) -> str:
+        """Which ranks have come, and which have not."""
+        ranks = range(self.place.world_size)
+        late = set(self.absent([_host(rank) for rank in ranks]))
+        missing = [rank for rank in ranks if _host(rank) in late]
+        if not missing:
+            return f"All {len(ranks)} ranks have arrived."
+        arrived = [rank for rank in ranks if _host(rank) not in late]
+        return (
+            f"{len(missing)} of {len(ranks)} ranks have not arrived: {named(missing, {})}. "
+            f"Arrived: {self._who(*arrived)}. Look at the missing ranks' own output: one that "
+            "ended, hangs or was started without +nest never arrives"
+        )
+
+    def _key(self, name: str) -> str:
+        return key_of(self.place, name)
 
 
-def pulse(rank: int) -> str:
-    """The note in which a rank shows signs of life."""
-    return "beat" if rank == 0 else f"beat/{rank}"
+def connect(place: Place) -> Board:
+    """Join the other ranks of the job.
+
+    Raises:
+        NoAgreementError: if rank 0's store cannot be found in time.
+        UserInputError: if no port is left for it, or nobody says where rank 0 is.
+    """
+    return Board(connect_store(place), place)
+
+
+def _of_rank(name: str, rank: int) -> str:
+    return f"{name}/{rank}"
+
+
+def _beat(rank: int) -> str:
+    return _of_rank("beat", rank)
+
+
+def _host(rank: int) -> str:
+    return _of_rank("host", rank)
 
 
 #: Waits for all ranks and gives the name of the host of each.
@@ -202,166 +312,83 @@ def share(board: Board, solve: Callable[[Hosts], str], *, what: str = "plan") ->
     Raises:
         NoAgreementError: on the other ranks, with rank 0's reason.
     """
-    with connection_lost():
-        return _share(board, solve, what)
+    with board.telling():
+        present = f"present for the {what}"
+        board.bring(present, socket.gethostname())
+        if board.place.rank:
+            return board.wait(f"the {what}", what)
+        answer = solve(lambda: list(board.collect(present, "sign of life").values()))
+        board.put(f"the {what}", answer)
+        return answer
 
 
-def _share(board: Board, solve: Callable[[Hosts], str], what: str) -> str:
-    rank, world_size = board.place.rank, board.place.world_size
-    board.put(f"host/{rank}", socket.gethostname())
-    if board.count(f"present for the {what}") == world_size:
-        board.put("all present", "yes")
-    if rank:
-        return board.wait(f"the {what}", f"{what} from rank 0", needs_life=True)
-    with board.leading():
-        answer = solve(lambda: _hosts(board))
-    board.put(f"the {what}", answer)
-    return answer
+def confirm(board: Board, mine: Mapping[str, str], *, what: str = "settings") -> None:
+    """Return once every rank has arrived with the same values as rank 0.
 
+    Digests are compared; the values of a rank that differs travel, so that they can be named.
 
-def _hosts(board: Board) -> list[str]:
-    world_size = board.place.world_size
-    board.wait("all present", f"sign of all {world_size} ranks")
-    return board.read_all([f"host/{rank}" for rank in range(world_size)])
-
-
-def confirm(board: Board, digest: str) -> None:
-    """Return once every rank has arrived at the same digest.
+    Args:
+        mine: this rank's values, by the name that a user knows.
+        what: their name; a job confirms each name once.
 
     Raises:
-        NoAgreementError: if any rank differs from rank 0 or does not arrive.
+        NoAgreementError: on all ranks if any differs, with both values of each name, or if one does
+            not arrive.
     """
-    with connection_lost():
-        try:
-            _confirm(board, digest)
-        except NoAgreementError:
-            board.linger()
-            raise
+    with board.telling():
+        own = digest(dict(mine))
+        if board.place.rank == 0:
+            board.put(f"digest of the {what}", own)
+        differs = board.wait(f"digest of the {what}", what) != own
+        board.bring(f"{what} of", json.dumps(dict(mine)) if differs else "")
+        if differs:
+            board.count(f"different {what}")
+        if board.place.rank:
+            board.wait(f"same {what}", f"agreement on the {what}")
+            return
+        _require_same(board, mine, what)
+        board.put(f"same {what}", "yes")
 
 
-def _confirm(board: Board, digest: str) -> None:
-    rank, world_size = board.place.rank, board.place.world_size
-    if rank == 0:
-        board.put("digest", digest)
-    wanted = board.wait("digest", "digest of rank 0")
-    if wanted != digest:
-        message = (
-            f"rank {rank} has settings of digest {digest}, rank 0 has {wanted}; were all ranks "
-            "started with the same command?"
-        )
-        board.fail(message)
-        raise NoAgreementError(message)
-    if board.count("confirmed") == world_size:
-        board.put("go", "yes")
-    board.wait("go", "agreement of all ranks")
+def _require_same(board: Board, mine: Mapping[str, str], what: str) -> None:
+    """On rank 0: all parts are there and none says something else."""
+    first: list[float] = []
+
+    def enough() -> bool:
+        """One differs, and others had time to say the same."""
+        if not first and board.count(f"different {what}", 0):
+            first.append(time.monotonic())
+        return bool(first) and time.monotonic() - first[0] > _OTHERS_S
+
+    parts = board.collect(f"{what} of", what, enough=enough)
+    if any(parts.values()):
+        of_ranks = {rank: json.loads(text) if text else mine for rank, text in parts.items()}
+        raise NoAgreementError(differences(of_ranks, board.hosts(list(parts))))
 
 
-def _reason(error: BaseException) -> str:
-    text = str(error) or type(error).__name__
-    return f"rank 0 could not plan: {text}"
+def require_like_first(
+    store: TimedStore, place: Place, name: str, mine: Mapping[str, str], **words: str
+) -> None:
+    """Compare this rank's values with those of whichever rank came first; nobody waits.
 
-
-@contextlib.contextmanager
-def connection_lost() -> Iterator[None]:
-    """A store that goes away while it is used went with rank 0."""
-    import torch
-
-    try:
-        yield
-    except torch.distributed.DistError as error:
-        raise NoAgreementError("the connection to rank 0 was lost; it has ended") from error
-
-
-def connect(place: Place) -> Board:
-    """Join the other ranks of the job.
+    Args:
+        mine: this rank's values, by the name that a user knows.
+        words: ``head`` and ``advice`` of the message.
 
     Raises:
-        NoAgreementError: if rank 0's store cannot be found in time.
-        UserInputError: if no port is left for it, or nobody says where rank 0 is.
+        DifferentRankError: if they differ, with both values of each name.
     """
-    if place.agent_hosts_store:
-        return Board(_client(place, int(place.environment["MASTER_PORT"]), place.patience_s), place)
-    if "MASTER_ADDR" not in place.environment:
-        raise UserInputError(
-            "MASTER_ADDR",
-            value=None,
-            limit=f"{place.world_size} ranks meet there",
-            fix="Export it with rank 0's host, as for any launch without torchrun.",
-        )
-    return _host(place) if place.rank == 0 else _find(place)
-
-
-def ports(place: Place) -> tuple[int, ...]:
-    """Ports to try for a store of our own, in order, the same on all ranks."""
-    if place.port is not None:
-        return (place.port,)
-    start = int(place.key, 16)
-    tried = [_FIRST_PORT + (start + _STRIDE * i) % _NUM_PORTS for i in range(_NUM_TRIES)]
-    master = place.environment.get("MASTER_PORT")
-    return tuple(port for port in tried if str(port) != master)
-
-
-def _host(place: Place) -> Board:
-    import torch
-
-    for port in ports(place):
-        try:
-            board = Board(_store(place, port, place.patience_s, is_master=True), place)
-        except torch.distributed.DistError:
-            continue
-        board.put("hello", "yes")
-        return board
-    raise UserInputError(
-        "nest.port",
-        value=place.port,
-        limit=f"none of the ports {', '.join(map(str, ports(place)))} is free on rank 0's host",
-        fix="Give a free one with nest.port, or launch with torchrun.",
-    )
-
-
-def _find(place: Place) -> Board:
-    """The store of this job among those that may answer: another job may hold a port of ours."""
-    ended = time.monotonic() + place.patience_s
-    while time.monotonic() < ended:
-        for port in ports(place):
-            board = _greeted(place, port)
-            if board is not None:
-                return board
-        time.sleep(_LONGEST_PAUSE_S)
-    raise NoAgreementError(
-        f"rank 0 did not appear at {place.environment['MASTER_ADDR']} within "
-        f"{place.patience_s:.0f} s"
-    )
-
-
-def _greeted(place: Place, port: int) -> Board | None:
-    import torch
-
-    address = place.environment["MASTER_ADDR"]
-    try:
-        socket.create_connection((address, port), timeout=2.0).close()
-        board = Board(_client(place, port, 5.0), place)
-        if board.read("hello") is None:
-            return None
-    except (OSError, torch.distributed.DistError):
-        return None
-    return Board(_client(place, port, place.patience_s), place)
-
-
-def _client(place: Place, port: int, timeout_s: float) -> Any:
-    return _store(place, port, timeout_s, is_master=False)
-
-
-def _store(place: Place, port: int, timeout_s: float, *, is_master: bool) -> Any:
-    from datetime import timedelta
-
-    import torch
-
-    return torch.distributed.TCPStore(
-        place.environment["MASTER_ADDR"],
-        port,
-        world_size=place.world_size,
-        is_master=is_master,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    own, key = digest(dict(mine)), key_of(place, name)
+    if store.add(f"{key}/{own}/count", 1) == 1:
+        note = {"rank": place.rank, "host": socket.gethostname(), "values": dict(mine)}
+        store.set(f"{key}/{own}", json.dumps(note))
+    first = store.compare_set(key, "", own)
+    if first == own:
+        return
+    ended = time.monotonic() + _OTHERS_S
+    while not store.check([f"{key}/{first}"]) and time.monotonic() < ended:
+        time.sleep(_FIRST_PAUSE_S)
+    other = json.loads(store.get(f"{key}/{first}"))
+    of_ranks = {other["rank"]: other["values"], place.rank: mine}
+    hosts = {other["rank"]: other["host"], place.rank: socket.gethostname()}
+    raise DifferentRankError(differences(of_ranks, hosts, **words))

@@ -19,17 +19,6 @@ from nest_megatron.launchers.megatron_lm.parser import (
 )
 from nest_megatron.launchers.megatron_lm.rewrite import WRITABLE, Rewrite
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.plan_file import digest
-
-#: Shapes and derived sizes that must be the same on all ranks, besides what a plan writes.
-_SHARED = (
-    "data_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "num_layers",
-    "hidden_size",
-    "seq_length",
-    "world_size",
-)
 
 
 def recorded_version(release: str) -> str:
@@ -128,13 +117,11 @@ def require_planned(args: Namespace, plan: ParallelPlan) -> None:
             )
 
 
-def digest_of(args: Namespace) -> str:
-    """A hash of everything in the arguments that a plan decides or rests on."""
-    names = sorted(WRITABLE.union(_SHARED))
-    return digest({name: _comparable(getattr(args, name, None)) for name in names})
-
-
-def _comparable(value: object) -> object:
-    """A value as text that is the same on every rank; of an object, only what kind it is."""
-    plain = value is None or isinstance(value, bool | int | float | str | list | tuple)
-    return repr(value) if plain else type(value).__name__
+def flags_of(version: str) -> dict[str, str]:
+    """How a user writes each of Megatron's arguments; one that is switched off has both names."""
+    flags: dict[str, str] = {}
+    for argument in load_arguments(version):
+        flag, dest = argument.flags[0], argument.dest
+        switches_off = argument.action == "store_false"
+        flags.setdefault(dest, f"{dest} ({flag} makes it False)" if switches_off else flag)
+    return flags

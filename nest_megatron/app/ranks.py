@@ -1,0 +1,72 @@
+"""The ranks of a job that is about to be planned: how they meet, and how they end together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nest_megatron.app.failure import ending_on_errors
+from nest_megatron.config.launch import LaunchWords
+from nest_megatron.config.schema import LaunchConfig
+from nest_megatron.launchers.megatron_lm.agreement import Board, connect
+from nest_megatron.launchers.megatron_lm.rendezvous import Place
+from nest_megatron.units import Seconds
+
+#: Our own words that only one rank reads.
+_OF_ONE_RANK = ("out",)
+
+
+@dataclass(slots=True, kw_only=True)
+class Joined:
+    """Where this process meets the other ranks, once it does; kept, since rank 0 may host it."""
+
+    board: Board | None = None
+
+    def join(self, rank: int, world_size: int, launch: LaunchConfig, timeout_s: Seconds) -> Board:
+        """Meet the other ranks.
+
+        Args:
+            timeout_s: longest wait for them where the user names none.
+
+        Raises:
+            NestError: if rank 0 is not found.
+        """
+        place = Place(
+            rank=rank,
+            world_size=world_size,
+            environment=dict(os.environ),
+            patience_s=launch.rendezvous_timeout_s or timeout_s,
+            silence_s=launch.heartbeat_timeout_s,
+            port=launch.port,
+        )
+        self.board = connect(place)
+        return self.board
+
+
+@contextlib.contextmanager
+def ending_together(joined: Joined) -> Iterator[None]:
+    """End the process on any error inside, once every rank has said why.
+
+    A launcher ends all processes of a host as soon as one has gone, and whoever is to print the
+    reason may not have read it yet.
+    """
+    try:
+        with ending_on_errors():
+            yield
+    except SystemExit:
+        if joined.board is not None:
+            joined.board.leave()
+        raise
+    if joined.board is not None:
+        joined.board.rest()
+
+
+def words_of(words: LaunchWords) -> dict[str, str]:
+    """Our own words of a command, which all ranks must share, as they are typed."""
+    settings = [*words.launch, *words.job]
+    return {
+        "+nest": words.mode.value,
+        **{f"nest.{s.key}": str(s.value) for s in settings if s.key not in _OF_ONE_RANK},
+    }

@@ -1,0 +1,279 @@
+"""Where the ranks of a job meet: a key-value store whose operations all end.
+
+Under torchrun the store is the agent's, which is there already; elsewhere rank 0 hosts one on a
+port of its own, because Megatron will want ``MASTER_PORT`` later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nest_megatron.errors import NestError, UserInputError
+from nest_megatron.units import Seconds
+
+#: Ports tried for a store of our own, below Linux's ephemeral range.
+_FIRST_PORT, _NUM_PORTS, _NUM_TRIES, _STRIDE = 25_000, 7_000, 16, 97
+#: Longest wait for one port's answer, and the pause between two rounds over all ports.
+_PROBE_S, _PAUSE_S = 5.0, 0.5
+
+#: Variables that tell one attempt of one job from all others.
+_OF_ATTEMPT = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+)
+
+
+class NoAgreementError(NestError):
+    """A rank failed, fell silent or did not come, or ranks were started differently."""
+
+
+class LostStoreError(NoAgreementError):
+    """The store is gone."""
+
+
+class SilentStoreError(LostStoreError):
+    """The store is there and does not answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where this process stands in its job.
+
+    Args:
+        patience_s: longest wait for another rank.
+        silence_s: longest time without a heartbeat of a rank that is awaited, or without an answer
+            of the store.
+        farewell_s: how long a rank that ends stays for the others to say why, too.
+        port: of the store, where torchrun hosts none; several are tried if not given.
+    """
+
+    rank: int
+    world_size: int
+    environment: Mapping[str, str]
+    patience_s: Seconds = 600.0
+    silence_s: Seconds = 20.0
+    farewell_s: Seconds = 10.0
+    port: int | None = None
+
+    @property
+    def agent_hosts_store(self) -> bool:
+        """Whether torchrun's agent hosts the store at ``MASTER_ADDR:MASTER_PORT``."""
+        return self.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+    @property
+    def key(self) -> str:
+        """A name for this attempt of this job, the same on all its ranks."""
+        words = [self.environment.get(name, "") for name in _OF_ATTEMPT]
+        return hashlib.sha256("|".join([*words, str(self.world_size)]).encode()).hexdigest()[:16]
+
+
+class TimedStore:
+    """A ``torch.distributed.TCPStore`` of which each operation has a deadline.
+
+    A client of torch's store waits without end for a server that is stopped (SIGSTOP, a frozen
+    host): its own timeout does not cover the answer to a request. Operations therefore run in a
+    thread of their own, one after another as they do on the client's one socket anyway, and whoever
+    asked stops waiting.
+
+    Args:
+        make: connects to the store.
+        limit_s: longest time for an operation.
+        connect_s: longest time to connect.
+        server: who hosts the store and where, for errors.
+    """
+
+    def __init__(
+        self, make: Callable[[], Any], limit_s: Seconds, connect_s: Seconds, server: str
+    ) -> None:
+        self.server = server
+        self._limit_s = limit_s
+        self._silent = False
+        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = (
+            queue.SimpleQueue()
+        )
+        threading.Thread(target=self._answer, daemon=True).start()
+        self._store = self._call(make, connect_s)
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+        self._call(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> str:
+        """A value that is known to be there."""
+        return bytes(self._call(lambda: self._store.get(key))).decode()
+
+    def multi_get(self, keys: Sequence[str]) -> list[str]:
+        """Values that are known to be there."""
+        found = self._call(lambda: self._store.multi_get(list(keys))) if keys else []
+        return [bytes(value).decode() for value in found]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all of some keys have a value."""
+        return bool(self._call(lambda: self._store.check(list(keys))))
+
+    def add(self, key: str, step: int) -> int:
+        """Raise a counter, and say where it stands."""
+        return int(self._call(lambda: self._store.add(key, step)))
+
+    def compare_set(self, key: str, expected: str, value: str) -> str:
+        """Write a value where ``expected`` stands (nothing: the empty text); what stands then."""
+        return bytes(self._call(lambda: self._store.compare_set(key, expected, value))).decode()
+
+    def _call(self, operation: Callable[[], Any], limit_s: Seconds | None = None) -> Any:
+        import torch
+
+        limit_s = self._limit_s if limit_s is None else limit_s
+        answered: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._asked.put((operation, answered))
+        try:
+            found = answered.get(timeout=0 if self._silent else limit_s)
+        except queue.Empty:
+            self._silent = True
+            raise SilentStoreError(
+                f"{self.server} has not answered for {limit_s:g} s: the process is stopped, its "
+                "host is frozen, or the network between them is down"
+            ) from None
+        if isinstance(found, torch.distributed.DistError):
+            raise LostStoreError(
+                f"the connection to {self.server} was lost; that process has ended, and its own "
+                "output says why"
+            ) from found
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def _answer(self) -> None:
+        while True:
+            operation, answered = self._asked.get()
+            try:
+                answered.put(operation())
+            except BaseException as error:  # noqa: BLE001 - raised again where it was asked for
+                answered.put(error)
+
+
+def connect_store(place: Place) -> TimedStore:
+    """Join the store of this process's job.
+
+    Raises:
+        NoAgreementError: if rank 0's store cannot be found in time.
+        UserInputError: if no port is left for it, or nobody says where rank 0 is.
+    """
+    if place.agent_hosts_store:
+        return _client(place, int(place.environment["MASTER_PORT"]), place.patience_s)
+    if "MASTER_ADDR" not in place.environment:
+        raise UserInputError(
+            "MASTER_ADDR",
+            value=None,
+            limit=f"{place.world_size} ranks meet there",
+            fix="Export it with rank 0's host, as for any launch without torchrun.",
+        )
+    return _host(place) if place.rank == 0 else _find(place)
+
+
+def ports(place: Place) -> tuple[int, ...]:
+    """Ports to try for a store of our own, in order, the same on all ranks."""
+    if place.port is not None:
+        return (place.port,)
+    start = int(place.key, 16)
+    tried = [_FIRST_PORT + (start + _STRIDE * i) % _NUM_PORTS for i in range(_NUM_TRIES)]
+    master = place.environment.get("MASTER_PORT")
+    return tuple(port for port in tried if str(port) != master)
+
+
+def key_of(place: Place, name: str) -> str:
+    """A name in the store, which several jobs may share."""
+    return f"nest/{place.key}/{name}"
+
+
+def _host(place: Place) -> TimedStore:
+    for port in ports(place):
+        try:
+            store = _joined(place, port, place.silence_s, is_master=True)
+        except LostStoreError:
+            continue
+        store.set(key_of(place, "hello"), "yes")
+        return store
+    raise UserInputError(
+        "nest.port",
+        value=place.port,
+        limit=f"none of the ports {', '.join(map(str, ports(place)))} is free on rank 0's host "
+        f"({socket.gethostname()})",
+        fix="Give a free one with nest.port, or launch with torchrun.",
+    )
+
+
+def _find(place: Place) -> TimedStore:
+    """The store of this job among those that may answer: another job may hold a port of ours."""
+    ended = time.monotonic() + place.patience_s
+    strange: dict[int, float] = {}
+    while time.monotonic() < ended:
+        for port in ports(place):
+            if time.monotonic() < strange.get(port, 0.0):
+                continue
+            try:
+                store = _greeted(place, port)
+            except LostStoreError as error:  # one that says nothing is not asked all the time
+                pause = place.silence_s if isinstance(error, SilentStoreError) else 0.0
+                strange[port] = time.monotonic() + pause
+                continue
+            if store is not None:
+                return store
+        time.sleep(_PAUSE_S)
+    taken = (
+        f"; port {', '.join(map(str, strange))} belongs to another program there, or rank 0 is "
+        "stopped"
+    )
+    raise NoAgreementError(
+        f"rank 0 did not appear at {place.environment['MASTER_ADDR']} within "
+        f"{place.patience_s:g} s{taken if strange else ''}. Look at rank 0's own output: it may "
+        "have ended, or was started without +nest or with another nest.port, MASTER_ADDR or "
+        "MASTER_PORT"
+    )
+
+
+def _greeted(place: Place, port: int) -> TimedStore | None:
+    """The store at a port if it is this job's."""
+    address = place.environment["MASTER_ADDR"]
+    try:
+        socket.create_connection((address, port), timeout=_PROBE_S).close()
+    except OSError:
+        return None
+    probe = _client(place, port, _PROBE_S)
+    return probe if probe.check([key_of(place, "hello")]) else None
+
+
+def _client(place: Place, port: int, connect_s: Seconds) -> TimedStore:
+    return _joined(place, port, connect_s, is_master=False)
+
+
+def _joined(place: Place, port: int, connect_s: Seconds, *, is_master: bool) -> TimedStore:
+    from datetime import timedelta
+
+    import torch
+
+    address = place.environment["MASTER_ADDR"]
+    host = "torchrun's agent" if place.agent_hosts_store else "rank 0"
+    return TimedStore(
+        lambda: torch.distributed.TCPStore(
+            address,
+            port,
+            world_size=place.world_size,
+            is_master=is_master,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=connect_s),
+        ),
+        limit_s=place.silence_s,
+        connect_s=connect_s + 1.0,  # torch's own end of a connection comes first
+        server=f"the store of {host} at {address}:{port}",
+    )
