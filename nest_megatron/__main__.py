@@ -3,8 +3,12 @@
 import sys
 
 from nest_megatron.app import main
-from nest_megatron.app.runner import names_script, run_script
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
-    sys.exit(run_script(arguments) if names_script(arguments) else main())
+    # the same as runner.names_script, which is loaded for a script alone
+    if arguments and (arguments[0].endswith(".py") or arguments[0] == "-m"):
+        from nest_megatron.app.runner import run_script
+
+        sys.exit(run_script(arguments))
+    sys.exit(main())

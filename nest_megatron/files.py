@@ -1,13 +1,25 @@
-"""Files written whole or not at all."""
+"""Files: read within limits, written whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
+import stat
 from pathlib import Path
 
 from nest_megatron.errors import UserInputError
+
+#: Largest file that is read: a hundred times the largest plan, profile or table in use.
+MAX_BYTES = 32 * 2**20
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -62,19 +74,62 @@ def require_folder(path: Path, what: str = "out") -> None:
         )
 
 
-def read_text(path: Path, what: str) -> str:
-    """The text of a file.
+def read_text(path: Path, what: str, *, most: int = MAX_BYTES) -> str:
+    """The text of a regular file, without the byte-order mark that some editors write.
+
+    Args:
+        what: names the file in errors.
+        most: largest size, in bytes.
 
     Raises:
-        UserInputError: if it is missing or unreadable.
+        UserInputError: if it is missing, unreadable, too large, no regular file or no UTF-8 text.
     """
     try:
-        return path.expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserInputError(
-            what, value=str(path), limit=f"it cannot be read: {reason}", fix="Check the path."
-        ) from error
+        return read_bytes(path, what, most=most).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _unreadable(path, what, f"it is not UTF-8 text: {error}") from error
+
+
+def read_bytes(path: Path, what: str, *, most: int = MAX_BYTES) -> bytes:
+    """The bytes of a regular file; see ``read_text``."""
+    try:
+        # a pipe without a writer would block for ever
+        descriptor = os.open(expanded(path, what), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as stream:
+            kind = kind_of(os.fstat(descriptor).st_mode)
+            if kind is not None:
+                raise _unreadable(path, what, f"it is {kind}, not a regular file")
+            content = stream.read(most + 1)
+    except (OSError, ValueError) as error:  # a null character in a name is a ValueError
+        if isinstance(error, UserInputError):
+            raise
+        raise _unreadable(path, what, getattr(error, "strerror", None) or str(error)) from error
+    if len(content) > most:
+        raise _unreadable(path, what, f"it is larger than {most / 2**20:g} MiB")
+    return content
+
+
+def kind_of(mode: int) -> str | None:
+    """What a file is that is no regular one, in words."""
+    return next((name for is_kind, name in _KINDS if is_kind(mode)), None)
+
+
+def expanded(path: Path, what: str) -> Path:
+    """The path with ``~`` resolved.
+
+    Raises:
+        UserInputError: if there is no such user.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise _unreadable(path, what, str(error)) from error
+
+
+def _unreadable(path: Path, what: str, reason: str) -> UserInputError:
+    return UserInputError(
+        what, value=str(path), limit=f"it cannot be read: {reason}", fix="Check the path."
+    )
 
 
 def _new_file(path: Path) -> tuple[int, str]:

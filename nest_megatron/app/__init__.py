@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 PROGRAM = "nest-megatron"
-OK, NOTHING_FITS, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+OK, NOTHING_FITS, BAD_INPUT, OUR_FAULT, INTERRUPTED = 0, 1, 2, 70, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,27 +16,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; those of the process if not given.
 
     Returns:
-        The exit code: 0 done, 1 nothing fits, 2 bad input, 130 interrupted.
+        The exit code: 0 done, 1 nothing fits, 2 bad input, 70 a fault of this program, 130
+        interrupted.
     """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:  # a KeyboardInterrupt may come while modules are loaded
+        from nest_megatron.app.output import prepare_streams
+
+        prepare_streams()
+        return _run(arguments)
+    except KeyboardInterrupt:
+        print("Interrupted; nothing was written.", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - no user should see a traceback
+        from nest_megatron.app.failure import report
+
+        return report(error, arguments)
+
+
+def _run(arguments: list[str]) -> int:
     import click
 
     from nest_megatron.app.commands import cli
     from nest_megatron.app.output import print_error
-    from nest_megatron.errors import UserInputError
+    from nest_megatron.errors import NestError
 
-    arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in arguments
     try:
         code = cli.main(args=arguments, prog_name=PROGRAM, standalone_mode=False)
-    except UserInputError as error:
+    except NestError as error:
         print_error(error, as_json=as_json)
         return BAD_INPUT
     except click.ClickException as error:
         print_error(_usage(error), as_json=as_json)
         return BAD_INPUT
-    except (KeyboardInterrupt, click.Abort):
-        print("Interrupted; nothing was written.", file=sys.stderr)
-        return INTERRUPTED
+    except click.Abort as error:
+        raise KeyboardInterrupt from error
+    except SystemExit:  # click's answer to a reader that went away (``| head``)
+        return OK
     return code if isinstance(code, int) else OK
 
 

@@ -21,6 +21,7 @@ from nest_megatron.app.ranks import Joined, ending_together, words_of
 from nest_megatron.app.recipe import Freedom, pinned_recipe, plan_recipe
 from nest_megatron.config.launch import LaunchWords, Mode, read_launch, read_words, split_words
 from nest_megatron.config.schema import LaunchConfig
+from nest_megatron.documents import read_yaml
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_bridge.read import FIELDS, read_recipe
 from nest_megatron.launchers.megatron_bridge.write import apply_plan
@@ -195,9 +196,8 @@ def _keys_of_file(path: str | None) -> list[str]:
     """Fields that a YAML file of the user's sets, as dotted names."""
     if path is None:
         return []
-    import yaml
-
-    return list(_dotted(yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}, ""))
+    fields = read_yaml(Path(path), "config-file")
+    return list(_dotted(fields, "")) if isinstance(fields, Mapping) else []
 
 
 def _dotted(node: Mapping[str, Any], prefix: str) -> Iterable[str]:

@@ -1,21 +1,29 @@
-"""How a job ends that cannot be planned: with a message, at once, and never by training on."""
+"""How a run ends that cannot go on: with a message, never with a bare traceback.
+
+A training job that cannot be planned ends at once, and never trains on.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from nest_megatron.app import BAD_INPUT, NOTHING_FITS
-from nest_megatron.errors import NestError, OneRankError, UserInputError
+from nest_megatron import __version__
+from nest_megatron.app import BAD_INPUT, NOTHING_FITS, OUR_FAULT, PROGRAM
+from nest_megatron.errors import NestError, OneRankError
 
 if TYPE_CHECKING:
     from nest_megatron.planner import NoPlan
 
-_FAILED = 1
+#: Set to 1, faults of ours are printed with their traceback.
+DEBUG_VARIABLE = "NEST_MEGATRON_DEBUG"
 
 
 class NothingFitsError(NestError):
@@ -48,7 +56,7 @@ def end(error: Exception) -> NoReturn:
     sys.stderr.flush()
     if isinstance(error, NothingFitsError):
         raise SystemExit(NOTHING_FITS) from error
-    raise SystemExit(BAD_INPUT if isinstance(error, UserInputError) else _FAILED) from error
+    raise SystemExit(BAD_INPUT if isinstance(error, NestError | OSError) else OUR_FAULT) from error
 
 
 def _print(error: Exception) -> None:
@@ -63,9 +71,62 @@ def _print(error: Exception) -> None:
         print(f"nest: rank {rank} stops before training.", file=sys.stderr)
         print_error(error, as_json=False)
     else:
-        traceback.print_exception(error)
         print(
-            f"nest: rank {rank} stops before training: the error above is a fault of "
-            "nest-megatron or of a Megatron-LM that it does not know.",
+            f"nest: rank {rank} stops before training: a fault of nest-megatron, or a Megatron-LM "
+            "that it does not know.",
             file=sys.stderr,
         )
+        report(error, sys.argv)
+
+
+def report(error: Exception, arguments: Sequence[str]) -> int:
+    """Say why a command ended that should not have.
+
+    Args:
+        arguments: the command's, for who reads the report.
+
+    Returns:
+        The exit code.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+        traceback.print_exception(error)
+    if isinstance(error, OSError):
+        where = "" if error.filename is None else f"{error.filename}: "
+        reason = error.strerror or str(error)
+        print(f"error: the operating system refused: {where}{reason}.", file=sys.stderr)
+        return BAD_INPUT
+    print(f"error: {_fault(error)}\n       {_how_to_report(error, arguments)}", file=sys.stderr)
+    return OUR_FAULT
+
+
+def _fault(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return f"{PROGRAM} {__version__} ran out of memory."
+    text = next(iter(str(error).splitlines()), "")[:200]
+    return f"{PROGRAM} {__version__} failed: {type(error).__name__}: {text}".rstrip(": ")
+
+
+def _how_to_report(error: Exception, arguments: Sequence[str]) -> str:
+    path = _saved(error, arguments)
+    if path is None:
+        return f"This is a fault of {PROGRAM}; {DEBUG_VARIABLE}=1 prints what its authors need."
+    return f"This is a fault of {PROGRAM}; send {path} to its authors (it holds the command)."
+
+
+def _saved(error: Exception, arguments: Sequence[str]) -> Path | None:
+    """The file with the command, the versions and the traceback, where one can be written."""
+    from platformdirs import user_log_path
+
+    words = shlex.join([PROGRAM, *arguments])
+    text = f"{words}\n{PROGRAM} {__version__}, Python {sys.version}\n\n"
+    text += "".join(traceback.format_exception(error))
+    for folder in (user_log_path(PROGRAM), Path(tempfile.gettempdir())):
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor, name = tempfile.mkstemp(prefix="fault-", suffix=".txt", dir=folder)
+            with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+            return Path(name)
+    return None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import io
 import json
 import math
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.errors import UserInputError
@@ -24,8 +27,9 @@ def show(*parts: RenderableType) -> None:
 
     console = Console(markup=False, highlight=False, emoji=False)
     if console.is_terminal:
-        for part in parts:
-            console.print(part)
+        with _writing():
+            for part in parts:
+                console.print(part)
         return
     with console.capture() as captured:
         for part in parts:
@@ -39,11 +43,62 @@ def show_json(document: object) -> None:
 
 
 def say(text: str = "") -> None:
-    """Print a text; a reader that went away (``| head``) wants no more, and that is no error."""
-    try:
+    """Print a text; a reader that went away (``| head``) wants no more, and that is no error.
+
+    Raises:
+        UserInputError: if standard output cannot be written to, a full disk for example.
+    """
+    with _writing():
         print(text, flush=True)
-    except BrokenPipeError:
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    """Write to standard output, and never again once that has failed."""
+    try:
+        yield
+    except OSError as error:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+        if not isinstance(error, BrokenPipeError):
+            raise UserInputError(
+                "standard output",
+                value=None,
+                limit=f"it cannot be written to: {error.strerror or error}",
+                fix="Free some space, or send it elsewhere.",
+            ) from error
+
+
+#: What stands for a character that a terminal without Unicode cannot show.
+_PLAIN = {
+    **dict.fromkeys("─━═┄┈╌╴╶", "-"),
+    **dict.fromkeys("│┃║┆┊", "|"),
+    **dict.fromkeys("┌┐└┘├┤┬┴┼╭╮╰╯╞╡╪", "+"),
+    **dict.fromkeys("█▇▆▅▄▃▂▁▉▊▋▌▍▎▏░▒▓●■", "#"),
+    **dict.fromkeys("‘’′", "'"),
+    **dict.fromkeys("“”″", '"'),
+    **{"…": "...", "–": "-", "—": "-", "×": "x", "·": ".", "•": "*", "→": "->", "←": "<-"},
+    **{"≥": ">=", "≤": "<=", "≈": "~", "±": "+-", "µ": "u", "μ": "u", "\u00a0": " "},
+}
+
+
+def _in_plain(error: UnicodeError) -> tuple[str, int]:
+    """Characters that an encoding lacks, in those that it has."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    wrong = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(character, "?") for character in wrong), error.end
+
+
+def prepare_streams() -> None:
+    """Let nothing that is printed fail for its characters, nor for a stream that is closed."""
+    codecs.register_error("nest_megatron", _in_plain)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            utf = stream.encoding.lower().startswith("utf")
+            stream.reconfigure(errors="backslashreplace" if utf else "nest_megatron")
 
 
 def print_error(error: Exception, *, as_json: bool) -> None:

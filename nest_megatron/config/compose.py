@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.resources
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,14 @@ from nest_megatron.config.overrides import (
     unreadable,
 )
 from nest_megatron.config.schema import PlanConfig
+from nest_megatron.documents import DESCRIPTION, check_yaml, read_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_text
 from nest_megatron.plain import to_plain
 
 _PRIMARY = "plan"
+#: Files that name each other in a chain; Hydra says what is wrong with a longer one.
+_MAX_DEFAULTS = 8
 _FILE_ENTRY = "_from_file"
 
 
@@ -52,6 +54,8 @@ def compose(settings: Sequence[Setting], config_dir: Path | None = None) -> Comp
     overrides = [_named(setting, config_dir) for setting in settings]
     if config_dir is not None:
         overrides.append(f"hydra.searchpath=[{_folder_url(config_dir)}]")
+        for setting in settings:
+            _check_own(config_dir, setting.key, setting.value)
     with importlib.resources.as_file(catalogue_root()) as folder:
         config = _compose(str(folder.resolve()), overrides)
     return Composed(config=config, given=frozenset(setting.key for setting in settings))
@@ -69,13 +73,23 @@ def _folder_url(config_dir: Path) -> str:
     return f"'file://{folder.resolve()}'"
 
 
+def _check_own(config_dir: Path, group: str, name: object, depth: int = 0) -> None:
+    """Read a file of the user's folder, and those that it names, before Hydra does."""
+    path = config_dir.expanduser() / group.partition("@")[0].lstrip("/") / f"{name}.yaml"
+    if not path.is_file() or depth > _MAX_DEFAULTS:
+        return
+    for choice in read_mapping(group, path).get("defaults", ()):
+        for key, chosen in choice.items() if isinstance(choice, Mapping) else ():
+            _check_own(config_dir, str(key).removeprefix("override "), chosen, depth + 1)
+
+
 def _named(setting: Setting, config_dir: Path | None) -> str:
     """An override for Hydra; a model or cluster given as a file becomes an entry of its group."""
     if setting.key in GROUPS and setting.value is not None and is_path(setting.value):
         from hydra.core.config_store import ConfigStore
 
         path = Path(setting.value.strip("'\"")).expanduser()
-        node = _model_file(path) if setting.key == "model" else _yaml_mapping("cluster", path)
+        node = _model_file(path) if setting.key == "model" else read_mapping("cluster", path)
         ConfigStore.instance().store(name=_FILE_ENTRY, node=node, group=setting.key)
         return f"{setting.key}={_FILE_ENTRY}"
     return hydra_form(setting, config_dir)
@@ -84,16 +98,14 @@ def _named(setting: Setting, config_dir: Path | None) -> str:
 def _compose(folder: str, overrides: list[str]) -> PlanConfig:
     import hydra
     from hydra.core.config_store import ConfigStore
-    from hydra.errors import HydraException
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     ConfigStore.instance().store(name=f"{_PRIMARY}_schema", node=PlanConfig)
     try:
         with _own_hydra(), hydra.initialize_config_dir(folder, version_base="1.3"):
             composed = hydra.compose(_PRIMARY, overrides=overrides)
         config = OmegaConf.to_object(composed)
-    except (HydraException, OmegaConfBaseException) as error:
+    except Exception as error:  # Hydra asserts on what it does not expect in a user's file
         raise _plain_error(error, overrides) from error
     assert isinstance(config, PlanConfig)
     return config
@@ -141,14 +153,13 @@ def _model_file(path: Path) -> Mapping[str, Any]:
     if path.is_dir():
         path = path / "config.json"
     if path.suffix != ".json":
-        return _yaml_mapping("model", path)
-    try:
-        parsed = json.loads(read_text(path, "model"))
-    except json.JSONDecodeError as error:
-        raise _bad_file("model", path, f"it is not readable JSON: {error}") from error
+        return read_mapping("model", path)
+    parsed = read_json(path, "model")
     if not isinstance(parsed, dict):
         raise _bad_file("model", path, "it is not a JSON object")
-    return parsed if "model_type" not in parsed else _hugging_face(path, parsed)
+    if "model_type" in parsed:
+        return _hugging_face(path, parsed)
+    return read_mapping("model", path)  # JSON is YAML
 
 
 def _hugging_face(path: Path, parsed: Mapping[str, object]) -> Mapping[str, Any]:
@@ -161,17 +172,26 @@ def _hugging_face(path: Path, parsed: Mapping[str, object]) -> Mapping[str, Any]
     return {**fields, "moe_layer_freq": pattern} if pattern else fields
 
 
-def _yaml_mapping(group: str, path: Path) -> Mapping[str, Any]:
-    from omegaconf import DictConfig, OmegaConf
-    from yaml import YAMLError
+def read_mapping(group: str, path: Path) -> Mapping[str, Any]:
+    """What a YAML file of the user describes: a model, a cluster or an accelerator.
 
-    text = read_text(path, group)
+    Raises:
+        UserInputError: if it cannot be read, or is no mapping with names as keys.
+    """
+    from omegaconf import DictConfig, OmegaConf
+
+    text = read_text(path, group, most=DESCRIPTION.num_bytes)
+    check_yaml(text, group, name=str(path), limits=DESCRIPTION)
     try:
         loaded = OmegaConf.create(text)
-    except YAMLError as error:
-        raise _bad_file(group, path, str(error).splitlines()[0]) from error
+    except Exception as error:  # OmegaConf asserts on what it does not expect
+        raise _bad_file(group, path, first_line(error)) from error
     if not isinstance(loaded, DictConfig) or not loaded:
         raise _bad_file(group, path, "it is not a mapping")
+    if not all(isinstance(key, str) for key in loaded):
+        raise _bad_file(group, path, "a name of a field is no text")
+    if not isinstance(loaded.get("defaults", []), Sequence):
+        raise _bad_file(group, path, "defaults must be a list")
     return loaded
 
 

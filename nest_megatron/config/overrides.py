@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,10 @@ from nest_megatron.errors import UserInputError, nearest
 GROUPS = ("model", "cluster")
 #: Hydra's name for the accelerator of the chosen cluster.
 ACCELERATOR_CHOICE = "accelerator@cluster.accelerator"
+#: Most jobs of a sweep.
+MAX_JOBS = 100_000
+#: Longest setting, and how deep its brackets may be nested: Hydra's parser calls itself.
+_MAX_LENGTH, _MAX_DEPTH = 20_000, 16
 #: Values that are text whatever characters they hold.
 _TEXT_KEYS = ("out", "parallel.pipeline_model_parallel_layout")
 
@@ -62,6 +67,7 @@ def split_launcher(texts: Iterable[str]) -> tuple[list[str], tuple[Setting, ...]
 
 
 def _setting(text: str) -> Setting:
+    _require_readable(text)
     if text.startswith("~"):
         return Setting(key=text[1:].partition("=")[0], value=None)
     key, equals, value = text.partition("=")
@@ -76,6 +82,26 @@ def _setting(text: str) -> Setting:
     if key == "model.hf":
         key = "model"
     return Setting(key=key, value=value.strip())
+
+
+def _require_readable(text: str) -> None:
+    """Refuse what no setting is, before a parser looks at it."""
+    key = text.partition("=")[0][:80]
+    if len(text) > _MAX_LENGTH:
+        raise UserInputError(
+            key,
+            value=len(text),
+            limit=f"a setting has at most {_MAX_LENGTH:,} characters",
+            fix="Put what is longer into a file of your own (model=FILE, cluster=FILE).",
+        )
+    brackets = [1 if character in "[{(" else -1 for character in text if character in "[]{}()"]
+    if max(itertools.accumulate(brackets), default=0) > _MAX_DEPTH:
+        raise UserInputError(
+            key,
+            value=text[len(key) + 1 :],
+            limit=f"its brackets are nested more than {_MAX_DEPTH} deep",
+            fix="Correct the value.",
+        )
 
 
 def _guess(text: str) -> str:
@@ -175,6 +201,7 @@ def _quoted(value: str) -> str:
 def expand(settings: Sequence[Setting]) -> Iterator[tuple[Setting, ...]]:
     """Every combination of a sweep's values, by Hydra's grammar (``1,2``, ``range(1,5)``)."""
     axes = [_values(setting) for setting in settings]
+    _require_jobs("--multirun", math.prod(map(len, axes)))
     for values in itertools.product(*axes):
         yield tuple(
             Setting(key=s.key, value=value) for s, value in zip(settings, values, strict=True)
@@ -207,13 +234,29 @@ def _values(setting: Setting) -> list[str | None]:
     if value is None or setting.key in _TEXT_KEYS or not set(value) & set(",("):
         return [value]
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import OverrideParseException
+    from hydra.errors import HydraException
 
     try:
         parsed = OverridesParser.create().parse_override(str(setting))
-    except OverrideParseException as error:
+        if not parsed.is_sweep_override():
+            return [value]
+        values: list[str | None] = list(
+            itertools.islice(parsed.sweep_string_iterator(), MAX_JOBS + 1)
+        )
+    except (HydraException, ValueError, TypeError, ArithmeticError) as error:
         raise unreadable(setting.key, value, error) from error
-    return list(parsed.sweep_string_iterator()) if parsed.is_sweep_override() else [value]
+    _require_jobs(setting.key, len(values))
+    return values
+
+
+def _require_jobs(what: str, number: int) -> None:
+    if number > MAX_JOBS:
+        raise UserInputError(
+            what,
+            value=number,
+            limit=f"a sweep has at most {MAX_JOBS:,} jobs",
+            fix="Leave some of the values out.",
+        )
 
 
 def unreadable(key: str, value: object, error: Exception) -> UserInputError:

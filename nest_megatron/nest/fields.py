@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nest_megatron.documents import parse_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_text
 
@@ -26,14 +26,8 @@ def read_json(path: Path, what: str) -> Fields:
     Raises:
         UserInputError: if it cannot be read, is no JSON, repeats a key or is no object.
     """
-    try:
-        value = json.loads(read_text(path, what), object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, UserInputError):
-            raise
-        limit = f"it is no JSON: {error}"
-        raise wrong(what, str(path), limit, "Give a JSON file.") from None
-    return fields_of(value, "")
+    text = read_text(path, what)
+    return fields_of(parse_json(text, what, name=str(path), pairs=_once), "")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from nest_megatron.documents import parse_yaml
 from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.files import read_text, write_text
 from nest_megatron.parallel.plan import SCHEMA, ParallelPlan
@@ -100,13 +101,10 @@ def parse(text: str, name: str) -> dict[str, Any]:
         PlanFileError: if it is not YAML, or no mapping.
     """
     try:
-        fields = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.YAMLError as error:
+        fields = parse_yaml(text, name)
+    except UserInputError as error:
         raise PlanFileError(
-            name,
-            value=str(error).splitlines()[0],
-            limit="it is not a readable YAML file",
-            fix="It may have been cut short; plan again.",
+            name, value=None, limit=error.limit, fix="It may have been cut short; plan again."
         ) from error
     if not isinstance(fields, dict):
         raise PlanFileError(

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from nest_megatron.cluster.records import CollectiveKind
+from nest_megatron.documents import parse_yaml
 from nest_megatron.errors import ProfileError, UserInputError
 from nest_megatron.files import read_text, write_text
 from nest_megatron.names import Name
@@ -215,13 +216,10 @@ def kinds_of(samples: Iterable[CollectiveSample]) -> tuple[CollectiveKind, ...]:
 
 def _parse(text: str, name: str) -> dict[str, Any]:
     try:
-        fields = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, ValueError) as error:
+        fields = parse_yaml(text, name)
+    except UserInputError as error:
         raise ProfileError(
-            name,
-            value=str(error).splitlines()[0],
-            limit="it is not a readable YAML file",
-            fix="It may have been cut short. " + _AGAIN,
+            name, value=None, limit=error.limit, fix="It may have been cut short. " + _AGAIN
         ) from error
     if not isinstance(fields, dict):
         raise ProfileError(

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from nest_megatron.documents import parse_yaml
 from nest_megatron.errors import ProfileError, UserInputError
 from nest_megatron.files import read_text, write_text
 from nest_megatron.parallel.plan_file import digest
@@ -157,12 +158,9 @@ def _differing(
 
 def _parse(text: str, name: str) -> dict[str, Any]:
     try:
-        fields = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ProfileError(
-            name, value=reason, limit="it is not a readable YAML file", fix=_AGAIN
-        ) from error
+        fields = parse_yaml(text, name)
+    except UserInputError as error:
+        raise ProfileError(name, value=None, limit=error.limit, fix=_AGAIN) from error
     if not isinstance(fields, dict):
         raise ProfileError(
             name,

@@ -6,10 +6,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import yaml
-
+from nest_megatron.documents import read_yaml
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_text, write_bytes, write_text
 from nest_megatron.report.accuracy_pictures import pictures
@@ -57,9 +55,8 @@ def read_notes(path: Path) -> Notes:
     if not path.is_file():
         return Notes()
     try:
-        found: Any = yaml.safe_load(read_text(path, "notes")) or {}
-        return Notes(**found)
-    except (yaml.YAMLError, TypeError) as error:
+        return Notes(**(read_yaml(path, "notes") or {}))
+    except TypeError as error:
         raise UserInputError(
             "notes",
             value=str(path),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from nest_megatron.documents import parse_json, read_csv
 from nest_megatron.errors import UserInputError
-from nest_megatron.files import read_text
 
 NEEDED = ("name", "layers", "hidden", "heads")
 
@@ -61,9 +58,8 @@ def read_table(path: Path) -> tuple[Mapping[str, str], ...]:
     Raises:
         UserInputError: if it cannot be read, or lacks a needed column.
     """
-    reader = csv.DictReader(io.StringIO(read_text(path, "model table")))
-    rows = tuple({key: value or "" for key, value in row.items() if key} for row in reader)
-    missing = [column for column in NEEDED if column not in (reader.fieldnames or ())]
+    columns, rows = read_csv(path, "model table")
+    missing = [column for column in NEEDED if column not in columns]
     if missing:
         raise UserInputError(
             str(path),
@@ -71,7 +67,7 @@ def read_table(path: Path) -> tuple[Mapping[str, str], ...]:
             limit="a table of models needs these columns",
             fix=f"Write at least {','.join(NEEDED)} in the first line.",
         )
-    return rows
+    return tuple(rows)
 
 
 def whole(text: str | None) -> int | None:
@@ -135,8 +131,8 @@ def _source(row: Mapping[str, str]) -> str:
 def _extra(row: Mapping[str, str]) -> Mapping[str, object]:
     text = row.get("extra") or "{}"
     try:
-        fields = json.loads(text)
-    except ValueError:
+        fields = parse_json(text, "extra")
+    except UserInputError:
         fields = None
     if not isinstance(fields, dict):
         raise UserInputError(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from nest_megatron.documents import read_csv
 from nest_megatron.errors import UserInputError
-from nest_megatron.files import read_text
 from nest_megatron.names import Name
 from nest_megatron.validation.refusal import RefusedRowError
 
@@ -51,13 +49,8 @@ def read_rows(path: Path) -> RowFile:
     Raises:
         UserInputError: if it is missing, empty, no table, or of no known kind.
     """
-    text = read_text(path, "measurements").removeprefix("\ufeff")  # spreadsheets write it
-    reader = csv.DictReader(io.StringIO(text), strict=True)
-    try:
-        rows = [{key: value or "" for key, value in row.items() if key} for row in reader]
-    except csv.Error as error:
-        raise _unreadable(path, f"line {reader.line_num} is not CSV: {error}") from error
-    columns = set(reader.fieldnames or ())
+    names, rows = read_csv(path, "measurements")
+    columns = set(names)
     if not rows:
         raise _unreadable(path, "it has no rows")
     for kind, marks in _MARKS.items():
