@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import stat
+import sys
 from pathlib import Path
 
 from nest_megatron.errors import UserInputError
@@ -28,7 +30,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         UserInputError: if the folder is missing or cannot be written to.
     """
-    write_bytes(path, text.encode("utf-8"))
+    write_bytes(path, text.encode("utf-8", errors="backslashreplace"))
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -37,7 +39,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     Raises:
         UserInputError: if the folder is missing or cannot be written to.
     """
-    path = path.expanduser()
+    path = expanded(path, "out")
     require_folder(path)
     temporary: str | None = None
     try:
@@ -67,7 +69,7 @@ def require_folder(path: Path, what: str = "out") -> None:
     Raises:
         UserInputError: naming the folder.
     """
-    folder = path.expanduser().parent
+    folder = expanded(path, what).parent
     if not folder.is_dir():
         raise UserInputError(
             what, value=str(path), limit=f"there is no folder {folder}", fix=f"mkdir -p {folder}"
@@ -107,6 +109,12 @@ def read_bytes(path: Path, what: str, *, most: int = MAX_BYTES) -> bytes:
     if len(content) > most:
         raise _unreadable(path, what, f"it is larger than {most / 2**20:g} MiB")
     return content
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Say on standard error, once a process, what is gone without."""
+    print(f"warning: {text}", file=sys.stderr)
 
 
 def kind_of(mode: int) -> str | None:

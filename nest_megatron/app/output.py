@@ -31,7 +31,7 @@ def show(*parts: RenderableType) -> None:
             for part in parts:
                 console.print(part)
         return
-    with console.capture() as captured:
+    with _writing(), console.capture() as captured:
         for part in parts:
             console.print(part)
     say("\n".join(line.rstrip() for line in captured.get().splitlines()))

@@ -13,7 +13,7 @@ from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.overrides import Setting, parse, refuse_sweeps, split_launcher
 from nest_megatron.config.request import plan_request, read_inputs, read_space
 from nest_megatron.errors import UserInputError
-from nest_megatron.files import require_folder
+from nest_megatron.files import expanded, require_folder
 from nest_megatron.launchers.megatron_lm.attach import with_launch
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
@@ -122,7 +122,7 @@ def check_out(composed: Composed) -> None:
     """
     if composed.config.out is None:
         return
-    path = Path(composed.config.out).expanduser()
+    path = expanded(Path(composed.config.out), "out")
     if path.is_dir():
         raise UserInputError(
             "out",

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from nest_megatron import __version__
+from nest_megatron.documents import read_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.extract.records import ExtractedLayer
-from nest_megatron.files import read_text, write_text
+from nest_megatron.files import write_text
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.one_layer import one_layer
 from nest_megatron.model.shard import LayerShard
@@ -94,10 +95,8 @@ def _version(package: str) -> str | None:
 
 def _read(path: Path) -> ExtractedLayer | None:
     """A cached layer; a file that cannot be read is as good as none, and is written anew."""
-    if not path.is_file():
-        return None
-    with contextlib.suppress(UserInputError, ValueError):
-        return from_plain(ExtractedLayer, json.loads(read_text(path, "extracted layer")))
+    with contextlib.suppress(UserInputError):
+        return from_plain(ExtractedLayer, read_json(path, "extracted layer"))
     return None
 
 

@@ -6,8 +6,9 @@ import ast
 
 from nest_megatron.errors import UserInputError
 
-#: No model has more layers than this, and a typo must not fill the memory.
-MAX_LAYERS = 100_000
+#: Most layers that are planned for: the deepest published transformer has 1,000, and a misprint
+#: must not fill memory and time.
+MAX_LAYERS = 2_000
 _MAX_TEXT = 10_000
 
 
@@ -36,6 +37,13 @@ def moe_layer_pattern(moe_layer_freq: object, num_layers: int) -> tuple[int, ...
     >>> moe_layer_pattern(2, 5)
     (1, 0, 1, 0, 1)
     """
+    if num_layers > MAX_LAYERS:
+        raise UserInputError(
+            "num_layers",
+            value=num_layers,
+            limit=f"it must be at most {MAX_LAYERS:,}",
+            fix="Correct the model's description.",
+        )
     flags = _flags(moe_layer_freq, num_layers)
     if len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
         limit = f"it must give one 0 or 1 for each of the {num_layers} layers"

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.layer_pattern import MAX_LAYERS
 from nest_megatron.names import Name
 
 
@@ -24,6 +25,10 @@ class LayerKind(Name):
     MOE = "moe"
     MTP = "mtp"
     HEAD = "head"
+
+
+_MOST = {"num_layers": MAX_LAYERS, "mtp_num_layers": MAX_LAYERS, "num_experts": 100_000}
+_MOST_OF_ANY = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +120,7 @@ class TransformerSpec:
         for field in ("num_query_groups", "kv_channels", "moe_ffn_hidden_size"):
             if getattr(self, field) is not None:
                 _require_positive(self.name, field, getattr(self, field))
+        self._check_sizes()
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise UserInputError(
                 f"model {self.name}: hidden_size",
@@ -130,6 +136,19 @@ class TransformerSpec:
                 fix="Use the number of key/value heads of the model.",
             )
         self._check_experts()
+
+    def _check_sizes(self) -> None:
+        """Refuse what would fill memory and time to no end: a misprint, not a model."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            most = _MOST.get(field.name, _MOST_OF_ANY)
+            if isinstance(value, int) and value > most:
+                raise UserInputError(
+                    f"model {self.name}: {field.name}",
+                    value=value,
+                    limit=f"it must be at most {most:,}",
+                    fix="Correct the model's description.",
+                )
 
     def _check_experts(self) -> None:
         pattern = self.moe_layer_pattern

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.errors import ProfileError, UserInputError, nearest
+from nest_megatron.files import read_text, warn_once
 from nest_megatron.profile import profile_file
 from nest_megatron.profile.profile_file import FINGERPRINT
 from nest_megatron.profile.records import (
@@ -57,9 +58,11 @@ class Entry:
             ProfileError: if it cannot be read.
         """
         try:
+            if isinstance(self.path, Path):
+                return read_text(self.path, "profile")
             return self.path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise _unusable(str(self.path), f"it cannot be read: {error}") from error
+        except UserInputError as error:
+            raise _unusable(str(self.path), error.limit) from error
 
     def read(self) -> LayerProfile:
         """The profile; a shipped one was measured elsewhere, so it counts as imported.
@@ -101,9 +104,11 @@ def all_entries() -> tuple[Entry, ...]:
 
 
 def _entries(folder: Traversable, *, shipped: bool) -> tuple[Entry, ...]:
-    if not folder.is_dir():
+    try:
+        files = sorted(folder.iterdir(), key=lambda path: path.name) if folder.is_dir() else []
+    except OSError as error:  # a container's home, often
+        warn_once(f"no profile is used: {folder} cannot be read ({error.strerror or error}).")
         return ()
-    files = sorted((path for path in folder.iterdir()), key=lambda path: path.name)
     return tuple(
         Entry(name=path.name.removesuffix(_SUFFIX), path=path, shipped=shipped)
         for path in files

@@ -86,7 +86,7 @@ def test_missing_fields_are_named(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "no JSON"), ("[1]", "must be an object"), ('{"a": 1, "a": 2}', "twice")],
+    [("", "not readable JSON"), ("[1]", "must be an object"), ('{"a": 1, "a": 2}', "twice")],
 )
 def test_what_is_no_instance(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "x.json").write_text(text, encoding="utf-8")

@@ -53,16 +53,16 @@ def split_command(command: str | Sequence[str]) -> SplitCommand:
 def launched_ranks(launcher: Sequence[str], environment: dict[str, str]) -> int | None:
     """Number of ranks that a launcher's own flags ask for, or ``None`` where they do not say."""
     if any(_is_torchrun(token) for token in launcher):
-        nodes = _count(_option(launcher, "--nnodes"), default=1)
-        per_node = _count(_option(launcher, "--nproc-per-node"), default=1)
+        nodes = _count("--nnodes", _option(launcher, "--nnodes"), default=1)
+        per_node = _count("--nproc-per-node", _option(launcher, "--nproc-per-node"), default=1)
         return nodes * per_node if nodes and per_node else None
     if launcher and launcher[0].rpartition("/")[2] == "srun":
-        tasks = _count(_option(launcher, "--ntasks"))
-        nodes = _count(_option(launcher, "--nodes"))
-        per_node = _count(_option(launcher, "--ntasks-per-node"))
+        tasks = _count("--ntasks", _option(launcher, "--ntasks"))
+        nodes = _count("--nodes", _option(launcher, "--nodes"))
+        per_node = _count("--ntasks-per-node", _option(launcher, "--ntasks-per-node"))
         if tasks or (nodes and per_node):
             return tasks or (nodes or 1) * (per_node or 1)
-    return _count(environment.get("WORLD_SIZE"))
+    return _count("WORLD_SIZE", environment.get("WORLD_SIZE"))
 
 
 def _tokens(command: str | Sequence[str]) -> list[str]:
@@ -134,9 +134,23 @@ def _option(tokens: Sequence[str], name: str) -> str | None:
     return None
 
 
-def _count(text: str | None, *, default: int | None = None) -> int | None:
-    """A count; an elastic range or a word (``gpu``, ``auto``) is no fixed count."""
+def _count(name: str, text: str | None, *, default: int | None = None) -> int | None:
+    """A count; an elastic range or a word (``gpu``, ``auto``) is no fixed count.
+
+    Raises:
+        UserInputError: for what no launcher takes: 0, a negative number, another word.
+    """
     if text is None:
         return default
     low, _, high = text.partition(":")
-    return int(low) if low.isdigit() and high in ("", low) else None
+    if re.fullmatch(r"\$.*|auto|cpu|gpu|xpu", text):  # a variable of the shell, or torchrun's words
+        return None
+    bounds = [bound for bound in (low, high) if bound]
+    if not all(re.fullmatch(r"[0-9]{1,9}", bound) and int(bound) > 0 for bound in bounds or [""]):
+        raise UserInputError(
+            name,
+            value=text,
+            limit="it must be a whole number of at least 1, or a range such as 2:4",
+            fix="Correct the launcher's option, or leave the launcher out.",
+        )
+    return int(low) if high in ("", low) else None

@@ -97,6 +97,7 @@ def job_from_values(
 ) -> tuple[TransformerSpec, MegatronJob]:
     """As ``read_job``, from ``vars()`` of the Namespace that Megatron itself parsed."""
     refuse_unplannable(values, script)
+    _require_degrees(values)
     spec, assumed = _spec(values, script, vocab_size)
     job = MegatronJob(
         version=version,
@@ -124,6 +125,19 @@ def job_from_values(
         notes=(*notes, *assumed, *_job_notes(values)),
     )
     return spec, job
+
+
+def _require_degrees(values: Mapping[str, Any]) -> None:
+    """Refuse degrees below 1, which Megatron divides by before it checks them."""
+    for name in (*PARALLEL_ARGUMENTS, "micro_batch_size", "global_batch_size"):
+        value = values.get(name)
+        if name.endswith("_size") and isinstance(value, int) and value < 1:
+            raise UserInputError(
+                f"--{name.replace('_', '-')}",
+                value=value,
+                limit="it must be at least 1",
+                fix="Correct the flag, or leave it out.",
+            )
 
 
 def refuse_unplannable(values: Mapping[str, Any], script: str) -> None:
