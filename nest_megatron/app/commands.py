@@ -43,7 +43,7 @@ from nest_megatron.app.profile_commands import profile, profiles
 def cli() -> None:
     """The fastest way to lay a Megatron training job over a cluster that provably fits in memory.
 
-    Exit codes: 0 done, 1 nothing fits in memory, 2 bad input, 130 interrupted.
+    Exit codes: 0 done, 1 nothing fits in memory, 2 bad input, 70 a fault of ours, 130 interrupted.
     """
 
 

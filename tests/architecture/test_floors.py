@@ -38,6 +38,7 @@ ROOM_OF = {
     "errors": "base",
     "units": "base",
     "files": "base",
+    "documents": "base",
     "names": "base",
     "boot": "base",
     "plain": "base",

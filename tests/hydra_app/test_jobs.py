@@ -197,7 +197,7 @@ def test_a_plugin_that_is_not_there_is_no_stray_value(tmp_path: Path) -> None:
     )
     script = make_app(tmp_path, main=main + MAIN)
     asked, plain = run_app(script, "+nest=auto"), run_app(script)
-    assert asked.code == 1
+    assert asked.code == 2
     assert "hydra_plugins.nest_megatron was not found or could not be loaded" in asked.err
     assert not trained(asked)
     assert trained(plain)  # who does not ask for a plan is not disturbed

@@ -161,7 +161,7 @@ def test_wrong_words_end_the_job_before_it_starts(
 def test_a_megatron_without_validate_args_is_refused(tmp_path: Path) -> None:
     moved = {"megatron/training/arguments.py": "def check_args(args): pass"}
     done = run_script(fake_megatron(tmp_path, **moved), SCRIPT, "+nest=auto")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "0.16.1, 0.20" in done.stderr
 
 
@@ -174,7 +174,7 @@ def test_groups_are_not_made_without_a_plan(tmp_path: Path, loads: str) -> None:
         state.initialize_model_parallel()
     """
     done = run_script(fake_megatron(tmp_path), code, "+nest=auto")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "nothing was planned" in done.stderr
     assert "groups made" not in done.stdout
 
