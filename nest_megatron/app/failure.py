@@ -32,9 +32,12 @@ class NothingFitsError(NestError):
     def __init__(self, refusal: NoPlan, notes: Sequence[str]) -> None:
         self.refusal = refusal
         self.notes = tuple(notes)
-        missing = refusal.missing_bytes / 2**30
+        from nest_megatron.report.words import no_plan_verdict  # the first line needs no report
+
+        missing = refusal.missing_bytes
+        verdict = no_plan_verdict(missing, refusal.capacity_bytes, refusal.search.not_modelled)
         super().__init__(
-            f"no plan fits in memory; the nearest ({refusal.nearest}) lacks {missing:.1f} GiB"
+            f"{verdict}; the nearest ({refusal.nearest}) lacks {missing / 2**30:.1f} GiB"
         )
 
 

@@ -182,10 +182,14 @@ def _say_where(plan: ParallelPlan, composed: Composed) -> None:
     out = composed.config.out
     if out is not None:
         say(f"Written to {out}; `nest-megatron explain {out}` prints the launch command.")
-    if not plan.predicted.fits:
-        predicted = plan.predicted
-        missing = (predicted.peak_memory_bytes - predicted.capacity_bytes) / 2**30
-        print(f"Does not fit: {missing:.1f} GiB are missing on the fullest GPU.", file=sys.stderr)
+    predicted = plan.predicted
+    if not predicted.fits:
+        from nest_megatron.report.words import memory_verdict
+
+        verdict = memory_verdict(
+            predicted.peak_memory_bytes, predicted.capacity_bytes, plan.search.not_modelled
+        )
+        print(f"{verdict[0].upper()}{verdict[1:]} on the fullest GPU.", file=sys.stderr)
 
 
 def _show_command(plan: ParallelPlan, composed: Composed, request: CommandRequest) -> None:

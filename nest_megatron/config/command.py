@@ -21,14 +21,11 @@ from nest_megatron.config.request import (
     with_times,
 )
 from nest_megatron.config.sharding import CKPT_FORMAT, IMPLEMENTATION, STAGE, with_own_sharding
+from nest_megatron.cost_model.memory_flags import not_modelled
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
 from nest_megatron.launchers.megatron_lm.cuts import CUTS, user_partition
-from nest_megatron.launchers.megatron_lm.job import (
-    PARALLEL_ARGUMENTS,
-    MegatronJob,
-    OptimizerSettings,
-)
+from nest_megatron.launchers.megatron_lm.job import PARALLEL_ARGUMENTS, MegatronJob
 from nest_megatron.launchers.megatron_lm.parser import ReadCommand, read_command
 from nest_megatron.launchers.megatron_lm.read import read_job
 from nest_megatron.launchers.megatron_lm.rules import MODULES_OF_ENGINE
@@ -287,8 +284,6 @@ def _inputs(
     if batch is None:
         batch = _own_batch(job, cluster.num_gpus) or DEFAULT_GLOBAL_BATCH_SIZE
         notes.append(f"--global-batch-size is not given; {batch} sequences are assumed.")
-    if job.optimizer != OptimizerSettings():
-        notes.append("The optimizer's own number formats are not modelled; float32 is assumed.")
     if job.world_size not in (None, cluster.num_gpus):
         notes.append(
             f"The launcher starts {job.world_size} ranks, but the plan is for {cluster.num_gpus}."
@@ -297,8 +292,9 @@ def _inputs(
         spec=with_seq_length(spec, config.train.seq_length),
         cluster=cluster,
         global_batch_size=batch,
-        settings=read_settings(config, job.precision),
+        settings=read_settings(config, job.precision, job.memory_flags),
         notes=tuple(notes),
+        not_modelled=not_modelled(job.memory_flags),
     )
 
 

@@ -6,12 +6,14 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.schema import ParallelConfig, PlanConfig
+from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.model.catalogue import spec_from_mapping
@@ -55,6 +57,7 @@ class Inputs:
     Args:
         notes: what was assumed, one sentence each.
         profile_notes: those of them that say which profiles were used and which were not.
+        not_modelled: flags of the job whose effect on memory is not known, as they are typed.
         offer: another data-parallel sharding than the job's own.
     """
 
@@ -65,6 +68,7 @@ class Inputs:
     notes: tuple[str, ...] = ()
     times: LayerTimes | None = None
     profile_notes: tuple[str, ...] = ()
+    not_modelled: tuple[str, ...] = ()
     offer: Offer | None = None
 
 
@@ -193,11 +197,14 @@ def read_cluster(config: PlanConfig, num_gpus: int | None = None) -> Cluster:
     return cluster_from_mapping(config.cluster, num_gpus=num_gpus)
 
 
-def read_settings(config: PlanConfig, precision: Precision) -> CostSettings:
+def read_settings(
+    config: PlanConfig, precision: Precision, flags: Mapping[str, Any] = MappingProxyType({})
+) -> CostSettings:
     """The cost model's assumptions, its own defaults where nothing is said.
 
     Args:
         precision: the number format where the configuration names none.
+        flags: what the job says of its memory (``cost_model/memory_flags.py``).
     """
     if config.train.precision is not None:
         precision = _choice("train.precision", config.train.precision, Precision)
@@ -205,7 +212,9 @@ def read_settings(config: PlanConfig, precision: Precision) -> CostSettings:
     given["memory_margin"] = config.memory.margin
     given["memory_reserve_bytes"] = config.memory.reserve_bytes
     said = {name: value for name, value in given.items() if value is not None}
-    return CostSettings(precision=precision, **said)
+    traits = execution_traits(flags, precision)
+    said.setdefault("optimizer_bytes_per_parameter", traits.optimizer_traffic_bytes)
+    return CostSettings(precision=precision, traits=traits, **said)
 
 
 def read_space(config: PlanConfig) -> SearchSpace:
@@ -256,6 +265,7 @@ def plan_request(config: PlanConfig, inputs: Inputs, space: SearchSpace) -> Plan
         num_alternatives=search.num_alternatives,
         backend=read_backend(search.backend),
         times=inputs.times,
+        not_modelled=inputs.not_modelled,
         offer=inputs.offer,
     )
 

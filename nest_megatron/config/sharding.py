@@ -50,7 +50,7 @@ def with_own_sharding(
 
 
 def _for_optimizer(zeros: Collection[ZeroStage], job: MegatronJob) -> tuple[ZeroStage, ...]:
-    optimizer = job.optimizer.optimizer
+    optimizer = job.optimizer
     allowed = tuple(zero for zero in zeros if allows_optimizer(optimizer, zero, job.version))
     if allowed:
         return allowed

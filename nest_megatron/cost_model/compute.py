@@ -65,7 +65,8 @@ def sixteen_bit(accelerator: Accelerator) -> Precision:
 
 
 def _flops_rate(operator: Operator, accelerator: Accelerator, precision: Precision) -> float:
-    wide = sixteen_bit(accelerator)
+    is_single = precision is Precision.FP32
+    wide = precision if is_single else sixteen_bit(accelerator)
     if operator.kind is OperatorKind.ATTENTION:
         rows = operator.parallel_rows
         busy = 1.0 / (1.0 + accelerator.attention_ramp_rows / rows)
@@ -77,7 +78,7 @@ def _flops_rate(operator: Operator, accelerator: Accelerator, precision: Precisi
             value=str(precision),
             limit=f"{accelerator.name} has matrix units for "
             + ", ".join(accelerator.peak_flops_per_s),
-            fix=f"Use {wide}.",
+            fix=f"Use {sixteen_bit(accelerator)}.",
         )
     share = accelerator.gemm_efficiency[used] if operator.aligned else UNALIGNED_EFFICIENCY
     if operator.kind is OperatorKind.GROUPED_GEMM:

@@ -33,7 +33,6 @@ from nest_megatron.cost_model.unit_cost import (
     run_cost,
 )
 from nest_megatron.model.graph import Group
-from nest_megatron.model.operators import ACT
 from nest_megatron.model.parameters import ParameterCount, last_layer_kind, unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
@@ -158,9 +157,15 @@ class CostModel:
             expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
             micro_batch_size=grid.micro_batch_size,
             sequence_parallel=grid.sequence_parallel,
-            flash_attention=self.cluster.accelerator.flash_attention,
+            flash_attention=self.flash_attention,
             loss_bytes=self.settings.traits.loss_bytes,
+            activation_bytes=self.settings.traits.params_bytes,
         )
+
+    @property
+    def flash_attention(self) -> bool:
+        """Whether attention keeps no score matrix: the device and the job both allow it."""
+        return self.cluster.accelerator.flash_attention and self.settings.traits.flash_attention
 
     def shard_key(self, grid: Grid) -> tuple[object, ...]:
         """What a unit's time depends on besides recomputation."""
@@ -333,7 +338,8 @@ class CostModel:
         dims = grid.dims
         key = (degrees(dims), grid.micro_batch_size, grid.sequence_parallel)
         if key not in self._transfers:
-            size = self.shard(grid).tokens_between_blocks(self.spec) * self.spec.hidden_size * ACT
+            tokens = self.shard(grid).tokens_between_blocks(self.spec)
+            size = tokens * self.spec.hidden_size * self.settings.traits.params_bytes
             if self.settings.traits.scatter_between_stages and not grid.sequence_parallel:
                 size /= dims.tensor_model_parallel_size
             times = [to_ticks(send_time(size, level)) for level in self.cluster.levels]

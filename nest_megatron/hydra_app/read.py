@@ -12,6 +12,7 @@ from typing import Any
 
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.request import read_spec, with_seq_length
+from nest_megatron.cost_model.memory_flags import READ
 from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.hydra_app.view import AppView
 from nest_megatron.launchers.megatron_lm.job import MegatronJob
@@ -64,11 +65,7 @@ _NAMES = (
     "mtp_num_layers",
     "global_batch_size",
     "rampup_batch_size",
-    "bf16",
-    "fp16",
-    "fp8",
-    "fp8_recipe",
-    "use_distributed_optimizer",
+    *READ,
 )
 #: NeMo's name -> Megatron's, where only the name differs.
 _RENAMED = {
@@ -78,6 +75,7 @@ _RENAMED = {
     "num_moe_experts": "num_experts",
     "bias": "add_bias_linear",
     "qkv_bias": "add_qkv_bias",
+    "fp8_params": "fp8_param_gather",
 }
 _NORMALIZATIONS = {
     "layernorm": "LayerNorm",
@@ -96,7 +94,6 @@ _ACTIVATIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 _REFUSED: Mapping[str, str] = {
     "fsdp": "torch's FSDP is not described",
-    "cpu_offloading": "activations kept on the host are not described",
     "num_micro_batches_with_partial_activation_checkpoints": "recomputation that changes from "
     "micro batch to micro batch is not described",
     "activations_checkpoint_layers_per_pipeline": "recomputation that changes from stage to stage "
@@ -110,13 +107,16 @@ _REFUSED: Mapping[str, str] = {
 _OF_THE_JOB = (
     "global_batch_size",
     "rampup_batch_size",
-    "bf16",
-    "fp16",
-    "fp8",
-    "fp8_recipe",
-    "use_distributed_optimizer",
+    *READ,
 )
-_PRECISIONS = {"bf16": "bf16", "16": "fp16", "fp16": "fp16"}
+#: Lightning's word -> the switch of Megatron; single precision has none.
+_PRECISIONS: Mapping[str, dict[str, bool]] = {
+    "bf16": {"bf16": True},
+    "16": {"fp16": True},
+    "fp16": {"fp16": True},
+    "32": {},
+    "fp32": {},
+}
 
 
 def read_app(view: AppView, composed: Composed) -> tuple[TransformerSpec, MegatronJob]:
@@ -187,7 +187,7 @@ def _translated(view: AppView) -> dict[str, Any]:
     return values
 
 
-def _precision(view: AppView) -> dict[str, bool]:
+def _precision(view: AppView) -> Mapping[str, bool]:
     """The number format, from Lightning's ``trainer.precision`` and NeMo's ``model.fp8``."""
     if view.value("bf16") or view.value("fp16"):
         return {}
@@ -199,10 +199,10 @@ def _precision(view: AppView) -> dict[str, bool]:
         raise UserInputError(
             "trainer.precision",
             value=stated,
-            limit="only bf16 and fp16 training is described",
+            limit="number formats of training are bf16, fp16 and 32",
             fix="Use bf16 or bf16-mixed.",
         )
-    return {_PRECISIONS[kind]: True}
+    return _PRECISIONS[kind]
 
 
 def _activation(name: str) -> tuple[str, dict[str, Any]]:

@@ -201,9 +201,10 @@ def pipeline_type_field(root: Any, plan: ParallelPlan, path: str, *others: str) 
         return
     import torch
 
-    half = torch.float16 if plan.train.precision is Precision.FP16 else torch.bfloat16
+    formats = {Precision.FP16: torch.float16, Precision.FP32: torch.float32}
+    exchanged = formats.get(plan.train.precision, torch.bfloat16)
     why = "stages exchange activations in the format of training"
-    yield Wanted(path=path, value=half, reason=why)
+    yield Wanted(path=path, value=exchanged, reason=why)
 
 
 def require_plannable(plan: ParallelPlan) -> None:

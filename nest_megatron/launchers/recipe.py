@@ -8,9 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.execution_flags import time_notes
+from nest_megatron.cost_model.memory_flags import memory_flags
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.fields import ABSENT, find
-from nest_megatron.launchers.megatron_lm.job import MegatronJob, OptimizerSettings
+from nest_megatron.launchers.megatron_lm.job import MegatronJob
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.plan import STRATEGIES
 from nest_megatron.parallel.recompute import (
@@ -90,7 +92,11 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFields:
-    """Sizes that a framework keeps in places of its own."""
+    """Sizes that a framework keeps in places of its own.
+
+    Args:
+        memory_fields: by Megatron's names (``memory_fields.memory_fields``, and ``params_dtype``).
+    """
 
     global_batch_size: int
     micro_batch_size: int
@@ -99,7 +105,7 @@ class JobFields:
     precision: Precision
     fp8_recipe: str
     uses_fsdp: bool
-    optimizer: str = "optim.config"
+    memory_fields: Mapping[str, Any]
     notes: tuple[str, ...] = ()
 
 
@@ -159,7 +165,7 @@ def _job(
         if item in _ARGUMENTS and value is not None
         if spec.is_moe or item not in _OF_EXPERTS
     }
-    optimizer = _optimizer(root, sizes.optimizer)
+    flags = memory_flags({**sizes.memory_fields, "fp8_recipe": sizes.fp8_recipe})
     return MegatronJob(
         version="0.16.1",
         script="",
@@ -177,14 +183,14 @@ def _job(
         sharding=(
             DataParallelSharding.MEGATRON_FSDP if sizes.uses_fsdp else DataParallelSharding.DDP
         ),
-        optimizer=optimizer,
+        memory_flags=flags,
         use_distributed_optimizer=bool(stated.get("use_distributed_optimizer")),
         overlap_grad_reduce=bool(stated.get("overlap_grad_reduce")),
         overlap_param_gather=bool(stated.get("overlap_param_gather")),
         moe_grouped_gemm=spec.is_moe,
         world_size=sizes.num_gpus,
         passthrough=(),
-        notes=sizes.notes,
+        notes=(*sizes.notes, *time_notes(flags)),
     )
 
 
@@ -213,29 +219,3 @@ def _zero(stated: Mapping[str, Any], *, uses_fsdp: bool) -> ZeroStage:
     if uses_fsdp:
         return _STRATEGIES[stated.get("data_parallel_sharding_strategy") or "no_shard"]
     return ZeroStage.OPTIMIZER if stated.get("use_distributed_optimizer") else ZeroStage.NONE
-
-
-def _optimizer(root: Any, prefix: str) -> OptimizerSettings:
-    """What decides the bytes an optimizer keeps; NeMo and Bridge share megatron-core's names."""
-    plain = OptimizerSettings()
-
-    def said(name: str) -> Any:
-        value = find(root, f"{prefix}.{name}")
-        return getattr(plain, name) if value in (ABSENT, None) else value
-
-    return OptimizerSettings(
-        optimizer=str(said("optimizer")),
-        use_precision_aware_optimizer=bool(said("use_precision_aware_optimizer")),
-        main_grads_dtype=_dtype(said("main_grads_dtype")),
-        main_params_dtype=_dtype(said("main_params_dtype")),
-        exp_avg_dtype=_dtype(said("exp_avg_dtype")),
-        exp_avg_sq_dtype=_dtype(said("exp_avg_sq_dtype")),
-        optimizer_cpu_offload=bool(said("optimizer_cpu_offload")),
-    )
-
-
-def _dtype(value: object) -> str:
-    """Megatron's short name of a torch type, by its text: no torch is loaded for it."""
-    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-    text = str(value).removeprefix("torch.")
-    return names.get(text, text)

@@ -17,6 +17,7 @@ class LayerShard:
             tensor-parallel ranks too.
         flash_attention: the device runs attention that keeps no score matrix.
         loss_bytes: memory of one logit while the cross entropy is worked out, forward or back.
+        activation_bytes: width of activations and of the weights beside them.
     """
 
     tensor_model_parallel_size: int = 1
@@ -27,6 +28,7 @@ class LayerShard:
     sequence_parallel: bool = False
     flash_attention: bool = True
     loss_bytes: int = 6
+    activation_bytes: int = 2
 
     def tokens(self, spec: TransformerSpec) -> float:
         """Tokens of one micro batch inside a tensor-parallel block of one rank."""

@@ -148,6 +148,8 @@ class SearchRecord:
             (chosen by the user; ``gap_percent`` slower than the best) or ``fixed`` (nothing was
             searched).
         seconds: wall time of the search.
+        not_modelled: flags of the job whose effect on memory is not known, so that what is said
+            of memory is not certain.
     """
 
     certificate: str
@@ -162,6 +164,7 @@ class SearchRecord:
     seconds: float
     backend: str
     space: Mapping[str, str]
+    not_modelled: tuple[str, ...] = added(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,10 +109,14 @@ def divides_sequence(seq_length: int, tp: int, cp: int, sequence_parallel: bool)
     return seq_length % pieces == 0 and seq_length // cp % shards == 0
 
 
-def allows_context_parallel(spec: TransformerSpec, cp: int) -> bool:
-    """The model's attention runs with the ring exchange of keys and values."""
+def allows_context_parallel(spec: TransformerSpec, cp: int, *, fused: bool = True) -> bool:
+    """The model's attention runs with the ring exchange of keys and values.
+
+    Args:
+        fused: attention runs in a fused kernel, which takes 16-bit numbers alone.
+    """
     plain = spec.softmax_type == "vanilla" and spec.window_size is None
-    return cp == 1 or (plain and spec.family is ModelFamily.GPT)
+    return cp == 1 or (fused and plain and spec.family is ModelFamily.GPT)
 
 
 def allows_sequence_parallel(spec: TransformerSpec, tp: int, sequence_parallel: bool) -> bool:

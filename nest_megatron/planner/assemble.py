@@ -203,6 +203,7 @@ def search_record(request: PlanRequest, result: SearchResult, seconds: float) ->
         seconds=round(seconds, 3),
         backend=choose(request.backend).value,
         space=describe_space(request.space, request.cluster),
+        not_modelled=request.not_modelled,
     )
 
 

@@ -35,6 +35,8 @@ class PlanRequest:
 
     Args:
         times: measured times of the model's layers; ``None`` takes all from data sheets.
+        not_modelled: flags of the job that change memory in a way not known here: no verdict on
+            memory is certain.
         max_seconds: time for the search; when it ends first, the plan says how far from the
             optimum it can be at most.
         offer: another sharding to be priced by ``offers.priced``.
@@ -49,6 +51,7 @@ class PlanRequest:
     num_alternatives: int = NUM_ALTERNATIVES
     backend: Backend | None = None
     times: LayerTimes | None = None
+    not_modelled: tuple[str, ...] = ()
     offer: Offer | None = None
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ from nest_megatron.report.schedule_view import schedule_view, windows
 from nest_megatron.report.style import CSS
 from nest_megatron.report.svg import funnel, memory_chart, stacked_bar, timeline_chart
 from nest_megatron.report.timeline import WAITING, legend
-from nest_megatron.report.words import TERM_WORDS, certificate
+from nest_megatron.report.words import TERM_WORDS, certificate, memory_verdict
 from nest_megatron.units import GIB, format_gib, format_seconds
 
 #: The page may show what it holds and load nothing.
@@ -94,8 +94,11 @@ def _headline(plan: ParallelPlan) -> Markup:
     job = f"global batch {train.global_batch_size:,}, {train.precision.value}"
     bad = None if predicted.fits else " bad"
     verdict = [certificate(plan.search), f" What binds it: {predicted.binding_constraint}."]
-    if bad:
-        verdict.insert(0, "This layout does not fit in memory. ")
+    memory = memory_verdict(
+        predicted.peak_memory_bytes, predicted.capacity_bytes, plan.search.not_modelled
+    )
+    if memory:
+        verdict.insert(0, f"In memory this layout {memory}. ")
     return element(
         "header",
         element("h1", f"{plan.model.name} on {plan.cluster.describe()}"),

@@ -16,7 +16,14 @@ from rich.text import Text
 
 from nest_megatron.parallel.plan import Alternative, ParallelPlan, PredictedStage, SearchRecord
 from nest_megatron.planner import NoPlan, describe_grid
-from nest_megatron.report.words import TERM_WORDS, basis, certificate, term_words
+from nest_megatron.report.words import (
+    TERM_WORDS,
+    basis,
+    certificate,
+    memory_verdict,
+    no_plan_verdict,
+    term_words,
+)
 from nest_megatron.units import GIB, format_gib, format_seconds
 
 _BAR_WIDTH = 22
@@ -137,8 +144,9 @@ def _memory_line(plan: ParallelPlan) -> Text:
     predicted = plan.predicted
     peak, capacity = predicted.peak_memory_bytes, predicted.capacity_bytes
     text = Text(f"{format_gib(peak)} of {format_gib(capacity)} on the fullest GPU")
-    if not predicted.fits:
-        text.append(f"   does not fit: {format_gib(peak - capacity)} missing", style="bold red")
+    verdict = memory_verdict(peak, capacity, plan.search.not_modelled)
+    if verdict:
+        text.append(f"   {verdict}", style="yellow" if predicted.fits else "bold red")
     return text
 
 
@@ -340,7 +348,10 @@ def no_plan_report(refusal: NoPlan) -> RenderableType:
         ("Usable", Text(f"{format_gib(refusal.capacity_bytes)} on each GPU")),
         ("Nearest plan", Text(describe_grid(refusal.shortage.grid))),
     ]
-    title = Text("No plan fits in memory.", style="bold red")
+    verdict = no_plan_verdict(
+        refusal.missing_bytes, refusal.capacity_bytes, refusal.search.not_modelled
+    )
+    title = Text(f"{verdict[0].upper()}{verdict[1:]}.", style="bold red")
     remedies = [("-", Text(remedy)) for remedy in refusal.remedies]
     return Group(
         title,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from nest_megatron.cost_model.memory import PEAK_ERROR, within_error
 from nest_megatron.parallel.plan import ParallelPlan, SearchRecord
 from nest_megatron.profile.records import ANALYTIC_NAME
-from nest_megatron.units import format_seconds
+from nest_megatron.units import Bytes, format_gib, format_seconds
 
 #: The cost model's terms for people.
 TERM_WORDS = {
@@ -32,7 +33,63 @@ def certificate(record: SearchRecord) -> str:
     """What the search proved, and how it got there."""
     if record.certificate == "fixed":
         return "Nothing was searched: the layout was given, and priced."
+    if record.not_modelled:
+        return f"{_unproven(record)} {_counts(record)}"
     return f"{_verdict(record)} {_counts(record)}"
+
+
+def memory_verdict(needed: Bytes, limit: Bytes, not_modelled: Sequence[str] = ()) -> str:
+    """What can be said of a predicted peak beside its limit; nothing where it simply fits.
+
+    Args:
+        not_modelled: flags of the job whose effect on memory is not known.
+
+    >>> memory_verdict(70 << 30, 74 << 30)
+    ''
+    >>> memory_verdict(70 << 30, 74 << 30, ["--use-nccl-ub"])
+    'may fit, not modelled: --use-nccl-ub'
+    >>> memory_verdict(75 << 30, 74 << 30)
+    'may fit: 1.0 GiB over the limit, less than the error of such predictions (3.1 %)'
+    >>> memory_verdict(80 << 30, 74 << 30)
+    'does not fit: 6.0 GiB missing'
+    """
+    over = f"{format_gib(needed - limit)} over the limit"
+    if not_modelled:
+        unknown = f"not modelled: {', '.join(not_modelled)}"
+        return f"may fit, {unknown}" if needed <= limit else f"may not fit: {over}; {unknown}"
+    if needed <= limit:
+        return ""
+    if within_error(needed, limit):
+        error = f"{100 * PEAK_ERROR:.1f} %"
+        return f"may fit: {over}, less than the error of such predictions ({error})"
+    return f"does not fit: {format_gib(needed - limit)} missing"
+
+
+def no_plan_verdict(missing: Bytes, limit: Bytes, not_modelled: Sequence[str] = ()) -> str:
+    """What can be said where no plan was found, of the nearest that is known.
+
+    >>> no_plan_verdict(9 << 30, 74 << 30)
+    'no plan fits in memory'
+    >>> no_plan_verdict(9 << 30, 74 << 30, ["--cpu-offloading-num-layers"])
+    'no plan fits in what is modelled of memory; not modelled: --cpu-offloading-num-layers'
+    """
+    if not_modelled:
+        unknown = ", ".join(not_modelled)
+        return f"no plan fits in what is modelled of memory; not modelled: {unknown}"
+    if within_error(limit + missing, limit):
+        return (
+            f"no plan is predicted to fit, but the nearest lacks less than the error of such "
+            f"predictions ({100 * PEAK_ERROR:.1f} %), so it may fit"
+        )
+    return "no plan fits in memory"
+
+
+def _unproven(record: SearchRecord) -> str:
+    """The verdict of a search that does not know all of a job's memory."""
+    unknown = f"not modelled: {', '.join(record.not_modelled)}"
+    if record.certificate == "infeasible":
+        return f"Not proven, memory is {unknown}: what is modelled fits nowhere in the space."
+    return f"May fit, {unknown}. As far as memory is modelled: {_verdict(record)}"
 
 
 def _verdict(record: SearchRecord) -> str:

@@ -54,7 +54,7 @@ class GridSpace:
         return values
 
     def _dense_degrees(self, world: int) -> Iterator[tuple[int, int]]:
-        spec = self.model.spec
+        spec, fused = self.model.spec, self.model.settings.traits.flash_attention
         for tp in self._values("tensor_model_parallel_size", world):
             if not rules.divides_vocab(spec, tp):
                 self.illegal["tensor_model_parallel_size divides the padded vocabulary"] += 1
@@ -63,7 +63,7 @@ class GridSpace:
                 self.illegal["tensor_model_parallel_size divides heads and MLP"] += 1
                 continue
             for cp in self._values("context_parallel_size", world // tp):
-                if not rules.allows_context_parallel(spec, cp):
+                if not rules.allows_context_parallel(spec, cp, fused=fused):
                     self.illegal["model's attention allows context parallelism"] += 1
                 elif not rules.divides_sequence(spec.seq_length, tp, cp, tp > 1):
                     self.illegal["sequence divides by 2 * cp and by cp * tp"] += 1
@@ -217,7 +217,7 @@ class GridSpace:
 
     def _all_settings(self, layers_per_chunk: int) -> tuple[Recompute, ...]:
         model = self.model
-        flash = model.cluster.accelerator.flash_attention
+        flash = model.flash_attention
         precision = model.settings.precision
         return tuple(
             recompute_settings(

@@ -280,7 +280,7 @@ def test_experts_are_cut_as_far_as_layers_where_there_is_no_field(searches: list
         ("model.mcore_gpt", False, "NeMo's own layers"),
         ("model.fsdp", True, "torch's FSDP"),
         ("model.drop_layers", [3], "left out"),
-        ("trainer.precision", 32, "trainer.precision"),
+        ("trainer.precision", 64, "trainer.precision"),
         ("nest.num_gpus", 32, "they are the same number of ranks"),
         ("nest.overrides", {"model": "llama3_8b"}, "nest.model"),
         ("nest.overrides", {"serch": {"max_seconds": 3}}, "search.max"),  # codespell:ignore serch

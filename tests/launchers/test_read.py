@@ -31,7 +31,7 @@ def test_llama() -> None:
     assert job.precision is Precision.FP8
     assert job.fp8_recipe == "delayed"
     assert job.zero is ZeroStage.OPTIMIZER
-    assert job.optimizer.grad_reduce_in_bf16
+    assert job.memory_flags["grad_reduce_in_bf16"]
     assert (job.world_size, job.global_batch_size, job.micro_batch_size) == (8, 128, 1)
     assert job.fixed["tensor_model_parallel_size"] == 1
     assert "pipeline_model_parallel_size" not in job.fixed
@@ -125,7 +125,6 @@ def test_fsdp_defaults_differ_by_release() -> None:
         "--experimental-attention-variant dsa",
         "--attention-output-gate",
         "--moe-latent-size 64",
-        "--fp4-format e2m1",
         "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
         "--window-size 4,0 --window-attn-skip-freq [1,0,1,0]",
     ],
@@ -154,7 +153,7 @@ def test_scripts_that_are_not_described(script: str) -> None:
         read_job(read_command(commands.T5_220M))
 
 
-@pytest.mark.parametrize("missing", ["--num-layers 4", "--vocab-size 1000", "--bf16"])
+@pytest.mark.parametrize("missing", ["--num-layers 4", "--vocab-size 1000"])
 def test_what_is_missing_is_named(missing: str) -> None:
     command = BASE.replace(missing, "") + "--tokenizer-type HuggingFaceTokenizer"
     with pytest.raises(UserInputError) as caught:

@@ -144,7 +144,7 @@ def test_launch_command_is_shell() -> None:
 def test_a_layout_that_does_not_fit_says_so() -> None:
     plan = hand_plan(4)
     assert not plan.predicted.fits
-    assert "does not fit in memory" in html_report(plan)
+    assert "In memory this layout does not fit" in html_report(plan)
 
 
 def test_every_setting_has_a_meaning() -> None:

@@ -10,6 +10,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.architecture import unpriced_fields
 from nest_megatron.launchers.fields import find, value_or, whole
+from nest_megatron.launchers.memory_fields import memory_fields
 from nest_megatron.launchers.recipe import (
     DEGREES,
     RECOMPUTE,
@@ -60,7 +61,7 @@ def read_recipe(
     """
     spec = read_spec(cfg, vocab_size)
     variables = os.environ if environment is None else environment
-    precision, fp8_recipe = _precision(cfg)
+    precision, fp8_recipe, params_dtype = _precision(cfg)
     sizes = JobFields(
         global_batch_size=whole(cfg, FIELDS["global_batch_size"]),
         micro_batch_size=whole(cfg, FIELDS["micro_batch_size"]),
@@ -69,7 +70,7 @@ def read_recipe(
         precision=precision,
         fp8_recipe=fp8_recipe,
         uses_fsdp=uses_fsdp(cfg),
-        optimizer="optimizer",
+        memory_fields={**_memory_fields(cfg), "params_dtype": params_dtype},
         notes=unpriced_fields(cfg.model),
     )
     return recipe_of(cfg, spec, sizes, FIELDS)
@@ -152,29 +153,43 @@ def _vocabulary(cfg: Any, given: int | None) -> tuple[int, bool]:
     )
 
 
-def _precision(cfg: Any) -> tuple[Precision, str]:
-    """Number format and FP8 recipe; a recipe of mixed precision may be given by its name."""
+def _memory_fields(cfg: Any) -> Mapping[str, Any]:
+    """Settings of memory; those of mixed precision are copied over the others before training.
+
+    Source: ``update_config_with_precision_overrides`` and the recipes beside it, of which those of
+    fp8 gather weights in fp8, blockwise scaling apart.
+    """
+    mixed, others = value_or(cfg, "mixed_precision", None), (cfg.model, cfg.optimizer, cfg.ddp)
+    if not isinstance(mixed, str):
+        return memory_fields(mixed, *others, cfg.dist)
+    name = mixed.replace("-", "_")
+    of_recipe = {
+        "accumulate_allreduce_grads_in_fp32": not name.startswith("fp16"),
+        "grad_reduce_in_bf16": False,
+        "fp8_param_gather": "fp8" in name and "subchannel" not in name,
+        **({"fp4": "e2m1"} if "fp4" in name else {}),
+    }
+    return {**memory_fields(*others, cfg.dist), **of_recipe}
+
+
+def _precision(cfg: Any) -> tuple[Precision, str, str]:
+    """Number format, FP8 recipe and format around FP8; mixed precision may be given by name."""
     mixed = value_or(cfg, "mixed_precision", None)
     if isinstance(mixed, str):
         name = mixed.replace("-", "_")
-        if "fp8" in name:
-            return Precision.FP8, "delayed" if "delayed" in name else "tensorwise"
-        flags = {"bf16": name.startswith("bf16"), "fp16": name.startswith("fp16")}
+        around = next((kind for kind in ("bf16", "fp16") if kind in name), "fp32")
+        known = ("delayed", "mxfp8", "subchannel")
+        recipe = next((kind for kind in known if kind in name), "tensorwise")
+        narrow = "fp8" in name or "fp4" in name
     else:
         holder = cfg.model if mixed is None else mixed
-        if value_or(holder, "fp8", None):
-            return Precision.FP8, str(value_or(holder, "fp8_recipe", "delayed"))
-        flags = {name: bool(value_or(holder, name, False)) for name in ("bf16", "fp16")}
-    if flags["bf16"]:
-        return Precision.BF16, "delayed"
-    if flags["fp16"]:
-        return Precision.FP16, "delayed"
-    raise UserInputError(
-        "mixed_precision",
-        value=mixed,
-        limit="single-precision and 4-bit training are not described",
-        fix="Use bf16_mixed.",
-    )
+        formats = ("bf16", "fp16")
+        around = next((kind for kind in formats if value_or(holder, kind, False)), "fp32")
+        recipe = str(value_or(holder, "fp8_recipe", "delayed"))
+        narrow = bool(value_or(holder, "fp8", None) or value_or(holder, "fp4", None))
+    if narrow:
+        return Precision.FP8, recipe, around
+    return Precision(around), "delayed", around
 
 
 def _number(variables: Mapping[str, str], *names: str) -> int | None:

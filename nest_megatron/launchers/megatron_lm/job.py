@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.memory_flags import text
 from nest_megatron.parallel.recompute import Recompute
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
@@ -43,20 +44,6 @@ PARALLEL_ARGUMENTS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
-    """What decides how many bytes the optimizer keeps for each parameter."""
-
-    optimizer: str = "adam"
-    use_precision_aware_optimizer: bool = False
-    main_grads_dtype: str = "fp32"
-    main_params_dtype: str = "fp32"
-    exp_avg_dtype: str = "fp32"
-    exp_avg_sq_dtype: str = "fp32"
-    optimizer_cpu_offload: bool = False
-    grad_reduce_in_bf16: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronJob:
     """A training job as the user wrote it, the model's shape apart.
 
@@ -68,6 +55,8 @@ class MegatronJob:
         zero: the user's ZeRO stage, ``None`` if they said nothing of it.
         sharding: what divides states among the job's data-parallel ranks.
         ckpt_format: the checkpoint format, ``None`` if they said nothing of it.
+        memory_flags: what memory and traffic depend on beside the layout, by Megatron's names
+            (``cost_model/memory_flags.py``).
         world_size: number of ranks where the launcher says it.
         passthrough: flags of the user's own script, kept untouched.
         notes: what was assumed or will be ignored, one sentence each.
@@ -88,7 +77,7 @@ class MegatronJob:
     zero: ZeroStage | None
     sharding: DataParallelSharding = DataParallelSharding.DDP
     ckpt_format: str | None = None
-    optimizer: OptimizerSettings
+    memory_flags: Mapping[str, Any]
     use_distributed_optimizer: bool
     overlap_grad_reduce: bool
     overlap_param_gather: bool
@@ -96,3 +85,8 @@ class MegatronJob:
     world_size: int | None
     passthrough: tuple[str, ...]
     notes: tuple[str, ...]
+
+    @property
+    def optimizer(self) -> str:
+        """Its optimizer, by Megatron's name."""
+        return text(self.memory_flags.get("optimizer") or "adam")

@@ -16,13 +16,11 @@ from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.execution_flags import time_notes
+from nest_megatron.cost_model.memory_flags import memory_flags
 from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.launchers.architecture import REFUSED, unpriced
-from nest_megatron.launchers.megatron_lm.job import (
-    PARALLEL_ARGUMENTS,
-    MegatronJob,
-    OptimizerSettings,
-)
+from nest_megatron.launchers.megatron_lm.job import PARALLEL_ARGUMENTS, MegatronJob
 from nest_megatron.launchers.megatron_lm.parser import ReadCommand
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.plan import STRATEGIES
@@ -99,6 +97,9 @@ def job_from_values(
     refuse_unplannable(values, script)
     _require_degrees(values)
     spec, assumed = _spec(values, script, vocab_size)
+    precision = _precision(values)
+    params = next((name for name in ("bf16", "fp16") if values.get(name)), "fp32")
+    flags = memory_flags({**values, "params_dtype": params})
     job = MegatronJob(
         version=version,
         script=script,
@@ -106,7 +107,7 @@ def job_from_values(
         batch_unit=_batch_unit(values),
         micro_batch_size=values.get("micro_batch_size"),
         seq_length=spec.seq_length,
-        precision=_precision(values),
+        precision=precision,
         fp8_recipe=values.get("fp8_recipe") or "delayed",
         transformer_impl=values.get("transformer_impl") or "transformer_engine",
         attention_backend=_name(values.get("attention_backend") or "auto"),
@@ -115,14 +116,14 @@ def job_from_values(
         zero=_zero(values),
         sharding=_sharding(values),
         ckpt_format=values.get("ckpt_format") if "ckpt_format" in explicit else None,
-        optimizer=_optimizer(values),
+        memory_flags=flags,
         use_distributed_optimizer=bool(values.get("use_distributed_optimizer")),
         overlap_grad_reduce=bool(values.get("overlap_grad_reduce")),
         overlap_param_gather=bool(values.get("overlap_param_gather")),
         moe_grouped_gemm=bool(values.get("moe_grouped_gemm")),
         world_size=world_size,
         passthrough=tuple(passthrough),
-        notes=(*notes, *assumed, *_job_notes(values)),
+        notes=(*notes, *assumed, *_job_notes(values), *time_notes(flags)),
     )
     return spec, job
 
@@ -314,18 +315,11 @@ def _precision(values: Mapping[str, Any]) -> Precision:
             limit="--bf16 is given as well, and Megatron takes one",
             fix="Drop one of the two.",
         )
-    if values.get("fp8"):
+    if values.get("fp8") or values.get("fp4"):
         return Precision.FP8
     if values.get("bf16"):
         return Precision.BF16
-    if values.get("fp16"):
-        return Precision.FP16
-    raise UserInputError(
-        "--bf16 / --fp16",
-        value=None,
-        limit="single-precision training is not described",
-        fix="Add --bf16.",
-    )
+    return Precision.FP16 if values.get("fp16") else Precision.FP32
 
 
 def _recompute(values: Mapping[str, Any]) -> Recompute | None:
@@ -366,20 +360,6 @@ def _sharding(values: Mapping[str, Any]) -> DataParallelSharding:
     return DataParallelSharding.DDP
 
 
-def _optimizer(values: Mapping[str, Any]) -> OptimizerSettings:
-    plain = OptimizerSettings()
-    return OptimizerSettings(
-        optimizer=values.get("optimizer") or plain.optimizer,
-        use_precision_aware_optimizer=bool(values.get("use_precision_aware_optimizer")),
-        main_grads_dtype=_name(values.get("main_grads_dtype") or plain.main_grads_dtype),
-        main_params_dtype=_name(values.get("main_params_dtype") or plain.main_params_dtype),
-        exp_avg_dtype=_name(values.get("exp_avg_dtype") or plain.exp_avg_dtype),
-        exp_avg_sq_dtype=_name(values.get("exp_avg_sq_dtype") or plain.exp_avg_sq_dtype),
-        optimizer_cpu_offload=bool(values.get("optimizer_cpu_offload")),
-        grad_reduce_in_bf16=bool(values.get("grad_reduce_in_bf16")),
-    )
-
-
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
@@ -407,8 +387,7 @@ def _job_notes(values: Mapping[str, Any]) -> list[str]:
     backend = _name(values.get("attention_backend") or "auto")
     if engine == "local" or backend in ("unfused", "local"):
         notes.append(
-            "Time and memory are priced for Transformer Engine with flash attention; what you run "
-            "keeps the score matrices and needs more of both."
+            "Attention is priced with its score matrices kept, as what you run keeps them."
         )
     if values.get("tp_comm_overlap"):
         notes.append("--tp-comm-overlap is kept but not priced; tensor parallelism will be faster.")

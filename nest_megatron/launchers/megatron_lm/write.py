@@ -130,6 +130,8 @@ def sharding_argv(request: LaunchRequest, *, overlap: bool = True) -> list[str]:
 
 def precision_argv(precision: Precision, fp8_recipe: str = "delayed") -> list[str]:
     """Flags of a number format."""
+    if precision is Precision.FP32:
+        return []
     if precision is Precision.FP16:
         return ["--fp16"]
     if precision is Precision.FP8:

@@ -10,6 +10,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.architecture import unpriced_fields
 from nest_megatron.launchers.fields import ABSENT, class_names, find, value_or, whole
+from nest_megatron.launchers.memory_fields import memory_fields
 from nest_megatron.launchers.recipe import (
     DEGREES,
     RECOMPUTE,
@@ -38,7 +39,13 @@ FIELDS: Mapping[str, str] = {
 }
 #: Rows of the tokenizer that NeMo's mock data builds where none is given.
 _MOCK_ROWS = {"MockDataModule": 50_257, "BERTMockDataModule": 30_522}
-_PRECISIONS = {"bf16": Precision.BF16, "16": Precision.FP16, "fp16": Precision.FP16}
+_PRECISIONS = {
+    "bf16": Precision.BF16,
+    "16": Precision.FP16,
+    "fp16": Precision.FP16,
+    "32": Precision.FP32,
+    "fp32": Precision.FP32,
+}
 _FIRST_WITHOUT_LLM = 3
 
 
@@ -56,7 +63,10 @@ def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Recipe:
     """
     spec, notes = read_spec(recipe, vocab_size)
     per_node, nodes = num_devices(recipe), value_or(recipe.trainer, "num_nodes", 1)
-    precision, fp8_recipe = _precision(recipe)
+    plugin = _precision_plugin(recipe)
+    precision, fp8_recipe, params_dtype = _precision(recipe, plugin)
+    strategy = recipe.trainer.strategy
+    holders = (plugin, recipe.model.config, recipe.optim.config, value_or(strategy, "ddp", None))
     sizes = JobFields(
         global_batch_size=_whole(recipe, FIELDS["global_batch_size"]),
         micro_batch_size=_whole(recipe, FIELDS["micro_batch_size"]),
@@ -64,7 +74,8 @@ def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Recipe:
         gpus_per_node=per_node,
         precision=precision,
         fp8_recipe=fp8_recipe,
-        uses_fsdp=value_or(recipe.trainer.strategy, "fsdp", None) == "megatron",
+        uses_fsdp=value_or(strategy, "fsdp", None) == "megatron",
+        memory_fields={**memory_fields(*holders, strategy), "params_dtype": params_dtype},
         notes=notes,
     )
     return recipe_of(recipe, spec, sizes, FIELDS)
@@ -206,27 +217,30 @@ def _no_vocabulary(value: str, limit: str) -> UserInputError:
     )
 
 
-def _precision(recipe: Any) -> tuple[Precision, str]:
-    """Number format and FP8 recipe, from the precision plugin or from Lightning's own setting."""
+def _precision_plugin(recipe: Any) -> Any:
     plugins = value_or(recipe.trainer, "plugins", [])
     plugins = plugins if isinstance(plugins, list | tuple) else [plugins]
-    for plugin in plugins:
-        if any("Precision" in name for name in class_names(plugin)):
-            fp8 = value_or(plugin, "fp8", None)
-            name = "fp8" if fp8 else str(value_or(plugin, "precision", "32"))
-            return _named(name), str(value_or(plugin, "fp8_recipe", "delayed"))
-    return _named(str(value_or(recipe.trainer, "precision", "32"))), "delayed"
+    named = (each for each in plugins if any("Precision" in name for name in class_names(each)))
+    return next(named, None)
+
+
+def _precision(recipe: Any, plugin: Any) -> tuple[Precision, str, str]:
+    """Number format, FP8 recipe and format around FP8: the plugin's, or Lightning's own."""
+    holder = recipe.trainer if plugin is None else plugin
+    stated = str(value_or(holder, "precision", "32"))
+    around = _named(stated)
+    if plugin is None or not (value_or(plugin, "fp8", None) or value_or(plugin, "fp4", None)):
+        return around, "delayed", around.value
+    return Precision.FP8, str(value_or(plugin, "fp8_recipe", "delayed")), around.value
 
 
 def _named(name: str) -> Precision:
-    if name == "fp8":
-        return Precision.FP8
     short = name.partition("-")[0]
     if short not in _PRECISIONS:
         raise UserInputError(
             "trainer.plugins.precision",
             value=name,
-            limit="single-precision training is not described",
+            limit="number formats of training are bf16, fp16 and 32",
             fix="Use bf16-mixed.",
         )
     return _PRECISIONS[short]

@@ -1,6 +1,6 @@
 """The work of each kind of unit in closed form, for the fused (Transformer Engine) implementation.
 
-All figures are for one rank and one micro batch, activations in 2-byte numbers. Tensor shapes
+All figures are for one rank and one micro batch, numbers as wide as the shard says. Tensor shapes
 follow megatron-core's modules with Transformer Engine: norms are fused into the projection after
 them where Megatron's layer spec does so, attention is flash attention (no score matrix is kept),
 activation functions keep their input only, dropout keeps one byte for each element it masks.

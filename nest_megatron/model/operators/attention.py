@@ -13,7 +13,6 @@ from nest_megatron.model.graph import (
     Part,
 )
 from nest_megatron.model.operators.pieces import (
-    ACT,
     FP32,
     Pieces,
     column_parallel,
@@ -34,7 +33,7 @@ def attention_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     return LayerGraph(
         operators=pieces.operators,
         collectives=pieces.collectives,
-        input_bytes=shard.tokens_between_blocks(spec) * spec.hidden_size * ACT,
+        input_bytes=shard.tokens_between_blocks(spec) * spec.hidden_size * shard.activation_bytes,
         saved_bytes=pieces.saved,
         working_bytes=0.0,
     )
@@ -58,14 +57,15 @@ def _core_attention(
     Flash attention keeps no scores and computes them again in the backward pass: five products to
     the forward pass's two.
     """
+    act = shard.activation_bytes
     if not shard.flash_attention:
         return _unfused_attention(spec, shard, query_dim, value_dim)
     tokens = shard.tokens(spec)
     heads = spec.num_attention_heads / shard.tensor_model_parallel_size
     span = _attention_span(spec)
     flops = 2.0 * tokens * span * heads * (query_dim + value_dim)
-    query_bytes = tokens * heads * (query_dim + value_dim) * ACT
-    kv_bytes = tokens * kv_heads * (query_dim + value_dim) * ACT
+    query_bytes = tokens * heads * (query_dim + value_dim) * act
+    kv_bytes = tokens * kv_heads * (query_dim + value_dim) * act
     operator = Operator(
         name="core_attention",
         part=Part.CORE_ATTENTION,
@@ -110,6 +110,7 @@ def _unfused_attention(
     Kept for it: probabilities, and with dropout the mask and the dropped-out probabilities (the
     five bytes a score of arXiv 2205.05198, section 4.1).
     """
+    act = shard.activation_bytes
     part = Part.CORE_ATTENTION
     tokens = shard.tokens(spec)
     heads = spec.num_attention_heads / shard.tensor_model_parallel_size
@@ -121,23 +122,24 @@ def _unfused_attention(
         part=part,
         kind=OperatorKind.GEMM,
         flops=flops,
-        bytes_moved=2 * scores * ACT + 2 * tokens * heads * (query_dim + value_dim) * ACT,
+        bytes_moved=2 * scores * act + 2 * tokens * heads * (query_dim + value_dim) * act,
         backward_flops=2 * flops,
-        backward_bytes_moved=4 * scores * ACT + 4 * tokens * heads * (query_dim + value_dim) * ACT,
+        backward_bytes_moved=4 * scores * act + 4 * tokens * heads * (query_dim + value_dim) * act,
         num_kernels=2,
         aligned=query_dim % 8 == 0 and value_dim % 8 == 0,
         has_weight=False,
     )
     # Softmax: one read and one write; backward two reads and one write. Dropout: the same with the
     # mask's byte, backward one read and one write.
-    moved = scores * (2 * ACT + (2 * ACT + 1 if dropout else 0))
-    back = scores * (3 * ACT + (2 * ACT + 1 if dropout else 0))
+    moved = scores * (2 * act + (2 * act + 1 if dropout else 0))
+    back = scores * (3 * act + (2 * act + 1 if dropout else 0))
     softmax = streaming("softmax", part, moved, backward=back / moved, kernels=2 + dropout)
-    return Pieces((products, softmax), (), ((part, scores * (5 if dropout else ACT)),))
+    return Pieces((products, softmax), (), ((part, scores * (2 * act + 1 if dropout else act)),))
 
 
 def _attention(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     """Grouped-query self-attention with its input norm."""
+    act = shard.activation_bytes
     tp = shard.tensor_model_parallel_size
     tokens, local = shard.tokens(spec), shard.tokens_between_blocks(spec)
     hidden, head_dim = spec.hidden_size, spec.head_dim
@@ -146,30 +148,37 @@ def _attention(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     query, key_value = heads * head_dim, 2 * kv_heads * head_dim
     joint = (spec.num_attention_heads + 2 * spec.query_groups) * head_dim / tp
     operators = [
-        streaming("input_norm", Part.INPUT_NORM, 2 * local * hidden * ACT),
-        gemm("qkv", Part.QKV, tokens, hidden, joint),
-        streaming("rotary", Part.QKV, 2 * tokens * (query + key_value / 2) * ACT, backward=1.0),
-        gemm("projection", Part.PROJECTION, tokens, query, hidden),
-        streaming("residual", Part.RESIDUAL, 3 * local * hidden * ACT, backward=0.67),
+        streaming("input_norm", Part.INPUT_NORM, 2 * local * hidden * act),
+        gemm(shard, "qkv", Part.QKV, tokens, hidden, joint),
+        streaming(
+            "rotary",
+            Part.QKV,
+            2 * tokens * (query + key_value / 2) * act,
+            backward=1.0,
+        ),
+        gemm(shard, "projection", Part.PROJECTION, tokens, query, hidden),
+        streaming("residual", Part.RESIDUAL, 3 * local * hidden * act, backward=0.67),
     ]
     saved = [
-        (Part.INPUT_NORM, local * hidden * ACT),
-        (Part.QKV, tokens * (query + key_value) * ACT),
-        (Part.PROJECTION, tokens * query * ACT),
+        (Part.INPUT_NORM, local * hidden * act),
+        (Part.QKV, tokens * (query + key_value) * act),
+        (Part.PROJECTION, tokens * query * act),
         dropout_mask(spec, local),
     ]
     if spec.qk_layernorm:
-        width = tokens * (query + key_value / 2) * ACT
+        width = tokens * (query + key_value / 2) * act
         operators.append(streaming("qk_norm", Part.QKV, 2 * width))
         saved.append((Part.QKV, width))
     collectives = list(gathered_block(spec, shard, Part.QKV, Part.PROJECTION, "qkv", "projection"))
     if spec.query_groups < tp:
-        collectives += _split_group_gather(spec, tokens)
+        collectives += _split_group_gather(spec, shard, tokens)
     pieces = Pieces(tuple(operators), tuple(collectives), tuple(saved))
     return pieces + _core_attention(spec, shard, head_dim, head_dim, kv_heads)
 
 
-def _split_group_gather(spec: TransformerSpec, tokens: float) -> list[LayerCollective]:
+def _split_group_gather(
+    spec: TransformerSpec, shard: LayerShard, tokens: float
+) -> list[LayerCollective]:
     """Gather of the joint projection when a query group is shared by several tensor ranks."""
     width = (spec.num_attention_heads + 2 * spec.query_groups) * spec.head_dim
     return [
@@ -178,7 +187,7 @@ def _split_group_gather(spec: TransformerSpec, tokens: float) -> list[LayerColle
             part=Part.QKV,
             kind="reduce_scatter" if backward else "all_gather",
             group=Group.TENSOR,
-            message_bytes=tokens * width * ACT,
+            message_bytes=tokens * width * shard.activation_bytes,
             backward=backward,
         )
         for backward in (False, True)
@@ -187,6 +196,7 @@ def _split_group_gather(spec: TransformerSpec, tokens: float) -> list[LayerColle
 
 def _latent_attention(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     """Multi-latent attention: low-rank down projections, then up projections split by heads."""
+    act = shard.activation_bytes
     tp = shard.tensor_model_parallel_size
     tokens, local = shard.tokens(spec), shard.tokens_between_blocks(spec)
     hidden, heads = spec.hidden_size, spec.num_attention_heads / tp
@@ -197,26 +207,27 @@ def _latent_attention(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     query_in = query_rank or hidden
     query, key, value = heads * query_dim, heads * query_dim, heads * spec.v_head_dim
     operators = [
-        streaming("input_norm", Part.INPUT_NORM, 2 * local * hidden * ACT),
-        gemm("mla_down", Part.MLA_DOWN, local, hidden, latent),
-        streaming("latent_norm", Part.MLA_DOWN, 2 * local * latent * ACT),
-        gemm("query_up", Part.MLA_UP, tokens, query_in, query),
+        streaming("input_norm", Part.INPUT_NORM, 2 * local * hidden * act),
+        gemm(shard, "mla_down", Part.MLA_DOWN, local, hidden, latent),
+        streaming("latent_norm", Part.MLA_DOWN, 2 * local * latent * act),
+        gemm(shard, "query_up", Part.MLA_UP, tokens, query_in, query),
         gemm(
+            shard,
             "kv_up",
             Part.MLA_UP,
             tokens,
             spec.kv_lora_rank,
             heads * (spec.qk_head_dim + spec.v_head_dim),
         ),
-        streaming("rotary", Part.MLA_UP, 2 * tokens * (query + key) * ACT, backward=1.0),
-        gemm("projection", Part.PROJECTION, tokens, value, hidden),
-        streaming("residual", Part.RESIDUAL, 3 * local * hidden * ACT, backward=0.67),
+        streaming("rotary", Part.MLA_UP, 2 * tokens * (query + key) * act, backward=1.0),
+        gemm(shard, "projection", Part.PROJECTION, tokens, value, hidden),
+        streaming("residual", Part.RESIDUAL, 3 * local * hidden * act, backward=0.67),
     ]
     saved = (
-        (Part.INPUT_NORM, local * hidden * ACT),
-        (Part.MLA_DOWN, 2 * local * latent * ACT),
-        (Part.MLA_UP, tokens * (query + key + value) * ACT),
-        (Part.PROJECTION, tokens * value * ACT),
+        (Part.INPUT_NORM, local * hidden * act),
+        (Part.MLA_DOWN, 2 * local * latent * act),
+        (Part.MLA_UP, tokens * (query + key + value) * act),
+        (Part.PROJECTION, tokens * value * act),
         dropout_mask(spec, local),
     )
     collectives = tuple(_latent_traffic(spec, shard))
@@ -230,11 +241,12 @@ def _latent_traffic(spec: TransformerSpec, shard: LayerShard) -> Iterator[LayerC
     Every rank has the whole down projections and uses them on its own tokens; the up projections
     take the latents of all tokens, and rotation the positions beside them.
     """
+    act = shard.activation_bytes
     tokens, hidden = shard.tokens(spec), spec.hidden_size
-    yield from row_parallel(shard, Part.PROJECTION, "projection", tokens * hidden * ACT)
+    yield from row_parallel(shard, Part.PROJECTION, "projection", tokens * hidden * act)
     query_in = spec.q_lora_rank or hidden
-    yield from column_parallel(shard, Part.MLA_UP, "query_up", tokens * query_in * ACT)
-    yield from column_parallel(shard, Part.MLA_UP, "kv_up", tokens * spec.kv_lora_rank * ACT)
+    yield from column_parallel(shard, Part.MLA_UP, "query_up", tokens * query_in * act)
+    yield from column_parallel(shard, Part.MLA_UP, "kv_up", tokens * spec.kv_lora_rank * act)
     if shard.sequence_parallel:
-        positions = tokens * spec.qk_pos_emb_head_dim * ACT
+        positions = tokens * spec.qk_pos_emb_head_dim * act
         yield from tensor_gather(shard, Part.MLA_UP, "positions.gather", positions)

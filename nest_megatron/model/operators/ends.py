@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Part
 from nest_megatron.model.operators.pieces import (
-    ACT,
     FP32,
     column_parallel,
     gemm,
@@ -20,7 +19,7 @@ from nest_megatron.model.spec import ModelFamily, TransformerSpec
 def embedding_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """Vocabulary-parallel lookup; each rank's rows are summed over the tensor group."""
     tokens = shard.tokens(spec)
-    size = tokens * spec.hidden_size * ACT
+    size = tokens * spec.hidden_size * shard.activation_bytes
     collectives = []
     if shard.tensor_model_parallel_size > 1:
         forward = "reduce_scatter" if shard.sequence_parallel else "all_reduce"
@@ -54,21 +53,28 @@ def head_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     logits (forward) or their 16-bit gradient (backward): 6 bytes. Each predicted token further on
     (MTP) keeps one more softmax.
     """
+    act = shard.activation_bytes
     tp = shard.tensor_model_parallel_size
     tokens, local = shard.tokens(spec), shard.tokens_between_blocks(spec)
     depth = 1 + spec.num_mtp_layers
     vocab = spec.padded_vocab_size(tp) / tp
-    hidden_bytes = local * spec.hidden_size * ACT
+    hidden_bytes = local * spec.hidden_size * act
     logits = tokens * vocab
     operators = [
         streaming("final_norm", Part.HEAD, 2 * hidden_bytes),
-        gemm("output_layer", Part.HEAD, depth * tokens, spec.hidden_size, vocab, fp8=False),
+        gemm(shard, "output_layer", Part.HEAD, depth * tokens, spec.hidden_size, vocab, fp8=False),
         streaming(
-            "cross_entropy", Part.HEAD, depth * logits * (ACT + 4 * FP32), backward=0.5, kernels=8
+            "cross_entropy",
+            Part.HEAD,
+            depth * logits * (act + 4 * FP32),
+            backward=0.5,
+            kernels=8,
         ),
     ]
     if spec.family is ModelFamily.BERT:
-        operators.append(gemm("lm_head", Part.HEAD, local, spec.hidden_size, spec.hidden_size))
+        operators.append(
+            gemm(shard, "lm_head", Part.HEAD, local, spec.hidden_size, spec.hidden_size)
+        )
     collectives = []
     if tp > 1:
         collectives = _head_collectives(spec, shard, depth)
@@ -77,7 +83,7 @@ def head_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
         collectives=tuple(collectives),
         input_bytes=depth * hidden_bytes,
         saved_bytes=((Part.HEAD, depth * hidden_bytes),),
-        working_bytes=logits * (depth * (shard.loss_bytes - ACT) + ACT),
+        working_bytes=logits * (depth * (shard.loss_bytes - act) + act),
     )
 
 
@@ -85,7 +91,7 @@ def _head_collectives(
     spec: TransformerSpec, shard: LayerShard, depth: int
 ) -> list[LayerCollective]:
     tokens = depth * shard.tokens(spec)
-    size = tokens * spec.hidden_size * ACT
+    size = tokens * spec.hidden_size * shard.activation_bytes
 
     def call(name: str, kind: str, num_bytes: float, *, backward: bool = False) -> LayerCollective:
         return LayerCollective(
@@ -112,11 +118,11 @@ def around_mtp_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """What MTP layers do besides their decoder layer: embed the shifted tokens, norm, project."""
     tokens = shard.tokens(spec)
     hidden = spec.hidden_size
-    hidden_bytes = shard.tokens_between_blocks(spec) * hidden * ACT
+    hidden_bytes = shard.tokens_between_blocks(spec) * hidden * shard.activation_bytes
     width = hidden / shard.tensor_model_parallel_size
     operators = (
         streaming("mtp_norms", Part.MTP, 6 * hidden_bytes, kernels=3),
-        gemm("eh_proj", Part.MTP, tokens, 2 * hidden, width),
+        gemm(shard, "eh_proj", Part.MTP, tokens, 2 * hidden, width),
     )
     return spec.num_mtp_layers * LayerGraph(
         operators=operators,
@@ -132,7 +138,7 @@ def _mtp_traffic(spec: TransformerSpec, shard: LayerShard) -> Iterator[LayerColl
 
     Source: ``MultiTokenPredictionLayer._concat_embeddings``.
     """
-    size = shard.tokens(spec) * spec.hidden_size * ACT
+    size = shard.tokens(spec) * spec.hidden_size * shard.activation_bytes
     yield from column_parallel(shard, Part.MTP, "eh_proj", 2 * size)
     yield from tensor_gather(shard, Part.MTP, "mtp.gather", size)
     if shard.sequence_parallel:  # where each rank took its own tokens of it

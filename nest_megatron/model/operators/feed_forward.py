@@ -11,7 +11,6 @@ from nest_megatron.model.graph import (
     Part,
 )
 from nest_megatron.model.operators.pieces import (
-    ACT,
     FP32,
     Pieces,
     dropout_mask,
@@ -37,6 +36,7 @@ def feed_forward_graph(spec: TransformerSpec, kind: LayerKind, shard: LayerShard
 
 def _working_bytes(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) -> float:
     """Gradients alive at the widest point of a layer's backward pass, and the gathered input."""
+    act = shard.activation_bytes
     widest = spec.ffn_hidden_size / shard.tensor_model_parallel_size
     tokens = shard.tokens(spec)
     if kind is LayerKind.MOE:
@@ -44,37 +44,43 @@ def _working_bytes(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) ->
         tokens = shard.tokens_between_blocks(spec) * spec.moe_router_topk
         tokens *= shard.expert_tensor_parallel_size
     gates = 2 if spec.gated_linear_unit else 1
-    gradients = tokens * widest * (gates + 1) * ACT
-    return gradients + 2 * tokens * spec.hidden_size * ACT
+    gradients = tokens * widest * (gates + 1) * act
+    return gradients + 2 * tokens * spec.hidden_size * act
 
 
 def _mlp_operators(
-    spec: TransformerSpec, part: Part, prefix: str, tokens: float, ffn: float
+    spec: TransformerSpec, shard: LayerShard, part: Part, prefix: str, tokens: float, ffn: float
 ) -> tuple[Operator, ...]:
     gates = 2 if spec.gated_linear_unit else 1
     return (
-        gemm(f"{prefix}fc1", part, tokens, spec.hidden_size, gates * ffn),
-        streaming(f"{prefix}activation", part, tokens * (gates + 1) * ffn * ACT, backward=1.67),
-        gemm(f"{prefix}fc2", part, tokens, ffn, spec.hidden_size),
+        gemm(shard, f"{prefix}fc1", part, tokens, spec.hidden_size, gates * ffn),
+        streaming(
+            f"{prefix}activation",
+            part,
+            tokens * (gates + 1) * ffn * shard.activation_bytes,
+            backward=1.67,
+        ),
+        gemm(shard, f"{prefix}fc2", part, tokens, ffn, spec.hidden_size),
     )
 
 
 def _mlp(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     """Dense MLP with its norm."""
+    act = shard.activation_bytes
     tokens, local = shard.tokens(spec), shard.tokens_between_blocks(spec)
     ffn = spec.ffn_hidden_size / shard.tensor_model_parallel_size
-    hidden_bytes = local * spec.hidden_size * ACT
+    hidden_bytes = local * spec.hidden_size * act
     gates = 2 if spec.gated_linear_unit else 1
     operators = (
         streaming("mlp_norm", Part.MLP_NORM, 2 * hidden_bytes),
-        *_mlp_operators(spec, Part.MLP, "", tokens, ffn),
+        *_mlp_operators(spec, shard, Part.MLP, "", tokens, ffn),
         streaming("mlp_residual", Part.RESIDUAL, 3 * hidden_bytes, backward=0.67),
     )
     saved = (
         (Part.RESIDUAL, hidden_bytes),
         dropout_mask(spec, local),
         (Part.MLP_NORM, hidden_bytes),
-        (Part.MLP, tokens * (gates + 1) * ffn * ACT),
+        (Part.MLP, tokens * (gates + 1) * ffn * act),
     )
     collectives = tuple(gathered_block(spec, shard, Part.MLP, Part.MLP, "fc1", "fc2"))
     return Pieces(operators, collectives, saved)
@@ -86,7 +92,7 @@ def _moe(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     Routing is taken as balanced; an imbalance factor belongs to the cost model.
     """
     local = shard.tokens_between_blocks(spec)
-    hidden_bytes = local * spec.hidden_size * ACT
+    hidden_bytes = local * spec.hidden_size * shard.activation_bytes
     pieces = Pieces(
         (
             streaming("mlp_norm", Part.MLP_NORM, 2 * hidden_bytes),
@@ -99,17 +105,17 @@ def _moe(spec: TransformerSpec, shard: LayerShard) -> Pieces:
             (Part.MLP_NORM, hidden_bytes),
         ),
     )
-    pieces += _router(spec, local) + _experts(spec, shard) + _dispatch(spec, shard)
+    pieces += _router(spec, shard, local) + _experts(spec, shard) + _dispatch(spec, shard)
     if spec.moe_shared_expert_intermediate_size:
         pieces += _shared_experts(spec, shard)
     return pieces
 
 
-def _router(spec: TransformerSpec, local: float) -> Pieces:
+def _router(spec: TransformerSpec, shard: LayerShard, local: float) -> Pieces:
     experts = spec.num_experts or 0
     scores = local * experts * FP32
     operators = (
-        gemm("router", Part.ROUTER, local, spec.hidden_size, experts, fp8=False),
+        gemm(shard, "router", Part.ROUTER, local, spec.hidden_size, experts, fp8=False),
         streaming("top_k", Part.ROUTER, 4 * scores, kernels=6),
     )
     return Pieces(operators, (), ((Part.ROUTER, 2 * scores + local * experts),))
@@ -117,6 +123,7 @@ def _router(spec: TransformerSpec, local: float) -> Pieces:
 
 def _experts(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     """Grouped products of this rank's experts over the tokens routed to them."""
+    act = shard.activation_bytes
     etp = shard.expert_tensor_parallel_size
     routed = shard.tokens_between_blocks(spec) * spec.moe_router_topk * etp
     ffn = spec.expert_ffn_hidden_size / etp
@@ -124,40 +131,41 @@ def _experts(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     gates = 2 if spec.gated_linear_unit else 1
     num_local = max(1, (spec.num_experts or 1) // shard.expert_model_parallel_size)
     operators = (
-        _grouped_gemm("expert_fc1", routed, hidden, gates * ffn, num_local),
+        _grouped_gemm(shard, "expert_fc1", routed, hidden, gates * ffn, num_local),
         streaming(
             "expert_activation",
             Part.EXPERT_ACTIVATION,
-            routed * (gates + 1) * ffn * ACT,
+            routed * (gates + 1) * ffn * act,
             backward=1.67,
         ),
-        _grouped_gemm("expert_fc2", routed, ffn, hidden, num_local),
+        _grouped_gemm(shard, "expert_fc2", routed, ffn, hidden, num_local),
     )
     # A gated activation is fused with the router's weight and keeps its input only; any other
     # keeps its output too, as a factor of that weight (``TEGroupedMLP.forward``).
     kept = 1 if spec.gated_linear_unit else 2
     saved = (
-        (Part.EXPERTS, routed * (hidden + gates * ffn) * ACT),
-        (Part.EXPERT_ACTIVATION, kept * routed * ffn * ACT),
+        (Part.EXPERTS, routed * (hidden + gates * ffn) * act),
+        (Part.EXPERT_ACTIVATION, kept * routed * ffn * act),
     )
     return Pieces(operators, (), saved)
 
 
 def _grouped_gemm(
-    name: str, rows: float, inner: float, columns: float, num_experts: int
+    shard: LayerShard, name: str, rows: float, inner: float, columns: float, num_experts: int
 ) -> Operator:
     """One product for each local expert, in one grouped kernel."""
+    act = shard.activation_bytes
     flops = 2.0 * rows * inner * columns
-    activations = rows * (inner + columns) * ACT
+    activations = rows * (inner + columns) * act
     weight = inner * columns * num_experts
     return Operator(
         name=name,
         part=Part.EXPERTS,
         kind=OperatorKind.GROUPED_GEMM,
         flops=flops,
-        bytes_moved=activations + weight * ACT,
+        bytes_moved=activations + weight * act,
         backward_flops=2 * flops,
-        backward_bytes_moved=2 * activations + weight * (ACT + 2 * FP32),
+        backward_bytes_moved=2 * activations + weight * (act + 2 * FP32),
         fp8=True,
     )
 
@@ -165,7 +173,7 @@ def _grouped_gemm(
 def _dispatch(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     """Permutation and all-to-all of tokens to experts and back, gather over expert tensor ranks."""
     routed = shard.tokens_between_blocks(spec) * spec.moe_router_topk
-    size = routed * spec.hidden_size * ACT
+    size = routed * spec.hidden_size * shard.activation_bytes
     operators = (
         streaming("permute", Part.DISPATCH, 4 * size, backward=1.0, kernels=4),
         streaming("unpermute", Part.DISPATCH, 4 * size, backward=1.0, kernels=4),
@@ -206,6 +214,8 @@ def _shared_experts(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     tokens = shard.tokens(spec)
     part = Part.SHARED_EXPERTS
     gates = 2 if spec.gated_linear_unit else 1
-    operators = _mlp_operators(spec, part, "shared_", tokens, ffn)
+    operators = _mlp_operators(spec, shard, part, "shared_", tokens, ffn)
     collectives = tuple(gathered_block(spec, shard, part, part, "shared_fc1", "shared_fc2"))
-    return Pieces(operators, collectives, ((part, tokens * (gates + 1) * ffn * ACT),))
+    return Pieces(
+        operators, collectives, ((part, tokens * (gates + 1) * ffn * shard.activation_bytes),)
+    )

@@ -9,7 +9,7 @@ from nest_megatron.model.graph import Group, LayerCollective, Operator, Operator
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 
-ACT = 2  # bytes of an activation element
+ACT = 2  # bytes of an activation element, but for single precision
 FP32 = 4
 
 
@@ -35,20 +35,28 @@ def dropout_mask(spec: TransformerSpec, local: float) -> tuple[Part, float]:
 
 
 def gemm(
-    name: str, part: Part, rows: float, inner: float, columns: float, *, fp8: bool = True
+    shard: LayerShard,
+    name: str,
+    part: Part,
+    rows: float,
+    inner: float,
+    columns: float,
+    *,
+    fp8: bool = True,
 ) -> Operator:
     """A product of ``rows x inner`` activations with an ``inner x columns`` weight."""
+    width = shard.activation_bytes
     flops = 2.0 * rows * inner * columns
-    activations = rows * (inner + columns) * ACT
+    activations = rows * (inner + columns) * width
     weight = inner * columns
     return Operator(
         name=name,
         part=part,
         kind=OperatorKind.GEMM,
         flops=flops,
-        bytes_moved=activations + weight * ACT,
+        bytes_moved=activations + weight * width,
         backward_flops=2 * flops,
-        backward_bytes_moved=2 * activations + weight * (ACT + 2 * FP32),
+        backward_bytes_moved=2 * activations + weight * (width + 2 * FP32),
         fp8=fp8,
     )
 
@@ -71,7 +79,7 @@ def gathered_block(
     spec: TransformerSpec, shard: LayerShard, part_in: Part, part_out: Part, first: str, last: str
 ) -> Iterator[LayerCollective]:
     """Tensor-parallel traffic of a column-parallel and a row-parallel projection around a block."""
-    size = shard.tokens(spec) * spec.hidden_size * ACT
+    size = shard.tokens(spec) * spec.hidden_size * shard.activation_bytes
     yield from row_parallel(shard, part_out, last, size)
     yield from column_parallel(shard, part_in, first, size)
 

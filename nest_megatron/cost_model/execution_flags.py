@@ -1,0 +1,187 @@
+"""From a job's flags to its execution traits, whichever framework it is written for.
+
+Flags are given by Megatron's names; what is not given has the default of ``train.precision``.
+
+Source: megatron-core 0.16.1 and 0.20, ``validate_args`` (widths of gradients), ``OptimizerConfig``,
+``_get_megatron_optimizer_based_on_param_groups``, ``get_megatron_muon_optimizer``,
+``HybridDeviceOptimizer``; Transformer Engine's ``FusedAdam``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.memory_flags import text
+from nest_megatron.cost_model.traits import ExecutionTraits
+from nest_megatron.errors import UserInputError
+
+_WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+_FP32 = _WIDTHS["fp32"]
+#: Momentum of SGD where nobody says (``--sgd-momentum``).
+_MOMENTUM = 0.9
+#: Memory of a 16-bit logit, by who works the cross entropy out.
+_NATIVE_LOSS, _COMPILED_LOSS, _ENGINE_LOSS = 6, 10, 2
+
+
+def execution_traits(flags: Mapping[str, Any], precision: Precision) -> ExecutionTraits:
+    """What a job's flags say of its bytes and its traffic.
+
+    Args:
+        flags: by Megatron's names (``memory_flags.READ``), in the words or the types that Megatron
+            itself has before or after its own validation.
+
+    Raises:
+        UserInputError: for a number format that Megatron does not take.
+    """
+    params = _params_bytes(flags, precision)
+    is_fp8 = precision is Precision.FP8
+    fp8_weights = is_fp8 and bool(flags.get("fp8_param_gather"))
+    states, of_matrices = _optimizer_bytes(flags, precision, params)
+    name = text(flags.get("optimizer") or "adam")
+    return ExecutionTraits(
+        flash_attention=_is_fused(flags, params),
+        params_bytes=params,
+        fp8_weights=fp8_weights,
+        fp8_gather=fp8_weights and text(flags.get("fp8_recipe")) != "mxfp8",
+        keep_fp8_transpose_cache=bool(flags.get("keep_fp8_transpose_cache")),
+        gradient_bytes=_gradient_bytes(flags, precision, params),
+        loss_bytes=_loss_bytes(flags, params),
+        optimizer_bytes=states,
+        matrix_optimizer_bytes=of_matrices,
+        optimizer_instances=int(flags.get("num_distributed_optimizer_instances") or 1),
+        layer_wise_optimizer=name == "dist_muon"
+        or (name == "muon" and bool(flags.get("use_distributed_optimizer"))),
+    )
+
+
+def time_notes(flags: Mapping[str, Any]) -> tuple[str, ...]:
+    """What flags do to the time of a step that is not priced, one sentence each."""
+    notes = []
+    if flags.get("optimizer_cpu_offload"):
+        notes.append(
+            "--optimizer-cpu-offload: its bytes are counted, the time of the step on the host and "
+            "of the way there is not."
+        )
+    if text(flags.get("optimizer") or "adam") in ("muon", "dist_muon"):
+        notes.append("Muon: its states are counted, the time of its products is not.")
+    if flags.get("fp4"):
+        notes.append("--fp4-format is priced as fp8: products in 4 bits are faster.")
+    return tuple(notes)
+
+
+def _params_bytes(flags: Mapping[str, Any], precision: Precision) -> int:
+    """Width of weights and activations: fp8 goes with any of the three formats around it."""
+    if precision is Precision.FP8:
+        return _width("--params-dtype", flags.get("params_dtype") or "bf16")
+    return _FP32 if precision is Precision.FP32 else 2
+
+
+def _width(flag: str, value: object) -> int:
+    word = text(value)
+    if word not in _WIDTHS:
+        raise UserInputError(
+            flag,
+            value=word,
+            limit=f"number formats are {', '.join(_WIDTHS)}",
+            fix="Use one of them.",
+        )
+    return _WIDTHS[word]
+
+
+def _gradient_bytes(flags: Mapping[str, Any], precision: Precision, params: int) -> int:
+    """Width of ``DistributedDataParallel``'s gradient buffer (``grad_reduce_in_fp32``).
+
+    With ``--bf16`` it is float32 unless one of two flags says otherwise, with ``--fp16`` 16-bit
+    unless ``--accumulate-allreduce-grads-in-fp32`` is given.
+    """
+    if params == _FP32 or flags.get("accumulate_allreduce_grads_in_fp32"):
+        return _FP32
+    if precision is Precision.FP16 or text(flags.get("params_dtype")) == "fp16":
+        return params
+    narrow = _width("--main-grads-dtype", flags.get("main_grads_dtype") or "fp32") != _FP32
+    return params if narrow or flags.get("grad_reduce_in_bf16") else _FP32
+
+
+def _loss_bytes(flags: Mapping[str, Any], params: int) -> int:
+    """Memory of a logit: 16 or 32 bits wide, and what the cross entropy makes of it."""
+    wider = params - 2
+    if not flags.get("cross_entropy_loss_fusion"):
+        return _NATIVE_LOSS + wider
+    engine = text(flags.get("cross_entropy_fusion_impl") or "native") == "te"
+    return (_ENGINE_LOSS if engine else _COMPILED_LOSS) + wider
+
+
+def _is_fused(flags: Mapping[str, Any], params: int) -> bool:
+    """Whether attention keeps no score matrix: fused kernels take 16-bit numbers alone."""
+    unfused = text(flags.get("attention_backend") or "auto") in ("unfused", "local")
+    local = text(flags.get("transformer_impl") or "transformer_engine") == "local"
+    return not unfused and not local and params < _FP32
+
+
+def _optimizer_bytes(
+    flags: Mapping[str, Any], precision: Precision, params: int
+) -> tuple[float, float | None]:
+    """States of one parameter on the device, and those of a matrix where they differ.
+
+    A master weight stands beside 16-bit weights alone: single precision has none.
+    """
+    name = text(flags.get("optimizer") or "adam")
+    master = float(_FP32 if params < _FP32 else 0)
+    if name == "sgd":
+        momentum = flags.get("sgd_momentum")
+        moments = _FP32 if (_MOMENTUM if momentum is None else float(momentum)) > 0 else 0
+        return _on_device(master + moments, flags), None
+    if name == "lion":
+        return master + _FP32, None
+    if name in ("muon", "dist_muon"):
+        others = 1 if text(flags.get("muon_scalar_optimizer") or "adam") == "lion" else 2
+        return master + others * _FP32, master + _FP32
+    if not flags.get("use_precision_aware_optimizer"):
+        return _on_device(master + 2 * _FP32, flags), None
+    moments = sum(
+        _width(f"--{name.replace('_', '-')}", flags.get(name) or "fp32")
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
+    )
+    if flags.get("optimizer_cpu_offload"):  # the host's states and the rest are float32
+        return _on_device(master + 2 * _FP32, flags), None
+    return _master_bytes(flags, precision, params) + moments, None
+
+
+def _master_bytes(flags: Mapping[str, Any], precision: Precision, params: int) -> float:
+    """A master weight under the precision-aware optimizer.
+
+    ``FusedAdam`` keeps of a float32 master weight the 16 bits that a bf16 weight lacks
+    (``store_param_remainders``), unless Megatron keeps it: with fp8 other than delayed scaling. An
+    fp8 weight has nothing to be completed by.
+    """
+    width = _width("--main-params-dtype", flags.get("main_params_dtype") or "fp32")
+    if params == _FP32:
+        return 0.0 if width == _FP32 else width
+    is_fp8 = precision is Precision.FP8
+    kept_apart = is_fp8 and text(flags.get("fp8_recipe") or "delayed") != "delayed"
+    completes = (
+        width == _FP32
+        and not kept_apart
+        and precision is not Precision.FP16
+        and not (is_fp8 and flags.get("fp8_param_gather"))
+        and flags.get("store_param_remainders", True) is not False
+    )
+    return 2.0 if completes else float(width)
+
+
+def _on_device(states: float, flags: Mapping[str, Any]) -> float:
+    """The share of the states that stays where ``--optimizer-cpu-offload`` moves the rest."""
+    if not flags.get("optimizer_cpu_offload"):
+        return states
+    fraction = flags.get("optimizer_offload_fraction")
+    moved = 1.0 if fraction is None else float(fraction)
+    if not 0.0 <= moved <= 1.0:
+        raise UserInputError(
+            "--optimizer-offload-fraction",
+            value=moved,
+            limit="it lies between 0 and 1",
+            fix="Give the share of optimizer states that goes to the host.",
+        )
+    return states * (1.0 - moved)

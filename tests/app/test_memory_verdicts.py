@@ -1,0 +1,140 @@
+"""What a plan says of memory where a flag of the job is not modelled, or the limit is near."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from nest_megatron.app.failure import NothingFitsError
+from nest_megatron.config.command import read_request
+from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.overrides import parse
+from nest_megatron.config.request import plan_request
+from nest_megatron.cost_model.memory import PEAK_ERROR
+from nest_megatron.cost_model.traits import ExecutionTraits
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner import NoPlan
+from nest_megatron.planner import plan as find_plan
+from nest_megatron.report.html import html_report
+from nest_megatron.report.words import certificate, memory_verdict, no_plan_verdict
+from tests.app.runs import run
+from tests.launchers.commands import LLAMA3_8B
+
+GIB = 1 << 30
+BASE = (
+    "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 --hidden-size 1024"
+    " --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512"
+    " --micro-batch-size 1 --global-batch-size 64 --tokenizer-type NullTokenizer"
+    " --vocab-size 32000 "
+)
+OFFLOADED = BASE + "--bf16 --fine-grained-activation-offloading --use-nccl-ub"
+NAMED = ("--fine-grained-activation-offloading", "--use-nccl-ub")
+
+
+def composed(*settings: str) -> Composed:
+    return compose(parse(["cluster=dgx_h100", *settings], None), None)
+
+
+def searched(command: str, *settings: str) -> ParallelPlan | NoPlan:
+    request = read_request(command, composed(*settings), free=(), version="0.16.1")
+    wanted = plan_request(composed(*settings).config, request.inputs, request.space)
+    return find_plan(dataclasses.replace(wanted, num_alternatives=0))
+
+
+def traits_of(command: str) -> ExecutionTraits:
+    request = read_request(command, composed(), free=(), version="0.16.1")
+    return request.inputs.settings.traits
+
+
+def test_a_flag_that_is_not_modelled_qualifies_every_verdict() -> None:
+    plan = searched(OFFLOADED)
+    assert isinstance(plan, ParallelPlan)
+    assert plan.search.not_modelled == NAMED
+    words = f"not modelled: {', '.join(NAMED)}"
+    assert certificate(plan.search).startswith(f"May fit, {words}.")
+    assert f"may fit, {words}" in html_report(plan)
+    read = plan_file.load(plan_file.dump(plan))
+    assert read.search.not_modelled == NAMED
+
+
+def test_nothing_is_proven_of_memory_that_is_not_modelled() -> None:
+    found = searched(OFFLOADED, "memory.reserve_bytes=84000000000")
+    assert isinstance(found, NoPlan)
+    assert certificate(found.search).startswith("Not proven, memory is not modelled: ")
+    assert NAMED[0] in str(NothingFitsError(found, ()))
+
+
+def test_the_terminal_and_json_say_it() -> None:
+    done = run("plan", "--from", OFFLOADED, "cluster=dgx_h100")
+    assert "may fit, not modelled: --fine-grained-activation-offloading" in " ".join(
+        done.out.split()
+    )
+    fields = json.loads(run("plan", "--from", OFFLOADED, "cluster=dgx_h100", "--json").out)
+    assert tuple(fields["search"]["not_modelled"]) == NAMED
+
+
+def test_a_plan_without_such_flags_is_written_as_before() -> None:
+    plan = searched(BASE + "--bf16")
+    assert isinstance(plan, ParallelPlan)
+    assert "not_modelled" not in plan_file.dump(plan)
+    assert "traits." not in plan_file.dump(plan)
+
+
+@pytest.mark.parametrize(
+    ("over", "verdict"),
+    [
+        (-1.0, ""),
+        (0.0, ""),
+        (PEAK_ERROR / 2, "may fit: "),
+        (2 * PEAK_ERROR, "does not fit: "),
+    ],
+)
+def test_near_the_limit_memory_proves_nothing(over: float, verdict: str) -> None:
+    limit = 74 * GIB
+    said = memory_verdict(round(limit * (1 + over)), limit)
+    assert said.startswith(verdict)
+    assert bool(said) == bool(verdict)
+
+
+def test_no_plan_near_the_limit() -> None:
+    assert "may fit" in no_plan_verdict(GIB, 74 * GIB)
+    assert no_plan_verdict(9 * GIB, 74 * GIB) == "no plan fits in memory"
+
+
+def test_the_script_that_nvidia_ships_is_priced_with_its_flags() -> None:
+    """``examples/llama/train_llama3_8b_h100_fp8.sh`` with its TP 1, PP 1 and CP 1."""
+    pinned = " ".join(LLAMA3_8B.split()) + " --pipeline-model-parallel-size 1"
+    assert traits_of(pinned) == ExecutionTraits(
+        fp8_weights=True, fp8_gather=True, gradient_bytes=2, loss_bytes=10
+    )
+    plan = searched(pinned)
+    assert isinstance(plan, ParallelPlan)
+    assert plan.predicted.fits
+
+
+def test_single_precision_is_planned() -> None:
+    """Megatron's default: no ``--bf16``, no ``--fp16``."""
+    traits = traits_of(BASE)
+    assert (traits.params_bytes, traits.gradient_bytes, traits.optimizer_bytes) == (4, 4, 8)
+    single, half = searched(BASE), searched(BASE + "--bf16")
+    assert isinstance(single, ParallelPlan)
+    assert isinstance(half, ParallelPlan)
+    assert single.train.precision.value == "fp32"
+    assert single.predicted.iteration_time_s > half.predicted.iteration_time_s
+    assert single.parallel.context_parallel_size == 1
+
+
+def test_single_precision_has_no_context_parallelism() -> None:
+    done = run(
+        "estimate",
+        "model=llama3_8b",
+        "cluster=dgx_h100",
+        "cluster.num_gpus=8",
+        "train.precision=fp32",
+        "parallel.context_parallel_size=8",
+    )
+    assert done.code == 2
+    assert "single precision" in done.err
