@@ -43,6 +43,7 @@ from stage_work cimport (
     NUM_FIELDS,
     PAUSED,
     STATUS_BOUNDED,
+    STATUS_LIMIT,
     STATUS_OPTIMAL,
     Cell,
     Cut,
@@ -302,6 +303,7 @@ def solve(
     int64_t nogoods_after,
     Py_ssize_t max_nogoods,
     Py_ssize_t max_needs,
+    object out_of_time,
 ):
     """Solve one stage problem; the arguments are the fields of a ``PipelineProblem``.
 
@@ -315,6 +317,7 @@ def solve(
         threshold: iteration time to beat, at most ``NO_THRESHOLD``; ticks.
         node_limit: 0 asks for memory and the lower bound alone; nothing is simulated.
         max_cuts, nogoods_after, max_nogoods, max_needs: the fields of a ``Learning``.
+        out_of_time: asked at every pause, or ``None``; once true the search ends as at its limit.
 
     Returns:
         ``(status, iteration, boundaries, lower_bound, nodes, simulations)``, or ``None`` where a
@@ -387,6 +390,9 @@ def solve(
             with nogil:
                 status = search(w) if v == 1 else search_layouts(w)
             PyErr_CheckSignals()
+            if status == PAUSED and out_of_time is not None and out_of_time():
+                w.lower = smaller(w.lower, w.threshold)
+                status = STATUS_LIMIT
         if v == 1 and (status == STATUS_OPTIMAL or status == STATUS_BOUNDED) and extra.base != NULL:
             w.lower = w.threshold
         return solution_of(w, status)

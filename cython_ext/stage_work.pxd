@@ -13,7 +13,7 @@ cdef enum:
     PAUSED = 4
 
 cdef enum:
-    PAUSE_NODES = 1 << 16
+    PAUSE_NODES = 1 << 12
     NUM_FIELDS = 13
 
 cdef enum:

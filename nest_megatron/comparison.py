@@ -12,10 +12,10 @@ from nest_megatron.baselines.registry import NAMES, Baseline, baselines_named
 from nest_megatron.cost_model.estimate import mean_terms
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner import NoPlan, PlanRequest, plan
+from nest_megatron.planner import EndedEarly, NoPlan, PlanRequest, plan
 from nest_megatron.planner.assemble import assemble, nothing_searched
 from nest_megatron.solver.backend import choose, solver_of
-from nest_megatron.units import Seconds, format_gib
+from nest_megatron.units import Seconds, format_gib, format_seconds
 
 #: Our own search, which every comparison is relative to.
 NEST = "nest"
@@ -34,6 +34,7 @@ class Compared:
         relative_throughput: its throughput over that of ``nest``; ``None`` without both plans.
         terms: seconds of its step by what they go into, the mean of all pipeline ranks.
         differences: seconds that each of them takes more than in the plan of ``nest``.
+        ended_early: whether time ended its search before it had a plan.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Compared:
     relative_throughput: float | None = None
     terms: dict[str, Seconds] = dataclasses.field(default_factory=dict)
     differences: dict[str, Seconds] = dataclasses.field(default_factory=dict)
+    ended_early: bool = False
 
     @property
     def lost_s(self) -> Seconds:
@@ -91,16 +93,15 @@ def _ours(request: PlanRequest) -> Compared:
     found = plan(dataclasses.replace(request, num_alternatives=0))
     title = "this project: exact, aware of network and memory"
     search_s, candidates = found.search.seconds, found.search.candidates
-    if isinstance(found, NoPlan):
-        missing = format_gib(found.missing_bytes)
-        reason = f"nothing fits in memory; the nearest plan lacks {missing}"
+    if not isinstance(found, ParallelPlan):
         return Compared(
             name=NEST,
             title=title,
             plan=None,
-            reason=reason,
+            reason=_without_plan(found),
             candidates=candidates,
             search_s=search_s,
+            ended_early=isinstance(found, EndedEarly),
         )
     proof = "proven optimal in its space"
     if found.search.certificate != "optimal":
@@ -118,6 +119,14 @@ def _ours(request: PlanRequest) -> Compared:
     )
 
 
+def _without_plan(found: NoPlan | EndedEarly) -> str:
+    if isinstance(found, EndedEarly):
+        least = format_seconds(found.lower_bound_s)
+        return f"time ended the search before it found a plan; none has a step below {least}"
+    nearest = "the nearest plan" if found.complete else "the nearest plan found in the time"
+    return f"nothing fits in memory; {nearest} lacks {format_gib(found.missing_bytes)}"
+
+
 def _model(request: PlanRequest) -> CostModel:
     return CostModel(request.spec, request.cluster, request.settings, request.times)
 
@@ -130,23 +139,26 @@ def _terms(model: CostModel, found: ParallelPlan) -> dict[str, Seconds]:
 def _theirs(request: PlanRequest, baseline: Baseline) -> Compared:
     """A baseline's answer, its plan assembled as ours is."""
     model, started = _model(request), time.perf_counter()
+    deadline = request.deadline()
     choice = baseline.find(
         Job(
             model=model,
             global_batch_size=request.global_batch_size,
             space=request.space,
-            solve_stages=solver_of(choose(request.backend)),
-            out_of_time=lambda: time.perf_counter() - started > request.max_seconds,
+            solve_stages=solver_of(choose(request.backend), deadline.passed),
+            out_of_time=deadline.passed,
         )
     )
     search_s = time.perf_counter() - started
     found = _assembled(request, model, choice)
+    ended = choice.plan is None and deadline.passed()
     return Compared(
         name=baseline.name,
         title=baseline.title,
         search_s=search_s,
         plan=found,
-        reason=choice.reason,
+        reason="time ended its search before it found a plan" if ended else choice.reason,
+        ended_early=ended,
         candidates=choice.candidates,
         terms={} if found is None else _terms(model, found),
     )

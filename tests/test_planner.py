@@ -1,15 +1,27 @@
-"""What planning leaves behind in the process that asked for it."""
+"""What planning answers within its time, and leaves behind in the process that asked for it."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import io
+import itertools
+import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from rich.console import Console, RenderableType
 
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
-from nest_megatron.planner import PlanRequest, plan
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner import EndedEarly, NoPlan, PlanRequest, plan
+from nest_megatron.planner.shortage import no_plan
+from nest_megatron.report.terminal import ended_report, no_plan_report
+from nest_megatron.report.words import certificate, ended_early
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
 
@@ -51,3 +63,62 @@ def test_planning_leaves_the_collector_alone(name: str, monkeypatch: pytest.Monk
         with pytest.raises(UserInputError):
             plan(request("llama3_8b", space=impossible))
     assert called == []
+
+
+def test_a_search_that_time_ended_proves_nothing() -> None:
+    """With the time of the issue's example over, a job that has plans had none: not infeasible."""
+    found = plan(request("deepseek_v3", num_gpus=1024, max_seconds=1e-9))
+    assert isinstance(found, EndedEarly)
+    assert found.search.certificate == "ended-early"
+    assert 0 < found.lower_bound_s < 1
+    assert found.search.bounded == 0
+    told = " ".join((certificate(found.search), ended_early(found), text_of(ended_report(found))))
+    assert not re.search(r"(?i)proven|\bfits?\b|missing", told)
+    assert "max_seconds" in told
+
+
+def test_time_that_began_with_the_command_counts() -> None:
+    begun_s = time.monotonic() - 30
+    late = request("llama3_8b", max_seconds=29, begun_s=begun_s)
+    assert isinstance(plan(late), EndedEarly)
+    assert isinstance(plan(dataclasses.replace(late, max_seconds=3600)), ParallelPlan)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_plan_found_in_time_says_how_far_it_may_be_from_the_best(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = [itertools.count(), itertools.count()]
+    monkeypatch.setattr(Deadline, "passed", lambda *_: next(counts[0]) < 0)
+    best = plan(request("mixtral_8x7b"), choose=number)
+    enough = 0.3 * next(counts[0])
+    monkeypatch.setattr(Deadline, "passed", lambda *_: next(counts[1]) > enough)
+    found = plan(request("mixtral_8x7b"), choose=number)
+    assert isinstance(best, ParallelPlan)
+    assert isinstance(found, ParallelPlan)
+    assert best.search.certificate == ("runner-up" if number else "optimal")
+    assert found.search.certificate == "gap"
+    assert found.search.gap_percent > 0
+    assert "Time ran out" in certificate(found.search)
+
+
+def test_what_does_not_fit_is_explained_as_far_as_time_allows() -> None:
+    job = request("llama3_70b", num_gpus=8)
+    whole = plan(job)
+    assert isinstance(whole, NoPlan)
+    assert whole.complete
+    assert whole.search.certificate == "infeasible"
+    model = CostModel(job.spec, job.cluster, job.settings)
+    over = Deadline(begun_s=time.monotonic() - 2, seconds=1)
+    cut = no_plan(job, model, whole.search, over)
+    assert not cut.complete
+    assert cut.missing_bytes >= whole.missing_bytes
+    assert not any("num_gpus" in remedy for remedy in cut.remedies)
+    assert "Time ended this analysis" in text_of(no_plan_report(cut))
+    assert "Time ended" not in text_of(no_plan_report(whole))
+
+
+def text_of(report: RenderableType) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(report)
+    return console.export_text()

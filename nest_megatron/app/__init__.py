@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 
 PROGRAM = "nest-megatron"
-OK, NOTHING_FITS, BAD_INPUT, OUR_FAULT, INTERRUPTED = 0, 1, 2, 70, 130
+OK, NOTHING_FITS, BAD_INPUT, ENDED_EARLY, OUR_FAULT, INTERRUPTED = 0, 1, 2, 3, 70, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,15 +17,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; those of the process if not given.
 
     Returns:
-        The exit code: 0 done, 1 nothing fits, 2 bad input, 70 a fault of this program, 130
-        interrupted.
+        The exit code: 0 done, 1 nothing fits, 2 bad input, 3 time ended the search before it had a
+        plan, 70 a fault of this program, 130 interrupted.
     """
+    # the interpreter was at work before a command of its own process came here
+    begun_s = time.monotonic() - (time.process_time() if argv is None else 0.0)
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:  # a KeyboardInterrupt may come while modules are loaded
         from nest_megatron.app.output import prepare_streams
 
         prepare_streams()
-        return _run(arguments)
+        return _run(arguments, begun_s)
     except KeyboardInterrupt:
         print("Interrupted; nothing was written.", file=sys.stderr)
         return INTERRUPTED
@@ -34,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report(error, arguments)
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], begun_s: float) -> int:
     import click
 
     from nest_megatron.app.commands import cli
@@ -43,7 +46,7 @@ def _run(arguments: list[str]) -> int:
 
     as_json = "--json" in arguments
     try:
-        code = cli.main(args=arguments, prog_name=PROGRAM, standalone_mode=False)
+        code = cli.main(args=arguments, prog_name=PROGRAM, standalone_mode=False, obj=begun_s)
     except NestError as error:
         print_error(error, as_json=as_json)
         return BAD_INPUT

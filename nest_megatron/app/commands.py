@@ -43,7 +43,8 @@ from nest_megatron.app.profile_commands import profile, profiles
 def cli() -> None:
     """The fastest way to lay a Megatron training job over a cluster that provably fits in memory.
 
-    Exit codes: 0 done, 1 nothing fits in memory, 2 bad input, 70 a fault of ours, 130 interrupted.
+    Exit codes: 0 done, 1 nothing fits in memory, 2 bad input, 3 time ended the search before it had
+    a plan, 70 a fault of ours, 130 interrupted.
     """
 
 
@@ -89,7 +90,7 @@ def plan(**options: Any) -> int:
     """
     from nest_megatron.app.plan import run_plan
 
-    return run_plan(**options)
+    return run_plan(**options, begun_s=click.get_current_context().obj)
 
 
 @cli.command(

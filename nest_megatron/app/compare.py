@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from nest_megatron.app import NOTHING_FITS, OK
+from nest_megatron.app import ENDED_EARLY, NOTHING_FITS, OK
 from nest_megatron.app.output import say, show, show_json
 from nest_megatron.comparison import PLANNERS, Compared, compare
 from nest_megatron.config.compose import compose
@@ -50,7 +50,9 @@ def run_compare(
         show_json(_plain(inputs, rows))
     else:
         _show(inputs, rows, title, chart)
-    return OK if rows[0].plan is not None else NOTHING_FITS
+    if rows[0].plan is not None:
+        return OK
+    return ENDED_EARLY if rows[0].ended_early else NOTHING_FITS
 
 
 def split_planners(overrides: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from nest_megatron import __version__
-from nest_megatron.app import BAD_INPUT, NOTHING_FITS, OUR_FAULT, PROGRAM
+from nest_megatron.app import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OUR_FAULT, PROGRAM
 from nest_megatron.errors import NestError, OneRankError
 
 if TYPE_CHECKING:
-    from nest_megatron.planner import NoPlan
+    from nest_megatron.parallel.plan import ParallelPlan
+    from nest_megatron.planner import EndedEarly, NoPlan
 
 #: Set to 1, faults of ours are printed with their traceback.
 DEBUG_VARIABLE = "NEST_MEGATRON_DEBUG"
@@ -36,9 +37,39 @@ class NothingFitsError(NestError):
 
         missing = refusal.missing_bytes
         verdict = no_plan_verdict(missing, refusal.capacity_bytes, refusal.search.not_modelled)
+        nearest = "the nearest" if refusal.complete else "the nearest that time allowed to find"
         super().__init__(
-            f"{verdict}; the nearest ({refusal.nearest}) lacks {missing / 2**30:.1f} GiB"
+            f"{verdict}; {nearest} ({refusal.nearest}) lacks {missing / 2**30:.1f} GiB"
         )
+
+
+class SearchEndedError(NestError):
+    """Time ended the search before it had a plan; carries what is known."""
+
+    def __init__(self, ended: EndedEarly, notes: Sequence[str]) -> None:
+        from nest_megatron.report.words import ended_early
+
+        self.ended = ended
+        self.notes = tuple(notes)
+        super().__init__(ended_early(ended))
+
+
+def require_plan(
+    found: ParallelPlan | NoPlan | EndedEarly, notes: Sequence[str] = ()
+) -> ParallelPlan:
+    """The planner's answer where only a plan will do.
+
+    Raises:
+        NothingFitsError: if nothing fits.
+        SearchEndedError: if time ended the search first.
+    """
+    from nest_megatron.planner import EndedEarly, NoPlan
+
+    if isinstance(found, NoPlan):
+        raise NothingFitsError(found, notes)
+    if isinstance(found, EndedEarly):
+        raise SearchEndedError(found, notes)
+    return found
 
 
 @contextlib.contextmanager
@@ -59,6 +90,8 @@ def end(error: Exception) -> NoReturn:
     sys.stderr.flush()
     if isinstance(error, NothingFitsError):
         raise SystemExit(NOTHING_FITS) from error
+    if isinstance(error, SearchEndedError):
+        raise SystemExit(ENDED_EARLY) from error
     raise SystemExit(BAD_INPUT if isinstance(error, NestError | OSError) else OUR_FAULT) from error
 
 
@@ -70,6 +103,10 @@ def _print(error: Exception) -> None:
         from nest_megatron.report.terminal import no_plan_report, notes_report
 
         show(no_plan_report(error.refusal), notes_report(error.notes))
+    elif isinstance(error, SearchEndedError):
+        from nest_megatron.report.terminal import ended_report, notes_report
+
+        show(ended_report(error.ended), notes_report(error.notes))
     elif isinstance(error, NestError):
         print(f"nest: rank {rank} stops before training.", file=sys.stderr)
         print_error(error, as_json=False)

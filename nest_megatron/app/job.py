@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nest_megatron.app.failure import NothingFitsError
+from nest_megatron.app.failure import require_plan
 from nest_megatron.app.surroundings import Surroundings
 from nest_megatron.config.command import CommandRequest, Wishes, request_for
 from nest_megatron.config.request import plan_request, with_times
@@ -27,7 +27,6 @@ from nest_megatron.launchers.megatron_lm.rewrite import Change
 from nest_megatron.launchers.megatron_lm.vocabulary import padded_vocab_size
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner import NoPlan
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.units import Seconds
@@ -120,6 +119,7 @@ def decide(
 
     Raises:
         NothingFitsError: if no plan fits in memory.
+        SearchEndedError: if time ended the search before it had a plan.
         UserInputError: if what is kept has no legal layout, or the checkpoint cannot take the plan.
     """
     command = running.command
@@ -131,9 +131,7 @@ def decide(
     wanted = plan_request(place.composed.config, inputs, request.space)
     if "search.num_alternatives" not in place.composed.given:
         wanted = dataclasses.replace(wanted, num_alternatives=max(_RUNNERS_UP, alternative))
-    found = find_plan(wanted, choose=alternative)
-    if isinstance(found, NoPlan):
-        raise NothingFitsError(found, inputs.notes)
+    found = require_plan(find_plan(wanted, choose=alternative), inputs.notes)
     if saved is not None:
         check_loadable(saved, found.parallel, command.values, command.version)
     steps = [found.predicted.iteration_time_s, *(o.iteration_time_s for o in found.alternatives)]

@@ -33,7 +33,11 @@ def _step(searched: Searched, wishes: Wishes) -> Seconds | None:
     request = ask(searched.running, place, wishes)
     wanted = plan_request(place.composed.config, request.inputs, request.space)
     found = find_plan(dataclasses.replace(wanted, num_alternatives=0))
-    return found.predicted.iteration_time_s if isinstance(found, ParallelPlan) else None
+    if not isinstance(found, ParallelPlan):
+        return None
+    step = found.predicted.iteration_time_s
+    decided = found.search.certificate == "optimal" or step < searched.best_s
+    return step if decided else None  # where time ended the search, a slower plan says nothing
 
 
 def print_costs(searched: Searched) -> None:

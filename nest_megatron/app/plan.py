@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from nest_megatron.app import NOTHING_FITS, OK
+from nest_megatron.app import ENDED_EARLY, NOTHING_FITS, OK
 from nest_megatron.app.output import command_lines, say, show, show_json
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.overrides import Setting, parse, refuse_sweeps, split_launcher
@@ -18,8 +20,9 @@ from nest_megatron.launchers.megatron_lm.attach import with_launch
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import to_plain
-from nest_megatron.planner import NoPlan, Progress
+from nest_megatron.planner import EndedEarly, NoPlan, Progress
 from nest_megatron.planner import plan as find_plan
+from nest_megatron.units import Seconds
 
 if TYPE_CHECKING:
     from nest_megatron.config.command import CommandRequest
@@ -36,8 +39,13 @@ def run_plan(
     megatron_version: str,
     multirun: bool,
     as_json: bool,
+    begun_s: Seconds | None = None,
 ) -> int:
-    """Plan one job, or every job of a sweep, and print the result."""
+    """Plan one job, or every job of a sweep, and print the result.
+
+    Args:
+        begun_s: when the command began (``time.monotonic``), for ``search.max_seconds``.
+    """
     overrides, launcher = split_launcher(overrides)
     settings = parse(overrides, config_dir)
     if free and from_command is None:
@@ -66,11 +74,14 @@ def run_plan(
     composed = compose(settings, config_dir)
     check_out(composed)
     if from_command is not None:
+        from nest_megatron.config.command import read_request
+
         text = sys.stdin.read() if from_command == "-" else from_command
         names = [name for name in free.split(",") if name.strip()]
-        return _plan_command(composed, text, names, megatron_version, as_json=as_json)
-    found, notes = plan_job(composed)
-    if isinstance(found, NoPlan):
+        request = read_request(text, composed, free=names, version=megatron_version)
+        return _plan_command(composed, request, begun_s, as_json=as_json)
+    found, notes = plan_job(composed, begun_s)
+    if not isinstance(found, ParallelPlan):
         return _refuse(found, notes, as_json=as_json)
     _write(found, composed)
     if as_json:
@@ -81,13 +92,19 @@ def run_plan(
 
 
 def plan_job(
-    composed: Composed, on_progress: Progress | None = None
-) -> tuple[ParallelPlan | NoPlan, tuple[str, ...]]:
-    """Plan a composed job; the notes say what was assumed."""
+    composed: Composed, begun_s: Seconds | None = None, on_progress: Progress | None = None
+) -> tuple[ParallelPlan | NoPlan | EndedEarly, tuple[str, ...]]:
+    """Plan a composed job; the notes say what was assumed.
+
+    Args:
+        begun_s: when its ``search.max_seconds`` began; ``None`` is now.
+    """
     from nest_megatron.app.progress import progress
 
+    begun_s = time.monotonic() if begun_s is None else begun_s
     inputs = read_inputs(composed)
     request = plan_request(composed.config, inputs, read_space(composed.config))
+    request = dataclasses.replace(request, begun_s=begun_s)
     with progress() as report:
         found = find_plan(request, on_progress or report)
     if isinstance(found, ParallelPlan):
@@ -134,16 +151,15 @@ def check_out(composed: Composed) -> None:
 
 
 def _plan_command(
-    composed: Composed, text: str, free: list[str], version: str, *, as_json: bool
+    composed: Composed, request: CommandRequest, begun_s: Seconds | None, *, as_json: bool
 ) -> int:
     from nest_megatron.app.progress import progress
-    from nest_megatron.config.command import read_request
 
-    request = read_request(text, composed, free=free, version=version)
     inputs = request.inputs
+    wanted = plan_request(composed.config, inputs, request.space)
     with progress() as report:
-        found = find_plan(plan_request(composed.config, inputs, request.space), report)
-    if isinstance(found, NoPlan):
+        found = find_plan(dataclasses.replace(wanted, begun_s=begun_s), report)
+    if not isinstance(found, ParallelPlan):
         return _refuse(found, inputs.notes, as_json=as_json)
     found = with_launch(found, request.command, notes=inputs.notes)
     _write(found, composed)
@@ -154,14 +170,23 @@ def _plan_command(
     return OK
 
 
-def _refuse(refusal: NoPlan, notes: Sequence[str], *, as_json: bool) -> int:
-    if as_json:
-        show_json({"no_plan": to_plain(refusal)})
-        return NOTHING_FITS
-    from nest_megatron.report.terminal import no_plan_report, notes_report
+def without_plan(found: NoPlan | EndedEarly) -> tuple[int, dict[str, Any]]:
+    """The exit code of a job without a plan, and why there is none, for programs."""
+    if isinstance(found, NoPlan):
+        return NOTHING_FITS, {"no_plan": to_plain(found)}
+    return ENDED_EARLY, {"ended_early": to_plain(found)}
 
-    show(no_plan_report(refusal), notes_report(notes))
-    return NOTHING_FITS
+
+def _refuse(found: NoPlan | EndedEarly, notes: Sequence[str], *, as_json: bool) -> int:
+    code, document = without_plan(found)
+    if as_json:
+        show_json(document)
+        return code
+    from nest_megatron.report.terminal import ended_report, no_plan_report, notes_report
+
+    report = no_plan_report(found) if isinstance(found, NoPlan) else ended_report(found)
+    show(report, notes_report(notes))
+    return code
 
 
 def _write(plan: ParallelPlan, composed: Composed) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from nest_megatron.app.failure import NothingFitsError
+from nest_megatron.app.failure import require_plan
 from nest_megatron.app.surroundings import names_cluster, surroundings
 from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.cluster.records import Cluster
@@ -18,7 +18,6 @@ from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.launchers.recipe import Recipe
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.pinning import Found, read_pinned, require_same_job
-from nest_megatron.planner import NoPlan
 from nest_megatron.planner import plan as find_plan
 
 #: Runners-up that are ranked unless ``search.num_alternatives`` says otherwise.
@@ -117,6 +116,7 @@ def plan_recipe(
 
     Raises:
         NothingFitsError: if no plan fits in memory, naming the missing bytes.
+        SearchEndedError: if time ended the search before it had a plan.
         UserInputError: for a wish that cannot be kept, or an unknown setting.
     """
     settings = _settings(recipe, cluster, overrides)
@@ -126,10 +126,7 @@ def plan_recipe(
     wanted = plan_request(composed.config, with_times(inputs, composed), space)
     if "search.num_alternatives" not in composed.given:
         wanted = dataclasses.replace(wanted, num_alternatives=max(_RUNNERS_UP, choose))
-    found = find_plan(wanted, choose=choose)
-    if isinstance(found, NoPlan):
-        raise NothingFitsError(found, inputs.notes)
-    return found
+    return require_plan(find_plan(wanted, choose=choose), inputs.notes)
 
 
 def _settings(

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nest_megatron.app import BAD_INPUT, INTERRUPTED, NOTHING_FITS
+from nest_megatron.app import BAD_INPUT, ENDED_EARLY, INTERRUPTED, NOTHING_FITS
 from nest_megatron.app.output import say, show, show_json
 from nest_megatron.app.plan import describe
 from nest_megatron.app.sweep_folder import (
@@ -28,6 +28,7 @@ from nest_megatron.files import write_bytes, write_text
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.sweep_table import SweepRow, to_csv, to_parquet
+from nest_megatron.units import format_seconds
 
 
 def run_sweep(
@@ -43,7 +44,7 @@ def run_sweep(
         launcher: settings of Hydra's launcher, none for its basic one.
 
     Returns:
-        The worst exit code of all jobs.
+        The highest exit code of all jobs.
 
     Raises:
         UserInputError: for an ``out`` that is no folder or in use, or a launcher that is not there.
@@ -117,6 +118,10 @@ def _row(number: int, job: SweepJob, result: SweepResult) -> SweepRow:
         return SweepRow(
             number=number, settings=settings, status="does not fit", missing_bytes=missing
         )
+    if result.code == ENDED_EARLY:
+        bound = format_seconds(document["ended_early"]["lower_bound_s"])
+        told = f"no plan yet, none below {bound}: raise search.max_seconds"
+        return SweepRow(number=number, settings=settings, status="ended early", told=told)
     return SweepRow(number=number, settings=settings, status="ok", plan=_plan(job, result))
 
 

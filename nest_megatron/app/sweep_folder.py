@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nest_megatron import __version__
-from nest_megatron.app import BAD_INPUT
+from nest_megatron.app import BAD_INPUT, ENDED_EARLY
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import Setting
 from nest_megatron.errors import UserInputError
@@ -135,6 +135,10 @@ def read_result(folder: Path, job: SweepJob) -> SweepResult | None:
 
 
 def is_done(folder: Path, job: SweepJob) -> bool:
-    """Whether a job need not run again; one with bad input runs again, for its files may change."""
+    """Whether a job need not run again.
+
+    One with bad input runs again, for its files may change; and so does one that time ended without
+    a plan, for the machine may be less busy.
+    """
     result = read_result(folder, job)
-    return result is not None and result.code != BAD_INPUT
+    return result is not None and result.code not in (BAD_INPUT, ENDED_EARLY)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.resources
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nest_megatron.app import BAD_INPUT, NOTHING_FITS, OK
+from nest_megatron.app import BAD_INPUT, OK
 from nest_megatron.app.output import error_fields
 from nest_megatron.app.sweep_folder import (
     SweepJob,
@@ -101,16 +102,18 @@ def run_one(config: DictConfig) -> int:
 
 
 def _planned(job: SweepJob, config_dir: Path | None) -> SweepResult:
-    from nest_megatron.app.plan import plan_job
+    from nest_megatron.app.plan import plan_job, without_plan
     from nest_megatron.config.compose import compose
 
+    begun_s = time.monotonic()
     try:
-        found, _ = plan_job(compose(job.settings, config_dir))
+        found, _ = plan_job(compose(job.settings, config_dir), begun_s)
     except UserInputError as error:
         return SweepResult(code=BAD_INPUT, document={"error": error_fields(error)})
     if isinstance(found, ParallelPlan):
         return SweepResult(code=OK, document={"plan": to_plain(found)})
-    return SweepResult(code=NOTHING_FITS, document={"no_plan": to_plain(found)})
+    code, document = without_plan(found)
+    return SweepResult(code=code, document=document)
 
 
 def _launcher(settings: Sequence[Setting]) -> str:

@@ -16,9 +16,14 @@ from nest_megatron.parallel.recompute import Recompute
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.one_partition import judging
-from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, StageSolution
+from nest_megatron.solver.outcome import (
+    DEFAULT_NODE_LIMIT,
+    NO_THRESHOLD,
+    StageSolution,
+    StageSolver,
+)
 from nest_megatron.solver.ranking import SolvedGrid
-from nest_megatron.solver.search import Search, StageSolver
+from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
 
 Option = TypeVar("Option")

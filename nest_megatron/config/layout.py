@@ -66,7 +66,8 @@ def _uneven(composed: Composed, inputs: Inputs, grid: Grid) -> tuple[ParallelPla
         request = dataclasses.replace(request, num_alternatives=0)
         found = plan(request)
         if isinstance(found, ParallelPlan):
-            return found, "the fastest uneven layout that fits is used."
+            which = "" if found.search.certificate == "optimal" else " found in the time"
+            return found, f"the fastest uneven layout{which} that fits is used."
     partition = even_partition(inputs, grid)
     return _priced(inputs, grid, partition), "the layers are spread as evenly as they go."
 

@@ -139,13 +139,20 @@ class CostModel:
         to ask for every shard of a large search.
         """
         if recompute == NO_RECOMPUTE:
-            pieces = self._pieces(kind, places, shard)
-            forward = sum(piece.whole_forward.total for piece in pieces)
-            backward = sum(piece.backward.total for piece in pieces)
-        else:
-            run = self.run(kind, places, shard, recompute)
-            forward, backward = run.forward.total, run.backward.total + run.recompute.total
+            return _least_sum(self._pieces(kind, places, shard))
+        run = self.run(kind, places, shard, recompute)
+        forward, backward = run.forward.total, run.backward.total + run.recompute.total
         return max(0, to_ticks(forward) - 1), max(0, to_ticks(backward) - 1)
+
+    def least_time_outside_experts(
+        self, kind: LayerKind, places: GroupPlaces, shard: LayerShard
+    ) -> tuple[Ticks, Ticks]:
+        """The same for what expert degrees do not change, without recomputation."""
+        if kind is LayerKind.MOE:
+            return _least_sum((self._outside_experts(Piece.ATTENTION, places, shard),))
+        if kind is LayerKind.MTP:
+            return _least_sum((self._outside_experts(Piece.MTP, places, shard),))
+        return self.least_time(kind, places, shard, NO_RECOMPUTE)
 
     def shard(self, grid: Grid) -> LayerShard:
         """How a grid divides a layer."""
@@ -354,3 +361,9 @@ class CostModel:
             ranks = range(p if p > 1 else 0)
             self._links[key] = tuple(pipeline_link_level(dims, rank, self._sizes) for rank in ranks)
         return self._links[key]
+
+
+def _least_sum(pieces: tuple[UnitTimes, ...]) -> tuple[Ticks, Ticks]:
+    forward = sum(piece.whole_forward.total for piece in pieces)
+    backward = sum(piece.backward.total for piece in pieces)
+    return max(0, to_ticks(forward) - 1), max(0, to_ticks(backward) - 1)

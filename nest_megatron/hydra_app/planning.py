@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from nest_megatron.app.failure import NothingFitsError
+from nest_megatron.app.failure import require_plan
 from nest_megatron.app.surroundings import Surroundings, processes_per_host, surroundings
 from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.config.command import Wishes, job_request
@@ -27,7 +27,6 @@ from nest_megatron.launchers.planned import planned_items
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.pinning import Found, PinnedPlan, read_pinned, require_same_job
-from nest_megatron.planner import NoPlan
 from nest_megatron.planner import plan as find_plan
 
 #: Runners-up that are ranked unless ``search.num_alternatives`` says otherwise.
@@ -83,9 +82,7 @@ def _searched(
     wanted = plan_request(composed.config, with_times(inputs, composed), space)
     if "search.num_alternatives" not in composed.given:
         wanted = dataclasses.replace(wanted, num_alternatives=_RUNNERS_UP)
-    found = find_plan(wanted)
-    if isinstance(found, NoPlan):
-        raise NothingFitsError(found, inputs.notes)
+    found = require_plan(find_plan(wanted), inputs.notes)
     require_decided(found, wanted.max_seconds)
     return found, job, inputs.notes
 

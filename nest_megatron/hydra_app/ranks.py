@@ -26,8 +26,7 @@ def require_decided(plan: ParallelPlan, max_seconds: float) -> None:
     Raises:
         UserInputError: if the time limit ended the search of a job with several ranks.
     """
-    search = plan.search
-    if search.certificate == "gap" and search.seconds >= max_seconds:
+    if plan.search.certificate == "gap":
         raise UserInputError(
             "search.max_seconds",
             value=max_seconds,

@@ -144,9 +144,10 @@ class SearchRecord:
     """What the search looked at and proved.
 
     Args:
-        certificate: ``optimal``, ``gap`` (time ran out; ``gap_percent`` is proven), ``runner-up``
-            (chosen by the user; ``gap_percent`` slower than the best) or ``fixed`` (nothing was
-            searched).
+        certificate: ``optimal``, ``gap`` (time ran out; ``gap_percent`` is proven), ``node-limit``
+            (as ``gap``, for a stage problem too large to finish), ``runner-up`` (chosen by the
+            user; ``gap_percent`` slower than the best) or ``fixed`` (nothing was searched); without
+            a plan ``infeasible`` (proven) or ``ended-early`` (time ran out: nothing is known).
         seconds: wall time of the search.
         not_modelled: flags of the job whose effect on memory is not known, so that what is said
             of memory is not certain.

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.degree_rules import DEGREE_RULES, violations
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.plan import ParallelPlan, SearchRecord
 from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.planner.assemble import (
+    ENDED_EARLY,
     alternative,
     assemble,
     nothing_searched,
     search_record,
 )
+from nest_megatron.planner.ended import EndedEarly
 from nest_megatron.planner.offers import with_offer
 from nest_megatron.planner.request import NUM_ALTERNATIVES, PlanRequest
 from nest_megatron.planner.shortage import (
@@ -38,6 +41,7 @@ from nest_megatron.units import Ticks, to_seconds
 
 __all__ = [
     "NUM_ALTERNATIVES",
+    "EndedEarly",
     "NoPlan",
     "PlanRequest",
     "check_launchable",
@@ -46,49 +50,44 @@ __all__ = [
     "plan",
 ]
 
+#: Time that is kept for what follows a search: pricing its answer and telling it.
+_REPORT_SHARE, _REPORT_S = 0.1, 0.5
+#: Share of the time after which a search without a plan looks for any.
+_SHORT_OF_TIME = 0.25
 #: Called with (candidates solved, best time so far in seconds or None, proven bound in seconds).
 Progress = Callable[[int, float | None, float], None]
 
 
 def plan(
     request: PlanRequest, on_progress: Progress | None = None, *, choose: int = 0
-) -> ParallelPlan | NoPlan:
+) -> ParallelPlan | NoPlan | EndedEarly:
     """Find the fastest plan that fits.
 
     Args:
         choose: take this runner-up instead of the best (0).
 
     Returns:
-        The plan with its certificate, or what is missing if nothing fits.
+        The plan with its certificate, what is missing if nothing fits, or, if time ended the search
+        before it had a plan, what it has proven.
 
     Raises:
         UserInputError: if no combination of degrees is legal, naming the rules that refuse them, or
             there is no such runner-up.
     """
-    model = CostModel(request.spec, request.cluster, request.settings, request.times)
-    started = time.perf_counter()
-    result = _search(request, model, started, on_progress)
-    seconds = time.perf_counter() - started
-    record = search_record(request, result, seconds)
-    if not result.plans:
-        refuse_if_nothing_is_legal(request, result)
-        return no_plan(request, model, record)
-    plans = list(result.plans)
-    if choose >= len(plans):
-        raise UserInputError(
-            "nest.alternative",
-            value=choose,
-            limit=f"the search ranked {len(plans) - 1} runners-up",
-            fix="Give a smaller number, or raise search.num_alternatives.",
+    deadline = request.deadline()
+    searched = _search(request, deadline, on_progress, choose)
+    record = searched.record
+    if searched.result.plans:
+        found = _assembled(request, searched, choose)
+        return with_offer(found, request, lambda asked: _best(asked, deadline))
+    if record.certificate == ENDED_EARLY:
+        return EndedEarly(
+            lower_bound_s=to_seconds(searched.result.certificate.lower_bound),
+            max_seconds=request.max_seconds,
+            search=record,
         )
-    chosen = plans.pop(choose)
-    if choose:
-        slower = 100.0 * (chosen.iteration - plans[0].iteration) / plans[0].iteration
-        record = dataclasses.replace(record, certificate="runner-up", gap_percent=slower)
-    alternatives = tuple(alternative(request.spec, chosen, other) for other in plans)
-    sharding = request.space.sharding
-    found = assemble(model, request.settings, chosen, alternatives, record, sharding)
-    return with_offer(found, request, plan)
+    refuse_if_nothing_is_legal(request, searched.result)
+    return no_plan(request, searched.model, record, deadline)
 
 
 def estimate_plan(
@@ -146,20 +145,61 @@ def check_launchable(
         )
 
 
+class _Searched(NamedTuple):
+    model: CostModel
+    result: SearchResult
+    record: SearchRecord
+
+
 def _search(
-    request: PlanRequest, model: CostModel, started: float, on_progress: Progress | None
-) -> SearchResult:
+    request: PlanRequest, deadline: Deadline, on_progress: Progress | None = None, number: int = 0
+) -> _Searched:
+    """Search a request's space for the plan of a rank, until some time before a deadline."""
+
     def report(solved: int, best: Ticks, bound: Ticks) -> None:
         assert on_progress is not None
         on_progress(solved, to_seconds(best), to_seconds(bound))
 
+    model = CostModel(request.spec, request.cluster, request.settings, request.times)
+    ends = deadline.without(min(_REPORT_S, _REPORT_SHARE * deadline.seconds))
+    started = time.perf_counter()
     search = Search(
         model,
         request.global_batch_size,
         request.space,
-        solver_of(choose(request.backend)),
+        solver_of(choose(request.backend), ends.passed),
         num_layouts=request.num_alternatives + 1,
-        out_of_time=lambda: time.perf_counter() - started > request.max_seconds,
+        out_of_time=ends.passed,
+        short_of_time=lambda: ends.passed(_SHORT_OF_TIME),
         on_progress=report if on_progress else None,
     )
-    return search.run()
+    result = search.run()
+    if result.plans and number >= len(result.plans):
+        raise UserInputError(
+            "nest.alternative",
+            value=number,
+            limit=f"the search ranked {len(result.plans) - 1} runners-up",
+            fix="Give a smaller number, or raise search.num_alternatives or search.max_seconds.",
+        )
+    record = search_record(request, result, time.perf_counter() - started, number)
+    return _Searched(model, result, record)
+
+
+def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> ParallelPlan:
+    others = list(searched.result.plans)
+    chosen = others.pop(number)
+    alternatives = tuple(alternative(request.spec, chosen, other) for other in others)
+    return assemble(
+        searched.model,
+        request.settings,
+        chosen,
+        alternatives,
+        searched.record,
+        request.space.sharding,
+    )
+
+
+def _best(request: PlanRequest, deadline: Deadline) -> ParallelPlan | None:
+    """The best plan, if time allows to find one; why there is none is not asked."""
+    searched = _search(request, deadline)
+    return _assembled(request, searched) if searched.result.plans else None

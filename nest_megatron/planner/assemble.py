@@ -34,9 +34,13 @@ from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.planner.request import PlanRequest
 from nest_megatron.profile.records import ANALYTIC_NAME, Source
 from nest_megatron.solver.backend import choose
+from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SearchResult, SolvedGrid
 from nest_megatron.solver.space import DEFAULT_LIMITS, SearchSpace
 from nest_megatron.units import to_seconds
+
+#: Certificate of a search that time ended before it had a plan.
+ENDED_EARLY = "ended-early"
 
 
 def assemble(
@@ -183,16 +187,18 @@ def alternative(spec: TransformerSpec, best: SolvedGrid, other: SolvedGrid) -> A
     )
 
 
-def search_record(request: PlanRequest, result: SearchResult, seconds: float) -> SearchRecord:
-    """What the search looked at and proved, for the plan file."""
+def search_record(
+    request: PlanRequest, result: SearchResult, seconds: float, number: int
+) -> SearchRecord:
+    """What the search looked at and proved, for the plan file.
+
+    Args:
+        number: the plan that is taken, by its rank.
+    """
     proof = result.certificate
-    gap = 0.0
-    if result.plans and not proof.optimal:
-        best = result.plans[0].iteration
-        gap = 100.0 * (best - proof.lower_bound) / max(1, proof.lower_bound)
     return SearchRecord(
-        certificate="optimal" if proof.optimal else "gap" if result.plans else "infeasible",
-        gap_percent=gap,
+        certificate=_certificate(result, number),
+        gap_percent=_gap_percent(result, number),
         candidates=proof.candidates,
         bounded=proof.bounded,
         infeasible=proof.infeasible,
@@ -205,6 +211,25 @@ def search_record(request: PlanRequest, result: SearchResult, seconds: float) ->
         space=describe_space(request.space, request.cluster),
         not_modelled=request.not_modelled,
     )
+
+
+def _gap_percent(result: SearchResult, number: int) -> float:
+    """How much slower than the lower bound, which the best plan may attain, a plan is."""
+    if not result.plans:
+        return 0.0
+    lower = result.certificate.lower_bound
+    return 100.0 * (result.plans[number].iteration - lower) / max(1, lower)
+
+
+def _certificate(result: SearchResult, number: int) -> str:
+    """What was proven, in the words of ``SearchRecord``."""
+    proof = result.certificate
+    if not result.plans:
+        ended = not proof.finished or proof.lower_bound < NO_THRESHOLD
+        return ENDED_EARLY if ended else "infeasible"
+    if proof.optimal:
+        return "runner-up" if number else "optimal"
+    return "node-limit" if proof.finished else "gap"
 
 
 def describe_space(space: SearchSpace, cluster: Cluster) -> Mapping[str, str]:

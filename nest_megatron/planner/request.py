@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.space import SearchSpace
+from nest_megatron.units import Seconds
 
 #: Runners-up that a plan lists.
 NUM_ALTERNATIVES = 10
@@ -37,8 +40,9 @@ class PlanRequest:
         times: measured times of the model's layers; ``None`` takes all from data sheets.
         not_modelled: flags of the job that change memory in a way not known here: no verdict on
             memory is certain.
-        max_seconds: time for the search; when it ends first, the plan says how far from the
-            optimum it can be at most.
+        max_seconds: time for everything, from reading the job to its report; when it ends the
+            search, the plan says how far from the optimum it can be at most.
+        begun_s: when that time began (``time.monotonic``); ``None`` is when planning begins.
         offer: another sharding to be priced by ``offers.priced``.
     """
 
@@ -48,6 +52,7 @@ class PlanRequest:
     settings: CostSettings = field(default_factory=CostSettings)
     space: SearchSpace = field(default_factory=SearchSpace)
     max_seconds: float = 60.0
+    begun_s: Seconds | None = None
     num_alternatives: int = NUM_ALTERNATIVES
     backend: Backend | None = None
     times: LayerTimes | None = None
@@ -70,3 +75,8 @@ class PlanRequest:
                 limit="it must be above 0",
                 fix="Give the seconds that the search may take.",
             )
+
+    def deadline(self) -> Deadline:
+        """The time that planning has, from now on where nothing says when it began."""
+        begun = time.monotonic() if self.begun_s is None else self.begun_s
+        return Deadline(begun_s=begun, seconds=self.max_seconds)

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.plan import SearchRecord
@@ -28,6 +29,8 @@ class NoPlan:
         missing_bytes: what the nearest plan lacks on its fullest GPU.
         nearest: that plan's degrees, in words.
         remedies: changes that were tried and make some plan fit.
+        complete: false if time ended the analysis: some other plan may lack less, and other changes
+            may help.
     """
 
     shortage: Shortage
@@ -36,6 +39,7 @@ class NoPlan:
     nearest: str
     remedies: tuple[str, ...]
     search: SearchRecord
+    complete: bool = True
 
 
 def refuse_if_nothing_is_legal(request: PlanRequest, result: SearchResult) -> None:
@@ -63,9 +67,15 @@ def refuse_if_nothing_is_legal(request: PlanRequest, result: SearchResult) -> No
     )
 
 
-def no_plan(request: PlanRequest, model: CostModel, record: SearchRecord) -> NoPlan:
-    """Explain an infeasible job: the nearest plan, and which larger clusters would take it."""
-    shortage = least_memory(_new_search(request, model))
+def no_plan(
+    request: PlanRequest, model: CostModel, record: SearchRecord, deadline: Deadline
+) -> NoPlan:
+    """Explain an infeasible job: the nearest plan, and which larger clusters would take it.
+
+    Args:
+        deadline: when it passes, what was found until then is told.
+    """
+    shortage = least_memory(_new_search(request, model, deadline), deadline.passed)
     assert shortage is not None, "a legal space has a plan that needs least memory"
     missing = shortage.needed_bytes - model.capacity_bytes
     return NoPlan(
@@ -73,22 +83,24 @@ def no_plan(request: PlanRequest, model: CostModel, record: SearchRecord) -> NoP
         missing_bytes=missing,
         capacity_bytes=model.capacity_bytes,
         nearest=describe_grid(shortage.grid),
-        remedies=tuple(_remedies(request, missing)),
+        remedies=tuple(_remedies(request, missing, deadline)),
         search=record,
+        complete=not deadline.passed(),
     )
 
 
-def _remedies(request: PlanRequest, missing: int) -> list[str]:
+def _remedies(request: PlanRequest, missing: int, deadline: Deadline) -> list[str]:
     """Single changes after which something fits, each tried."""
     found = []
     batch = request.global_batch_size
-    if enough := _smallest_that_fits(request):
+    if enough := _smallest_that_fits(request, deadline):
         found.append(f"cluster.num_gpus={enough}")
     free = SearchSpace(use_all_gpus=request.space.use_all_gpus)
-    if request.space != free and _fits(dataclasses.replace(request, space=free)):
+    if request.space != free and _fits(dataclasses.replace(request, space=free), deadline):
         found.append(f"leave free what is fixed ({', '.join(_given(request.space))})")
-    if request.offer is not None and _fits(dataclasses.replace(request, space=request.offer.space)):
-        found.append(f"another data-parallel sharding: {request.offer.free}")
+    offer = request.offer
+    if offer is not None and _fits(dataclasses.replace(request, space=offer.space), deadline):
+        found.append(f"another data-parallel sharding: {offer.free}")
     accelerator = request.cluster.accelerator
     more = -(-(missing + accelerator.memory_bytes) // 2**30)
     found.append(f"GPUs with at least {more} GiB of memory, for a global batch of {batch}")
@@ -108,36 +120,44 @@ def _given(space: SearchSpace) -> list[str]:
     return [*space.fixed, *limits, *(name for name, given in others.items() if given)]
 
 
-def _smallest_that_fits(request: PlanRequest) -> int | None:
-    """Fewest GPUs, in whole nodes, found by doubling and then halving the step back."""
+def _smallest_that_fits(request: PlanRequest, deadline: Deadline) -> int | None:
+    """Fewest GPUs, in whole nodes, found by doubling and then halving the step back.
+
+    Where time runs out it is some number of GPUs that is enough, or none.
+    """
     cluster = request.cluster
     node, size = cluster.gpus_per_node, cluster.num_gpus
 
     def fits(num_gpus: int) -> bool:
-        return _fits(dataclasses.replace(request, cluster=cluster.resized(num_gpus)))
+        return _fits(dataclasses.replace(request, cluster=cluster.resized(num_gpus)), deadline)
 
-    while size <= LARGEST_CLUSTER:
+    while size <= LARGEST_CLUSTER and not deadline.passed():
         below, size = size, 2 * size if 2 * size <= node else -(-2 * size // node) * node
         if fits(size):
-            while size - below > node:
+            while size - below > node and not deadline.passed():
                 middle = below + (size - below) // (2 * node) * node
                 below, size = (below, middle) if fits(middle) else (middle, size)
             return size
     return None
 
 
-def _fits(request: PlanRequest) -> bool:
+def _fits(request: PlanRequest, deadline: Deadline) -> bool:
+    """Whether some plan fits, as far as there was time to find one."""
     model = CostModel(request.spec, request.cluster, request.settings, request.times)
-    return bool(_new_search(request, model, first_fit=True).run().plans)
+    return bool(_new_search(request, model, deadline, first_fit=True).run().plans)
 
 
-def _new_search(request: PlanRequest, model: CostModel, *, first_fit: bool = False) -> Search:
+def _new_search(
+    request: PlanRequest, model: CostModel, deadline: Deadline, *, first_fit: bool = False
+) -> Search:
     return Search(
         model,
         request.global_batch_size,
         request.space,
-        solver_of(choose(request.backend)),
+        solver_of(choose(request.backend), deadline.passed),
         first_fit=first_fit,
+        out_of_time=deadline.passed,
+        short_of_time=lambda: first_fit,
     )
 
 

@@ -18,8 +18,8 @@ class SweepRow:
 
     Args:
         settings: what varies, as typed, by key.
-        status: ``ok``, ``does not fit`` or ``bad input``.
-        told: what is wrong with the input.
+        status: ``ok``, ``does not fit``, ``bad input`` or ``ended early`` (without a plan).
+        told: what is wrong with the input, or known of a search that ended early.
     """
 
     number: int

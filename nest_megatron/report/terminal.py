@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nest_megatron.parallel.plan import Alternative, ParallelPlan, PredictedStage, SearchRecord
-from nest_megatron.planner import NoPlan, describe_grid
+from nest_megatron.planner import EndedEarly, NoPlan, describe_grid
 from nest_megatron.report.words import (
     TERM_WORDS,
     basis,
@@ -339,6 +339,13 @@ def _provenance(plan: ParallelPlan) -> RenderableType:
     )
 
 
+#: Said where time ended the analysis of a job that does not fit.
+_INCOMPLETE = (
+    "Time ended this analysis: another plan may lack less, and fewer GPUs or other changes may do. "
+    "Raise search.max_seconds for the nearest."
+)
+
+
 def no_plan_report(refusal: NoPlan) -> RenderableType:
     """Nothing fits: by how much, where, and what helps."""
     rows = [
@@ -358,8 +365,29 @@ def no_plan_report(refusal: NoPlan) -> RenderableType:
         _pairs(rows),
         _heading("Single changes that help"),
         _pairs(remedies),
+        *([] if refusal.complete else [Padding(Text(_INCOMPLETE), (0, 2))]),
         _heading("What was tried"),
         Padding(Text(certificate(refusal.search)), (0, 2)),
+    )
+
+
+def ended_report(ended: EndedEarly) -> RenderableType:
+    """Time ended the search before it had a plan: what is known, and what to do."""
+    rows = [
+        ("Limit", Text(f"search.max_seconds={ended.max_seconds:g}")),
+        ("Lower bound", Text(f"no plan has a step below {format_seconds(ended.lower_bound_s)}")),
+    ]
+    advice = [
+        ("-", Text("a larger search.max_seconds")),
+        ("-", Text("fewer choices: fix a degree (parallel.tensor_model_parallel_size=8)")),
+    ]
+    return Group(
+        Text("The search ended before it found a plan.", style="bold yellow"),
+        _pairs(rows),
+        _heading("What helps"),
+        _pairs(advice),
+        _heading("What was tried"),
+        Padding(Text(certificate(ended.search)), (0, 2)),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from nest_megatron.cost_model.memory import PEAK_ERROR, within_error
 from nest_megatron.parallel.plan import ParallelPlan, SearchRecord
+from nest_megatron.planner.ended import EndedEarly
 from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.units import Bytes, format_gib, format_seconds
 
@@ -33,7 +34,7 @@ def certificate(record: SearchRecord) -> str:
     """What the search proved, and how it got there."""
     if record.certificate == "fixed":
         return "Nothing was searched: the layout was given, and priced."
-    if record.not_modelled:
+    if record.not_modelled and record.certificate != "ended-early":
         return f"{_unproven(record)} {_counts(record)}"
     return f"{_verdict(record)} {_counts(record)}"
 
@@ -97,21 +98,40 @@ def _verdict(record: SearchRecord) -> str:
         return "Optimal: no other plan in the searched space is faster under this cost model."
     if record.certificate == "runner-up":
         return f"A runner-up, as asked for: {record.gap_percent:.2f} % slower than the best plan."
+    gap = f"this plan is proven to be at most {record.gap_percent:.2f} % slower than the best"
     if record.certificate == "gap":
         return (
-            f"Time ran out: this plan is proven to be at most {record.gap_percent:.2f} % slower "
-            "than the best in the searched space. Raise search.max_seconds to close the gap."
+            f"Time ran out: {gap} in the searched space. Raise search.max_seconds to close the gap."
         )
+    if record.certificate == "node-limit":
+        return f"A stage problem was too large to finish: {gap} in the searched space."
+    if record.certificate == "ended-early":
+        return "Time ran out before a plan was found: whether there is one is not known."
     return "Proven: nothing in the searched space fits."
+
+
+def ended_early(ended: EndedEarly) -> str:
+    """What is known where time ended the search before it had a plan."""
+    return (
+        f"search.max_seconds={ended.max_seconds:g} ended the search before it found a plan; "
+        "whether there is one is not known, and none has a step below "
+        f"{format_seconds(ended.lower_bound_s)}. Raise search.max_seconds, or fix some degrees"
+    )
 
 
 def _counts(record: SearchRecord) -> str:
     misfits = sum(record.infeasible.values())
+    left = record.candidates - record.bounded - misfits - record.solved
+    met = "candidates met so far" if left else "candidates"
+    memory = (
+        "need too much memory" if record.certificate == "ended-early" else "do not fit in memory"
+    )
+    undecided = f" {left:,} are undecided." if left else ""
     return (
-        f"Of {record.candidates:,} candidates {record.bounded:,} were ruled out by a lower bound, "
-        f"{misfits:,} do not fit in memory and {record.solved:,} were solved exactly "
+        f"Of {record.candidates:,} {met} {record.bounded:,} were ruled out by a lower bound, "
+        f"{misfits:,} {memory} and {record.solved:,} were solved exactly "
         f"({record.stage_nodes:,} partial partitions, {record.simulations:,} simulated schedules), "
-        f"in {record.seconds:.2f} s with the {record.backend}."
+        f"in {record.seconds:.2f} s with the {record.backend}.{undecided}"
     )
 
 

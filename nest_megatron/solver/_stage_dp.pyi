@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 from nest_megatron.cost_model.pipeline import UnitCost
 
 def solve(
@@ -19,4 +21,5 @@ def solve(
     nogoods_after: int,
     max_nogoods: int,
     max_needs: int,
+    out_of_time: Callable[[], bool] | None,
 ) -> tuple[int, int, tuple[int, ...], int, int, int] | None: ...

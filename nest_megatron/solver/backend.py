@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable
 from enum import Enum
-from functools import cache
 
 from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.solver import reference
 from nest_megatron.solver.door import check_shape, check_values
-from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, StageSolution
+from nest_megatron.solver.outcome import (
+    DEFAULT_NODE_LIMIT,
+    NO_THRESHOLD,
+    OutOfTime,
+    StageSolution,
+)
 from nest_megatron.units import Ticks
 
 ENVIRONMENT_VARIABLE = "NEST_MEGATRON_SOLVER"
@@ -63,13 +68,17 @@ def choose(wanted: Backend | None = None) -> Backend:
     return _available()
 
 
-def solver_of(backend: Backend) -> Solve:
-    """The function behind a backend."""
+def solver_of(backend: Backend, out_of_time: OutOfTime | None = None) -> Solve:
+    """The function behind a backend.
+
+    Args:
+        out_of_time: ends each solve once it is true, as a node limit does.
+    """
     if backend is Backend.REFERENCE:
-        return _solve_reference
+        return functools.partial(_solve_reference, out_of_time=out_of_time)
     from nest_megatron.solver import kernel
 
-    return kernel.solve
+    return functools.partial(kernel.solve, out_of_time=out_of_time)
 
 
 def _parse(name: str) -> Backend:
@@ -84,7 +93,7 @@ def _parse(name: str) -> Backend:
     return Backend(name)
 
 
-@cache
+@functools.cache
 def _available() -> Backend:
     try:
         from nest_megatron.solver import kernel  # noqa: F401
@@ -98,7 +107,9 @@ def _available() -> Backend:
     return Backend.KERNEL
 
 
-def _solve_reference(problem: PipelineProblem, threshold: Ticks, node_limit: int) -> StageSolution:
+def _solve_reference(
+    problem: PipelineProblem, threshold: Ticks, node_limit: int, *, out_of_time: OutOfTime | None
+) -> StageSolution:
     check_shape(problem, threshold, node_limit)
     check_values(problem)
-    return reference.solve(problem, threshold, node_limit)
+    return reference.solve(problem, threshold, node_limit, out_of_time=out_of_time)

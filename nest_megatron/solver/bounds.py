@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from nest_megatron.cost_model.keys import split_block
 from nest_megatron.cost_model.memory import parameter_bytes
@@ -28,7 +28,11 @@ LAYERS = (LayerKind.DENSE, LayerKind.MOE)
 
 
 class Bounds:
-    """Bounds for the grids of one job; what grids share is computed once."""
+    """Bounds for the grids of one job; what grids share is computed once.
+
+    Attributes:
+        floor: no plan at all is faster.
+    """
 
     def __init__(self, model: CostModel, global_batch_size: int) -> None:
         self.model = model
@@ -38,7 +42,7 @@ class Bounds:
         self._spreads: dict[tuple[int, int, float], float] = {}
         self._kinds = Counter(model.spec.layer_kinds())
         self._num_units = len(model.spec.layer_kinds())
-        self._floor = to_ticks(model.settings.iteration_floor_s)
+        self.floor = to_ticks(model.settings.iteration_floor_s)
 
     def _work(self, grid: Grid, recompute: Recompute) -> tuple[Ticks, Ticks, float]:
         """Forward and backward time of one micro batch through all units.
@@ -65,11 +69,31 @@ class Bounds:
 
     def even(self, grid: Grid, recompute: Recompute = NO_RECOMPUTE) -> Ticks:
         """All ranks busy all the time: the work of the whole batch over all ranks."""
-        dims = grid.dims
         forward, backward, _ = self._work(grid, recompute)
+        return self._evenly(grid, forward + backward)
+
+    def _evenly(self, grid: Grid, work: Ticks) -> Ticks:
+        """The step, if the work of each micro batch were divided over all ranks."""
+        dims = grid.dims
         ranks = dims.tensor_model_parallel_size * dims.context_parallel_size
-        work = (forward + backward) * self.global_batch_size * ranks
-        return self._floor + work // (grid.micro_batch_size * dims.world_size)
+        whole = work * self.global_batch_size * ranks
+        return self.floor + whole // (grid.micro_batch_size * dims.world_size)
+
+    def least(self, shards: Iterable[Grid]) -> Ticks:
+        """No plan of any of these shards is faster, by what expert degrees do not change."""
+        bounds: dict[object, Ticks] = {}
+        for grid in shards:
+            dims = grid.dims
+            tp, cp = dims.tensor_model_parallel_size, dims.context_parallel_size
+            key = (dims.world_size, tp, cp, grid.micro_batch_size)
+            if key not in bounds:
+                places, shard = self.model.places(dims), self.model.shard(grid)
+                work = sum(
+                    count * sum(self.model.least_time_outside_experts(kind, places, shard))
+                    for kind, count in self._kinds.items()
+                )
+                bounds[key] = self._evenly(grid, work)
+        return min(bounds.values(), default=self.floor)
 
     def least_static_bytes(self, dims: ParallelDims, zero: ZeroStage) -> float:
         """Weights and states of the fullest stage are at least the mean over stages."""
@@ -116,7 +140,7 @@ class Bounds:
             modules = recompute.modules
             work = forward + backward
             work += sum(map(added.__getitem__, modules)) if modules else added[recompute]
-            yield self._floor + max(work * m // p, math.floor(work * spread))
+            yield self.floor + max(work * m // p, math.floor(work * spread))
 
     def _spread(self, p: int, m: int, share: float) -> float:
         """A balanced plain pipeline's time over the time of one micro batch through all stages."""

@@ -42,3 +42,13 @@ def sort_settings(settings: tuple[Recompute, ...], *, lazily: bool) -> Choices:
         others=others,
         modules=tuple(frozenset(r.modules) for r in others),
     )
+
+
+def sparing(settings: tuple[Recompute, ...]) -> list[Recompute]:
+    """The settings that keep least: the largest block, uniform, the largest sets of modules."""
+    if len(settings) == 1:
+        return list(settings)
+    most = max(len(r.modules) for r in settings)
+    blocks = [r for r in settings if r.method is RecomputeMethod.BLOCK]
+    uniform = [r for r in settings if r.method is RecomputeMethod.UNIFORM]
+    return [*uniform, *blocks[-1:], *(r for r in settings if 0 < len(r.modules) >= most - 1)]

@@ -240,12 +240,11 @@ class GridSpace:
             shard.micro_batch_size,
         )
         if key not in self._leaves:
-            self._leaves[key] = sum(
-                self._num_candidates_of_grid(grid) for grid in self.grids(shard)
-            )
+            self._leaves[key] = sum(map(self.num_candidates_of_grid, self.grids(shard)))
         return self._leaves[key]
 
-    def _num_candidates_of_grid(self, grid: Grid) -> int:
+    def num_candidates_of_grid(self, grid: Grid) -> int:
+        """Candidates below a grid whose virtual stages and ZeRO stage are free."""
         zeros = len(self.zero_stages(grid.dims))
         pp = grid.dims.pipeline_model_parallel_size
         return sum(zeros * self._num_settings(pp * v) for v in self._virtual_sizes(grid))

@@ -11,6 +11,7 @@ from nest_megatron.solver.outcome import (
     DEFAULT_NODE_LIMIT,
     NO_THRESHOLD,
     Learning,
+    OutOfTime,
     StageSolution,
     Status,
 )
@@ -24,6 +25,7 @@ def solve(
     threshold: Ticks = NO_THRESHOLD,
     node_limit: int = DEFAULT_NODE_LIMIT,
     learning: Learning = DEFAULT_LEARNING,
+    out_of_time: OutOfTime | None = None,
 ) -> StageSolution:
     """The first fastest partition that fits and takes less than ``threshold`` ticks.
 
@@ -33,6 +35,7 @@ def solve(
         node_limit: partial partitions after which the search gives up with what it has. 0 asks for
             memory and the lower bound alone: nothing is simulated.
         learning: what the search keeps of what it has seen.
+        out_of_time: asked now and then; once true the search gives up with what it has.
 
     Returns:
         What ``reference.solve`` returns, in every field.
@@ -61,6 +64,7 @@ def solve(
             learning.nogoods_after,
             learning.max_nogoods,
             learning.max_needs,
+            out_of_time,
         )
     except OverflowError:
         solved = None

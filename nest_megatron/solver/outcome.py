@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
+from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.units import Ticks
 
 #: Larger than any time on the clock; as a threshold it means "find the best there is".
@@ -12,6 +14,13 @@ NO_THRESHOLD: Ticks = 1 << 61
 
 #: Partial partitions that a solver looks at before it gives up with a proven bound.
 DEFAULT_NODE_LIMIT = 2_000_000
+
+
+#: Partial partitions between two looks at whether time has run out.
+PAUSE_NODES = 1 << 12
+
+#: Says whether a search has to end.
+OutOfTime = Callable[[], bool]
 
 
 class Status(IntEnum):
@@ -24,7 +33,8 @@ class Status(IntEnum):
     INFEASIBLE = 2
     """Proven: no partition fits in memory."""
     LIMIT = 3
-    """The node limit ended the search: ``lower_bound`` is proven, the partition is the best so far.
+    """The node limit or the time ended the search: ``lower_bound`` is proven, the partition is the
+    best so far.
 
     With a limit of 0 nothing is searched or simulated: memory and the lower bound are all there is.
     """
@@ -48,6 +58,10 @@ class StageSolution:
     lower_bound: Ticks
     nodes: int
     simulations: int
+
+
+#: Solves a stage problem: the problem, the time to beat, the most partial partitions to look at.
+StageSolver = Callable[[PipelineProblem, Ticks, int], StageSolution]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,6 +83,8 @@ class Certificate:
     """What the search proved.
 
     Args:
+        finished: false if time ended the search: what it did not decide is in no count but
+            ``candidates``, which then holds those met so far.
         optimal: nothing in the declared space is faster than the answer.
         lower_bound: nothing in it is faster than this, in ticks.
         candidates: plans in the space, each a grid with recompute and ZeRO choice.
@@ -93,6 +95,7 @@ class Certificate:
         nodes, simulations: work of the stage solver.
     """
 
+    finished: bool
     optimal: bool
     lower_bound: Ticks
     candidates: int

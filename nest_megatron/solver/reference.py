@@ -50,7 +50,9 @@ from nest_megatron.solver.outcome import (
     DEFAULT_LEARNING,
     DEFAULT_NODE_LIMIT,
     NO_THRESHOLD,
+    PAUSE_NODES,
     Learning,
+    OutOfTime,
     StageSolution,
     Status,
 )
@@ -62,6 +64,7 @@ def solve(
     threshold: Ticks = NO_THRESHOLD,
     node_limit: int = DEFAULT_NODE_LIMIT,
     learning: Learning = DEFAULT_LEARNING,
+    out_of_time: OutOfTime | None = None,
 ) -> StageSolution:
     """The first fastest partition that fits and takes less than ``threshold`` ticks.
 
@@ -71,21 +74,31 @@ def solve(
         node_limit: partial partitions after which the search gives up with what it has. 0 asks for
             memory and the lower bound alone: nothing is simulated.
         learning: what the search keeps of what it has seen.
+        out_of_time: asked every ``PAUSE_NODES`` partial partitions, when nogoods begin to be kept,
+            and after each simulation of a layout with virtual stages; once true the search gives up
+            with what it has.
     """
+    stopped = out_of_time or (lambda: False)
     if problem.num_virtual > 1:
-        return _solve_interleaved(problem, threshold, node_limit)
-    return _Search(problem, threshold, node_limit, learning).run()
+        return _solve_interleaved(problem, threshold, node_limit, stopped)
+    return _Search(problem, threshold, node_limit, learning, stopped).run()
 
 
 class _Search:
     """Branch and bound over contiguous partitions, one chunk a rank."""
 
     def __init__(
-        self, problem: PipelineProblem, threshold: Ticks, node_limit: int, learning: Learning
+        self,
+        problem: PipelineProblem,
+        threshold: Ticks,
+        node_limit: int,
+        learning: Learning,
+        out_of_time: OutOfTime,
     ) -> None:
         self.problem = problem
         self.p, self.m, self.n = problem.num_stages, problem.num_microbatches, problem.num_units
         self.threshold, self.node_limit, self.learning = threshold, node_limit, learning
+        self.out_of_time = out_of_time
         self.nogoods = Nogoods(self.p, learning)
         self.costs: dict[tuple[int, int], ChunkCost] = {}
         self.best: Boundaries = ()
@@ -224,7 +237,7 @@ class _Search:
         self._add_cut(evaluation, marks, depth=0)
 
     def _descend(self, k: int) -> bool:
-        """Try every end of stage ``k``; false if the node limit was hit."""
+        """Try every end of stage ``k``; false if the node limit or the time ended the search."""
         x = self.path[k]
         self.nogoods.open_level(k, barred=self.nodes <= self.learning.nogoods_after)
         for y in self.fit[k, x]:
@@ -233,16 +246,21 @@ class _Search:
             self.nodes += 1
             if self.nodes > self.node_limit:
                 return False
-            if self._cut_off(k, x, y) or self._known_dead(k + 1, y):
-                continue
+            alive = not (self._cut_off(k, x, y) or self._known_dead(k + 1, y))
             self.path[k + 1] = y
-            if k == self.p - 1:
+            if alive and k == self.p - 1:
                 self._visit_leaf()
-            elif self._descend(k + 1):
-                self._ask_above(k + 1, self.nogoods.close_level(k + 1, y))
-            else:
+            if self._has_to_end():
                 return False
+            if alive and k < self.p - 1:
+                if not self._descend(k + 1):
+                    return False
+                self._ask_above(k + 1, self.nogoods.close_level(k + 1, y))
         return True
+
+    def _has_to_end(self) -> bool:
+        pauses = self.nodes % PAUSE_NODES == 0 or self.nodes == self.learning.nogoods_after
+        return pauses and self.out_of_time()
 
     def _cut_off(self, k: int, x: int, y: int) -> bool:
         """Whether a cut proves that nothing below this branch wins; extends the sums so far."""
@@ -313,7 +331,7 @@ class _Search:
 
 
 def _solve_interleaved(
-    problem: PipelineProblem, threshold: Ticks, node_limit: int
+    problem: PipelineProblem, threshold: Ticks, node_limit: int, out_of_time: OutOfTime
 ) -> StageSolution:
     """Bound every member of the declared space, simulate the most promising, then all that may win.
 
@@ -326,6 +344,7 @@ def _solve_interleaved(
     lower = min(bounds, default=NO_THRESHOLD)
     best: Boundaries = ()
     simulations = 0
+    status = Status.OPTIMAL
     if lower < threshold and node_limit == 0:
         return _nothing_simulated(Status.LIMIT, lower)
     if lower < threshold:
@@ -338,8 +357,12 @@ def _solve_interleaved(
                 simulations += 1
                 if iteration < threshold:
                     threshold, best = iteration, partition
-        lower = threshold
-    status = Status.OPTIMAL if best else Status.BOUNDED if members else Status.INFEASIBLE
+                if out_of_time():
+                    status = Status.LIMIT
+                    break
+        lower = min(lower, threshold) if status is Status.LIMIT else threshold
+    if status is not Status.LIMIT and not best:
+        status = Status.BOUNDED if members else Status.INFEASIBLE
     return StageSolution(
         status=status,
         iteration=threshold if best else NO_THRESHOLD,

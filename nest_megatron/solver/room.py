@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.recompute import Recompute, RecomputeMethod
-from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, Status
-from nest_megatron.solver.search import UNLIMITED, Search, StageSolver
+from nest_megatron.parallel.recompute import Recompute
+from nest_megatron.solver.choices import sparing
+from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, OutOfTime, StageSolver, Status
+from nest_megatron.solver.search import UNLIMITED, Search
 from nest_megatron.units import Bytes
 
 
@@ -22,22 +23,25 @@ class Shortage:
     needed_bytes: Bytes
 
 
-def least_memory(search: Search) -> Shortage | None:
+def least_memory(search: Search, out_of_time: OutOfTime = lambda: False) -> Shortage | None:
     """Over all plans of the search's space, the one whose fullest GPU needs least.
 
     Args:
         search: a search of the job; its own run does not matter.
+        out_of_time: once true, the plan that needs least of those looked at is taken.
 
     Returns:
         ``None`` if the space is empty.
     """
     best: Shortage | None = None
     for grid in _families(search):
+        if best is not None and out_of_time():
+            break
         capacity = best.needed_bytes if best else UNLIMITED
         if search.bounds.least_static_bytes(grid.dims, grid.zero) >= capacity:
             continue
         stages = StageProblems(search.model, grid)
-        for recompute in _sparing(search.grids.recompute_settings(grid)):
+        for recompute in sparing(search.grids.recompute_settings(grid)):
             needed = _least_capacity(search.solve_stages, stages, recompute, capacity - 1)
             if needed is not None:
                 capacity = needed
@@ -50,16 +54,6 @@ def _families(search: Search) -> Iterator[Grid]:
     for shard in search.grids.shards():
         for grid in search.grids.grids(shard):
             yield from search.grids.families(grid)
-
-
-def _sparing(settings: tuple[Recompute, ...]) -> list[Recompute]:
-    """The settings that keep least: the largest block, uniform, the largest sets of modules."""
-    if len(settings) == 1:
-        return list(settings)
-    most = max(len(r.modules) for r in settings)
-    blocks = [r for r in settings if r.method is RecomputeMethod.BLOCK]
-    sparing = [r for r in settings if r.method is RecomputeMethod.UNIFORM]
-    return [*sparing, *blocks[-1:], *(r for r in settings if 0 < len(r.modules) >= most - 1)]
 
 
 def _least_capacity(

@@ -1,18 +1,6 @@
 """Best-first search over grids; the stage solver judges each grid that could still win.
 
-The heap holds nodes of six kinds, from coarse to fine, each with an admissible bound (no plan
-below the node is faster):
-
-* *shard*: tensor, context, expert degrees and micro batch. A replica's work on one micro batch is
-  known, and the best pipeline can do is to divide it evenly with no bubble at all.
-* *grid*: pipeline size and rank order on top.
-* *family*: virtual stages and ZeRO stage on top; for the plain schedule the bound holds the fill
-  and drain of a balanced pipeline.
-* *members*: the same with the stage solver's own lower bound, in unlimited memory and without
-  recomputation, which only make a partition slower.
-* *blocks*: full recomputation of the first layers of each chunk, block sizes rising lazily; the
-  bound holds what every rank computes again at least.
-* *variant*: another recompute setting on top, judged by the stage solver.
+The heap holds nodes of six kinds (``nodes.py``), from coarse to fine, each with a lower bound.
 
 A *layout* is a choice of tensor, pipeline and expert degrees and GPU count. The search
 keeps the best plan of each of the best ``num_layouts`` layouts, and a node is dropped only when
@@ -26,7 +14,6 @@ import dataclasses
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem
@@ -35,14 +22,19 @@ from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute, RecomputeModule
 from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.solver import nodes
 from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.choices import Choices, sort_settings
+from nest_megatron.solver.first_plan import first_plan
 from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.nodes import BLOCKS, FAMILY, GRID, MEMBERS, SHARD, VARIANT, Node
 from nest_megatron.solver.one_partition import check_partition, judging, judging_even
 from nest_megatron.solver.outcome import (
     DEFAULT_NODE_LIMIT,
     NO_THRESHOLD,
+    OutOfTime,
     StageSolution,
+    StageSolver,
     Status,
 )
 from nest_megatron.solver.ranking import Certificate, Layout, SearchResult, SolvedGrid, layout_of
@@ -52,30 +44,6 @@ from nest_megatron.units import Ticks
 #: Memory that no plan reaches, to ask for the fastest partition whatever it needs.
 UNLIMITED = 1 << 58
 
-#: Solves a stage problem: the problem, the time to beat, the most partial partitions to look at.
-StageSolver = Callable[[PipelineProblem, Ticks, int], StageSolution]
-
-
-class _Node(NamedTuple):
-    """A heap entry; ``serial`` keeps the order of equal bounds fixed.
-
-    ``stages`` are the grid's stage problems, from *members* on.
-    """
-
-    bound: Ticks
-    serial: int
-    grid: Grid
-    level: int
-    recompute: Recompute
-    stages: StageProblems | None
-
-    def problems(self) -> StageProblems:
-        """The stage problems of a node that has them."""
-        assert self.stages is not None, "made when the family is expanded"
-        return self.stages
-
-
-SHARD, GRID, FAMILY, MEMBERS, BLOCKS, VARIANT = range(6)
 
 NO_STATES = "memory: weights, gradients and optimizer states"
 NO_ROOM = "memory: with activations"
@@ -89,6 +57,7 @@ class Search:
         num_layouts: how many layouts to rank exactly.
         first_fit: stop at the first plan that fits; its time means nothing.
         out_of_time: asked now and then; once true the search stops with what it has proven.
+        short_of_time: asked as well while no plan is known; once true, any plan is looked for.
         on_progress: called with (candidates solved, best so far, proven bound), in ticks.
     """
 
@@ -101,7 +70,8 @@ class Search:
         *,
         num_layouts: int = 11,
         first_fit: bool = False,
-        out_of_time: Callable[[], bool] = lambda: False,
+        out_of_time: OutOfTime = lambda: False,
+        short_of_time: OutOfTime = lambda: False,
         on_progress: Callable[[int, Ticks, Ticks], None] | None = None,
     ) -> None:
         self.model = model
@@ -117,8 +87,11 @@ class Search:
         self.num_layouts = num_layouts
         self.first_fit = first_fit
         self.out_of_time = out_of_time
+        self.short_of_time = short_of_time
+        self.wants_any = True
+        self.enumerated = self.interrupted = False
         self.on_progress = on_progress
-        self.heap: list[_Node] = []
+        self.heap: list[Node] = []
         self.serial = 0
         self.best: dict[Layout, SolvedGrid] = {}
         self.worst_kept: Ticks = NO_THRESHOLD
@@ -129,11 +102,31 @@ class Search:
 
     def run(self) -> SearchResult:
         """Search until nothing left can change the answer, or time is up."""
+        self.enumerated = self._enumerate()
+        return self._result(drained=self.enumerated and self._drain())
+
+    def _enumerate(self) -> bool:
+        """Put every shard on the heap; false if time ran out."""
         for grid in self.grids.shards():
+            if self._has_to_end() or self.worst_kept < 0:
+                return False
             self.candidates += self.grids.num_candidates_of_shard(grid)
             self._push(self.bounds.even(grid), grid, SHARD)
-        finished = self._drain()
-        return self._result(finished)
+        return True
+
+    def _has_to_end(self) -> bool:
+        """Whether time has run out; before it does, some plan is looked for once."""
+        if self.wants_any and (self.best or self.short_of_time()):
+            self.wants_any = False
+            if not self.best:
+                grids, solve = self._new_grids(), self.solve_stages
+                if (found := first_plan(grids, self.bounds, solve, self.out_of_time)) is not None:
+                    self._keep(found)
+        return self.out_of_time()
+
+    def _new_grids(self) -> GridSpace:
+        """The space from its beginning, with counts of its own."""
+        return GridSpace(self.model, self.bounds.global_batch_size, self.grids.space)
 
     def _drain(self) -> bool:
         expand = (
@@ -148,26 +141,27 @@ class Search:
             node = self.heap[0]
             if node.bound > self.worst_kept:
                 return True
-            if self.out_of_time():
+            if self._has_to_end():
                 return False
             heapq.heappop(self.heap)
             if node.level == SHARD or node.bound <= self._threshold(node.grid):
                 expand[node.level](node)
         return True
 
-    def _result(self, finished: bool) -> SearchResult:
+    def _result(self, *, drained: bool) -> SearchResult:
         plans = tuple(sorted(self.best.values(), key=lambda plan: plan.rank)[: self.num_layouts])
         best = plans[0].iteration if plans else NO_THRESHOLD
-        open_bound = min((node.bound for node in self.heap), default=NO_THRESHOLD)
-        lower = min(best, self.unproven, NO_THRESHOLD if finished else open_bound)
+        lower = min(best, self.unproven, NO_THRESHOLD if drained else self._open_bound())
         known = self.solved + sum(self.infeasible.values())
+        left = 0 if drained else sum(self._candidates_below(node) for node in self.heap)
         return SearchResult(
             plans=plans,
             certificate=Certificate(
+                finished=drained and not self.interrupted,
                 optimal=bool(plans) and lower >= best,
                 lower_bound=lower,
                 candidates=self.candidates,
-                bounded=self.candidates - known,
+                bounded=self.candidates - known - left,
                 infeasible=dict(self.infeasible),
                 solved=self.solved,
                 illegal=dict(self.grids.illegal),
@@ -175,6 +169,18 @@ class Search:
                 simulations=self.simulations,
             ),
         )
+
+    def _open_bound(self) -> Ticks:
+        """No plan that is still to be looked at is faster."""
+        if not self.enumerated:
+            return self.bounds.least(self._new_grids().shards())
+        return self.heap[0].bound if self.heap else NO_THRESHOLD
+
+    def _candidates_below(self, node: Node) -> int:
+        """Candidates that a node of the heap leaves undecided."""
+        if node.bound > self.worst_kept:
+            return 0
+        return nodes.candidates_below(node, self.grids, self._choices(node.grid))
 
     def _push(
         self,
@@ -186,7 +192,7 @@ class Search:
     ) -> None:
         if bound <= self.worst_kept:
             self.serial += 1
-            node = _Node(bound, self.serial, grid, level, recompute, stages)
+            node = Node(bound, self.serial, grid, level, recompute, stages)
             heapq.heappush(self.heap, node)
 
     def _threshold(self, grid: Grid) -> Ticks:
@@ -194,13 +200,13 @@ class Search:
         mine = self.best.get(layout_of(grid))
         return self.worst_kept if mine is None else min(mine.iteration, self.worst_kept)
 
-    def _expand_shard(self, node: _Node) -> None:
+    def _expand_shard(self, node: Node) -> None:
         for grid in self.grids.grids(node.grid):
             bound = max(node.bound, self.bounds.even(grid))
             if bound <= self._threshold(grid):
                 self._push(bound, grid, GRID)
 
-    def _expand_grid(self, node: _Node) -> None:
+    def _expand_grid(self, node: Node) -> None:
         grid, threshold = node.grid, self._threshold(node.grid)
         allowed = self.grids.zero_stages(grid.dims)
         roomy = [zero for zero in allowed if self._has_room_for_states(grid.dims, zero)]
@@ -216,7 +222,7 @@ class Search:
     def _has_room_for_states(self, dims: ParallelDims, zero: ZeroStage) -> bool:
         return self.bounds.least_static_bytes(dims, zero) <= self.model.capacity_bytes
 
-    def _expand_family(self, node: _Node) -> None:
+    def _expand_family(self, node: Node) -> None:
         """Bound the stage problem itself."""
         stages = StageProblems(self.model, node.grid)
         roomy = self._bound_in_unlimited_memory(stages, NO_RECOMPUTE)
@@ -224,7 +230,7 @@ class Search:
             bound = max(node.bound, roomy.lower_bound)
             self._push(bound, node.grid, MEMBERS, stages=stages)
 
-    def _expand_members(self, node: _Node) -> None:
+    def _expand_members(self, node: Node) -> None:
         """Solve without recomputation; where memory costs that nothing, all else is slower."""
         grid, stages, choices = node.grid, node.problems(), self._choices(node.grid)
         if choices.none and self._is_best_in_any_memory(
@@ -315,10 +321,10 @@ class Search:
         least_tails = self.only_one or virtual
         return stages.problem(recompute, capacity_bytes=UNLIMITED, least_tails=least_tails)
 
-    def _solve_variant(self, node: _Node) -> None:
+    def _solve_variant(self, node: Node) -> None:
         self._solve_and_record(node.problems(), node.recompute)
 
-    def _solve_blocks(self, node: _Node) -> None:
+    def _solve_blocks(self, node: Node) -> None:
         """Blocks of full recomputation, smallest first.
 
         A bigger block frees memory and takes longer: block sizes that do not fit come first, and
@@ -357,6 +363,7 @@ class Search:
         self.solved += 1
         if found.status is Status.LIMIT:
             self.unproven = min(self.unproven, found.lower_bound)
+            self.interrupted |= self.out_of_time()
         if found.boundaries:
             chosen = dataclasses.replace(grid, recompute=recompute)
             self._keep(
@@ -383,7 +390,6 @@ class Search:
             self.worst_kept = times[self.num_layouts - 1]
         if self.first_fit:
             self.worst_kept = -1
-        if self.on_progress:
+        if self.on_progress and self.enumerated:
             best = min(kept.iteration for kept in self.best.values())
-            bound = self.heap[0].bound if self.heap else best
-            self.on_progress(self.solved, best, min(best, bound))
+            self.on_progress(self.solved, best, min(best, self._open_bound()))

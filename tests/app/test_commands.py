@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -14,10 +15,14 @@ import click
 import pytest
 
 from nest_megatron.app.commands import cli
+from nest_megatron.app.failure import ending_on_errors, require_plan
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan_file import sealed
+from nest_megatron.planner import PlanRequest
+from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile import profile_file
+from tests import catalogue
 from tests.app.runs import ROOT, SMALL, environment, run, spawn
 from tests.catalogue import CORE
 from tests.launchers.commands import LLAMA3_8B, MIXTRAL
@@ -192,6 +197,53 @@ def test_nothing_fits() -> None:
     refusal = run("plan", "model=llama3_70b", "cluster=dgx_h100", "cluster.num_gpus=8", "--json")
     assert refusal.code == 1
     assert refusal.json()["no_plan"]["missing_bytes"] > 0
+
+
+NO_TIME = "search.max_seconds=1e-9"
+#: What a search that time ended may not say.
+CLAIMS = re.compile(r"(?i)\bproven\b|\bfits?\b|missing|\blacks?\b")
+
+
+def test_a_search_that_time_ended_has_an_exit_code_of_its_own() -> None:
+    done = run("plan", *SMALL, NO_TIME)
+    assert done.code == 3
+    assert "The search ended before it found a plan" in done.out
+    assert "no plan has a step below" in done.out
+    assert not CLAIMS.search(done.out)
+    known = run("plan", *SMALL, NO_TIME, "--json")
+    assert known.code == 3
+    assert known.json()["ended_early"]["lower_bound_s"] > 0
+    assert known.json()["ended_early"]["search"]["certificate"] == "ended-early"
+    assert not CLAIMS.search(known.out.replace("no plan has", ""))
+
+
+def test_your_command_without_time_ends_alike() -> None:
+    done = run("plan", "--from", LLAMA3_8B, "cluster=dgx_h100", "cluster.num_gpus=16", NO_TIME)
+    assert done.code == 3
+    assert not CLAIMS.search(done.out)
+
+
+def test_exit_codes_are_documented() -> None:
+    for text in (run("--help").out, (ROOT / "README.md").read_text(encoding="utf-8")):
+        assert "3 time ended the search" in " ".join(text.split())
+
+
+def test_the_end_of_a_job_without_a_plan_is_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the launch hook, the Hydra group and the frameworks' adapters end with."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    request = PlanRequest(
+        spec=catalogue.model("llama3_8b"),
+        cluster=catalogue.cluster("dgx_h100", 8),
+        global_batch_size=8,
+        max_seconds=1e-9,
+    )
+    with pytest.raises(SystemExit) as ended, ending_on_errors():
+        require_plan(find_plan(request))
+    assert ended.value.code == 3
+    assert "The search ended before it found a plan" in (told := capsys.readouterr().out)
+    assert not CLAIMS.search(told)
 
 
 def test_estimate_says_what_is_missing() -> None:

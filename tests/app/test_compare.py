@@ -54,6 +54,14 @@ def test_charts(tmp_path: Path, suffix: str) -> None:
     assert marks[suffix] in content
 
 
+def test_a_search_that_time_ended() -> None:
+    done = run("compare", *SMALL, "planners=[nest,mist]", "search.max_seconds=1e-9")
+    assert done.code == 3
+    assert "time ended the search before it found a plan" in " ".join(done.out.split())
+    assert "fits" not in done.out
+    assert "proven" not in done.out
+
+
 def test_nothing_fits() -> None:
     job = ("model=llama3_70b", "cluster=dgx_h100", "cluster.num_gpus=8", BATCH)
     done = run("compare", *job, "planners=[mist]")

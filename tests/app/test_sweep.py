@@ -100,6 +100,17 @@ def test_a_job_with_bad_input_is_tried_again_and_stops_no_other(tmp_path: Path) 
     assert "whole nodes" in done.json()["jobs"][1]["error"]["limit"]
 
 
+def test_a_job_that_time_ended_is_tried_again_and_claims_nothing(tmp_path: Path) -> None:
+    words = ("plan", "-m", *SMALL, "search.max_seconds=1e-9,600", f"out={tmp_path / 'sweep'}")
+    for done in (run(*words), run(*words)):
+        assert done.code == 3
+        assert "ended early" in done.out
+        assert "does not fit" not in done.out
+    assert "1 of 2 jobs are done" in done.err
+    table = list(csv.DictReader((tmp_path / "sweep" / "sweep.csv").open()))
+    assert [row["status"] for row in table] == ["ended early", "ok"]
+
+
 def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     words = (*JOB, "cluster.num_gpus=8,16,24,32,40,48,56,64")

@@ -35,6 +35,7 @@ FLOORS = {
 # Modules that share a room with others although their names differ.
 ROOM_OF = {
     "": "base",  # nest_megatron/__init__.py
+    "deadline": "base",
     "errors": "base",
     "units": "base",
     "files": "base",

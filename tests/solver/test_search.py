@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -144,6 +145,56 @@ def test_time_running_out_is_a_proven_gap() -> None:
     assert cut.certificate.lower_bound <= whole.plans[0].iteration
     if cut.plans:
         assert cut.plans[0].iteration >= whole.plans[0].iteration
+
+
+def ends_after(asked: int) -> Callable[[], bool]:
+    """Time that runs out when it was asked for so often."""
+    left = iter(range(asked))
+    return lambda: next(left, None) is None
+
+
+def timed(seed: int, **clocks: Callable[[], bool]) -> Search:
+    rng = random.Random(seed)
+    model = CostModel(small_spec(rng), small_cluster(rng), small_settings())
+    solve = backend.solver_of(backend.choose(), clocks.get("out_of_time"))
+    return Search(model, rng.choice([4, 8, 12]), SMALL_SPACE, solve, num_layouts=4, **clocks)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_search_that_ended_early_claims_nothing_more(seed: int) -> None:
+    whole = timed(seed).run()
+    assert whole.certificate.finished
+    for asked in (0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144):
+        cut = timed(seed, out_of_time=ends_after(asked)).run()
+        proof = cut.certificate
+        assert proof.lower_bound <= best_time(whole)
+        decided = proof.bounded + sum(proof.infeasible.values()) + proof.solved
+        assert proof.bounded >= 0
+        assert decided <= proof.candidates <= whole.certificate.candidates
+        if proof.finished:
+            assert cut.plans == whole.plans
+        elif not cut.plans:
+            assert proof.lower_bound < NO_THRESHOLD
+            assert decided < proof.candidates or proof.candidates == 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_first_plan_changes_no_answer(seed: int) -> None:
+    found, whole = timed(seed, short_of_time=lambda: True).run(), timed(seed).run()
+    assert found.plans == whole.plans
+    assert found.certificate.optimal == whole.certificate.optimal
+    assert found.certificate.candidates == whole.certificate.candidates
+    assert found.certificate.illegal == whole.certificate.illegal
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_some_plan_is_found_before_time_runs_out(seed: int) -> None:
+    whole = timed(seed).run()
+    cut = timed(seed, out_of_time=ends_after(40), short_of_time=lambda: True).run()
+    if cut.plans:
+        assert cut.plans[0].iteration >= best_time(whole)
+    elif whole.plans:  # no grid that the rule of thumb tries fits
+        assert cut.certificate.lower_bound <= best_time(whole)
 
 
 def test_a_growing_batch_divides_at_every_size() -> None:

@@ -89,6 +89,32 @@ def test_thresholds_and_node_limits(generate: Generator) -> None:
                     assert_same(problem, threshold, node_limit)
 
 
+def after(asked: int) -> Callable[[], bool]:
+    """Time that runs out when it was asked for so often."""
+    left = iter(range(asked))
+    return lambda: next(left, None) is None
+
+
+@pytest.mark.parametrize("nogoods_after", [1, 7])
+@pytest.mark.parametrize("generate", [*SMALL, deep_problem], ids=lambda f: f.__name__)
+def test_time_that_runs_out_ends_both_alike(generate: Generator, nogoods_after: int) -> None:
+    learning, ended = Learning(nogoods_after=nogoods_after), 0
+    for seed in range(3000, 3015):
+        problem = generate(seed)
+        best = kernel.solve(problem)
+        for asked in range(3):
+            limits = (problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT, learning)
+            found = kernel.solve(*limits, out_of_time=after(asked))
+            assert found == reference.solve(*limits, out_of_time=after(asked)), (seed, asked)
+            assert found.lower_bound <= best.lower_bound
+            if found.status is Status.LIMIT:
+                ended += 1
+                assert found.iteration >= best.iteration
+            else:
+                assert found.status is best.status
+    assert ended
+
+
 @pytest.mark.parametrize("generate", [*SMALL, long_problem], ids=lambda f: f.__name__)
 def test_a_limit_of_nothing_gives_the_bound_alone(generate: Generator) -> None:
     for seed in range(2000, 2150):

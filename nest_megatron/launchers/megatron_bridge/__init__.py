@@ -63,6 +63,7 @@ def auto_recipe(
 
     Raises:
         NothingFitsError: if no plan fits in memory, naming the missing bytes.
+        SearchEndedError: if time ended the search before it had a plan.
         UserInputError: for a job that cannot be planned, or a wish that cannot be kept.
     """
     freedom = Freedom(free=None if free is None else tuple(free), keep=tuple(keep))

@@ -1,0 +1,29 @@
+"""When a piece of work has to end."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from nest_megatron.units import Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadline:
+    """A stretch of time on the monotonic clock of this process.
+
+    Args:
+        begun_s: when it began.
+        seconds: how long it is.
+    """
+
+    begun_s: Seconds
+    seconds: Seconds
+
+    def passed(self, share: float = 1.0) -> bool:
+        """Whether so much of the time is over."""
+        return time.monotonic() - self.begun_s >= share * self.seconds
+
+    def without(self, seconds: Seconds) -> Deadline:
+        """The same, ending earlier."""
+        return Deadline(begun_s=self.begun_s, seconds=self.seconds - seconds)

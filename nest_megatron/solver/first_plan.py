@@ -1,0 +1,82 @@
+"""Some plan that fits, as soon as possible, for a search that may have to end before it has one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from nest_megatron.cost_model.stage_problems import StageProblems
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.solver.bounds import Bounds
+from nest_megatron.solver.choices import sparing
+from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.outcome import NO_THRESHOLD, OutOfTime, StageSolver
+from nest_megatron.solver.ranking import SolvedGrid
+
+#: Grids that are tried before the search goes on without a plan.
+_MOST_TRIED = 64
+#: Share of the memory that states may take, so that activations have the rest.
+_FOR_STATES = 0.5
+
+
+def first_plan(
+    grids: GridSpace, bounds: Bounds, solve: StageSolver, out_of_time: OutOfTime
+) -> SolvedGrid | None:
+    """A plan that fits, from the grids that a rule of thumb would try.
+
+    Tensor parallelism as wide as it goes, then as much context parallelism as it takes, experts
+    spread over as many ranks as there are; of the pipelines the shortest that leaves room for
+    activations, and the one that divides states most. The smallest micro batch, the plain schedule,
+    the recompute settings that keep least, and the stage solver's first guess.
+
+    Returns:
+        ``None`` if none of these fits, or time runs out: the search itself has to tell.
+    """
+    for number, grid in enumerate(_tried(grids, bounds)):
+        stages = StageProblems(bounds.model, grid)
+        for recompute in sparing(grids.recompute_settings(grid)):
+            if number == _MOST_TRIED or out_of_time():
+                return None
+            found = solve(stages.problem(recompute), NO_THRESHOLD, 1)
+            if found.boundaries:
+                chosen = dataclasses.replace(grid, recompute=recompute)
+                return SolvedGrid(
+                    grid=chosen, boundaries=found.boundaries, iteration=found.iteration
+                )
+    return None
+
+
+def _tried(grids: GridSpace, bounds: Bounds) -> Iterator[Grid]:
+    capacity = bounds.model.capacity_bytes
+    for shard in _shards(grids):
+        needed = {}
+        for grid in grids.grids(shard):
+            laid = next(grids.interleavings(grid), None)
+            allowed = grids.zero_stages(grid.dims)
+            if laid is not None and allowed:
+                laid = dataclasses.replace(laid, zero=max(allowed))
+                needed[laid] = bounds.least_static_bytes(laid.dims, laid.zero)
+        roomy = next((grid for grid in needed if needed[grid] <= _FOR_STATES * capacity), None)
+        if roomy is not None:
+            yield roomy
+        least = min(needed, key=lambda grid: needed[grid], default=None)
+        if least is not None and least != roomy and needed[least] <= capacity:
+            yield least
+
+
+def _shards(grids: GridSpace) -> list[Grid]:
+    """For each tensor and context size the shard with the most expert ranks, wide tensors first."""
+    chosen: dict[tuple[int, int, int], Grid] = {}
+    for shard in grids.shards():
+        dims = shard.dims
+        tp, cp = dims.tensor_model_parallel_size, dims.context_parallel_size
+        key = (-dims.world_size, -tp, cp)
+        known = chosen.get(key)
+        if known is None or _spread(shard) > _spread(known):
+            chosen[key] = shard
+    return [chosen[key] for key in sorted(chosen)]
+
+
+def _spread(shard: Grid) -> tuple[int, int]:
+    """How far experts are spread, and then how small the micro batch is."""
+    return shard.dims.expert_model_parallel_size, -shard.micro_batch_size

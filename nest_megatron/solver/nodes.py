@@ -1,0 +1,66 @@
+"""Entries of the search's heap.
+
+Six kinds of nodes, from coarse to fine, each with an admissible bound (no plan below the node is
+faster):
+
+* *shard*: tensor, context, expert degrees and micro batch. A replica's work on one micro batch is
+  known, and the best pipeline can do is to divide it evenly with no bubble at all.
+* *grid*: pipeline size and rank order on top.
+* *family*: virtual stages and ZeRO stage on top; for the plain schedule the bound holds the fill
+  and drain of a balanced pipeline.
+* *members*: the same with the stage solver's own lower bound, in unlimited memory and without
+  recomputation, which only make a partition slower.
+* *blocks*: full recomputation of the first layers of each chunk, block sizes rising lazily; the
+  bound holds what every rank computes again at least.
+* *variant*: another recompute setting on top, judged by the stage solver.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from nest_megatron.cost_model.stage_problems import StageProblems
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.recompute import Recompute
+from nest_megatron.solver.choices import Choices
+from nest_megatron.solver.grids import GridSpace
+from nest_megatron.units import Ticks
+
+
+class Node(NamedTuple):
+    """A heap entry; ``serial`` keeps the order of equal bounds fixed.
+
+    ``stages`` are the grid's stage problems, from *members* on.
+    """
+
+    bound: Ticks
+    serial: int
+    grid: Grid
+    level: int
+    recompute: Recompute
+    stages: StageProblems | None
+
+    def problems(self) -> StageProblems:
+        """The stage problems of a node that has them."""
+        assert self.stages is not None, "made when the family is expanded"
+        return self.stages
+
+
+SHARD, GRID, FAMILY, MEMBERS, BLOCKS, VARIANT = range(6)
+
+
+def candidates_below(node: Node, grids: GridSpace, choices: Choices) -> int:
+    """Candidates that a node stands for.
+
+    Args:
+        choices: the recompute settings of the node's grid.
+    """
+    if node.level == SHARD:
+        return grids.num_candidates_of_shard(node.grid)
+    if node.level == GRID:
+        return grids.num_candidates_of_grid(node.grid)
+    if node.level in (FAMILY, MEMBERS):
+        return grids.num_candidates(node.grid)
+    if node.level == BLOCKS:
+        return len(choices.blocks) - choices.blocks.index(node.recompute)
+    return 1
