@@ -15,6 +15,7 @@ from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.overrides import Setting
 from nest_megatron.config.request import plan_request, with_times
 from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
 from nest_megatron.launchers.recipe import Recipe
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.pinning import Found, read_pinned, require_same_job
@@ -121,12 +122,25 @@ def plan_recipe(
     """
     settings = _settings(recipe, cluster, overrides)
     place, composed, notes = _place(recipe, cluster, settings)
-    inputs, space, _ = job_request((recipe.spec, recipe.job), place, composed, freedom.wishes())
+    wishes = dataclasses.replace(freedom.wishes(), required=_required(recipe))
+    inputs, space, _ = job_request((recipe.spec, recipe.job), place, composed, wishes)
     inputs = dataclasses.replace(inputs, notes=(*inputs.notes, *notes))
     wanted = plan_request(composed.config, with_times(inputs, composed), space)
     if "search.num_alternatives" not in composed.given:
         wanted = dataclasses.replace(wanted, num_alternatives=max(_RUNNERS_UP, choose))
-    return require_plan(find_plan(wanted, choose=choose), inputs.notes)
+    found = require_plan(find_plan(wanted, choose=choose), inputs.notes)
+    if recipe.restored is not None:
+        recipe.restored.check(found, recipe.job.version)
+    return found
+
+
+def _required(recipe: Recipe) -> dict[str, Requirement]:
+    """What the job's data and the checkpoint that it restores fix of a layout."""
+    restored = recipe.restored
+    return {
+        **({} if restored is None else restored.required(recipe.job.version)),
+        **recipe.required,
+    }
 
 
 def _settings(

@@ -87,7 +87,7 @@ class Wishes:
 
     Args:
         free: parallel flags that the search may change, or ``all``.
-        required: what a checkpoint to be loaded fixes, by the names of ``ParallelChoice``.
+        required: what a checkpoint or the data fixes, by the names of ``ParallelChoice``.
         option: how ``free`` is spelled where the user gave it, for messages.
     """
 
@@ -204,7 +204,8 @@ def job_request(
     space = _space(composed, inputs.spec, job, fixed, freed)
     if composed.config.parallel.zero_stage is None:
         space, offer = with_own_sharding(space, job, freed, wishes.option)
-        offer = None if wishes.required else offer  # a checkpoint's sharding is not to be changed
+        if IMPLEMENTATION[0] in wishes.required:
+            offer = None  # a checkpoint's sharding is not to be changed
         inputs = dataclasses.replace(inputs, offer=offer)
     space = _with_required(space, inputs.spec, wishes.required)
     kept = tuple(name for name, flags in CHOICES.items() if any(map(fixed.get, flags)))
@@ -270,7 +271,7 @@ def _refuse_kept(name: str, value: object, need: Requirement) -> NoReturn:
     raise UserInputError(
         f"--{name.replace('_', '-')}",
         value=value,
-        limit=f"the checkpoint to be loaded needs {need.value}: {need.reason}",
+        limit=f"{need.who} needs {need.value}: {need.reason}",
         fix=f"Change it, or {need.fix}.",
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +12,9 @@ from nest_megatron.cost_model.execution_flags import time_notes
 from nest_megatron.cost_model.memory_flags import memory_flags
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.fields import ABSENT, find
+from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
 from nest_megatron.launchers.megatron_lm.job import MegatronJob
+from nest_megatron.launchers.restore import Restored
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.plan import STRATEGIES
 from nest_megatron.parallel.recompute import (
@@ -75,6 +77,8 @@ class Recipe:
         gpus_per_node: ``None`` where only its launcher knows.
         degrees: the layout's items that the job sets, factory's defaults and user's wishes alike.
         job: the same job in the words of Megatron-LM, as the planner's door takes it.
+        restored: the checkpoint that it starts from, if any.
+        required: what the data fixes of a layout, by the names of its degrees.
         notes: what was assumed, one sentence each.
     """
 
@@ -87,6 +91,8 @@ class Recipe:
     precision: Precision
     degrees: Mapping[str, Any]
     job: MegatronJob
+    restored: Restored | None = None
+    required: Mapping[str, Requirement] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -106,6 +112,8 @@ class JobFields:
     fp8_recipe: str
     uses_fsdp: bool
     memory_fields: Mapping[str, Any]
+    restored: Restored | None = None
+    required: Mapping[str, Requirement] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -137,6 +145,8 @@ def recipe_of(
         precision=sizes.precision,
         degrees=MappingProxyType(degrees),
         job=_job(root, spec, sizes, stated),
+        restored=sizes.restored,
+        required=sizes.required,
         notes=sizes.notes,
     )
 

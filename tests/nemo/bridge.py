@@ -116,14 +116,14 @@ def config(name: str) -> Any:
     where, _, function = name.partition(":")
     module = importlib.import_module(f"megatron.bridge.recipes.{where}")
     kind, fields = HUGGING_FACE[name]
-    with _on_hopper() as patch:
+    with on_hopper() as patch:
         if kind:
             patch.setattr(module, "AutoBridge", _offline(kind, fields))
         return getattr(module, function)()
 
 
 @contextlib.contextmanager
-def _on_hopper() -> Iterator[pytest.MonkeyPatch]:
+def on_hopper() -> Iterator[pytest.MonkeyPatch]:
     """Let Megatron-Bridge believe that it has an H100 and a recent Transformer Engine."""
     import torch
     from megatron.core import utils
@@ -193,6 +193,6 @@ def validate(cfg: Any, num_gpus: int) -> None:
     changed.optimizer.use_precision_aware_optimizer = False
     for name in ("main_grads", "main_params", "exp_avg", "exp_avg_sq"):
         setattr(changed.optimizer, f"{name}_dtype", torch.float32)
-    with _on_hopper() as patch:
+    with on_hopper() as patch:
         patch.setenv("WORLD_SIZE", str(num_gpus))
         runtime_config_update(changed)

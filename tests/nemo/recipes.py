@@ -7,6 +7,7 @@ import importlib
 from types import SimpleNamespace
 from typing import Any
 
+from nest_megatron.launchers.finetuning import is_finetuning
 from nest_megatron.model.spec import TransformerSpec
 from tests.nemo.building import count, make_plain, one_rank
 
@@ -48,6 +49,14 @@ def recipe(name: str, *, num_nodes: int = 1) -> Any:
     return borrowed
 
 
+def finetune(name: str, **options: Any) -> Any:
+    """NeMo's recipe that trains all weights of a model further."""
+    module = importlib.import_module(f"nemo.collections.llm.recipes.{name}")
+    return module.finetune_recipe(
+        name="nest", dir="/nowhere", num_nodes=8, num_gpus_per_node=8, peft_scheme="none", **options
+    )
+
+
 def own_parameters(source: Any, spec: TransformerSpec) -> int:
     """Parameters of the model that NeMo builds."""
     import fiddle
@@ -83,7 +92,9 @@ def validate(source: Any) -> None:
         num_devices=changed.trainer.devices,
         num_nodes=changed.trainer.num_nodes,
     )
-    api._validate_config(model, changed.data, trainer)
+    # data for pretraining would fetch a tokenizer
+    data = fiddle.build(changed.data) if is_finetuning(changed.data) else changed.data
+    api._validate_config(model, data, trainer)
     _check_layers(model.config)
 
 

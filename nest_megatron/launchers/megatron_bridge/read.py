@@ -10,6 +10,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.architecture import unpriced_fields
 from nest_megatron.launchers.fields import find, value_or, whole
+from nest_megatron.launchers.finetuning import data_requirements, packed_sequence_size
 from nest_megatron.launchers.memory_fields import memory_fields
 from nest_megatron.launchers.recipe import (
     DEGREES,
@@ -18,6 +19,7 @@ from nest_megatron.launchers.recipe import (
     Recipe,
     recipe_of,
 )
+from nest_megatron.launchers.restore import restored_by_bridge
 from nest_megatron.launchers.transformer_config import (
     refuse_adapters,
     refuse_unplannable,
@@ -36,6 +38,7 @@ FIELDS: Mapping[str, str] = {
     "micro_batch_size": "train.micro_batch_size",
     "global_batch_size": "train.global_batch_size",
 }
+PER_TOKEN_LOSS = "model.calculate_per_token_loss"
 _PARTS = ("model", "train", "optimizer", "ddp", "dist", "dataset", "checkpoint")
 #: Tokenizers that add a row of their own (``_NullTokenizer``: the end of a document).
 _ADDED_ROWS = {"NullTokenizer": 1}
@@ -62,16 +65,21 @@ def read_recipe(
     spec = read_spec(cfg, vocab_size)
     variables = os.environ if environment is None else environment
     precision, fp8_recipe, params_dtype = _precision(cfg)
+    restored = restored_by_bridge(cfg)
+    micro = whole(cfg, FIELDS["micro_batch_size"])
+    notes = unpriced_fields(cfg.model)
     sizes = JobFields(
         global_batch_size=whole(cfg, FIELDS["global_batch_size"]),
-        micro_batch_size=whole(cfg, FIELDS["micro_batch_size"]),
+        micro_batch_size=micro,
         num_gpus=_number(variables, "WORLD_SIZE", "SLURM_NTASKS"),
         gpus_per_node=_number(variables, "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"),
         precision=precision,
         fp8_recipe=fp8_recipe,
         uses_fsdp=uses_fsdp(cfg),
         memory_fields={**_memory_fields(cfg), "params_dtype": params_dtype},
-        notes=unpriced_fields(cfg.model),
+        restored=restored,
+        required=data_requirements(cfg, "dataset", micro, PER_TOKEN_LOSS),
+        notes=notes if restored is None else (*notes, restored.note()),
     )
     return recipe_of(cfg, spec, sizes, FIELDS)
 
@@ -119,6 +127,8 @@ def _require_container(cfg: Any) -> None:
 
 def _seq_length(cfg: Any) -> int:
     """The data's length, which ``run_recipe.py`` copies to the model; else the model's."""
+    if (pack := packed_sequence_size(cfg.dataset)) is not None:
+        return pack
     length = value_or(cfg.dataset, "seq_length", 0) or value_or(cfg.model, "seq_length", 0)
     if isinstance(length, int) and length > 0:
         return length

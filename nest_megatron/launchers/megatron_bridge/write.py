@@ -7,7 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nest_megatron.launchers.fields import ABSENT, Wanted, carry_out, changes, find
-from nest_megatron.launchers.megatron_bridge.read import FIELDS, ranks, read_spec, uses_fsdp
+from nest_megatron.launchers.finetuning import finetuning_fields, packed_sequence_size
+from nest_megatron.launchers.megatron_bridge.read import (
+    FIELDS,
+    PER_TOKEN_LOSS,
+    ranks,
+    read_spec,
+    uses_fsdp,
+)
 from nest_megatron.launchers.overlap import keeps_shapes, link_fields, overlap_fields, stale_fields
 from nest_megatron.launchers.planned import (
     OF_THE_MODEL,
@@ -85,16 +92,27 @@ def plan_changes(
 
 def _wanted(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
     length, why = plan.train.seq_length, "the sequences that were planned for"
-    for path in ("dataset.seq_length", "model.seq_length"):
+    packed = packed_sequence_size(cfg.dataset) is not None  # the length is that of a pack
+    for path in () if packed else ("dataset.seq_length", "model.seq_length"):
         if find(cfg, path) is not ABSENT:
             yield Wanted(path=path, value=length, reason=why)
     yield from layout_fields(plan, FIELDS)
+    if find(cfg, "dataset.micro_batch_size") is not ABSENT:  # Energon's data keep a copy
+        micro, why = plan.train.micro_batch_size, "the data and training state the same size"
+        yield Wanted(path="dataset.micro_batch_size", value=micro, reason=why)
     yield Wanted(
         path="ddp.use_distributed_optimizer",
         value=plan.parallel.use_distributed_optimizer,
         reason=reason(plan, "use_distributed_optimizer"),
     )
     yield from _fsdp(cfg, plan)
+    yield from finetuning_fields(
+        cfg,
+        plan,
+        data="dataset",
+        per_token_loss=PER_TOKEN_LOSS,
+        averaging="ddp.average_in_collective",
+    )
     if not isinstance(find(cfg, "mixed_precision"), str):  # a named recipe brings its own
         stage_type = ("model.pipeline_dtype", "mixed_precision.pipeline_dtype")
         yield from pipeline_type_field(cfg, plan, *stage_type)

@@ -78,6 +78,7 @@ class Requirement:
     value: int | bool | str | None
     reason: str
     fix: str
+    who: str = "the checkpoint to be loaded"
 
 
 def read_checkpoint(values: _Values) -> SavedCheckpoint | None:

@@ -10,6 +10,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.architecture import unpriced_fields
 from nest_megatron.launchers.fields import ABSENT, class_names, find, value_or, whole
+from nest_megatron.launchers.finetuning import data_requirements, packed_sequence_size
 from nest_megatron.launchers.memory_fields import memory_fields
 from nest_megatron.launchers.recipe import (
     DEGREES,
@@ -18,6 +19,7 @@ from nest_megatron.launchers.recipe import (
     Recipe,
     recipe_of,
 )
+from nest_megatron.launchers.restore import restored_by_nemo
 from nest_megatron.launchers.transformer_config import (
     refuse_adapters,
     refuse_unplannable,
@@ -37,6 +39,7 @@ FIELDS: Mapping[str, str] = {
     "micro_batch_size": "data.micro_batch_size",
     "global_batch_size": "data.global_batch_size",
 }
+PER_TOKEN_LOSS = "model.config.calculate_per_token_loss"
 #: Rows of the tokenizer that NeMo's mock data builds where none is given.
 _MOCK_ROWS = {"MockDataModule": 50_257, "BERTMockDataModule": 30_522}
 _PRECISIONS = {
@@ -67,16 +70,20 @@ def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Recipe:
     precision, fp8_recipe, params_dtype = _precision(recipe, plugin)
     strategy = recipe.trainer.strategy
     holders = (plugin, recipe.model.config, recipe.optim.config, value_or(strategy, "ddp", None))
+    restored = restored_by_nemo(recipe)
+    micro = _whole(recipe, FIELDS["micro_batch_size"])
     sizes = JobFields(
         global_batch_size=_whole(recipe, FIELDS["global_batch_size"]),
-        micro_batch_size=_whole(recipe, FIELDS["micro_batch_size"]),
+        micro_batch_size=micro,
         num_gpus=per_node * nodes,
         gpus_per_node=per_node,
         precision=precision,
         fp8_recipe=fp8_recipe,
         uses_fsdp=value_or(strategy, "fsdp", None) == "megatron",
         memory_fields={**memory_fields(*holders, strategy), "params_dtype": params_dtype},
-        notes=notes,
+        restored=restored,
+        required=data_requirements(recipe, "data", micro, PER_TOKEN_LOSS),
+        notes=notes if restored is None else (*notes, restored.note()),
     )
     return recipe_of(recipe, spec, sizes, FIELDS)
 
@@ -93,7 +100,7 @@ def read_spec(recipe: Any, vocab_size: int | None) -> tuple[TransformerSpec, tup
     rows, is_padded, notes = _vocabulary(recipe, vocab_size)
     spec = spec_from_transformer_config(
         config,
-        seq_length=_whole(recipe, "data.seq_length"),
+        seq_length=packed_sequence_size(recipe.data) or _whole(recipe, "data.seq_length"),
         vocab_size=rows,
         vocab_is_padded=is_padded,
     )

@@ -15,7 +15,8 @@ from nest_megatron.launchers.fields import (
     find,
     value_or,
 )
-from nest_megatron.launchers.nemo.read import FIELDS, num_devices, read_spec
+from nest_megatron.launchers.finetuning import finetuning_fields, packed_sequence_size
+from nest_megatron.launchers.nemo.read import FIELDS, PER_TOKEN_LOSS, num_devices, read_spec
 from nest_megatron.launchers.overlap import keeps_shapes, link_fields, overlap_fields, stale_fields
 from nest_megatron.launchers.planned import (
     OF_THE_MODEL,
@@ -95,6 +96,10 @@ def _wanted(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
         if not isinstance(ddp, str) or not each.path.startswith(f"{_STRATEGY}.ddp."):
             yield each
     yield from _data_parallel(recipe, plan, ddp)
+    averaging = None if isinstance(ddp, str) else f"{_STRATEGY}.ddp.average_in_collective"
+    yield from finetuning_fields(
+        recipe, plan, data="data", per_token_loss=PER_TOKEN_LOSS, averaging=averaging
+    )
     stage_type = (f"{_STRATEGY}.pipeline_dtype", "trainer.plugins.pipeline_dtype")
     yield from pipeline_type_field(recipe, plan, *stage_type)
     yield from contradicted_fields(recipe, plan, _COMPANIONS)
@@ -122,7 +127,8 @@ def _machines(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
 def _sequence(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
     """The data's length is the job's; the model's own follows where context parallelism asks."""
     length, why = plan.train.seq_length, "the sequences that were planned for"
-    yield Wanted(path="data.seq_length", value=length, reason=why)
+    if packed_sequence_size(recipe.data) is None:  # else the length is that of a pack
+        yield Wanted(path="data.seq_length", value=length, reason=why)
     cp = plan.parallel.context_parallel_size
     if cp > 1 and value_or(recipe.model.config, "seq_length", length) % (2 * cp):
         yield Wanted(path="model.config.seq_length", value=length, reason=why)
