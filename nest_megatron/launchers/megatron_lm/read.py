@@ -35,8 +35,6 @@ from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 #: What must be off, beside the fields of the model's configuration.
 _REFUSED_ARGUMENTS = {
     **REFUSED,
-    "fp4_param_gather": "4-bit training is not described",
-    "te_precision_config_file": "quantized layers are not described",
     "yaml_cfg": "its --yaml-cfg path fails in Megatron's own parser",
     "retro_add_retriever": "retrieval models have an encoder",
     "perform_rl_step": "an RL step is generation as well as training",
