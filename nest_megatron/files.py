@@ -8,13 +8,18 @@ import os
 import secrets
 import stat
 import sys
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
+from typing import TextIO
 
 from nest_megatron.errors import UserInputError
 
 #: Largest file that is read: a hundred times the largest plan, profile or table in use.
 MAX_BYTES = 32 * 2**20
 
+#: Links that Linux follows in one path.
+_MAX_LINKS = 40
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
@@ -36,15 +41,24 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file in one step, as ``write_text`` does.
 
+    A link is followed: the file that it names is written anew, the link stays. ``-`` is standard
+    output.
+
     Raises:
-        UserInputError: if the folder is missing or cannot be written to.
+        UserInputError: if the folder is missing or cannot be written to, or a device or a pipe is
+            named.
     """
-    path = expanded(path, "out")
+    if is_standard_output(path):
+        _print(content)
+        return
+    path = regular_target(path)
     require_folder(path)
     temporary: str | None = None
     try:
         descriptor, temporary = _new_file(path)
         with os.fdopen(descriptor, "wb") as stream:
+            if path.exists():
+                os.fchmod(descriptor, stat.S_IMODE(path.stat().st_mode))
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
@@ -61,6 +75,119 @@ def write_bytes(path: Path, content: bytes) -> None:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 Path(temporary).unlink()
+
+
+#: Says in a file that this program has written it, where a format has a place to say so.
+MARK = "written by nest-megatron"
+#: How files of ours begin that hold no mark: plans, profiles, pinned plans, clusters, tables of
+#: ``validate``, plans in the form of NEST's artifact, and the page of ``validate --docs``.
+_BEGINNINGS = (
+    b"schema: ",
+    b"# nest-megatron pinned plan",
+    b"# Written by nest-megatron ",
+    b"file,row_id,source,model,",
+    b'{\n "dataParallelDegree": ',
+    b"# Accuracy\n",
+)
+_HEAD_BYTES = 4096
+
+
+def check_output(
+    what: str, path: Path, *, inputs: Iterable[Path] = (), force: bool = False
+) -> None:
+    """Refuse, before any work, a file that a command must not write.
+
+    Args:
+        what: the option that names it.
+        inputs: files that the command reads.
+        force: replace a file although this program has not written it.
+
+    Raises:
+        UserInputError: for a folder, a device or a pipe, a missing folder, a file that the command
+            reads, or one of somebody else's.
+    """
+    if is_standard_output(path):
+        return
+    target = regular_target(path, what)
+    require_folder(target, what)
+    if not target.exists():
+        return
+    if any(_is_same(target, each) for each in inputs):
+        raise _refused(what, path, "the command reads this file", "Name another file.")
+    if not force and not _is_ours(read_bytes(target, what, most=_HEAD_BYTES, whole=False)):
+        raise _refused(
+            what,
+            path,
+            "this file exists, and nest-megatron has not written it",
+            "Name another file, or add --force to replace it.",
+        )
+
+
+def _is_same(target: Path, other: Path) -> bool:
+    """Whether two names are one file; ``other`` may be any text that a user typed."""
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        return target.samefile(other.expanduser())
+    return False
+
+
+def is_standard_output(path: Path) -> bool:
+    """Whether an output is named ``-``."""
+    return str(path) == "-"
+
+
+def regular_target(path: Path, what: str = "out") -> Path:
+    """The regular file, there or not, that a path names, links followed.
+
+    Raises:
+        UserInputError: if it is a folder, a device, a pipe, or what stands for an open file.
+    """
+    target = expanded(path, what)
+    for _ in range(_MAX_LINKS):
+        where = target.absolute()
+        if where.is_relative_to("/proc") or where.parent == Path("/dev"):
+            limit = "it is a device or an open file, which a file must not take the place of"
+            raise _refused(what, path, limit, "Name a regular file, or - for standard output.")
+        if not target.is_symlink():
+            break
+        target = target.parent / target.readlink()
+    else:
+        raise _refused(what, path, "it is a link in a circle", "Name a regular file.")
+    kind = kind_of(target.stat().st_mode) if target.exists() else None
+    if kind is not None:
+        fix = f"Name a file: {path / 'plan.yaml'}." if kind == "a folder" else "Name a file."
+        raise _refused(what, path, f"it is {kind}, not a regular file", fix)
+    return target
+
+
+def _is_ours(head: bytes) -> bool:
+    """Whether a file that begins so is empty or was written by this program."""
+    marked = head[:1] in (b"<", b"{", b"\x89") and MARK.encode() in head
+    return not head or head.startswith(_BEGINNINGS) or marked
+
+
+_standard_output: ContextVar[TextIO | None] = ContextVar("standard_output", default=None)
+
+
+@contextlib.contextmanager
+def reserved_standard_output() -> Iterator[None]:
+    """Keep standard output for the file named ``-``; what is told goes to standard error."""
+    token = _standard_output.set(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _standard_output.reset(token)
+
+
+def _print(content: bytes) -> None:
+    stream = _standard_output.get() or sys.stdout
+    binary = getattr(stream, "buffer", None)
+    if binary is None:
+        stream.write(content.decode("utf-8"))
+    else:
+        stream.flush()
+        binary.write(content)
+    stream.flush()
 
 
 def require_folder(path: Path, what: str = "out") -> None:
@@ -92,8 +219,12 @@ def read_text(path: Path, what: str, *, most: int = MAX_BYTES) -> str:
         raise _unreadable(path, what, f"it is not UTF-8 text: {error}") from error
 
 
-def read_bytes(path: Path, what: str, *, most: int = MAX_BYTES) -> bytes:
-    """The bytes of a regular file; see ``read_text``."""
+def read_bytes(path: Path, what: str, *, most: int = MAX_BYTES, whole: bool = True) -> bytes:
+    """The bytes of a regular file; see ``read_text``.
+
+    Args:
+        whole: refuse a file of more than ``most`` bytes, of which the first are returned otherwise.
+    """
     try:
         # a pipe without a writer would block for ever
         descriptor = os.open(expanded(path, what), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -106,7 +237,7 @@ def read_bytes(path: Path, what: str, *, most: int = MAX_BYTES) -> bytes:
         if isinstance(error, UserInputError):
             raise
         raise _unreadable(path, what, getattr(error, "strerror", None) or str(error)) from error
-    if len(content) > most:
+    if whole and len(content) > most:
         raise _unreadable(path, what, f"it is larger than {most / 2**20:g} MiB")
     return content
 
@@ -135,9 +266,11 @@ def expanded(path: Path, what: str) -> Path:
 
 
 def _unreadable(path: Path, what: str, reason: str) -> UserInputError:
-    return UserInputError(
-        what, value=str(path), limit=f"it cannot be read: {reason}", fix="Check the path."
-    )
+    return _refused(what, path, f"it cannot be read: {reason}", "Check the path.")
+
+
+def _refused(what: str, path: Path, limit: str, fix: str) -> UserInputError:
+    return UserInputError(what, value=str(path), limit=limit, fix=fix)
 
 
 def _new_file(path: Path) -> tuple[int, str]:

@@ -23,6 +23,7 @@ from nest_megatron.config.launch import LaunchWords, Mode, read_launch, read_wor
 from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import UserInputError
+from nest_megatron.files import check_output
 from nest_megatron.launchers.megatron_bridge.read import FIELDS, read_recipe
 from nest_megatron.launchers.megatron_bridge.write import apply_plan
 from nest_megatron.launchers.megatron_lm.agreement import Board, confirm, share
@@ -155,14 +156,17 @@ def _find(
     if words.mode is Mode.PINNED:
         return _pinned(recipe, launch)
     settings = tuple(setting for setting in words.job if setting.key != "out")
+    given = [s.value for s in words.job if s.key == "out" and s.value]
+    out = Path(given[-1].strip("'\"")).expanduser() if given else None
+    if out is not None:
+        check_output("nest.out", out)
     sharding = {"all", "use_megatron_fsdp"}.intersection(launch.free)
     freedom = Freedom(free=("all",) if sharding else None, keep=keep, option="nest.free")
     plan = plan_recipe(
         recipe, cluster=None, overrides=settings, freedom=freedom, choose=launch.alternative
     )
-    for setting in words.job:
-        if setting.key == "out" and setting.value:
-            plan_file.write(plan, Path(setting.value.strip("'\"")).expanduser())
+    if out is not None:
+        plan_file.write(plan, out)
     return plan
 
 

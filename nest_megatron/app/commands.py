@@ -9,9 +9,10 @@ import click
 
 from nest_megatron import __version__
 from nest_megatron.app.command_kinds import (
-    FILE,
     FOLDER,
+    INPUT,
     NEXT,
+    OUTPUT,
     Command,
     Group,
     job_options,
@@ -125,10 +126,10 @@ def estimate(**options: Any) -> int:
     ),
 )
 @click.argument("path", type=click.Path(path_type=Path), metavar="PLAN.YAML")
-@click.option("--html", type=FILE, help="Write a page to look at and to send around.")
+@click.option("--html", type=OUTPUT, help="Write a page to look at and to send around.")
 @click.option(
     "--timeline",
-    type=FILE,
+    type=OUTPUT,
     help="Write the schedule: a .json trace for Perfetto, or a .png or .svg picture.",
 )
 @json_option
@@ -147,7 +148,7 @@ def explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bo
     ),
 )
 @click.argument("path", type=click.Path(path_type=Path), metavar="PLAN.YAML")
-@click.option("--out", type=FILE, help="Write the pinned plan here instead of in its place.")
+@click.option("--out", type=OUTPUT, help="Write the pinned plan here instead of in its place.")
 @click.option("--by", metavar="NAME", help="Who has reviewed it; the user's name if not given.")
 @click.option("--note", metavar="TEXT", default="", help="Kept in the file.")
 @click.option(
@@ -181,9 +182,9 @@ def pin(path: Path, **options: Any) -> int:
     "paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE.CSV..."
 )
 @click.option(
-    "--models", type=FILE, multiple=True, help="Shapes of models that the catalogue lacks (CSV)."
+    "--models", type=INPUT, multiple=True, help="Shapes of models that the catalogue lacks (CSV)."
 )
-@click.option("--rows", type=FILE, help="Write every row with its prediction here (CSV).")
+@click.option("--rows", type=OUTPUT, help="Write every row with its prediction here (CSV).")
 @click.option(
     "--docs", type=FOLDER, help="Write accuracy.md, with pictures, into this folder (matplotlib)."
 )

@@ -7,7 +7,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from nest_megatron.app.command_kinds import FILE, NEXT, Command, job_options, json_option
+from nest_megatron.app.command_kinds import NEXT, OUTPUT, Command, job_options, json_option
 from nest_megatron.app.complete import complete_override
 
 _KEY = "planners="
@@ -37,7 +37,7 @@ def complete_setting(
     ),
 )
 @job_options(complete_setting)
-@click.option("--chart", type=FILE, help="Draw it: an .svg or .png picture, or an .html page.")
+@click.option("--chart", type=OUTPUT, help="Draw it: an .svg or .png picture, or an .html page.")
 @json_option
 def compare(**options: Any) -> int:
     """Plan one job with other planners, priced by the same cost model, and say what each loses.

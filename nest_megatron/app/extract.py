@@ -20,6 +20,7 @@ from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.errors import UserInputError
 from nest_megatron.extract import cache
+from nest_megatron.files import check_output
 from nest_megatron.model.graph import LayerGraph
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.operators import layer_graph
@@ -303,13 +304,15 @@ def _draw(
         return []
     from nest_megatron.report.operator_drawing import draw_layer
 
-    written = []
-    for each in shown:
-        one = len(shown) == 1
-        path = draw if one else draw.with_name(f"{draw.stem}-{each.kind.value}{draw.suffix}")
+    if len(shown) == 1:
+        paths = [draw]
+    else:
+        paths = [draw.with_name(f"{draw.stem}-{s.kind.value}{draw.suffix}") for s in shown]
+        for path in paths:
+            check_output("--draw", path)
+    for each, path in zip(shown, paths, strict=True):
         draw_layer(each.graph, path, _title(spec, shard, each))
-        written.append(path)
-    return written
+    return paths
 
 
 def _title(spec: TransformerSpec, shard: LayerShard, each: _Shown) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from nest_megatron.app.command_kinds import FILE, FOLDER, NEXT, Command, json_option
+from nest_megatron.app.command_kinds import FOLDER, NEXT, OUTPUT, Command, json_option
 from nest_megatron.app.complete import complete_override
 
 
@@ -83,7 +83,7 @@ from nest_megatron.app.complete import complete_override
     help="With --module: number type, one for all inputs or one each (float32 if not given).",
 )
 @click.option(
-    "--draw", type=FILE, help="Write a picture: .svg or .png, one for each layer that is printed."
+    "--draw", type=OUTPUT, help="Write a picture: .svg or .png, one for each layer that is printed."
 )
 @click.option("--config-dir", type=FOLDER, help="A folder with your own model/ files.")
 @json_option

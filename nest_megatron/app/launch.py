@@ -24,6 +24,7 @@ from nest_megatron.app.surroundings import (
 from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.config.launch import Mode
 from nest_megatron.errors import UserInputError
+from nest_megatron.files import check_output
 from nest_megatron.launchers.megatron_lm.agreement import Board, Hosts, confirm, share
 from nest_megatron.launchers.megatron_lm.decision import Decision, read_decision
 from nest_megatron.launchers.megatron_lm.groups import (
@@ -278,11 +279,15 @@ def asked_file(session: Session) -> Path | None:
 def _check_out(session: Session) -> None:
     """Refuse a place that cannot be written to before anything is searched."""
     out = asked_file(session)
-    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
+    if out is None:
+        return
+    pinned = session.launch.plan
+    check_output("nest.out", out, inputs=[] if pinned is None else [Path(pinned)])
+    if not os.access(out.absolute().parent, os.W_OK):
         raise UserInputError(
             "nest.out",
             value=str(out),
-            limit="it is a folder" if out.is_dir() else f"{out.parent} cannot be written to",
+            limit=f"{out.parent} cannot be written to",
             fix="Name a file in a folder that you may write to.",
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from nest_megatron.app.command_kinds import FILE, NEXT, Command, Group, job_options, json_option
+from nest_megatron.app.command_kinds import NEXT, OUTPUT, Command, Group, job_options, json_option
 
 _INSTANCE = click.Path(path_type=Path)
 #: ``\b`` keeps the lines of a paragraph as they are.
@@ -64,7 +64,7 @@ def nest() -> None:
     ),
 )
 @click.argument("instance", type=_INSTANCE, metavar="INSTANCE.JSON")
-@click.option("--out", type=FILE, help="Write the plan here, as the artifact writes its output.")
+@click.option("--out", type=OUTPUT, help="Write the plan here, as the artifact writes its output.")
 @_without_option
 @json_option
 def nest_solve(instance: Path, **options: Any) -> int:

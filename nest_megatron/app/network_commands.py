@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from nest_megatron.app.command_kinds import FILE, NEXT, Command, Group, json_option
+from nest_megatron.app.command_kinds import NEXT, OUTPUT, Command, Group, json_option
 from nest_megatron.app.complete import complete_catalogue
 
 
@@ -48,9 +48,9 @@ def network() -> None:
     shell_complete=complete_catalogue("cluster"),
     help="The cluster that was measured: from the catalogue, or a file.",
 )
-@click.option("--out", type=FILE, help="Write that cluster here, its network as measured.")
+@click.option("--out", type=OUTPUT, help="Write that cluster here, its network as measured.")
 @click.option(
-    "--profile", "profile_out", type=FILE, help="Keep the samples and their fit in this file."
+    "--profile", "profile_out", type=OUTPUT, help="Keep the samples and their fit in this file."
 )
 @json_option
 def network_import(paths: tuple[Path, ...], **options: Any) -> int:

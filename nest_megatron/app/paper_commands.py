@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from nest_megatron.app.command_kinds import FILE, Command, json_option
+from nest_megatron.app.command_kinds import OUTPUT, Command, json_option
 
 _NAMES = ("table2", "figure5", "figure6", "figure7", "table4", "table7")
 
@@ -22,7 +22,7 @@ _NAMES = ("table2", "figure5", "figure6", "figure7", "table4", "table7")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--model", "models", multiple=True, metavar="NAME", help="Keep jobs of this model.")
 @click.option("--num-gpus", multiple=True, type=int, metavar="N", help="Keep jobs of this size.")
-@click.option("--chart", type=FILE, help="Draw a figure: .svg or .png.")
+@click.option("--chart", type=OUTPUT, help="Draw a figure: .svg or .png.")
 @json_option
 def paper(experiment: str, **options: Any) -> int:
     """An experiment of the NEST paper on our cost model: ours, the artifact's, the paper's.

@@ -15,7 +15,7 @@ from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.overrides import Setting, parse, refuse_sweeps, split_launcher
 from nest_megatron.config.request import plan_request, read_inputs, read_space
 from nest_megatron.errors import UserInputError
-from nest_megatron.files import expanded, require_folder
+from nest_megatron.files import is_standard_output, regular_target, require_folder
 from nest_megatron.launchers.megatron_lm.attach import with_launch
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
@@ -135,19 +135,11 @@ def check_out(composed: Composed) -> None:
     """Refuse an output that cannot be written before the search, not after it.
 
     Raises:
-        UserInputError: if ``out`` is a folder, or its folder is missing.
+        UserInputError: if ``out`` is no regular file, or its folder is missing.
     """
-    if composed.config.out is None:
-        return
-    path = expanded(Path(composed.config.out), "out")
-    if path.is_dir():
-        raise UserInputError(
-            "out",
-            value=str(path),
-            limit="it is a folder",
-            fix=f"Name a file: {path / 'plan.yaml'}.",
-        )
-    require_folder(path)
+    out = composed.config.out
+    if out is not None and not is_standard_output(Path(out)):
+        require_folder(regular_target(Path(out)))
 
 
 def _plan_command(
@@ -205,7 +197,7 @@ def _show_plan(plan: ParallelPlan, composed: Composed, notes: Sequence[str]) -> 
 
 def _say_where(plan: ParallelPlan, composed: Composed) -> None:
     out = composed.config.out
-    if out is not None:
+    if out is not None and not is_standard_output(Path(out)):
         say(f"Written to {out}; `nest-megatron explain {out}` prints the launch command.")
     predicted = plan.predicted
     if not predicted.fits:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from nest_megatron.app.command_kinds import FILE, FOLDER, NEXT, Command, Group, json_option
+from nest_megatron.app.command_kinds import FOLDER, NEXT, OUTPUT, Command, Group, json_option
 from nest_megatron.app.complete import complete_override, complete_profile
 
 
@@ -41,7 +41,7 @@ from nest_megatron.app.complete import complete_override, complete_profile
     default=True,
     help="With several ranks: time the network between them, with a quarter of the budget.",
 )
-@click.option("--network-out", type=FILE, help="Write the network's figures here.")
+@click.option("--network-out", type=OUTPUT, help="Write the network's figures here.")
 @json_option
 def profile(**options: Any) -> int:
     """Time a model's layers on the devices that are here, and the network between them.
@@ -97,7 +97,7 @@ def show_profile(name: str, *, as_json: bool) -> int:
     examples=("nest-megatron profiles export llama3_8b-h100 --out profile.yaml",),
 )
 @click.argument("name", shell_complete=complete_profile)
-@click.option("--out", type=FILE, required=True, help="The file to write.")
+@click.option("--out", type=OUTPUT, required=True, help="The file to write.")
 @json_option
 def export_profile(name: str, *, out: Path, as_json: bool) -> int:
     """Write a profile to a file, to plan with it on another machine."""

@@ -24,7 +24,7 @@ from nest_megatron.app.sweep_folder import (
 from nest_megatron.app.sweep_launch import check_launcher, launch
 from nest_megatron.config.overrides import Setting, expand, swept
 from nest_megatron.errors import NestError
-from nest_megatron.files import write_bytes, write_text
+from nest_megatron.files import check_output, write_bytes, write_text
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.sweep_table import SweepRow, to_csv, to_parquet
@@ -135,6 +135,7 @@ def _write(
     """Write the table, its chart and each plan; what is missing for one of them is said."""
     for row, name in zip(rows, _names([job for job, _ in done]), strict=True):
         if row.plan is not None:
+            check_output("out", folder / name)
             plan_file.write(row.plan, folder / name)
     write_text(folder / "sweep.csv", to_csv(rows))
     files = ["sweep.csv"]

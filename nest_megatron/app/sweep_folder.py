@@ -24,6 +24,8 @@ from nest_megatron.files import read_text, write_text
 from nest_megatron.plain import to_plain
 
 _JOBS, _LIST = ".jobs", "list.json"
+#: What a sweep leaves in its folder beside the plans.
+TABLES = ("sweep.csv", "sweep.parquet", "sweep.svg")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,14 @@ def opened(folder: Path) -> Iterator[None]:
     """
     from filelock import FileLock, Timeout
 
+    taken = [name for name in TABLES if (folder / name).exists()]
+    if taken and not (folder / _JOBS).is_dir():
+        raise UserInputError(
+            "out",
+            value=str(folder),
+            limit=f"it holds {', '.join(taken)}, and no sweep was run in it",
+            fix="Name another folder.",
+        )
     try:
         folder.mkdir(exist_ok=True)
         (folder / _JOBS).mkdir(exist_ok=True)

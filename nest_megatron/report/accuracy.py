@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import UserInputError
-from nest_megatron.files import read_text, write_bytes, write_text
+from nest_megatron.files import check_output, read_text, write_bytes, write_text
 from nest_megatron.report.accuracy_pictures import pictures
 from nest_megatron.report.accuracy_reference import (
     columns_section,
@@ -82,6 +82,7 @@ def write_accuracy(folder: Path, judged: Sequence[Judged]) -> list[Path]:
             limit="there is no such folder",
             fix=f"mkdir -p {folder}",
         )
+    check_output("--docs", folder / PAGE)
     drawn = pictures(judged)
     text = page(
         judged,

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.files import write_bytes
+from nest_megatron.files import MARK, write_bytes
 from nest_megatron.report.markup import Markup, element, joined
+from nest_megatron.report.palette import picture_metadata
 
 #: Formats that ``write_picture`` writes, by suffix.
 SUFFIXES = (".png", ".svg")
@@ -176,7 +177,7 @@ def as_svg(canvas: Canvas) -> str:
         font_family=_FAMILY,
         role="img",
     )
-    return f'<?xml version="1.0" encoding="utf-8"?>\n{svg}\n'
+    return f'<?xml version="1.0" encoding="utf-8"?>\n<!-- {MARK} -->\n{svg}\n'
 
 
 def _svg(shape: Box | Line | Words) -> Markup:
@@ -219,7 +220,7 @@ def _as_png(canvas: Canvas, what: str) -> bytes:
         for order, shape in enumerate(canvas.shapes):
             _paint(axes, shape, order)
         stream = io.BytesIO()
-        figure.savefig(stream, format="png")
+        figure.savefig(stream, format="png", metadata=picture_metadata("png"))
     return stream.getvalue()
 
 

@@ -6,6 +6,7 @@ import base64
 from collections.abc import Sequence
 
 from nest_megatron.comparison import Compared
+from nest_megatron.files import MARK
 from nest_megatron.report.canvas import as_svg
 from nest_megatron.report.comparison import fastest_first, layout_words, tokens_per_s, why
 from nest_megatron.report.comparison_chart import comparison_canvas
@@ -47,6 +48,7 @@ def comparison_page(rows: Sequence[Compared], title: str) -> str:
     head = element(
         "head",
         element("meta", charset="utf-8"),
+        element("meta", name="generator", content=MARK),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         Markup(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
         element("title", title),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping
 
+from nest_megatron.files import MARK
 from nest_megatron.launchers.megatron_lm.attach import launch_request
 from nest_megatron.launchers.megatron_lm.write import parallel_argv
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
@@ -65,6 +66,7 @@ def html_report(plan: ParallelPlan, times: LayerTimes | None = None) -> str:
     head = element(
         "head",
         element("meta", charset="utf-8"),
+        element("meta", name="generator", content=MARK),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         Markup(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
         element("title", title),

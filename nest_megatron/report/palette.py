@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from nest_megatron.files import MARK
+
 #: What an iteration's time goes into; one hue for communication inside a replica.
 TERM_COLOURS = {
     "compute": "#2f6fb7",
@@ -64,3 +66,12 @@ def _shade(ends: tuple[str, str], position: int, count: int) -> str:
 
 def _channels(colour: str) -> tuple[int, int, int]:
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def picture_metadata(suffix: str) -> dict[str, str | None]:
+    """What matplotlib writes into a picture: who made it, and no date, so that it is reproducible.
+
+    Args:
+        suffix: ``png`` or ``svg``.
+    """
+    return {"Creator": MARK, "Date": None} if suffix == "svg" else {"Software": MARK}

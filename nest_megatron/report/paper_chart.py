@@ -14,7 +14,7 @@ from typing import Any
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import require_folder, write_bytes
 from nest_megatron.paper.outcome import Report, Row
-from nest_megatron.report.palette import PICTURE_STYLE
+from nest_megatron.report.palette import PICTURE_STYLE, picture_metadata
 
 SUFFIXES = (".png", ".svg")
 _STYLE = {**PICTURE_STYLE, "font.size": 8}
@@ -70,7 +70,9 @@ def draw_figure(report: Report, path: Path) -> None:
         figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
         figure.suptitle(f"{report.title.partition(',')[0]}, over that of nest", fontsize=9)
         stream = io.BytesIO()
-        figure.savefig(stream, format=path.suffix[1:], dpi=_DPI, metadata=_no_date(path))
+        figure.savefig(
+            stream, format=path.suffix[1:], dpi=_DPI, metadata=picture_metadata(path.suffix[1:])
+        )
     write_bytes(path, stream.getvalue())
 
 
@@ -105,10 +107,6 @@ def _seen(points: Sequence[tuple[int, float | None]]) -> tuple[list[int], list[f
 
 def _place(row: Row, by_size: bool) -> int:
     return (row.job.micro_batch_size or 1) if by_size else row.job.num_gpus
-
-
-def _no_date(path: Path) -> dict[str, Any]:
-    return {"Date": None} if path.suffix == ".svg" else {}
 
 
 def _wrong(value: str, limit: str, fix: str) -> UserInputError:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nest_megatron.report.palette import PICTURE_STYLE
+from nest_megatron.report.palette import PICTURE_STYLE, picture_metadata
 from nest_megatron.report.sweep_table import SweepRow, number_of
 
 _COLOURS = ("#2f6fb7", "#c98a00", "#1f8a70", "#b3364b", "#7d57b2", "#858b95")
@@ -41,7 +41,7 @@ def sweep_chart(rows: Sequence[SweepRow]) -> bytes:
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
         stream = io.BytesIO()
-        figure.savefig(stream, format="svg", metadata={"Date": None})
+        figure.savefig(stream, format="svg", metadata=picture_metadata("svg"))
     return stream.getvalue()
 
 

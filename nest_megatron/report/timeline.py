@@ -14,9 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.files import MARK, write_bytes
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.report.palette import PICTURE_STYLE, backward_colour, forward_colour, ink_on
+from nest_megatron.report.palette import (
+    PICTURE_STYLE,
+    backward_colour,
+    forward_colour,
+    ink_on,
+    picture_metadata,
+)
 from nest_megatron.report.schedule_view import (
     ScheduleView,
     Span,
@@ -59,6 +66,7 @@ def chrome_trace(plan: ParallelPlan, times: LayerTimes | None = None) -> str:
     view = schedule_view(plan, times)
     events = [*_row_names(plan), *_trace_events(plan, view)]
     described = {
+        "generator": MARK,
         "model": plan.model.name,
         "cluster": plan.cluster.describe(),
         "iteration_time_s": view.iteration_time_s,
@@ -87,15 +95,7 @@ def draw_timeline(plan: ParallelPlan, path: Path, times: LayerTimes | None = Non
             fix="Give the file one of these suffixes.",
         )
     picture = _rendered(plan, schedule_view(plan, times), suffix[1:])
-    try:
-        path.expanduser().write_bytes(picture)
-    except OSError as error:
-        raise UserInputError(
-            "timeline",
-            value=str(path),
-            limit=f"it cannot be written: {error.strerror or error}",
-            fix="Name a file in a folder that you may write to.",
-        ) from error
+    write_bytes(path, picture)
 
 
 def _row_names(plan: ParallelPlan) -> Iterator[dict[str, Any]]:
@@ -157,7 +157,7 @@ def _rendered(plan: ParallelPlan, view: ScheduleView, suffix: str) -> bytes:
             _draw_window(axes, view, window, share=window.length / sum(lengths))
         _label(figure, rows[0], plan, view)
         stream = io.BytesIO()
-        figure.savefig(stream, format=suffix, metadata={"Date": None} if suffix == "svg" else None)
+        figure.savefig(stream, format=suffix, metadata=picture_metadata(suffix))
     return stream.getvalue()
 
 
