@@ -31,6 +31,12 @@ STAGE_DP = Extension(
     extra_compile_args=["-O3", "-ffp-contract=off"],
     optional=not EXTENSION_REQUIRED,
 )
+SCHEDULE = Extension(
+    "nest_megatron.cost_model._schedule",
+    sources=["cython_ext/_schedule.pyx"],
+    extra_compile_args=["-O3", "-ffp-contract=off"],
+    optional=not EXTENSION_REQUIRED,
+)
 NEST_CUTS = Extension(
     "nest_megatron.nest._nest_cuts",
     sources=["cython_ext/_nest_cuts.pyx"],
@@ -82,7 +88,7 @@ class EditableWithBoot(editable_wheel):
 setup(
     packages=[*find_packages(include=["nest_megatron", "nest_megatron.*"]), *MOVED_PACKAGES],
     package_dir=MOVED_PACKAGES,
-    ext_modules=[STAGE_DP, NEST_CUTS, RECURRENCE],
+    ext_modules=[STAGE_DP, SCHEDULE, NEST_CUTS, RECURRENCE],
     cmdclass={"build_py": BuildWithBoot, "editable_wheel": EditableWithBoot},
     # Generated C goes under build/, so it is never committed and never in the sdist.
     options={"build_ext": {"cython_c_in_temp": True}},

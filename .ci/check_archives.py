@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 CATALOGUE = ("accelerator", "cluster", "model")
 SDIST_HOLDS = (
     "cython_ext/_nest_cuts.pyx",
+    "cython_ext/_schedule.pyx",
     "cython_ext/_stage_dp.pyx",
     "docs/",
     "recipes/__init__.py",
@@ -26,6 +27,7 @@ WHEEL_HOLDS = (
     "nest_megatron/hydra_configs/hydra_app/nest/auto.yaml",
     "nest_megatron/py.typed",
     "nest_megatron/recipes/__init__.py",
+    "nest_megatron/cost_model/_schedule.",
     "nest_megatron/nest/_nest_cuts.",
     "nest_megatron/solver/_stage_dp.",
     *(f"nest_megatron/hydra_configs/{group}/" for group in CATALOGUE),

@@ -132,8 +132,7 @@ def _model(request: PlanRequest) -> CostModel:
 
 
 def _terms(model: CostModel, found: ParallelPlan) -> dict[str, Seconds]:
-    step = found.predicted.iteration_time_s
-    return mean_terms(model, found.grid(), found.partition(), step)
+    return mean_terms(model, found.grid(), found.partition())
 
 
 def _theirs(request: PlanRequest, baseline: Baseline) -> Compared:

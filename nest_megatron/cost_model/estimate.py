@@ -16,9 +16,11 @@ from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.units import Bytes, Flops, Seconds, to_seconds
+from nest_megatron.units import Bytes, Flops, Seconds, Ticks, to_seconds
 
-#: What an iteration's time goes into, on the rank that ends last. They add up to the iteration.
+#: What an iteration's time goes into; they add up to it. Each second belongs to one operation on some
+#: pipeline rank: of the rank that is busy longest while it works and, while it waits, of the rank
+#: that the critical path of the schedule lies on then (``_waits``).
 TERMS = (
     "compute",
     "recompute",
@@ -65,7 +67,7 @@ class Estimate:
 
     Args:
         terms: seconds by what they go into; they add up to ``iteration_time_s``.
-        critical_rank: pipeline rank that ends last.
+        critical_rank: pipeline rank that is busy longest, whose own time the terms tell.
         fits: whether every rank stays within ``capacity_bytes``.
     """
 
@@ -109,14 +111,13 @@ def estimate(model: CostModel, grid: Grid, partition: StagePartition) -> Estimat
     precision = model.settings.precision
     used = precision if accelerator.supports(precision) else sixteen_bit(accelerator)
     achieved = flops / iteration / gpus
-    terms, critical = _terms(model, problem, evaluation, partition, kinds)
     return Estimate(
         iteration_time_s=iteration,
         tokens_per_s_per_gpu=tokens / iteration / gpus,
         model_tflops_per_gpu=achieved / 1e12,
         mfu=achieved / accelerator.peak_flops_per_s[used],
-        terms=terms,
-        critical_rank=critical,
+        terms=_terms(model, problem, evaluation, partition, kinds),
+        critical_rank=evaluation.critical_rank,
         stages=tuple(
             _stage(model, grid, problem, evaluation, partition, kinds, rank)
             for rank in range(grid.dims.pipeline_model_parallel_size)
@@ -132,53 +133,66 @@ def _terms(
     evaluation: Evaluation,
     partition: StagePartition,
     kinds: Sequence[UnitKind],
-) -> tuple[dict[str, Seconds], int]:
-    """Where the time of the rank that ends last goes; what is left over is the bubble."""
-    ends = [t[-1].end + tail for t, tail in zip(evaluation.timeline, evaluation.tails, strict=True)]
-    rank = ends.index(max(ends))
-    edges = evaluation.heads[rank] + evaluation.tails[rank]
-    terms = _rank_terms(problem, partition, kinds, rank, to_seconds(edges))
-    optimizer = to_seconds(max(evaluation.optimizers))
-    return _with_rest(model, problem, terms, optimizer, to_seconds(evaluation.iteration)), rank
-
-
-def mean_terms(
-    model: CostModel, grid: Grid, partition: StagePartition, iteration_time_s: Seconds
 ) -> dict[str, Seconds]:
+    """Where the time goes: what the critical rank does, and what it waits for."""
+    rank = evaluation.critical_rank
+    terms = _rank_terms(problem, evaluation, partition, kinds, rank)
+    for name, waited in _waits(evaluation, rank).items():
+        terms[name] += to_seconds(waited)
+    return terms | _after_schedule(model, problem, evaluation)
+
+
+def _waits(evaluation: Evaluation, rank: int) -> dict[str, Ticks]:
+    """What a rank waits for in a step, by the critical path; together all that it waits.
+
+    Before its first pass the rank waits for the weights that the path's first rank gathers, after
+    its tail for the gradients that the path's last rank reduces. Of the rest, transfers on the path
+    that run beside the work of their senders are pipeline communication. What is left are passes
+    of other ranks, mostly before the rank's first and after its last: the pipeline's bubble.
+    """
+    path, heads, tails = evaluation.path, evaluation.heads, evaluation.tails
+    own = heads[rank] + evaluation.busy[rank] + tails[rank]
+    waited = evaluation.finish - own
+    gathered = max(0, min(heads[path.first_rank], evaluation.first_start(rank)) - heads[rank])
+    reduced = min(tails[path.last_rank], evaluation.finish - evaluation.ends[rank] - tails[rank])
+    sent = min(path.sent(evaluation.chunks), waited - gathered - reduced)
+    return {
+        "dp_communication": gathered + reduced,
+        "pp_communication": sent,
+        "pipeline_bubble": waited - gathered - reduced - sent,
+    }
+
+
+def mean_terms(model: CostModel, grid: Grid, partition: StagePartition) -> dict[str, Seconds]:
     """Where the time of all GPUs goes: the terms of every pipeline rank, averaged.
 
-    The terms of an ``Estimate`` are those of the rank that ends last, which in an uneven pipeline
-    can hold little and wait long; these are fair where plans are compared.
-
-    Args:
-        iteration_time_s: the step as predicted; the terms add up to it.
+    The terms of an ``Estimate`` are about the rank that is busy longest; here the bubble is what
+    the ranks wait on average, for whatever reason.
     """
     problem, (_, kinds) = model.problem(grid), model.unit_kinds(grid)
-    mean, optimizer = dict.fromkeys(TERMS, 0.0), 0
+    evaluation = evaluate(problem, partition.boundaries)
+    mean = dict.fromkeys(TERMS, 0.0)
     for rank in range(problem.num_stages):
-        held = [chunk_cost(problem, c.start, c.stop) for c in partition.chunks_of_rank(rank)]
-        optimizer = max(optimizer, sum(cost.optimizer for cost in held))
-        edges = max(0, sum(c.head_least for c in held), sum(c.head_rest for c in held))
-        edges += max(0, sum(c.tail_least for c in held), sum(c.tail_rest for c in held))
-        for name, spent in _rank_terms(problem, partition, kinds, rank, to_seconds(edges)).items():
+        terms = _rank_terms(problem, evaluation, partition, kinds, rank)
+        for name, spent in terms.items():
             mean[name] += spent / problem.num_stages
-    return _with_rest(model, problem, mean, to_seconds(optimizer), iteration_time_s)
+    own = map(sum, zip(evaluation.heads, evaluation.busy, evaluation.tails, strict=True))
+    waited = evaluation.finish * problem.num_stages - sum(own)
+    mean["pipeline_bubble"] = to_seconds(waited) / problem.num_stages
+    return mean | _after_schedule(model, problem, evaluation)
 
 
 def _rank_terms(
     problem: PipelineProblem,
+    evaluation: Evaluation,
     partition: StagePartition,
     kinds: Sequence[UnitKind],
     rank: int,
-    edges_s: Seconds,
 ) -> dict[str, Seconds]:
-    """What one rank does in a step, its traffic before the first pass and after the last included.
-
-    Args:
-        edges_s: that traffic, what no pass hides.
-    """
+    """What one rank does in a step: its head, its passes and its tail."""
     m = problem.num_microbatches
     terms = dict.fromkeys(TERMS, 0.0)
+    units = 0
     for index in range(rank, problem.num_chunks, problem.num_stages):
         chunk = partition.chunk(index)
         covered = [u for u in chunk if 1 <= u <= problem.num_layers][: problem.block_num_layers]
@@ -190,31 +204,29 @@ def _rank_terms(
                 spent = getattr(run.forward, name) + getattr(run.backward, name)
                 terms[f"{name}_communication"] += m * spent
             terms["compute"] += m * (run.forward.compute + run.backward.compute)
-        cost = chunk_cost(problem, chunk.start, chunk.stop)
-        terms["dp_communication"] += m * to_seconds(cost.forward + cost.backward)
+        units += len(chunk)
         if not problem.overlap_p2p:
             sent = problem.send_forward[index] + problem.send_backward[index]
             terms["pp_communication"] += m * to_seconds(sent)
-    # A unit's ticks hold its own work and, under ZeRO-2 and 3, the traffic it could not hide.
-    work = ("compute", "recompute", "tp_communication", "cp_communication", "ep_communication")
-    per_microbatch = max(0.0, terms["dp_communication"] - sum(terms[name] for name in work))
-    terms["dp_communication"] = per_microbatch + edges_s
+    # A unit's ticks hold its own work and, under ZeRO-2 and 3, the traffic it could not hide; less
+    # than two ticks of each are rounding.
+    unhidden = to_seconds(evaluation.busy[rank]) - sum(terms.values())
+    rounded = abs(unhidden) < 2 * m * to_seconds(units)
+    terms["compute" if rounded else "dp_communication"] += unhidden
+    terms["dp_communication"] += to_seconds(evaluation.heads[rank] + evaluation.tails[rank])
     return terms
 
 
-def _with_rest(
-    model: CostModel,
-    problem: PipelineProblem,
-    terms: dict[str, Seconds],
-    optimizer_s: Seconds,
-    iteration_s: Seconds,
+def _after_schedule(
+    model: CostModel, problem: PipelineProblem, evaluation: Evaluation
 ) -> dict[str, Seconds]:
-    """The terms with what no rank does by itself; what is left over is the bubble."""
-    host = model.settings.iteration_floor_s
-    sync = max(0.0, to_seconds(problem.constant) - host)
-    whole = terms | {"optimizer": optimizer_s, "host": host, "embedding_sync": sync}
-    bubble = iteration_s - sum(whole.values())
-    return whole | {"pipeline_bubble": bubble if bubble > 1e-12 else 0.0}
+    """What follows the schedule: all ranks take as long as the slowest."""
+    host = min(model.settings.iteration_floor_s, to_seconds(problem.constant))
+    return {
+        "embedding_sync": to_seconds(problem.constant) - host,
+        "optimizer": to_seconds(max(evaluation.optimizers)),
+        "host": host,
+    }
 
 
 def _stage(
@@ -229,7 +241,6 @@ def _stage(
     chunks = partition.chunks_of_rank(rank)
     costs = [chunk_cost(problem, chunk.start, chunk.stop) for chunk in chunks]
     units = [kinds[problem.unit_kinds[u]] for chunk in chunks for u in chunk]
-    busy = sum(timed.end - timed.start for timed in evaluation.timeline[rank])
     peak = evaluation.memory[rank]
     memory = _static_split(model, grid, [problem.unit_kinds[u] for chunk in chunks for u in chunk])
     memory |= {"activations": peak.activation, "working": peak.working}
@@ -238,7 +249,7 @@ def _stage(
         layers=tuple(_describe([kinds[problem.unit_kinds[u]].kind for u in c]) for c in chunks),
         forward_s=to_seconds(sum(c.forward for c in costs)),
         backward_s=to_seconds(sum(c.backward for c in costs)),
-        busy_share=busy / evaluation.iteration,
+        busy_share=evaluation.busy[rank] / evaluation.iteration,
         parameters=sum(unit.parameters.total for unit in units),
         memory=memory,
     )

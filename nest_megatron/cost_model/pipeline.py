@@ -8,7 +8,7 @@ The iteration time of a partition is::
     constant + max over ranks (end of its last pass + tail) + max over ranks (optimizer step)
 
 where a rank starts after its *head* (the gather of updated weights that its first forward passes
-cannot hide), the passes run as ``schedule.simulate`` runs them, and its *tail* is the gradient
+cannot hide), the passes run as ``schedule.run`` runs them, and its *tail* is the gradient
 reduction that its last backward passes cannot hide. Head and tail are each the larger of two sums
 over the rank's units: what can never be hidden, and what remains when the overlap is used up.
 """
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from nest_megatron.cost_model.critical_path import CriticalPath, Summarize, summarize
 from nest_megatron.cost_model.schedule import ChunkTimes, TimedOp, peak_live_chunks, simulate
 from nest_megatron.units import Bytes, Ticks
 
@@ -122,19 +123,50 @@ class Evaluation:
 
     Args:
         iteration: whole step, in ticks.
-        timeline: passes of every rank.
+        chunks: times of every chunk in the schedule.
+        ends: end of each rank's last pass, in ticks.
+        busy: all passes of each rank, in ticks.
+        finish: when the last rank is through, its tail included, in ticks.
+        path: critical path of the schedule.
         heads, tails, optimizers: those of every rank, in ticks.
         memory: that of every rank at its peak.
         fits: whether every rank stays within the capacity.
     """
 
     iteration: Ticks
-    timeline: tuple[tuple[TimedOp, ...], ...]
+    chunks: tuple[ChunkTimes, ...]
+    ends: tuple[Ticks, ...]
+    busy: tuple[Ticks, ...]
+    finish: Ticks
+    path: CriticalPath
     heads: tuple[Ticks, ...]
     tails: tuple[Ticks, ...]
     optimizers: tuple[Ticks, ...]
     memory: tuple[RankMemory, ...]
     fits: bool
+
+    @property
+    def critical_rank(self) -> int:
+        """The rank that is busy longest, and so waits least, its head and tail included.
+
+        Of several the one that the critical path lies on longest, then the first.
+        """
+        p = len(self.ends)
+        return max(
+            range(p),
+            key=lambda rank: (
+                self.heads[rank] + self.busy[rank] + self.tails[rank],
+                self.path.on_rank(self.chunks, rank, p),
+                -rank,
+            ),
+        )
+
+    def first_start(self, rank: int) -> Ticks:
+        """When the first pass of a rank starts: once the first micro batch has come so far."""
+        start = self.heads[0]
+        for before, head in zip(self.chunks, self.heads[1 : rank + 1], strict=False):
+            start = max(head, start + before.forward + before.forward_delay)
+        return start
 
 
 def chunk_cost(problem: PipelineProblem, first: int, end: int) -> ChunkCost:
@@ -161,31 +193,44 @@ def chunk_cost(problem: PipelineProblem, first: int, end: int) -> ChunkCost:
     )
 
 
-def evaluate(problem: PipelineProblem, boundaries: tuple[int, ...]) -> Evaluation:
+def evaluate(
+    problem: PipelineProblem, boundaries: tuple[int, ...], run: Summarize = summarize
+) -> Evaluation:
     """Iteration time and memory of one stage partition, by simulating its schedule.
 
     Args:
         boundaries: ``p * v + 1`` unit indices rising strictly from 0 to the number of units.
+        run: what simulates; each returns the same.
     """
     p, v, m = problem.num_stages, problem.num_virtual, problem.num_microbatches
     chunks = [chunk_cost(problem, a, b) for a, b in pairwise(boundaries)]
+    times = tuple(chunk_times(problem, k, chunk) for k, chunk in enumerate(chunks))
     ranks = [chunks[rank::p] for rank in range(p)]
     heads = tuple(_larger(r, "head_least", "head_rest") for r in ranks)
     tails = tuple(_larger(r, "tail_least", "tail_rest") for r in ranks)
     optimizers = tuple(sum(c.optimizer for c in r) for r in ranks)
-    times = [chunk_times(problem, k, chunk) for k, chunk in enumerate(chunks)]
-    timeline = simulate(p, v, m, times, heads)
-    ends = [passes[-1].end + tail for passes, tail in zip(timeline, tails, strict=True)]
+    found = run(p, v, m, times, heads, tails)
+    finish = max(end + tail for end, tail in zip(found.ends, tails, strict=True))
     memory = [rank_memory(problem, rank, held) for rank, held in enumerate(ranks)]
     return Evaluation(
-        iteration=problem.constant + max(ends) + max(optimizers),
-        timeline=timeline,
+        iteration=problem.constant + finish + max(optimizers),
+        chunks=times,
+        ends=found.ends,
+        busy=tuple(m * sum(c.forward + c.backward for c in times[r::p]) for r in range(p)),
+        finish=finish,
+        path=found.path,
         heads=heads,
         tails=tails,
         optimizers=optimizers,
         memory=tuple(memory),
         fits=max(rank.total for rank in memory) <= problem.capacity_bytes,
     )
+
+
+def timeline(problem: PipelineProblem, evaluation: Evaluation) -> tuple[tuple[TimedOp, ...], ...]:
+    """All passes of every rank in the schedule of a partition, as it was evaluated."""
+    p, v, m = problem.num_stages, problem.num_virtual, problem.num_microbatches
+    return simulate(p, v, m, evaluation.chunks, evaluation.heads)
 
 
 def _larger(chunks: Sequence[ChunkCost], least: str, rest: str) -> Ticks:

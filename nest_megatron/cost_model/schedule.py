@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -46,13 +46,29 @@ def rank_order_of_work(p: int, v: int, m: int, rank: int) -> list[Op]:
     Source: ``forward_backward_no_pipelining``, ``..._without_interleaving``,
     ``..._with_interleaving`` with groups of ``p`` micro batches.
     """
+    return [pass_at(p, v, m, rank, place) for place in range(2 * m * v)]
+
+
+def pass_at(p: int, v: int, m: int, rank: int, place: int) -> Op:
+    """The pass that a rank runs after ``place`` others."""
     warmup, total = num_warmup(p, v, m, rank), m * v
-    forward = [_pass(p, v, rank, i, is_forward=True) for i in range(total)]
-    backward = [_pass(p, v, rank, i, is_forward=False) for i in range(total)]
-    order = forward[:warmup]
-    for i in range(total - warmup):
-        order += (forward[warmup + i], backward[i])
-    return order + backward[total - warmup :]
+    if place < warmup:
+        return _pass(p, v, rank, place, is_forward=True)
+    if place >= 2 * total - warmup:
+        return _pass(p, v, rank, place - total, is_forward=False)
+    pair, is_second = divmod(place - warmup, 2)
+    return _pass(p, v, rank, pair + (0 if is_second else warmup), is_forward=not is_second)
+
+
+def place_of(p: int, v: int, m: int, op: Op) -> int:
+    """How many passes its rank runs before a pass: the inverse of ``pass_at``."""
+    virtual, rank = divmod(op.chunk, p)
+    group, offset = divmod(op.microbatch, p)
+    index = (group * v + (virtual if op.is_forward else v - 1 - virtual)) * p + offset
+    warmup, total = num_warmup(p, v, m, rank), m * v
+    if op.is_forward:
+        return index + max(0, index - warmup)
+    return index + min(total, warmup + index + 1)
 
 
 def _pass(p: int, v: int, rank: int, index: int, *, is_forward: bool) -> Op:
@@ -80,82 +96,101 @@ class ChunkTimes:
     backward_delay: Ticks = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimedOp:
-    """A pass with its place in time, in ticks."""
+class TimedOp(NamedTuple):
+    """A pass with its place in time, in ticks, and whether its rank waited for its input."""
 
     op: Op
     start: Ticks
     end: Ticks
+    waited: bool
 
 
-def simulate(
+def run(
     p: int, v: int, m: int, chunks: Sequence[ChunkTimes], releases: Sequence[Ticks]
-) -> tuple[tuple[TimedOp, ...], ...]:
+) -> Iterator[TimedOp]:
     """Run the schedule: each rank does its passes in order, each as soon as its input is there.
 
     Args:
         chunks: ``p * v`` chunks along the model.
         releases: time before which each of the ``p`` ranks cannot start.
 
-    Returns:
-        For each rank its passes with their times.
+    Yields:
+        Every pass after the one that makes its input; those of a rank in its order.
     """
-    orders = [rank_order_of_work(p, v, m, rank) for rank in range(p)]
-    done: dict[Op, Ticks] = {}
-    timeline: list[list[TimedOp]] = [[] for _ in range(p)]
-    clock = list(releases)
-    remaining = sum(len(order) for order in orders)
+    arrivals: dict[Op, Ticks] = {}
+    places, clock = [0] * p, list(releases)
+    remaining = 2 * p * v * m
     while remaining:
         before = remaining
         for rank in range(p):
-            while len(timeline[rank]) < len(orders[rank]):
-                op = orders[rank][len(timeline[rank])]
-                ready = _ready_time(op, chunks, done)
-                if ready is None:
+            while places[rank] < 2 * v * m:
+                op = pass_at(p, v, m, rank, places[rank])
+                source = source_of(op, p * v)
+                if source is not None and source not in arrivals:
                     break
-                start = max(clock[rank], ready)
-                times = chunks[op.chunk]
-                clock[rank] = start + (times.forward if op.is_forward else times.backward)
-                done[op] = clock[rank]
-                timeline[rank].append(TimedOp(op=op, start=start, end=clock[rank]))
+                ready = clock[rank] if source is None else arrivals.pop(source)
+                start, times = max(clock[rank], ready), chunks[op.chunk]
+                end = start + (times.forward if op.is_forward else times.backward)
+                if op.is_forward or op.chunk:
+                    arrivals[op] = end + _delay(op, chunks)
+                yield TimedOp(op, start, end, ready > clock[rank])
+                clock[rank] = end
+                places[rank] += 1
                 remaining -= 1
         assert remaining < before, "the schedule waits for itself"
-    return tuple(tuple(passes) for passes in timeline)
 
 
-def _ready_time(op: Op, chunks: Sequence[ChunkTimes], done: dict[Op, Ticks]) -> Ticks | None:
-    """When a pass has its input, or ``None`` if the pass that makes it has not run."""
+def source_of(op: Op, num_chunks: int) -> Op | None:
+    """The pass that makes the input of a pass, if one does."""
     if op.is_forward:
-        if op.chunk == 0:
-            return 0
-        source = Op(True, op.chunk - 1, op.microbatch)
-        delay = chunks[op.chunk - 1].forward_delay
-    elif op.chunk == len(chunks) - 1:
-        source = Op(True, op.chunk, op.microbatch)
-        delay = 0
-    else:
-        source = Op(False, op.chunk + 1, op.microbatch)
-        delay = chunks[op.chunk + 1].backward_delay
-    end = done.get(source)
-    return None if end is None else end + delay
+        return Op(True, op.chunk - 1, op.microbatch) if op.chunk else None
+    if op.chunk == num_chunks - 1:
+        return Op(True, op.chunk, op.microbatch)
+    return Op(False, op.chunk + 1, op.microbatch)
+
+
+def _delay(op: Op, chunks: Sequence[ChunkTimes]) -> Ticks:
+    """How long the result of a pass travels; the last chunk turns round by itself."""
+    if not op.is_forward:
+        return chunks[op.chunk].backward_delay
+    return chunks[op.chunk].forward_delay if op.chunk < len(chunks) - 1 else 0
+
+
+def simulate(
+    p: int, v: int, m: int, chunks: Sequence[ChunkTimes], releases: Sequence[Ticks]
+) -> tuple[tuple[TimedOp, ...], ...]:
+    """All passes of each rank with their times: what ``run`` yields, rank by rank."""
+    timeline: list[list[TimedOp]] = [[] for _ in range(p)]
+    for timed in run(p, v, m, chunks, releases):
+        timeline[timed.op.chunk % p].append(timed)
+    return tuple(tuple(passes) for passes in timeline)
 
 
 @lru_cache(maxsize=4096)
 def peak_live_chunks(p: int, v: int, m: int, rank: int) -> tuple[tuple[int, ...], ...]:
     """Numbers of micro batches whose activations each chunk of a rank keeps, at each peak.
 
+    After the warm-up a rank alternates, and has the same chunks alive again after ``p * v`` passes
+    each way. Between two changes of chunk the numbers lie on a line, so whatever a chunk keeps, the
+    most is kept at an end of one: the peaks do not grow with ``m``.
+
     Returns:
-        The distinct vectors (one entry for each of the rank's ``v`` chunks) right after a forward
-        pass that no other vector exceeds in every entry.
+        Distinct vectors (one entry for each of the rank's ``v`` chunks) right after a forward pass,
+        one of which is the peak, whatever each chunk keeps. None exceeds another in every entry.
     """
+    warmup, total = num_warmup(p, v, m, rank), m * v
     live = [0] * v
-    peaks: set[tuple[int, ...]] = set()
-    for op in rank_order_of_work(p, v, m, rank):
-        virtual = op.chunk // p
-        live[virtual] += 1 if op.is_forward else -1
-        if op.is_forward:
+    for index in range(warmup):
+        live[index // p % v] += 1
+    peaks = {tuple(live)}
+    most = min(p * v, total - warmup)
+    for index in range(most):
+        live[(warmup + index) // p % v] += 1
+        # A line ends where the chunk of the backward pass before, or of the forward pass to come,
+        # is another.
+        if index % p == 0 or (warmup + index + 1) % p == 0 or index == most - 1:
             peaks.add(tuple(live))
+        live[v - 1 - index // p % v] -= 1
     return tuple(sorted(a for a in peaks if not any(a != b and _covers(b, a) for b in peaks)))
 
 

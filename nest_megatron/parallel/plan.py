@@ -103,7 +103,11 @@ class PredictedStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the cost model expects; ``terms`` add up to ``iteration_time_s``."""
+    """What the cost model expects; ``terms`` add up to ``iteration_time_s``.
+
+    They are those of ``critical_rank``, the pipeline rank that is busy longest: its own work, and
+    what it waits for.
+    """
 
     iteration_time_s: Seconds
     tokens_per_s_per_gpu: float

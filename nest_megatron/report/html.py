@@ -126,8 +126,9 @@ def _time(plan: ParallelPlan) -> Markup:
         for name, share in shares.items()
     ]
     words = (
-        f"Pipeline rank {predicted.critical_rank}, which ends last; the terms add up to the step. "
-        "Communication counts where it is not hidden under computation."
+        f"Pipeline rank {predicted.critical_rank}, which is busy longest, and what it waits for; "
+        "the terms add up to the step. Communication counts where it is not hidden under "
+        "computation."
     )
     caption = "Terms of a step"
     return joined(

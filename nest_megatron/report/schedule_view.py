@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.pipeline import Evaluation, PipelineProblem, evaluate
+from nest_megatron.cost_model.pipeline import Evaluation, PipelineProblem, evaluate, timeline
 from nest_megatron.cost_model.schedule import TimedOp
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stored_settings import restored_settings
@@ -85,7 +86,10 @@ def schedule_view(plan: ParallelPlan, times: LayerTimes | None = None) -> Schedu
     problem = model.problem(plan.grid())
     evaluation = evaluate(problem, plan.partition().boundaries)
     return ScheduleView(
-        ranks=tuple(_spans(problem, evaluation, rank) for rank in range(problem.num_stages)),
+        ranks=tuple(
+            _spans(problem, evaluation, rank, passes)
+            for rank, passes in enumerate(timeline(problem, evaluation))
+        ),
         num_virtual=problem.num_virtual,
         num_microbatches=problem.num_microbatches,
         iteration_time_s=to_seconds(evaluation.iteration),
@@ -124,15 +128,16 @@ def _first(spans: tuple[Span, ...], kind: SpanKind) -> Span:
     return next(span for span in spans if span.kind is kind)
 
 
-def _spans(problem: PipelineProblem, evaluation: Evaluation, rank: int) -> tuple[Span, ...]:
+def _spans(
+    problem: PipelineProblem, evaluation: Evaluation, rank: int, passes: Sequence[TimedOp]
+) -> tuple[Span, ...]:
     """Gather, passes, reduction, optimizer and the rest of one rank, as far as they take time."""
-    passes = evaluation.timeline[rank]
-    ends = [t[-1].end + tail for t, tail in zip(evaluation.timeline, evaluation.tails, strict=True)]
+    ends = [end + tail for end, tail in zip(evaluation.ends, evaluation.tails, strict=True)]
     step = max(ends)  # every rank waits for the last one's gradients (norm, overflow check)
     after = step + max(evaluation.optimizers)
     around = (
         (SpanKind.HEAD, 0, evaluation.heads[rank]),
-        (SpanKind.TAIL, passes[-1].end, ends[rank]),
+        (SpanKind.TAIL, evaluation.ends[rank], ends[rank]),
         (SpanKind.OPTIMIZER, step, step + evaluation.optimizers[rank]),
         (SpanKind.OTHER, after, after + problem.constant),
     )

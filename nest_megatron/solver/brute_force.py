@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nest_megatron.cost_model.critical_path import summarize_reference
 from nest_megatron.cost_model.pipeline import PipelineProblem, evaluate
 from nest_megatron.solver.chunk_space import Boundaries, partitions
 from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolution, Status
@@ -12,7 +13,7 @@ def solve(problem: PipelineProblem, threshold: int = NO_THRESHOLD) -> StageSolut
     best, simulations, any_fits = threshold, 0, False
     boundaries: Boundaries = ()
     for partition in partitions(problem):
-        evaluation = evaluate(problem, partition)
+        evaluation = evaluate(problem, partition, summarize_reference)
         simulations += 1
         any_fits |= evaluation.fits
         if evaluation.fits and evaluation.iteration < best:

@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from nest_megatron.cost_model.pipeline import ChunkCost, Evaluation, PipelineProblem, chunk_cost
-from nest_megatron.cost_model.schedule import Op
+from nest_megatron.cost_model.pipeline import (
+    ChunkCost,
+    Evaluation,
+    PipelineProblem,
+    chunk_cost,
+    timeline,
+)
+from nest_megatron.cost_model.schedule import Op, source_of
 from nest_megatron.units import Ticks
 
 
@@ -47,12 +53,10 @@ def critical_path(
     """
     p, m = problem.num_stages, problem.num_microbatches
     costs = [chunk_cost(problem, a, b) for a, b in pairwise(marks)]
-    passes = {timed.op: timed for rank in evaluation.timeline for timed in rank}
-    previous = {
-        later.op: earlier.op for rank in evaluation.timeline for earlier, later in pairwise(rank)
-    }
-    last_ends = (rank[-1].end for rank in evaluation.timeline)
-    ends = [end + tail for end, tail in zip(last_ends, evaluation.tails, strict=True)]
+    ranks = timeline(problem, evaluation)
+    passes = {timed.op: timed for rank in ranks for timed in rank}
+    previous = {later.op: earlier.op for rank in ranks for earlier, later in pairwise(rank)}
+    ends = [end + tail for end, tail in zip(evaluation.ends, evaluation.tails, strict=True)]
     last = ends.index(max(ends))
     forward, backward = [0] * p, [0] * p
     op: Op | None = Op(False, last, m - 1)
@@ -61,7 +65,7 @@ def critical_path(
         rank = op.chunk
         (forward if op.is_forward else backward)[rank] += 1
         start = passes[op].start
-        source = _source(op, p)
+        source = source_of(op, p)
         if source is not None and passes[source].end == start:
             op = source
         else:
@@ -76,15 +80,6 @@ def critical_path(
         optimizer=slowest,
         constant=problem.constant,
     )
-
-
-def _source(op: Op, p: int) -> Op | None:
-    """The pass on another rank (or the last rank's own forward) whose result a pass needs."""
-    if op.is_forward:
-        return Op(True, op.chunk - 1, op.microbatch) if op.chunk else None
-    if op.chunk == p - 1:
-        return Op(True, op.chunk, op.microbatch)
-    return Op(False, op.chunk + 1, op.microbatch)
 
 
 def _active(cost: ChunkCost, name: str) -> str:

@@ -32,8 +32,10 @@ cut the least length it can have. A node limit of 0 ends it before anything is s
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
+from nest_megatron.cost_model.critical_path import summarize_reference
 from nest_megatron.cost_model.pipeline import (
     ChunkCost,
     Evaluation,
@@ -57,6 +59,8 @@ from nest_megatron.solver.outcome import (
     Status,
 )
 from nest_megatron.units import Ticks
+
+_evaluate = partial(evaluate, run=summarize_reference)
 
 
 def solve(
@@ -229,7 +233,7 @@ class _Search:
         for k in range(self.p):
             x, target = marks[-1], self.bottleneck[0][0]
             marks.append(next(y for y in self.fit[k, x] if self.bound[k, x, y] <= target))
-        evaluation = evaluate(self.problem, tuple(marks))
+        evaluation = _evaluate(self.problem, tuple(marks))
         self.simulations += 1
         if evaluation.iteration < self.threshold:
             self.iteration, self.best = evaluation.iteration, tuple(marks)
@@ -292,7 +296,7 @@ class _Search:
         self.nogoods.ask(k - 1, {number: length - weight[number] for number, length in asked})
 
     def _visit_leaf(self) -> None:
-        evaluation = evaluate(self.problem, tuple(self.path))
+        evaluation = _evaluate(self.problem, tuple(self.path))
         self.simulations += 1
         if evaluation.iteration < self.threshold:
             self.iteration, self.best = evaluation.iteration, tuple(self.path)
@@ -348,12 +352,12 @@ def _solve_interleaved(
     if lower < threshold and node_limit == 0:
         return _nothing_simulated(Status.LIMIT, lower)
     if lower < threshold:
-        guess = evaluate(problem, members[bounds.index(lower)]).iteration
+        guess = _evaluate(problem, members[bounds.index(lower)]).iteration
         simulations += 1
         threshold = min(threshold, guess + 1)
         for partition, bound in zip(members, bounds, strict=True):
             if bound < threshold:
-                iteration = evaluate(problem, partition).iteration
+                iteration = _evaluate(problem, partition).iteration
                 simulations += 1
                 if iteration < threshold:
                     threshold, best = iteration, partition

@@ -7,14 +7,22 @@ import dataclasses
 import pytest
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.cost_model.estimate import TERMS, Estimate, estimate, model_flops_per_sequence
+from nest_megatron.cost_model.estimate import (
+    TERMS,
+    Estimate,
+    _waits,
+    estimate,
+    model_flops_per_sequence,
+)
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost, evaluate
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.parameters import active_parameters
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import (
     Recompute,
     RecomputeGranularity,
@@ -50,8 +58,83 @@ def test_terms_add_up_to_the_iteration() -> None:
     for changes in ({}, {"recompute": FULL}, {"zero": ZeroStage.NONE}, {"vpp": 5}):
         found = predicted(**changes)
         assert tuple(found.terms) == TERMS
-        assert sum(found.terms.values()) == pytest.approx(found.iteration_time_s, rel=1e-9)
+        assert sum(found.terms.values()) == pytest.approx(found.iteration_time_s, rel=1e-12)
         assert min(found.terms.values()) >= -1e-9
+
+
+def test_nothing_waits_where_a_rank_is_busy_throughout() -> None:
+    """Rank 0 holds a layer less than the others and waits; what limits the step does not."""
+    spec = catalogue.model("llama3_1_405b")
+    dims = ParallelDims(
+        tensor_model_parallel_size=4,
+        pipeline_model_parallel_size=32,
+        virtual_pipeline_model_parallel_size=4,
+        context_parallel_size=4,
+        data_parallel_size=2,
+    )
+    grid = Grid(dims=dims, global_batch_size=4096, micro_batch_size=1, sequence_parallel=True)
+    model = CostModel(spec, catalogue.cluster("h100_spine_leaf", 1024), CostSettings())
+    cut = StagePartition(boundaries=(0, 1, *range(2, 128), 128), pipeline_model_parallel_size=32)
+    found = estimate(model, grid, cut)
+    assert found.stages[0].busy_share < 0.8 < 0.99 < found.stages[1].busy_share
+    assert found.terms["pipeline_bubble"] < 0.01 * found.iteration_time_s
+    assert sum(found.terms.values()) == pytest.approx(found.iteration_time_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("cut", [(0, 20, 40, 60, 82), (0, 27, 45, 63, 82), (0, 4, 30, 56, 82)])
+@pytest.mark.parametrize("batch", [4, 32, 128])
+def test_the_critical_rank_waits_least(cut: tuple[int, ...], batch: int) -> None:
+    """What it waits and its own work are the step, so the bubble is nobody's overestimate."""
+    dims = ParallelDims(
+        tensor_model_parallel_size=8, pipeline_model_parallel_size=4, data_parallel_size=4
+    )
+    grid = Grid(dims=dims, global_batch_size=batch, micro_batch_size=1, sequence_parallel=True)
+    model = CostModel(
+        catalogue.model("llama3_70b"), catalogue.cluster("dgx_h100", 128), CostSettings()
+    )
+    found = estimate(model, grid, StagePartition(boundaries=cut, pipeline_model_parallel_size=4))
+    shares = [stage.busy_share for stage in found.stages]
+    outside = sum(found.terms[name] for name in ("optimizer", "embedding_sync", "host"))
+    waits = [1 - share - outside / found.iteration_time_s for share in shares]
+    bubble = found.terms["pipeline_bubble"] / found.iteration_time_s
+    assert -1e-9 < bubble <= waits[found.critical_rank] + 1e-9
+    own = shares[found.critical_rank] * found.iteration_time_s
+    assert sum(
+        found.terms[name] for name in ("compute", "tp_communication", "pp_communication")
+    ) == pytest.approx(own)
+
+
+def test_who_waits_for_another_rank_names_what_it_does() -> None:
+    """Two ranks, one micro batch: fill, a slow transfer, and the gradients of the first rank."""
+    layer = UnitCost(10, 20, 20, 0, 0, 0, 0, 5, 1, 1, 1, 1, 1)
+    first = layer._replace(forward=4, backward=6, head_least=50, tail_least=70)
+    problem = PipelineProblem(
+        num_stages=2,
+        num_virtual=1,
+        num_microbatches=1,
+        unit_kinds=bytes([0, 1]),
+        costs=(first, layer),
+        num_layers=1,
+        block_num_layers=0,
+        send_forward=(100, 0),
+        send_backward=(0, 200),
+        overlap_p2p=True,
+        capacity_bytes=99,
+        constant=3,
+    )
+    evaluation = evaluate(problem, (0, 1, 2))
+    assert evaluation.iteration == 3 + 50 + 4 + 100 + 10 + 20 + 200 + 6 + 70 + 5
+    assert evaluation.critical_rank == 0
+    assert _waits(evaluation, 0) == {
+        "dp_communication": 0,
+        "pp_communication": 300,
+        "pipeline_bubble": 30,
+    }
+    assert _waits(evaluation, 1) == {
+        "dp_communication": 50 + 70,
+        "pp_communication": 300,
+        "pipeline_bubble": 4 + 6,
+    }
 
 
 def test_recomputation_trades_time_for_memory() -> None:

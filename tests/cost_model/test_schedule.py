@@ -14,6 +14,7 @@ from nest_megatron.cost_model.schedule import (
     Op,
     num_warmup,
     peak_live_chunks,
+    place_of,
     rank_order_of_work,
     simulate,
 )
@@ -114,6 +115,32 @@ def test_more_work_never_ends_sooner(shape: tuple[int, int, int], seed: int, chu
 def test_plain_schedule_keeps_one_micro_batch_more_each_stage_up(p: int, m: int) -> None:
     for rank in range(p):
         assert peak_live_chunks(p, 1, m, rank) == ((min(m, p - rank),),)
+
+
+@given(shape=shapes, seed=st.integers(0, 1000))
+def test_the_peak_is_that_of_all_passes(shape: tuple[int, int, int], seed: int) -> None:
+    """Whatever the chunks keep, the few vectors hold the peak of the whole order of work."""
+    p, v, m = shape
+    rng = random.Random(seed)
+    for rank in range(p):
+        kept = [rng.randint(0, 9) for _ in range(v)]
+        peak = held = 0
+        for op in rank_order_of_work(p, v, m, rank):
+            held += kept[op.chunk // p] if op.is_forward else -kept[op.chunk // p]
+            peak = max(peak, held)
+        vectors = peak_live_chunks(p, v, m, rank)
+        assert peak == max(
+            sum(a * b for a, b in zip(live, kept, strict=True)) for live in vectors
+        )
+        if m > 2 * p:
+            assert vectors == peak_live_chunks(p, v, m + p, rank)
+
+
+@given(shape=shapes, rank=st.integers(0, 5))
+def test_places_and_passes_are_inverse(shape: tuple[int, int, int], rank: int) -> None:
+    p, v, m = shape
+    for place, op in enumerate(rank_order_of_work(p, v, m, rank % p)):
+        assert place_of(p, v, m, op) == place
 
 
 def test_interleaved_schedule_keeps_its_warm_up() -> None:

@@ -14,8 +14,13 @@ pytest.importorskip("Cython", reason="Cython is not installed")
 
 SOURCES = Path(__file__).parents[2] / "cython_ext"
 DIRECTIVES = ("boundscheck=False", "wraparound=False", "initializedcheck=False", "cdivision=True")
-KERNELS = {"nest": "_nest_cuts", "recurrence": "_recurrence", "solver": "_stage_dp"}
-WITH_GIL = {"solution_of", "claim"}
+KERNELS = {
+    "cost_model": "_schedule",
+    "nest": "_nest_cuts",
+    "recurrence": "_recurrence",
+    "solver": "_stage_dp",
+}
+WITH_GIL = {"solution_of", "claim", "grow"}
 TOUCHES_PYTHON = re.compile(r"\b(?:Py[A-Z]\w*|_Py\w+|__Pyx_\w+|__pyx_pf_\w+|malloc|calloc|free)\b")
 #: What Cython writes into every function, and what costs nothing.
 HARMLESS = {"Py_ssize_t", "__Pyx_XDECREF", "__Pyx_RefNannyDeclarations"}

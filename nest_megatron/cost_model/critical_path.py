@@ -1,0 +1,153 @@
+"""When a schedule ends, and its critical path: the chain of passes that its end waits for.
+
+From the end of the step backwards: a pass began when its rank was free or, if that was earlier,
+when its input arrived. In the first case the path goes on with the rank's previous pass, in the
+second, by way of the transfer, with the pass that made the input. The path has no gap: release of
+its first rank, passes, transfers and the last rank's tail are as long as the schedule.
+
+The compiled form skips what repeats, so neither its time nor its memory grows with the micro
+batches; ``summarize_reference`` runs every pass and keeps a byte of each.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from nest_megatron.cost_model.schedule import ChunkTimes, pass_at, place_of, run, source_of
+from nest_megatron.units import Ticks
+
+try:
+    from nest_megatron.cost_model import _schedule
+except ImportError:  # built without a compiler
+    _schedule = None  # type: ignore[assignment]
+
+#: Above this, sums over a schedule could leave the compiled form's int64.
+_MOST = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticalPath:
+    """What lies on the critical path of a schedule.
+
+    Args:
+        first_rank, last_rank: pipeline ranks on which it begins and ends.
+        forward, backward: for each chunk, how many of its passes.
+        forward_sent, backward_sent: for each chunk, how many transfers of its results that their
+            receiver waited for.
+    """
+
+    first_rank: int
+    last_rank: int
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    forward_sent: tuple[int, ...]
+    backward_sent: tuple[int, ...]
+
+    def on_rank(self, chunks: Sequence[ChunkTimes], rank: int, num_stages: int) -> Ticks:
+        """How long it lies on a pipeline rank's passes."""
+        return sum(
+            self.forward[k] * chunks[k].forward + self.backward[k] * chunks[k].backward
+            for k in range(rank, len(chunks), num_stages)
+        )
+
+    def sent(self, chunks: Sequence[ChunkTimes]) -> Ticks:
+        """How long it lies on transfers that run beside the work of their sender."""
+        return sum(
+            forward * chunk.forward_delay + backward * chunk.backward_delay
+            for forward, backward, chunk in zip(
+                self.forward_sent, self.backward_sent, chunks, strict=True
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSummary:
+    """When a schedule ends, and what it waits for.
+
+    Args:
+        ends: when the last pass of each pipeline rank ends, in ticks.
+    """
+
+    ends: tuple[Ticks, ...]
+    path: CriticalPath
+
+
+#: ``summarize`` or ``summarize_reference``.
+Summarize = Callable[
+    [int, int, int, Sequence[ChunkTimes], Sequence[Ticks], Sequence[Ticks]], ScheduleSummary
+]
+
+
+def summarize(
+    p: int,
+    v: int,
+    m: int,
+    chunks: Sequence[ChunkTimes],
+    releases: Sequence[Ticks],
+    tails: Sequence[Ticks],
+) -> ScheduleSummary:
+    """When a schedule ends and its critical path, compiled where that is built and fits int64.
+
+    Args:
+        p, v, m: pipeline ranks, chunks on each rank, micro batches; with ``v > 1``, ``p`` is above
+            1 and divides ``m``.
+        chunks: ``p * v`` chunks along the model.
+        releases: time before which each rank cannot start.
+        tails: time that each rank takes after its last pass. Of ranks that end at the same time,
+            the path ends on the first.
+    """
+    columns = [getattr(chunk, name) for name in ChunkTimes.__slots__ for chunk in chunks]
+    most = (m + 4) * sum(columns) + sum(releases) + sum(tails)
+    if _schedule is None or most > _MOST:
+        return summarize_reference(p, v, m, chunks, releases, tails)
+    ends, first, last, counts = _schedule.run(
+        p, v, m, array("q", columns), array("q", releases), array("q", tails)
+    )
+    return ScheduleSummary(ends=ends, path=_path(first, last, counts))
+
+
+def summarize_reference(
+    p: int,
+    v: int,
+    m: int,
+    chunks: Sequence[ChunkTimes],
+    releases: Sequence[Ticks],
+    tails: Sequence[Ticks],
+) -> ScheduleSummary:
+    """``summarize`` in plain Python: runs every pass, and walks the path pass by pass."""
+    ends, waited = [0] * p, [bytearray() for _ in range(p)]
+    for done in run(p, v, m, chunks, releases):
+        rank = done.op.chunk % p
+        ends[rank] = done.end
+        waited[rank].append(done.waited)
+    whole = [end + tail for end, tail in zip(ends, tails, strict=True)]
+    last = rank = whole.index(max(whole))
+    place, count = 2 * m * v - 1, len(chunks)
+    counts = [0] * (4 * count)
+    while place >= 0:
+        op = pass_at(p, v, m, rank, place)
+        way = 0 if op.is_forward else count
+        counts[way + op.chunk] += 1
+        source = source_of(op, count)
+        if source is not None and waited[rank][place]:
+            counts[2 * count + way + source.chunk] += 1
+            rank, place = source.chunk % p, place_of(p, v, m, source)
+        else:
+            place -= 1
+    return ScheduleSummary(ends=tuple(ends), path=_path(rank, last, counts))
+
+
+def _path(first: int, last: int, counts: Sequence[int]) -> CriticalPath:
+    """A path from its counts [4, p * v], in the order of the fields."""
+    num_chunks = len(counts) // 4
+    rows = [tuple(counts[k : k + num_chunks]) for k in range(0, len(counts), num_chunks)]
+    return CriticalPath(
+        first_rank=first,
+        last_rank=last,
+        forward=rows[0],
+        backward=rows[1],
+        forward_sent=rows[2],
+        backward_sent=rows[3],
+    )
