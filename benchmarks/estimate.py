@@ -78,7 +78,8 @@ def table(*, reference: bool) -> None:
     for plain in (False, True) if reference else (False,):
         for size in SIZES:
             command = [sys.executable, __file__, "--one", str(size)]
-            row = subprocess.check_output([*command, *(["--reference"] if plain else [])], text=True)
+            command += ["--reference"] if plain else []
+            row = subprocess.check_output(command, text=True)
             print(row.rstrip(), flush=True)
 
 

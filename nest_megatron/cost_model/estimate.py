@@ -18,9 +18,9 @@ from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.units import Bytes, Flops, Seconds, Ticks, to_seconds
 
-#: What an iteration's time goes into; they add up to it. Each second belongs to one operation on some
-#: pipeline rank: of the rank that is busy longest while it works and, while it waits, of the rank
-#: that the critical path of the schedule lies on then (``_waits``).
+#: What an iteration's time goes into; they add up to it. Each second belongs to one operation on
+#: some pipeline rank: of the rank that is busy longest while it works and, while it waits, of the
+#: rank that the critical path of the schedule lies on then (``_waits``).
 TERMS = (
     "compute",
     "recompute",

@@ -1,4 +1,4 @@
-"""The end of a schedule and its critical path: compiled and plain alike, and as long as the step."""
+"""The end of a schedule and its critical path: compiled and plain agree, and it has no gap."""
 
 from __future__ import annotations
 

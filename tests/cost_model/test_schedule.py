@@ -129,9 +129,7 @@ def test_the_peak_is_that_of_all_passes(shape: tuple[int, int, int], seed: int) 
             held += kept[op.chunk // p] if op.is_forward else -kept[op.chunk // p]
             peak = max(peak, held)
         vectors = peak_live_chunks(p, v, m, rank)
-        assert peak == max(
-            sum(a * b for a, b in zip(live, kept, strict=True)) for live in vectors
-        )
+        assert peak == max(sum(a * b for a, b in zip(live, kept, strict=True)) for live in vectors)
         if m > 2 * p:
             assert vectors == peak_live_chunks(p, v, m + p, rank)
 
