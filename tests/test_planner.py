@@ -115,6 +115,7 @@ def test_what_does_not_fit_is_explained_as_far_as_time_allows() -> None:
     assert cut.missing_bytes >= whole.missing_bytes
     assert not any("num_gpus" in remedy for remedy in cut.remedies)
     assert "Time ended this analysis" in text_of(no_plan_report(cut))
+    assert "at most" in text_of(no_plan_report(cut))
     assert "Time ended" not in text_of(no_plan_report(whole))
 
 

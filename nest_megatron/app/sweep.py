@@ -114,9 +114,13 @@ def _row(number: int, job: SweepJob, result: SweepResult) -> SweepRow:
         told = f"{error['what']} = {error['value']}: {error['limit']}"
         return SweepRow(number=number, settings=settings, status="bad input", told=told)
     if result.code == NOTHING_FITS:
-        missing = document["no_plan"]["missing_bytes"]
+        refusal = document["no_plan"]
         return SweepRow(
-            number=number, settings=settings, status="does not fit", missing_bytes=missing
+            number=number,
+            settings=settings,
+            status="does not fit",
+            missing_bytes=refusal["missing_bytes"],
+            told="" if refusal.get("complete", True) else "at most",
         )
     if result.code == ENDED_EARLY:
         bound = format_seconds(document["ended_early"]["lower_bound_s"])

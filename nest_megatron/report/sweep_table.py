@@ -19,7 +19,8 @@ class SweepRow:
     Args:
         settings: what varies, as typed, by key.
         status: ``ok``, ``does not fit``, ``bad input`` or ``ended early`` (without a plan).
-        told: what is wrong with the input, or known of a search that ended early.
+        told: what is wrong with the input, or known of a search that ended early; of missing bytes,
+            ``at most`` where time ended their analysis.
     """
 
     number: int
@@ -37,7 +38,8 @@ class SweepRow:
             return cells | _cells(self.plan)
         if self.missing_bytes is None:
             return cells | {"Iteration": self.status, "Layout": self.told}
-        return cells | {"Layout": f"{self.status}: {format_gib(self.missing_bytes)} missing"}
+        missing = f"{self.told} {format_gib(self.missing_bytes)}".lstrip()
+        return cells | {"Layout": f"{self.status}: {missing} missing"}
 
     def fields(self) -> dict[str, Any]:
         """The row's cells for a program: SI units, and empty where there is no plan."""

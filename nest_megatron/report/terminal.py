@@ -348,12 +348,16 @@ _INCOMPLETE = (
 
 def no_plan_report(refusal: NoPlan) -> RenderableType:
     """Nothing fits: by how much, where, and what helps."""
+    most = "" if refusal.complete else "at most "
     rows = [
         ("Binding", Text("memory on the fullest GPU of the plan that needs least")),
-        ("Missing", Text(format_gib(refusal.missing_bytes), style="bold red")),
-        ("Needed", Text(format_gib(refusal.shortage.needed_bytes))),
+        ("Missing", Text(f"{most}{format_gib(refusal.missing_bytes)}", style="bold red")),
+        ("Needed", Text(f"{most}{format_gib(refusal.shortage.needed_bytes)}")),
         ("Usable", Text(f"{format_gib(refusal.capacity_bytes)} on each GPU")),
-        ("Nearest plan", Text(describe_grid(refusal.shortage.grid))),
+        (
+            "Nearest plan" if refusal.complete else "Nearest seen",
+            Text(describe_grid(refusal.shortage.grid)),
+        ),
     ]
     verdict = no_plan_verdict(
         refusal.missing_bytes, refusal.capacity_bytes, refusal.search.not_modelled
