@@ -11,7 +11,13 @@ from collections.abc import Iterable
 
 
 class NestError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base of everything this package raises on purpose.
+
+    Attributes:
+        exit_code: of a process that it ends.
+    """
+
+    exit_code = 2
 
 
 class UserInputError(NestError, ValueError):

@@ -30,6 +30,8 @@ DEBUG_VARIABLE = "NEST_MEGATRON_DEBUG"
 class NothingFitsError(NestError):
     """No plan fits; carries what is missing."""
 
+    exit_code = NOTHING_FITS
+
     def __init__(self, refusal: NoPlan, notes: Sequence[str]) -> None:
         self.refusal = refusal
         self.notes = tuple(notes)
@@ -45,6 +47,8 @@ class NothingFitsError(NestError):
 
 class SearchEndedError(NestError):
     """Time ended the search before it had a plan; carries what is known."""
+
+    exit_code = ENDED_EARLY
 
     def __init__(self, ended: EndedEarly, notes: Sequence[str]) -> None:
         from nest_megatron.report.words import ended_early
@@ -88,11 +92,9 @@ def end(error: Exception) -> NoReturn:
         _print(error)
     sys.stdout.flush()
     sys.stderr.flush()
-    if isinstance(error, NothingFitsError):
-        raise SystemExit(NOTHING_FITS) from error
-    if isinstance(error, SearchEndedError):
-        raise SystemExit(ENDED_EARLY) from error
-    raise SystemExit(BAD_INPUT if isinstance(error, NestError | OSError) else OUR_FAULT) from error
+    if isinstance(error, NestError):
+        raise SystemExit(error.exit_code) from error
+    raise SystemExit(BAD_INPUT if isinstance(error, OSError) else OUR_FAULT) from error
 
 
 def _print(error: Exception) -> None:

@@ -77,6 +77,26 @@ def test_rank_0_solves_and_all_have_the_answer() -> None:
     assert asked == [0]
 
 
+def test_all_ranks_end_with_the_exit_code_of_rank_0() -> None:
+    """A search that time ended is bad input on no rank."""
+
+    class EndedError(NestError):
+        exit_code = 3
+
+    def solve(hosts: Callable[[], Any]) -> str:
+        raise EndedError("time is over")
+
+    def act(rank: int) -> str:
+        try:
+            return share(join(rank), solve)
+        except NestError as error:
+            return f"{error.exit_code} {error}"
+
+    first, *others = on_all_ranks(act)
+    assert first == "3 time is over"
+    assert all(text.startswith("3 ") and "time is over" in text for text in others)
+
+
 def test_the_error_of_rank_0_ends_all_with_its_message() -> None:
     def solve(_: object) -> str:
         raise UserInputError("nest.cluster", value="x", limit="there is none", fix="Name one.")

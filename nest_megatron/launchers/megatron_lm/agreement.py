@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from nest_megatron.errors import OneRankError
+from nest_megatron.errors import NestError, OneRankError
 from nest_megatron.launchers.megatron_lm.rendezvous import (
     LostStoreError,
     NoAgreementError,
@@ -179,10 +179,13 @@ class Board:
             pause = min(2 * pause, longest)
 
     def heed(self) -> None:
-        """Raise what another rank has failed with."""
-        error = self.read("error")
-        if error is not None:
-            raise NoAgreementError(error)
+        """Raise what another rank has failed with, to end with the exit code that it ends with."""
+        note = self.read("error")
+        if note is not None:
+            code, _, message = note.partition(" ")
+            error = NoAgreementError(message)
+            error.exit_code = int(code)
+            raise error
 
     def _require_life(self, awaited: Callable[[], Sequence[int]]) -> None:
         now = time.monotonic()
@@ -214,10 +217,10 @@ class Board:
         """Show no more signs of life: nobody waits for this rank any longer."""
         self._rests.set()
 
-    def fail(self, message: str) -> None:
-        """Tell the other ranks why this one ends, unless another was first."""
+    def fail(self, message: str, exit_code: int = NestError.exit_code) -> None:
+        """Tell the other ranks why this one ends and how, unless another was first."""
         with contextlib.suppress(LostStoreError):
-            self.store.compare_set(self._key("error"), "", message)
+            self.store.compare_set(self._key("error"), "", f"{exit_code} {message}")
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
@@ -225,7 +228,7 @@ class Board:
         try:
             yield
         except NoAgreementError as error:
-            self.fail(str(error))
+            self.fail(str(error), error.exit_code)
             raise
         except SystemExit as end:
             if end.code:
@@ -233,7 +236,8 @@ class Board:
             raise
         except BaseException as error:
             text = str(error) or type(error).__name__
-            self.fail(f"{self._who(self.place.rank)} stopped: {text}")
+            code = error.exit_code if isinstance(error, NestError) else NestError.exit_code
+            self.fail(f"{self._who(self.place.rank)} stopped: {text}", code)
             raise
 
     def leave(self) -> None:
