@@ -36,10 +36,12 @@ class Composed:
 
     Args:
         given: keys that the command line set, to tell them from defaults.
+        notes: what was not read of a file, one sentence each.
     """
 
     config: PlanConfig
     given: frozenset[str]
+    notes: tuple[str, ...] = ()
 
 
 def compose(settings: Sequence[Setting], config_dir: Path | None = None) -> Composed:
@@ -51,14 +53,16 @@ def compose(settings: Sequence[Setting], config_dir: Path | None = None) -> Comp
     Raises:
         UserInputError: for a value of the wrong type, an unknown name or an unreadable file.
     """
-    overrides = [_named(setting, config_dir) for setting in settings]
+    notes: list[str] = []
+    overrides = [_named(setting, config_dir, notes) for setting in settings]
     if config_dir is not None:
         overrides.append(f"hydra.searchpath=[{_folder_url(config_dir)}]")
         for setting in settings:
             _check_own(config_dir, setting.key, setting.value)
     with importlib.resources.as_file(catalogue_root()) as folder:
         config = _compose(str(folder.resolve()), overrides)
-    return Composed(config=config, given=frozenset(setting.key for setting in settings))
+    given = frozenset(setting.key for setting in settings)
+    return Composed(config=config, given=given, notes=tuple(notes))
 
 
 def _folder_url(config_dir: Path) -> str:
@@ -83,13 +87,18 @@ def _check_own(config_dir: Path, group: str, name: object, depth: int = 0) -> No
             _check_own(config_dir, str(key).removeprefix("override "), chosen, depth + 1)
 
 
-def _named(setting: Setting, config_dir: Path | None) -> str:
-    """An override for Hydra; a model or cluster given as a file becomes an entry of its group."""
+def _named(setting: Setting, config_dir: Path | None, notes: list[str]) -> str:
+    """An override for Hydra; a model or cluster given as a file becomes an entry of its group.
+
+    Args:
+        notes: what was not read of a file is added to them.
+    """
     if setting.key in GROUPS and setting.value is not None and is_path(setting.value):
         from hydra.core.config_store import ConfigStore
 
         path = Path(setting.value.strip("'\"")).expanduser()
-        node = _model_file(path) if setting.key == "model" else read_mapping("cluster", path)
+        of_model = setting.key == "model"
+        node = _model_file(path, notes) if of_model else read_mapping("cluster", path)
         ConfigStore.instance().store(name=_FILE_ENTRY, node=node, group=setting.key)
         return f"{setting.key}={_FILE_ENTRY}"
     return hydra_form(setting, config_dir)
@@ -148,7 +157,7 @@ def _wrong_value(key: str, value: object, cause: BaseException) -> UserInputErro
     )
 
 
-def _model_file(path: Path) -> Mapping[str, Any]:
+def _model_file(path: Path, notes: list[str]) -> Mapping[str, Any]:
     """A model's description from a Hugging Face ``config.json``, its folder, or a YAML file."""
     if path.is_dir():
         path = path / "config.json"
@@ -158,15 +167,17 @@ def _model_file(path: Path) -> Mapping[str, Any]:
     if not isinstance(parsed, dict):
         raise _bad_file("model", path, "it is not a JSON object")
     if "model_type" in parsed:
-        return _hugging_face(path, parsed)
+        return _hugging_face(path, parsed, notes)
     return read_mapping("model", path)  # JSON is YAML
 
 
-def _hugging_face(path: Path, parsed: Mapping[str, object]) -> Mapping[str, Any]:
-    from nest_megatron.model.hugging_face import spec_from_hf_config
+def _hugging_face(path: Path, parsed: Mapping[str, object], notes: list[str]) -> Mapping[str, Any]:
+    from nest_megatron.model.hugging_face import read_hf_config
 
     generic = path.stem in ("config", "")
-    spec = spec_from_hf_config(parsed, path.resolve().parent.name if generic else path.stem)
+    spec, unread = read_hf_config(parsed, path.resolve().parent.name if generic else path.stem)
+    if unread:
+        notes.append(f"Not read of {path}: {', '.join(unread)}; the model is planned without.")
     fields: dict[str, Any] = to_plain(spec)
     pattern = fields.pop("moe_layer_pattern")
     return {**fields, "moe_layer_freq": pattern} if pattern else fields

@@ -79,7 +79,7 @@ def read_inputs(composed: Composed) -> Inputs:
         UserInputError: if one is missing or wrong.
     """
     config = composed.config
-    batch, notes = config.train.global_batch_size, []
+    batch, notes = config.train.global_batch_size, [*composed.notes]
     if batch is None:
         batch = DEFAULT_GLOBAL_BATCH_SIZE
         notes.append(f"train.global_batch_size is not given; {batch} sequences are assumed.")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import types
 from collections.abc import Callable, Mapping
 
-from nest_megatron.errors import UnplannableModelError, nearest
+from nest_megatron.errors import UnplannableModelError
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.hugging_face_fields import ConfigFields
 from nest_megatron.model.spec import TransformerSpec
@@ -32,6 +33,7 @@ _ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
 #: Part of a ``model_type`` -> why such a model cannot be planned.
 _REFUSED: Mapping[str, str] = types.MappingProxyType(
     {
+        "gemma3n_text": "its embeddings in every layer are not described",
         **dict.fromkeys(
             ("mamba", "rwkv", "xlstm", "recurrent_gemma"), "it is a state-space or recurrent model"
         ),
@@ -72,6 +74,7 @@ _REFUSED: Mapping[str, str] = types.MappingProxyType(
             ),
             "it is a vision or multimodal model",
         ),
+        "cohere": "its attention and MLP work side by side, and its logits are scaled",
         "gemma": "its scaled embeddings, extra norms and logit caps are not described",
     }
 )
@@ -85,6 +88,13 @@ def supported_model_types() -> tuple[str, ...]:
 def spec_from_hf_config(
     mapping: Config, name: str, *, seq_length: int | None = None
 ) -> TransformerSpec:
+    """As ``read_hf_config``, the model alone."""
+    return read_hf_config(mapping, name, seq_length=seq_length)[0]
+
+
+def read_hf_config(
+    mapping: Config, name: str, *, seq_length: int | None = None
+) -> tuple[TransformerSpec, tuple[str, ...]]:
     """Read the shape of a model from its Hugging Face configuration.
 
     Args:
@@ -93,9 +103,12 @@ def spec_from_hf_config(
         seq_length: training sequence length in tokens, which the file does not know; by default the
             smaller of the model's longest context and ``DEFAULT_SEQ_LENGTH``.
 
+    Returns:
+        The model, and the keys that were not read and may say something of its shape.
+
     Raises:
         UnplannableModelError: if the architecture is none that this planner describes.
-        UserInputError: if a field is missing or has an impossible value.
+        UserInputError: if a field is missing, misspelt or has an impossible value.
 
     Source: the configuration classes of ``transformers`` and the layers they build.
     """
@@ -107,7 +120,8 @@ def spec_from_hf_config(
     assert isinstance(longest, int)
     shape["seq_length"] = min(longest, DEFAULT_SEQ_LENGTH) if seq_length is None else seq_length
     shape["source"] = f"Hugging Face config.json, model_type {model_type}"
-    return spec_from_mapping(shape)
+    unread = fields.unread()
+    return spec_from_mapping(shape), unread
 
 
 def _model_type(mapping: Config, name: str) -> str:
@@ -117,9 +131,14 @@ def _model_type(mapping: Config, name: str) -> str:
     text = str(model_type)
     reason = next(
         (why for part, why in _REFUSED.items() if part in text),
-        f"this architecture is not known; {nearest(text, _READERS)}",
+        _not_known(text),
     )
     raise _unplannable(name, model_type, reason)
+
+
+def _not_known(model_type: str) -> str:
+    close = difflib.get_close_matches(model_type, _READERS, n=1, cutoff=0.75)
+    return "this architecture is not described" + (f"; did you mean {close[0]}?" if close else "")
 
 
 def _refuse_by_content(mapping: Config, name: str, model_type: str) -> None:
@@ -147,12 +166,12 @@ def _activation(f: ConfigFields, key: str = "hidden_act", default: str = "silu")
     return _ACTIVATIONS[value]
 
 
-def _rotary_base(f: ConfigFields) -> int:
+def _rotary_base(f: ConfigFields, default: int = 10_000) -> int:
     """Base of the rotary embedding; transformers 5 nests it under ``rope_parameters``."""
     nested = f.get("rope_parameters")
     if isinstance(nested, Mapping) and "rope_theta" in nested:
         return ConfigFields(nested, "rope_parameters").whole("rope_theta")
-    return f.whole("rope_theta", 10_000)
+    return f.whole("rope_theta", default)
 
 
 def _attention(f: ConfigFields) -> Shape:
@@ -166,8 +185,12 @@ def _attention(f: ConfigFields) -> Shape:
     }
 
 
-def _decoder(f: ConfigFields) -> Shape:
-    """What all Llama-like decoders share."""
+def _decoder(f: ConfigFields, activation: str = "hidden_act") -> Shape:
+    """What all Llama-like decoders share.
+
+    Args:
+        activation: the key that names the activation.
+    """
     return {
         "num_layers": f.whole("num_hidden_layers"),
         "hidden_size": f.whole("hidden_size"),
@@ -177,7 +200,7 @@ def _decoder(f: ConfigFields) -> Shape:
         "vocab_size": f.whole("vocab_size"),
         "rotary_base": _rotary_base(f),
         "layernorm_epsilon": f.number("rms_norm_eps", 1e-6),
-        "activation": _activation(f),
+        "activation": _activation(f, activation),
         "untie_embeddings_and_output_weights": not f.flag("tie_word_embeddings"),
     }
 
@@ -211,9 +234,12 @@ def _qwen3(f: ConfigFields) -> Shape:
 
 def _qwen_window(f: ConfigFields) -> Shape:
     """Qwen windows the layers after the first ``max_window_layers``, which Megatron cannot say."""
-    if f.flag("use_sliding_window") and f.whole("max_window_layers", 0, least=0):
+    upper, window = f.whole("max_window_layers", 0, least=0), f.get("sliding_window")
+    if not f.flag("use_sliding_window"):
+        return {"window_size": None}
+    if upper:
         raise f.wrong("use_sliding_window", "a window on the upper layers only is not described")
-    return {"window_size": f.get("sliding_window") if f.flag("use_sliding_window") else None}
+    return {"window_size": window}
 
 
 def _qwen3_moe(f: ConfigFields) -> Shape:
@@ -263,6 +289,8 @@ def _latent_attention(f: ConfigFields) -> Shape:
 
 def _gpt_oss(f: ConfigFields) -> Shape:
     window = f.get("sliding_window")
+    if not f.flag("attention_bias", True):
+        raise f.wrong("attention_bias", "gpt-oss without biases is not described")
     return {
         **_decoder(f),
         "activation": "quick_gelu",  # the file says silu; the experts use a clamped quick GELU
@@ -276,11 +304,31 @@ def _gpt_oss(f: ConfigFields) -> Shape:
     }
 
 
-def _full_attention_period(f: ConfigFields) -> int | None:
-    """The n for which every n-th layer attends in full; gpt-oss has 2 where it says nothing."""
+def _gemma3_text(f: ConfigFields) -> Shape:
+    """As the catalogue has it: the second norm after each block is left out (it weighs nothing)."""
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if f.get(cap) is not None:
+            raise f.wrong(cap, "capped scores and logits are not described")
+    return {
+        **_decoder(f, "hidden_activation"),
+        "rotary_base": _rotary_base(f, 1_000_000),
+        "activation": _activation(f, "hidden_activation", "gelu_pytorch_tanh"),
+        "qk_layernorm": True,
+        "window_size": f.whole("sliding_window", 4096),
+        "window_attn_skip_freq": _full_attention_period(f, f.whole("sliding_window_pattern", 6)),
+        "untie_embeddings_and_output_weights": not f.flag("tie_word_embeddings", True),
+    }
+
+
+def _full_attention_period(f: ConfigFields, unsaid: int = 2) -> int | None:
+    """The n for which every n-th layer attends in full.
+
+    Args:
+        unsaid: that n where the file says nothing; gpt-oss has 2.
+    """
     kinds = f.get("layer_types")
     if kinds is None:
-        return 2
+        return unsaid
     if not isinstance(kinds, list | tuple):
         raise f.wrong("layer_types", "it must be a list of text")
     full = [i for i, kind in enumerate(kinds, start=1) if kind == "full_attention"]
@@ -323,6 +371,8 @@ def _gpt2(f: ConfigFields) -> Shape:
 
 
 def _bert(f: ConfigFields) -> Shape:
+    if f.get("position_embedding_type", "absolute") != "absolute":
+        raise f.wrong("position_embedding_type", "only absolute positions are described")
     return {
         "family": "bert",
         **_absolute(
@@ -358,6 +408,7 @@ _READERS: Mapping[str, Callable[[ConfigFields], Shape]] = types.MappingProxyType
         "bert": _bert,
         "deepseek_v2": _deepseek,
         "deepseek_v3": _deepseek,
+        "gemma3_text": _gemma3_text,
         "gpt2": _gpt2,
         "gpt_oss": _gpt_oss,
         "llama": _llama,

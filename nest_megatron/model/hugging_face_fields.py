@@ -2,24 +2,134 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 
 from nest_megatron.errors import UserInputError
+
+#: Likeness from which one name is taken for another that is misspelt.
+_NEARLY = 0.85
+#: Keys of ``PretrainedConfig`` and of the families read here that change no shape: names, starting
+#: values, generation, losses, numerics, and layers that are the same with and without them.
+_HARMLESS = frozenset(
+    (
+        "architectures",
+        "attention_dropout",
+        "attn_implementation",
+        "attn_pdrop",
+        "auto_map",
+        "aux_loss_alpha",
+        "cache_implementation",
+        "classifier_dropout",
+        "dtype",
+        "embd_pdrop",
+        "ep_size",
+        "gradient_checkpointing",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+        "id2label",
+        "initial_context_length",
+        "initializer_range",
+        "is_decoder",
+        "is_encoder_decoder",
+        "label2id",
+        "length_penalty",
+        "max_length",
+        "model_type",
+        "n_ctx",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "n_group",
+        "norm_topk_prob",
+        "output_router_logits",
+        "pretraining_tp",
+        "problem_type",
+        "qk_head_dim",  # of DeepSeek: the sum of two that are read
+        "quantization_config",
+        "query_pre_attn_scalar",
+        "reorder_and_upcast_attn",
+        "repetition_penalty",
+        "resid_pdrop",
+        "return_dict",
+        "rope_interleave",
+        "rope_local_base_freq",
+        "rope_parameters",
+        "rope_scaling",
+        "routed_scaling_factor",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "scale_attn_weights",
+        "scoring_func",
+        "seq_aux",
+        "swiglu_limit",
+        "task_specific_params",
+        "temperature",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "topk_group",
+        "topk_method",
+        "torch_dtype",
+        "transformers_version",
+        "type_vocab_size",
+        "typical_p",
+        "unsloth_version",
+        "use_bidirectional_attention",
+        "use_cache",
+    )
+)
+
+
+def _all_full(kinds: object) -> bool:
+    return isinstance(kinds, list) and set(kinds) == {"full_attention"}
+
+
+def is_harmless(key: str) -> bool:
+    """Whether a key is known to change no shape.
+
+    >>> is_harmless("bos_token_id"), is_harmless("num_hidden_layer")
+    (True, False)
+    """
+    endings = ("_token_id", "_token_ids", "_token_index")
+    starts = ("_", "summary_", "initializer", "scale_attn_by")
+    return key in _HARMLESS or key.endswith(endings) or key.startswith(starts)
 
 
 class ConfigFields:
     """Typed access to a configuration, with errors that name the field."""
 
-    __slots__ = ("_config", "_name")
+    __slots__ = ("_asked", "_config", "_name")
 
     def __init__(self, config: Mapping[str, object], name: str) -> None:
         self._config = config
         self._name = name
+        self._asked: set[str] = set()
 
     def get(self, key: str, default: object = None) -> object:
         """A field, or the default where it is absent or null."""
+        self._asked.add(key)
         value = self._config.get(key)
         return default if value is None else value
+
+    def unread(self) -> tuple[str, ...]:
+        """Keys that are set, that nobody has asked for, and that may say something of the shape.
+
+        Raises:
+            UserInputError: for one that is nearly a key that was asked for in vain.
+        """
+        lacking = sorted(self._asked - self._config.keys())
+        unread = sorted(
+            key
+            for key, value in self._config.items()
+            if value not in (None, False, [], {}) and key not in self._asked
+            if not is_harmless(key) and not (key == "layer_types" and _all_full(value))
+        )
+        for key in unread:
+            if close := difflib.get_close_matches(key, lacking, n=1, cutoff=_NEARLY):
+                raise self.wrong(key, f"there is no such field; did you mean {close[0]}?")
+        return tuple(unread)
 
     def whole(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """A whole number of at least ``least``; required where no default is given."""

@@ -12,6 +12,7 @@ from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.hugging_face import (
     DEFAULT_SEQ_LENGTH,
+    read_hf_config,
     spec_from_hf_config,
     supported_model_types,
 )
@@ -281,8 +282,12 @@ def test_transformers_5_nests_the_rotary_base() -> None:
         ("mllama", "vision"),
         ("gemma3", "vision"),
         ("gemma2", "logit caps"),
-        ("llamma", "Did you mean llama"),
-        (None, "not known"),
+        ("llamma", "did you mean llama"),
+        ("cohere", "side by side"),
+        ("cohere2", "side by side"),
+        ("gemma3n_text", "embeddings in every layer"),
+        ("dbrx", "this architecture is not described. Supported"),
+        (None, "not described"),
     ],
 )
 def test_unplannable_models_are_refused_with_what_is_supported(
@@ -327,3 +332,49 @@ def test_uneven_windows_are_refused() -> None:
     config = {**LLAMA3_70B, "model_type": "qwen2", "use_sliding_window": True}
     with pytest.raises(UserInputError, match="use_sliding_window"):
         spec_from_hf_config({**config, "sliding_window": 4096, "max_window_layers": 70}, "q")
+
+
+GEMMA3_4B: dict[str, object] = {
+    "model_type": "gemma3_text",
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 34,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000.0,
+    "rope_theta": 1000000.0,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262208,
+}
+
+
+def test_gemma3_without_its_vision_tower_is_the_catalogues() -> None:
+    spec, unread = read_hf_config(GEMMA3_4B, "gemma3_4b")
+    assert unread == ()
+    written = yaml.safe_load((MODELS / "gemma3_4b.yaml").read_text(encoding="utf-8"))
+    catalogued = spec_from_mapping(written)
+    assert dataclasses.replace(spec, source=catalogued.source) == catalogued
+    with pytest.raises(UserInputError, match="capped"):
+        read_hf_config({**GEMMA3_4B, "final_logit_softcapping": 30.0}, "x")
+
+
+def test_a_misspelt_field_is_refused_with_the_right_one() -> None:
+    config = {key: value for key, value in LLAMA3_70B.items() if key != "num_key_value_heads"}
+    with pytest.raises(UserInputError, match="did you mean num_key_value_heads"):
+        spec_from_hf_config({**config, "num_key_value_head": 8}, "x")
+
+
+def test_what_is_not_read_is_listed() -> None:
+    config = {**LLAMA3_70B, "attn_temperature": 0.1, "sliding_window": 4096, "eos_token_id": 2}
+    assert read_hf_config(config, "x")[1] == ("attn_temperature", "sliding_window")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_real_configurations_are_read_whole(name: str) -> None:
+    assert read_hf_config(CONFIGS[name], name)[1] == ()
