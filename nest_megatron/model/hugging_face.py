@@ -138,7 +138,9 @@ def _model_type(mapping: Config, name: str) -> str:
 
 def _not_known(model_type: str) -> str:
     close = difflib.get_close_matches(model_type, _READERS, n=1, cutoff=0.75)
-    return "this architecture is not described" + (f"; did you mean {close[0]}?" if close else "")
+    return "this architecture is not described" + (
+        f" (the nearest name: {close[0]})" if close else ""
+    )
 
 
 def _refuse_by_content(mapping: Config, name: str, model_type: str) -> None:

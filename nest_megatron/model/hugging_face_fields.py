@@ -128,7 +128,12 @@ class ConfigFields:
         )
         for key in unread:
             if close := difflib.get_close_matches(key, lacking, n=1, cutoff=_NEARLY):
-                raise self.wrong(key, f"there is no such field; did you mean {close[0]}?")
+                raise UserInputError(
+                    f"model {self._name}: config.json: {key}",
+                    value=self._config[key],
+                    limit="there is no such field",
+                    fix=f"Write {close[0]}.",
+                )
         return tuple(unread)
 
     def whole(self, key: str, default: int | None = None, *, least: int = 1) -> int:
