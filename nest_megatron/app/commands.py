@@ -82,6 +82,11 @@ def cli() -> None:
     show_default=True,
     help="With --from: the release whose flags the command uses (0.16.1 or 0.20).",
 )
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="With --from: refuse flags that Megatron-LM does not have, instead of passing them on.",
+)
 @click.option("-m", "--multirun", is_flag=True, help="Plan every combination of a,b values.")
 @json_option
 def plan(**options: Any) -> int:

@@ -37,6 +37,7 @@ def run_plan(
     from_command: str | None,
     free: str,
     megatron_version: str,
+    strict: bool,
     multirun: bool,
     as_json: bool,
     begun_s: Seconds | None = None,
@@ -48,10 +49,14 @@ def run_plan(
     """
     overrides, launcher = split_launcher(overrides)
     settings = parse(overrides, config_dir)
-    if free and from_command is None:
-        raise UserInputError(
-            "--free", value=free, limit="it goes with --from", fix="Add --from with your command."
-        )
+    for option, given in (("--free", free), ("--strict", strict)):
+        if given and from_command is None:
+            raise UserInputError(
+                option,
+                value=given,
+                limit="it goes with --from",
+                fix="Add --from with your command.",
+            )
     if multirun:
         from nest_megatron.app.sweep import run_sweep
 
@@ -79,6 +84,8 @@ def run_plan(
         text = sys.stdin.read() if from_command == "-" else from_command
         names = [name for name in free.split(",") if name.strip()]
         request = read_request(text, composed, free=names, version=megatron_version)
+        if strict:
+            _refuse_unknown(request)
         return _plan_command(composed, request, begun_s, as_json=as_json)
     found, notes = plan_job(composed, begun_s)
     if not isinstance(found, ParallelPlan):
@@ -140,6 +147,18 @@ def check_out(composed: Composed) -> None:
     out = composed.config.out
     if out is not None and not is_standard_output(Path(out)):
         require_folder(regular_target(Path(out)))
+
+
+def _refuse_unknown(request: CommandRequest) -> None:
+    """Refuse a command with flags that Megatron-LM does not have."""
+    flags = [word for word in request.command.unknown if word.startswith("--")]
+    if flags:
+        raise UserInputError(
+            "--from",
+            value=" ".join(flags),
+            limit=f"Megatron-LM {request.command.version} has no such flag",
+            fix=" ".join(request.command.notes) or "Correct it, or leave --strict out.",
+        )
 
 
 def _plan_command(

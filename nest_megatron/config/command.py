@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import Composed
+from nest_megatron.config.plausible import require_plausible
 from nest_megatron.config.request import (
     DEFAULT_GLOBAL_BATCH_SIZE,
     Inputs,
@@ -285,6 +286,8 @@ def _inputs(
     if batch is None:
         batch = _own_batch(job, cluster.num_gpus) or DEFAULT_GLOBAL_BATCH_SIZE
         notes.append(f"--global-batch-size is not given; {batch} sequences are assumed.")
+    if config.checks.plausibility:
+        require_plausible(spec, cluster, batch)
     if job.world_size not in (None, cluster.num_gpus):
         notes.append(
             f"The launcher starts {job.world_size} ranks, but the plan is for {cluster.num_gpus}."

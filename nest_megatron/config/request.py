@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.config.compose import Composed
+from nest_megatron.config.plausible import require_plausible
 from nest_megatron.config.schema import ParallelConfig, PlanConfig
 from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.settings import CostSettings
@@ -160,7 +161,10 @@ def read_spec(config: PlanConfig) -> TransformerSpec:
             fix="Add for example model=llama3_70b (`nest-megatron models` lists them), or "
             "--from with your command.",
         )
-    return with_seq_length(spec_from_mapping(config.model), config.train.seq_length)
+    spec = with_seq_length(spec_from_mapping(config.model), config.train.seq_length)
+    if config.checks.plausibility:
+        require_plausible(spec, None)
+    return spec
 
 
 def with_seq_length(spec: TransformerSpec, seq_length: int | None) -> TransformerSpec:
@@ -194,7 +198,10 @@ def read_cluster(config: PlanConfig, num_gpus: int | None = None) -> Cluster:
             fix="Add for example cluster=dgx_h100 cluster.num_gpus=64 (`nest-megatron clusters` "
             "lists them).",
         )
-    return cluster_from_mapping(config.cluster, num_gpus=num_gpus)
+    cluster = cluster_from_mapping(config.cluster, num_gpus=num_gpus)
+    if config.checks.plausibility:
+        require_plausible(None, cluster, config.train.global_batch_size)
+    return cluster
 
 
 def read_settings(

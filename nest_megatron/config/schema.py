@@ -93,6 +93,13 @@ class ProfileConfig:
 
 
 @dataclass(kw_only=True)
+class ChecksConfig:
+    """Checks that can be turned off."""
+
+    plausibility: bool = _IN_FILE
+
+
+@dataclass(kw_only=True)
 class PlanConfig:
     """A job: the model and the cluster are checked by their own catalogues."""
 
@@ -104,6 +111,7 @@ class PlanConfig:
     cost: CostConfig = field(default_factory=CostConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    checks: ChecksConfig = field(default_factory=ChecksConfig)
     out: str | None = None
 
 
@@ -147,6 +155,7 @@ SECTIONS: dict[str, type] = {
     "cost": CostConfig,
     "memory": MemoryConfig,
     "profile": ProfileConfig,
+    "checks": ChecksConfig,
 }
 
 

@@ -62,7 +62,7 @@ def test_own_flags_pass_through_untouched_and_typos_are_named() -> None:
     )
     assert any("--tensor-model-parallel-size?" in note for note in read.notes)
     assert any("--num-layers?" in note for note in read.notes)
-    assert not any("my-flag" in note for note in read.notes)
+    assert any("--my-flag; it is passed on" in note for note in read.notes)
 
 
 def test_flags_of_the_other_release_are_named() -> None:

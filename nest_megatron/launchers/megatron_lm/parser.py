@@ -289,6 +289,8 @@ def _notes(unknown: tuple[str, ...], version: str) -> Iterable[str]:
             yield f"{name} belongs to Megatron {others[0]}, not to {version}."
         elif close:
             yield f"Megatron {version} has no flag {name}. Did you mean {close[0]}?"
+        else:
+            yield f"Megatron {version} has no flag {name}; it is passed on as it is."
 
 
 def join_command(tokens: Iterable[str]) -> str:

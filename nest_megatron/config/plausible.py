@@ -1,0 +1,101 @@
+"""Numbers that no machine and no model has: mostly a wrong unit, seen before anything is priced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.errors import UserInputError
+from nest_megatron.model.spec import TransformerSpec
+
+#: The setting that turns the check off.
+SETTING = "checks.plausibility"
+_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """What a number can be.
+
+    Args:
+        unit: of the number.
+        usual: factor of the unit that people write instead; what a number below ``least`` is
+            multiplied by, or one above ``most`` divided by, to guess what was meant.
+    """
+
+    least: float
+    most: float
+    unit: str = ""
+    usual: float = 1.0
+
+    def guess(self, value: float) -> float | None:
+        """What was meant, where that would be plausible."""
+        meant = value * self.usual if value < self.least else value / self.usual
+        return meant if self.usual != 1.0 and self.least <= meant <= self.most else None
+
+
+# An order of magnitude or two beyond the fastest and the slowest parts that are sold.
+_NUM_GPUS = Range(least=1, most=1e6)
+_LEVEL = {
+    "bandwidth_bytes_per_s": Range(least=1e8, most=1e14, unit="bytes/s", usual=_GB),
+    "latency_s": Range(least=0, most=0.01, unit="s", usual=1e6),
+    "startup_s": Range(least=0, most=0.1, unit="s", usual=1e6),
+    "ramp": Range(least=0, most=1e3),
+}
+_ACCELERATOR = {
+    "memory_bytes": Range(least=2**28, most=2**45, unit="bytes", usual=2**30),
+    "memory_bandwidth_bytes_per_s": Range(least=1e9, most=1e15, unit="bytes/s", usual=_GB),
+    "kernel_floor_s": Range(least=0, most=0.01, unit="s", usual=1e6),
+}
+_FLOPS = Range(least=1e9, most=1e18, unit="FLOP/s", usual=1e12)
+_MODEL = {
+    "hidden_size": Range(least=1, most=1e6),
+    "ffn_hidden_size": Range(least=1, most=1e7),
+    "num_attention_heads": Range(least=1, most=1e5),
+    "kv_channels": Range(least=1, most=1e5),
+    "seq_length": Range(least=1, most=1e8),
+    "vocab_size": Range(least=1, most=1e8),
+    "num_experts": Range(least=1, most=1e5),
+}
+_BATCH = Range(least=1, most=1e8)
+
+
+def require_plausible(
+    spec: TransformerSpec | None, cluster: Cluster | None, global_batch_size: int | None = None
+) -> None:
+    """Refuse a job with a number that is beyond everything that exists.
+
+    Raises:
+        UserInputError: naming the number, the range, what was probably meant, and the setting that
+            turns the check off.
+    """
+    for what, value, allowed in _numbers(spec, cluster, global_batch_size):
+        if allowed.least <= value <= allowed.most:
+            continue
+        meant = allowed.guess(value)
+        guess = "" if meant is None else f"Did you mean {meant:g}? "
+        limit = f"it is not plausible: from {allowed.least:g} to {allowed.most:g} {allowed.unit}"
+        fix = f"{guess}If it is meant so, add {SETTING}=off."
+        raise UserInputError(what, value=value, limit=limit.rstrip(), fix=fix)
+
+
+def _numbers(
+    spec: TransformerSpec | None, cluster: Cluster | None, batch: int | None
+) -> Iterator[tuple[str, float, Range]]:
+    for name, allowed in _MODEL.items():
+        value = getattr(spec, name, None)
+        if value is not None:
+            yield f"model.{name}", value, allowed
+    if batch is not None:
+        yield "train.global_batch_size", batch, _BATCH
+    if cluster is None:
+        return
+    yield "cluster.num_gpus", cluster.num_gpus, _NUM_GPUS
+    for index, level in enumerate(cluster.levels):
+        for name, allowed in _LEVEL.items():
+            yield f"cluster.levels.{index}.{name}", getattr(level, name), allowed
+    for name, allowed in _ACCELERATOR.items():
+        yield f"cluster.accelerator.{name}", getattr(cluster.accelerator, name), allowed
+    for precision, flops in cluster.accelerator.peak_flops_per_s.items():
+        yield f"cluster.accelerator.peak_flops_per_s.{precision}", flops, _FLOPS
