@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.execution_flags import execution_traits
+from nest_megatron.cost_model.memory_flags import memory_flags
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
@@ -35,6 +37,7 @@ _USUAL_GPU, _USUAL_GPUS = "A100", 8
 _RELEASE_GPUS = 256
 
 _PRECISIONS = {"bf16": Precision.BF16, "fp16": Precision.FP16}
+_SWITCHES = {"True": True, "False": False}
 
 
 def golden_job(row: Row, book: ModelBook) -> Job:
@@ -210,26 +213,16 @@ def _partition(row: Row, spec: TransformerSpec, dims: ParallelDims) -> StagePart
 
 
 def _settings(row: Row, flags: Mapping[str, str]) -> CostSettings:
+    """As a plan would be made for the test's flags (``cost_model/execution_flags.py``)."""
     text = row.get("precision", "")
     if text not in _PRECISIONS:
         raise RefusedRowError("number format is not modelled", text)
     precision = Precision.FP8 if row.get("fp8") else _PRECISIONS[text]
-    traits = ExecutionTraits(
-        fp8_weights=flags.get("fp8_param_gather") == "True",
-        gradient_bytes=2 if precision is Precision.FP16 else 4,
-        loss_bytes=_loss_bytes(row, flags),
-        optimizer_instances=int(flags.get("num_distributed_optimizer_instances", "1")),
-    )
-    return CostSettings(precision=precision, traits=traits)
-
-
-def _loss_bytes(row: Row, flags: Mapping[str, str]) -> int:
-    """Memory of a logit: see ``ExecutionTraits.loss_bytes``.
-
-    ``--defer-embedding-wgrad-compute``, which tests name, keeps the gradients of two micro batches.
-    """
-    fused = flags.get("cross_entropy_loss_fusion") == "True"
-    if fused and flags.get("cross_entropy_fusion_impl", "native") == "te":
-        return 2
+    said: dict[str, object] = {name: _SWITCHES.get(word, word) for name, word in flags.items()}
+    if row.get("dist_optimizer") == "1":
+        said["use_distributed_optimizer"] = True
+    traits = execution_traits(memory_flags({**said, "params_dtype": text}), precision)
+    # --defer-embedding-wgrad-compute, which tests name, keeps gradients of two micro batches
     deferred = "defer_embedding_wgrad" in row.get("test_case", "")
-    return (10 if fused else 6) + (4 if deferred else 0)
+    logit = traits.loss_bytes + (4 if deferred else 0)
+    return CostSettings(precision=precision, traits=replace(traits, loss_bytes=logit))
