@@ -45,6 +45,7 @@ def execution_traits(flags: Mapping[str, Any], precision: Precision) -> Executio
         params_bytes=params,
         fp8_weights=fp8_weights,
         fp8_gather=fp8_weights and text(flags.get("fp8_recipe")) != "mxfp8",
+        fp8_inputs=flags.get("fp8_wgrad") is not False,
         keep_fp8_transpose_cache=bool(flags.get("keep_fp8_transpose_cache")),
         gradient_bytes=_gradient_bytes(flags, precision, params),
         loss_bytes=_loss_bytes(flags, params),

@@ -160,6 +160,16 @@ def fp8_copy_bytes(zero: ZeroStage, settings: CostSettings) -> int:
     return FP8_BYTES if traits.fp8_weights else 2 * FP8_BYTES
 
 
+def kept_input_bytes(settings: CostSettings) -> int:
+    """Bytes that a product of a layer keeps of an element of its input for the backward pass.
+
+    Transformer Engine's modules keep the fp8 input of a product in fp8, as the weight gradient's
+    product in fp8 takes it (``_Linear.forward``, ``_LayerNormLinear.forward``).
+    """
+    is_fp8 = settings.precision is Precision.FP8 and settings.traits.fp8_inputs
+    return FP8_BYTES if is_fp8 else settings.traits.params_bytes
+
+
 def unsharded_bytes(parameters: int, zero: ZeroStage, settings: CostSettings) -> Bytes:
     """Working memory of ZeRO-3: one unit's gathered weights, the next one's, and its gradients."""
     if zero < ZeroStage.WEIGHTS:

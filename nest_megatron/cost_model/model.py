@@ -20,7 +20,7 @@ from nest_megatron.cost_model.layer_cost import (
     unit_times,
 )
 from nest_megatron.cost_model.measured import MeasuredTimes, piece_graph
-from nest_megatron.cost_model.memory import capacity_bytes
+from nest_megatron.cost_model.memory import capacity_bytes, kept_input_bytes
 from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import StageProblems
@@ -167,6 +167,7 @@ class CostModel:
             flash_attention=self.flash_attention,
             loss_bytes=self.settings.traits.loss_bytes,
             activation_bytes=self.settings.traits.params_bytes,
+            kept_input_bytes=kept_input_bytes(self.settings),
         )
 
     @property

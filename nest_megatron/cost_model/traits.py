@@ -32,6 +32,8 @@ class ExecutionTraits:
         fp8_weights: weights of products are kept in fp8 alone (``--fp8-param-gather``), with their
             transpose, not beside 16-bit ones.
         fp8_gather: those weights are gathered in fp8 as well; MXFP8 gathers 16-bit ones.
+        fp8_inputs: products in fp8 keep their input in fp8 for the weight's gradient, which is
+            worked out in fp8 as well (not with ``--no-fp8-wgrad``, nor in torchao).
         keep_fp8_transpose_cache: Megatron-FSDP keeps the transposes of gathered fp8 weights.
         gradient_bytes: width of the gradients that replicas reduce and keep.
         loss_bytes: memory of one logit while the cross entropy is worked out: 6 in Megatron's own
@@ -55,6 +57,7 @@ class ExecutionTraits:
     params_bytes: int = 2
     fp8_weights: bool = False
     fp8_gather: bool = False
+    fp8_inputs: bool = True
     keep_fp8_transpose_cache: bool = False
     gradient_bytes: int = 4
     loss_bytes: int = 6

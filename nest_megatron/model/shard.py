@@ -18,6 +18,9 @@ class LayerShard:
         flash_attention: the device runs attention that keeps no score matrix.
         loss_bytes: memory of one logit while the cross entropy is worked out, forward or back.
         activation_bytes: width of activations and of the weights beside them.
+        kept_input_bytes: width of the input that a product inside a layer keeps for its weight's
+            gradient; ``None`` is that of activations. Transformer Engine keeps it in fp8 where the
+            product runs in fp8.
     """
 
     tensor_model_parallel_size: int = 1
@@ -29,6 +32,17 @@ class LayerShard:
     flash_attention: bool = True
     loss_bytes: int = 6
     activation_bytes: int = 2
+    kept_input_bytes: int | None = None
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes that a product keeps of an element of its input."""
+        return self.kept_input_bytes or self.activation_bytes
+
+    @property
+    def cast_bytes(self) -> int:
+        """The same where another operator keeps the element as it is anyway."""
+        return 0 if self.input_bytes == self.activation_bytes else self.input_bytes
 
     def tokens(self, spec: TransformerSpec) -> float:
         """Tokens of one micro batch inside a tensor-parallel block of one rank."""

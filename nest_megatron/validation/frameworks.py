@@ -127,7 +127,7 @@ def _fully_sharded(name: str, loss_bytes: int) -> Habits:
         reason="weights, gradients and states sharded over all replicas",
         zero=ZeroStage.WEIGHTS,
         splits_local_batch=True,
-        cost={"gradient_bytes": 4, "loss_bytes": loss_bytes},
+        cost={"gradient_bytes": 4, "loss_bytes": loss_bytes, "fp8_inputs": False},
     )
 
 

@@ -13,6 +13,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stored_settings import restored_settings, stored_settings
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.operators import decoder_layer_graph
 from nest_megatron.model.parameters import ParameterCount
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.dims import ParallelDims
@@ -161,3 +162,26 @@ def test_traits_survive_a_plan_file(traits: ExecutionTraits) -> None:
 def test_impossible_traits_are_refused(field: str) -> None:
     with pytest.raises(UserInputError, match=field):
         ExecutionTraits(**{field: 0})  # type: ignore[arg-type]
+
+
+def test_products_in_fp8_keep_their_inputs_in_fp8() -> None:
+    """A layer of Llama 3 8B keeps, in units of tokens times hidden size, 34 bytes or 29.5."""
+    spec = catalogue.model("llama3_8b")
+    kept = []
+    for precision, traits in (
+        (Precision.BF16, ExecutionTraits()),
+        (Precision.FP8, ExecutionTraits()),
+        (Precision.FP8, ExecutionTraits(fp8_inputs=False)),
+    ):
+        cost = CostModel(spec, catalogue.cluster("dgx_h100", 8), settings_of(traits, precision))
+        grid = Grid(
+            dims=ParallelDims(data_parallel_size=8),
+            global_batch_size=8,
+            micro_batch_size=1,
+            sequence_parallel=False,
+        )
+        graph = decoder_layer_graph(spec, LayerKind.DENSE, cost.shard(grid))
+        scores = 4 * spec.num_attention_heads / spec.hidden_size  # the softmax's statistics
+        total = graph.input_bytes + sum(num for _, num in graph.saved_bytes)
+        kept.append(total / (spec.seq_length * spec.hidden_size) - scores)
+    assert kept == [pytest.approx(34), pytest.approx(29.5), pytest.approx(34)]

@@ -13,9 +13,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError
 
 from nest_megatron import __version__
+from nest_megatron.config.compose import compose
+from nest_megatron.cost_model.execution_flags import execution_traits
+from nest_megatron.cost_model.memory_flags import not_modelled
 from nest_megatron.errors import UserInputError
 from nest_megatron.hydra_app import planning, plans, ranks
 from nest_megatron.hydra_app.plans import Plans
+from nest_megatron.hydra_app.read import read_app
 from nest_megatron.hydra_app.resolver import register
 from nest_megatron.hydra_app.size import num_gpus
 from nest_megatron.hydra_app.view import view_of
@@ -311,3 +315,17 @@ def test_the_trainer_says_how_many_gpus(trainer: dict[str, Any], size: int | Non
         assert num_gpus(view, {"WORLD_SIZE": "16"}) == 16
     else:
         assert num_gpus(view, {"WORLD_SIZE": str(size)}) == size
+
+
+def test_settings_of_memory_are_read() -> None:
+    view = view_of(
+        composed(
+            trainer__precision=32,
+            model__optimizer="sgd",
+            model__fine_grained_activation_offloading=True,
+        )
+    )
+    _, job = read_app(view, compose(view.settings.settings(None)))
+    traits = execution_traits(job.memory_flags, job.precision)
+    assert (traits.params_bytes, traits.optimizer_bytes) == (4, 4)
+    assert not_modelled(job.memory_flags) == ("--fine-grained-activation-offloading",)

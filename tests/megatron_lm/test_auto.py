@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from nest_megatron.cluster.records import Precision
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from tests.megatron_lm.training import (
@@ -81,6 +82,19 @@ def test_it_trains_as_planned(name: str, tmp_path: Path) -> None:
     plan = plan_file.read(path)
     assert plan.placement.num_gpus == max(1, JOBS[name][0])
     assert trained.parameters == predicted_parameters(plan)
+
+
+def test_single_precision_trains_as_planned(tmp_path: Path) -> None:
+    """Megatron's own default: neither ``--bf16`` nor ``--fp16``."""
+    path = tmp_path / "plan.yaml"
+    training = [word for word in TRAINING if word != "--bf16"]
+    arguments = [*DENSE, *training, *ON_CPU, "+nest=auto", *CLUSTER, f"nest.out={path}"]
+    trained = run([], arguments, **alone())
+    assert trained.code == 0, trained.out[-3000:]
+    assert trained.losses[-1] < trained.losses[0]
+    plan = plan_file.read(path)
+    assert plan.train.precision is Precision.FP32
+    assert plan.search.not_modelled == ("--transformer-impl local",)
 
 
 def predicted_parameters(plan: ParallelPlan) -> dict[tuple[int, int], int]:

@@ -160,9 +160,9 @@ def _attention(spec: TransformerSpec, shard: LayerShard) -> Pieces:
         streaming("residual", Part.RESIDUAL, 3 * local * hidden * act, backward=0.67),
     ]
     saved = [
-        (Part.INPUT_NORM, local * hidden * act),
+        (Part.INPUT_NORM, local * hidden * shard.input_bytes),
         (Part.QKV, tokens * (query + key_value) * act),
-        (Part.PROJECTION, tokens * query * act),
+        (Part.PROJECTION, tokens * query * (act + shard.cast_bytes)),
         dropout_mask(spec, local),
     ]
     if spec.qk_layernorm:
@@ -224,10 +224,10 @@ def _latent_attention(spec: TransformerSpec, shard: LayerShard) -> Pieces:
         streaming("residual", Part.RESIDUAL, 3 * local * hidden * act, backward=0.67),
     ]
     saved = (
-        (Part.INPUT_NORM, local * hidden * act),
-        (Part.MLA_DOWN, 2 * local * latent * act),
+        (Part.INPUT_NORM, local * hidden * shard.input_bytes),
+        (Part.MLA_DOWN, local * latent * (act + shard.input_bytes)),
         (Part.MLA_UP, tokens * (query + key + value) * act),
-        (Part.PROJECTION, tokens * value * act),
+        (Part.PROJECTION, tokens * value * (act + shard.cast_bytes)),
         dropout_mask(spec, local),
     )
     collectives = tuple(_latent_traffic(spec, shard))

@@ -79,8 +79,8 @@ def _mlp(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     saved = (
         (Part.RESIDUAL, hidden_bytes),
         dropout_mask(spec, local),
-        (Part.MLP_NORM, hidden_bytes),
-        (Part.MLP, tokens * (gates + 1) * ffn * act),
+        (Part.MLP_NORM, local * spec.hidden_size * shard.input_bytes),
+        (Part.MLP, tokens * (gates * act + shard.input_bytes) * ffn),
     )
     collectives = tuple(gathered_block(spec, shard, Part.MLP, Part.MLP, "fc1", "fc2"))
     return Pieces(operators, collectives, saved)
@@ -142,10 +142,10 @@ def _experts(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     )
     # A gated activation is fused with the router's weight and keeps its input only; any other
     # keeps its output too, as a factor of that weight (``TEGroupedMLP.forward``).
-    kept = 1 if spec.gated_linear_unit else 2
+    kept = shard.input_bytes + (0 if spec.gated_linear_unit else act)
     saved = (
-        (Part.EXPERTS, routed * (hidden + gates * ffn) * act),
-        (Part.EXPERT_ACTIVATION, kept * routed * ffn * act),
+        (Part.EXPERTS, routed * (hidden * shard.input_bytes + gates * ffn * act)),
+        (Part.EXPERT_ACTIVATION, routed * ffn * kept),
     )
     return Pieces(operators, (), saved)
 
@@ -216,6 +216,6 @@ def _shared_experts(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     gates = 2 if spec.gated_linear_unit else 1
     operators = _mlp_operators(spec, shard, part, "shared_", tokens, ffn)
     collectives = tuple(gathered_block(spec, shard, part, part, "shared_fc1", "shared_fc2"))
-    return Pieces(
-        operators, collectives, ((part, tokens * (gates + 1) * ffn * shard.activation_bytes),)
-    )
+    hidden_bytes = shard.tokens_between_blocks(spec) * spec.hidden_size * shard.cast_bytes
+    inside = tokens * (gates * shard.activation_bytes + shard.input_bytes) * ffn
+    return Pieces(operators, collectives, ((part, inside + hidden_bytes),))
