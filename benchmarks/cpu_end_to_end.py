@@ -4,6 +4,9 @@ Run from the project's root, on a quiet machine with two cores and megatron-core
 
     python benchmarks/cpu_end_to_end.py --out docs/accuracy/cpu_end_to_end.md
 
+It takes six minutes on quiet cores, says on standard error what it has done, waits up to
+``--patience`` in all for other processes to leave the cores, and ends after ``--max-seconds``.
+
 Two processes with one thread each time gloo's collectives, and the pieces of a small GPT in turns
 with real training of the layouts of ``cpu_job.py`` (megatron-core over gloo). From the pieces and
 the collectives alone the cost model predicts every layout, and the planner chooses among all that
@@ -17,6 +20,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,7 +37,7 @@ from benchmarks.cpu_job import (  # noqa: E402
     cluster_of,
     settings_of,
 )
-from benchmarks.cpu_ranks import Call, Ran, memory_bytes, on_two_ranks  # noqa: E402
+from benchmarks.cpu_ranks import Call, Limits, Ran, memory_bytes, on_two_ranks  # noqa: E402
 from benchmarks.cpu_report import Outcome, Row, as_document, as_markdown, as_text  # noqa: E402
 from benchmarks.cpu_turns import (  # noqa: E402
     others_share,
@@ -72,7 +76,7 @@ class Turns:
 
 
 def in_turns(
-    trial: Trial, plans: Mapping[str, ParallelPlan], folder: Path, patience_s: float
+    trial: Trial, plans: Mapping[str, ParallelPlan], folder: Path, limits: Limits
 ) -> Turns:
     """Train the layouts, with some pieces timed before each.
 
@@ -83,10 +87,10 @@ def in_turns(
     shares = [tasks[index :: len(plans)] for index in range(len(plans))]
     turn = [
         call
-        for plan, share in zip(plans.values(), shares, strict=True)
-        for call in (Call("pieces", (trial, share)), _training(trial, plan))
+        for (name, plan), share in zip(plans.items(), shares, strict=True)
+        for call in (Call("pieces", (trial, share)), _training(trial, plan, name))
     ]
-    *found, figures = on_two_ranks(folder, [*(trial.rounds * turn), Call("figures")], patience_s)
+    *found, figures = on_two_ranks(folder, [*(trial.rounds * turn), Call("figures")], limits)
     pieces, runs, count = found[0::2], found[1::2], len(plans)
     turns = [
         [timing for ranks in pieces[first : first + count] for timing in _slower(ranks)]
@@ -100,8 +104,8 @@ def in_turns(
     )
 
 
-def _training(trial: Trial, plan: ParallelPlan) -> Call:
-    return Call("train", (plan, trial.warm_up, trial.steps))
+def _training(trial: Trial, plan: ParallelPlan, name: str) -> Call:
+    return Call("train", (plan, trial.warm_up, trial.steps), name)
 
 
 def _slower(ranks: Sequence[tuple[Machine, list[Timing]]]) -> tuple[Timing, ...]:
@@ -182,26 +186,27 @@ def row_of(planned: ParallelPlan, turns: Sequence[Sequence[Ran]]) -> Row:
     )
 
 
-def run(trial: Trial, folder: Path, patience_s: float = 0.0) -> Outcome:
+def run(trial: Trial, folder: Path, limits: Limits | None = None) -> Outcome:
     """Measure, predict, train; the processes' files go into a folder.
 
-    Args:
-        patience_s: time to wait while other processes keep the cores busy, and to repeat what they
-            spoil, in each of at most three parts.
+    Raises:
+        RuntimeError: if a rank failed, or the time was over.
     """
+    limits = Limits() if limits is None else limits
     started = datetime.now(UTC)
-    figures, networks = on_two_ranks(
-        folder, [Call("figures"), Call("network", (trial,))], patience_s
-    )
+    limits.tell("1. the cores and the network")
+    figures, networks = on_two_ranks(folder, [Call("figures"), Call("network", (trial,))], limits)
     before, network = slower_figures(figures), networks[0]
     settings = settings_of(before)
     cluster = cluster_of(before, network, memory_bytes())
-    turns = in_turns(trial, estimated(trial, cluster, settings, None), folder, patience_s)
+    limits.tell(f"2. pieces and {len(trial.layouts)} layouts in turns, {trial.rounds} times")
+    turns = in_turns(trial, estimated(trial, cluster, settings, None), folder, limits)
     times = stored_times(trial, turns)
     plans, best = (f(trial, cluster, settings, times) for f in (estimated, chosen))
     name = same_layout(plans, best)
     if name is None:
-        runs = on_two_ranks(folder, trial.rounds * [_training(trial, best)], patience_s)
+        limits.tell("3. the planner's choice, which is none of the layouts")
+        runs = on_two_ranks(folder, trial.rounds * [_training(trial, best, CHOICE)], limits)
         plans, turns.runs[CHOICE] = {**plans, CHOICE: best}, runs
     else:
         plans[name] = best  # which says how it was searched
@@ -230,14 +235,28 @@ def main() -> None:
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="time to wait while other processes are at work, and to repeat what they spoil",
+        help="time in all to wait while other processes are at work, and to repeat what they spoil",
+    )
+    parser.add_argument(
+        "--max-seconds",
+        type=float,
+        default=1200.0,
+        metavar="SECONDS",
+        help="end after so long; six minutes are needed on quiet cores (1200)",
     )
     asked = parser.parse_args()
+    limits = Limits(patience_s=asked.patience, max_seconds=asked.max_seconds)
+    limits.tell = lambda text: print(
+        f"{time.monotonic() - limits.started:6.0f} s  {text}", file=sys.stderr, flush=True
+    )
     with tempfile.TemporaryDirectory(prefix="cpu-end-to-end-") as scratch:
         folder = asked.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         os.environ[FOLDER_VARIABLE] = str(folder / "profiles")
-        outcome = run(TRIAL, folder, asked.patience)
+        try:
+            outcome = run(TRIAL, folder, limits)
+        except RuntimeError as error:
+            sys.exit(f"cpu_end_to_end: {error}")
     print(json.dumps(as_document(outcome), indent=2) if asked.json else as_text(outcome))
     if asked.out:
         write_text(asked.out, as_markdown(outcome))

@@ -7,6 +7,7 @@ forks two ranks for each call. Calls and results pass through pickled files in t
 from __future__ import annotations
 
 import faulthandler
+import math
 import multiprocessing
 import os
 import pickle
@@ -15,9 +16,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -37,7 +39,7 @@ from tests.training.parent import end_with_parent  # noqa: E402
 CALL_SECONDS = 300
 #: What is pickled must be of this module, not of ``__main__``.
 _START = "import sys; from benchmarks.cpu_ranks import main; main(*sys.argv[1:])"
-_CALLS, _ENDING = "calls.pickle", ".pickle"
+_CALLS, _ENDING, _PATIENCE = "calls.pickle", ".pickle", "patience"
 _LOG_CHARACTERS = 4000
 #: Share of the cores above which other processes spoil a measurement.
 DISTURBED = 0.05
@@ -47,10 +49,35 @@ _QUIET = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function of this module to call on every rank, by name."""
+    """A function of this module to call on every rank, by name.
+
+    Args:
+        label: what it is about, for whoever watches.
+    """
 
     name: str
     arguments: tuple[Any, ...] = ()
+    label: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Limits:
+    """How long calls may take, and who is told how far they are.
+
+    Args:
+        patience_s: time left to wait while other processes keep the cores busy, and to repeat what
+            they spoil.
+        max_seconds: from now on; ranks that still run then are ended.
+    """
+
+    patience_s: float = 0.0
+    max_seconds: float = math.inf
+    tell: Callable[[str], object] = lambda _: None
+    started: float = field(default_factory=time.monotonic)
+
+    def left_s(self) -> float:
+        """Time that is left."""
+        return max(0.0, self.started + self.max_seconds - time.monotonic())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,25 +99,50 @@ class Ran:
     loss: float | None
 
 
-def on_two_ranks(folder: Path, calls: Sequence[Call], patience_s: float = 0.0) -> list[list[Any]]:
+def on_two_ranks(folder: Path, calls: Sequence[Call], limits: Limits) -> list[list[Any]]:
     """Make the calls one after the other; what each rank returned.
 
     Args:
-        patience_s: time in all to wait before calls while other processes keep the cores busy, and
-            to make disturbed ones again.
+        limits: whose patience is what is left of it afterwards.
 
     Raises:
-        RuntimeError: with the ranks' last words, if one did not finish.
+        RuntimeError: with the ranks' last words, if one did not finish, or the time was over.
     """
     folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=folder))  # no file is ever met twice
     (folder / _CALLS).write_bytes(pickle.dumps(list(calls)))
     log = folder / "worker.log"
+    command = [sys.executable, "-c", _START, str(folder), str(limits.patience_s)]
     with log.open("wb") as output:
-        command = [sys.executable, "-c", _START, str(folder), str(patience_s)]
-        subprocess.run(
-            command, cwd=ROOT, env=_environment(), stdout=output, stderr=output, check=False
+        worker = subprocess.Popen(
+            command, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, stderr=output, text=True
+        )
+        over = threading.Timer(min(limits.left_s(), threading.TIMEOUT_MAX), worker.kill)
+        over.start()
+        try:
+            _listen(worker, limits)
+        finally:
+            over.cancel()
+            worker.kill()
+            worker.wait()
+    made = sum((folder / f"{i}.0{_ENDING}").exists() for i in range(len(calls)))
+    if made < len(calls) and not limits.left_s():
+        raise RuntimeError(
+            f"not done within {limits.max_seconds:g} s: {made} of {len(calls)} calls of this part "
+            "were made. Other processes keep the cores busy, or the machine is slow: give a larger "
+            "--max-seconds, or a smaller --patience"
         )
     return [[_result(folder, i, rank) for rank in range(NUM_RANKS)] for i in range(len(calls))]
+
+
+def _listen(worker: subprocess.Popen[str], limits: Limits) -> None:
+    """Pass on what the worker says until it ends, and note what is left of the patience."""
+    assert worker.stdout is not None
+    for line in worker.stdout:
+        word, _, rest = line.rstrip().partition(" ")
+        if word == _PATIENCE:
+            limits.patience_s = float(rest)
+        else:
+            limits.tell(line.rstrip())
 
 
 def _environment() -> dict[str, str]:
@@ -123,17 +175,33 @@ def main(given: str, patience_s: str) -> None:
 
     folder, patience = Path(given), float(patience_s)
     end_with_parent()
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the ranks print goes to the log
+
+    def say(text: str) -> None:
+        print(text, file=said, flush=True)
+
     torch.set_num_threads(1)
-    for index, call in enumerate(pickle.loads((folder / _CALLS).read_bytes())):
+    calls = pickle.loads((folder / _CALLS).read_bytes())
+    for index, call in enumerate(calls):
+        what = f"{index + 1:3d} of {len(calls)}: {call.name} {call.label}".rstrip()
         while True:
-            patience -= _wait_for_quiet(patience)
+            waited = _wait_for_quiet(patience)
+            patience -= waited
             started = time.monotonic()
             disturbed = _disturbed(folder, index, call)
             if disturbed is None:
                 return
-            if disturbed <= DISTURBED or patience <= 0:
+            seconds = time.monotonic() - started
+            again = disturbed > DISTURBED and patience > 0
+            say(
+                f"{what}, {seconds:.0f} s{f' after {waited:.0f} s of waiting' if waited else ''}"
+                f"{f', others took {disturbed:.0%}: again' if again else ''}"
+            )
+            if not again:
                 break
-            patience -= time.monotonic() - started
+            patience -= seconds
+        say(f"{_PATIENCE} {patience}")
 
 
 def _disturbed(folder: Path, index: int, call: Call) -> float | None:

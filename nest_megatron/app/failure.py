@@ -11,7 +11,7 @@ import shlex
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -76,19 +76,23 @@ def require_plan(
     return found
 
 
+def is_first_of_host() -> bool:
+    """Whether this is the rank that speaks for its host where ranks do not know of each other."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+
+
 @contextlib.contextmanager
-def ending_on_errors() -> Iterator[None]:
+def ending_on_errors(speaks: Callable[[], bool] = is_first_of_host) -> Iterator[None]:
     """End the process on any error inside, our own ones without a traceback."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - whatever it is, the job must not train unplanned
-        end(error)
+        end(error, speaks)
 
 
-def end(error: Exception) -> NoReturn:
+def end(error: Exception, speaks: Callable[[], bool] = is_first_of_host) -> NoReturn:
     """Print why on one rank of each host, or on the only one that ends, and exit."""
-    local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
-    if local_rank == "0" or isinstance(error, OneRankError):
+    if isinstance(error, OneRankError) or speaks():
         _print(error)
     sys.stdout.flush()
     sys.stderr.flush()

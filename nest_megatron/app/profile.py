@@ -106,7 +106,8 @@ def _measuring(here: Ranks, implementation: str | None, *, on_cpu: bool) -> Meas
     if where is Where.GPU:
         torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
     else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // here.local_size))
+        cores = len(os.sched_getaffinity(0))  # more threads than these wait for one another
+        torch.set_num_threads(max(1, cores // here.local_size))
     has_engine = where is Where.GPU and "transformer_engine" in installed_versions()
     chosen = Implementation.TRANSFORMER_ENGINE if has_engine else Implementation.LOCAL
     if implementation is not None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nest_megatron.app.failure import ending_on_errors
+from nest_megatron.app.failure import ending_on_errors, is_first_of_host
 from nest_megatron.config.launch import LaunchWords
 from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.launchers.megatron_lm.agreement import Board, connect
@@ -44,6 +44,16 @@ class Joined:
         self.board = connect(place)
         return self.board
 
+    def speaks(self) -> bool:
+        """Whether this rank says why it ends: one of each host, or each where none knows its own.
+
+        Without a launcher every rank has a terminal or a log file to itself.
+        """
+        if self.board is None:
+            return is_first_of_host()
+        started_alone = not {"LOCAL_RANK", "SLURM_LOCALID"} & os.environ.keys()
+        return started_alone or self.board.speaks()
+
 
 @contextlib.contextmanager
 def ending_together(joined: Joined) -> Iterator[None]:
@@ -53,7 +63,7 @@ def ending_together(joined: Joined) -> Iterator[None]:
     reason may not have read it yet.
     """
     try:
-        with ending_on_errors():
+        with ending_on_errors(joined.speaks):
             yield
     except SystemExit:
         if joined.board is not None:

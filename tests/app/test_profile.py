@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,8 +37,30 @@ MODEL = {
     "seq_length": 32,
     "vocab_size": 512,
 }
+#: Budget in which all shapes are timed however busy the machine is, and the longest wait for that:
+#: a command that is given more than its caller waits for fails on a machine that needs it.
+AMPLE_S, LIMIT_S = 1800, 2400
+AMPLE = ("--max-seconds", str(AMPLE_S))
 #: Four pieces, at tensor sizes of 1, 2 and 4, with micro batches of 1, 2 and 4.
 NUM_SHAPES = 4 * 3 * 3
+
+
+@pytest.fixture(autouse=True)
+def one_core() -> Iterator[None]:
+    """Keep what is started here on one core, and so to one thread.
+
+    Threads of one small product wait for each other at its end: where other processes hold the
+    cores, each wait lasts until the scheduler turns up again, and a pass takes 100 times as long.
+    """
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {random.choice(sorted(before))})
+    yield
+    os.sched_setaffinity(0, before)
+
+
+def timed(*arguments: str) -> Run:
+    """The command in a process of its own."""
+    return spawn("profile", *arguments, timeout_s=LIMIT_S)
 
 
 @pytest.fixture
@@ -59,33 +83,47 @@ def under_torchrun(folder: Path, *arguments: str) -> Run:
         text=True,
         cwd=folder,
         env=environment(),
-        timeout=120,
+        timeout=LIMIT_S,
         check=False,
     )
     return Run(done.returncode, done.stdout, done.stderr)
 
 
+def test_no_more_threads_than_cores_that_the_process_may_use() -> None:
+    """A container or ``taskset`` leaves a process fewer cores than the host has."""
+    import torch
+
+    from nest_megatron.app import profile
+
+    before = torch.get_num_threads()
+    try:
+        profile._measuring(Ranks(0, 1, 0, 1), None, on_cpu=True)
+        assert torch.get_num_threads() == 1  # of the one core of these tests
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_what_was_timed_is_not_timed_again(model: str) -> None:
-    first = spawn("profile", model, "--max-seconds", "300", "--json")
+    first = timed(model, *AMPLE, "--json")
     assert first.code == 0, first.err
     found = first.json()
     assert len(found["measured"]) == NUM_SHAPES
     assert found["left_to_interpolate"] == 0
     assert all(t["forward_s"] > 0 and t["backward_s"] > 0 for t in found["measured"])
     assert all(t["parameters"] > 0 and t["saved_bytes"] > 0 for t in found["measured"])
-    second = spawn("profile", model, "--max-seconds", "300", "--json").json()
+    second = timed(model, *AMPLE, "--json").json()
     assert (second["measured"], second["known"]) == ([], NUM_SHAPES)
     assert run("profiles", "verify", found["profile"]).code == 0
 
 
 def test_a_budget_that_runs_out_leaves_the_rest_to_interpolate(model: str) -> None:
-    found = spawn("profile", model, "--max-seconds", "0.5", "--json").json()
+    found = timed(model, "--max-seconds", "0.5", "--json").json()
     assert len(found["measured"]) + found["left_to_interpolate"] == NUM_SHAPES
     assert found["left_to_interpolate"] > 0
 
 
 def test_ranks_share_the_shapes_and_time_the_network(model: str, tmp_path: Path) -> None:
-    done = under_torchrun(tmp_path, model, "--max-seconds", "300", "--no-collectives", "--json")
+    done = under_torchrun(tmp_path, model, *AMPLE, "--no-collectives", "--json")
     assert done.code == 0, done.err
     found = done.json()
     assert len(found["measured"]) == NUM_SHAPES
@@ -105,7 +143,7 @@ def test_ranks_share_the_shapes_and_time_the_network(model: str, tmp_path: Path)
 
 
 def test_plans_on_a_profile_that_is_named(model: str, tmp_path: Path) -> None:
-    name = spawn("profile", model, "--max-seconds", "300", "--json").json()["profile"]
+    name = timed(model, *AMPLE, "--json").json()["profile"]
     asked = ("plan", model, "cluster=dgx_h100", "cluster.num_gpus=8", "train.global_batch_size=8")
     assert run(*asked, "--json").json()["provenance"]["profile"] == "analytic"
     named = run(*asked, f"profile.name={name}", "--json").json()

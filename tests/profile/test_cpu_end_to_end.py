@@ -10,12 +10,14 @@ import json
 import math
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from benchmarks import cpu_report
 from benchmarks.cpu_end_to_end import CHOICE, run
 from benchmarks.cpu_job import Layout, Trial
+from benchmarks.cpu_ranks import Limits
 from benchmarks.cpu_report import Outcome
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE
@@ -70,6 +72,14 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
             {Piece.ATTENTION, Piece.DENSE, Piece.EMBEDDING, Piece.HEAD}
         ]
     return found
+
+
+def test_it_ends_with_its_time_and_says_how_far_it_came(tmp_path: Path) -> None:
+    said: list[str] = []
+    limits = Limits(max_seconds=0.2, tell=said.append)
+    with pytest.raises(RuntimeError, match=r"not done within 0\.2 s: 0 of 2 calls"):
+        run(SMALL, tmp_path, limits)
+    assert said == ["1. the cores and the network"]
 
 
 def test_every_time_was_measured(outcome: Outcome) -> None:

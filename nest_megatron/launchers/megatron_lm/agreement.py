@@ -51,6 +51,7 @@ class Board:
         self.store = store
         self.place = place
         self._rests = threading.Event()
+        self._speaks: bool | None = None
         self._heard: dict[int, tuple[str, float]] = {}
         self._next_look = time.monotonic() + place.silence_s / 4
         self.put(_beat(place.rank), "0")
@@ -237,8 +238,21 @@ class Board:
         except BaseException as error:
             text = str(error) or type(error).__name__
             code = error.exit_code if isinstance(error, NestError) else NestError.exit_code
+            self.speaks()
             self.fail(f"{self._who(self.place.rank)} stopped: {text}", code)
             raise
+
+    def speaks(self) -> bool:
+        """Whether this rank is the first of its host that ends, so that it says why.
+
+        Its first process may be the one that is stopped; and without the store all say it.
+        """
+        if self._speaks is None:
+            try:
+                self._speaks = self.count(f"said on {socket.gethostname()}") == 1
+            except LostStoreError:
+                self._speaks = True
+        return self._speaks
 
     def leave(self) -> None:
         """Stay until all have said why they end: a launcher ends all once the first has gone.
