@@ -366,7 +366,7 @@ def test_gemma3_without_its_vision_tower_is_the_catalogues() -> None:
 
 def test_a_misspelt_field_is_refused_with_the_right_one() -> None:
     config = {key: value for key, value in LLAMA3_70B.items() if key != "num_key_value_heads"}
-    with pytest.raises(UserInputError, match="no such field. Write num_key_value_heads"):
+    with pytest.raises(UserInputError, match=r"no such field\. Write num_key_value_heads"):
         spec_from_hf_config({**config, "num_key_value_head": 8}, "x")
 
 
