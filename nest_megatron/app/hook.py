@@ -60,8 +60,8 @@ def before_training() -> None:
     global _session  # noqa: PLW0603 - one process, one job
     if _session is not None or not is_asked_for(sys.argv):
         return
-    if _plan_of_hydra_application() is not None:
-        return  # its words are Hydra's, and its plan is made
+    if _plan_of_hydra_application() is not None or _is_hydras_own():
+        return  # its words are Hydra's
     ours, rest = split_words(sys.argv[1:])
     sys.argv[1:] = rest
     with ending_on_errors():
@@ -72,6 +72,14 @@ def before_training() -> None:
         _refuse_yaml(rest)
         os.environ.update(rank_variables(os.environ))
         _session = Session(words=words, launch=launch, script=sys.argv[0], argv=tuple(rest))
+
+
+def _is_hydras_own() -> bool:
+    """Whether a Hydra application runs here whose words mean a group or a field of its own."""
+    hydra_config = sys.modules.get("hydra.core.hydra_config")
+    running = hydra_config is not None and hydra_config.HydraConfig.initialized()
+    asked = [word.partition("=")[2] for word in sys.argv if is_asked_for([word])]
+    return running and not set(asked).intersection(Mode)
 
 
 def _refuse_yaml(argv: Sequence[str]) -> None:
@@ -251,7 +259,7 @@ def _refuse_stray(config: Any) -> None:
 
 
 def _require_plan() -> None:
-    if _bridge_is_settled or _plan_of_hydra_application() is not None:
+    if _bridge_is_settled or _plan_of_hydra_application() is not None or _is_hydras_own():
         return
     asked = is_asked_for([word for word in sys.argv if not word.endswith("=off")])
     if (asked and _session is None) or (_session is not None and _session.decision is None):

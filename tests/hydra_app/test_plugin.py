@@ -66,6 +66,57 @@ def test_misspelt_words_are_hydra_s_errors(tmp_path: Path, word: str, said: str)
     assert said in run.err
 
 
+PLAIN = """
+    import hydra
+
+    @hydra.main(version_base="1.3", config_path="conf", config_name="app")
+    def main(cfg):
+        print("RUNS", cfg.get("nest"))
+
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "word", "said"),
+    [
+        ("eggs: 3", "+nest=birds", "RUNS birds"),  # a new value
+        ("nest: robin", "nest=birds", "RUNS birds"),  # a field of the application's own
+        ("nest: {eggs: 3}", "nest.eggs=4", "RUNS {'eggs': 4}"),
+    ],
+)
+def test_another_nest_is_not_ours(tmp_path: Path, config: str, word: str, said: str) -> None:
+    run = run_app(make_app(tmp_path, config, PLAIN), word)
+    assert (run.code, run.out.strip()) == (0, said), run.err
+
+
+@pytest.mark.parametrize("word", ["+nest=birds", "+nest=auto"])
+def test_another_group_of_that_name_is_chosen(tmp_path: Path, word: str) -> None:
+    own = {"birds": "eggs: 3", "auto": "eggs: 3"}
+    run = run_app(make_app(tmp_path, "trees: 2", PLAIN, **own), word)
+    assert (run.code, run.out.strip()) == (0, "RUNS {'eggs': 3}"), run.err
+
+
+def test_a_group_of_that_name_may_be_built_on_ours(tmp_path: Path) -> None:
+    mine = "# @package _global_\ndefaults: [settings, _self_]\nnest: {cluster: dgx_h100}\n"
+    script = make_app(tmp_path, "trees: 2", PLAIN, mine=mine)
+    run = run_app(script, "+nest=mine", "--cfg", "job")
+    assert "cluster: dgx_h100" in run.out, run.err
+    assert "mode: auto" in run.out
+
+
+def test_another_nest_may_use_megatron(tmp_path: Path) -> None:
+    """The words of a command that are not ours are not missed where Megatron's groups are made."""
+    pytest.importorskip("megatron.core")
+    main = PLAIN.replace(
+        "print(",
+        "import megatron.core.parallel_state as state; "
+        "from nest_megatron.app import hook; hook._require_plan(); print(",
+    )
+    run = run_app(make_app(tmp_path, "trees: 2", main), "+nest=birds")
+    assert (run.code, run.out.splitlines()[-1]) == (0, "RUNS birds"), run.err
+
+
 def test_the_composed_job_shows_the_plan(tmp_path: Path) -> None:
     run = run_app(make_app(tmp_path), *AUTO, "--cfg", "job", "--resolve", "--package", "model")
     shown = OmegaConf.create(run.out)
