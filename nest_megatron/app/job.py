@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,7 +142,8 @@ def decide(
         request=request,
         best_s=min(steps),
     )
-    return dataclasses.replace(carry_out(found, command, inputs.notes), searched=searched)
+    outcome = carry_out(found, command, inputs.notes, kept=request.kept_flags)
+    return dataclasses.replace(outcome, searched=searched)
 
 
 def ask(running: RunningJob, place: Surroundings, wishes: Wishes) -> CommandRequest:
@@ -158,14 +159,23 @@ def ask(running: RunningJob, place: Surroundings, wishes: Wishes) -> CommandRequ
     return dataclasses.replace(request, inputs=inputs)
 
 
-def carry_out(plan: ParallelPlan, command: ReadCommand, notes: tuple[str, ...]) -> Outcome:
+def carry_out(
+    plan: ParallelPlan,
+    command: ReadCommand,
+    notes: tuple[str, ...],
+    *,
+    kept: Collection[str] = (),
+) -> Outcome:
     """A plan as what every rank sets in Megatron's arguments.
+
+    Args:
+        kept: destinations that the user set and did not free.
 
     Raises:
         UserInputError: if Megatron would refuse it for this job.
     """
-    plan = with_launch(plan, command, notes=notes)
-    rewrite = rewritten(plan, command)
+    plan = with_launch(plan, command, kept=kept, notes=notes)
+    rewrite = rewritten(plan, command, kept)
     decision = Decision(
         plan=plan,
         values=written_values(rewrite, command),

@@ -172,7 +172,7 @@ def _plan_command(
         found = find_plan(dataclasses.replace(wanted, begun_s=begun_s), report)
     if not isinstance(found, ParallelPlan):
         return _refuse(found, inputs.notes, as_json=as_json)
-    found = with_launch(found, request.command, notes=inputs.notes)
+    found = with_launch(found, request.command, kept=request.kept_flags, notes=inputs.notes)
     _write(found, composed)
     if as_json:
         show_json(to_plain(found))
@@ -232,7 +232,7 @@ def _show_command(plan: ParallelPlan, composed: Composed, request: CommandReques
     from nest_megatron.launchers.megatron_lm.attach import LAUNCHER, rewritten
     from nest_megatron.report.terminal import changes_table, notes_report, plan_report
 
-    changes = rewritten(plan, request.command).changes
+    changes = rewritten(plan, request.command, request.kept_flags).changes
     show(plan_report(plan), "")
     if changes:
         show(

@@ -10,10 +10,11 @@ from nest_megatron.app.failure import require_plan
 from nest_megatron.app.surroundings import names_cluster, surroundings
 from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.command import CHOICES, Wishes, job_request
+from nest_megatron.config.command import Wishes, job_request
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.overrides import Setting
 from nest_megatron.config.request import plan_request, with_times
+from nest_megatron.config.typed import CHOICES
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
 from nest_megatron.launchers.recipe import Recipe

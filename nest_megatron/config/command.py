@@ -21,12 +21,13 @@ from nest_megatron.config.request import (
     with_seq_length,
     with_times,
 )
-from nest_megatron.config.sharding import CKPT_FORMAT, IMPLEMENTATION, STAGE, with_own_sharding
+from nest_megatron.config.sharding import IMPLEMENTATION, with_own_sharding
+from nest_megatron.config.typed import CHOICES, freed_flags, kept_flags
 from nest_megatron.cost_model.memory_flags import not_modelled
-from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
-from nest_megatron.launchers.megatron_lm.cuts import CUTS, user_partition
-from nest_megatron.launchers.megatron_lm.job import PARALLEL_ARGUMENTS, MegatronJob
+from nest_megatron.launchers.megatron_lm.cuts import CUTS, stated_partition
+from nest_megatron.launchers.megatron_lm.job import RECOMPUTE, VIRTUAL_STAGES, MegatronJob
 from nest_megatron.launchers.megatron_lm.parser import ReadCommand, read_command
 from nest_megatron.launchers.megatron_lm.read import read_job
 from nest_megatron.launchers.megatron_lm.rules import MODULES_OF_ENGINE
@@ -41,30 +42,6 @@ from nest_megatron.solver.space import DEGREES, SearchSpace
 _CONTEXT = "context_parallel_size"
 _PIPELINE = "pipeline_model_parallel_size"
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
-_VIRTUAL_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-_RECOMPUTE = (
-    "recompute_granularity",
-    "recompute_activations",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "moe_layer_recompute",
-)
-#: Names that free several flags at once.
-_FAMILIES = {
-    "all": (*PARALLEL_ARGUMENTS, CKPT_FORMAT),
-    _VIRTUAL: _VIRTUAL_FLAGS,
-    "stage_layout": CUTS,
-    "recompute": _RECOMPUTE,
-    "zero_stage": STAGE,
-    "use_megatron_fsdp": IMPLEMENTATION,
-    "rank_order": ("use_tp_pp_dp_mapping",),
-}
-#: What a user can keep, one choice each, and the flags that state it.
-CHOICES = {
-    **{name: (name,) for name in DEGREES if name in PARALLEL_ARGUMENTS},
-    **{name: flags for name, flags in _FAMILIES.items() if name != "all"},
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +50,7 @@ class CommandRequest:
 
     Args:
         kept: choices of the user that the search holds fixed, by their names in ``CHOICES``.
+        kept_flags: destinations whose flags stay in the command as they are.
     """
 
     command: ReadCommand
@@ -80,6 +58,7 @@ class CommandRequest:
     inputs: Inputs
     space: SearchSpace
     kept: tuple[str, ...]
+    kept_flags: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +157,14 @@ def request_for(
         UserInputError: for a wish that cannot be kept.
     """
     inputs, space, kept = job_request(model_and_job, cluster, composed, wishes)
+    freed = freed_flags(wishes.free, wishes.option)
     return CommandRequest(
-        command=command, job=model_and_job[1], inputs=inputs, space=space, kept=kept
+        command=command,
+        job=model_and_job[1],
+        inputs=inputs,
+        space=space,
+        kept=kept,
+        kept_flags=kept_flags(command.explicit, freed, composed, cut=space.partition is not None),
     )
 
 
@@ -199,7 +184,7 @@ def job_request(
         UserInputError: for a wish that cannot be kept.
     """
     spec, job = model_and_job
-    freed = _freed(wishes)
+    freed = freed_flags(wishes.free, wishes.option)
     inputs = _inputs(composed, spec, job, cluster)
     fixed = {name: value for name, value in job.fixed.items() if name not in freed}
     space = _space(composed, inputs.spec, job, fixed, freed)
@@ -211,22 +196,6 @@ def job_request(
     space = _with_required(space, inputs.spec, wishes.required)
     kept = tuple(name for name, flags in CHOICES.items() if any(map(fixed.get, flags)))
     return inputs, space, kept
-
-
-def _freed(wishes: Wishes) -> frozenset[str]:
-    known = {**{name: (name,) for name in (*PARALLEL_ARGUMENTS, CKPT_FORMAT)}, **_FAMILIES}
-    names: set[str] = set()
-    for name in wishes.free:
-        plain = name.strip().lstrip("-").replace("-", "_")
-        if plain not in known:
-            raise UserInputError(
-                wishes.option,
-                value=name,
-                limit="it is no flag that a plan sets",
-                fix=nearest(plain, known),
-            )
-        names.update(known[plain])
-    return frozenset(names)
 
 
 def _with_required(
@@ -338,7 +307,7 @@ def _space(
     orders, recompute = own.rank_orders, own.recompute
     if composed.config.parallel.rank_order is None and kept.get("use_tp_pp_dp_mapping"):
         orders = (RankOrder.TP_CP_EP_PP_DP,)
-    if recompute is None and not freed.intersection(_RECOMPUTE):
+    if recompute is None and not freed.intersection(RECOMPUTE):
         recompute = job.recompute
     return dataclasses.replace(
         own,
@@ -365,6 +334,9 @@ def _kept_cut(
 ) -> StagePartition | None:
     """The user's own stages, where they state any."""
     stated = [name for name in CUTS if kept.get(name)]
+    virtual = [name for name in VIRTUAL_STAGES if kept.get(name)]
+    if virtual and not stated and not freed.intersection(CUTS):
+        stated = virtual if _PIPELINE in fixed else []  # Megatron cuts evenly
     if stated and _PIPELINE in freed:
         raise UserInputError(
             f"--{stated[0].replace('_', '-')}",
@@ -372,7 +344,7 @@ def _kept_cut(
             limit="it cuts the model for one number of pipeline ranks, and that number is freed",
             fix="Free stage_layout as well, or keep the number.",
         )
-    return user_partition(spec, kept, fixed.get(_PIPELINE, 1)) if stated else None
+    return stated_partition(spec, kept, fixed.get(_PIPELINE, 1)) if stated else None
 
 
 def _virtual(

@@ -264,7 +264,7 @@ def parallel_choice(
     sharding = sharding or zero.sharding
     fsdp = sharding is DataParallelSharding.MEGATRON_FSDP
     torch_fsdp2 = sharding is DataParallelSharding.TORCH_FSDP2
-    shards = zero >= ZeroStage.OPTIMIZER and not torch_fsdp2
+    shards = (zero >= ZeroStage.OPTIMIZER or fsdp) and not torch_fsdp2
     virtual = dims.virtual_pipeline_model_parallel_size
     granularity = again.granularity
     pipelined = dims.pipeline_model_parallel_size > 1

@@ -37,7 +37,7 @@ def ask_megatron(cases: list[dict[str, Any]]) -> Any:
         capture_output=True,
         text=True,
         check=False,
-        timeout=600,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import sys
+import traceback
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -29,13 +30,29 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-_HOPPER = SimpleNamespace(major=9, minor=0, name="stub", total_memory=80 << 30)
-torch.cuda.get_device_properties = lambda *_, **__: _HOPPER
-torch.cuda.get_device_capability = lambda *_, **__: (9, 0)
+_DEVICE = SimpleNamespace(major=9, minor=0, name="stub", total_memory=80 << 30)
+torch.cuda.get_device_properties = lambda *_, **__: _DEVICE
+torch.cuda.get_device_capability = lambda *_, **__: (_DEVICE.major, 0)
 
 import megatron.core  # noqa: E402
+import megatron.core.utils  # noqa: E402
 import megatron.training.arguments as arguments  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
+from packaging.version import Version  # noqa: E402
+
+try:
+    from megatron.post_training.arguments import add_modelopt_args
+except ImportError:
+    add_modelopt_args = None  # pretrain_gpt.py does without it too
+
+# Arguments are asked about on a machine without Transformer Engine: the release stands for one.
+megatron.core.utils._te_version = Version("2.13.0")
+rope_utils.fused_apply_rotary_pos_emb = rope_utils.fused_apply_rotary_pos_emb or print
+for _name in ("fused_permute", "fused_permute_with_probs", "fused_sort_chunks_by_index"):
+    for _kernel in (_name, f"{_name}_with_probs", "fused_unpermute"):
+        setattr(moe_utils, _kernel, getattr(moe_utils, _kernel, None) or print)
 
 if hasattr(arguments, "core_transformer_config_from_args"):
     to_config = arguments.core_transformer_config_from_args
@@ -77,14 +94,21 @@ ANSWERS = [
 ]
 
 
-def accept(argv: list[str], world_size: int, max_connections: str | None) -> dict[str, Any]:
+def accept(
+    argv: list[str],
+    world_size: int,
+    max_connections: str | None,
+    architecture: int = 9,
+    environment: dict[str, str] | None = None,
+) -> dict[str, Any]:
     """Everything Megatron does with the arguments before it builds a model."""
-    os.environ.update(WORLD_SIZE=str(world_size), RANK="0")
+    os.environ.update(environment or {}, WORLD_SIZE=str(world_size), RANK="0")
+    _DEVICE.major = architecture
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     if max_connections is not None:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = max_connections
     sys.argv = ["pretrain_gpt.py", *argv]
-    args = arguments.parse_args()
+    args = arguments.parse_args(add_modelopt_args)
     arguments.validate_args(args, {})
     config = to_config(args)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -95,11 +119,13 @@ def accept(argv: list[str], world_size: int, max_connections: str | None) -> dic
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
         create_gloo_process_groups=False,
         order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
     )
     per_step = args.micro_batch_size * args.data_parallel_size
-    if args.global_batch_size % per_step:
+    if args.global_batch_size and args.global_batch_size % per_step:
         raise ValueError("global batch size")
     answer = {name: getattr(config, name) for name in ANSWERS}
     layout = config.pipeline_model_parallel_layout
@@ -114,6 +140,15 @@ def accept(argv: list[str], world_size: int, max_connections: str | None) -> dic
     return answer
 
 
+def _said(error: BaseException, output: str) -> str:
+    """An error with the line that raised it; argparse says its reason on standard error."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    exits = isinstance(error, SystemExit)
+    reason = output.splitlines()[-1] if exits and output else str(error)
+    place = f"{frame.filename.partition('/megatron/')[2]}:{frame.lineno}"
+    return f"{type(error).__name__}: {reason or frame.line} ({place})"
+
+
 def main() -> None:
     """Answer every case on stdin."""
     answers = []
@@ -123,8 +158,10 @@ def main() -> None:
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
                 answers.append({"accepted": accept(**case)})
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever is raised is the answer
-            answers.append({"refused": f"{type(error).__name__}: {error} {said.getvalue()[-200:]}"})
+            answers.append({"refused": _said(error, said.getvalue())})
         finally:
+            for name in case.get("environment") or {}:
+                os.environ.pop(name, None)
             with contextlib.suppress(Exception):
                 parallel_state.destroy_model_parallel()
             if dist.is_initialized():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.parser import ReadCommand
 from nest_megatron.launchers.megatron_lm.rewrite import Rewrite, rewrite
 from nest_megatron.launchers.megatron_lm.rules import require_launchable
+from nest_megatron.launchers.megatron_lm.unchanged import require_kept
 from nest_megatron.launchers.megatron_lm.write import (
     environment,
     has_activation_flag,
@@ -81,6 +83,7 @@ def with_launch(
     plan: ParallelPlan,
     command: ReadCommand | None = None,
     *,
+    kept: Collection[str] = (),
     notes: tuple[str, ...] = (),
 ) -> ParallelPlan:
     """The plan with its Megatron-LM command, sealed again.
@@ -88,6 +91,7 @@ def with_launch(
     Args:
         command: the user's own command, whose flags are then rewritten; otherwise the flags of the
             model and of the layout are written.
+        kept: destinations that the user set and did not free.
         notes: what was assumed, kept beside the command.
 
     Raises:
@@ -100,7 +104,7 @@ def with_launch(
         argv, remarks = _own_argv(request)
         script = script_name(plan.model)
     else:
-        argv, remarks = list(rewritten(plan, command).argv), ()
+        argv, remarks = list(rewritten(plan, command, kept).argv), ()
         script = command.script or script_name(plan.model)
     launch = LaunchCommand(
         script=script,
@@ -111,10 +115,19 @@ def with_launch(
     return sealed(dataclasses.replace(plan, launch={**plan.launch, LAUNCHER: launch}))
 
 
-def rewritten(plan: ParallelPlan, command: ReadCommand) -> Rewrite:
-    """The user's command under a plan, and what changed."""
+def rewritten(plan: ParallelPlan, command: ReadCommand, kept: Collection[str] = ()) -> Rewrite:
+    """The user's command under a plan, and what changed.
+
+    Args:
+        kept: destinations that the user set and did not free.
+
+    Raises:
+        NestError: if one of them came out changed without a word, or means another layout.
+    """
     layout = parallel_argv(launch_request(plan, command))
-    return rewrite(command, [*layout, *_vocab_argv(plan, command)], plan)
+    found = rewrite(command, [*layout, *_vocab_argv(plan, command)], plan, kept)
+    require_kept(found, command, plan, kept)
+    return found
 
 
 def _vocab_argv(plan: ParallelPlan, command: ReadCommand) -> list[str]:

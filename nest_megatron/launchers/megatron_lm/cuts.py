@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.megatron_lm.job import VIRTUAL_STAGES
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.layout import parse_layout, uniform_partition
 from nest_megatron.parallel.partition import StagePartition
@@ -74,6 +75,19 @@ def user_partition(
     _check_exclusions(values)
     layout = values.get(_LAYOUT)
     partition = _split(spec, values, pp) if layout is None else parse_layout(str(layout), spec, pp)
+    _check_places(spec, partition)
+    return partition
+
+
+def stated_partition(
+    spec: TransformerSpec, values: Mapping[str, Any], pipeline_model_parallel_size: int
+) -> StagePartition | None:
+    """As ``user_partition``, and the even stages that a number of virtual ones makes by itself."""
+    virtual = any(values.get(name) for name in VIRTUAL_STAGES)
+    if not virtual or any(_is_given(values, name) for name in CUTS):
+        return user_partition(spec, values, pipeline_model_parallel_size)
+    _check_exclusions(values)
+    partition = _split(spec, values, pipeline_model_parallel_size)
     _check_places(spec, partition)
     return partition
 

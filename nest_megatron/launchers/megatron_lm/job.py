@@ -11,6 +11,17 @@ from nest_megatron.cost_model.memory_flags import text
 from nest_megatron.parallel.recompute import Recompute
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
+#: Arguments that say how many virtual stages a rank has.
+VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+#: Arguments that state the recomputation.
+RECOMPUTE = (
+    "recompute_granularity",
+    "recompute_activations",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "moe_layer_recompute",
+)
 #: Arguments that a plan may set; what a user gives of them stays fixed.
 PARALLEL_ARGUMENTS = (
     "tensor_model_parallel_size",
@@ -20,20 +31,14 @@ PARALLEL_ARGUMENTS = (
     "expert_tensor_parallel_size",
     "sequence_parallel",
     "use_tp_pp_dp_mapping",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
+    *VIRTUAL_STAGES,
     "pipeline_model_parallel_layout",
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
     "micro_batch_size",
-    "recompute_granularity",
-    "recompute_activations",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "moe_layer_recompute",
+    *RECOMPUTE,
     "use_distributed_optimizer",
     "use_megatron_fsdp",
     "use_torch_fsdp2",

@@ -110,7 +110,7 @@ def job_from_values(
         transformer_impl=values.get("transformer_impl") or "transformer_engine",
         attention_backend=_name(values.get("attention_backend") or "auto"),
         fixed=MappingProxyType({k: values.get(k) for k in PARALLEL_ARGUMENTS if k in explicit}),
-        recompute=_recompute(values),
+        recompute=read_recompute(values),
         zero=_zero(values),
         sharding=_sharding(values),
         ckpt_format=values.get("ckpt_format") if "ckpt_format" in explicit else None,
@@ -320,7 +320,8 @@ def _precision(values: Mapping[str, Any]) -> Precision:
     return Precision.FP16 if values.get("fp16") else Precision.FP32
 
 
-def _recompute(values: Mapping[str, Any]) -> Recompute | None:
+def read_recompute(values: Mapping[str, Any]) -> Recompute | None:
+    """The user's recomputation, ``None`` if they said nothing of it."""
     granularity = values.get("recompute_granularity")
     if values.get("recompute_activations"):
         granularity = "selective"

@@ -5,11 +5,12 @@ Only the destinations in ``WRITABLE`` are touched; everything else keeps its wor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from nest_megatron.launchers.megatron_lm.companions import COMPANIONS, contradicted
-from nest_megatron.launchers.megatron_lm.job import PARALLEL_ARGUMENTS
+from nest_megatron.launchers.megatron_lm.cuts import CUTS
+from nest_megatron.launchers.megatron_lm.job import PARALLEL_ARGUMENTS, RECOMPUTE, VIRTUAL_STAGES
 from nest_megatron.launchers.megatron_lm.parser import Argument, ReadCommand, load_arguments
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.units import format_gib
@@ -17,6 +18,9 @@ from nest_megatron.units import format_gib
 #: Set together with the layout; those in the second row only where the user says nothing.
 _WITH_LAYOUT = ("global_batch_size", "ckpt_format", "padded_vocab_size")
 _IF_ABSENT = ("moe_token_dispatcher_type", "moe_grouped_gemm")
+
+#: Several spellings of one choice: where the user's own stays, none is added.
+_STATEMENTS = (RECOMPUTE, (*CUTS, *VIRTUAL_STAGES))
 
 #: Every destination that a plan may write. Nothing else of a job is ever changed.
 WRITABLE = frozenset(
@@ -64,24 +68,34 @@ class _Option:
         return inline if equals else " ".join(self.tokens[1:])
 
 
-def rewrite(command: ReadCommand, layout: Sequence[str], plan: ParallelPlan) -> Rewrite:
+def rewrite(
+    command: ReadCommand,
+    layout: Sequence[str],
+    plan: ParallelPlan,
+    kept: Collection[str] = (),
+) -> Rewrite:
     """Put a plan's flags into a user's arguments.
 
     Args:
         layout: the plan's flags, from ``write.parallel_argv``.
         plan: the plan, for the reasons.
+        kept: destinations whose flags stay as the user wrote them; the plan was searched under
+            them, so it says nothing else.
     """
     given = _options(command.argv, command.version)
+    stated = {dest for flags in _STATEMENTS if set(flags) & set(kept) for dest in flags}
+    settled = stated.union(kept)
     wanted = {
         option.dest: option
         for option in _options(layout, command.version)
-        if option.dest is not None and _sets(option.dest, command)
+        if option.dest is not None and option.dest not in settled and _sets(option.dest, command)
     }
     refused = contradicted(plan, command.values)
     owned = {
         option.dest
         for option in given
-        if option.dest in refused or _owns(option.dest, wanted, plan)
+        if option.dest in refused
+        or (option.dest not in settled and _owns(option.dest, wanted, plan))
     }
     tokens: list[str] = []
     placed: set[str] = set()
@@ -95,7 +109,8 @@ def rewrite(command: ReadCommand, layout: Sequence[str], plan: ParallelPlan) -> 
         if dest not in placed:
             tokens += option.tokens
     changes = _changes(given, owned, wanted, plan, refused)
-    decided = {dest for dest in PARALLEL_ARGUMENTS if _owns(dest, wanted, plan)}
+    free = set(PARALLEL_ARGUMENTS) - settled
+    decided = {dest for dest in free if _owns(dest, wanted, plan)}
     return Rewrite(
         argv=tuple(tokens),
         changes=tuple(changes),

@@ -1,0 +1,79 @@
+"""Megatron-LM's GPT functional tests, planned and asked of it: docs/functional_tests.md.
+
+    python benchmarks/functional_tests.py CHECKOUT...
+
+Each checkout is a Megatron-LM tree (core_v0.16.1, main); two minutes each on two cores.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.megatron_lm.functional import Survey, survey  # noqa: E402
+
+PAGE = ROOT / "docs" / "functional_tests.md"
+HEAD = """# Megatron-LM's own functional tests
+
+`tests/functional_tests/test_cases/{gpt,moe,mixtral}` of a Megatron-LM checkout hold the jobs that
+NVIDIA trains to test a release. Each that trains is planned on the cluster of its recipe (8 GPUs
+of `dgx_h100` or `gb200_nvl72` where no recipe launches it, or the fewest that its degrees divide)
+with nothing freed, and the written arguments go through Megatron's own `parse_args`,
+`validate_args`, `TransformerConfig` and `initialize_model_parallel` for a world of that size, on a
+CPU. Transformer Engine is stood in for by a release number (2.13.0).
+
+Written by `python benchmarks/functional_tests.py CHECKOUT...`;
+`tests/megatron_lm/test_functional.py` asserts that Megatron refuses nothing that we wrote and that
+it accepts as it stands, and that every flag that was typed is there unchanged.
+
+"""
+
+
+def main(checkouts: list[str]) -> None:
+    """Survey every checkout and write the page."""
+    surveys = []
+    for checkout in checkouts:
+        os.environ["MEGATRON_LM_HOME"] = checkout
+        surveys.append(survey(Path(checkout)))
+        print(f"{checkout}: Megatron {surveys[-1].version}", flush=True)
+    PAGE.write_text(HEAD + "\n".join(_page(surveys)) + "\n", encoding="utf-8")
+
+
+def _page(surveys: list[Survey]) -> Iterator[str]:
+    yield "| Megatron-LM | jobs | planned | accepted | refused anyway | refused because of us |"
+    yield "|---|--:|--:|--:|--:|--:|"
+    for each in surveys:
+        own = [name for name in each.refused if name in each.refused_as_they_stand]
+        planned, refused = len(each.written), len(each.refused)
+        yield (
+            f"| {each.version.partition('+')[0]} | {planned + len(each.not_planned)} | {planned} | "
+            f"{planned - refused} | {len(own)} | {refused - len(own)} |"
+        )
+    for each in surveys:
+        yield f"\n## {each.version.partition('+')[0]}\n"
+        yield from _reasons("Not planned, in our words", each.not_planned)
+        yield from _reasons("Refused by Megatron with the plan's flags and without", each.refused)
+
+
+def _reasons(title: str, refusals: Mapping[str, str]) -> Iterator[str]:
+    if not refusals:
+        return
+    yield f"{title}:\n"
+    short = {
+        name: re.sub(r"the job = '[^']*': ", "", said)[:280] for name, said in refusals.items()
+    }
+    for reason, count in Counter(short.values()).most_common():
+        names = ", ".join(f"`{name.partition('/')[2]}`" for name in short if short[name] == reason)
+        yield f"- {count}: {reason} ({names})"
+    yield ""
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,243 @@
+"""Megatron-LM's own GPT functional tests as jobs: each planned, written, and asked of Megatron."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nest_megatron.config.command import Wishes, request_for
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
+from nest_megatron.config.request import plan_request
+from nest_megatron.errors import NestError, UserInputError
+from nest_megatron.launchers.megatron_lm.attach import LAUNCHER, with_launch
+from nest_megatron.launchers.megatron_lm.namespace import recorded_version
+from nest_megatron.launchers.megatron_lm.parser import ReadCommand, read_command
+from nest_megatron.launchers.megatron_lm.read import read_job
+from nest_megatron.planner import NoPlan, plan
+from tests.megatron_lm.ask import ask_megatron
+
+#: Families of tests that ``pretrain_gpt.py`` runs.
+FAMILIES = ("gpt", "moe", "mixtral")
+_CASES = Path("tests/functional_tests/test_cases")
+_RECIPES = Path("tests/test_utils/recipes")
+_MAX_SECONDS = 20.0
+#: Rows of the vocabulary where they come from a tokenizer's files.
+_ROWS = 131_072
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One configuration, as its test runs it."""
+
+    name: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    cluster: str
+    num_gpus: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A job's arguments under a plan, or why there is none.
+
+    Args:
+        refused: our own word, where nothing was planned.
+    """
+
+    job: Job
+    argv: tuple[str, ...] = ()
+    environment: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    command: ReadCommand | None = None
+    refused: str = ""
+
+    def case(self) -> dict[str, Any]:
+        """As ``ask_megatron`` takes it."""
+        return _case(self.argv, self.job, {**self.job.environment, **self.environment})
+
+
+def as_it_stands(job: Job) -> dict[str, Any]:
+    """A job's own arguments, as ``ask_megatron`` takes them."""
+    return _case(job.argv, job, job.environment)
+
+
+def _case(argv: tuple[str, ...], job: Job, environment: Mapping[str, str | None]) -> dict[str, Any]:
+    return {
+        "argv": list(argv),
+        "world_size": job.num_gpus,
+        "max_connections": environment.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+        "architecture": 10 if "gb200" in job.cluster else 9,
+        "environment": {
+            name: value
+            for name, value in environment.items()
+            if value is not None and name != "CUDA_DEVICE_MAX_CONNECTIONS"
+        },
+    }
+
+
+def jobs(home: Path) -> Iterator[Job]:
+    """The configurations that train, in a checkout of Megatron-LM."""
+    for family in FAMILIES:
+        for path in sorted((home / _CASES / family).glob("*/model_config.yaml")):
+            fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+            trains = fields.get("MODE", "pretraining") == "pretraining"
+            arguments = fields.get("MODEL_ARGS") or {}
+            if trains and any(name.startswith("--train-") for name in arguments):
+                yield _job(home, family, path.parent.name, fields)
+
+
+def _job(home: Path, family: str, name: str, fields: Mapping[str, Any]) -> Job:
+    platform, gpus = _platforms(home).get(name, ("h100", 0))
+    gpus = gpus or _least_gpus(fields["MODEL_ARGS"])
+    variables = {
+        key: str(value)
+        for key, value in (fields.get("ENV_VARS") or {}).items()
+        if value is not None
+    }
+    return Job(
+        name=f"{family}/{name}",
+        argv=tuple(_argv(fields["MODEL_ARGS"])),
+        environment=variables,
+        cluster="gb200_nvl72" if platform == "gb200" else "dgx_h100",
+        num_gpus=gpus,
+    )
+
+
+def _argv(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """A mapping of flags as the tests' shell script turns it into words."""
+    for flag, value in arguments.items():
+        text = re.sub(r"\$\{\w+\}", "1" if flag == "--seed" else "/data", str(value))
+        text = text.replace("\\", "")  # escapes for the shell
+        if value is True or text == "true":
+            yield flag
+        elif text.startswith("[") and text.endswith("]"):
+            yield from (flag, *text[1:-1].replace(",", " ").replace("'", "").split())
+        elif text.startswith("(") or " " not in text:
+            yield from (flag, text)
+        else:
+            yield from (flag, text) if flag.endswith("layout") else (flag, *text.split())
+
+
+def _least_gpus(arguments: Mapping[str, Any]) -> int:
+    """GPUs of a test that no recipe launches: whole nodes that its degrees divide."""
+
+    def size(name: str) -> int:
+        return int(arguments.get(f"--{name}-size", 1))
+
+    tp, pp = size("tensor-model-parallel"), size("pipeline-model-parallel")
+    etp = int(arguments.get("--expert-tensor-parallel-size", tp))
+    experts = etp * size("expert-model-parallel") * pp
+    return math.lcm(8, tp * pp * size("context-parallel"), experts)
+
+
+@cache
+def _platforms(home: Path) -> Mapping[str, tuple[str, int]]:
+    """Platform and number of GPUs of each test, from the recipes that launch them."""
+    found: dict[str, tuple[str, int]] = {}
+    for platform in ("gb200", "h100"):
+        for path in sorted((home / _RECIPES / platform).glob("*.yaml")):
+            fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+            spec = fields["spec"]
+            gpus = int(spec.get("nodes", 1)) * int(spec.get("gpus", 8))
+            for product in fields.get("products") or ():
+                for name in product.get("test_case") or ():
+                    found[name] = (platform, gpus)
+    return found
+
+
+def written(job: Job, version: str) -> Written:
+    """Plan a job with nothing freed, and write its arguments."""
+    settings = [f"cluster={job.cluster}", f"search.max_seconds={_MAX_SECONDS}"]
+    composed = compose(parse([*settings, "search.num_alternatives=0"]))
+    launcher = ["torchrun", "--nproc-per-node", str(job.num_gpus)]
+    try:
+        command = read_command([*launcher, "pretrain_gpt.py", *job.argv], version)
+        try:
+            spec, read = read_job(command)
+        except UserInputError as error:
+            if error.what != "--vocab-size":
+                raise
+            spec, read = read_job(command, vocab_size=_ROWS)
+        cluster = _cluster(composed, job)
+        tp = command.values["tensor_model_parallel_size"]
+        request = request_for(
+            command, (spec.with_padded_vocab(tp), read), cluster, composed, Wishes()
+        )
+        found = plan(plan_request(composed.config, request.inputs, request.space))
+        if isinstance(found, NoPlan):
+            return Written(job=job, command=command, refused="nothing fits")
+        launch = with_launch(found, command, kept=request.kept_flags).launch[LAUNCHER]
+    except NestError as error:
+        return Written(job=job, refused=" ".join(str(error).split()))
+    return Written(job=job, argv=launch.argv, environment=launch.environment, command=command)
+
+
+def _cluster(composed: Any, job: Job) -> Any:
+    from nest_megatron.config.request import read_cluster
+
+    return read_cluster(composed.config, job.num_gpus)
+
+
+def home() -> Path | None:
+    """The checkout that ``MEGATRON_LM_HOME`` names."""
+    named = os.environ.get("MEGATRON_LM_HOME")
+    return Path(named) if named else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What became of every job of a checkout.
+
+    Args:
+        written: jobs that were planned.
+        not_planned: our own refusals, by job.
+        refused: Megatron's word on arguments that we wrote, by job.
+        refused_as_they_stand: its word on a job's own arguments.
+        faults: our own errors, by job; a user's mistake is none.
+    """
+
+    version: str
+    written: tuple[str, ...]
+    not_planned: Mapping[str, str]
+    refused: Mapping[str, str]
+    refused_as_they_stand: Mapping[str, str]
+    faults: Mapping[str, str]
+
+
+def survey(checkout: Path) -> Survey:
+    """Plan every job of a checkout, and ask its Megatron about each before and after."""
+    version = recorded_version(_release(checkout))
+    outcomes = [written(job, version) for job in jobs(checkout)]
+    planned = [each for each in outcomes if not each.refused]
+    answered = ask_megatron(
+        [*(each.case() for each in planned), *(as_it_stands(each.job) for each in outcomes)]
+    )
+    answers = answered["answers"]
+    after = zip((each.job.name for each in planned), answers, strict=False)
+    before = zip((each.job.name for each in outcomes), answers[len(planned) :], strict=True)
+    return Survey(
+        version=answered["version"],
+        written=tuple(each.job.name for each in planned),
+        not_planned={each.job.name: each.refused for each in outcomes if each.refused},
+        refused={name: said["refused"] for name, said in after if "refused" in said},
+        refused_as_they_stand={name: said["refused"] for name, said in before if "refused" in said},
+        faults={
+            each.job.name: each.refused for each in outcomes if "fault of nest" in each.refused
+        },
+    )
+
+
+def _release(checkout: Path) -> str:
+    """The release of a checkout, from the file that states it."""
+    text = (checkout / "megatron/core/package_info.py").read_text(encoding="utf-8")
+    numbers = (re.search(rf"^{name} = (\d+)", text, re.M) for name in ("MAJOR", "MINOR", "PATCH"))
+    return ".".join(number[1] for number in numbers if number)
