@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from nest_megatron.cost_model.stage_problems import StageProblems
@@ -10,18 +11,16 @@ from nest_megatron.parallel.grid import Grid
 from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.choices import sparing
 from nest_megatron.solver.grids import GridSpace
-from nest_megatron.solver.outcome import NO_THRESHOLD, OutOfTime, StageSolver
+from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolver
 from nest_megatron.solver.ranking import SolvedGrid
 
-#: Grids that are tried before the search goes on without a plan.
-_MOST_TRIED = 64
+#: Grids that are tried before the search goes on without a plan: some hundredths of a second.
+_MOST_TRIED = 16
 #: Share of the memory that states may take, so that activations have the rest.
 _FOR_STATES = 0.5
 
 
-def first_plan(
-    grids: GridSpace, bounds: Bounds, solve: StageSolver, out_of_time: OutOfTime
-) -> SolvedGrid | None:
+def first_plan(grids: GridSpace, bounds: Bounds, solve: StageSolver) -> SolvedGrid | None:
     """A plan that fits, from the grids that a rule of thumb would try.
 
     Tensor parallelism as wide as it goes, then as much context parallelism as it takes, experts
@@ -30,13 +29,11 @@ def first_plan(
     the recompute settings that keep least, and the stage solver's first guess.
 
     Returns:
-        ``None`` if none of these fits, or time runs out: the search itself has to tell.
+        ``None`` if none of these fits: the search itself has to tell.
     """
-    for number, grid in enumerate(_tried(grids, bounds)):
+    for grid in itertools.islice(_tried(grids, bounds), _MOST_TRIED):
         stages = StageProblems(bounds.model, grid)
         for recompute in sparing(grids.recompute_settings(grid)):
-            if number == _MOST_TRIED or out_of_time():
-                return None
             found = solve(stages.problem(recompute), NO_THRESHOLD, 1)
             if found.boundaries:
                 chosen = dataclasses.replace(grid, recompute=recompute)

@@ -119,8 +119,8 @@ class Search:
         if self.wants_any and (self.best or self.short_of_time()):
             self.wants_any = False
             if not self.best:
-                grids, solve = self._new_grids(), self.solve_stages
-                if (found := first_plan(grids, self.bounds, solve, self.out_of_time)) is not None:
+                found = first_plan(self._new_grids(), self.bounds, self.solve_stages)
+                if found is not None:
                     self._keep(found)
         return self.out_of_time()
 

@@ -200,17 +200,18 @@ def test_nothing_fits() -> None:
 
 
 NO_TIME = "search.max_seconds=1e-9"
+TOO_LARGE = ("model=llama3_70b", *SMALL[1:])
 #: What a search that time ended may not say.
 CLAIMS = re.compile(r"(?i)\bproven\b|\bfits?\b|missing|\blacks?\b")
 
 
 def test_a_search_that_time_ended_has_an_exit_code_of_its_own() -> None:
-    done = run("plan", *SMALL, NO_TIME)
+    done = run("plan", *TOO_LARGE, NO_TIME)
     assert done.code == 3
     assert "The search ended before it found a plan" in done.out
     assert "no plan has a step below" in done.out
     assert not CLAIMS.search(done.out)
-    known = run("plan", *SMALL, NO_TIME, "--json")
+    known = run("plan", *TOO_LARGE, NO_TIME, "--json")
     assert known.code == 3
     assert known.json()["ended_early"]["lower_bound_s"] > 0
     assert known.json()["ended_early"]["search"]["certificate"] == "ended-early"
@@ -218,7 +219,8 @@ def test_a_search_that_time_ended_has_an_exit_code_of_its_own() -> None:
 
 
 def test_your_command_without_time_ends_alike() -> None:
-    done = run("plan", "--from", LLAMA3_8B, "cluster=dgx_h100", "cluster.num_gpus=16", NO_TIME)
+    deep = LLAMA3_8B.replace("--num-layers 32", "--num-layers 320")
+    done = run("plan", "--from", deep, "cluster=dgx_h100", "cluster.num_gpus=8", NO_TIME)
     assert done.code == 3
     assert not CLAIMS.search(done.out)
 
@@ -234,7 +236,7 @@ def test_the_end_of_a_job_without_a_plan_is_its_exit_code(
     """What the launch hook, the Hydra group and the frameworks' adapters end with."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     request = PlanRequest(
-        spec=catalogue.model("llama3_8b"),
+        spec=catalogue.model("llama3_70b"),
         cluster=catalogue.cluster("dgx_h100", 8),
         global_batch_size=8,
         max_seconds=1e-9,

@@ -259,6 +259,11 @@ def test_a_plan_that_time_decided_is_refused(searches: list[object]) -> None:
     late = dataclasses.replace(plan.search, certificate="gap", gap_percent=1.0, seconds=60.0)
     with pytest.raises(UserInputError, match="every rank searches for itself"):
         ranks.require_decided(dataclasses.replace(plan, search=late), 60.0)
+    soon = dataclasses.replace(late, seconds=54.0)  # some time is kept for what follows
+    with pytest.raises(UserInputError, match="max_seconds"):
+        ranks.require_decided(dataclasses.replace(plan, search=soon), 60.0)
+    limited = dataclasses.replace(late, certificate="node-limit")
+    ranks.require_decided(dataclasses.replace(plan, search=limited), 60.0)
     ranks.require_decided(plan, 60.0)
 
 
