@@ -184,7 +184,10 @@ def _plan_command(
 def without_plan(found: NoPlan | EndedEarly) -> tuple[int, dict[str, Any]]:
     """The exit code of a job without a plan, and why there is none, for programs."""
     if isinstance(found, NoPlan):
-        return NOTHING_FITS, {"no_plan": to_plain(found)}
+        from nest_megatron.report.words import no_plan_verdict
+
+        said = no_plan_verdict(found.missing_bytes, found.capacity_bytes, found.search.not_modelled)
+        return NOTHING_FITS, {"no_plan": {"verdict": said, **to_plain(found)}}
     return ENDED_EARLY, {"ended_early": to_plain(found)}
 
 

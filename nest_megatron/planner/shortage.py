@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
+from nest_megatron.cost_model.memory import capacity_bytes, within_error
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
@@ -102,9 +104,21 @@ def _remedies(request: PlanRequest, missing: int, deadline: Deadline) -> list[st
     if offer is not None and _fits(dataclasses.replace(request, space=offer.space), deadline):
         found.append(f"another data-parallel sharding: {offer.free}")
     accelerator = request.cluster.accelerator
+    found += _at_own_risk(request, missing)
     more = -(-(missing + accelerator.memory_bytes) // 2**30)
     found.append(f"GPUs with at least {more} GiB of memory, for a global batch of {batch}")
     return found
+
+
+def _at_own_risk(request: PlanRequest, missing: int) -> list[str]:
+    """A smaller margin, where less is missing than such predictions are wrong by."""
+    accelerator, settings = request.cluster.accelerator, request.settings
+    limit = capacity_bytes(accelerator, settings)
+    margin = settings.memory_margin - missing / accelerator.memory_bytes
+    if not within_error(limit + missing, limit) or margin < 0:
+        return []
+    rounded = math.floor(1000 * margin) / 1000
+    return [f"memory.margin={rounded:g}, at your own risk: it may run out of memory"]
 
 
 def _given(space: SearchSpace) -> list[str]:

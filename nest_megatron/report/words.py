@@ -30,8 +30,14 @@ TERM_WORDS = {
 UNMEASURED = "published measurements of other clusters (docs/accuracy.md), no profile of this one"
 
 
-def certificate(record: SearchRecord) -> str:
-    """What the search proved, and how it got there."""
+def certificate(record: SearchRecord, *, near_limit: bool = False) -> str:
+    """What the search proved, and how it got there.
+
+    Args:
+        near_limit: nothing fits, by less than predictions of memory are wrong.
+    """
+    if near_limit and record.certificate == "infeasible" and not record.not_modelled:
+        return f"Nothing in the searched space is predicted to fit. {_counts(record)}"
     if record.certificate == "fixed":
         return "Nothing was searched: the layout was given, and priced."
     if record.not_modelled and record.certificate != "ended-early":

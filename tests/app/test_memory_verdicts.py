@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from nest_megatron.app.failure import NothingFitsError
+from nest_megatron.app.plan import without_plan
 from nest_megatron.config.command import read_request
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.overrides import parse
@@ -19,6 +22,7 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import NoPlan
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.report.html import html_report
+from nest_megatron.report.terminal import no_plan_report
 from nest_megatron.report.words import certificate, memory_verdict, no_plan_verdict
 from tests.app.runs import run
 from tests.launchers.commands import LLAMA3_8B
@@ -65,6 +69,8 @@ def test_nothing_is_proven_of_memory_that_is_not_modelled() -> None:
     assert isinstance(found, NoPlan)
     assert certificate(found.search).startswith("Not proven, memory is not modelled: ")
     assert NAMED[0] in str(NothingFitsError(found, ()))
+    _, document = without_plan(found)
+    assert NAMED[0] in document["no_plan"]["verdict"]
 
 
 def test_the_terminal_and_json_say_it() -> None:
@@ -138,3 +144,28 @@ def test_single_precision_has_no_context_parallelism() -> None:
     )
     assert done.code == 2
     assert "single precision" in done.err
+
+
+def test_near_the_limit_the_margin_is_offered_as_a_risk() -> None:
+    held = " ".join(LLAMA3_8B.split()) + " --pipeline-model-parallel-size 1"
+    fused = held.replace("--cross-entropy-loss-fusion", "--cross-entropy-loss-fusion" + _ENGINE)
+    as_shipped = (
+        "parallel.recompute_granularity=selective",
+        "parallel.recompute_modules=[core_attn]",
+        "parallel.zero_stage=1",
+        "memory.margin=0.06",
+    )
+    found = searched(fused, *as_shipped)
+    assert isinstance(found, NoPlan)
+    assert "may fit" in str(NothingFitsError(found, ()))
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(no_plan_report(found))
+    told = console.export_text()
+    assert "so it may fit" in told
+    assert "Proven" not in told
+    (remedy,) = (each for each in found.remedies if each.startswith("memory.margin="))
+    margin = remedy.partition(",")[0]
+    assert isinstance(searched(fused, *as_shipped[:-1], margin), ParallelPlan)
+
+
+_ENGINE = " --cross-entropy-fusion-impl te"

@@ -1,0 +1,68 @@
+"""The figures of ``docs/memory.md`` are what the formula says of Megatron's own script."""
+
+from __future__ import annotations
+
+import pytest
+
+from nest_megatron.config.command import read_request
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
+from nest_megatron.cost_model.estimate import estimate
+from nest_megatron.cost_model.memory_flags import NOT_MODELLED, PRICED
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.zero import ZeroStage
+from tests.app.runs import ROOT
+from tests.launchers.commands import LLAMA3_8B
+
+PAGE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+TERMS = ("weights", "gradients", "optimizer", "activations", "working")
+SHIPPED = " ".join(LLAMA3_8B.split())
+FUSED, GATHER, NARROW = (
+    "--cross-entropy-loss-fusion",
+    "--fp8-param-gather",
+    "--grad-reduce-in-bf16",
+)
+ROWS = {
+    "as shipped": SHIPPED,
+    "with `--cross-entropy-fusion-impl te`": SHIPPED.replace(
+        FUSED, f"{FUSED} --cross-entropy-fusion-impl te"
+    ),
+    "without `--fp8-param-gather`": SHIPPED.replace(GATHER, ""),
+    "without that and `--grad-reduce-in-bf16`": SHIPPED.replace(GATHER, "").replace(NARROW, ""),
+}
+
+
+def memory_gib(command: str) -> list[float]:
+    """Terms of the memory of one GPU, and their sum, in the layout of the script."""
+    composed = compose(parse(["cluster=dgx_h100"], None), None)
+    inputs = read_request(command, composed, free=(), version="0.16.1").inputs
+    grid = Grid(
+        dims=ParallelDims(data_parallel_size=8),
+        global_batch_size=128,
+        micro_batch_size=1,
+        sequence_parallel=False,
+        zero=ZeroStage.OPTIMIZER,
+    )
+    whole = StagePartition(
+        boundaries=(0, len(inputs.spec.layer_kinds())), pipeline_model_parallel_size=1
+    )
+    model = CostModel(inputs.spec, inputs.cluster, inputs.settings)
+    (stage,) = estimate(model, grid, whole).stages
+    terms = [stage.memory[name] / 2**30 for name in TERMS]
+    return [*terms, stage.peak_memory_bytes / 2**30]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_the_example_at_the_limit(row: str) -> None:
+    cells = " | ".join(f"{num:.1f}" for num in memory_gib(ROWS[row]))
+    print(f"| {row} | {cells} |")
+    assert f"| {row} | {cells} |" in PAGE
+
+
+def test_the_page_names_flags_that_are_read() -> None:
+    named = {name for name in PRICED if f"--{name.replace('_', '-')}" in PAGE}
+    assert len(named) >= 18
+    assert not any(f"| `--{name.replace('_', '-')}" in PAGE for name in NOT_MODELLED)
