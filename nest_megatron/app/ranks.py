@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -65,9 +66,13 @@ def ending_together(joined: Joined) -> Iterator[None]:
     try:
         with ending_on_errors(joined.speaks):
             yield
-    except SystemExit:
+    except SystemExit as end:
         if joined.board is not None:
             joined.board.leave()
+            if joined.board.store.is_silent:  # its thread is in C++, and must not come back now
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(int(end.code or 0))
         raise
     if joined.board is not None:
         joined.board.rest()

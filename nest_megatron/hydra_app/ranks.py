@@ -78,7 +78,7 @@ def _require_like_first(
 ) -> bool:
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
-    from nest_megatron.launchers.megatron_lm.agreement import require_like_first
+    from nest_megatron.launchers.megatron_lm.like_first import require_like_first
     from nest_megatron.launchers.megatron_lm.rendezvous import Place, connect_store
 
     place = Place(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,9 +27,12 @@ HERE = {"MASTER_ADDR": "localhost"}
 
 
 @pytest.fixture(autouse=True)
-def another_job(request: pytest.FixtureRequest) -> None:
+def another_job(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test is a job of its own, so none meets the store of another or of another checkout."""
     HERE["SLURM_JOB_ID"] = f"{request.node.name} of {os.getpid()}"
+    yield
+    for board in BOARDS:
+        board.rest()
 
 
 def place(rank: int, world_size: int = 3, **changes: Any) -> Place:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -24,9 +24,12 @@ BOARDS: list[Board] = []
 
 
 @pytest.fixture(autouse=True)
-def another_job(request: pytest.FixtureRequest) -> None:
+def another_job(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test is a job of its own, so none meets the store of another or of another checkout."""
     HERE["SLURM_JOB_ID"] = f"{request.node.name} of {os.getpid()}"
+    yield
+    for board in BOARDS:
+        board.rest()
 
 
 def join(rank: int, silence_s: float = 20.0) -> Board:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from nest_megatron.errors import NestError, OneRankError
+from nest_megatron.errors import NestError
 from nest_megatron.launchers.megatron_lm.rendezvous import (
     LostStoreError,
     NoAgreementError,
@@ -37,10 +37,6 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_LOOKS_PER_S = 0.02, 0.5, 10_000.0
 _OTHERS_S = 2.0
 
 
-class DifferentRankError(NoAgreementError, OneRankError):
-    """This rank differs from the first, and the others have not been told."""
-
-
 class Board:
     """Notes that ranks leave for each other; this rank shows signs of life until it ``rests``.
 
@@ -57,7 +53,8 @@ class Board:
         self.put(_beat(place.rank), "0")
         self.put(_host(place.rank), socket.gethostname())
         self.count("arrived")
-        threading.Thread(target=self._show_life, daemon=True).start()
+        self._life = threading.Thread(target=self._show_life, daemon=True)
+        self._life.start()
 
     def put(self, name: str, text: str) -> None:
         """Leave a note."""
@@ -217,6 +214,7 @@ class Board:
     def rest(self) -> None:
         """Show no more signs of life: nobody waits for this rank any longer."""
         self._rests.set()
+        self._life.join(_BEAT_S)  # an interpreter that ends must not meet it inside torch
 
     def fail(self, message: str, exit_code: int = NestError.exit_code) -> None:
         """Tell the other ranks why this one ends and how, unless another was first."""
@@ -382,31 +380,3 @@ def _require_same(board: Board, mine: Mapping[str, str], what: str) -> None:
     if any(parts.values()):
         of_ranks = {rank: json.loads(text) if text else mine for rank, text in parts.items()}
         raise NoAgreementError(differences(of_ranks, board.hosts(list(parts))))
-
-
-def require_like_first(
-    store: TimedStore, place: Place, name: str, mine: Mapping[str, str], **words: str
-) -> None:
-    """Compare this rank's values with those of whichever rank came first; nobody waits.
-
-    Args:
-        mine: this rank's values, by the name that a user knows.
-        words: ``head`` and ``advice`` of the message.
-
-    Raises:
-        DifferentRankError: if they differ, with both values of each name.
-    """
-    own, key = digest(dict(mine)), key_of(place, name)
-    if store.add(f"{key}/{own}/count", 1) == 1:
-        note = {"rank": place.rank, "host": socket.gethostname(), "values": dict(mine)}
-        store.set(f"{key}/{own}", json.dumps(note))
-    first = store.compare_set(key, "", own)
-    if first == own:
-        return
-    ended = time.monotonic() + _OTHERS_S
-    while not store.check([f"{key}/{first}"]) and time.monotonic() < ended:
-        time.sleep(_FIRST_PAUSE_S)
-    other = json.loads(store.get(f"{key}/{first}"))
-    of_ranks = {other["rank"]: other["values"], place.rank: mine}
-    hosts = {other["rank"]: other["host"], place.rank: socket.gethostname()}
-    raise DifferentRankError(differences(of_ranks, hosts, **words))

@@ -91,6 +91,9 @@ class TimedStore:
         limit_s: longest time for an operation.
         connect_s: longest time to connect.
         server: who hosts the store and where, for errors.
+
+    Attributes:
+        is_silent: an operation is still waiting for its answer.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class TimedStore:
     ) -> None:
         self.server = server
         self._limit_s = limit_s
-        self._silent = False
+        self.is_silent = False
         self._asked: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = (
             queue.SimpleQueue()
         )
@@ -137,9 +140,9 @@ class TimedStore:
         answered: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._asked.put((operation, answered))
         try:
-            found = answered.get(timeout=0 if self._silent else limit_s)
+            found = answered.get(timeout=0 if self.is_silent else limit_s)
         except queue.Empty:
-            self._silent = True
+            self.is_silent = True
             raise SilentStoreError(
                 f"{self.server} has not answered for {limit_s:g} s: the process is stopped, its "
                 "host is frozen, or the network between them is down"
