@@ -42,12 +42,16 @@ _KINDS = {
 #: What mpirun --tag-output and srun --label put before each line.
 _TAG = re.compile(r"^.*?\[\d+,\d+\]<(stdout|stderr)>:\s?|^\s*\d+:\s")
 _STARTING = re.compile(r"#\s*Collective test starting:\s*(\S+)")
-_ITERATIONS = re.compile(r"#\s*nThread.*?(?<!warmup )\biters:\s*(\d+)(?:\s+agg iters:\s*(\d+))?")
-_RANK = re.compile(r"#\s+Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+\d+")
-_VERSION = re.compile(r"#\s*nccl-tests version (\S+).*nccl-library=(\d+)|NCCL version (\S+)")
+_ITERATIONS = re.compile(
+    r"#\s*nThread.*?(?<!warmup )\biters:\s*(\d{1,18})(?:\s+agg iters:\s*(\d{1,18}))?"
+)
+_RANK = re.compile(
+    r"#\s+Rank\s+(\d{1,18})\s+(?:Group\s+(\d{1,18})\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+\d+"
+)
+_VERSION = re.compile(r"#\s*nccl-tests version (\S+).*nccl-library=(\d{1,18})|NCCL version (\S+)")
 _HEAD = re.compile(r"#\s+size\s+count\s+type\b")
 _UNITS = re.compile(r"#\s+\(B\)")
-_FOOT = re.compile(r"#\s*Out of bounds values\s*:\s*(\d+)")
+_FOOT = re.compile(r"#\s*Out of bounds values\s*:\s*(\d{1,18})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,8 @@ from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.units import Bytes, Seconds
 
 #: Lines that NCCL and launchers write between rows.
+#: Digits of a count; one with more is none.
+_MAX_DIGITS = 18
 NOISE = re.compile(r"NCCL (INFO|WARN|TRACE|version|DEBUG)|^\s*-{5,}\s*$")
 
 _COUNTED = (
@@ -178,7 +180,7 @@ def _bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
 
 
 def _whole(word: str, name: str) -> int:
-    if not (word.isascii() and word.isdecimal()):
+    if not (word.isascii() and word.isdecimal() and len(word) <= _MAX_DIGITS):
         raise RowError(f"{name} is a whole number, not {word}")
     return int(word)
 

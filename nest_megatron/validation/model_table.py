@@ -77,7 +77,7 @@ def whole(text: str | None) -> int | None:
     (128256, 51200, 202048, None)
     """
     factors = re.split(r"\s*\*\s*", (text or "").strip())
-    if not all(re.fullmatch(r"\d+(\.0*)?", factor) for factor in factors):
+    if not all(re.fullmatch(r"\d{1,18}(\.0*)?", factor) for factor in factors):
         return None
     product = 1
     for factor in factors:

@@ -222,7 +222,10 @@ def _pattern(text: str) -> int | list[int]:
     """
     if "[" not in text:
         return int(text)
-    value = _list_expression(ast.parse(text.strip(), mode="eval").body)
+    try:
+        value = _list_expression(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise argparse.ArgumentTypeError(f"{text} is no list of layers: {error}") from error
     if isinstance(value, int):
         raise argparse.ArgumentTypeError(f"{text} is no list of layers")
     return value
