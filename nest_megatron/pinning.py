@@ -22,7 +22,7 @@ from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.files import read_text, write_text
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
 
 _HEAD = "# nest-megatron pinned plan, sha256 of all below: "
@@ -37,14 +37,15 @@ class Pin:
     """Who froze a plan, and for which software.
 
     Args:
-        megatron_lm: the release that it may launch, ``0.16.1`` or ``0.20``.
+        megatron_lm: the release that it may launch, ``0.16.1`` or ``0.20``; ``None`` where the
+            plan was made for none: whichever launches it holds it to its own rules.
     """
 
     created: str
     by: str
     note: str
     nest_megatron_version: str
-    megatron_lm: str
+    megatron_lm: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,14 @@ class PinnedPlan:
 
     pin: Pin
     plan: ParallelPlan
+
+
+def pinned_for(plan: ParallelPlan, release: str | None) -> str:
+    """The framework that a plan is pinned for, in words."""
+    if release is not None:
+        return f"{MEGATRON_LM} {release}"
+    none = "no release of Megatron-LM (the plan was made for none; pin --release names one)"
+    return plan.provenance.framework or none
 
 
 def pinned_text(pinned: PinnedPlan) -> str:
@@ -149,7 +158,7 @@ class Found:
     global_batch_size: int | None
     precision: Precision
     tensor_model_parallel_size: int
-    megatron_lm: str
+    megatron_lm: str | None
 
 
 def require_same_job(pinned: PinnedPlan, found: Found) -> None:
@@ -206,7 +215,10 @@ def _job_differences(pinned: PinnedPlan, found: Found) -> Iterator[Difference]:
     rows = {
         "global_batch_size": (plan.train.global_batch_size, found.global_batch_size),
         "precision": (plan.train.precision.value, found.precision.value),
-        "Megatron-LM release": (pinned.pin.megatron_lm, found.megatron_lm),
+        "Megatron-LM release": (
+            pinned.pin.megatron_lm,
+            found.megatron_lm if pinned.pin.megatron_lm else None,
+        ),
         "nest-megatron version": (pinned.pin.nest_megatron_version, __version__),
     }
     for what, (wanted, have) in rows.items():

@@ -157,11 +157,11 @@ def explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bo
 @click.option("--by", metavar="NAME", help="Who has reviewed it; the user's name if not given.")
 @click.option("--note", metavar="TEXT", default="", help="Kept in the file.")
 @click.option(
+    "--release",
     "--megatron-version",
+    "release",
     metavar="RELEASE",
-    default="0.16.1",
-    show_default=True,
-    help="The Megatron-LM release that it may launch (0.16.1 or 0.20).",
+    help="The Megatron-LM release that it may launch (0.16.1 or 0.20); by default the plan's own.",
 )
 @json_option
 def pin(path: Path, **options: Any) -> int:

@@ -9,7 +9,7 @@ from nest_megatron.app.output import command_lines, say, show, show_json
 from nest_megatron.app.plan import launch_words
 from nest_megatron.files import write_text
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.pinning import read_plan
+from nest_megatron.pinning import pinned_for, read_plan
 from nest_megatron.plain import to_plain
 from nest_megatron.profile.choose import times_of
 from nest_megatron.profile.lookup import LayerTimes
@@ -46,7 +46,7 @@ def run_explain(path: Path, *, html: Path | None, timeline: Path | None, as_json
     _advise(plan, times)
     if pin is not None:
         said = f" ({pin.note})" if pin.note else ""
-        say(f"\nPinned {pin.created} by {pin.by}{said}, for Megatron-LM {pin.megatron_lm}.")
+        say(f"\nPinned {pin.created} by {pin.by}{said}, for {pinned_for(plan, pin.megatron_lm)}.")
     return OK
 
 

@@ -26,7 +26,8 @@ from nest_megatron.launchers.megatron_lm.read import job_from_values, refuse_unp
 from nest_megatron.launchers.megatron_lm.rewrite import Change
 from nest_megatron.launchers.megatron_lm.vocabulary import padded_vocab_size
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.units import Seconds
@@ -142,6 +143,7 @@ def decide(
         request=request,
         best_s=min(steps),
     )
+    found = plan_file.made_for(found, MEGATRON_LM, command.version, "+nest=auto")
     outcome = carry_out(found, command, inputs.notes, kept=request.kept_flags)
     return dataclasses.replace(outcome, searched=searched)
 

@@ -12,11 +12,11 @@ from nest_megatron.app.output import say, show_json
 from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.files import read_text
 from nest_megatron.launchers.megatron_lm.attach import launch_request
-from nest_megatron.launchers.megatron_lm.parser import load_arguments
+from nest_megatron.launchers.megatron_lm.parser import VERSIONS, load_arguments
 from nest_megatron.launchers.megatron_lm.rules import require_launchable
 from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.pinning import Pin, PinnedPlan, is_pinned, write_pinned
+from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
+from nest_megatron.pinning import Pin, PinnedPlan, is_pinned, pinned_for, write_pinned
 from nest_megatron.plain import to_plain
 
 
@@ -26,7 +26,7 @@ def run_pin(
     out: Path | None,
     by: str | None,
     note: str,
-    megatron_version: str,
+    release: str | None,
     as_json: bool,
 ) -> int:
     """Freeze a plan file."""
@@ -39,14 +39,15 @@ def run_pin(
             fix="Plan again for a new one; `nest-megatron explain` shows who pinned it.",
         )
     plan = plan_file.load(text, str(path))
-    _require_launchable(plan, megatron_version)
+    release = _release(plan, release)
+    _require_launchable(plan, release)
     pinned = PinnedPlan(
         pin=Pin(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             by=by or _user(),
             note=note,
             nest_megatron_version=__version__,
-            megatron_lm=megatron_version,
+            megatron_lm=release,
         ),
         plan=plan,
     )
@@ -57,16 +58,24 @@ def run_pin(
         return OK
     say(
         f"Pinned to {target}: {plan.model.name} on {plan.cluster.describe()}, global batch "
-        f"{plan.train.global_batch_size}, {plan.train.precision}, Megatron-LM {megatron_version}, "
+        f"{plan.train.global_batch_size}, {plan.train.precision}, {pinned_for(plan, release)}, "
         f"nest-megatron {__version__}."
     )
     say(f"Launch that job with +nest=pinned nest.plan={target}; any other is refused.")
     return OK
 
 
-def _require_launchable(plan: ParallelPlan, version: str) -> None:
+def _release(plan: ParallelPlan, given: str | None) -> str | None:
+    """The release of Megatron-LM that a plan is pinned for: the one given, or its own."""
+    made = plan.provenance
+    if given is None:
+        return made.framework_version if made.framework == MEGATRON_LM else None
+    load_arguments(given)  # refuses a release that is not recorded
+    return given
+
+
+def _require_launchable(plan: ParallelPlan, version: str | None) -> None:
     """Refuse a plan that does not fit or that Megatron does not launch."""
-    load_arguments(version)  # refuses a release that is not recorded
     if not plan.predicted.fits:
         raise UserInputError(
             "plan",
@@ -74,7 +83,8 @@ def _require_launchable(plan: ParallelPlan, version: str) -> None:
             limit="it does not fit in memory",
             fix="Pin a plan that fits.",
         )
-    require_launchable(launch_request(plan, version=version), but=("activation_flag",))
+    request = launch_request(plan, version=version or VERSIONS[0])
+    require_launchable(request, but=("activation_flag",))
 
 
 def _user() -> str:

@@ -18,7 +18,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.files import is_standard_output, regular_target, require_folder
 from nest_megatron.launchers.megatron_lm.attach import with_launch
 from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import EndedEarly, NoPlan, Progress
 from nest_megatron.planner import plan as find_plan
@@ -172,6 +172,7 @@ def _plan_command(
         found = find_plan(dataclasses.replace(wanted, begun_s=begun_s), report)
     if not isinstance(found, ParallelPlan):
         return _refuse(found, inputs.notes, as_json=as_json)
+    found = plan_file.made_for(found, MEGATRON_LM, request.command.version, "plan --from")
     found = with_launch(found, request.command, kept=request.kept_flags, notes=inputs.notes)
     _write(found, composed)
     if as_json:

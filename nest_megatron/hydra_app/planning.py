@@ -25,6 +25,7 @@ from nest_megatron.hydra_app.view import AppView
 from nest_megatron.launchers.megatron_lm.job import MegatronJob
 from nest_megatron.launchers.planned import planned_items
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.pinning import Found, PinnedPlan, read_pinned, require_same_job
 from nest_megatron.planner import plan as find_plan
@@ -84,6 +85,7 @@ def _searched(
         wanted = dataclasses.replace(wanted, num_alternatives=_RUNNERS_UP)
     found = require_plan(find_plan(wanted), inputs.notes)
     require_decided(found, wanted.max_seconds)
+    found = plan_file.made_for(found, "a Hydra application", None, "+nest=auto")
     return found, job, inputs.notes
 
 

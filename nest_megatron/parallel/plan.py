@@ -24,6 +24,9 @@ from nest_megatron.units import Bytes, Seconds
 #: Version of the file format; a reader refuses newer ones.
 SCHEMA = 1
 
+#: Name of a framework in ``Provenance``.
+MEGATRON_LM = "Megatron-LM"
+
 #: What Megatron-FSDP calls the ZeRO stages.
 STRATEGIES = {
     ZeroStage.NONE: "no_shard",
@@ -174,7 +177,13 @@ class SearchRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where the plan comes from; ``checksum`` covers everything else in the file."""
+    """Where the plan comes from; ``checksum`` covers everything else in the file.
+
+    Args:
+        framework: what the planned job runs on; ``None`` for a plan that was made for none.
+        framework_version: its release; Megatron-LM's as recorded (``0.16.1`` or ``0.20``).
+        made_by: the command or the call that planned it.
+    """
 
     nest_megatron_version: str
     created: str
@@ -183,6 +192,9 @@ class Provenance:
     model_hash: str
     settings: Mapping[str, float | str]
     checksum: str = ""
+    framework: str | None = added(None)
+    framework_version: str | None = added(None)
+    made_by: str | None = added(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,16 @@ def sealed(plan: ParallelPlan) -> ParallelPlan:
     )
 
 
+def made_for(plan: ParallelPlan, framework: str, version: str | None, made_by: str) -> ParallelPlan:
+    """The plan with what it was made for, unless it says so already; sealed again."""
+    if plan.provenance.framework is not None:
+        return plan
+    provenance = dataclasses.replace(
+        plan.provenance, framework=framework, framework_version=version, made_by=made_by
+    )
+    return sealed(dataclasses.replace(plan, provenance=provenance))
+
+
 def dump(plan: ParallelPlan) -> str:
     """The text of a plan file."""
     text: str = yaml.safe_dump(to_plain(plan), sort_keys=False, width=100, allow_unicode=True)

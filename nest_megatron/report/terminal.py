@@ -333,11 +333,19 @@ def _provenance(plan: ParallelPlan) -> RenderableType:
     return _pairs(
         [
             ("version", Text(f"nest-megatron {made.nest_megatron_version}, {made.created}")),
+            ("made for", Text(_made_for(plan))),
             ("profile", Text(made.profile)),
             ("hashes", Text(f"model {made.model_hash}, cluster {made.cluster_hash}")),
             ("assumptions", Text(settings)),
         ]
     )
+
+
+def _made_for(plan: ParallelPlan) -> str:
+    made = plan.provenance
+    if made.framework is None:
+        return "no framework: from a model and a cluster alone"
+    return f"{' '.join(filter(None, (made.framework, made.framework_version)))}, by {made.made_by}"
 
 
 #: Said where time ended the analysis of a job that does not fit.

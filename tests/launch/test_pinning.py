@@ -20,7 +20,7 @@ from tests.app.runs import SMALL, run
 def pinned_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pin") / "plan.yaml"
     assert run("plan", *SMALL, f"out={path}").code == 0
-    done = run("pin", str(path), "--by", "ada", "--note", "for run 7")
+    done = run("pin", str(path), "--by", "ada", "--note", "for run 7", "--release", "0.16.1")
     assert done.code == 0, done.err
     assert "+nest=pinned" in done.out
     return path
@@ -144,3 +144,36 @@ def test_what_does_not_fit_is_not_pinned(tmp_path: Path) -> None:
     done = run("pin", str(path))
     assert done.code == 2
     assert "does not fit" in done.err
+
+
+def test_a_pin_keeps_the_release_that_the_plan_was_made_for(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    command = (
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 --hidden-size 512 "
+        "--num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 --bf16 "
+        "--global-batch-size 32 --vocab-size 32000 --tokenizer-type NullTokenizer"
+    )
+    words = ["--from", command, "cluster=dgx_h100", f"out={path}", "--megatron-version", "0.20"]
+    assert run("plan", *words).code == 0
+    made = plan_file.read(path).provenance
+    wanted = ("Megatron-LM", "0.20", "plan --from")
+    assert (made.framework, made.framework_version, made.made_by) == wanted
+    done = run("pin", str(path))
+    assert done.code == 0, done.err
+    pinned = read_pinned(path)
+    assert pinned.pin.megatron_lm == "0.20"
+    require_same_job(pinned, job_of(pinned, megatron_lm="0.20"))
+    with pytest.raises(UserInputError, match=r"Megatron-LM release is 0\.16\.1, pinned 0\.20"):
+        require_same_job(pinned, job_of(pinned, megatron_lm="0.16.1"))
+
+
+def test_a_plan_that_was_made_for_no_framework_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    assert run("plan", *SMALL, f"out={path}").code == 0
+    done = run("pin", str(path))
+    assert "no release of Megatron-LM" in done.out
+    assert "--release" in done.out
+    pinned = read_pinned(path)
+    assert pinned.pin.megatron_lm is None
+    for release in ("0.16.1", "0.20"):
+        require_same_job(pinned, job_of(pinned, megatron_lm=release))
