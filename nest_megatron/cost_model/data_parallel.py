@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nest_megatron.cluster.records import Cluster, CollectiveKind
@@ -56,7 +58,10 @@ def replica_traffic(
     """Price data-parallel traffic where its groups lie.
 
     ``DistributedDataParallel`` sends buckets of 40 M parameters, or of 1 M for each replica if that
-    is more; Megatron-FSDP sends one layer at a time. Latency is paid once for each.
+    is more; Megatron-FSDP sends one layer at a time. Latency is paid once for each. With several
+    optimizer instances, gradients are scattered within an instance, whose ranks follow each other,
+    and each share is summed over the instances; weights are gathered within an instance
+    (``_ParamAndGradBucketGroup.start_grad_sync``).
 
     Args:
         layer_parameters: parameters of one layer on a rank.
@@ -69,9 +74,15 @@ def replica_traffic(
         bucket = max(1, layer_parameters)
     reduce = CollectiveKind.REDUCE_SCATTER if zero else CollectiveKind.ALL_REDUCE
 
+    instances = settings.traits.optimizer_instances if zero else 1
+
     def price(kind: CollectiveKind, group: GroupKind, width: int) -> Seconds:
-        shape = group_shape(dims, group, sizes)
-        seconds = collective_time(kind, bucket * width, shape, cluster.levels)
+        within, across = _instances(group_shape(dims, group, sizes), instances)
+        seconds = collective_time(kind, bucket * width, within, cluster.levels)
+        if kind is CollectiveKind.REDUCE_SCATTER:
+            share = bucket * width / math.prod(within)
+            summed = CollectiveKind.ALL_REDUCE
+            seconds += collective_time(summed, share, across, cluster.levels)
         return settings.dp_slowdown * seconds / bucket
 
     def gather(group: GroupKind, *, in_layer: bool) -> Seconds:
@@ -88,3 +99,16 @@ def replica_traffic(
         gather_outside=gather(GroupKind.DP_CP, in_layer=False),
         bucket_parameters=bucket,
     )
+
+
+def _instances(shape: Sequence[int], instances: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A group's fan-out at each level within an optimizer instance, and over the instances.
+
+    >>> _instances((8, 4), 2), _instances((8, 4), 1)
+    (((8, 2), (1, 2)), ((8, 4), (1, 1)))
+    """
+    left, within = max(1, math.prod(shape) // instances), []
+    for fan in shape:
+        within.append(math.gcd(fan, left))
+        left //= within[-1]
+    return tuple(within), tuple(fan // part for fan, part in zip(shape, within, strict=True))

@@ -145,6 +145,13 @@ def test_traffic_follows_the_widths() -> None:
     assert traffic_s(ExecutionTraits(layer_wise_optimizer=True), ZeroStage.NONE)[1] == gathered
 
 
+def test_optimizer_instances_gather_within_themselves_and_sum_over_each_other() -> None:
+    reduced, gathered, _ = traffic_s(ExecutionTraits())
+    by_node = traffic_s(ExecutionTraits(optimizer_instances=4))
+    assert by_node[1] < gathered
+    assert by_node[0] > reduced  # the sum over instances is an all-reduce
+
+
 def test_the_optimizers_own_traffic_follows_its_states() -> None:
     assert ExecutionTraits().optimizer_traffic_bytes == CostSettings().optimizer_bytes_per_parameter
     assert ExecutionTraits(params_bytes=4, optimizer_bytes=8.0).optimizer_traffic_bytes == 24
