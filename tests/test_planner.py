@@ -92,6 +92,8 @@ def test_some_plan_is_found_however_little_time_there_is(model: str) -> None:
     assert found.search.certificate == "gap"
     assert found.search.gap_percent > 0
     assert found.search.bounded == found.search.solved == 0
+    assert "rule of thumb" in certificate(found.search)
+    assert "Of 0 candidates" not in certificate(found.search)
 
 
 @pytest.mark.parametrize("number", [0, 1])

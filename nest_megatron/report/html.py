@@ -183,7 +183,7 @@ def _timeline(plan: ParallelPlan, times: LayerTimes | None) -> Markup:
 
 def _search(plan: ParallelPlan) -> Markup:
     search = plan.search
-    if search.certificate == "fixed":
+    if search.certificate == "fixed" or not search.candidates:
         return element("p", certificate(search))
     refused = {**search.infeasible, **{f"rule: {k}": v for k, v in search.illegal.items()}}
     parts = [element("figure", funnel(funnel_steps(search)))]

@@ -31,8 +31,9 @@ def funnel_steps(search: SearchRecord) -> tuple[tuple[str, int], ...]:
     undecided = fitting - search.bounded
     left = [("not refuted by memory", fitting)] if search.infeasible else []
     unseen = [("left when time ran out", undecided)] if undecided > search.solved else []
+    met = ", met before time ran out" if search.certificate == "gap" else ""
     return (
-        ("legal combinations of degrees, batch, recompute, ZeRO", search.candidates),
+        (f"legal combinations of degrees, batch, recompute, ZeRO{met}", search.candidates),
         *left,
         *unseen,
         ("not refuted by a bound: stage layouts searched", search.solved),

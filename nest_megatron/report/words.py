@@ -104,7 +104,8 @@ def _verdict(record: SearchRecord) -> str:
         return "Optimal: no other plan in the searched space is faster under this cost model."
     if record.certificate == "runner-up":
         return f"A runner-up, as asked for: {record.gap_percent:.2f} % slower than the best plan."
-    gap = f"this plan is proven to be at most {record.gap_percent:.2f} % slower than the best"
+    which = "this plan" if record.solved else "this first plan that fits, by a rule of thumb,"
+    gap = f"{which} is proven to be at most {record.gap_percent:.2f} % slower than the best"
     if record.certificate == "gap":
         return (
             f"Time ran out: {gap} in the searched space. Raise search.max_seconds to close the gap."
@@ -126,6 +127,8 @@ def ended_early(ended: EndedEarly) -> str:
 
 
 def _counts(record: SearchRecord) -> str:
+    if not record.candidates:
+        return "No candidate was looked at."
     misfits = sum(record.infeasible.values())
     left = record.candidates - record.bounded - misfits - record.solved
     met = "candidates met so far" if left else "candidates"
