@@ -14,10 +14,13 @@ from nest_megatron.config.compose import Composed
 from nest_megatron.config.request import read_spec, with_seq_length
 from nest_megatron.cost_model.memory_flags import READ
 from nest_megatron.errors import UnplannableModelError, UserInputError
-from nest_megatron.hydra_app.view import AppView
+from nest_megatron.hydra_app.assumed import assumptions, require_known_fields
+from nest_megatron.hydra_app.view import SPELLINGS, AppView
+from nest_megatron.launchers.architecture import CLASSIFIED, REFUSED
 from nest_megatron.launchers.megatron_lm.job import MegatronJob
 from nest_megatron.launchers.megatron_lm.read import job_from_values
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.plan import ParallelChoice
 
 #: Megatron's names, by which any application may have its fields.
 _NAMES = (
@@ -109,6 +112,28 @@ _OF_THE_JOB = (
     "rampup_batch_size",
     *READ,
 )
+_OF_THE_MODEL = tuple(name for name in _NAMES if name not in READ)
+#: Whatever ``nest.fields`` may give a place.
+_KNOWN = frozenset(
+    (
+        *_NAMES,
+        *_RENAMED,
+        *_REFUSED,
+        *CLASSIFIED,
+        *(field.name for field in dataclasses.fields(ParallelChoice)),
+        *(name for names in SPELLINGS.values() for name in names),
+        "activation",
+        "data_parallel_size",
+        "mcore_gpt",
+        "micro_batch_size",
+        "num_gpus",
+        "optim",
+        "precision",
+        "share_embeddings_and_output_weights",
+        "tokenizer",
+        "use_tp_pp_dp_mapping",
+    )
+)
 #: Lightning's word -> the switch of Megatron; single precision has none.
 _PRECISIONS: Mapping[str, dict[str, bool]] = {
     "bf16": {"bf16": True},
@@ -129,6 +154,7 @@ def read_app(view: AppView, composed: Composed) -> tuple[TransformerSpec, Megatr
         UnplannableModelError: for a model that this planner does not describe.
         UserInputError: if a size is missing or impossible, naming where it could lie.
     """
+    require_known_fields(view, _KNOWN, _OF_THE_MODEL)
     _refuse_unplannable(view)
     values = _values(view)
     if composed.config.train.global_batch_size is None:
@@ -138,6 +164,7 @@ def read_app(view: AppView, composed: Composed) -> tuple[TransformerSpec, Megatr
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         _require(values, name, view)
     spec, job = job_from_values(values, explicit=())
+    job = dataclasses.replace(job, notes=(*job.notes, *assumptions(view, _KNOWN)))
     name = str(view.at("name") or "model")
     activation = view.value("activation")
     beyond_flags = {} if activation is None else _activation(activation)[1]
@@ -217,7 +244,7 @@ def _activation(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def _refuse_unplannable(view: AppView) -> None:
-    for name, reason in _REFUSED.items():
+    for name, reason in {**REFUSED, **_REFUSED}.items():
         value = view.value(name)
         if value:
             raise UnplannableModelError(

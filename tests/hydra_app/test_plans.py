@@ -158,6 +158,33 @@ def test_an_application_with_names_of_its_own(searches: list[object]) -> None:
     assert len(searches) == 1
 
 
+def test_what_it_leaves_open_is_said(searches: list[object]) -> None:
+    notes = plans.PLANS.of(foreign(arch__rope=True, arch__moe=False)).notes
+    (assumed,) = [note for note in notes if "leaves these open" in note]
+    assert "position_embedding_type (learned positions)" in assumed
+    assert "untie_embeddings_and_output_weights (embeddings shared with the output)" in assumed
+    assert "num_query_groups" not in assumed
+    assert "Fields beside those of the model that are not read: arch.rope." in notes
+    said = plans.PLANS.of(composed()).notes
+    assert not any("leaves these open" in note or "not read" in note for note in said)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("nest.fields.num_layer", "arch.depth", "Did you mean num_layers"),
+        ("arch.num_query_group", 8, r"num_query_groups is not given\. Write num_query_groups"),
+        ("arch.no_rope_freq", 4, "layers without rotary embedding"),
+    ],
+)
+def test_misspelt_and_unplannable_fields_are_refused(path: str, value: object, said: str) -> None:
+    config = foreign(**{path: value})
+    if path.startswith("arch"):
+        del config.nest.fields.num_query_groups
+    with pytest.raises(UserInputError, match=said):
+        plans.PLANS.of(config)
+
+
 def test_its_values_given_by_hand_are_held(searches: list[object]) -> None:
     plan = plans.PLANS.of(foreign(layout__pp=4)).plan
     assert plan.parallel.pipeline_model_parallel_size == 4
