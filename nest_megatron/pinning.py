@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ import yaml
 from nest_megatron import __version__
 from nest_megatron.cluster.discovery import LocalGpus, is_same_device
 from nest_megatron.cluster.records import Cluster, Precision
+from nest_megatron.cost_model.execution_flags import execution_traits
+from nest_megatron.cost_model.stored_settings import restored_settings
 from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.files import read_text, write_text
 from nest_megatron.model.spec import TransformerSpec
@@ -148,6 +150,7 @@ class Found:
         gpus_per_host: processes that the launcher starts on each host, where it says so.
         tensor_model_parallel_size: the user's own, by which the job pads its vocabulary.
         megatron_lm: the recorded release that stands for the installed one.
+        memory_flags: what the job says of its memory, by Megatron's names; ``None`` compares none.
     """
 
     spec: TransformerSpec
@@ -159,6 +162,7 @@ class Found:
     precision: Precision
     tensor_model_parallel_size: int
     megatron_lm: str | None
+    memory_flags: Mapping[str, Any] | None = None
 
 
 def require_same_job(pinned: PinnedPlan, found: Found) -> None:
@@ -170,6 +174,7 @@ def require_same_job(pinned: PinnedPlan, found: Found) -> None:
     differences = [
         *_model_differences(pinned.plan, found.spec, found.tensor_model_parallel_size),
         *_job_differences(pinned, found),
+        *_memory_differences(pinned.plan, found),
         *_place_differences(pinned.plan.cluster, found),
     ]
     if differences:
@@ -224,6 +229,22 @@ def _job_differences(pinned: PinnedPlan, found: Found) -> Iterator[Difference]:
     for what, (wanted, have) in rows.items():
         if wanted != have:
             yield Difference(what=what, pinned=wanted, found=have)
+
+
+#: Traits that hold for every parameter: a job that needs more of one may not fit as planned.
+_PER_PARAMETER = ("params_bytes", "gradient_bytes", "optimizer_bytes", "fp8_weights")
+
+
+def _memory_differences(plan: ParallelPlan, found: Found) -> Iterator[Difference]:
+    """Widths of which the job needs more than the plan was made for."""
+    if found.memory_flags is None or found.precision is not plan.train.precision:
+        return
+    planned = restored_settings(plan.provenance.settings).traits
+    have = execution_traits(found.memory_flags, found.precision)
+    for name in _PER_PARAMETER:
+        wanted, needs = getattr(planned, name), getattr(have, name)
+        if (needs < wanted) if name == "fp8_weights" else (needs > wanted):
+            yield Difference(what=name, pinned=wanted, found=needs)
 
 
 def _place_differences(wanted: Cluster, found: Found) -> Iterator[Difference]:

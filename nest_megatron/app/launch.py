@@ -210,6 +210,7 @@ def _pinned(session: Session, running: RunningJob, world_size: int) -> Outcome:
         precision=job.precision,
         tensor_model_parallel_size=running.command.values["tensor_model_parallel_size"],
         megatron_lm=job.version,
+        memory_flags=job.memory_flags,
     )
     require_same_job(pinned, found)
     who = f"Pinned {pinned.pin.created} by {pinned.pin.by}."

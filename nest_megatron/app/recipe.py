@@ -95,6 +95,7 @@ def pinned_recipe(recipe: Recipe, path: Path) -> ParallelPlan:
         precision=recipe.precision,
         tensor_model_parallel_size=pinned.plan.parallel.tensor_model_parallel_size,
         megatron_lm=pinned.pin.megatron_lm,  # the frameworks have a megatron-core of their own
+        memory_flags=recipe.job.memory_flags,
     )
     require_same_job(pinned, found)
     return pinned.plan

@@ -132,4 +132,5 @@ def _found(
         precision=job.precision,
         tensor_model_parallel_size=pinned.plan.parallel.tensor_model_parallel_size,
         megatron_lm=pinned.pin.megatron_lm,  # an application has a Megatron of its own
+        memory_flags=job.memory_flags,
     )

@@ -177,3 +177,15 @@ def test_a_plan_that_was_made_for_no_framework_says_so(tmp_path: Path) -> None:
     assert pinned.pin.megatron_lm is None
     for release in ("0.16.1", "0.20"):
         require_same_job(pinned, job_of(pinned, megatron_lm=release))
+
+
+def test_a_job_that_needs_more_of_each_parameter_is_refused(pinned: PinnedPlan) -> None:
+    """A plan that was made for 16-bit gradients does not hold a job with float32 ones."""
+    stored = {**pinned.plan.provenance.settings, "traits.gradient_bytes": 2.0}
+    made = dataclasses.replace(pinned.plan.provenance, settings=stored)
+    narrow = dataclasses.replace(pinned, plan=dataclasses.replace(pinned.plan, provenance=made))
+    flags = {"grad_reduce_in_bf16": True}
+    require_same_job(narrow, job_of(narrow, memory_flags=flags))
+    require_same_job(pinned, job_of(pinned, memory_flags=flags))
+    with pytest.raises(UserInputError, match="gradient_bytes is 4, pinned 2"):
+        require_same_job(narrow, job_of(narrow, memory_flags={}))
