@@ -11,17 +11,16 @@ batches; ``summarize_reference`` runs every pass and keeps a byte of each.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from nest_megatron.cost_model.schedule import ChunkTimes, pass_at, place_of, run, source_of
 from nest_megatron.units import Ticks
 
-try:
-    from nest_megatron.cost_model import _schedule
-except ImportError:  # built without a compiler
-    _schedule = None  # type: ignore[assignment]
+_log = logging.getLogger(__name__)
 
 #: Above this, sums over a schedule could leave the compiled form's int64.
 _MOST = 1 << 62
@@ -100,12 +99,25 @@ def summarize(
     """
     columns = [getattr(chunk, name) for name in ChunkTimes.__slots__ for chunk in chunks]
     most = (m + 4) * sum(columns) + sum(releases) + sum(tails)
-    if _schedule is None or most > _MOST:
+    if most > _MOST or not has_kernel():
         return summarize_reference(p, v, m, chunks, releases, tails)
+    from nest_megatron.cost_model import _schedule
+
     ends, first, last, counts = _schedule.run(
         p, v, m, array("q", columns), array("q", releases), array("q", tails)
     )
     return ScheduleSummary(ends=ends, path=_path(first, last, counts))
+
+
+@cache
+def has_kernel() -> bool:
+    """Whether the compiled form is there; one warning says so if it is not."""
+    try:
+        from nest_megatron.cost_model import _schedule  # noqa: F401
+    except ImportError:
+        _log.warning("The compiled simulator is not built: schedules are simulated pass by pass.")
+        return False
+    return True
 
 
 def summarize_reference(

@@ -44,7 +44,7 @@ _MEMORY_HEADS = {
 
 def plan_report(plan: ParallelPlan) -> RenderableType:
     """What ``plan`` and ``estimate`` print."""
-    parts: list[RenderableType] = [summary(plan), _heading("Where the time goes"), time_bars(plan)]
+    parts: list[RenderableType] = [summary(plan), _time_heading(plan), time_bars(plan)]
     parts += [_heading("Memory of each pipeline rank, GiB"), memory_table(plan, short=True)]
     if plan.alternatives:
         parts += [_heading("Runners-up"), alternatives_table(plan)]
@@ -61,7 +61,7 @@ def explain_report(
         differences: for each runner-up, seconds that each term takes more than in the plan, or
             ``None`` where it cannot be priced again.
     """
-    parts: list[RenderableType] = [summary(plan), _heading("Where the time goes"), time_bars(plan)]
+    parts: list[RenderableType] = [summary(plan), _time_heading(plan), time_bars(plan)]
     parts += [_heading("Memory of each pipeline rank, GiB"), memory_table(plan, short=False)]
     parts += [_heading("Where groups of ranks lie"), placement_table(plan)]
     if plan.alternatives:
@@ -439,6 +439,11 @@ def changes_table(changes: Iterable[tuple[str, str | None, str | None, str]]) ->
 
 def _shown(value: str | None) -> str:
     return "absent" if value is None else value or "set"
+
+
+def _time_heading(plan: ParallelPlan) -> RenderableType:
+    rank, of_several = plan.predicted.critical_rank, len(plan.predicted.stages) > 1
+    return _heading(f"Where the time goes{f', on pipeline rank {rank}*' if of_several else ''}")
 
 
 def _heading(text: str) -> RenderableType:

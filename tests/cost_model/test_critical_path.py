@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nest_megatron.cost_model import critical_path
 from nest_megatron.cost_model.critical_path import ScheduleSummary, summarize, summarize_reference
 from nest_megatron.cost_model.schedule import ChunkTimes, Op, simulate, source_of
 
@@ -134,6 +135,13 @@ def test_plain_form_keeps_a_byte_of_a_pass() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 3 * (2 * 8 * 4000)
+
+
+def test_without_the_kernel_the_plain_form_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks, heads, tails = job((4, 2, 8), 1000, 0.3, seed=1)
+    expected = summarize(4, 2, 8, chunks, heads, tails)
+    monkeypatch.setattr(critical_path, "has_kernel", lambda: False)
+    assert summarize(4, 2, 8, chunks, heads, tails) == expected
 
 
 def test_what_leaves_int64_is_left_to_the_plain_form() -> None:

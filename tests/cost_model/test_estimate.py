@@ -104,6 +104,28 @@ def test_the_critical_rank_waits_least(cut: tuple[int, ...], batch: int) -> None
     ) == pytest.approx(own)
 
 
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (4, 1), (4, 4), (8, 64)])
+def test_equal_stages_have_the_textbook_bubble(p: int, m: int) -> None:
+    """``(p - 1)`` forward and backward passes (Narayanan et al. 2021, section 2.2)."""
+    problem = PipelineProblem(
+        num_stages=p,
+        num_virtual=1,
+        num_microbatches=m,
+        unit_kinds=bytes(p),
+        costs=(UnitCost(10, 20, 20, 0, 0, 0, 0, 5, 1, 1, 1, 1, 1),),
+        num_layers=p - 1,
+        block_num_layers=0,
+        send_forward=(0,) * p,
+        send_backward=(0,) * p,
+        overlap_p2p=False,
+        capacity_bytes=99,
+        constant=0,
+    )
+    evaluation = evaluate(problem, tuple(range(p + 1)))
+    assert [sum(_waits(evaluation, rank).values()) for rank in range(p)] == [30 * (p - 1)] * p
+    assert _waits(evaluation, evaluation.critical_rank)["pipeline_bubble"] == 30 * (p - 1)
+
+
 def test_who_waits_for_another_rank_names_what_it_does() -> None:
     """Two ranks, one micro batch: fill, a slow transfer, and the gradients of the first rank."""
     layer = UnitCost(10, 20, 20, 0, 0, 0, 0, 5, 1, 1, 1, 1, 1)
