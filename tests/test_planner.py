@@ -77,6 +77,27 @@ def test_a_search_that_time_ended_proves_nothing() -> None:
     assert "max_seconds" in told
 
 
+def test_what_was_looked_at_and_does_not_fit_proves_nothing_of_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only a search that has seen everything says that nothing fits."""
+    refused = []
+    for enough in range(0, 200, 20):
+        asked = itertools.count()
+        monkeypatch.setattr(Deadline, "passed", lambda *_, a=asked, e=enough: next(a) > e)
+        found = plan(request("llama3_70b", num_gpus=8))
+        misfits = sum(found.search.infeasible.values())
+        if isinstance(found, EndedEarly):
+            refused.append(misfits)
+            assert found.search.certificate == "ended-early"
+            assert misfits < found.search.candidates or not misfits
+        else:
+            assert isinstance(found, NoPlan)
+            assert misfits == found.search.candidates
+            assert not found.complete
+    assert any(refused)
+
+
 def test_time_that_began_with_the_command_counts() -> None:
     begun_s = time.monotonic() - 30
     late = request("llama3_70b", num_gpus=8, max_seconds=29, begun_s=begun_s)
