@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ def process_config_with_overrides(config, config_filepath=None, cli_overrides=No
             setattr(getattr(config, part), field, int(value))
     return config
 """
+AUTO = ("+nest=auto", "nest.cluster=dgx_h100")
 SCRIPT = """
 import sys
 from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
@@ -58,6 +60,38 @@ def test_the_script_is_planned(script: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "this job runs as" in done.stdout
     assert "trains with TP 4" in done.stdout
+
+
+def test_ranks_with_other_settings_are_named(script: Path) -> None:
+    """By hand, so each has words of its own; the batch of rank 1 would be another."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "nest_megatron", str(script), *words],
+            env={
+                **environment(**variables, RANK=str(rank)),
+                "PYTHONPATH": f"{script.parent}:{ROOT}",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, words in enumerate(
+            [
+                ["+nest=auto", "nest.cluster=dgx_h100", f"train.global_batch_size={n}"]
+                for n in (8, 16)
+            ]
+        )
+    ]
+    said = [process.communicate(timeout=300)[0] for process in started]
+    assert 0 not in [process.returncode for process in started]
+    for text in said:
+        assert "train.global_batch_size: 8 on rank 0 (" in text
+        assert "; 16 on rank 1 (" in text
+        assert "trains" not in text
 
 
 def test_a_wrong_word_ends_it(script: Path) -> None:

@@ -42,7 +42,7 @@ def seen(request: pytest.FixtureRequest) -> Iterator[Seen]:
     """What the run saw, for the page."""
     found: Seen = {}
     yield found
-    if request.config.getoption("--write-docs"):
+    if request.config.getoption("--write-docs", default=False):
         write_sections(PAGE, found)
 
 

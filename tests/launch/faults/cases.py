@@ -67,7 +67,6 @@ CASES = (
     ),
     Case(
         name="rank 1 killed",
-        on_megatron=True,
         what="rank 1 is killed (SIGKILL) once it has the plan",
         fault="1:validate:kill",
         said=rf"no sign of life from rank 1 \(\S+\) for 8 s|{_OF_TORCHRUN}",
@@ -109,7 +108,6 @@ CASES = (
     ),
     Case(
         name="slow plan",
-        on_megatron=True,
         what="rank 0 plans for 15 s, longer than the heartbeat timeout",
         fault="0:plan:sleep 15",
         said=r"TRAINS: rank 0 of 3",
@@ -153,7 +151,6 @@ CASES = (
     ),
     Case(
         name="one without +nest",
-        on_megatron=True,
         what="rank 1 is started without +nest",
         fault="1:start:without +nest",
         said=r"1 of 3 ranks have not arrived: rank 1\. .* without \+nest never arrives",
