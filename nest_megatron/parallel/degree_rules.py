@@ -120,10 +120,18 @@ def _expert_bias(request: LaunchRequest) -> Violation | None:
     etp = request.dims.expert_tensor_parallel_size
     if allows_expert_bias(request.spec, etp):
         return None
+    if request.spec.moe_shared_expert_intermediate_size:
+        return Violation(
+            what="add_bias_linear",
+            value=True,
+            limit="shared experts have no bias (moe_shared_expert_intermediate_size "
+            f"{request.spec.moe_shared_expert_intermediate_size})",
+            fix="Set add_bias_linear=False (--disable-bias-linear).",
+        )
     return Violation(
         what="expert_tensor_parallel_size",
         value=etp,
-        limit="experts with a linear bias are not split, and shared experts cannot have one",
+        limit="experts with a linear bias (add_bias_linear) are not split",
         fix="Use 1, or disable the bias.",
     )
 
@@ -218,11 +226,22 @@ def _interleaving(request: LaunchRequest) -> Violation | None:
     pp, vpp = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
     if allows_interleaving(pp, vpp, count):
         return None
+    if pp > 1:
+        dp, micro = dims.data_parallel_size, request.micro_batch_size
+        return Violation(
+            what="virtual_pipeline_model_parallel_size",
+            value=vpp,
+            limit=f"virtual stages work in whole rounds of {pp} micro batches, one a pipeline "
+            f"rank, and there are {count} (global batch {request.global_batch_size} / "
+            f"(micro batch {micro} * data-parallel size {dp})); rounds of another size "
+            "(microbatch_group_size_per_vp_stage) are not planned",
+            fix="Use 1, or a batch or micro batch that makes whole rounds.",
+        )
     return Violation(
         what="virtual_pipeline_model_parallel_size",
         value=vpp,
-        limit=f"it needs a pipeline, and micro batches ({count}) in whole rounds of {pp}",
-        fix="Use 1, or a micro batch that makes whole rounds.",
+        limit="it needs a pipeline",
+        fix="Use 1, or pipeline_model_parallel_size above 1.",
     )
 
 

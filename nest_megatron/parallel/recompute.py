@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.names import Name
 
 
@@ -103,16 +103,26 @@ FULL_RECOMPUTE = Recompute(
 )
 
 
-def selective_recompute(modules: Container[str]) -> Recompute:
-    """Some modules computed again, put in Megatron's order; other names are passed over.
+def selective_recompute(modules: Iterable[str]) -> Recompute:
+    """Some modules computed again, put in Megatron's order.
 
     Raises:
-        UserInputError: if none of them is a module.
+        UserInputError: for a name that is no module, with the nearest, or if there is none.
 
     >>> selective_recompute(["mlp", "layernorm"]).label()
     'layernorm+mlp'
     """
+    named = tuple(modules)
+    known = [module.value for module in RecomputeModule]
+    for name in named:
+        if name not in known:
+            raise UserInputError(
+                "recompute_modules",
+                value=name,
+                limit=f"the modules that are described are {', '.join(known)}",
+                fix=nearest(str(name), known),
+            )
     return Recompute(
         granularity=RecomputeGranularity.SELECTIVE,
-        modules=tuple(module for module in RecomputeModule if module in modules),
+        modules=tuple(module for module in RecomputeModule if module in named),
     )

@@ -12,6 +12,7 @@ from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.plan import SearchRecord
+from nest_megatron.planner.conflict import binding, single_relaxations
 from nest_megatron.planner.request import PlanRequest
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.ranking import SearchResult
@@ -52,9 +53,8 @@ def refuse_if_nothing_is_legal(request: PlanRequest, result: SearchResult) -> No
     """
     if result.certificate.candidates:
         return
-    rules = "; ".join(sorted(result.certificate.illegal)) or (
-        "the batch divides over no data-parallel size and micro batch"
-    )
+    rules = "; ".join(f"{rule.what} = {rule.value}: {rule.limit}" for rule in binding(request))
+    rules = rules or "; ".join(sorted(result.certificate.illegal)) or "nothing divides the GPUs"
     raise UserInputError(
         "the job",
         value=", ".join(
@@ -65,8 +65,17 @@ def refuse_if_nothing_is_legal(request: PlanRequest, result: SearchResult) -> No
             ]
         ),
         limit=f"no combination of degrees is legal for {request.spec.name} ({rules})",
-        fix="Free a degree, or use a batch and a number of GPUs with more common divisors.",
+        fix=_way_out(request),
     )
+
+
+def _way_out(request: PlanRequest) -> str:
+    """Which fixed value to free, each tried alone; else what the binding rule advises."""
+    free = single_relaxations(request)
+    if free:
+        return f"Change or free {' or '.join(free)}: any one of them alone makes it legal."
+    advice = " ".join(rule.fix for rule in binding(request))
+    return advice or "Use a batch and a number of GPUs with more common divisors."
 
 
 def no_plan(

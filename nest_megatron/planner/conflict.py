@@ -1,0 +1,136 @@
+"""Which rule a job breaks where no combination of degrees is legal, and which choice would free it.
+
+Every combination that keeps what is fixed is held to the rules in words (``degree_rules``); those
+that break the fewest say what binds. Then each fixed value is left out alone, to see which of
+them would make some combination legal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from itertools import islice, product
+
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.errors import UserInputError
+from nest_megatron.parallel.degree_rules import DEGREE_RULES, Violation, violations
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.rules import LaunchRequest
+from nest_megatron.planner.request import PlanRequest
+from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.space import SearchSpace, divisors
+
+_TP, _CP = "tensor_model_parallel_size", "context_parallel_size"
+_PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+_EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+_DP, _MICRO = "data_parallel_size", "micro_batch_size"
+#: Combinations that are looked at; with less fixed a legal one is soon met.
+_MOST = 20_000
+
+
+def binding(request: PlanRequest) -> tuple[Violation, ...]:
+    """The rules that the least illegal combination breaks; nothing where none could be made."""
+    found: tuple[Violation, ...] = ()
+    for broken in islice(_broken(request), _MOST):
+        if not found or len(broken) < len(found):
+            found = broken
+        if len(found) == 1:
+            break
+    return found
+
+
+def single_relaxations(request: PlanRequest) -> list[str]:
+    """Fixed values, each of which makes some combination legal when it alone is left out."""
+    space = request.space
+    found = []
+    for name in space.fixed:
+        fixed = {other: value for other, value in space.fixed.items() if other != name}
+        partition = None if name in (_PP, _VPP) else space.partition
+        relaxed = dataclasses.replace(space, fixed=fixed, partition=partition)
+        if _is_legal(request, relaxed):
+            found.append(name)
+    return found
+
+
+def _is_legal(request: PlanRequest, space: SearchSpace) -> bool:
+    model = CostModel(request.spec, request.cluster, request.settings, request.times)
+    grids = GridSpace(model, request.global_batch_size, space)
+    return any(
+        next(grids.families(grid), None) is not None
+        for shard in grids.shards()
+        for grid in grids.grids(shard)
+    )
+
+
+def _broken(request: PlanRequest) -> Iterator[tuple[Violation, ...]]:
+    """Rules that each combination breaks; legal ones, which only the search excludes, are left."""
+    space, spec = request.space, request.spec
+    world = request.cluster.num_gpus
+    batch = space.batch_unit or request.global_batch_size
+
+    def values(name: str, number: int) -> list[int]:
+        if name in space.fixed:
+            return [space.fixed[name]]
+        return [d for d in divisors(number) if d <= space.limit(name, request.cluster)]
+
+    experts = spec.num_experts or 1
+    sizes = product(
+        values(_TP, world),
+        values(_CP, world),
+        values(_PP, world),
+        values(_EP, experts) if spec.is_moe else [1],
+        values(_ETP, world) if spec.is_moe else [1],
+        values(_MICRO, batch),
+        [space.fixed.get(_VPP, 1)],
+        space.zero_stages,
+    )
+    for tp, cp, pp, ep, etp, micro, vpp, zero in sizes:
+        if world % (tp * cp * pp):
+            continue
+        try:
+            dims = ParallelDims(
+                tensor_model_parallel_size=tp,
+                context_parallel_size=cp,
+                pipeline_model_parallel_size=pp,
+                virtual_pipeline_model_parallel_size=vpp,
+                data_parallel_size=world // (tp * cp * pp),
+                expert_model_parallel_size=ep,
+                expert_tensor_parallel_size=etp,
+            )
+        except UserInputError as error:
+            yield (Violation(what=error.what, value=error.value, limit=error.limit, fix=error.fix),)
+            continue
+        asked = LaunchRequest(
+            spec=spec,
+            dims=dims,
+            micro_batch_size=micro,
+            global_batch_size=batch,
+            zero=zero,
+            sequence_parallel=tp > 1,
+            moe_grouped_gemm=spec.is_moe,
+        )
+        broken = tuple(found for _, found in violations(asked, DEGREE_RULES))
+        broken += tuple(_other_limits(request, dims))
+        if broken:
+            yield broken
+
+
+def _other_limits(request: PlanRequest, dims: ParallelDims) -> Iterator[Violation]:
+    """What the space demands beside Megatron's rules."""
+    space = request.space
+    wanted = space.fixed.get(_DP, dims.data_parallel_size)
+    if wanted != dims.data_parallel_size:
+        yield Violation(
+            what=_DP,
+            value=wanted,
+            limit=f"the other degrees leave {dims.data_parallel_size} of the GPUs for it",
+            fix="Leave it out.",
+        )
+    if space.even_stages and request.spec.num_layers % dims.num_chunks:
+        yield Violation(
+            what=f"{_PP} * {_VPP}",
+            value=dims.num_chunks,
+            limit=f"it must divide the {request.spec.num_layers} layers: the framework states no "
+            "layout",
+            fix="Use a divisor.",
+        )

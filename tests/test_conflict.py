@@ -1,0 +1,78 @@
+"""Where no layout is legal, the rule that binds is named, with the choice that would free it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from nest_megatron.config.command import read_request
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
+from nest_megatron.config.request import plan_request
+from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.megatron_lm.parser import read_command
+from nest_megatron.launchers.megatron_lm.read import read_job
+from nest_megatron.planner import PlanRequest, plan
+from nest_megatron.planner.conflict import single_relaxations
+from nest_megatron.solver.space import SearchSpace
+from tests.catalogue import model
+
+COMMAND = (
+    "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 12 --hidden-size 512 "
+    "--num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 --bf16 "
+    "--vocab-size 50257 --tokenizer-type NullTokenizer "
+)
+#: Megatron's gpt3_mcore_te_tp1_pp4_vp1_resume_torch_dist_tunable_overlap.
+FIVE = COMMAND + (
+    "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 --micro-batch-size 4 "
+    "--global-batch-size 40 --num-layers-per-virtual-pipeline-stage 1"
+)
+#: Its gpt3_15b_8t_release_sm_gb200, whose batch is one micro batch.
+ONE = COMMAND + (
+    "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --micro-batch-size 4 "
+    "--num-virtual-stages-per-pipeline-rank 2"
+)
+
+
+def asked(command: str) -> PlanRequest:
+    composed = compose(parse(["cluster=dgx_h100"]))
+    request = read_request(command, composed, free=[], version="0.16.1")
+    return plan_request(composed.config, request.inputs, request.space)
+
+
+@pytest.mark.parametrize(("command", "count"), [(FIVE, 5), (ONE, 1)])
+def test_micro_batches_are_named_not_the_pipeline(command: str, count: int) -> None:
+    with pytest.raises(UserInputError, match="virtual_pipeline_model_parallel_size = ") as raised:
+        plan(asked(command))
+    said = str(raised.value)
+    assert f"there are {count} (global batch" in said
+    assert "divides what is left of the GPUs" not in said
+    assert "Change or free" in said
+    assert "micro_batch_size" in said
+
+
+def test_each_choice_that_is_named_makes_it_legal_alone() -> None:
+    request = asked(FIVE)
+    names = single_relaxations(request)
+    assert "virtual_pipeline_model_parallel_size" in names
+    assert "tensor_model_parallel_size" not in names
+    for name in names:
+        fixed = {key: value for key, value in request.space.fixed.items() if key != name}
+        space = dataclasses.replace(request.space, fixed=fixed, partition=None)
+        plan(dataclasses.replace(request, space=space, num_alternatives=0))
+
+
+def test_a_bias_of_shared_experts_is_named_by_its_field() -> None:
+    request = asked(COMMAND + "--global-batch-size 64")
+    biased = dataclasses.replace(model("deepseek_v2_lite"), add_bias_linear=True)
+    with pytest.raises(UserInputError, match="add_bias_linear = True: shared experts have no bias"):
+        plan(dataclasses.replace(request, spec=biased, space=SearchSpace()))
+
+
+def test_a_mistyped_module_is_refused_with_the_nearest() -> None:
+    flags = (
+        "--global-batch-size 64 --recompute-granularity selective --recompute-modules layer_norm"
+    )
+    with pytest.raises(UserInputError, match=r"recompute_modules = 'layer_norm'.*layernorm"):
+        read_job(read_command(COMMAND + flags))
