@@ -44,7 +44,6 @@ from nest_megatron.units import Ticks
 #: Memory that no plan reaches, to ask for the fastest partition whatever it needs.
 UNLIMITED = 1 << 58
 
-
 NO_STATES = "memory: weights, gradients and optimizer states"
 NO_ROOM = "memory: with activations"
 
@@ -108,8 +107,10 @@ class Search:
     def _enumerate(self) -> bool:
         """Put every shard on the heap; false if time ran out."""
         for grid in self.grids.shards():
-            if self._has_to_end() or self.worst_kept < 0:
+            if self._has_to_end():
                 return False
+            if self.worst_kept < 0:  # the first plan that fits is enough
+                return True
             self.candidates += self.grids.num_candidates_of_shard(grid)
             self._push(self.bounds.even(grid), grid, SHARD)
         return True
