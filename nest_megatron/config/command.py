@@ -296,6 +296,10 @@ def _space(
     own = read_space(composed.config)
     if job.transformer_impl == "local":
         own = _without_engine(own, spec)
+    if job.graphs is not None:
+        without = own.without_modules | job.graphs.without_modules(spec)
+        full = job.graphs.allows_full_recompute()
+        own = dataclasses.replace(own, without_modules=without, full_recompute=full)
     fixed = {name: int(kept[name]) for name in DEGREES if kept.get(name) is not None}
     partition = _kept_cut(spec, kept, fixed, freed)
     if partition is not None:

@@ -11,6 +11,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.execution_flags import time_notes
 from nest_megatron.cost_model.memory_flags import memory_flags
 from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.cuda_graphs import CudaGraphs
 from nest_megatron.launchers.fields import ABSENT, find
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
 from nest_megatron.launchers.megatron_lm.job import MegatronJob
@@ -112,6 +113,7 @@ class JobFields:
     fp8_recipe: str
     uses_fsdp: bool
     memory_fields: Mapping[str, Any]
+    graphs: CudaGraphs | None = None
     restored: Restored | None = None
     required: Mapping[str, Requirement] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -190,6 +192,7 @@ def _job(
         fixed=MappingProxyType(fixed),
         recompute=_recompute(stated),
         zero=_zero(stated, uses_fsdp=sizes.uses_fsdp),
+        graphs=sizes.graphs,
         sharding=(
             DataParallelSharding.MEGATRON_FSDP if sizes.uses_fsdp else DataParallelSharding.DDP
         ),

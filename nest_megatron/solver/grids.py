@@ -226,6 +226,7 @@ class GridSpace:
                 layers_per_chunk,
                 flash_attention=flash,
                 without=self.space.without_modules,
+                full=self.space.full_recompute,
             )
         )
 
@@ -259,4 +260,5 @@ class GridSpace:
             return 1
         if 0 not in self._settings:
             self._settings[0] = self._all_settings(0)
-        return len(self._settings[0]) + self.largest_block(chunks)
+        blocks = self.largest_block(chunks) if self.space.full_recompute else 0
+        return len(self._settings[0]) + blocks

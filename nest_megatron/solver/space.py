@@ -51,6 +51,7 @@ class SearchSpace:
         sharding: what divides states among replicas; ``None`` leaves it to the ZeRO stage.
         recompute: the one setting allowed, or ``None`` for all.
         without_modules: modules whose recomputation is not tried.
+        full_recompute: whether recomputing whole layers is tried.
         partition: the one stage partition allowed, or ``None`` for all; its pipeline and virtual
             sizes join ``fixed``.
         even_stages: only cuts that Megatron makes by itself, as many layers in each virtual stage;
@@ -70,6 +71,7 @@ class SearchSpace:
     sharding: DataParallelSharding | None = None
     recompute: Recompute | None = None
     without_modules: frozenset[RecomputeModule] = frozenset()
+    full_recompute: bool = True
     partition: StagePartition | None = None
     even_stages: bool = False
     use_all_gpus: bool = True
@@ -174,12 +176,14 @@ def recompute_settings(
     *,
     flash_attention: bool = True,
     without: frozenset[RecomputeModule] = frozenset(),
+    full: bool = True,
 ) -> Iterator[Recompute]:
     """Recompute settings to try: none, every useful set of modules, full by blocks, full uniform.
 
     Args:
         layers_per_chunk: largest block that is tried.
         without: modules that are left out.
+        full: whole layers too.
     """
     yield NO_RECOMPUTE
     useful = useful_modules(spec, precision, flash_attention=flash_attention)
@@ -189,6 +193,8 @@ def recompute_settings(
         if RecomputeModule.MOE in subset and _INSIDE_MOE.intersection(subset):
             continue  # computing all experts again covers these
         yield Recompute(granularity=RecomputeGranularity.SELECTIVE, modules=subset)
+    if not full:
+        return
     for method, sizes in (
         (RecomputeMethod.BLOCK, range(1, layers_per_chunk + 1)),
         (RecomputeMethod.UNIFORM, range(1, 2)),

@@ -9,6 +9,8 @@ from typing import Any
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.architecture import unpriced_fields
+from nest_megatron.launchers.cuda_graphs import FIELDS as GRAPH_FIELDS
+from nest_megatron.launchers.cuda_graphs import cuda_graphs
 from nest_megatron.launchers.fields import find, value_or, whole
 from nest_megatron.launchers.finetuning import data_requirements, packed_sequence_size
 from nest_megatron.launchers.memory_fields import memory_fields
@@ -77,6 +79,7 @@ def read_recipe(
         fp8_recipe=fp8_recipe,
         uses_fsdp=uses_fsdp(cfg),
         memory_fields={**_memory_fields(cfg), "params_dtype": params_dtype},
+        graphs=cuda_graphs({name: value_or(cfg.model, name, None) for name in GRAPH_FIELDS}),
         restored=restored,
         required=data_requirements(cfg, "dataset", micro, PER_TOKEN_LOSS),
         notes=notes if restored is None else (*notes, restored.note()),

@@ -8,6 +8,7 @@ from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.memory_flags import text
+from nest_megatron.launchers.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.recompute import Recompute
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
@@ -62,6 +63,7 @@ class MegatronJob:
         ckpt_format: the checkpoint format, ``None`` if they said nothing of it.
         memory_flags: what memory and traffic depend on beside the layout, by Megatron's names
             (``cost_model/memory_flags.py``).
+        graphs: what of it CUDA graphs capture.
         world_size: number of ranks where the launcher says it.
         passthrough: flags of the user's own script, kept untouched.
         notes: what was assumed or will be ignored, one sentence each.
@@ -82,6 +84,7 @@ class MegatronJob:
     zero: ZeroStage | None
     sharding: DataParallelSharding = DataParallelSharding.DDP
     ckpt_format: str | None = None
+    graphs: CudaGraphs | None = None
     memory_flags: Mapping[str, Any]
     use_distributed_optimizer: bool
     overlap_grad_reduce: bool

@@ -20,6 +20,7 @@ from nest_megatron.cost_model.execution_flags import time_notes
 from nest_megatron.cost_model.memory_flags import memory_flags
 from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.launchers.architecture import REFUSED, unpriced
+from nest_megatron.launchers.cuda_graphs import cuda_graphs
 from nest_megatron.launchers.megatron_lm.job import PARALLEL_ARGUMENTS, MegatronJob
 from nest_megatron.launchers.megatron_lm.parser import ReadCommand
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
@@ -113,6 +114,7 @@ def job_from_values(
         recompute=read_recompute(values),
         zero=_zero(values),
         sharding=_sharding(values),
+        graphs=cuda_graphs(values),
         ckpt_format=values.get("ckpt_format") if "ckpt_format" in explicit else None,
         memory_flags=flags,
         use_distributed_optimizer=bool(values.get("use_distributed_optimizer")),

@@ -9,6 +9,8 @@ from typing import Any
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.architecture import unpriced_fields
+from nest_megatron.launchers.cuda_graphs import FIELDS as GRAPH_FIELDS
+from nest_megatron.launchers.cuda_graphs import cuda_graphs
 from nest_megatron.launchers.fields import ABSENT, class_names, find, value_or, whole
 from nest_megatron.launchers.finetuning import data_requirements, packed_sequence_size
 from nest_megatron.launchers.memory_fields import memory_fields
@@ -81,6 +83,7 @@ def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Recipe:
         fp8_recipe=fp8_recipe,
         uses_fsdp=value_or(strategy, "fsdp", None) == "megatron",
         memory_fields={**memory_fields(*holders, strategy), "params_dtype": params_dtype},
+        graphs=cuda_graphs({n: value_or(recipe.model.config, n, None) for n in GRAPH_FIELDS}),
         restored=restored,
         required=data_requirements(recipe, "data", micro, PER_TOKEN_LOSS),
         notes=notes if restored is None else (*notes, restored.note()),
