@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 
@@ -15,7 +16,7 @@ from nest_megatron.cost_model.estimate import (
     model_flops_per_sequence,
 )
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost, evaluate
+from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost, evaluate, timeline
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.parameters import active_parameters
@@ -124,6 +125,49 @@ def test_equal_stages_have_the_textbook_bubble(p: int, m: int) -> None:
     evaluation = evaluate(problem, tuple(range(p + 1)))
     assert [sum(_waits(evaluation, rank).values()) for rank in range(p)] == [30 * (p - 1)] * p
     assert _waits(evaluation, evaluation.critical_rank)["pipeline_bubble"] == 30 * (p - 1)
+
+
+def random_problem(seed: int) -> PipelineProblem:
+    """Every chunk a unit with costs of its own."""
+    rng = random.Random(seed)
+    p, v = rng.randint(2, 5), rng.randint(1, 3)
+    chunks = p * v
+    heads, tails = ([rng.randint(-5, 30) for _ in range(chunks)] for _ in range(2))
+    return PipelineProblem(
+        num_stages=p,
+        num_virtual=v,
+        num_microbatches=p * rng.randint(1, 4),
+        unit_kinds=bytes(range(chunks)),
+        costs=tuple(
+            UnitCost(rng.randint(0, 9), rng.randint(0, 18), 0, 0, head, 0, tail, 5, 1, 1, 1, 1, 1)
+            for head, tail in zip(heads, tails, strict=True)
+        ),
+        num_layers=chunks - 1,
+        block_num_layers=0,
+        send_forward=tuple(rng.randint(0, 5) for _ in range(chunks)),
+        send_backward=tuple(rng.randint(0, 5) for _ in range(chunks)),
+        overlap_p2p=v > 1,
+        capacity_bytes=99,
+        constant=0,
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_a_rank_waits_is_its_idle_time_in_the_timeline(seed: int) -> None:
+    problem = random_problem(seed)
+    evaluation = evaluate(problem, tuple(range(problem.num_chunks + 1)))
+    idle = []
+    for rank, passes in enumerate(timeline(problem, evaluation)):
+        waits, ends = _waits(evaluation, rank), passes[-1].end + evaluation.tails[rank]
+        busy = evaluation.heads[rank] + sum(timed.end - timed.start for timed in passes)
+        idle.append(evaluation.finish - busy - evaluation.tails[rank])
+        assert sum(waits.values()) == idle[rank]
+        assert min(waits.values()) >= 0
+        gathers = evaluation.heads[evaluation.path.first_rank]
+        reduces_from = evaluation.finish - evaluation.tails[evaluation.path.last_rank]
+        before = max(0, min(gathers, passes[0].start) - evaluation.heads[rank])
+        assert waits["dp_communication"] == before + evaluation.finish - max(ends, reduces_from)
+    assert idle[evaluation.critical_rank] == min(idle)
 
 
 def test_who_waits_for_another_rank_names_what_it_does() -> None:
