@@ -40,12 +40,12 @@ def traits(job: MegatronJob) -> ExecutionTraits:
     return execution_traits(job.memory_flags, job.precision)
 
 
-def command(*flags: str) -> MegatronJob:
+def command(*flags: str, version: str = "0.16.1") -> MegatronJob:
     text = (
         "pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
         " --max-position-embeddings 64 --tokenizer-type NullTokenizer --vocab-size 100"
     )
-    return read_job(read_command(" ".join([text, *flags])))[1]
+    return read_job(read_command(" ".join([text, *flags]), version))[1]
 
 
 def changed(holder: Any, **values: object) -> None:
@@ -99,10 +99,11 @@ def test_megatron_bridge() -> None:
     "job",
     [
         command("--bf16"),
+        command("--bf16", version="0.20"),
         read_nemo(nemo(grad_reduce_in_fp32=True), vocab_size=128256).job,
         read_bridge(bridge("bf16_mixed"), vocab_size=128256, environment={}).job,
     ],
-    ids=["megatron_lm", "nemo", "megatron_bridge"],
+    ids=["megatron_lm", "megatron_lm 0.20", "nemo", "megatron_bridge"],
 )
 def test_jobs_that_say_nothing_are_the_default(job: MegatronJob) -> None:
     assert traits(job) == ExecutionTraits()
