@@ -40,6 +40,7 @@ from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 from nest_megatron.solver.space import DEGREES, SearchSpace
 
 _CONTEXT = "context_parallel_size"
+_EXPERTS = "expert_model_parallel_size"
 _PIPELINE = "pipeline_model_parallel_size"
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
 
@@ -297,9 +298,7 @@ def _space(
     if job.transformer_impl == "local":
         own = _without_engine(own, spec)
     if job.graphs is not None:
-        without = own.without_modules | job.graphs.without_modules(spec)
-        full = job.graphs.allows_full_recompute()
-        own = dataclasses.replace(own, without_modules=without, full_recompute=full)
+        own = _with_graphs(own, spec, job, alone=not kept.get(_EXPERTS))
     fixed = {name: int(kept[name]) for name in DEGREES if kept.get(name) is not None}
     partition = _kept_cut(spec, kept, fixed, freed)
     if partition is not None:
@@ -328,6 +327,26 @@ def _without_engine(space: SearchSpace, spec: TransformerSpec) -> SearchSpace:
     without = MODULES_OF_ENGINE | ({RecomputeModule.MLP} if spec.add_bias_linear else set())
     limits = {_CONTEXT: 1, **space.limits}
     return dataclasses.replace(space, limits=limits, without_modules=frozenset(without))
+
+
+def _with_graphs(
+    space: SearchSpace, spec: TransformerSpec, job: MegatronJob, *, alone: bool
+) -> SearchSpace:
+    """The space of what may stand beside captured CUDA graphs.
+
+    Args:
+        alone: the expert-parallel size is not the user's own.
+    """
+    graphs, limits = job.graphs, dict(space.limits)
+    assert graphs is not None
+    if alone and not graphs.allows_experts(2, job.version):
+        limits[_EXPERTS] = 1
+    return dataclasses.replace(
+        space,
+        limits=limits,
+        without_modules=space.without_modules | graphs.without_modules(spec),
+        full_recompute=graphs.allows_full_recompute(),
+    )
 
 
 def _kept_cut(

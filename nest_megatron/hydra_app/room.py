@@ -73,7 +73,7 @@ def space_of(
         rank_orders=_common("rank_order", own.rank_orders, _rank_orders(view)),
         zero_stages=_common("zero_stage", own.zero_stages, zero_stages(view, job)),
         recompute=own.recompute if granularity_is_free else _given_recompute(view),
-        without_modules=frozenset() if with_modules else frozenset(RecomputeModule),
+        without_modules=own.without_modules if with_modules else frozenset(RecomputeModule),
         even_stages=not view.is_planned(_LAYOUT),
         batch_unit=job.batch_unit,
     )

@@ -11,12 +11,12 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.execution_flags import time_notes
 from nest_megatron.cost_model.memory_flags import memory_flags
 from nest_megatron.errors import UserInputError
-from nest_megatron.launchers.cuda_graphs import CudaGraphs
 from nest_megatron.launchers.fields import ABSENT, find
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
 from nest_megatron.launchers.megatron_lm.job import MegatronJob
 from nest_megatron.launchers.restore import Restored
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.plan import STRATEGIES
 from nest_megatron.parallel.recompute import (
     Recompute,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.model.spec import LayerKind, ModelFamily, TransformerSpec
+from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
@@ -41,6 +42,7 @@ class LaunchRequest:
     moe_grouped_gemm: bool = False
     sharding: DataParallelSharding | None = None
     optimizer: str = "adam"
+    cuda_graphs: CudaGraphs | None = None
     fp8_recipe: str = "delayed"
     transformer_impl: str = "transformer_engine"
     version: str = "0.16.1"

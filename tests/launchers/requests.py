@@ -7,6 +7,7 @@ from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.layout import uniform_partition
 from nest_megatron.parallel.partition import StagePartition
@@ -70,6 +71,8 @@ SECOND = RankOrder.TP_CP_EP_PP_DP
 MTP_FIRST = StagePartition(boundaries=(0, 60, 62, 63, 64), pipeline_model_parallel_size=2)
 FP8 = Precision.FP8
 
+LOCAL_GRAPHS = CudaGraphs(impl="local")
+
 SOUND = {
     "one rank": request(),
     "llama": request(grid=dims(tp=8, pp=4, dp=2, cp=2)),
@@ -102,6 +105,10 @@ BROKEN = {
     "rank_order": request(MIXTRAL, dims(tp=2, pp=2, dp=4, ep=8, rank_order=SECOND)),
     "whole_batch": request(grid=dims(dp=3), global_batch_size=16),
     "interleaving": request(grid=dims(pp=4, vpp=2), global_batch_size=6),
+    "cuda_graph_recompute": request(recompute=uniform(1), cuda_graphs=LOCAL_GRAPHS),
+    "cuda_graph_experts": request(
+        MIXTRAL, grid=dims(dp=2, ep=2), moe_grouped_gemm=True, cuda_graphs=LOCAL_GRAPHS
+    ),
     "optimizer_zero": request(grid=dims(tp=2, dp=4), zero=ZeroStage.OPTIMIZER, optimizer="muon"),
     "fsdp_no_pipeline": request(grid=dims(pp=2), zero=ZeroStage.GRADIENTS),
     "no_empty_stage": request(changed(LLAMA, num_layers=2), dims(pp=8), partition=None),

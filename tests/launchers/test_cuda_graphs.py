@@ -10,9 +10,9 @@ import pytest
 from nest_megatron.app.failure import NothingFitsError
 from nest_megatron.cluster.records import Precision
 from nest_megatron.launchers import megatron_bridge, nemo
-from nest_megatron.launchers.cuda_graphs import cuda_graphs
 from nest_megatron.launchers.megatron_lm.parser import read_command
 from nest_megatron.launchers.megatron_lm.read import read_job
+from nest_megatron.parallel.cuda_graphs import cuda_graphs
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, RecomputeGranularity
 from nest_megatron.solver.space import recompute_settings
 from tests import catalogue

@@ -23,10 +23,18 @@ def megatron_case(request: LaunchRequest) -> dict[str, Any]:
             *model_argv(request.spec, tokenizer_type="NullTokenizer"),
             *parallel_argv(request),
             *TRAINING,
+            *_job_argv(request),
         ],
         "world_size": request.dims.world_size,
         "max_connections": variables.get("CUDA_DEVICE_MAX_CONNECTIONS"),
     }
+
+
+def _job_argv(request: LaunchRequest) -> list[str]:
+    """The user's own flags that a rule looks at."""
+    argv = [] if request.optimizer == "adam" else ["--optimizer", request.optimizer]
+    graphs = request.cuda_graphs
+    return argv if graphs is None else [*argv, "--cuda-graph-impl", graphs.impl]
 
 
 def ask_megatron(cases: list[dict[str, Any]]) -> Any:

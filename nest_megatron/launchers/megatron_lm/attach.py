@@ -17,6 +17,7 @@ from nest_megatron.launchers.megatron_lm.write import (
     parallel_argv,
     script_name,
 )
+from nest_megatron.parallel.cuda_graphs import cuda_graphs
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan, sharding
 from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.parallel.rules import LaunchRequest
@@ -56,6 +57,7 @@ def launch_request(
         sequence_parallel=grid.sequence_parallel,
         moe_grouped_gemm=plan.model.is_moe and engine != "local",
         sharding=sharding(plan.parallel),
+        cuda_graphs=cuda_graphs(values),
         optimizer=str(values.get("optimizer") or "adam"),
         fp8_recipe=values.get("fp8_recipe") or "delayed",
         transformer_impl=engine,

@@ -8,7 +8,7 @@ from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.memory_flags import text
-from nest_megatron.launchers.cuda_graphs import CudaGraphs
+from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.recompute import Recompute
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 

@@ -20,10 +20,10 @@ from nest_megatron.cost_model.execution_flags import time_notes
 from nest_megatron.cost_model.memory_flags import memory_flags
 from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.launchers.architecture import REFUSED, unpriced
-from nest_megatron.launchers.cuda_graphs import cuda_graphs
 from nest_megatron.launchers.megatron_lm.job import PARALLEL_ARGUMENTS, MegatronJob
 from nest_megatron.launchers.megatron_lm.parser import ReadCommand
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.parallel.cuda_graphs import cuda_graphs
 from nest_megatron.parallel.plan import STRATEGIES
 from nest_megatron.parallel.recompute import (
     Recompute,

@@ -255,6 +255,35 @@ def _recompute_fp8(request: LaunchRequest) -> Violation | None:
     return _bad_modules(broken, "delayed scaling of fp8 cannot compute it again")
 
 
+def _recompute_graphed(request: LaunchRequest) -> Violation | None:
+    graphs, recompute = request.cuda_graphs, request.recompute
+    if graphs is None or graphs.allows_recompute(request.spec, recompute):
+        return None
+    if recompute.method is not None:
+        return Violation(
+            what="recompute_granularity",
+            value="full",
+            limit=f"{graphs.impl} CUDA graphs of layers hold no full recomputation; a graph of the "
+            "full iteration does",
+            fix="Free recompute, or change the graphs.",
+        )
+    forbidden = graphs.without_modules(request.spec).intersection(recompute.modules)
+    return _bad_modules(set(forbidden), "a captured CUDA graph cannot compute it again")
+
+
+def _experts_graphed(request: LaunchRequest) -> Violation | None:
+    graphs, ep = request.cuda_graphs, request.dims.expert_model_parallel_size
+    if graphs is None or graphs.allows_experts(ep, request.version):
+        return None
+    return Violation(
+        what="expert_model_parallel_size",
+        value=ep,
+        limit="local CUDA graphs with expert parallelism need "
+        "--moe-pad-experts-for-cuda-graph-inference",
+        fix="Use 1, add that flag, or change the graphs.",
+    )
+
+
 def _bad_modules(modules: set[RecomputeModule], limit: str) -> Violation:
     return Violation(
         what="recompute_modules",
@@ -319,6 +348,8 @@ LAUNCH_RULES: tuple[Rule, ...] = (
         name="recompute_local", source="tensor_parallel/random.py:592 (run)", check=_recompute_local
     ),
     Rule(name="recompute_fp8", source=f"{_TC}:1242", check=_recompute_fp8),
+    Rule(name="cuda_graph_recompute", source=f"{_TC}:1780-1822", check=_recompute_graphed),
+    Rule(name="cuda_graph_experts", source="arguments.py:1158", check=_experts_graphed),
     Rule(name="fp8_engine", source="fp8_utils.py (run)", check=_fp8_engine),
     Rule(
         name="fp8_shapes",

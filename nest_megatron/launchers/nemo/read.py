@@ -9,8 +9,6 @@ from typing import Any
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.architecture import unpriced_fields
-from nest_megatron.launchers.cuda_graphs import FIELDS as GRAPH_FIELDS
-from nest_megatron.launchers.cuda_graphs import cuda_graphs
 from nest_megatron.launchers.fields import ABSENT, class_names, find, value_or, whole
 from nest_megatron.launchers.finetuning import data_requirements, packed_sequence_size
 from nest_megatron.launchers.memory_fields import memory_fields
@@ -28,6 +26,8 @@ from nest_megatron.launchers.transformer_config import (
     spec_from_transformer_config,
 )
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.cuda_graphs import FIELDS as GRAPH_FIELDS
+from nest_megatron.parallel.cuda_graphs import cuda_graphs
 
 #: Item of a plan -> field of a recipe. Source: NeMo 2.7.3 ``nemo.lightning.MegatronStrategy``,
 #: which copies its own sizes over those of ``model.config`` before the model is built.

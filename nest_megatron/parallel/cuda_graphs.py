@@ -1,0 +1,111 @@
+"""What captured CUDA graphs forbid beside them: recomputation, and experts over several ranks.
+
+A graph is replayed with fixed addresses and no new random numbers. Source: ``TransformerConfig``
+(``tc``) and ``megatron/training/arguments.py`` (``args``), core_v0.16.1 / main at 0.20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity, RecomputeModule
+
+#: Megatron's arguments and configuration fields that ask for graphs, both releases'.
+FIELDS = (
+    "cuda_graph_impl",
+    "enable_cuda_graph",
+    "external_cuda_graph",
+    "cuda_graph_scope",
+    "cuda_graph_scope_deprecated",
+    "cuda_graph_modules",
+    "moe_input_jitter_eps",
+    "moe_pad_experts_for_cuda_graph_inference",
+)
+_WHOLE_STEP = "full_iteration"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaGraphs:
+    """The graphs that a job captures.
+
+    Args:
+        impl: ``local``, ``transformer_engine``, or ``full_iteration`` for the whole step (0.16.1
+            spells it ``local`` with that scope).
+        scope: parts of a layer that are captured; none is the whole layer.
+        jitters: router inputs get random numbers.
+        pads_experts: ``--moe-pad-experts-for-cuda-graph-inference``.
+    """
+
+    impl: str
+    scope: frozenset[str] = frozenset()
+    jitters: bool = False
+    pads_experts: bool = False
+
+    def captures(self, module: str) -> bool:
+        """Whether a part of a layer is inside a graph."""
+        return self.impl == _WHOLE_STEP or not self.scope or module in self.scope
+
+    def allows_full_recompute(self) -> bool:
+        """Only a graph of the whole step holds full recomputation (tc:1782 / tc:2856)."""
+        return self.impl == _WHOLE_STEP
+
+    def without_modules(self, spec: TransformerSpec) -> frozenset[RecomputeModule]:
+        """Modules that may not be computed again (tc:1790-1822 / tc:2863-2907)."""
+        attention = spec.attention_dropout != 0.0 and self.captures("attn")
+        hidden = spec.hidden_dropout != 0.0
+        router = self.impl == "transformer_engine" and "moe_router" in self.scope
+        random = (hidden or self.jitters) and self.captures("moe")
+        forbidden = {
+            RecomputeModule.CORE_ATTN: attention,
+            RecomputeModule.MLP: hidden and self.captures("mlp"),
+            RecomputeModule.MOE: random or router,
+        }
+        return frozenset(module for module, refused in forbidden.items() if refused)
+
+    def allows_recompute(self, spec: TransformerSpec, recompute: Recompute) -> bool:
+        """Whether a setting goes with the graphs."""
+        if recompute.granularity is RecomputeGranularity.FULL:
+            return self.allows_full_recompute()
+        return not self.without_modules(spec).intersection(recompute.modules)
+
+    def allows_experts(self, expert_model_parallel_size: int, version: str) -> bool:
+        """0.16.1 pads experts for local graphs over several ranks (args:1158)."""
+        one = expert_model_parallel_size == 1 or not version.startswith("0.16")
+        return one or self.impl not in ("local", _WHOLE_STEP) or self.pads_experts
+
+
+def cuda_graphs(values: Mapping[str, Any]) -> CudaGraphs | None:
+    """The graphs that a job asks for, in any spelling; ``None`` for none.
+
+    Args:
+        values: of ``FIELDS``, by name; what is absent or ``None`` is not given.
+
+    >>> cuda_graphs({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}).impl
+    'full_iteration'
+    """
+    impl = str(values.get("cuda_graph_impl") or "none")
+    if values.get("enable_cuda_graph"):
+        impl = "local"
+    elif values.get("external_cuda_graph"):
+        impl = "transformer_engine"
+    if impl == "none":
+        return None
+    scopes = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
+    given = next((values[name] for name in scopes if values.get(name)), ())
+    words = given.split(",") if isinstance(given, str) else _words(given)
+    modules = frozenset(str(getattr(word, "name", word)).strip() for word in words) - {"full", ""}
+    if impl == "local" and _WHOLE_STEP in modules:
+        impl = _WHOLE_STEP
+    return CudaGraphs(
+        impl=impl,
+        scope=modules - {_WHOLE_STEP},
+        jitters=values.get("moe_input_jitter_eps") is not None,
+        pads_experts=bool(values.get("moe_pad_experts_for_cuda_graph_inference")),
+    )
+
+
+def _words(given: object) -> Iterable[Any]:
+    return given if isinstance(given, list | tuple | set | frozenset) else (given,)

@@ -1,0 +1,85 @@
+"""CUDA graphs in every spelling, and what may stand beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from nest_megatron.config.command import read_request
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
+from nest_megatron.launchers.megatron_lm.parser import read_command
+from nest_megatron.launchers.megatron_lm.read import read_job
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.cuda_graphs import CudaGraphs, cuda_graphs
+from nest_megatron.parallel.recompute import FULL_RECOMPUTE, RecomputeModule, selective_recompute
+from tests.contract.hand_models import LLAMA
+from tests.test_conflict import COMMAND
+
+DROPS = dataclasses.replace(LLAMA, hidden_dropout=0.1, attention_dropout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("values", "impl", "modules"),
+    [
+        ({"enable_cuda_graph": True}, "local", set()),
+        ({"external_cuda_graph": True}, "transformer_engine", set()),
+        (
+            {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]},
+            "full_iteration",
+            (),
+        ),
+        ({"cuda_graph_impl": "full_iteration"}, "full_iteration", set()),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": "full"}, "local", set()),
+        (
+            {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "moe_router"]},
+            "transformer_engine",
+            {"attn", "moe_router"},
+        ),
+    ],
+)
+def test_every_spelling_is_read(values: dict[str, Any], impl: str, modules: set[str]) -> None:
+    found = cuda_graphs(values)
+    assert found is not None
+    assert (found.impl, found.scope) == (impl, frozenset(modules))
+    assert cuda_graphs({"cuda_graph_impl": "none"}) is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "graphs", "modules"),
+    [
+        (LLAMA, CudaGraphs(impl="local"), set()),
+        (DROPS, CudaGraphs(impl="local"), {"core_attn", "mlp", "moe"}),
+        (DROPS, CudaGraphs(impl="local", scope=frozenset({"attn"})), {"core_attn"}),
+        (LLAMA, CudaGraphs(impl="local", jitters=True), {"moe"}),
+        (
+            LLAMA,
+            CudaGraphs(impl="transformer_engine", scope=frozenset({"attn", "moe_router"})),
+            {"moe"},
+        ),
+    ],
+)
+def test_what_may_not_be_computed_again(
+    spec: TransformerSpec, graphs: CudaGraphs, modules: set[str]
+) -> None:
+    assert {module.value for module in graphs.without_modules(spec)} == modules
+    for module in RecomputeModule:
+        setting = selective_recompute([module])
+        assert graphs.allows_recompute(spec, setting) == (module.value not in modules)
+    assert not graphs.allows_recompute(spec, FULL_RECOMPUTE)
+    assert CudaGraphs(impl="full_iteration").allows_recompute(spec, FULL_RECOMPUTE)
+
+
+def test_a_search_keeps_to_them() -> None:
+    composed = compose(parse(["cluster=dgx_h100"]))
+    flags = "--global-batch-size 64 --cuda-graph-impl local --num-experts 8 --disable-bias-linear"
+    request = read_request(COMMAND + flags, composed, free=[], version="0.16.1")
+    assert not request.space.full_recompute
+    assert RecomputeModule.MLP in request.space.without_modules  # hidden dropout is 0.1
+    assert request.space.limits["expert_model_parallel_size"] == 1
+    newer = read_request(COMMAND + flags, composed, free=[], version="0.20")
+    assert "expert_model_parallel_size" not in newer.space.limits
+    _, job = read_job(read_command(COMMAND + "--global-batch-size 64"))
+    assert job.graphs is None
