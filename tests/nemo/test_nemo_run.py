@@ -201,3 +201,36 @@ def test_a_recipe_of_nemo_by_its_name(capsys: pytest.CaptureFixture[str]) -> Non
     assert "nest:" not in seen.out
     assert task.trainer.strategy.pipeline_model_parallel_layout
     assert task.trainer.num_nodes == 4
+
+
+LAYOUTS = {
+    "divided": ["parallel.tensor_model_parallel_size=4"],
+    "whole": [
+        "parallel.tensor_model_parallel_size=1",
+        "parallel.context_parallel_size=1",
+        "parallel.pipeline_model_parallel_size=1",
+        "parallel.zero_stage=1",
+    ],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["llama3_8b", "nemotron3_4b"])
+def test_the_order_of_plugins_changes_nothing(name: str, layout: str, tmp_path: Path) -> None:
+    pytest.importorskip("nemo.collections.llm.recipes", reason="NeMo is not installed")
+    from nemo.lightning.run.plugins import PerfEnvPlugin
+
+    from tests.nemo import recipes
+
+    found = []
+    for order in (1, -1):
+        planned = plugin(overrides=LAYOUTS[layout], vocab_size=128_256)
+        both = [PerfEnvPlugin(nccl_pp_comm_chunksize=2_097_152), planned][::order]
+        added = executor()
+        with run.Experiment("order", executor=added, base_dir=str(tmp_path / str(order))) as made:
+            made.add(recipes.recipe(name), plugins=both, name="task")
+            job = made.jobs[0]
+        found.append((job.task.trainer.strategy.tensor_model_parallel_size, job.executor.env_vars))
+    assert found[0] == found[1]
+    connections = found[0][1].get("CUDA_DEVICE_MAX_CONNECTIONS")
+    assert connections == ("1" if layout == "divided" else None)

@@ -154,4 +154,5 @@ def _own_argv(request: LaunchRequest) -> tuple[list[str], tuple[str, ...]]:
 
 def device_architecture(plan: ParallelPlan) -> int:
     """Major compute capability of the planned device."""
-    return _BLACKWELL if "B200" in plan.cluster.accelerator.name else _HOPPER
+    name = plan.cluster.accelerator.name
+    return _BLACKWELL if any(chip in name for chip in ("B200", "B300")) else _HOPPER

@@ -14,6 +14,7 @@ from typing import Any, Optional
 import nemo_run as run
 from nemo_run.run import api
 
+from nest_megatron.launchers.nemo_run.environment import adapt, stated_layout
 from nest_megatron.launchers.nemo_run.task import TaskWishes, names, plan_recipe, script_words
 from nest_megatron.launchers.nemo_run.tell import say_script, say_task
 from nest_megatron.parallel import plan_file
@@ -81,8 +82,11 @@ class NestPlugin(run.Plugin):
             task.args.extend(words)
             say_script(task.path, words)
             return
+        before = stated_layout(task)
         plan, changes = plan_recipe(task, self.wishes(), _size(executor))
-        say_task(plan, changes, _keep(plan, executor))
+        variables = getattr(executor, "env_vars", None)
+        told = [] if variables is None else adapt(variables, before, plan)
+        say_task(plan, changes, _keep(plan, executor), told)
 
 
 def _size(executor: Any) -> tuple[int, int] | None:

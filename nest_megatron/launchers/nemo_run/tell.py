@@ -13,9 +13,17 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.launched import fields_report
 
 
-def say_task(plan: ParallelPlan, changes: Iterable[Change], path: Path) -> None:
-    """The plan in a few lines, every changed field with its reason, and where the plan lies."""
+def say_task(
+    plan: ParallelPlan, changes: Iterable[Change], path: Path, told: Iterable[str] = ()
+) -> None:
+    """The plan in a few lines, every changed field with its reason, and where the plan lies.
+
+    Args:
+        told: what became of the environment, one sentence each.
+    """
     show(fields_report(plan, changes))
+    for sentence in told:
+        say(f"nest: {sentence}")
     say(f"nest: the full plan is in {path} (`nest-megatron explain` shows it)")
 
 
