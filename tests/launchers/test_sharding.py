@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from argparse import Namespace
 from collections.abc import Mapping
 
 import pytest
@@ -14,6 +15,7 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import plan_request
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.attach import LAUNCHER, with_launch
+from nest_megatron.launchers.megatron_lm.namespace import require_planned
 from nest_megatron.launchers.megatron_lm.parser import read_command
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
@@ -145,3 +147,20 @@ def test_a_plan_without_new_choices_is_written_as_before() -> None:
     offered, _ = planned(job(WIDE))
     assert plan_file.load(plan_file.dump(offered)) == offered
     assert dataclasses.replace(offered, offers=()) != offered
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.20"])
+def test_what_a_release_makes_of_muon_is_the_plan(version: str) -> None:
+    """0.20 clears ``use_distributed_optimizer`` and divides Muon's state by layers."""
+    found, _ = planned(job("--optimizer muon"), "", version)
+    chosen, train = found.parallel, found.train
+    names = (field.name for field in dataclasses.fields(chosen))
+    args = Namespace(
+        **{name: getattr(chosen, name) for name in names} | {"use_distributed_optimizer": False},
+        micro_batch_size=train.micro_batch_size,
+        global_batch_size=train.global_batch_size,
+        seq_length=train.seq_length,
+        num_layers=found.model.num_layers,
+        optimizer="muon",
+    )
+    require_planned(args, found)

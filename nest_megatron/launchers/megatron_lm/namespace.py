@@ -19,6 +19,7 @@ from nest_megatron.launchers.megatron_lm.parser import (
 )
 from nest_megatron.launchers.megatron_lm.rewrite import WRITABLE, Rewrite
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.rules import ELEMENTWISE_OPTIMIZERS
 
 
 def recorded_version(release: str) -> str:
@@ -101,13 +102,15 @@ def require_planned(args: Namespace, plan: ParallelPlan) -> None:
         "data_parallel_size": chosen.data_parallel_size,
         "expert_model_parallel_size": chosen.expert_model_parallel_size,
         "sequence_parallel": chosen.sequence_parallel,
-        "use_distributed_optimizer": chosen.use_distributed_optimizer,
         "use_megatron_fsdp": chosen.use_megatron_fsdp,
         "micro_batch_size": train.micro_batch_size,
         "global_batch_size": train.global_batch_size,
         "seq_length": train.seq_length,
         "num_layers": plan.model.num_layers,
     }
+    if (getattr(args, "optimizer", None) or "adam") in ELEMENTWISE_OPTIMIZERS:
+        # 0.20 divides an emerging optimizer's state by layers instead, and clears the flag
+        wanted["use_distributed_optimizer"] = chosen.use_distributed_optimizer
     for name, value in wanted.items():
         found = getattr(args, name)
         if found != value:
