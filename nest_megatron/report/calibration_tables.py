@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from nest_megatron.report.fitting import FittingTable
 from nest_megatron.validation.calibrate import Fit, HeldOut
 from nest_megatron.validation.calibration import PARAMETERS
 
@@ -32,7 +33,7 @@ def links_report(by_source: Mapping[str, tuple[float, float]]) -> RenderableType
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = FittingTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", no_wrap=True)
     return table

@@ -14,6 +14,7 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.model.parameters import active_parameters, total_parameters
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
+from nest_megatron.report.fitting import FittingTable
 from nest_megatron.units import format_gib, format_seconds
 
 
@@ -131,4 +132,4 @@ def _pairs(rows: Sequence[tuple[str, str]]) -> RenderableType:
 
 
 def _table(*, expand: bool = False) -> Table:
-    return Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold", expand=expand)
+    return FittingTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold", expand=expand)

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from nest_megatron.comparison import NEST, Compared
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.report.fitting import FittingTable
 from nest_megatron.report.words import TERM_WORDS
 from nest_megatron.units import GIB, format_seconds
 
@@ -42,7 +43,7 @@ def fastest_first(rows: Sequence[Compared]) -> list[Compared]:
 
 def comparison_table(rows: Sequence[Compared]) -> RenderableType:
     """One row a planner."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table = FittingTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("Planner", no_wrap=True)
     for head in ("Step", "Tokens/s", "Of nest"):
         table.add_column(head, justify="right", no_wrap=True)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from nest_megatron.nest.price import Price, StagePrice
 from nest_megatron.nest.records import Instance, Placement
 from nest_megatron.nest.rule import AS_ARTIFACT, SWITCHES, ArtifactRule
+from nest_megatron.report.fitting import FittingTable
 from nest_megatron.units import format_gib
 
 
@@ -60,7 +60,7 @@ def _sum(price: Price) -> Text:
 
 def stages_table(stages: Sequence[StagePrice]) -> RenderableType:
     """A row for each stage, first to last; links as network levels, 0 the innermost."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = FittingTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("Stage", justify="right", no_wrap=True)
     table.add_column("Nodes", no_wrap=True)
     for head in ("Devices", "Time", "Memory", "Link in", "Link out"):

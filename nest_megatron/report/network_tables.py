@@ -11,6 +11,7 @@ from rich.text import Text
 
 from nest_megatron.cluster.records import Cluster, CollectiveKind
 from nest_megatron.profile.network import CollectiveSample, LevelFit, NetworkProfile, kinds_of
+from nest_megatron.report.fitting import FittingTable
 from nest_megatron.units import GB, format_seconds
 
 #: Fields of a level for an all-reduce that is no ring, and what they are called here.
@@ -114,7 +115,7 @@ def _size(num_bytes: float) -> str:
 
 
 def _table(heads: Sequence[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
+    table = FittingTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
     for head in heads:
         table.add_column(head, no_wrap=True)
     return table

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from nest_megatron.model.chain import ChainBlock, ChainGraph
 from nest_megatron.model.graph import LayerCollective, LayerGraph, Part
+from nest_megatron.report.fitting import FittingTable
 from nest_megatron.report.operator_flow import steps
 
 #: Characters of a name that keep their line.
@@ -206,7 +207,7 @@ def _table(*heads: str, wide: Mapping[str, Sequence[str]] = MappingProxyType({})
     Args:
         wide: by head, words that keep their line on a narrow terminal, up to a limit.
     """
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table = FittingTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for head in heads:
         longest = max(map(len, wide.get(head, ())), default=0)
         least = max(len(head), min(longest, _WIDE)) if longest else None

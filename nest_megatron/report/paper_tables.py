@@ -13,6 +13,7 @@ from rich.text import Text
 
 from nest_megatron.paper.outcome import Gain, Report, Row
 from nest_megatron.paper.published import RULES
+from nest_megatron.report.fitting import FittingTable
 from nest_megatron.report.paper_notes import notes
 
 #: Columns that may wrap.
@@ -62,7 +63,7 @@ def gains(rows: Iterable[Gain]) -> RenderableType:
 
 
 def _table(head: Iterable[str], right: Iterable[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = FittingTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     aligned = set(right)
     for name in head:
         wide = name in _WIDE and name not in aligned

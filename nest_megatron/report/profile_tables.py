@@ -12,6 +12,7 @@ from rich.text import Text
 
 from nest_megatron.plain import to_plain
 from nest_megatron.profile.records import LayerProfile, Timing
+from nest_megatron.report.fitting import FittingTable
 from nest_megatron.units import GIB, format_seconds
 
 _DEGREES = {
@@ -99,4 +100,4 @@ def _pairs(rows: Sequence[tuple[str, str]]) -> RenderableType:
 
 
 def _table() -> Table:
-    return Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
+    return FittingTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from nest_megatron.recurrence.plan import PlannedStage, ResearchPlan
+from nest_megatron.report.fitting import FittingTable
 from nest_megatron.units import format_gib, format_seconds
 
 
@@ -47,7 +47,7 @@ def _sum(plan: ResearchPlan) -> Text:
 
 def stages_table(stages: Sequence[PlannedStage]) -> RenderableType:
     """A row for each stage, first to last."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = FittingTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     mixed = len({stage.strategy for stage in stages}) > 1
     table.add_column("Stage", justify="right", no_wrap=True)
     for head in ("Layers", *(["Strategy"] if mixed else [])):

@@ -6,10 +6,12 @@ Everything reads well at 80 columns and as plain text; colour only repeats what 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +19,7 @@ from rich.text import Text
 from nest_megatron.cost_model.memory import within_error
 from nest_megatron.parallel.plan import Alternative, ParallelPlan, PredictedStage, SearchRecord
 from nest_megatron.planner import EndedEarly, NoPlan, describe_grid
+from nest_megatron.report.fitting import FittingTable
 from nest_megatron.report.words import (
     TERM_WORDS,
     basis,
@@ -27,7 +30,8 @@ from nest_megatron.report.words import (
 )
 from nest_megatron.units import GIB, format_gib, format_seconds
 
-_BAR_WIDTH = 22
+#: Columns of the longest bar, and of the shortest on a narrow terminal.
+_BAR_WIDTH, _LEAST_BAR = 22, 6
 #: Pipeline ranks that the short table shows before it leaves some out.
 _SHORT_ROWS = 8
 #: What a column of the runners-up says where nothing is unusual; a degree is 1.
@@ -164,25 +168,35 @@ def time_bars(plan: ParallelPlan) -> RenderableType:
     """Seconds by what they go into, as bars."""
     total = plan.predicted.iteration_time_s
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(min_width=18)
-    table.add_column(width=_BAR_WIDTH)
-    table.add_column(justify="right")
-    table.add_column(justify="right")
+    table.add_column(min_width=18, no_wrap=True)
+    table.add_column()
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
     for name, seconds in plan.predicted.terms.items():
         if seconds >= 5e-5 * total:
             share = seconds / total
             table.add_row(
                 TERM_WORDS.get(name, name),
-                Text(_bar(share), style="green" if name == "compute" else "yellow"),
+                _Bar(share=share, style="green" if name == "compute" else "yellow"),
                 format_seconds(seconds),
                 f"{100 * share:.1f} %",
             )
     return Padding(table, (0, 2))
 
 
-def _bar(share: float) -> str:
-    """A bar of eighths would not survive plain text; whole marks do."""
-    return "#" * round(share * _BAR_WIDTH)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bar:
+    """A share of the width that is left for bars, in whole marks, which survive plain text."""
+
+    share: float
+    style: str
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(_LEAST_BAR, options.max_width), min(_BAR_WIDTH, options.max_width))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(options.max_width, _BAR_WIDTH)
+        yield Text("#" * round(self.share * width), style=self.style)
 
 
 def memory_table(plan: ParallelPlan, *, short: bool) -> RenderableType:
@@ -251,7 +265,7 @@ def alternatives_table(plan: ParallelPlan) -> RenderableType:
         usual = str(plan.cluster.num_gpus) if name == "GPUs" else _USUAL.get(name, "1")
         if name in ("TP", "PP", "DP") or {*cells} != {usual}:
             columns[name] = cells
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
+    table = FittingTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
     for head, cells in columns.items():
         # What is computed again is the one text that gives way on a narrow terminal.
         widest = max(map(len, (head, *cells)))
@@ -460,7 +474,7 @@ def _pairs(rows: Sequence[tuple[str, Text]]) -> RenderableType:
 
 
 def _table(first: str, *, overflow: str = "ellipsis") -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=True, padding=(0, 1, 0, 0), header_style="bold")
+    table = FittingTable(box=SIMPLE_HEAD, pad_edge=True, padding=(0, 1, 0, 0), header_style="bold")
     fold = overflow == "fold"
     table.add_column(first, no_wrap=not fold, overflow="fold" if fold else "ellipsis")
     return table

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from nest_megatron.report.fitting import FittingTable
 from nest_megatron.validation.report import FileScores, Scores
 from nest_megatron.validation.scores import ErrorScores
 
@@ -33,7 +34,7 @@ def validation_report(files: Sequence[FileScores]) -> RenderableType:
 
 
 def _table(file: FileScores) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table = FittingTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("source", no_wrap=True, max_width=_LONGEST)
     for head in _HEADS:
         table.add_column(head, justify="right", no_wrap=True)

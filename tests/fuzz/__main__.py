@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import mmap
 import os
 import resource
+import shlex
 import signal
 import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -28,7 +29,7 @@ from tests.fuzz.readers import READERS, ROOT, Reader
 
 #: What a case may take.
 MAX_SECONDS, MAX_BYTES = 5.0, 500 * 2**20
-_BLOCK = 5_000
+_ROUND = 20_000
 _PAGE = ROOT / "docs" / "reliability.md"
 _BEGIN, _END = "<!-- readers: begin -->", "<!-- readers: end -->"
 
@@ -150,18 +151,34 @@ def run_block(reader: Reader, seeds: tuple[str, ...], numbers: range, seed: int)
 
 
 def fuzz(
-    readers: tuple[Reader, ...], cases: int, seed: int, start: int = 0
-) -> Iterator[tuple[Reader, Counts]]:
-    """Share cases out among readers, and run them."""
+    readers: tuple[Reader, ...],
+    cases: int,
+    seed: int,
+    *,
+    start: int = 0,
+    until: float = math.inf,
+) -> dict[str, Counts]:
+    """Share cases out among readers, and run them in rounds in which each has its turn.
+
+    Args:
+        until: no round begins after this time of ``time.monotonic``.
+    """
     whole = sum(reader.share for reader in readers)
-    for reader in readers:
-        seeds = reader.seeds()
-        number = max(1, round(cases * reader.share / whole))
-        total = Counts()
-        for first in range(start, start + number, _BLOCK):
-            block = range(first, min(first + _BLOCK, start + number))
-            total += run_block(reader, seeds, block, seed)
-        yield reader, total
+    wanted = [max(1, round(cases * reader.share / whole)) for reader in readers]
+    seeds = [reader.seeds() for reader in readers]
+    totals = {reader.name: Counts() for reader in readers}
+    rounds = max(1, cases // _ROUND)
+    for turn in range(rounds):
+        for reader, texts, number in zip(readers, seeds, wanted, strict=True):
+            first, last = (start + number * each // rounds for each in (turn, turn + 1))
+            if first < last:
+                totals[reader.name] += run_block(reader, texts, range(first, last), seed)
+        done = sum(counts.cases for counts in totals.values())
+        faults = sum(len(counts.faults) for counts in totals.values())
+        print(f"{done:,} cases, {faults} faults", file=sys.stderr, flush=True)
+        if time.monotonic() > until:
+            break
+    return totals
 
 
 def table(results: dict[str, Counts], command: str) -> str:
@@ -196,17 +213,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0, help="number of the first case")
     parser.add_argument("--reader", action="append", help="only this one")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after a while")
     parser.add_argument("--write", action="store_true", help="write docs/reliability.md")
     options = parser.parse_args()
     readers = tuple(r for r in READERS if not options.reader or r.name in options.reader)
-    results = {}
-    for reader, counts in fuzz(readers, options.cases, options.seed, options.start):
-        results[reader.name] = counts
-        print(f"{reader.name}: {counts.cases:,} cases, {len(counts.faults)} faults", flush=True)
+    until = time.monotonic() + 60 * options.minutes
+    results = fuzz(readers, options.cases, options.seed, start=options.start, until=until)
+    for name, counts in results.items():
         for number, told in counts.faults[:20]:
-            print(f"  case {number}: {told}", flush=True)
-    words = f"python -m tests.fuzz --cases {options.cases} --seed {options.seed}"
-    section = table(results, words + (" --write" if options.write else ""))
+            print(f"{name}, case {number}: {told}", flush=True)
+    section = table(results, shlex.join(["python", "-m", "tests.fuzz", *sys.argv[1:]]))
     print(section)
     if options.write:
         text = _PAGE.read_text(encoding="utf-8")

@@ -1,0 +1,52 @@
+"""Tables that lose nothing on a narrow terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Column, Table
+from rich.text import Text
+
+#: Least width of a column of words, which wraps; of one that is cut with an ellipsis by design.
+_WORDS, _CUT = 12, 8
+
+
+class FittingTable(Table):
+    """A table whose numbers are never cut: too wide, each row is printed as a list of its own."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Print the table, or the list where a column would be lost."""
+        wide = options.update(max_width=10_000)
+        needs = [_need(column, console, wide) for column in self.columns]
+        padding = sum(self._get_padding_width(index) for index in range(len(self.columns)))
+        if sum(needs) + padding + self._extra_width > options.max_width:
+            yield from self._rows_apart()
+            return
+        for column, need in zip(self.columns, needs, strict=True):
+            column.min_width = max(need, column.min_width or 0)
+        yield from super().__rich_console__(console, options)
+
+    def _rows_apart(self) -> RenderResult:
+        """Each row as pairs of a column's name and its value."""
+        yield Text("")
+        for cells in zip(*(column.cells for column in self.columns), strict=True):
+            pairs = Table.grid(padding=(0, 2, 0, 0))
+            pairs.add_column(style="bold")
+            pairs.add_column(overflow="fold")
+            for column, cell in zip(self.columns, cells, strict=True):
+                if cell != "":
+                    pairs.add_row(column.header, cell)
+            yield Padding(pairs, (0, 0, 0, 1))
+            yield Text("")
+
+
+def _need(column: Column, console: Console, wide: ConsoleOptions) -> int:
+    """Least width at which nothing of a column is lost."""
+    cells = (column.header, *column.cells)
+    natural = max(Measurement.get(console, wide, cell).maximum for cell in cells)
+    if column.justify == "right":
+        return natural
+    if column.min_width is not None:
+        return column.min_width
+    return min(natural, _CUT if column.no_wrap else _WORDS)
