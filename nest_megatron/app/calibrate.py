@@ -8,6 +8,7 @@ from pathlib import Path
 from nest_megatron.app import OK
 from nest_megatron.app.output import say, show, show_json
 from nest_megatron.errors import UserInputError
+from nest_megatron.packages import install_command
 from nest_megatron.validation.calibrate import (
     Fit,
     HeldOut,
@@ -92,7 +93,7 @@ def _require_scipy() -> None:
             "calibrate",
             value=None,
             limit="it needs SciPy, which is not installed",
-            fix="pip install 'nest-megatron[calibrate]'",
+            fix=install_command("calibrate"),
         ) from error
 
 

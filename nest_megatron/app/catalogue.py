@@ -9,7 +9,8 @@ from nest_megatron.app.output import show, show_json
 from nest_megatron.catalogue_files import catalogue_names, catalogue_root
 from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.overrides import check_choice
+from nest_megatron.config.overrides import check_choice, is_path
+from nest_megatron.config.schema import PlanConfig
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.parameters import active_parameters, total_parameters
 from nest_megatron.model.spec import TransformerSpec
@@ -45,6 +46,10 @@ def run_clusters(name: str | None, *, as_json: bool) -> int:
 
 
 def _model(name: str) -> TransformerSpec:
+    if is_path(name):
+        from nest_megatron.config.request import read_spec
+
+        return read_spec(_composed("model", name))
     return spec_from_mapping(_entry("model", name))
 
 
@@ -53,7 +58,19 @@ def _model_document(spec: TransformerSpec) -> dict[str, Any]:
     return {**to_plain(spec), **counts}
 
 
+def _composed(group: str, path: str) -> PlanConfig:
+    """A file of the user, read as ``plan`` reads it."""
+    from nest_megatron.config.compose import compose
+    from nest_megatron.config.overrides import parse
+
+    return compose(parse([f"{group}={path}"])).config
+
+
 def _cluster(name: str) -> Cluster:
+    if is_path(name):
+        from nest_megatron.config.request import read_cluster
+
+        return read_cluster(_composed("cluster", name))
     entry = _entry("cluster", name)
     for choice in entry.pop("defaults", ()):
         if isinstance(choice, dict):

@@ -58,7 +58,7 @@ def cli() -> None:
         "nest-megatron plan model=./config.json cluster=./mine.yaml parallel.zero_stage=1",
         "nest-megatron plan model=mixtral_8x7b cluster=dgx_h100 search.max_seconds=10 --json",
         "nest-megatron plan --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100 --free all",
-        "nest-megatron plan -m model=llama3_8b cluster=dgx_h100 cluster.oversubscription=1,4",
+        "nest-megatron plan -m model=llama3_8b cluster=dgx_h100 train.global_batch_size=256,512",
     ),
 )
 @job_options()
@@ -238,12 +238,13 @@ def calibrate(paths: tuple[Path, ...], **options: Any) -> int:
     examples=(
         "nest-megatron models",
         "nest-megatron models deepseek_v3",
+        "nest-megatron models ./config.json",
     ),
 )
 @click.argument("name", required=False, shell_complete=complete_catalogue("model"))
 @json_option
 def models(name: str | None, *, as_json: bool) -> int:
-    """List the models of the catalogue, or show one."""
+    """List the models of the catalogue, or show one, or that of a file."""
     from nest_megatron.app.catalogue import run_models
 
     return run_models(name, as_json=as_json)
@@ -254,12 +255,13 @@ def models(name: str | None, *, as_json: bool) -> int:
     examples=(
         "nest-megatron clusters",
         "nest-megatron clusters h100_spine_leaf",
+        "nest-megatron clusters ./mine.yaml",
     ),
 )
 @click.argument("name", required=False, shell_complete=complete_catalogue("cluster"))
 @json_option
 def clusters(name: str | None, *, as_json: bool) -> int:
-    """List the clusters of the catalogue, or show one."""
+    """List the clusters of the catalogue, or show one, or that of a file."""
     from nest_megatron.app.catalogue import run_clusters
 
     return run_clusters(name, as_json=as_json)

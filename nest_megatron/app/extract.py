@@ -29,6 +29,7 @@ from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.parameters import ParameterCount, unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.packages import install_command
 from nest_megatron.parallel.degree_rules import DEGREE_RULES, violations
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.rules import LaunchRequest
@@ -284,7 +285,7 @@ def require_megatron(command: str = "extract") -> None:
                 command,
                 value=None,
                 limit=f"layers are built by megatron-core, and {package} is not installed",
-                fix="pip install 'nest-megatron[megatron]'"
+                fix=install_command("megatron")
                 + (
                     ", or add --closed-form to see the formulas that the planner uses."
                     if command == "extract"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from nest_megatron.app import OK
 from nest_megatron.app.failure import end, ending_on_errors
 from nest_megatron.app.ranks import Joined, ending_together
-from nest_megatron.boot import is_asked_for
+from nest_megatron.boot import is_asked_for, settings_in
 from nest_megatron.config.launch import LaunchWords, Mode, read_launch, read_words, split_words
 from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.errors import NestError, UserInputError
@@ -58,7 +58,11 @@ _bridge_is_settled = False
 def before_training() -> None:
     """Take our words off the command line, before Megatron's parser sees them."""
     global _session  # noqa: PLW0603 - one process, one job
-    if _session is not None or not is_asked_for(sys.argv):
+    if _session is not None:
+        return
+    if not is_asked_for(sys.argv):
+        with ending_on_errors():
+            _refuse_settings_alone(sys.argv[1:])
         return
     if _plan_of_hydra_application() is not None or _is_hydras_own():
         return  # its words are Hydra's
@@ -80,6 +84,19 @@ def _is_hydras_own() -> bool:
     running = hydra_config is not None and hydra_config.HydraConfig.initialized()
     asked = [word.partition("=")[2] for word in sys.argv if is_asked_for([word])]
     return running and not set(asked).intersection(Mode)
+
+
+def _refuse_settings_alone(argv: Sequence[str]) -> None:
+    """Refuse ``nest.KEY=VALUE`` without ``+nest=``, which Megatron's parser only calls unknown."""
+    words = settings_in(argv)
+    if words:
+        key, _, value = words[0].lstrip("+").partition("=")
+        raise UserInputError(
+            key,
+            value=value,
+            limit="nothing is planned without +nest=auto or +nest=pinned",
+            fix=f"Add +nest=auto to the command, or leave {' '.join(words)} out.",
+        )
 
 
 def _refuse_yaml(argv: Sequence[str]) -> None:

@@ -25,6 +25,7 @@ from nest_megatron.app.sweep_launch import check_launcher, launch
 from nest_megatron.config.overrides import Setting, expand, swept
 from nest_megatron.errors import NestError
 from nest_megatron.files import check_output, write_bytes, write_text
+from nest_megatron.packages import install_command
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.sweep_table import SweepRow, to_csv, to_parquet
@@ -147,14 +148,14 @@ def _write(
         write_bytes(folder / "sweep.parquet", to_parquet(rows))
         files.append("sweep.parquet")
     except ImportError:
-        print("sweep.parquet needs pyarrow: pip install 'nest-megatron[sweep]'.", file=sys.stderr)
+        print(f"sweep.parquet needs pyarrow: {install_command('sweep')}", file=sys.stderr)
     try:
         from nest_megatron.report.sweep_chart import sweep_chart
 
         write_bytes(folder / "sweep.svg", sweep_chart(rows))
         files.append("sweep.svg")
     except ImportError:
-        print("sweep.svg needs matplotlib: pip install 'nest-megatron[report]'.", file=sys.stderr)
+        print(f"sweep.svg needs matplotlib: {install_command('report')}", file=sys.stderr)
     return (*(str(folder / name) for name in files),)
 
 
@@ -163,8 +164,26 @@ def _show(settings: Sequence[Setting], rows: Sequence[SweepRow], files: Sequence
 
     same = [s for s in settings if s.key not in {"out", *swept(settings)}]
     show(describe(same), sweep_table(row.shown() for row in rows))
+    for key in without_effect(rows):
+        say(f"\nnote: {key} changes nothing: the step takes as long with each of its values.")
     if files:
         say(f"Plans written to {Path(files[0]).parent}, all of them in {', '.join(files)}.")
+
+
+def without_effect(rows: Sequence[SweepRow]) -> list[str]:
+    """Settings whose values all give the same step, whatever the other settings are."""
+    if any(row.plan is None for row in rows):
+        return []
+    return [key for key in (rows[0].settings if rows else ()) if not _matters(key, rows)]
+
+
+def _matters(key: str, rows: Sequence[SweepRow]) -> bool:
+    found: dict[tuple[str, ...], set[float]] = {}
+    for row in rows:
+        assert row.plan is not None
+        others = tuple(value for name, value in row.settings.items() if name != key)
+        found.setdefault(others, set()).add(row.plan.predicted.iteration_time_s)
+    return any(len(steps) > 1 for steps in found.values())
 
 
 def _names(jobs: Sequence[SweepJob]) -> list[str]:

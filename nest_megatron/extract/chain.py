@@ -23,6 +23,7 @@ from nest_megatron.extract.fx_blocks import block_of, chain_blocks
 from nest_megatron.extract.fx_operators import chain_work
 from nest_megatron.extract.fx_trace import traced
 from nest_megatron.model.chain import ChainGraph, TensorShape
+from nest_megatron.packages import install_command
 
 
 def extract_chain(module: Any, inputs: Sequence[TensorShape]) -> ChainGraph:
@@ -66,5 +67,5 @@ def require_torch() -> None:
             "extract",
             value=None,
             limit="a module is traced by torch, which is not installed",
-            fix="pip install 'nest-megatron[megatron]', or torch alone.",
+            fix=f"{install_command('megatron')}; torch alone is enough.",
         ) from error

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.packages import install_command
 from nest_megatron.units import GIB
 from nest_megatron.validation.named_sets import Judged
 from nest_megatron.validation.outcome import RowOutcome
@@ -75,7 +76,7 @@ def require_matplotlib() -> None:
             "--docs",
             value=None,
             limit="its pictures are drawn by matplotlib, which is not installed",
-            fix="pip install 'nest-megatron[report]'",
+            fix=install_command("report"),
         ) from error
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import MARK, write_bytes
+from nest_megatron.packages import install_command
 from nest_megatron.report.markup import Markup, element, joined
 from nest_megatron.report.palette import picture_metadata
 
@@ -209,7 +210,7 @@ def _as_png(canvas: Canvas, what: str) -> bytes:
             what,
             value=".png",
             limit="it is drawn by matplotlib, which is not installed",
-            fix="pip install 'nest-megatron[report]', or name an .svg file instead.",
+            fix=f"{install_command('report')}, or name an .svg file instead.",
         ) from error
     width, height = round(canvas.width), round(canvas.height)
     with mpl.rc_context({"text.parse_math": False, "font.family": "DejaVu Sans"}):

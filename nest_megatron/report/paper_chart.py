@@ -13,6 +13,7 @@ from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import require_folder, write_bytes
+from nest_megatron.packages import install_command
 from nest_megatron.paper.outcome import Report, Row
 from nest_megatron.report.palette import PICTURE_STYLE, picture_metadata
 
@@ -45,7 +46,7 @@ def check_figure(name: str, path: Path) -> None:
         raise _wrong(str(path), "a picture is an .svg or a .png", "Rename it.")
     require_folder(path, "--chart")
     if importlib.util.find_spec("matplotlib") is None:
-        fix = "pip install 'nest-megatron[report]'"
+        fix = install_command("report")
         raise _wrong(str(path), "the picture is drawn by matplotlib", fix)
 
 

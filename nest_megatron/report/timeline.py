@@ -15,6 +15,7 @@ from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import MARK, write_bytes
+from nest_megatron.packages import install_command
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.palette import (
@@ -145,7 +146,7 @@ def _rendered(plan: ParallelPlan, view: ScheduleView, suffix: str) -> bytes:
             "timeline",
             value=f".{suffix}",
             limit="the picture is drawn by matplotlib, which is not installed",
-            fix="pip install 'nest-megatron[report]', or write a trace (.json) instead.",
+            fix=f"{install_command('report')}, or write a trace (.json) instead.",
         ) from error
     shown, ranks = windows(view), len(view.ranks)
     with matplotlib.rc_context(PICTURE_STYLE):

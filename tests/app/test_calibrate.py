@@ -71,4 +71,4 @@ def test_without_scipy_the_package_is_named(runs: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     done = run("calibrate", str(runs))
     assert done.code == 2
-    assert "pip install 'nest-megatron[calibrate]'" in done.err
+    assert "pip install 'numpy" in done.err

@@ -148,7 +148,7 @@ def test_without_the_framework_the_fix_is_named(
     name = {"torch": "torch", "megatron": "megatron.core"}[missing]
     installed = extract._is_installed
     monkeypatch.setattr(extract, "_is_installed", lambda n: n != name and installed(n))
-    refused(run(*LLAMA), "nest-megatron[megatron]", "--closed-form", missing)
+    refused(run(*LLAMA), "pip install 'megatron-core", "--closed-form", missing)
     assert run(*LLAMA, "--closed-form").code == 0
 
 

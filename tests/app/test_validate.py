@@ -199,5 +199,5 @@ def test_docs_name_the_package_that_is_missing(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = run("validate", str(runs), "--docs", str(tmp_path))
     assert done.code == 2
-    assert "pip install 'nest-megatron[report]'" in done.err
+    assert "pip install 'matplotlib" in done.err
     assert not (tmp_path / "accuracy").exists()

@@ -40,6 +40,7 @@ ROOM_OF = {
     "units": "base",
     "files": "base",
     "documents": "base",
+    "packages": "base",
     "names": "base",
     "boot": "base",
     "plain": "base",

@@ -68,7 +68,7 @@ def test_a_broken_package_breaks_no_process_without_the_word(tmp_path: Path) -> 
 
 
 def test_the_line_and_the_boot_look_for_the_same_words() -> None:
-    assert str(boot.TOKENS).replace("'", '"') in LINE
+    assert str(boot.TOKENS + boot.SETTINGS).replace("'", '"') in LINE
 
 
 def test_handlers_exist() -> None:
@@ -218,3 +218,15 @@ sys.path.append({str(ROOT)!r})
 from nest_megatron.app.runner import run_script
 run_script(sys.argv[1:])
 """
+
+
+@pytest.mark.parametrize("word", ["nest.cluster=dgx_h100", "+nest.dry_run=true"])
+def test_settings_without_nest_say_what_is_missing(word: str) -> None:
+    megatron = (
+        "import importlib; importlib.import_module('nest_megatron.app.hook').before_training()"
+    )
+    done = run_line(LINE, megatron, "--bf16", word)
+    assert done.returncode == 2
+    assert "Add +nest=auto" in done.stderr
+    loaded = "import sys; print('nest_megatron.app.hook' in sys.modules)"
+    assert run_line(LINE, loaded, word).stdout.strip() == "False"

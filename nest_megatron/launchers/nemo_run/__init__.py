@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nest_megatron.launchers.nemo_run.plugin import NestPlugin
+    from nest_megatron.packages import install_command
+from nest_megatron.launchers.nemo_run.plugin import NestPlugin
 
 __all__ = ["NestPlugin"]
 
@@ -20,6 +21,6 @@ def __getattr__(name: str) -> Any:
     try:
         from nest_megatron.launchers.nemo_run.plugin import NestPlugin
     except ImportError as error:
-        told = f"NeMo-Run cannot be imported ({error}); pip install 'nest-megatron[run]'"
+        told = f"NeMo-Run cannot be imported ({error}); {install_command('run')}"
         raise ImportError(told) from error
     return NestPlugin
