@@ -165,7 +165,6 @@ def _find(
     plan = plan_recipe(
         recipe, cluster=None, overrides=settings, freedom=freedom, choose=launch.alternative
     )
-    plan = plan_file.made_for(plan, "Megatron-Bridge", None, "+nest=auto")
     if out is not None:
         plan_file.write(plan, out)
     return plan

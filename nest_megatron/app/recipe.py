@@ -18,6 +18,7 @@ from nest_megatron.config.typed import CHOICES
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
 from nest_megatron.launchers.recipe import Recipe
+from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.pinning import Found, read_pinned, require_same_job
 from nest_megatron.planner import plan as find_plan
@@ -133,7 +134,9 @@ def plan_recipe(
     found = require_plan(find_plan(wanted, choose=choose), inputs.notes)
     if recipe.restored is not None:
         recipe.restored.check(found, recipe.job.version)
-    return found
+    by_words = freedom.option == "nest.free"  # only Megatron-Bridge's scripts take them
+    framework = "Megatron-Bridge" if by_words else "NeMo or Megatron-Bridge"
+    return plan_file.made_for(found, framework, None, "+nest=auto" if by_words else "auto_recipe")
 
 
 def _required(recipe: Recipe) -> dict[str, Requirement]:

@@ -96,6 +96,7 @@ def _headline(plan: ParallelPlan) -> Markup:
     job = f"global batch {train.global_batch_size:,}, {train.precision.value}"
     bad = None if predicted.fits else " bad"
     verdict = [certificate(plan.search), f" What binds it: {predicted.binding_constraint}."]
+    verdict += [f" Not taken: {offer}." for offer in plan.offers]
     memory = memory_verdict(
         predicted.peak_memory_bytes, predicted.capacity_bytes, plan.search.not_modelled
     )
