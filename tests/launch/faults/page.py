@@ -85,8 +85,9 @@ def _head_of_stand_in() -> str:
     return (
         f"Written by `{_COMMAND}` {_versions()}: real processes on one host, three ranks over "
         "gloo, and a stand-in for Megatron-LM's training script that parses its arguments, has "
-        f"them planned and joins a process group. `nest.heartbeat_timeout_s={HEARTBEAT_S}`, and "
-        f"`nest.rendezvous_timeout_s={RENDEZVOUS_S}` where a rank is missing; a job has 20 s and "
+        f"them planned and joins a process group. `nest.heartbeat_timeout_s={HEARTBEAT_S}` where a "
+        "rank is killed or stopped, and "
+        f"`nest.rendezvous_timeout_s={RENDEZVOUS_S}` where one is missing; a job has 20 s and "
         "`--distributed-timeout-minutes` unless told otherwise. *Farewell* is the time, 10 s at "
         "most, that ranks which end wait until all have printed why. Seconds are from the start "
         "of the command to the end of its last process, imports included, on a busy machine; "
