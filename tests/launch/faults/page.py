@@ -47,24 +47,38 @@ def runs(script: str) -> list[tuple[Case, Launcher]]:
 def write_sections(page: Path, seen: Seen) -> None:
     """Put what a run saw into the section of its script, and leave all others alone.
 
+    A run of some cases replaces their rows.
+
     Raises:
-        ValueError: if the run left cases out.
+        ValueError: if rows are missing then.
     """
     for script, rows in seen.items():
-        wanted = len(runs(script))
-        if len(rows) != wanted:
-            raise ValueError(f"{wanted} rows make a section of the page, {len(rows)} were seen")
-        before, begin, after = _around(page.read_text(encoding="utf-8"), script)
-        text = "\n".join(["", *textwrap.wrap(_HEADS[script](), 118), "", *_table(rows), ""])
-        write_text(page, f"{before}{begin}{text}{after}")
+        text = page.read_text(encoding="utf-8")
+        lines = _lines(text, script) | {(r.case, r.what, r.launcher): _line(r) for r in rows}
+        wanted = [(case.name, case.what, launcher.value) for case, launcher in runs(script)]
+        missing = [
+            f"{case} ({launcher})"
+            for case, what, launcher in wanted
+            if (case, what, launcher) not in lines
+        ]
+        if missing:
+            raise ValueError(f"the page lacks the rows of {', '.join(missing)}: run them, too")
+        table = [*_TABLE_HEAD, *(lines[key] for key in wanted)]
+        before, begin, after = _around(text, script)
+        section = "\n".join(["", *textwrap.wrap(_HEADS[script](), 118), "", *table, "", ""])
+        write_text(page, f"{before}{begin}{section}{after}")
 
 
 def rows_of(text: str, script: str) -> list[tuple[str, str, str]]:
     """Case, what was done and launcher of the rows in a script's section."""
+    return list(_lines(text, script))
+
+
+def _lines(text: str, script: str) -> dict[tuple[str, str, str], str]:
     before, begin, after = _around(text, script)
     section = text[len(before) + len(begin) : len(text) - len(after)]
-    found = (_ROW.match(line) for line in section.splitlines())
-    return [(row["case"], row["what"], row["launcher"]) for row in found if row]
+    found = [(_ROW.match(line), line) for line in section.splitlines()]
+    return {(row["case"], row["what"], row["launcher"]): line for row, line in found if row}
 
 
 def _around(text: str, script: str) -> tuple[str, str, str]:
@@ -78,7 +92,8 @@ def _versions() -> str:
     import torch
 
     day = datetime.now(UTC).date().isoformat()
-    return f"on {day} with torch {torch.__version__} and Python {platform.python_version()}"
+    version = f"torch {torch.__version__} and Python {platform.python_version()}"
+    return f"(each row by the latest run of its case, the last on {day}) with {version}"
 
 
 def _head_of_stand_in() -> str:
@@ -105,12 +120,10 @@ def _head_of_megatron() -> str:
 _HEADS = {STAND_IN: _head_of_stand_in, MEGATRON: _head_of_megatron}
 
 
-def _table(rows: list[Row]) -> list[str]:
-    head = [
-        "| case | what was done | launcher | how it ends | within | took | message |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    return [*head, *map(_line, rows), ""]
+_TABLE_HEAD = (
+    "| case | what was done | launcher | how it ends | within | took | message |",
+    "|---|---|---|---|---|---|---|",
+)
 
 
 def _line(row: Row) -> str:
