@@ -212,7 +212,7 @@ def ended_of(commands: Sequence[Sequence[str]], variables: Mapping[str, str]) ->
     started = time.monotonic()
     children = [
         subprocess.Popen(
-            ["nice", "-n", "19", sys.executable, "-m", "nest_megatron", *words],
+            [sys.executable, "-m", "nest_megatron", *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
