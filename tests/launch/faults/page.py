@@ -106,8 +106,8 @@ def _head_of_stand_in() -> str:
         "`--distributed-timeout-minutes` unless told otherwise. *Farewell* is the time, 10 s at "
         "most, that ranks which end wait until all have printed why. Seconds are from the start "
         "of the command to the end of its last process, imports included, on a busy machine; "
-        "under torchrun a stopped rank costs 30 s more, which torchrun gives it to end, and the exit "
-        "code is torchrun's own."
+        "under torchrun a stopped rank costs 30 s more, which torchrun gives it to end, and the "
+        "exit code is torchrun's own."
     )
 
 
