@@ -307,7 +307,7 @@ def test_a_command_is_rewritten_with_every_change_shown() -> None:
     done = run("plan", "--from", LLAMA3_8B, "cluster=dgx_h100")
     assert done.code == 0
     assert "--sequence-parallel" in done.out
-    assert "set -> absent" in done.out
+    assert "absent -> 2" in done.out  # of the pipeline; what was typed stays
     assert "--data-cache-path /tmp/cache" in " ".join(done.out.replace("\\\n", " ").split())
 
 
