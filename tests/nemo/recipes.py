@@ -80,8 +80,8 @@ def validate(source: Any) -> None:
     from nemo.lightning import _strategy_lib
 
     changed = copy.deepcopy(source)
-    for name in ("apply_rope_fusion", "moe_permute_fusion"):  # they need Transformer Engine
-        if hasattr(changed.model.config, name):
+    for name in ("apply_rope_fusion", "moe_permute_fusion", "bias_activation_fusion"):
+        if hasattr(changed.model.config, name):  # they need Transformer Engine
             setattr(changed.model.config, name, False)
     model = SimpleNamespace(config=fiddle.build(changed.model.config), configure_model=None)
     strategy = fiddle.build(changed.trainer.strategy)
