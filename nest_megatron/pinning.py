@@ -114,7 +114,7 @@ def read_pinned(path: Path) -> PinnedPlan:
             fix="Take the reviewed file again, or plan and pin anew.",
         )
     fields = plan_file.parse(body, str(path))
-    pin = from_plain(Pin, fields.pop("pin"), "pin")
+    pin = from_plain(Pin, fields.pop("pin", None), "pin")
     return PinnedPlan(pin=pin, plan=plan_file.from_fields(fields, str(path)))
 
 

@@ -59,3 +59,9 @@ def test_what_the_runner_calls_a_fault() -> None:
     assert [number for number, _ in found.faults] == [0, 1]
     assert "status" in found.faults[0][1]
     assert (Counts(accepted=1) + Counts(refused=2)).cases == 3
+
+
+def test_a_pinned_plan_without_its_pin_is_refused() -> None:
+    (reader,) = (reader for reader in READERS if reader.name == "pinned plan")
+    with pytest.raises(NestError, match="pin"):
+        reader.read(reader.seeds()[0].replace("\npin:", "\nping:", 1))
