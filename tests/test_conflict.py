@@ -28,7 +28,7 @@ FIVE = COMMAND + (
     "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 --micro-batch-size 4 "
     "--global-batch-size 40 --num-layers-per-virtual-pipeline-stage 1"
 )
-#: Its gpt3_15b_8t_release_sm_gb200, whose batch is one micro batch.
+#: A batch of one micro batch, as Megatron takes it where none is given.
 ONE = COMMAND + (
     "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --micro-batch-size 4 "
     "--num-virtual-stages-per-pipeline-rank 2"
@@ -76,3 +76,9 @@ def test_a_mistyped_module_is_refused_with_the_nearest() -> None:
     )
     with pytest.raises(UserInputError, match=r"recompute_modules = 'layer_norm'.*layernorm"):
         read_job(read_command(COMMAND + flags))
+
+
+def test_a_batch_that_follows_a_schedule_is_no_batch_of_one_micro_batch() -> None:
+    flags = '--step-batch-size-schedule "0:384 200B:768" --micro-batch-size 4'
+    with pytest.raises(UserInputError, match="--step-batch-size-schedule"):
+        read_job(read_command(COMMAND + flags, "0.20"))

@@ -121,10 +121,10 @@ def _argv(arguments: Mapping[str, Any]) -> Iterator[str]:
             yield flag
         elif text.startswith("[") and text.endswith("]"):
             yield from (flag, *text[1:-1].replace(",", " ").replace("'", "").split())
-        elif text.startswith("(") or " " not in text:
-            yield from (flag, text)
+        elif "sizes" in flag:
+            yield from (flag, *text.split())
         else:
-            yield from (flag, text) if flag.endswith("layout") else (flag, *text.split())
+            yield from (flag, text)  # the script quotes what has spaces
 
 
 def _least_gpus(arguments: Mapping[str, Any]) -> int:

@@ -40,6 +40,7 @@ _REFUSED_ARGUMENTS = {
     "retro_add_retriever": "retrieval models have an encoder",
     "perform_rl_step": "an RL step is generation as well as training",
     "decoder_num_layers": "encoder-decoder models have two stacks",
+    "step_batch_size_schedule": "a batch that grows by a schedule is not described",
     "use_checkpoint_args": "the model's shape would come from a checkpoint; give the model's flags",
     "use_legacy_models": "legacy models have another code path",
 }
