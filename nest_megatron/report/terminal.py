@@ -16,7 +16,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from nest_megatron.cost_model.memory import within_error
 from nest_megatron.parallel.plan import Alternative, ParallelPlan, PredictedStage, SearchRecord
 from nest_megatron.planner import EndedEarly, NoPlan, describe_grid
 from nest_megatron.report.fitting import FittingTable
@@ -386,7 +385,6 @@ def no_plan_report(refusal: NoPlan) -> RenderableType:
         refusal.missing_bytes, refusal.capacity_bytes, refusal.search.not_modelled
     )
     title = Text(f"{verdict[0].upper()}{verdict[1:]}.", style="bold red")
-    near = within_error(refusal.shortage.needed_bytes, refusal.capacity_bytes)
     remedies = [("-", Text(remedy)) for remedy in refusal.remedies]
     return Group(
         title,
@@ -395,7 +393,7 @@ def no_plan_report(refusal: NoPlan) -> RenderableType:
         _pairs(remedies),
         *([] if refusal.complete else [Padding(Text(_INCOMPLETE), (0, 2))]),
         _heading("What was tried"),
-        Padding(Text(certificate(refusal.search, near_limit=near)), (0, 2)),
+        Padding(Text(certificate(refusal.search)), (0, 2)),
     )
 
 

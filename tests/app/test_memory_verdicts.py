@@ -95,7 +95,7 @@ def test_a_plan_without_such_flags_is_written_as_before() -> None:
         (-1.0, ""),
         (0.0, ""),
         (PEAK_ERROR / 2, "may fit: "),
-        (2 * PEAK_ERROR, "does not fit: "),
+        (2 * PEAK_ERROR, "predicted not to fit: "),
     ],
 )
 def test_near_the_limit_memory_proves_nothing(over: float, verdict: str) -> None:
@@ -107,7 +107,7 @@ def test_near_the_limit_memory_proves_nothing(over: float, verdict: str) -> None
 
 def test_no_plan_near_the_limit() -> None:
     assert "may fit" in no_plan_verdict(GIB, 74 * GIB)
-    assert no_plan_verdict(9 * GIB, 74 * GIB) == "no plan fits in memory"
+    assert no_plan_verdict(9 * GIB, 74 * GIB) == "no plan is predicted to fit in memory"
 
 
 def test_the_script_that_nvidia_ships_is_priced_with_its_flags() -> None:

@@ -26,6 +26,7 @@ from nest_megatron.launchers.transformer_config import (
     spec_from_transformer_config,
 )
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.packages import install_command
 from nest_megatron.parallel.cuda_graphs import FIELDS as GRAPH_FIELDS
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
 
@@ -138,7 +139,7 @@ def require_language_models(installed: str | None = None) -> None:
     Raises:
         UserInputError: if it is not installed, or its release has dropped them.
     """
-    fix = "Install 'nest-megatron[nemo]' (nemo-toolkit >=2.4,<3; 2.7.3 is what was tried)."
+    fix = f"{install_command('nemo')} (nemo-toolkit >=2.4,<3; 2.7.3 is what was tried)."
     if installed is None:
         try:
             installed = importlib.metadata.version("nemo-toolkit")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nest_megatron.packages import install_command
+
 if TYPE_CHECKING:
-    from nest_megatron.packages import install_command
-from nest_megatron.launchers.nemo_run.plugin import NestPlugin
+    from nest_megatron.launchers.nemo_run.plugin import NestPlugin
 
 __all__ = ["NestPlugin"]
 
