@@ -23,6 +23,7 @@ _FIRST = (
     "megatron.core.optimizer",
     "nemo.collections.llm.api",
     "nemo.collections.llm.recipes",
+    "nemo.lightning.run.plugins",
 )
 
 
