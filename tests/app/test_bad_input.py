@@ -139,7 +139,10 @@ def test_a_mistake_in_json(case: str) -> None:
             "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 3",
             "decoder_first",
         ),
-        ("--num-layers-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 2", "--free"),
+        (
+            "--num-layers-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 2",
+            "no whole number",
+        ),
         ("--tensor-model-parallel-size 3", "divide the 8 GPUs"),
     ],
 )
@@ -192,7 +195,7 @@ def test_a_plan_file_that_is_not_sound(
 def test_an_old_file_outlives_a_failed_plan(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("mine")
-    assert run("plan", "model=llama3_70b", *SMALL[1:], f"out={path}").code == 1
+    assert run("plan", "model=llama3_70b", *SMALL[1:], f"out={path}", "--force").code == 1
     assert path.read_text() == "mine"
 
 
