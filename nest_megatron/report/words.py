@@ -52,7 +52,7 @@ def memory_verdict(needed: Bytes, limit: Bytes, not_modelled: Sequence[str] = ()
     >>> memory_verdict(75 << 30, 74 << 30)
     'may fit: 1.0 GiB over the limit, less than the error of such predictions (3.1 %)'
     >>> memory_verdict(80 << 30, 74 << 30)
-    'predicted not to fit: 6.0 GiB missing'
+    'does not fit, as predicted: 6.0 GiB missing'
     """
     over = f"{format_gib(needed - limit)} over the limit"
     if not_modelled:
@@ -63,7 +63,7 @@ def memory_verdict(needed: Bytes, limit: Bytes, not_modelled: Sequence[str] = ()
     if within_error(needed, limit):
         error = f"{100 * PEAK_ERROR:.1f} %"
         return f"may fit: {over}, less than the error of such predictions ({error})"
-    return f"predicted not to fit: {format_gib(needed - limit)} missing"
+    return f"does not fit, as predicted: {format_gib(needed - limit)} missing"
 
 
 def no_plan_verdict(missing: Bytes, limit: Bytes, not_modelled: Sequence[str] = ()) -> str:

@@ -95,7 +95,7 @@ def test_a_plan_without_such_flags_is_written_as_before() -> None:
         (-1.0, ""),
         (0.0, ""),
         (PEAK_ERROR / 2, "may fit: "),
-        (2 * PEAK_ERROR, "predicted not to fit: "),
+        (2 * PEAK_ERROR, "does not fit, as predicted: "),
     ],
 )
 def test_near_the_limit_memory_proves_nothing(over: float, verdict: str) -> None:

@@ -150,7 +150,7 @@ def test_without_matplotlib_an_svg_still_works(
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     draw_chain(chain(), tmp_path / "chain.svg")
-    with pytest.raises(UserInputError, match=r"nest-megatron\[report\]"):
+    with pytest.raises(UserInputError, match=r"pip install .*matplotlib"):
         draw_chain(chain(), tmp_path / "chain.png")
 
 

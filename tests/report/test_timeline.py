@@ -108,5 +108,5 @@ def test_without_matplotlib_the_fix_is_named(
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(UserInputError, match=r"nest-megatron\[report\]"):
+    with pytest.raises(UserInputError, match=r"pip install .*matplotlib"):
         draw_timeline(hand_plan(4), tmp_path / "timeline.png")
