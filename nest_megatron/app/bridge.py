@@ -106,7 +106,7 @@ def run(cfg: Any, words: LaunchWords, stated: Iterable[str], joined: Joined | No
     board = None
     if (recipe.num_gpus or 1) > 1 and "RANK" in os.environ and not launch.dry_run:
         board = (joined or Joined()).join(
-            int(os.environ["RANK"]), recipe.num_gpus or 1, launch, _PATIENCE_S
+            int(os.environ["RANK"]), recipe.num_gpus or 1, words, _PATIENCE_S
         )
     with contextlib.nullcontext() if board is None else board.telling():
         if board is not None:

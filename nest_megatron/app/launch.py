@@ -123,7 +123,7 @@ def _board(session: Session, args: Namespace) -> Board | None:
     if args.world_size == 1 or args.fake_process_group:
         return None
     timeout_s = 60.0 * (args.distributed_timeout_minutes or 10)
-    return session.joined.join(args.rank, args.world_size, session.launch, timeout_s)
+    return session.joined.join(args.rank, args.world_size, session.words, timeout_s)
 
 
 def find(session: Session, args: Namespace, defaults: Mapping[str, Any]) -> Outcome:

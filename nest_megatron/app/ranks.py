@@ -9,14 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nest_megatron.app.failure import ending_on_errors, is_first_of_host
-from nest_megatron.config.launch import LaunchWords
-from nest_megatron.config.schema import LaunchConfig
+from nest_megatron.config.launch import LaunchWords, read_launch
 from nest_megatron.launchers.megatron_lm.agreement import Board, connect
 from nest_megatron.launchers.megatron_lm.rendezvous import Place
 from nest_megatron.units import Seconds
 
 #: Our own words that only one rank reads.
 _OF_ONE_RANK = ("out",)
+#: ``search.max_seconds`` of hydra_configs/plan.yaml.
+_PLANNING_S = 60.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,20 +26,23 @@ class Joined:
 
     board: Board | None = None
 
-    def join(self, rank: int, world_size: int, launch: LaunchConfig, timeout_s: Seconds) -> Board:
+    def join(self, rank: int, world_size: int, words: LaunchWords, timeout_s: Seconds) -> Board:
         """Meet the other ranks.
 
         Args:
+            words: the command's own.
             timeout_s: longest wait for them where the user names none.
 
         Raises:
             NestError: if rank 0 is not found.
         """
+        launch = read_launch(words)
         place = Place(
             rank=rank,
             world_size=world_size,
             environment=dict(os.environ),
             patience_s=launch.rendezvous_timeout_s or timeout_s,
+            planning_s=_planning_s(words),
             silence_s=launch.heartbeat_timeout_s,
             port=launch.port,
         )
@@ -85,3 +89,11 @@ def words_of(words: LaunchWords) -> dict[str, str]:
         "+nest": words.mode.value,
         **{f"nest.{s.key}": str(s.value) for s in settings if s.key not in _OF_ONE_RANK},
     }
+
+
+def _planning_s(words: LaunchWords) -> Seconds:
+    """How long rank 0 may plan; said in the command itself, so that no other rank composes it."""
+    said = [s.value for s in words.job if s.key == "search.max_seconds" and s.value is not None]
+    with contextlib.suppress(ValueError):  # rank 0 says what is wrong with it
+        return float(said[-1].strip("'\"")) if said else _PLANNING_S
+    return _PLANNING_S

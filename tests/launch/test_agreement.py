@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from nest_megatron.app.ranks import Joined
+from nest_megatron.config.compose import compose
+from nest_megatron.config.launch import read_words
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.launchers.megatron_lm import rendezvous
 from nest_megatron.launchers.megatron_lm.agreement import Board, confirm, connect, share
@@ -271,3 +274,32 @@ def test_no_free_port_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_an_address_it_is_said() -> None:
     with pytest.raises(UserInputError, match="MASTER_ADDR"):
         connect(place(1, environment={}))
+
+
+def test_rank_0_may_search_longer_than_ranks_wait_for_each_other() -> None:
+    def solve(hosts: Callable[[], Any]) -> str:
+        hosts()
+        time.sleep(3)
+        return "the plan"
+
+    limits = {"patience_s": 1.0, "planning_s": 30.0}
+    assert on_all_ranks(lambda rank: share(join(rank, **limits), solve)) == ["the plan"] * 3
+
+
+@pytest.mark.parametrize(
+    ("words", "planning_s"),
+    [
+        ((), 60.0),
+        (("nest.search.max_seconds=5", "nest.search.max_seconds=6e2"), 600.0),
+        (("nest.search.max_seconds=soon",), 60.0),
+    ],
+)
+def test_the_command_says_how_long_rank_0_may_plan(
+    words: tuple[str, ...], planning_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, **HERE})
+    command = read_words(["+nest=auto", "nest.rendezvous_timeout_s=30", *words])
+    BOARDS.append(Joined().join(0, 2, command, 600.0))
+    found = BOARDS[-1].place
+    assert (found.patience_s, found.planning_s) == (30.0, planning_s)
+    assert compose(()).config.search.max_seconds == 60.0

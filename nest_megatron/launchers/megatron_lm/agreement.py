@@ -332,7 +332,8 @@ def share(board: Board, solve: Callable[[Hosts], str], *, what: str = "plan") ->
         present = f"present for the {what}"
         board.bring(present, socket.gethostname())
         if board.place.rank:
-            return board.wait(f"the {what}", what)
+            limit_s = board.place.planning_s + board.place.patience_s
+            return board.wait(f"the {what}", what, limit_s=limit_s)
         answer = solve(lambda: list(board.collect(present, "sign of life").values()))
         board.put(f"the {what}", answer)
         return answer

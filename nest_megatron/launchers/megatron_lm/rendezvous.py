@@ -52,6 +52,7 @@ class Place:
 
     Args:
         patience_s: longest wait for another rank.
+        planning_s: how long rank 0 may plan meanwhile.
         silence_s: longest time without a heartbeat of a rank that is awaited, or without an answer
             of the store.
         farewell_s: how long a rank that ends stays for the others to say why, too.
@@ -62,6 +63,7 @@ class Place:
     world_size: int
     environment: Mapping[str, str]
     patience_s: Seconds = 600.0
+    planning_s: Seconds = 0.0
     silence_s: Seconds = 20.0
     farewell_s: Seconds = 10.0
     port: int | None = None
