@@ -16,7 +16,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from nest_megatron.parallel.plan import Alternative, ParallelPlan, PredictedStage, SearchRecord
+from nest_megatron.parallel.plan import (
+    Alternative,
+    ParallelPlan,
+    PredictedStage,
+    SearchRecord,
+    sharding,
+)
+from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.planner import EndedEarly, NoPlan, describe_grid
 from nest_megatron.report.fitting import FittingTable
 from nest_megatron.report.words import (
@@ -156,7 +163,10 @@ def _memory_line(plan: ParallelPlan) -> Text:
 
 def _sharing(plan: ParallelPlan) -> str:
     chosen = plan.parallel
-    if chosen.use_megatron_fsdp:
+    by = sharding(chosen)
+    if by is DataParallelSharding.TORCH_FSDP2:
+        return "ZeRO-3 (PyTorch FSDP2)"
+    if by is DataParallelSharding.MEGATRON_FSDP:
         return f"Megatron-FSDP {chosen.data_parallel_sharding_strategy}"
     if chosen.use_distributed_optimizer:
         return "ZeRO-1 (distributed optimizer)"

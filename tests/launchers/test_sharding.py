@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from argparse import Namespace
 from collections.abc import Mapping
 
 import pytest
+from rich.console import Console
 
 from nest_megatron.app.recipe import Freedom
 from nest_megatron.config.command import read_request
@@ -17,9 +19,12 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.attach import LAUNCHER, with_launch
 from nest_megatron.launchers.megatron_lm.namespace import require_planned
 from nest_megatron.launchers.megatron_lm.parser import read_command
+from nest_megatron.launchers.megatron_lm.read import read_job
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan
+from nest_megatron.report.html import html_report
+from nest_megatron.report.terminal import explain_report, plan_report
 
 TORCH_FSDP2 = "--use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format torch_dist"
 
@@ -112,6 +117,21 @@ def test_torch_fsdp2_stays() -> None:
     assert int(found.grid().zero) == 3
     launch = with_launch(found).launch[LAUNCHER]
     assert launch.environment["CUDA_DEVICE_MAX_CONNECTIONS"] is None
+
+
+def test_a_report_of_torch_fsdp2_says_that_it_is_zero_3() -> None:
+    found, _ = planned(job(TORCH_FSDP2))
+    console = Console(file=io.StringIO(), width=120, record=True)
+    console.print(plan_report(found), explain_report(found, ()))
+    text = console.export_text()
+    assert "every replica keeps all" not in text
+    assert text.count("ZeRO-3 (PyTorch FSDP2)") == 2
+    assert "every replica keeps all" not in html_report(found)
+
+
+def test_no_note_moves_torch_fsdp2_to_megatron_fsdp() -> None:
+    _, read = read_job(read_command(job(TORCH_FSDP2)))
+    assert not [note for note in read.notes if "Megatron-FSDP" in note]
 
 
 def test_torch_fsdp2_with_a_pipeline_is_refused() -> None:

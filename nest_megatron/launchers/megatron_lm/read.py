@@ -334,16 +334,13 @@ def read_recompute(values: Mapping[str, Any]) -> Recompute | None:
     if granularity is None:
         return None
     if granularity == "full":
+        method = values.get("recompute_method")
         return Recompute(
             granularity=RecomputeGranularity.FULL,
-            method=RecomputeMethod(values["recompute_method"]) if _given(values) else None,
+            method=RecomputeMethod(method) if method is not None else None,
             num_layers=values.get("recompute_num_layers"),
         )
     return selective_recompute(modules)
-
-
-def _given(values: Mapping[str, Any]) -> bool:
-    return values.get("recompute_method") is not None
 
 
 def _zero(values: Mapping[str, Any]) -> ZeroStage | None:
@@ -393,8 +390,6 @@ def _job_notes(values: Mapping[str, Any]) -> list[str]:
         )
     if values.get("tp_comm_overlap"):
         notes.append("--tp-comm-overlap is kept but not priced; tensor parallelism will be faster.")
-    if values.get("use_torch_fsdp2"):
-        notes.append("Torch-FSDP2 is read as ZeRO 3; plans are written for Megatron-FSDP.")
     return [*notes, *unpriced(values)]
 
 
