@@ -9,12 +9,22 @@ import pytest
 from nest_megatron.config.command import read_request
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.request import plan_request
+from nest_megatron.config.request import plan_request, read_inputs, read_space
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.traits import ExecutionTraits
+from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.parser import read_command
 from nest_megatron.launchers.megatron_lm.read import read_job
-from nest_megatron.planner import PlanRequest, plan
-from nest_megatron.planner.conflict import single_relaxations
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.planner import PlanRequest, check_launchable, plan
+from nest_megatron.planner.conflict import binding, single_relaxations
+from nest_megatron.planner.shortage import refuse_if_nothing_is_legal
+from nest_megatron.solver.backend import choose, solver_of
+from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
 from tests.catalogue import model
 
@@ -82,3 +92,66 @@ def test_a_batch_that_follows_a_schedule_is_no_batch_of_one_micro_batch() -> Non
     flags = '--step-batch-size-schedule "0:384 200B:768" --micro-batch-size 4'
     with pytest.raises(UserInputError, match="--step-batch-size-schedule"):
         read_job(read_command(COMMAND + flags, "0.20"))
+
+
+SEARCHED = ("model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=8")
+
+
+def refusal(*settings: str) -> str:
+    composed = compose(parse([*SEARCHED, *settings]))
+    wanted = plan_request(composed.config, read_inputs(composed), read_space(composed.config))
+    with pytest.raises(UserInputError) as raised:
+        plan(wanted)
+    return str(raised.value)
+
+
+def test_single_precision_is_named_where_it_excludes_context_parallelism() -> None:
+    said = refusal("train.precision=fp32", "parallel.context_parallel_size=2")
+    assert "context_parallel_size = 2: the ring exchange of keys and values needs fused" in said
+    assert "Megatron-FSDP" not in said
+    assert "Change or free context_parallel_size" in said
+
+
+def test_an_unfused_backend_is_named_where_it_excludes_context_parallelism() -> None:
+    flags = "--global-batch-size 64 --attention-backend unfused --context-parallel-size 2"
+    with pytest.raises(UserInputError, match="needs fused attention; ") as raised:
+        plan(asked(COMMAND + flags))
+    assert "model's attention allows" not in str(raised.value)
+
+
+@pytest.mark.parametrize("traits", [ExecutionTraits(), ExecutionTraits(flash_attention=False)])
+def test_a_given_layout_is_held_to_the_same_attention_rule(traits: ExecutionTraits) -> None:
+    spec, settings = model("llama3_8b"), CostSettings(traits=traits)
+    dims = ParallelDims(context_parallel_size=2)
+    grid = Grid(dims=dims, global_batch_size=8, micro_batch_size=1, sequence_parallel=False)
+    partition = StagePartition(
+        boundaries=(0, len(spec.layer_kinds())), pipeline_model_parallel_size=1
+    )
+    if traits.flash_attention:
+        check_launchable(spec, settings, grid, partition)
+        return
+    with pytest.raises(UserInputError, match="needs fused attention"):
+        check_launchable(spec, settings, grid, partition)
+
+
+def test_no_rule_is_named_where_a_combination_breaks_none() -> None:
+    wanted = asked(COMMAND + "--global-batch-size 64")
+    assert binding(wanted) == ()
+
+
+def test_no_rule_is_named_and_nothing_freed_where_time_is_over() -> None:
+    wanted = asked(FIVE)
+    assert binding(wanted)
+    assert binding(wanted, lambda: True) == ()
+    assert single_relaxations(wanted, lambda: True) == []
+
+
+def test_the_words_of_a_refusal_end_with_the_time_of_its_search() -> None:
+    wanted = asked(FIVE)
+    cost_model = CostModel(wanted.spec, wanted.cluster, wanted.settings, wanted.times)
+    solver = solver_of(choose(wanted.backend), lambda: False)
+    searched = Search(cost_model, wanted.global_batch_size, wanted.space, solver).run()
+    over = Deadline(begun_s=0.0, seconds=0.0)
+    with pytest.raises(UserInputError) as raised:
+        refuse_if_nothing_is_legal(wanted, searched, over)
+    assert "Change or free" not in str(raised.value)

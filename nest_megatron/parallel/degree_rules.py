@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from nest_megatron.cluster.records import Precision
 from nest_megatron.parallel.rules import (
     LaunchRequest,
     allows_context_parallel,
@@ -166,14 +165,15 @@ def _sequence(request: LaunchRequest) -> Violation | None:
 
 def _context_parallel(request: LaunchRequest) -> Violation | None:
     cp = request.dims.context_parallel_size
-    if allows_context_parallel(request.spec, cp, fused=request.precision is not Precision.FP32):
+    if allows_context_parallel(request.spec, cp, fused=request.fused_attention):
         return None
     if allows_context_parallel(request.spec, cp):
         return Violation(
             what="context_parallel_size",
             value=cp,
-            limit="the ring exchange of keys and values has no kernel in single precision",
-            fix="Use 1, or train.precision=bf16.",
+            limit="the ring exchange of keys and values needs fused attention; single precision, "
+            "--attention-backend unfused and --transformer-impl local run another",
+            fix="Use 1, or fused attention in 16 bits (train.precision=bf16).",
         )
     return Violation(
         what="context_parallel_size",

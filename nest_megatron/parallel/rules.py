@@ -27,6 +27,7 @@ class LaunchRequest:
         sequence_parallel: ``--sequence-parallel``; needs ``tensor_model_parallel_size`` above 1.
         sharding: what divides states among replicas; ``None`` leaves it to the ZeRO stage.
         moe_grouped_gemm: ``--moe-grouped-gemm``.
+        fused_attention: attention runs in a fused kernel (``ExecutionTraits.flash_attention``).
         version: the Megatron-LM release, ``0.16.1`` or ``0.20``.
     """
 
@@ -45,6 +46,7 @@ class LaunchRequest:
     cuda_graphs: CudaGraphs | None = None
     fp8_recipe: str = "delayed"
     transformer_impl: str = "transformer_engine"
+    fused_attention: bool = True
     version: str = "0.16.1"
 
     @property

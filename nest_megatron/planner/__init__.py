@@ -86,7 +86,7 @@ def plan(
             max_seconds=request.max_seconds,
             search=record,
         )
-    refuse_if_nothing_is_legal(request, searched.result)
+    refuse_if_nothing_is_legal(request, searched.result, deadline)
     return no_plan(request, searched.model, record, deadline)
 
 
@@ -138,6 +138,7 @@ def check_launchable(
         precision=settings.precision,
         sequence_parallel=grid.sequence_parallel,
         moe_grouped_gemm=spec.is_moe,
+        fused_attention=settings.traits.flash_attention,
     )
     for _, violation in violations(request, DEGREE_RULES):
         raise UserInputError(

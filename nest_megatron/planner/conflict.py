@@ -9,61 +9,72 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from itertools import islice, product
+from itertools import product
 
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.degree_rules import DEGREE_RULES, Violation, violations
 from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.planner.request import PlanRequest
 from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.outcome import OutOfTime
 from nest_megatron.solver.space import SearchSpace, divisors
 
 _TP, _CP = "tensor_model_parallel_size", "context_parallel_size"
 _PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 _EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 _DP, _MICRO = "data_parallel_size", "micro_batch_size"
-#: Combinations that are looked at; with less fixed a legal one is soon met.
-_MOST = 20_000
 
 
-def binding(request: PlanRequest) -> tuple[Violation, ...]:
-    """The rules that the least illegal combination breaks; nothing where none could be made."""
+def binding(request: PlanRequest, out_of_time: OutOfTime = lambda: False) -> tuple[Violation, ...]:
+    """The rules that the least illegal combination breaks.
+
+    Nothing where a combination breaks none of them, so that something else must bind, or where time
+    did not allow to look at all.
+    """
     found: tuple[Violation, ...] = ()
-    for broken in islice(_broken(request), _MOST):
+    for broken in _broken(request):
+        if not broken or out_of_time():
+            return ()
         if not found or len(broken) < len(found):
             found = broken
-        if len(found) == 1:
-            break
     return found
 
 
-def single_relaxations(request: PlanRequest) -> list[str]:
-    """Fixed values, each of which makes some combination legal when it alone is left out."""
+def single_relaxations(request: PlanRequest, out_of_time: OutOfTime = lambda: False) -> list[str]:
+    """Fixed values, each of which makes some combination legal when it alone is left out.
+
+    Args:
+        out_of_time: once true, those found until then are returned.
+    """
     space = request.space
     found = []
     for name in space.fixed:
+        if out_of_time():
+            break
         fixed = {other: value for other, value in space.fixed.items() if other != name}
         partition = None if name in (_PP, _VPP) else space.partition
         relaxed = dataclasses.replace(space, fixed=fixed, partition=partition)
-        if _is_legal(request, relaxed):
+        if _is_legal(request, relaxed, out_of_time):
             found.append(name)
     return found
 
 
-def _is_legal(request: PlanRequest, space: SearchSpace) -> bool:
+def _is_legal(request: PlanRequest, space: SearchSpace, out_of_time: OutOfTime) -> bool:
     model = CostModel(request.spec, request.cluster, request.settings, request.times)
     grids = GridSpace(model, request.global_batch_size, space)
-    return any(
-        next(grids.families(grid), None) is not None
-        for shard in grids.shards()
-        for grid in grids.grids(shard)
-    )
+    for shard in grids.shards():
+        if out_of_time():
+            return False
+        if any(next(grids.families(grid), None) is not None for grid in grids.grids(shard)):
+            return True
+    return False
 
 
 def _broken(request: PlanRequest) -> Iterator[tuple[Violation, ...]]:
-    """Rules that each combination breaks; legal ones, which only the search excludes, are left."""
+    """Rules that each combination breaks; none for one that only the search excludes."""
     space, spec = request.space, request.spec
     world = request.cluster.num_gpus
     batch = space.batch_unit or request.global_batch_size
@@ -83,8 +94,9 @@ def _broken(request: PlanRequest) -> Iterator[tuple[Violation, ...]]:
         values(_MICRO, batch),
         [space.fixed.get(_VPP, 1)],
         space.zero_stages,
+        space.rank_orders,
     )
-    for tp, cp, pp, ep, etp, micro, vpp, zero in sizes:
+    for tp, cp, pp, ep, etp, micro, vpp, zero, order in sizes:
         if world % (tp * cp * pp):
             continue
         try:
@@ -96,6 +108,7 @@ def _broken(request: PlanRequest) -> Iterator[tuple[Violation, ...]]:
                 data_parallel_size=world // (tp * cp * pp),
                 expert_model_parallel_size=ep,
                 expert_tensor_parallel_size=etp,
+                rank_order=order,
             )
         except UserInputError as error:
             yield (Violation(what=error.what, value=error.value, limit=error.limit, fix=error.fix),)
@@ -105,14 +118,17 @@ def _broken(request: PlanRequest) -> Iterator[tuple[Violation, ...]]:
             dims=dims,
             micro_batch_size=micro,
             global_batch_size=batch,
+            partition=space.partition,
+            recompute=space.recompute or NO_RECOMPUTE,
             zero=zero,
+            precision=request.settings.precision,
             sequence_parallel=tp > 1,
             moe_grouped_gemm=spec.is_moe,
+            sharding=space.sharding,
+            fused_attention=request.settings.traits.flash_attention,
         )
         broken = tuple(found for _, found in violations(asked, DEGREE_RULES))
-        broken += tuple(_other_limits(request, dims))
-        if broken:
-            yield broken
+        yield broken + tuple(_other_limits(request, dims))
 
 
 def _other_limits(request: PlanRequest, dims: ParallelDims) -> Iterator[Violation]:

@@ -10,6 +10,7 @@ from nest_megatron.cost_model.memory import capacity_bytes, within_error
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
+from nest_megatron.parallel.degree_rules import Violation
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.plan import SearchRecord
 from nest_megatron.planner.conflict import binding, single_relaxations
@@ -45,15 +46,21 @@ class NoPlan:
     complete: bool = True
 
 
-def refuse_if_nothing_is_legal(request: PlanRequest, result: SearchResult) -> None:
+def refuse_if_nothing_is_legal(
+    request: PlanRequest, result: SearchResult, deadline: Deadline
+) -> None:
     """Tell a job that no grid can hold from one that lacks memory.
+
+    Args:
+        deadline: when it passes, what was found until then is told.
 
     Raises:
         UserInputError: if no combination of degrees is legal, naming the rules.
     """
     if result.certificate.candidates:
         return
-    rules = "; ".join(f"{rule.what} = {rule.value}: {rule.limit}" for rule in binding(request))
+    broken = binding(request, deadline.passed)
+    rules = "; ".join(f"{rule.what} = {rule.value}: {rule.limit}" for rule in broken)
     rules = rules or "; ".join(sorted(result.certificate.illegal)) or "nothing divides the GPUs"
     raise UserInputError(
         "the job",
@@ -65,16 +72,16 @@ def refuse_if_nothing_is_legal(request: PlanRequest, result: SearchResult) -> No
             ]
         ),
         limit=f"no combination of degrees is legal for {request.spec.name} ({rules})",
-        fix=_way_out(request),
+        fix=_way_out(request, broken, deadline),
     )
 
 
-def _way_out(request: PlanRequest) -> str:
+def _way_out(request: PlanRequest, broken: tuple[Violation, ...], deadline: Deadline) -> str:
     """Which fixed value to free, each tried alone; else what the binding rule advises."""
-    free = single_relaxations(request)
+    free = single_relaxations(request, deadline.passed)
     if free:
         return f"Change or free {' or '.join(free)}: any one of them alone makes it legal."
-    advice = " ".join(rule.fix for rule in binding(request))
+    advice = " ".join(rule.fix for rule in broken)
     return advice or "Use a batch and a number of GPUs with more common divisors."
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
+from nest_megatron.cost_model.stored_settings import restored_settings
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.parser import ReadCommand
 from nest_megatron.launchers.megatron_lm.rewrite import Rewrite, rewrite
@@ -61,6 +62,7 @@ def launch_request(
         optimizer=str(values.get("optimizer") or "adam"),
         fp8_recipe=values.get("fp8_recipe") or "delayed",
         transformer_impl=engine,
+        fused_attention=restored_settings(plan.provenance.settings).traits.flash_attention,
         version=version if command is None else command.version,
     )
 
