@@ -90,17 +90,19 @@ _BEGINNINGS = (
     b"# Accuracy\n",
 )
 _HEAD_BYTES = 4096
+_OR_FORCE = "Name another file, or add --force to replace it."
 
 
 def check_output(
-    what: str, path: Path, *, inputs: Iterable[Path] = (), force: bool = False
+    what: str, path: Path, *, inputs: Iterable[Path] = (), force: bool | None = None
 ) -> None:
     """Refuse, before any work, a file that a command must not write.
 
     Args:
         what: the option that names it.
         inputs: files that the command reads.
-        force: replace a file although this program has not written it.
+        force: replace a file although this program has not written it; ``None`` where the user
+            has no option for that.
 
     Raises:
         UserInputError: for a folder, a device or a pipe, a missing folder, a file that the command
@@ -119,7 +121,7 @@ def check_output(
             what,
             path,
             "this file exists, and nest-megatron has not written it",
-            "Name another file, or add --force to replace it.",
+            "Name another file." if force is None else _OR_FORCE,
         )
 
 

@@ -17,13 +17,13 @@ from typing import Any
 
 from nest_megatron.app import OK
 from nest_megatron.app.output import show
+from nest_megatron.app.plan_output import plan_output
 from nest_megatron.app.ranks import Joined, ending_together, words_of
 from nest_megatron.app.recipe import Freedom, pinned_recipe, plan_recipe
 from nest_megatron.config.launch import LaunchWords, Mode, read_launch, read_words, split_words
 from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import UserInputError
-from nest_megatron.files import check_output
 from nest_megatron.launchers.megatron_bridge.read import FIELDS, read_recipe
 from nest_megatron.launchers.megatron_bridge.write import apply_plan
 from nest_megatron.launchers.megatron_lm.agreement import Board, confirm, share
@@ -156,10 +156,8 @@ def _find(
     if words.mode is Mode.PINNED:
         return _pinned(recipe, launch)
     settings = tuple(setting for setting in words.job if setting.key != "out")
-    given = [s.value for s in words.job if s.key == "out" and s.value]
-    out = Path(given[-1].strip("'\"")).expanduser() if given else None
-    if out is not None:
-        check_output("nest.out", out)
+    given = [s.value for s in words.job if s.key == "out"]
+    out = plan_output(given[-1] if given else None)
     sharding = {"all", "use_megatron_fsdp"}.intersection(launch.free)
     freedom = Freedom(free=("all",) if sharding else None, keep=keep, option="nest.free")
     plan = plan_recipe(

@@ -35,6 +35,12 @@ def _note_force(context: click.Context, _: click.Parameter, value: bool) -> bool
     return value
 
 
+def forced() -> bool | None:
+    """Whether the command that runs was given ``--force``; ``None`` if it has no such option."""
+    context = click.get_current_context(silent=True)
+    return None if context is None else context.meta.get(_FORCE)
+
+
 class OutputFile(click.Path):
     """A file that a command writes; ``-`` is standard output."""
 
@@ -73,7 +79,7 @@ class Command(Examples):
         """
         outputs, inputs = self._files(context)
         for what, path in outputs:
-            check_output(what, path, inputs=inputs, force=bool(context.meta.get(_FORCE)))
+            check_output(what, path, inputs=inputs, force=context.meta.get(_FORCE))
         printed = [what for what, path in outputs if is_standard_output(path)]
         if not printed:
             return super().invoke(context)

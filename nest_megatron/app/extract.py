@@ -306,6 +306,7 @@ def _draw(
 ) -> list[Path]:
     if draw is None:
         return []
+    from nest_megatron.app.command_kinds import forced
     from nest_megatron.report.operator_drawing import draw_layer
 
     if len(shown) == 1:
@@ -313,7 +314,7 @@ def _draw(
     else:
         paths = [draw.with_name(f"{draw.stem}-{s.kind.value}{draw.suffix}") for s in shown]
         for path in paths:
-            check_output("--draw", path)
+            check_output("--draw", path, force=forced())
     for each, path in zip(shown, paths, strict=True):
         draw_layer(each.graph, path, _title(spec, shard, each))
     return paths

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nest_megatron.app import OK
 from nest_megatron.app.job import Outcome, RunningJob, carry_out, decide, read_running_job
+from nest_megatron.app.plan_output import plan_output
 from nest_megatron.app.ranks import words_of
 from nest_megatron.app.surroundings import (
     Surroundings,
@@ -24,7 +25,6 @@ from nest_megatron.app.surroundings import (
 from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.config.launch import Mode
 from nest_megatron.errors import UserInputError
-from nest_megatron.files import check_output
 from nest_megatron.launchers.megatron_lm.agreement import Board, Hosts, confirm, share
 from nest_megatron.launchers.megatron_lm.decision import Decision, read_decision
 from nest_megatron.launchers.megatron_lm.groups import (
@@ -132,7 +132,7 @@ def find(session: Session, args: Namespace, defaults: Mapping[str, Any]) -> Outc
     Raises:
         NestError: if there is none.
     """
-    _check_out(session)
+    asked_file(session)
     running = _read(session, args, defaults)
     if session.words.mode is Mode.PINNED:
         return _pinned(session, running, args.world_size)
@@ -172,7 +172,7 @@ def _measured(
     read: list[tuple[RunningJob, Surroundings]] = []
 
     def job() -> tuple[RunningJob, Surroundings]:
-        _check_out(session)
+        asked_file(session)
         read.append((_read(session, args, defaults), _place(session, args)))
         return read[0]
 
@@ -272,25 +272,9 @@ def tell(session: Session, outcome: Outcome) -> None:
 
 
 def asked_file(session: Session) -> Path | None:
-    """The file that the user wants the plan in."""
+    """The file that the user wants the plan in, checked."""
     given = [setting.value for setting in session.words.job if setting.key == "out"]
-    return Path(given[-1].strip("'\"")).expanduser() if given and given[-1] else None
-
-
-def _check_out(session: Session) -> None:
-    """Refuse a place that cannot be written to before anything is searched."""
-    out = asked_file(session)
-    if out is None:
-        return
-    pinned = session.launch.plan
-    check_output("nest.out", out, inputs=[] if pinned is None else [Path(pinned)])
-    if not os.access(out.absolute().parent, os.W_OK):
-        raise UserInputError(
-            "nest.out",
-            value=str(out),
-            limit=f"{out.parent} cannot be written to",
-            fix="Name a file in a folder that you may write to.",
-        )
+    return plan_output(given[-1] if given else None, [session.launch.plan])
 
 
 def keep(session: Session, plan: ParallelPlan) -> str:
@@ -301,7 +285,7 @@ def keep(session: Session, plan: ParallelPlan) -> str:
     """
     from platformdirs import user_cache_path
 
-    path = asked_file(session)
+    asked = path = asked_file(session)
     try:
         if path is None:
             name = f"{plan.model.name}-{plan.provenance.checksum}.yaml"
@@ -309,7 +293,7 @@ def keep(session: Session, plan: ParallelPlan) -> str:
             path.parent.mkdir(parents=True, exist_ok=True)
         plan_file.write(plan, path)
     except (OSError, UserInputError) as error:
-        if asked_file(session) is not None:
+        if asked is not None:
             raise
         return f"nest: the full plan could not be kept ({error}); nest.out=FILE names a place."
     return f"nest: the full plan is in {path} (`nest-megatron explain` shows it)"

@@ -55,6 +55,8 @@ def run_sweep(
     check_launcher(launcher, has_folder=has_folder)
     with _folder(out if has_folder else None) as folder, opened(folder):
         jobs = _jobs([s for s in settings if s.key != "out"], config_dir)
+        if has_folder:
+            _check_files(folder, jobs)
         write_list(folder, jobs, config_dir)
         left = [number for number, job in enumerate(jobs) if not is_done(folder, job)]
         if len(left) < len(jobs):
@@ -68,7 +70,7 @@ def run_sweep(
         results = [read_result(folder, job) for job in jobs]
         done = [(job, r) for job, r in zip(jobs, results, strict=True) if r is not None]
         rows = [_row(number, job, result) for number, (job, result) in enumerate(done)]
-        files = _write(folder, rows, done) if has_folder else ()
+        files = _write(folder, rows, jobs, done) if has_folder else ()
     if as_json:
         documents = [
             {"overrides": [str(s) for s in job.varied], **result.document} for job, result in done
@@ -134,14 +136,25 @@ def _plan(job: SweepJob, result: SweepResult) -> ParallelPlan:
     return plan_file.from_fields(result.document["plan"], job.key)
 
 
+def _check_files(folder: Path, jobs: Sequence[SweepJob]) -> None:
+    """Refuse, before any job runs, to write a plan over somebody else's file."""
+    from nest_megatron.app.command_kinds import forced
+
+    for name in _names(jobs).values():
+        check_output("out", folder / name, force=forced())
+
+
 def _write(
-    folder: Path, rows: Sequence[SweepRow], done: Sequence[tuple[SweepJob, SweepResult]]
+    folder: Path,
+    rows: Sequence[SweepRow],
+    jobs: Sequence[SweepJob],
+    done: Sequence[tuple[SweepJob, SweepResult]],
 ) -> tuple[str, ...]:
     """Write the table, its chart and each plan; what is missing for one of them is said."""
-    for row, name in zip(rows, _names([job for job, _ in done]), strict=True):
+    names = _names(jobs)
+    for row, (job, _) in zip(rows, done, strict=True):
         if row.plan is not None:
-            check_output("out", folder / name)
-            plan_file.write(row.plan, folder / name)
+            plan_file.write(row.plan, folder / names[job.key])
     write_text(folder / "sweep.csv", to_csv(rows))
     files = ["sweep.csv"]
     try:
@@ -186,13 +199,13 @@ def _matters(key: str, rows: Sequence[SweepRow]) -> bool:
     return any(len(steps) > 1 for steps in found.values())
 
 
-def _names(jobs: Sequence[SweepJob]) -> list[str]:
-    """A file for each job, named by what varies: the same one if the sweep grows."""
+def _names(jobs: Sequence[SweepJob]) -> dict[str, str]:
+    """A file for each job's key, named by what varies: the same one if the sweep grows."""
     slugs = [_slug(job.varied) for job in jobs]
-    return [
-        f"{slug}.yaml" if slugs.count(slug) == 1 else f"{slug}_{job.key}.yaml"
+    return {
+        job.key: f"{slug}.yaml" if slugs.count(slug) == 1 else f"{slug}_{job.key}.yaml"
         for job, slug in zip(jobs, slugs, strict=True)
-    ]
+    }
 
 
 def _slug(varied: Sequence[Setting]) -> str:

@@ -66,9 +66,10 @@ def run_validate(
 def _write_docs(folder: Path | None, judged: Sequence[Judged]) -> list[Path]:
     if folder is None:
         return []
+    from nest_megatron.app.command_kinds import forced
     from nest_megatron.report.accuracy import write_accuracy
 
-    return write_accuracy(folder, judged)
+    return write_accuracy(folder, judged, force=forced())
 
 
 def _write_rows(path: Path | None, judged: Sequence[Judged]) -> list[Path]:

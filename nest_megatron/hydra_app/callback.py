@@ -40,6 +40,7 @@ class PlanBeforeJob(Callback):
         from omegaconf import OmegaConf
 
         from nest_megatron.app.failure import ending_on_errors
+        from nest_megatron.app.plan_output import plan_output
         from nest_megatron.hydra_app.plans import PLANS
         from nest_megatron.hydra_app.ranks import require_same_job
         from nest_megatron.hydra_app.size import is_first, launched
@@ -49,11 +50,13 @@ class PlanBeforeJob(Callback):
             view, environment = view_of(config), launched(os.environ)
             number = OmegaConf.select(config, "hydra.job.num", default=0)  # unset without -m
             require_same_job(view, number, environment)
+            path = Path(config.hydra.runtime.output_dir, _PLAN_FILE)
+            if is_first(environment):
+                path = plan_output(view.settings.out, [view.settings.plan]) or path
             found = PLANS.of(config)
             if is_first(environment):
-                path = Path(view.settings.out or Path(config.hydra.runtime.output_dir, _PLAN_FILE))
                 _tell(found, view)
-                _keep(found, path.expanduser())
+                _keep(found, path)
 
 
 def _without_us(config_name: str | None) -> Any:

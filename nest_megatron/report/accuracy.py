@@ -65,8 +65,13 @@ def read_notes(path: Path) -> Notes:
         ) from error
 
 
-def write_accuracy(folder: Path, judged: Sequence[Judged]) -> list[Path]:
+def write_accuracy(
+    folder: Path, judged: Sequence[Judged], *, force: bool | None = None
+) -> list[Path]:
     """Write the page and its pictures; everything is made before the first file is written.
+
+    Args:
+        force: replace a page that this program has not written; see ``check_output``.
 
     Returns:
         The files that were written, the page last.
@@ -82,7 +87,7 @@ def write_accuracy(folder: Path, judged: Sequence[Judged]) -> list[Path]:
             limit="there is no such folder",
             fix=f"mkdir -p {folder}",
         )
-    check_output("--docs", folder / PAGE)
+    check_output("--docs", folder / PAGE, force=force)
     drawn = pictures(judged)
     text = page(
         judged,

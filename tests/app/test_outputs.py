@@ -6,10 +6,13 @@ import os
 import stat
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 
 from nest_megatron.app import BAD_INPUT
+from nest_megatron.app.command_kinds import forced
+from nest_megatron.app.plan_output import plan_output
 from nest_megatron.files import check_output, write_text
 from tests.app.runs import SMALL, run
 
@@ -141,3 +144,49 @@ def test_a_folder_of_somebody_else_is_no_sweep(tmp_path: Path) -> None:
     done = run(*sweep)
     assert done.code == BAD_INPUT
     assert "no sweep was run in it" in done.err
+
+
+def test_a_sweep_asks_before_it_runs_a_job(tmp_path: Path) -> None:
+    mine = tmp_path / "global_batch_size=64.yaml"
+    mine.write_text("mine", encoding="utf-8")
+    sweep = ("plan", "-m", *SMALL, "train.global_batch_size=64,128", f"out={tmp_path}")
+    done = run(*sweep)
+    assert done.code == BAD_INPUT
+    assert "nest-megatron has not written it" in done.err
+    assert [path.name for path in (tmp_path / ".jobs").glob("[0-9a-f]*.json")] == []
+    assert mine.read_text(encoding="utf-8") == "mine"
+    assert run(*sweep, "--force").code == 0
+    assert mine.read_text(encoding="utf-8").startswith("schema: ")
+
+
+def test_pictures_and_pages_are_replaced_with_force(tmp_path: Path) -> None:
+    mine = tmp_path / "layer-dense.svg"
+    mine.write_text("mine", encoding="utf-8")
+    with forcing(None), pytest.raises(ValueError, match="Name another file") as refused:
+        check_output("--docs", mine, force=forced())
+    assert "--force" not in str(refused.value)
+    with forcing(False), pytest.raises(ValueError, match="add --force"):
+        check_output("--docs", mine, force=forced())
+    with forcing(True):
+        check_output("--docs", mine, force=forced())
+
+
+def forcing(value: bool | None) -> click.Context:
+    """A command that runs, with ``--force`` given or not, or that lacks the option."""
+    context = click.Context(click.Command("any"))
+    if value is not None:
+        context.meta["nest_megatron.force"] = value
+    return context
+
+
+def test_the_plan_of_a_launch_takes_no_script_s_place(tmp_path: Path, plan: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n", encoding="utf-8")
+    for named in (str(script), f"'{script}'"):
+        with pytest.raises(ValueError, match="has not written it") as refused:
+            plan_output(named)
+        assert "--force" not in str(refused.value)
+    with pytest.raises(ValueError, match="the command reads this file"):
+        plan_output(str(plan), [str(plan)])
+    assert plan_output(str(plan)) == plan
+    assert plan_output("null") is None

@@ -224,3 +224,14 @@ def test_a_reviewed_plan_is_launched(tmp_path: Path) -> None:
     other = run_app(script, "+nest=pinned", "nest.plan=plan.yaml", "model.num_layers=20")
     assert other.code == 2
     assert "num_layers is 20, pinned 40" in other.err
+
+
+def test_a_plan_takes_no_script_s_place(tmp_path: Path) -> None:
+    app = make_app(tmp_path)
+    mine = tmp_path / "mine.py"
+    mine.write_text("import torch\n", encoding="utf-8")
+    run = run_app(app, *AUTO, f"nest.out={mine}")
+    assert run.code == 2
+    assert "nest-megatron has not written it" in run.err
+    assert mine.read_text(encoding="utf-8") == "import torch\n"
+    assert not trained(run)
