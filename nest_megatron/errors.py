@@ -20,6 +20,23 @@ class NestError(Exception):
     exit_code = 2
 
 
+class FaultError(NestError):
+    """An invariant of this package does not hold: no input of a user is to blame."""
+
+    exit_code = 70
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a process that an error ends, on each of its ranks."""
+    if isinstance(error, NestError):
+        return error.exit_code
+    if isinstance(error, SystemExit):  # a text as its code is printed, and counts as 1
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return NestError.exit_code if isinstance(error, OSError) else FaultError.exit_code
+
+
 class UserInputError(NestError, ValueError):
     """Something the user typed cannot be used.
 
@@ -40,6 +57,10 @@ class UserInputError(NestError, ValueError):
 
 class OneRankError(NestError):
     """Ends one rank of several, which says so wherever it runs."""
+
+
+class RefusedByMegatronError(NestError):
+    """Megatron refuses what the user typed, with a plan and without one."""
 
 
 class PlanFileError(UserInputError):

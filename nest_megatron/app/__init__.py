@@ -49,7 +49,7 @@ def _run(arguments: list[str], begun_s: float) -> int:
         code = cli.main(args=arguments, prog_name=PROGRAM, standalone_mode=False, obj=begun_s)
     except NestError as error:
         print_error(error, as_json=as_json)
-        return BAD_INPUT
+        return error.exit_code
     except click.ClickException as error:
         print_error(_usage(error), as_json=as_json)
         return BAD_INPUT

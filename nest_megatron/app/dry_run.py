@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import os
 from argparse import Namespace
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nest_megatron.app.job import Outcome
 from nest_megatron.app.kept import print_costs
-from nest_megatron.app.launch import apply, asked_file, find, keep
+from nest_megatron.app.launch import apply, asked_file, find, keep, validated
 from nest_megatron.app.output import command_lines, say
 from nest_megatron.app.output import show as show_parts
 from nest_megatron.app.plan import launch_words
@@ -44,9 +45,10 @@ def show(
     plan = outcome.decision.plan
     show_parts(launched_report(plan, outcome.changes, outcome.notes))
     args.world_size = plan.placement.num_gpus
+    unplanned = copy.deepcopy(args)
     apply(args, outcome.decision)
     with _device_of(plan), contextlib.redirect_stdout(io.StringIO()):  # it prints every argument
-        validate(args, defaults)
+        validated(validate, args, defaults, unplanned)
     require_planned(args, plan)
     say("nest: Megatron's own validation accepts this.\n")
     _show_command(session, outcome)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from nest_megatron import __version__
 from nest_megatron.app import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OUR_FAULT, PROGRAM
-from nest_megatron.errors import NestError, OneRankError
+from nest_megatron.errors import NestError, OneRankError, exit_code_of
 
 if TYPE_CHECKING:
     from nest_megatron.parallel.plan import ParallelPlan
@@ -96,9 +96,7 @@ def end(error: Exception, speaks: Callable[[], bool] = is_first_of_host) -> NoRe
         _print(error)
     sys.stdout.flush()
     sys.stderr.flush()
-    if isinstance(error, NestError):
-        raise SystemExit(error.exit_code) from error
-    raise SystemExit(BAD_INPUT if isinstance(error, OSError) else OUR_FAULT) from error
+    raise SystemExit(exit_code_of(error)) from error
 
 
 def _print(error: Exception) -> None:

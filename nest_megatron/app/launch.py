@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import io
 import os
 import sys
 import threading
+import traceback
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,7 +28,7 @@ from nest_megatron.app.surroundings import (
 )
 from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.config.launch import Mode
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import NestError, RefusedByMegatronError, UserInputError
 from nest_megatron.launchers.megatron_lm.agreement import Board, Hosts, confirm, share
 from nest_megatron.launchers.megatron_lm.decision import Decision, read_decision
 from nest_megatron.launchers.megatron_lm.groups import (
@@ -93,12 +97,56 @@ def _run(
             checksum = decision.plan.provenance.checksum
             confirm(board, {"plan": checksum}, what="plan")  # nobody leaves before the others
         sys.exit(OK)
+    unplanned = copy.deepcopy(args)
     apply(args, decision)
-    result = validate(args, defaults)
+    result = validated(validate, args, defaults, unplanned)
     require_planned(args, decision.plan)
     if board is not None:
         confirm(board, _arguments(session, args), what="arguments")
     return result
+
+
+def validated(
+    validate: Callable[..., Any], args: Namespace, defaults: Mapping[str, Any], unplanned: Namespace
+) -> Any:
+    """What Megatron's own ``validate_args`` returns.
+
+    Args:
+        unplanned: the arguments before the plan was written into them.
+
+    Raises:
+        RefusedByMegatronError: if it refuses them without the plan, too, for the same reason; any
+            other error is that of the plan, and comes as Megatron raises it.
+    """
+    try:
+        return validate(args, defaults)
+    except Exception as error:
+        if isinstance(error, NestError) or not _refuses(validate, unplanned, defaults, error):
+            raise
+        text = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise RefusedByMegatronError(
+            f"Megatron's own validation refuses the arguments: {text} (try without +nest)"
+        ) from error
+
+
+def _refuses(
+    validate: Callable[..., Any],
+    unplanned: Namespace,
+    defaults: Mapping[str, Any],
+    error: Exception,
+) -> bool:
+    """Whether arguments without a plan are refused at the same place in the same words."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            validate(unplanned, defaults)
+    except Exception as again:  # noqa: BLE001 - whatever Megatron raises
+        return _place_and_words(again) == _place_and_words(error)
+    return False
+
+
+def _place_and_words(error: Exception) -> tuple[object, ...]:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return type(error), str(error), last.filename, last.lineno
 
 
 def _command(session: Session, args: Namespace, defaults: Mapping[str, Any]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from nest_megatron.app.failure import ending_on_errors, is_first_of_host
 from nest_megatron.config.launch import LaunchWords, read_launch
+from nest_megatron.errors import exit_code_of
 from nest_megatron.launchers.megatron_lm.agreement import Board, connect
 from nest_megatron.launchers.megatron_lm.rendezvous import Place
 from nest_megatron.units import Seconds
@@ -76,7 +77,7 @@ def ending_together(joined: Joined) -> Iterator[None]:
             if joined.board.store.is_silent:  # its thread is in C++, and must not come back now
                 sys.stdout.flush()
                 sys.stderr.flush()
-                os._exit(int(end.code or 0))
+                os._exit(exit_code_of(end))
         raise
     if joined.board is not None:
         joined.board.rest()

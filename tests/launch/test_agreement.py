@@ -18,7 +18,7 @@ import pytest
 from nest_megatron.app.ranks import Joined
 from nest_megatron.config.compose import compose
 from nest_megatron.config.launch import read_words
-from nest_megatron.errors import NestError, UserInputError
+from nest_megatron.errors import NestError, UserInputError, exit_code_of
 from nest_megatron.launchers.megatron_lm import rendezvous
 from nest_megatron.launchers.megatron_lm.agreement import Board, confirm, connect, share
 from nest_megatron.launchers.megatron_lm.rendezvous import NoAgreementError, Place, ports
@@ -101,6 +101,23 @@ def test_all_ranks_end_with_the_exit_code_of_rank_0() -> None:
     first, *others = on_all_ranks(act)
     assert first == "3 time is over"
     assert all(text.startswith("3 ") and "time is over" in text for text in others)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ZeroDivisionError("x"), 70), (OSError("full"), 2), (SystemExit(5), 5), (SystemExit("no"), 1)],
+)
+def test_all_ranks_end_as_the_one_with_a_fault(error: BaseException, code: int) -> None:
+    def solve(hosts: Callable[[], Any]) -> str:
+        raise error
+
+    def act(rank: int) -> str:
+        try:
+            return share(join(rank), solve)
+        except (ArithmeticError, NestError, OSError, SystemExit) as found:
+            return str(exit_code_of(found))
+
+    assert on_all_ranks(act) == [str(code)] * 3
 
 
 def test_the_error_of_rank_0_ends_all_with_its_message() -> None:

@@ -87,8 +87,10 @@ def test_a_changed_flag_is_an_error_of_ours() -> None:
     rewrite = rewritten(found, request.command, request.kept_flags)
     argv = [word if word != "2" else "4" for word in rewrite.argv]
     broken = dataclasses.replace(rewrite, argv=tuple(argv))
-    with pytest.raises(NestError, match=r"--tensor-model-parallel-size 2 -> 4.*fault of nest"):
+    changed = r"--tensor-model-parallel-size 2 -> 4.*fault of nest"
+    with pytest.raises(NestError, match=changed) as fault:
         require_kept(broken, request.command, found, request.kept_flags)
+    assert fault.value.exit_code == 70
     kept = {"recompute_activations"}
     none = dataclasses.replace(
         found,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from nest_megatron.errors import NestError
+from nest_megatron.errors import NestError, exit_code_of
 from nest_megatron.launchers.megatron_lm.rendezvous import (
     LostStoreError,
     NoAgreementError,
@@ -231,13 +231,13 @@ class Board:
             raise
         except SystemExit as end:
             if end.code:
-                self.fail(f"{self._who(self.place.rank)} ended with code {end.code}")
+                who = self._who(self.place.rank)
+                self.fail(f"{who} ended with code {end.code}", exit_code_of(end))
             raise
         except BaseException as error:
             text = str(error) or type(error).__name__
-            code = error.exit_code if isinstance(error, NestError) else NestError.exit_code
             self.speaks()
-            self.fail(f"{self._who(self.place.rank)} stopped: {text}", code)
+            self.fail(f"{self._who(self.place.rank)} stopped: {text}", exit_code_of(error))
             raise
 
     def speaks(self) -> bool:

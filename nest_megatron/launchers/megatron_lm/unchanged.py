@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from nest_megatron.errors import NestError
+from nest_megatron.errors import FaultError
 from nest_megatron.launchers.megatron_lm.companions import contradicted
 from nest_megatron.launchers.megatron_lm.cuts import CUTS, stated_partition
 from nest_megatron.launchers.megatron_lm.job import RECOMPUTE, VIRTUAL_STAGES
@@ -28,7 +28,7 @@ def require_kept(
         kept: destinations that the user set and did not free.
 
     Raises:
-        NestError: naming every difference.
+        FaultError: naming every difference.
     """
     if not kept:
         return
@@ -43,7 +43,7 @@ def require_kept(
     values = {**command.values, **{name: again[name] for name in rewrite.written & again.keys()}}
     found = [*changed, *_other_meanings(values, plan, kept)]
     if found:
-        raise NestError(
+        raise FaultError(
             f"the plan would change what you set and did not free: {'; '.join(found)}. That is a "
             "fault of nest-megatron; launch without it and report it."
         )

@@ -1,0 +1,40 @@
+"""Who is to blame where Megatron's own validation refuses a job that is launched with a plan."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from nest_megatron.app.launch import validated
+from nest_megatron.errors import RefusedByMegatronError, exit_code_of
+
+
+def validate(args: Namespace, defaults: Any) -> str:
+    if args.lr <= args.min_lr:
+        raise AssertionError  # as a bare ``assert``: its own line is all there is to tell
+    if args.tensor_model_parallel_size >= 4:
+        raise AssertionError(f"no groups for {args.tensor_model_parallel_size}")
+    return "validated"
+
+
+def job(**values: object) -> Namespace:
+    return Namespace(**{"lr": 1.0, "min_lr": 0.0, "tensor_model_parallel_size": 1, **values})
+
+
+def test_a_flag_of_the_user_s_is_bad_input() -> None:
+    with pytest.raises(RefusedByMegatronError, match="validation refuses") as refused:
+        validated(validate, job(min_lr=2, tensor_model_parallel_size=2), {}, job(min_lr=2))
+    assert exit_code_of(refused.value) == 2
+    assert "raise AssertionError" in str(refused.value)
+    assert str(refused.value).endswith("(try without +nest)")
+
+
+def test_a_flag_of_the_plan_s_is_no_fault_of_the_user_s() -> None:
+    with pytest.raises(AssertionError, match="no groups for 4") as refused:
+        validated(validate, job(tensor_model_parallel_size=4), {}, job())
+    assert exit_code_of(refused.value) == 70
+    with pytest.raises(AssertionError, match="no groups for 4"):  # refused without it, for another
+        validated(validate, job(tensor_model_parallel_size=4), {}, job(min_lr=2))
+    assert validated(validate, job(), {}, job()) == "validated"
