@@ -32,7 +32,7 @@ def _step(searched: Searched, wishes: Wishes) -> Seconds | None:
     place = searched.place
     request = ask(searched.running, place, wishes)
     wanted = plan_request(place.composed.config, request.inputs, request.space)
-    found = find_plan(dataclasses.replace(wanted, num_alternatives=0))
+    found = find_plan(dataclasses.replace(wanted, num_alternatives=0, offer=None))
     if not isinstance(found, ParallelPlan):
         return None
     step = found.predicted.iteration_time_s
