@@ -16,8 +16,8 @@ class ExecutionTraits:
     """What a job's flags, or its framework's defaults, say beside the layout.
 
     The defaults are those of Megatron-LM with ``--bf16``: 16-bit weights, gradients reduced and
-    kept in float32 (``validate_args``), Adam. ``launchers/execution.py`` reads them from a job,
-    ``validation/frameworks.py`` has what other frameworks and releases do.
+    kept in float32 (``validate_args``), Adam. ``cost_model/execution_flags.py`` reads
+    them from a job, ``validation/frameworks.py`` has what other frameworks and releases do.
 
     Args:
         frozen_weights: only adapters of negligible size are trained (LoRA): no weight gradients, no

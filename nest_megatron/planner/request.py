@@ -43,7 +43,7 @@ class PlanRequest:
         max_seconds: time for everything, from reading the job to its report; when it ends the
             search, the plan says how far from the optimum it can be at most.
         begun_s: when that time began (``time.monotonic``); ``None`` is when planning begins.
-        offer: another sharding to be priced by ``offers.priced``.
+        offer: another sharding to be priced by ``offers.with_offer``.
     """
 
     spec: TransformerSpec
