@@ -14,7 +14,7 @@ from nest_megatron.plain import to_plain
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.differences import term_differences
 from nest_megatron.report.markup import Markup, element, joined, table
-from nest_megatron.report.words import term_words
+from nest_megatron.report.words import incomplete_ranking, term_words
 from nest_megatron.units import GB, Seconds, format_gib, format_seconds
 
 _LETTERS = {
@@ -166,6 +166,7 @@ def alternatives(plan: ParallelPlan, times: LayerTimes | None = None) -> Markup:
         rows.append((f"{other.slower_percent:.2f} %", _time(other.iteration_time_s), *cells, why))
     own = ("this plan", _time(plan.predicted.iteration_time_s), *best.values(), "")
     caption = "Other layouts at their best. What differs is marked, what all share is left out."
+    caption = f"{caption} {incomplete_ranking(plan.search)}".rstrip()
     return table(head, [own, *rows], caption)
 
 

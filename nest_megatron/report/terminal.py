@@ -30,6 +30,7 @@ from nest_megatron.report.words import (
     TERM_WORDS,
     basis,
     certificate,
+    incomplete_ranking,
     memory_verdict,
     no_plan_verdict,
     term_words,
@@ -287,7 +288,8 @@ def alternatives_table(plan: ParallelPlan) -> RenderableType:
         )
     for row in zip(*columns.values(), strict=True):
         table.add_row(*row, style="bold" if row[0] == "plan" else None)
-    return table
+    incomplete = incomplete_ranking(plan.search)
+    return Group(table, Padding(Text(incomplete), (0, 2))) if incomplete else table
 
 
 def _degree_cells(plan: ParallelPlan, other: Alternative) -> dict[str, str]:

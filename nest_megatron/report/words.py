@@ -39,6 +39,13 @@ def certificate(record: SearchRecord) -> str:
     return f"{_verdict(record)} {_counts(record)}"
 
 
+def incomplete_ranking(record: SearchRecord) -> str:
+    """What a list of runners-up lacks where the search did not finish; nothing where it did."""
+    if record.certificate not in ("gap", "node-limit"):
+        return ""
+    return "The search did not finish: layouts faster than some of these may be missing."
+
+
 def memory_verdict(needed: Bytes, limit: Bytes, not_modelled: Sequence[str] = ()) -> str:
     """What can be said of a predicted peak beside its limit; nothing where it simply fits.
 

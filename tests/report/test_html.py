@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
 
 import pytest
+from rich.console import Console
 
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
 from nest_megatron.report.html import html_report
 from nest_megatron.report.plan_facts import funnel_steps, setting_meanings
+from nest_megatron.report.terminal import plan_report
 from tests.report.plans import SHAPES, hand_plan, searched_plan
 
 EVIL = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>&amp;"
@@ -173,3 +176,17 @@ def test_the_page_needs_no_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize(("certificate", "told"), [("optimal", False), ("gap", True)])
+def test_runners_up_of_a_search_that_time_ended_may_be_incomplete(
+    certificate: str, told: bool
+) -> None:
+    found = searched_plan()
+    record = dataclasses.replace(found.search, certificate=certificate, gap_percent=3.0)
+    plan = dataclasses.replace(found, search=record)
+    sentence = "layouts faster than some of these may be missing"
+    assert (sentence in html_report(plan)) == told
+    console = Console(file=io.StringIO(), width=200, record=True)
+    console.print(plan_report(plan))
+    assert (sentence in console.export_text()) == told
