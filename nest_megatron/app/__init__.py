@@ -17,8 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; those of the process if not given.
 
     Returns:
-        The exit code: 0 done, 1 nothing fits, 2 bad input, 3 time ended the search before it had a
-        plan, 70 a fault of this program, 130 interrupted.
+        The exit code: 0 done, 1 nothing is predicted to fit, 2 bad input, 3 time ended the
+        search before it had a plan, 70 a fault of this program, 130 interrupted.
     """
     # the interpreter was at work before a command of its own process came here
     begun_s = time.monotonic() - (time.process_time() if argv is None else 0.0)

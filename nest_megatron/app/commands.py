@@ -44,8 +44,8 @@ from nest_megatron.app.profile_commands import profile, profiles
 def cli() -> None:
     """The fastest way to lay a Megatron training job over a cluster that provably fits in memory.
 
-    Exit codes: 0 done, 1 nothing fits in memory, 2 bad input, 3 time ended the search before it had
-    a plan, 70 a fault of ours, 130 interrupted.
+    Exit codes: 0 done, 1 nothing is predicted to fit, 2 bad input, 3 time ended the
+    search before it had a plan, 70 a fault of ours, 130 interrupted.
     """
 
 
@@ -116,7 +116,7 @@ def estimate(**options: Any) -> int:
 
     What is not given is Megatron's default: degrees of 1, the GPUs that are left replicate, the
     distributed optimizer, an even split of the layers (the fastest split where they do not divide).
-    Exits with 1 where the layout does not fit in memory.
+    Exits with 1 where the layout is predicted not to fit in memory, with 0 where it may fit.
     """
     from nest_megatron.app.plan import run_estimate
 

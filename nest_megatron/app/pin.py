@@ -75,12 +75,12 @@ def _release(plan: ParallelPlan, given: str | None) -> str | None:
 
 
 def _require_launchable(plan: ParallelPlan, version: str | None) -> None:
-    """Refuse a plan that does not fit or that Megatron does not launch."""
+    """Refuse a plan that is not predicted to fit or that Megatron does not launch."""
     if not plan.predicted.fits:
         raise UserInputError(
             "plan",
             value=plan.predicted.binding_constraint,
-            limit="it does not fit in memory",
+            limit="it is not predicted to fit in memory",
             fix="Pin a plan that fits.",
         )
     request = launch_request(plan, version=version or VERSIONS[0])

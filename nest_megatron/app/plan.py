@@ -14,6 +14,7 @@ from nest_megatron.app.output import command_lines, say, show, show_json
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.overrides import Setting, parse, refuse_sweeps, split_launcher
 from nest_megatron.config.request import plan_request, read_inputs, read_space
+from nest_megatron.cost_model.memory import within_error
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import is_standard_output, regular_target, require_folder
 from nest_megatron.launchers.megatron_lm.attach import with_launch
@@ -135,7 +136,13 @@ def run_estimate(*, overrides: Sequence[str], config_dir: Path | None, as_json: 
         show_json(to_plain(found))
     else:
         _show_plan(found, composed, notes)
-    return OK if found.predicted.fits else NOTHING_FITS
+    return OK if _may_fit(found) else NOTHING_FITS
+
+
+def _may_fit(plan: ParallelPlan) -> bool:
+    """Whether the peak exceeds the limit at most by what such predictions are wrong."""
+    predicted = plan.predicted
+    return predicted.fits or within_error(predicted.peak_memory_bytes, predicted.capacity_bytes)
 
 
 def check_out(composed: Composed) -> None:

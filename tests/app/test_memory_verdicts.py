@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 
 import pytest
 from rich.console import Console
@@ -169,3 +170,17 @@ def test_near_the_limit_the_margin_is_offered_as_a_risk() -> None:
 
 
 _ENGINE = " --cross-entropy-fusion-impl te"
+
+
+@pytest.mark.parametrize(("over", "code"), [(0.0, 0), (PEAK_ERROR / 2, 0), (2 * PEAK_ERROR, 1)])
+def test_estimate_ends_with_1_only_where_it_is_predicted_not_to_fit(over: float, code: int) -> None:
+    layout = ("estimate", "model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=8")
+    layout += ("parallel.tensor_model_parallel_size=4",)
+    free = ("memory.margin=0", "memory.reserve_bytes=0")
+    predicted = run(*layout, *free, "--json").json()["predicted"]
+    peak, capacity = predicted["peak_memory_bytes"], predicted["capacity_bytes"]
+    reserve = math.floor(capacity - peak / (1 + over))
+    done = run(*layout, "memory.margin=0", f"memory.reserve_bytes={reserve}")
+    assert done.code == code
+    assert ("does not fit, as predicted" in done.err.lower()) == (code == 1)
+    assert ("may fit: " in done.err.lower()) == (code == 0 and over > 0)
