@@ -129,7 +129,8 @@ class LaunchConfig:
             leaves them, a list names the new rank of each launched one.
         watch: iterations after which measured time and memory are printed; 0 is never.
         port: for handing the plan to the other ranks where torchrun does not; found if not given.
-        may_differ: arguments that may differ by rank, besides those that always may.
+        may_differ: arguments that may differ by rank, besides those that always may; of a nested
+            configuration last names of fields, or dotted names.
         rendezvous_timeout_s: longest wait for other ranks beside the time for planning and
             measuring; Megatron's own ``--distributed-timeout-minutes`` if not given.
         heartbeat_timeout_s: longest time without a sign of life of a rank, or of the store.

@@ -68,7 +68,7 @@ def require_same_job(view: AppView, number: object, environment: Mapping[str, st
     """
     from nest_megatron.launchers.megatron_lm.same_job import fields, versions
 
-    may_differ = (*view.settings.may_differ, "out")
+    may_differ = (*view.settings.may_differ, "nest.out")
     mine = {**versions(), **fields(view.raw, "", may_differ)}
     return _require_like_first(environment, f"configuration of job {number}", mine)
 

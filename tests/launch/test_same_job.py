@@ -95,6 +95,25 @@ def test_the_leaves_of_a_configuration_are_named() -> None:
     assert found == {"model.depth": "2", "model.init": "None", "logger.every": "[1]"}
 
 
+def test_a_section_is_compared_whatever_its_name() -> None:
+    config = {
+        "lora": {"rank": 8},
+        "profile": {"lr": 1},
+        "tensorboard_dir": {"of": "a section"},
+        "out": {"depth": 2},
+        "nest": {"out": "/a"},
+        "dist": {"local_rank": 1},
+        "mine": {"seed": 3, "name": "x"},
+    }
+    assert fields(config, "", ("nest.out", "mine.seed", "lr")) == {
+        "lora.rank": "8",
+        "tensorboard_dir.of": "'a section'",
+        "out.depth": "2",
+        "mine.name": "'x'",
+    }
+    assert "mine.name" not in fields(config, "", ("mine",))
+
+
 def test_each_value_is_named_with_its_ranks_and_hosts() -> None:
     of_ranks = {0: {"--lr": "1", "x": "a"}, 1: {"--lr": "2", "x": "a"}, 2: {"--lr": "1"}}
     text = differences(of_ranks, {0: "a", 1: "b", 2: "b"})

@@ -52,6 +52,8 @@ MAY_DIFFER: Mapping[str, str] = MappingProxyType(
         "use_pytorch_profiler": "a profiler watches some ranks",
     }
 )
+#: Of these, names that mean something else in other people's configurations (LoRA's ``rank``).
+_OF_MEGATRON_ALONE = frozenset({"rank", "profile"})
 ABSENT = "not set"
 _DEEPEST = 8
 _LONGEST_VALUE, _MOST_NAMES, _MOST_HOSTS = 160, 60, 6
@@ -93,8 +95,19 @@ def arguments(
 
 
 def fields(config: Any, name: str, may_differ: Collection[str] = ()) -> dict[str, str]:
-    """The leaves of a configuration made of records and mappings, by their dotted names."""
-    return dict(_leaves(config, name, {*MAY_DIFFER, *may_differ}, ()))
+    """The leaves of a configuration made of records and mappings, by their dotted names.
+
+    Args:
+        may_differ: more leaves that may differ by rank, by their last name, or whole dotted names
+            of leaves and sections.
+    """
+    left_out = {*(MAY_DIFFER.keys() - _OF_MEGATRON_ALONE), *may_differ}
+    return {
+        path: text
+        for path, text in _leaves(config, name, ())
+        if path.rpartition(".")[2] not in left_out
+        and not any(path == one or path.startswith(f"{one}.") for one in may_differ)
+    }
 
 
 def comparable(value: object) -> str:
@@ -160,11 +173,7 @@ def _items(value: Mapping[Any, Any], inside: tuple[int, ...]) -> list[tuple[Any,
     return sorted(pairs, key=lambda pair: str(pair[0]))
 
 
-def _leaves(
-    node: Any, name: str, left_out: Collection[str], above: tuple[int, ...]
-) -> Iterable[tuple[str, str]]:
-    if name.rpartition(".")[2] in left_out:
-        return
+def _leaves(node: Any, name: str, above: tuple[int, ...]) -> Iterable[tuple[str, str]]:
     inside = node if isinstance(node, Mapping) else None
     if dataclasses.is_dataclass(node) or isinstance(node, SimpleNamespace):
         inside = _attributes(node)
@@ -173,7 +182,7 @@ def _leaves(
         return
     for key in inside:
         path = f"{name}.{key}" if name else str(key)
-        yield from _leaves(inside[key], path, left_out, (*above, id(node)))
+        yield from _leaves(inside[key], path, (*above, id(node)))
 
 
 #: What to do about ranks that were started differently.
