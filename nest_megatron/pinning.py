@@ -19,7 +19,10 @@ from nest_megatron import __version__
 from nest_megatron.cluster.discovery import LocalGpus, is_same_device
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.cost_model.execution_flags import execution_traits
+from nest_megatron.cost_model.memory import parameter_bytes
+from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stored_settings import restored_settings
+from nest_megatron.cost_model.unit_cost import replicas
 from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.files import read_text, write_text
 from nest_megatron.model.spec import TransformerSpec
@@ -231,20 +234,43 @@ def _job_differences(pinned: PinnedPlan, found: Found) -> Iterator[Difference]:
             yield Difference(what=what, pinned=wanted, found=have)
 
 
-#: Traits that hold for every parameter: a job that needs more of one may not fit as planned.
-_PER_PARAMETER = ("params_bytes", "gradient_bytes", "optimizer_bytes", "fp8_weights")
+#: Traits that say how much memory a parameter takes; what a logit takes is compared by itself.
+_PER_PARAMETER = (
+    "params_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "matrix_optimizer_bytes",
+    "optimizer_instances",
+    "layer_wise_optimizer",
+    "fp8_weights",
+    "fp8_gather",
+    "keep_fp8_transpose_cache",
+)
 
 
 def _memory_differences(plan: ParallelPlan, found: Found) -> Iterator[Difference]:
-    """Widths of which the job needs more than the plan was made for."""
+    """What makes the job need more memory than the plan was made for."""
     if found.memory_flags is None or found.precision is not plan.train.precision:
         return
-    planned = restored_settings(plan.provenance.settings).traits
+    settings = restored_settings(plan.provenance.settings)
     have = execution_traits(found.memory_flags, found.precision)
-    for name in _PER_PARAMETER:
+    planned = settings.traits
+    names = ["loss_bytes"] if have.loss_bytes > planned.loss_bytes else []
+    before = _totals(plan, settings)
+    now = _totals(plan, dataclasses.replace(settings, traits=have))
+    if any(more > less for more, less in zip(now, before, strict=True)):
+        names += _PER_PARAMETER
+    for name in names:
         wanted, needs = getattr(planned, name), getattr(have, name)
-        if (needs < wanted) if name == "fp8_weights" else (needs > wanted):
+        if wanted != needs:
             yield Difference(what=name, pinned=wanted, found=needs)
+
+
+def _totals(plan: ParallelPlan, settings: CostSettings) -> tuple[float, ...]:
+    """Bytes of a parameter of each kind, as the plan lays it out."""
+    grid = plan.grid()
+    kinds = parameter_bytes(grid.zero, *replicas(grid.dims), settings)
+    return tuple(kind.total for kind in kinds)
 
 
 def _place_differences(wanted: Cluster, found: Found) -> Iterator[Difference]:

@@ -182,10 +182,57 @@ def test_a_plan_that_was_made_for_no_framework_says_so(tmp_path: Path) -> None:
 def test_a_job_that_needs_more_of_each_parameter_is_refused(pinned: PinnedPlan) -> None:
     """A plan that was made for 16-bit gradients does not hold a job with float32 ones."""
     stored = {**pinned.plan.provenance.settings, "traits.gradient_bytes": 2.0}
-    made = dataclasses.replace(pinned.plan.provenance, settings=stored)
-    narrow = dataclasses.replace(pinned, plan=dataclasses.replace(pinned.plan, provenance=made))
+    narrow = with_settings(pinned, stored)
     flags = {"grad_reduce_in_bf16": True}
     require_same_job(narrow, job_of(narrow, memory_flags=flags))
     require_same_job(pinned, job_of(pinned, memory_flags=flags))
     with pytest.raises(UserInputError, match="gradient_bytes is 4, pinned 2"):
         require_same_job(narrow, job_of(narrow, memory_flags={}))
+
+
+def with_settings(pinned: PinnedPlan, settings: dict[str, float | str]) -> PinnedPlan:
+    made = dataclasses.replace(pinned.plan.provenance, settings=settings)
+    return dataclasses.replace(pinned, plan=dataclasses.replace(pinned.plan, provenance=made))
+
+
+@pytest.mark.parametrize(
+    ("traits", "flags", "said"),
+    [
+        (
+            {"optimizer_bytes": 12.0, "matrix_optimizer_bytes": 8.0},
+            {"optimizer": "muon"},
+            "matrix_optimizer_bytes is None, pinned 8",
+        ),
+        (
+            {"loss_bytes": 2.0},
+            {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
+            "loss_bytes is 6, pinned 2",
+        ),
+    ],
+)
+def test_a_job_with_the_default_optimizer_and_loss(
+    pinned: PinnedPlan, traits: dict[str, float], flags: dict[str, Any], said: str
+) -> None:
+    stored = {f"traits.{name}": value for name, value in traits.items()}
+    other = with_settings(pinned, {**pinned.plan.provenance.settings, **stored})
+    require_same_job(other, job_of(other, memory_flags=flags))
+    with pytest.raises(UserInputError, match=said):
+        require_same_job(other, job_of(other, memory_flags={}))
+
+
+def test_more_copies_of_the_optimizer_states_are_refused_where_replicas_divide_them(
+    pinned: PinnedPlan,
+) -> None:
+    flags = {"num_distributed_optimizer_instances": 8}
+    zero = dataclasses.replace(
+        pinned.plan.parallel, data_parallel_size=8, use_distributed_optimizer=True
+    )
+    for choice in (zero, dataclasses.replace(zero, use_distributed_optimizer=False)):
+        plan = dataclasses.replace(pinned.plan, parallel=choice)
+        divided = dataclasses.replace(pinned, plan=plan)
+        job = job_of(divided, memory_flags=flags)
+        if choice is not zero:
+            require_same_job(divided, job)
+            continue
+        with pytest.raises(UserInputError, match="optimizer_instances is 8, pinned 1"):
+            require_same_job(divided, job)
