@@ -69,7 +69,11 @@ def test_extract_refuses_what_the_cost_model_would() -> None:
         "torchrun --nnodes 0 --nproc-per-node 8",
         "torchrun --nnodes abc --nproc-per-node 8",
         "torchrun --nnodes 1:0 --nproc-per-node 8",
+        "torchrun --nnodes 2-4 --nproc-per-node 8",
         "srun --ntasks -4",
+        "srun --nodes 0-4 --ntasks-per-node 8",
+        "srun --nodes -1 --ntasks-per-node 8",
+        "srun --nodes nan --ntasks-per-node 8",
     ],
 )
 def test_a_launcher_s_count_that_is_none(launcher: str) -> None:

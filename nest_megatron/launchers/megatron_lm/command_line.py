@@ -12,6 +12,16 @@ from nest_megatron.errors import UserInputError
 _ASSIGNMENT = re.compile(r"^([A-Za-z_][A-Za-z0-9_]*)=(.*)$", re.DOTALL)
 _TORCH_LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 _SHELLS = ("bash", "sh")
+#: A variable, a command or a sum of the shell.
+_FILLED_IN = re.compile(r"[$`]")
+_COUNT = r"0*[1-9][0-9]{0,8}"
+#: torchrun's words and elastic ranges, and Slurm's ranges and lists of sizes (``srun --nodes``).
+_RANGES = {
+    "--nproc-per-node": r"auto|cpu|gpu|xpu",
+    "--nnodes": rf"{_COUNT}:{_COUNT}",
+    "--nodes": rf"{_COUNT}[kKmM]?([-:,]{_COUNT}[kKmM]?)*",
+}
+_EXAMPLES = {"--nnodes": ", or a range such as 2:4", "--nodes": ", or a range such as 2-4"}
 _SRUN_SHORT = {"-n": "--ntasks", "-N": "--nodes"}
 
 
@@ -135,22 +145,21 @@ def _option(tokens: Sequence[str], name: str) -> str | None:
 
 
 def _count(name: str, text: str | None, *, default: int | None = None) -> int | None:
-    """A count; an elastic range or a word (``gpu``, ``auto``) is no fixed count.
+    """A count; a range, a word (``gpu``, ``auto``) or what a shell fills in is no fixed count.
 
     Raises:
         UserInputError: for what no launcher takes: 0, a negative number, another word.
     """
     if text is None:
         return default
-    low, _, high = text.partition(":")
-    if re.fullmatch(r"\$.*|auto|cpu|gpu|xpu", text):  # a variable of the shell, or torchrun's words
+    fixed = re.fullmatch(rf"({_COUNT})(:\1)?", text)
+    if fixed:
+        return int(fixed[1])
+    if _FILLED_IN.search(text) or re.fullmatch(_RANGES.get(name, ""), text):
         return None
-    bounds = [bound for bound in (low, high) if bound]
-    if not all(re.fullmatch(r"[0-9]{1,9}", bound) and int(bound) > 0 for bound in bounds or [""]):
-        raise UserInputError(
-            name,
-            value=text,
-            limit="it must be a whole number of at least 1, or a range such as 2:4",
-            fix="Correct the launcher's option, or leave the launcher out.",
-        )
-    return int(low) if high in ("", low) else None
+    raise UserInputError(
+        name,
+        value=text,
+        limit="it must be a whole number of at least 1" + _EXAMPLES.get(name, ""),
+        fix="Correct the launcher's option, or leave the launcher out.",
+    )
