@@ -25,8 +25,6 @@ from nest_megatron.files import read_text
 from nest_megatron.plain import to_plain
 
 _PRIMARY = "plan"
-#: Files that name each other in a chain; Hydra says what is wrong with a longer one.
-_MAX_DEFAULTS = 8
 _FILE_ENTRY = "_from_file"
 
 
@@ -77,14 +75,19 @@ def _folder_url(config_dir: Path) -> str:
     return f"'file://{folder.resolve()}'"
 
 
-def _check_own(config_dir: Path, group: str, name: object, depth: int = 0) -> None:
-    """Read a file of the user's folder, and those that it names, before Hydra does."""
-    path = config_dir.expanduser() / group.partition("@")[0].lstrip("/") / f"{name}.yaml"
-    if not path.is_file() or depth > _MAX_DEFAULTS:
-        return
-    for choice in read_mapping(group, path).get("defaults", ()):
-        for key, chosen in choice.items() if isinstance(choice, Mapping) else ():
-            _check_own(config_dir, str(key).removeprefix("override "), chosen, depth + 1)
+def _check_own(config_dir: Path, group: str, name: object) -> None:
+    """Read a file of the user's folder, and those that it names, once each, before Hydra does."""
+    seen: set[Path] = set()
+    left = [(group, name)]
+    while left:
+        group, name = left.pop()
+        path = config_dir.expanduser() / group.partition("@")[0].lstrip("/") / f"{name}.yaml"
+        if path in seen or not path.is_file():
+            continue
+        seen.add(path)
+        for choice in read_mapping(group, path).get("defaults", ()):
+            if isinstance(choice, Mapping):
+                left += [(str(key).removeprefix("override "), choice[key]) for key in choice]
 
 
 def _named(setting: Setting, config_dir: Path | None, notes: list[str]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nest_megatron.app import BAD_INPUT, INTERRUPTED, OUR_FAULT
-from tests.app.runs import SMALL, environment, run
+from tests.app.runs import SMALL, environment, run, spawn
 
 BY_PATH = ("plan", "cluster=dgx_h100", "cluster.num_gpus=8")
 JOB = (
@@ -233,3 +233,13 @@ def test_a_reader_that_goes_away() -> None:
         said = child.stderr.read()
         assert child.wait(timeout=300) == 0
     assert said == b""
+
+
+def test_a_file_that_names_itself_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "cluster").mkdir()
+    text = "defaults:\n" + 4 * "- cluster: a\n"
+    (tmp_path / "cluster" / "a.yaml").write_text(text, encoding="utf-8")
+    words = ("plan", "model=llama3_8b", "cluster=a", "--config-dir", str(tmp_path))
+    done = spawn(*words, timeout_s=60)
+    assert done.code == BAD_INPUT
+    assert "cluster/a" in done.err
