@@ -6,8 +6,10 @@ the fix. ``assert`` is kept for invariants of our own.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 
 
 class NestError(Exception):
@@ -73,6 +75,29 @@ class ProfileError(UserInputError):
 
 class UnplannableModelError(UserInputError):
     """A model whose shape this planner does not describe (Mamba hybrids, vision, ...)."""
+
+
+_setting_prefix: ContextVar[str] = ContextVar("setting_prefix", default="")
+
+
+@contextlib.contextmanager
+def settings_typed_as(prefix: str) -> Iterator[None]:
+    """Advise to type settings of a job with what must stand before them in this command."""
+    token = _setting_prefix.set(prefix)
+    try:
+        yield
+    finally:
+        _setting_prefix.reset(token)
+
+
+def typed_setting(key: str) -> str:
+    """A setting of a job as the user types it here.
+
+    >>> with settings_typed_as("nest."):
+    ...     typed_setting("search.max_seconds")
+    'nest.search.max_seconds'
+    """
+    return f"{_setting_prefix.get()}{key}"
 
 
 def nearest(name: str, known: Iterable[str], *, count: int = 3) -> str:

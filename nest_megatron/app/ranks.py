@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from nest_megatron.app.failure import ending_on_errors, is_first_of_host
 from nest_megatron.config.launch import LaunchWords, read_launch
-from nest_megatron.errors import exit_code_of
+from nest_megatron.errors import exit_code_of, settings_typed_as
 from nest_megatron.launchers.megatron_lm.agreement import Board, connect
 from nest_megatron.launchers.megatron_lm.rendezvous import Place
 from nest_megatron.units import Seconds
@@ -69,7 +69,7 @@ def ending_together(joined: Joined) -> Iterator[None]:
     reason may not have read it yet.
     """
     try:
-        with ending_on_errors(joined.speaks):
+        with settings_typed_as("nest."), ending_on_errors(joined.speaks):
             yield
     except SystemExit as end:
         if joined.board is not None:

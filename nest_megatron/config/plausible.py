@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, typed_setting
 from nest_megatron.model.spec import TransformerSpec
 
 #: The setting that turns the check off.
@@ -35,8 +35,11 @@ class Range:
         return meant if self.usual != 1.0 and self.least <= meant <= self.most else None
 
 
+#: The least of what is counted: none, or fewer, are not implausible but wrong.
+_COUNT = 1
+
 # An order of magnitude or two beyond the fastest and the slowest parts that are sold.
-_NUM_GPUS = Range(least=1, most=1e6)
+_NUM_GPUS = Range(least=_COUNT, most=1e6)
 _LEVEL = {
     "bandwidth_bytes_per_s": Range(least=1e8, most=1e14, unit="bytes/s", usual=_GB),
     "latency_s": Range(least=0, most=0.01, unit="s", usual=1e6),
@@ -50,15 +53,15 @@ _ACCELERATOR = {
 }
 _FLOPS = Range(least=1e9, most=1e18, unit="FLOP/s", usual=1e12)
 _MODEL = {
-    "hidden_size": Range(least=1, most=1e6),
-    "ffn_hidden_size": Range(least=1, most=1e7),
-    "num_attention_heads": Range(least=1, most=1e5),
-    "kv_channels": Range(least=1, most=1e5),
-    "seq_length": Range(least=1, most=1e8),
-    "vocab_size": Range(least=1, most=1e8),
-    "num_experts": Range(least=1, most=1e5),
+    "hidden_size": Range(least=_COUNT, most=1e6),
+    "ffn_hidden_size": Range(least=_COUNT, most=1e7),
+    "num_attention_heads": Range(least=_COUNT, most=1e5),
+    "kv_channels": Range(least=_COUNT, most=1e5),
+    "seq_length": Range(least=_COUNT, most=1e8),
+    "vocab_size": Range(least=_COUNT, most=1e8),
+    "num_experts": Range(least=_COUNT, most=1e5),
 }
-_BATCH = Range(least=1, most=1e8)
+_BATCH = Range(least=_COUNT, most=1e8)
 
 
 def require_plausible(
@@ -73,10 +76,14 @@ def require_plausible(
     for what, value, allowed in _numbers(spec, cluster, global_batch_size):
         if allowed.least <= value <= allowed.most:
             continue
+        if value < allowed.least == _COUNT:
+            raise UserInputError(
+                what, value=value, limit="it must be at least 1", fix="Give a whole number."
+            )
         meant = allowed.guess(value)
         guess = "" if meant is None else f"Did you mean {meant:g}? "
         limit = f"it is not plausible: from {allowed.least:g} to {allowed.most:g} {allowed.unit}"
-        fix = f"{guess}If it is meant so, add {SETTING}=off."
+        fix = f"{guess}If it is meant so, add {typed_setting(SETTING)}=off."
         raise UserInputError(what, value=value, limit=limit.rstrip(), fix=fix)
 
 

@@ -12,11 +12,14 @@ from typing import Any
 
 from hydra.experimental.callback import Callback
 
+from nest_megatron.errors import settings_typed_as
 from nest_megatron.hydra_app.resolver import register
 
 register()
 
 _PLAN_FILE = "nest_plan.yaml"
+#: Before a setting of the planning job on the application's command line.
+_PREFIX = "+nest.overrides."
 
 
 class PlanBeforeJob(Callback):
@@ -28,7 +31,7 @@ class PlanBeforeJob(Callback):
         from nest_megatron.hydra_app.own_fields import require_own_fields
         from nest_megatron.hydra_app.view import view_of
 
-        with ending_on_errors():
+        with settings_typed_as(_PREFIX), ending_on_errors():
             own = _without_us(config_name)
             if own is not None:
                 require_own_fields(view_of(config), own)
@@ -46,7 +49,7 @@ class PlanBeforeJob(Callback):
         from nest_megatron.hydra_app.size import is_first, launched
         from nest_megatron.hydra_app.view import view_of
 
-        with ending_on_errors():
+        with settings_typed_as(_PREFIX), ending_on_errors():
             view, environment = view_of(config), launched(os.environ)
             number = OmegaConf.select(config, "hydra.job.num", default=0)  # unset without -m
             require_same_job(view, number, environment)

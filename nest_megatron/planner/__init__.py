@@ -10,7 +10,7 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.deadline import Deadline
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, typed_setting
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.degree_rules import DEGREE_RULES, violations
 from nest_megatron.parallel.grid import Grid
@@ -180,7 +180,8 @@ def _search(
             "nest.alternative",
             value=number,
             limit=f"the search ranked {len(result.plans) - 1} runners-up",
-            fix="Give a smaller number, or raise search.num_alternatives or search.max_seconds.",
+            fix="Give a smaller number, or raise "
+            f"{typed_setting('search.num_alternatives')} or {typed_setting('search.max_seconds')}.",
         )
     record = search_record(request, result, time.perf_counter() - started, number)
     return _Searched(model, result, record)

@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from nest_megatron.errors import typed_setting
 from nest_megatron.parallel.plan import (
     Alternative,
     ParallelPlan,
@@ -27,6 +28,7 @@ from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.planner import EndedEarly, NoPlan, describe_grid
 from nest_megatron.report.fitting import FittingTable
 from nest_megatron.report.words import (
+    MAX_SECONDS,
     TERM_WORDS,
     basis,
     certificate,
@@ -376,7 +378,7 @@ def _made_for(plan: ParallelPlan) -> str:
 #: Said where time ended the analysis of a job that does not fit.
 _INCOMPLETE = (
     "Time ended this analysis: another plan may lack less, and fewer GPUs or other changes may do. "
-    "Raise search.max_seconds for the nearest."
+    "Raise {} for the nearest."
 )
 
 
@@ -398,12 +400,13 @@ def no_plan_report(refusal: NoPlan) -> RenderableType:
     )
     title = Text(f"{verdict[0].upper()}{verdict[1:]}.", style="bold red")
     remedies = [("-", Text(remedy)) for remedy in refusal.remedies]
+    incomplete = _INCOMPLETE.format(typed_setting(MAX_SECONDS))
     return Group(
         title,
         _pairs(rows),
         _heading("Single changes that help"),
         _pairs(remedies),
-        *([] if refusal.complete else [Padding(Text(_INCOMPLETE), (0, 2))]),
+        *([] if refusal.complete else [Padding(Text(incomplete), (0, 2))]),
         _heading("What was tried"),
         Padding(Text(certificate(refusal.search)), (0, 2)),
     )
@@ -411,12 +414,13 @@ def no_plan_report(refusal: NoPlan) -> RenderableType:
 
 def ended_report(ended: EndedEarly) -> RenderableType:
     """Time ended the search before it had a plan: what is known, and what to do."""
+    limit = typed_setting(MAX_SECONDS)
     rows = [
-        ("Limit", Text(f"search.max_seconds={ended.max_seconds:g}")),
+        ("Limit", Text(f"{limit}={ended.max_seconds:g}")),
         ("Lower bound", Text(f"no plan has a step below {format_seconds(ended.lower_bound_s)}")),
     ]
     advice = [
-        ("-", Text("a larger search.max_seconds")),
+        ("-", Text(f"a larger {limit}")),
         ("-", Text("fewer choices: fix a degree (parallel.tensor_model_parallel_size=8)")),
     ]
     return Group(

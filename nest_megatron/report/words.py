@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from nest_megatron.cost_model.memory import PEAK_ERROR, PUBLIC_PEAK_ERROR, within_error
+from nest_megatron.errors import typed_setting
 from nest_megatron.parallel.plan import ParallelPlan, SearchRecord
 from nest_megatron.planner.ended import EndedEarly
 from nest_megatron.profile.records import ANALYTIC_NAME
@@ -27,6 +28,7 @@ TERM_WORDS = {
 
 
 #: Said of every prediction that no measured profile stands behind.
+MAX_SECONDS = "search.max_seconds"
 UNMEASURED = "published measurements of other clusters (docs/accuracy.md), no profile of this one"
 
 
@@ -109,7 +111,8 @@ def _verdict(record: SearchRecord) -> str:
     gap = f"{which} is proven to be at most {record.gap_percent:.2f} % slower than the best"
     if record.certificate == "gap":
         return (
-            f"Time ran out: {gap} in the searched space. Raise search.max_seconds to close the gap."
+            f"Time ran out: {gap} in the searched space. "
+            f"Raise {typed_setting(MAX_SECONDS)} to close the gap."
         )
     if record.certificate == "node-limit":
         return f"A stage problem was too large to finish: {gap} in the searched space."
@@ -124,10 +127,11 @@ def _verdict(record: SearchRecord) -> str:
 
 def ended_early(ended: EndedEarly) -> str:
     """What is known where time ended the search before it had a plan."""
+    limit = typed_setting(MAX_SECONDS)
     return (
-        f"search.max_seconds={ended.max_seconds:g} ended the search before it found a plan; "
+        f"{limit}={ended.max_seconds:g} ended the search before it found a plan; "
         "whether there is one is not known, and none has a step below "
-        f"{format_seconds(ended.lower_bound_s)}. Raise search.max_seconds, or fix some degrees"
+        f"{format_seconds(ended.lower_bound_s)}. Raise {limit}, or fix some degrees"
     )
 
 

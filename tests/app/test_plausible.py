@@ -10,6 +10,9 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.plausible import require_plausible
 from nest_megatron.config.request import read_cluster, read_spec
+from nest_megatron.errors import settings_typed_as
+from nest_megatron.planner import EndedEarly
+from nest_megatron.report.words import ended_early
 from tests.app.runs import SMALL, run
 
 JOB = (
@@ -38,6 +41,29 @@ def test_implausible_numbers_are_refused(setting: str, words: str) -> None:
     assert done.code == BAD_INPUT
     assert words in done.err
     assert "checks.plausibility=off" in done.err
+
+
+@pytest.mark.parametrize(
+    "setting", ["train.global_batch_size=-8", "train.global_batch_size=0", "cluster.num_gpus=0"]
+)
+def test_what_is_less_than_one_is_wrong_and_not_implausible(setting: str) -> None:
+    done = run("plan", *SMALL, setting)
+    assert done.code == BAD_INPUT
+    assert "at least 1" in done.err
+    assert "plausib" not in done.err
+
+
+def test_the_advice_names_the_setting_as_it_is_typed() -> None:
+    with settings_typed_as("nest."), pytest.raises(ValueError, match=r"add nest\.checks\.plaus"):
+        require_plausible(None, None, 10**12)
+    record = EndedEarly(
+        search=None,
+        max_seconds=1.0,
+        lower_bound_s=0.5,  # type: ignore[arg-type]
+    )
+    with settings_typed_as("nest."):
+        assert "Raise nest.search.max_seconds" in ended_early(record)
+    assert "Raise search.max_seconds" in ended_early(record)
 
 
 def test_the_check_can_be_turned_off() -> None:

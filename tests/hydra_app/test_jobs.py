@@ -235,3 +235,10 @@ def test_a_plan_takes_no_script_s_place(tmp_path: Path) -> None:
     assert "nest-megatron has not written it" in run.err
     assert mine.read_text(encoding="utf-8") == "import torch\n"
     assert not trained(run)
+
+
+def test_advice_names_settings_as_they_are_typed(tmp_path: Path) -> None:
+    slow = "+nest.overrides.cluster.levels.1.bandwidth_bytes_per_s=25"
+    run = run_app(make_app(tmp_path), *AUTO, slow)
+    assert run.code == 2
+    assert "add +nest.overrides.checks.plausibility=off" in run.err

@@ -99,3 +99,9 @@ def test_a_wrong_word_ends_it(script: Path) -> None:
     assert done.returncode != 0
     assert "auto" in done.stderr
     assert "trains" not in done.stdout
+
+
+def test_advice_names_settings_as_they_are_typed(script: Path) -> None:
+    done = run(script, "+nest=auto", "nest.cluster=dgx_h100", "nest.cluster.num_gpus=100000000")
+    assert done.returncode == 2
+    assert "add nest.checks.plausibility=off" in done.stderr
