@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nest_megatron.documents import read_yaml
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.fields import find, value_or
 from nest_megatron.launchers.finetuning import is_finetuning
@@ -165,12 +166,11 @@ def _with_run_config(saved: SavedCheckpoint) -> SavedCheckpoint:
     path = saved.directory / _RUN_CONFIG
     if not path.is_file():
         return saved
-    import yaml
-
+    values = read_yaml(path, _RUN_CONFIG)
     try:
-        model = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
+        model = values["model"]
         sizes = {name: model[name] for name in _SAVED_SIZES if model.get(name) is not None}
-    except (yaml.YAMLError, LookupError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError) as error:
         raise UserInputError(
             str(path),
             value=None,

@@ -182,11 +182,13 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserInputError, match="remote store"):
         read_checkpoint({"load": "msc://bucket/run"})
     folder = start(tmp_path / "a")
-    for config, said in (("{", "be opened"), ('{"sharded_backend": "zarr"}', "zarr")):
+    deep = "[" * 100_000
+    damaged = (("{", "not readable JSON"), (deep, "nested more"), ("[]", "be opened"))
+    for config, said in (*damaged, ('{"sharded_backend": "zarr"}', "zarr")):
         (folder / "metadata.json").write_text(config)
         with pytest.raises(UserInputError, match=said):
             read(tmp_path / "a")
-    for text in ("", "seven", "-1", "7.0"):
+    for text in ("", "seven", "-1", "7.0", "7" * 5_000):
         (tmp_path / "a" / "latest_checkpointed_iteration.txt").write_text(text)
         with pytest.raises(UserInputError, match=r"latest_checkpointed_iteration\.txt = "):
             read(tmp_path / "a")

@@ -9,17 +9,17 @@ Megatron-LM core_v0.16.1, ``b`` 0.20; ``ckpt`` is ``training/checkpointing.py``,
 from __future__ import annotations
 
 import io
-import json
-import pickle
 import re
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
+from nest_megatron.documents import read_json
 from nest_megatron.errors import UserInputError
+from nest_megatron.files import read_bytes
 from nest_megatron.launchers.megatron_lm.cuts import user_partition
+from nest_megatron.launchers.megatron_lm.inert_pickle import Inert, InertUnpickler
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.layout import expand_layout, layout_string, uniform_partition
 from nest_megatron.parallel.plan import ParallelChoice
@@ -267,7 +267,7 @@ def _describe(folder: Path, iteration: int, weights_only: bool, values: _Values)
         parts = list(state.get("optimizer") or ())
     except Exception:  # noqa: BLE001 - a damaged pickle may raise anything
         sizes, state, content, parts = {}, {}, {}, []
-    arguments = vars(state["args"]) if isinstance(state.get("args"), _Inert) else {}
+    arguments = vars(state["args"]) if isinstance(state.get("args"), Inert) else {}
     if kind == "torch_dcp" and (arguments or values).get("ckpt_format") != kind:
         kind = "fsdp_dtensor"
     sharding = content.get("distrib_optim_sharding_type")
@@ -329,9 +329,9 @@ def _format(folder: Path) -> str:
     """Source: ``_get_checkpoint_format`` (a ckpt:1134; b:1974)."""
     try:
         names = {path.name for path in folder.iterdir()}
-        config = (folder / "metadata.json").read_bytes() if "metadata.json" in names else b"{}"
-        kind = json.loads(config).get("sharded_backend")
-    except (OSError, ValueError, AttributeError) as error:
+        config = read_json(folder / "metadata.json", "--load") if "metadata.json" in names else {}
+        kind = config.get("sharded_backend")
+    except (OSError, AttributeError) as error:
         _refuse("--load", str(folder), f"it cannot be opened ({error})", "check the path")
     if kind is None and any(name.startswith("mp_rank_0") for name in names):
         return "torch"
@@ -345,55 +345,30 @@ def _read(folder: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Sizes of what is stored, by key, and the state that is not cut among the ranks."""
     sizes, places = {}, {}
     if (folder / ".metadata").is_file():
-        index = vars(_Unpickler(io.BytesIO((folder / ".metadata").read_bytes())).load())
+        index = vars(InertUnpickler(io.BytesIO((folder / ".metadata").read_bytes())).load())
         sizes = {k: vars(v).get("size") for k, v in index["state_dict_metadata"].items()}
         places = {vars(k)["fqn"]: vars(v) for k, v in index["storage_data"].items()}
     legacy = folder.glob("mp_rank_0*/model_optim_rng.pt")
     path = min(legacy) if kind == "torch" else folder / "common.pt"
     if path.is_file():
         with path.open("rb") as stream:
-            return sizes, dict(_Unpickler.torch_load(stream))
+            return sizes, dict(InertUnpickler.torch_load(stream))
     name = "args" if kind == "torch_dcp" else "common_state/shard_0_1"
     with (folder / places[name]["relative_path"]).open("rb") as stream:
         stream.seek(places[name]["offset"])
-        found = _Unpickler.torch_load(io.BytesIO(stream.read(places[name]["length"])))
+        found = InertUnpickler.torch_load(io.BytesIO(stream.read(places[name]["length"])))
     return sizes, {"args": found} if name == "args" else dict(found[0])
-
-
-class _Inert:
-    """Stands for an object of any class: keeps its attributes and does nothing."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None: ...
-
-    def __setitem__(self, key: object, value: object) -> None: ...
-
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(state if isinstance(state, dict) else {})
-
-
-class _Unpickler(pickle.Unpickler):
-    """Runs nothing of what was pickled: every class and function is ``_Inert``, tensors are out."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return tuple if (module, name) == ("torch", "Size") else _Inert
-
-    def persistent_load(self, pid: object) -> None: ...
-
-    @classmethod
-    def torch_load(cls, stream: IO[bytes]) -> Any:
-        with zipfile.ZipFile(stream) as archive:
-            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-            with archive.open(name) as pickled:
-                return cls(pickled).load()
 
 
 def _latest(base: Path) -> tuple[int | None, bool]:
     """Iteration, and whether it is a release. Source: ``read_metadata`` (a ckpt:291; b:388)."""
     path = base / _TRACKER
-    text = path.read_bytes().decode(errors="replace").strip() if path.is_file() else ""
-    if path.is_file() and text != "release" and not text.isdecimal():
+    if not path.is_file():
+        return None, False
+    text = read_bytes(path, str(path), most=64, whole=False).decode(errors="replace").strip()
+    if not re.fullmatch(r"\d{1,18}|release", text):
         _refuse(str(path), text, "it holds an iteration or the word release", "correct it")
-    return int(text) if text.isdecimal() else (0 if text else None), text == "release"
+    return (0, True) if text == "release" else (int(text), False)
 
 
 def _refuse(what: str, value: object, limit: str, fix: str) -> NoReturn:
