@@ -13,6 +13,7 @@ from nest_megatron.app.measure_orders import Answer, Orders, Skipped
 from nest_megatron.app.measure_tasks import Shape, shape_of
 from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.cluster.records import Precision
+from nest_megatron.documents import read_json
 from nest_megatron.errors import ProfileError
 from nest_megatron.framework.stage import Where
 from nest_megatron.model.implementation import Implementation
@@ -118,9 +119,9 @@ def untimed_file(profile: LayerProfile) -> Path:
 def untimed(profile: LayerProfile) -> tuple[Skipped, ...]:
     """What could not be timed for a profile; a file that cannot be read says nothing."""
     try:
-        lines = json.loads(untimed_file(profile).read_text(encoding="utf-8"))
+        lines = read_json(untimed_file(profile), "list of what was not timed")
         return tuple(from_plain(Skipped, line) for line in lines)
-    except (OSError, ValueError):
+    except (ValueError, TypeError):
         return ()
 
 

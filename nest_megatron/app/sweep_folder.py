@@ -19,8 +19,9 @@ from nest_megatron import __version__
 from nest_megatron.app import BAD_INPUT, ENDED_EARLY
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import Setting
+from nest_megatron.documents import read_json
 from nest_megatron.errors import UserInputError
-from nest_megatron.files import read_text, write_text
+from nest_megatron.files import write_text
 from nest_megatron.plain import to_plain
 
 _JOBS, _LIST = ".jobs", "list.json"
@@ -121,7 +122,7 @@ def write_list(folder: Path, jobs: Sequence[SweepJob], config_dir: Path | None) 
 
 def read_job(folder: Path, number: int) -> tuple[SweepJob, Path | None]:
     """A job of the list, and the folder of the user's own files."""
-    listed = json.loads(read_text(folder / _JOBS / _LIST, "sweep"))
+    listed = read_json(folder / _JOBS / _LIST, "sweep")
     job = listed["jobs"][number]
     settings = tuple(Setting(key=key, value=value) for key, value in job["settings"])
     config_dir = listed["config_dir"]
@@ -138,9 +139,9 @@ def write_result(folder: Path, job: SweepJob, result: SweepResult) -> None:
 def read_result(folder: Path, job: SweepJob) -> SweepResult | None:
     """How a job ended, if it did; a file that cannot be read counts as none."""
     try:
-        fields = json.loads((folder / _JOBS / f"{job.key}.json").read_text(encoding="utf-8"))
+        fields = read_json(folder / _JOBS / f"{job.key}.json", "sweep")
         return SweepResult(code=fields["code"], document=fields["document"])
-    except (OSError, ValueError, KeyError):
+    except (ValueError, LookupError, TypeError):
         return None
 
 

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.app.sweep_folder import opened
+from nest_megatron.app.sweep_folder import (
+    SweepJob,
+    SweepResult,
+    opened,
+    read_result,
+    write_result,
+)
 from nest_megatron.parallel import plan_file
 from nest_megatron.report.sweep_chart import sweep_chart
 from nest_megatron.report.sweep_table import SweepRow, to_csv, to_parquet
@@ -183,3 +189,14 @@ def test_rows_without_a_plan() -> None:
     assert lines[2].startswith("1,two,y,bad input,no,,")
     assert to_parquet(rows)[:4] == b"PAR1"
     assert b"does not fit" in sweep_chart(rows)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{}", "3", "\ud800"])
+def test_a_result_that_cannot_be_read_counts_as_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / ".jobs").mkdir()
+    job = SweepJob(settings=(), varied=(), key="job")
+    write_result(tmp_path, job, SweepResult(code=0, document={"plan": 1}))
+    assert read_result(tmp_path, job) == SweepResult(code=0, document={"plan": 1})
+    (file,) = tmp_path.rglob("job.json")
+    file.write_text(text, encoding="utf-8", errors="surrogatepass")
+    assert read_result(tmp_path, job) is None
