@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import secrets
 import stat
 import sys
@@ -79,10 +80,9 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 #: Says in a file that this program has written it, where a format has a place to say so.
 MARK = "written by nest-megatron"
-#: How files of ours begin that hold no mark: plans, profiles, pinned plans, clusters, tables of
-#: ``validate``, plans in the form of NEST's artifact, and the page of ``validate --docs``.
+#: How files of ours begin that hold no mark: pinned plans, clusters, tables of ``validate``, plans
+#: in the form of NEST's artifact, and the page of ``validate --docs``.
 _BEGINNINGS = (
-    b"schema: ",
     b"# nest-megatron pinned plan",
     b"# Written by nest-megatron ",
     b"file,row_id,source,model,",
@@ -90,6 +90,9 @@ _BEGINNINGS = (
     b"# Accuracy\n",
 )
 _HEAD_BYTES = 4096
+#: Plans and profiles: the schema first, and further down a short hash of ours.
+_SCHEMA = re.compile(rb"schema: \d+\n")
+_HASH = re.compile(rb"^ *(checksum|fingerprint): '?[0-9a-f]{16}'?$", re.MULTILINE)
 _OR_FORCE = "Name another file, or add --force to replace it."
 
 
@@ -116,7 +119,7 @@ def check_output(
         return
     if any(_is_same(target, each) for each in inputs):
         raise _refused(what, path, "the command reads this file", "Name another file.")
-    if not force and not _is_ours(read_bytes(target, what, most=_HEAD_BYTES, whole=False)):
+    if not force and not _is_ours(read_bytes(target, what, whole=False)):
         raise _refused(
             what,
             path,
@@ -161,8 +164,11 @@ def regular_target(path: Path, what: str = "out") -> Path:
     return target
 
 
-def _is_ours(head: bytes) -> bool:
-    """Whether a file that begins so is empty or was written by this program."""
+def _is_ours(content: bytes) -> bool:
+    """Whether a file is empty or was written by this program."""
+    head = content[:_HEAD_BYTES]
+    if _SCHEMA.match(head):
+        return _HASH.search(content) is not None
     marked = head[:1] in (b"<", b"{", b"\x89") and MARK.encode() in head
     return not head or head.startswith(_BEGINNINGS) or marked
 

@@ -16,7 +16,7 @@ from nest_megatron.config.overrides import Setting, parse, refuse_sweeps, split_
 from nest_megatron.config.request import plan_request, read_inputs, read_space
 from nest_megatron.cost_model.memory import within_error
 from nest_megatron.errors import UserInputError
-from nest_megatron.files import is_standard_output, regular_target, require_folder
+from nest_megatron.files import check_output, is_standard_output
 from nest_megatron.launchers.megatron_lm.attach import with_launch
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
@@ -146,14 +146,18 @@ def _may_fit(plan: ParallelPlan) -> bool:
 
 
 def check_out(composed: Composed) -> None:
-    """Refuse an output that cannot be written before the search, not after it.
+    """Refuse an ``out`` that must not be written, before the search.
+
+    The command has checked the text that was typed; other settings may complete it.
 
     Raises:
-        UserInputError: if ``out`` is no regular file, or its folder is missing.
+        UserInputError: as ``check_output`` does.
     """
+    from nest_megatron.app.command_kinds import forced
+
     out = composed.config.out
-    if out is not None and not is_standard_output(Path(out)):
-        require_folder(regular_target(Path(out)))
+    if out is not None:
+        check_output("out", Path(out), force=forced())
 
 
 def _refuse_unknown(request: CommandRequest) -> None:

@@ -14,7 +14,11 @@ from nest_megatron.app import BAD_INPUT
 from nest_megatron.app.command_kinds import forced
 from nest_megatron.app.plan_output import plan_output
 from nest_megatron.files import check_output, write_text
+from nest_megatron.profile import profile_file
+from nest_megatron.profile.network import dump
 from tests.app.runs import SMALL, run
+from tests.profile.networks import profile_of
+from tests.profile.profiles import whole_profile
 
 
 @pytest.fixture(scope="module")
@@ -190,3 +194,40 @@ def test_the_plan_of_a_launch_takes_no_script_s_place(tmp_path: Path, plan: Path
         plan_output(str(plan), [str(plan)])
     assert plan_output(str(plan)) == plan
     assert plan_output("null") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "schema: 1\nservices: [train]\n",
+        "schema: public\n",
+        "schema: 1\nfiles:\n- name: data.bin\n  checksum: 9e107d9d372bb6826bd81d3542a419d6\n",
+    ],
+)
+def test_a_schema_alone_makes_no_file_ours(text: str, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(text, encoding="utf-8")
+    assert run("plan", *SMALL, f"out={mine}").code == BAD_INPUT
+    assert mine.read_text(encoding="utf-8") == text
+
+
+def test_plans_and_profiles_of_ours_are_replaced(plan: Path, tmp_path: Path) -> None:
+    layers, network = tmp_path / "layers.yaml", tmp_path / "network.yaml"
+    profile_file.write(whole_profile(), layers)
+    network.write_text(dump(profile_of([])), encoding="utf-8")
+    for path in (plan, layers, network):
+        check_output("out", path)
+
+
+def test_a_name_that_another_setting_completes_is_checked_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "llama3_8b.yaml"
+    mine.write_text("mine", encoding="utf-8")
+    for command in ("plan", "estimate"):
+        done = run(command, *SMALL, "out=${model.name}.yaml")
+        assert done.code == BAD_INPUT
+        assert "add --force" in done.err
+        assert mine.read_text(encoding="utf-8") == "mine"
+    assert run("plan", *SMALL, "out=${model.name}.yaml", "--force").code == 0
