@@ -136,7 +136,7 @@ def test_a_given_layout_is_held_to_the_same_attention_rule(traits: ExecutionTrai
 
 def test_no_rule_is_named_where_a_combination_breaks_none() -> None:
     wanted = asked(COMMAND + "--global-batch-size 64")
-    assert binding(wanted) == ()
+    assert binding(dataclasses.replace(wanted, space=SearchSpace())) == ()
 
 
 def test_no_rule_is_named_and_nothing_freed_where_time_is_over() -> None:
