@@ -107,7 +107,8 @@ def read_hf_config(
         The model, and the keys that were not read and may say something of its shape.
 
     Raises:
-        UnplannableModelError: if the architecture is none that this planner describes.
+        UnplannableModelError: if the architecture is none that this planner describes, or the file
+            sets a field of it that is not read.
         UserInputError: if a field is missing, misspelt or has an impossible value.
 
     Source: the configuration classes of ``transformers`` and the layers they build.
@@ -394,7 +395,7 @@ def _bert(f: ConfigFields) -> Shape:
 def _nemotron(f: ConfigFields) -> Shape:
     return {
         **_decoder(f),
-        "rotary_percent": f.number("partial_rotary_factor", 0.5),
+        "rotary_percent": f.number("partial_rotary_factor", f.number("rope_percent", 0.5)),
         "normalization": "LayerNorm",
         "layernorm_epsilon": f.number("norm_eps", 1e-5),
         "apply_layernorm_1p": True,

@@ -371,8 +371,79 @@ def test_a_misspelt_field_is_refused_with_the_right_one() -> None:
 
 
 def test_what_is_not_read_is_listed() -> None:
-    config = {**LLAMA3_70B, "attn_temperature": 0.1, "sliding_window": 4096, "eos_token_id": 2}
-    assert read_hf_config(config, "x")[1] == ("attn_temperature", "sliding_window")
+    config = {**LLAMA3_70B, "logit_scale": 0.1, "residual_multiplier": 0.2, "eos_token_id": 2}
+    assert read_hf_config(config, "x")[1] == ("logit_scale", "residual_multiplier")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_local_experts", 8),
+        ("use_linear_attention", True),
+        ("ssm_state_size", 128),
+        ("mamba_d_conv", 4),
+        ("state_size", 16),
+        ("num_nextn_predict_layers", 1),
+        ("layer_types", ["linear_attention"] * 80),
+        ("index_head_dim", 128),
+        ("sliding_window", 4096),
+        ("rope_percent", 0.5),
+        ("kv_lora_rank", 512),
+    ],
+)
+def test_an_architecture_field_that_is_not_read_is_refused(key: str, value: object) -> None:
+    with pytest.raises(UnplannableModelError, match=key):
+        read_hf_config({**LLAMA3_70B, key: value}, "x")
+    assert read_hf_config({**LLAMA3_70B, key: None}, "x")[1] == ()
+
+
+#: What published configurations carry beside the keys that give the shape.
+CARRIED: dict[str, dict[str, object]] = {
+    "llama3_70b": {
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "max_sequence_length": 2048,
+        "pretraining_tp": 1,
+        "rope_scaling": {"factor": 8.0, "rope_type": "llama3"},
+        "transformers.js_config": {"dtype": "q4"},
+        "output_attentions": True,
+        "_attn_implementation_autoset": True,
+    },
+    "qwen3_30b_a3b": {
+        "layer_types": ["full_attention"] * 48,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.001,
+    },
+    "deepseek_v3": {
+        "ep_size": 1,
+        "head_dim": 64,
+        "qk_head_dim": 192,
+        "quantization_config": {"weight_block_size": [128, 128]},
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
+    },
+    "gpt_oss_120b": {"initial_context_length": 4096, "swiglu_limit": 7.0},
+    "bert_large": {
+        "attention_probs_dropout_prob": 0.1,
+        "directionality": "bidi",
+        "pooler_fc_size": 768,
+        "pooler_num_attention_heads": 12,
+        "pooler_num_fc_layers": 3,
+        "pooler_size_per_head": 128,
+    },
+}
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_keys_of_published_configurations_are_silent(name: str) -> None:
+    assert read_hf_config({**CONFIGS[name], **CARRIED[name]}, name)[1] == ()
+
+
+def test_long_context_qwen2_is_read() -> None:
+    windows = {"max_window_layers": 70, "sliding_window": 131072, "use_sliding_window": False}
+    long = {"dual_chunk_attention_config": {"chunk_size": 262144}}
+    config = {**LLAMA3_70B, "model_type": "qwen2", **windows, **long, "use_mrope": False}
+    assert read_hf_config(config, "q")[1] == ()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
