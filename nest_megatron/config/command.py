@@ -23,7 +23,6 @@ from nest_megatron.config.request import (
 )
 from nest_megatron.config.sharding import IMPLEMENTATION, with_own_sharding
 from nest_megatron.config.typed import CHOICES, freed_flags, kept_flags
-from nest_megatron.cost_model.memory_flags import not_modelled
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
 from nest_megatron.launchers.megatron_lm.cuts import CUTS, stated_partition
@@ -268,7 +267,7 @@ def _inputs(
         global_batch_size=batch,
         settings=read_settings(config, job.precision, job.memory_flags),
         notes=tuple(notes),
-        not_modelled=not_modelled(job.memory_flags),
+        not_modelled=job.not_modelled,
     )
 
 

@@ -74,6 +74,19 @@ def test_nothing_is_proven_of_memory_that_is_not_modelled() -> None:
     assert NAMED[0] in document["no_plan"]["verdict"]
 
 
+def test_a_flag_that_megatron_lacks_qualifies_every_verdict() -> None:
+    command = BASE + "--bf16 --some-unknown 3 --other=4 --some-unknown 5"
+    plan = searched(command)
+    assert plan.search.not_modelled == ("--some-unknown", "--other")
+    assert certificate(plan.search).startswith("May fit, not modelled: --some-unknown, --other.")
+    nothing = run(
+        "plan", "--from", command, "cluster=dgx_h100", "memory.reserve_bytes=84000000000", "--json"
+    )
+    assert nothing.code == 1
+    verdict = json.loads(nothing.out)["no_plan"]["verdict"]
+    assert verdict.endswith("not modelled: --some-unknown, --other")
+
+
 def test_the_terminal_and_json_say_it() -> None:
     done = run("plan", "--from", OFFLOADED, "cluster=dgx_h100")
     assert "may fit, not modelled: --fine-grained-activation-offloading" in " ".join(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.cost_model.memory_flags import text
+from nest_megatron.cost_model.memory_flags import not_modelled, text
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.recompute import Recompute
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
@@ -65,7 +65,7 @@ class MegatronJob:
             (``cost_model/memory_flags.py``).
         graphs: what of it CUDA graphs capture.
         world_size: number of ranks where the launcher says it.
-        passthrough: flags of the user's own script, kept untouched.
+        passthrough: flags that Megatron does not have, kept untouched.
         notes: what was assumed or will be ignored, one sentence each.
     """
 
@@ -93,6 +93,12 @@ class MegatronJob:
     world_size: int | None
     passthrough: tuple[str, ...]
     notes: tuple[str, ...]
+
+    @property
+    def not_modelled(self) -> tuple[str, ...]:
+        """Flags whose effect on memory is not known here: Megatron's, and those that it lacks."""
+        own = (word.partition("=")[0] for word in self.passthrough if word.startswith("--"))
+        return tuple(dict.fromkeys((*not_modelled(self.memory_flags), *own)))
 
     @property
     def optimizer(self) -> str:
