@@ -183,6 +183,8 @@ def _plan_command(
         found = find_plan(dataclasses.replace(wanted, begun_s=begun_s), report)
     if not isinstance(found, ParallelPlan):
         return _refuse(found, inputs.notes, as_json=as_json)
+    if request.restored is not None:
+        request.restored.check(found, request.command.version)
     found = plan_file.made_for(found, MEGATRON_LM, request.command.version, "plan --from")
     found = with_launch(found, request.command, kept=request.kept_flags, notes=inputs.notes)
     _write(found, composed)

@@ -21,7 +21,12 @@ from nest_megatron.config.request import (
     with_seq_length,
     with_times,
 )
-from nest_megatron.config.sharding import IMPLEMENTATION, with_own_sharding
+from nest_megatron.config.sharding import (
+    CHECKPOINT_NEEDS,
+    IMPLEMENTATION,
+    loads,
+    with_own_sharding,
+)
 from nest_megatron.config.typed import CHOICES, freed_flags, kept_flags
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
@@ -30,12 +35,12 @@ from nest_megatron.launchers.megatron_lm.job import RECOMPUTE, VIRTUAL_STAGES, M
 from nest_megatron.launchers.megatron_lm.parser import ReadCommand, read_command
 from nest_megatron.launchers.megatron_lm.read import read_job
 from nest_megatron.launchers.megatron_lm.rules import MODULES_OF_ENGINE
+from nest_megatron.launchers.restore import Restored, restored_by_command
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.layout import parse_layout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import RecomputeModule
-from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 from nest_megatron.solver.space import DEGREES, SearchSpace
 
 _CONTEXT = "context_parallel_size"
@@ -51,6 +56,7 @@ class CommandRequest:
     Args:
         kept: choices of the user that the search holds fixed, by their names in ``CHOICES``.
         kept_flags: destinations whose flags stay in the command as they are.
+        restored: the checkpoint that it loads, where the plan is made before the launch.
     """
 
     command: ReadCommand
@@ -59,6 +65,7 @@ class CommandRequest:
     space: SearchSpace
     kept: tuple[str, ...]
     kept_flags: frozenset[str] = frozenset()
+    restored: Restored | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +106,13 @@ def read_request(
     spec, job = read_job(command)
     tp = command.values["tensor_model_parallel_size"]
     cluster = command_cluster(composed, job)
-    request = request_for(
-        command, (spec.with_padded_vocab(tp), job), cluster, composed, Wishes(free=free)
-    )
-    return dataclasses.replace(request, inputs=with_times(request.inputs, composed))
+    restored, wishes = restored_by_command(command.values), Wishes(free=free)
+    if restored is not None:
+        wishes = dataclasses.replace(wishes, required=restored.required(version))
+        job = dataclasses.replace(job, notes=(*job.notes, restored.note()))
+    request = request_for(command, (spec.with_padded_vocab(tp), job), cluster, composed, wishes)
+    inputs = with_times(request.inputs, composed)
+    return dataclasses.replace(request, inputs=inputs, restored=restored)
 
 
 def read_model(
@@ -208,10 +218,14 @@ def _with_required(
             continue
         if fixed.setdefault(name, int(need.value)) != need.value:
             _refuse_kept(name, fixed[name], need)
-    zeros = tuple(zero for zero in space.zero_stages if _loads(zero, space.sharding, required))
+    zeros = tuple(zero for zero in space.zero_stages if loads(zero, space.sharding, required))
     if not zeros:
-        name = next(name for name in _ZERO_NEEDS if name in required)
-        _refuse_kept(name, [int(zero) for zero in space.zero_stages], required[name])
+        needs = [{name: required[name]} for name in CHECKPOINT_NEEDS if name in required]
+        alone = [
+            n for n in needs if not any(loads(z, space.sharding, n) for z in space.zero_stages)
+        ]
+        ((name, need),) = (alone or needs)[0].items()
+        _refuse_kept(name, not need.value, need)
     partition = space.partition
     layout = required.get("pipeline_model_parallel_layout")
     if layout is not None and layout.value is not None:
@@ -220,21 +234,6 @@ def _with_required(
             _refuse_kept("pipeline_model_parallel_layout", "as given", layout)
         partition = saved
     return dataclasses.replace(space, fixed=fixed, zero_stages=zeros, partition=partition)
-
-
-_ZERO_NEEDS = ("use_distributed_optimizer", "use_megatron_fsdp")
-
-
-def _loads(
-    zero: ZeroStage, sharding: DataParallelSharding | None, required: Mapping[str, Requirement]
-) -> bool:
-    sharding = sharding or zero.sharding
-    shards = zero >= ZeroStage.OPTIMIZER and sharding is not DataParallelSharding.TORCH_FSDP2
-    fsdp = sharding is DataParallelSharding.MEGATRON_FSDP
-    has = dict(zip(_ZERO_NEEDS, (shards or fsdp, fsdp), strict=True))
-    return all(
-        required[name].value in (None, has[name]) for name in _ZERO_NEEDS if name in required
-    )
 
 
 def _refuse_kept(name: str, value: object, need: Requirement) -> NoReturn:

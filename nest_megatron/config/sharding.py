@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
 from nest_megatron.launchers.megatron_lm.job import MegatronJob
 from nest_megatron.parallel.rules import allows_optimizer
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
@@ -16,6 +17,8 @@ from nest_megatron.solver.space import SearchSpace
 IMPLEMENTATION = ("use_megatron_fsdp", "use_torch_fsdp2")
 STAGE = ("use_distributed_optimizer", "data_parallel_sharding_strategy")
 CKPT_FORMAT = "ckpt_format"
+#: What of the sharding a checkpoint may need.
+CHECKPOINT_NEEDS = ("use_megatron_fsdp", "use_distributed_optimizer")
 
 _PIPELINE, _EXPERTS = "pipeline_model_parallel_size", "expert_model_parallel_size"
 
@@ -47,6 +50,19 @@ def with_own_sharding(
     offered = dataclasses.replace(space, zero_stages=others)
     offer = Offer(space=offered, free=_spelled(option, held)) if others else None
     return _on_its_mesh(own, job.sharding), offer
+
+
+def loads(
+    zero: ZeroStage, sharding: DataParallelSharding | None, required: Mapping[str, Requirement]
+) -> bool:
+    """Whether a checkpoint can be loaded under a ZeRO stage; what it leaves unsaid is passed."""
+    sharding = sharding or zero.sharding
+    shards = zero >= ZeroStage.OPTIMIZER and sharding is not DataParallelSharding.TORCH_FSDP2
+    fsdp = sharding is DataParallelSharding.MEGATRON_FSDP
+    has = dict(zip(CHECKPOINT_NEEDS, (fsdp, shards or fsdp), strict=True))
+    return all(
+        required[name].value in (None, has[name]) for name in CHECKPOINT_NEEDS if name in required
+    )
 
 
 def _for_optimizer(zeros: Collection[ZeroStage], job: MegatronJob) -> tuple[ZeroStage, ...]:

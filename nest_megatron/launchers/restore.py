@@ -1,6 +1,6 @@
-"""A checkpoint that a recipe restores, and what a plan must keep so that it can be loaded.
+"""A checkpoint that a job restores, and what a plan must keep so that it can be loaded.
 
-What is on this host's disks is looked at; of what is not, the format that the recipe states is
+What is on this host's disks is looked at; of what is not, the format that the job states is
 believed. Sources: ``AutoResume`` and ``RestoreConfig`` of NeMo 2.7.3; ``load_checkpoint`` and
 ``_resolve_checkpoint_iteration`` of Megatron-Bridge 0.3.1.
 """
@@ -44,15 +44,17 @@ class Restored:
     """A checkpoint that a job restores.
 
     Args:
-        source: where it lies, as the recipe writes it.
+        source: where it lies, as the job writes it.
         values: what the job says of loading, by Megatron's destinations.
         is_seen: it lies on this host; otherwise only its format is known, as it is stated.
+        stated: where its format comes from if it was not seen, for the note.
     """
 
     source: str
     saved: SavedCheckpoint
     values: Mapping[str, Any] = field(default_factory=dict)
     is_seen: bool = False
+    stated: str = "as the recipe states"
 
     def required(self, version: str) -> Mapping[str, Requirement]:
         """What a plan must keep, by the names of ``ParallelChoice``."""
@@ -70,8 +72,32 @@ class Restored:
 
     def note(self) -> str:
         """What is known of it, for the plan's notes."""
-        how = "as was found there" if self.is_seen else "as the recipe states"
+        how = "as was found there" if self.is_seen else self.stated
         return f"The job restores {self.source}, in the format {self.saved.format} ({how})."
+
+
+def restored_by_command(values: Mapping[str, Any]) -> Restored | None:
+    """What ``--load`` and ``--pretrained-checkpoint`` of a Megatron-LM command restore.
+
+    The host that plans may not be the one that trains: only a folder that is here, and holds no
+    checkpoint, is one from which training starts afresh.
+
+    Args:
+        values: Megatron's arguments by destination.
+
+    Raises:
+        UserInputError: if what is there cannot be opened, by Megatron or from here.
+    """
+    named = [str(values[name]) for name in ("load", "pretrained_checkpoint") if values.get(name)]
+    saved = None if any("://" in name for name in named) else read_checkpoint(values)
+    if saved is not None:
+        return Restored(source=str(saved.directory), saved=saved, values=values, is_seen=True)
+    source = next((name for name in named if not Path(name).is_dir()), None)
+    if source is None or values.get("moe_use_upcycling"):
+        return None
+    how = "as --ckpt-format has it: there is no such folder on this host"
+    stated = _stated(source, str(values.get("ckpt_format") or "torch_dist"), values)
+    return dataclasses.replace(stated, stated=how)
 
 
 def restored_by_bridge(cfg: Any) -> Restored | None:
