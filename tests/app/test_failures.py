@@ -143,6 +143,15 @@ def test_a_full_disk_behind_standard_output() -> None:
     assert done.stderr.startswith("error: standard output: it cannot be written to: No space left")
 
 
+@pytest.mark.parametrize("arguments", [("models", "--json"), ("models", "no_such", "--json")])
+def test_json_that_cannot_be_written_is_said_on_standard_error(arguments: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = process(*arguments, out=full.fileno())
+    assert done.returncode == BAD_INPUT
+    said = "model" if "no_such" in arguments else "standard output: it cannot be written to"
+    assert done.stderr.startswith(f"error: {said}")
+
+
 def test_a_terminal_without_unicode() -> None:
     done = process("models", "llama3_8b", PYTHONIOENCODING="ascii")
     assert done.returncode == 0
