@@ -39,22 +39,31 @@ def exit_code_of(error: BaseException) -> int:
     return NestError.exit_code if isinstance(error, OSError) else FaultError.exit_code
 
 
+#: Characters of a user's name or value that an error repeats.
+_ECHOED = 200
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _ECHOED else f"{text[: _ECHOED - 3]}..."
+
+
 class UserInputError(NestError, ValueError):
     """Something the user typed cannot be used.
 
     Args:
-        what: the thing that is wrong, in the user's words (``cluster.num_gpus``).
-        value: the value that was given.
+        what: the thing that is wrong, in the user's words (``cluster.num_gpus``); its start, where
+            it is long.
+        value: the value that was given; the start of a long text.
         limit: the rule it breaks.
         fix: what to type instead.
     """
 
     def __init__(self, what: str, *, value: object, limit: str, fix: str) -> None:
-        self.what = what
-        self.value = value
+        self.what = _shortened(what)
+        self.value = _shortened(value) if isinstance(value, str) else value
         self.limit = limit
         self.fix = fix
-        super().__init__(f"{what} = {value!r}: {limit}. {fix}")
+        super().__init__(f"{self.what} = {_shortened(repr(self.value))}: {limit}. {fix}")
 
 
 class OneRankError(NestError):

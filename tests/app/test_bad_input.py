@@ -227,3 +227,12 @@ def test_a_misspelt_flag_is_told_apart_from_the_users_own() -> None:
     said = " ".join(done.out.split())
     assert "no flag --tensor-model-paralel-size. Did you mean --tensor-model-parallel-size?" in said
     assert "--our-own-flag 3" in said
+
+
+def test_a_long_name_or_value_is_repeated_in_part(tmp_path: Path) -> None:
+    text = tmp_path / "notes"
+    text.write_text("root:x:0:0:root:/root:/bin/bash\n" * 100)
+    done = run("models", str(text))
+    assert done.code == 2
+    assert len(done.err.partition("Known:")[0]) < 300
+    assert len(run("models", "m" * 5000, "--json").out.partition('"fix"')[0]) < 600
