@@ -34,20 +34,23 @@ class Freedom:
     """What of a recipe's own layout the search may change.
 
     Args:
-        free: choices that may change; ``None`` is all of them but those kept and
+        free: choices that may change, a text is one; ``None`` is all of them but those kept and
             ``use_megatron_fsdp``, which changes the format of checkpoints.
-        keep: choices held as the recipe states them.
+        keep: choices held as the recipe states them; a text is one.
         option: how the user frees a choice.
 
     Raises:
         UserInputError: for a name that is no choice, or one both freed and kept.
     """
 
-    free: tuple[str, ...] | None = None
-    keep: tuple[str, ...] = ()
+    free: Sequence[str] | None = None
+    keep: Sequence[str] = ()
     option: str = "free"
 
     def __post_init__(self) -> None:
+        for what, names in (("free", self.free), ("keep", self.keep)):
+            if isinstance(names, str):
+                object.__setattr__(self, what, (names,))
         for what, names in (("free", self.free or ()), ("keep", self.keep)):
             for name in names:
                 if name not in (*CHOICES, "all"):

@@ -159,6 +159,13 @@ def test_a_recipe_frees_its_sharding_only_where_it_says_so() -> None:
     assert "use_megatron_fsdp" in Freedom(free=("all",)).wishes().free
 
 
+def test_a_text_is_one_choice() -> None:
+    assert Freedom(free="all").wishes() == Freedom(free=("all",)).wishes()
+    assert Freedom(keep="zero_stage").wishes() == Freedom(keep=["zero_stage"]).wishes()
+    with pytest.raises(UserInputError, match="free = 'zero': it is no choice"):
+        Freedom(free="zero")
+
+
 def test_a_plan_without_new_choices_is_written_as_before() -> None:
     found, _ = planned(job(WIDE), "use_megatron_fsdp")
     text = plan_file.dump(found)

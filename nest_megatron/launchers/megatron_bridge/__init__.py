@@ -66,7 +66,7 @@ def auto_recipe(
         SearchEndedError: if time ended the search before it had a plan.
         UserInputError: for a job that cannot be planned, or a wish that cannot be kept.
     """
-    freedom = Freedom(free=None if free is None else tuple(free), keep=tuple(keep))
+    freedom = Freedom(free=free, keep=keep)
     plan = plan_recipe(
         read_recipe(cfg, vocab_size=vocab_size, environment=environment),
         cluster=cluster,
