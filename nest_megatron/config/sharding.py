@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
+from typing import NoReturn
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
@@ -34,8 +35,10 @@ def with_own_sharding(
         option: how the user frees them.
 
     Raises:
-        UserInputError: if the job's own sharding contradicts its degrees.
+        UserInputError: if the job's own sharding contradicts its degrees or its checkpoint format.
     """
+    if CKPT_FORMAT not in freed and not _saves(job.sharding, job.ckpt_format):
+        _refuse_format(job, option)
     held = _held(job, freed)
     every = _for_optimizer(space.zero_stages, job)
     space = dataclasses.replace(space, zero_stages=every)
@@ -77,6 +80,30 @@ def _for_optimizer(zeros: Collection[ZeroStage], job: MegatronJob) -> tuple[Zero
         f"(ZeRO-{', '.join(str(int(zero)) for zero in zeros)})",
         fix="Drop that flag, or free zero_stage.",
     )
+
+
+def _saves(sharding: DataParallelSharding, ckpt_format: str | None) -> bool:
+    """Whether Megatron lets it save that format (args:690, :1042, :1050; 0.20 :1169, :1668)."""
+    alone = {
+        "fsdp_dtensor": DataParallelSharding.MEGATRON_FSDP,
+        "torch_dcp": DataParallelSharding.TORCH_FSDP2,
+    }
+    if ckpt_format in alone:
+        return sharding is alone[ckpt_format]
+    return ckpt_format is None or sharding is not DataParallelSharding.MEGATRON_FSDP
+
+
+def _refuse_format(job: MegatronJob, option: str) -> NoReturn:
+    free = f"or free it with {_spelled(option, [CKPT_FORMAT])}."
+    if job.sharding is DataParallelSharding.MEGATRON_FSDP:
+        limit = "--use-megatron-fsdp saves fsdp_dtensor and no other format"
+        fix = f"Use --ckpt-format fsdp_dtensor, drop --use-megatron-fsdp, {free}"
+    else:
+        owner = IMPLEMENTATION[job.ckpt_format == "torch_dcp"].replace("_", "-")
+        limit = f"only --{owner} saves it, and the job lacks that flag"
+        fix = f"Add --{owner}, {free}"
+    limit = f"{limit}; Megatron-LM {job.version} refuses the two together"
+    raise UserInputError("--ckpt-format", value=job.ckpt_format, limit=limit, fix=fix)
 
 
 def _held(job: MegatronJob, freed: Collection[str]) -> list[str]:

@@ -87,6 +87,27 @@ def test_a_typed_checkpoint_format_is_freed_by_its_own_name() -> None:
     assert planned(typed, "all")[1]["ckpt_format"] in ("torch_dist", "fsdp_dtensor")
 
 
+@pytest.mark.parametrize(
+    ("flags", "owner"),
+    [
+        ("--ckpt-format fsdp_dtensor", "--use-megatron-fsdp"),
+        ("--ckpt-format fsdp_dtensor --use-torch-fsdp2", "--use-megatron-fsdp"),
+        ("--ckpt-format torch_dist --use-megatron-fsdp", "--use-megatron-fsdp"),
+        ("--ckpt-format torch_dcp", "--use-torch-fsdp2"),
+    ],
+)
+@pytest.mark.parametrize("version", ["0.16.1", "0.20"])
+def test_a_format_that_the_sharding_cannot_save_is_refused(
+    flags: str, owner: str, version: str
+) -> None:
+    with pytest.raises(UserInputError, match=f"--ckpt-format.*{owner}.*refuses") as refusal:
+        planned(job(flags), "", version)
+    assert "--free ckpt_format" in str(refusal.value)
+    _, values = planned(job(flags), "ckpt_format", version)
+    assert (values["ckpt_format"] == "fsdp_dtensor") is values["use_megatron_fsdp"]
+    assert values["ckpt_format"] != "torch_dcp"
+
+
 def test_our_own_setting_asks_for_it() -> None:
     found, _ = planned(job(WIDE), "", "0.16.1", "parallel.zero_stage=3")
     assert found.parallel.data_parallel_sharding_strategy == "optim_grads_params"

@@ -113,7 +113,9 @@ def _uneven_instances(plan: ParallelPlan, instances: Any) -> bool:
 
 
 def _other_checkpoints(plan: ParallelPlan, name: Any) -> bool:
-    return name == "fsdp_dtensor" and not plan.parallel.use_megatron_fsdp
+    chosen = plan.parallel
+    owners = {"fsdp_dtensor": chosen.use_megatron_fsdp, "torch_dcp": chosen.use_torch_fsdp2}
+    return not owners.get(name, True)
 
 
 def _without_fsdp(plan: ParallelPlan, _: Any) -> bool:
@@ -206,8 +208,8 @@ COMPANIONS: tuple[Companion, ...] = (
     Companion(
         dest="ckpt_format",
         contradicts=_other_checkpoints,
-        reason="only Megatron-FSDP saves that way",
-        source="args:690",
+        reason="the plan's data-parallel sharding does not save that way",
+        source="args:690, :1042",
     ),
     Companion(
         dest="fsdp_double_buffer",
