@@ -65,6 +65,14 @@ def test_a_sweep_says_what_changes_nothing() -> None:
     assert "changes nothing" not in done.out
 
 
+def test_each_row_of_the_readmes_sweep_is_another_plan() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    (command,) = (line for line in lines if line.startswith("nest-megatron plan -m "))
+    jobs = run(*command.split()[1:], "search.num_alternatives=0", "--json").json()["jobs"]
+    times = {f"{job['plan']['predicted']['iteration_time_s']:.2g}" for job in jobs}
+    assert len(times) == len(jobs) == 3
+
+
 def test_hints_name_packages_that_an_index_has() -> None:
     assert install_command("report") == "pip install 'matplotlib>=3.8'"
     assert "torch>=2.6" in install_command("megatron")
