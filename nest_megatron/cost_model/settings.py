@@ -80,8 +80,9 @@ class CostSettings:
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
             if not (isinstance(value, int | float) and low <= value <= high):
+                section = "memory" if name.startswith("memory_") else "cost"
                 raise UserInputError(
-                    f"cost.{name}",
+                    f"{section}.{name.removeprefix('memory_')}",
                     value=value,
                     limit=f"it lies between {low:g} and {high:g}",
                     fix="Leave it out to take the documented default.",
