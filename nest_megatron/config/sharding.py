@@ -21,6 +21,11 @@ CKPT_FORMAT = "ckpt_format"
 #: What of the sharding a checkpoint may need.
 CHECKPOINT_NEEDS = ("use_megatron_fsdp", "use_distributed_optimizer")
 
+#: What a plan may choose, and the format that it sets where another is typed.
+_FORMATS = {
+    DataParallelSharding.DDP: "torch_dist",
+    DataParallelSharding.MEGATRON_FSDP: "fsdp_dtensor",
+}
 _PIPELINE, _EXPERTS = "pipeline_model_parallel_size", "expert_model_parallel_size"
 
 
@@ -39,20 +44,39 @@ def with_own_sharding(
     """
     if CKPT_FORMAT not in freed and not _saves(job.sharding, job.ckpt_format):
         _refuse_format(job, option)
-    held = _held(job, freed)
+    held = {s: _held(job, s, freed) for s in _FORMATS if s is not job.sharding}
     every = _for_optimizer(space.zero_stages, job)
     space = dataclasses.replace(space, zero_stages=every)
-    if not held:
+    if not any(held.values()):
         return space, None
+    others = tuple(zero for zero in every if held.get(zero.sharding))
+    offer = _offer(dataclasses.replace(space, zero_stages=others), job, held, option)
+    freely = tuple(zero for zero in every if held.get(zero.sharding) == [])
+    if freely:  # from torch FSDP2 to what saves the format that is kept
+        return dataclasses.replace(space, zero_stages=freely), offer
     zeros = job.sharding.zero_stages
     if job.zero is not None and not any(name in freed for name in (*IMPLEMENTATION, *STAGE)):
         zeros = (job.zero,)
     zeros = _for_optimizer(zeros, job)
     own = dataclasses.replace(space, zero_stages=zeros, sharding=job.sharding)
-    others = tuple(zero for zero in every if zero.sharding is not job.sharding)
-    offered = dataclasses.replace(space, zero_stages=others)
-    offer = Offer(space=offered, free=_spelled(option, held)) if others else None
     return _on_its_mesh(own, job.sharding), offer
+
+
+def _offer(
+    space: SearchSpace,
+    job: MegatronJob,
+    held: Mapping[DataParallelSharding, list[str]],
+    option: str,
+) -> Offer | None:
+    if not space.zero_stages:
+        return None
+    saved = job.ckpt_format or _FORMATS.get(job.sharding, "torch_dist")
+    return Offer(
+        space=space,
+        own=job.sharding,
+        free={sharding: _spelled(option, names) for sharding, names in held.items()},
+        ckpt_format={s: kind for s, kind in _FORMATS.items() if not _saves(s, saved)},
+    )
 
 
 def loads(
@@ -106,11 +130,12 @@ def _refuse_format(job: MegatronJob, option: str) -> NoReturn:
     raise UserInputError("--ckpt-format", value=job.ckpt_format, limit=limit, fix=fix)
 
 
-def _held(job: MegatronJob, freed: Collection[str]) -> list[str]:
-    """What must be freed before the implementation may change; nothing if it may."""
-    names = [] if IMPLEMENTATION[0] in freed else [IMPLEMENTATION[0]]
-    if job.ckpt_format is not None and CKPT_FORMAT not in freed:
-        names.append(CKPT_FORMAT)  # each implementation saves formats of its own
+def _held(job: MegatronJob, other: DataParallelSharding, freed: Collection[str]) -> list[str]:
+    """What must be freed before another implementation may be taken; nothing if it may."""
+    of_torch = job.sharding is DataParallelSharding.TORCH_FSDP2
+    names = [] if IMPLEMENTATION[0] in freed else [IMPLEMENTATION[of_torch]]
+    if CKPT_FORMAT not in freed and not _saves(other, job.ckpt_format):
+        names.append(CKPT_FORMAT)
     return names
 
 

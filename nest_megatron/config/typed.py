@@ -20,12 +20,13 @@ FAMILIES = {
     "recompute": RECOMPUTE,
     "zero_stage": STAGE,
     "use_megatron_fsdp": IMPLEMENTATION,
+    "use_torch_fsdp2": IMPLEMENTATION,
     "rank_order": ("use_tp_pp_dp_mapping",),
 }
 #: What a user can keep, one choice each, and the flags that state it.
 CHOICES = {
     **{name: (name,) for name in DEGREES if name in PARALLEL_ARGUMENTS},
-    **{name: flags for name, flags in FAMILIES.items() if name != "all"},
+    **{name: flags for name, flags in FAMILIES.items() if name not in ("all", IMPLEMENTATION[1])},
 }
 #: Flags that mean something together only, so that freeing one frees all.
 _TOGETHER = (RECOMPUTE, VIRTUAL_STAGES)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.plan import ParallelPlan, zero_stage
 from nest_megatron.parallel.plan_file import sealed
+from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.planner.request import PlanRequest
 from nest_megatron.units import format_seconds
 
@@ -38,17 +39,18 @@ def with_offer(
     gain = 100.0 * (step_s / other_s - 1.0)
     if gain < _LEAST_GAIN_PERCENT:
         return best
+    sharding = zero_stage(other.parallel).sharding
+    kind = offer.ckpt_format.get(sharding)
     sentence = (
-        f"{_named(other)} would be {gain:.1f} % faster ({format_seconds(other_s)}); it needs "
-        f"--ckpt-format {_ckpt_format(other)}. To have it: {offer.free}"
+        f"{_named(other, offer.own)} would be {gain:.1f} % faster ({format_seconds(other_s)})"
+        f"{f'; it needs --ckpt-format {kind}' if kind else ''}. To have it: {offer.free[sharding]}"
     )
     return sealed(dataclasses.replace(best, offers=(*best.offers, sentence)))
 
 
-def _named(plan: ParallelPlan) -> str:
-    how = "through" if plan.parallel.use_megatron_fsdp else "without"
-    return f"ZeRO-{int(zero_stage(plan.parallel))} {how} Megatron-FSDP"
-
-
-def _ckpt_format(plan: ParallelPlan) -> str:
-    return "fsdp_dtensor" if plan.parallel.use_megatron_fsdp else "torch_dist"
+def _named(plan: ParallelPlan, own: DataParallelSharding) -> str:
+    fsdp = plan.parallel.use_megatron_fsdp
+    how = "through Megatron-FSDP" if fsdp else "without Megatron-FSDP"
+    if own is DataParallelSharding.TORCH_FSDP2:
+        how = f"{how} instead of PyTorch FSDP2" if fsdp else "without PyTorch FSDP2"
+    return f"ZeRO-{int(zero_stage(plan.parallel))} {how}"

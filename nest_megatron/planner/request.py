@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nest_megatron.cluster.records import Cluster
@@ -10,6 +11,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.space import SearchSpace
@@ -25,11 +27,15 @@ class Offer:
 
     Args:
         space: what is searched for it.
-        free: what the user types to have it.
+        own: the job's sharding.
+        free: what the user types to have each of the others.
+        ckpt_format: the format that a sharding needs, where it is not the job's.
     """
 
     space: SearchSpace
-    free: str
+    own: DataParallelSharding
+    free: Mapping[DataParallelSharding, str]
+    ckpt_format: Mapping[DataParallelSharding, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,6 +140,38 @@ def test_torch_fsdp2_stays() -> None:
     assert launch.environment["CUDA_DEVICE_MAX_CONNECTIONS"] is None
 
 
+SMALL = (
+    "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 12 --hidden-size 512"
+    " --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 --vocab-size 50304"
+    " --micro-batch-size 4 --global-batch-size 64 --bf16 --untie-embeddings-and-output-weights"
+)
+
+
+def test_what_is_offered_to_torch_fsdp2_is_what_changes() -> None:
+    found, _ = planned(f"{SMALL} {TORCH_FSDP2}")
+    (offer,) = found.offers
+    assert "without PyTorch FSDP2" in offer
+    assert "Megatron-FSDP" not in offer
+    assert "--ckpt-format" not in offer
+    assert offer.endswith("To have it: --free use_torch_fsdp2")
+
+
+def test_torch_fsdp2_is_freed_by_its_own_name() -> None:
+    _, values = planned(f"{SMALL} {TORCH_FSDP2}", "use_torch_fsdp2")
+    assert not values["use_torch_fsdp2"]
+    assert not values["use_megatron_fsdp"]
+    assert values["ckpt_format"] == "torch_dist"
+
+
+def test_torch_dcp_is_no_format_of_what_is_offered() -> None:
+    flags = TORCH_FSDP2.replace("torch_dist", "torch_dcp")
+    (offer,) = planned(f"{SMALL} {flags}")[0].offers
+    assert "it needs --ckpt-format torch_dist" in offer
+    assert offer.endswith("--free use_torch_fsdp2,ckpt_format")
+    _, values = planned(f"{SMALL} {flags}", "use_torch_fsdp2,ckpt_format")
+    assert (values["use_torch_fsdp2"], values["ckpt_format"]) == (False, "torch_dist")
+
+
 def test_a_report_of_torch_fsdp2_says_that_it_is_zero_3() -> None:
     found, _ = planned(job(TORCH_FSDP2))
     console = Console(file=io.StringIO(), width=120, record=True)
