@@ -24,7 +24,8 @@ HEAD = """# Megatron-LM's own functional tests
 
 `tests/functional_tests/test_cases/{gpt,moe,mixtral}` of a Megatron-LM checkout hold the jobs that
 NVIDIA trains to test a release. Each that trains is planned on the cluster of its recipe (8 GPUs
-of `dgx_h100` or `gb200_nvl72` where no recipe launches it, or the fewest that its degrees divide)
+of `dgx_h100`, or of `gb200_nvl72` if its name says so, where no recipe launches it, or the fewest
+that its degrees divide)
 with nothing freed, and the written arguments go through Megatron's own `parse_args`,
 `validate_args`, `TransformerConfig` and `initialize_model_parallel` for a world of that size, on a
 CPU. Transformer Engine is stood in for by a release number (2.13.0).

@@ -96,7 +96,8 @@ def jobs(home: Path) -> Iterator[Job]:
 
 
 def _job(home: Path, family: str, name: str, fields: Mapping[str, Any]) -> Job:
-    platform, gpus = _platforms(home).get(name, ("h100", 0))
+    named = "gb200" if re.search("gb_?200", name) else "h100"
+    platform, gpus = _platforms(home).get(name, (named, 0))
     gpus = gpus or _least_gpus(fields["MODEL_ARGS"])
     variables = {
         key: str(value)
