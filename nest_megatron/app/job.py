@@ -21,6 +21,7 @@ from nest_megatron.launchers.megatron_lm.checkpoint import (
 from nest_megatron.launchers.megatron_lm.decision import Decision
 from nest_megatron.launchers.megatron_lm.job import MegatronJob
 from nest_megatron.launchers.megatron_lm.namespace import command_of, written_values
+from nest_megatron.launchers.megatron_lm.optimizer_rules import require_optimizer
 from nest_megatron.launchers.megatron_lm.parser import ReadCommand
 from nest_megatron.launchers.megatron_lm.read import job_from_values, refuse_unplannable
 from nest_megatron.launchers.megatron_lm.rewrite import Change
@@ -96,6 +97,7 @@ def read_running_job(
     # a checkpoint's arguments are merged in by now, so the model's shape is known
     values = {**command.values, "use_checkpoint_args": False}
     refuse_unplannable(values, script)  # before its tokenizer is built, which may take long
+    require_optimizer(values, version)
     values["padded_vocab_size"] = padded_vocab_size(args, defaults)
     spec, job = job_from_values(
         values,

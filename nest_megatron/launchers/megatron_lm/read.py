@@ -21,6 +21,7 @@ from nest_megatron.cost_model.memory_flags import memory_flags
 from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.launchers.architecture import REFUSED, unpriced
 from nest_megatron.launchers.megatron_lm.job import PARALLEL_ARGUMENTS, MegatronJob
+from nest_megatron.launchers.megatron_lm.optimizer_rules import require_optimizer
 from nest_megatron.launchers.megatron_lm.parser import ReadCommand
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
@@ -70,6 +71,7 @@ def read_job(
         UnplannableModelError: for a model that this planner does not describe.
         UserInputError: if the command lacks a size, or its sizes contradict each other.
     """
+    require_optimizer(command.values, command.version)
     return job_from_values(
         command.values,
         explicit=command.explicit,
