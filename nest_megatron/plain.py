@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -146,6 +147,8 @@ def _convert_enum(hint: type[Enum], value: object, where: str) -> Enum:
 
 
 def _convert_scalar(hint: Any, value: object, where: str) -> Any:
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise _wrong(where, value, "a finite number")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
