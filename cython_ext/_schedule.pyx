@@ -2,7 +2,9 @@
 # cython: boundscheck=False, wraparound=False, initializedcheck=False
 # cython: cdivision=True, nonecheck=False, overflowcheck=False
 # cython: embedsignature=False, binding=False
-"""When a pipeline schedule ends, and its critical path: what ``critical_path.summarize_reference`` returns.
+"""When a pipeline schedule ends, and its critical path.
+
+It returns what ``critical_path.summarize_reference`` returns.
 
 The passes are laid out in steps: at step ``u`` rank ``r`` runs its ``u - r``-th forward pass, then
 its ``u - lag + turn * r``-th backward pass (``turn`` is 0 without virtual stages, else 1), so that
@@ -309,7 +311,8 @@ cdef int64_t walk_back(
 
 cdef int grow(History* h, int64_t p, int64_t period) except -1:
     """Twice the capacity, or some at first."""
-    cdef int64_t blocks = 2 * h.blocks_capacity + FIRST_BLOCKS, rows = blocks + 2 * h.rows_capacity + period
+    cdef int64_t blocks = 2 * h.blocks_capacity + FIRST_BLOCKS
+    cdef int64_t rows = blocks + 2 * h.rows_capacity + period
     cdef void* place = PyMem_Realloc(h.blocks, blocks * sizeof(Block))
     if place == NULL:
         raise MemoryError
