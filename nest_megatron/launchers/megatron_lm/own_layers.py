@@ -24,6 +24,7 @@ from unittest import mock
 from nest_megatron.framework.groups import smallest_dims
 from nest_megatron.framework.stage import Where
 from nest_megatron.framework.units import Layers, local_layers, transformer_engine_layers
+from nest_megatron.launchers.megatron_lm.job import RECOMPUTE, VIRTUAL_STAGES
 from nest_megatron.launchers.megatron_lm.parser import ReadCommand, load_arguments
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
@@ -33,8 +34,7 @@ from nest_megatron.parallel.rules import launched_expert_tensor_size
 _NOT_OF_A_LAYER = {
     "stages": (
         "virtual_pipeline_model_parallel_size",
-        "num_layers_per_virtual_pipeline_stage",
-        "num_virtual_stages_per_pipeline_rank",
+        *VIRTUAL_STAGES,
         "pipeline_model_parallel_layout",
         "decoder_first_pipeline_num_layers",
         "decoder_last_pipeline_num_layers",
@@ -44,12 +44,7 @@ _NOT_OF_A_LAYER = {
         "first_last_layers_bf16",
     ),
     "recomputation and offloading": (
-        "recompute_granularity",
-        "recompute_activations",
-        "recompute_method",
-        "recompute_num_layers",
-        "recompute_modules",
-        "moe_layer_recompute",
+        *RECOMPUTE,
         "distribute_saved_activations",
         "cpu_offloading",
         "cpu_offloading_num_layers",
