@@ -111,7 +111,7 @@ def require_same_device(cluster: Cluster, gpus: LocalGpus) -> None:
 
 def with_hosts_of(cluster: Cluster, gpus_per_host: int) -> Cluster:
     """A catalogued cluster with another number of GPUs in each node, and as many nodes a level."""
-    inner = cluster.gpus_per_node
+    inner = cluster.levels[0].num_devices or cluster.num_gpus
     levels = tuple(
         dataclasses.replace(level, num_devices=level.num_devices // inner * gpus_per_host)
         if level.num_devices is not None

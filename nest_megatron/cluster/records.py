@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -161,7 +162,7 @@ class Cluster:
 
     Args:
         gpus_per_host: GPUs that one operating system sees, where that is less than the innermost
-            level (four in each tray of an NVL72 rack).
+            level (four in each tray of an NVL72 rack). A job then may leave hosts of it idle.
     """
 
     name: str
@@ -180,15 +181,8 @@ class Cluster:
                 fix="Give the number of GPUs of the job.",
             )
         self._check_levels()
-        per_node = self.gpus_per_node
-        if self.num_gpus > per_node and self.num_gpus % per_node:
-            lower = self.num_gpus // per_node * per_node
-            raise UserInputError(
-                "cluster.num_gpus",
-                value=self.num_gpus,
-                limit=f"nodes of {self.name} hold {per_node} GPUs each and a job takes whole nodes",
-                fix=f"Use {lower} or {lower + per_node}.",
-            )
+        if not self._part_of_nodes(self.num_gpus):
+            raise self._uneven()
 
     def _check_levels(self) -> None:
         if not self.levels or self.levels[-1].num_devices is not None:
@@ -212,8 +206,36 @@ class Cluster:
 
     @property
     def gpus_per_node(self) -> int:
-        """Devices that share the innermost level."""
-        return self.levels[0].num_devices or self.num_gpus
+        """Devices of the job that share the innermost level.
+
+        All that it joins, or where several hosts form it (the 18 trays of an NVL72 rack) the most
+        whole hosts that are the same number in every node: 64 of 72 GPUs for a job of 128.
+        """
+        return self._part_of_nodes(self.num_gpus)
+
+    def _part_of_nodes(self, num_gpus: int) -> int:
+        """Devices of each node that a job of so many takes, 0 if it cannot be spread evenly."""
+        size = self.levels[0].num_devices or num_gpus
+        if num_gpus <= size:
+            return size
+        host = min(self.gpus_per_host or size, size)
+        # A job that left more than half of each node idle would rather take fewer nodes.
+        parts = range(size - size % host, (size - 1) // 2, -host)
+        return next((part for part in parts if num_gpus % part == 0), 0)
+
+    def _uneven(self) -> UserInputError:
+        size, host = self.levels[0].num_devices or 1, self.gpus_per_host
+        lower = next(n for n in range(self.num_gpus, 0, -1) if self._part_of_nodes(n))
+        upper = next(n for n in itertools.count(self.num_gpus) if self._part_of_nodes(n))
+        taken = "whole nodes"
+        if host is not None and host < size:
+            taken = f"the same number of hosts of {host} GPUs, at least half, from each"
+        return UserInputError(
+            "cluster.num_gpus",
+            value=self.num_gpus,
+            limit=f"nodes of {self.name} hold {size} GPUs each and a job takes {taken}",
+            fix=f"Use {lower} or {upper}.",
+        )
 
     @property
     def launch_gpus_per_host(self) -> int:
@@ -226,8 +248,10 @@ class Cluster:
 
     def group_sizes(self) -> tuple[int, ...]:
         """Devices in one group of each level, the outermost taken as the whole cluster."""
-        total = self.num_gpus
-        return tuple(min(level.num_devices or total, total) for level in self.levels)
+        total, used = self.num_gpus, self.gpus_per_node
+        full = self.levels[0].num_devices or total
+        sizes = ((level.num_devices or total) * used // full for level in self.levels[:-1])
+        return (*(min(size, total) for size in sizes), total)
 
     def describe(self) -> str:
         """One line for tables.

@@ -238,3 +238,30 @@ def test_whole_floats_are_taken_as_whole_numbers() -> None:
     assert (
         accelerator_from_mapping({**ACCELERATOR, "memory_bytes": 8e10}).memory_bytes == 8 * 10**10
     )
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "of_each"), [(36, 72), (72, 72), (108, 36), (128, 64), (144, 72), (576, 72)]
+)
+def test_a_job_takes_the_same_trays_of_each_rack(num_gpus: int, of_each: int) -> None:
+    cluster = load("gb200_nvl72", f"cluster.num_gpus={num_gpus}")
+    assert cluster.gpus_per_node == of_each
+    assert cluster.group_sizes() == (min(of_each, num_gpus), num_gpus)
+    assert cluster.resized(72).gpus_per_node == 72
+
+
+def test_racks_that_cannot_be_filled_evenly_are_refused() -> None:
+    with pytest.raises(UserInputError, match=r"72 GPUs each and a job takes .* hosts of 4") as seen:
+        load("gb200_nvl72", "cluster.num_gpus=76")
+    assert "Use 72 or 80." in str(seen.value)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/sweeps.md"])
+def test_examples_of_oversubscription_cross_the_level_that_it_narrows(page: str) -> None:
+    text = (CONFIGS.parent / page).read_text(encoding="utf-8").replace("\\\n", " ")
+    found = [line for line in text.splitlines() if "cluster.oversubscription=" in line]
+    assert found
+    for line in found:
+        words = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        cluster = load(words["cluster"], f"cluster.num_gpus={words['cluster.num_gpus']}")
+        assert cluster.num_gpus > cluster.group_sizes()[-2]
