@@ -161,7 +161,10 @@ def network_levels(
     node, node_texts = _node_size(usual, gpus_per_node)
     inner = _inside(accelerator_file, usual, node, network)
     full_node = stated_node_size(network) or node
-    outer, outer_texts = _between(usual, full_node, min(sharing or node, full_node), network)
+    said = adapters(network)
+    if usual.is_rack and said.count and gpus_per_node:  # those of one host
+        said = dataclasses.replace(said, count=said.count * (node // gpus_per_node))
+    outer, outer_texts = _between(usual, full_node, min(sharing or node, full_node), said)
     return (*inner, outer), (*node_texts, *outer_texts)
 
 
@@ -200,9 +203,8 @@ def _inside(
 
 
 def _between(
-    usual: Generation, full_node: int, sharing: int, network: str
+    usual: Generation, full_node: int, sharing: int, said: Adapters
 ) -> tuple[NetworkLevel, tuple[str, ...]]:
-    said = adapters(network)
     technology = said.technology or "infiniband"
     if usual.is_rack and technology == "infiniband":
         technology = "infiniband_rack"

@@ -24,12 +24,14 @@ _TECHNOLOGIES: tuple[tuple[str, str, float | None], ...] = (
 )
 #: A number and its unit: a capital B is bytes, all else is bits.
 _RATE = r"(\d+(?:\.\d+)?)\s*-?\s*(GB/s|GBps|[Gg][Bb]it/s|Gb/s|[Gg]bps|[Gg]b/sec|G(?:bE)?\b)"
-_COUNTED = re.compile(rf"(\d+)\s*[xX]\s*{_RATE}")
+_COUNTED = re.compile(rf"(\d+)\s*[xX]\s*(?:[A-Za-z][\w-]*\s+)*?{_RATE}")
 _BARE = re.compile(_RATE)
 _LINKS = re.compile(
     r"(?i)\b(\d+)\s*x?\s*(?:links?\b|nics?\b|hcas?\b|omni-?path|opa\b|edr\b|hdr\b|ndr\b|xdr\b)"
 )
 _NODE_SIZE = re.compile(r"(\d+)-gpu node")
+#: Links inside a node, and what an adapter is for where it does not carry the job's traffic.
+_NOT_BETWEEN = re.compile(r"(?i)nvlink|nvswitch|xgmi|pcie|^(?!.*comput).*(?:storage|management)")
 
 
 #: Adapters of a node of systems that are known by name: NVIDIA's DGX SuperPOD of A100, and IDRIS's
@@ -108,10 +110,14 @@ def _count(outside: str, words: str) -> int | None:
 
 
 def _between_nodes(text: str) -> str:
-    """The clauses that do not speak of the links inside a node."""
+    """The clauses about adapters that carry the job's traffic.
+
+    >>> _between_nodes("NVLINK + NVSWITCH | Management: 1x DPU 100Gb/s, Compute: 8x NDR 400Gb/s")
+    'Compute: 8x NDR 400Gb/s'
+    """
     plain = re.sub(r"\([^)]*\)", " ", text)
-    clauses = re.split(r"[+;,]|\band\b", plain)
-    return " ; ".join(c for c in clauses if not re.search(r"(?i)nvlink|nvswitch|xgmi|pcie", c))
+    clauses = re.split(r"[+;,|]|\band\b", plain)
+    return " ; ".join(c.strip() for c in clauses if not _NOT_BETWEEN.search(c))
 
 
 def _bytes_per_s(number: str, unit: str) -> float:

@@ -10,6 +10,11 @@ from nest_megatron.validation.network_text import adapters
 from nest_megatron.validation.refusal import RefusedRowError
 
 GBIT = 1e9 / 8
+#: How MLPerf's system files describe a machine.
+_SYSTEM = (
+    "NVLINK Gen4 900 GB/s + NVSWITCH Gen3 | Storage+Management: 1x NVIDIA BlueField 2 DPU 100Gb/s, "
+    "{} ConnectX-7 IB NDR 400Gb/s"
+)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +31,9 @@ GBIT = 1e9 / 8
         ("H100-80GB", 64, 8, "HF cluster (EFA; not stated)", "efa", 400 * GBIT),
         ("B300", 64, 8, "", "infiniband", 800 * GBIT),
         ("GB200", 256, 4, "NVL72 + IB (site not stated)", "infiniband_rack", 400 * GBIT),
+        ("H100-80GB", 8192, 8, _SYSTEM.format("Compute: 8x NVIDIA"), "infiniband", 400 * GBIT),
+        ("H100-80GB", 64, 8, _SYSTEM.format("Storage&Compute: 4x"), "infiniband", 140 * GBIT),
+        ("GB200", 512, 4, _SYSTEM.format("Compute: 4x"), "infiniband_rack", 400 * GBIT),
     ],
 )
 def test_adapters_of_one_gpu(
