@@ -12,9 +12,8 @@ from nest_megatron.app.output import say, show, show_json
 from nest_megatron.files import write_text
 from nest_megatron.validation.assess import Assessor
 from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.named_sets import Judged
-from nest_megatron.validation.outcome import RowOutcome
-from nest_megatron.validation.report import as_document, file_scores
+from nest_megatron.validation.outcome import Judged, RowOutcome
+from nest_megatron.validation.report import as_document
 from nest_megatron.validation.rows import RowFile, read_rows
 
 _COLUMNS = (
@@ -35,6 +34,11 @@ _COLUMNS = (
     "refused",
     "detail",
     "assumptions",
+    "planned_s",
+    "planned_error_pct",
+    "planned_bytes",
+    "planned_fits",
+    "planned_assumptions",
 )
 
 
@@ -49,15 +53,14 @@ def run_validate(
     """Predict the rows of some files and print how well."""
     files = [read_rows(path) for path in paths]
     assessor = Assessor(ModelBook.load(models))
-    judged = [(file, tuple(assessor.outcomes(file))) for file in files]
+    judged = [assessor.judge(file) for file in files]
     written = [*_write_docs(docs, judged), *_write_rows(rows, judged)]
-    scores = [file_scores(file.path, file.kind, outcomes) for file, outcomes in judged]
     if as_json:
-        show_json({"files": [as_document(file) for file in scores]})
+        show_json(as_document(judged))
         return OK
     from nest_megatron.report.validation_tables import validation_report
 
-    show(validation_report(scores))
+    show(validation_report(judged))
     for path in written:
         say(f"Wrote {path}.")
     return OK
@@ -83,20 +86,27 @@ def _rows_text(judged: Sequence[Judged]) -> str:
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(_COLUMNS)
-    for file, outcomes in judged:
-        writer.writerows(_cells(file, outcome) for outcome in outcomes)
+    for each in judged:
+        pairs = zip(each.as_stated, each.as_planned, strict=True)
+        writer.writerows(_cells(each.file, *pair) for pair in pairs)
     return stream.getvalue()
 
 
-def _cells(file: RowFile, outcome: RowOutcome) -> Iterator[object]:
+def _cells(file: RowFile, outcome: RowOutcome, planned: RowOutcome) -> Iterator[object]:
     row = outcome.row
     yield file.path.name
     yield from (row.get(column, "") for column in ("row_id", "source", "model", "gpu", "n_gpus"))
     yield from (_number(outcome.predicted_s), _number(outcome.measured_s), _error(outcome.time))
     yield from (outcome.predicted_bytes, outcome.measured_bytes, _error(outcome.memory))
-    yield "" if outcome.fits is None else str(outcome.fits).lower()
+    yield _flag(outcome.fits)
     yield row.get("outcome", "")
     yield from (outcome.refused, outcome.detail, "; ".join(outcome.assumptions))
+    yield from (_number(planned.predicted_s), _error(planned.time), planned.predicted_bytes)
+    yield from (_flag(planned.fits), "; ".join(planned.assumptions))
+
+
+def _flag(value: bool | None) -> str:
+    return "" if value is None else str(value).lower()
 
 
 def _number(value: float | None) -> str:

@@ -17,18 +17,25 @@ from nest_megatron.report.accuracy_reference import (
     habits_section,
     links_section,
 )
+from nest_megatron.report.accuracy_regimes import all_runs, regimes_section, regimes_table
 from nest_megatron.report.accuracy_scores import (
     errors_section,
     files_section,
     refusals_section,
     sets_section,
+    sets_table,
 )
 from nest_megatron.report.accuracy_worst import margin_section, worst_section
-from nest_megatron.validation.named_sets import Judged
+from nest_megatron.validation.outcome import Judged
+from nest_megatron.validation.report import regime_scores
+from nest_megatron.validation.rows import RowKind
 
 #: Hand-written reasons, beside the page.
 NOTES = "accuracy_notes.yaml"
 PAGE, PICTURES, EXPERTS = "accuracy.md", "accuracy", "expert_layouts.md"
+#: What is written anew of the README beside the folder of the page, where it has these lines.
+README = "README.md"
+BEGIN, END = "<!-- accuracy: begin -->", "<!-- accuracy: end -->"
 #: Runs of our own, which ``benchmarks/cpu_end_to_end.py`` writes.
 OWN_RUNS = "accuracy/cpu_end_to_end.md"
 
@@ -68,7 +75,7 @@ def read_notes(path: Path) -> Notes:
 def write_accuracy(
     folder: Path, judged: Sequence[Judged], *, force: bool | None = None
 ) -> list[Path]:
-    """Write the page and its pictures; everything is made before the first file is written.
+    """Write the page, its pictures and the README's lines; all is made before the first is written.
 
     Args:
         force: replace a page that this program has not written; see ``check_output``.
@@ -88,6 +95,8 @@ def write_accuracy(
             fix=f"mkdir -p {folder}",
         )
     check_output("--docs", folder / PAGE, force=force)
+    readme = folder.parent / README
+    lines = readme_text(readme, judged)
     drawn = pictures(judged)
     text = page(
         judged,
@@ -99,8 +108,35 @@ def write_accuracy(
     (folder / PICTURES).mkdir(exist_ok=True)
     for name, content in drawn.items():
         write_bytes(folder / PICTURES / f"{name}.png", content)
+    if lines:
+        write_text(readme, lines)
     write_text(folder / PAGE, text)
-    return [*(folder / PICTURES / f"{name}.png" for name in drawn), folder / PAGE]
+    return [
+        *([readme] if lines else []),
+        *(folder / PICTURES / f"{name}.png" for name in drawn),
+        folder / PAGE,
+    ]
+
+
+def readme_text(path: Path, judged: Sequence[Judged]) -> str:
+    """The README with its lines on accuracy, or nothing where it has no place for them."""
+    text = read_text(path, "README") if path.is_file() else ""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        return ""
+    regimes = regime_scores(RowKind.THROUGHPUT, judged)
+    body = "\n\n".join(
+        (
+            "Step time of published runs, predicted *as planned*: with the settings that the "
+            "planner assumes or chooses, not with those that a recipe turned out to have. The "
+            'worst regimes first; "as stated" knows the settings.',
+            regimes_table(regimes, all_runs(judged)),
+            "The same for rows that others have predicted:",
+            sets_table(judged),
+        )
+    )
+    return f"{before}{begin}\n{body}\n{end}{after}"
 
 
 def page(
@@ -115,6 +151,7 @@ def page(
     """
     sections = (
         _head(judged, own_runs),
+        regimes_section(judged),
         files_section(judged),
         sets_section(judged),
         _pictures_section(drawn),
@@ -135,7 +172,7 @@ def page(
 
 def _head(judged: Sequence[Judged], own_runs: str) -> str:
     command = shlex.join(
-        ["nest-megatron", "validate", *(file.path.name for file, _ in judged), "--docs", "docs"]
+        ["nest-megatron", "validate", *(each.file.path.name for each in judged), "--docs", "docs"]
     )
     ours = f", but for [one section](#{_OWN_RUNS_TITLE.lower().replace(' ', '-')})"
     return f"""\

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from nest_megatron.errors import UserInputError
 from nest_megatron.packages import install_command
 from nest_megatron.units import GIB
-from nest_megatron.validation.named_sets import Judged
-from nest_megatron.validation.outcome import RowOutcome
+from nest_megatron.validation.outcome import Judged, RowOutcome
 from nest_megatron.validation.rows import RowKind
 from nest_megatron.validation.scores import error_scores
 
@@ -81,7 +80,7 @@ def require_matplotlib() -> None:
 
 
 def pictures(judged: Sequence[Judged]) -> dict[str, bytes]:
-    """Every picture that there are rows for, as PNG files by name.
+    """Every picture that there are rows for, as planned, as PNG files by name.
 
     Raises:
         UserInputError: without matplotlib.
@@ -109,8 +108,8 @@ def _picture(
     pair: Callable[[RowOutcome], tuple[float, float] | None],
 ) -> Picture:
     panels: dict[str, list[Point]] = defaultdict(list)
-    for file, outcomes in judged:
-        for each in outcomes if file.kind in kinds else ():
+    for file in judged:
+        for each in file.as_planned if file.file.kind in kinds else ():
             known = pair(each)
             if known:
                 predicted, measured = known[0] / scale, known[1] / scale

@@ -16,8 +16,8 @@ from nest_megatron.validation.margin import (
     margin_curve,
     samples,
 )
-from nest_megatron.validation.named_sets import Judged, whole_cell
-from nest_megatron.validation.outcome import RowOutcome
+from nest_megatron.validation.named_sets import whole_cell
+from nest_megatron.validation.outcome import Basis, Judged, RowOutcome
 from nest_megatron.validation.rows import RowKind
 
 NOT_EXPLAINED = "not explained"
@@ -37,7 +37,7 @@ def worst_section(judged: Sequence[Judged], reasons: Mapping[str, str]) -> str:
     large = [
         o for o in _of(judged, RowKind.COLLECTIVES) if whole_cell(o.row, "size_bytes") >= _SMALL
     ]
-    parts = ["## The worst rows", "By the factor between prediction and measurement."]
+    parts = ["## The worst rows", "By the factor between prediction, as planned, and measurement."]
     for title, rows, most, unit in (
         ("Step time", times, _MOST_TIMES, "s"),
         ("Memory", memory, _MOST_OTHERS, "GiB"),
@@ -48,8 +48,10 @@ def worst_section(judged: Sequence[Judged], reasons: Mapping[str, str]) -> str:
     return "\n\n".join(parts)
 
 
-def _of(judged: Iterable[Judged], kind: RowKind) -> Iterator[RowOutcome]:
-    return (outcome for file, rows in judged if file.kind is kind for outcome in rows)
+def _of(
+    judged: Iterable[Judged], kind: RowKind, basis: Basis = Basis.AS_PLANNED
+) -> Iterator[RowOutcome]:
+    return (each for file in judged if file.file.kind is kind for each in file.on(basis))
 
 
 def _ranked(
@@ -118,9 +120,9 @@ def margin_section(judged: Sequence[Judged]) -> str:
 
 def _runs_once(judged: Sequence[Judged]) -> list[RowOutcome]:
     """Runs of the files of throughput, and those of peak memory that are in none of them."""
-    runs = list(_of(judged, RowKind.THROUGHPUT))
+    runs = list(_of(judged, RowKind.THROUGHPUT, Basis.AS_STATED))
     known = {each.row.get("row_id", "") for each in runs}
-    peaks = _of(judged, RowKind.MEMORY_PEAK)
+    peaks = _of(judged, RowKind.MEMORY_PEAK, Basis.AS_STATED)
     return runs + [o for o in peaks if o.row.get("throughput_row", "") not in known]
 
 

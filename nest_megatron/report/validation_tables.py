@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
@@ -10,48 +10,90 @@ from rich.table import Table
 from rich.text import Text
 
 from nest_megatron.report.fitting import FittingTable
-from nest_megatron.validation.report import FileScores, Scores
-from nest_megatron.validation.scores import ErrorScores
+from nest_megatron.validation.outcome import Basis, Judged
+from nest_megatron.validation.regimes import REGIMES, RegimeName
+from nest_megatron.validation.report import (
+    BothScores,
+    FileScores,
+    Scores,
+    file_scores,
+    regime_scores,
+)
+from nest_megatron.validation.rows import RowKind
+from nest_megatron.validation.scores import NOISE, ErrorScores
 
-_HEADS = ("rows", "MAPE", "med", "p90", "mem", "jobs", "rank", "regret")
-_LONGEST = 24
-_LEGEND = """
+_HEADS = ("rows", "MAPE", "med", "p90", "mem", "regret", "pairs", "ran", "OOM")
+_LONGEST = 20
+#: What leads: a plan is made without knowing what its settings will be.
+_ORDER = (Basis.AS_PLANNED, Basis.AS_STATED)
+_LEGEND = f"""
+as planned: degrees, batch and precision as the row says (and recomputation and
+sharding where it states them), every other setting as the planner would assume
+or choose. as stated: with all that the row says, or the recipe behind it.
 rows: predicted of all. MAPE, med, p90, mem: errors in per cent of what was
 measured (mean size, median with sign, 90th percentile; mean size for memory).
-jobs: measured in several layouts. rank: Spearman's correlation over them.
-regret: by how many per cent our choice was slower than the best layout (mean,
-and largest)."""
+regret: of jobs in several layouts, by how many per cent our choice was slower
+than the best layout (mean, and largest). pairs: per cent of the pairs of
+layouts of one job, measured more than {100 * NOISE:g} % apart, in the right order.
+ran: runs that ran and are called infeasible. OOM: out of memory, and caught."""
 
 
-def validation_report(files: Sequence[FileScores]) -> RenderableType:
-    """One table for each file, then what was refused and how memory was judged."""
+def validation_report(judged: Sequence[Judged]) -> RenderableType:
+    """Two tables for each file, then the regimes of all runs."""
     parts: list[RenderableType] = []
-    for file in files:
-        parts += [Text(f"\n{file.path} ({file.kind})", style="bold"), _table(file)]
-        parts += [Text(line) for line in _notes(file.total)]
+    for file in map(file_scores, judged):
+        parts.append(Text(f"\n{file.path} ({file.kind})", style="bold"))
+        parts += _file_tables(file)
+        parts += [
+            Text(f"  refused {count:4d}: {reason}")
+            for reason, count in file.total.as_stated.refused.items()
+        ]
+    regimes = regime_scores(RowKind.THROUGHPUT, judged)
+    if any(each.as_stated.rows for each in regimes.values()):
+        parts += _regime_tables(regimes)
     parts.append(Text(_LEGEND, style="dim"))
     return Group(*parts)
 
 
-def _table(file: FileScores) -> Table:
+def _file_tables(file: FileScores) -> Iterable[RenderableType]:
+    if file.kind is RowKind.COLLECTIVES:
+        yield _table("source", (*file.sources, file.total), Basis.AS_STATED)
+        return
+    for basis in _ORDER:
+        yield Text(f"\n{basis.words}", style="italic")
+        yield _table("source", (*file.sources, file.total), basis)
+
+
+def _regime_tables(regimes: Mapping[RegimeName, BothScores]) -> Iterable[RenderableType]:
+    yield Text("\nRegimes of all runs (throughput)", style="bold")
+    for basis in _ORDER:
+        yield Text(f"\n{basis.words}", style="italic")
+        yield _table("regime", tuple(regimes.values()), basis)
+    yield Text()
+    for each in REGIMES:
+        yield Text(f"  {each.name}: {each.definition}", style="dim")
+
+
+def _table(head: str, rows: Sequence[BothScores], basis: Basis) -> Table:
     table = FittingTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("source", no_wrap=True, max_width=_LONGEST)
-    for head in _HEADS:
-        table.add_column(head, justify="right", no_wrap=True)
-    for each in (*file.sources, file.total):
-        table.add_row(*_cells(each), style="bold" if each is file.total else "")
+    table.add_column(head, no_wrap=True, max_width=_LONGEST)
+    for title in _HEADS:
+        table.add_column(title, justify="right", no_wrap=True)
+    for each in rows:
+        style = "bold" if each.name == "total" else ""
+        table.add_row(each.name, *_cells(each.on(basis)), style=style)
     return table
 
 
 def _cells(each: Scores) -> tuple[str, ...]:
     return (
-        each.source,
         f"{each.predicted}/{each.rows}",
         *_error_cells(each.errors),
         f"{each.memory.mape_pct:.1f}" if each.memory else "",
-        str(len(each.groups) or ""),
-        _figure(each.spearman_mean, 2),
         _regret(each),
+        "" if each.pairs_in_order_pct is None else f"{each.pairs_in_order_pct:.0f}",
+        _share(each.ran),
+        _share(each.out_of_memory),
     )
 
 
@@ -71,16 +113,5 @@ def _regret(each: Scores) -> str:
     return f"{each.regret_mean_pct:.1f} {each.regret_max_pct:.0f}"
 
 
-def _figure(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
-def _notes(total: Scores) -> list[str]:
-    lines = [f"  refused {count:4d}: {reason}" for reason, count in total.refused.items()]
-    ended, caught = total.out_of_memory
-    ran, wrong = total.ran
-    if ended:
-        lines.append(f"  of {ended} runs that ended out of memory, {caught} are called infeasible")
-    if ran:
-        lines.append(f"  of {ran} runs that ran, {wrong} are called infeasible")
-    return lines
+def _share(counts: tuple[int, int]) -> str:
+    return f"{counts[1]}/{counts[0]}" if counts[0] else ""

@@ -20,8 +20,7 @@ from nest_megatron.validation.measured import (
 )
 from nest_megatron.validation.memory import predicted_golden, predicted_memory
 from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.outcome import RowOutcome
-from nest_megatron.validation.possible import states_recompute
+from nest_megatron.validation.outcome import Basis, Judged, RowOutcome
 from nest_megatron.validation.predict import Prediction, Predictor
 from nest_megatron.validation.refusal import RefusedRowError
 from nest_megatron.validation.rows import Row, RowFile, RowKind, number, refuse_misprints
@@ -34,9 +33,15 @@ class Assessor:
     book: ModelBook
     predictor: Predictor = field(default_factory=Predictor)
 
-    def outcomes(self, file: RowFile) -> Iterator[RowOutcome]:
+    def judge(self, file: RowFile) -> Judged:
+        """Every row of a file, on both bases."""
+        stated = tuple(self.outcomes(file, Basis.AS_STATED))
+        planned = tuple(self.outcomes(file, Basis.AS_PLANNED))
+        return Judged(file=file, as_stated=stated, as_planned=planned)
+
+    def outcomes(self, file: RowFile, basis: Basis) -> Iterator[RowOutcome]:
         """Every row of a file, in order, predicted or refused."""
-        judge: Callable[[Row], RowOutcome] = {
+        judge: Callable[[Row, Basis], RowOutcome] = {
             RowKind.THROUGHPUT: self._throughput,
             RowKind.MEMORY_PEAK: self._memory_peak,
             RowKind.MEMORY_GOLDEN: self._golden,
@@ -45,14 +50,14 @@ class Assessor:
         for row in file.rows:
             try:
                 refuse_misprints(row)
-                yield judge(row)
+                yield judge(row, basis)
             except RefusedRowError as error:
                 yield RowOutcome(row=row, refused=error.reason, detail=error.detail)
             except UserInputError as error:
                 yield RowOutcome(row=row, refused="the job is impossible", detail=str(error))
 
-    def _throughput(self, row: Row) -> RowOutcome:
-        job = job_of(row, self.book)
+    def _throughput(self, row: Row, basis: Basis) -> RowOutcome:
+        job = self._job(row, basis)
         prediction = self.predictor.predict(job)
         measured = None
         if not ran_out_of_memory(row) or number(row, "iter_time_s"):
@@ -62,8 +67,8 @@ class Assessor:
             outcome, predicted_s=prediction.iteration_time_s, measured_s=measured
         )
 
-    def _memory_peak(self, row: Row) -> RowOutcome:
-        job = job_of(row, self.book)
+    def _memory_peak(self, row: Row, basis: Basis) -> RowOutcome:
+        job = self._job(row, basis)
         prediction = self.predictor.predict(job)
         memory = measured_memory(row)
         if len({grid.micro_batch_size for grid in job.grids}) > 1:
@@ -72,7 +77,8 @@ class Assessor:
             raise RefusedRowError("no memory measured", f"outcome {row.get('outcome', '')!r}")
         return _memory(row, job, prediction, memory)
 
-    def _golden(self, row: Row) -> RowOutcome:
+    def _golden(self, row: Row, _: Basis) -> RowOutcome:
+        # A test's arguments state every setting, and a plan would keep them.
         job = golden_job(row, self.book)
         prediction = self.predictor.predict(job)
         gib = number(row, "mem_max_allocated_gib")
@@ -85,8 +91,13 @@ class Assessor:
             needed_bytes=max(prediction.stage_memory),
             device_bytes=job.cluster.accelerator.memory_bytes,
             fits=prediction.fits,
+            is_moe=job.spec.is_moe,
+            zero=prediction.grid.zero,
             assumptions=job.assumptions,
         )
+
+    def _job(self, row: Row, basis: Basis) -> Job:
+        return job_of(row, self.book, as_planned=basis is Basis.AS_PLANNED)
 
 
 def _memory(row: Row, job: Job, prediction: Prediction, measured: Bytes | None) -> RowOutcome:
@@ -98,20 +109,15 @@ def _memory(row: Row, job: Job, prediction: Prediction, measured: Bytes | None) 
         measured_bytes=None if out_of_memory else measured,
         needed_bytes=max(prediction.stage_memory),
         device_bytes=job.cluster.accelerator.memory_bytes,
-        fits=_verdict(row, prediction),
+        fits=prediction.fits,
         out_of_memory=out_of_memory,
+        is_moe=job.spec.is_moe,
+        zero=prediction.grid.zero,
         assumptions=job.assumptions,
     )
 
 
-def _verdict(row: Row, prediction: Prediction) -> bool | None:
-    """Whether the job is called feasible; nothing, if it leaves out what it computes again."""
-    if ran_out_of_memory(row) or states_recompute(row):
-        return prediction.fits
-    return None
-
-
-def _collective(row: Row) -> RowOutcome:
+def _collective(row: Row, _: Basis) -> RowOutcome:
     predicted, measured = predict_collective(row)
     return RowOutcome(row=row, predicted_s=predicted, measured_s=measured)
 

@@ -50,12 +50,16 @@ class Job:
     partition: StagePartition | None = None
 
 
-def job_of(row: Row, book: ModelBook) -> Job:
+def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> Job:
     """Read a row.
+
+    Args:
+        as_planned: what the row says of settings that the planner assumes or chooses is left out.
 
     Raises:
         RefusedRowError: with the reason, if the row says too little or something impossible.
     """
+    del as_planned
     match = book.spec(row)
     gpus = whole(row, "n_gpus")
     if not gpus:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from nest_megatron.names import Name
-from nest_megatron.validation.outcome import RowOutcome
-from nest_megatron.validation.report import Scores, scores
-from nest_megatron.validation.rows import Row, RowFile, RowKind
-
-#: A file and what became of its rows.
-Judged = tuple[RowFile, Sequence[RowOutcome]]
+from nest_megatron.validation.outcome import Judged, RowOutcome
+from nest_megatron.validation.report import BothScores, Scores, both_scores
+from nest_megatron.validation.rows import Row, RowKind
 
 
 class Measure(Name):
@@ -200,16 +198,15 @@ SETS: tuple[NamedSet, ...] = (
 )
 
 
-def scored_sets(judged: Iterable[Judged]) -> Iterator[tuple[NamedSet, Scores]]:
+def _belongs(named: NamedSet, outcome: RowOutcome) -> bool:
+    return named.holds(outcome.row)
+
+
+def scored_sets(judged: Iterable[Judged]) -> Iterator[tuple[NamedSet, BothScores]]:
     """Every set that has rows in some files, with its scores."""
     files = list(judged)
     for each in SETS:
-        members = [
-            outcome
-            for file, outcomes in files
-            if file.kind is each.kind
-            for outcome in outcomes
-            if each.holds(outcome.row)
-        ]
-        if members:
-            yield each, scores(each.key, each.kind, members)
+        members = [file for file in files if file.file.kind is each.kind]
+        found = both_scores(each.key, each.kind, members, functools.partial(_belongs, each))
+        if found.as_stated.rows:
+            yield each, found

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from nest_megatron.validation.rows import Row
+from nest_megatron.names import Name
+from nest_megatron.validation.rows import Row, RowFile
 
 #: Columns that rows of one job share; they differ in how the job was laid out.
 GROUP_COLUMNS = (
     "source",
     "model",
+    "layers",
+    "hidden",
+    "ffn",
+    "heads",
     "task",
     "gpu",
     "n_gpus",
@@ -19,6 +25,43 @@ GROUP_COLUMNS = (
     "precision",
     "framework",
 )
+#: Columns in which the layouts of one job differ; rows that agree in all of them are one layout.
+LAYOUT_COLUMNS = (
+    "mbs",
+    "ga",
+    "tp",
+    "pp",
+    "vp",
+    "cp",
+    "ep",
+    "etp",
+    "fsdp",
+    "zero",
+    "seq_parallel",
+    "recompute",
+)
+
+
+class Basis(Name):
+    """What a prediction takes for the settings of a job.
+
+    * as stated: what the row says, or the recipe that is known to have produced it.
+    * as planned: degrees, batch, precision, and recomputation and sharding where stated, as the row
+      says; every other setting as the planner would assume or choose for the row's framework,
+      release and GPU.
+    """
+
+    AS_STATED = "as_stated"
+    AS_PLANNED = "as_planned"
+
+    @property
+    def words(self) -> str:
+        """For people.
+
+        >>> Basis.AS_PLANNED.words
+        'as planned'
+        """
+        return self.value.replace("_", " ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +75,8 @@ class RowOutcome:
         device_bytes: memory of one GPU.
         fits: whether a plan like this would have been called feasible.
         out_of_memory: the run ended for want of memory.
+        is_moe: the model has experts; ``None`` where it could not be read.
+        zero: ZeRO stage that the job was taken to run with.
         refused: reason, "" if predicted.
         detail: what the refusal is about.
     """
@@ -45,6 +90,8 @@ class RowOutcome:
     device_bytes: int | None = None
     fits: bool | None = None
     out_of_memory: bool = False
+    is_moe: bool | None = None
+    zero: int | None = None
     refused: str = ""
     detail: str = ""
     assumptions: tuple[str, ...] = field(default=())
@@ -69,6 +116,30 @@ class RowOutcome:
         return self.predicted_bytes, self.measured_bytes
 
     @property
+    def ran(self) -> bool:
+        """Whether the row is of a run that ran, and not an estimate, a blank or one that ended."""
+        said = self.row.get("outcome", "").strip().lower()
+        return not self.out_of_memory and said in ("", "ok")
+
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """What tells layouts of one job apart."""
+        return tuple(self.row.get(column, "").strip() for column in LAYOUT_COLUMNS)
+
+    @property
     def group(self) -> tuple[str, ...]:
         """Rows of one group are layouts of one job."""
         return tuple(self.row.get(column, "") for column in GROUP_COLUMNS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A file and what became of its rows, predicted both ways, in the order of the file."""
+
+    file: RowFile
+    as_stated: Sequence[RowOutcome]
+    as_planned: Sequence[RowOutcome]
+
+    def on(self, basis: Basis) -> Sequence[RowOutcome]:
+        """The outcomes of one way."""
+        return self.as_stated if basis is Basis.AS_STATED else self.as_planned

@@ -1,14 +1,16 @@
-"""Scores of a file of measurements, by source and in all."""
+"""Scores of files of measurements: by source, in all, and by regime, each on both bases."""
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nest_megatron.validation.outcome import RowOutcome
+from nest_megatron.validation.outcome import Basis, Judged, RowOutcome
+from nest_megatron.validation.regimes import REGIMES, RegimeName
 from nest_megatron.validation.rows import RowKind
 from nest_megatron.validation.scores import ErrorScores, RankScores, error_scores, rank_scores
 
@@ -18,18 +20,17 @@ _MEMORY_KINDS = frozenset({RowKind.MEMORY_PEAK, RowKind.MEMORY_GOLDEN})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """How well the rows of one source, or of a file, are predicted.
+    """How well some rows are predicted, on one basis.
 
     Args:
         refused: rows without a prediction, by reason.
         errors: of what the file is about: seconds, or bytes in a file of memory.
         memory: errors of memory where a file of throughput has it.
-        groups: ranking of the layouts of each job that has at least two rows.
+        groups: ranking of the layouts of each job that was measured in at least two.
         out_of_memory: runs that ended for want of memory, and how many of them we call infeasible.
-        ran: runs that ran, and how many of them we call infeasible.
+        ran: runs that ran and are predicted, and how many of them we call infeasible.
     """
 
-    source: str
     rows: int
     predicted: int
     refused: Mapping[str, int]
@@ -55,6 +56,30 @@ class Scores:
         """The worst group."""
         return max((g.regret_pct for g in self.groups), default=None)
 
+    @property
+    def pairs_in_order_pct(self) -> float | None:
+        """Share of all pairs of layouts of one job that are predicted in their order."""
+        pairs = sum(group.pairs for group in self.groups)
+        right = sum(group.pairs_in_order for group in self.groups)
+        return 100.0 * right / pairs if pairs else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BothScores:
+    """The same rows on both bases.
+
+    Args:
+        name: a source, ``total``, or a regime.
+    """
+
+    name: str
+    as_stated: Scores
+    as_planned: Scores
+
+    def on(self, basis: Basis) -> Scores:
+        """The scores of one basis."""
+        return self.as_stated if basis is Basis.AS_STATED else self.as_planned
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileScores:
@@ -62,30 +87,62 @@ class FileScores:
 
     path: Path
     kind: RowKind
-    sources: tuple[Scores, ...]
-    total: Scores
+    sources: tuple[BothScores, ...]
+    total: BothScores
+    regimes: Mapping[RegimeName, BothScores]
 
 
-def file_scores(path: Path, kind: RowKind, outcomes: Sequence[RowOutcome]) -> FileScores:
-    """Score a file by source, in the order in which sources appear, and in all."""
-    by_source: dict[str, list[RowOutcome]] = defaultdict(list)
-    for outcome in outcomes:
-        by_source[outcome.source].append(outcome)
+def file_scores(judged: Judged) -> FileScores:
+    """Score a file by source, in the order in which sources appear, in all, and by regime."""
+    kind = judged.file.kind
+    names = dict.fromkeys(each.source for each in judged.as_stated)
     return FileScores(
-        path=path,
+        path=judged.file.path,
         kind=kind,
-        sources=tuple(scores(name, kind, rows) for name, rows in by_source.items()),
-        total=scores("total", kind, outcomes),
+        sources=tuple(
+            both_scores(name, kind, [judged], functools.partial(_is_of, name)) for name in names
+        ),
+        total=both_scores("total", kind, [judged], lambda _: True),
+        regimes=regime_scores(kind, [judged]),
     )
 
 
-def scores(source: str, kind: RowKind, outcomes: Sequence[RowOutcome]) -> Scores:
+def _is_of(source: str, each: RowOutcome) -> bool:
+    return each.source == source
+
+
+def regime_scores(kind: RowKind, files: Iterable[Judged]) -> Mapping[RegimeName, BothScores]:
+    """Scores of every regime over all rows of one kind; without rows, of none.
+
+    Collectives belong to no regime.
+    """
+    members = [file for file in files if file.file.kind is kind is not RowKind.COLLECTIVES]
+    return {each.name: both_scores(each.name, kind, members, each.holds) for each in REGIMES}
+
+
+def both_scores(
+    name: str, kind: RowKind, files: Iterable[Judged], holds: Callable[[RowOutcome], bool]
+) -> BothScores:
+    """Score the rows of which something holds as they are stated."""
+    pairs = [
+        pair
+        for file in files
+        for pair in zip(file.as_stated, file.as_planned, strict=True)
+        if holds(pair[0])
+    ]
+    return BothScores(
+        name=name,
+        as_stated=scores(kind, [stated for stated, _ in pairs]),
+        as_planned=scores(kind, [planned for _, planned in pairs]),
+    )
+
+
+def scores(kind: RowKind, outcomes: Sequence[RowOutcome]) -> Scores:
     """Score some rows of one kind."""
     is_memory = kind in _MEMORY_KINDS
     times = [o.time for o in outcomes if o.time is not None]
     memory = [o.memory for o in outcomes if o.memory is not None]
     return Scores(
-        source=source,
         rows=len(outcomes),
         predicted=sum(not o.refused for o in outcomes),
         refused=dict(Counter(o.refused for o in outcomes if o.refused).most_common()),
@@ -93,17 +150,24 @@ def scores(source: str, kind: RowKind, outcomes: Sequence[RowOutcome]) -> Scores
         memory=None if is_memory else error_scores(memory),
         groups=group_scores(outcomes) if kind is RowKind.THROUGHPUT else (),
         out_of_memory=_infeasible(o for o in outcomes if o.out_of_memory),
-        ran=_infeasible(o for o in outcomes if not o.out_of_memory),
+        ran=_infeasible(o for o in outcomes if o.ran),
     )
 
 
 def group_scores(outcomes: Iterable[RowOutcome]) -> tuple[RankScores, ...]:
-    """Ranking of each job that was measured in at least two layouts."""
-    groups: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
-    for outcome in outcomes:
-        if outcome.time is not None:
-            groups[outcome.group].append(outcome.time)
-    return tuple(rank_scores(pairs) for pairs in groups.values() if len(pairs) > 1)
+    """Ranking of each job that was measured in at least two layouts.
+
+    A layout that was measured several times, or with settings that no column has, counts once, by
+    its fastest run and its fastest prediction: who chooses a layout runs it at its best.
+    """
+    groups: dict[tuple[str, ...], dict[tuple[str, ...], tuple[float, float]]] = defaultdict(dict)
+    for each in outcomes:
+        if each.time is not None:
+            layouts = groups[each.group]
+            predicted, measured = each.time
+            known = layouts.get(each.layout, each.time)
+            layouts[each.layout] = min(predicted, known[0]), min(measured, known[1])
+    return tuple(rank_scores(list(found.values())) for found in groups.values() if len(found) > 1)
 
 
 def _infeasible(outcomes: Iterable[RowOutcome]) -> tuple[int, int]:
@@ -112,31 +176,73 @@ def _infeasible(outcomes: Iterable[RowOutcome]) -> tuple[int, int]:
     return len(verdicts), verdicts.count(False)
 
 
-def as_document(file: FileScores) -> dict[str, object]:
-    """For ``--json``."""
+def as_document(files: Sequence[Judged]) -> dict[str, object]:
+    """For ``--json``: every file, and the regimes over all files of throughput."""
+    return {
+        "files": [_file_document(file_scores(file)) for file in files],
+        "regimes": _regimes(regime_scores(RowKind.THROUGHPUT, files)),
+        "regime_definitions": {str(each.name): each.definition for each in REGIMES},
+    }
+
+
+def _file_document(file: FileScores) -> dict[str, object]:
     return {
         "file": str(file.path),
         "kind": str(file.kind),
         "sources": [_document(each) for each in file.sources],
         "total": _document(file.total),
+        "regimes": _regimes(file.regimes),
     }
 
 
-def _document(each: Scores) -> dict[str, object]:
+def _regimes(regimes: Mapping[RegimeName, BothScores]) -> dict[str, object]:
+    return {str(name): _bases(each) for name, each in regimes.items()}
+
+
+def _document(each: BothScores) -> dict[str, object]:
+    """One source or total; what is not inside a basis is as stated."""
+    stated = each.as_stated
     return {
-        "source": each.source,
+        "source": each.name,
+        "rows": stated.rows,
+        "predicted": stated.predicted,
+        "refused": dict(stated.refused),
+        **_errors(stated.errors),
+        "groups": len(stated.groups),
+        "spearman_mean": stated.spearman_mean,
+        "regret_mean_pct": stated.regret_mean_pct,
+        "regret_max_pct": stated.regret_max_pct,
+        "memory": None if stated.memory is None else _errors(stated.memory),
+        "out_of_memory": _verdicts(stated.out_of_memory),
+        "ran": _verdicts(stated.ran),
+        **_bases(each),
+    }
+
+
+def _bases(each: BothScores) -> dict[str, object]:
+    return {str(basis): _basis_document(each.on(basis)) for basis in Basis}
+
+
+def _basis_document(each: Scores) -> dict[str, float | None]:
+    """The figures of one basis; docs/accuracy.md says what each one counts."""
+    return {
         "rows": each.rows,
         "predicted": each.predicted,
-        "refused": dict(each.refused),
+        "refused": each.rows - each.predicted,
         **_errors(each.errors),
+        "ran_called_infeasible": each.ran[1],
+        "ran": each.ran[0],
+        "oom_caught": each.out_of_memory[1],
+        "oom": each.out_of_memory[0],
         "groups": len(each.groups),
-        "spearman_mean": each.spearman_mean,
         "regret_mean_pct": each.regret_mean_pct,
         "regret_max_pct": each.regret_max_pct,
-        "memory": None if each.memory is None else _errors(each.memory),
-        "out_of_memory": {"rows": each.out_of_memory[0], "infeasible": each.out_of_memory[1]},
-        "ran": {"rows": each.ran[0], "infeasible": each.ran[1]},
+        "pairs_in_order_pct": each.pairs_in_order_pct,
     }
+
+
+def _verdicts(counts: tuple[int, int]) -> dict[str, int]:
+    return {"rows": counts[0], "infeasible": counts[1]}
 
 
 def _errors(errors: ErrorScores | None) -> dict[str, float | None]:

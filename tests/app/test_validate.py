@@ -55,6 +55,35 @@ SCORES = {
     "regret_max_pct",
 }
 
+#: Exactly what each basis of each source, total and regime holds.
+BASIS = {
+    "rows",
+    "predicted",
+    "refused",
+    "mape_pct",
+    "median_signed_pct",
+    "p90_abs_pct",
+    "ran_called_infeasible",
+    "ran",
+    "oom_caught",
+    "oom",
+    "groups",
+    "regret_mean_pct",
+    "regret_max_pct",
+    "pairs_in_order_pct",
+}
+REGIMES = [
+    "dense",
+    "moe",
+    "fp8",
+    "lora",
+    "sft",
+    "long_context",
+    "fsdp",
+    "small_step",
+    "large_scale",
+]
+
 
 def table(path: Path, *rows: Mapping[str, str]) -> Path:
     """Write rows as CSV."""
@@ -90,6 +119,51 @@ def test_json_has_the_promised_keys(runs: Path) -> None:
     assert sum(total["refused"].values()) == 2
     assert 0 < total["mape_pct"] < 50
     assert total["spearman_mean"] in (-1.0, 1.0)
+
+
+def test_both_bases_are_everywhere(runs: Path, tmp_path: Path) -> None:
+    other = table(tmp_path / "collectives.csv", COLLECTIVE)
+    document = run("validate", str(runs), str(other), "--json").json()
+    assert list(document["regimes"]) == list(document["regime_definitions"]) == REGIMES
+    scored = [*document["regimes"].values()]
+    for file in document["files"]:
+        assert list(file["regimes"]) == REGIMES
+        scored += [*file["sources"], file["total"], *file["regimes"].values()]
+    for each in scored:
+        for basis in ("as_stated", "as_planned"):
+            assert each[basis].keys() == BASIS
+            assert each[basis]["rows"] == each[basis]["predicted"] + each[basis]["refused"]
+    assert all(each.keys() == {"as_stated", "as_planned"} for each in document["regimes"].values())
+
+
+def test_verdicts_count_every_run_that_is_predicted(tmp_path: Path) -> None:
+    """Also one that leaves out its recomputation: the planner would choose it."""
+    silent = {**RUN, "recompute": ""}
+    too_large = {**RUN, "model": "Llama 3.1 70B", "row_id": "a2"}
+    ended = {**too_large, "row_id": "a3", "outcome": "oom", "iter_time_s": ""}
+    path = table(tmp_path / "runs.csv", {**silent, "outcome": "ok"}, too_large, ended)
+    (file,) = run("validate", str(path), "--json").json()["files"]
+    for basis in ("as_stated", "as_planned"):
+        found = file["total"][basis]
+        assert (found["ran"], found["ran_called_infeasible"]) == (2, 1)
+        assert (found["oom"], found["oom_caught"]) == (1, 1)
+    assert file["regimes"]["dense"]["as_planned"]["ran"] == 2
+    assert file["regimes"]["moe"]["as_planned"]["ran"] == 0
+
+
+def test_the_readme_is_written_with_the_page(runs: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    docs, readme = tmp_path / "docs", tmp_path / "README.md"
+    docs.mkdir()
+    readme.write_text("a\n<!-- accuracy: begin -->\nold\n<!-- accuracy: end -->\nz\n")
+    done = run("validate", str(runs), "--docs", str(docs))
+    assert (done.code, f"Wrote {readme}" in done.out) == (0, True)
+    text = readme.read_text()
+    assert text.startswith("a\n<!-- accuracy: begin -->\n")
+    assert text.endswith("\n<!-- accuracy: end -->\nz\n")
+    assert "old" not in text
+    assert "| dense | 2 of 4 |" in text
+    assert readme.read_text() in {text}
 
 
 def test_a_source_without_predictions_has_no_scores(runs: Path) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from nest_megatron.validation.assess import Assessor
 from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.named_sets import Judged, Measure, NamedSet, scored_sets
-from nest_megatron.validation.report import Scores
+from nest_megatron.validation.named_sets import Measure, NamedSet, scored_sets
+from nest_megatron.validation.outcome import Judged
+from nest_megatron.validation.report import BothScores
 from nest_megatron.validation.rows import read_rows
 
 HERE = Path(__file__).parent
@@ -27,28 +28,28 @@ FILES = (
 def judged() -> tuple[Judged, ...]:
     """Every stored row with its prediction."""
     assessor = Assessor(ModelBook.load())
-    files = [read_rows(DATA / name) for name in FILES]
-    return tuple((file, tuple(assessor.outcomes(file))) for file in files)
+    return tuple(assessor.judge(read_rows(DATA / name)) for name in FILES)
 
 
 @functools.cache
-def scored() -> Mapping[str, tuple[NamedSet, Scores]]:
+def scored() -> Mapping[str, tuple[NamedSet, BothScores]]:
     """Scores of the named sets, by key."""
     return {each.key: (each, scores) for each, scores in scored_sets(judged())}
 
 
 def refused() -> dict[str, int]:
     """Rows without a prediction, by file."""
-    return {file.path.name: sum(bool(o.refused) for o in outcomes) for file, outcomes in judged()}
+    return {each.file.path.name: sum(bool(o.refused) for o in each.as_stated) for each in judged()}
 
 
-def values(found: NamedSet, scores: Scores) -> dict[str, float]:
-    """What is held to a threshold: the measures of a set's goals, and its refusals."""
-    measured = {goal.measure: goal.measure.of(scores) for goal in found.goals}
+def values(found: NamedSet, scores: BothScores) -> dict[str, float]:
+    """What is held to a threshold: the measures of a set's goals, as planned, and its refusals."""
+    planned = scores.as_planned
+    measured = {goal.measure: goal.measure.of(planned) for goal in found.goals}
     named = {
         measure.name.lower(): value for measure, value in measured.items() if value is not None
     }
-    return {**named, "refused": float(scores.rows - scores.predicted)}
+    return {**named, "refused": float(planned.rows - planned.predicted)}
 
 
 def is_met(name: str, value: float, threshold: float) -> bool:

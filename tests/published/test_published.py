@@ -45,7 +45,7 @@ def test_no_more_rows_are_refused() -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_rows_say_where_they_come_from(name: str) -> None:
-    rows = next(file.rows for file, _ in judged() if file.path.name == name)
+    rows = next(each.file.rows for each in judged() if each.file.path.name == name)
     for row in rows:
         assert row["source"], row
         assert row["repo"] or row["path"], row["row_id"]

@@ -32,8 +32,9 @@ def sections(text: str) -> list[str]:
 
 def test_every_section_is_there(text: str) -> None:
     assert sections(text) == [
+        "As planned, by regime",
         "Rows",
-        "Goals",
+        "Sets of rows that others have predicted",
         "Predicted against measured",
         "Errors by source",
         "The worst rows",

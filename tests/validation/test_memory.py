@@ -34,7 +34,7 @@ from nest_megatron.validation.margin import (
 )
 from nest_megatron.validation.memory import workspace_bytes
 from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.outcome import RowOutcome
+from nest_megatron.validation.outcome import Basis, RowOutcome
 from nest_megatron.validation.refusal import RefusedRowError
 from nest_megatron.validation.rows import read_rows
 
@@ -52,7 +52,7 @@ def _errors(name: str) -> dict[str, list[float]]:
 
 
 def _outcomes(name: str) -> tuple[RowOutcome, ...]:
-    return tuple(Assessor(ModelBook.load()).outcomes(read_rows(DATA / name)))
+    return tuple(Assessor(ModelBook.load()).outcomes(read_rows(DATA / name), Basis.AS_STATED))
 
 
 def test_golden_values_of_megatron_are_met() -> None:

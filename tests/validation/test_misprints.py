@@ -9,6 +9,7 @@ import pytest
 
 from nest_megatron.validation.assess import Assessor
 from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.outcome import Basis
 from nest_megatron.validation.rows import RowFile, read_rows
 
 DATA = Path(__file__).parents[1] / "published" / "data"
@@ -35,7 +36,7 @@ def test_misprints_are_refused_or_predicted(name: str) -> None:
             changed[column] = rng.choice(MISPRINTS)
         rows.append(changed)
     wrong = RowFile(path=file.path, kind=file.kind, rows=tuple(rows))
-    outcomes = list(Assessor(ModelBook.load()).outcomes(wrong))
+    outcomes = list(Assessor(ModelBook.load()).outcomes(wrong, Basis.AS_PLANNED))
     assert len(outcomes) == len(rows)
     for outcome in outcomes:
         assert outcome.refused or outcome.predicted_s or outcome.predicted_bytes
@@ -48,6 +49,6 @@ def test_misprints_are_refused_or_predicted(name: str) -> None:
 def test_a_figure_that_no_run_has_had_is_named() -> None:
     file = read_rows(DATA / "throughput.csv")
     wrong = RowFile(path=file.path, kind=file.kind, rows=({**file.rows[0], "layers": "100000000"},))
-    (outcome,) = Assessor(ModelBook.load()).outcomes(wrong)
+    (outcome,) = Assessor(ModelBook.load()).outcomes(wrong, Basis.AS_PLANNED)
     assert outcome.refused == "a number is too large"
     assert outcome.detail == "layers = '100000000'"

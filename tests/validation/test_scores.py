@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from nest_megatron.validation.outcome import RowOutcome
-from nest_megatron.validation.report import scores
+from nest_megatron.validation.report import group_scores, scores
 from nest_megatron.validation.rows import RowKind
 from nest_megatron.validation.scores import error_scores, quantile, rank_scores, spearman
 
@@ -67,24 +67,47 @@ def _outcome(predicted: float | None, measured: float, **cells: str) -> RowOutco
 
 def test_scores_rank_within_jobs_and_count_refusals() -> None:
     rows = [
-        _outcome(1.0, 2.0, gbs="8"),
-        _outcome(2.0, 1.0, gbs="8"),
-        _outcome(1.0, 1.0, gbs="16"),
-        _outcome(2.0, 4.0, gbs="16"),
+        _outcome(1.0, 2.0, gbs="8", tp="1"),
+        _outcome(2.0, 1.0, gbs="8", tp="2"),
+        _outcome(1.0, 1.0, gbs="16", tp="1"),
+        _outcome(2.0, 4.0, gbs="16", tp="2"),
         _outcome(3.0, 3.0, gbs="32"),  # alone: nothing to rank
         _outcome(None, 1.0, gbs="8"),
     ]
-    found = scores("one", RowKind.THROUGHPUT, rows)
+    found = scores(RowKind.THROUGHPUT, rows)
     assert (found.rows, found.predicted, dict(found.refused)) == (6, 5, {"unknown GPU": 1})
     assert [group.spearman for group in found.groups] == pytest.approx([-1.0, 1.0])
     assert found.spearman_mean == pytest.approx(0.0)
     assert found.regret_mean_pct == pytest.approx(50)
     assert found.regret_max_pct == pytest.approx(100)
+    assert found.pairs_in_order_pct == pytest.approx(50)
     assert found.ran == (5, 0)
 
 
+def test_runs_of_one_layout_count_once_and_other_shapes_are_other_jobs() -> None:
+    rows = [
+        _outcome(1.0, 1.0, tp="1"),
+        _outcome(1.0, 1.5, tp="1"),  # the same layout, on a slower day
+        _outcome(1.2, 1.1, tp="2"),
+        _outcome(0.5, 9.0, tp="4", layers="8"),  # another model
+    ]
+    (found,) = group_scores(rows)
+    assert (found.regret_pct, found.pairs, found.pairs_in_order) == (0.0, 1, 1)
+
+
+def test_ties_by_noise_are_no_pairs_and_equal_predictions_are_wrong() -> None:
+    assert rank_scores([(1.0, 1.0), (2.0, 1.019)]).pairs == 0
+    found = rank_scores([(1.0, 1.0), (1.0, 1.03), (0.9, 1.06)])
+    assert (found.pairs, found.pairs_in_order) == (3, 0)
+
+
+def test_an_estimate_of_the_author_is_no_run_that_ran() -> None:
+    rows = [_outcome(1.0, 1.0, outcome=text) for text in ("", "ok", "blank", "estimate")]
+    assert scores(RowKind.THROUGHPUT, rows).ran == (2, 0)
+
+
 def test_scores_of_nothing_are_empty() -> None:
-    found = scores("none", RowKind.THROUGHPUT, [])
+    found = scores(RowKind.THROUGHPUT, [])
     assert found.errors is None
     assert found.spearman_mean is found.regret_mean_pct is found.regret_max_pct is None
 

@@ -1,0 +1,151 @@
+"""Regimes, as planned beside as stated, and the goals of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from nest_megatron.report.markdown import figure, table
+from nest_megatron.validation.outcome import Judged
+from nest_megatron.validation.regimes import REGIMES, RegimeName
+from nest_megatron.validation.report import BothScores, Scores, both_scores, regime_scores
+from nest_megatron.validation.rows import RowKind
+from nest_megatron.validation.scores import NOISE
+
+_HEAD = (
+    "runs",
+    "predicted",
+    "error %",
+    "as stated %",
+    "median %",
+    "p90 %",
+    "ran, called infeasible",
+    "out of memory, caught",
+    "jobs",
+    "regret %",
+    "worst %",
+    "pairs in order %",
+)
+
+
+def regimes_section(judged: Sequence[Judged]) -> str:
+    """What leads the page: every regime of all runs, the worst first, and the goals."""
+    regimes = regime_scores(RowKind.THROUGHPUT, judged)
+    if not any(each.as_stated.rows for each in regimes.values()):
+        return ""
+    defined = [(str(each.name), each.definition, each.reason) for each in REGIMES]
+    return "\n\n".join(
+        (
+            "## As planned, by regime",
+            "A prediction **as planned** takes degrees, batch and precision from the row (and "
+            "recomputation and sharding where it states them) and every other setting as the "
+            "planner would assume or choose it for the row's framework, release and GPU; a run "
+            "that ran is called infeasible where no recomputation that the planner may choose "
+            "makes it fit, and one that ran out of memory is held to its own. **As stated** also "
+            "takes the settings of the row, or of the recipe behind it. Rows of all files of "
+            "runs; the worst first.",
+            regimes_table(regimes, all_runs(judged)),
+            "Regimes overlap. Which rows belong:",
+            table(("regime", "rows", "why apart"), defined),
+            "pairs in order: of two layouts of one job whose measured times differ by more than "
+            f"{100 * NOISE:g} % (less is noise), the share of which the faster is predicted to be "
+            "faster; predictions that are equal count as wrong. A layout measured several times "
+            "counts once, by its fastest run. ran: runs that ran and are predicted, also those "
+            "that do not state their recomputation.",
+            "### Goals",
+            _goals_table(judged, regimes),
+        )
+    )
+
+
+def all_runs(judged: Iterable[Judged]) -> BothScores:
+    """Every row of the files of throughput."""
+    files = [each for each in judged if each.file.kind is RowKind.THROUGHPUT]
+    return both_scores("all", RowKind.THROUGHPUT, files, lambda _: True)
+
+
+def regimes_table(
+    regimes: Mapping[RegimeName, BothScores], together: BothScores | None = None
+) -> str:
+    """Regimes that have predictions, the worst first, and all rows together."""
+    known = [each for each in regimes.values() if each.as_planned.errors]
+    known.sort(key=lambda each: -_error(each.as_planned))
+    rows = [_cells(each) for each in (*known, *((together,) if together else ()))]
+    return table(_HEAD, rows, numeric=len(_HEAD) - 1)
+
+
+def _error(found: Scores) -> float:
+    return found.errors.mape_pct if found.errors else 0.0
+
+
+def _cells(both: BothScores) -> tuple[str, ...]:
+    each, stated = both.as_planned, both.as_stated.errors
+    return (
+        both.name,
+        f"{each.predicted} of {each.rows}",
+        f"**{_error(each):.1f}**",
+        figure(stated.mape_pct if stated else None),
+        figure(each.errors.median_signed_pct if each.errors else None, signed=True),
+        figure(each.errors.p90_abs_pct if each.errors else None),
+        _share(each.ran),
+        _share(each.out_of_memory),
+        str(len(each.groups) or ""),
+        figure(each.regret_mean_pct),
+        figure(each.regret_max_pct),
+        figure(each.pairs_in_order_pct, 0),
+    )
+
+
+def _share(counts: tuple[int, int]) -> str:
+    return f"{counts[1]} of {counts[0]}" if counts[0] else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reached:
+    """One figure beside its goal; ``least`` where larger is better."""
+
+    what: str
+    value: float | None
+    goal: float
+    least: bool = False
+
+    def cells(self) -> tuple[str, ...]:
+        met = self.value is not None and (
+            self.value >= self.goal if self.least else self.value <= self.goal
+        )
+        mark = "≥" if self.least else "≤"
+        value = "none" if self.value is None else f"**{self.value:.1f}**"
+        return self.what, value, f"{mark} {self.goal:g}", "yes" if met else "**no**"
+
+
+def _goals_table(judged: Sequence[Judged], regimes: Mapping[RegimeName, BothScores]) -> str:
+    rows = [each.cells() for each in _reached(judged, regimes)]
+    return table(("as planned", "ours", "goal", "met"), rows, numeric=3)
+
+
+def _reached(
+    judged: Sequence[Judged], regimes: Mapping[RegimeName, BothScores]
+) -> Iterator[_Reached]:
+    dense, moe = (regimes[name].as_planned for name in (RegimeName.DENSE, RegimeName.MOE))
+    every = all_runs(judged).as_planned
+    for name, found, error in (("dense", dense, 7), ("experts", moe, 12), ("all", every, 9)):
+        value = found.errors.mape_pct if found.errors else None
+        yield _Reached(what=f"error of time, {name}, %", value=value, goal=error)
+    ran, wrong = every.ran
+    yield _Reached(what="runs that ran, called infeasible, %", value=_percent(wrong, ran), goal=2)
+    ended, caught = every.out_of_memory
+    yield _Reached(
+        what="runs out of memory, caught, %", value=_percent(caught, ended), goal=60, least=True
+    )
+    for name, found, regret, pairs in (("dense", dense, 1, 85), ("experts", moe, 4, 75)):
+        yield _Reached(what=f"regret, {name}, %", value=found.regret_mean_pct, goal=regret)
+        yield _Reached(
+            what=f"pairs in order, {name}, %",
+            value=found.pairs_in_order_pct,
+            goal=pairs,
+            least=True,
+        )
+
+
+def _percent(part: int, whole: int) -> float | None:
+    return 100.0 * part / whole if whole else None
