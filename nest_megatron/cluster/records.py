@@ -46,6 +46,8 @@ class Accelerator:
         memory_bandwidth_bytes_per_s: peak device-memory bandwidth.
         memory_efficiency: share of it that streaming kernels reach.
         kernel_floor_s: shortest time one kernel takes, launch included.
+        host_kernel_s: time that the host of such a device takes to launch one operator (0: CUDA
+            graphs everywhere, or not known).
         flash_attention: fused attention that keeps no score matrix runs on it.
         source: where each figure comes from.
     """
@@ -60,6 +62,7 @@ class Accelerator:
     kernel_floor_s: float
     flash_attention: bool = True
     grouped_gemm_share: float = 1.0
+    host_kernel_s: float = 0.0
     attention_ramp_rows: float = 0.0
     source: str = ""
 
@@ -67,7 +70,8 @@ class Accelerator:
         what = f"accelerator {self.name}"
         _require_number(f"{what}: memory_bytes", self.memory_bytes)
         _require_number(f"{what}: memory_bandwidth_bytes_per_s", self.memory_bandwidth_bytes_per_s)
-        _require_number(f"{what}: kernel_floor_s", self.kernel_floor_s, zero_allowed=True)
+        for name in ("kernel_floor_s", "host_kernel_s"):
+            _require_number(f"{what}: {name}", getattr(self, name), zero_allowed=True)
         for precision, flops in self.peak_flops_per_s.items():
             _require_number(f"{what}: peak_flops_per_s.{precision}", flops)
         for precision, share in self.gemm_efficiency.items():

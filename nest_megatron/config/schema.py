@@ -67,6 +67,8 @@ class CostConfig:
     compute_slowdown: float | None = None
     tp_overlap: float | None = None
     ep_overlap: float | None = None
+    alltoall_slowdown: float | None = None
+    flex_slowdown: float | None = None
     dp_slowdown: float | None = None
     host_kernel_s: float | None = None
     dp_overlap: float | None = None

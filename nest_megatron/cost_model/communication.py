@@ -199,3 +199,16 @@ def _tree_rate(crossing: _Crossing) -> float:
 def _rate(level: NetworkLevel, kind: CollectiveKind) -> float:
     efficiency = level.efficiency.get(kind, DEFAULT_EFFICIENCY)
     return level.bandwidth_bytes_per_s * efficiency
+
+
+def split_group(shape: Sequence[int], within: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A group's fan-out at each level within parts of neighbours, and over the parts.
+
+    >>> split_group((8, 4), 16), split_group((8, 4), 32)
+    (((8, 2), (1, 2)), ((8, 4), (1, 1)))
+    """
+    inside, left = [], within
+    for fan in shape:
+        inside.append(math.gcd(fan, left))
+        left //= inside[-1]
+    return tuple(inside), tuple(fan // part for fan, part in zip(shape, inside, strict=True))

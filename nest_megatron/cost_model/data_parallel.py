@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nest_megatron.cluster.records import Cluster, CollectiveKind
-from nest_megatron.cost_model.communication import collective_time
+from nest_megatron.cost_model.communication import collective_time, split_group
 from nest_megatron.cost_model.memory import divides_states, gathered_bytes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.parameters import ParameterCount
@@ -77,7 +76,8 @@ def replica_traffic(
     instances = settings.traits.optimizer_instances if zero else 1
 
     def price(kind: CollectiveKind, group: GroupKind, width: int) -> Seconds:
-        within, across = _instances(group_shape(dims, group, sizes), instances)
+        shape = group_shape(dims, group, sizes)
+        within, across = split_group(shape, max(1, math.prod(shape) // instances))
         seconds = collective_time(kind, bucket * width, within, cluster.levels)
         if kind is CollectiveKind.REDUCE_SCATTER:
             share = bucket * width / math.prod(within)
@@ -99,16 +99,3 @@ def replica_traffic(
         gather_outside=gather(GroupKind.DP_CP, in_layer=False),
         bucket_parameters=bucket,
     )
-
-
-def _instances(shape: Sequence[int], instances: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A group's fan-out at each level within an optimizer instance, and over the instances.
-
-    >>> _instances((8, 4), 2), _instances((8, 4), 1)
-    (((8, 2), (1, 2)), ((8, 4), (1, 1)))
-    """
-    left, within = max(1, math.prod(shape) // instances), []
-    for fan in shape:
-        within.append(math.gcd(fan, left))
-        left //= within[-1]
-    return tuple(within), tuple(fan // part for fan, part in zip(shape, within, strict=True))

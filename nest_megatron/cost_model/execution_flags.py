@@ -14,8 +14,8 @@ from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.memory_flags import text
-from nest_megatron.cost_model.traits import ExecutionTraits
-from nest_megatron.errors import UserInputError
+from nest_megatron.cost_model.traits import ExecutionTraits, Fp8Recipe
+from nest_megatron.errors import UserInputError, nearest
 
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _FP32 = _WIDTHS["fp32"]
@@ -42,6 +42,7 @@ def execution_traits(flags: Mapping[str, Any], precision: Precision) -> Executio
     name = text(flags.get("optimizer") or "adam")
     return ExecutionTraits(
         flash_attention=_is_fused(flags, params),
+        fp8_recipe=_fp8_recipe(flags),
         params_bytes=params,
         fp8_weights=fp8_weights,
         fp8_gather=fp8_weights and text(flags.get("fp8_recipe")) != "mxfp8",
@@ -70,6 +71,18 @@ def time_notes(flags: Mapping[str, Any]) -> tuple[str, ...]:
     if flags.get("fp4"):
         notes.append("--fp4-format is priced as fp8: products in 4 bits are faster.")
     return tuple(notes)
+
+
+def _fp8_recipe(flags: Mapping[str, Any]) -> Fp8Recipe:
+    word = text(flags.get("fp8_recipe") or "delayed")
+    if word not in tuple(Fp8Recipe):
+        raise UserInputError(
+            "--fp8-recipe",
+            value=word,
+            limit=f"it is one of {', '.join(Fp8Recipe)}",
+            fix=nearest(word, Fp8Recipe),
+        )
+    return Fp8Recipe(word)
 
 
 def _params_bytes(flags: Mapping[str, Any], precision: Precision) -> int:

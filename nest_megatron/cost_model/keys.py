@@ -24,6 +24,7 @@ def dense_key(places: GroupPlaces, shard: LayerShard) -> tuple[object, ...]:
         shard.context_parallel_size,
         shard.micro_batch_size,
         shard.sequence_parallel,
+        shard.execution.outside_experts,
     )
 
 

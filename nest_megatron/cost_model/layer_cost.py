@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nest_megatron.cluster.records import Cluster, CollectiveKind
-from nest_megatron.cost_model.communication import collective_time, ring_step_time
+from nest_megatron.cluster.records import Accelerator, Cluster, CollectiveKind
+from nest_megatron.cost_model.communication import collective_time, ring_step_time, split_group
 from nest_megatron.cost_model.compute import operator_times
 from nest_megatron.cost_model.measured import AS_ANALYTIC, Scale
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.model.execution import PLAIN, Execution, GraphImpl, TokenDispatcher
 from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Part
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.recompute import (
@@ -205,6 +207,7 @@ def unit_times(
     cluster: Cluster,
     settings: CostSettings,
     scale: Scale = AS_ANALYTIC,
+    execution: Execution = PLAIN,
 ) -> UnitTimes:
     """Price a unit's graph on a cluster.
 
@@ -213,7 +216,9 @@ def unit_times(
         scale: what a profile makes of the operators' time, all in proportion, so that parts which
             are computed again and what hides under an operator follow. A measured time contains
             its launches, so the host's floor is not asked for.
+        execution: what carries the unit out.
     """
+    imbalance = settings.expert_imbalance if math.prod(shapes[Group.EXPERT]) > 1 else 1.0
     operators: dict[str, tuple[Seconds, Seconds]] = {}
     forward: dict[Part, list[Seconds]] = {}
     backward = [0.0] * len(_TERMS)
@@ -221,26 +226,26 @@ def unit_times(
         ahead, back = operator_times(op, cluster.accelerator, settings)
         ahead, back = ahead * scale.forward, back * scale.backward
         if op.part in _ROUTED:
-            ahead, back = ahead * settings.expert_imbalance, back * settings.expert_imbalance
+            ahead, back = ahead * imbalance, back * imbalance
         operators[op.name] = (ahead, back)
         forward.setdefault(op.part, [0.0] * len(_TERMS))[_COMPUTE] += ahead
         backward[_COMPUTE] += back
     for part, is_backward, term, seconds in _exposed(
-        graph.collectives, operators, shapes, cluster, settings
+        graph, operators, shapes, cluster, settings, execution
     ):
-        paced = seconds * (settings.expert_imbalance if part in _ROUTED else 1.0)
+        paced = seconds * (imbalance if part in _ROUTED else 1.0)
         if is_backward:
             backward[term] += paced
         else:
             forward.setdefault(part, [0.0] * len(_TERMS))[term] += paced
     whole = [sum(terms) for terms in zip(*forward.values(), strict=True)]
-    launches = len(graph.operators) + sum(map(_is_forward, graph.collectives))
-    host = settings.host_kernel_s * launches if scale.source is Source.ANALYTIC else 0.0
-    whole[_COMPUTE] += max(0.0, host - sum(whole))
-    backward[_COMPUTE] += max(0.0, 2 * host - sum(backward))
+    if scale.source is Source.ANALYTIC:
+        host = _host_time(graph, cluster.accelerator, settings, execution)
+        whole[_COMPUTE] += max(0.0, host - sum(whole))
+        backward[_COMPUTE] += max(0.0, 2 * host - sum(backward))
     saved: dict[Part, float] = {}
     for part, num_bytes in graph.saved_bytes:
-        factor = settings.expert_imbalance if part in _ROUTED else 1.0
+        factor = imbalance if part in _ROUTED else 1.0
         saved[part] = saved.get(part, 0.0) + factor * num_bytes
     return UnitTimes(
         forward={part: PassTime(*terms) for part, terms in forward.items()},
@@ -252,12 +257,59 @@ def unit_times(
     )
 
 
+#: Parts of a layer that a graph of each module holds (``cuda_graph_scope``; both releases'
+#: ``TransformerLayer._te_cuda_graph_capture`` and ``MoELayer``).
+_CAPTURED: Mapping[str, frozenset[Part]] = {
+    "attn": frozenset(
+        {
+            Part.INPUT_NORM,
+            Part.QKV,
+            Part.MLA_DOWN,
+            Part.MLA_UP,
+            Part.CORE_ATTENTION,
+            Part.PROJECTION,
+            Part.RESIDUAL,
+        }
+    ),
+    "mlp": frozenset({Part.MLP_NORM, Part.MLP}),
+    "moe": _ROUTED | {Part.MLP_NORM, Part.ROUTER, Part.SHARED_EXPERTS},
+    "moe_router": frozenset({Part.MLP_NORM, Part.ROUTER, Part.SHARED_EXPERTS}),
+}
+#: What launching one product of a grouped one from C++ takes of launching an operator from Python.
+_PRODUCT_LAUNCH = 0.1
+
+
+def _host_time(
+    graph: LayerGraph, accelerator: Accelerator, settings: CostSettings, execution: Execution
+) -> Seconds:
+    """Time that the host takes to launch the forward pass of a unit; a graph is one launch."""
+    each = settings.host_kernel_s
+    if each is None:
+        each = accelerator.host_kernel_s
+    if not each or execution.cuda_graph_impl is GraphImpl.FULL_ITERATION:
+        return 0.0
+    held = _held_by_graphs(execution)
+    launches = sum(
+        1 + _PRODUCT_LAUNCH * (op.num_products - 1) for op in graph.operators if op.part not in held
+    )
+    launches += sum(1 for call in graph.collectives if not call.backward and call.part not in held)
+    return each * launches
+
+
+def _held_by_graphs(execution: Execution) -> frozenset[Part]:
+    if execution.cuda_graph_impl is GraphImpl.NONE:
+        return frozenset()
+    scope = execution.cuda_graph_scope or tuple(_CAPTURED)
+    return frozenset().union(*(_CAPTURED.get(module, frozenset()) for module in scope))
+
+
 def _exposed(
-    collectives: tuple[LayerCollective, ...],
+    graph: LayerGraph,
     operators: Mapping[str, tuple[Seconds, Seconds]],
     shapes: GroupShapes,
     cluster: Cluster,
     settings: CostSettings,
+    execution: Execution,
 ) -> Iterator[tuple[Part, bool, int, Seconds]]:
     """What each collective adds: all of it, or what the operator that hides it leaves over.
 
@@ -265,15 +317,17 @@ def _exposed(
         Part, whether in the backward pass, index into ``_TERMS``, seconds.
     """
     hidden: dict[tuple[str, bool], tuple[Part, int, Seconds]] = {}
-    for call in collectives:
-        copies = call.copies if settings.traits.node_limited_dispatch else 1
+    beside = _beside_exchange(graph, operators, execution)
+    for call in graph.collectives:
+        copies = call.copies if execution.is_node_limited else 1
         seconds = call.num_calls * _call_time(call, shapes[call.group], cluster, copies)
         term = _TERM_OF[call.group]
         is_tensor = call.group is Group.TENSOR
-        if is_tensor:
+        if is_tensor and execution.tp_comm_overlap:
             seconds *= 1.0 - settings.tp_overlap
-        elif call.kind == CollectiveKind.ALL_TO_ALL:
-            seconds *= 1.0 - settings.ep_overlap
+        elif call.part is Part.DISPATCH:
+            seconds = _exchange(seconds, settings, execution)
+            seconds = max(0.0, seconds - beside[call.backward])
         if not call.hidden_under or (is_tensor and not settings.traits.async_tensor_traffic):
             yield call.part, call.backward, term, seconds
             continue
@@ -284,14 +338,38 @@ def _exposed(
         yield part, is_backward, term, max(0.0, seconds - operators[name][is_backward])
 
 
-def _is_forward(call: LayerCollective) -> bool:
-    return not call.backward
+def _exchange(seconds: Seconds, settings: CostSettings, execution: Execution) -> Seconds:
+    """What is left of the traffic between tokens and experts.
+
+    What runs beside another micro batch takes processors from it (``overlap_slowdown``).
+    """
+    if execution.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL:
+        seconds *= settings.alltoall_slowdown
+    elif execution.moe_token_dispatcher_type is TokenDispatcher.FLEX:
+        seconds *= settings.flex_slowdown
+    if not execution.overlap_moe_expert_parallel_comm:
+        return seconds
+    return seconds * (1.0 - settings.ep_overlap * (1.0 - settings.overlap_slowdown))
+
+
+def _beside_exchange(
+    graph: LayerGraph, operators: Mapping[str, tuple[Seconds, Seconds]], execution: Execution
+) -> tuple[Seconds, Seconds]:
+    """Work of the shared expert that runs beside the exchange of tokens, forward and backward."""
+    if not execution.moe_shared_expert_overlap:
+        return 0.0, 0.0
+    shared = [operators[op.name] for op in graph.operators if op.part is Part.SHARED_EXPERTS]
+    return sum(ahead for ahead, _ in shared), sum(back for _, back in shared)
 
 
 def _call_time(
     call: LayerCollective, shape: tuple[int, ...], cluster: Cluster, copies: int
 ) -> Seconds:
     kind = CollectiveKind(call.kind)
+    if call.within:
+        shape = split_group(shape, call.within)[0]
+    elif call.across:
+        shape = split_group(shape, call.across)[1]
     if kind is CollectiveKind.SEND_RECV:
         return ring_step_time(call.message_bytes, shape, cluster.levels)
     return collective_time(kind, call.message_bytes, shape, cluster.levels, copies)

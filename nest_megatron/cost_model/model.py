@@ -168,6 +168,7 @@ class CostModel:
             loss_bytes=self.settings.traits.loss_bytes,
             activation_bytes=self.settings.traits.params_bytes,
             kept_input_bytes=kept_input_bytes(self.settings),
+            execution=grid.execution,
         )
 
     @property
@@ -183,6 +184,7 @@ class CostModel:
             dims.world_size,
             grid.micro_batch_size,
             grid.sequence_parallel,
+            grid.execution,
         )
 
     def unit_kinds(self, grid: Grid) -> tuple[bytes, tuple[UnitKind, ...]]:
@@ -309,6 +311,7 @@ class CostModel:
             shard.tensor_model_parallel_size,
             shard.sequence_parallel,
             places[0],
+            shard.execution if kind is LayerKind.MOE else shard.execution.outside_experts,
             expert if kind is LayerKind.MOE else (),
         )
         if key not in self._piece_times:
@@ -319,7 +322,7 @@ class CostModel:
     def _price(self, piece: Piece, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
         shapes = dict(zip(_GROUPS, places, strict=True))
         graph, scale = piece_graph(self.spec, piece, shard), self._measured.scale(piece, shard)
-        return unit_times(graph, shapes, self.cluster, self.settings, scale)
+        return unit_times(graph, shapes, self.cluster, self.settings, scale, shard.execution)
 
     def replica_costs(self, dims: ParallelDims, zero: ZeroStage) -> tuple[ReplicaCost, ...]:
         """What the parameters of each distinct unit cost for their replicas' sake."""

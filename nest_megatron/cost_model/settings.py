@@ -20,14 +20,17 @@ class CostSettings:
         expert_imbalance: busiest expert rank's tokens over the mean; 1 is balanced routing.
         compute_slowdown: time of the device's work over what its calibrated kernels need: kernels
             that a framework does not fuse, gaps between them.
-        tp_overlap: share of tensor-parallel traffic that runs beside the products which need it
-            (user buffers, ``--tp-comm-overlap``).
-        ep_overlap: share of the exchange of tokens with experts that runs beside other work
-            (``--overlap-moe-expert-parallel-comm`` and kernels that overlap it).
+        tp_overlap: share of tensor-parallel traffic that runs beside the products which need it,
+            with user buffers (``--tp-comm-overlap``).
+        ep_overlap: share of the exchange of tokens with experts that runs beside another micro
+            batch's work, with ``--overlap-moe-expert-parallel-comm``.
+        alltoall_slowdown, flex_slowdown: time of that exchange over what the network's own tables
+            of all-to-all say, by dispatcher: parts of unequal size, and the dispatcher's kernels.
         dp_slowdown: time of the traffic between replicas over what the network needs: weights that
             a framework gathers one by one.
-        host_kernel_s: time that the host takes to launch one operator; a layer takes at least the
-            sum over its operators, however fast the device (0: CUDA graphs).
+        host_kernel_s: time that the host takes to launch one operator outside CUDA graphs, in place
+            of what the accelerator's record says; half a layer takes at least the sum over its
+            operators, however fast the device.
         dp_overlap: share of a micro batch's compute under which data-parallel traffic can hide.
         overlap_slowdown: time that compute loses for each second of traffic hidden under it,
             because the collective's kernels take processors away (NCCL's default of 16 channels on
@@ -52,8 +55,10 @@ class CostSettings:
     compute_slowdown: float = 1.0
     tp_overlap: float = 0.0
     ep_overlap: float = 0.0
+    alltoall_slowdown: float = 1.0
+    flex_slowdown: float = 1.0
     dp_slowdown: float = 1.0
-    host_kernel_s: float = 0.0
+    host_kernel_s: float | None = None
     dp_overlap: float = 0.9
     overlap_slowdown: float = 0.12
     optimizer_bytes_per_parameter: float = 30.0
@@ -68,6 +73,8 @@ class CostSettings:
             "compute_slowdown": (0.1, 10.0),
             "tp_overlap": (0.0, 1.0),
             "ep_overlap": (0.0, 1.0),
+            "alltoall_slowdown": (0.1, 100.0),
+            "flex_slowdown": (0.1, 100.0),
             "dp_slowdown": (1.0, 100.0),
             "host_kernel_s": (0.0, 1.0),
             "dp_overlap": (0.0, 1.0),
@@ -79,6 +86,8 @@ class CostSettings:
         }
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
+            if name == "host_kernel_s" and value is None:
+                continue
             if not (isinstance(value, int | float) and low <= value <= high):
                 section = "memory" if name.startswith("memory_") else "cost"
                 raise UserInputError(

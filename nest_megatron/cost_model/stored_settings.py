@@ -19,7 +19,7 @@ def stored_settings(settings: CostSettings) -> dict[str, float | str]:
     stored = {
         field.name: _stored(getattr(settings, field.name))
         for field in dataclasses.fields(settings)
-        if field.name != "traits"
+        if field.name != "traits" and getattr(settings, field.name) is not None
     }
     for field in dataclasses.fields(settings.traits):
         value = getattr(settings.traits, field.name)

@@ -6,6 +6,18 @@ import math
 from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.names import Name
+
+
+class Fp8Recipe(Name):
+    """How scales of fp8 numbers are found (``--fp8-recipe``)."""
+
+    DELAYED = "delayed"
+    TENSORWISE = "tensorwise"
+    BLOCKWISE = "blockwise"
+    MXFP8 = "mxfp8"
+    CUSTOM = "custom"
+
 
 #: A float32 master weight and the two moments of Adam.
 ADAM_BYTES = 12.0
@@ -22,13 +34,12 @@ class ExecutionTraits:
     Args:
         frozen_weights: only adapters of negligible size are trained (LoRA): no weight gradients, no
             optimizer states, no traffic between replicas.
-        node_limited_dispatch: a token goes to each node once, however many of its experts are there
-            (DeepEP, HybridEP), not once for each expert.
         async_tensor_traffic: backward tensor-parallel traffic runs beside the weight gradients.
         scatter_between_stages: without sequence parallelism, the tensor ranks of a stage send a
             share of the activation each (``scatter_gather_tensors_in_pipeline`` of 2021), not all.
         flash_attention: fused attention that keeps no score matrix, where the device has it.
         params_bytes: width of weights and activations (``params_dtype``).
+        fp8_recipe: how the scales of fp8 numbers are found.
         fp8_weights: weights of products are kept in fp8 alone (``--fp8-param-gather``), with their
             transpose, not beside 16-bit ones.
         fp8_gather: those weights are gathered in fp8 as well; MXFP8 gathers 16-bit ones.
@@ -50,11 +61,11 @@ class ExecutionTraits:
     """
 
     frozen_weights: bool = False
-    node_limited_dispatch: bool = False
     async_tensor_traffic: bool = True
     scatter_between_stages: bool = False
     flash_attention: bool = True
     params_bytes: int = 2
+    fp8_recipe: Fp8Recipe = Fp8Recipe.DELAYED
     fp8_weights: bool = False
     fp8_gather: bool = False
     fp8_inputs: bool = True

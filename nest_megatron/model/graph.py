@@ -70,6 +70,9 @@ class Operator:
         aligned: of a product: every dimension is a multiple of 8, as matrix units ask for in 16
             bits.
         has_weight: of a product: one factor is a weight, whose gradient the backward pass makes.
+        num_products: of a grouped product: how many products it is made of.
+        input_elements, output_elements: of a product that may run in fp8: what is cast for it, its
+            input on the way forward and its output's gradient on the way back.
     """
 
     name: str
@@ -84,6 +87,9 @@ class Operator:
     parallel_rows: float = math.inf
     aligned: bool = True
     has_weight: bool = True
+    num_products: int = 1
+    input_elements: float = 0.0
+    output_elements: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +103,8 @@ class LayerCollective:
         hidden_under: operator whose time may hide it, or "" if it stands in the open.
         num_calls: how many such calls.
         copies: of an exchange: how many members each of its tokens goes to.
+        within: the group is divided into groups of so many neighbours, which run it each (0: not).
+        across: the members so many ranks apart run it (0: all members).
     """
 
     name: str
@@ -108,6 +116,8 @@ class LayerCollective:
     hidden_under: str = ""
     num_calls: int = 1
     copies: int = 1
+    within: int = 0
+    across: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import TransformerSpec
 
 
@@ -21,6 +22,7 @@ class LayerShard:
         kept_input_bytes: width of the input that a product inside a layer keeps for its weight's
             gradient; ``None`` is that of activations. Transformer Engine keeps it in fp8 where the
             product runs in fp8.
+        execution: what carries the work out.
     """
 
     tensor_model_parallel_size: int = 1
@@ -33,6 +35,7 @@ class LayerShard:
     loss_bytes: int = 6
     activation_bytes: int = 2
     kept_input_bytes: int | None = None
+    execution: Execution = PLAIN
 
     @property
     def input_bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import ZeroStage
@@ -12,7 +13,7 @@ from nest_megatron.parallel.zero import ZeroStage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Degrees, batch split, recomputation and ZeRO stage of a job.
+    """Degrees, batch split, recomputation, ZeRO stage and execution of a job.
 
     Args:
         global_batch_size: sequences of one optimizer step.
@@ -28,6 +29,7 @@ class Grid:
     sequence_parallel: bool
     recompute: Recompute = NO_RECOMPUTE
     zero: ZeroStage = ZeroStage.OPTIMIZER
+    execution: Execution = PLAIN
 
     def __post_init__(self) -> None:
         together = self.micro_batch_size * self.dims.data_parallel_size

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nest_megatron.cluster.records import Cluster, Precision
+from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.grid import Grid
@@ -213,6 +214,7 @@ class ParallelPlan:
 
     Args:
         offers: what a job would gain by choices that it rules out, one sentence each.
+        execution: what carries the work out.
     """
 
     schema: int = SCHEMA
@@ -227,6 +229,7 @@ class ParallelPlan:
     provenance: Provenance
     launch: Mapping[str, LaunchCommand] = field(default_factory=dict)
     offers: tuple[str, ...] = added(())
+    execution: Execution = added(PLAIN)
 
     def grid(self) -> Grid:
         """The plan's degrees, batch, recomputation and ZeRO stage."""
@@ -249,6 +252,7 @@ class ParallelPlan:
             sequence_parallel=chosen.sequence_parallel,
             recompute=_recompute(chosen),
             zero=zero_stage(chosen),
+            execution=self.execution,
         )
 
     def partition(self) -> StagePartition:

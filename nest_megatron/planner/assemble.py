@@ -77,6 +77,7 @@ def assemble(
             model_hash=digest(spec),
             settings=stored_settings(settings),
         ),
+        execution=grid.execution,
     )
     return sealed(plan)
 

@@ -17,6 +17,13 @@ import yaml
 from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
+from nest_megatron.model.execution import (
+    PLAIN,
+    Execution,
+    FlexBackend,
+    GraphImpl,
+    TokenDispatcher,
+)
 from nest_megatron.parallel.zero import ZeroStage
 
 
@@ -35,6 +42,7 @@ class Habits:
         keeps_dense: dense models run without recomputation unless it is stated.
         splits_local_batch: a row's micro batch is what a pipeline divides over its ranks.
         interleaves: pipelines have one layer in each virtual stage unless stated.
+        execution: what carries the work out.
         cost: fields of ``CostSettings`` and of its ``traits`` that differ from their defaults.
     """
 
@@ -47,6 +55,7 @@ class Habits:
     keeps_dense: bool = False
     splits_local_batch: bool = False
     interleaves: bool = False
+    execution: Execution = PLAIN
     cost: Mapping[str, object] = field(default_factory=dict)
 
     def settings(self, **fields: object) -> CostSettings:
@@ -132,18 +141,34 @@ def _fully_sharded(name: str, loss_bytes: int) -> Habits:
 
 
 _RECIPES: Mapping[str, object] = {"gradient_bytes": 2, "fp8_weights": True}
-_HYBRID_EP: Mapping[str, object] = {**_RECIPES, "node_limited_dispatch": True}
+_USER_BUFFERS = Execution(
+    tp_comm_overlap=True, moe_permute_fusion=True, moe_shared_expert_overlap=True
+)
+_HYBRID_EP = Execution(
+    tp_comm_overlap=True,
+    moe_permute_fusion=True,
+    moe_router_fusion=True,
+    moe_token_dispatcher_type=TokenDispatcher.FLEX,
+    moe_flex_dispatcher_backend=FlexBackend.HYBRIDEP,
+)
+_WHOLE_STEP = dataclasses.replace(
+    _HYBRID_EP,
+    cuda_graph_impl=GraphImpl.FULL_ITERATION,
+    overlap_moe_expert_parallel_comm=True,
+    delay_wgrad_compute=True,
+)
 
 _BRIDGE = Habits(
     name="megatron_bridge",
     reason="recipes: bf16 gradients, fp8 weights, user buffers",
     keeps_dense=True,
+    execution=_USER_BUFFERS,
     cost=_RECIPES,
 )
 _NODE_LIMITED = dataclasses.replace(
     _BRIDGE,
     reason=_BRIDGE.reason + "; HybridEP between nodes of eight",
-    cost=_HYBRID_EP,
+    execution=_HYBRID_EP,
 )
 
 RULES: tuple[Rule, ...] = (
@@ -166,7 +191,8 @@ RULES: tuple[Rule, ...] = (
             name="megatron_bridge_2026",
             reason="recipes since 26.06: HybridEP, whole steps in CUDA graphs, exchange overlapped",
             keeps_dense=True,
-            cost=_HYBRID_EP,
+            execution=_WHOLE_STEP,
+            cost=_RECIPES,
         ),
         since=(26, 6),
     ),
@@ -180,6 +206,7 @@ RULES: tuple[Rule, ...] = (
             experts_follow_tensor=True,
             keeps_dense=True,
             interleaves=True,
+            execution=_USER_BUFFERS,
             cost=_RECIPES,
         ),
     ),
@@ -198,6 +225,7 @@ RULES: tuple[Rule, ...] = (
             name="megatron_core",
             reason="its developers' own runs: user buffers, interleaved pipelines",
             interleaves=True,
+            execution=_USER_BUFFERS,
         ),
     ),
     _rule(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass, field
 
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.execution import Execution, FlexBackend, TokenDispatcher
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
@@ -75,8 +77,7 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> Job:
         grids = tuple(possible_grids(row, match.spec, grid, keeps_dense=habits.keeps_dense))
     except UserInputError as error:
         raise RefusedRowError("layout is impossible", str(error)) from error
-    special = {**_task(row), **_dispatch(row)}
-    settings = habits.settings(precision=_precision(row, place.cluster), **special)
+    settings = habits.settings(precision=_precision(row, place.cluster), **_task(row))
     return Job(
         spec=match.spec,
         cluster=place.cluster,
@@ -97,6 +98,7 @@ def _grid(row: Row, spec: TransformerSpec, gpus: int, habits: Habits, notes: lis
         sequence_parallel=_sequence_parallel(row, dims, habits),
         recompute=_recompute(row, dims, notes),
         zero=_zero(row, habits),
+        execution=_execution(row, habits),
     )
 
 
@@ -253,10 +255,16 @@ def _precision(row: Row, cluster: Cluster) -> Precision:
     return wanted
 
 
-def _dispatch(row: Row) -> dict[str, object]:
-    """Settings of a dispatcher of tokens that the row names."""
+def _execution(row: Row, habits: Habits) -> Execution:
+    """What carries the work out, with the dispatcher of tokens that the row names."""
     named = re.search(r"deepep|hybridep", row.get("ambiguity", ""), re.IGNORECASE)
-    return {"node_limited_dispatch": True} if named else {}
+    if named is None:
+        return habits.execution
+    return dataclasses.replace(
+        habits.execution,
+        moe_token_dispatcher_type=TokenDispatcher.FLEX,
+        moe_flex_dispatcher_backend=FlexBackend(named[0].lower()),
+    )
 
 
 def _task(row: Row) -> dict[str, object]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+from nest_megatron.model.execution import ContextTraffic
 from nest_megatron.model.graph import (
     Group,
     LayerCollective,
@@ -74,29 +76,81 @@ def _core_attention(
         bytes_moved=query_bytes + kv_bytes,
         backward_flops=2.5 * flops,
         backward_bytes_moved=2 * (query_bytes + kv_bytes),
-        num_kernels=max(1, shard.context_parallel_size),
+        num_kernels=_attention_calls(shard),
         parallel_rows=tokens * heads,
         has_weight=False,
     )
-    steps = shard.context_parallel_size - 1
-    ring = (
-        ()
-        if not steps
-        else tuple(
-            LayerCollective(
-                name="kv_ring",
-                part=Part.CORE_ATTENTION,
-                kind="send_recv",
-                group=Group.CONTEXT,
-                message_bytes=kv_bytes * (2 if backward else 1),
-                backward=backward,
-                hidden_under="core_attention",
-                num_calls=steps,
+    traffic = tuple(_context_traffic(shard, query_bytes, kv_bytes))
+    return Pieces((operator,), traffic, ((Part.CORE_ATTENTION, tokens * heads * FP32),))
+
+
+def _attention_calls(shard: LayerShard) -> int:
+    """Blocks of keys that the attention of one rank meets one after the other."""
+    how, size = shard.execution.cp_comm_type, shard.context_parallel_size
+    if how is ContextTraffic.A2A:
+        return 1
+    return size // _heads_group(shard) if how is ContextTraffic.A2A_P2P else size
+
+
+def _context_traffic(
+    shard: LayerShard, query_bytes: float, kv_bytes: float
+) -> Iterator[LayerCollective]:
+    """What context-parallel ranks send each other (Transformer Engine's ``AttnFuncWithCP*``).
+
+    A ring passes keys and values on under the attention of the block before, and their gradients
+    beside them on the way back. ``all_gather`` collects keys and values first and scatters their
+    gradients; ``a2a`` exchanges sequence for heads before the attention and back after it; with
+    ``a2a+p2p`` neighbours exchange heads, and rings pass on what a group of them holds.
+
+    Args:
+        query_bytes: queries and outputs of one rank.
+        kv_bytes: keys and values of one rank.
+    """
+    size, how = shard.context_parallel_size, shard.execution.cp_comm_type
+    if size == 1:
+        return
+    exchanged = {ContextTraffic.A2A: size, ContextTraffic.A2A_P2P: _heads_group(shard)}.get(how, 1)
+    rounds = 1 if how is ContextTraffic.ALL_GATHER else size // exchanged
+    for backward in (False, True):
+        if exchanged > 1:
+            within = exchanged if exchanged < size else 0
+            yield _context_call(
+                "heads", "all_to_all", query_bytes + kv_bytes, backward, within=within
             )
-            for backward in (False, True)
-        )
+        if how is ContextTraffic.ALL_GATHER:
+            yield _context_call("kv", "all_gather", kv_bytes * size, backward)
+            if backward:
+                yield _context_call("kv_grad", "reduce_scatter", kv_bytes * size, backward)
+        if rounds > 1:
+            yield _context_call(
+                "kv_ring",
+                "send_recv",
+                kv_bytes * (2 if backward else 1),
+                backward,
+                hidden_under="core_attention",
+                num_calls=rounds - 1,
+                across=exchanged if exchanged > 1 else 0,
+            )
+
+
+def _heads_group(shard: LayerShard) -> int:
+    """Ranks that exchange heads in ``a2a+p2p``: the first of the hierarchical sizes."""
+    sizes = shard.execution.hierarchical_context_parallel_sizes
+    return sizes[0] if sizes else 1
+
+
+def _context_call(
+    name: str, kind: str, num_bytes: float, backward: bool, **fields: Any
+) -> LayerCollective:
+    return LayerCollective(
+        name=name,
+        part=Part.CORE_ATTENTION,
+        kind=kind,
+        group=Group.CONTEXT,
+        message_bytes=num_bytes,
+        backward=backward,
+        **fields,
     )
-    return Pieces((operator,), ring, ((Part.CORE_ATTENTION, tokens * heads * FP32),))
 
 
 def _unfused_attention(

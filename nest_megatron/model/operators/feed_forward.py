@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from nest_megatron.model.execution import TokenDispatcher
 from nest_megatron.model.graph import (
     Group,
     LayerCollective,
@@ -114,9 +117,10 @@ def _moe(spec: TransformerSpec, shard: LayerShard) -> Pieces:
 def _router(spec: TransformerSpec, shard: LayerShard, local: float) -> Pieces:
     experts = spec.num_experts or 0
     scores = local * experts * FP32
+    passes, kernels = (2, 1) if shard.execution.moe_router_fusion else (4, 6)
     operators = (
         gemm(shard, "router", Part.ROUTER, local, spec.hidden_size, experts, fp8=False),
-        streaming("top_k", Part.ROUTER, 4 * scores, kernels=6),
+        streaming("top_k", Part.ROUTER, passes * scores, kernels=kernels),
     )
     return Pieces(operators, (), ((Part.ROUTER, 2 * scores + local * experts),))
 
@@ -167,46 +171,73 @@ def _grouped_gemm(
         backward_flops=2 * flops,
         backward_bytes_moved=2 * activations + weight * (act + 2 * FP32),
         fp8=True,
+        num_products=1 if shard.execution.use_transformer_engine_op_fuser else num_experts,
+        input_elements=rows * inner,
+        output_elements=rows * columns,
     )
 
 
 def _dispatch(spec: TransformerSpec, shard: LayerShard) -> Pieces:
-    """Permutation and all-to-all of tokens to experts and back, gather over expert tensor ranks."""
-    routed = shard.tokens_between_blocks(spec) * spec.moe_router_topk
-    size = routed * spec.hidden_size * shard.activation_bytes
-    operators = (
-        streaming("permute", Part.DISPATCH, 4 * size, backward=1.0, kernels=4),
-        streaming("unpermute", Part.DISPATCH, 4 * size, backward=1.0, kernels=4),
+    """Tokens sorted by expert, brought to the ranks that hold them, and back."""
+    local = shard.tokens_between_blocks(spec)
+    token_bytes = spec.hidden_size * shard.activation_bytes
+    routed_bytes = local * spec.moe_router_topk * token_bytes
+    how = shard.execution
+    # One read and one write in a fused kernel, or in the dispatcher's own; else twice each.
+    fused = how.moe_permute_fusion or how.moe_token_dispatcher_type is TokenDispatcher.FLEX
+    passes, kernels = (2, 1) if fused else (4, 4)
+    operators = tuple(
+        streaming(name, Part.DISPATCH, passes * routed_bytes, backward=1.0, kernels=kernels)
+        for name in ("permute", "unpermute")
     )
-    collectives: list[LayerCollective] = []
+    if how.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER:
+        return Pieces(operators, tuple(_gathered_tokens(shard, local * token_bytes)), ())
+    return Pieces(operators, tuple(_exchanged_tokens(spec, shard, routed_bytes)), ())
+
+
+def _exchanged_tokens(
+    spec: TransformerSpec, shard: LayerShard, size: float
+) -> Iterator[LayerCollective]:
+    """All-to-all of tokens to experts and back, gather over expert tensor ranks."""
+    ep, etp = shard.expert_model_parallel_size, shard.expert_tensor_parallel_size
     for backward in (False, True):
-        if shard.expert_model_parallel_size > 1:
-            collectives.append(
-                LayerCollective(
-                    name="token_exchange",
-                    part=Part.DISPATCH,
-                    kind="all_to_all",
-                    group=Group.EXPERT,
-                    message_bytes=size,
-                    backward=backward,
-                    num_calls=2,
-                    copies=spec.moe_router_topk,
-                )
+        if ep > 1:
+            yield LayerCollective(
+                name="token_exchange",
+                part=Part.DISPATCH,
+                kind="all_to_all",
+                group=Group.EXPERT,
+                message_bytes=size,
+                backward=backward,
+                num_calls=2,
+                copies=spec.moe_router_topk,
             )
-        if shard.expert_tensor_parallel_size > 1:
-            gathered = size * shard.expert_tensor_parallel_size
-            collectives += [
-                LayerCollective(
-                    name=f"expert_{kind}",
-                    part=Part.DISPATCH,
-                    kind=kind,
-                    group=Group.EXPERT_TENSOR,
-                    message_bytes=gathered,
-                    backward=backward,
-                )
-                for kind in ("all_gather", "reduce_scatter")
-            ]
-    return Pieces(operators, tuple(collectives), ())
+        if etp > 1:
+            yield from _gather_and_scatter(Group.EXPERT_TENSOR, size * etp, backward)
+
+
+def _gathered_tokens(shard: LayerShard, size: float) -> Iterator[LayerCollective]:
+    """Every rank gets the tokens of all, and sums its share (``MoEAllGatherTokenDispatcher``)."""
+    ep, etp = shard.expert_model_parallel_size, shard.expert_tensor_parallel_size
+    for backward in (False, True):
+        if ep > 1:
+            yield from _gather_and_scatter(Group.EXPERT, size * ep, backward)
+        if etp > 1:
+            yield from _gather_and_scatter(Group.EXPERT_TENSOR, size * ep * etp, backward)
+
+
+def _gather_and_scatter(
+    group: Group, num_bytes: float, backward: bool
+) -> Iterator[LayerCollective]:
+    for kind in ("all_gather", "reduce_scatter"):
+        yield LayerCollective(
+            name=f"expert_{kind}",
+            part=Part.DISPATCH,
+            kind=kind,
+            group=group,
+            message_bytes=num_bytes,
+            backward=backward,
+        )
 
 
 def _shared_experts(spec: TransformerSpec, shard: LayerShard) -> Pieces:

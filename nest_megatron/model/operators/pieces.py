@@ -58,6 +58,8 @@ def gemm(
         backward_flops=2 * flops,
         backward_bytes_moved=2 * activations + weight * (width + 2 * FP32),
         fp8=fp8,
+        input_elements=rows * inner,
+        output_elements=rows * columns,
     )
 
 

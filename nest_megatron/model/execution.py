@@ -1,0 +1,129 @@
+"""How a layer's work is carried out: choices that change time and memory, but no number.
+
+Fields have Megatron's names and words (``TransformerConfig``, ``ModelParallelConfig``; both
+releases). What changes numbers (formats, the optimizer, capacity factors) belongs to the job and
+is in ``cost_model.traits``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.names import Name
+
+
+class TokenDispatcher(Name):
+    """What brings tokens to their experts (``--moe-token-dispatcher-type``)."""
+
+    ALLGATHER = "allgather"
+    ALLTOALL = "alltoall"
+    FLEX = "flex"
+
+
+class FlexBackend(Name):
+    """The kernels of the ``flex`` dispatcher (``--moe-flex-dispatcher-backend``).
+
+    Both send a token to each node once, however many of its experts are there.
+    """
+
+    DEEPEP = "deepep"
+    HYBRIDEP = "hybridep"
+
+
+class ContextTraffic(Name):
+    """How attention reaches the whole sequence under context parallelism (``--cp-comm-type``)."""
+
+    P2P = "p2p"
+    ALL_GATHER = "all_gather"
+    A2A = "a2a"
+    A2A_P2P = "a2a+p2p"
+
+
+class GraphImpl(Name):
+    """Who captures CUDA graphs (``--cuda-graph-impl``); 0.16.1 spells the last a scope."""
+
+    NONE = "none"
+    LOCAL = "local"
+    TRANSFORMER_ENGINE = "transformer_engine"
+    FULL_ITERATION = "full_iteration"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """How the work of every layer is carried out.
+
+    Args:
+        moe_flex_dispatcher_backend: of the ``flex`` dispatcher, ``None`` with any other.
+        moe_permute_fusion: tokens are sorted by expert in one kernel.
+        moe_router_fusion: scores, groups and top-k of the router in one kernel.
+        moe_shared_expert_overlap: the shared expert runs beside the exchange of tokens.
+        overlap_moe_expert_parallel_comm: the exchange of one micro batch runs beside the compute
+            of another (1F1B).
+        delay_wgrad_compute: weight gradients fill what that overlap leaves idle.
+        use_transformer_engine_op_fuser: the experts' products and activation in fused kernels.
+        tp_comm_overlap: tensor-parallel traffic runs beside the products that need it, in user
+            buffers.
+        hierarchical_context_parallel_sizes: ranks that exchange heads, and rings of such groups,
+            with ``a2a+p2p``; empty with any other.
+        cuda_graph_scope: modules that graphs hold; empty is the whole layer.
+        cpu_offloading_num_layers: layers whose kept activations go to the host.
+        offload_modules: modules whose kept activations go to the host
+            (``--fine-grained-activation-offloading``).
+
+    Raises:
+        UserInputError: for fields that contradict each other.
+    """
+
+    moe_token_dispatcher_type: TokenDispatcher = TokenDispatcher.ALLTOALL
+    moe_flex_dispatcher_backend: FlexBackend | None = None
+    moe_permute_fusion: bool = False
+    moe_router_fusion: bool = False
+    moe_shared_expert_overlap: bool = False
+    overlap_moe_expert_parallel_comm: bool = False
+    delay_wgrad_compute: bool = False
+    use_transformer_engine_op_fuser: bool = False
+    tp_comm_overlap: bool = False
+    cp_comm_type: ContextTraffic = ContextTraffic.P2P
+    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
+    cuda_graph_impl: GraphImpl = GraphImpl.NONE
+    cuda_graph_scope: tuple[str, ...] = ()
+    cpu_offloading_num_layers: int = 0
+    offload_modules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        is_flex = self.moe_token_dispatcher_type is TokenDispatcher.FLEX
+        if is_flex != (self.moe_flex_dispatcher_backend is not None):
+            raise UserInputError(
+                "moe_flex_dispatcher_backend",
+                value=self.moe_flex_dispatcher_backend,
+                limit=f"the dispatcher is {self.moe_token_dispatcher_type}",
+                fix="Give it with the flex dispatcher, and with no other.",
+            )
+        if self.delay_wgrad_compute and not self.overlap_moe_expert_parallel_comm:
+            raise UserInputError(
+                "delay_wgrad_compute",
+                value=True,
+                limit="weight gradients wait only under overlap_moe_expert_parallel_comm",
+                fix="Give both, or neither.",
+            )
+
+    @property
+    def outside_experts(self) -> tuple[object, ...]:
+        """What matters to layers without experts."""
+        return (
+            self.tp_comm_overlap,
+            self.cp_comm_type,
+            self.hierarchical_context_parallel_sizes,
+            self.cuda_graph_impl,
+            self.cuda_graph_scope,
+        )
+
+    @property
+    def is_node_limited(self) -> bool:
+        """Whether a token goes to each node once, however many of its experts are there."""
+        return self.moe_token_dispatcher_type is TokenDispatcher.FLEX
+
+
+#: Nothing asked for: Megatron's own defaults, but for the dispatcher, which every launch names.
+PLAIN = Execution()
