@@ -1,4 +1,4 @@
-"""From a job's flags to its execution traits, whichever framework it is written for.
+"""From a job's flags to its execution and its traits, whichever framework it is written for.
 
 Flags are given by Megatron's names; what is not given has the default of ``train.precision``.
 
@@ -10,12 +10,21 @@ Source: megatron-core 0.16.1 and 0.20, ``validate_args`` (widths of gradients), 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.memory_flags import text
 from nest_megatron.cost_model.traits import ExecutionTraits, Fp8Recipe
 from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.model.execution import (
+    ContextTraffic,
+    Execution,
+    FlexBackend,
+    GraphImpl,
+    TokenDispatcher,
+)
+from nest_megatron.names import Name
+from nest_megatron.parallel.cuda_graphs import cuda_graphs
 
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _FP32 = _WIDTHS["fp32"]
@@ -42,7 +51,7 @@ def execution_traits(flags: Mapping[str, Any], precision: Precision) -> Executio
     name = text(flags.get("optimizer") or "adam")
     return ExecutionTraits(
         flash_attention=_is_fused(flags, params),
-        fp8_recipe=_fp8_recipe(flags),
+        fp8_recipe=_member(flags, "fp8_recipe", Fp8Recipe, "delayed"),
         params_bytes=params,
         fp8_weights=fp8_weights,
         fp8_gather=fp8_weights and text(flags.get("fp8_recipe")) != "mxfp8",
@@ -58,6 +67,66 @@ def execution_traits(flags: Mapping[str, Any], precision: Precision) -> Executio
     )
 
 
+def execution_of(flags: Mapping[str, Any]) -> Execution:
+    """How a job with these flags carries its layers out.
+
+    Args:
+        flags: by Megatron's names, in any spelling of either release; a dispatcher that is not
+            given is ``alltoall``, which every launch names.
+
+    Raises:
+        UserInputError: for a word that Megatron does not take.
+    """
+    dispatcher = _member(flags, "moe_token_dispatcher_type", TokenDispatcher, "alltoall")
+    backend = None
+    if dispatcher is TokenDispatcher.FLEX:
+        backend = _member(flags, "moe_flex_dispatcher_backend", FlexBackend, "deepep")
+    graphs = cuda_graphs(flags)
+    overlaps = bool(flags.get("overlap_moe_expert_parallel_comm"))
+    sizes = flags.get("hierarchical_context_parallel_sizes") or ()
+    modules = flags.get("offload_modules") or ()
+    switches = {name: bool(flags.get(name)) for name in _SWITCHES}
+    return Execution(
+        moe_token_dispatcher_type=dispatcher,
+        moe_flex_dispatcher_backend=backend,
+        overlap_moe_expert_parallel_comm=overlaps,
+        delay_wgrad_compute=overlaps and bool(flags.get("delay_wgrad_compute")),
+        cp_comm_type=_member(flags, "cp_comm_type", ContextTraffic, "p2p"),
+        hierarchical_context_parallel_sizes=tuple(map(int, sizes)),
+        cuda_graph_impl=GraphImpl.NONE if graphs is None else GraphImpl(graphs.impl),
+        cuda_graph_scope=() if graphs is None else tuple(sorted(graphs.scope)),
+        cpu_offloading_num_layers=int(flags.get("cpu_offloading_num_layers") or 0),
+        offload_modules=tuple(map(text, modules))
+        if flags.get("fine_grained_activation_offloading")
+        else (),
+        **switches,
+    )
+
+
+_SWITCHES = (
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "moe_shared_expert_overlap",
+    "tp_comm_overlap",
+    "use_transformer_engine_op_fuser",
+)
+Member = TypeVar("Member", bound=Name)
+
+
+def _member(flags: Mapping[str, Any], name: str, kind: type[Member], default: str) -> Member:
+    """One of Megatron's words; of one for each layer the first."""
+    value = flags.get(name) or default
+    word = text(value[0] if isinstance(value, list | tuple) else value)
+    if word not in tuple(kind):
+        raise UserInputError(
+            f"--{name.replace('_', '-')}",
+            value=word,
+            limit=f"it is one of {', '.join(kind)}",
+            fix=nearest(word, kind),
+        )
+    return kind(word)
+
+
 def time_notes(flags: Mapping[str, Any]) -> tuple[str, ...]:
     """What flags do to the time of a step that is not priced, one sentence each."""
     notes = []
@@ -71,18 +140,6 @@ def time_notes(flags: Mapping[str, Any]) -> tuple[str, ...]:
     if flags.get("fp4"):
         notes.append("--fp4-format is priced as fp8: products in 4 bits are faster.")
     return tuple(notes)
-
-
-def _fp8_recipe(flags: Mapping[str, Any]) -> Fp8Recipe:
-    word = text(flags.get("fp8_recipe") or "delayed")
-    if word not in tuple(Fp8Recipe):
-        raise UserInputError(
-            "--fp8-recipe",
-            value=word,
-            limit=f"it is one of {', '.join(Fp8Recipe)}",
-            fix=nearest(word, Fp8Recipe),
-        )
-    return Fp8Recipe(word)
 
 
 def _params_bytes(flags: Mapping[str, Any], precision: Precision) -> int:
