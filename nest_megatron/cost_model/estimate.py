@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from nest_megatron.cost_model.compute import sixteen_bit
@@ -13,7 +13,7 @@ from nest_megatron.cost_model.unit_cost import UnitKind
 from nest_megatron.model.graph import OperatorKind
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind
+from nest_megatron.model.spec import LayerKind, TransformerSpec
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.units import Bytes, Flops, Seconds, Ticks, to_seconds
@@ -87,12 +87,19 @@ def model_flops_per_sequence(model: CostModel) -> Flops:
 
     Matrix products and the causal half of attention; backward counts twice the forward.
     """
-    spec, whole = model.spec, LayerShard()
     products = (OperatorKind.GEMM, OperatorKind.GROUPED_GEMM, OperatorKind.ATTENTION)
+    return _flops_per_sequence(model.spec, products)
+
+
+def attention_flops_per_sequence(model: CostModel) -> Flops:
+    """The part of ``model_flops_per_sequence`` that is the causal half of attention."""
+    return _flops_per_sequence(model.spec, (OperatorKind.ATTENTION,))
+
+
+def _flops_per_sequence(spec: TransformerSpec, kinds: Collection[OperatorKind]) -> Flops:
+    whole = LayerShard()
     by_kind = {
-        kind: sum(
-            op.flops for op in layer_graph(spec, kind, whole).operators if op.kind in products
-        )
+        kind: sum(op.flops for op in layer_graph(spec, kind, whole).operators if op.kind in kinds)
         for kind in set(spec.layer_kinds())
     }
     return 3.0 * sum(by_kind[kind] for kind in spec.layer_kinds())

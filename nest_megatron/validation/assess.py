@@ -135,11 +135,14 @@ def job_time(row: Row, job: Job, prediction: Prediction) -> Seconds:
 
 def _work(job: Job, prediction: Prediction) -> Work:
     """What turns a row's rates into times."""
-    accelerator = job.cluster.accelerator
+    accelerator, spec = job.cluster.accelerator, job.spec
+    sequences = job.grids[0].global_batch_size
     return Work(
-        sequences=job.grids[0].global_batch_size,
+        sequences=sequences,
         seq_length=job.spec.seq_length,
         model_flops=prediction.model_flops,
+        attention_flops=prediction.attention_flops,
+        head_flops=6.0 * sequences * spec.seq_length * spec.hidden_size * spec.vocab_size,
         num_gpus=job.cluster.num_gpus,
         peak_flops_per_s=accelerator.peak_flops_per_s[job.settings.precision],
     )

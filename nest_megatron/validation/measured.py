@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from nest_megatron.units import Bytes, Seconds
@@ -14,11 +15,19 @@ _UNITS = {"b": 1, "mib": 2**20, "gib": 2**30, "gb": 10**9}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What turns a rate into a time: the sequences of a step, its operations, its GPUs."""
+    """What turns a rate into a time: the sequences of a step, its operations, its GPUs.
+
+    Args:
+        model_flops: of one step, with the causal half of attention.
+        attention_flops: that half.
+        head_flops: the part of the product with the vocabulary, which is never computed again.
+    """
 
     sequences: int
     seq_length: int
     model_flops: float
+    attention_flops: float
+    head_flops: float
     num_gpus: int
     peak_flops_per_s: float
 
@@ -41,7 +50,8 @@ def measured_time(row: Row, work: Work) -> Seconds:
         return _counted_flops(row, work) / work.num_gpus / (tera * 1e12)
     share = number(row, "mfu_pct")
     if share:
-        return work.model_flops / work.num_gpus / (share / 100 * work.peak_flops_per_s)
+        rate = share / 100 * work.peak_flops_per_s
+        return _counted_flops(row, work) / work.num_gpus / rate
     raise RefusedRowError("no time measured", f"outcome {row.get('outcome', '')!r}")
 
 
@@ -53,9 +63,72 @@ def _counted_flops(row: Row, work: Work) -> float:
         if not size:
             raise RefusedRowError("no time measured", "TFLOP/s by 8*N*tokens without params_b")
         return 8 * size * 1e9 * work.sequences * work.seq_length
-    if "hardware" in kind or "recompute" in kind:
-        return work.model_flops * 4 / 3
-    return work.model_flops
+    flops = work.model_flops + (work.attention_flops if counts_whole_attention(row) else 0.0)
+    computed_again = "hardware" in kind or "recompute" in kind
+    return flops + (flops - work.head_flops) / 3 if computed_again else flops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Counting:
+    """Frameworks that count the whole square of attention, not its causal half, in TFLOP/s.
+
+    Args:
+        until: first release or date (year, month) that counts the half; ``None`` if none is known.
+        source: where that is to be seen.
+    """
+
+    framework: re.Pattern[str]
+    until: tuple[int, int] | None
+    source: str
+
+
+#: Rows that print time and TFLOP/s agree: with the whole to 0.1 % in NeMo 24.07 and Composer, with
+#: the half to 0.3 % in Megatron-Bridge and Megatron-Core of 2025 and 2026.
+_WHOLE_ATTENTION = (
+    _Counting(
+        framework=re.compile(r"composer", re.IGNORECASE),
+        until=None,
+        source="llm-foundry, scripts/train/benchmarking/README.md",
+    ),
+    _Counting(
+        framework=re.compile(r"nemo(?!.*automodel)", re.IGNORECASE),
+        until=(25, 9),
+        source="nemo/utils/flops_formulas.py, halved by #14424 of 2025-08-09 (release 25.09)",
+    ),
+    _Counting(
+        framework=re.compile(r"nanotron", re.IGNORECASE),
+        until=None,
+        source="get_flops in nanotron/models/llama.py",
+    ),
+    _Counting(
+        framework=re.compile(r"megatron|deepspeed", re.IGNORECASE),
+        until=(25, 1),
+        source="num_floating_point_operations; arXiv:2104.04473 equation 3; Megatron-LM #831",
+    ),
+)
+
+
+def counts_whole_attention(row: Row) -> bool:
+    """Whether the TFLOP/s or MFU of a row count the whole square of attention.
+
+    >>> counts_whole_attention({"framework": "NeMo24.03.01.framework"})
+    True
+    >>> counts_whole_attention({"framework": "Megatron-Bridge/MCore 26.04", "date": "2026-08-11"})
+    False
+    """
+    framework = row.get("framework", "")
+    for each in _WHOLE_ATTENTION:
+        if each.framework.search(framework):
+            return each.until is None or _released(row) < each.until
+    return False
+
+
+def _released(row: Row) -> tuple[int, int]:
+    """Year and month of the release that a row names, or of the row; unknown is taken as new."""
+    named = re.search(r"(?<!\d)(2\d)\.(0[1-9]|1[0-2])\b", row.get("framework", ""))
+    dated = re.match(r"20(\d\d)(?:-(\d\d))?", row.get("date", ""))
+    found = named or dated
+    return (int(found[1]), int(found[2] or 1)) if found else (99, 0)
 
 
 def measured_memory(row: Row) -> Bytes | None:

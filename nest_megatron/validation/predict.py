@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from nest_megatron.cost_model.estimate import model_flops_per_sequence
+from nest_megatron.cost_model.estimate import attention_flops_per_sequence, model_flops_per_sequence
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
 from nest_megatron.errors import UserInputError
@@ -30,6 +30,7 @@ class Prediction:
     Args:
         stage_memory: bytes of each pipeline rank at its peak, reserve and margin not counted.
         model_flops: of one step, recomputation not counted.
+        attention_flops: the part of them that is the causal half of attention.
         grid: what the job was taken to be.
     """
 
@@ -37,6 +38,7 @@ class Prediction:
     stage_memory: tuple[Bytes, ...]
     capacity_bytes: Bytes
     model_flops: float
+    attention_flops: float
     grid: Grid
 
     @property
@@ -75,6 +77,7 @@ class Predictor:
             stage_memory=memory[best],
             capacity_bytes=problem.capacity_bytes,
             model_flops=grid.global_batch_size * model_flops_per_sequence(model),
+            attention_flops=grid.global_batch_size * attention_flops_per_sequence(model),
             grid=grid,
         )
 
