@@ -56,12 +56,14 @@ def execution_traits(flags: Mapping[str, Any], precision: Precision) -> Executio
         fp8_weights=fp8_weights,
         fp8_gather=fp8_weights and text(flags.get("fp8_recipe")) != "mxfp8",
         fp8_inputs=flags.get("fp8_wgrad") is not False,
+        fp8_transpose_cache=not flags.get("disable_parameter_transpose_cache"),
         keep_fp8_transpose_cache=bool(flags.get("keep_fp8_transpose_cache")),
         gradient_bytes=_gradient_bytes(flags, precision, params),
         loss_bytes=_loss_bytes(flags, params),
         optimizer_bytes=states,
         matrix_optimizer_bytes=of_matrices,
         optimizer_instances=int(flags.get("num_distributed_optimizer_instances") or 1),
+        fused_activation=flags.get("bias_swiglu_fusion") is not False,
         layer_wise_optimizer=name == "dist_muon"
         or (name == "muon" and bool(flags.get("use_distributed_optimizer"))),
     )

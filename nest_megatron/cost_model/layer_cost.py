@@ -158,12 +158,20 @@ def parts_computed_again(
 
 
 def run_unit(
-    times: UnitTimes, kind: LayerKind, recompute: Recompute, *, latent_attention: bool
+    times: UnitTimes,
+    kind: LayerKind,
+    recompute: Recompute,
+    *,
+    latent_attention: bool,
+    inputs_on_host: bool = False,
 ) -> UnitRun:
     """A unit under a recompute setting; embedding and head are never computed again.
 
     ``full`` is taken as it acts on a layer that it covers; ``uniform`` keeps one input for each
     group of layers and holds a group's activations while it works backwards through it.
+
+    Args:
+        inputs_on_host: full recomputation keeps the inputs of layers in the host's memory.
     """
     whole = times.whole_forward
     saved = times.input_bytes + sum(times.saved_bytes.values())
@@ -185,8 +193,11 @@ def run_unit(
             forward=whole,
             backward=times.backward,
             recompute=whole,
-            saved_bytes=times.input_bytes / group,
-            working_bytes=times.working_bytes + group * saved - times.input_bytes,
+            saved_bytes=0.0 if inputs_on_host else times.input_bytes / group,
+            working_bytes=times.working_bytes
+            + group * saved
+            # the next layer's input comes back from the host beside this one's
+            + (times.input_bytes if inputs_on_host else -times.input_bytes),
         )
     again = parts_computed_again(recompute, kind, latent_attention=latent_attention)
     dropped = sum(num for part, num in times.saved_bytes.items() if part in again)

@@ -82,22 +82,33 @@ class ParameterBytes(NamedTuple):
 
 
 def parameter_bytes(
-    zero: ZeroStage, dense: int, expert: int, settings: CostSettings
+    zero: ZeroStage, dense: int, expert: int, settings: CostSettings, *, whole: bool = False
 ) -> ParameterBytes:
     """What one parameter takes, wherever it is.
 
     Args:
         dense, expert: ranks that ZeRO divides over (data times context ranks, expert replicas).
+        whole: gathered weights and gradients stay on every rank (``stays_whole``).
     """
-    return ParameterBytes(
-        dense=static_bytes(zero, dense, settings, in_layer=True),
-        expert=static_bytes(zero, expert, settings, in_layer=True),
-        outside=static_bytes(zero, dense, settings, in_layer=False),
+    dense_layer, expert_layer, outside = (
+        static_bytes(zero, ranks, settings, in_layer=in_layer, whole=whole)
+        for ranks, in_layer in ((dense, True), (expert, True), (dense, False))
     )
+    return ParameterBytes(dense=dense_layer, expert=expert_layer, outside=outside)
+
+
+def stays_whole(zero: ZeroStage, num_stages: int, settings: CostSettings) -> bool:
+    """Whether what ZeRO-3 gathers, and the gradients of it, stay whole for the step.
+
+    PyTorch's FSDP2 under a pipeline gathers once for all micro batches and reduces gradients after
+    the last one (``_PipelineStageBase.backward_maybe_with_nosync``; ``reshard_after_forward`` is
+    off by default there).
+    """
+    return settings.traits.gathered_in_pipeline and zero >= ZeroStage.WEIGHTS and num_stages > 1
 
 
 def static_bytes(
-    zero: ZeroStage, replicas: int, settings: CostSettings, *, in_layer: bool
+    zero: ZeroStage, replicas: int, settings: CostSettings, *, in_layer: bool, whole: bool = False
 ) -> StaticBytes:
     """Bytes that one parameter of a rank costs for as long as training runs.
 
@@ -105,6 +116,7 @@ def static_bytes(
         replicas: ranks that ZeRO divides over.
         in_layer: a matrix of a layer, which runs in fp8 where the job does and has the optimizer of
             matrices; embedding and head do not. (The vectors of a layer are too few to matter.)
+        whole: gathered weights and gradients stay beside the shares.
     """
     traits, is_fp8 = settings.traits, in_layer and settings.precision is Precision.FP8
     shares = replicas_of_states(replicas, settings)
@@ -113,14 +125,17 @@ def static_bytes(
     )
     if is_fp8:
         weights += fp8_copy_bytes(zero, settings)
+    if whole:
+        weights += traits.params_bytes
     if traits.frozen_weights:
         return StaticBytes(weights, 0.0, 0.0)
     states = traits.optimizer_bytes
     if in_layer and traits.matrix_optimizer_bytes is not None:
         states = traits.matrix_optimizer_bytes
+    gradients = traits.gradient_bytes / (shares if zero >= ZeroStage.GRADIENTS else 1)
     return StaticBytes(
         weights,
-        traits.gradient_bytes / (shares if zero >= ZeroStage.GRADIENTS else 1),
+        gradients + (traits.gradient_bytes if whole else 0),
         states / (shares if divides_states(zero, settings) else 1),
     )
 
@@ -154,12 +169,16 @@ def fp8_copy_bytes(zero: ZeroStage, settings: CostSettings) -> int:
     Transformer Engine keeps an fp8 copy of each 16-bit weight and its transpose between micro
     batches (``TransformerEngineBaseModule.get_weight_workspace``), and of an fp8 weight the
     transpose (``Float8Tensor``). Weights that are gathered go again after use, and copies and
-    transposes with them, unless they are asked to stay.
+    transposes with them, unless they are asked to stay. Without its cache a transpose of an fp8
+    weight lives in the backward pass of one layer; a copy of a 16-bit weight is kept for the
+    backward pass all the same.
     """
     traits = settings.traits
     if zero >= ZeroStage.WEIGHTS:
         return FP8_BYTES if traits.fp8_weights and traits.keep_fp8_transpose_cache else 0
-    return FP8_BYTES if traits.fp8_weights else 2 * FP8_BYTES
+    if traits.fp8_weights:
+        return FP8_BYTES if traits.fp8_transpose_cache else 0
+    return 2 * FP8_BYTES
 
 
 def kept_input_bytes(settings: CostSettings) -> int:

@@ -127,7 +127,13 @@ class CostModel:
         if key not in self._runs:
             times = self.unit_time(kind, places, shard)
             latent = self.spec.multi_latent_attention
-            self._runs[key] = run_unit(times, kind, recompute, latent_attention=latent)
+            self._runs[key] = run_unit(
+                times,
+                kind,
+                recompute,
+                latent_attention=latent,
+                inputs_on_host=self.settings.traits.offloads_layer_inputs,
+            )
         return self._runs[key]
 
     def least_time(
@@ -169,6 +175,9 @@ class CostModel:
             activation_bytes=self.settings.traits.params_bytes,
             kept_input_bytes=kept_input_bytes(self.settings),
             execution=grid.execution,
+            fused_activation=self.settings.traits.fused_activation,
+            loss_chunk_tokens=self.settings.traits.loss_chunk_tokens,
+            keeps_stage_outputs=self.settings.traits.keeps_stage_outputs,
         )
 
     @property

@@ -45,6 +45,8 @@ class ExecutionTraits:
         fp8_gather: those weights are gathered in fp8 as well; MXFP8 gathers 16-bit ones.
         fp8_inputs: products in fp8 keep their input in fp8 for the weight's gradient, which is
             worked out in fp8 as well (not with ``--no-fp8-wgrad``, nor in torchao).
+        fp8_transpose_cache: transposes of fp8 weights are kept between micro batches (not with
+            ``disable_parameter_transpose_cache``, where the backward pass makes them anew).
         keep_fp8_transpose_cache: Megatron-FSDP keeps the transposes of gathered fp8 weights.
         gradient_bytes: width of the gradients that replicas reduce and keep.
         loss_bytes: memory of one logit while the cross entropy is worked out: 6 in Megatron's own
@@ -58,6 +60,15 @@ class ExecutionTraits:
             the group (``--num-distributed-optimizer-instances``).
         layer_wise_optimizer: replicas divide the optimizer states by whole matrices without the
             distributed optimizer (``LayerWiseDistributedOptimizer``).
+        fused_activation: a gated activation keeps its input alone (``bias_swiglu_fusion``), not
+            the activated half beside it.
+        gathered_in_pipeline: under a pipeline, weights that ZeRO-3 gathered stay gathered and
+            gradients stay whole until the last micro batch (PyTorch's FSDP2).
+        keeps_stage_outputs: a pipeline stage keeps what it sent on until its backward pass
+            (DeepSpeed), where Megatron frees it (``deallocate_pipeline_outputs``).
+        loss_chunk_tokens: tokens whose logits exist at once, where the output layer and the cross
+            entropy run in chunks of tokens; 0 is all of a micro batch.
+        offloads_layer_inputs: full recomputation keeps the inputs of layers on the host.
     """
 
     frozen_weights: bool = False
@@ -69,6 +80,7 @@ class ExecutionTraits:
     fp8_weights: bool = False
     fp8_gather: bool = False
     fp8_inputs: bool = True
+    fp8_transpose_cache: bool = True
     keep_fp8_transpose_cache: bool = False
     gradient_bytes: int = 4
     loss_bytes: int = 6
@@ -76,6 +88,11 @@ class ExecutionTraits:
     matrix_optimizer_bytes: float | None = None
     optimizer_instances: int = 1
     layer_wise_optimizer: bool = False
+    fused_activation: bool = True
+    gathered_in_pipeline: bool = False
+    keeps_stage_outputs: bool = False
+    loss_chunk_tokens: int = 0
+    offloads_layer_inputs: bool = False
 
     def __post_init__(self) -> None:
         for field, low in (
@@ -84,6 +101,7 @@ class ExecutionTraits:
             ("loss_bytes", 1),
             ("optimizer_bytes", 0),
             ("optimizer_instances", 1),
+            ("loss_chunk_tokens", 0),
         ):
             value = getattr(self, field)
             if not low <= value < math.inf:

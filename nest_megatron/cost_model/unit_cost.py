@@ -14,6 +14,7 @@ from nest_megatron.cost_model.memory import (
     divides_states,
     parameter_bytes,
     replicas_of_states,
+    stays_whole,
     unsharded_bytes,
 )
 from nest_megatron.cost_model.pipeline import UnitCost
@@ -30,12 +31,13 @@ class ParameterPrices(NamedTuple):
     """What parameters cost a rank for their replicas' sake: traffic, memory, optimizer step.
 
     Bytes and seconds are for one parameter; ``first_bucket`` is the share of a rank's traffic that
-    nothing can hide.
+    nothing can hide; ``whole`` says that what ZeRO-3 gathers stays for the step.
     """
 
     traffic: ReplicaTraffic
     first_bucket: float
     kept: ParameterBytes
+    whole: bool
     dense_step: Seconds
     expert_step: Seconds
 
@@ -108,10 +110,12 @@ def parameter_prices(
     """
     dense, expert = replicas(dims)
     divided = divides_states(zero, settings)
+    whole = stays_whole(zero, dims.pipeline_model_parallel_size, settings)
     return ParameterPrices(
         traffic=traffic,
         first_bucket=min(1.0, traffic.bucket_parameters / max(1, per_rank)),
-        kept=parameter_bytes(zero, dense, expert, settings),
+        kept=parameter_bytes(zero, dense, expert, settings, whole=whole),
+        whole=whole,
         dense_step=step / (replicas_of_states(dense, settings) if divided else 1),
         expert_step=step / (replicas_of_states(expert, settings) if divided else 1),
     )
@@ -191,7 +195,7 @@ def replica_cost(
         tail_least=to_ticks(prices.first_bucket * reduce),
         optimizer=to_ticks(count.dense * prices.dense_step + count.expert * prices.expert_step),
         static=static,
-        unsharded_bytes=unsharded_bytes(count.total, zero, settings),
+        unsharded_bytes=0 if prices.whole else unsharded_bytes(count.total, zero, settings),
     )
 
 

@@ -23,6 +23,9 @@ class LayerShard:
             gradient; ``None`` is that of activations. Transformer Engine keeps it in fp8 where the
             product runs in fp8.
         execution: what carries the work out.
+        fused_activation: a gated activation keeps its input alone.
+        loss_chunk_tokens: tokens whose logits exist at once; 0 is all of a micro batch.
+        keeps_stage_outputs: a pipeline stage keeps what it sent on until its backward pass.
     """
 
     tensor_model_parallel_size: int = 1
@@ -36,6 +39,9 @@ class LayerShard:
     activation_bytes: int = 2
     kept_input_bytes: int | None = None
     execution: Execution = PLAIN
+    fused_activation: bool = True
+    loss_chunk_tokens: int = 0
+    keeps_stage_outputs: bool = False
 
     @property
     def input_bytes(self) -> int:

@@ -126,7 +126,7 @@ _LEGACY = Habits(
 _DEEPSPEED_PIPELINE = dataclasses.replace(
     _LEGACY,
     reason=_LEGACY.reason + "; ZeRO-1 keeps its share of the gradients in float32 too",
-    cost={**_LEGACY.cost, "optimizer_bytes": 16},
+    cost={**_LEGACY.cost, "optimizer_bytes": 16, "keeps_stage_outputs": True},
 )
 
 
@@ -136,7 +136,13 @@ def _fully_sharded(name: str, loss_bytes: int) -> Habits:
         reason="weights, gradients and states sharded over all replicas",
         zero=ZeroStage.WEIGHTS,
         splits_local_batch=True,
-        cost={"gradient_bytes": 4, "loss_bytes": loss_bytes, "fp8_inputs": False},
+        cost={
+            "gradient_bytes": 4,
+            "loss_bytes": loss_bytes,
+            "fp8_inputs": False,
+            "optimizer_bytes": 10,  # with the weight's 2: float32 weights, and two moments
+            "gathered_in_pipeline": True,
+        },
     )
 
 
@@ -199,6 +205,31 @@ RULES: tuple[Rule, ...] = (
     _rule(r"^megatron-bridge", _NODE_LIMITED, gpu=r"^B[23]00", since=(26, 4)),
     _rule(r"^megatron-bridge", _BRIDGE),
     _rule(
+        r"automodel",
+        dataclasses.replace(
+            _fully_sharded("pytorch_fsdp", loss_bytes=8),
+            cost={
+                "gradient_bytes": 2,
+                "optimizer_bytes": 4,
+                "loss_bytes": 8,
+                "fp8_inputs": False,
+                "gathered_in_pipeline": True,
+            },
+        ),
+    ),
+    _rule(
+        r"transformers|trl",
+        dataclasses.replace(
+            _fully_sharded("pytorch_fsdp", loss_bytes=14),
+            cost={
+                **_fully_sharded("pytorch_fsdp", loss_bytes=14).cost,
+                "loss_chunk_tokens": 256,
+                "offloads_layer_inputs": True,
+                "fused_activation": False,
+            },
+        ),
+    ),
+    _rule(
         r"nemo|mlperf",  # MLPerf's submissions of language models run on NeMo
         Habits(
             name="nemo",
@@ -213,11 +244,17 @@ RULES: tuple[Rule, ...] = (
     # Composer's cross entropy turns logits into gradients in place (``fused_crossentropy``).
     _rule(r"composer", _fully_sharded("composer", loss_bytes=2)),
     # Logits, their float32 copy, its log-softmax and the gradient of that live at once.
+    # Compiled, the loss keeps its 16-bit logits and makes their 16-bit gradient, nothing else.
+    _rule(r"torchtitan.*torch\.compile", _fully_sharded("pytorch_fsdp", loss_bytes=4)),
     _rule(r"fsdp|torchtitan", _fully_sharded("pytorch_fsdp", loss_bytes=14)),
     _rule(r"maxtext|paxml", _fully_sharded("jax", loss_bytes=14)),
     _rule(
         r"nanotron",
-        Habits(name="nanotron", reason="plain PyTorch modules under ZeRO-1, flash attention"),
+        Habits(
+            name="nanotron",
+            reason="plain PyTorch modules under ZeRO-1, flash attention",
+            cost={"fused_activation": False, "loss_bytes": 14},
+        ),
     ),
     _rule(
         r"^megatron-core",

@@ -40,9 +40,20 @@ def embedding_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
             for kind, backward in collectives
         ),
         input_bytes=tokens * 8,
-        saved_bytes=(),
+        saved_bytes=_sent_bytes(spec, shard),
         working_bytes=2 * size,
     )
+
+
+def _sent_bytes(spec: TransformerSpec, shard: LayerShard) -> tuple[tuple[Part, float], ...]:
+    """What the first stage keeps of each micro batch that it sent on.
+
+    Every stage keeps as much; the first, with the most micro batches in flight, is the fullest.
+    """
+    if not shard.keeps_stage_outputs:
+        return ()
+    size = shard.tokens_between_blocks(spec) * spec.hidden_size * shard.activation_bytes
+    return ((Part.EMBEDDING, size),)
 
 
 def head_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
@@ -83,8 +94,21 @@ def head_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
         collectives=tuple(collectives),
         input_bytes=depth * hidden_bytes,
         saved_bytes=((Part.HEAD, depth * hidden_bytes),),
-        working_bytes=logits * (depth * (shard.loss_bytes - act) + act),
+        working_bytes=_loss_working_bytes(spec, shard, vocab),
     )
+
+
+def _loss_working_bytes(spec: TransformerSpec, shard: LayerShard, vocab: float) -> float:
+    """Memory of the logits, of one chunk of tokens at a time where the loss works in chunks.
+
+    Chunks leave the gradient of the head's input behind, which is whole.
+    """
+    act, depth = shard.activation_bytes, 1 + spec.num_mtp_layers
+    tokens, chunk = shard.tokens(spec), shard.loss_chunk_tokens
+    each = depth * (shard.loss_bytes - act) + act
+    if not chunk or chunk >= tokens:
+        return tokens * vocab * each
+    return chunk * vocab * each + tokens * spec.hidden_size * act
 
 
 def _head_collectives(

@@ -67,13 +67,20 @@ def _mlp_operators(
     )
 
 
+def _activation_bytes(spec: TransformerSpec, shard: LayerShard) -> int:
+    """What an activation function keeps of each element that it puts out.
+
+    Its input; a gated one that is not fused (``F.silu(gate) * up``) the activated half as well.
+    """
+    halves = 1 if not spec.gated_linear_unit else 2 if shard.fused_activation else 3
+    return halves * shard.activation_bytes
+
+
 def _mlp(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     """Dense MLP with its norm."""
-    act = shard.activation_bytes
     tokens, local = shard.tokens(spec), shard.tokens_between_blocks(spec)
     ffn = spec.ffn_hidden_size / shard.tensor_model_parallel_size
-    hidden_bytes = local * spec.hidden_size * act
-    gates = 2 if spec.gated_linear_unit else 1
+    hidden_bytes = local * spec.hidden_size * shard.activation_bytes
     operators = (
         streaming("mlp_norm", Part.MLP_NORM, 2 * hidden_bytes),
         *_mlp_operators(spec, shard, Part.MLP, "", tokens, ffn),
@@ -83,7 +90,7 @@ def _mlp(spec: TransformerSpec, shard: LayerShard) -> Pieces:
         (Part.RESIDUAL, hidden_bytes),
         dropout_mask(spec, local),
         (Part.MLP_NORM, local * spec.hidden_size * shard.input_bytes),
-        (Part.MLP, tokens * (gates * act + shard.input_bytes) * ffn),
+        (Part.MLP, tokens * (_activation_bytes(spec, shard) + shard.input_bytes) * ffn),
     )
     collectives = tuple(gathered_block(spec, shard, Part.MLP, Part.MLP, "fc1", "fc2"))
     return Pieces(operators, collectives, saved)
@@ -147,8 +154,9 @@ def _experts(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     # A gated activation is fused with the router's weight and keeps its input only; any other
     # keeps its output too, as a factor of that weight (``TEGroupedMLP.forward``).
     kept = shard.input_bytes + (0 if spec.gated_linear_unit else act)
+    inside = hidden * shard.input_bytes + _activation_bytes(spec, shard) * ffn
     saved = (
-        (Part.EXPERTS, routed * (hidden * shard.input_bytes + gates * ffn * act)),
+        (Part.EXPERTS, routed * inside),
         (Part.EXPERT_ACTIVATION, routed * ffn * kept),
     )
     return Pieces(operators, (), saved)
@@ -244,9 +252,8 @@ def _shared_experts(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     ffn = (spec.moe_shared_expert_intermediate_size or 0) / shard.tensor_model_parallel_size
     tokens = shard.tokens(spec)
     part = Part.SHARED_EXPERTS
-    gates = 2 if spec.gated_linear_unit else 1
     operators = _mlp_operators(spec, shard, part, "shared_", tokens, ffn)
     collectives = tuple(gathered_block(spec, shard, part, part, "shared_fc1", "shared_fc2"))
     hidden_bytes = shard.tokens_between_blocks(spec) * spec.hidden_size * shard.cast_bytes
-    inside = tokens * (gates * shard.activation_bytes + shard.input_bytes) * ffn
+    inside = tokens * (_activation_bytes(spec, shard) + shard.input_bytes) * ffn
     return Pieces(operators, collectives, ((part, inside + hidden_bytes),))
