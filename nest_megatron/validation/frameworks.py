@@ -146,6 +146,14 @@ def _fully_sharded(name: str, loss_bytes: int) -> Habits:
     )
 
 
+def _narrow_states(**cost: object) -> Habits:
+    """Weights are loaded in 16 bits, and torch's Adam keeps gradients and moments as wide."""
+    habits = _fully_sharded("pytorch_fsdp", loss_bytes=14)
+    return dataclasses.replace(
+        habits, cost={**habits.cost, "gradient_bytes": 2, "optimizer_bytes": 4, **cost}
+    )
+
+
 _RECIPES: Mapping[str, object] = {"gradient_bytes": 2, "fp8_weights": True}
 _USER_BUFFERS = Execution(
     tp_comm_overlap=True, moe_permute_fusion=True, moe_shared_expert_overlap=True
@@ -204,31 +212,9 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(r"^megatron-bridge", _NODE_LIMITED, gpu=r"^B[23]00", since=(26, 4)),
     _rule(r"^megatron-bridge", _BRIDGE),
-    _rule(
-        r"automodel",
-        dataclasses.replace(
-            _fully_sharded("pytorch_fsdp", loss_bytes=8),
-            cost={
-                "gradient_bytes": 2,
-                "optimizer_bytes": 4,
-                "loss_bytes": 8,
-                "fp8_inputs": False,
-                "gathered_in_pipeline": True,
-            },
-        ),
-    ),
-    _rule(
-        r"transformers|trl",
-        dataclasses.replace(
-            _fully_sharded("pytorch_fsdp", loss_bytes=14),
-            cost={
-                **_fully_sharded("pytorch_fsdp", loss_bytes=14).cost,
-                "loss_chunk_tokens": 256,
-                "offloads_layer_inputs": True,
-                "fused_activation": False,
-            },
-        ),
-    ),
+    _rule(r"automodel", _narrow_states(loss_bytes=8)),
+    # SFT's loss works in chunks of tokens (``loss_type="chunked_nll"``).
+    _rule(r"\btrl\b", _narrow_states(loss_bytes=14, loss_chunk_tokens=256, fused_activation=False)),
     _rule(
         r"nemo|mlperf",  # MLPerf's submissions of language models run on NeMo
         Habits(

@@ -77,7 +77,8 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> Job:
         grids = tuple(possible_grids(row, match.spec, grid, keeps_dense=habits.keeps_dense))
     except UserInputError as error:
         raise RefusedRowError("layout is impossible", str(error)) from error
-    settings = habits.settings(precision=_precision(row, place.cluster), **_task(row))
+    special = {**_task(row), **_offload(row)}
+    settings = habits.settings(precision=_precision(row, place.cluster), **special)
     return Job(
         spec=match.spec,
         cluster=place.cluster,
@@ -267,7 +268,19 @@ def _execution(row: Row, habits: Habits) -> Execution:
     )
 
 
+def _offload(row: Row) -> dict[str, object]:
+    """Full recomputation that keeps the inputs of layers on the host."""
+    text = row.get("recompute", "").lower()
+    return {"offloads_layer_inputs": True} if text.startswith("full") and "offload" in text else {}
+
+
 def _task(row: Row) -> dict[str, object]:
-    """Settings of tasks other than training all weights."""
+    """Settings of tasks other than training all weights.
+
+    Frozen weights have no use of 16-bit ones beside those in fp8, and recipes do without the cache
+    of their transposes (NeMo: ``scripts/performance/llm/mlperf_lora_llama2_70b.py``).
+    """
     lora = "lora" in (row.get("task", "") + row.get("model", "")).lower()
-    return {"frozen_weights": True} if lora else {}
+    if not lora:
+        return {}
+    return {"frozen_weights": True, "fp8_weights": True, "fp8_transpose_cache": False}

@@ -7,18 +7,23 @@ import pytest
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.data_parallel import replica_traffic
 from nest_megatron.cost_model.estimate import Estimate, estimate
-from nest_megatron.cost_model.memory import static_bytes
+from nest_megatron.cost_model.execution_flags import execution_traits
+from nest_megatron.cost_model.memory import static_bytes, stays_whole
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stored_settings import restored_settings, stored_settings
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.errors import UserInputError
-from nest_megatron.model.operators import decoder_layer_graph
+from nest_megatron.model.execution import PLAIN, Execution, FlexBackend, TokenDispatcher
+from nest_megatron.model.graph import Part
+from nest_megatron.model.operators import decoder_layer_graph, embedding_graph, head_graph
 from nest_megatron.model.parameters import ParameterCount
+from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.recompute import FULL_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
 from tests import catalogue
 
@@ -89,6 +94,8 @@ def test_the_report_says_what_the_search_charged(
         ({"params_bytes": 4, "optimizer_bytes": 8.0}, "fp32", (4, 4, 8 / 8)),
         ({}, "fp8", (2 + 2, 4, 12 / 8)),
         ({"fp8_weights": True}, "fp8", (1 + 1, 4, 12 / 8)),
+        ({"fp8_weights": True, "fp8_transpose_cache": False}, "fp8", (1, 4, 12 / 8)),
+        ({"fp8_transpose_cache": False}, "fp8", (2 + 2, 4, 12 / 8)),
     ],
 )
 def test_bytes_of_a_parameter_of_a_layer(
@@ -121,6 +128,96 @@ def test_transposes_that_megatron_fsdp_keeps() -> None:
         for traits in (plain, keeping)
     ]
     assert kept == [1 / 8, 1 / 8 + 1]
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "kept"), [(1, (2 / 8, 4 / 8, 12 / 8)), (4, (2 / 8 + 2, 4 / 8 + 4, 12 / 8))]
+)
+def test_what_fsdp2_gathers_stays_under_a_pipeline(
+    num_stages: int, kept: tuple[float, float, float]
+) -> None:
+    settings = settings_of(ExecutionTraits(gathered_in_pipeline=True))
+    whole = stays_whole(ZeroStage.WEIGHTS, num_stages, settings)
+    assert static_bytes(ZeroStage.WEIGHTS, 8, settings, in_layer=True, whole=whole) == kept
+    assert not stays_whole(ZeroStage.OPTIMIZER, num_stages, settings)
+
+
+def shard_of(traits: ExecutionTraits, execution: Execution = PLAIN, **dims: int) -> LayerShard:
+    grid = Grid(
+        dims=ParallelDims(**dims),
+        global_batch_size=64,
+        micro_batch_size=1,
+        sequence_parallel=False,
+        execution=execution,
+    )
+    spec = catalogue.model("mixtral_8x7b")
+    return CostModel(spec, catalogue.cluster("dgx_h100", 8), settings_of(traits)).shard(grid)
+
+
+def test_chunks_of_the_loss_bound_its_logits() -> None:
+    spec = catalogue.model("mixtral_8x7b")
+    tokens, act = spec.seq_length, 2
+    whole, chunked = (
+        head_graph(spec, shard_of(ExecutionTraits(loss_chunk_tokens=chunk))).working_bytes
+        for chunk in (0, 256)
+    )
+    assert chunked == whole * 256 / tokens + tokens * spec.hidden_size * act
+    longer = shard_of(ExecutionTraits(loss_chunk_tokens=2 * tokens))
+    assert head_graph(spec, longer).working_bytes == whole
+
+
+@pytest.mark.parametrize(("fused", "halves"), [(True, 2), (False, 3)])
+def test_a_gated_activation_that_is_not_fused_keeps_one_half_more(fused: bool, halves: int) -> None:
+    spec = catalogue.model("llama3_8b")
+    shard = shard_of(ExecutionTraits(fused_activation=fused))
+    kept = dict(decoder_layer_graph(spec, LayerKind.DENSE, shard).saved_bytes)[Part.MLP]
+    assert kept == spec.seq_length * spec.ffn_hidden_size * 2 * (halves + 1)
+    flags = {"bias_swiglu_fusion": fused}
+    assert execution_traits(flags, Precision.BF16).fused_activation is fused
+
+
+def test_hybrid_ep_has_a_place_for_every_token_of_its_group_twice() -> None:
+    spec = catalogue.model("mixtral_8x7b")
+    flex = Execution(
+        moe_token_dispatcher_type=TokenDispatcher.FLEX,
+        moe_flex_dispatcher_backend=FlexBackend.HYBRIDEP,
+    )
+    dims = {"data_parallel_size": 8, "expert_model_parallel_size": 8}
+    graphs = [
+        (head_graph(spec, shard), decoder_layer_graph(spec, LayerKind.MOE, shard))
+        for shard in (shard_of(ExecutionTraits(), each, **dims) for each in (PLAIN, flex))
+    ]
+    buffers = 2 * 8 * spec.seq_length * spec.hidden_size * 2
+    for plain, with_buffers in zip(*graphs, strict=True):
+        assert with_buffers.working_bytes == plain.working_bytes + buffers
+
+
+def test_a_stage_of_deepspeed_keeps_what_it_sent() -> None:
+    spec = catalogue.model("mixtral_8x7b")
+    kept = [
+        embedding_graph(spec, shard_of(ExecutionTraits(keeps_stage_outputs=keeps))).saved_bytes
+        for keeps in (False, True)
+    ]
+    assert kept == [(), ((Part.EMBEDDING, spec.seq_length * spec.hidden_size * 2),)]
+
+
+def test_inputs_of_layers_on_the_host_leave_two_of_them() -> None:
+    spec = catalogue.model("llama3_8b")
+    runs = []
+    for traits in (ExecutionTraits(), ExecutionTraits(offloads_layer_inputs=True)):
+        model = CostModel(spec, catalogue.cluster("dgx_h100", 8), settings_of(traits))
+        grid = Grid(
+            dims=ParallelDims(data_parallel_size=8),
+            global_batch_size=8,
+            micro_batch_size=1,
+            sequence_parallel=False,
+            recompute=FULL_RECOMPUTE,
+        )
+        _, kinds = model.unit_kinds(grid)
+        runs.append(next(each.run for each in kinds if each.kind is LayerKind.DENSE))
+    plain, moved = runs
+    assert moved.saved_bytes == 0 < plain.saved_bytes
+    assert moved.working_bytes == plain.working_bytes + 2 * plain.saved_bytes
 
 
 def traffic_s(traits: ExecutionTraits, zero: ZeroStage = ZeroStage.OPTIMIZER) -> tuple[float, ...]:

@@ -8,6 +8,7 @@ from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Part
 from nest_megatron.model.operators.pieces import (
     FP32,
     column_parallel,
+    dispatch_buffer_bytes,
     gemm,
     streaming,
     tensor_gather,
@@ -106,9 +107,10 @@ def _loss_working_bytes(spec: TransformerSpec, shard: LayerShard, vocab: float) 
     act, depth = shard.activation_bytes, 1 + spec.num_mtp_layers
     tokens, chunk = shard.tokens(spec), shard.loss_chunk_tokens
     each = depth * (shard.loss_bytes - act) + act
+    beside = dispatch_buffer_bytes(spec, shard)
     if not chunk or chunk >= tokens:
-        return tokens * vocab * each
-    return chunk * vocab * each + tokens * spec.hidden_size * act
+        return tokens * vocab * each + beside
+    return chunk * vocab * each + tokens * spec.hidden_size * act + beside
 
 
 def _head_collectives(

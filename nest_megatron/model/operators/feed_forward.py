@@ -16,6 +16,7 @@ from nest_megatron.model.graph import (
 from nest_megatron.model.operators.pieces import (
     FP32,
     Pieces,
+    dispatch_buffer_bytes,
     dropout_mask,
     gathered_block,
     gemm,
@@ -48,7 +49,8 @@ def _working_bytes(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) ->
         tokens *= shard.expert_tensor_parallel_size
     gates = 2 if spec.gated_linear_unit else 1
     gradients = tokens * widest * (gates + 1) * act
-    return gradients + 2 * tokens * spec.hidden_size * act
+    working = gradients + 2 * tokens * spec.hidden_size * act
+    return working + dispatch_buffer_bytes(spec, shard)
 
 
 def _mlp_operators(

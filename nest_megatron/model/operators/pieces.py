@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from nest_megatron.model.execution import FlexBackend
 from nest_megatron.model.graph import Group, LayerCollective, Operator, OperatorKind, Part
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
@@ -32,6 +33,18 @@ class Pieces:
 def dropout_mask(spec: TransformerSpec, local: float) -> tuple[Part, float]:
     """The byte mask that dropout before a residual keeps."""
     return Part.RESIDUAL, local * spec.hidden_size if spec.hidden_dropout > 0 else 0.0
+
+
+def dispatch_buffer_bytes(spec: TransformerSpec, shard: LayerShard) -> float:
+    """HybridEP's buffers, one for tokens sent out and one for tokens coming back.
+
+    Each has a place for every token of every rank of the expert group, since all of them may come
+    here (``HybridEPBuffer``: ``max_num_of_tokens``); all layers share them.
+    """
+    if shard.execution.moe_flex_dispatcher_backend is not FlexBackend.HYBRIDEP or not spec.is_moe:
+        return 0.0
+    tokens = shard.tokens_between_blocks(spec) * shard.expert_model_parallel_size
+    return 2 * tokens * spec.hidden_size * shard.activation_bytes
 
 
 def gemm(
