@@ -25,7 +25,7 @@ _BEFORE_HOPPER = ("v100", "a100", "mi")
 
 #: What PyTorch's allocator holds at its peak over what it has given out. SimuMax prints both for
 #: one node of B200: 1.03 to 1.08 times; jobs of 2021 and 2022 lie higher.
-_CACHED = 1.2
+_HELD, _CACHED = 1.06, 1.2
 
 
 def workspace_bytes(
@@ -48,16 +48,20 @@ def workspace_bytes(
     return _CUBLAS_HANDLES * cublas + own * (1 + _GROUPED_STREAMS * grouped)
 
 
-def predicted_memory(row: Row, job: Job, prediction: Prediction) -> Bytes:
-    """Peak bytes of the GPU that the row speaks of.
+def predicted_memory(row: Row, job: Job, prediction: Prediction) -> Bytes | None:
+    """Peak bytes of the GPU that the row speaks of; ``None`` where they follow from a guess.
 
     Rank 0 is on the first pipeline stage; everything else is taken as the fullest GPU. What a
     process takes as a whole (``nvidia-smi``) holds what the allocator caches too, and the reserve
-    outside it.
+    outside it. torchtitan prints what the allocator holds (``max_reserved_gib``).
     """
+    if len({grid.micro_batch_size for grid in job.grids}) > 1:
+        return None
     scope = f"{row.get('peak_mem_scope', '')} {row.get('peak_mem_unit', '')}".lower()
     stages = prediction.stage_memory
     peak = stages[0] if "rank-0" in scope or "rank 0" in scope else max(stages)
+    if "torchtitan" in row.get("framework", "").lower():
+        return round(peak * _HELD)
     if "nvidia-smi" not in scope:
         return peak
     return round(peak * _CACHED) + job.settings.memory_reserve_bytes

@@ -23,6 +23,7 @@ from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.validation.assess import Assessor
 from nest_megatron.validation.golden import golden_job
 from nest_megatron.validation.gpu_names import accelerator
+from nest_megatron.validation.job import job_of
 from nest_megatron.validation.machines import machine
 from nest_megatron.validation.margin import (
     Sample,
@@ -32,9 +33,10 @@ from nest_megatron.validation.margin import (
     margin_point,
     samples,
 )
-from nest_megatron.validation.memory import workspace_bytes
+from nest_megatron.validation.memory import predicted_memory, workspace_bytes
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Basis, RowOutcome
+from nest_megatron.validation.predict import Predictor
 from nest_megatron.validation.refusal import RefusedRowError
 from nest_megatron.validation.rows import read_rows
 
@@ -175,3 +177,26 @@ def test_rows_whose_recomputation_is_chosen_to_fit_teach_no_margin() -> None:
     short = dataclasses.replace(ran, out_of_memory=True)
     stated = dataclasses.replace(ran, row={**row, "recompute": "full"})
     assert len(samples([ran, short, stated], 0)) == 2
+
+
+def _throughput_row(**cells: str) -> dict[str, str]:
+    with (DATA / "peak_memory.csv").open(newline="") as file:
+        row = next(row for row in csv.DictReader(file) if row["source"] == "simumax-b200-real")
+    return {**row, **cells}
+
+
+def test_a_peak_that_follows_from_a_guessed_micro_batch_is_not_scored() -> None:
+    row = _throughput_row(mbs="", ga="")
+    job = job_of(row, ModelBook.load())
+    assert predicted_memory(row, job, Predictor().predict(job)) is None
+
+
+def test_torchtitan_prints_what_the_allocator_holds() -> None:
+    row = _throughput_row()
+    job = job_of(row, ModelBook.load())
+    prediction = Predictor().predict(job)
+    given_out = predicted_memory(row, job, prediction)
+    held = predicted_memory({**row, "framework": "torchtitan 0.2"}, job, prediction)
+    assert given_out is not None
+    assert held is not None
+    assert 1.03 < held / given_out < 1.08
