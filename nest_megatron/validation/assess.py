@@ -17,6 +17,8 @@ from nest_megatron.validation.measured import (
     measured_time,
     ran_out_of_memory,
     require_consistent,
+    require_fixed_sequences,
+    states_time,
 )
 from nest_megatron.validation.memory import predicted_golden, predicted_memory
 from nest_megatron.validation.models import ModelBook
@@ -59,10 +61,10 @@ class Assessor:
     def _throughput(self, row: Row, basis: Basis) -> RowOutcome:
         job = self._job(row, basis)
         prediction = self.predictor.predict(job)
-        measured = None
-        if not ran_out_of_memory(row) or number(row, "iter_time_s"):
+        memory, measured = measured_memory(row), None
+        if states_time(row) or not (memory or ran_out_of_memory(row)):
             measured = job_time(row, job, prediction)
-        outcome = _memory(row, job, prediction, measured_memory(row))
+        outcome = _memory(row, job, prediction, memory)
         return dataclasses.replace(
             outcome, predicted_s=prediction.iteration_time_s, measured_s=measured
         )
@@ -97,6 +99,7 @@ class Assessor:
         )
 
     def _job(self, row: Row, basis: Basis) -> Job:
+        require_fixed_sequences(row)
         return job_of(row, self.book, as_planned=basis is Basis.AS_PLANNED)
 
 

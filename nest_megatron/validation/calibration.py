@@ -45,7 +45,7 @@ class Parameter:
 #: Generations of devices by the first word of the accelerator's name.
 _GENERATIONS = {
     "volta": r"^V100",
-    "ampere": r"^A100",
+    "ampere": r"^A[18]00",
     "hopper": r"^(H100|H200|H800|GH200)",
     "b200": r"^B200",
     "gb200": r"^GB200",

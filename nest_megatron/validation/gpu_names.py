@@ -11,6 +11,7 @@ import yaml
 from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.cluster.catalogue import accelerator_from_mapping
 from nest_megatron.cluster.records import Accelerator
+from nest_megatron.units import GIB
 from nest_megatron.validation.refusal import RefusedRowError
 
 #: Family as printed, then the catalogue's files by form and memory; the first is the usual part.
@@ -21,13 +22,15 @@ _PARTS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("GH200", (("", "gh200_96gb"),)),
     ("B300", (("", "b300_sxm_288gb"),)),
     ("B200", (("", "b200_sxm_180gb"),)),
-    ("H200", (("", "h200_sxm_141gb"),)),
+    ("H200", (("", "h200_sxm_141gb"), ("NVL", "h200_nvl_141gb"))),
+    ("H20", (("", "h20_sxm_96gb"),)),
     ("H800", (("", "h800_sxm_80gb"),)),
     ("H100", (("", "h100_sxm_80gb"), ("96", "h100_sxm_96gb"), ("PCIE", "h100_pcie_80gb"))),
     (
         "A100",
         (("80", "a100_sxm_80gb"), ("40", "a100_sxm_40gb"), ("PCIE", "a100_pcie_80gb")),
     ),
+    ("A800", (("80", "a800_sxm_80gb"),)),
     ("V100", (("32", "v100_sxm_32gb"), ("16", "v100_sxm_16gb"))),
     ("L40", (("", "l40s_48gb"),)),
     ("MI355", (("", "mi355x_288gb"),)),
@@ -47,8 +50,12 @@ def accelerator_name(gpu: str) -> tuple[str, tuple[str, ...]]:
     Raises:
         RefusedRowError: if the text names no known part, or leaves a choice between two.
     """
+    if not gpu.strip():
+        raise RefusedRowError("GPU not stated")
     text = re.sub(r"[^A-Z0-9]+", " ", gpu.upper())
-    families = [family for family, _ in _PARTS if re.search(rf"\b{family}", text)]
+    families = [family for family, _ in _PARTS if re.search(rf"\b{family}(?!\d)", text)]
+    if not families and "BLACKWELL" in text:
+        return _blackwell(gpu)
     if len(families) != 1 or " OR " in text:
         raise RefusedRowError("unknown GPU", f"{gpu!r} names no one part of the catalogue")
     parts = dict(_PARTS)[families[0]]
@@ -61,6 +68,23 @@ def accelerator_name(gpu: str) -> tuple[str, tuple[str, ...]]:
     mark, usual = parts[0]
     assumed = f"the memory of {families[0]} is not stated; {mark} GB assumed"
     return usual, ((assumed,) if mark else ())
+
+
+_BLACKWELL = ("b200_sxm_180gb", "gb200_186gb", "b300_sxm_288gb", "gb300_288gb")
+
+
+def _blackwell(gpu: str) -> tuple[str, tuple[str, ...]]:
+    """The one Blackwell whose memory a text states.
+
+    >>> _blackwell("Blackwell ~184 GiB")[0]
+    'gb200_186gb'
+    """
+    stated = re.search(r"([\d.]+)\s*GiB", gpu)
+    size = float(stated[1]) * GIB if stated else 0.0
+    near = [name for name in _BLACKWELL if abs(accelerator(name).memory_bytes - size) < GIB]
+    if len(near) != 1:
+        raise RefusedRowError("unknown GPU", f"{gpu!r} names no one part of the catalogue")
+    return near[0], (f"{gpu} is {near[0]} by its memory",)
 
 
 def _has(text: str, family: str, mark: str) -> bool:

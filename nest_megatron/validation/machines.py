@@ -74,6 +74,8 @@ _GENERATIONS = {
     "v100": _generation("nvlink2", 150e9, 8, 4, 100),
     "a100": _generation("nvlink3", 300e9, 8, 8, 200),
     "h100": _generation("nvlink4", 450e9, 8, 8, 400),
+    "a800": _generation("nvlink3", 200e9, 8, 8, 200),
+    "h20": _generation("nvlink4", 450e9, 8, 8, 400),
     "h800": _generation("nvlink4", 200e9, 8, 8, 400),
     "h200": _generation("nvlink4", 450e9, 8, 8, 400),
     "gh200": _generation("nvlink4", 450e9, 1, 1, 400),
@@ -87,14 +89,19 @@ _GENERATIONS = {
     "mi355x": _generation("xgmi", 537.6e9, 8, 8, 400),  # 7 links of 76.8 GB/s
     "a100_pcie": _generation("pcie", 31e9, 8, 2, 200),
     "h100_pcie": _generation("pcie", 63e9, 8, 2, 400),
+    "h200_nvl": _generation("pcie", 63e9, 8, 2, 400),
 }
 #: What adapters carry that several GPUs share, of their rate: the rings through them leave by one
 #: GPU's PCIe path. From vTrain's runs on nodes of 8 A100 with 4 HDR adapters, tensor groups of 16.
 SHARED_ADAPTER = 0.7
 #: Technologies whose shares in links.yaml were measured on shared adapters.
 _MEASURED_SHARED = frozenset({"omni_path"})
-#: GPUs that an NVLink bridge joins, and what it carries.
-_BRIDGES = {"a100_pcie": ("nvlink3", 300e9), "h100_pcie": ("nvlink4", 300e9)}
+#: NVLink bridges: their technology, what one carries, and how many GPUs it joins.
+_BRIDGES = {
+    "a100_pcie": ("nvlink3", 300e9, 2),
+    "h100_pcie": ("nvlink4", 300e9, 2),
+    "h200_nvl": ("nvlink4", 450e9, 4),
+}
 
 
 @functools.cache
@@ -170,7 +177,7 @@ def network_levels(
 
 def _usual(accelerator_file: str) -> Generation:
     first, _, rest = accelerator_file.partition("_")
-    return _GENERATIONS[f"{first}_pcie" if rest.startswith("pcie") else first]
+    return _GENERATIONS.get(f"{first}_{rest.partition('_')[0]}") or _GENERATIONS[first]
 
 
 def _node_size(usual: Generation, gpus_per_node: int | None) -> tuple[int, tuple[str, ...]]:
@@ -195,10 +202,15 @@ def _inside(
         return (links()["pcie"].level("node", node, min(rate, usual.bytes_per_s)),)
     inner = links()[usual.link].level("node", node, usual.bytes_per_s)
     bridge = _BRIDGES.get("_".join(accelerator_file.split("_")[:2]))
-    if bridge and node > 1 and node % 2 == 0 and re.search(r"nvlink|bridge|pair", words):
-        pair = links()[bridge[0]].level("pair", 2, bridge[1])
-        pair = dataclasses.replace(pair, reduction_efficiency=None)
-        return (pair, inner) if node > 2 else (pair,)
+    if bridge is None or node == 1:
+        return (inner,)
+    technology, rate, joined = bridge
+    joined = min(joined, node)
+    # Pairs are bought apart; a card of four is sold with its bridge.
+    if node % joined == 0 and (joined > 2 or re.search(r"nvlink|bridge|pair", words)):
+        group = links()[technology].level("pair" if joined == 2 else "bridge", joined, rate)
+        group = dataclasses.replace(group, reduction_efficiency=None)
+        return (group, inner) if node > joined else (group,)
     return (inner,)
 
 

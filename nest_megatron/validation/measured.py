@@ -131,6 +131,22 @@ def _released(row: Row) -> tuple[int, int]:
     return (int(found[1]), int(found[2] or 1)) if found else (99, 0)
 
 
+def states_time(row: Row) -> bool:
+    """Whether a row has a time, or a rate that makes one."""
+    columns = ("iter_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct")
+    return any(number(row, column) for column in columns)
+
+
+def require_fixed_sequences(row: Row) -> None:
+    """Refuse a step of reinforcement learning that does not say how long its answers are.
+
+    Raises:
+        RefusedRowError: its tokens differ from step to step, and no length stands for them.
+    """
+    if row.get("task", "").strip().lower().startswith("rl") and not number(row, "seq"):
+        raise RefusedRowError("sequence length not stated", "answers of any length")
+
+
 def measured_memory(row: Row) -> Bytes | None:
     """Peak bytes of one GPU, or ``None`` where the row has none.
 
@@ -162,8 +178,10 @@ def require_consistent(row: Row, work: Work) -> None:
     """Refuse a row whose printed time and printed rate speak of different jobs.
 
     Raises:
-        RefusedRowError: if the two times differ by more than any way of counting explains.
+        RefusedRowError: if the two times differ by more than any way of counting explains, or
+            the time alone is shorter than the device's peak allows.
     """
+    _require_possible(row, work)
     seconds, tera = number(row, "iter_time_s"), number(row, "tflops_per_gpu")
     if not seconds or not tera:
         return
@@ -171,3 +189,12 @@ def require_consistent(row: Row, work: Work) -> None:
     if not 1 / _TOLERATED < other / seconds < _TOLERATED:
         detail = f"{seconds:g} s a step, but {tera:g} TFLOP/s would take {other:.4g} s"
         raise RefusedRowError("printed time and rate disagree", detail)
+
+
+def _require_possible(row: Row, work: Work) -> None:
+    """Frozen weights leave at least two thirds of the operations."""
+    seconds = measured_time(row, work)
+    least = work.model_flops * 2 / 3 / work.num_gpus / work.peak_flops_per_s
+    if seconds < least:
+        detail = f"{seconds:.4g} s a step, but the device's peak needs {least:.4g} s"
+        raise RefusedRowError("faster than the device's peak", detail)

@@ -20,7 +20,7 @@ _CUBLAS_SMALL = 8 * _MIB + 128 * 1024
 _ENGINE_LARGE, _ENGINE_SMALL = 32 * _MIB, 4 * _MIB
 #: Streams of Transformer Engine's grouped products.
 _GROUPED_STREAMS = 4
-_BEFORE_HOPPER = ("v100", "a100", "mi")
+_BEFORE_HOPPER = ("v100", "a100", "a800", "mi")
 
 
 #: What PyTorch's allocator holds at its peak over what it has given out. SimuMax prints both for
@@ -39,7 +39,7 @@ def workspace_bytes(
         grouped: experts run as grouped products, on streams with a workspace each.
     """
     name = accelerator.name.lower()
-    hopper = name.startswith(("h100", "h200", "h800", "gh200"))
+    hopper = name.startswith(("h100", "h20", "h800", "gh200"))
     cublas = _CUBLAS_LARGE if deterministic or hopper else _CUBLAS_SMALL
     large = not name.startswith(_BEFORE_HOPPER)
     if not engine:

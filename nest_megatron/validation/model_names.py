@@ -15,18 +15,19 @@ NOISE = frozenset(
     re.findall(
         r"\w+",
         "a100 b200 b300 base benchmark bf16 chat dev dropless finetune finetuning fp16 fp8"
-        " gb200 gb300 h100 h200 hf instruct it jax lm lora maxtext meta mi300x model mxfp8 nvfp4"
-        " nvidia paxml peft perf pretrain pretraining proxy scaling sft strong thinking tokendrop"
-        " training weak",
+        " gb200 gb300 h100 h200 hf inferred instruct it jax lm lora math maxtext meta mi300x model"
+        " mxfp8 nvfp4 nvidia paxml peft perf pretrain pretraining proxy scaling sft strong"
+        " thinking tokendrop training weak",
     )
 )
 
 _REFUSED: tuple[tuple[str, str], ...] = (
     (r"hybrid|jamba|zamba|falcon[-_ ]?h1", HYBRID),
-    (r"nemotron[-_ ]?h(?![a-z])|nemotron[-_ ]?[356].*(nano|super|ultra|lightning)", HYBRID),
+    (r"nemotron[-_ ]?h(?![a-z])|nemotron[-_ ]?v?[356].*(nano|super|ultra|lightning)", HYBRID),
     (r"nemotron[-_ ]?nano[-_ ]?(v2|9b|12b)", HYBRID),
     (r"mamba|hyena|evo.?2|rwkv", "no attention layers"),
     (r"ultra[-_ ]?253b|super[-_ ]?49b", "layers of different shapes"),
+    (r"zebra|(?<![a-z])(gdn|kda)(?![a-z])|gated.?delta", "linear attention"),
     (r"qwen3[-_ ]?next|kimi[-_ ]?linear|minimax[-_ ](01|m1|text)", "linear attention"),
     (r"deepseek[-_ ]?v?3[._]2|deepseek[-_ ]?v?4|glm[-_ ]?5|gemma[-_ ]?(4|3n)", NOT_PUBLIC),
     (r"kimi[-_ ]?k(2[._]\d|[3-9])", NOT_PUBLIC),
@@ -43,12 +44,20 @@ _REFUSED: tuple[tuple[str, str], ...] = (
 _ALIASES: tuple[tuple[str, str, str], ...] = (
     (r"0p(\d)b", r"\g<1>00m", ""),
     (r"dsv(\d)(.*)", r"deepseekv\1\2", ""),
+    (r"deepseekr1distillqwen(1p5b|7b|14b|32b)", r"qwen25\1", ""),
+    (r"deepseekr1distillllama(8b|70b)", r"llama31\1", ""),
+    (r"deepseek(?:v31(?:terminus)?|v30324|r10528)", "deepseekv3", ""),
+    (r"deepseekv316b", "deepseekv2lite", "the DeepSeek-V3 of 16B has the shape of V2-Lite"),
     (r"deepseekr1(.*)", r"deepseekv3\1", ""),
     (r"gpt3?|nemomegatron|megatron", "gpt3175b", "a GPT-3 of no stated size is the 175B"),
     (r"gpt(\d+(?:p\d+)?[mbt])", r"gpt3\1", ""),
     (r"nemotron(?:34b)?", "nemotron34b", ""),
     (r"nemotron(4b|8b|22b)", r"nemotron3\1", ""),
     (r"nemotron(15b|340b)", r"nemotron4\1", ""),
+    (r"qwq32b", "qwen2532b", ""),
+    (r"qwen25coder(1p5b|3b|7b|14b|32b)", r"qwen25\1", ""),
+    (r"(qwen3.*?)2507", r"\1", ""),
+    (r"qwen3coder30ba3b", "qwen330ba3b", ""),
     (r"qwen2(500m|1p5b|7b|72b)", r"qwen25\1", ""),
     (r"kimi1t", "kimik2", ""),
     (r"(?:megatron)?turing(?:nlg)?530b|mtnlg530b", "megatron530b", ""),
@@ -57,7 +66,13 @@ _ALIASES: tuple[tuple[str, str, str], ...] = (
     (r"mistralnemo", "mistralnemo12b", ""),
     (r"mistrallarge2?(?:123b)?", "mistralnemo123b", ""),
     (r"llama31nemotron(?:nano)?(8b|70b)", r"llama31\1", ""),
+    (r"mistralsmall(?:3|31|32)?(?:24b)?", "mistralsmall24b", ""),
     (r"chatglm", "chatglm26b", ""),
+    (r"glm46", "glm45", ""),
+    (r"internlm25(7b|20b)", r"internlm2\1", ""),
+    (r"olmo2(?:1124|0325)?(7b|13b|32b)", r"olmo2\1", ""),
+    (r"olmoe(?:1b7b|7b)?(?:0924|0125)?", "olmoe7ba1b", ""),
+    (r"phi4(?:14b)?", "phi414b", ""),
     (r"llama3405b", "llama31405b", ""),
     (r"llama3370b", "llama3170b", ""),
     (r"llama(7b|13b)", r"llama2\1", ""),

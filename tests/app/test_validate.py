@@ -139,7 +139,7 @@ def test_both_bases_are_everywhere(runs: Path, tmp_path: Path) -> None:
 def test_verdicts_count_every_run_that_is_predicted(tmp_path: Path) -> None:
     """Also one that leaves out its recomputation: the planner would choose it."""
     silent = {**RUN, "recompute": ""}
-    too_large = {**RUN, "model": "Llama 3.1 70B", "row_id": "a2"}
+    too_large = {**RUN, "model": "Llama 3.1 70B", "row_id": "a2", "iter_time_s": "90"}
     ended = {**too_large, "row_id": "a3", "outcome": "oom", "iter_time_s": ""}
     path = table(tmp_path / "runs.csv", {**silent, "outcome": "ok"}, too_large, ended)
     (file,) = run("validate", str(path), "--json").json()["files"]

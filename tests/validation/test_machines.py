@@ -71,13 +71,36 @@ def test_what_is_not_stated_is_told() -> None:
         ("NVIDIA GB300", "gb300_288gb"),
         ("MI300X-192GB", "mi300x_192gb"),
         ("V100-SXM2-16GB", "v100_sxm_16gb"),
+        ("H20", "h20_sxm_96gb"),
+        ("H200", "h200_sxm_141gb"),
+        ("H200-NVL-141GB", "h200_nvl_141gb"),
+        ("A800-80GB", "a800_sxm_80gb"),
     ],
 )
 def test_names_of_gpus(gpu: str, name: str) -> None:
     assert accelerator_name(gpu) == (name, ())
 
 
-@pytest.mark.parametrize("gpu", ["80GB-class (not stated)", "(analysis)", "GB200 or larger", ""])
+def test_a_blackwell_is_known_by_its_memory() -> None:
+    name, assumed = accelerator_name("Blackwell ~184 GiB (model not stated)")
+    assert name == "gb200_186gb"
+    assert "by its memory" in assumed[0]
+
+
+def test_no_gpu_is_not_an_unknown_one() -> None:
+    with pytest.raises(RefusedRowError, match="GPU not stated"):
+        machine("", 8, 8, "")
+
+
+def test_bridges_join_four_cards_of_h200_nvl() -> None:
+    levels = machine("H200-NVL-141GB", 8, 8, "").cluster.levels
+    assert [level.num_devices for level in levels] == [4, 8, None]
+    assert levels[0].bandwidth_bytes_per_s > 4 * levels[1].bandwidth_bytes_per_s
+
+
+@pytest.mark.parametrize(
+    "gpu", ["80GB-class (not stated)", "(analysis)", "GB200 or larger", "Blackwell", "H2000"]
+)
 def test_an_unknown_gpu_is_refused(gpu: str) -> None:
     with pytest.raises(RefusedRowError) as caught:
         machine(gpu, 8, 8, "")

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from nest_megatron.validation.measured import Work, counts_whole_attention, measured_time
+from nest_megatron.validation.measured import (
+    Work,
+    counts_whole_attention,
+    measured_time,
+    require_consistent,
+    require_fixed_sequences,
+)
+from nest_megatron.validation.refusal import RefusedRowError
 
 #: Half of the operations are the causal half of attention, a tenth is the head.
 WORK = Work(
@@ -53,3 +60,16 @@ def test_recomputation_leaves_out_the_head() -> None:
 def test_a_printed_time_stands() -> None:
     row = {"framework": "NeMo 24.07", "iter_time_s": "3", "tflops_per_gpu": "1000"}
     assert measured_time(row, WORK) == 3.0
+
+
+def test_a_time_that_no_device_reaches_is_refused() -> None:
+    require_consistent({"iter_time_s": "0.7"}, WORK)  # frozen weights leave two thirds
+    with pytest.raises(RefusedRowError, match="faster than the device's peak"):
+        require_consistent({"iter_time_s": "0.6"}, WORK)
+
+
+def test_updates_of_reinforcement_learning_need_a_length() -> None:
+    require_fixed_sequences({"task": "rl-update", "seq": "8192"})
+    require_fixed_sequences({"task": "pretrain"})
+    with pytest.raises(RefusedRowError, match="sequence length not stated"):
+        require_fixed_sequences({"task": "rl-update", "seq": ""})

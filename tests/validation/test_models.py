@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -106,7 +107,7 @@ def test_spellings(text: str, name: str) -> None:
         ("GLM-5", "architecture not public here"),
         ("T5-11B", "encoder and decoder"),
         ("flux1", "not a language model"),
-        ("DeepSeek-V3 16B", "unknown model"),
+        ("DeepSeek-V3 27B", "unknown model"),
         ("GPT-20B", "shape not stated"),
         ("Nobody's 9B", "unknown model"),
         ("", "unknown model"),
@@ -245,3 +246,47 @@ def test_candidates_follow_more_than_one_alias() -> None:
         "qwen2500m",
         "qwen25500m",
     ]
+
+
+#: Parameters in billions that each model's card states.
+CARDS = {
+    "InternLM-7B": 7.32,
+    "internlm2.5-20b": 19.9,
+    "Yi-34B": 34.4,
+    "Phi-4": 14.7,
+    "Mistral-Small-24B-Instruct": 23.6,
+    "OLMo-2-1124-13B": 13.7,
+    "OLMo-2-0325-32B": 32.2,
+    "OLMoE-1B-7B": 6.92,
+    "Qwen1.5-MoE-A2.7B": 14.3,
+    "Qwen2-57B-A14B": 57.4,
+    "Qwen3-Coder-480B-A35B": 480,
+    "Qwen3-30B-A3B-Instruct-2507": 30.5,
+    "qwen2.5 7b math": 7.62,
+    "QwQ-32B LoRA": 32.8,
+    "DeepSeek-R1-Distill-Llama-70B": 70.6,
+    "Moonlight-16B-A3B": 16.0,
+    "DeepSeek-V3 16B": 15.7,
+    "GLM-4.5-Air LoRA": 106.9,
+    "GLM-4.6": 352.8,
+}
+
+
+@pytest.mark.parametrize(("text", "billions"), CARDS.items())
+def test_models_known_by_name_have_the_parameters_of_their_cards(
+    text: str, billions: float
+) -> None:
+    spec = dataclasses.replace(named(text).spec, mtp_num_layers=None)
+    assert total_parameters(spec) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("Nemotron V3 Nano 30B", "hybrid of Mamba and attention layers"),
+        ("Zebra-Llama-1B GDN pure", "linear attention"),
+        ("Grug MoE 359.6B-A20.9B", "unknown model"),
+    ],
+)
+def test_what_is_not_known_is_refused_for_what_it_is(text: str, reason: str) -> None:
+    assert outcome({"model": text, "seq": "4096"}) == f"refused: {reason}"
