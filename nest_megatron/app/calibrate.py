@@ -22,6 +22,12 @@ from nest_megatron.validation.calibration_files import write_calibration
 from nest_megatron.validation.fit_collectives import Fit as LinkFit
 from nest_megatron.validation.fit_collectives import fit_links
 from nest_megatron.validation.fit_samples import read_samples
+from nest_megatron.validation.fit_stragglers import (
+    StragglerFit,
+    fit_stragglers,
+    scalings_of,
+    write_stragglers,
+)
 from nest_megatron.validation.links import links
 from nest_megatron.validation.links_file import write_links
 from nest_megatron.validation.models import ModelBook
@@ -47,14 +53,26 @@ def run_calibrate(paths: Sequence[Path], *, out: Path | None, validate: bool, as
     left_out: dict[str, list[HeldOut]] = {}
     for by in ("source", "model") if validate else ():
         left_out[by] = cross_validate(samples, PARAMETERS, fit, by)
+    scalings = scalings_of(files, ModelBook.load())
+    late = fit_stragglers(scalings) if scalings else None
     written = [] if out is None else _write(out, fit, samples, left_out, found)
+    if out is not None and late is not None:
+        written.append(out / "calibration" / "stragglers.yaml")
+        write_stragglers(written[-1], late)
     if as_json:
-        show_json({**_document(fit, samples, left_out), "collectives": _collectives(found)})
+        document = {**_document(fit, samples, left_out), "collectives": _collectives(found)}
+        show_json(document | ({} if late is None else {"stragglers": _stragglers(late)}))
         return OK
-    from nest_megatron.report.calibration_tables import calibration_report, links_report
+    from nest_megatron.report.calibration_tables import (
+        calibration_report,
+        links_report,
+        stragglers_report,
+    )
 
     if samples:
         show(calibration_report(fit, left_out))
+    if late is not None:
+        show(stragglers_report(late))
     for each in found:
         show(links_report(each.by_source()))
     for path in written:
@@ -82,6 +100,16 @@ def _collectives(found: Sequence[LinkFit]) -> dict[str, dict[str, float]]:
         source: {"error": error, "left_out": left_out}
         for each in found
         for source, (error, left_out) in each.by_source().items()
+    }
+
+
+def _stragglers(fit: StragglerFit) -> dict[str, object]:
+    return {
+        "straggler_delay_s": fit.delay_s,
+        "rows": dict(fit.rows),
+        "without_pct": fit.without_pct,
+        "with_pct": fit.with_pct,
+        "left_out_pct": {model: list(pair) for model, pair in fit.left_out_pct.items()},
     }
 
 

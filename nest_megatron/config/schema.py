@@ -74,6 +74,7 @@ class CostConfig:
     dp_overlap: float | None = None
     overlap_slowdown: float | None = None
     optimizer_bytes_per_parameter: float | None = None
+    straggler_delay_s: float | None = None
     iteration_floor_s: float | None = None
 
 

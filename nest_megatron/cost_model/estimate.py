@@ -31,6 +31,7 @@ TERMS = (
     "pipeline_bubble",
     "dp_communication",
     "embedding_sync",
+    "stragglers",
     "optimizer",
     "host",
 )
@@ -123,7 +124,7 @@ def estimate(model: CostModel, grid: Grid, partition: StagePartition) -> Estimat
         tokens_per_s_per_gpu=tokens / iteration / gpus,
         model_tflops_per_gpu=achieved / 1e12,
         mfu=achieved / accelerator.peak_flops_per_s[used],
-        terms=_terms(model, problem, evaluation, partition, kinds),
+        terms=_terms(model, grid, problem, evaluation, partition, kinds),
         critical_rank=evaluation.critical_rank,
         stages=tuple(
             _stage(model, grid, problem, evaluation, partition, kinds, rank)
@@ -136,6 +137,7 @@ def estimate(model: CostModel, grid: Grid, partition: StagePartition) -> Estimat
 
 def _terms(
     model: CostModel,
+    grid: Grid,
     problem: PipelineProblem,
     evaluation: Evaluation,
     partition: StagePartition,
@@ -146,7 +148,7 @@ def _terms(
     terms = _rank_terms(problem, evaluation, partition, kinds, rank)
     for name, waited in _waits(evaluation, rank).items():
         terms[name] += to_seconds(waited)
-    return terms | _after_schedule(model, problem, evaluation)
+    return terms | _after_schedule(model, grid, problem, evaluation)
 
 
 def _waits(evaluation: Evaluation, rank: int) -> dict[str, Ticks]:
@@ -186,7 +188,7 @@ def mean_terms(model: CostModel, grid: Grid, partition: StagePartition) -> dict[
     own = map(sum, zip(evaluation.heads, evaluation.busy, evaluation.tails, strict=True))
     waited = evaluation.finish * problem.num_stages - sum(own)
     mean["pipeline_bubble"] = to_seconds(waited) / problem.num_stages
-    return mean | _after_schedule(model, problem, evaluation)
+    return mean | _after_schedule(model, grid, problem, evaluation)
 
 
 def _rank_terms(
@@ -225,12 +227,15 @@ def _rank_terms(
 
 
 def _after_schedule(
-    model: CostModel, problem: PipelineProblem, evaluation: Evaluation
+    model: CostModel, grid: Grid, problem: PipelineProblem, evaluation: Evaluation
 ) -> dict[str, Seconds]:
     """What follows the schedule: all ranks take as long as the slowest."""
-    host = min(model.settings.iteration_floor_s, to_seconds(problem.constant))
+    constant = to_seconds(problem.constant)
+    host = min(model.settings.iteration_floor_s, constant)
+    waited = min(model.straggler_time(grid), constant - host)
     return {
-        "embedding_sync": to_seconds(problem.constant) - host,
+        "embedding_sync": constant - host - waited,
+        "stragglers": waited,
         "optimizer": to_seconds(max(evaluation.optimizers)),
         "host": host,
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from nest_megatron.cluster.records import Cluster, CollectiveKind
 from nest_megatron.cost_model.communication import collective_time, send_time
 from nest_megatron.cost_model.data_parallel import ReplicaTraffic, replica_traffic
@@ -24,6 +26,7 @@ from nest_megatron.cost_model.memory import capacity_bytes, kept_input_bytes
 from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stage_problems import StageProblems
+from nest_megatron.cost_model.stragglers import straggler_wait
 from nest_megatron.cost_model.unit_cost import (
     ReplicaCost,
     UnitKind,
@@ -91,6 +94,8 @@ class CostModel:
         self._structures: dict[object, _Structure] = {}
         self._kinds: dict[object, tuple[UnitKind, ...]] = {}
         self._held: dict[object, tuple[ReplicaCost, ...]] = {}
+        self._num_units = Counter(spec.layer_kinds())
+        self._work: dict[object, Seconds] = {}
         self._constants: dict[object, Ticks] = {}
         self._links: dict[object, tuple[int, ...]] = {}
         self._transfers: dict[object, tuple[Ticks, ...]] = {}
@@ -259,27 +264,49 @@ class CostModel:
 
     def constant(self, grid: Grid) -> Ticks:
         """``constant_time`` on the solver's clock."""
-        key = degrees(grid.dims)
+        key = (degrees(grid.dims), grid.num_microbatches, self.shard_key(grid))
         if key not in self._constants:
             seconds = self.constant_time(grid)
             self._constants[key] = to_ticks(seconds, what="time outside the schedule")
         return self._constants[key]
 
     def constant_time(self, grid: Grid) -> Seconds:
-        """Time of a step that no stage partition changes: host work, and tied embeddings' sum."""
-        dims, spec = grid.dims, self.spec
-        seconds = self.settings.iteration_floor_s
+        """Time of a step that no stage partition changes: host, stragglers, tied embeddings."""
+        seconds = self.settings.iteration_floor_s + self.straggler_time(grid)
+        return seconds + self._embedding_time(grid.dims)
+
+    def straggler_time(self, grid: Grid) -> Seconds:
+        """What a step waits for the slowest replica; what is computed again counts as no work."""
+        dims, key = grid.dims, self.shard_key(grid)
+        hosts = (self.cluster.launch_gpus_per_host, self.cluster.num_gpus)
+        if key not in self._work:
+            places, shard = self.places(dims), self.shard(grid)
+            units = {kind: self.unit_time(kind, places, shard) for kind in self._num_units}
+            self._work[key] = sum(
+                self._num_units[kind] * (unit.whole_forward.total + unit.backward.total)
+                for kind, unit in units.items()
+            )
+        return straggler_wait(
+            self.settings.straggler_delay_s,
+            self._work[key] * grid.num_microbatches / dims.pipeline_model_parallel_size,
+            dims.pipeline_model_parallel_size,
+            group_shape(dims, GroupKind.DP_CP, hosts)[-1],
+        )
+
+    def _embedding_time(self, dims: ParallelDims) -> Seconds:
+        """The sum of tied embeddings' gradients over the first and the last pipeline rank."""
+        spec = self.spec
         if dims.pipeline_model_parallel_size == 1 or (
             spec.untie_embeddings_and_output_weights and not spec.num_mtp_layers
         ):
-            return seconds
+            return 0.0
         level = embedding_group_level(dims, self._sizes)
         shape = tuple(2 if i == level else 1 for i in range(len(self._sizes)))
         tp = dims.tensor_model_parallel_size
         rows = spec.padded_vocab_size(tp) // tp
         size = rows * spec.hidden_size * self.settings.traits.gradient_bytes
         reduce = CollectiveKind.ALL_REDUCE
-        return seconds + collective_time(reduce, size, shape, self.cluster.levels)
+        return collective_time(reduce, size, shape, self.cluster.levels)
 
     def sources(self, grid: Grid) -> dict[Piece, Source]:
         """Where the compute time of each of the model's pieces comes from."""

@@ -43,6 +43,8 @@ class CostSettings:
         memory_margin: share of device memory left free against fragmentation; with the reserve, the
             largest whole per cent that refuses at most 1 % of what ran in ``throughput.csv``
             (``validation/margin.py``, ``docs/accuracy.md``).
+        straggler_delay_s: standard deviation of what a rank is late after a second of work, growing
+            with its square root (``stragglers``; fitted in ``calibration/stragglers.yaml``).
         iteration_floor_s: host work of a step that nothing hides (data, logging, launch).
         traits: how the job is executed.
 
@@ -64,6 +66,7 @@ class CostSettings:
     optimizer_bytes_per_parameter: float = 30.0
     memory_reserve_bytes: int = 2 * GIB
     memory_margin: float = 0.04
+    straggler_delay_s: float = 0.027
     iteration_floor_s: float = 0.005
     traits: ExecutionTraits = field(default_factory=ExecutionTraits)
 
@@ -82,6 +85,7 @@ class CostSettings:
             "optimizer_bytes_per_parameter": (0.0, 1e3),
             "memory_reserve_bytes": (0, 1 << 50),
             "memory_margin": (0.0, 0.9),
+            "straggler_delay_s": (0.0, 10.0),
             "iteration_floor_s": (0.0, 1e3),
         }
         for name, (low, high) in ranges.items():

@@ -13,6 +13,7 @@ from rich.text import Text
 from nest_megatron.report.fitting import FittingTable
 from nest_megatron.validation.calibrate import Fit, HeldOut
 from nest_megatron.validation.calibration import PARAMETERS
+from nest_megatron.validation.fit_stragglers import StragglerFit
 
 
 def calibration_report(fit: Fit, left_out: Mapping[str, Sequence[HeldOut]]) -> RenderableType:
@@ -29,6 +30,15 @@ def links_report(by_source: Mapping[str, tuple[float, float]]) -> RenderableType
     for source, (error, left_out) in by_source.items():
         unseen = "" if math.isnan(left_out) else f"{100 * left_out:.1f}"
         table.add_row(source, f"{100 * error:.1f}", unseen)
+    return table
+
+
+def stragglers_report(fit: StragglerFit) -> RenderableType:
+    """What ranks are late, and by how much the runs of weak scalings deviate, model by model."""
+    table = _table(f"weak scalings, delay {fit.delay_s:g} s", "without %", "unseen %")
+    for model, (without, unseen) in fit.left_out_pct.items():
+        table.add_row(model, f"{without:.2f}", f"{unseen:.2f}")
+    table.add_row("all, fitted", f"{fit.without_pct:.2f}", f"{fit.with_pct:.2f}")
     return table
 
 

@@ -16,6 +16,7 @@ TERM_COLOURS = {
     "dp_communication": "#7d57b2",
     "optimizer": "#c98a00",
     "embedding_sync": "#a98bd0",
+    "stragglers": "#5f4a8b",
     "host": "#858b95",
 }
 MEMORY_COLOURS = {

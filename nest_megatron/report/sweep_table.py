@@ -172,6 +172,7 @@ _TERMS = (
     "pipeline_bubble",
     "optimizer",
     "embedding_sync",
+    "stragglers",
     "host",
 )
 #: Columns that may hold nothing in every row, and their types.

@@ -23,6 +23,7 @@ TERM_WORDS = {
     "dp_communication": "gradient sync",
     "optimizer": "optimizer step",
     "embedding_sync": "embedding sync",
+    "stragglers": "slowest ranks",
     "host": "host work",
 }
 

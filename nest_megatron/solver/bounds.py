@@ -44,6 +44,13 @@ class Bounds:
         self._num_units = len(model.spec.layer_kinds())
         self.floor = to_ticks(model.settings.iteration_floor_s)
 
+    def waits(self, grid: Grid) -> Ticks:
+        """What every plan of a grid waits for its slowest replica, at least.
+
+        Each ``floor`` and each wait is rounded by itself, their sum in ``CostModel.constant`` once.
+        """
+        return max(0, to_ticks(self.model.straggler_time(grid)) - 1)
+
     def _work(self, grid: Grid, recompute: Recompute) -> tuple[Ticks, Ticks, float]:
         """Forward and backward time of one micro batch through all units.
 
@@ -127,7 +134,8 @@ class Bounds:
         key = (self.model.shard_key(grid), p, virtual == 1, settings)
         if key not in self._pipelines:
             self._pipelines[key] = list(self._price_settings(grid, settings))
-        return self._pipelines[key]
+        waits = self.waits(grid)
+        return [bound + waits for bound in self._pipelines[key]]
 
     def _price_settings(self, grid: Grid, settings: tuple[Recompute, ...]) -> Iterator[Ticks]:
         dims, m = grid.dims, grid.num_microbatches

@@ -203,7 +203,7 @@ class Search:
 
     def _expand_shard(self, node: Node) -> None:
         for grid in self.grids.grids(node.grid):
-            bound = max(node.bound, self.bounds.even(grid))
+            bound = max(node.bound, self.bounds.even(grid) + self.bounds.waits(grid))
             if bound <= self._threshold(grid):
                 self._push(bound, grid, GRID)
 

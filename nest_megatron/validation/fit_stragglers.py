@@ -1,0 +1,205 @@
+"""Fit what ranks are late to published weak scalings.
+
+A weak scaling is one job at several sizes with the same work for each GPU. Only the ratios of its
+steps are fitted, predicted and measured, so that no error of the whole scaling enters. Scalings in
+which the network alone lengthens the step would have its errors fitted, and are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from nest_megatron.files import write_text
+from nest_megatron.units import Seconds
+from nest_megatron.validation.assess import job_time
+from nest_megatron.validation.job import Job, job_of
+from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.predict import Predictor
+from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.rows import Row, RowFile, RowKind
+
+#: Columns that rows of one weak scaling have in common, besides the work of each GPU.
+_SAME = (
+    *("source", "task", "model", "seq", "gpu", "precision", "framework", "mbs"),
+    *("tp", "pp", "vp", "cp", "ep", "etp", "fsdp", "zero", "recompute"),
+)
+#: Tasks whose steps differ in nothing but their size: batches of fine-tuning differ in length.
+_TASKS = ("", "pretrain")
+#: Growth of a step, as predicted without stragglers, above which the network decides a scaling.
+_FLAT = 1.02
+#: No rank is later than this after a second.
+_MOST = 0.5
+
+_HEAD = """\
+# Written by `nest-megatron calibrate` (nest_megatron/validation/fit_stragglers.py); do not edit.
+# straggler_delay_s: standard deviation of what a rank is late after a second of work, and the
+# default of cost.straggler_delay_s. rows: runs of weak scalings that were fitted, by source.
+# deviation_pct: mean deviation of a run from what the others of its scaling let expect, without the
+# term, with it, and by model with the term fitted to the other models alone.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One size of a weak scaling.
+
+    Args:
+        predicted_s: its step without stragglers.
+        wait_s: what it waits for each second that a rank is late.
+    """
+
+    num_gpus: int
+    measured_s: Seconds
+    predicted_s: Seconds
+    wait_s: Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """One job at several sizes."""
+
+    source: str
+    model: str
+    points: tuple[Point, ...]
+
+    @property
+    def speaks(self) -> bool:
+        """Whether its sizes differ in what they wait for stragglers, and in little else."""
+        steps = [point.predicted_s for point in self.points]
+        return max(steps) <= _FLAT * min(steps) and len({p.wait_s for p in self.points}) > 1
+
+    def deviations(self, delay_s: float) -> list[float]:
+        """Logarithms of measured over predicted steps, beside their mean."""
+        errors = [
+            math.log(p.measured_s / (p.predicted_s + delay_s * p.wait_s)) for p in self.points
+        ]
+        mean = statistics.fmean(errors)
+        return [error - mean for error in errors]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StragglerFit:
+    """The fitted delay, and how far it carries over to models that it has not seen.
+
+    Args:
+        without_pct, with_pct: mean deviation of the runs.
+        left_out_pct: by model, its deviation without the term, and with the term as the other
+            models have it.
+    """
+
+    delay_s: float
+    scalings: tuple[Scaling, ...]
+    without_pct: float
+    with_pct: float
+    left_out_pct: Mapping[str, tuple[float, float]]
+
+    @property
+    def rows(self) -> Counter[str]:
+        """Fitted runs by source."""
+        counts: Counter[str] = Counter()
+        for scaling in self.scalings:
+            counts[scaling.source] += len(scaling.points)
+        return counts
+
+
+def scalings_of(files: Iterable[RowFile], book: ModelBook) -> list[Scaling]:
+    """The weak scalings in tables of throughput."""
+    predictors = (Predictor(), Predictor())
+    found: dict[tuple[tuple[str, ...], object], list[Point]] = defaultdict(list)
+    rows = (row for file in files if file.kind is RowKind.THROUGHPUT for row in file.rows)
+    for row in rows:
+        if row.get("task", "") not in _TASKS:
+            continue
+        try:
+            job = job_of(row, book)
+            point = _point(row, job, predictors)
+        except RefusedRowError:
+            continue
+        work = (job.grids[0].num_microbatches, job.grids[0].micro_batch_size)
+        found[(tuple(row.get(name, "") for name in _SAME), work)].append(point)
+    scalings = (
+        Scaling(source=row[0], model=row[2], points=tuple(points))
+        for (row, _), points in found.items()
+    )
+    return [scaling for scaling in scalings if scaling.speaks]
+
+
+def _point(row: Row, job: Job, predictors: tuple[Predictor, Predictor]) -> Point:
+    """A row with its step without stragglers, and the difference that one second makes."""
+    settings = [dataclasses.replace(job.settings, straggler_delay_s=delay) for delay in (0.0, 1.0)]
+    without, late = (
+        predictor.predict(dataclasses.replace(job, settings=each))
+        for predictor, each in zip(predictors, settings, strict=True)
+    )
+    return Point(
+        num_gpus=job.cluster.num_gpus,
+        measured_s=job_time(row, job, without),
+        predicted_s=without.iteration_time_s,
+        wait_s=late.iteration_time_s - without.iteration_time_s,
+    )
+
+
+def fit_stragglers(scalings: Sequence[Scaling]) -> StragglerFit:
+    """The delay with which the runs deviate least from their scalings, all models weighing alike.
+
+    Absolute deviations are added up, so that a few odd runs do not decide.
+    """
+    by_model: dict[str, list[Scaling]] = defaultdict(list)
+    for scaling in scalings:
+        by_model[scaling.model].append(scaling)
+    delay = _best(by_model)
+    return StragglerFit(
+        delay_s=delay,
+        scalings=tuple(scalings),
+        without_pct=_mean_pct(by_model, 0.0),
+        with_pct=_mean_pct(by_model, delay),
+        left_out_pct={
+            model: (_mean_pct({model: mine}, 0.0), _mean_pct({model: mine}, _best(others)))
+            for model, mine in by_model.items()
+            if (others := {name: each for name, each in by_model.items() if name != model})
+        },
+    )
+
+
+def _best(by_model: Mapping[str, Sequence[Scaling]]) -> float:
+    from scipy.optimize import minimize_scalar
+
+    found = minimize_scalar(
+        lambda delay: _mean_pct(by_model, float(delay)), bounds=(0.0, _MOST), method="bounded"
+    )
+    return float(f"{found.x:.2g}")
+
+
+def _mean_pct(by_model: Mapping[str, Sequence[Scaling]], delay_s: float) -> float:
+    """Mean over models of their runs' mean absolute deviation."""
+    means = [
+        statistics.fmean(abs(d) for each in scalings for d in each.deviations(delay_s))
+        for scalings in by_model.values()
+    ]
+    return 100 * statistics.fmean(means)
+
+
+def write_stragglers(path: Path, fit: StragglerFit) -> None:
+    """Write the fit into a catalogue's ``calibration/``."""
+    document = {
+        "straggler_delay_s": fit.delay_s,
+        "rows": dict(fit.rows.most_common()),
+        "deviation_pct": {
+            "without": round(fit.without_pct, 2),
+            "with": round(fit.with_pct, 2),
+            "left_out": {
+                model: [round(without, 2), round(unseen, 2)]
+                for model, (without, unseen) in fit.left_out_pct.items()
+            },
+        },
+    }
+    text = yaml.safe_dump(document, sort_keys=False, width=100, default_flow_style=None)
+    write_text(path, f"{_HEAD}{text}")
