@@ -18,7 +18,10 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.diff import plan_values, reason
 from nest_megatron.parallel.layout import uniform_partition
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rules import launched_expert_tensor_size
+from nest_megatron.parallel.rules import (
+    initializes_on_meta_device,
+    launched_expert_tensor_size,
+)
 from nest_megatron.plain import to_plain
 
 #: Fields that state where stages are cut, and their values where the plan says it.
@@ -42,6 +45,11 @@ RESETS: Mapping[str, object] = {
     "moe_shared_expert_overlap": False,
     "num_distributed_optimizer_instances": 1,
     "fsdp_double_buffer": False,
+    "fsdp_manual_registration": False,
+    "init_model_with_meta_device": False,
+    "use_cpu_initialization": False,
+    "moe_single_grouped_weight": False,
+    "moe_single_grouped_bias": False,
 }
 #: Those of them that both frameworks keep in the model's own configuration.
 OF_THE_MODEL = (
@@ -50,6 +58,10 @@ OF_THE_MODEL = (
     "hierarchical_context_parallel_sizes",
     "cp_comm_type",
     "moe_shared_expert_overlap",
+    "init_model_with_meta_device",
+    "use_cpu_initialization",
+    "moe_single_grouped_weight",
+    "moe_single_grouped_bias",
 )
 _FSDP_FORMAT = "fsdp_dtensor"
 #: Rules on flags of Megatron-LM's own command line, which these frameworks do without.
@@ -146,15 +158,19 @@ def fsdp_fields(
     ckpt_format: str,
     async_save: str,
     averaging: str | None,
-    fusion: str,
+    model: str,
+    gradients: str | None = None,
 ) -> Iterator[Wanted]:
     """What goes with Megatron-FSDP, and its checkpoint format taken back where it is not used.
 
     Args:
-        ckpt_format, async_save, averaging, fusion: paths; ``averaging`` is ``None`` where the
-            configuration of data parallelism is written as a whole.
+        ckpt_format, async_save, averaging: paths; ``averaging`` is ``None`` where the configuration
+            of data parallelism is written as a whole.
+        model: path of the model's configuration.
+        gradients: path of the width of Megatron-FSDP's gradients, which only megatron-core 0.20
+            has.
 
-    Source: ``ConfigContainer.validate`` of Megatron-Bridge.
+    Source: ``ConfigContainer.validate`` of Megatron-Bridge, ``MegatronParallel.init_ddp`` of NeMo.
     """
     if plan.parallel.use_megatron_fsdp:
         form = "the one format that Megatron-FSDP saves, without a second process"
@@ -164,10 +180,25 @@ def fsdp_fields(
             alone = "Megatron-FSDP averages by itself"
             yield Wanted(path=averaging, value=False, reason=alone)
         fused = "Megatron-FSDP keeps its gradients apart"
-        yield Wanted(path=fusion, value=False, reason=fused)
+        yield Wanted(path=f"{model}.gradient_accumulation_fusion", value=False, reason=fused)
+        if initializes_on_meta_device(plan.model):
+            built = "weights are made shard by shard; without it every GPU holds the whole model"
+            yield Wanted(path=f"{model}.init_model_with_meta_device", value=True, reason=built)
+        if gradients is not None and find(root, gradients) is not ABSENT:
+            yield from _wide_gradients(plan, gradients)
     elif find(root, ckpt_format) == _FSDP_FORMAT:
         form = "only Megatron-FSDP saves that way"
         yield Wanted(path=ckpt_format, value="torch_dist", reason=form)
+
+
+def _wide_gradients(plan: ParallelPlan, path: str) -> Iterator[Wanted]:
+    """Megatron-FSDP of 0.20 keeps gradients in the width of the weights unless told otherwise."""
+    request = launch_request(plan)
+    if request.gradient_bytes == 4 and request.precision is not Precision.FP32:
+        import torch
+
+        why = "gradients stay in float32, as they are now"
+        yield Wanted(path=path, value=torch.float32, reason=why)
 
 
 def expert_fields(root: Any, plan: ParallelPlan, prefix: str) -> Iterator[Wanted]:

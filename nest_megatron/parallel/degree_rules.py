@@ -26,6 +26,7 @@ from nest_megatron.parallel.rules import (
     divides_heads,
     divides_sequence,
     divides_vocab,
+    initializes_on_meta_device,
     reduces_expert_gradients,
 )
 
@@ -258,6 +259,19 @@ def _zero(request: LaunchRequest) -> Violation | None:
     )
 
 
+def _meta_device(request: LaunchRequest) -> Violation | None:
+    chosen = request.zero.is_fsdp and request.sharding is None
+    if not chosen or initializes_on_meta_device(request.spec):
+        return None
+    return Violation(
+        what="data_parallel_sharding_strategy",
+        value=request.zero.name,
+        limit="Megatron-FSDP needs --init-model-with-meta-device, or every GPU first holds the "
+        "whole model; learned positions and token types would then start with a deviation of 1",
+        fix="Use rotary positions (rope), or parallel.zero_stage=1.",
+    )
+
+
 def _optimizer(request: LaunchRequest) -> Violation | None:
     if allows_optimizer(request.optimizer, request.zero, request.version):
         return None
@@ -307,6 +321,11 @@ DEGREE_RULES: tuple[Rule, ...] = (
     Rule(name="whole_batch", source="num_microbatches_calculator.py:340", check=_batch),
     Rule(name="interleaving", source="args:575, schedules.py:995-1015", check=_interleaving),
     Rule(name="fsdp_no_pipeline", source="mcore_fsdp_adapter.py:369 (run)", check=_zero),
+    Rule(
+        name="fsdp_meta_device",
+        source="training.py:1258, param_and_grad_buffer.py:2221 (run)",
+        check=_meta_device,
+    ),
     Rule(name="optimizer_zero", source="args:1184-1186", check=_optimizer),
     Rule(name="no_empty_stage", source="Megatron-LM issue 1852", check=_stage_count),
 )

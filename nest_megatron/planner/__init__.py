@@ -135,6 +135,7 @@ def check_launchable(
         partition=partition,
         recompute=grid.recompute,
         zero=grid.zero,
+        sharding=grid.zero.sharding,
         precision=settings.precision,
         sequence_parallel=grid.sequence_parallel,
         moe_grouped_gemm=spec.is_moe,

@@ -193,12 +193,16 @@ class GridSpace:
     def zero_stages(self, dims: ParallelDims) -> list[ZeroStage]:
         """ZeRO stages that Megatron launches here, with virtual stages or without.
 
-        Without replicas there is nothing to divide.
+        Without replicas there is nothing to divide. A job that has Megatron-FSDP already may start
+        without the meta device.
         """
         allowed, pp = self.space.zero_stages, dims.pipeline_model_parallel_size
         if replicas(dims) == (1, 1) and ZeroStage.NONE in allowed:
             return [ZeroStage.NONE]
-        return [zero for zero in allowed if rules.allows_zero(zero, pp, 1)]
+        legal = [zero for zero in allowed if rules.allows_zero(zero, pp, 1)]
+        if self.space.sharding is None and not rules.initializes_on_meta_device(self.model.spec):
+            return [zero for zero in legal if not zero.is_fsdp]
+        return legal
 
     def recompute_settings(self, grid: Grid) -> tuple[Recompute, ...]:
         """Recompute settings to try on a grid, none first; block sizes up to the largest chunk."""

@@ -63,6 +63,7 @@ class TransformerConfig:
     tp_comm_overlap_cfg: Any = None
     defer_embedding_wgrad_compute: bool = False
     gradient_accumulation_fusion: bool = True
+    init_model_with_meta_device: bool = False
     cp_comm_type: Any = None
 
 

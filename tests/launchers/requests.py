@@ -111,6 +111,11 @@ BROKEN = {
     ),
     "optimizer_zero": request(grid=dims(tp=2, dp=4), zero=ZeroStage.OPTIMIZER, optimizer="muon"),
     "fsdp_no_pipeline": request(grid=dims(pp=2), zero=ZeroStage.GRADIENTS),
+    "fsdp_meta_device": request(
+        changed(LLAMA, position_embedding_type="learned_absolute"),
+        dims(dp=8),
+        zero=ZeroStage.WEIGHTS,
+    ),
     "no_empty_stage": request(changed(LLAMA, num_layers=2), dims(pp=8), partition=None),
     "known_version": request(version="0.9"),
     "activation_flag": request(changed(LLAMA, activation="gelu")),

@@ -79,6 +79,67 @@ def test_it_is_taken_where_it_is_freed() -> None:
     assert found.offers == ()
 
 
+TO_FSDP = "use_megatron_fsdp"
+OWN_FSDP = (
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+    "--ckpt-format fsdp_dtensor --use-distributed-optimizer"
+)
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.20"])
+def test_a_job_that_comes_to_megatron_fsdp_gets_every_flag(version: str) -> None:
+    """Measured on gloo: without the last one 0.20 trains with 16-bit gradients."""
+    found, values = planned(job(WIDE), TO_FSDP, version)
+    assert found.parallel.use_megatron_fsdp
+    assert values["init_model_with_meta_device"] is True
+    assert values["gradient_accumulation_fusion"] is False
+    assert values["use_distributed_optimizer"] is True
+    assert values.get("megatron_fsdp_main_grads_dtype") == (None if version == "0.16.1" else "fp32")
+
+
+def test_narrow_gradients_stay_narrow() -> None:
+    _, values = planned(job(WIDE + " --grad-reduce-in-bf16"), TO_FSDP, "0.20")
+    assert values["megatron_fsdp_main_grads_dtype"] == "auto"
+
+
+def test_what_goes_only_without_it_is_taken_back() -> None:
+    typed = "--use-cpu-initialization --check-weight-hash-across-dp-replicas-interval 10"
+    found, values = planned(job(f"{WIDE} {typed}"), TO_FSDP, "0.20", "parallel.zero_stage=3")
+    assert found.parallel.use_megatron_fsdp
+    assert not values["use_cpu_initialization"]
+    assert values["check_weight_hash_across_dp_replicas_interval"] is None
+
+
+def test_what_goes_only_with_it_is_taken_back() -> None:
+    """On the meta device alone, 0.16.1 and 0.20 start from whatever memory holds."""
+    flags = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --init-model-with-meta-device"
+    found, values = planned(
+        job(flags), "use_megatron_fsdp,ckpt_format", "0.20", "parallel.zero_stage=1"
+    )
+    assert not found.parallel.use_megatron_fsdp
+    assert not values["init_model_with_meta_device"]
+
+
+def test_its_own_fusion_is_its_own() -> None:
+    _, values = planned(job(OWN_FSDP))
+    assert values["gradient_accumulation_fusion"] is True
+    assert values["init_model_with_meta_device"] is True
+
+
+def test_learned_positions_are_not_moved_to_it() -> None:
+    learned = job(WIDE).replace("--position-embedding-type rope", "")
+    assert not planned(learned, TO_FSDP)[0].parallel.use_megatron_fsdp
+    found, values = planned(f"{learned} {OWN_FSDP}")
+    assert found.parallel.use_megatron_fsdp
+    assert not values["init_model_with_meta_device"]
+
+
+def test_its_second_version_is_refused() -> None:
+    flags = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --megatron-fsdp-version 2"
+    with pytest.raises(UserInputError, match="--megatron-fsdp-version"):
+        planned(job(flags), "", "0.20")
+
+
 def test_a_typed_checkpoint_format_is_freed_by_its_own_name() -> None:
     typed = job(WIDE + " --ckpt-format torch_dist")
     found, values = planned(typed, "use_megatron_fsdp")

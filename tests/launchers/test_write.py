@@ -62,6 +62,34 @@ def test_fsdp_comes_with_its_companions() -> None:
     assert argv[argv.index("--data-parallel-sharding-strategy") + 1] == "optim_grads"
 
 
+def fsdp(version: str = "0.16.1", **fields: object) -> list[str]:
+    sharded = request(grid=dims(dp=4), zero=ZeroStage.WEIGHTS)
+    return parallel_argv(dataclasses.replace(sharded, version=version, **fields))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_fsdp_has_what_it_needs_to_start(version: str) -> None:
+    argv = fsdp(version)
+    assert "--init-model-with-meta-device" in argv
+    assert "--no-gradient-accumulation-fusion" in argv
+    assert {word for word in argv if word.startswith("--")} <= known_flags(version)
+
+
+def test_fsdp_keeps_the_width_of_gradients() -> None:
+    flag = "--megatron-fsdp-main-grads-dtype"
+    argv = fsdp("0.20")
+    assert argv[argv.index(flag) + 1] == "fp32"
+    assert flag not in fsdp("0.16.1")
+    assert flag not in fsdp("0.20", gradient_bytes=2)
+    assert flag not in fsdp("0.20", precision=Precision.FP32)
+    assert flag not in parallel_argv(request(zero=ZeroStage.OPTIMIZER, version="0.20"))
+
+
+def test_learned_positions_are_not_made_on_the_meta_device() -> None:
+    learned = dataclasses.replace(LLAMA, position_embedding_type="learned_absolute")
+    assert "--init-model-with-meta-device" not in fsdp(spec=learned)
+
+
 def test_without_overlap() -> None:
     argv = parallel_argv(request(zero=ZeroStage.OPTIMIZER), overlap=False)
     assert not [flag for flag in argv if "overlap" in flag]

@@ -32,6 +32,7 @@ LATER = {
     "sequence_parallel",
     "interleaving",
     "fsdp_no_pipeline",
+    "fsdp_meta_device",
     "no_empty_stage",
     "known_version",
     "activation_flag",

@@ -1,8 +1,8 @@
 """Planned layouts, trained for real by megatron-core on the CPU, learn what one rank learns.
 
-Needs the wheels of torch and megatron-core, and no GPU. Three things cannot run so: context
-parallelism needs Transformer Engine, experts split over tensor ranks need an uneven gather that
-gloo lacks, and Megatron-FSDP frees buffers in the order of CUDA's streams.
+Needs the wheels of torch and megatron-core, and no GPU. Two things cannot run so: context
+parallelism needs Transformer Engine, and experts split over tensor ranks need an uneven gather that
+gloo lacks. Megatron-FSDP trains through Megatron-LM's own script (``tests/megatron_lm``).
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ _COMPANIONS = {
     **{name: f"model.{name}" for name in (*OF_THE_MODEL, "microbatch_group_size_per_vp_stage")},
     "num_distributed_optimizer_instances": "ddp.num_distributed_optimizer_instances",
     "fsdp_double_buffer": "ddp.fsdp_double_buffer",
+    "fsdp_manual_registration": "ddp.fsdp_manual_registration",
 }
 
 
@@ -133,7 +134,8 @@ def _fsdp(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
         ckpt_format="checkpoint.ckpt_format",
         async_save="checkpoint.async_save",
         averaging="ddp.average_in_collective",
-        fusion="model.gradient_accumulation_fusion",
+        model="model",
+        gradients="ddp.megatron_fsdp_main_grads_dtype",
     )
 
 

@@ -46,6 +46,7 @@ def launch_request(
     grid = plan.grid()
     values = {} if command is None else command.values
     engine = values.get("transformer_impl") or "transformer_engine"
+    traits = restored_settings(plan.provenance.settings).traits
     return LaunchRequest(
         spec=plan.model,
         dims=grid.dims,
@@ -62,7 +63,8 @@ def launch_request(
         optimizer=str(values.get("optimizer") or "adam"),
         fp8_recipe=values.get("fp8_recipe") or "delayed",
         transformer_impl=engine,
-        fused_attention=restored_settings(plan.provenance.settings).traits.flash_attention,
+        fused_attention=traits.flash_attention,
+        gradient_bytes=traits.gradient_bytes,
         version=version if command is None else command.version,
     )
 

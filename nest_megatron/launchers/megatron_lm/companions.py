@@ -15,6 +15,8 @@ from typing import Any
 
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeModule
+from nest_megatron.parallel.rules import initializes_on_meta_device
+from nest_megatron.parallel.zero import ZeroStage
 
 Contradicts = Callable[[ParallelPlan, Any], bool]
 
@@ -29,6 +31,7 @@ class Companion:
         source: where Megatron refuses the two together.
         turns_off: the option is a switch that turns something off, so it is given where the value
             is false.
+        release: the only release that refuses the two together; ``None`` if all do.
     """
 
     dest: str
@@ -36,14 +39,18 @@ class Companion:
     reason: str
     source: str
     turns_off: bool = False
+    release: str | None = None
 
 
-def contradicted(plan: ParallelPlan, values: Mapping[str, Any]) -> dict[str, str]:
+def contradicted(
+    plan: ParallelPlan, values: Mapping[str, Any], version: str = "0.16.1"
+) -> dict[str, str]:
     """Options among the user's that the plan leaves no room for, with the reason for each."""
     return {
         companion.dest: companion.reason
         for companion in COMPANIONS
-        if bool(values.get(companion.dest, companion.turns_off)) is not companion.turns_off
+        if companion.release in (None, version)
+        and bool(values.get(companion.dest, companion.turns_off)) is not companion.turns_off
         and companion.contradicts(plan, values[companion.dest])
     }
 
@@ -122,6 +129,22 @@ def _without_fsdp(plan: ParallelPlan, _: Any) -> bool:
     return not plan.parallel.use_megatron_fsdp
 
 
+def _with_fsdp(plan: ParallelPlan, _: Any) -> bool:
+    return plan.parallel.use_megatron_fsdp
+
+
+def _without_any_fsdp(plan: ParallelPlan, _: Any) -> bool:
+    return not (plan.parallel.use_megatron_fsdp or plan.parallel.use_torch_fsdp2)
+
+
+def _made_on_meta_device(plan: ParallelPlan, _: Any) -> bool:
+    return plan.parallel.use_megatron_fsdp and initializes_on_meta_device(plan.model)
+
+
+def _divides_weights(plan: ParallelPlan, _: Any) -> bool:
+    return plan.parallel.use_megatron_fsdp and plan.grid().zero is ZeroStage.WEIGHTS
+
+
 _VIRTUAL = "the plan has no virtual stages"
 _PIPELINE = "the plan has no pipeline"
 
@@ -188,10 +211,24 @@ COMPANIONS: tuple[Companion, ...] = (
         source="tc:1858",
     ),
     Companion(
+        dest="overlap_moe_expert_parallel_comm",
+        contradicts=_with_fsdp,
+        reason="its schedule passes by the layers' forward, where Megatron-FSDP gathers weights",
+        source="model_chunk_schedule_plan.py (0.20 combined_1f1b.py:68 allows it)",
+        release="0.16.1",
+    ),
+    Companion(
         dest="delay_wgrad_compute",
         contradicts=_no_expert_overlap,
         reason="it goes with --overlap-moe-expert-parallel-comm",
         source="tc:1872",
+    ),
+    Companion(
+        dest="delay_wgrad_compute",
+        contradicts=_with_fsdp,
+        reason="it goes with --overlap-moe-expert-parallel-comm",
+        source="tc:1872",
+        release="0.16.1",
     ),
     Companion(
         dest="moe_shared_expert_overlap",
@@ -216,5 +253,42 @@ COMPANIONS: tuple[Companion, ...] = (
         contradicts=_without_fsdp,
         reason="it belongs to Megatron-FSDP",
         source="args:680",
+    ),
+    Companion(
+        dest="fsdp_manual_registration",
+        contradicts=_without_fsdp,
+        reason="it belongs to Megatron-FSDP",
+        source="args:694",
+    ),
+    Companion(
+        dest="init_model_with_meta_device",
+        contradicts=_without_any_fsdp,
+        reason="without Megatron-FSDP weights of the meta device keep whatever memory holds",
+        source="training.py:1266 (run)",
+    ),
+    Companion(
+        dest="use_cpu_initialization",
+        contradicts=_made_on_meta_device,
+        reason="Megatron-FSDP makes the weights from the meta device, and cannot make the "
+        "embedding's there with it",
+        source="param_and_grad_buffer.py:2198 (run)",
+    ),
+    Companion(
+        dest="check_weight_hash_across_dp_replicas_interval",
+        contradicts=_divides_weights,
+        reason="no replica holds all weights",
+        source="args:684",
+    ),
+    Companion(
+        dest="moe_single_grouped_weight",
+        contradicts=_with_fsdp,
+        reason="Megatron-FSDP shards the experts one by one",
+        source="0.20 args:1138",
+    ),
+    Companion(
+        dest="moe_single_grouped_bias",
+        contradicts=_with_fsdp,
+        reason="Megatron-FSDP shards the experts one by one",
+        source="0.20 args:1138",
     ),
 )

@@ -355,6 +355,14 @@ def _zero(values: Mapping[str, Any]) -> ZeroStage | None:
 
 def _sharding(values: Mapping[str, Any]) -> DataParallelSharding:
     if values.get("use_megatron_fsdp"):
+        if values.get("megatron_fsdp_version") == 2:
+            raise UserInputError(
+                "--megatron-fsdp-version",
+                value=2,
+                limit="it takes neither the distributed optimizer nor tensor, pipeline or context "
+                "parallelism, and is not planned",
+                fix="Use version 1, or launch without nest.",
+            )
         return DataParallelSharding.MEGATRON_FSDP
     if values.get("use_torch_fsdp2"):
         return DataParallelSharding.TORCH_FSDP2

@@ -16,15 +16,29 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.units import format_gib
 
 #: Set together with the layout; those in the second row only where the user says nothing.
-_WITH_LAYOUT = ("global_batch_size", "ckpt_format", "padded_vocab_size")
+_WITH_LAYOUT = (
+    "global_batch_size",
+    "ckpt_format",
+    "padded_vocab_size",
+    "init_model_with_meta_device",
+    "megatron_fsdp_main_grads_dtype",
+)
 _IF_ABSENT = ("moe_token_dispatcher_type", "moe_grouped_gemm")
+#: Set where a job comes to Megatron-FSDP; one that has it already knows its Transformer Engine.
+_WITH_NEW_FSDP = "gradient_accumulation_fusion"
 
 #: Several spellings of one choice: where the user's own stays, none is added.
 _STATEMENTS = (RECOMPUTE, (*CUTS, *VIRTUAL_STAGES))
 
 #: Every destination that a plan may write. Nothing else of a job is ever changed.
 WRITABLE = frozenset(
-    {*PARALLEL_ARGUMENTS, *_WITH_LAYOUT, *_IF_ABSENT, *(each.dest for each in COMPANIONS)}
+    {
+        *PARALLEL_ARGUMENTS,
+        *_WITH_LAYOUT,
+        *_IF_ABSENT,
+        _WITH_NEW_FSDP,
+        *(each.dest for each in COMPANIONS),
+    }
 )
 
 
@@ -90,7 +104,7 @@ def rewrite(
         for option in _options(layout, command.version)
         if option.dest is not None and option.dest not in settled and _sets(option.dest, command)
     }
-    refused = contradicted(plan, command.values)
+    refused = contradicted(plan, command.values, command.version)
     owned = {
         option.dest
         for option in given
@@ -122,6 +136,8 @@ def _sets(dest: str, command: ReadCommand) -> bool:
     """Whether the plan's flag for a destination goes into this user's command."""
     if dest in _IF_ABSENT:
         return dest not in command.explicit
+    if dest == _WITH_NEW_FSDP:
+        return not command.values.get("use_megatron_fsdp")
     return dest in PARALLEL_ARGUMENTS or dest in _WITH_LAYOUT
 
 
@@ -129,7 +145,7 @@ def _owns(dest: str | None, wanted: Mapping[str, _Option], plan: ParallelPlan) -
     """Whether the user's own flag gives way to the plan (or to its silence)."""
     if dest is None or dest in _IF_ABSENT:
         return False
-    if dest in _WITH_LAYOUT:
+    if dest in (*_WITH_LAYOUT, _WITH_NEW_FSDP):
         return dest in wanted
     if dest == "expert_tensor_parallel_size" and dest not in wanted:
         return plan.model.num_experts is not None
@@ -262,6 +278,15 @@ _REASONS: Mapping[str, Callable[[ParallelPlan], str]] = {
     "overlap_param_gather": lambda _: "weight traffic hides under the forward pass",
     "padded_vocab_size": lambda _: "the embedding keeps the rows that it has without the plan",
     "ckpt_format": lambda _: "the format that Megatron-FSDP saves",
+    "init_model_with_meta_device": lambda _: (
+        "weights are made shard by shard; without it every GPU first holds the whole model"
+    ),
+    "gradient_accumulation_fusion": lambda _: (
+        "Megatron-FSDP overwrites gradient buffers, which fused accumulation adds to"
+    ),
+    "megatron_fsdp_main_grads_dtype": lambda _: (
+        "Megatron-FSDP would keep gradients in 16 bits; they stay in float32, as they are now"
+    ),
     "moe_token_dispatcher_type": lambda _: "the exchange that was priced",
     "moe_grouped_gemm": lambda _: "one kernel for all local experts, as was priced",
 }

@@ -32,11 +32,12 @@ def require_kept(
     """
     if not kept:
         return
+    refused = contradicted(plan, command.values, command.version).keys()
     again = read_argv(command.script, rewrite.argv, command.version).values
     typed = read_argv(command.script, command.argv, command.version).values
     changed = [
         f"--{name.replace('_', '-')} {typed[name]} -> {again[name]}"
-        for name in sorted(set(kept) - contradicted(plan, command.values).keys())
+        for name in sorted(set(kept) - refused)
         if again[name] != typed[name] or name in rewrite.written
     ]
     # a value that is not typed comes from the arguments of a checkpoint

@@ -18,6 +18,7 @@ from nest_megatron.parallel.plan import STRATEGIES
 from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity
 from nest_megatron.parallel.rules import (
     LaunchRequest,
+    initializes_on_meta_device,
     launched_expert_tensor_size,
     overlaps_gradients,
 )
@@ -111,7 +112,7 @@ def sharding_argv(request: LaunchRequest, *, overlap: bool = True) -> list[str]:
     """Flags that divide states among replicas.
 
     Megatron-FSDP is always written with the distributed optimizer: without it 0.16.1 trains with
-    another gradient norm.
+    another gradient norm. ``_fsdp_argv`` has what else it needs.
     """
     zero, sharding = request.zero, request.sharding or request.zero.sharding
     overlap = overlap and overlaps_gradients(request.optimizer, request.version)
@@ -123,9 +124,31 @@ def sharding_argv(request: LaunchRequest, *, overlap: bool = True) -> list[str]:
     flags = ["--use-distributed-optimizer", *_switch("--overlap-grad-reduce", overlap)]
     flags += _switch("--overlap-param-gather", overlap)
     if fsdp:
-        flags += ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"]
-        flags += _pair("--data-parallel-sharding-strategy", STRATEGIES[zero])
+        flags += _fsdp_argv(request)
     return flags
+
+
+def _fsdp_argv(request: LaunchRequest) -> list[str]:
+    """Flags without which a Megatron-FSDP job does not start, or trains with other numbers.
+
+    Without the meta device every rank first builds the whole model on its GPU
+    (``get_model`` calls ``cuda()``: 0.16.1 training.py:1258, 0.20 :2465). Fused accumulation of
+    gradients adds to a buffer that Megatron-FSDP overwrites, which old releases of Transformer
+    Engine do not know (0.16.1 args:677; 0.20 mcore_fsdp_adapter.py:165 refuses them). 0.20 keeps
+    gradients in the width of the weights unless told otherwise, and ignores
+    ``grad_reduce_in_fp32``.
+    """
+    wide = request.gradient_bytes == 4 and request.precision is not Precision.FP32
+    keeps_width = wide and not request.version.startswith("0.16")
+    sharded = request.zero >= ZeroStage.OPTIMIZER and initializes_on_meta_device(request.spec)
+    return [
+        "--use-megatron-fsdp",
+        *_pair("--ckpt-format", "fsdp_dtensor"),
+        *_pair("--data-parallel-sharding-strategy", STRATEGIES[request.zero]),
+        *_switch("--init-model-with-meta-device", sharded),
+        "--no-gradient-accumulation-fusion",
+        *_pair("--megatron-fsdp-main-grads-dtype", "fp32" if keeps_width else None),
+    ]
 
 
 def precision_argv(precision: Precision, fp8_recipe: str = "delayed") -> list[str]:

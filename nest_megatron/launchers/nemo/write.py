@@ -40,6 +40,7 @@ _COMPANIONS = {
     "microbatch_group_size_per_vp_stage": f"{_STRATEGY}.microbatch_group_size_per_vp_stage",
     "num_distributed_optimizer_instances": f"{_STRATEGY}.num_distributed_optimizer_instances",
     "fsdp_double_buffer": f"{_STRATEGY}.ddp.fsdp_double_buffer",
+    "fsdp_manual_registration": f"{_STRATEGY}.ddp.fsdp_manual_registration",
 }
 
 
@@ -149,7 +150,7 @@ def _data_parallel(recipe: Any, plan: ParallelPlan, ddp: Any) -> Iterator[Wanted
         ckpt_format=f"{_STRATEGY}.save_ckpt_format",
         async_save=f"{_STRATEGY}.ckpt_async_save",
         averaging=None if isinstance(ddp, str) else f"{_STRATEGY}.ddp.average_in_collective",
-        fusion="model.config.gradient_accumulation_fusion",
+        model="model.config",
     )
 
 

@@ -64,6 +64,17 @@ def test_shared_weights_take_what_bridge_asks_for() -> None:
     assert (cfg.dist.use_megatron_fsdp, cfg.ddp.use_megatron_fsdp) == (True, True)
     assert (cfg.checkpoint.ckpt_format, cfg.checkpoint.async_save) == ("fsdp_dtensor", False)
     assert not cfg.model.gradient_accumulation_fusion
+    assert cfg.model.init_model_with_meta_device
+    apply_plan(cfg, laid_out())
+    assert not cfg.model.init_model_with_meta_device
+
+
+def test_shared_weights_keep_the_width_of_gradients() -> None:
+    """megatron-core 0.20 has the field, and would take the width of the weights."""
+    cfg = llama()
+    cfg.ddp.megatron_fsdp_main_grads_dtype = None
+    apply_plan(cfg, laid_out(zero=ZeroStage.WEIGHTS))
+    assert str(cfg.ddp.megatron_fsdp_main_grads_dtype) == "torch.float32"
 
 
 def test_stale_overlap_settings_are_cleared() -> None:

@@ -94,10 +94,12 @@ def test_shared_weights_come_with_their_checkpoints_and_go_with_them() -> None:
     assert changed["trainer.strategy.fsdp"] == (None, "megatron")
     assert changed["trainer.strategy.save_ckpt_format"] == ("torch_dist", "fsdp_dtensor")
     assert recipe.trainer.strategy.ddp.data_parallel_sharding_strategy == "optim_grads_params"
+    assert recipe.model.config.init_model_with_meta_device
     back = by_field(recipe, laid_out())
     assert back["trainer.strategy.fsdp"] == ("megatron", None)
     assert back["trainer.strategy.save_ckpt_format"] == ("fsdp_dtensor", "torch_dist")
     assert not recipe.trainer.strategy.ddp.use_megatron_fsdp
+    assert not recipe.model.config.init_model_with_meta_device
 
 
 def test_stale_overlap_settings_are_cleared() -> None:
