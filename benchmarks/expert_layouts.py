@@ -259,7 +259,7 @@ def _differing(far: Iterable[Compared]) -> Iterator[str]:
 def _changed(runs: Iterable[Published]) -> Iterator[str]:
     yield "## Where the experts changed a layout themselves\n"
     yield "The same job in later releases; what changed between releases besides is in the measured"
-    yield "times, and only what the list of habits knows of it in the predicted ones.\n"
+    yield "times, and only what the defaults of its target say of it in the predicted ones.\n"
     yield "| row | job | layout | measured s | predicted s |"
     yield "|---|---|---|--:|--:|"
     for layouts in in_other_layouts(runs):

@@ -22,6 +22,8 @@ from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.memory import parameter_bytes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stored_settings import restored_settings
+from nest_megatron.cost_model.target_defaults import target_named
+from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.cost_model.unit_cost import replicas
 from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.files import read_text, write_text
@@ -253,7 +255,7 @@ def _memory_differences(plan: ParallelPlan, found: Found) -> Iterator[Difference
     if found.memory_flags is None or found.precision is not plan.train.precision:
         return
     settings = restored_settings(plan.provenance.settings)
-    have = execution_traits(found.memory_flags, found.precision)
+    have = _found_traits(plan, settings.target, found)
     planned = settings.traits
     names = ["loss_bytes"] if have.loss_bytes > planned.loss_bytes else []
     before = _totals(plan, settings)
@@ -264,6 +266,16 @@ def _memory_differences(plan: ParallelPlan, found: Found) -> Iterator[Difference
         wanted, needs = getattr(planned, name), getattr(have, name)
         if wanted != needs:
             yield Difference(what=name, pinned=wanted, found=needs)
+
+
+def _found_traits(plan: ParallelPlan, target: str | None, found: Found) -> ExecutionTraits:
+    """The job's own traits, with the defaults that the plan was made with."""
+    flags = found.memory_flags or {}
+    if target is None:  # a plan of a version that knew no targets
+        return execution_traits(flags, found.precision)
+    name, has_experts = plan.cluster.accelerator.name, plan.model.is_moe
+    made_for = target_named(target)
+    return made_for.settings(name, found.precision, flags, has_experts=has_experts).traits
 
 
 def _totals(plan: ParallelPlan, settings: CostSettings) -> tuple[float, ...]:

@@ -264,7 +264,14 @@ def _inputs(
         spec=with_seq_length(spec, config.train.seq_length),
         cluster=cluster,
         global_batch_size=batch,
-        settings=read_settings(config, job.precision, job.memory_flags),
+        settings=read_settings(
+            config,
+            job.precision,
+            job.memory_flags,
+            target=job.target,
+            accelerator=cluster.accelerator.name,
+            has_experts=spec.is_moe,
+        ),
         notes=tuple(notes),
         not_modelled=job.not_modelled,
     )

@@ -14,8 +14,9 @@ from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.plausible import require_plausible
 from nest_megatron.config.schema import ParallelConfig, PlanConfig
-from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.target_defaults import DEFAULT_TARGET, target_named
+from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.spec import TransformerSpec
@@ -84,11 +85,22 @@ def read_inputs(composed: Composed) -> Inputs:
     if batch is None:
         batch = DEFAULT_GLOBAL_BATCH_SIZE
         notes.append(f"train.global_batch_size is not given; {batch} sequences are assumed.")
+    if config.target is None:
+        notes.append(
+            f"No framework is named; {DEFAULT_TARGET.framework} is assumed "
+            f"(target={DEFAULT_TARGET.name})."
+        )
+    spec, cluster = read_spec(config), read_cluster(config)
     inputs = Inputs(
-        spec=read_spec(config),
-        cluster=read_cluster(config),
+        spec=spec,
+        cluster=cluster,
         global_batch_size=batch,
-        settings=read_settings(config, Precision.BF16),
+        settings=read_settings(
+            config,
+            Precision.BF16,
+            accelerator=cluster.accelerator.name,
+            has_experts=spec.is_moe,
+        ),
         notes=tuple(notes),
     )
     return with_times(inputs, composed)
@@ -205,13 +217,24 @@ def read_cluster(config: PlanConfig, num_gpus: int | None = None) -> Cluster:
 
 
 def read_settings(
-    config: PlanConfig, precision: Precision, flags: Mapping[str, Any] = MappingProxyType({})
+    config: PlanConfig,
+    precision: Precision,
+    flags: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    target: Target | None = None,
+    accelerator: str = "",
+    has_experts: bool = False,
 ) -> CostSettings:
-    """The cost model's assumptions, its own defaults where nothing is said.
+    """The cost model's assumptions: the job's flags over its target's defaults, ``cost.*`` on top.
 
     Args:
         precision: the number format where the configuration names none.
         flags: what the job says of its memory (``cost_model/memory_flags.py``).
+        target: the job's own framework; ``None`` where it names none.
+        accelerator: the device's name.
+
+    Raises:
+        UserInputError: for a setting out of range, or another target than the job's own.
     """
     if config.train.precision is not None:
         precision = _choice("train.precision", config.train.precision, Precision)
@@ -219,9 +242,31 @@ def read_settings(
     given["memory_margin"] = config.memory.margin
     given["memory_reserve_bytes"] = config.memory.reserve_bytes
     said = {name: value for name, value in given.items() if value is not None}
-    traits = execution_traits(flags, precision)
-    said.setdefault("optimizer_bytes_per_parameter", traits.optimizer_traffic_bytes)
-    return CostSettings(precision=precision, traits=traits, **said)
+    return read_target(config, target).settings(
+        accelerator, precision, flags, has_experts=has_experts, **said
+    )
+
+
+def read_target(config: PlanConfig, own: Target | None = None) -> Target:
+    """The framework and release that the plan is for.
+
+    Args:
+        own: the job's, where it names one.
+
+    Raises:
+        UserInputError: for an unknown name, or another one than the job's own.
+    """
+    if config.target is None:
+        return own or DEFAULT_TARGET
+    named = target_named(config.target)
+    if own is not None and named.name != own.name:
+        raise UserInputError(
+            "target",
+            value=config.target,
+            limit=f"the job runs on {own.framework}",
+            fix="Leave it out, or plan from a model and a cluster.",
+        )
+    return named
 
 
 def read_space(config: PlanConfig) -> SearchSpace:

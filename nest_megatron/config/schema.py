@@ -115,6 +115,7 @@ class PlanConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     checks: ChecksConfig = field(default_factory=ChecksConfig)
+    target: str | None = None
     out: str | None = None
 
 
@@ -168,7 +169,7 @@ def section_keys() -> tuple[str, ...]:
     inside = (
         f"{name}.{f.name}" for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)
     )
-    return (*inside, "out")
+    return (*inside, "target", "out")
 
 
 def launch_keys() -> tuple[str, ...]:

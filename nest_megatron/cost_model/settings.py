@@ -24,8 +24,9 @@ class CostSettings:
             with user buffers (``--tp-comm-overlap``).
         ep_overlap: share of the exchange of tokens with experts that runs beside another micro
             batch's work, with ``--overlap-moe-expert-parallel-comm``.
-        alltoall_slowdown, flex_slowdown: time of that exchange over what the network's own tables
-            of all-to-all say, by dispatcher: parts of unequal size, and the dispatcher's kernels.
+        alltoall_slowdown: time of that exchange over what the network's own tables of all-to-all
+            say: parts of unequal size, and the dispatcher's kernels.
+        flex_slowdown: the same with DeepEP or HybridEP.
         dp_slowdown: time of the traffic between replicas over what the network needs: weights that
             a framework gathers one by one.
         host_kernel_s: time that the host takes to launch one operator outside CUDA graphs, in place
@@ -47,6 +48,8 @@ class CostSettings:
             with its square root (``stragglers``; fitted in ``calibration/stragglers.yaml``).
         iteration_floor_s: host work of a step that nothing hides (data, logging, launch).
         traits: how the job is executed.
+        target: name of the framework and release whose defaults fill what the job leaves open
+            (``cost_model/targets.py``); ``None`` for the cost model's own.
 
     Raises:
         UserInputError: naming the field that is out of range.
@@ -69,6 +72,7 @@ class CostSettings:
     straggler_delay_s: float = 0.027
     iteration_floor_s: float = 0.005
     traits: ExecutionTraits = field(default_factory=ExecutionTraits)
+    target: str | None = None
 
     def __post_init__(self) -> None:
         ranges = {

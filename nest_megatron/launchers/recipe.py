@@ -10,6 +10,7 @@ from typing import Any
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.execution_flags import time_notes
 from nest_megatron.cost_model.memory_flags import memory_flags
+from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.fields import ABSENT, find
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
@@ -103,6 +104,7 @@ class JobFields:
 
     Args:
         memory_fields: by Megatron's names (``memory_fields.memory_fields``, and ``params_dtype``).
+        target: the framework, at its release.
     """
 
     global_batch_size: int
@@ -113,6 +115,7 @@ class JobFields:
     fp8_recipe: str
     uses_fsdp: bool
     memory_fields: Mapping[str, Any]
+    target: Target
     graphs: CudaGraphs | None = None
     restored: Restored | None = None
     required: Mapping[str, Requirement] = field(default_factory=dict)
@@ -180,6 +183,7 @@ def _job(
     flags = memory_flags({**sizes.memory_fields, "fp8_recipe": sizes.fp8_recipe})
     return MegatronJob(
         version="0.16.1",
+        target=sizes.target,
         script="",
         global_batch_size=sizes.global_batch_size,
         batch_unit=None,

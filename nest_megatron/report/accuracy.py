@@ -14,8 +14,8 @@ from nest_megatron.report.accuracy_pictures import pictures
 from nest_megatron.report.accuracy_reference import (
     columns_section,
     constants_section,
-    habits_section,
     links_section,
+    targets_section,
 )
 from nest_megatron.report.accuracy_regimes import all_runs, regimes_section, regimes_table
 from nest_megatron.report.accuracy_scores import (
@@ -164,7 +164,7 @@ def page(
         refusals_section(judged),
         constants_section(),
         links_section(),
-        habits_section(),
+        targets_section(),
         columns_section(),
     )
     return "\n\n".join(section for section in sections if section) + "\n"

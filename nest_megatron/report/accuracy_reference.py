@@ -1,4 +1,4 @@
-"""Fitted constants, habits and columns in ``accuracy.md``."""
+"""Fitted constants, targets and columns in ``accuracy.md``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import yaml
 
 from nest_megatron.catalogue_files import catalogue_root
+from nest_megatron.cost_model.target_defaults import TARGETS
+from nest_megatron.cost_model.targets import Target, fitted_values
 from nest_megatron.report.markdown import figure, table
 from nest_megatron.validation.calibration import PARAMETERS
 from nest_megatron.validation.columns import COLUMNS
-from nest_megatron.validation.frameworks import RULES, Habits, Rule, calibrated
+from nest_megatron.validation.frameworks import RULES, Rule
 from nest_megatron.validation.rows import RowKind
 
 Entries = Mapping[str, Mapping[str, Any]]
@@ -68,7 +70,9 @@ def _constants(entries: Entries) -> Iterator[tuple[str, ...]]:
 
 def _sources(devices: Entries, both: Entries) -> Iterator[tuple[str, ...]]:
     rows: Counter[str] = Counter()
-    for entry in devices.values():  # a run has one generation, but may have no fitted habits
+    for (
+        entry
+    ) in devices.values():  # a run has one generation, but its framework may have no constants
         rows.update(entry.get("rows", {}))
     seen = {name: value for e in both.values() for name, value in e.get("mape_pct", {}).items()}
     unseen = _left_out(both, "source")
@@ -107,43 +111,45 @@ def _per_cent(share: float | None) -> float | None:
     return None if share is None else 100 * share
 
 
-def habits_section() -> str:
-    """What frameworks are taken to do where a row does not say."""
+def targets_section() -> str:
+    """What frameworks are taken to set where a row does not say."""
     rows = [
         (
             f"`{rule.framework.pattern or 'any other'}`{_since(rule)}",
             f"`{rule.gpu.pattern}`" if rule.gpu.pattern else "any",
-            f"{rule.habits.name}: {rule.habits.reason}",
-            _settings(rule.habits),
+            f"{rule.target.name}: {rule.target.reason}",
+            _settings(rule.target),
         )
         for rule in RULES
     ]
     return "\n\n".join(
         (
-            "## Habits of frameworks",
+            "## Targets",
             "What a row leaves out is filled in by framework, release and GPU, never by who "
             "published it. The first pattern that matches counts; `--rows FILE` lists under "
             "`assumptions` what was filled in.",
-            table(("framework", "GPU", "habits", "settings"), rows),
+            table(("framework", "GPU", "target", "settings"), rows),
+            "Plans are made for these (`target=NAME`, or the job's own framework), and take the "
+            "same defaults, each from a file of the framework.",
+            table(("target", "setting", "source"), _sources_of_defaults()),
         )
     )
+
+
+def _sources_of_defaults() -> Iterator[tuple[str, ...]]:
+    for target in TARGETS:
+        for default in target.defaults:
+            yield target.name, default.words(), default.source
 
 
 def _since(rule: Rule) -> str:
     return " since {}.{:02}".format(*rule.since) if any(rule.since) else ""
 
 
-def _settings(habits: Habits) -> str:
-    words = [
-        "flash attention" if habits.flash_attention else "unfused attention",
-        f"ZeRO-{int(habits.zero)}",
-        "sequence parallelism with TP" if habits.sequence_parallel else "no sequence parallelism",
-        *(["ETP = TP"] if habits.experts_follow_tensor else []),
-        *(["one layer in a virtual stage"] if habits.interleaves else []),
-    ]
-    fields = {**habits.cost, **calibrated().get(habits.name, {})}
-    words += [f"{name} {_plain(value)}" for name, value in fields.items()]
-    return ", ".join(words)
+def _settings(target: Target) -> str:
+    fields = {**target.cost, **fitted_values(target.fitted)}
+    words = [default.words() for default in target.defaults]
+    return ", ".join([*words, *(f"{name} {_plain(value)}" for name, value in fields.items())])
 
 
 def _plain(value: object) -> str:

@@ -371,7 +371,7 @@ def _provenance(plan: ParallelPlan) -> RenderableType:
 def _made_for(plan: ParallelPlan) -> str:
     made = plan.provenance
     if made.framework is None:
-        return "no framework: from a model and a cluster alone"
+        return "no framework is named: from a model and a cluster, with the target's defaults"
     return f"{' '.join(filter(None, (made.framework, made.framework_version)))}, by {made.made_by}"
 
 

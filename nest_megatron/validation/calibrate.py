@@ -50,7 +50,7 @@ class Sample:
     def owners(self) -> frozenset[str]:
         """Whose fitted constants its prediction depends on."""
         generation = generation_of(self.job.cluster.accelerator.name)
-        return frozenset({self.job.habits, generation or ""} & OWNERS)
+        return frozenset({self.job.target.fitted, generation or ""} & OWNERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Which constants of the cost model are fitted, from which rows, within which bounds.
 
-A parameter belongs to a *generation* of devices (all A100s share theirs) or to the *habits* of a
-framework; none belongs to a row, a model or a source. Each has bounds that physics sets and a prior
-from what was measured on its own, whose width says how far the rows may pull it away.
+A parameter belongs to a *generation* of devices (all A100s share theirs) or to a *framework*
+(``Target.fitted``); none belongs to a row, a model or a source. Each has bounds that physics sets
+and a prior from what was measured on its own, whose width says how far the rows may pull it away.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Parameter:
     """One constant to fit.
 
     Args:
-        owner: a generation of devices, or the name of a framework's habits.
+        owner: a generation of devices, or ``Target.fitted`` of a framework.
         name: field of ``Accelerator`` or of ``CostSettings``; ``gemm_efficiency`` with its format.
         prior: what separate measurements or a data sheet say.
         width: how far from the prior counts as one standard error.
@@ -81,7 +81,7 @@ def with_values(job: Job, values: Values, clusters: dict[int, Cluster] | None = 
         device = device_values(job.cluster.accelerator, values)
         cluster = dataclasses.replace(job.cluster, accelerator=device)
         clusters[id(job.cluster)] = cluster
-    fields: dict[str, Any] = dict(_of(job.habits, values))
+    fields: dict[str, Any] = dict(_of(job.target.fitted, values))
     return dataclasses.replace(
         job, cluster=cluster, settings=dataclasses.replace(job.settings, **fields)
     )
@@ -144,7 +144,9 @@ def _device(
     return tuple(found)
 
 
-def _habit(owner: str, name: str, prior: float, width: float, high: float = 1.0) -> Parameter:
+def _of_framework(
+    owner: str, name: str, prior: float, width: float, high: float = 1.0
+) -> Parameter:
     return Parameter(owner=owner, name=name, prior=prior, width=width, low=0.0, high=high)
 
 
@@ -173,15 +175,15 @@ PARAMETERS: tuple[Parameter, ...] = (
     *_device("b200", (0.55, 0.4, 0.79), 0.6, 0.5, 0.8, 8e-6),
     *_device("gb200", (0.6, 0.4, 0.79), 0.6, 0.5, 0.8, 8e-6),
     *_device("blackwell_ultra", (0.65, 0.4, 0.79), 0.65, 0.55, 0.8, 8e-6),
-    _habit("megatron_legacy", "host_kernel_s", 4e-5, 3e-5, 2e-4),
+    _of_framework("megatron_legacy", "host_kernel_s", 4e-5, 3e-5, 2e-4),
     *(_slowdown(name, prior) for name, prior in _SLOWDOWNS),
     Parameter(owner="deepspeed", name="dp_slowdown", prior=4.0, width=3.0, low=1.0, high=20.0),
-    _habit("megatron_core", "tp_overlap", 0.5, 0.3),
-    _habit("nemo", "tp_overlap", 0.7, 0.2),
-    _habit("megatron_bridge", "tp_overlap", 0.7, 0.2),
-    _habit("megatron_bridge", "ep_overlap", 0.3, 0.3),
-    _habit("megatron_bridge_2026", "tp_overlap", 0.7, 0.2),
-    _habit("megatron_bridge_2026", "ep_overlap", 0.5, 0.3),
+    _of_framework("megatron_core", "tp_overlap", 0.5, 0.3),
+    _of_framework("nemo", "tp_overlap", 0.7, 0.2),
+    _of_framework("megatron_bridge", "tp_overlap", 0.7, 0.2),
+    _of_framework("megatron_bridge", "ep_overlap", 0.3, 0.3),
+    _of_framework("megatron_bridge_2026", "tp_overlap", 0.7, 0.2),
+    _of_framework("megatron_bridge_2026", "ep_overlap", 0.5, 0.3),
 )
 
 #: Everything that a parameter belongs to.

@@ -45,15 +45,15 @@ _LAYOUT = (
     Column("ga", "micro batches", "of one replica in one step"),
     Column("tp, pp", "", "tensor and pipeline sizes; needed"),
     Column("vp", "", "virtual stages of a rank; empty: 1, or as the framework's recipes have it"),
-    Column("cp, ep, etp", "", "context, expert, expert-tensor sizes; empty: 1 (etp: see habits)"),
-    Column("zero, fsdp", "", "ZeRO stage 0 to 3; whether weights are sharded; empty: see habits"),
-    Column("seq_parallel", "0 or 1", "empty: see habits"),
+    Column("cp, ep, etp", "", "context, expert, expert-tensor sizes; empty: 1 (etp: see targets)"),
+    Column("zero, fsdp", "", "ZeRO stage 0 to 3; whether weights are sharded; empty: see targets"),
+    Column("seq_parallel", "0 or 1", "empty: see targets"),
     Column(
         "recompute",
         "",
         "none, full, selective or names of modules; empty: the fastest setting that fits",
     ),
-    Column("framework", "", "with its release; what it does unasked is in the list of habits"),
+    Column("framework", "", "with its release; what it does unasked is in the list of targets"),
     Column("task", "", "pretrain, sft, lora...; lora trains no weights"),
 )
 _TIME = (

@@ -1,126 +1,103 @@
-"""What a training framework does where a row of measurements does not say.
+"""The target of a row: its framework, at its release, on its GPU.
 
-Every rule is keyed by framework, release and GPU, never by who published a row. The first rule of
-``RULES`` that matches counts; the last one matches everything. ``docs/accuracy.md`` lists them.
+Rules are keyed by framework, release and GPU, never by who published a row. The first rule of
+``RULES`` that matches counts; the last one matches everything. Targets that plans are made for
+stand in ``cost_model/target_defaults.py``; here are other frameworks and old releases, in the same
+record. ``docs/accuracy.md`` lists them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import yaml
-
-from nest_megatron.catalogue_files import catalogue_root
-from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.traits import ExecutionTraits
-from nest_megatron.model.execution import (
-    PLAIN,
-    Execution,
-    FlexBackend,
-    GraphImpl,
-    TokenDispatcher,
+from nest_megatron.cost_model.target_defaults import (
+    BRIDGE_0_3,
+    BRIDGE_2026,
+    MEGATRON_LM_0_16,
+    MEGATRON_LM_0_20,
+    NEMO,
 )
-from nest_megatron.parallel.zero import ZeroStage
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Habits:
-    """What a framework does unless told otherwise.
-
-    Args:
-        name: for the list of assumptions, and in ``calibration/frameworks.yaml``, which holds the
-            fitted fields of ``CostSettings``.
-        reason: why this is assumed.
-        flash_attention: fused attention that keeps no score matrix.
-        zero: ZeRO stage without a word about it.
-        sequence_parallel: on exactly where tensor parallelism is.
-        experts_follow_tensor: expert-tensor size is the tensor size unless stated (else 1).
-        keeps_dense: dense models run without recomputation unless it is stated.
-        splits_local_batch: a row's micro batch is what a pipeline divides over its ranks.
-        interleaves: pipelines have one layer in each virtual stage unless stated.
-        execution: what carries the work out.
-        cost: fields of ``CostSettings`` and of its ``traits`` that differ from their defaults.
-    """
-
-    name: str
-    reason: str
-    flash_attention: bool = True
-    zero: ZeroStage = ZeroStage.OPTIMIZER
-    sequence_parallel: bool = True
-    experts_follow_tensor: bool = False
-    keeps_dense: bool = False
-    splits_local_batch: bool = False
-    interleaves: bool = False
-    execution: Execution = PLAIN
-    cost: Mapping[str, object] = field(default_factory=dict)
-
-    def settings(self, **fields: object) -> CostSettings:
-        """The cost model's settings under these habits."""
-        fitted = calibrated().get(self.name, {})
-        return cost_settings({**self.cost, **fitted, **fields})
-
-
-def cost_settings(fields: Mapping[str, object]) -> CostSettings:
-    """Settings from fields of ``CostSettings`` and of ``ExecutionTraits`` together."""
-    names = {field.name for field in dataclasses.fields(ExecutionTraits)}
-    traits = {name: value for name, value in fields.items() if name in names}
-    others = {name: value for name, value in fields.items() if name not in names}
-    return CostSettings(traits=ExecutionTraits(**traits), **others)  # type: ignore[arg-type]
-
-
-@functools.cache
-def calibrated() -> Mapping[str, Mapping[str, float]]:
-    """Fitted settings of each framework, from the catalogue."""
-    text = catalogue_root().joinpath("calibration", "frameworks.yaml").read_text(encoding="utf-8")
-    entries = yaml.safe_load(text) or {}
-    return {name: entry["values"] for name, entry in entries.items()}
+from nest_megatron.cost_model.targets import Default, Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Habits of the frameworks and GPUs that two patterns match, from a release on.
+    """The target of the frameworks and GPUs that two patterns match, from a release on.
 
     Args:
         since: first release (year, month); a framework without a printed release is taken as new.
+        splits_local_batch: a row's micro batch is what a pipeline divides over its ranks.
     """
 
     framework: re.Pattern[str]
     gpu: re.Pattern[str]
-    habits: Habits
+    target: Target
     since: tuple[int, int] = (0, 0)
+    splits_local_batch: bool = False
 
 
 def _rule(
-    framework: str, habits: Habits, *, gpu: str = "", since: tuple[int, int] = (0, 0)
+    framework: str,
+    target: Target,
+    *,
+    gpu: str = "",
+    since: tuple[int, int] = (0, 0),
+    splits_local_batch: bool = False,
 ) -> Rule:
     return Rule(
         framework=re.compile(framework, re.IGNORECASE),
         gpu=re.compile(gpu, re.IGNORECASE),
-        habits=habits,
+        target=target,
         since=since,
+        splits_local_batch=splits_local_batch,
     )
 
 
-_LEGACY = Habits(
-    name="megatron_legacy",
-    reason=(
-        "code of 2021 and 2022: unfused attention, fp16 gradients reduced after the backward pass,"
-        " tensor-parallel traffic in the open"
-    ),
-    flash_attention=False,
-    zero=ZeroStage.NONE,
-    sequence_parallel=False,
-    experts_follow_tensor=True,
-    cost={
-        "dp_overlap": 0.0,
-        "async_tensor_traffic": False,
-        "scatter_between_stages": True,
-        "gradient_bytes": 2,
+def _target(
+    name: str,
+    reason: str,
+    source: str,
+    flags: Mapping[str, object],
+    cost: Mapping[str, object] | None = None,
+) -> Target:
+    """A target whose defaults have one source."""
+    return Target(
+        name=name,
+        framework=name,
+        reason=reason,
+        fitted=name,
+        defaults=tuple(
+            Default(argument=argument, value=value, source=source)
+            for argument, value in flags.items()
+        ),
+        cost=cost or {},
+    )
+
+
+#: Rank-local expert tensors, ZeRO-1 and sequence parallelism: what every framework of today sets.
+_MODERN: Mapping[str, object] = {
+    "use_distributed_optimizer": True,
+    "sequence_parallel": True,
+    "expert_tensor_parallel_size": 1,
+}
+
+_LEGACY = _target(
+    "megatron_legacy",
+    "code of 2021 and 2022: unfused attention, 16-bit gradients reduced after the backward pass, "
+    "tensor-parallel traffic in the open",
+    "Megatron-LM v3.0: megatron/arguments.py, megatron/model/distributed.py",
+    {
+        "attention_backend": "unfused",
+        "use_distributed_optimizer": False,
+        "sequence_parallel": False,
+        "expert_tensor_parallel_size": None,
+        "overlap_grad_reduce": False,
+        "grad_reduce_in_bf16": True,
     },
+    {"async_tensor_traffic": False, "scatter_between_stages": True},
 )
 
 _DEEPSPEED_PIPELINE = dataclasses.replace(
@@ -129,157 +106,202 @@ _DEEPSPEED_PIPELINE = dataclasses.replace(
     cost={**_LEGACY.cost, "optimizer_bytes": 16, "keeps_stage_outputs": True},
 )
 
+_DEEPSPEED = _target(
+    "deepspeed",
+    "ZeRO-3 of 2021: weights gathered one by one, nothing overlapped",
+    "DeepSpeed 0.3: deepspeed/runtime/zero/stage3.py",
+    {
+        "attention_backend": "unfused",
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "sequence_parallel": False,
+        "expert_tensor_parallel_size": 1,
+        "overlap_grad_reduce": False,
+        "grad_reduce_in_bf16": True,
+    },
+)
 
-def _fully_sharded(name: str, loss_bytes: int) -> Habits:
-    return Habits(
-        name=name,
-        reason="weights, gradients and states sharded over all replicas",
-        zero=ZeroStage.WEIGHTS,
-        splits_local_batch=True,
-        cost={
-            "gradient_bytes": 4,
+
+def _fully_sharded(name: str, source: str, loss_bytes: int) -> Target:
+    return _target(
+        name,
+        "weights, gradients and states sharded over all replicas",
+        source,
+        {
+            **_MODERN,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "grad_reduce_in_bf16": False,
+            "fp8_wgrad": False,
+        },
+        {
             "loss_bytes": loss_bytes,
-            "fp8_inputs": False,
             "optimizer_bytes": 10,  # with the weight's 2: float32 weights, and two moments
             "gathered_in_pipeline": True,
         },
     )
 
 
-def _narrow_states(**cost: object) -> Habits:
-    """Weights are loaded in 16 bits, and torch's Adam keeps gradients and moments as wide."""
-    habits = _fully_sharded("pytorch_fsdp", loss_bytes=14)
-    return dataclasses.replace(
-        habits, cost={**habits.cost, "gradient_bytes": 2, "optimizer_bytes": 4, **cost}
-    )
+#: Composer's cross entropy turns logits into gradients in place (``fused_crossentropy``).
+_COMPOSER = _fully_sharded(
+    "composer", "llm-foundry 0.7: llmfoundry/models/mpt/modeling_mpt.py", loss_bytes=2
+)
+#: Logits, their float32 copy, its log-softmax and the gradient of that live at once.
+_FSDP = _fully_sharded(
+    "pytorch_fsdp", "torchtitan 0.1: torchtitan/components/loss.py", loss_bytes=14
+)
+#: Compiled, the loss keeps its 16-bit logits and makes their 16-bit gradient, nothing else.
+_FSDP_COMPILED = dataclasses.replace(_FSDP, cost={**_FSDP.cost, "loss_bytes": 4})
+#: Weights are loaded in 16 bits, and torch's Adam keeps gradients and moments as wide.
+_NARROW: Mapping[str, object] = {**_FSDP.cost, "gradient_bytes": 2, "optimizer_bytes": 4}
+#: SFT's loss works in chunks of tokens (``loss_type="chunked_nll"``).
+_TRL = dataclasses.replace(
+    _FSDP,
+    name="trl",
+    framework="TRL",
+    cost={**_NARROW, "loss_chunk_tokens": 256, "fused_activation": False},
+)
+#: NeMo AutoModel: PyTorch's FSDP2 under Transformer Engine's layers, DeepEP or HybridEP.
+_AUTOMODEL = dataclasses.replace(
+    _FSDP,
+    name="automodel",
+    framework="NeMo AutoModel",
+    defaults=(
+        *(
+            Default(
+                argument=argument,
+                value=value,
+                source="NeMo AutoModel 0.2: nemo_automodel/components/moe/layers.py",
+            )
+            for argument, value in (
+                ("moe_token_dispatcher_type", "flex"),
+                ("moe_flex_dispatcher_backend", "deepep"),
+            )
+        ),
+        *_FSDP.defaults,
+    ),
+    cost={**_NARROW, "loss_bytes": 8},
+)
+_JAX = _fully_sharded("jax", "MaxText of 2024: MaxText/max_utils.py", loss_bytes=14)
 
-
-_RECIPES: Mapping[str, object] = {"gradient_bytes": 2, "fp8_weights": True}
-_USER_BUFFERS = Execution(
-    tp_comm_overlap=True, moe_permute_fusion=True, moe_shared_expert_overlap=True
-)
-_HYBRID_EP = Execution(
-    tp_comm_overlap=True,
-    moe_permute_fusion=True,
-    moe_router_fusion=True,
-    moe_token_dispatcher_type=TokenDispatcher.FLEX,
-    moe_flex_dispatcher_backend=FlexBackend.HYBRIDEP,
-)
-_WHOLE_STEP = dataclasses.replace(
-    _HYBRID_EP,
-    cuda_graph_impl=GraphImpl.FULL_ITERATION,
-    overlap_moe_expert_parallel_comm=True,
-    delay_wgrad_compute=True,
+#: Releases before NeMo 25.07 have no precision-aware optimizer.
+_NEMO_OLD = dataclasses.replace(
+    NEMO,
+    name="nemo",
+    framework="NeMo before 25.07",
+    defaults=tuple(
+        default for default in NEMO.defaults if default.argument != "use_precision_aware_optimizer"
+    ),
 )
 
-_BRIDGE = Habits(
-    name="megatron_bridge",
-    reason="recipes: bf16 gradients, fp8 weights, user buffers",
-    keeps_dense=True,
-    execution=_USER_BUFFERS,
-    cost=_RECIPES,
+_BRIDGE_26_04 = dataclasses.replace(
+    BRIDGE_0_3,
+    name="megatron_bridge_26.04",
+    framework="Megatron-Bridge 26.04",
+    reason=BRIDGE_0_3.reason + "; on B200 and B300 as well",
+    defaults=(
+        *(
+            Default(
+                argument=argument,
+                value=value,
+                source="Megatron-Bridge 26.04: scripts/performance/configs/deepseek/"
+                "deepseek_workload_base_configs.py",
+            )
+            for argument, value in (
+                ("moe_token_dispatcher_type", "flex"),
+                ("moe_flex_dispatcher_backend", "hybridep"),
+                ("moe_shared_expert_overlap", False),
+            )
+        ),
+        *BRIDGE_0_3.defaults,
+    ),
 )
-_NODE_LIMITED = dataclasses.replace(
-    _BRIDGE,
-    reason=_BRIDGE.reason + "; HybridEP between nodes of eight",
-    execution=_HYBRID_EP,
+
+_NANOTRON = _target(
+    "nanotron",
+    "plain PyTorch modules under ZeRO-1, flash attention",
+    "nanotron 0.4: src/nanotron/optim/zero.py, src/nanotron/models/llama.py",
+    _MODERN,
+    {"fused_activation": False, "loss_bytes": 14},
+)
+#: Of the runs and tests that its developers publish.
+MEGATRON_CORE = dataclasses.replace(
+    MEGATRON_LM_0_16,
+    name="megatron_core",
+    framework="megatron-core's developers' own runs",
+    reason="user buffers, interleaved pipelines",
+    fitted="megatron_core",
+    defaults=(
+        *(
+            Default(
+                argument=argument,
+                value=value,
+                source="Megatron-LM README of 2024-07: weak scaling of GPT models",
+            )
+            for argument, value in (
+                ("tp_comm_overlap", True),
+                ("moe_permute_fusion", True),
+                ("moe_shared_expert_overlap", True),
+                ("num_layers_per_virtual_pipeline_stage", 1),
+            )
+        ),
+        *MEGATRON_LM_0_16.defaults,
+    ),
+)
+_MEGATRON_FSDP = dataclasses.replace(
+    MEGATRON_LM_0_20,
+    name="megatron_fsdp",
+    framework="Megatron-LM 0.20 with --use-megatron-fsdp",
+    defaults=(
+        Default(
+            argument="data_parallel_sharding_strategy",
+            value="optim_grads_params",
+            source="Megatron-LM main at 0.20: megatron/core/distributed/fsdp/src/README.md",
+        ),
+        *MEGATRON_LM_0_20.defaults,
+    ),
+)
+_OTHER = _target(
+    "other",
+    "the distributed optimizer with its overlaps, kernels as fast as NeMo's",
+    "assumed: nothing is known of the framework",
+    _MODERN,
 )
 
 RULES: tuple[Rule, ...] = (
     _rule(r"megatron-?deepspeed", _DEEPSPEED_PIPELINE),
     _rule(r"megatron-lm(?!.*\bTE\b)", _LEGACY, gpu=r"^(V100|A100)"),
-    _rule(
-        r"^deepspeed",
-        Habits(
-            name="deepspeed",
-            reason="ZeRO-3 of 2021: weights gathered one by one, nothing overlapped",
-            flash_attention=False,
-            zero=ZeroStage.WEIGHTS,
-            sequence_parallel=False,
-            cost={"dp_overlap": 0.0, "gradient_bytes": 2},
-        ),
-    ),
-    _rule(
-        r"^megatron-bridge",
-        Habits(
-            name="megatron_bridge_2026",
-            reason="recipes since 26.06: HybridEP, whole steps in CUDA graphs, exchange overlapped",
-            keeps_dense=True,
-            execution=_WHOLE_STEP,
-            cost=_RECIPES,
-        ),
-        since=(26, 6),
-    ),
-    _rule(r"^megatron-bridge", _NODE_LIMITED, gpu=r"^B[23]00", since=(26, 4)),
-    _rule(r"^megatron-bridge", _BRIDGE),
-    _rule(r"automodel", _narrow_states(loss_bytes=8)),
-    # SFT's loss works in chunks of tokens (``loss_type="chunked_nll"``).
-    _rule(r"\btrl\b", _narrow_states(loss_bytes=14, loss_chunk_tokens=256, fused_activation=False)),
-    _rule(
-        r"nemo|mlperf",  # MLPerf's submissions of language models run on NeMo
-        Habits(
-            name="nemo",
-            reason="recipes: bf16 gradients, fp8 weights, user buffers, distributed optimizer",
-            experts_follow_tensor=True,
-            keeps_dense=True,
-            interleaves=True,
-            execution=_USER_BUFFERS,
-            cost=_RECIPES,
-        ),
-    ),
-    # Composer's cross entropy turns logits into gradients in place (``fused_crossentropy``).
-    _rule(r"composer", _fully_sharded("composer", loss_bytes=2)),
-    # Logits, their float32 copy, its log-softmax and the gradient of that live at once.
-    # Compiled, the loss keeps its 16-bit logits and makes their 16-bit gradient, nothing else.
-    _rule(r"torchtitan.*torch\.compile", _fully_sharded("pytorch_fsdp", loss_bytes=4)),
-    _rule(r"fsdp|torchtitan", _fully_sharded("pytorch_fsdp", loss_bytes=14)),
-    _rule(r"maxtext|paxml", _fully_sharded("jax", loss_bytes=14)),
-    _rule(
-        r"nanotron",
-        Habits(
-            name="nanotron",
-            reason="plain PyTorch modules under ZeRO-1, flash attention",
-            cost={"fused_activation": False, "loss_bytes": 14},
-        ),
-    ),
-    _rule(
-        r"^megatron-core",
-        Habits(
-            name="megatron_core",
-            reason="its developers' own runs: user buffers, interleaved pipelines",
-            interleaves=True,
-            execution=_USER_BUFFERS,
-        ),
-    ),
-    _rule(
-        r"^megatron-lm",
-        Habits(
-            name="megatron_lm",
-            reason="plain Megatron-LM with Transformer Engine, as this planner launches it",
-        ),
-    ),
-    _rule(
-        "",
-        Habits(
-            name="other",
-            reason="the distributed optimizer with its overlaps, kernels as fast as NeMo's",
-        ),
-    ),
+    _rule(r"^deepspeed", _DEEPSPEED),
+    _rule(r"^megatron-bridge", BRIDGE_2026, since=(26, 6)),
+    _rule(r"^megatron-bridge", _BRIDGE_26_04, gpu=r"^B[23]00", since=(26, 4)),
+    _rule(r"^megatron-bridge", BRIDGE_0_3),
+    _rule(r"automodel", _AUTOMODEL, splits_local_batch=True),
+    _rule(r"\btrl\b", _TRL, splits_local_batch=True),
+    # MLPerf's submissions of language models run on NeMo
+    _rule(r"nemo|mlperf", NEMO, since=(25, 7)),
+    _rule(r"nemo|mlperf", _NEMO_OLD),
+    _rule(r"composer", _COMPOSER, splits_local_batch=True),
+    _rule(r"torchtitan.*torch\.compile", _FSDP_COMPILED, splits_local_batch=True),
+    _rule(r"^megatron-fsdp", _MEGATRON_FSDP),
+    _rule(r"fsdp|torchtitan", _FSDP, splits_local_batch=True),
+    _rule(r"maxtext|paxml", _JAX, splits_local_batch=True),
+    _rule(r"nanotron", _NANOTRON),
+    _rule(r"^megatron-core", MEGATRON_CORE),
+    _rule(r"^megatron", MEGATRON_LM_0_16),
+    _rule("", _OTHER),
 )
 
 
-def habits_of(framework: str, gpu: str) -> Habits:
-    """The habits of a framework on a GPU.
+def rule_of(framework: str, gpu: str) -> Rule:
+    """The rule for a framework on a GPU.
 
-    >>> habits_of("NeMo 24.07", "H100-80GB").name
+    >>> rule_of("NeMo 24.07", "H100-80GB").target.name
     'nemo'
-    >>> habits_of("Megatron-Bridge/MCore 26.08 NeMo Container", "GB200").name
+    >>> rule_of("Megatron-Bridge/MCore 26.08 NeMo Container", "GB200").target.name
     'megatron_bridge_2026'
     """
     release = _release(framework)
     for rule in RULES:
         if rule.framework.search(framework) and rule.gpu.search(gpu) and release >= rule.since:
-            return rule.habits
+            return rule
     raise AssertionError("the last rule matches everything")
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.memory_flags import memory_flags
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
@@ -24,6 +23,7 @@ from nest_megatron.parallel.recompute import (
     selective_recompute,
 )
 from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.validation.frameworks import MEGATRON_CORE
 from nest_megatron.validation.golden_models import flags_of
 from nest_megatron.validation.job import Job, replicas_of
 from nest_megatron.validation.machines import machine_of_runs
@@ -63,8 +63,8 @@ def golden_job(row: Row, book: ModelBook) -> Job:
         spec=match.spec,
         cluster=place.cluster,
         grids=(grid,),
-        settings=_settings(row, flags),
-        habits="megatron_core",
+        settings=_settings(row, flags, place.cluster.accelerator.name),
+        target=MEGATRON_CORE,
         assumptions=(*match.assumptions, *notes),
         partition=partition,
     )
@@ -212,17 +212,18 @@ def _partition(row: Row, spec: TransformerSpec, dims: ParallelDims) -> StagePart
     )
 
 
-def _settings(row: Row, flags: Mapping[str, str]) -> CostSettings:
-    """As a plan would be made for the test's flags (``cost_model/execution_flags.py``)."""
+def _settings(row: Row, flags: Mapping[str, str], accelerator: str) -> CostSettings:
+    """As a plan would be made for the test's flags."""
     text = row.get("precision", "")
     if text not in _PRECISIONS:
         raise RefusedRowError("number format is not modelled", text)
     precision = Precision.FP8 if row.get("fp8") else _PRECISIONS[text]
     said: dict[str, object] = {name: _SWITCHES.get(word, word) for name, word in flags.items()}
-    if row.get("dist_optimizer") == "1":
-        said["use_distributed_optimizer"] = True
-    traits = execution_traits(memory_flags({**said, "params_dtype": text}), precision)
+    said["use_distributed_optimizer"] = row.get("dist_optimizer") == "1"
+    own = memory_flags({**said, "params_dtype": text})
+    settings = MEGATRON_CORE.settings(accelerator, precision, own)
     # --defer-embedding-wgrad-compute, which tests name, keeps gradients of two micro batches
-    deferred = "defer_embedding_wgrad" in row.get("test_case", "")
-    logit = traits.loss_bytes + (4 if deferred else 0)
-    return CostSettings(precision=precision, traits=replace(traits, loss_bytes=logit))
+    if "defer_embedding_wgrad" not in row.get("test_case", ""):
+        return settings
+    traits = replace(settings.traits, loss_bytes=settings.traits.loss_bytes + 4)
+    return replace(settings, traits=traits)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from nest_megatron.cluster.records import Cluster, Precision
+from nest_megatron.cost_model.execution_flags import execution_of
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
-from nest_megatron.model.execution import Execution, FlexBackend, TokenDispatcher
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.plan import STRATEGIES
 from nest_megatron.parallel.recompute import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
@@ -22,10 +25,10 @@ from nest_megatron.parallel.recompute import (
     selective_recompute,
 )
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.validation.frameworks import Habits, habits_of
-from nest_megatron.validation.machines import machine_of_runs
+from nest_megatron.validation.frameworks import Rule, rule_of
+from nest_megatron.validation.machines import MachineMatch, machine_of_runs
 from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.possible import possible_grids
+from nest_megatron.validation.possible import planned_grids, possible_grids
 from nest_megatron.validation.refusal import RefusedRowError
 from nest_megatron.validation.rows import Row, whole
 
@@ -38,7 +41,8 @@ class Job:
         grids: what the job may have been; more than one where the row leaves out the micro batch or
             the recomputation. The fastest that fits in memory is taken, as whoever published the
             run will have done.
-        habits: whose habits fill in what the row leaves out.
+        target: whose defaults fill in what the row leaves out.
+        flags: what the row says by Megatron's names, over those defaults.
         assumptions: what the row does not say and was taken instead.
         partition: the stages where the row names them.
     """
@@ -47,7 +51,8 @@ class Job:
     cluster: Cluster
     grids: tuple[Grid, ...]
     settings: CostSettings
-    habits: str = ""
+    target: Target
+    flags: Mapping[str, Any] = field(default_factory=dict)
     assumptions: tuple[str, ...] = field(default=())
     partition: StagePartition | None = None
 
@@ -56,55 +61,78 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> Job:
     """Read a row.
 
     Args:
-        as_planned: what the row says of settings that the planner assumes or chooses is left out.
+        as_planned: the layout, the batch and the number format are the row's; everything else is
+            what the planner would assume or choose for that framework, release and device.
 
     Raises:
         RefusedRowError: with the reason, if the row says too little or something impossible.
     """
-    del as_planned
     match = book.spec(row)
     gpus = whole(row, "n_gpus")
     if not gpus:
         raise RefusedRowError("number of GPUs not stated")
-    habits = habits_of(row.get("framework", ""), row.get("gpu", ""))
-    per_node, network = whole(row, "gpus_per_node"), row.get("network", "")
-    place = machine_of_runs(
-        row.get("gpu", ""), gpus, per_node, network, flash_attention=habits.flash_attention
-    )
-    notes = [*match.assumptions, *place.assumptions, f"habits of {habits.name}"]
+    rule = rule_of(row.get("framework", ""), row.get("gpu", ""))
+    stated = {**_format(row), **({} if as_planned else _stated(row))}
+    place, precision = _place(row, rule.target, gpus)
+    name = place.cluster.accelerator.name
+    defaults = rule.target.flags(name, precision, has_experts=match.spec.is_moe)
+    flags = {**defaults, **stated}
+    notes = [*match.assumptions, *place.assumptions, f"defaults of {rule.target.name}"]
     try:
-        grid = _grid(row, match.spec, gpus, habits, notes)
-        grids = tuple(possible_grids(row, match.spec, grid, keeps_dense=habits.keeps_dense))
+        grid = _grid(row, match.spec, gpus, (rule, flags), notes)
+        if as_planned:
+            grids = tuple(planned_grids(row, match.spec, grid, precision))
+        else:
+            keeps = "recompute_granularity" in flags
+            grids = tuple(possible_grids(row, match.spec, grid, keeps_dense=keeps))
     except UserInputError as error:
         raise RefusedRowError("layout is impossible", str(error)) from error
-    special = {**_task(row), **_offload(row)}
-    settings = habits.settings(precision=_precision(row, place.cluster), **special)
+    settings = rule.target.settings(
+        name, precision, stated, has_experts=match.spec.is_moe, **_task(row), **_offload(row)
+    )
     return Job(
         spec=match.spec,
         cluster=place.cluster,
         grids=grids,
         settings=settings,
-        habits=habits.name,
+        target=rule.target,
+        flags=flags,
         assumptions=tuple(notes),
     )
 
 
-def _grid(row: Row, spec: TransformerSpec, gpus: int, habits: Habits, notes: list[str]) -> Grid:
-    dims = _dims(row, spec, gpus, habits, notes)
-    batch, micro = _batch(row, dims, habits, notes)
+def _place(row: Row, target: Target, gpus: int) -> tuple[MachineMatch, Precision]:
+    """The machine of a row, and its number format."""
+    name = row.get("gpu", "")
+    fused = target.flags(name, Precision.BF16).get("attention_backend") != "unfused"
+    per_node, network = whole(row, "gpus_per_node"), row.get("network", "")
+    place = machine_of_runs(name, gpus, per_node, network, flash_attention=fused)
+    return place, _precision(row, place.cluster)
+
+
+def _grid(
+    row: Row,
+    spec: TransformerSpec,
+    gpus: int,
+    defaults: tuple[Rule, Mapping[str, Any]],
+    notes: list[str],
+) -> Grid:
+    rule, flags = defaults
+    dims = _dims(row, spec, gpus, flags, notes)
+    batch, micro = _batch(row, dims, notes, split=rule.splits_local_batch)
     return Grid(
         dims=dims,
         global_batch_size=batch,
         micro_batch_size=micro,
-        sequence_parallel=_sequence_parallel(row, dims, habits),
+        sequence_parallel=_sequence_parallel(row, dims, flags),
         recompute=_recompute(row, dims, notes),
-        zero=_zero(row, habits),
-        execution=_execution(row, habits),
+        zero=_zero(row, flags),
+        execution=execution_of(flags),
     )
 
 
 def _dims(
-    row: Row, spec: TransformerSpec, gpus: int, habits: Habits, notes: list[str]
+    row: Row, spec: TransformerSpec, gpus: int, flags: Mapping[str, Any], notes: list[str]
 ) -> ParallelDims:
     tp, pp = whole(row, "tp"), whole(row, "pp")
     if not tp or not pp:
@@ -113,7 +141,7 @@ def _dims(
     replicas = replicas_of(gpus, tp * pp * cp)
     ep, etp = whole(row, "ep") or 1, whole(row, "etp") or None
     if etp is None:
-        etp = tp if habits.experts_follow_tensor or ep == 1 else 1
+        etp = tp if ep == 1 else flags.get("expert_tensor_parallel_size") or tp
         if ep > 1:
             notes.append(f"expert-tensor size {etp}")
     if (tp * cp * replicas) % (ep * etp):
@@ -121,7 +149,7 @@ def _dims(
     return ParallelDims(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=_virtual(row, spec, pp, habits, notes),
+        virtual_pipeline_model_parallel_size=_virtual(row, spec, pp, flags, notes),
         context_parallel_size=cp,
         data_parallel_size=replicas,
         expert_model_parallel_size=ep,
@@ -142,21 +170,28 @@ def replicas_of(gpus: int, model_parallel: int) -> int:
     return replicas
 
 
-def _virtual(row: Row, spec: TransformerSpec, pp: int, habits: Habits, notes: list[str]) -> int:
+def _virtual(
+    row: Row, spec: TransformerSpec, pp: int, flags: Mapping[str, Any], notes: list[str]
+) -> int:
     given = whole(row, "vp")
     if pp == 1:
         return 1
-    if given is None and habits.interleaves and spec.num_layers % pp == 0:
+    interleaves = flags.get("num_layers_per_virtual_pipeline_stage") == 1
+    if given is None and interleaves and spec.num_layers % pp == 0:
         notes.append("one layer in each virtual stage")
         return spec.num_layers // pp
     return max(1, given or 1)
 
 
-def _batch(row: Row, dims: ParallelDims, habits: Habits, notes: list[str]) -> tuple[int, int]:
-    """Sequences of a step and of a micro batch."""
+def _batch(row: Row, dims: ParallelDims, notes: list[str], *, split: bool) -> tuple[int, int]:
+    """Sequences of a step and of a micro batch.
+
+    Args:
+        split: the row's micro batch is what a pipeline divides over its ranks.
+    """
     batch, micro, steps = whole(row, "gbs"), whole(row, "mbs"), whole(row, "ga")
     replicas, ranks = dims.data_parallel_size, dims.pipeline_model_parallel_size
-    if micro and ranks > 1 and habits.splits_local_batch:
+    if micro and ranks > 1 and split:
         micro = max(1, micro // ranks)
         notes.append(f"micro batch of {micro}: the local batch over the pipeline's ranks")
     if not micro:
@@ -186,20 +221,22 @@ def _assumed_steps(row: Row, ranks: int, notes: list[str]) -> int:
     return steps
 
 
-def _sequence_parallel(row: Row, dims: ParallelDims, habits: Habits) -> bool:
+def _sequence_parallel(row: Row, dims: ParallelDims, flags: Mapping[str, Any]) -> bool:
     given = whole(row, "seq_parallel")
-    wanted = habits.sequence_parallel if given is None else bool(given)
+    wanted = bool(flags.get("sequence_parallel")) if given is None else bool(given)
     return wanted and dims.tensor_model_parallel_size > 1
 
 
-def _zero(row: Row, habits: Habits) -> ZeroStage:
+def _zero(row: Row, flags: Mapping[str, Any]) -> ZeroStage:
     given = whole(row, "zero")
     if given is not None:
         return ZeroStage(min(given, 3))
-    if row.get("fsdp", "").strip().lower() in {"", "0", "1", "/", "no"}:
-        sharded = row.get("fsdp", "").strip() == "1"
-        return ZeroStage.WEIGHTS if sharded else habits.zero
-    return ZeroStage.WEIGHTS
+    if row.get("fsdp", "").strip().lower() not in {"", "0", "/", "no"}:
+        return ZeroStage.WEIGHTS
+    if flags.get("data_parallel_sharding_strategy") == STRATEGIES[ZeroStage.WEIGHTS]:
+        return ZeroStage.WEIGHTS
+    shards = flags.get("use_distributed_optimizer")
+    return ZeroStage.OPTIMIZER if shards else ZeroStage.NONE
 
 
 _MODULES = {
@@ -256,16 +293,24 @@ def _precision(row: Row, cluster: Cluster) -> Precision:
     return wanted
 
 
-def _execution(row: Row, habits: Habits) -> Execution:
-    """What carries the work out, with the dispatcher of tokens that the row names."""
+#: Marks of fp8 recipes in the names of formats.
+_RECIPES = {"mx": "mxfp8", "cs": "tensorwise", "ds": "delayed", "sc": "blockwise"}
+
+
+def _format(row: Row) -> dict[str, object]:
+    """The recipe of a format in 8 bits, where its name says it (``FP8-CS``, ``MXFP8``)."""
+    text = row.get("precision", "").lower()
+    found = re.search(r"(mx)fp8|fp8[-_ ](mx|cs|ds|sc)\b", text)
+    return {"fp8_recipe": _RECIPES[found[1] or found[2]]} if found else {}
+
+
+def _stated(row: Row) -> dict[str, object]:
+    """Settings that the row names in words."""
     named = re.search(r"deepep|hybridep", row.get("ambiguity", ""), re.IGNORECASE)
     if named is None:
-        return habits.execution
-    return dataclasses.replace(
-        habits.execution,
-        moe_token_dispatcher_type=TokenDispatcher.FLEX,
-        moe_flex_dispatcher_backend=FlexBackend(named[0].lower()),
-    )
+        return {}
+    backend = named[0].lower()
+    return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
 
 
 def _offload(row: Row) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from nest_megatron.cluster.records import Precision
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import (
@@ -14,6 +15,7 @@ from nest_megatron.parallel.recompute import (
     RecomputeModule,
     selective_recompute,
 )
+from nest_megatron.solver.space import recompute_settings
 from nest_megatron.validation.measured import ran_out_of_memory
 from nest_megatron.validation.rows import Row, number
 
@@ -44,6 +46,23 @@ def possible_grids(
     """
     for size in _micro_batches(row, grid):
         for recompute in _recomputes(row, spec, grid, keeps_dense):
+            yield dataclasses.replace(grid, micro_batch_size=size, recompute=recompute)
+
+
+def planned_grids(
+    row: Row, spec: TransformerSpec, grid: Grid, precision: Precision
+) -> Iterator[Grid]:
+    """The grid as a search would finish it: every recomputation and micro batch that are unstated.
+
+    What a row states is kept, as a plan keeps what its user set: its time is that of a run that
+    computed so much again.
+    """
+    settings: tuple[Recompute, ...] = (grid.recompute,)
+    if not ran_out_of_memory(row) and not states_recompute(row):
+        layers = -(-spec.num_layers // grid.dims.num_chunks)
+        settings = tuple(recompute_settings(spec, precision, layers))
+    for size in _micro_batches(row, grid):
+        for recompute in settings:
             yield dataclasses.replace(grid, micro_batch_size=size, recompute=recompute)
 
 

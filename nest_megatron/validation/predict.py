@@ -13,6 +13,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import uniform_partition
 from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.solver.backend import solve
 from nest_megatron.solver.one_partition import joined
 from nest_megatron.units import Bytes, Seconds, Ticks, to_seconds
@@ -70,6 +71,13 @@ class Predictor:
         fitting = [i for i, need in enumerate(needs) if need <= problems[i][1].capacity_bytes]
         if not fitting:
             fitting = [needs.index(min(needs))]
+        # Computing something again is never faster than keeping all, where that fits.
+        whole = {_kept(job.grids[i]) for i in fitting if job.grids[i].recompute == NO_RECOMPUTE}
+        fitting = [
+            i
+            for i in fitting
+            if job.grids[i].recompute == NO_RECOMPUTE or _kept(job.grids[i]) not in whole
+        ]
         ticks, best = min((iteration_ticks(problems[i][1], partition), i) for i in fitting)
         grid, problem = problems[best]
         return Prediction(
@@ -80,6 +88,11 @@ class Predictor:
             attention_flops=grid.global_batch_size * attention_flops_per_sequence(model),
             grid=grid,
         )
+
+
+def _kept(grid: Grid) -> Grid:
+    """The grid with nothing computed again."""
+    return dataclasses.replace(grid, recompute=NO_RECOMPUTE)
 
 
 def measured_partition(job: Job, problem: PipelineProblem) -> StagePartition:

@@ -195,7 +195,7 @@ def test_rows_are_written_with_their_reasons(runs: Path, tmp_path: Path) -> None
     assert list(rows) == ["a1", "a2", "a3", "a4"]
     assert float(rows["a1"]["predicted_s"]) > 0
     assert float(rows["a1"]["measured_s"]) == 9.5
-    assert "habits of nemo" in rows["a1"]["assumptions"]
+    assert "defaults of nemo" in rows["a1"]["assumptions"]
     assert (rows["a3"]["refused"], rows["a3"]["predicted_s"]) == ("unknown GPU", "")
 
 

@@ -45,7 +45,7 @@ def test_every_section_is_there(text: str) -> None:
         "Rows that are refused",
         "Fitted constants",
         "Link technologies",
-        "Habits of frameworks",
+        "Targets",
         "How columns are read",
     ]
 

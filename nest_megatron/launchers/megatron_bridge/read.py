@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.target_defaults import BRIDGE_0_3, BRIDGE_2026
+from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.architecture import unpriced_fields
 from nest_megatron.launchers.fields import find, value_or, whole
@@ -79,12 +83,28 @@ def read_recipe(
         fp8_recipe=fp8_recipe,
         uses_fsdp=uses_fsdp(cfg),
         memory_fields={**_memory_fields(cfg), "params_dtype": params_dtype},
+        target=_target(),
         graphs=cuda_graphs({name: value_or(cfg.model, name, None) for name in GRAPH_FIELDS}),
         restored=restored,
         required=data_requirements(cfg, "dataset", micro, PER_TOKEN_LOSS),
         notes=notes if restored is None else (*notes, restored.note()),
     )
     return recipe_of(cfg, spec, sizes, FIELDS)
+
+
+#: The release of Megatron-Bridge in NeMo Framework 26.06 (its ``docs/releases``).
+_SINCE_26_06 = (0, 5)
+
+
+def _target() -> Target:
+    """The installed release; the one that the contract tests know where none is installed."""
+    try:
+        version = importlib.metadata.version("megatron-bridge")
+    except importlib.metadata.PackageNotFoundError:
+        return BRIDGE_0_3
+    found = re.match(r"(\d+)\.(\d+)", version)
+    release = (int(found[1]), int(found[2])) if found else (0, 0)
+    return BRIDGE_2026 if release >= _SINCE_26_06 else BRIDGE_0_3
 
 
 def read_spec(cfg: Any, vocab_size: int | None) -> TransformerSpec:

@@ -8,6 +8,8 @@ from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.memory_flags import not_modelled, text
+from nest_megatron.cost_model.target_defaults import MEGATRON_LM_0_16
+from nest_megatron.cost_model.targets import Target
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.recompute import Recompute
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
@@ -64,6 +66,7 @@ class MegatronJob:
         memory_flags: what memory and traffic depend on beside the layout, by Megatron's names
             (``cost_model/memory_flags.py``).
         graphs: what of it CUDA graphs capture.
+        target: the framework and release whose defaults fill what it leaves open.
         world_size: number of ranks where the launcher says it.
         passthrough: flags that Megatron does not have, kept untouched.
         notes: what was assumed or will be ignored, one sentence each.
@@ -85,6 +88,7 @@ class MegatronJob:
     sharding: DataParallelSharding = DataParallelSharding.DDP
     ckpt_format: str | None = None
     graphs: CudaGraphs | None = None
+    target: Target = MEGATRON_LM_0_16
     memory_flags: Mapping[str, Any]
     use_distributed_optimizer: bool
     overlap_grad_reduce: bool

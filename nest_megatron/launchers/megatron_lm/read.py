@@ -18,6 +18,7 @@ from typing import Any
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.execution_flags import time_notes
 from nest_megatron.cost_model.memory_flags import memory_flags
+from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.launchers.architecture import REFUSED, unpriced
 from nest_megatron.launchers.megatron_lm.job import PARALLEL_ARGUMENTS, MegatronJob
@@ -104,6 +105,7 @@ def job_from_values(
     flags = memory_flags({**values, "params_dtype": params})
     job = MegatronJob(
         version=version,
+        target=target_named(f"megatron_lm_{version}"),
         script=script,
         global_batch_size=values.get("global_batch_size"),
         batch_unit=_batch_unit(values),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.target_defaults import NEMO
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.architecture import unpriced_fields
 from nest_megatron.launchers.fields import ABSENT, class_names, find, value_or, whole
@@ -84,6 +85,7 @@ def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Recipe:
         fp8_recipe=fp8_recipe,
         uses_fsdp=value_or(strategy, "fsdp", None) == "megatron",
         memory_fields={**memory_fields(*holders, strategy), "params_dtype": params_dtype},
+        target=NEMO,
         graphs=cuda_graphs({n: value_or(recipe.model.config, n, None) for n in GRAPH_FIELDS}),
         restored=restored,
         required=data_requirements(recipe, "data", micro, PER_TOKEN_LOSS),

@@ -1,0 +1,144 @@
+"""The framework and release that a job runs on: what it sets unasked, and how fast its kernels are.
+
+One record for every framework, and one way from it to the cost model's settings: the job's own
+flags over the framework's defaults (``cost_model/target_defaults.py``), with the constants that
+were fitted to measured runs of it (``calibration/frameworks.yaml``). Plans, estimates and the
+scores of ``validate`` all take it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from nest_megatron.catalogue_files import catalogue_root
+from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.execution_flags import execution_traits
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.traits import ExecutionTraits
+from nest_megatron.documents import LOADER
+
+_NO_FLAGS: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Default:
+    """What a framework sets where a job does not say.
+
+    Args:
+        argument: by Megatron's name.
+        source: file of the framework, at a release, that sets it.
+        gpu: pattern that the accelerator's name begins with; empty for every one.
+        precision: the number format that it goes with; ``None`` for every one.
+        experts: only with experts (``True``) or only without (``False``).
+    """
+
+    argument: str
+    value: object
+    source: str
+    gpu: str = ""
+    precision: Precision | None = None
+    experts: bool | None = None
+
+    def holds(self, accelerator: str, precision: Precision, *, has_experts: bool) -> bool:
+        """Whether a job on such a device, in such a format, is given it."""
+        return (
+            re.match(self.gpu, accelerator, re.IGNORECASE) is not None
+            and self.precision in (None, precision)
+            and self.experts in (None, has_experts)
+        )
+
+    def words(self) -> str:
+        """The default as a list shows it, with what it goes with.
+
+        >>> Default(argument="fp8_recipe", value="mxfp8", source="", gpu="B200").words()
+        'fp8_recipe mxfp8 (B200)'
+        """
+        value = {True: "on", False: "off", None: "as Megatron"}.get(self.value, self.value)  # type: ignore[call-overload]
+        kinds = {True: "with experts", False: "without experts", None: ""}[self.experts]
+        when = ", ".join(filter(None, (self.gpu, self.precision or "", kinds)))
+        return f"{self.argument} {value}" + (f" ({when})" if when else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A framework at a release.
+
+    Args:
+        name: by which it is chosen (``target=NAME``).
+        framework: in words, with its release.
+        reason: what marks it, for lists.
+        fitted: its entry in ``calibration/frameworks.yaml``, whose values are fields of
+            ``CostSettings``; one that is not there has the cost model's own.
+        defaults: the first that holds counts.
+        cost: fields of ``CostSettings`` and ``ExecutionTraits`` that no argument of Megatron says.
+    """
+
+    name: str
+    framework: str
+    reason: str
+    fitted: str
+    defaults: tuple[Default, ...] = ()
+    cost: Mapping[str, object] = field(default_factory=dict)
+
+    def flags(
+        self, accelerator: str, precision: Precision, *, has_experts: bool = False
+    ) -> Mapping[str, Any]:
+        """What it sets for a job that says nothing, by Megatron's names.
+
+        Args:
+            accelerator: the device's name.
+        """
+        found: dict[str, Any] = {}
+        for default in self.defaults:
+            if default.holds(accelerator, precision, has_experts=has_experts):
+                found.setdefault(default.argument, default.value)
+        return MappingProxyType(found)
+
+    def settings(
+        self,
+        accelerator: str,
+        precision: Precision,
+        flags: Mapping[str, Any] = _NO_FLAGS,
+        *,
+        has_experts: bool = False,
+        **fields: object,
+    ) -> CostSettings:
+        """The cost model's settings of a job that runs on it.
+
+        Args:
+            accelerator: the device's name.
+            flags: what the job itself says, by Megatron's names; ``None`` says nothing.
+            fields: of ``CostSettings`` and ``ExecutionTraits``, over everything else.
+        """
+        said = {name: value for name, value in flags.items() if value is not None}
+        both = {**self.flags(accelerator, precision, has_experts=has_experts), **said}
+        fields = {**self.cost, **fitted_values(self.fitted), **fields}
+        names = {each.name for each in dataclasses.fields(ExecutionTraits)}
+        of_traits: dict[str, Any] = {k: v for k, v in fields.items() if k in names}
+        traits = dataclasses.replace(execution_traits(both, precision), **of_traits)
+        others: dict[str, Any] = {
+            "optimizer_bytes_per_parameter": traits.optimizer_traffic_bytes,
+            **({} if both.get("overlap_grad_reduce", True) else {"dp_overlap": 0.0}),
+            **{k: v for k, v in fields.items() if k not in names},
+        }
+        return CostSettings(target=self.name, precision=precision, traits=traits, **others)
+
+
+def fitted_values(entry: str) -> Mapping[str, float]:
+    """Constants that were fitted to runs of a framework, by fields of ``CostSettings``."""
+    return _calibration().get(entry, {})
+
+
+@functools.cache
+def _calibration() -> Mapping[str, Mapping[str, float]]:
+    path = catalogue_root().joinpath("calibration", "frameworks.yaml")
+    entries = yaml.load(path.read_text(encoding="utf-8"), Loader=LOADER) or {}
+    return {name: entry["values"] for name, entry in entries.items()}

@@ -1,0 +1,116 @@
+"""A plan takes for granted what the published runs of its framework are scored by."""
+
+from __future__ import annotations
+
+import pytest
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
+from nest_megatron.config.request import read_inputs
+from nest_megatron.cost_model.stored_settings import restored_settings, stored_settings
+from nest_megatron.cost_model.target_defaults import (
+    BRIDGE_0_3,
+    BRIDGE_2026,
+    DEFAULT_TARGET,
+    MEGATRON_LM_0_16,
+    NEMO,
+    TARGETS,
+    target_named,
+)
+from nest_megatron.cost_model.targets import Target, fitted_values
+from nest_megatron.errors import UserInputError
+from nest_megatron.validation.frameworks import RULES
+from nest_megatron.validation.job import job_of
+from nest_megatron.validation.models import ModelBook
+
+EVERY = {target.name: target for target in (*TARGETS, *(rule.target for rule in RULES))}
+#: A framework as a row names it -> the target of a plan for it.
+FRAMEWORKS = {
+    "Megatron-LM 23e00ed0, TE 2.11": MEGATRON_LM_0_16,
+    "NeMo 25.11": NEMO,
+    "Megatron-Bridge/MCore 26.02 NeMo Container": BRIDGE_0_3,
+    "Megatron-Bridge/MCore 26.08 NeMo Container": BRIDGE_2026,
+}
+
+
+def row(framework: str, model: str, precision: str) -> dict[str, str]:
+    return {
+        "framework": framework,
+        "model": model,
+        "gpu": "H100-80GB",
+        "gpus_per_node": "8",
+        "n_gpus": "64",
+        "precision": precision,
+        "seq": "4096",
+        "tp": "2",
+        "pp": "1",
+        "gbs": "128",
+        "mbs": "1",
+    }
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize(("model", "name"), [("llama3_8b", "Llama3-8B"), ("mixtral_8x7b", "")])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_plan_assumes_what_runs_of_its_framework_are_scored_by(
+    framework: str, model: str, name: str, precision: str
+) -> None:
+    target = FRAMEWORKS[framework]
+    words = [f"model={model}", "cluster=dgx_h100", "cluster.num_gpus=64"]
+    words += [f"train.precision={precision}", f"target={target.name}"]
+    planned = read_inputs(compose(parse(words))).settings
+    job = job_of(
+        row(framework, name or "Mixtral-8x7B", precision), ModelBook.load(()), as_planned=True
+    )
+    assert job.target is target
+    assert job.settings == planned
+
+
+@pytest.mark.parametrize("target", EVERY.values(), ids=EVERY)
+def test_every_default_names_its_source(target: Target) -> None:
+    assert target.defaults
+    for default in target.defaults:
+        assert default.source, default.argument
+
+
+def test_a_plan_has_the_constants_that_were_fitted_to_its_framework() -> None:
+    words = ["model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=8"]
+    inputs = read_inputs(compose(parse(words)))
+    for name, value in fitted_values(DEFAULT_TARGET.fitted).items():
+        assert getattr(inputs.settings, name) == value
+    assert inputs.settings.target == DEFAULT_TARGET.name
+    assert any(DEFAULT_TARGET.framework in note for note in inputs.notes)
+
+
+def test_a_setting_of_the_user_wins() -> None:
+    words = ["model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=8", "target=nemo_2.7"]
+    inputs = read_inputs(compose(parse([*words, "cost.compute_slowdown=1.5"])))
+    assert inputs.settings.compute_slowdown == 1.5
+    assert not any("No framework is named" in note for note in inputs.notes)
+
+
+def test_flags_of_the_job_win_over_the_defaults() -> None:
+    usual = NEMO.settings("H100", Precision.BF16)
+    wide = NEMO.settings("H100", Precision.BF16, {"grad_reduce_in_bf16": False})
+    assert (usual.traits.gradient_bytes, wide.traits.gradient_bytes) == (2, 4)
+
+
+def test_a_default_goes_with_its_device_and_format() -> None:
+    flags = BRIDGE_2026.flags("GB200-NVL72-186GB", Precision.FP8, has_experts=True)
+    assert flags["fp8_recipe"] == "mxfp8"
+    assert flags["cuda_graph_impl"] == "full_iteration"
+    flags = BRIDGE_2026.flags("H100-SXM-80GB", Precision.FP8, has_experts=False)
+    assert flags["fp8_recipe"] == "tensorwise"
+    assert flags["cuda_graph_impl"] == "none"
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_a_plan_file_keeps_the_target_and_its_settings(target: Target) -> None:
+    settings = target.settings("H100-SXM-80GB", Precision.FP8, has_experts=True)
+    assert restored_settings(stored_settings(settings)) == settings
+
+
+def test_an_unknown_target_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UserInputError, match=r"Did you mean nemo_2\.7"):
+        target_named("nemo27")
