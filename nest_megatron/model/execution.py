@@ -117,6 +117,7 @@ class Execution:
             self.hierarchical_context_parallel_sizes,
             self.cuda_graph_impl,
             self.cuda_graph_scope,
+            self.offload_modules,
         )
 
     @property

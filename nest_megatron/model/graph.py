@@ -128,6 +128,8 @@ class LayerGraph:
         input_bytes: the unit's own input, kept for the backward pass in every recompute mode.
         saved_bytes: bytes kept for the backward pass, by part, each storage once.
         working_bytes: largest extra memory while the unit's backward pass runs.
+        offloaded_bytes: of what is kept, sent to the host in the forward pass and fetched for the
+            backward pass; not among ``saved_bytes``.
     """
 
     operators: tuple[Operator, ...]
@@ -135,6 +137,7 @@ class LayerGraph:
     input_bytes: float
     saved_bytes: tuple[tuple[Part, float], ...]
     working_bytes: float
+    offloaded_bytes: float = 0.0
 
     def __add__(self, other: LayerGraph) -> LayerGraph:
         return LayerGraph(
@@ -143,6 +146,7 @@ class LayerGraph:
             input_bytes=self.input_bytes + other.input_bytes,
             saved_bytes=self.saved_bytes + other.saved_bytes,
             working_bytes=max(self.working_bytes, other.working_bytes),
+            offloaded_bytes=self.offloaded_bytes + other.offloaded_bytes,
         )
 
     def __rmul__(self, count: int) -> LayerGraph:
@@ -152,11 +156,19 @@ class LayerGraph:
             input_bytes=count * self.input_bytes,
             saved_bytes=count * self.saved_bytes,
             working_bytes=self.working_bytes,
+            offloaded_bytes=count * self.offloaded_bytes,
         )
 
     def flops(self) -> float:
         """Forward floating-point operations."""
         return sum(op.flops for op in self.operators)
+
+    def saved_by_part(self) -> dict[Part, float]:
+        """Bytes kept for the backward pass by part, the input apart."""
+        kept: dict[Part, float] = {}
+        for part, num in self.saved_bytes:
+            kept[part] = kept.get(part, 0.0) + num
+        return kept
 
     def total_saved_bytes(self) -> float:
         """Bytes kept for the backward pass without recomputation."""

@@ -220,6 +220,39 @@ def test_inputs_of_layers_on_the_host_leave_two_of_them() -> None:
     assert moved.working_bytes == plain.working_bytes + 2 * plain.saved_bytes
 
 
+@pytest.mark.parametrize("model", ["llama3_8b", "mixtral_8x7b", "deepseek_v3"])
+def test_what_modules_offload_is_kept_no_longer(model: str) -> None:
+    """Bytes that go to the host and those that stay are what the layer kept before."""
+    spec = catalogue.model(model)
+    kind = LayerKind.MOE if spec.is_moe else LayerKind.DENSE
+    plain = decoder_layer_graph(spec, kind, LayerShard())
+    every = (
+        "attn_norm",
+        "qkv_linear",
+        "core_attn",
+        "attn_proj",
+        "mlp_norm",
+        "expert_fc1",
+        "moe_act",
+    )
+    for modules in ((), ("core_attn",), ("expert_fc1", "moe_act"), every):
+        shard = LayerShard(execution=Execution(offload_modules=modules))
+        graph = decoder_layer_graph(spec, kind, shard)
+        kept, before = graph.total_saved_bytes(), plain.total_saved_bytes()
+        assert kept + graph.offloaded_bytes == pytest.approx(before)
+        assert min(graph.saved_by_part().values()) >= 0
+        assert plain.working_bytes <= graph.working_bytes
+        assert graph.working_bytes <= plain.working_bytes + graph.offloaded_bytes
+    assert graph.offloaded_bytes > before * (0.7 if spec.is_moe else 0.25)
+
+
+def test_queries_keys_and_values_go_with_core_attention() -> None:
+    spec = catalogue.model("llama3_8b")
+    shard = LayerShard(execution=Execution(offload_modules=("core_attn",)))
+    moved = decoder_layer_graph(spec, LayerKind.DENSE, shard).offloaded_bytes
+    assert moved == spec.seq_length * (32 + 2 * 8) * 128 * 2
+
+
 def traffic_s(traits: ExecutionTraits, zero: ZeroStage = ZeroStage.OPTIMIZER) -> tuple[float, ...]:
     dims = ParallelDims(data_parallel_size=32)
     settings = settings_of(traits, Precision.FP8)

@@ -14,6 +14,7 @@ from nest_megatron.model.graph import (
     OperatorKind,
     Part,
 )
+from nest_megatron.model.operators.offload import offloaded_attention
 from nest_megatron.model.operators.pieces import (
     FP32,
     Pieces,
@@ -32,13 +33,14 @@ from nest_megatron.model.spec import ModelFamily, TransformerSpec
 def attention_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """The first half of a decoder layer: norm, self-attention, residual."""
     pieces = (_latent_attention if spec.multi_latent_attention else _attention)(spec, shard)
-    return LayerGraph(
+    graph = LayerGraph(
         operators=pieces.operators,
         collectives=pieces.collectives,
         input_bytes=shard.tokens_between_blocks(spec) * spec.hidden_size * shard.activation_bytes,
         saved_bytes=pieces.saved,
         working_bytes=0.0,
     )
+    return offloaded_attention(graph, spec, shard)
 
 
 def _attention_span(spec: TransformerSpec) -> float:

@@ -13,6 +13,7 @@ from nest_megatron.model.graph import (
     OperatorKind,
     Part,
 )
+from nest_megatron.model.operators.offload import offloaded_feed_forward
 from nest_megatron.model.operators.pieces import (
     FP32,
     Pieces,
@@ -29,13 +30,14 @@ from nest_megatron.model.spec import LayerKind, TransformerSpec
 def feed_forward_graph(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) -> LayerGraph:
     """The second half of a decoder layer: norm, MLP or experts, residual."""
     pieces = (_moe if kind is LayerKind.MOE else _mlp)(spec, shard)
-    return LayerGraph(
+    graph = LayerGraph(
         operators=pieces.operators,
         collectives=pieces.collectives,
         input_bytes=0.0,
         saved_bytes=pieces.saved,
         working_bytes=_working_bytes(spec, kind, shard),
     )
+    return offloaded_feed_forward(graph, spec, kind, shard)
 
 
 def _working_bytes(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) -> float:
