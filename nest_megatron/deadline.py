@@ -27,3 +27,8 @@ class Deadline:
     def without(self, seconds: Seconds) -> Deadline:
         """The same, ending earlier."""
         return Deadline(begun_s=self.begun_s, seconds=self.seconds - seconds)
+
+    def within(self, seconds: Seconds) -> Deadline:
+        """The same, or so many seconds from now where that is earlier."""
+        now = time.monotonic()
+        return Deadline(begun_s=now, seconds=min(seconds, self.begun_s + self.seconds - now))

@@ -82,10 +82,10 @@ def test_what_was_looked_at_and_does_not_fit_proves_nothing_of_the_rest(
 ) -> None:
     """Only a search that has seen everything says that nothing fits."""
     refused = []
-    for enough in range(0, 200, 20):
+    for enough in range(0, 250, 25):
         asked = itertools.count()
         monkeypatch.setattr(Deadline, "passed", lambda *_, a=asked, e=enough: next(a) > e)
-        found = plan(request("llama3_70b", num_gpus=8))
+        found = plan(request("llama3_70b", num_gpus=16))
         misfits = sum(found.search.infeasible.values())
         if isinstance(found, EndedEarly):
             refused.append(misfits)

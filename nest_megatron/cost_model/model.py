@@ -218,7 +218,7 @@ class CostModel:
         if key not in self._kinds:
             shard, places = self.shard(grid), self.places(grid.dims)
             kinds = []
-            for kind, count in self._structure(grid.dims)[1]:
+            for kind, count in self.distinct_units(grid.dims):
                 again = elsewhere if kind is LayerKind.MTP else covered
                 run = self.run(kind, places, shard, elsewhere)
                 block = run if again == elsewhere else self.run(kind, places, shard, again)
@@ -232,6 +232,10 @@ class CostModel:
     def sequence(self, dims: ParallelDims) -> bytes:
         """Which of the distinct units stands at each place."""
         return self._structure(dims)[0]
+
+    def distinct_units(self, dims: ParallelDims) -> tuple[tuple[LayerKind, ParameterCount], ...]:
+        """The distinct units, with their parameters on one rank."""
+        return self._structure(dims)[1]
 
     def parameters(self, dims: ParallelDims) -> ParameterCount:
         """Parameters of all units together, were they on one pipeline rank."""
@@ -368,9 +372,9 @@ class CostModel:
             prices = parameter_prices(
                 dims, zero, self.traffic(dims, zero), per_rank, self._step, self.settings
             )
-            _, distinct, _ = self._structure(dims)
             self._held[key] = tuple(
-                replica_cost(kind, count, prices, zero, self.settings) for kind, count in distinct
+                replica_cost(kind, count, prices, zero, self.settings)
+                for kind, count in self.distinct_units(dims)
             )
         return self._held[key]
 

@@ -52,6 +52,8 @@ __all__ = [
 
 #: Time that is kept for what follows a search: pricing its answer and telling it.
 _REPORT_SHARE, _REPORT_S = 0.1, 0.5
+#: Time to say why there is no plan and what would help: a share of all, or that many seconds.
+_ANALYSIS_SHARE, _ANALYSIS_S = 1 / 30, 2.0
 #: Share of the time after which a search without a plan looks for any.
 _SHORT_OF_TIME = 0.25
 #: Called with (candidates solved, best time so far in seconds or None, proven bound in seconds).
@@ -87,7 +89,8 @@ def plan(
             search=record,
         )
     refuse_if_nothing_is_legal(request, searched.result, deadline)
-    return no_plan(request, searched.model, record, deadline)
+    analysis = deadline.within(max(_ANALYSIS_S, _ANALYSIS_SHARE * deadline.seconds))
+    return no_plan(request, searched.model, record, analysis)
 
 
 def estimate_plan(

@@ -17,7 +17,7 @@ from nest_megatron.planner.conflict import binding, single_relaxations
 from nest_megatron.planner.request import PlanRequest
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.ranking import SearchResult
-from nest_megatron.solver.room import Shortage, least_memory
+from nest_megatron.solver.room import Shortage, fits, least_memory
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
 
@@ -113,9 +113,9 @@ def _remedies(request: PlanRequest, missing: int, deadline: Deadline) -> list[st
     batch = request.global_batch_size
     if enough := _smallest_that_fits(request, deadline):
         found.append(f"cluster.num_gpus={enough}")
-    free = SearchSpace(use_all_gpus=request.space.use_all_gpus)
-    if request.space != free and _fits(dataclasses.replace(request, space=free), deadline):
-        found.append(f"leave free what is fixed ({', '.join(_given(request.space))})")
+    given = _given(request.space)
+    if given and _fits(dataclasses.replace(request, space=_freed(request.space)), deadline):
+        found.append(f"leave free what is fixed ({', '.join(given)})")
     offer = request.offer
     if offer is not None and _fits(dataclasses.replace(request, space=offer.space), deadline):
         found.append(f"another data-parallel sharding: {offer.free}")
@@ -135,6 +135,21 @@ def _at_own_risk(request: PlanRequest, missing: int) -> list[str]:
         return []
     rounded = math.floor(1000 * margin) / 1000
     return [f"memory.margin={rounded:g}, at your own risk: it may run out of memory"]
+
+
+def _freed(space: SearchSpace) -> SearchSpace:
+    """A space without what ``_given`` names; what the framework or the run limits stays."""
+    everything = SearchSpace()
+    return dataclasses.replace(
+        space,
+        fixed={},
+        limits={},
+        partition=None,
+        recompute=None,
+        sharding=None,
+        zero_stages=everything.zero_stages,
+        rank_orders=everything.rank_orders,
+    )
 
 
 def _given(space: SearchSpace) -> list[str]:
@@ -158,36 +173,36 @@ def _smallest_that_fits(request: PlanRequest, deadline: Deadline) -> int | None:
     cluster = request.cluster
     node, size = cluster.gpus_per_node, cluster.num_gpus
 
-    def fits(num_gpus: int) -> bool:
+    def enough(num_gpus: int) -> bool:
         return _fits(dataclasses.replace(request, cluster=cluster.resized(num_gpus)), deadline)
 
-    while size <= LARGEST_CLUSTER and not deadline.passed():
+    while True:
         below, size = size, 2 * size if 2 * size <= node else -(-2 * size // node) * node
-        if fits(size):
-            while size - below > node and not deadline.passed():
-                middle = below + (size - below) // (2 * node) * node
-                below, size = (below, middle) if fits(middle) else (middle, size)
-            return size
-    return None
+        if size > LARGEST_CLUSTER or deadline.passed():
+            return None
+        if enough(size):
+            break
+    if size <= node:
+        return size
+    fewer, nodes = below // node, size // node
+    while nodes - fewer > 1 and not deadline.passed():
+        middle = (fewer + nodes) // 2
+        fewer, nodes = (fewer, middle) if enough(middle * node) else (middle, nodes)
+    return nodes * node
 
 
 def _fits(request: PlanRequest, deadline: Deadline) -> bool:
     """Whether some plan fits, as far as there was time to find one."""
     model = CostModel(request.spec, request.cluster, request.settings, request.times)
-    return bool(_new_search(request, model, deadline, first_fit=True).run().plans)
+    return fits(_new_search(request, model, deadline), deadline.passed)
 
 
-def _new_search(
-    request: PlanRequest, model: CostModel, deadline: Deadline, *, first_fit: bool = False
-) -> Search:
+def _new_search(request: PlanRequest, model: CostModel, deadline: Deadline) -> Search:
     return Search(
         model,
         request.global_batch_size,
         request.space,
         solver_of(choose(request.backend), deadline.passed),
-        first_fit=first_fit,
-        out_of_time=deadline.passed,
-        short_of_time=lambda: first_fit,
     )
 
 

@@ -1,4 +1,4 @@
-"""Lower bounds of grids that need no stage problem; all are proven, none is sharp."""
+"""Lower bounds on the step that need no stage problem; all are proven, none is sharp."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from nest_megatron.cost_model.keys import split_block
-from nest_megatron.cost_model.memory import parameter_bytes
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.unit_cost import replicas
 from nest_megatron.model.spec import LayerKind
-from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
@@ -20,7 +17,6 @@ from nest_megatron.parallel.recompute import (
     RecomputeMethod,
     RecomputeModule,
 )
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.units import Ticks, to_ticks
 
 #: Units that blocks of recomputation count.
@@ -101,14 +97,6 @@ class Bounds:
                 )
                 bounds[key] = self._evenly(grid, work)
         return min(bounds.values(), default=self.floor)
-
-    def least_static_bytes(self, dims: ParallelDims, zero: ZeroStage) -> float:
-        """Weights and states of the fullest stage are at least the mean over stages."""
-        dense, expert = replicas(dims)
-        count = self.model.parameters(dims)
-        each = parameter_bytes(zero, dense, expert, self.model.settings)
-        total = count.dense * each.least_dense + count.expert * each.expert.total
-        return total / dims.pipeline_model_parallel_size - self._num_units
 
     def pipeline(self, grid: Grid, recompute: Recompute) -> Ticks:
         """A balanced pipeline with its fill and drain (plain schedule), or with none.

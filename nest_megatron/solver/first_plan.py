@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.choices import sparing
 from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.memory_bounds import MemoryBounds
 from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolver
 from nest_megatron.solver.ranking import SolvedGrid
 
@@ -20,7 +20,7 @@ _MOST_TRIED = 16
 _FOR_STATES = 0.5
 
 
-def first_plan(grids: GridSpace, bounds: Bounds, solve: StageSolver) -> SolvedGrid | None:
+def first_plan(grids: GridSpace, memory: MemoryBounds, solve: StageSolver) -> SolvedGrid | None:
     """A plan that fits, from the grids that a rule of thumb would try.
 
     Tensor parallelism as wide as it goes, then as much context parallelism as it takes, experts
@@ -31,8 +31,8 @@ def first_plan(grids: GridSpace, bounds: Bounds, solve: StageSolver) -> SolvedGr
     Returns:
         ``None`` if none of these fits: the search itself has to tell.
     """
-    for grid in itertools.islice(_tried(grids, bounds), _MOST_TRIED):
-        stages = StageProblems(bounds.model, grid)
+    for grid in itertools.islice(_tried(grids, memory), _MOST_TRIED):
+        stages = StageProblems(memory.model, grid)
         for recompute in sparing(grids.recompute_settings(grid)):
             found = solve(stages.problem(recompute), NO_THRESHOLD, 1)
             if found.boundaries:
@@ -43,8 +43,8 @@ def first_plan(grids: GridSpace, bounds: Bounds, solve: StageSolver) -> SolvedGr
     return None
 
 
-def _tried(grids: GridSpace, bounds: Bounds) -> Iterator[Grid]:
-    capacity = bounds.model.capacity_bytes
+def _tried(grids: GridSpace, memory: MemoryBounds) -> Iterator[Grid]:
+    capacity = memory.model.capacity_bytes
     for shard in _shards(grids):
         needed = {}
         for grid in grids.grids(shard):
@@ -52,7 +52,7 @@ def _tried(grids: GridSpace, bounds: Bounds) -> Iterator[Grid]:
             allowed = grids.zero_stages(grid.dims)
             if laid is not None and allowed:
                 laid = dataclasses.replace(laid, zero=max(allowed))
-                needed[laid] = bounds.least_static_bytes(laid.dims, laid.zero)
+                needed[laid] = memory.of_states(laid.dims, laid.zero)
         roomy = next((grid for grid in needed if needed[grid] <= _FOR_STATES * capacity), None)
         if roomy is not None:
             yield roomy

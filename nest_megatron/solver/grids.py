@@ -138,6 +138,23 @@ class GridSpace:
                         sequence_parallel=shard.sequence_parallel,
                     )
 
+    def pipelines(self, dims: ParallelDims) -> Iterator[ParallelDims]:
+        """Every pipeline that some shard with these tensor and expert degrees may have.
+
+        Context ranks count as data-parallel ones: states are divided over both alike.
+        """
+        tp, world = dims.tensor_model_parallel_size, dims.world_size
+        name = "pipeline_model_parallel_size"
+        for pp in self.space.values(name, world // tp, self.model.cluster):
+            if pp <= self._num_units and world // pp % dims.expert_ranks == 0:
+                yield ParallelDims(
+                    tensor_model_parallel_size=tp,
+                    pipeline_model_parallel_size=pp,
+                    data_parallel_size=world // tp // pp,
+                    expert_model_parallel_size=dims.expert_model_parallel_size,
+                    expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
+                )
+
     def _pipeline_sizes(self, shard: Grid) -> list[int]:
         dims, fixed = shard.dims, self.space.fixed
         replicas_and_stages = dims.data_parallel_size

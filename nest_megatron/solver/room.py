@@ -1,11 +1,14 @@
-"""How much memory a job needs at the least, for when nothing fits."""
+"""How much memory a job needs at the least, for when nothing fits; no step is priced for it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import Recompute
@@ -14,6 +17,8 @@ from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, OutOfTime, StageSol
 from nest_megatron.solver.search import UNLIMITED, Search
 from nest_megatron.units import Bytes
 
+_STATES, _SHARD, _FAMILY = range(3)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
@@ -21,6 +26,31 @@ class Shortage:
 
     grid: Grid
     needed_bytes: Bytes
+
+
+def fits(search: Search, out_of_time: OutOfTime = lambda: False) -> bool:
+    """Whether some plan of a search's space fits; once time is out, only if one was found.
+
+    Args:
+        search: a search of the job; its own run does not matter.
+    """
+    memory, capacity = search.memory, search.model.capacity_bytes
+    for shard in sorted(search.grids.shards(), key=memory.of_shard_states):
+        if out_of_time() or memory.of_shard_states(shard) > capacity:
+            return False
+        if memory.of_shard(shard) <= capacity:
+            for family in _families(search, shard):
+                if memory.of_family(family) <= capacity and _has_plan(search, family):
+                    return True
+    return False
+
+
+def _has_plan(search: Search, family: Grid) -> bool:
+    stages = StageProblems(search.model, family)
+    return any(
+        _has_partition(search.solve_stages, stages.problem(recompute))
+        for recompute in _sparing(search, family)
+    )
 
 
 def least_memory(search: Search, out_of_time: OutOfTime = lambda: False) -> Shortage | None:
@@ -34,46 +64,75 @@ def least_memory(search: Search, out_of_time: OutOfTime = lambda: False) -> Shor
         ``None`` if the space is empty.
     """
     best: Shortage | None = None
-    for grid in _families(search):
-        if best is not None and out_of_time():
+    for least, grid in _by_bound(search):
+        if best is not None and (least >= best.needed_bytes or out_of_time()):
             break
-        capacity = best.needed_bytes if best else UNLIMITED
-        if search.bounds.least_static_bytes(grid.dims, grid.zero) >= capacity:
-            continue
         stages = StageProblems(search.model, grid)
-        for recompute in sparing(search.grids.recompute_settings(grid)):
-            needed = _least_capacity(search.solve_stages, stages, recompute, capacity - 1)
+        for recompute in _sparing(search, grid):
+            most = best.needed_bytes - 1 if best else UNLIMITED
+            needed = _least_capacity(search.solve_stages, stages, recompute, int(least), most)
             if needed is not None:
-                capacity = needed
                 candidate = dataclasses.replace(grid, recompute=recompute)
                 best = Shortage(grid=candidate, needed_bytes=needed)
     return best
 
 
-def _families(search: Search) -> Iterator[Grid]:
-    for shard in search.grids.shards():
-        for grid in search.grids.grids(shard):
+def _sparing(search: Search, grid: Grid) -> Sequence[Recompute]:
+    """Settings of which one keeps least; where one partition is given, any of them may."""
+    settings = search.grids.recompute_settings(grid)
+    return settings if search.only_one else sparing(settings)
+
+
+def _by_bound(search: Search) -> Iterator[tuple[float, Grid]]:
+    """Families of the space, those first that can need least memory, with the bound."""
+    bounds, serial = search.memory, itertools.count()
+    heap = [
+        (bounds.of_shard_states(shard), next(serial), _STATES, shard)
+        for shard in search.grids.shards()
+    ]
+    heapq.heapify(heap)
+    while heap:
+        least, _, level, grid = heapq.heappop(heap)
+        if level == _FAMILY:
+            yield least, grid
+        elif level == _STATES:
+            heapq.heappush(heap, (bounds.of_shard(grid), next(serial), _SHARD, grid))
+        else:
+            for family in _families(search, grid):
+                bound = bounds.of_family(family)
+                heapq.heappush(heap, (bound, next(serial), _FAMILY, family))
+
+
+def _families(search: Search, shard: Grid) -> Iterator[Grid]:
+    """Of the rank orders the first stands for all: they change no rank's memory."""
+    seen = 0
+    for grid in search.grids.grids(shard):
+        if grid.dims.pipeline_model_parallel_size != seen:
+            seen = grid.dims.pipeline_model_parallel_size
             yield from search.grids.families(grid)
 
 
+def _has_partition(solve: StageSolver, problem: PipelineProblem) -> bool:
+    return solve(problem, 0, DEFAULT_NODE_LIMIT).status is not Status.INFEASIBLE
+
+
 def _least_capacity(
-    solve: StageSolver, stages: StageProblems, recompute: Recompute, enough: Bytes
+    solve: StageSolver, stages: StageProblems, recompute: Recompute, low: Bytes, high: Bytes
 ) -> Bytes | None:
-    """Smallest capacity up to ``enough`` with which some partition fits, by halving."""
+    """Smallest capacity above a lower bound, up to ``high``, with which some partition fits."""
 
-    def fits(capacity: Bytes) -> bool:
-        problem = stages.problem(recompute, capacity_bytes=capacity)
-        return solve(problem, 0, DEFAULT_NODE_LIMIT).status is not Status.INFEASIBLE
+    def enough(capacity: Bytes) -> bool:
+        return _has_partition(solve, stages.problem(recompute, capacity_bytes=capacity))
 
-    if not fits(enough):
+    if not enough(high):
         return None
-    low, high = 0, enough
-    while high > 2 * max(1, low) and fits(high // 2):
-        high //= 2
-    low = high // 2
+    low, step = low - 1, 1
+    while low + step < high and not enough(low + step):
+        low, step = low + step, 2 * step
+    high = min(high, low + step)
     while high - low > 1:
         middle = (low + high) // 2
-        if fits(middle):
+        if enough(middle):
             high = middle
         else:
             low = middle

@@ -18,15 +18,14 @@ from collections.abc import Callable, Iterator
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.stage_problems import StageProblems
-from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute, RecomputeModule
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver import nodes
 from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.choices import Choices, sort_settings
 from nest_megatron.solver.first_plan import first_plan
 from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.memory_bounds import MemoryBounds
 from nest_megatron.solver.nodes import BLOCKS, FAMILY, GRID, MEMBERS, SHARD, VARIANT, Node
 from nest_megatron.solver.one_partition import check_partition, judging, judging_even
 from nest_megatron.solver.outcome import (
@@ -54,7 +53,6 @@ class Search:
     Args:
         solve_stages: the stage solver, compiled or reference.
         num_layouts: how many layouts to rank exactly.
-        first_fit: stop at the first plan that fits; its time means nothing.
         out_of_time: asked now and then; once true the search stops with what it has proven.
         short_of_time: asked as well while no plan is known; once true, any plan is looked for.
         on_progress: called with (candidates solved, best so far, proven bound), in ticks.
@@ -68,7 +66,6 @@ class Search:
         solve_stages: StageSolver,
         *,
         num_layouts: int = 11,
-        first_fit: bool = False,
         out_of_time: OutOfTime = lambda: False,
         short_of_time: OutOfTime = lambda: False,
         on_progress: Callable[[int, Ticks, Ticks], None] | None = None,
@@ -76,6 +73,7 @@ class Search:
         self.model = model
         self.grids = GridSpace(model, global_batch_size, space)
         self.bounds = Bounds(model, global_batch_size)
+        self.memory = MemoryBounds(model, self.grids)
         self.solve_stages = solve_stages
         self.only_one = space.partition is not None or space.even_stages
         if space.partition is not None:
@@ -84,7 +82,6 @@ class Search:
         elif space.even_stages:
             self.solve_stages = judging_even(solve_stages, model.spec)
         self.num_layouts = num_layouts
-        self.first_fit = first_fit
         self.out_of_time = out_of_time
         self.short_of_time = short_of_time
         self.wants_any = True
@@ -105,14 +102,20 @@ class Search:
         return self._result(drained=self.enumerated and self._drain())
 
     def _enumerate(self) -> bool:
-        """Put every shard on the heap; false if time ran out."""
+        """Put every shard with room for its states on the heap; false if time ran out."""
+        refused = 0
         for grid in self.grids.shards():
             if self._has_to_end():
                 return False
-            if self.worst_kept < 0:  # the first plan that fits is enough
-                return True
-            self.candidates += self.grids.num_candidates_of_shard(grid)
-            self._push(self.bounds.even(grid), grid, SHARD)
+            candidates = self.grids.num_candidates_of_shard(grid)
+            if self._exceeds(self.memory.of_shard_states(grid)):
+                refused += candidates
+            else:
+                self.candidates += candidates
+                self._push(self.bounds.even(grid), grid, SHARD)
+        if refused:  # told only once all are, so that a search that ends before has not seen them
+            self.candidates += refused
+            self.infeasible[NO_STATES] = refused
         return True
 
     def _has_to_end(self) -> bool:
@@ -120,7 +123,7 @@ class Search:
         if self.wants_any and (self.best or self.short_of_time()):
             self.wants_any = False
             if not self.best:
-                found = first_plan(self._new_grids(), self.bounds, self.solve_stages)
+                found = first_plan(self._new_grids(), self.memory, self.solve_stages)
                 if found is not None:
                     self._keep(found)
         return self.out_of_time()
@@ -201,7 +204,13 @@ class Search:
         mine = self.best.get(layout_of(grid))
         return self.worst_kept if mine is None else min(mine.iteration, self.worst_kept)
 
+    def _exceeds(self, least_bytes: float) -> bool:
+        return least_bytes > self.model.capacity_bytes
+
     def _expand_shard(self, node: Node) -> None:
+        if self._exceeds(self.memory.of_shard(node.grid)):
+            self.infeasible[NO_ROOM] += self.grids.num_candidates_of_shard(node.grid)
+            return
         for grid in self.grids.grids(node.grid):
             bound = max(node.bound, self.bounds.even(grid) + self.bounds.waits(grid))
             if bound <= self._threshold(grid):
@@ -210,7 +219,7 @@ class Search:
     def _expand_grid(self, node: Node) -> None:
         grid, threshold = node.grid, self._threshold(node.grid)
         allowed = self.grids.zero_stages(grid.dims)
-        roomy = [zero for zero in allowed if self._has_room_for_states(grid.dims, zero)]
+        roomy = [z for z in allowed if not self._exceeds(self.memory.of_states(grid.dims, z))]
         for laid in self.grids.interleavings(grid):
             if len(roomy) < len(allowed):
                 refused = len(allowed) - len(roomy)
@@ -220,11 +229,11 @@ class Search:
                 for zero in roomy:
                     self._push(bound, dataclasses.replace(laid, zero=zero), FAMILY)
 
-    def _has_room_for_states(self, dims: ParallelDims, zero: ZeroStage) -> bool:
-        return self.bounds.least_static_bytes(dims, zero) <= self.model.capacity_bytes
-
     def _expand_family(self, node: Node) -> None:
         """Bound the stage problem itself."""
+        if self._exceeds(self.memory.of_family(node.grid)):
+            self.infeasible[NO_ROOM] += self.grids.num_candidates(node.grid)
+            return
         stages = StageProblems(self.model, node.grid)
         roomy = self._bound_in_unlimited_memory(stages, NO_RECOMPUTE)
         if roomy.status is not Status.BOUNDED:
@@ -389,8 +398,6 @@ class Search:
         if len(self.best) >= self.num_layouts:
             times = sorted(kept.iteration for kept in self.best.values())
             self.worst_kept = times[self.num_layouts - 1]
-        if self.first_fit:
-            self.worst_kept = -1
         if self.on_progress and self.enumerated:
             best = min(kept.iteration for kept in self.best.values())
             self.on_progress(self.solved, best, min(best, self._open_bound()))

@@ -18,7 +18,8 @@ from nest_megatron.parallel.recompute import (
 from nest_megatron.solver import backend
 from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.grids import GridSpace
-from nest_megatron.solver.outcome import NO_THRESHOLD
+from nest_megatron.solver.memory_bounds import MemoryBounds
+from nest_megatron.solver.outcome import NO_THRESHOLD, Status
 from nest_megatron.solver.search import UNLIMITED
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
@@ -37,6 +38,7 @@ def test_bounds_are_below_every_candidate(name: str) -> None:
     }
     space = SearchSpace(limits=limits)
     grids, bounds = GridSpace(model, 128, space), Bounds(model, 128)
+    memory = MemoryBounds(model, grids)
     checked = 0
     for number, shard in enumerate(grids.shards()):
         for grid in grids.grids(shard) if number % 7 == 0 else ():
@@ -50,9 +52,12 @@ def test_bounds_are_below_every_candidate(name: str) -> None:
                     assert bounds.even(shard) <= found.iteration
                     assert bounds.even(candidate, recompute) <= found.iteration
                     assert bounds.pipeline(candidate, recompute) <= found.iteration
-                    least = bounds.least_static_bytes(candidate.dims, candidate.zero)
-                    needed = [problem.costs[k].static_bytes for k in problem.unit_kinds]
-                    assert least <= sum(needed) / problem.num_stages
+                    least = memory.of_family(candidate)
+                    states = memory.of_states(candidate.dims, candidate.zero)
+                    coarse = (states, memory.of_shard_states(shard), memory.of_shard(shard))
+                    assert max(coarse) <= least + 10_000  # what rounding each unit may take
+                    tight = dataclasses.replace(problem, capacity_bytes=int(least) - 1)
+                    assert SOLVE(tight, 0, 20_000).status is Status.INFEASIBLE
                     checked += 1
     assert checked > 100
 

@@ -1,0 +1,191 @@
+"""Lower bounds on the memory of the fullest GPU, with no stage problem and no step priced.
+
+A rank that holds a layer takes at least ``w``, what computing one layer again takes, whatever is
+computed again: the layer's activations are there at once, kept or made anew. Beside it lie the
+states of its units and, for each of ``l_r`` micro batches on their way, the inputs of its layers.
+With ``s`` bytes of states and ``a`` of inputs a unit, ``C`` bytes hold at most
+``(C - w) / (s + l_r a)`` units on rank ``r``, and the ranks together have to hold them all.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections import Counter
+from typing import NamedTuple
+
+from nest_megatron.cost_model.keys import inner_degrees
+from nest_megatron.cost_model.layer_cost import UnitTimes
+from nest_megatron.cost_model.memory import parameter_bytes, unsharded_bytes
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.schedule import peak_live_chunks
+from nest_megatron.cost_model.unit_cost import replicas
+from nest_megatron.model.spec import LayerKind
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.recompute import RecomputeMethod
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.solver.grids import GridSpace
+
+_OUTSIDE_LAYERS = (LayerKind.EMBEDDING, LayerKind.HEAD)
+
+
+class _States(NamedTuple):
+    """States of a pipeline: the mean of its ranks, and of each kind one unit, kept and gathered.
+
+    ``whole`` is the sum of the units.
+    """
+
+    mean: float
+    whole: float
+    units: tuple[float, ...]
+    unsharded: tuple[int, ...]
+
+
+class _Activations(NamedTuple):
+    """Of each kind what one unit keeps at least, and what it takes beside that at work."""
+
+    kept: tuple[float, ...]
+    working: tuple[float, ...]
+
+
+class MemoryBounds:
+    """Bounds on the memory of grids of one job; what grids share is computed once."""
+
+    def __init__(self, model: CostModel, grids: GridSpace) -> None:
+        self.model = model
+        self.grids = grids
+        kinds = Counter(model.spec.layer_kinds())
+        self._kinds, self._counts = tuple(kinds), tuple(kinds.values())
+        self._num_units = kinds.total()
+        self._num_outside = sum(kinds[kind] for kind in _OUTSIDE_LAYERS)
+        recompute = grids.space.recompute
+        uniform = recompute is not None and recompute.method is RecomputeMethod.UNIFORM
+        self._group = (recompute.num_layers or 1) if recompute and uniform else 1
+        self._states: dict[object, _States] = {}
+        self._pipelines: dict[object, list[tuple[int, _States]]] = {}
+        self._activations: dict[object, _Activations] = {}
+
+    def of_states(self, dims: ParallelDims, zero: ZeroStage) -> float:
+        """Weights and states of the fullest rank are at least the mean over ranks."""
+        return self._of_pipeline(dims, zero).mean
+
+    def of_shard_states(self, shard: Grid) -> float:
+        """The same over all pipelines and ZeRO stages of a shard."""
+        return min((states.mean for _, states in self._of_pipelines(shard.dims)), default=math.inf)
+
+    def of_shard(self, shard: Grid) -> float:
+        """Activations of at least one micro batch with them, on every rank."""
+        active = self._active(shard)
+        kept = sum(map(operator.mul, self._counts, active.kept))
+        least = math.inf
+        for p, states in self._of_pipelines(shard.dims):
+            beside, without = self._at_work(states, active, p)
+            needed = beside + (states.whole + kept - without) / p
+            least = min(least, max(states.mean, needed))
+        return least - 2 * self._num_units
+
+    def _of_pipelines(self, dims: ParallelDims) -> list[tuple[int, _States]]:
+        """Each size and ZeRO stage of a pipeline that shards of these degrees may have."""
+        tp, _, ep, etp = inner_degrees(dims)
+        key = (dims.world_size, tp, ep, etp)
+        if key not in self._pipelines:
+            self._pipelines[key] = [
+                (pipeline.pipeline_model_parallel_size, self._of_pipeline(pipeline, zero))
+                for pipeline in self.grids.pipelines(dims)
+                for zero in self.grids.zero_stages(pipeline)
+            ]
+        return self._pipelines[key]
+
+    def of_family(self, grid: Grid) -> float:
+        """A grid with its virtual stages and ZeRO stage, whatever is computed again."""
+        dims = grid.dims
+        p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
+        live = _least_live(p, v, grid.num_microbatches)
+        return self._fullest(self._of_pipeline(dims, grid.zero), self._active(grid), live)
+
+    def _fullest(self, states: _States, active: _Activations, live: Counter[int]) -> float:
+        """Any weights of the units give a bound; these are near the best.
+
+        Args:
+            live: on how many ranks how many micro batches are on their way.
+        """
+        p = live.total()
+        beside, without = self._at_work(states, active, p)
+        mean_live = sum(count * ranks for count, ranks in live.items()) / p
+        units = list(zip(self._counts, states.units, active.kept, strict=True))
+        weights = [s + mean_live * a for _, s, a in units]
+        held = {
+            count: max(
+                w / (s + count * a) for (_, s, a), w in zip(units, weights, strict=True) if w
+            )
+            for count in live
+        }
+        total = sum(map(operator.mul, self._counts, weights)) - without * max(held.values())
+        spread = beside + total / sum(ranks * held[count] for count, ranks in live.items())
+        one_kind = max(
+            w + u + -(-n // p) * (s + min(live) * a)
+            for (n, s, a), w, u in zip(units, active.working, states.unsharded, strict=True)
+        )
+        return max(states.mean, spread, one_kind) - self._num_units * (1 + max(live))
+
+    def _at_work(self, states: _States, active: _Activations, p: int) -> tuple[float, float]:
+        """What a layer at work takes on a rank, and on all ranks that may hold none together."""
+        at_work = [w + u for w, u in zip(active.working, states.unsharded, strict=True) if w]
+        beside = max(at_work) if p == 1 else min(at_work)
+        return beside, min(self._num_outside, p - 1) * beside
+
+    def _active(self, grid: Grid) -> _Activations:
+        key = self.model.shard_key(grid)
+        if key not in self._activations:
+            places, shard = self.model.places(grid.dims), self.model.shard(grid)
+            self._activations[key] = _Activations(
+                *zip(
+                    *(
+                        self._least(kind, self.model.unit_time(kind, places, shard))
+                        for kind in self._kinds
+                    ),
+                    strict=True,
+                )
+            )
+        return self._activations[key]
+
+    def _least(self, kind: LayerKind, unit: UnitTimes) -> tuple[float, float]:
+        """Kept and at work; embedding and head are never computed again, nor alone on a rank."""
+        whole = sum(unit.saved_bytes.values())
+        if kind in _OUTSIDE_LAYERS:
+            return unit.input_bytes + whole, 0.0
+        return unit.input_bytes / self._group, unit.working_bytes + whole
+
+    def _of_pipeline(self, dims: ParallelDims, zero: ZeroStage) -> _States:
+        tp, _, ep, etp = inner_degrees(dims)
+        key = (tp, ep, etp, dims.pipeline_model_parallel_size, replicas(dims), zero)
+        if key not in self._states:
+            self._states[key] = self._sum_states(dims, zero)
+        return self._states[key]
+
+    def _sum_states(self, dims: ParallelDims, zero: ZeroStage) -> _States:
+        dense, expert = replicas(dims)
+        settings, count = self.model.settings, self.model.parameters(dims)
+        each = parameter_bytes(zero, dense, expert, settings)
+        total = count.dense * each.least_dense + count.expert * each.expert.total
+        own = self.model.distinct_units(dims)
+        units = [min(each.of_unit(k, c).total for k, c in own if k is kind) for kind in self._kinds]
+        return _States(
+            mean=total / dims.pipeline_model_parallel_size - self._num_units,
+            whole=sum(map(operator.mul, self._counts, units)),
+            units=tuple(units),
+            unsharded=tuple(
+                min(unsharded_bytes(c.total, zero, settings) for k, c in own if k is kind)
+                for kind in self._kinds
+            ),
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _least_live(p: int, v: int, m: int) -> Counter[int]:
+    """On how many ranks how many micro batches keep activations in all chunks at once."""
+    if v == 1:
+        return Counter(min(m, p - rank) for rank in range(p))
+    return Counter(max(map(min, peak_live_chunks(p, v, m, rank))) for rank in range(p))

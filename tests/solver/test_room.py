@@ -1,0 +1,118 @@
+"""What fits is told by memory alone, as looking at everything tells it, and with little work."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.pipeline import PipelineProblem, evaluate
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.deadline import Deadline
+from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity, RecomputeMethod
+from nest_megatron.planner import NoPlan, PlanRequest, plan, shortage
+from nest_megatron.solver.chunk_space import partitions
+from nest_megatron.solver.outcome import StageSolution
+from nest_megatron.solver.room import fits, least_memory
+from nest_megatron.solver.search import Search
+from nest_megatron.solver.space import SearchSpace
+from tests import catalogue
+from tests.solver.jobs import KERNEL, search, small_cluster, small_spec
+
+SMALL = SearchSpace(limits={"micro_batch_size": 2, "virtual_pipeline_model_parallel_size": 2})
+UNIFORM = Recompute(
+    granularity=RecomputeGranularity.FULL, method=RecomputeMethod.UNIFORM, num_layers=2
+)
+SPACES = (SMALL, dataclasses.replace(SMALL, recompute=UNIFORM))
+
+
+def least_of_everything(asked: Search) -> int:
+    """The least peak of any partition of any candidate."""
+    return min(
+        max(rank.total for rank in evaluate(problem, cut).memory)
+        for shard in asked.grids.shards()
+        for grid in asked.grids.grids(shard)
+        for family in asked.grids.families(grid)
+        for recompute in asked.grids.recompute_settings(family)
+        for problem in [asked.model.problem(dataclasses.replace(family, recompute=recompute))]
+        for cut in partitions(problem)
+    )
+
+
+@pytest.mark.parametrize("space", SPACES, ids=["free", "uniform"])
+@pytest.mark.parametrize("seed", range(12))
+def test_least_memory_is_that_of_looking_at_everything(seed: int, space: SearchSpace) -> None:
+    rng = random.Random(seed)
+    spec, cluster = small_spec(rng), small_cluster(rng).resized(rng.choice([1, 2, 4]))
+    asked = search(spec, cluster, 8, space)
+    found = least_memory(asked)
+    assert found is not None
+    assert found.needed_bytes == least_of_everything(asked)
+    for memory, enough in ((found.needed_bytes - 1, False), (found.needed_bytes, True)):
+        asked.model.capacity_bytes = memory
+        assert fits(asked) == enough
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_fits_is_what_a_search_finds(seed: int) -> None:
+    rng = random.Random(seed)
+    spec, cluster = small_spec(rng), small_cluster(rng)
+    found = search(spec, cluster, 8, SMALL).run()
+    assert fits(search(spec, cluster, 8, SMALL)) == bool(found.plans)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "num_gpus", "precision"),
+    [
+        ("kimi_k2", "dgx_h100", 96, Precision.BF16),
+        ("deepseek_v3", "dgx_h100", 64, Precision.BF16),
+        ("deepseek_v3", "gb200_nvl72", 36, Precision.FP8),
+    ],
+)
+def test_proof_that_nothing_fits_takes_little_work(
+    model: str, cluster: str, num_gpus: int, precision: Precision
+) -> None:
+    asked = 0
+
+    def counted(problem: PipelineProblem, threshold: int, node_limit: int) -> StageSolution:
+        nonlocal asked
+        asked += 1
+        return KERNEL(problem, threshold, node_limit)
+
+    cost_model = CostModel(
+        catalogue.model(model),
+        catalogue.cluster(cluster, num_gpus),
+        CostSettings(precision=precision),
+    )
+    found = Search(cost_model, 4608, SearchSpace(), counted).run()
+    assert found.certificate.finished
+    assert sum(found.certificate.infeasible.values()) == found.certificate.candidates > 100_000
+    assert least_memory(Search(cost_model, 4608, SearchSpace(), counted)) is not None
+    assert asked < 5_000
+
+
+def test_enough_gpus_are_looked_for_in_whole_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From half a node on, which no number of whole nodes between can be halved back to."""
+    sizes = []
+
+    def tried(request: PlanRequest, deadline: Deadline) -> bool:
+        sizes.append(request.cluster.num_gpus)
+        assert len(sizes) < 50, "does not end"
+        return request.cluster.num_gpus >= 448
+
+    monkeypatch.setattr(shortage, "_fits", tried)
+    found = plan(
+        PlanRequest(
+            spec=catalogue.model("deepseek_v3"),
+            cluster=catalogue.cluster("gb200_nvl72", 36),
+            global_batch_size=4608,
+            settings=CostSettings(precision=Precision.FP8),
+        )
+    )
+    assert isinstance(found, NoPlan)
+    assert found.complete
+    assert found.remedies[0] == "cluster.num_gpus=448"
+    assert all(size % 64 == 0 for size in sizes)
