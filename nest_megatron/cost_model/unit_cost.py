@@ -94,6 +94,15 @@ def replicas(dims: ParallelDims) -> tuple[int, int]:
     )
 
 
+def kept_bytes(
+    dims: ParallelDims, zero: ZeroStage, settings: CostSettings
+) -> tuple[ParameterBytes, bool]:
+    """What a parameter takes on a rank, and whether what ZeRO-3 gathers stays for the step."""
+    dense, expert = replicas(dims)
+    whole = stays_whole(zero, dims.pipeline_model_parallel_size, settings)
+    return parameter_bytes(zero, dense, expert, settings, whole=whole), whole
+
+
 def parameter_prices(
     dims: ParallelDims,
     zero: ZeroStage,
@@ -110,11 +119,11 @@ def parameter_prices(
     """
     dense, expert = replicas(dims)
     divided = divides_states(zero, settings)
-    whole = stays_whole(zero, dims.pipeline_model_parallel_size, settings)
+    kept, whole = kept_bytes(dims, zero, settings)
     return ParameterPrices(
         traffic=traffic,
         first_bucket=min(1.0, traffic.bucket_parameters / max(1, per_rank)),
-        kept=parameter_bytes(zero, dense, expert, settings, whole=whole),
+        kept=kept,
         whole=whole,
         dense_step=step / (replicas_of_states(dense, settings) if divided else 1),
         expert_step=step / (replicas_of_states(expert, settings) if divided else 1),

@@ -11,23 +11,32 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from nest_megatron.cost_model.keys import inner_degrees
-from nest_megatron.cost_model.layer_cost import UnitTimes
-from nest_megatron.cost_model.memory import parameter_bytes, unsharded_bytes
+from nest_megatron.cost_model.keys import GroupPlaces, inner_degrees, split_block
+from nest_megatron.cost_model.memory import unsharded_bytes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.schedule import peak_live_chunks
-from nest_megatron.cost_model.unit_cost import replicas
+from nest_megatron.cost_model.unit_cost import kept_bytes, replicas
+from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.recompute import RecomputeMethod
+from nest_megatron.parallel.recompute import (
+    NO_RECOMPUTE,
+    Recompute,
+    RecomputeGranularity,
+    RecomputeMethod,
+)
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.space import SearchSpace
 
+EACH_LAYER = Recompute(
+    granularity=RecomputeGranularity.FULL, method=RecomputeMethod.UNIFORM, num_layers=1
+)
 _OUTSIDE_LAYERS = (LayerKind.EMBEDDING, LayerKind.HEAD)
 
 
@@ -60,9 +69,7 @@ class MemoryBounds:
         self._kinds, self._counts = tuple(kinds), tuple(kinds.values())
         self._num_units = kinds.total()
         self._num_outside = sum(kinds[kind] for kind in _OUTSIDE_LAYERS)
-        recompute = grids.space.recompute
-        uniform = recompute is not None and recompute.method is RecomputeMethod.UNIFORM
-        self._group = (recompute.num_layers or 1) if recompute and uniform else 1
+        self._settings = _least_and_most(grids.space)
         self._states: dict[object, _States] = {}
         self._pipelines: dict[object, list[tuple[int, _States]]] = {}
         self._activations: dict[object, _Activations] = {}
@@ -78,7 +85,7 @@ class MemoryBounds:
     def of_shard(self, shard: Grid) -> float:
         """Activations of at least one micro batch with them, on every rank."""
         active = self._active(shard)
-        kept = sum(map(operator.mul, self._counts, active.kept))
+        kept = self._sum(active.kept)
         least = math.inf
         for p, states in self._of_pipelines(shard.dims):
             beside, without = self._at_work(states, active, p)
@@ -122,13 +129,17 @@ class MemoryBounds:
             )
             for count in live
         }
-        total = sum(map(operator.mul, self._counts, weights)) - without * max(held.values())
+        total = self._sum(weights) - without * max(held.values())
         spread = beside + total / sum(ranks * held[count] for count, ranks in live.items())
         one_kind = max(
             w + u + -(-n // p) * (s + min(live) * a)
             for (n, s, a), w, u in zip(units, active.working, states.unsharded, strict=True)
         )
         return max(states.mean, spread, one_kind) - self._num_units * (1 + max(live))
+
+    def _sum(self, each: Sequence[float]) -> float:
+        """Over all units what one of each kind takes."""
+        return sum(count * one for count, one in zip(self._counts, each, strict=True))
 
     def _at_work(self, states: _States, active: _Activations, p: int) -> tuple[float, float]:
         """What a layer at work takes on a rank, and on all ranks that may hold none together."""
@@ -140,23 +151,24 @@ class MemoryBounds:
         key = self.model.shard_key(grid)
         if key not in self._activations:
             places, shard = self.model.places(grid.dims), self.model.shard(grid)
-            self._activations[key] = _Activations(
-                *zip(
-                    *(
-                        self._least(kind, self.model.unit_time(kind, places, shard))
-                        for kind in self._kinds
-                    ),
-                    strict=True,
-                )
-            )
+            pairs = [self._least(kind, places, shard) for kind in self._kinds]
+            self._activations[key] = _Activations(*zip(*pairs, strict=True))
         return self._activations[key]
 
-    def _least(self, kind: LayerKind, unit: UnitTimes) -> tuple[float, float]:
-        """Kept and at work; embedding and head are never computed again, nor alone on a rank."""
-        whole = sum(unit.saved_bytes.values())
+    def _least(
+        self, kind: LayerKind, places: GroupPlaces, shard: LayerShard
+    ) -> tuple[float, float]:
+        """Kept and at work; embedding and head may have a rank for themselves.
+
+        Sets of modules keep a layer's input and something else; what they do not keep they need
+        at work, as much as with nothing computed again.
+        """
+        runs = [self.model.run(kind, places, shard, recompute) for recompute in self._settings]
+        kept = min(run.saved_bytes for run in runs)
         if kind in _OUTSIDE_LAYERS:
-            return unit.input_bytes + whole, 0.0
-        return unit.input_bytes / self._group, unit.working_bytes + whole
+            return kept, 0.0
+        kept = min(kept, self.model.unit_time(kind, places, shard).input_bytes)
+        return kept, min(run.saved_bytes + run.working_bytes for run in runs) - kept
 
     def _of_pipeline(self, dims: ParallelDims, zero: ZeroStage) -> _States:
         tp, _, ep, etp = inner_degrees(dims)
@@ -166,21 +178,29 @@ class MemoryBounds:
         return self._states[key]
 
     def _sum_states(self, dims: ParallelDims, zero: ZeroStage) -> _States:
-        dense, expert = replicas(dims)
         settings, count = self.model.settings, self.model.parameters(dims)
-        each = parameter_bytes(zero, dense, expert, settings)
+        each, stays = kept_bytes(dims, zero, settings)
         total = count.dense * each.least_dense + count.expert * each.expert.total
         own = self.model.distinct_units(dims)
         units = [min(each.of_unit(k, c).total for k, c in own if k is kind) for kind in self._kinds]
         return _States(
             mean=total / dims.pipeline_model_parallel_size - self._num_units,
-            whole=sum(map(operator.mul, self._counts, units)),
+            whole=self._sum(units),
             units=tuple(units),
             unsharded=tuple(
-                min(unsharded_bytes(c.total, zero, settings) for k, c in own if k is kind)
+                0
+                if stays
+                else min(unsharded_bytes(c.total, zero, settings) for k, c in own if k is kind)
                 for kind in self._kinds
             ),
         )
+
+
+def _least_and_most(space: SearchSpace) -> tuple[Recompute, ...]:
+    """Of the settings that a layer can have those that compute least and most again."""
+    if space.recompute is not None:
+        return split_block(space.recompute)
+    return (NO_RECOMPUTE, EACH_LAYER) if space.full_recompute else (NO_RECOMPUTE,)
 
 
 @functools.lru_cache(maxsize=4096)

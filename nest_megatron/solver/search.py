@@ -108,7 +108,7 @@ class Search:
             if self._has_to_end():
                 return False
             candidates = self.grids.num_candidates_of_shard(grid)
-            if self._exceeds(self.memory.of_shard_states(grid)):
+            if self.memory.of_shard_states(grid) > self.model.capacity_bytes:
                 refused += candidates
             else:
                 self.candidates += candidates
@@ -204,11 +204,8 @@ class Search:
         mine = self.best.get(layout_of(grid))
         return self.worst_kept if mine is None else min(mine.iteration, self.worst_kept)
 
-    def _exceeds(self, least_bytes: float) -> bool:
-        return least_bytes > self.model.capacity_bytes
-
     def _expand_shard(self, node: Node) -> None:
-        if self._exceeds(self.memory.of_shard(node.grid)):
+        if self.memory.of_shard(node.grid) > self.model.capacity_bytes:
             self.infeasible[NO_ROOM] += self.grids.num_candidates_of_shard(node.grid)
             return
         for grid in self.grids.grids(node.grid):
@@ -219,7 +216,8 @@ class Search:
     def _expand_grid(self, node: Node) -> None:
         grid, threshold = node.grid, self._threshold(node.grid)
         allowed = self.grids.zero_stages(grid.dims)
-        roomy = [z for z in allowed if not self._exceeds(self.memory.of_states(grid.dims, z))]
+        most = self.model.capacity_bytes
+        roomy = [zero for zero in allowed if self.memory.of_states(grid.dims, zero) <= most]
         for laid in self.grids.interleavings(grid):
             if len(roomy) < len(allowed):
                 refused = len(allowed) - len(roomy)
@@ -231,7 +229,7 @@ class Search:
 
     def _expand_family(self, node: Node) -> None:
         """Bound the stage problem itself."""
-        if self._exceeds(self.memory.of_family(node.grid)):
+        if self.memory.of_family(node.grid) > self.model.capacity_bytes:
             self.infeasible[NO_ROOM] += self.grids.num_candidates(node.grid)
             return
         stages = StageProblems(self.model, node.grid)

@@ -52,10 +52,12 @@ def test_bounds_are_below_every_candidate(name: str) -> None:
                     assert bounds.even(shard) <= found.iteration
                     assert bounds.even(candidate, recompute) <= found.iteration
                     assert bounds.pipeline(candidate, recompute) <= found.iteration
-                    least = memory.of_family(candidate)
-                    states = memory.of_states(candidate.dims, candidate.zero)
-                    coarse = (states, memory.of_shard_states(shard), memory.of_shard(shard))
-                    assert max(coarse) <= least + 10_000  # what rounding each unit may take
+                    least = max(
+                        memory.of_states(candidate.dims, candidate.zero),
+                        memory.of_shard_states(shard),
+                        memory.of_shard(shard),
+                        memory.of_family(candidate),
+                    )
                     tight = dataclasses.replace(problem, capacity_bytes=int(least) - 1)
                     assert SOLVE(tight, 0, 20_000).status is Status.INFEASIBLE
                     checked += 1

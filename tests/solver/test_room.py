@@ -94,25 +94,25 @@ def test_proof_that_nothing_fits_takes_little_work(
     assert asked < 5_000
 
 
-def test_enough_gpus_are_looked_for_in_whole_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From half a node on, which no number of whole nodes between can be halved back to."""
-    sizes = []
+@pytest.mark.parametrize("num_gpus", [36, 96])
+def test_enough_gpus_are_looked_for_in_whole_nodes(
+    num_gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From half a node on as well, to which no number of whole nodes can be halved back."""
+    model, name = ("deepseek_v3", "gb200_nvl72") if num_gpus == 36 else ("kimi_k2", "dgx_h100")
+    cluster, sizes = catalogue.cluster(name, num_gpus), []
+    enough = 7 * max(cluster.gpus_per_node, num_gpus)
 
     def tried(request: PlanRequest, deadline: Deadline) -> bool:
         sizes.append(request.cluster.num_gpus)
         assert len(sizes) < 50, "does not end"
-        return request.cluster.num_gpus >= 448
+        return request.cluster.num_gpus >= enough
 
     monkeypatch.setattr(shortage, "_fits", tried)
-    found = plan(
-        PlanRequest(
-            spec=catalogue.model("deepseek_v3"),
-            cluster=catalogue.cluster("gb200_nvl72", 36),
-            global_batch_size=4608,
-            settings=CostSettings(precision=Precision.FP8),
-        )
-    )
+    settings = CostSettings(precision=Precision.FP8)
+    spec = catalogue.model(model)
+    found = plan(PlanRequest(spec=spec, cluster=cluster, global_batch_size=4608, settings=settings))
     assert isinstance(found, NoPlan)
     assert found.complete
-    assert found.remedies[0] == "cluster.num_gpus=448"
-    assert all(size % 64 == 0 for size in sizes)
+    assert found.remedies[0] == f"cluster.num_gpus={enough}"
+    assert all(size % cluster.gpus_per_node == 0 for size in sizes)
