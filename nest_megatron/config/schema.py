@@ -65,6 +65,8 @@ class CostConfig:
 
     expert_imbalance: float | None = None
     compute_slowdown: float | None = None
+    attention_slowdown: float | None = None
+    fp8_attention_speedup: float | None = None
     tp_overlap: float | None = None
     ep_overlap: float | None = None
     alltoall_slowdown: float | None = None

@@ -47,6 +47,9 @@ def operator_times(
         UserInputError: if the accelerator has no matrix units for the format.
     """
     rate = _flops_rate(operator, accelerator, settings.precision)
+    if operator.kind is OperatorKind.ATTENTION:
+        rate /= settings.attention_slowdown
+        rate *= settings.fp8_attention_speedup if settings.traits.fp8_attention else 1.0
     is_frozen = (
         settings.traits.frozen_weights and operator.kind in _PRODUCTS and operator.has_weight
     )

@@ -53,6 +53,10 @@ def execution_traits(flags: Mapping[str, Any], precision: Precision) -> Executio
         flash_attention=_is_fused(flags, params),
         fp8_recipe=_member(flags, "fp8_recipe", Fp8Recipe, "delayed"),
         params_bytes=params,
+        fp8_attention=is_fp8
+        and any(
+            flags.get(name) for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")
+        ),
         fp8_weights=fp8_weights,
         fp8_gather=fp8_weights and text(flags.get("fp8_recipe")) != "mxfp8",
         fp8_inputs=flags.get("fp8_wgrad") is not False,
@@ -105,6 +109,7 @@ def execution_of(flags: Mapping[str, Any]) -> Execution:
     )
 
 
+_FP8_ATTENTION = ("fp8_dot_product_attention", "fp8_multi_head_attention")
 _SWITCHES = (
     "moe_permute_fusion",
     "moe_router_fusion",

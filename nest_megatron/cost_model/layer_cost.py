@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nest_megatron.cluster.records import Accelerator, Cluster, CollectiveKind
+from nest_megatron.cluster.records import Accelerator, Cluster, CollectiveKind, Precision
 from nest_megatron.cost_model.communication import collective_time, ring_step_time, split_group
 from nest_megatron.cost_model.compute import operator_times
 from nest_megatron.cost_model.measured import AS_ANALYTIC, Scale
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.execution import PLAIN, Execution, GraphImpl, TokenDispatcher
-from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Part
+from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Operator, Part
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.recompute import (
     Recompute,
@@ -286,8 +286,9 @@ _CAPTURED: Mapping[str, frozenset[Part]] = {
     "moe": _ROUTED | {Part.MLP_NORM, Part.ROUTER, Part.SHARED_EXPERTS},
     "moe_router": frozenset({Part.MLP_NORM, Part.ROUTER, Part.SHARED_EXPERTS}),
 }
-#: What launching one product of a grouped one from C++ takes of launching an operator from Python.
-_PRODUCT_LAUNCH = 0.1
+#: What launching one product of a grouped one, or a cast for it, from C++ takes of launching a
+#: kernel from Python.
+_PRODUCT_LAUNCH = 0.3
 
 
 def _host_time(
@@ -300,11 +301,16 @@ def _host_time(
     if not each or execution.cuda_graph_impl is GraphImpl.FULL_ITERATION:
         return 0.0
     held = _held_by_graphs(execution)
-    launches = sum(
-        1 + _PRODUCT_LAUNCH * (op.num_products - 1) for op in graph.operators if op.part not in held
-    )
+    is_fp8 = settings.precision is Precision.FP8
+    launches = sum(_launches(op, is_fp8) for op in graph.operators if op.part not in held)
     launches += sum(1 for call in graph.collectives if not call.backward and call.part not in held)
     return each * launches
+
+
+def _launches(operator: Operator, is_fp8: bool) -> float:
+    """Kernels that the host launches for an operator, those launched from C++ in part."""
+    casts = operator.num_products if is_fp8 and operator.fp8 else 0
+    return operator.num_kernels + _PRODUCT_LAUNCH * (operator.num_products - 1 + casts)
 
 
 def _held_by_graphs(execution: Execution) -> frozenset[Part]:
@@ -328,17 +334,13 @@ def _exposed(
         Part, whether in the backward pass, index into ``_TERMS``, seconds.
     """
     hidden: dict[tuple[str, bool], tuple[Part, int, Seconds]] = {}
-    beside = _beside_exchange(graph, operators, execution)
-    for call in graph.collectives:
-        copies = call.copies if execution.is_node_limited else 1
-        seconds = call.num_calls * _call_time(call, shapes[call.group], cluster, copies)
+    calls = graph.collectives
+    times = [_traffic_time(call, shapes, cluster, settings, execution) for call in calls]
+    left = _left_of_exchange(graph, times, operators, settings, execution)
+    for call, time in zip(calls, times, strict=True):
+        seconds = time * (left[call.backward] if call.part is Part.DISPATCH else 1.0)
         term = _TERM_OF[call.group]
         is_tensor = call.group is Group.TENSOR
-        if is_tensor and execution.tp_comm_overlap:
-            seconds *= 1.0 - settings.tp_overlap
-        elif call.part is Part.DISPATCH:
-            seconds = _exchange(seconds, settings, execution)
-            seconds = max(0.0, seconds - beside[call.backward])
         if not call.hidden_under or (is_tensor and not settings.traits.async_tensor_traffic):
             yield call.part, call.backward, term, seconds
             continue
@@ -349,28 +351,59 @@ def _exposed(
         yield part, is_backward, term, max(0.0, seconds - operators[name][is_backward])
 
 
-def _exchange(seconds: Seconds, settings: CostSettings, execution: Execution) -> Seconds:
-    """What is left of the traffic between tokens and experts.
-
-    What runs beside another micro batch takes processors from it (``overlap_slowdown``).
-    """
-    if execution.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL:
-        seconds *= settings.alltoall_slowdown
-    elif execution.moe_token_dispatcher_type is TokenDispatcher.FLEX:
-        seconds *= settings.flex_slowdown
-    if not execution.overlap_moe_expert_parallel_comm:
+def _traffic_time(
+    call: LayerCollective,
+    shapes: GroupShapes,
+    cluster: Cluster,
+    settings: CostSettings,
+    execution: Execution,
+) -> Seconds:
+    """Time of all calls of a collective, less what its own overlap with products hides."""
+    copies = call.copies if execution.is_node_limited else 1
+    seconds = call.num_calls * _call_time(call, shapes[call.group], cluster, copies)
+    if call.group is Group.TENSOR and execution.tp_comm_overlap:
+        return seconds * (1.0 - settings.tp_overlap)
+    if call.part is not Part.DISPATCH:
         return seconds
-    return seconds * (1.0 - settings.ep_overlap * (1.0 - settings.overlap_slowdown))
+    return seconds * _DISPATCHER_SLOWDOWN[execution.moe_token_dispatcher_type](settings)
 
 
-def _beside_exchange(
-    graph: LayerGraph, operators: Mapping[str, tuple[Seconds, Seconds]], execution: Execution
-) -> tuple[Seconds, Seconds]:
-    """Work of the shared expert that runs beside the exchange of tokens, forward and backward."""
+_DISPATCHER_SLOWDOWN: Mapping[TokenDispatcher, Callable[[CostSettings], float]] = {
+    TokenDispatcher.ALLGATHER: lambda _: 1.0,
+    TokenDispatcher.ALLTOALL: lambda settings: settings.alltoall_slowdown,
+    TokenDispatcher.FLEX: lambda settings: settings.flex_slowdown,
+}
+
+
+def _left_of_exchange(
+    graph: LayerGraph,
+    times: Sequence[Seconds],
+    operators: Mapping[str, tuple[Seconds, Seconds]],
+    settings: CostSettings,
+    execution: Execution,
+) -> tuple[float, float]:
+    """Share of the traffic between tokens and experts that other work leaves over, each way.
+
+    The shared expert hides it in its own micro batch; another micro batch's work (1F1B) hides the
+    traffic of both passes together under their compute, and is slowed down by it.
+    """
+    traffic, shared, compute = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
+    for call, seconds in zip(graph.collectives, times, strict=True):
+        traffic[call.backward] += seconds if call.part is Part.DISPATCH else 0.0
+    for op in graph.operators:
+        for way, seconds in enumerate(operators[op.name]):
+            compute[way] += seconds
+            shared[way] += seconds if op.part is Part.SHARED_EXPERTS else 0.0
+    if not sum(traffic):
+        return 1.0, 1.0
+    if execution.overlap_moe_expert_parallel_comm:
+        hidden = min(settings.ep_overlap, sum(compute) / sum(traffic))
+        left = 1.0 - hidden * (1.0 - settings.overlap_slowdown)
+        return left, left
     if not execution.moe_shared_expert_overlap:
-        return 0.0, 0.0
-    shared = [operators[op.name] for op in graph.operators if op.part is Part.SHARED_EXPERTS]
-    return sum(ahead for ahead, _ in shared), sum(back for _, back in shared)
+        return 1.0, 1.0
+    forward, backward = (max(0.0, 1.0 - s / t) for s, t in zip(shared, traffic, strict=True))
+    return forward, backward
 
 
 def _call_time(

@@ -20,6 +20,9 @@ class CostSettings:
         expert_imbalance: busiest expert rank's tokens over the mean; 1 is balanced routing.
         compute_slowdown: time of the device's work over what its calibrated kernels need: kernels
             that a framework does not fuse, gaps between them.
+        attention_slowdown: time of attention over what the device's calibrated kernels need: older
+            kernels, rings that do not overlap.
+        fp8_attention_speedup: rate of attention in fp8 over that in 16 bits.
         tp_overlap: share of tensor-parallel traffic that runs beside the products which need it,
             with user buffers (``--tp-comm-overlap``).
         ep_overlap: share of the exchange of tokens with experts that runs beside another micro
@@ -58,6 +61,8 @@ class CostSettings:
     precision: Precision = Precision.BF16
     expert_imbalance: float = 1.0
     compute_slowdown: float = 1.0
+    attention_slowdown: float = 1.0
+    fp8_attention_speedup: float = 1.0
     tp_overlap: float = 0.0
     ep_overlap: float = 0.0
     alltoall_slowdown: float = 1.0
@@ -78,6 +83,8 @@ class CostSettings:
         ranges = {
             "expert_imbalance": (1.0, math.inf),
             "compute_slowdown": (0.1, 10.0),
+            "attention_slowdown": (0.1, 10.0),
+            "fp8_attention_speedup": (0.1, 10.0),
             "tp_overlap": (0.0, 1.0),
             "ep_overlap": (0.0, 1.0),
             "alltoall_slowdown": (0.1, 100.0),

@@ -40,6 +40,7 @@ class ExecutionTraits:
         flash_attention: fused attention that keeps no score matrix, where the device has it.
         params_bytes: width of weights and activations (``params_dtype``).
         fp8_recipe: how the scales of fp8 numbers are found.
+        fp8_attention: attention's own products run in fp8 (``--fp8-dot-product-attention``).
         fp8_weights: weights of products are kept in fp8 alone (``--fp8-param-gather``), with their
             transpose, not beside 16-bit ones.
         fp8_gather: those weights are gathered in fp8 as well; MXFP8 gathers 16-bit ones.
@@ -77,6 +78,7 @@ class ExecutionTraits:
     flash_attention: bool = True
     params_bytes: int = 2
     fp8_recipe: Fp8Recipe = Fp8Recipe.DELAYED
+    fp8_attention: bool = False
     fp8_weights: bool = False
     fp8_gather: bool = False
     fp8_inputs: bool = True

@@ -128,7 +128,7 @@ def _moe(spec: TransformerSpec, shard: LayerShard) -> Pieces:
 def _router(spec: TransformerSpec, shard: LayerShard, local: float) -> Pieces:
     experts = spec.num_experts or 0
     scores = local * experts * FP32
-    passes, kernels = (2, 1) if shard.execution.moe_router_fusion else (4, 6)
+    passes, kernels = (2, 2) if shard.execution.moe_router_fusion else (4, 20)
     operators = (
         gemm(shard, "router", Part.ROUTER, local, spec.hidden_size, experts, fp8=False),
         streaming("top_k", Part.ROUTER, passes * scores, kernels=kernels),
@@ -195,12 +195,14 @@ def _dispatch(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     token_bytes = spec.hidden_size * shard.activation_bytes
     routed_bytes = local * spec.moe_router_topk * token_bytes
     how = shard.execution
+    is_flex = how.moe_token_dispatcher_type is TokenDispatcher.FLEX
     # One read and one write in a fused kernel, or in the dispatcher's own; else twice each.
-    fused = how.moe_permute_fusion or how.moe_token_dispatcher_type is TokenDispatcher.FLEX
-    passes, kernels = (2, 1) if fused else (4, 4)
-    operators = tuple(
-        streaming(name, Part.DISPATCH, passes * routed_bytes, backward=1.0, kernels=kernels)
-        for name in ("permute", "unpermute")
+    passes, kernels = (2, 3) if how.moe_permute_fusion or is_flex else (4, 8)
+    operators = (
+        # Tokens of each expert and each rank are counted, and their number brought to the host.
+        streaming("preprocess", Part.DISPATCH, 0.0, kernels=3 if is_flex else 10),
+        streaming("permute", Part.DISPATCH, passes * routed_bytes, backward=1.0, kernels=kernels),
+        streaming("unpermute", Part.DISPATCH, passes * routed_bytes, backward=1.0, kernels=kernels),
     )
     if how.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER:
         return Pieces(operators, tuple(_gathered_tokens(shard, local * token_bytes)), ())
