@@ -65,6 +65,18 @@ def format_seconds(seconds: Seconds) -> str:
     return f"{seconds:.3f} s"
 
 
+def format_duration(seconds: Seconds) -> str:
+    """A longer time for people.
+
+    >>> format_duration(60.0), format_duration(1080.0), format_duration(11_140.0)
+    ('60 s', '18.0 min', '3.1 h')
+    """
+    for unit, size in (("d", 86_400.0), ("h", 3_600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.3g} s"
+
+
 def format_gib(num_bytes: float) -> str:
     """Bytes for people.
 

@@ -274,6 +274,7 @@ def _inputs(
         ),
         notes=tuple(notes),
         not_modelled=job.not_modelled,
+        save_interval=job.save_interval,
     )
 
 

@@ -11,6 +11,7 @@ from nest_megatron.config.request import (
     plan_request,
     read_rank_order,
     read_recompute,
+    read_reliability,
     read_zero,
 )
 from nest_megatron.errors import UserInputError
@@ -40,18 +41,26 @@ def estimate_layout(composed: Composed, inputs: Inputs) -> tuple[ParallelPlan, t
     pp = grid.dims.pipeline_model_parallel_size
     if text is not None:
         partition = parse_layout(text, inputs.spec, pp)
-        return _priced(inputs, grid, partition), notes
+        return _priced(composed, inputs, grid, partition), notes
     try:
         partition = uniform_partition(inputs.spec, pp, _virtual(grid))
     except UserInputError as error:
         found, note = _uneven(composed, inputs, grid)
         return found, (*notes, f"{error.what} = {error.value} does not split evenly; {note}")
-    return _priced(inputs, grid, partition), notes
+    return _priced(composed, inputs, grid, partition), notes
 
 
-def _priced(inputs: Inputs, grid: Grid, partition: StagePartition) -> ParallelPlan:
+def _priced(
+    composed: Composed, inputs: Inputs, grid: Grid, partition: StagePartition
+) -> ParallelPlan:
     return estimate_plan(
-        inputs.spec, inputs.cluster, inputs.settings, grid, partition, inputs.times
+        inputs.spec,
+        inputs.cluster,
+        inputs.settings,
+        grid,
+        partition,
+        inputs.times,
+        read_reliability(composed.config),
     )
 
 
@@ -69,7 +78,7 @@ def _uneven(composed: Composed, inputs: Inputs, grid: Grid) -> tuple[ParallelPla
             which = "" if found.search.certificate == "optimal" else " found in the time"
             return found, f"the fastest uneven layout{which} that fits is used."
     partition = even_partition(inputs, grid)
-    return _priced(inputs, grid, partition), "the layers are spread as evenly as they go."
+    return _priced(composed, inputs, grid, partition), "the layers are spread as evenly as they go."
 
 
 def even_partition(inputs: Inputs, grid: Grid) -> StagePartition:

@@ -14,6 +14,7 @@ from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.plausible import require_plausible
 from nest_megatron.config.schema import ParallelConfig, PlanConfig
+from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import DEFAULT_TARGET, target_named
 from nest_megatron.cost_model.targets import Target
@@ -61,6 +62,7 @@ class Inputs:
         profile_notes: those of them that say which profiles were used and which were not.
         not_modelled: flags of the job whose effect on memory is not known, as they are typed.
         offer: another data-parallel sharding than the job's own.
+        save_interval: steps between checkpoints, where the job says.
     """
 
     spec: TransformerSpec
@@ -72,6 +74,7 @@ class Inputs:
     profile_notes: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
     offer: Offer | None = None
+    save_interval: int | None = None
 
 
 def read_inputs(composed: Composed) -> Inputs:
@@ -287,6 +290,32 @@ def read_space(config: PlanConfig) -> SearchSpace:
     )
 
 
+def read_reliability(config: PlanConfig, save_interval: int | None = None) -> Reliability | None:
+    """How often the job fails, where the configuration says.
+
+    Args:
+        save_interval: the job's own.
+
+    Raises:
+        UserInputError: for a value out of range, or one that says nothing without
+            ``reliability.mtbf_hours``.
+    """
+    given = dataclasses.asdict(config.reliability)
+    said = {name: value for name, value in given.items() if value is not None}
+    if config.reliability.mtbf_hours is None:
+        for name, value in said.items():
+            raise UserInputError(
+                f"reliability.{name}",
+                value=value,
+                limit="it needs the mean time between failures",
+                fix="Add for example reliability.mtbf_hours=50000, of one GPU.",
+            )
+        return None
+    if save_interval is not None:
+        said.setdefault("save_interval", save_interval)
+    return Reliability(**said)
+
+
 def request_of(composed: Composed) -> PlanRequest:
     """The whole question of a composed job, with nothing to say of it in between."""
     return plan_request(composed.config, read_inputs(composed), read_space(composed.config))
@@ -319,6 +348,7 @@ def plan_request(config: PlanConfig, inputs: Inputs, space: SearchSpace) -> Plan
         times=inputs.times,
         not_modelled=inputs.not_modelled,
         offer=inputs.offer,
+        reliability=read_reliability(config, inputs.save_interval),
     )
 
 

@@ -89,6 +89,16 @@ class MemoryConfig:
 
 
 @dataclass(kw_only=True)
+class ReliabilityConfig:
+    """How often the job fails, and its checkpoints."""
+
+    mtbf_hours: float | None = None
+    checkpoint_s: float | None = None
+    restart_s: float | None = None
+    save_interval: int | None = None
+
+
+@dataclass(kw_only=True)
 class ProfileConfig:
     """Where layer times come from."""
 
@@ -115,6 +125,7 @@ class PlanConfig:
     search: SearchConfig = field(default_factory=SearchConfig)
     cost: CostConfig = field(default_factory=CostConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     checks: ChecksConfig = field(default_factory=ChecksConfig)
     target: str | None = None
@@ -161,6 +172,7 @@ SECTIONS: dict[str, type] = {
     "search": SearchConfig,
     "cost": CostConfig,
     "memory": MemoryConfig,
+    "reliability": ReliabilityConfig,
     "profile": ProfileConfig,
     "checks": ChecksConfig,
 }

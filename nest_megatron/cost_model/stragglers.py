@@ -36,7 +36,7 @@ def straggler_wait(delay_s: float, work_s: Seconds, num_stages: int, num_hosts: 
     >>> straggler_wait(0.02, 10.0, 1, 1)
     0.0
     >>> round(straggler_wait(0.02, 10.0, 1, 8), 3), round(straggler_wait(0.02, 10.0, 4, 512), 3)
-    (0.091, 0.384)
+    (0.091, 0.383)
     """
     return delay_s * math.sqrt(num_stages * work_s) * slowest(num_hosts)
 

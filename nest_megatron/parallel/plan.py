@@ -199,6 +199,25 @@ class Provenance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """What failures and checkpoints leave of a job's time.
+
+    Args:
+        share: of the time, spent on steps that are kept.
+        mtbf_s: mean time between failures of the whole job.
+        save_interval: steps from one checkpoint to the next.
+        checkpoint_s: time for which a checkpoint stops training.
+        restart_s: time from a failure to the first new step.
+    """
+
+    share: float
+    mtbf_s: Seconds
+    save_interval: int
+    checkpoint_s: Seconds
+    restart_s: Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchCommand:
     """How to start it: the script, its flags, and the environment (``None``: must be unset)."""
 
@@ -215,6 +234,7 @@ class ParallelPlan:
     Args:
         offers: what a job would gain by choices that it rules out, one sentence each.
         execution: what carries the work out.
+        goodput: what failures leave of the time, where a mean time between them is given.
     """
 
     schema: int = SCHEMA
@@ -230,6 +250,7 @@ class ParallelPlan:
     launch: Mapping[str, LaunchCommand] = field(default_factory=dict)
     offers: tuple[str, ...] = added(())
     execution: Execution = added(PLAIN)
+    goodput: Goodput | None = added(None)
 
     def grid(self) -> Grid:
         """The plan's degrees, batch, recomputation and ZeRO stage."""

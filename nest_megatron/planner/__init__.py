@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from nest_megatron.cluster.records import Cluster
+from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.deadline import Deadline
@@ -23,6 +24,7 @@ from nest_megatron.planner.assemble import (
     assemble,
     nothing_searched,
     search_record,
+    with_goodput,
 )
 from nest_megatron.planner.ended import EndedEarly
 from nest_megatron.planner.offers import with_offer
@@ -80,7 +82,7 @@ def plan(
     searched = _search(request, deadline, on_progress, choose)
     record = searched.record
     if searched.result.plans:
-        found = _assembled(request, searched, choose)
+        found = with_goodput(_assembled(request, searched, choose), request.reliability)
         return with_offer(found, request, lambda asked: _best(asked, deadline))
     if record.certificate == ENDED_EARLY:
         return EndedEarly(
@@ -100,11 +102,13 @@ def estimate_plan(
     grid: Grid,
     partition: StagePartition,
     times: LayerTimes | None = None,
+    reliability: Reliability | None = None,
 ) -> ParallelPlan:
     """A plan for a layout that the user chose, with its prediction; nothing is searched.
 
     Args:
         times: measured times of the model's layers.
+        reliability: how often the job fails.
 
     Raises:
         UserInputError: if Megatron would refuse the layout, or it is not of the cluster's size.
@@ -119,7 +123,7 @@ def estimate_plan(
     check_launchable(spec, settings, grid, partition)
     model = CostModel(spec, cluster, settings, times)
     solved = SolvedGrid(grid=grid, boundaries=partition.boundaries, iteration=0)
-    return assemble(model, settings, solved, (), nothing_searched())
+    return with_goodput(assemble(model, settings, solved, (), nothing_searched()), reliability)
 
 
 def check_launchable(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -9,6 +10,7 @@ from datetime import UTC, datetime
 from nest_megatron import __version__
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.estimate import Estimate, estimate
+from nest_megatron.cost_model.goodput import Reliability, goodput
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stored_settings import stored_settings
@@ -80,6 +82,14 @@ def assemble(
         execution=grid.execution,
     )
     return sealed(plan)
+
+
+def with_goodput(plan: ParallelPlan, reliability: Reliability | None) -> ParallelPlan:
+    """The plan with what failures leave of its time, sealed again."""
+    if reliability is None:
+        return plan
+    found = goodput(reliability, plan.predicted.iteration_time_s, plan.placement.num_gpus)
+    return sealed(dataclasses.replace(plan, goodput=found))
 
 
 def describe_times(model: CostModel, grid: Grid) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nest_megatron.cluster.records import Cluster
+from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
@@ -50,6 +51,7 @@ class PlanRequest:
             search, the plan says how far from the optimum it can be at most.
         begun_s: when that time began (``time.monotonic``); ``None`` is when planning begins.
         offer: another sharding to be priced by ``offers.with_offer``.
+        reliability: how often the job fails; ``None`` says nothing of goodput.
     """
 
     spec: TransformerSpec
@@ -64,6 +66,7 @@ class PlanRequest:
     times: LayerTimes | None = None
     not_modelled: tuple[str, ...] = ()
     offer: Offer | None = None
+    reliability: Reliability | None = None
 
     def __post_init__(self) -> None:
         batch = self.global_batch_size

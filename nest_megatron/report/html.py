@@ -32,7 +32,7 @@ from nest_megatron.report.schedule_view import schedule_view, windows
 from nest_megatron.report.style import CSS
 from nest_megatron.report.svg import funnel, memory_chart, stacked_bar, timeline_chart
 from nest_megatron.report.timeline import WAITING, legend
-from nest_megatron.report.words import TERM_WORDS, certificate, memory_verdict
+from nest_megatron.report.words import TERM_WORDS, certificate, goodput_words, memory_verdict
 from nest_megatron.units import GIB, format_gib, format_seconds
 
 #: The page may show what it holds and load nothing.
@@ -91,12 +91,17 @@ def _headline(plan: ParallelPlan) -> Markup:
         "fullest GPU": format_gib(predicted.peak_memory_bytes),
         "GPUs used": f"{gpus:,}",
     }
+    if plan.goodput is not None:
+        figures["goodput"] = f"{100 * plan.goodput.share:.1f} %"
     cells = [element("div", element("dt", k), element("dd", v)) for k, v in figures.items()]
     train = plan.train
     job = f"global batch {train.global_batch_size:,}, {train.precision.value}"
     bad = None if predicted.fits else " bad"
     verdict = [certificate(plan.search), f" What binds it: {predicted.binding_constraint}."]
     verdict += [f" Not taken: {offer}." for offer in plan.offers]
+    if plan.goodput is not None:
+        words = goodput_words(plan.goodput, gpus, predicted.iteration_time_s)
+        verdict.append(f" Goodput: {words}.")
     memory = memory_verdict(
         predicted.peak_memory_bytes, predicted.capacity_bytes, plan.search.not_modelled
     )

@@ -32,6 +32,7 @@ from nest_megatron.report.words import (
     TERM_WORDS,
     basis,
     certificate,
+    goodput_words,
     incomplete_ranking,
     memory_verdict,
     no_plan_verdict,
@@ -113,6 +114,9 @@ def summary(plan: ParallelPlan) -> RenderableType:
         rows.append(("Stages", Text(chosen.pipeline_model_parallel_layout)))
     rows.append(("Bound by", Text(predicted.binding_constraint)))
     rows.append(("Basis", Text(basis(plan))))
+    if plan.goodput is not None:
+        gpus, step_s = plan.placement.num_gpus, predicted.iteration_time_s
+        rows.insert(1, ("Goodput", Text(goodput_words(plan.goodput, gpus, step_s))))
     rows += [("Not taken", Text(offer)) for offer in plan.offers]
     if train.precision.value != "bf16":
         rows.insert(3, ("Precision", Text(train.precision.value)))

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from nest_megatron.cost_model.memory import PEAK_ERROR, PUBLIC_PEAK_ERROR, within_error
 from nest_megatron.errors import typed_setting
-from nest_megatron.parallel.plan import ParallelPlan, SearchRecord
+from nest_megatron.parallel.plan import Goodput, ParallelPlan, SearchRecord
 from nest_megatron.planner.ended import EndedEarly
 from nest_megatron.profile.records import ANALYTIC_NAME
-from nest_megatron.units import Bytes, format_gib, format_seconds
+from nest_megatron.units import Bytes, Seconds, format_duration, format_gib, format_seconds
 
 #: The cost model's terms for people.
 TERM_WORDS = {
@@ -40,6 +40,18 @@ def certificate(record: SearchRecord) -> str:
     if record.not_modelled and record.certificate != "ended-early":
         return f"{_unproven(record)} {_counts(record)}"
     return f"{_verdict(record)} {_counts(record)}"
+
+
+def goodput_words(found: Goodput, num_gpus: int, step_s: Seconds) -> str:
+    """What failures and checkpoints leave of the time."""
+    steps = found.save_interval
+    every = "every step" if steps == 1 else f"every {steps:,} steps"
+    return (
+        f"{100 * found.share:.1f} % of the time goes into steps that are kept: "
+        f"{format_duration(found.checkpoint_s)} for a checkpoint {every} "
+        f"({format_duration(steps * step_s)}), a failure of the {num_gpus:,} GPUs every "
+        f"{format_duration(found.mtbf_s)}, {format_duration(found.restart_s)} to restart"
+    )
 
 
 def incomplete_ranking(record: SearchRecord) -> str:

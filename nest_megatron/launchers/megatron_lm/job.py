@@ -63,6 +63,7 @@ class MegatronJob:
         zero: the user's ZeRO stage, ``None`` if they said nothing of it.
         sharding: what divides states among the job's data-parallel ranks.
         ckpt_format: the checkpoint format, ``None`` if they said nothing of it.
+        save_interval: steps between the checkpoints that it writes, if it writes any.
         memory_flags: what memory and traffic depend on beside the layout, by Megatron's names
             (``cost_model/memory_flags.py``).
         graphs: what of it CUDA graphs capture.
@@ -89,6 +90,7 @@ class MegatronJob:
     ckpt_format: str | None = None
     graphs: CudaGraphs | None = None
     target: Target = MEGATRON_LM_0_16
+    save_interval: int | None = None
     memory_flags: Mapping[str, Any]
     use_distributed_optimizer: bool
     overlap_grad_reduce: bool

@@ -121,6 +121,7 @@ def job_from_values(
         sharding=_sharding(values),
         graphs=cuda_graphs(values),
         ckpt_format=values.get("ckpt_format") if "ckpt_format" in explicit else None,
+        save_interval=values.get("save_interval") if values.get("save") else None,
         memory_flags=flags,
         use_distributed_optimizer=bool(values.get("use_distributed_optimizer")),
         overlap_grad_reduce=bool(values.get("overlap_grad_reduce")),
