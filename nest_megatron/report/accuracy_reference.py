@@ -12,6 +12,7 @@ from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.cost_model.target_defaults import TARGETS
 from nest_megatron.cost_model.targets import Target, fitted_values
 from nest_megatron.report.markdown import figure, table
+from nest_megatron.validation import row_settings
 from nest_megatron.validation.calibration import PARAMETERS
 from nest_megatron.validation.columns import COLUMNS
 from nest_megatron.validation.frameworks import RULES, Rule
@@ -165,6 +166,10 @@ def columns_section() -> str:
         "Files are CSV with a head line; their kind is known by their columns. An empty cell means "
         "that nobody said. Columns that are not listed are kept and ignored. `--models FILE` gives "
         "shapes of models that the catalogue lacks: `name`, then the columns of the shape.",
+        f"A file `{row_settings.FILE}` in the same folder says what the recipe behind a row set: "
+        "`row_id` (of the row, or its `throughput_row`), `confidence` and `layout_matches` "
+        "(`exact` and `yes` count as what ran, anything else as what may have run), "
+        f"and {', '.join(f'`{name}`' for name in row_settings.COLUMNS)}. As planned, none is read.",
     ]
     for kind in RowKind:
         names = [

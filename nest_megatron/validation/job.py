@@ -30,6 +30,7 @@ from nest_megatron.validation.machines import MachineMatch, machine_of_runs
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.possible import planned_grids, possible_grids
 from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.row_settings import NO_SETTINGS, partition_of, settings_of
 from nest_megatron.validation.rows import Row, whole
 
 
@@ -72,7 +73,8 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> Job:
     if not gpus:
         raise RefusedRowError("number of GPUs not stated")
     rule = rule_of(row.get("framework", ""), row.get("gpu", ""))
-    stated = {**_format(row), **({} if as_planned else _stated(row))}
+    recipe = NO_SETTINGS if as_planned else settings_of(row)
+    stated = {**recipe.flags, **_format(row), **({} if as_planned else _stated(row))}
     place, precision = _place(row, rule.target, gpus)
     name = place.cluster.accelerator.name
     defaults = rule.target.flags(name, precision, has_experts=match.spec.is_moe)
@@ -83,8 +85,7 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> Job:
         if as_planned:
             grids = tuple(planned_grids(row, match.spec, grid, precision))
         else:
-            keeps = "recompute_granularity" in flags
-            grids = tuple(possible_grids(row, match.spec, grid, keeps_dense=keeps))
+            grids = tuple(possible_grids(row, match.spec, grid, defaults, recipe))
     except UserInputError as error:
         raise RefusedRowError("layout is impossible", str(error)) from error
     settings = rule.target.settings(
@@ -98,6 +99,7 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> Job:
         target=rule.target,
         flags=flags,
         assumptions=tuple(notes),
+        partition=partition_of(row, match.spec, grid.dims) if recipe.certain else None,
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.execution_flags import execution_of
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import (
@@ -17,6 +19,7 @@ from nest_megatron.parallel.recompute import (
 )
 from nest_megatron.solver.space import recompute_settings
 from nest_megatron.validation.measured import ran_out_of_memory
+from nest_megatron.validation.row_settings import NO_SETTINGS, RowSettings
 from nest_megatron.validation.rows import Row, number
 
 _MICRO_BATCHES = (1, 2, 4, 8)
@@ -36,17 +39,30 @@ _LATENT = (
 
 
 def possible_grids(
-    row: Row, spec: TransformerSpec, grid: Grid, *, keeps_dense: bool = False
+    row: Row,
+    spec: TransformerSpec,
+    grid: Grid,
+    defaults: Mapping[str, Any],
+    recipe: RowSettings = NO_SETTINGS,
 ) -> Iterator[Grid]:
-    """The grid as the row states it, or one for each thing that it may have been.
+    """The grid as the row and its recipe state it, or one for each thing that it may have been.
 
     Args:
-        grid: micro batch and recomputation as stated, or their defaults.
-        keeps_dense: dense models run without recomputation unless the row states it.
+        grid: micro batch, recomputation and execution as stated, or their defaults.
+        defaults: of the row's target, by Megatron's names; ``recompute_granularity`` among them
+            says that dense models run without recomputation.
+        recipe: one more thing that the run may have been where it is not certain.
     """
+    executions = [grid.execution]
+    if not recipe.certain:
+        executions.append(execution_of(defaults))
+    again = _recomputes(row, spec, grid, recipe, keeps_dense="recompute_granularity" in defaults)
     for size in _micro_batches(row, grid):
-        for recompute in _recomputes(row, spec, grid, keeps_dense):
-            yield dataclasses.replace(grid, micro_batch_size=size, recompute=recompute)
+        for recompute in again:
+            for execution in dict.fromkeys(executions):
+                yield dataclasses.replace(
+                    grid, micro_batch_size=size, recompute=recompute, execution=execution
+                )
 
 
 def planned_grids(
@@ -87,12 +103,18 @@ def _micro_batches(row: Row, grid: Grid) -> tuple[int, ...]:
 
 
 def _recomputes(
-    row: Row, spec: TransformerSpec, grid: Grid, keeps_dense: bool
+    row: Row, spec: TransformerSpec, grid: Grid, recipe: RowSettings, *, keeps_dense: bool
 ) -> tuple[Recompute, ...]:
-    # A run that ended out of memory did not look for a setting that fits.
-    if ran_out_of_memory(row) or states_recompute(row):
+    if states_recompute(row):
         return (grid.recompute,)
+    if recipe.recompute is not None and (recipe.certain or ran_out_of_memory(row)):
+        return (recipe.recompute,)
+    # A run that ended out of memory did not look for a setting that fits.
+    if ran_out_of_memory(row):
+        return (grid.recompute,)
+    own = () if recipe.recompute is None else (recipe.recompute,)
     if not spec.is_moe and keeps_dense:
-        return (NO_RECOMPUTE,)
+        return tuple(dict.fromkeys((NO_RECOMPUTE, *own)))
     modules = (*_EXPERTS, *(_LATENT if spec.multi_latent_attention else ()))
-    return (NO_RECOMPUTE, *map(selective_recompute, modules), FULL_RECOMPUTE)
+    usual = (NO_RECOMPUTE, *map(selective_recompute, modules), FULL_RECOMPUTE)
+    return tuple(dict.fromkeys((*usual, *own)))

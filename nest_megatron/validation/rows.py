@@ -11,6 +11,7 @@ from nest_megatron.documents import read_csv
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
 from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.row_settings import joined
 
 #: One row as it stands in the file: column to text; an empty cell means that nobody said.
 Row = Mapping[str, str]
@@ -44,7 +45,7 @@ class RowFile:
 
 
 def read_rows(path: Path) -> RowFile:
-    """Read a file of measurements.
+    """Read a file of measurements, joined to the settings beside it (``row_settings.csv``).
 
     Raises:
         UserInputError: if it is missing, empty, no table, or of no known kind.
@@ -55,7 +56,7 @@ def read_rows(path: Path) -> RowFile:
         raise _unreadable(path, "it has no rows")
     for kind, marks in _MARKS.items():
         if marks <= columns:
-            return RowFile(path=path, kind=kind, rows=tuple(rows))
+            return RowFile(path=path, kind=kind, rows=tuple(joined(path, rows)))
     wanted = "; ".join(f"{kind}: {', '.join(sorted(marks))}" for kind, marks in _MARKS.items())
     raise _unreadable(path, f"its columns are of no known kind ({wanted})")
 

@@ -1,0 +1,239 @@
+"""Settings of the recipes behind rows of measurements, from ``row_settings.csv`` beside them.
+
+Each of its rows names a row of throughput (``row_id``), how sure its values are (``confidence``,
+``layout_matches``), and what the recipe set, in columns that become arguments of Megatron here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from nest_megatron.documents import read_csv
+from nest_megatron.errors import UserInputError
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.layout import parse_layout, uniform_partition
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.plan import STRATEGIES
+from nest_megatron.parallel.recompute import (
+    NO_RECOMPUTE,
+    Recompute,
+    RecomputeGranularity,
+    RecomputeMethod,
+    RecomputeModule,
+    selective_recompute,
+)
+from nest_megatron.parallel.zero import ZeroStage
+
+FILE = "row_settings.csv"
+#: What stands before a column of that file in a row that it is joined to.
+_PREFIX = "row_settings."
+_EXACT = "exact"
+
+
+def joined(path: Path, rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Rows of a file with the settings that the file beside it has for them.
+
+    Args:
+        path: of the measurements; a row is named by its ``throughput_row`` or its ``row_id``.
+
+    Raises:
+        UserInputError: if the file of settings cannot be read.
+    """
+    beside = path.with_name(FILE)
+    if not beside.is_file():
+        return rows
+    names, table = read_csv(beside, FILE)
+    if not {"row_id", "confidence"} <= set(names):
+        raise UserInputError(
+            FILE,
+            value=str(beside),
+            limit="it has no columns row_id and confidence",
+            fix="docs/accuracy.md lists the columns; move the file away if it is another one.",
+        )
+    known = {row["row_id"]: row for row in table if row["confidence"]}
+    return [{**row, **_prefixed(known.get(_name(row), {}))} for row in rows]
+
+
+def _name(row: Mapping[str, str]) -> str:
+    return row.get("throughput_row") or row.get("row_id", "")
+
+
+def _prefixed(settings: Mapping[str, str]) -> dict[str, str]:
+    return {f"{_PREFIX}{name}": text for name, text in settings.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSettings:
+    """What the recipe of a row set.
+
+    Args:
+        certain: read from the recipe of the row's own release and layout. Otherwise its
+            recomputation and its execution are one more thing that the run may have been.
+        flags: by Megatron's names.
+        recompute: ``None`` where the recipe does not say.
+    """
+
+    certain: bool = False
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    recompute: Recompute | None = None
+
+
+NO_SETTINGS = RowSettings()
+
+
+def settings_of(row: Mapping[str, str]) -> RowSettings:
+    """The settings that were joined to a row."""
+    said = {
+        name.removeprefix(_PREFIX): text.strip()
+        for name, text in row.items()
+        if name.startswith(_PREFIX) and text.strip()
+    }
+    if not said:
+        return NO_SETTINGS
+    return RowSettings(
+        certain=said["confidence"] == _EXACT and said.get("layout_matches", "").startswith("yes"),
+        flags=MappingProxyType(dict(_flags(said))),
+        recompute=_recompute(said),
+    )
+
+
+def partition_of(
+    row: Mapping[str, str], spec: TransformerSpec, dims: ParallelDims
+) -> StagePartition | None:
+    """The stages that a recipe names, where they are those of the row's layout."""
+    pp, vpp = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
+    text = row.get(f"{_PREFIX}pipeline_layout", "")
+    try:
+        if text:
+            found = parse_layout(text, spec, pp)
+            return found if found.num_chunks == pp * vpp else None
+        first, last = _ends(row.get(f"{_PREFIX}layers_first_last_pp_stage", ""))
+        accounts = row.get(f"{_PREFIX}account_embedding_loss_in_pp_split", "") == "true/true"
+        if pp == 1 or not (first or last or accounts):
+            return None
+        return uniform_partition(
+            spec,
+            pp,
+            vpp,
+            first=first,
+            last=last,
+            account_embedding=accounts,
+            account_loss=accounts,
+        )
+    except UserInputError:  # the recipe's model or layout is another one
+        return None
+
+
+def _ends(text: str) -> tuple[int | None, int | None]:
+    """Layers of the first and the last stage.
+
+    >>> _ends("17/23"), _ends("-/4"), _ends("")
+    ((17, 23), (None, 4), (None, None))
+    """
+    first, _, last = text.partition("/")
+    return (int(first) if first.isdigit() else None, int(last) if last.isdigit() else None)
+
+
+def _switch(text: str) -> bool:
+    return text == "true"
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return () if text in ("none", "(empty list)") else tuple(re.split(r"[|,+ ]+", text))
+
+
+#: Column -> argument of Megatron, and how the column's text is read.
+_ARGUMENTS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "cuda_graph_impl": ("cuda_graph_impl", lambda t: {"enable_cuda_graph": "local"}.get(t, t)),
+    "cuda_graph_scope": ("cuda_graph_scope", _words),
+    "cpu_offload_activation_layers": ("cpu_offloading_num_layers", int),
+    "moe_token_dispatcher": ("moe_token_dispatcher_type", str),
+    "moe_flex_backend": ("moe_flex_dispatcher_backend", str),
+    "moe_hybridep_num_sms": ("moe_hybridep_num_sms", int),
+    "overlap_moe_expert_parallel_comm": ("overlap_moe_expert_parallel_comm", _switch),
+    "delay_wgrad_compute": ("delay_wgrad_compute", _switch),
+    "moe_shared_expert_overlap": ("moe_shared_expert_overlap", _switch),
+    "tp_comm_overlap": ("tp_comm_overlap", _switch),
+    "fp8_recipe": ("fp8_recipe", str),
+    "fp8_param_gather": ("fp8_param_gather", _switch),
+    "fp8_attention": ("fp8_dot_product_attention", _switch),
+    "first_last_layers_bf16": ("first_last_layers_bf16", _switch),
+    "precision_aware_optimizer": ("use_precision_aware_optimizer", _switch),
+    "main_grads_dtype": ("main_grads_dtype", str),
+    "main_params_dtype": ("main_params_dtype", str),
+    "exp_avg_dtype": ("exp_avg_dtype", str),
+    "exp_avg_sq_dtype": ("exp_avg_sq_dtype", str),
+    "num_distributed_optimizer_instances": ("num_distributed_optimizer_instances", int),
+    "optimizer_cpu_offload": ("optimizer_cpu_offload", _switch),
+    "moe_capacity_factor": ("moe_expert_capacity_factor", float),
+    "moe_pad_to_capacity": ("moe_pad_expert_input_to_capacity", _switch),
+    "moe_permute_fusion": ("moe_permute_fusion", _switch),
+    "moe_router_fusion": ("moe_router_fusion", _switch),
+    "te_op_fuser": ("use_transformer_engine_op_fuser", _switch),
+    "paged_stash": ("moe_paged_stash", _switch),
+    "cross_entropy_fusion": ("cross_entropy_loss_fusion", _switch),
+    "cross_entropy_impl": ("cross_entropy_fusion_impl", str),
+    "cp_comm_type": ("cp_comm_type", str),
+    "etp": ("expert_tensor_parallel_size", int),
+}
+
+#: Columns that are read, besides those that say of which row, and how surely.
+COLUMNS = (
+    "recompute_granularity",
+    "recompute_modules",
+    "recompute_method",
+    "recompute_num_layers",
+    *_ARGUMENTS,
+    "grad_reduce_in_fp32",
+    "optimizer",
+    "fine_grained_offload_modules",
+    "fsdp",
+    "fsdp_options",
+    "pipeline_layout",
+    "layers_first_last_pp_stage",
+    "account_embedding_loss_in_pp_split",
+)
+
+
+def _flags(said: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    for column, (argument, read) in _ARGUMENTS.items():
+        if column in said:
+            yield argument, read(said[column])
+    if "grad_reduce_in_fp32" in said:
+        wide = _switch(said["grad_reduce_in_fp32"])
+        yield "accumulate_allreduce_grads_in_fp32", wide
+        yield "grad_reduce_in_bf16", not wide
+    if said.get("optimizer") == "dist_muon":
+        yield "optimizer", "dist_muon"
+    modules = _words(said.get("fine_grained_offload_modules", "none"))
+    if modules:
+        yield "fine_grained_activation_offloading", True
+        yield "offload_modules", modules
+    if said.get("fsdp") == "megatron_fsdp":
+        yield "data_parallel_sharding_strategy", STRATEGIES[ZeroStage.WEIGHTS]
+        yield (
+            "keep_fp8_transpose_cache",
+            "keep_fp8_transpose_cache=true" in said.get("fsdp_options", ""),
+        )
+
+
+def _recompute(said: Mapping[str, str]) -> Recompute | None:
+    """What the recipe computes again; modules that are not described here are left out."""
+    granularity = said.get("recompute_granularity")
+    if granularity == "full":
+        return Recompute(
+            granularity=RecomputeGranularity.FULL,
+            method=RecomputeMethod(said.get("recompute_method", "uniform")),
+            num_layers=int(said.get("recompute_num_layers", 1)),
+        )
+    if granularity not in ("none", "selective"):
+        return None
+    named = _words(said.get("recompute_modules", "core_attn")) if granularity != "none" else ()
+    known = [name for name in named if name in tuple(RecomputeModule)]
+    return selective_recompute(known) if known else NO_RECOMPUTE
