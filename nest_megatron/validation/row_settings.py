@@ -29,6 +29,7 @@ from nest_megatron.parallel.recompute import (
     selective_recompute,
 )
 from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.validation.refusal import RefusedRowError
 
 FILE = "row_settings.csv"
 #: What stands before a column of that file in a row that it is joined to.
@@ -88,7 +89,11 @@ NO_SETTINGS = RowSettings()
 
 
 def settings_of(row: Mapping[str, str]) -> RowSettings:
-    """The settings that were joined to a row."""
+    """The settings that were joined to a row.
+
+    Raises:
+        RefusedRowError: if one cannot be read.
+    """
     said = {
         name.removeprefix(_PREFIX): text.strip()
         for name, text in row.items()
@@ -96,11 +101,15 @@ def settings_of(row: Mapping[str, str]) -> RowSettings:
     }
     if not said:
         return NO_SETTINGS
-    return RowSettings(
-        certain=said["confidence"] == _EXACT and said.get("layout_matches", "").startswith("yes"),
-        flags=MappingProxyType(dict(_flags(said))),
-        recompute=_recompute(said),
-    )
+    try:
+        return RowSettings(
+            certain=said["confidence"] == _EXACT
+            and said.get("layout_matches", "").startswith("yes"),
+            flags=MappingProxyType(dict(_flags(said))),
+            recompute=_recompute(said),
+        )
+    except ValueError as error:
+        raise RefusedRowError("a setting of its recipe cannot be read", str(error)) from error
 
 
 def partition_of(

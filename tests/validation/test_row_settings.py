@@ -12,6 +12,7 @@ from nest_megatron.model.execution import GraphImpl, TokenDispatcher
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, selective_recompute
 from nest_megatron.validation.job import Job, job_of
 from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.refusal import RefusedRowError
 from nest_megatron.validation.row_settings import NO_SETTINGS, settings_of
 from nest_megatron.validation.rows import Row, read_rows
 
@@ -115,6 +116,14 @@ def test_modules_that_are_not_known_are_left_out(
     tmp_path: Path, text: str, expected: object
 ) -> None:
     assert settings_of(read(tmp_path, recompute_modules=text)).recompute == expected
+
+
+@pytest.mark.parametrize("column", ["etp", "recompute_num_layers"])
+def test_a_setting_that_is_no_number_refuses_its_row(tmp_path: Path, column: str) -> None:
+    words = {"recompute_granularity": "full", "recompute_method": "block", "etp": "1"}
+    words |= {"recompute_num_layers": "1", column: "many"}
+    with pytest.raises(RefusedRowError, match="cannot be read"):
+        job(read(tmp_path, **words))
 
 
 def test_another_file_of_that_name_is_refused(tmp_path: Path) -> None:
