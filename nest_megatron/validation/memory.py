@@ -49,13 +49,16 @@ def workspace_bytes(
 
 
 def predicted_memory(row: Row, job: Job, prediction: Prediction) -> Bytes | None:
-    """Peak bytes of the GPU that the row speaks of; ``None`` where they follow from a guess.
+    """Peak bytes of the GPU that the row speaks of; ``None`` where they follow from a choice.
+
+    A job that may have had several micro batches, or may have computed several things again, was
+    taken to be the fastest of those that fit; its peak says nothing of the formula.
 
     Rank 0 is on the first pipeline stage; everything else is taken as the fullest GPU. What a
     process takes as a whole (``nvidia-smi``) holds what the allocator caches too, and the reserve
     outside it. torchtitan prints what the allocator holds (``max_reserved_gib``).
     """
-    if len({grid.micro_batch_size for grid in job.grids}) > 1:
+    if len({(grid.micro_batch_size, grid.recompute) for grid in job.grids}) > 1:
         return None
     scope = f"{row.get('peak_mem_scope', '')} {row.get('peak_mem_unit', '')}".lower()
     stages = prediction.stage_memory

@@ -19,6 +19,7 @@ from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.model.operators import head_graph
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.recompute import FULL_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.validation.assess import Assessor
 from nest_megatron.validation.golden import golden_job
@@ -185,10 +186,15 @@ def _throughput_row(**cells: str) -> dict[str, str]:
     return {**row, **cells}
 
 
-def test_a_peak_that_follows_from_a_guessed_micro_batch_is_not_scored() -> None:
-    row = _throughput_row(mbs="", ga="")
+@pytest.mark.parametrize("other", [{"micro_batch_size": 2}, {"recompute": FULL_RECOMPUTE}])
+def test_a_peak_that_follows_from_a_choice_is_not_scored(other: dict[str, object]) -> None:
+    row = _throughput_row()
     job = job_of(row, ModelBook.load())
-    assert predicted_memory(row, job, Predictor().predict(job)) is None
+    prediction = Predictor().predict(job)
+    assert predicted_memory(row, job, prediction) is not None
+    (grid,) = job.grids
+    grids = (grid, dataclasses.replace(grid, **other))  # type: ignore[arg-type]
+    assert predicted_memory(row, dataclasses.replace(job, grids=grids), prediction) is None
 
 
 def test_torchtitan_prints_what_the_allocator_holds() -> None:
