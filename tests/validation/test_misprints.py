@@ -39,7 +39,7 @@ def test_misprints_are_refused_or_predicted(name: str) -> None:
     outcomes = list(Assessor(ModelBook.load()).outcomes(wrong, Basis.AS_PLANNED))
     assert len(outcomes) == len(rows)
     for outcome in outcomes:
-        assert outcome.refused or outcome.predicted_s or outcome.predicted_bytes
+        assert outcome.refused or outcome.predicted_s or outcome.needed_bytes
         if outcome.refused:
             assert not any(character.isdigit() for character in outcome.refused)
             assert outcome.time is None
