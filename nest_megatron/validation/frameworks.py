@@ -30,6 +30,7 @@ class Rule:
     Args:
         since: first release (year, month); a framework without a printed release is taken as new.
         splits_local_batch: a row's micro batch is what a pipeline divides over its ranks.
+        flash_attention_2: attention runs on FlashAttention 2, on any GPU.
     """
 
     framework: re.Pattern[str]
@@ -37,6 +38,18 @@ class Rule:
     target: Target
     since: tuple[int, int] = (0, 0)
     splits_local_batch: bool = False
+    flash_attention_2: bool = False
+
+    def kernels(self, accelerator: str) -> Mapping[str, float]:
+        """Fields of ``CostSettings`` for kernels that are not the fastest on a device."""
+        hopper = re.match(r"H\d|GH", accelerator) is not None
+        slow = self.flash_attention_2 and hopper
+        return {"attention_slowdown": FLASH_ATTENTION_2_ON_HOPPER} if slow else {}
+
+
+#: Time of FlashAttention 2 over that of kernels written for Hopper, which are 1.5 to 2.0 times as
+#: fast: FlashAttention 3, abstract of arXiv:2407.08608; cuDNN's are as fast (its figures 5 and 6).
+FLASH_ATTENTION_2_ON_HOPPER = 1.75
 
 
 def _rule(
@@ -46,6 +59,7 @@ def _rule(
     gpu: str = "",
     since: tuple[int, int] = (0, 0),
     splits_local_batch: bool = False,
+    flash_attention_2: bool = False,
 ) -> Rule:
     return Rule(
         framework=re.compile(framework, re.IGNORECASE),
@@ -53,6 +67,7 @@ def _rule(
         target=target,
         since=since,
         splits_local_batch=splits_local_batch,
+        flash_attention_2=flash_attention_2,
     )
 
 
@@ -266,6 +281,9 @@ _OTHER = _target(
     _MODERN,
 )
 
+#: How MLPerf's systems name the container of NVIDIA's submission, which is NeMo on Megatron.
+_CONTAINER = r"nvidia release|hugectr"
+
 RULES: tuple[Rule, ...] = (
     _rule(r"megatron-?deepspeed", _DEEPSPEED_PIPELINE),
     _rule(r"megatron-lm(?!.*\bTE\b)", _LEGACY, gpu=r"^(V100|A100)"),
@@ -276,14 +294,20 @@ RULES: tuple[Rule, ...] = (
     _rule(r"automodel", _AUTOMODEL, splits_local_batch=True),
     _rule(r"\btrl\b", _TRL, splits_local_batch=True),
     # MLPerf's submissions of language models run on NeMo
-    _rule(r"nemo|mlperf", NEMO, since=(25, 7)),
-    _rule(r"nemo|mlperf", _NEMO_OLD),
-    _rule(r"composer", _COMPOSER, splits_local_batch=True),
-    _rule(r"torchtitan.*torch\.compile", _FSDP_COMPILED, splits_local_batch=True),
+    _rule(rf"nemo|mlperf|{_CONTAINER}", NEMO, since=(25, 7)),
+    _rule(rf"nemo|mlperf|{_CONTAINER}", _NEMO_OLD),
+    # llm-foundry's ``attn_impl: flash``; PyTorch's ``scaled_dot_product_attention``; nanotron.
+    _rule(r"composer", _COMPOSER, splits_local_batch=True, flash_attention_2=True),
+    _rule(
+        r"torchtitan.*torch\.compile",
+        _FSDP_COMPILED,
+        splits_local_batch=True,
+        flash_attention_2=True,
+    ),
     _rule(r"^megatron-fsdp", _MEGATRON_FSDP),
-    _rule(r"fsdp|torchtitan", _FSDP, splits_local_batch=True),
+    _rule(r"fsdp|torchtitan", _FSDP, splits_local_batch=True, flash_attention_2=True),
     _rule(r"maxtext|paxml", _JAX, splits_local_batch=True),
-    _rule(r"nanotron", _NANOTRON),
+    _rule(r"nanotron", _NANOTRON, flash_attention_2=True),
     _rule(r"^megatron-core", MEGATRON_CORE),
     _rule(r"^megatron", MEGATRON_LM_0_16),
     _rule("", _OTHER),

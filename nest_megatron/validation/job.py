@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -89,7 +90,13 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> Job:
     except UserInputError as error:
         raise RefusedRowError("layout is impossible", str(error)) from error
     settings = rule.target.settings(
-        name, precision, stated, has_experts=match.spec.is_moe, **_task(row), **_offload(row)
+        name,
+        precision,
+        stated,
+        has_experts=match.spec.is_moe,
+        **rule.kernels(name),
+        **_task(row),
+        **_offload(row),
     )
     return Job(
         spec=match.spec,
@@ -122,6 +129,8 @@ def _grid(
     rule, flags = defaults
     dims = _dims(row, spec, gpus, flags, notes)
     batch, micro = _batch(row, dims, notes, split=rule.splits_local_batch)
+    if whole(row, "vp") is None:
+        dims = _in_whole_rounds(dims, batch // (micro * dims.data_parallel_size), notes)
     return Grid(
         dims=dims,
         global_batch_size=batch,
@@ -183,6 +192,15 @@ def _virtual(
         notes.append("one layer in each virtual stage")
         return spec.num_layers // pp
     return max(1, given or 1)
+
+
+def _in_whole_rounds(dims: ParallelDims, microbatches: int, notes: list[str]) -> ParallelDims:
+    """Without assumed virtual stages, where micro batches do not fill their rounds."""
+    virtual = dims.virtual_pipeline_model_parallel_size
+    if virtual == 1 or microbatches % dims.pipeline_model_parallel_size == 0:
+        return dims
+    notes.append(f"no virtual stages: {microbatches} micro batches make no whole rounds")
+    return dataclasses.replace(dims, virtual_pipeline_model_parallel_size=1)
 
 
 def _batch(row: Row, dims: ParallelDims, notes: list[str], *, split: bool) -> tuple[int, int]:

@@ -275,3 +275,54 @@ def test_docs_name_the_package_that_is_missing(
     assert done.code == 2
     assert "pip install 'matplotlib" in done.err
     assert not (tmp_path / "accuracy").exists()
+
+
+#: GPT-3 as NVIDIA ran it for MLPerf, but that the virtual stages are left out.
+GPT3 = {
+    **RUN,
+    "model": "GPT3-175B",
+    "n_gpus": "10752",
+    "seq": "2048",
+    "gbs": "2688",
+    "tp": "4",
+    "pp": "6",
+    "cp": "1",
+    "precision": "FP8",
+    "iter_time_s": "1",
+}
+
+
+def predicted(path: Path, row: Mapping[str, str]) -> float:
+    out = path / "rows.csv"
+    done = run("validate", str(table(path / "runs.csv", row)), "--rows", str(out))
+    assert done.code == 0
+    with out.open(newline="") as stream:
+        return float(next(csv.DictReader(stream))["planned_s"])
+
+
+def test_a_row_is_predicted_as_estimate_would(tmp_path: Path) -> None:
+    """With six micro batches, virtual stages are worth half of the prediction."""
+    degrees = {"tensor": 4, "pipeline": 6, "virtual_pipeline": 16}
+    estimate = run(
+        "estimate",
+        *("model=gpt3_175b", "cluster=dgx_h100", "cluster.num_gpus=10752"),
+        *("train.global_batch_size=2688", "train.micro_batch_size=1", "train.precision=fp8"),
+        *(f"parallel.{name}_model_parallel_size={size}" for name, size in degrees.items()),
+        *("parallel.zero_stage=1", "target=megatron_lm_0.16.1"),
+        "--json",
+    ).json()
+    row = {**GPT3, "framework": "Megatron-LM with TE", "vp": "16"}
+    expected = estimate["predicted"]["iteration_time_s"]
+    assert predicted(tmp_path, row) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("framework", ["NeMo 24.07", "PyTorch NVIDIA Release 23.09"])
+def test_recipes_of_nemo_interleave_where_they_do_not_say(tmp_path: Path, framework: str) -> None:
+    """The container's name is all that MLPerf's systems say of it."""
+    row = {**GPT3, "framework": framework}
+    assert predicted(tmp_path, row) == pytest.approx(predicted(tmp_path, {**row, "vp": "16"}))
+
+
+def test_virtual_stages_are_assumed_in_whole_rounds_only(tmp_path: Path) -> None:
+    row = {**GPT3, "framework": "NeMo 24.07", "gbs": "2016", "pp": "8"}
+    assert predicted(tmp_path, row) == pytest.approx(predicted(tmp_path, {**row, "vp": "1"}))
