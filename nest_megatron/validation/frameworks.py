@@ -174,6 +174,13 @@ _TRL = dataclasses.replace(
     framework="TRL",
     cost={**_NARROW, "loss_chunk_tokens": 256, "fused_activation": False},
 )
+#: ms-swift on DeepSpeed: the loss of a long sequence works in chunks (``CELOSS_PARALLEL_SIZE``).
+_SWIFT = dataclasses.replace(
+    _TRL,
+    name="ms_swift",
+    framework="ms-swift on DeepSpeed",
+    cost={**_TRL.cost, "loss_chunk_tokens": 2048},
+)
 #: NeMo AutoModel: PyTorch's FSDP2 under Transformer Engine's layers, DeepEP or HybridEP.
 _AUTOMODEL = dataclasses.replace(
     _FSDP,
@@ -293,6 +300,7 @@ RULES: tuple[Rule, ...] = (
     _rule(r"^megatron-bridge", BRIDGE_0_3),
     _rule(r"automodel", _AUTOMODEL, splits_local_batch=True),
     _rule(r"\btrl\b", _TRL, splits_local_batch=True),
+    _rule(r"ms-swift (deepspeed|zero)", _SWIFT),
     # MLPerf's submissions of language models run on NeMo
     _rule(rf"nemo|mlperf|{_CONTAINER}", NEMO, since=(25, 7)),
     _rule(rf"nemo|mlperf|{_CONTAINER}", _NEMO_OLD),

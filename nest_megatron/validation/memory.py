@@ -55,8 +55,8 @@ def predicted_memory(row: Row, job: Job, prediction: Prediction) -> Bytes | None
     taken to be the fastest of those that fit; its peak says nothing of the formula.
 
     Rank 0 is on the first pipeline stage; everything else is taken as the fullest GPU. What a
-    process takes as a whole (``nvidia-smi``) holds what the allocator caches too, and the reserve
-    outside it. torchtitan prints what the allocator holds (``max_reserved_gib``).
+    process takes as a whole (``nvidia-smi``, "device memory") holds what the allocator caches too,
+    and the reserve outside it. torchtitan prints what the allocator holds (``max_reserved_gib``).
     """
     if len({(grid.micro_batch_size, grid.recompute) for grid in job.grids}) > 1:
         return None
@@ -65,6 +65,8 @@ def predicted_memory(row: Row, job: Job, prediction: Prediction) -> Bytes | None
     peak = stages[0] if "rank-0" in scope or "rank 0" in scope else max(stages)
     if "torchtitan" in row.get("framework", "").lower():
         return round(peak * _HELD)
+    if "device memory" in scope:
+        return round(peak * _HELD) + job.settings.memory_reserve_bytes
     if "nvidia-smi" not in scope:
         return peak
     return round(peak * _CACHED) + job.settings.memory_reserve_bytes

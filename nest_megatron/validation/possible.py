@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -82,10 +83,14 @@ def planned_grids(
             yield dataclasses.replace(grid, micro_batch_size=size, recompute=recompute)
 
 
+#: A setting of recomputation, or a module that is computed again.
+_SETTING = re.compile(r"none|full|selective|per-op|offload|attn|norm|act\b|mlp|moe|expert|up_proj")
+
+
 def states_recompute(row: Row) -> bool:
     """Whether a row says what is computed again."""
-    stated = row.get("recompute", "").strip()
-    return bool(stated) and not stated.startswith("not stated")
+    stated = row.get("recompute", "").strip().lower()
+    return bool(_SETTING.search(stated)) and not stated.startswith("not stated")
 
 
 def _micro_batches(row: Row, grid: Grid) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ from nest_megatron.validation.margin import (
 from nest_megatron.validation.memory import predicted_memory, workspace_bytes
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Basis, RowOutcome
+from nest_megatron.validation.possible import states_recompute
 from nest_megatron.validation.predict import Predictor
 from nest_megatron.validation.refusal import RefusedRowError
 from nest_megatron.validation.rows import read_rows
@@ -197,7 +198,7 @@ def test_a_peak_that_follows_from_a_choice_is_not_scored(other: dict[str, object
     assert predicted_memory(row, dataclasses.replace(job, grids=grids), prediction) is None
 
 
-def test_torchtitan_prints_what_the_allocator_holds() -> None:
+def test_torchtitan_prints_what_the_allocator_holds_and_a_device_more() -> None:
     row = _throughput_row()
     job = job_of(row, ModelBook.load())
     prediction = Predictor().predict(job)
@@ -206,3 +207,14 @@ def test_torchtitan_prints_what_the_allocator_holds() -> None:
     assert given_out is not None
     assert held is not None
     assert 1.03 < held / given_out < 1.08
+    device = {**row, "peak_mem_scope": "peak device memory"}
+    assert predicted_memory(device, job, prediction) == held + 2 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("", False), ("not stated (scripts call --x-activations)", False), ("long context", False)]
+    + [(text, True) for text in ("none", "full", "selective", "norm, act", "per-op SAC")],
+)
+def test_what_says_what_is_computed_again(text: str, says: bool) -> None:
+    assert states_recompute({"recompute": text}) is says
