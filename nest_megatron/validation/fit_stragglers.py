@@ -74,7 +74,9 @@ class Scaling:
     def speaks(self) -> bool:
         """Whether its sizes differ in what they wait for stragglers, and in little else."""
         steps = [point.predicted_s for point in self.points]
-        return max(steps) <= _FLAT * min(steps) and len({p.wait_s for p in self.points}) > 1
+        sizes = {point.num_gpus for point in self.points}
+        waits = {point.wait_s for point in self.points}
+        return len(sizes) > 1 and len(waits) > 1 and max(steps) <= _FLAT * min(steps)
 
     def deviations(self, delay_s: float) -> list[float]:
         """Logarithms of measured over predicted steps, beside their mean."""

@@ -45,7 +45,9 @@ def test_scalings_are_read_from_a_table(tmp_path: Path) -> None:
         for n, seconds in sizes.items()
     ]
     other = {**rows[0], "row_id": "x", "gbs": "64"}
-    found = scalings_of([read_rows(table(tmp_path / "runs.csv", *rows, other))], ModelBook.load())
+    alone = [{**rows[2], "row_id": f"y{tp}", "framework": "NeMo 25.02"} for tp in "12"]
+    files = [read_rows(table(tmp_path / "runs.csv", *rows, other, *alone))]
+    found = scalings_of(files, ModelBook.load())
     assert [[point.num_gpus for point in each.points] for each in found] == [[16, 64, 256]]
     assert fit_stragglers(found).delay_s > 0
 
