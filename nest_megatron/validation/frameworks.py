@@ -187,6 +187,12 @@ _AUTOMODEL = dataclasses.replace(
     name="automodel",
     framework="NeMo AutoModel",
     defaults=(
+        Default(
+            argument="moe_flex_dispatcher_backend",
+            value="hybridep",
+            source="NeMo AutoModel: examples/llm_benchmark/deepseek/*_gb200.yaml",
+            gpu="GB",
+        ),
         *(
             Default(
                 argument=argument,
