@@ -39,11 +39,11 @@ def regimes_section(judged: Sequence[Judged]) -> str:
             "## As planned, by regime",
             "A prediction **as planned** takes degrees, batch and precision from the row (and "
             "recomputation and sharding where it states them) and every other setting as the "
-            "planner would assume or choose it for the row's framework, release and GPU; a run "
-            "that ran is called infeasible where no recomputation that the planner may choose "
-            "makes it fit, and one that ran out of memory is held to its own. **As stated** also "
-            "takes the settings of the row, or of the recipe behind it. Rows of all files of "
-            "runs; the worst first.",
+            "planner would assume or choose it for the row's framework, release and GPU. Where a "
+            "row leaves out its recomputation, a run that ran is called infeasible only if none "
+            "that the planner may choose makes it fit; one that ran out of memory chose nothing. "
+            "**As stated** also takes the settings of the row, or of the recipe behind it "
+            "(`row_settings.csv` beside the file). Rows of all files of runs; the worst first.",
             regimes_table(regimes, all_runs(judged)),
             "Regimes overlap. Which rows belong:",
             table(("regime", "rows", "why apart"), defined),

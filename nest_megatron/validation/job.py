@@ -47,6 +47,8 @@ class Job:
         flags: what the row says by Megatron's names, over those defaults.
         assumptions: what the row does not say and was taken instead.
         partition: the stages where the row names them.
+        pipeline_runs: how often a pipeline fills and drains in a step: PyTorch's schedules run over
+            the micro batches of one local batch, Megatron's over those of a step.
     """
 
     spec: TransformerSpec
@@ -57,6 +59,7 @@ class Job:
     flags: Mapping[str, Any] = field(default_factory=dict)
     assumptions: tuple[str, ...] = field(default=())
     partition: StagePartition | None = None
+    pipeline_runs: int = 1
 
 
 def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> Job:
@@ -107,6 +110,7 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> Job:
         flags=flags,
         assumptions=tuple(notes),
         partition=partition_of(row, match.spec, grid.dims) if recipe.certain else None,
+        pipeline_runs=_pipeline_runs(row, grid) if rule.splits_local_batch else 1,
     )
 
 
@@ -192,6 +196,16 @@ def _virtual(
         notes.append("one layer in each virtual stage")
         return spec.num_layers // pp
     return max(1, given or 1)
+
+
+def _pipeline_runs(row: Row, grid: Grid) -> int:
+    """Local batches in a step, of a framework whose pipeline runs over one at a time."""
+    named = re.search(r"\bLBS (\d+)", row.get("ambiguity", ""))
+    local = int(named[1]) if named else whole(row, "mbs")
+    own = grid.global_batch_size // grid.dims.data_parallel_size
+    if grid.dims.pipeline_model_parallel_size == 1 or not local or own % local:
+        return 1
+    return own // local
 
 
 def _in_whole_rounds(dims: ParallelDims, microbatches: int, notes: list[str]) -> ParallelDims:

@@ -64,7 +64,9 @@ class Predictor:
         model = self._models.get(key)
         if model is None:
             model = self._models[key] = CostModel(job.spec, job.cluster, job.settings)
-        problems = [(grid, model.problem(grid)) for grid in job.grids]
+        problems = [
+            (grid, _of_one_run(model.problem(grid), job.pipeline_runs)) for grid in job.grids
+        ]
         partition = measured_partition(job, problems[0][1])
         memory = [stage_memory(problem, partition) for _, problem in problems]
         needs = [max(stages) for stages in memory]
@@ -81,13 +83,20 @@ class Predictor:
         ticks, best = min((iteration_ticks(problems[i][1], partition), i) for i in fitting)
         grid, problem = problems[best]
         return Prediction(
-            iteration_time_s=to_seconds(ticks),
+            iteration_time_s=to_seconds(
+                job.pipeline_runs * (ticks - problem.constant) + problem.constant
+            ),
             stage_memory=memory[best],
             capacity_bytes=problem.capacity_bytes,
             model_flops=grid.global_batch_size * model_flops_per_sequence(model),
             attention_flops=grid.global_batch_size * attention_flops_per_sequence(model),
             grid=grid,
         )
+
+
+def _of_one_run(problem: PipelineProblem, runs: int) -> PipelineProblem:
+    """The micro batches between a pipeline's filling and its draining."""
+    return dataclasses.replace(problem, num_microbatches=max(1, problem.num_microbatches // runs))
 
 
 def _kept(grid: Grid) -> Grid:

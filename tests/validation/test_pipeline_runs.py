@@ -1,0 +1,49 @@
+"""PyTorch's pipelines fill and drain once a local batch, Megatron's once a step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from nest_megatron.validation.job import job_of
+from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.predict import Predictor
+
+ROW = {
+    "model": "Llama 3.1 70B",
+    "gpu": "H100-80GB",
+    "gpus_per_node": "8",
+    "n_gpus": "64",
+    "seq": "4096",
+    "gbs": "256",
+    "mbs": "4",
+    "tp": "8",
+    "pp": "4",
+    "cp": "1",
+    "precision": "BF16",
+    "framework": "torchtitan",
+    "recompute": "full",
+}
+
+
+@pytest.mark.parametrize(
+    ("cells", "runs"),
+    [
+        ({}, 32),  # 128 sequences of a replica, 4 in a local batch
+        ({"mbs": "1", "ambiguity": "LBS 8, GA 16 as printed"}, 16),
+        ({"mbs": "3"}, 1),  # divides nothing: not known
+        ({"pp": "1"}, 1),
+        ({"framework": "Megatron-LM with TE"}, 1),
+    ],
+)
+def test_runs_are_local_batches(cells: dict[str, str], runs: int) -> None:
+    assert job_of({**ROW, **cells}, ModelBook.load()).pipeline_runs == runs
+
+
+def test_each_run_pays_for_its_own_bubble() -> None:
+    job = job_of(ROW, ModelBook.load())
+    once = dataclasses.replace(job, pipeline_runs=1)
+    long, short = (Predictor().predict(each).iteration_time_s for each in (job, once))
+    # One micro batch for each of four ranks: seven turns instead of four.
+    assert long / short == pytest.approx(7 * 32 / (128 + 3), rel=0.1)
