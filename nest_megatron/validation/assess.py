@@ -18,6 +18,7 @@ from nest_megatron.validation.measured import (
     ran_out_of_memory,
     require_consistent,
     require_fixed_sequences,
+    require_measurement,
     states_time,
 )
 from nest_megatron.validation.memory import predicted_golden, predicted_memory
@@ -61,6 +62,7 @@ class Assessor:
     def _throughput(self, row: Row, basis: Basis) -> RowOutcome:
         job = self._job(row, basis)
         prediction = self.predictor.predict(job)
+        require_measurement(row)
         memory, measured = measured_memory(row), None
         if states_time(row) or not (memory or ran_out_of_memory(row)):
             measured = job_time(row, job, prediction)

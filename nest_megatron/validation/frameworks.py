@@ -250,6 +250,17 @@ _NANOTRON = _target(
     _MODERN,
     {"fused_activation": False, "loss_bytes": 14},
 )
+#: Its kernels are PyTorch's, as nanotron's are.
+_INTERNEVO = dataclasses.replace(
+    _target(
+        "internevo",
+        "plain PyTorch modules under ZeRO-1 in 16-bit gradients, flash attention and its loss",
+        "InternEvo 0.2: internlm/solver/optimizer/hybrid_zero_optim.py, internlm/model/loss.py",
+        {**_MODERN, "grad_reduce_in_bf16": True},
+        {"fused_activation": False, "loss_bytes": 6},
+    ),
+    fitted="nanotron",
+)
 #: Of the runs and tests that its developers publish.
 MEGATRON_CORE = dataclasses.replace(
     MEGATRON_LM_0_16,
@@ -322,6 +333,7 @@ RULES: tuple[Rule, ...] = (
     _rule(r"fsdp|torchtitan", _FSDP, splits_local_batch=True, flash_attention_2=True),
     _rule(r"maxtext|paxml", _JAX, splits_local_batch=True),
     _rule(r"nanotron", _NANOTRON, flash_attention_2=True),
+    _rule(r"internevo", _INTERNEVO, flash_attention_2=True),
     _rule(r"^megatron-core", MEGATRON_CORE),
     _rule(r"^megatron", MEGATRON_LM_0_16),
     _rule("", _OTHER),

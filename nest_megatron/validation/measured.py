@@ -137,6 +137,21 @@ def states_time(row: Row) -> bool:
     return any(number(row, column) for column in columns)
 
 
+def is_sanity_check(row: Row) -> bool:
+    """Whether the authors say that a run's timing is no measurement of speed."""
+    return "sanity check" in row.get("ambiguity", "")
+
+
+def require_measurement(row: Row) -> None:
+    """Refuse a run whose authors say that its timing is no measurement of speed.
+
+    Raises:
+        RefusedRowError: for their own words.
+    """
+    if is_sanity_check(row):
+        raise RefusedRowError("its timing is a sanity check", "as its authors say")
+
+
 def require_fixed_sequences(row: Row) -> None:
     """Refuse a step of reinforcement learning that does not say how long its answers are.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from nest_megatron.validation.assess import job_time
 from nest_megatron.validation.calibrate import Sample
 from nest_megatron.validation.job import job_of
+from nest_megatron.validation.measured import is_sanity_check
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.predict import Predictor
 from nest_megatron.validation.refusal import RefusedRowError
@@ -49,4 +50,4 @@ def _speaks_of_performance(row: Row) -> bool:
     framework = row.get("framework", "").lower()
     if not row.get("gbs", "").strip() and not row.get("ga", "").strip():
         return False
-    return "sanity check" not in row.get("ambiguity", "") and not framework.startswith(_FOREIGN)
+    return not is_sanity_check(row) and not framework.startswith(_FOREIGN)

@@ -12,6 +12,7 @@ from nest_megatron.validation.frameworks import FLASH_ATTENTION_2_ON_HOPPER, rul
     [
         ("Composer FSDP (DEFAULT)", "H100-SXM-80GB", FLASH_ATTENTION_2_ON_HOPPER),
         ("torchtitan 9dec370", "H200-SXM-141GB", FLASH_ATTENTION_2_ON_HOPPER),
+        ("InternEvo v0.2", "H800-SXM-80GB", FLASH_ATTENTION_2_ON_HOPPER),
         ("nanotron v0.5", "GH200-96GB", FLASH_ATTENTION_2_ON_HOPPER),
         ("Composer FSDP (DEFAULT)", "A100-SXM-80GB", 1.0),
         ("torchtitan 9dec370", "B200-SXM-180GB", 1.0),

@@ -10,6 +10,7 @@ from nest_megatron.validation.measured import (
     measured_time,
     require_consistent,
     require_fixed_sequences,
+    require_measurement,
 )
 from nest_megatron.validation.refusal import RefusedRowError
 
@@ -73,3 +74,9 @@ def test_updates_of_reinforcement_learning_need_a_length() -> None:
     require_fixed_sequences({"task": "pretrain"})
     with pytest.raises(RefusedRowError, match="sequence length not stated"):
         require_fixed_sequences({"task": "rl-update", "seq": ""})
+
+
+def test_a_time_that_its_authors_disown_is_refused() -> None:
+    require_measurement({"ambiguity": "tuned performance run"})
+    with pytest.raises(RefusedRowError, match="sanity check"):
+        require_measurement({"ambiguity": "support run: timing is a sanity check"})
