@@ -174,11 +174,12 @@ def fp8_copy_bytes(zero: ZeroStage, settings: CostSettings) -> int:
     backward pass all the same.
     """
     traits = settings.traits
+    transposes = (traits.fp8_weight_copies - 1) * FP8_BYTES
     if zero >= ZeroStage.WEIGHTS:
-        return FP8_BYTES if traits.fp8_weights and traits.keep_fp8_transpose_cache else 0
+        return transposes if traits.fp8_weights and traits.keep_fp8_transpose_cache else 0
     if traits.fp8_weights:
-        return FP8_BYTES if traits.fp8_transpose_cache else 0
-    return 2 * FP8_BYTES
+        return transposes if traits.fp8_transpose_cache else 0
+    return traits.fp8_weight_copies * FP8_BYTES
 
 
 def kept_input_bytes(settings: CostSettings) -> int:

@@ -22,7 +22,7 @@ from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.traits import ExecutionTraits
+from nest_megatron.cost_model.traits import ExecutionTraits, Fp8Recipe
 from nest_megatron.documents import LOADER
 
 _NO_FLAGS: Mapping[str, Any] = MappingProxyType({})
@@ -123,13 +123,31 @@ class Target:
         fields = {**self.cost, **fitted_values(self.fitted), **fields}
         names = {each.name for each in dataclasses.fields(ExecutionTraits)}
         of_traits: dict[str, Any] = {k: v for k, v in fields.items() if k in names}
-        traits = dataclasses.replace(execution_traits(both, precision), **of_traits)
+        read = execution_traits(both, precision)
+        of_traits.setdefault("fp8_weight_copies", fp8_layouts(accelerator, read.fp8_recipe))
+        traits = dataclasses.replace(read, **of_traits)
         others: dict[str, Any] = {
             "optimizer_bytes_per_parameter": traits.optimizer_traffic_bytes,
             **({} if both.get("overlap_grad_reduce", True) else {"dp_overlap": 0.0}),
             **{k: v for k, v in fields.items() if k not in names},
         }
         return CostSettings(target=self.name, precision=precision, traits=traits, **others)
+
+
+#: Devices of compute capability 10.0 to 11.x multiply fp8 matrices in any layout.
+_ANY_LAYOUT = re.compile(r"G?B[23]00", re.IGNORECASE)
+
+
+def fp8_layouts(accelerator: str, recipe: Fp8Recipe) -> int:
+    """Layouts of a weight that products in fp8 need: row by row, and column by column.
+
+    Hopper multiplies one layout alone. Blackwell takes both, so one copy serves under a scale for
+    the whole tensor; MXFP8 and blockwise scales run along rows or columns and need two.
+
+    Source: Transformer Engine, ``is_non_tn_fp8_gemm_supported`` and ``Float8Quantizer``.
+    """
+    whole_tensor = recipe in (Fp8Recipe.DELAYED, Fp8Recipe.TENSORWISE)
+    return 1 if whole_tensor and _ANY_LAYOUT.match(accelerator) else 2
 
 
 def fitted_values(entry: str) -> Mapping[str, float]:

@@ -46,6 +46,8 @@ class ExecutionTraits:
         fp8_gather: those weights are gathered in fp8 as well; MXFP8 gathers 16-bit ones.
         fp8_inputs: products in fp8 keep their input in fp8 for the weight's gradient, which is
             worked out in fp8 as well (not with ``--no-fp8-wgrad``, nor in torchao).
+        fp8_weight_copies: layouts in which products in fp8 need a weight: itself and its transpose,
+            or itself alone where the device multiplies both (``targets.fp8_layouts``).
         fp8_transpose_cache: transposes of fp8 weights are kept between micro batches (not with
             ``disable_parameter_transpose_cache``, where the backward pass makes them anew).
         keep_fp8_transpose_cache: Megatron-FSDP keeps the transposes of gathered fp8 weights.
@@ -82,6 +84,7 @@ class ExecutionTraits:
     fp8_weights: bool = False
     fp8_gather: bool = False
     fp8_inputs: bool = True
+    fp8_weight_copies: int = 2
     fp8_transpose_cache: bool = True
     keep_fp8_transpose_cache: bool = False
     gradient_bytes: int = 4
@@ -103,6 +106,7 @@ class ExecutionTraits:
             ("loss_bytes", 1),
             ("optimizer_bytes", 0),
             ("optimizer_instances", 1),
+            ("fp8_weight_copies", 1),
             ("loss_chunk_tokens", 0),
         ):
             value = getattr(self, field)

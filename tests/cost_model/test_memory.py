@@ -12,6 +12,7 @@ from nest_megatron.cost_model.memory import static_bytes, stays_whole
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stored_settings import restored_settings, stored_settings
+from nest_megatron.cost_model.target_defaults import MEGATRON_LM_0_20
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.execution import PLAIN, Execution, FlexBackend, TokenDispatcher
@@ -96,6 +97,8 @@ def test_the_report_says_what_the_search_charged(
         ({"fp8_weights": True}, "fp8", (1 + 1, 4, 12 / 8)),
         ({"fp8_weights": True, "fp8_transpose_cache": False}, "fp8", (1, 4, 12 / 8)),
         ({"fp8_transpose_cache": False}, "fp8", (2 + 2, 4, 12 / 8)),
+        ({"fp8_weight_copies": 1}, "fp8", (2 + 1, 4, 12 / 8)),
+        ({"fp8_weight_copies": 1, "fp8_weights": True}, "fp8", (1, 4, 12 / 8)),
     ],
 )
 def test_bytes_of_a_parameter_of_a_layer(
@@ -251,6 +254,25 @@ def test_queries_keys_and_values_go_with_core_attention() -> None:
     shard = LayerShard(execution=Execution(offload_modules=("core_attn",)))
     moved = decoder_layer_graph(spec, LayerKind.DENSE, shard).offloaded_bytes
     assert moved == spec.seq_length * (32 + 2 * 8) * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "recipe", "copies"),
+    [
+        ("H100", "delayed", 2),
+        ("B200", "delayed", 1),
+        ("GB300", "tensorwise", 1),
+        ("GB200", "mxfp8", 2),
+        ("GB200", "blockwise", 2),
+        ("MI300X", "delayed", 2),
+    ],
+)
+def test_blackwell_needs_no_transposes_under_one_scale(
+    accelerator: str, recipe: str, copies: int
+) -> None:
+    flags = {"fp8": "hybrid", "fp8_recipe": recipe}
+    settings = MEGATRON_LM_0_20.settings(accelerator, Precision.FP8, flags)
+    assert settings.traits.fp8_weight_copies == copies
 
 
 def traffic_s(traits: ExecutionTraits, zero: ZeroStage = ZeroStage.OPTIMIZER) -> tuple[float, ...]:
