@@ -25,6 +25,9 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits, Fp8Recipe
 from nest_megatron.documents import LOADER
 
+#: Entry of ``calibration/frameworks.yaml`` for what switches of ``Execution`` do in all of them.
+EXECUTION = "execution"
+
 _NO_FLAGS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -120,7 +123,7 @@ class Target:
         """
         said = {name: value for name, value in flags.items() if value is not None}
         both = {**self.flags(accelerator, precision, has_experts=has_experts), **said}
-        fields = {**self.cost, **fitted_values(self.fitted), **fields}
+        fields = {**fitted_values(EXECUTION), **self.cost, **fitted_values(self.fitted), **fields}
         names = {each.name for each in dataclasses.fields(ExecutionTraits)}
         of_traits: dict[str, Any] = {k: v for k, v in fields.items() if k in names}
         read = execution_traits(both, precision)

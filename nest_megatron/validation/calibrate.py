@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nest_megatron.cluster.records import Cluster
+from nest_megatron.cost_model.targets import EXECUTION
+from nest_megatron.parallel.grid import Grid
 from nest_megatron.validation.calibration import (
     OWNERS,
     Parameter,
@@ -50,7 +52,16 @@ class Sample:
     def owners(self) -> frozenset[str]:
         """Whose fitted constants its prediction depends on."""
         generation = generation_of(self.job.cluster.accelerator.name)
-        return frozenset({self.job.target.fitted, generation or ""} & OWNERS)
+        owners = {self.job.target.fitted, generation or ""}
+        if self.job.settings.traits.fp8_attention or any(map(_switches, self.job.grids)):
+            owners.add(EXECUTION)
+        return frozenset(owners & OWNERS)
+
+
+def _switches(grid: Grid) -> bool:
+    """Whether a grid has traffic that a switch of ``Execution`` acts on."""
+    overlaps = grid.execution.tp_comm_overlap and grid.dims.tensor_model_parallel_size > 1
+    return overlaps or grid.dims.expert_model_parallel_size > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.cluster.records import Accelerator, Cluster, Precision
+from nest_megatron.cost_model.targets import EXECUTION
 from nest_megatron.validation.job import Job
 
 
@@ -81,7 +82,7 @@ def with_values(job: Job, values: Values, clusters: dict[int, Cluster] | None = 
         device = device_values(job.cluster.accelerator, values)
         cluster = dataclasses.replace(job.cluster, accelerator=device)
         clusters[id(job.cluster)] = cluster
-    fields: dict[str, Any] = dict(_of(job.target.fitted, values))
+    fields: dict[str, Any] = {**_of(EXECUTION, values), **_of(job.target.fitted, values)}
     return dataclasses.replace(
         job, cluster=cluster, settings=dataclasses.replace(job.settings, **fields)
     )
@@ -120,12 +121,14 @@ def _device(
     attention: float,
     memory: float,
     floor: float,
+    host: float | None = None,
 ) -> tuple[Parameter, ...]:
     """Parameters of one generation.
 
     Args:
         gemm: prior of 16-bit products, and its bounds.
         fp8: prior of 8-bit products, if the generation has them.
+        host: prior of the time that its hosts take to launch a kernel; ``None`` is not fitted.
     """
 
     def parameter(name: str, prior: float, width: float, low: float, high: float) -> Parameter:
@@ -133,14 +136,16 @@ def _device(
 
     prior, low, high = gemm
     found = [
-        parameter("gemm_efficiency.bf16", prior, 0.1, low, high),
+        parameter("gemm_efficiency.bf16", prior, 0.06, low, high),
         parameter("attention_efficiency", attention, 0.1, 0.2, 0.8),
         parameter("memory_efficiency", memory, 0.06, 0.5, 1.0),
-        parameter("kernel_floor_s", floor, 5e-6, 1e-6, 4e-5),
+        parameter("kernel_floor_s", floor, 0.5 * floor, 1e-6, 4e-5),
         parameter("grouped_gemm_share", 0.8, 0.15, 0.4, 1.0),
     ]
     if fp8 is not None:
-        found.append(parameter("gemm_efficiency.fp8", fp8, 0.1, 0.35, 0.85))
+        found.append(parameter("gemm_efficiency.fp8", fp8, 0.06, 0.35, 0.85))
+    if host is not None:
+        found.append(parameter("host_kernel_s", host, 1e-5, 1e-6, 1e-4))
     return tuple(found)
 
 
@@ -150,40 +155,51 @@ def _of_framework(
     return Parameter(owner=owner, name=name, prior=prior, width=width, low=0.0, high=high)
 
 
-def _slowdown(owner: str, prior: float) -> Parameter:
+def _slowdown(owner: str, prior: float, width: float) -> Parameter:
     return Parameter(
-        owner=owner, name="compute_slowdown", prior=prior, width=0.15, low=0.8, high=2.5
+        owner=owner, name="compute_slowdown", prior=prior, width=width, low=0.8, high=2.5
     )
 
 
-#: Frameworks whose kernels differ from those of NeMo, which is taken as 1.
+#: Frameworks whose kernels differ from those of NeMo, which is taken as 1: prior and width. Those
+#: that run Megatron's kernels may differ little.
 _SLOWDOWNS = (
-    ("megatron_core", 1.0),
-    ("megatron_lm", 1.05),
-    ("megatron_bridge", 1.0),
-    ("megatron_bridge_2026", 1.0),
-    ("composer", 1.1),
-    ("pytorch_fsdp", 1.1),
-    ("nanotron", 1.2),
+    ("megatron_core", 1.0, 0.05),
+    ("megatron_lm", 1.0, 0.05),
+    ("megatron_bridge", 1.0, 0.05),
+    ("megatron_bridge_2026", 1.0, 0.05),
+    ("composer", 1.1, 0.15),
+    ("pytorch_fsdp", 1.1, 0.15),
+    ("nanotron", 1.2, 0.15),
+)
+
+#: What switches of ``Execution`` do, whichever framework sets them. Priors: user buffers pipeline
+#: all but a product's first and last piece; DeepEP's own tables are a fifth above NCCL's exchange,
+#: whose parts are of unequal size in training; fp8 has twice the peak of 16 bits in attention.
+_MECHANISMS = tuple(
+    Parameter(owner=EXECUTION, name=name, prior=prior, width=width, low=low, high=high)
+    for name, prior, width, low, high in (
+        ("tp_overlap", 0.7, 0.15, 0.0, 1.0),
+        ("ep_overlap", 0.85, 0.1, 0.0, 1.0),
+        ("alltoall_slowdown", 1.2, 0.2, 0.5, 4.0),
+        ("flex_slowdown", 0.9, 0.15, 0.4, 3.0),
+        ("fp8_attention_speedup", 1.4, 0.2, 1.0, 2.0),
+    )
 )
 
 #: Priors: kernels of truth/kernel_efficiency.csv and best products of truth/hardware.csv.
 PARAMETERS: tuple[Parameter, ...] = (
     *_device("volta", (0.65, 0.35, 0.9), None, 0.4, 0.85, 1e-5),
     *_device("ampere", (0.8, 0.5, 0.88), None, 0.47, 0.86, 1e-5),
-    *_device("hopper", (0.72, 0.5, 0.81), 0.65, 0.55, 0.91, 8e-6),
-    *_device("b200", (0.55, 0.4, 0.79), 0.6, 0.5, 0.8, 8e-6),
-    *_device("gb200", (0.6, 0.4, 0.79), 0.6, 0.5, 0.8, 8e-6),
-    *_device("blackwell_ultra", (0.65, 0.4, 0.79), 0.65, 0.55, 0.8, 8e-6),
+    *_device("hopper", (0.72, 0.5, 0.81), 0.65, 0.55, 0.91, 4e-6, 3e-5),
+    *_device("b200", (0.55, 0.4, 0.79), 0.6, 0.5, 0.8, 4e-6, 3e-5),
+    *_device("gb200", (0.6, 0.4, 0.79), 0.6, 0.5, 0.8, 4e-6, 3e-5),
+    *_device("blackwell_ultra", (0.65, 0.4, 0.79), 0.65, 0.55, 0.8, 4e-6, 3e-5),
+    *_MECHANISMS,
     _of_framework("megatron_legacy", "host_kernel_s", 4e-5, 3e-5, 2e-4),
-    *(_slowdown(name, prior) for name, prior in _SLOWDOWNS),
+    _of_framework("nemo", "attention_slowdown", 1.2, 0.2, 2.5),
+    *(_slowdown(*each) for each in _SLOWDOWNS),
     Parameter(owner="deepspeed", name="dp_slowdown", prior=4.0, width=3.0, low=1.0, high=20.0),
-    _of_framework("megatron_core", "tp_overlap", 0.5, 0.3),
-    _of_framework("nemo", "tp_overlap", 0.7, 0.2),
-    _of_framework("megatron_bridge", "tp_overlap", 0.7, 0.2),
-    _of_framework("megatron_bridge", "ep_overlap", 0.3, 0.3),
-    _of_framework("megatron_bridge_2026", "tp_overlap", 0.7, 0.2),
-    _of_framework("megatron_bridge_2026", "ep_overlap", 0.5, 0.3),
 )
 
 #: Everything that a parameter belongs to.

@@ -26,6 +26,7 @@ _LINES = (
     "memory_efficiency",
     "kernel_floor_s",
     "grouped_gemm_share",
+    "host_kernel_s",
 )
 
 
@@ -118,7 +119,9 @@ def updated(text: str, generation: str, values: Values) -> str:
     inside = ", ".join(f"{name}: {value}" for name, value in shares.items())
     text = _with_line(text, "gemm_efficiency", f"{{{inside}}}")
     for name in _LINES:
-        text = _with_line(text, name, f"{values[f'{generation}.{name}']:.4g}")
+        value = values.get(f"{generation}.{name}")
+        if value is not None:
+            text = _with_line(text, name, f"{value:.4g}")
     return text
 
 

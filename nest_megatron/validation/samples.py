@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from nest_megatron.validation.assess import job_time
@@ -21,7 +24,18 @@ def samples_of(files: Iterable[RowFile], book: ModelBook) -> list[Sample]:
     """Rows with a measured time that speak of a tuned run of a framework that is fitted."""
     predictor = Predictor()
     rows = (row for file in files if file.kind is RowKind.THROUGHPUT for row in file.rows)
-    return list(_samples(rows, book, predictor))
+    return list(_joined(_samples(rows, book, predictor)))
+
+
+def _joined(samples: Iterable[Sample]) -> Iterator[Sample]:
+    """One sample for each job of a source: a run that is published again teaches nothing new."""
+    same: dict[object, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        job = sample.job
+        same[sample.source, job.spec, id(job.cluster), job.grids, job.settings].append(sample)
+    for each in same.values():
+        mean = statistics.geometric_mean(sample.measured_s for sample in each)
+        yield dataclasses.replace(each[0], measured_s=mean)
 
 
 def _samples(rows: Iterable[Row], book: ModelBook, predictor: Predictor) -> Iterator[Sample]:
