@@ -197,7 +197,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     *_device("blackwell_ultra", (0.65, 0.4, 0.79), 0.65, 0.55, 0.8, 4e-6, 3e-5),
     *_MECHANISMS,
     _of_framework("megatron_legacy", "host_kernel_s", 4e-5, 3e-5, 2e-4),
-    _of_framework("nemo", "attention_slowdown", 1.2, 0.2, 2.5),
+    _of_framework("nemo_cudnn_8", "attention_slowdown", 1.4, 0.2, 2.5),
     *(_slowdown(*each) for each in _SLOWDOWNS),
     Parameter(owner="deepspeed", name="dp_slowdown", prior=4.0, width=3.0, low=1.0, high=20.0),
 )

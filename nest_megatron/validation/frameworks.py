@@ -308,6 +308,9 @@ _OTHER = _target(
 #: How MLPerf's systems name the container of NVIDIA's submission, which is NeMo on Megatron.
 _CONTAINER = r"nvidia release|hugectr"
 
+#: Releases before 24.05, whose attention is cuDNN 8's.
+_NEMO_CUDNN_8 = dataclasses.replace(_NEMO_OLD, name="nemo_cudnn_8", fitted="nemo_cudnn_8")
+
 RULES: tuple[Rule, ...] = (
     _rule(r"megatron-?deepspeed", _DEEPSPEED_PIPELINE),
     _rule(r"megatron-lm(?!.*\bTE\b)", _LEGACY, gpu=r"^(V100|A100)"),
@@ -320,7 +323,8 @@ RULES: tuple[Rule, ...] = (
     _rule(r"ms-swift (deepspeed|zero)", _SWIFT),
     # MLPerf's submissions of language models run on NeMo
     _rule(rf"nemo|mlperf|{_CONTAINER}", NEMO, since=(25, 7)),
-    _rule(rf"nemo|mlperf|{_CONTAINER}", _NEMO_OLD),
+    _rule(rf"nemo|mlperf|{_CONTAINER}", _NEMO_OLD, since=(24, 5)),
+    _rule(r"nemo", _NEMO_CUDNN_8),
     # llm-foundry's ``attn_impl: flash``; PyTorch's ``scaled_dot_product_attention``; nanotron.
     _rule(r"composer", _COMPOSER, splits_local_batch=True, flash_attention_2=True),
     _rule(
