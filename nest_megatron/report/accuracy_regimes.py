@@ -28,6 +28,19 @@ _HEAD = (
 )
 
 
+#: What each figure of a basis counts in ``--json``.
+_KEYS = (
+    ("`rows`", "all rows; `predicted` and `refused` add up to them"),
+    ("`mape_pct`, `median_signed_pct`, `p90_abs_pct`", "errors of time; of memory in its files"),
+    ("`ran`", "predicted rows of runs that ran, whatever they leave out"),
+    ("`ran_called_infeasible`", "those of them that are predicted not to fit"),
+    ("`oom`, `oom_caught`", "predicted rows of runs out of memory; those predicted not to fit"),
+    ("`groups`", "jobs that were measured in at least two layouts"),
+    ("`regret_mean_pct`, `regret_max_pct`", "over these jobs"),
+    ("`pairs_in_order_pct`", "of all pairs of layouts of one job, `null` without one"),
+)
+
+
 def regimes_section(judged: Sequence[Judged]) -> str:
     """What leads the page: every regime of all runs, the worst first, and the goals."""
     regimes = regime_scores(RowKind.THROUGHPUT, judged)
@@ -52,6 +65,10 @@ def regimes_section(judged: Sequence[Judged]) -> str:
             "faster; predictions that are equal count as wrong. A layout measured several times "
             "counts once, by its fastest run. ran: runs that ran and are predicted, also those "
             "that do not state their recomputation.",
+            "In `--json` every source, every file's total and every regime (of a file in `files`, of "
+            "all runs in `regimes`) holds `as_planned` and `as_stated`, each with",
+            table(("key", "what it counts"), _KEYS),
+            "What a source or total holds beside them is as stated.",
             "### Goals",
             _goals_table(judged, regimes),
         )
