@@ -65,8 +65,8 @@ def regimes_section(judged: Sequence[Judged]) -> str:
             "faster; predictions that are equal count as wrong. A layout measured several times "
             "counts once, by its fastest run. ran: runs that ran and are predicted, also those "
             "that do not state their recomputation.",
-            "In `--json` every source, every file's total and every regime (of a file in `files`, of "
-            "all runs in `regimes`) holds `as_planned` and `as_stated`, each with",
+            "In `--json` every source, every file's total and every regime (of a file in `files`, "
+            "of all runs in `regimes`) holds `as_planned` and `as_stated`, each with",
             table(("key", "what it counts"), _KEYS),
             "What a source or total holds beside them is as stated.",
             "### Goals",
