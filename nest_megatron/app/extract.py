@@ -15,11 +15,10 @@ from typing import Any
 
 from nest_megatron.app import OK
 from nest_megatron.app.output import say, show, show_json
-from nest_megatron.cluster.records import Precision
 from nest_megatron.config.command import read_model
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.overrides import parse, refuse_sweeps
-from nest_megatron.config.request import read_settings
+from nest_megatron.config.target import read_settings
 from nest_megatron.errors import UserInputError
 from nest_megatron.extract import cache
 from nest_megatron.files import check_output
@@ -102,7 +101,7 @@ def run_extract(
     settings = parse(overrides, config_dir)
     refuse_sweeps(settings)
     composed = compose(settings, config_dir)
-    read_settings(composed.config, Precision.BF16)  # refuses what the cost model would
+    read_settings(composed.config)  # refuses what the cost model would
     text = sys.stdin.read() if from_command == "-" else from_command
     spec, flags = read_model(composed, text, megatron_version)
     shard = dataclasses.replace(read_shard(composed, spec, flags), flash_attention=not unfused)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from nest_megatron.app.profile_ranks import Ranks
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.compose import Composed
-from nest_megatron.config.request import read_settings, request_of
+from nest_megatron.config.request import request_of
+from nest_megatron.config.target import read_precision
 from nest_megatron.errors import UserInputError
 from nest_megatron.framework.substitutes import quiet
 from nest_megatron.model.implementation import Implementation
@@ -64,7 +65,7 @@ def session(
         from nest_megatron.profile.session import share_of, tasks_of, this_machine
 
         machine = this_machine(measuring.where, measuring.implementation)
-    precision = read_settings(composed.config, Precision.BF16).precision
+    precision = read_precision(composed.config)
     _require_measurable(precision)
     known = () if again else _known(machine, spec, precision)
     flash = measuring.implementation is Implementation.TRANSFORMER_ENGINE

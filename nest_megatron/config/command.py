@@ -15,7 +15,6 @@ from nest_megatron.config.request import (
     DEFAULT_GLOBAL_BATCH_SIZE,
     Inputs,
     read_cluster,
-    read_settings,
     read_space,
     read_spec,
     with_seq_length,
@@ -27,6 +26,7 @@ from nest_megatron.config.sharding import (
     loads,
     with_own_sharding,
 )
+from nest_megatron.config.target import JobFlags, read_execution, read_settings
 from nest_megatron.config.typed import CHOICES, freed_flags, kept_flags
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
@@ -260,18 +260,14 @@ def _inputs(
         notes.append(
             f"The launcher starts {job.world_size} ranks, but the plan is for {cluster.num_gpus}."
         )
+    said = JobFlags(precision=job.precision, flags=job.memory_flags, target=job.target)
+    name = cluster.accelerator.name
     return Inputs(
         spec=with_seq_length(spec, config.train.seq_length),
         cluster=cluster,
         global_batch_size=batch,
-        settings=read_settings(
-            config,
-            job.precision,
-            job.memory_flags,
-            target=job.target,
-            accelerator=cluster.accelerator.name,
-            has_experts=spec.is_moe,
-        ),
+        settings=read_settings(config, said, accelerator=name, has_experts=spec.is_moe),
+        execution=read_execution(config, said, accelerator=name, has_experts=spec.is_moe),
         notes=tuple(notes),
         not_modelled=job.not_modelled,
         save_interval=job.save_interval,

@@ -16,6 +16,7 @@ from nest_megatron.config.request import (
 )
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
+from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import expand_layout, parse_layout, uniform_partition
 from nest_megatron.parallel.partition import StagePartition
@@ -128,7 +129,8 @@ def _grid(composed: Composed, inputs: Inputs) -> tuple[Grid, tuple[str, ...]]:
         recompute=NO_RECOMPUTE if recompute is None else recompute,
         zero=ZeroStage.OPTIMIZER if zero is None else zero,
     )
-    return grid, tuple(notes)
+    execution = allowed_execution(inputs.execution, grid)
+    return dataclasses.replace(grid, execution=execution), tuple(notes)
 
 
 def _dims(

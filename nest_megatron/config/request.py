@@ -6,23 +6,23 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from nest_megatron.cluster.catalogue import cluster_from_mapping
-from nest_megatron.cluster.records import Cluster, Precision
+from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.plausible import require_plausible
 from nest_megatron.config.schema import ParallelConfig, PlanConfig
+from nest_megatron.config.target import NO_JOB, choice, read_execution, read_settings, read_target
 from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.target_defaults import DEFAULT_TARGET, target_named
-from nest_megatron.cost_model.targets import Target
+from nest_megatron.cost_model.target_defaults import MEGATRON_LM
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.model.catalogue import spec_from_mapping
+from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.names import Name
 from nest_megatron.parallel.dims import RankOrder
+from nest_megatron.parallel.execution_rules import of_every_layout
 from nest_megatron.parallel.recompute import (
     Recompute,
     RecomputeGranularity,
@@ -50,8 +50,6 @@ _GRID_DEGREES = (
 )
 _BATCH_DEGREES = ("data_parallel_size", "micro_batch_size")
 
-Choice = TypeVar("Choice", bound=Name)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
@@ -61,6 +59,7 @@ class Inputs:
         notes: what was assumed, one sentence each.
         profile_notes: those of them that say which profiles were used and which were not.
         not_modelled: flags of the job whose effect on memory is not known, as they are typed.
+        execution: how its layers are carried out, as its flags and its target say.
         offer: another data-parallel sharding than the job's own.
         save_interval: steps between checkpoints, where the job says.
     """
@@ -73,6 +72,7 @@ class Inputs:
     times: LayerTimes | None = None
     profile_notes: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
+    execution: Execution = PLAIN
     offer: Offer | None = None
     save_interval: int | None = None
 
@@ -88,22 +88,21 @@ def read_inputs(composed: Composed) -> Inputs:
     if batch is None:
         batch = DEFAULT_GLOBAL_BATCH_SIZE
         notes.append(f"train.global_batch_size is not given; {batch} sequences are assumed.")
+    target = read_target(config)
     if config.target is None:
         notes.append(
-            f"No framework is named; {DEFAULT_TARGET.framework} is assumed "
-            f"(target={DEFAULT_TARGET.name})."
+            f"No framework is named; {target.framework} is assumed (target={target.name})."
         )
+    elif target not in MEGATRON_LM:
+        notes.append(f"The plan is for {target.framework}; docs/nemo.md says how recipes take it.")
     spec, cluster = read_spec(config), read_cluster(config)
+    name, has_experts = cluster.accelerator.name, spec.is_moe
     inputs = Inputs(
         spec=spec,
         cluster=cluster,
         global_batch_size=batch,
-        settings=read_settings(
-            config,
-            Precision.BF16,
-            accelerator=cluster.accelerator.name,
-            has_experts=spec.is_moe,
-        ),
+        settings=read_settings(config, NO_JOB, accelerator=name, has_experts=has_experts),
+        execution=read_execution(config, NO_JOB, accelerator=name, has_experts=has_experts),
         notes=tuple(notes),
     )
     return with_times(inputs, composed)
@@ -138,14 +137,14 @@ def with_times(
             else f"model={inputs.spec.name} cluster={inputs.cluster.name}"
         ),
     )
-    mode = _choice(f"{prefix}profile.mode", asked.mode, ProfileMode)
+    mode = choice(f"{prefix}profile.mode", asked.mode, ProfileMode)
     require_seconds(f"{prefix}profile.max_seconds", asked.max_seconds)
-    choice = choose_times(wanted, mode, asked.name)
+    chosen = choose_times(wanted, mode, asked.name)
     return dataclasses.replace(
         inputs,
-        times=choice.times,
-        notes=(*inputs.notes, *choice.notes),
-        profile_notes=choice.notes,
+        times=chosen.times,
+        notes=(*inputs.notes, *chosen.notes),
+        profile_notes=chosen.notes,
     )
 
 
@@ -219,59 +218,6 @@ def read_cluster(config: PlanConfig, num_gpus: int | None = None) -> Cluster:
     return cluster
 
 
-def read_settings(
-    config: PlanConfig,
-    precision: Precision,
-    flags: Mapping[str, Any] = MappingProxyType({}),
-    *,
-    target: Target | None = None,
-    accelerator: str = "",
-    has_experts: bool = False,
-) -> CostSettings:
-    """The cost model's assumptions: the job's flags over its target's defaults, ``cost.*`` on top.
-
-    Args:
-        precision: the number format where the configuration names none.
-        flags: what the job says of its memory (``cost_model/memory_flags.py``).
-        target: the job's own framework; ``None`` where it names none.
-        accelerator: the device's name.
-
-    Raises:
-        UserInputError: for a setting out of range, or another target than the job's own.
-    """
-    if config.train.precision is not None:
-        precision = _choice("train.precision", config.train.precision, Precision)
-    given = dataclasses.asdict(config.cost)
-    given["memory_margin"] = config.memory.margin
-    given["memory_reserve_bytes"] = config.memory.reserve_bytes
-    said = {name: value for name, value in given.items() if value is not None}
-    return read_target(config, target).settings(
-        accelerator, precision, flags, has_experts=has_experts, **said
-    )
-
-
-def read_target(config: PlanConfig, own: Target | None = None) -> Target:
-    """The framework and release that the plan is for.
-
-    Args:
-        own: the job's, where it names one.
-
-    Raises:
-        UserInputError: for an unknown name, or another one than the job's own.
-    """
-    if config.target is None:
-        return own or DEFAULT_TARGET
-    named = target_named(config.target)
-    if own is not None and named.name != own.name:
-        raise UserInputError(
-            "target",
-            value=config.target,
-            limit=f"the job runs on {own.framework}",
-            fix="Leave it out, or plan from a model and a cluster.",
-        )
-    return named
-
-
 def read_space(config: PlanConfig) -> SearchSpace:
     """What the search may choose.
 
@@ -329,6 +275,7 @@ def plan_request(config: PlanConfig, inputs: Inputs, space: SearchSpace) -> Plan
     """
     search = config.search
     _check_products(inputs, space)
+    space = dataclasses.replace(space, execution=of_every_layout(inputs.execution))
     if search.num_alternatives < 0:
         raise UserInputError(
             "search.num_alternatives",
@@ -391,7 +338,7 @@ def fixed_degrees(config: PlanConfig) -> dict[str, int]:
 def read_rank_order(parallel: ParallelConfig) -> RankOrder | None:
     """The rank order, if fixed."""
     name = parallel.rank_order
-    return None if name is None else _choice("parallel.rank_order", name, RankOrder)
+    return None if name is None else choice("parallel.rank_order", name, RankOrder)
 
 
 def read_zero(parallel: ParallelConfig) -> ZeroStage | None:
@@ -424,19 +371,19 @@ def read_recompute(parallel: ParallelConfig) -> Recompute | None:
         return None
     method, modules = parallel.recompute_method, parallel.recompute_modules or []
     return Recompute(
-        granularity=_choice(
+        granularity=choice(
             "parallel.recompute_granularity", parallel.recompute_granularity, RecomputeGranularity
         ),
         method=method
         if method is None
-        else _choice("parallel.recompute_method", method, RecomputeMethod),
+        else choice("parallel.recompute_method", method, RecomputeMethod),
         num_layers=parallel.recompute_num_layers,
         modules=_modules(modules),
     )
 
 
 def _modules(names: Iterable[str]) -> tuple[RecomputeModule, ...]:
-    wanted = {_choice("parallel.recompute_modules", name, RecomputeModule) for name in names}
+    wanted = {choice("parallel.recompute_modules", name, RecomputeModule) for name in names}
     return tuple(module for module in RecomputeModule if module in wanted)
 
 
@@ -475,12 +422,3 @@ Value = TypeVar("Value")
 
 def _one_or_all(value: Value | None, every: Iterable[Value]) -> tuple[Value, ...]:
     return tuple(every) if value is None else (value,)
-
-
-def _choice(what: str, value: str, kind: type[Choice]) -> Choice:
-    known = [member.value for member in kind]
-    if value not in known:
-        raise UserInputError(
-            what, value=value, limit=f"it is one of {', '.join(known)}", fix=nearest(value, known)
-        )
-    return kind(value)

@@ -274,8 +274,24 @@ NO_EFFECT = frozenset(
         "wgrad_deferral_limit",
     }
 )
+#: What ``execution_flags.execution_of`` reads besides.
+EXECUTION = (
+    "cp_comm_type",
+    "cuda_graph_modules",
+    "cuda_graph_scope",
+    "cuda_graph_scope_deprecated",
+    "hierarchical_context_parallel_sizes",
+    "moe_enable_deepep",
+    "moe_flex_dispatcher_backend",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "moe_shared_expert_overlap",
+    "moe_token_dispatcher_type",
+    "offload_modules",
+    "tp_comm_overlap",
+)
 #: Arguments that a job is asked for, whatever holds them.
-READ = (*sorted(PRICED), *NOT_MODELLED)
+READ = (*sorted(PRICED), *NOT_MODELLED, *EXECUTION)
 #: Argument -> its flag, where that is not the name itself.
 _FLAGS = {
     "fp4": "--fp4-format",

@@ -194,10 +194,11 @@ BRIDGE_2026 = Target(
     defaults=tuple(_bridge("2026", _BRIDGE_2026)),
 )
 
+#: Those that a plan's command launches.
+MEGATRON_LM = (MEGATRON_LM_0_16, MEGATRON_LM_0_20)
 #: Targets that a plan may be made for.
 TARGETS: tuple[Target, ...] = (
-    MEGATRON_LM_0_16,
-    MEGATRON_LM_0_20,
+    *MEGATRON_LM,
     NEMO,
     BRIDGE_0_3,
     BRIDGE_2026,

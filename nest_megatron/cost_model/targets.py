@@ -20,10 +20,11 @@ import yaml
 
 from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.cluster.records import Precision
-from nest_megatron.cost_model.execution_flags import execution_traits
+from nest_megatron.cost_model.execution_flags import execution_of, execution_traits
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits, Fp8Recipe
 from nest_megatron.documents import LOADER
+from nest_megatron.model.execution import Execution
 
 #: Entry of ``calibration/frameworks.yaml`` for what switches of ``Execution`` do in all of them.
 EXECUTION = "execution"
@@ -121,8 +122,7 @@ class Target:
             flags: what the job itself says, by Megatron's names; ``None`` says nothing.
             fields: of ``CostSettings`` and ``ExecutionTraits``, over everything else.
         """
-        said = {name: value for name, value in flags.items() if value is not None}
-        both = {**self.flags(accelerator, precision, has_experts=has_experts), **said}
+        both = self._with_defaults(accelerator, precision, flags, has_experts=has_experts)
         fields = {**fitted_values(EXECUTION), **self.cost, **fitted_values(self.fitted), **fields}
         names = {each.name for each in dataclasses.fields(ExecutionTraits)}
         of_traits: dict[str, Any] = {k: v for k, v in fields.items() if k in names}
@@ -135,6 +135,25 @@ class Target:
             **{k: v for k, v in fields.items() if k not in names},
         }
         return CostSettings(target=self.name, precision=precision, traits=traits, **others)
+
+    def execution(
+        self,
+        accelerator: str,
+        precision: Precision,
+        flags: Mapping[str, Any] = _NO_FLAGS,
+        *,
+        has_experts: bool = False,
+    ) -> Execution:
+        """How a job that runs on it carries its layers out; arguments as of ``settings``."""
+        return execution_of(
+            self._with_defaults(accelerator, precision, flags, has_experts=has_experts)
+        )
+
+    def _with_defaults(
+        self, accelerator: str, precision: Precision, flags: Mapping[str, Any], *, has_experts: bool
+    ) -> dict[str, Any]:
+        said = {name: value for name, value in flags.items() if value is not None}
+        return {**self.flags(accelerator, precision, has_experts=has_experts), **said}
 
 
 #: Devices of compute capability 10.0 to 11.x multiply fp8 matrices in any layout.

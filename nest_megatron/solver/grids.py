@@ -106,6 +106,7 @@ class GridSpace:
             global_batch_size=micro * dims.data_parallel_size,
             micro_batch_size=micro,
             sequence_parallel=tp > 1,
+            execution=self.space.execution,
         )
 
     def grids(self, shard: Grid) -> Iterator[Grid]:
@@ -136,6 +137,7 @@ class GridSpace:
                         global_batch_size=self.global_batch_size,
                         micro_batch_size=shard.micro_batch_size,
                         sequence_parallel=shard.sequence_parallel,
+                        execution=shard.execution,
                     )
 
     def pipelines(self, dims: ParallelDims) -> Iterator[ParallelDims]:

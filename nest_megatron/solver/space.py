@@ -8,6 +8,7 @@ from itertools import chain, combinations
 
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.partition import StagePartition
@@ -50,6 +51,7 @@ class SearchSpace:
         rank_orders, zero_stages: those allowed.
         sharding: what divides states among replicas; ``None`` leaves it to the ZeRO stage.
         recompute: the one setting allowed, or ``None`` for all.
+        execution: how layers are carried out.
         without_modules: modules whose recomputation is not tried.
         full_recompute: whether recomputing whole layers is tried.
         partition: the one stage partition allowed, or ``None`` for all; its pipeline and virtual
@@ -70,6 +72,7 @@ class SearchSpace:
     zero_stages: tuple[ZeroStage, ...] = tuple(ZeroStage)
     sharding: DataParallelSharding | None = None
     recompute: Recompute | None = None
+    execution: Execution = PLAIN
     without_modules: frozenset[RecomputeModule] = frozenset()
     full_recompute: bool = True
     partition: StagePartition | None = None

@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.config.command import read_request
 from nest_megatron.config.compose import compose
+from nest_megatron.config.layout import estimate_layout
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.request import read_inputs
+from nest_megatron.config.request import Inputs, read_inputs
 from nest_megatron.cost_model.stored_settings import restored_settings, stored_settings
 from nest_megatron.cost_model.target_defaults import (
     BRIDGE_0_3,
     BRIDGE_2026,
     DEFAULT_TARGET,
+    MEGATRON_LM,
     MEGATRON_LM_0_16,
     NEMO,
     TARGETS,
@@ -20,6 +23,8 @@ from nest_megatron.cost_model.target_defaults import (
 )
 from nest_megatron.cost_model.targets import Target, fitted_values
 from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.megatron_lm.attach import with_launch
+from nest_megatron.model.execution import PLAIN, FlexBackend, TokenDispatcher
 from nest_megatron.validation.frameworks import RULES
 from nest_megatron.validation.job import job_of
 from nest_megatron.validation.models import ModelBook
@@ -114,3 +119,79 @@ def test_a_plan_file_keeps_the_target_and_its_settings(target: Target) -> None:
 def test_an_unknown_target_is_refused_with_the_nearest() -> None:
     with pytest.raises(UserInputError, match=r"Did you mean nemo_2\.7"):
         target_named("nemo27")
+
+
+FLAGS = (
+    "torchrun --nproc-per-node 8 --nnodes 8 pretrain_gpt.py --num-layers 32 --hidden-size 4096 "
+    "--num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 --vocab-size 32000 "
+    "--num-experts 8 --bf16 --micro-batch-size 1 --global-batch-size 512"
+)
+
+
+def job_inputs(flags: str, version: str = "0.16.1") -> Inputs:
+    composed = compose(parse(["cluster=dgx_h100"]))
+    return read_request(f"{FLAGS} {flags}", composed, free=(), version=version).inputs
+
+
+def test_the_flags_of_a_command_are_priced() -> None:
+    flags = "--moe-permute-fusion --tp-comm-overlap --moe-token-dispatcher-type flex"
+    execution = job_inputs(f"{flags} --moe-flex-dispatcher-backend hybridep").execution
+    assert execution.moe_permute_fusion
+    assert execution.tp_comm_overlap
+    assert execution.moe_flex_dispatcher_backend is FlexBackend.HYBRIDEP
+
+
+def test_a_command_that_names_no_dispatcher_gets_the_one_that_a_plan_writes() -> None:
+    assert job_inputs("").execution == PLAIN
+    stated = job_inputs("--moe-token-dispatcher-type allgather").execution
+    assert stated.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER
+
+
+def test_a_command_runs_on_its_own_release() -> None:
+    assert job_inputs("", "0.20").settings.target == "megatron_lm_0.20"
+    composed = compose(parse(["cluster=dgx_h100", "target=nemo_2.7"]))
+    with pytest.raises(UserInputError, match="the job runs on Megatron-LM"):
+        read_request(FLAGS, composed, free=(), version="0.16.1")
+
+
+@pytest.mark.parametrize(
+    ("words", "overlaps"),
+    [
+        (["parallel.expert_model_parallel_size=8"], True),
+        ([], False),  # a rank holds every expert: there is no exchange
+        (
+            [
+                "parallel.expert_model_parallel_size=8",
+                "parallel.recompute_granularity=full",
+                "parallel.recompute_method=uniform",
+                "parallel.recompute_num_layers=1",
+            ],
+            False,
+        ),
+    ],
+)
+def test_what_megatron_refuses_on_a_layout_is_not_priced(words: list[str], overlaps: bool) -> None:
+    composed = compose(
+        parse(
+            [
+                "model=mixtral_8x7b",
+                "cluster=gb200_nvl72",
+                "cluster.num_gpus=64",
+                "parallel.pipeline_model_parallel_size=1",
+                "target=megatron_bridge_2026",
+                *words,
+            ]
+        )
+    )
+    plan, _ = estimate_layout(composed, read_inputs(composed))
+    assert plan.execution.overlap_moe_expert_parallel_comm is overlaps
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_a_command_of_megatron_is_written_for_megatron_alone(target: Target) -> None:
+    words = ["model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=8", f"target={target.name}"]
+    composed = compose(parse([*words, "train.global_batch_size=8"]))
+    inputs = read_inputs(composed)
+    plan, _ = estimate_layout(composed, inputs)
+    assert bool(with_launch(plan).launch) is (target in MEGATRON_LM)
+    assert any("docs/nemo.md" in note for note in inputs.notes) is (target not in MEGATRON_LM)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.cost_model.execution_flags import execution_traits
+from nest_megatron.cost_model.execution_flags import execution_of, execution_traits
 from nest_megatron.cost_model.memory_flags import not_modelled
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.launchers.megatron_bridge.read import read_recipe as read_bridge
@@ -18,7 +18,7 @@ from nest_megatron.launchers.megatron_lm.read import read_job
 from nest_megatron.launchers.memory_fields import memory_fields
 from nest_megatron.launchers.nemo.read import read_recipe as read_nemo
 from tests import catalogue
-from tests.launchers.frameworks import bridge_config, nemo_recipe
+from tests.launchers.frameworks import MegatronCommOverlapCallback, bridge_config, nemo_recipe
 
 SPEC = catalogue.model("llama3_8b")
 NARROW = ExecutionTraits(
@@ -154,3 +154,12 @@ def test_the_first_holder_counts() -> None:
     found = memory_fields(None, first, second)
     assert found["exp_avg_dtype"] == "bf16"
     assert found["num_distributed_optimizer_instances"] == 4
+
+
+def test_overlaps_of_communication_are_read_where_each_framework_keeps_them() -> None:
+    recipe, cfg = nemo_recipe(SPEC), bridge_config(SPEC)
+    overlap = MegatronCommOverlapCallback(tp_comm_overlap=True)
+    recipe.trainer.callbacks.append(overlap)
+    cfg.comm_overlap = overlap
+    for job in (read_nemo(recipe).job, read_bridge(cfg).job, command("--tp-comm-overlap")):
+        assert execution_of(job.memory_flags).tp_comm_overlap

@@ -192,7 +192,15 @@ def _memory_fields(cfg: Any) -> Mapping[str, Any]:
     Source: ``update_config_with_precision_overrides`` and the recipes beside it, of which those of
     fp8 gather weights in fp8, blockwise scaling apart.
     """
-    mixed, others = value_or(cfg, "mixed_precision", None), (cfg.model, cfg.optimizer, cfg.ddp)
+    mixed, others = (
+        value_or(cfg, "mixed_precision", None),
+        (
+            value_or(cfg, "comm_overlap", None),
+            cfg.model,
+            cfg.optimizer,
+            cfg.ddp,
+        ),
+    )
     if not isinstance(mixed, str):
         return memory_fields(mixed, *others, cfg.dist)
     name = mixed.replace("-", "_")
@@ -211,8 +219,8 @@ def _precision(cfg: Any) -> tuple[Precision, str, str]:
     if isinstance(mixed, str):
         name = mixed.replace("-", "_")
         around = next((kind for kind in ("bf16", "fp16") if kind in name), "fp32")
-        known = ("delayed", "mxfp8", "subchannel")
-        recipe = next((kind for kind in known if kind in name), "tensorwise")
+        known = {"delayed": "delayed", "mxfp8": "mxfp8", "subchannel": "blockwise"}
+        recipe = next((known[kind] for kind in known if kind in name), "tensorwise")
         narrow = "fp8" in name or "fp4" in name
     else:
         holder = cfg.model if mixed is None else mixed

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from nest_megatron.cost_model.stored_settings import restored_settings
 from nest_megatron.errors import UserInputError
-from nest_megatron.launchers.megatron_lm.parser import ReadCommand
+from nest_megatron.launchers.megatron_lm.parser import VERSIONS, ReadCommand
 from nest_megatron.launchers.megatron_lm.rewrite import Rewrite, rewrite
 from nest_megatron.launchers.megatron_lm.rules import require_launchable
 from nest_megatron.launchers.megatron_lm.unchanged import require_kept
@@ -92,7 +92,7 @@ def with_launch(
     kept: Collection[str] = (),
     notes: tuple[str, ...] = (),
 ) -> ParallelPlan:
-    """The plan with its Megatron-LM command, sealed again.
+    """The plan with its Megatron-LM command, sealed again; a plan for another framework has none.
 
     Args:
         command: the user's own command, whose flags are then rewritten; otherwise the flags of the
@@ -104,7 +104,10 @@ def with_launch(
         UserInputError: if Megatron would refuse the command.
     """
     require_placed(plan)
-    request = launch_request(plan, command)
+    version = _release(plan)
+    if command is None and version is None:
+        return plan
+    request = launch_request(plan, command, version=version or VERSIONS[0])
     require_launchable(request, but=() if command is not None else ("activation_flag",))
     if command is None:
         argv, remarks = _own_argv(request)
@@ -119,6 +122,15 @@ def with_launch(
         notes=(*notes, *remarks),
     )
     return sealed(dataclasses.replace(plan, launch={**plan.launch, LAUNCHER: launch}))
+
+
+def _release(plan: ParallelPlan) -> str | None:
+    """The release of Megatron-LM that a plan assumes; ``None`` for another framework."""
+    target = restored_settings(plan.provenance.settings).target
+    if target is None:
+        return VERSIONS[0]
+    name, _, release = target.rpartition("_")
+    return release if name == "megatron_lm" else None
 
 
 def rewritten(plan: ParallelPlan, command: ReadCommand, kept: Collection[str] = ()) -> Rewrite:

@@ -102,7 +102,7 @@ def job_from_values(
     spec, assumed = _spec(values, script, vocab_size)
     precision = _precision(values)
     params = next((name for name in ("bf16", "fp16") if values.get(name)), "fp32")
-    flags = memory_flags({**values, "params_dtype": params})
+    flags = memory_flags({**values, **_unsaid(values, explicit), "params_dtype": params})
     job = MegatronJob(
         version=version,
         target=target_named(f"megatron_lm_{version}"),
@@ -132,6 +132,12 @@ def job_from_values(
         notes=(*notes, *assumed, *_job_notes(values), *time_notes(flags)),
     )
     return spec, job
+
+
+def _unsaid(values: Mapping[str, Any], explicit: Collection[str]) -> dict[str, None]:
+    """Defaults of Megatron that a plan's command replaces where the user names nothing."""
+    name = "moe_token_dispatcher_type"
+    return {} if name in explicit or values.get(name) != "allgather" else {name: None}
 
 
 def _require_degrees(values: Mapping[str, Any]) -> None:

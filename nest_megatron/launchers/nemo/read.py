@@ -73,7 +73,13 @@ def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Recipe:
     plugin = _precision_plugin(recipe)
     precision, fp8_recipe, params_dtype = _precision(recipe, plugin)
     strategy = recipe.trainer.strategy
-    holders = (plugin, recipe.model.config, recipe.optim.config, value_or(strategy, "ddp", None))
+    holders = (
+        _overlap_config(recipe),
+        plugin,
+        recipe.model.config,
+        recipe.optim.config,
+        value_or(strategy, "ddp", None),
+    )
     restored = restored_by_nemo(recipe)
     micro = _whole(recipe, FIELDS["micro_batch_size"])
     sizes = JobFields(
@@ -92,6 +98,14 @@ def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Recipe:
         notes=notes if restored is None else (*notes, restored.note()),
     )
     return recipe_of(recipe, spec, sizes, FIELDS)
+
+
+def _overlap_config(recipe: Any) -> Any:
+    """The callback that sets overlaps of communication, or what a built one was given."""
+    for callback in value_or(recipe.trainer, "callbacks", []):
+        if "MegatronCommOverlapCallback" in class_names(callback):
+            return value_or(callback, "user_comm_overlap_cfg", callback)
+    return None
 
 
 def read_spec(recipe: Any, vocab_size: int | None) -> tuple[TransformerSpec, tuple[str, ...]]:

@@ -1,0 +1,115 @@
+"""The framework that a plan is for, and what its defaults and the job's flags say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.config.schema import PlanConfig
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.target_defaults import DEFAULT_TARGET, target_named
+from nest_megatron.cost_model.targets import Target
+from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.model.execution import Execution
+from nest_megatron.names import Name
+
+Choice = TypeVar("Choice", bound=Name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFlags:
+    """What a job says of how it runs.
+
+    Args:
+        precision: the number format where the configuration names none.
+        flags: by Megatron's names (``cost_model/memory_flags.py``).
+        target: the job's own framework; ``None`` where it names none.
+    """
+
+    precision: Precision = Precision.BF16
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    target: Target | None = None
+
+
+#: Of a model and a cluster alone.
+NO_JOB = JobFlags()
+
+
+def read_settings(
+    config: PlanConfig, job: JobFlags = NO_JOB, *, accelerator: str = "", has_experts: bool = False
+) -> CostSettings:
+    """The cost model's assumptions: the job's flags over its target's defaults, ``cost.*`` on top.
+
+    Args:
+        accelerator: the device's name.
+
+    Raises:
+        UserInputError: for a setting out of range, or another target than the job's own.
+    """
+    given = dataclasses.asdict(config.cost)
+    given["memory_margin"] = config.memory.margin
+    given["memory_reserve_bytes"] = config.memory.reserve_bytes
+    said = {name: value for name, value in given.items() if value is not None}
+    precision = read_precision(config, job.precision)
+    return read_target(config, job.target).settings(
+        accelerator, precision, job.flags, has_experts=has_experts, **said
+    )
+
+
+def read_execution(
+    config: PlanConfig, job: JobFlags = NO_JOB, *, accelerator: str, has_experts: bool
+) -> Execution:
+    """How layers are carried out: the job's flags over its target's defaults."""
+    precision = read_precision(config, job.precision)
+    return read_target(config, job.target).execution(
+        accelerator, precision, job.flags, has_experts=has_experts
+    )
+
+
+def read_precision(config: PlanConfig, own: Precision = Precision.BF16) -> Precision:
+    """The number format.
+
+    Args:
+        own: the job's.
+    """
+    named = config.train.precision
+    return own if named is None else choice("train.precision", named, Precision)
+
+
+def read_target(config: PlanConfig, own: Target | None = None) -> Target:
+    """The framework and release that the plan is for.
+
+    Args:
+        own: the job's, where it names one.
+
+    Raises:
+        UserInputError: for an unknown name, or another one than the job's own.
+    """
+    if config.target is None:
+        return own or DEFAULT_TARGET
+    named = target_named(config.target)
+    if own is not None and named.name != own.name:
+        raise UserInputError(
+            "target",
+            value=config.target,
+            limit=f"the job runs on {own.framework}",
+            fix="Leave it out, or plan from a model and a cluster.",
+        )
+    return named
+
+
+def choice(what: str, value: str, kind: type[Choice]) -> Choice:
+    """A member of an enum by its name.
+
+    Raises:
+        UserInputError: naming the members, and the nearest.
+    """
+    known = [member.value for member in kind]
+    if value not in known:
+        raise UserInputError(
+            what, value=value, limit=f"it is one of {', '.join(known)}", fix=nearest(value, known)
+        )
+    return kind(value)
