@@ -246,8 +246,14 @@ _PER_PARAMETER = (
     "layer_wise_optimizer",
     "fp8_weights",
     "fp8_gather",
+    "fp8_weight_copies",
+    "fp8_transpose_cache",
     "keep_fp8_transpose_cache",
 )
+
+
+#: Traits that keep an activation narrower than it is without them.
+_NARROWER = ("fused_activation", "fp8_inputs")
 
 
 def _memory_differences(plan: ParallelPlan, found: Found) -> Iterator[Difference]:
@@ -258,6 +264,7 @@ def _memory_differences(plan: ParallelPlan, found: Found) -> Iterator[Difference
     have = _found_traits(plan, settings.target, found)
     planned = settings.traits
     names = ["loss_bytes"] if have.loss_bytes > planned.loss_bytes else []
+    names += [each for each in _NARROWER if getattr(planned, each) and not getattr(have, each)]
     before = _totals(plan, settings)
     now = _totals(plan, dataclasses.replace(settings, traits=have))
     if any(more > less for more, less in zip(now, before, strict=True)):

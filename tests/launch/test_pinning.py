@@ -220,6 +220,12 @@ def test_a_job_with_the_default_optimizer_and_loss(
         require_same_job(other, job_of(other, memory_flags={}))
 
 
+def test_an_activation_that_is_not_fused_needs_more_than_was_planned(pinned: PinnedPlan) -> None:
+    require_same_job(pinned, job_of(pinned, memory_flags={}))
+    with pytest.raises(UserInputError, match="fused_activation"):
+        require_same_job(pinned, job_of(pinned, memory_flags={"bias_swiglu_fusion": False}))
+
+
 def test_more_copies_of_the_optimizer_states_are_refused_where_replicas_divide_them(
     pinned: PinnedPlan,
 ) -> None:
