@@ -107,6 +107,7 @@ _BRIDGE_0_3 = {
     "experts": "scripts/performance/configs/deepseek/deepseek_workload_base_configs.py",
     "gradients": "scripts/performance/configs/deepseek/deepseek_llm_pretrain.py",
     "fusion": "scripts/performance/configs/deepseek/deepseek_llm_pretrain.py",
+    "exchange": "scripts/performance/configs/qwen/qwen3_workload_base_configs.py",
     "provider": "src/megatron/bridge/models/deepseek/deepseek_provider.py",
     "recipe": "src/megatron/bridge/recipes/deepseek/deepseek_v3.py",
 }
@@ -146,7 +147,10 @@ def _bridge(release: str, files: dict[str, str]) -> Iterator[Default]:
     yield default("moe_shared_expert_overlap", False, "experts", gpu="GB[23]00")
     yield default("moe_token_dispatcher_type", "flex", "experts", gpu="GB[23]00")
     yield default("moe_flex_dispatcher_backend", "hybridep", "experts", gpu="GB[23]00")
-    if release != "0.3":
+    if release == "0.3":
+        for name in ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"):
+            yield default(name, True, "exchange", gpu="H[12]00", experts=True)
+    else:
         yield default("moe_shared_expert_overlap", False, "experts")
         yield default("moe_token_dispatcher_type", "flex", "experts")
         yield default("moe_flex_dispatcher_backend", "hybridep", "experts")

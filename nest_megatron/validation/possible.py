@@ -10,6 +10,7 @@ from typing import Any
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.execution_flags import execution_of
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import (
     FULL_RECOMPUTE,
@@ -54,16 +55,13 @@ def possible_grids(
             says that dense models run without recomputation.
         recipe: one more thing that the run may have been where it is not certain.
     """
-    executions = [grid.execution]
-    if not recipe.certain:
-        executions.append(execution_of(defaults))
     again = _recomputes(row, spec, grid, recipe, keeps_dense="recompute_granularity" in defaults)
+    usual = dataclasses.replace(grid, execution=execution_of(defaults))
     for size in _micro_batches(row, grid):
         for recompute in again:
-            for execution in dict.fromkeys(executions):
-                yield dataclasses.replace(
-                    grid, micro_batch_size=size, recompute=recompute, execution=execution
-                )
+            for each in dict.fromkeys((grid,) if recipe.certain else (grid, usual)):
+                found = dataclasses.replace(each, micro_batch_size=size, recompute=recompute)
+                yield found if recipe.certain else _as_it_runs(found)
 
 
 def planned_grids(
@@ -80,7 +78,13 @@ def planned_grids(
         settings = tuple(recompute_settings(spec, precision, layers))
     for size in _micro_batches(row, grid):
         for recompute in settings:
-            yield dataclasses.replace(grid, micro_batch_size=size, recompute=recompute)
+            found = dataclasses.replace(grid, micro_batch_size=size, recompute=recompute)
+            yield _as_it_runs(found)
+
+
+def _as_it_runs(grid: Grid) -> Grid:
+    """The grid without what Megatron refuses on it."""
+    return dataclasses.replace(grid, execution=allowed_execution(grid.execution, grid))
 
 
 #: A setting of recomputation, or a module that is computed again.
