@@ -104,7 +104,7 @@ def communication(model: CostModel, grid: Grid) -> Seconds:
         unit = kinds[index]
         for one in (unit.run.forward, unit.run.backward):
             inside += one.tp + one.cp + one.ep
-        between += traffic.reduce(unit.parameters)
+        between += traffic.reduce(unit.parameters) + traffic.sum(unit.parameters)
         between += traffic.gather(unit.kind, unit.parameters)
     stages = grid.dims.pipeline_model_parallel_size
     return (grid.num_microbatches * inside + between) / stages

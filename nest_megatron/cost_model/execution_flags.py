@@ -67,6 +67,10 @@ def execution_traits(flags: Mapping[str, Any], precision: Precision) -> Executio
         optimizer_bytes=states,
         matrix_optimizer_bytes=of_matrices,
         optimizer_instances=int(flags.get("num_distributed_optimizer_instances") or 1),
+        torch_fsdp2=bool(flags.get("use_torch_fsdp2")),
+        communication_unit_size=int(flags.get("suggested_communication_unit_size") or 0),
+        fsdp_double_buffer=bool(flags.get("fsdp_double_buffer")),
+        nccl_ub=bool(flags.get("nccl_ub")),
         fused_activation=flags.get("bias_swiglu_fusion") is not False,
         layer_wise_optimizer=name == "dist_muon"
         or (name == "muon" and bool(flags.get("use_distributed_optimizer"))),
@@ -172,8 +176,12 @@ def _gradient_bytes(flags: Mapping[str, Any], precision: Precision, params: int)
     """Width of ``DistributedDataParallel``'s gradient buffer (``grad_reduce_in_fp32``).
 
     With ``--bf16`` it is float32 unless one of two flags says otherwise, with ``--fp16`` 16-bit
-    unless ``--accumulate-allreduce-grads-in-fp32`` is given.
+    unless ``--accumulate-allreduce-grads-in-fp32`` is given. Megatron-FSDP of 0.20 has a flag of
+    its own, and without it the width of the weights (``_resolve_group_grad_dtype``).
     """
+    own = flags.get("megatron_fsdp_main_grads_dtype")
+    if flags.get("use_megatron_fsdp") and own is not None:
+        return params if text(own) == "auto" else _width("--megatron-fsdp-main-grads-dtype", own)
     if params == _FP32 or flags.get("accumulate_allreduce_grads_in_fp32"):
         return _FP32
     if precision is Precision.FP16 or text(flags.get("params_dtype")) == "fp16":

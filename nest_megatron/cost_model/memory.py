@@ -11,6 +11,7 @@ _build_model_and_main_param_groups`` (states), of megatron-core 0.16.1 and 0.20.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from nest_megatron.cluster.records import Accelerator, Precision
@@ -30,6 +31,8 @@ PEAK_ERROR = 0.031
 PUBLIC_PEAK_ERROR = 0.12
 
 _OUTSIDE_LAYERS = (LayerKind.EMBEDDING, LayerKind.HEAD)
+#: Parameters of Megatron-FSDP's communication unit at least.
+LEAST_UNIT_SIZE = 1_000_000_000
 
 
 class StaticBytes(NamedTuple):
@@ -104,7 +107,7 @@ def stays_whole(zero: ZeroStage, num_stages: int, settings: CostSettings) -> boo
     the last one (``_PipelineStageBase.backward_maybe_with_nosync``; ``reshard_after_forward`` is
     off by default there).
     """
-    return settings.traits.gathered_in_pipeline and zero >= ZeroStage.WEIGHTS and num_stages > 1
+    return settings.traits.torch_fsdp2 and zero >= ZeroStage.WEIGHTS and num_stages > 1
 
 
 def static_bytes(
@@ -125,8 +128,8 @@ def static_bytes(
     )
     if is_fp8:
         weights += fp8_copy_bytes(zero, settings)
-    if whole:
-        weights += traits.params_bytes
+    if whole or (zero >= ZeroStage.WEIGHTS and not in_layer and not traits.torch_fsdp2):
+        weights += traits.params_bytes  # Megatron-FSDP gathers what is in no layer once a step
     if traits.frozen_weights:
         return StaticBytes(weights, 0.0, 0.0)
     states = traits.optimizer_bytes
@@ -192,11 +195,49 @@ def kept_input_bytes(settings: CostSettings) -> int:
     return FP8_BYTES if is_fp8 else settings.traits.params_bytes
 
 
-def unsharded_bytes(parameters: int, zero: ZeroStage, settings: CostSettings) -> Bytes:
-    """Working memory of ZeRO-3: one unit's gathered weights, the next one's, and its gradients."""
-    if zero < ZeroStage.WEIGHTS:
+def unsharded_bytes(
+    parameters: int,
+    zero: ZeroStage,
+    settings: CostSettings,
+    held: int | None = None,
+    *,
+    in_layer: bool = True,
+) -> Bytes:
+    """Working memory of ZeRO-2 and 3: what is whole of weights and gradients at once.
+
+    PyTorch's FSDP2 gathers one layer ahead and has the gradients of one. Megatron-FSDP gathers
+    layers ahead until half a *communication unit* is under way, and waits for gradients to be
+    reduced where more than a unit of them does; a unit is two layers, and 1e9 parameters at least.
+    While they wait, those of the layer before it are made. Double buffers hold two layers.
+
+    Args:
+        parameters: of one layer on a rank.
+        held: of the whole rank, of which no more is gathered; ``None`` for no limit.
+        in_layer: embedding and head are gathered for the step (``static_bytes``).
+
+    Source: ``MegatronFSDP._init_fsdp_param_and_grad_buffer``, ``AllGatherPipeline.
+    all_gather_params``, ``GradReducePipeline.wait_for_previous_grad_reduce``.
+    """
+    traits = settings.traits
+    if zero < ZeroStage.GRADIENTS or not parameters:
         return 0
-    return parameters * (2 * settings.traits.params_bytes + settings.traits.gradient_bytes)
+    if traits.torch_fsdp2:
+        whole = 2 * traits.params_bytes + traits.gradient_bytes
+        return parameters * whole if zero >= ZeroStage.WEIGHTS else 0
+    weights = gradients = 2 * parameters
+    if not in_layer:
+        weights, gradients = 0, parameters
+    elif not traits.fsdp_double_buffer:
+        unit = traits.communication_unit_size or max(LEAST_UNIT_SIZE, 2 * parameters)
+        weights = parameters * (1 + math.ceil(unit // 2 / parameters))
+        gradients = parameters * (unit // parameters + 2)
+    if held is not None:
+        weights, gradients = min(weights, held), min(gradients, held)
+    if zero < ZeroStage.WEIGHTS:
+        weights = 0
+    if traits.frozen_weights:
+        gradients = 0
+    return weights * traits.params_bytes + gradients * traits.gradient_bytes
 
 
 def capacity_bytes(accelerator: Accelerator, settings: CostSettings) -> Bytes:

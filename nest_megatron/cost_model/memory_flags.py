@@ -28,10 +28,12 @@ PRICED = frozenset(
         "fp8_param_gather",
         "fp8_recipe",
         "fp8_wgrad",
+        "fsdp_double_buffer",
         "grad_reduce_in_bf16",
         "keep_fp8_transpose_cache",
         "main_grads_dtype",
         "main_params_dtype",
+        "megatron_fsdp_main_grads_dtype",
         "muon_scalar_optimizer",
         "num_distributed_optimizer_instances",
         "optimizer",
@@ -40,9 +42,12 @@ PRICED = frozenset(
         "params_dtype",
         "sgd_momentum",
         "store_param_remainders",
+        "suggested_communication_unit_size",
         "transformer_impl",
         "use_distributed_optimizer",
+        "use_megatron_fsdp",
         "use_precision_aware_optimizer",
+        "use_torch_fsdp2",
     }
 )
 #: Memory of the layout itself: read with it, or set by the plan.
@@ -59,8 +64,6 @@ OF_THE_LAYOUT = frozenset(
         "recompute_method",
         "recompute_modules",
         "recompute_num_layers",
-        "use_megatron_fsdp",
-        "use_torch_fsdp2",
     }
 )
 #: Argument -> its values that change nothing. Any other value makes memory uncertain.
@@ -86,7 +89,6 @@ NOT_MODELLED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "fp8_quantizer_factory": (),
         "logit_dtype": (),
         "megatron_fsdp_grad_comm_dtype": ("auto",),
-        "megatron_fsdp_main_grads_dtype": ("auto",),
         "megatron_fsdp_main_params_dtype": ("auto", "fp32"),
         "activation_func_fp8_input_store": (),
         "te_precision_config_file": (),
@@ -99,7 +101,6 @@ NOT_MODELLED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "cuda_graph_impl": ("none",),
         "enable_cuda_graph": (),
         "external_cuda_graph": (),
-        "fsdp_double_buffer": (),
         "megatron_fsdp_max_pool_double_buffer": (),
         "nccl_ub": (),
         "optimizer_cuda_graph": (),

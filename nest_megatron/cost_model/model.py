@@ -30,6 +30,7 @@ from nest_megatron.cost_model.stragglers import straggler_wait
 from nest_megatron.cost_model.unit_cost import (
     ReplicaCost,
     UnitKind,
+    memory_time,
     optimizer_step,
     parameter_prices,
     replica_cost,
@@ -245,8 +246,9 @@ class CostModel:
         """Data-parallel traffic of a grid."""
         key = (degrees(dims), bool(zero), zero.is_fsdp)
         if key not in self._traffic:
-            a_layer = self.parameters(dims).total // self.spec.num_layers
-            self._traffic[key] = replica_traffic(dims, zero, self.cluster, a_layer, self.settings)
+            held, layers = self.parameters(dims), self.spec.num_layers
+            layer = ParameterCount(held.dense // layers, held.expert // layers)
+            self._traffic[key] = replica_traffic(dims, zero, self.cluster, layer, self.settings)
         return self._traffic[key]
 
     def problem(self, grid: Grid) -> PipelineProblem:
@@ -369,8 +371,9 @@ class CostModel:
         key = (degrees(dims), zero)
         if key not in self._held:
             per_rank = self.parameters(dims).total // dims.pipeline_model_parallel_size
+            traffic, byte_s = self.traffic(dims, zero), memory_time(self.cluster.accelerator)
             prices = parameter_prices(
-                dims, zero, self.traffic(dims, zero), per_rank, self._step, self.settings
+                dims, zero, traffic, per_rank, self._step, byte_s, self.settings
             )
             self._held[key] = tuple(
                 replica_cost(kind, count, prices, zero, self.settings)

@@ -65,8 +65,16 @@ class ExecutionTraits:
             distributed optimizer (``LayerWiseDistributedOptimizer``).
         fused_activation: a gated activation keeps its input alone (``bias_swiglu_fusion``), not
             the activated half beside it.
-        gathered_in_pipeline: under a pipeline, weights that ZeRO-3 gathered stay gathered and
-            gradients stay whole until the last micro batch (PyTorch's FSDP2).
+        torch_fsdp2: PyTorch's FSDP2 divides weights and gradients, not Megatron-FSDP. It gathers
+            one layer ahead; under a pipeline, weights that it gathered stay gathered and gradients
+            stay whole until the last micro batch.
+        communication_unit_size: parameters whose gradients Megatron-FSDP lets wait to be reduced,
+            and twice those that it gathers ahead (``--suggested-communication-unit-size``); 0
+            leaves it to Megatron.
+        fsdp_double_buffer: Megatron-FSDP holds two layers whole at most
+            (``--fsdp-double-buffer``).
+        nccl_ub: collectives between replicas run in registered buffers, on few processors
+            (``--use-nccl-ub``).
         keeps_stage_outputs: a pipeline stage keeps what it sent on until its backward pass
             (DeepSpeed), where Megatron frees it (``deallocate_pipeline_outputs``).
         loss_chunk_tokens: tokens whose logits exist at once, where the output layer and the cross
@@ -94,7 +102,10 @@ class ExecutionTraits:
     optimizer_instances: int = 1
     layer_wise_optimizer: bool = False
     fused_activation: bool = True
-    gathered_in_pipeline: bool = False
+    torch_fsdp2: bool = False
+    communication_unit_size: int = 0
+    fsdp_double_buffer: bool = False
+    nccl_ub: bool = False
     keeps_stage_outputs: bool = False
     loss_chunk_tokens: int = 0
     offloads_layer_inputs: bool = False
@@ -108,6 +119,7 @@ class ExecutionTraits:
             ("optimizer_instances", 1),
             ("fp8_weight_copies", 1),
             ("loss_chunk_tokens", 0),
+            ("communication_unit_size", 0),
         ):
             value = getattr(self, field)
             if not low <= value < math.inf:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nest_megatron.cluster.records import Accelerator
+from nest_megatron.cluster.records import Accelerator, Precision
 from nest_megatron.cost_model.data_parallel import ReplicaTraffic
 from nest_megatron.cost_model.layer_cost import UnitRun
 from nest_megatron.cost_model.memory import (
+    FP8_BYTES,
     ParameterBytes,
     StaticBytes,
     divides_states,
@@ -26,12 +27,18 @@ from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.units import Bytes, Seconds, Ticks, to_ticks
 
+#: Units that FSDP gathers and lets go (``fsdp_unit_modules``).
+LAYERS = (LayerKind.DENSE, LayerKind.MOE, LayerKind.MTP)
+#: Share of NCCL's channels that collectives need in registered buffers: 4 of 16.
+USER_BUFFER_CHANNELS = 0.25
+
 
 class ParameterPrices(NamedTuple):
     """What parameters cost a rank for their replicas' sake: traffic, memory, optimizer step.
 
     Bytes and seconds are for one parameter; ``first_bucket`` is the share of a rank's traffic that
-    nothing can hide; ``whole`` says that what ZeRO-3 gathers stays for the step.
+    nothing can hide; ``whole`` says that what ZeRO-3 gathers stays for the step; ``held`` counts
+    the rank's parameters; ``byte_s`` is the time that its memory takes for a byte.
     """
 
     traffic: ReplicaTraffic
@@ -40,6 +47,8 @@ class ParameterPrices(NamedTuple):
     whole: bool
     dense_step: Seconds
     expert_step: Seconds
+    held: int
+    byte_s: Seconds
 
 
 class RunCost(NamedTuple):
@@ -61,13 +70,15 @@ class ReplicaCost(NamedTuple):
     """What a unit's parameters cost for their replicas' sake, whatever its passes take.
 
     ``reduce_s`` and ``gather_s`` come once a step, the ``shard_`` traffic of ZeRO-2 and ZeRO-3
-    once for each micro batch.
+    once for each micro batch, and with it ``exposed_`` time beside which nothing runs.
     """
 
     reduce_s: Seconds
     gather_s: Seconds
     shard_forward_s: Seconds
     shard_backward_s: Seconds
+    exposed_forward_s: Seconds
+    exposed_backward_s: Seconds
     head_least: Ticks
     tail_least: Ticks
     optimizer: Ticks
@@ -109,6 +120,7 @@ def parameter_prices(
     traffic: ReplicaTraffic,
     per_rank: int,
     step: Seconds,
+    byte_s: Seconds,
     settings: CostSettings,
 ) -> ParameterPrices:
     """What one dense and one expert parameter cost in a grid.
@@ -116,6 +128,7 @@ def parameter_prices(
     Args:
         per_rank: parameters of a rank, of which the first bucket's traffic cannot be hidden.
         step: of the optimizer, for one parameter.
+        byte_s: of the device's memory, for one byte.
     """
     dense, expert = replicas(dims)
     divided = divides_states(zero, settings)
@@ -127,6 +140,8 @@ def parameter_prices(
         whole=whole,
         dense_step=step / (replicas_of_states(dense, settings) if divided else 1),
         expert_step=step / (replicas_of_states(expert, settings) if divided else 1),
+        held=per_rank,
+        byte_s=byte_s,
     )
 
 
@@ -139,8 +154,12 @@ def optimizer_step(
     measured = None if times is None else times.optimizer_step()
     if measured is not None:
         return measured
-    rate = accelerator.memory_bandwidth_bytes_per_s * accelerator.memory_efficiency
-    return settings.optimizer_bytes_per_parameter / rate
+    return settings.optimizer_bytes_per_parameter * memory_time(accelerator)
+
+
+def memory_time(accelerator: Accelerator) -> Seconds:
+    """Time that the device's memory takes for one byte."""
+    return 1.0 / (accelerator.memory_bandwidth_bytes_per_s * accelerator.memory_efficiency)
 
 
 def overlap_window(dims: ParallelDims, num_microbatches: int) -> float:
@@ -184,28 +203,66 @@ def replica_cost(
     zero: ZeroStage,
     settings: CostSettings,
 ) -> ReplicaCost:
-    """What the parameters of one unit cost a rank."""
+    """What the parameters of one unit cost a rank.
+
+    Megatron-FSDP reduces the gradients of every micro batch within an optimizer instance, and sums
+    them over the instances after the last one. It gathers weights for every pass: those of the
+    first layer wait for a pass to begin, and the last gradients for it to end
+    (``GradReducePipeline.reset``). What is in no layer it gathers once a step.
+    """
     reduce, gather = prices.traffic.reduce(count), prices.traffic.gather(kind, count)
+    summed = prices.traffic.sum(count)
     if settings.traits.frozen_weights:
-        reduce = 0.0
-    fetch = gather if zero >= ZeroStage.WEIGHTS else 0.0
-    shard = (fetch, reduce + fetch) if zero >= ZeroStage.GRADIENTS else (0.0, 0.0)
-    if zero >= ZeroStage.GRADIENTS:  # once for each micro batch, beside the unit's own work
-        gather, reduce = gather - fetch, 0.0
+        reduce = summed = 0.0
+    fetch = sent = 0.0
+    copies = (0.0, 0.0)
+    if zero >= ZeroStage.GRADIENTS and not prices.whole:
+        sent, reduce = reduce, 0.0
+        copies = _copied_bytes(kind, zero, settings)
+        if zero >= ZeroStage.WEIGHTS and (kind in LAYERS or settings.traits.torch_fsdp2):
+            fetch, gather = gather, 0.0
     if settings.traits.frozen_weights:
         gather = 0.0
+    reduce += summed
+    copy_s = prices.byte_s * count.total
     static = prices.kept.of_unit(kind, count)
     return ReplicaCost(
         reduce_s=reduce,
         gather_s=gather,
-        shard_forward_s=shard[0],
-        shard_backward_s=shard[1],
+        shard_forward_s=fetch,
+        shard_backward_s=fetch + sent,
+        exposed_forward_s=prices.first_bucket * fetch + copies[0] * copy_s,
+        exposed_backward_s=prices.first_bucket * (fetch + sent) + copies[1] * copy_s,
         head_least=to_ticks(prices.first_bucket * gather),
         tail_least=to_ticks(prices.first_bucket * reduce),
         optimizer=to_ticks(count.dense * prices.dense_step + count.expert * prices.expert_step),
         static=static,
-        unsharded_bytes=0 if prices.whole else unsharded_bytes(count.total, zero, settings),
+        unsharded_bytes=0
+        if prices.whole
+        else unsharded_bytes(count.total, zero, settings, prices.held, in_layer=kind in LAYERS),
     )
+
+
+def _copied_bytes(kind: LayerKind, zero: ZeroStage, settings: CostSettings) -> tuple[float, float]:
+    """Bytes that sharding reads and writes for a parameter in a pass forward and one backward.
+
+    Gradients go from where a product leaves them to the buffer that is reduced, as accumulation is
+    not fused; weights that were gathered in 16 bits are cast to fp8, and fp8 ones transposed, for
+    every micro batch. PyTorch copies what it gathered out of the buffer as well.
+    """
+    traits, is_layer = settings.traits, kind in LAYERS
+    forward, backward = 0.0, float(traits.params_bytes + traits.gradient_bytes)
+    if traits.frozen_weights:
+        backward = 0.0
+    if zero >= ZeroStage.WEIGHTS and is_layer:
+        if traits.torch_fsdp2:
+            forward += 2 * traits.params_bytes
+            backward += 2 * traits.params_bytes
+        if settings.precision is Precision.FP8 and not traits.fp8_weights:
+            forward += traits.params_bytes + 2 * FP8_BYTES
+        elif settings.precision is Precision.FP8 and not traits.keep_fp8_transpose_cache:
+            backward += 2 * FP8_BYTES
+    return forward, backward
 
 
 def unit_cost(
@@ -225,7 +282,7 @@ def unit_cost(
             Recomputation lengthens passes and hides more behind them; with the first counted as
             none and the second as all, a partition takes no longer than under any setting.
     """
-    if held.shard_backward_s:
+    if held.shard_backward_s or held.exposed_backward_s:
         run = _beside_shards(run, held, settings)
     overlap = settings.dp_overlap * window
     tail_rest = held.tail_least
@@ -250,9 +307,10 @@ def unit_cost(
 
 def _beside_shards(run: RunCost, held: ReplicaCost, settings: CostSettings) -> RunCost:
     """Passes beside which shards travel, in each micro batch."""
-    forward = _beside(settings, run.forward_s, held.shard_forward_s)
-    backward = _beside(settings, run.backward_s, held.shard_backward_s)
-    block_backward = _beside(settings, run.block_backward_s, held.shard_backward_s)
+    sent, late = held.shard_backward_s, held.exposed_backward_s
+    forward = _beside(settings, run.forward_s, held.shard_forward_s) + held.exposed_forward_s
+    backward = _beside(settings, run.backward_s, sent) + late
+    block_backward = _beside(settings, run.block_backward_s, sent) + late
     return run._replace(
         forward_s=forward,
         backward_s=backward,
@@ -266,7 +324,10 @@ def _beside_shards(run: RunCost, held: ReplicaCost, settings: CostSettings) -> R
 def _beside(settings: CostSettings, work: Seconds, traffic: Seconds) -> Seconds:
     """Work with traffic beside it, which slows it down; what does not fit comes after."""
     hidden = min(traffic, settings.dp_overlap * work)
-    return work + settings.overlap_slowdown * hidden + traffic - hidden
+    slowdown = settings.overlap_slowdown
+    if settings.traits.nccl_ub:
+        slowdown *= USER_BUFFER_CHANNELS
+    return work + slowdown * hidden + traffic - hidden
 
 
 def _signed_ticks(seconds: Seconds) -> Ticks:

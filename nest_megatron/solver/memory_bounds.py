@@ -33,6 +33,7 @@ from nest_megatron.parallel.recompute import (
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.space import SearchSpace
+from nest_megatron.units import Bytes
 
 EACH_LAYER = Recompute(
     granularity=RecomputeGranularity.FULL, method=RecomputeMethod.UNIFORM, num_layers=1
@@ -182,6 +183,12 @@ class MemoryBounds:
         each, stays = kept_bytes(dims, zero, settings)
         total = count.dense * each.least_dense + count.expert * each.expert.total
         own = self.model.distinct_units(dims)
+        held = count.total // dims.pipeline_model_parallel_size
+
+        def gathered(kind: LayerKind, parameters: int) -> Bytes:
+            in_layer = kind not in _OUTSIDE_LAYERS
+            return unsharded_bytes(parameters, zero, settings, held, in_layer=in_layer)
+
         units = [min(each.of_unit(k, c).total for k, c in own if k is kind) for kind in self._kinds]
         return _States(
             mean=total / dims.pipeline_model_parallel_size - self._num_units,
@@ -190,7 +197,9 @@ class MemoryBounds:
             unsharded=tuple(
                 0
                 if stays
-                else min(unsharded_bytes(c.total, zero, settings) for k, c in own if k is kind)
+                else min(
+                    unsharded_bytes(c.total, zero, settings, held) for k, c in own if k is kind
+                )
                 for kind in self._kinds
             ),
         )

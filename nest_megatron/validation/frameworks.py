@@ -150,7 +150,7 @@ def _fully_sharded(name: str, source: str, loss_bytes: int) -> Target:
         {
             "loss_bytes": loss_bytes,
             "optimizer_bytes": 10,  # with the weight's 2: float32 weights, and two moments
-            "gathered_in_pipeline": True,
+            "torch_fsdp2": True,
         },
     )
 
@@ -290,10 +290,18 @@ _MEGATRON_FSDP = dataclasses.replace(
     name="megatron_fsdp",
     framework="Megatron-LM 0.20 with --use-megatron-fsdp",
     defaults=(
-        Default(
-            argument="data_parallel_sharding_strategy",
-            value="optim_grads_params",
-            source="Megatron-LM main at 0.20: megatron/core/distributed/fsdp/src/README.md",
+        *(
+            Default(
+                argument=argument,
+                value=value,
+                source="Megatron-LM main at 0.20: megatron/core/distributed/fsdp/src/README.md, "
+                "distributed_data_parallel_config.py",
+            )
+            for argument, value in (
+                ("use_megatron_fsdp", True),
+                ("data_parallel_sharding_strategy", "optim_grads_params"),
+                ("megatron_fsdp_main_grads_dtype", "auto"),
+            )
         ),
         *MEGATRON_LM_0_20.defaults,
     ),

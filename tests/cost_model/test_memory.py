@@ -139,7 +139,7 @@ def test_transposes_that_megatron_fsdp_keeps() -> None:
 def test_what_fsdp2_gathers_stays_under_a_pipeline(
     num_stages: int, kept: tuple[float, float, float]
 ) -> None:
-    settings = settings_of(ExecutionTraits(gathered_in_pipeline=True))
+    settings = settings_of(ExecutionTraits(torch_fsdp2=True))
     whole = stays_whole(ZeroStage.WEIGHTS, num_stages, settings)
     assert static_bytes(ZeroStage.WEIGHTS, 8, settings, in_layer=True, whole=whole) == kept
     assert not stays_whole(ZeroStage.OPTIMIZER, num_stages, settings)
@@ -279,10 +279,10 @@ def traffic_s(traits: ExecutionTraits, zero: ZeroStage = ZeroStage.OPTIMIZER) ->
     dims = ParallelDims(data_parallel_size=32)
     settings = settings_of(traits, Precision.FP8)
     cluster = catalogue.cluster("dgx_h100", 32)
-    traffic = replica_traffic(dims, zero, cluster, 10**8, settings)
+    traffic = replica_traffic(dims, zero, cluster, ParameterCount(dense=10**8), settings)
     count = ParameterCount(dense=10**9)
     gathered = [traffic.gather(kind, count) for kind in (LayerKind.DENSE, LayerKind.HEAD)]
-    return traffic.reduce(count), *gathered
+    return traffic.reduce(count) + traffic.sum(count), *gathered
 
 
 def test_traffic_follows_the_widths() -> None:
