@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from nest_megatron.validation.outcome import Judged
 from nest_megatron.validation.regimes import REGIMES, RegimeName
 from nest_megatron.validation.report import BothScores, Scores, both_scores, regime_scores
 from nest_megatron.validation.rows import RowKind
-from nest_megatron.validation.scores import NOISE
+from nest_megatron.validation.scores import NOISE, ErrorScores, error_scores
 
 _HEAD = (
     "runs",
@@ -154,6 +155,12 @@ def _reached(
     yield _Reached(
         what="runs out of memory, caught, %", value=_percent(caught, ended), goal=60, least=True
     )
+    memory = _megatron_memory(judged)
+    yield _Reached(
+        what="error of memory, runs of Megatron, %",
+        value=memory.mape_pct if memory else None,
+        goal=4,
+    )
     for name, found, regret, pairs in (("dense", dense, 1, 85), ("experts", moe, 4, 75)):
         yield _Reached(what=f"regret, {name}, %", value=found.regret_mean_pct, goal=regret)
         yield _Reached(
@@ -162,6 +169,29 @@ def _reached(
             goal=pairs,
             least=True,
         )
+
+
+#: Frameworks that run megatron-core, by their names in rows.
+_MEGATRON = re.compile(r"megatron(?!-?deepspeed)|nemo(?!.*automodel)", re.IGNORECASE)
+
+
+def _megatron_memory(judged: Iterable[Judged]) -> ErrorScores | None:
+    """Errors of peaks that runs of Megatron and its functional tests print."""
+    return error_scores(
+        [
+            each.memory
+            for file in judged
+            for each in file.as_planned
+            if each.memory is not None
+            and (
+                file.file.kind is RowKind.MEMORY_GOLDEN
+                or (
+                    file.file.kind is RowKind.MEMORY_PEAK
+                    and _MEGATRON.search(each.row.get("framework", ""))
+                )
+            )
+        ]
+    )
 
 
 def _percent(part: int, whole: int) -> float | None:

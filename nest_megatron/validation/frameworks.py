@@ -257,7 +257,8 @@ _INTERNEVO = dataclasses.replace(
         "plain PyTorch modules under ZeRO-1 in 16-bit gradients, flash attention and its loss",
         "InternEvo 0.2: internlm/solver/optimizer/hybrid_zero_optim.py, internlm/model/loss.py",
         {**_MODERN, "grad_reduce_in_bf16": True},
-        {"fused_activation": False, "loss_bytes": 6},
+        # A rank's share of the gradients is unscaled in float32 (``_unscale_and_clip_grads``).
+        {"fused_activation": False, "loss_bytes": 6, "optimizer_bytes": 16},
     ),
     fitted="nanotron",
 )

@@ -318,6 +318,8 @@ def _precision(row: Row, cluster: Cluster) -> Precision:
         wanted = Precision.FP16
     elif "bf16" in text or not text:
         wanted = Precision.BF16
+    elif text in ("fp32", "tf32", "float32"):
+        wanted = Precision.FP32
     else:
         raise RefusedRowError("number format is not modelled", row["precision"])
     if not cluster.accelerator.supports(wanted):

@@ -86,6 +86,7 @@ _GENERATIONS = {
     "l40s": _generation("pcie", 31e9, 8, 1, 200),
     "mi300x": _generation("xgmi", 448e9, 8, 8, 400),  # 7 links of 64 GB/s, AMD's data sheet
     "mi325x": _generation("xgmi", 448e9, 8, 8, 400),
+    "mi350x": _generation("xgmi", 537.6e9, 8, 8, 400),  # as MI355X
     "mi355x": _generation("xgmi", 537.6e9, 8, 8, 400),  # 7 links of 76.8 GB/s
     "a100_pcie": _generation("pcie", 31e9, 8, 2, 200),
     "h100_pcie": _generation("pcie", 63e9, 8, 2, 400),

@@ -72,6 +72,7 @@ def test_what_is_not_stated_is_told() -> None:
         ("MI300X-192GB", "mi300x_192gb"),
         ("V100-SXM2-16GB", "v100_sxm_16gb"),
         ("H20", "h20_sxm_96gb"),
+        ("MI350X", "mi350x_288gb"),
         ("H200", "h200_sxm_141gb"),
         ("H200-NVL-141GB", "h200_nvl_141gb"),
         ("A800-80GB", "a800_sxm_80gb"),
