@@ -187,9 +187,9 @@ folder of this page at its end; do not edit it (reasons by hand are in `{NOTES}`
 
 **Error** is 100 (predicted / measured - 1) per cent: above 0 the prediction is too large. MAPE is
 the mean of its size, p90 what nine of ten rows stay under. **Regret** compares layouts of one job
-(same source, model and shape, GPUs, network, batch, sequence, number format, framework): how much
-slower the layout that we would choose ran than the fastest that was measured. **Rank correlation**
-is Spearman's, the mean over such jobs."""
+(same source, model and shape, GPUs, network, batch, sequence, number format, framework and
+release): how much slower the layout that we would choose ran than the fastest that was measured.
+**Rank correlation** is Spearman's, the mean over such jobs."""
 
 
 _CAPTIONS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ GROUP_COLUMNS = (
     "precision",
     "framework",
 )
+_RELEASE = re.compile(r"\d+\.\d+")
 #: Columns in which the layouts of one job differ; rows that agree in all of them are one layout.
 LAYOUT_COLUMNS = (
     "mbs",
@@ -128,8 +130,14 @@ class RowOutcome:
 
     @property
     def group(self) -> tuple[str, ...]:
-        """Rows of one group are layouts of one job."""
-        return tuple(self.row.get(column, "") for column in GROUP_COLUMNS)
+        """Rows of one group are layouts of one job, at one release of its framework.
+
+        Where the framework's name has no release, the version of the page stands for it: what a
+        page says a quarter later was measured with later code.
+        """
+        same = tuple(self.row.get(column, "") for column in GROUP_COLUMNS)
+        is_released = _RELEASE.search(self.row.get("framework", "")) is not None
+        return (*same, "" if is_released else self.row.get("commit", ""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

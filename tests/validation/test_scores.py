@@ -95,6 +95,16 @@ def test_runs_of_one_layout_count_once_and_other_shapes_are_other_jobs() -> None
     assert (found.regret_pct, found.pairs, found.pairs_in_order) == (0.0, 1, 1)
 
 
+@pytest.mark.parametrize(("framework", "groups"), [("NeMo 24.07", 1), ("NeMo AutoModel", 0)])
+def test_pages_of_two_quarters_are_two_releases(framework: str, groups: int) -> None:
+    """Unless the framework's name says which release it is."""
+    rows = [
+        _outcome(1.0, 1.0, tp="1", commit="a1", framework=framework),
+        _outcome(1.2, 1.1, tp="2", commit="b2", framework=framework),
+    ]
+    assert len(group_scores(rows)) == groups
+
+
 def test_ties_by_noise_are_no_pairs_and_equal_predictions_are_wrong() -> None:
     assert rank_scores([(1.0, 1.0), (2.0, 1.019)]).pairs == 0
     found = rank_scores([(1.0, 1.0), (1.0, 1.03), (0.9, 1.06)])
