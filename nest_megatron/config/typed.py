@@ -9,6 +9,7 @@ from nest_megatron.config.request import fixed_degrees
 from nest_megatron.config.sharding import CKPT_FORMAT, IMPLEMENTATION, STAGE
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.launchers.megatron_lm.cuts import CUTS
+from nest_megatron.launchers.megatron_lm.execution_argv import EXECUTION_ARGUMENTS
 from nest_megatron.launchers.megatron_lm.job import PARALLEL_ARGUMENTS, RECOMPUTE, VIRTUAL_STAGES
 from nest_megatron.solver.space import DEGREES
 
@@ -22,6 +23,7 @@ FAMILIES = {
     "use_megatron_fsdp": IMPLEMENTATION,
     "use_torch_fsdp2": IMPLEMENTATION,
     "rank_order": ("use_tp_pp_dp_mapping",),
+    **EXECUTION_ARGUMENTS,
 }
 #: What a user can keep, one choice each, and the flags that state it.
 CHOICES = {
@@ -29,7 +31,7 @@ CHOICES = {
     **{name: flags for name, flags in FAMILIES.items() if name not in ("all", IMPLEMENTATION[1])},
 }
 #: Flags that mean something together only, so that freeing one frees all.
-_TOGETHER = (RECOMPUTE, VIRTUAL_STAGES)
+_TOGETHER = (RECOMPUTE, VIRTUAL_STAGES, *EXECUTION_ARGUMENTS.values())
 
 
 def freed_flags(free: Collection[str], option: str) -> frozenset[str]:

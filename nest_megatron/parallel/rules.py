@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import LayerKind, ModelFamily, TransformerSpec
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
@@ -30,6 +31,7 @@ class LaunchRequest:
         gradient_bytes: width of the gradients that replicas reduce and keep.
         fused_attention: attention runs in a fused kernel (``ExecutionTraits.flash_attention``).
         version: the Megatron-LM release, ``0.16.1`` or ``0.20``.
+        execution: what carries the layers out (``execution_checks``).
     """
 
     spec: TransformerSpec
@@ -50,6 +52,7 @@ class LaunchRequest:
     transformer_impl: str = "transformer_engine"
     fused_attention: bool = True
     version: str = "0.16.1"
+    execution: Execution = PLAIN
 
     @property
     def num_microbatches(self) -> int:

@@ -65,6 +65,7 @@ def launch_request(
         transformer_impl=engine,
         fused_attention=traits.flash_attention,
         gradient_bytes=traits.gradient_bytes,
+        execution=plan.execution,
         version=version if command is None else command.version,
     )
 

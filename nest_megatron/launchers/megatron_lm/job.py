@@ -10,6 +10,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.memory_flags import not_modelled, text
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM_0_16
 from nest_megatron.cost_model.targets import Target
+from nest_megatron.launchers.megatron_lm.execution_argv import EXECUTION_ARGUMENTS
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.recompute import Recompute
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
@@ -48,6 +49,7 @@ PARALLEL_ARGUMENTS = (
     "data_parallel_sharding_strategy",
     "overlap_grad_reduce",
     "overlap_param_gather",
+    *(name for names in EXECUTION_ARGUMENTS.values() for name in names),
 )
 
 

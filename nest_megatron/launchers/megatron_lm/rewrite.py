@@ -10,8 +10,13 @@ from dataclasses import dataclass
 
 from nest_megatron.launchers.megatron_lm.companions import COMPANIONS, contradicted
 from nest_megatron.launchers.megatron_lm.cuts import CUTS
+from nest_megatron.launchers.megatron_lm.execution_argv import (
+    EXECUTION_ARGUMENTS,
+    EXECUTION_FIELDS,
+)
 from nest_megatron.launchers.megatron_lm.job import PARALLEL_ARGUMENTS, RECOMPUTE, VIRTUAL_STAGES
 from nest_megatron.launchers.megatron_lm.parser import Argument, ReadCommand, load_arguments
+from nest_megatron.parallel.knobs import execution_reason
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.units import format_gib
 
@@ -23,12 +28,12 @@ _WITH_LAYOUT = (
     "init_model_with_meta_device",
     "megatron_fsdp_main_grads_dtype",
 )
-_IF_ABSENT = ("moe_token_dispatcher_type", "moe_grouped_gemm")
+_IF_ABSENT = ("moe_grouped_gemm",)
 #: Set where a job comes to Megatron-FSDP; one that has it already knows its Transformer Engine.
 _WITH_NEW_FSDP = "gradient_accumulation_fusion"
 
 #: Several spellings of one choice: where the user's own stays, none is added.
-_STATEMENTS = (RECOMPUTE, (*CUTS, *VIRTUAL_STAGES))
+_STATEMENTS = (RECOMPUTE, (*CUTS, *VIRTUAL_STAGES), *EXECUTION_ARGUMENTS.values())
 
 #: Every destination that a plan may write. Nothing else of a job is ever changed.
 WRITABLE = frozenset(
@@ -256,6 +261,10 @@ def _microbatches(plan: ParallelPlan) -> str:
     return f"{count} micro batch{'es' * (count > 1)} a step on each replica"
 
 
+def _of_execution(field: str) -> Callable[[ParallelPlan], str]:
+    return lambda _: execution_reason(field)
+
+
 _REASONS: Mapping[str, Callable[[ParallelPlan], str]] = {
     "tensor_model_parallel_size": _across("tp"),
     "context_parallel_size": _across("cp"),
@@ -287,6 +296,6 @@ _REASONS: Mapping[str, Callable[[ParallelPlan], str]] = {
     "megatron_fsdp_main_grads_dtype": lambda _: (
         "Megatron-FSDP would keep gradients in 16 bits; they stay in float32, as they are now"
     ),
-    "moe_token_dispatcher_type": lambda _: "the exchange that was priced",
+    **{dest: _of_execution(field) for dest, field in EXECUTION_FIELDS.items()},
     "moe_grouped_gemm": lambda _: "one kernel for all local experts, as was priced",
 }

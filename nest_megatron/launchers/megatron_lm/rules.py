@@ -15,6 +15,7 @@ from nest_megatron.launchers.megatron_lm.parser import VERSIONS
 from nest_megatron.launchers.megatron_lm.write import has_activation_flag
 from nest_megatron.model.spec import ModelFamily
 from nest_megatron.parallel.degree_rules import DEGREE_RULES, Rule, Violation, violations
+from nest_megatron.parallel.execution_checks import EXECUTION_RULES
 from nest_megatron.parallel.layout import layout_string, parse_layout
 from nest_megatron.parallel.recompute import RecomputeMethod, RecomputeModule
 from nest_megatron.parallel.rules import (
@@ -358,4 +359,4 @@ LAUNCH_RULES: tuple[Rule, ...] = (
     ),
 )
 
-RULES: tuple[Rule, ...] = (*DEGREE_RULES, *LAUNCH_RULES)
+RULES: tuple[Rule, ...] = (*DEGREE_RULES, *LAUNCH_RULES, *EXECUTION_RULES)

@@ -11,6 +11,10 @@ from itertools import groupby
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UnplannableModelError
+from nest_megatron.launchers.megatron_lm.execution_argv import (
+    execution_argv,
+    execution_environment,
+)
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.layout import layout_string
@@ -87,6 +91,7 @@ def parallel_argv(request: LaunchRequest, *, overlap: bool = True) -> list[str]:
         *_pair("--context-parallel-size", dims.context_parallel_size),
         *_pipeline_argv(request),
         *_expert_parallel_argv(request),
+        *execution_argv(request.execution, request.version, experts=request.spec.is_moe),
         *_switch("--use-tp-pp-dp-mapping", dims.rank_order is RankOrder.TP_CP_EP_PP_DP),
         *_pair("--micro-batch-size", request.micro_batch_size),
         *_pair("--global-batch-size", request.global_batch_size),
@@ -165,14 +170,27 @@ def precision_argv(precision: Precision, fp8_recipe: str = "delayed") -> list[st
 def environment(request: LaunchRequest, *, device_architecture: int = 9) -> dict[str, str | None]:
     """Environment variables that Megatron demands; ``None`` means that it must not be set.
 
+    An overlapped exchange of tokens wants many connections. Below Blackwell divided layers and
+    sequences want one, and Megatron leaves 1 or 32 to the user where a job has both (0.16.1
+    args:940); the exchange is then the longer one.
+
     Args:
         device_architecture: major compute capability (9 = Hopper, 10 = Blackwell, which is free).
 
-    Source: validate_args (0.16.1 :622, :687, :951).
+    Source: validate_args (0.16.1 :622, :687, :940-951).
     """
+    return {
+        **_connections(request, device_architecture),
+        **execution_environment(request.execution),
+    }
+
+
+def _connections(request: LaunchRequest, device_architecture: int) -> dict[str, str | None]:
     dims = request.dims
     if (request.sharding or request.zero.sharding) is not DataParallelSharding.DDP:
         return {"CUDA_DEVICE_MAX_CONNECTIONS": None}
+    if request.execution.overlap_moe_expert_parallel_comm:
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     splits = max(dims.tensor_model_parallel_size, dims.context_parallel_size) > 1
     if splits and device_architecture < 10:
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -283,8 +301,6 @@ def _expert_parallel_argv(request: LaunchRequest) -> list[str]:
     return [
         *_pair("--expert-model-parallel-size", dims.expert_model_parallel_size),
         *flags,
-        "--moe-token-dispatcher-type",
-        "alltoall",
         *_switch("--moe-grouped-gemm", request.moe_grouped_gemm),
     ]
 

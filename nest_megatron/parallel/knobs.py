@@ -1,0 +1,222 @@
+"""Choices of Megatron that decide speed: which a plan makes, which it only offers, and why.
+
+``docs/knobs.md`` shows both tables; a test keeps it true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from nest_megatron.model.execution import ContextTraffic, FlexBackend, TokenDispatcher
+from nest_megatron.names import Name
+
+
+class Package(Name):
+    """What a choice needs that a machine may lack."""
+
+    DEEP_EP = "deep_ep"
+    HYBRID_EP = "hybrid_ep"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """A choice that leaves numbers alone.
+
+    Args:
+        name: field of ``Execution``.
+        flag: Megatron-LM's.
+        choice: the name by which it is kept or freed (``nest.keep``, ``nest.free``).
+        reason: said beside the change.
+        costs: what it takes.
+        values: what a plan may choose beside what the job has; none where it is left to the job.
+        needs: packages, by value, without which Megatron stops.
+    """
+
+    name: str
+    flag: str
+    choice: str
+    reason: str
+    costs: str
+    values: tuple[Any, ...] = ()
+    needs: Mapping[object, Package] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumericKnob:
+    """A choice that changes numbers: never made, but priced.
+
+    Args:
+        flags: what the user types.
+        values: the same by Megatron's names, as ``cost_model/execution_flags.py`` reads them.
+        changes: what it does to the numbers.
+    """
+
+    flags: str
+    values: Mapping[str, Any]
+    changes: str
+
+
+KNOBS: tuple[Knob, ...] = (
+    Knob(
+        name="moe_token_dispatcher_type",
+        flag="--moe-token-dispatcher-type",
+        choice="token_dispatcher",
+        reason="the exchange of tokens that was priced",
+        costs="flex runs its kernels on 16 to 20 SMs and keeps buffers on each rank",
+        values=(TokenDispatcher.FLEX,),
+    ),
+    Knob(
+        name="moe_flex_dispatcher_backend",
+        flag="--moe-flex-dispatcher-backend",
+        choice="token_dispatcher",
+        reason="a token goes to each node once, however many of its experts are there",
+        costs="as above",
+        values=(FlexBackend.DEEPEP, FlexBackend.HYBRIDEP),
+        needs=MappingProxyType(
+            {FlexBackend.DEEPEP: Package.DEEP_EP, FlexBackend.HYBRIDEP: Package.HYBRID_EP}
+        ),
+    ),
+    Knob(
+        name="moe_permute_fusion",
+        flag="--moe-permute-fusion",
+        choice="moe_permute_fusion",
+        reason="tokens are sorted by expert in one kernel",
+        costs="nothing",
+        values=(True,),
+    ),
+    Knob(
+        name="moe_router_fusion",
+        flag="--moe-router-fusion",
+        choice="moe_router_fusion",
+        reason="scores and top-k of the router are one kernel",
+        costs="nothing",
+        values=(True,),
+    ),
+    Knob(
+        name="moe_shared_expert_overlap",
+        flag="--moe-shared-expert-overlap",
+        choice="moe_shared_expert_overlap",
+        reason="the shared experts run while tokens travel",
+        costs="shared experts cannot be computed again",
+        values=(True,),
+    ),
+    Knob(
+        name="overlap_moe_expert_parallel_comm",
+        flag="--overlap-moe-expert-parallel-comm",
+        choice="overlap_moe_expert_parallel_comm",
+        reason="tokens of one micro batch travel while another computes",
+        costs="one more micro batch in memory; a pipeline needs virtual stages",
+        values=(True,),
+    ),
+    Knob(
+        name="delay_wgrad_compute",
+        flag="--delay-wgrad-compute",
+        choice="delay_wgrad_compute",
+        reason="weight gradients fill what the overlapped exchange leaves idle",
+        costs="inputs of products are kept longer",
+        values=(True,),
+    ),
+    Knob(
+        name="use_transformer_engine_op_fuser",
+        flag="--use-transformer-engine-op-fuser",
+        choice="use_transformer_engine_op_fuser",
+        reason="the experts' products and activation are fused kernels",
+        costs="experimental in 0.20, absent from 0.16.1: left to the job",
+    ),
+    Knob(
+        name="tp_comm_overlap",
+        flag="--tp-comm-overlap",
+        choice="tp_comm_overlap",
+        reason="tensor-parallel traffic runs beside the products that need it",
+        costs="user buffers on each rank and some SMs; the group lies in one node",
+        values=(True,),
+    ),
+    Knob(
+        name="cp_comm_type",
+        flag="--cp-comm-type",
+        choice="cp_comm_type",
+        reason="how attention reaches the whole sequence fastest on these links",
+        costs="all_gather holds all keys and values; a2a needs whole heads on each rank",
+        values=(ContextTraffic.A2A, ContextTraffic.ALL_GATHER, ContextTraffic.A2A_P2P),
+    ),
+    Knob(
+        name="hierarchical_context_parallel_sizes",
+        flag="--hierarchical-context-parallel-sizes",
+        choice="cp_comm_type",
+        reason="heads are exchanged inside, keys and values go round outside",
+        costs="as above",
+    ),
+    Knob(
+        name="cuda_graph_impl",
+        flag="--cuda-graph-impl",
+        choice="cuda_graphs",
+        reason="kernels are launched together instead of one by one",
+        costs="static buffers of every captured module and micro batch in flight",
+    ),
+    Knob(
+        name="cuda_graph_scope",
+        flag="--cuda-graph-scope (0.20: --cuda-graph-modules)",
+        choice="cuda_graphs",
+        reason="the modules whose kernels are launched together",
+        costs="as above",
+    ),
+    Knob(
+        name="cpu_offloading_num_layers",
+        flag="--cpu-offloading-num-layers",
+        choice="activation_offloading",
+        reason="activations of these layers wait on the host, which frees memory",
+        costs="traffic to the host, and pinned memory there",
+    ),
+    Knob(
+        name="offload_modules",
+        flag="--fine-grained-activation-offloading --offload-modules",
+        choice="activation_offloading",
+        reason="activations of these modules wait on the host, which frees memory",
+        costs="traffic to the host, and pinned memory there",
+    ),
+)
+
+NUMERIC_KNOBS: tuple[NumericKnob, ...] = (
+    NumericKnob(
+        flags="--grad-reduce-in-bf16",
+        values=MappingProxyType({"grad_reduce_in_bf16": True}),
+        changes="gradients are summed over replicas and micro batches in bf16",
+    ),
+    NumericKnob(
+        flags="--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+        values=MappingProxyType(
+            {
+                "use_precision_aware_optimizer": True,
+                "exp_avg_dtype": "bf16",
+                "exp_avg_sq_dtype": "bf16",
+            }
+        ),
+        changes="Adam keeps its moments in bf16",
+    ),
+    NumericKnob(
+        flags="--fp8-param-gather",
+        values=MappingProxyType({"fp8_param_gather": True}),
+        changes="weights are kept and gathered in fp8 alone (fp8 jobs)",
+    ),
+    NumericKnob(
+        flags="--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
+        values=MappingProxyType(
+            {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
+        ),
+        changes="the loss is computed in one kernel, its gradient in 16 bits",
+    ),
+)
+_BY_NAME = {knob.name: knob for knob in KNOBS}
+
+
+def execution_reason(name: str) -> str:
+    """Why a plan sets a field of ``Execution``."""
+    return _BY_NAME[name].reason
+
+
+def choices_of_execution() -> tuple[str, ...]:
+    """Names by which such choices are kept and freed."""
+    return tuple(dict.fromkeys(knob.choice for knob in KNOBS))
