@@ -27,7 +27,7 @@ from nest_megatron.config.sharding import (
     with_own_sharding,
 )
 from nest_megatron.config.target import JobFlags, read_execution, read_settings
-from nest_megatron.config.typed import CHOICES, freed_flags, kept_flags
+from nest_megatron.config.typed import LAYOUT, freed_flags, kept_flags
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
 from nest_megatron.launchers.megatron_lm.cuts import CUTS, stated_partition
@@ -54,7 +54,7 @@ class CommandRequest:
     """A command, and what to plan for it.
 
     Args:
-        kept: choices of the user that the search holds fixed, by their names in ``CHOICES``.
+        kept: choices of the user that the search holds fixed, by their names in ``LAYOUT``.
         kept_flags: destinations whose flags stay in the command as they are.
         restored: the checkpoint that it loads, where the plan is made before the launch.
     """
@@ -188,7 +188,7 @@ def job_request(
 
     Returns:
         The job without its layout, what the search may choose, and what of the user's choices it
-        holds fixed, by their names in ``CHOICES``.
+        holds fixed, by their names in ``LAYOUT``.
 
     Raises:
         UserInputError: for a wish that cannot be kept.
@@ -204,7 +204,7 @@ def job_request(
             offer = None  # a checkpoint's sharding is not to be changed
         inputs = dataclasses.replace(inputs, offer=offer)
     space = _with_required(space, inputs.spec, wishes.required)
-    kept = tuple(name for name, flags in CHOICES.items() if any(map(fixed.get, flags)))
+    kept = tuple(name for name, flags in LAYOUT.items() if any(map(fixed.get, flags)))
     return inputs, space, kept
 
 

@@ -23,13 +23,14 @@ FAMILIES = {
     "use_megatron_fsdp": IMPLEMENTATION,
     "use_torch_fsdp2": IMPLEMENTATION,
     "rank_order": ("use_tp_pp_dp_mapping",),
-    **EXECUTION_ARGUMENTS,
 }
-#: What a user can keep, one choice each, and the flags that state it.
-CHOICES = {
+#: Choices of a layout, and the flags that state each.
+LAYOUT = {
     **{name: (name,) for name in DEGREES if name in PARALLEL_ARGUMENTS},
     **{name: flags for name, flags in FAMILIES.items() if name not in ("all", IMPLEMENTATION[1])},
 }
+#: What a user can keep, one choice each, and the flags that state it.
+CHOICES = {**LAYOUT, **EXECUTION_ARGUMENTS}
 #: Flags that mean something together only, so that freeing one frees all.
 _TOGETHER = (RECOMPUTE, VIRTUAL_STAGES, *EXECUTION_ARGUMENTS.values())
 
@@ -44,7 +45,11 @@ def freed_flags(free: Collection[str], option: str) -> frozenset[str]:
     Raises:
         UserInputError: for a name that frees nothing.
     """
-    known = {**{name: (name,) for name in (*PARALLEL_ARGUMENTS, CKPT_FORMAT)}, **FAMILIES}
+    known = {
+        **{name: (name,) for name in (*PARALLEL_ARGUMENTS, CKPT_FORMAT)},
+        **FAMILIES,
+        **CHOICES,
+    }
     names: set[str] = set()
     for name in free:
         plain = name.strip().lstrip("-").replace("-", "_")

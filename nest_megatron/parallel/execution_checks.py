@@ -21,8 +21,9 @@ from nest_megatron.model.execution import (
     TokenDispatcher,
 )
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
+from nest_megatron.parallel.degree_rules import Rule, Violation
 from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeModule
-from nest_megatron.parallel.rules import LaunchRequest, Rule, Violation
+from nest_megatron.parallel.rules import LaunchRequest
 
 #: Modules that ``--offload-modules`` takes outside experts, and inside.
 _OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
@@ -108,7 +109,7 @@ def _heads_divide(request: LaunchRequest) -> bool:
     """Each rank of the exchange has whole heads and whole query groups."""
     how, tp = request.execution, request.dims.tensor_model_parallel_size
     size = request.dims.context_parallel_size
-    if how.cp_comm_type is ContextTraffic.A2A_P2P:
+    if how.cp_comm_type is ContextTraffic.A2A_P2P and how.hierarchical_context_parallel_sizes:
         size = how.hierarchical_context_parallel_sizes[0]
     elif how.cp_comm_type is not ContextTraffic.A2A:
         return True
@@ -295,8 +296,10 @@ EXECUTION_RULES: tuple[Rule, ...] = (
         "tensor_overlap",
         "tp_comm_overlap",
         "args:915, training/initialize.py:270",
-        lambda request: _engine(request)
-        and (request.sequence_parallel or request.dims.tensor_model_parallel_size == 1),
+        lambda request: (
+            _engine(request)
+            and (request.sequence_parallel or request.dims.tensor_model_parallel_size == 1)
+        ),
         "it needs sequence parallelism and Transformer Engine",
     ),
     _rule(

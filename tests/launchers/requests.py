@@ -6,6 +6,13 @@ import dataclasses
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.model.execution import (
+    ContextTraffic,
+    Execution,
+    FlexBackend,
+    GraphImpl,
+    TokenDispatcher,
+)
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
@@ -72,6 +79,69 @@ MTP_FIRST = StagePartition(boundaries=(0, 60, 62, 63, 64), pipeline_model_parall
 FP8 = Precision.FP8
 
 LOCAL_GRAPHS = CudaGraphs(impl="local")
+OVERLAP = {"overlap_moe_expert_parallel_comm": True}
+DEEPEP = {
+    "moe_token_dispatcher_type": TokenDispatcher.FLEX,
+    "moe_flex_dispatcher_backend": FlexBackend.DEEPEP,
+}
+A2A_P2P = {
+    "cp_comm_type": ContextTraffic.A2A_P2P,
+    "hierarchical_context_parallel_sizes": (2, 2),
+}
+
+
+def carried(
+    spec: TransformerSpec = LLAMA,
+    grid: ParallelDims | None = None,
+    changes: dict[str, Any] | None = None,
+    **execution: Any,
+) -> Any:
+    """A request whose layers are carried out in a way of their own."""
+    return request(spec, grid, execution=Execution(**execution), **(changes or {}))
+
+
+#: One request at least for every field of ``Execution``.
+CARRIED = {
+    "flex": carried(MIXTRAL, dims(tp=2, pp=4, dp=4, ep=8), **DEEPEP),
+    "hybridep": carried(
+        DEEPSEEK,
+        dims(tp=2, dp=32, ep=64),
+        **(DEEPEP | {"moe_flex_dispatcher_backend": FlexBackend.HYBRIDEP}),
+    ),
+    "allgather": carried(
+        MIXTRAL, dims(dp=2, ep=2), moe_token_dispatcher_type=TokenDispatcher.ALLGATHER
+    ),
+    "router fusion": carried(MIXTRAL, dims(dp=2, ep=2), moe_router_fusion=True),
+    "shared experts beside tokens": carried(
+        DEEPSEEK, dims(tp=2, dp=32, ep=64), moe_shared_expert_overlap=True
+    ),
+    "shared experts beside flex": carried(
+        DEEPSEEK,
+        dims(tp=2, dp=32, ep=64),
+        {"version": "0.20"},
+        moe_shared_expert_overlap=True,
+        **DEEPEP,
+    ),
+    "experts overlap": carried(MIXTRAL, dims(pp=2, vpp=4, dp=4, ep=4), **OVERLAP),
+    "experts overlap without a pipeline": carried(MIXTRAL, dims(dp=4, ep=4), **OVERLAP),
+    "user buffers": carried(grid=dims(tp=4, dp=2), tp_comm_overlap=True),
+    "heads": carried(grid=dims(cp=4), cp_comm_type=ContextTraffic.A2A),
+    "gathered": carried(grid=dims(cp=4), cp_comm_type=ContextTraffic.ALL_GATHER),
+    "heads and rings": carried(grid=dims(cp=4), **A2A_P2P),
+    "graphs of layers": carried(
+        grid=dims(pp=2, dp=2), cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE
+    ),
+    "graphs of attention": carried(
+        MIXTRAL,
+        dims(dp=4, ep=4),
+        cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE,
+        cuda_graph_scope=("attn", "moe_router"),
+    ),
+    "offloaded layers": carried(grid=dims(dp=2), cpu_offloading_num_layers=10),
+    "offloaded modules": carried(
+        MIXTRAL, dims(pp=2, dp=4, ep=4), offload_modules=("core_attn", "attn_proj", "expert_fc1")
+    ),
+}
 
 SOUND = {
     "one rank": request(),
@@ -90,9 +160,62 @@ SOUND = {
     "uniform one": request(grid=dims(pp=4), recompute=uniform(1)),
     "uniform on 0.20": request(grid=dims(pp=4), recompute=uniform(3), version="0.20"),
     "fp8": request(grid=dims(tp=8), precision=FP8),
+    **CARRIED,
 }
 
 BROKEN = {
+    "permute_fusion": carried(
+        MIXTRAL, changes={"transformer_impl": "local"}, moe_permute_fusion=True
+    ),
+    "router_fusion": carried(
+        MIXTRAL, changes={"transformer_impl": "local"}, moe_router_fusion=True
+    ),
+    "flex_group": carried(MIXTRAL, dims(dp=2), **DEEPEP),
+    "deepep_ranks": carried(DEEPSEEK, dims(dp=256, ep=256), **DEEPEP),
+    "expert_overlap_exchange": carried(MIXTRAL, dims(dp=2), **OVERLAP),
+    "expert_overlap_pipeline": carried(MIXTRAL, dims(pp=2, dp=4, ep=4), **OVERLAP),
+    "expert_overlap_recompute": carried(
+        MIXTRAL, dims(dp=4, ep=4), {"recompute": uniform(1)}, **OVERLAP
+    ),
+    "expert_overlap_precision": carried(
+        MIXTRAL, dims(dp=4, ep=4), {"precision": Precision.FP32}, **OVERLAP
+    ),
+    "expert_overlap_mtp": carried(
+        changed(DEEPSEEK, mtp_num_layers=2), dims(dp=32, ep=32), **OVERLAP
+    ),
+    "expert_overlap_graphs": carried(
+        MIXTRAL,
+        dims(dp=4, ep=4),
+        cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE,
+        cuda_graph_scope=("attn", "mlp"),
+        **OVERLAP,
+    ),
+    "expert_overlap_fsdp": carried(
+        MIXTRAL, dims(dp=4, ep=4), {"zero": ZeroStage.WEIGHTS}, **OVERLAP
+    ),
+    "delayed_wgrad": carried(
+        MIXTRAL,
+        dims(dp=4, ep=4),
+        {"transformer_impl": "local"},
+        delay_wgrad_compute=True,
+        **OVERLAP,
+    ),
+    "shared_overlap": carried(
+        DEEPSEEK, dims(tp=2, dp=32, ep=64), moe_shared_expert_overlap=True, **DEEPEP
+    ),
+    "tensor_overlap": carried(
+        grid=dims(tp=4), changes={"sequence_parallel": False}, tp_comm_overlap=True
+    ),
+    "context_levels": carried(grid=dims(cp=4), cp_comm_type=ContextTraffic.A2A_P2P),
+    "context_sizes": carried(grid=dims(cp=8), **A2A_P2P),
+    "context_heads": carried(grid=dims(tp=4, cp=4), cp_comm_type=ContextTraffic.A2A),
+    "graphs_recompute": carried(
+        changes={"recompute": uniform(1)}, cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE
+    ),
+    "graphs_experts": carried(MIXTRAL, dims(dp=2), cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE),
+    "offloaded_layers": carried(grid=dims(pp=2), cpu_offloading_num_layers=10),
+    "offloaded_modules": carried(offload_modules=("attn_proj",)),
+    "offloaded_again": carried(changes={"recompute": uniform(1)}, offload_modules=("core_attn",)),
     "heads_over_tp": request(grid=dims(tp=3)),
     "ffn_over_tp": request(changed(LLAMA, ffn_hidden_size=28671), dims(tp=8)),
     "vocab_over_tp": request(changed(LLAMA, vocab_size=128_252, vocab_is_padded=True), dims(tp=8)),

@@ -21,6 +21,8 @@ COMPANIONS = {
     "ckpt_format",
     "moe_token_dispatcher_type",
     "moe_grouped_gemm",
+    "init_model_with_meta_device",
+    "gradient_accumulation_fusion",
 }
 
 

@@ -27,6 +27,11 @@ def megatron_case(request: LaunchRequest) -> dict[str, Any]:
         ],
         "world_size": request.dims.world_size,
         "max_connections": variables.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+        "environment": {
+            name: text
+            for name, text in variables.items()
+            if text is not None and name != "CUDA_DEVICE_MAX_CONNECTIONS"
+        },
     }
 
 

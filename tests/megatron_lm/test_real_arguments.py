@@ -46,11 +46,25 @@ LATER = {
     "recompute_local",
     "fp8_engine",
     "fp8_shapes",
+    "permute_fusion",
+    "router_fusion",
+    "flex_group",
+    "deepep_ranks",
+    "context_heads",
+    "graphs_experts",
+    "offloaded_again",
+    "tensor_overlap",
 }
 
 
 #: Rules of 0.16.1 alone.
-OF_0_16 = {"position_type", "optimizer_zero", "cuda_graph_experts"}
+OF_0_16 = {
+    "position_type",
+    "optimizer_zero",
+    "cuda_graph_experts",
+    "expert_overlap_fsdp",
+    "shared_overlap",
+}
 
 
 @pytest.fixture(scope="module")
