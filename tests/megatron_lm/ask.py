@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from nest_megatron.launchers.megatron_lm.namespace import recorded_version
 from nest_megatron.launchers.megatron_lm.write import environment, model_argv, parallel_argv
 from nest_megatron.parallel.rules import LaunchRequest
 
@@ -33,6 +36,18 @@ def megatron_case(request: LaunchRequest) -> dict[str, Any]:
             if text is not None and name != "CUDA_DEVICE_MAX_CONNECTIONS"
         },
     }
+
+
+def checkout_version() -> str:
+    """The recorded release whose flags the checkout reads."""
+    text = Path(os.environ["MEGATRON_LM_HOME"], "megatron/core/package_info.py").read_text()
+    major, minor = (re.search(rf"^{name} = (\d+)", text, re.MULTILINE) for name in _PARTS)
+    assert major is not None
+    assert minor is not None
+    return recorded_version(f"{major[1]}.{minor[1]}.0")
+
+
+_PARTS = ("MAJOR", "MINOR")
 
 
 def _job_argv(request: LaunchRequest) -> list[str]:
