@@ -1,6 +1,7 @@
 """What Megatron accepts of an ``Execution`` on a layout, rule by rule, each with its words.
 
-A search makes none that breaks one (``executions``); here is what is said of a layout that does.
+``execution_rules`` leaves out what a layout has no room for; here is what is said of a plan that
+has it all the same.
 
 Source lines are those of Megatron-LM core_v0.16.1: ``args`` is ``megatron/training/arguments.py``,
 ``tc`` ``megatron/core/transformer/transformer_config.py``; "(run)" marks what its own validation

@@ -1,15 +1,16 @@
 """Which layouts a way of carrying out layers goes with.
 
-Source: ``TransformerConfig.__post_init__`` (0.16.1 :1852-1912; 0.20 :3002-3076).
+Source: ``TransformerConfig.__post_init__`` (0.16.1 :1144, :1232, :1852-1912; 0.20 :3002-3076),
+``MoEFlexTokenDispatcher``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from nest_megatron.model.execution import Execution
+from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.recompute import RecomputeGranularity
+from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeModule
 
 
 def of_every_layout(execution: Execution) -> Execution:
@@ -22,14 +23,40 @@ def of_every_layout(execution: Execution) -> Execution:
 
 
 def allowed_execution(execution: Execution, grid: Grid) -> Execution:
-    """What of it Megatron takes on a layout.
+    """What of it Megatron takes on a layout; what does nothing there is left out.
 
     The exchange of tokens runs beside another micro batch's work where there is one: several expert
-    ranks, virtual stages in a pipeline, and no whole layer that is computed again.
+    ranks, virtual stages in a pipeline, and no experts that are computed again.
     """
-    dims = grid.dims
+    dims, again = grid.dims, grid.recompute
+    if not _exchanges_beside(grid):
+        execution = of_every_layout(execution)
+    idle = {
+        _TENSOR: dims.tensor_model_parallel_size == 1,
+        _CONTEXT: dims.context_parallel_size == 1,
+        _DISPATCHER: dims.expert_ranks == 1 and execution.is_node_limited,
+        _SHARED: RecomputeModule.SHARED_EXPERTS in again.modules
+        or execution.overlap_moe_expert_parallel_comm,
+        _LAYERS: dims.pipeline_model_parallel_size > 1
+        or again.granularity is not RecomputeGranularity.NONE,
+        _MODULES: again.granularity is RecomputeGranularity.FULL,
+    }
+    fields = [name for names, is_idle in idle.items() if is_idle for name in names]
+    plain = {name: getattr(PLAIN, name) for name in fields}
+    return dataclasses.replace(execution, **plain) if plain else execution
+
+
+_TENSOR = ("tp_comm_overlap",)
+_CONTEXT = ("cp_comm_type", "hierarchical_context_parallel_sizes")
+_DISPATCHER = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
+_SHARED = ("moe_shared_expert_overlap",)
+_LAYERS = ("cpu_offloading_num_layers",)
+_MODULES = ("offload_modules",)
+
+
+def _exchanges_beside(grid: Grid) -> bool:
+    dims, again = grid.dims, grid.recompute
     plain = dims.pipeline_model_parallel_size > 1 and dims.virtual_pipeline_model_parallel_size == 1
-    full = grid.recompute.granularity is RecomputeGranularity.FULL
-    if dims.expert_model_parallel_size > 1 and not plain and not full:
-        return execution
-    return of_every_layout(execution)
+    full = again.granularity is RecomputeGranularity.FULL
+    experts = RecomputeModule.MOE in again.modules
+    return dims.expert_model_parallel_size > 1 and not (plain or full or experts)

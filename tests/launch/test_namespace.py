@@ -138,7 +138,8 @@ def test_variables_that_go_with_a_plan() -> None:
 
 def test_options_without_room_are_dropped_with_a_reason() -> None:
     words = ("--tp-comm-overlap", "--defer-embedding-wgrad-compute", "--sequence-parallel")
-    args, _, outcome = decided([*SMALL, *words, "--tensor-model-parallel-size", "1"], "all")
+    sizes = ("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1")
+    args, _, outcome = decided([*SMALL, *words, *sizes], "sequence_parallel")
     chosen = outcome.decision.plan.parallel
     assert (chosen.tensor_model_parallel_size, chosen.pipeline_model_parallel_size) == (1, 1)
     apply(args, outcome.decision)

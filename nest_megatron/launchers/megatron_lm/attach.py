@@ -19,6 +19,7 @@ from nest_megatron.launchers.megatron_lm.write import (
     script_name,
 )
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
+from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan, sharding
 from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.parallel.rules import LaunchRequest
@@ -65,7 +66,7 @@ def launch_request(
         transformer_impl=engine,
         fused_attention=traits.flash_attention,
         gradient_bytes=traits.gradient_bytes,
-        execution=plan.execution,
+        execution=allowed_execution(plan.execution, grid),
         version=version if command is None else command.version,
     )
 

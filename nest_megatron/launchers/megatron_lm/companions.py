@@ -105,11 +105,25 @@ def _hierarchical(plan: ParallelPlan, kinds: Any) -> bool:
 def _no_expert_overlap(plan: ParallelPlan, _: Any) -> bool:
     chosen = plan.parallel
     plain = chosen.pipeline_model_parallel_size > 1 and _without_virtual_stages(plan, None)
-    return chosen.expert_model_parallel_size == 1 or plain or _fully_recomputes(plan)
+    again = _fully_recomputes(plan) or RecomputeModule.MOE in chosen.recompute_modules
+    return chosen.expert_model_parallel_size == 1 or plain or again
 
 
 def _recomputes_shared_experts(plan: ParallelPlan, _: Any) -> bool:
     return RecomputeModule.SHARED_EXPERTS in plan.parallel.recompute_modules
+
+
+def _alone(plan: ParallelPlan, _: Any) -> bool:
+    return plan.model.is_moe and plan.grid().dims.expert_ranks == 1
+
+
+def _flex_alone(plan: ParallelPlan, kind: Any) -> bool:
+    return kind == "flex" and _alone(plan, kind)
+
+
+def _keeps_layers(plan: ParallelPlan, _: Any) -> bool:
+    again = plan.parallel.recompute_granularity
+    return plan.parallel.pipeline_model_parallel_size > 1 or again is not None
 
 
 def _uneven_instances(plan: ParallelPlan, instances: Any) -> bool:
@@ -235,6 +249,36 @@ COMPANIONS: tuple[Companion, ...] = (
         contradicts=_recomputes_shared_experts,
         reason="the plan computes shared experts again",
         source="tc:1234",
+    ),
+    Companion(
+        dest="moe_token_dispatcher_type",
+        contradicts=_flex_alone,
+        reason="the flex dispatcher exchanges tokens among several ranks",
+        source="moe/token_dispatcher.py:1346",
+    ),
+    Companion(
+        dest="moe_flex_dispatcher_backend",
+        contradicts=_alone,
+        reason="the flex dispatcher exchanges tokens among several ranks",
+        source="moe/token_dispatcher.py:1346",
+    ),
+    Companion(
+        dest="moe_enable_deepep",
+        contradicts=_alone,
+        reason="the flex dispatcher exchanges tokens among several ranks",
+        source="moe/token_dispatcher.py:1346",
+    ),
+    Companion(
+        dest="cpu_offloading_num_layers",
+        contradicts=_keeps_layers,
+        reason="whole layers are moved to the host without a pipeline and without recomputation",
+        source="tc:1144, tc:1149",
+    ),
+    Companion(
+        dest="fine_grained_activation_offloading",
+        contradicts=lambda plan, _: _fully_recomputes(plan),
+        reason="the plan computes whole layers again, so nothing of them is kept",
+        source="0.20 tc:2163 (run)",
     ),
     Companion(
         dest="num_distributed_optimizer_instances",

@@ -103,13 +103,13 @@ def rewrite(
     """
     given = _options(command.argv, command.version)
     stated = {dest for flags in _STATEMENTS if set(flags) & set(kept) for dest in flags}
-    settled = stated.union(kept)
+    refused = contradicted(plan, command.values, command.version)
+    settled = stated.union(kept).difference(refused.keys() & EXECUTION_FIELDS.keys())
     wanted = {
         option.dest: option
         for option in _options(layout, command.version)
         if option.dest is not None and option.dest not in settled and _sets(option.dest, command)
     }
-    refused = contradicted(plan, command.values, command.version)
     owned = {
         option.dest
         for option in given
