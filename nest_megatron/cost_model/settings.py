@@ -46,7 +46,8 @@ class CostSettings:
             allocator.
         memory_margin: share of device memory left free against fragmentation; with the reserve, the
             largest whole per cent that refuses at most 1 % of what ran in ``throughput.csv`` and
-            ``throughput_2.csv`` as planned (``validation/margin.py``, ``docs/accuracy.md``).
+            ``throughput_2.csv`` as planned (``validation/margin.py``); 5 to 14 % catch no more of
+            those that did not fit (``docs/accuracy.md``).
         straggler_delay_s: standard deviation of what a rank is late after a second of work, growing
             with its square root (``stragglers``; fitted in ``calibration/stragglers.yaml``).
         iteration_floor_s: host work of a step that nothing hides (data, logging, launch).
