@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
+from nest_megatron.plain import added
 from nest_megatron.units import format_gib
 
 
@@ -62,7 +63,7 @@ class Accelerator:
     kernel_floor_s: float
     flash_attention: bool = True
     grouped_gemm_share: float = 1.0
-    host_kernel_s: float = 0.0
+    host_kernel_s: float = added(0.0)
     attention_ramp_rows: float = 0.0
     source: str = ""
 

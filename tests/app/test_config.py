@@ -6,11 +6,13 @@ import dataclasses
 
 import yaml
 
+from nest_megatron.cluster.records import Precision
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import expand, parse
 from nest_megatron.config.request import plan_request, read_inputs, read_space
 from nest_megatron.config.schema import SECTIONS, section_keys
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.target_defaults import DEFAULT_TARGET
 from nest_megatron.planner import PlanRequest
 from nest_megatron.solver.space import DEGREES, SearchSpace
 from tests.app.runs import ROOT, SMALL
@@ -20,7 +22,7 @@ def test_the_yaml_holds_every_key_of_the_schema() -> None:
     text = (ROOT / "hydra_configs" / "plan.yaml").read_text(encoding="utf-8")
     loaded = yaml.safe_load(text)
     keys = [f"{name}.{key}" for name in SECTIONS for key in loaded[name]]
-    assert [*keys, "out"] == list(section_keys())
+    assert [*keys, "target", "out"] == list(section_keys())
 
 
 def test_every_degree_can_be_fixed_and_limited() -> None:
@@ -31,7 +33,7 @@ def test_every_degree_can_be_fixed_and_limited() -> None:
 
 
 def test_every_assumption_of_the_cost_model_can_be_set() -> None:
-    elsewhere = {"precision": "train.precision"}
+    elsewhere = {"precision": "train.precision", "target": "target"}
     names = {field.name for field in dataclasses.fields(CostSettings)} - {"traits"}
     for name in names:
         key = elsewhere.get(name, f"cost.{name}").replace("cost.memory_", "memory.")
@@ -43,7 +45,10 @@ def test_nothing_said_is_the_planners_own_default() -> None:
     inputs, space = read_inputs(composed), read_space(composed.config)
     request = plan_request(composed.config, inputs, space)
     plain = PlanRequest(
-        spec=inputs.spec, cluster=inputs.cluster, global_batch_size=inputs.global_batch_size
+        spec=inputs.spec,
+        cluster=inputs.cluster,
+        global_batch_size=inputs.global_batch_size,
+        settings=DEFAULT_TARGET.settings(inputs.cluster.accelerator.name, Precision.BF16),
     )
     assert space == SearchSpace()
     assert request == plain
