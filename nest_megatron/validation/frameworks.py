@@ -334,6 +334,7 @@ RULES: tuple[Rule, ...] = (
     _rule(rf"nemo|mlperf|{_CONTAINER}", NEMO, since=(25, 7)),
     _rule(rf"nemo|mlperf|{_CONTAINER}", _NEMO_OLD, since=(24, 5)),
     _rule(r"nemo", _NEMO_CUDNN_8),
+    _rule(rf"mlperf|{_CONTAINER}", _NEMO_OLD),
     # llm-foundry's ``attn_impl: flash``; PyTorch's ``scaled_dot_product_attention``; nanotron.
     _rule(r"composer", _COMPOSER, splits_local_batch=True, flash_attention_2=True),
     _rule(

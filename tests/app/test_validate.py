@@ -300,7 +300,11 @@ def predicted(path: Path, row: Mapping[str, str]) -> float:
         return float(next(csv.DictReader(stream))["planned_s"])
 
 
-def test_a_row_is_predicted_as_estimate_would(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("target", "framework"),
+    [("megatron_lm_0.16.1", "Megatron-LM with TE"), ("nemo_2.7", "NeMo 25.09")],
+)
+def test_a_row_is_predicted_as_estimate_would(tmp_path: Path, target: str, framework: str) -> None:
     """With six micro batches, virtual stages are worth half of the prediction."""
     degrees = {"tensor": 4, "pipeline": 6, "virtual_pipeline": 16}
     estimate = run(
@@ -308,10 +312,10 @@ def test_a_row_is_predicted_as_estimate_would(tmp_path: Path) -> None:
         *("model=gpt3_175b", "cluster=dgx_h100", "cluster.num_gpus=10752"),
         *("train.global_batch_size=2688", "train.micro_batch_size=1", "train.precision=fp8"),
         *(f"parallel.{name}_model_parallel_size={size}" for name, size in degrees.items()),
-        *("parallel.zero_stage=1", "target=megatron_lm_0.16.1"),
+        *("parallel.zero_stage=1", f"target={target}"),
         "--json",
     ).json()
-    row = {**GPT3, "framework": "Megatron-LM with TE", "vp": "16"}
+    row = {**GPT3, "framework": framework, "vp": "16"}
     expected = estimate["predicted"]["iteration_time_s"]
     assert predicted(tmp_path, row) == pytest.approx(expected, rel=1e-3)
 
