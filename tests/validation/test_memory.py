@@ -67,11 +67,20 @@ def test_golden_values_of_megatron_are_met() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "limit"), [("simumax-b200-real", 0.03), ("bigscience-bloom-prequel", 0.09)]
+    ("source", "rows", "limit"),
+    [
+        ("simumax-b200-real", 9, 0.03),
+        ("bigscience-bloom-prequel", 9, 0.07),
+        ("torchtitan-benchmarks", 3, 0.10),
+        ("torchtitan-quantization-docs", 1, 0.16),
+        ("nemo-automodel-gb200-configs", 2, 0.06),
+        ("megatron-fsdp-v2-bench", 2, 0.06),
+        ("nanotron-playbook", 2, 0.15),
+    ],
 )
-def test_printed_peaks_are_met(source: str, limit: float) -> None:
+def test_printed_peaks_are_met(source: str, rows: int, limit: float) -> None:
     errors = _errors("peak_memory.csv")[source]
-    assert len(errors) > 8
+    assert len(errors) >= rows
     assert statistics.fmean(map(abs, errors)) < limit
 
 
