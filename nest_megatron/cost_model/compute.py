@@ -103,6 +103,6 @@ def _flops_rate(operator: Operator, accelerator: Accelerator, precision: Precisi
             fix=f"Use {sixteen_bit(accelerator)}.",
         )
     share = accelerator.gemm_efficiency[used] if operator.aligned else UNALIGNED_EFFICIENCY
-    if operator.kind is OperatorKind.GROUPED_GEMM:
+    if operator.kind is OperatorKind.GROUPED_GEMM and operator.num_products > 1:
         share *= accelerator.grouped_gemm_share
     return accelerator.peak_flops_per_s[used] * share

@@ -219,6 +219,7 @@ def unit_times(
     settings: CostSettings,
     scale: Scale = AS_ANALYTIC,
     execution: Execution = PLAIN,
+    beside_s: Seconds = 0.0,
 ) -> UnitTimes:
     """Price a unit's graph on a cluster.
 
@@ -228,6 +229,8 @@ def unit_times(
             are computed again and what hides under an operator follow. A measured time contains
             its launches, so the host's floor is not asked for.
         execution: what carries the unit out.
+        beside_s: compute of the same layer outside the graph, which the exchange of tokens can run
+            beside as well.
     """
     imbalance = settings.expert_imbalance if math.prod(shapes[Group.EXPERT]) > 1 else 1.0
     operators: dict[str, tuple[Seconds, Seconds]] = {}
@@ -242,7 +245,7 @@ def unit_times(
         forward.setdefault(op.part, [0.0] * len(_TERMS))[_COMPUTE] += ahead
         backward[_COMPUTE] += back
     for part, is_backward, term, seconds in _exposed(
-        graph, operators, shapes, cluster, settings, execution
+        graph, operators, shapes, cluster, settings, execution, beside_s
     ):
         paced = seconds * (imbalance if part in _ROUTED else 1.0)
         if is_backward:
@@ -327,6 +330,7 @@ def _exposed(
     cluster: Cluster,
     settings: CostSettings,
     execution: Execution,
+    beside_s: Seconds,
 ) -> Iterator[tuple[Part, bool, int, Seconds]]:
     """What each collective adds: all of it, or what the operator that hides it leaves over.
 
@@ -336,7 +340,7 @@ def _exposed(
     hidden: dict[tuple[str, bool], tuple[Part, int, Seconds]] = {}
     calls = graph.collectives
     times = [_traffic_time(call, shapes, cluster, settings, execution) for call in calls]
-    left = _left_of_exchange(graph, times, operators, settings, execution)
+    left = _left_of_exchange(graph, times, operators, settings, execution, beside_s)
     for call, time in zip(calls, times, strict=True):
         seconds = time * (left[call.backward] if call.part is Part.DISPATCH else 1.0)
         term = _TERM_OF[call.group]
@@ -381,6 +385,7 @@ def _left_of_exchange(
     operators: Mapping[str, tuple[Seconds, Seconds]],
     settings: CostSettings,
     execution: Execution,
+    beside_s: Seconds,
 ) -> tuple[float, float]:
     """Share of the traffic between tokens and experts that other work leaves over, each way.
 
@@ -397,7 +402,7 @@ def _left_of_exchange(
     if not sum(traffic):
         return 1.0, 1.0
     if execution.overlap_moe_expert_parallel_comm:
-        hidden = min(settings.ep_overlap, sum(compute) / sum(traffic))
+        hidden = min(settings.ep_overlap, (sum(compute) + beside_s) / sum(traffic))
         left = 1.0 - hidden * (1.0 - settings.overlap_slowdown)
         return left, left
     if not execution.moe_shared_expert_overlap:

@@ -347,7 +347,7 @@ class CostModel:
         Measured times follow: ``profile.lookup.point_of`` knows no more of the two either.
         """
         expert = (shard.expert_model_parallel_size, shard.expert_tensor_parallel_size, places[2:])
-        key = (
+        key: tuple[object, ...] = (
             kind,
             shard.tokens(self.spec),
             shard.tensor_model_parallel_size,
@@ -356,15 +356,23 @@ class CostModel:
             shard.execution if kind is LayerKind.MOE else shard.execution.outside_experts,
             expert if kind is LayerKind.MOE else (),
         )
+        beside = 0.0
+        if kind is LayerKind.MOE and shard.execution.overlap_moe_expert_parallel_comm:
+            attention = self._outside_experts(Piece.ATTENTION, places, shard)
+            beside = attention.whole_forward.compute + attention.backward.compute
+            key = (*key, beside)
         if key not in self._piece_times:
             piece = Piece.EXPERTS if kind is LayerKind.MOE else Piece.DENSE
-            self._piece_times[key] = self._price(piece, places, shard)
+            self._piece_times[key] = self._price(piece, places, shard, beside)
         return self._piece_times[key]
 
-    def _price(self, piece: Piece, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
+    def _price(
+        self, piece: Piece, places: GroupPlaces, shard: LayerShard, beside_s: Seconds = 0.0
+    ) -> UnitTimes:
         shapes = dict(zip(_GROUPS, places, strict=True))
         graph, scale = piece_graph(self.spec, piece, shard), self._measured.scale(piece, shard)
-        return unit_times(graph, shapes, self.cluster, self.settings, scale, shard.execution)
+        execution = shard.execution
+        return unit_times(graph, shapes, self.cluster, self.settings, scale, execution, beside_s)
 
     def replica_costs(self, dims: ParallelDims, zero: ZeroStage) -> tuple[ReplicaCost, ...]:
         """What the parameters of each distinct unit cost for their replicas' sake."""

@@ -140,7 +140,7 @@ def _device(
         parameter("attention_efficiency", attention, 0.1, 0.2, 0.8),
         parameter("memory_efficiency", memory, 0.06, 0.5, 1.0),
         parameter("kernel_floor_s", floor, 0.5 * floor, 1e-6, 4e-5),
-        parameter("grouped_gemm_share", 0.8, 0.15, 0.4, 1.0),
+        parameter("grouped_gemm_share", 0.8, 0.1, 0.4, 1.0),
     ]
     if fp8 is not None:
         found.append(parameter("gemm_efficiency.fp8", fp8, 0.06, 0.35, 0.85))

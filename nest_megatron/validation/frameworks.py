@@ -283,6 +283,18 @@ MEGATRON_CORE = dataclasses.replace(
                 ("num_layers_per_virtual_pipeline_stage", 1),
             )
         ),
+        *(
+            Default(
+                argument=argument,
+                value=value,
+                source="Megatron-MoE-ModelZoo, best_practice: HybridEP on GB200 and GB300",
+                gpu="GB[23]00",
+            )
+            for argument, value in (
+                ("moe_token_dispatcher_type", "flex"),
+                ("moe_flex_dispatcher_backend", "hybridep"),
+            )
+        ),
         *MEGATRON_LM_0_16.defaults,
     ),
 )

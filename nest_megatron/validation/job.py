@@ -89,7 +89,8 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> Job:
         if as_planned:
             grids = tuple(planned_grids(row, match.spec, grid, precision))
         else:
-            grids = tuple(possible_grids(row, match.spec, grid, defaults, recipe))
+            said = {**defaults, **_stated(row)}
+            grids = tuple(possible_grids(row, match.spec, grid, said, recipe))
     except UserInputError as error:
         raise RefusedRowError("layout is impossible", str(error)) from error
     settings = rule.target.settings(

@@ -51,8 +51,8 @@ def possible_grids(
 
     Args:
         grid: micro batch, recomputation and execution as stated, or their defaults.
-        defaults: of the row's target, by Megatron's names; ``recompute_granularity`` among them
-            says that dense models run without recomputation.
+        defaults: of the row's target, and what the row states over them, by Megatron's names;
+            ``recompute_granularity`` among them says that dense models run without recomputation.
         recipe: one more thing that the run may have been where it is not certain.
     """
     again = _recomputes(row, spec, grid, recipe, keeps_dense="recompute_granularity" in defaults)
