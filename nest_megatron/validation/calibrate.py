@@ -34,9 +34,10 @@ _PULL = 0.04
 #: Rows of one source that are fitted; more of them teach nothing new and cost time.
 _MOST_ROWS = 120
 _STEP = 0.02
-_EVALUATIONS = 30
-#: Evaluations of a fit that starts from another one's end, and parts that models are left out in.
-_AGAIN, _FOLDS = 5, 10
+_EVALUATIONS = 20
+#: Evaluations of a fit that starts from another one's end, and parts that sources or models are
+#: left out in.
+_AGAIN, _FOLDS = 3, 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,13 +227,13 @@ class HeldOut:
 def cross_validate(
     samples: Sequence[Sample], parameters: Sequence[Parameter], whole: Fit, by: str
 ) -> list[HeldOut]:
-    """Leave out each source in turn, or whole models, a tenth of them at a time.
+    """Leave out whole sources, or whole models, a tenth of them at a time.
 
     Args:
         by: ``source`` or ``model``.
     """
     names = sorted({str(getattr(sample, by)) for sample in samples})
-    folds = len(names) if by == "source" else min(_FOLDS, len(names))
+    folds = min(_FOLDS, len(names))
     priors = {p.key: p.prior for p in parameters}
     found = []
     for fold in range(folds):
