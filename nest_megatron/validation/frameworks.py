@@ -319,6 +319,16 @@ _MEGATRON_FSDP = dataclasses.replace(
         *MEGATRON_LM_0_20.defaults,
     ),
 )
+_MEGATRON_FSDP_BUFFERS = dataclasses.replace(
+    _MEGATRON_FSDP,
+    defaults=(
+        *(
+            Default(argument=argument, value=True, source="the framework's name in the row")
+            for argument in ("nccl_ub", "fsdp_double_buffer")
+        ),
+        *_MEGATRON_FSDP.defaults,
+    ),
+)
 _OTHER = _target(
     "other",
     "the distributed optimizer with its overlaps, kernels as fast as NeMo's",
@@ -355,6 +365,7 @@ RULES: tuple[Rule, ...] = (
         splits_local_batch=True,
         flash_attention_2=True,
     ),
+    _rule(r"^megatron-fsdp.*user buffers", _MEGATRON_FSDP_BUFFERS),
     _rule(r"^megatron-fsdp", _MEGATRON_FSDP),
     _rule(r"fsdp|torchtitan", _FSDP, splits_local_batch=True, flash_attention_2=True),
     _rule(r"maxtext|paxml", _JAX, splits_local_batch=True),

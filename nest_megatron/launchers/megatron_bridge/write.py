@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.fields import ABSENT, Wanted, carry_out, changes, find
 from nest_megatron.launchers.finetuning import finetuning_fields, packed_sequence_size
 from nest_megatron.launchers.megatron_bridge.read import (
@@ -125,6 +126,14 @@ def _wanted(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
 def _fsdp(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
     """Megatron-FSDP and what goes with it. Source: ``ConfigContainer.validate``."""
     fsdp, why = plan.parallel.use_megatron_fsdp, reason(plan, "use_megatron_fsdp")
+    if fsdp and not uses_fsdp(cfg) and find(cfg, "model._pre_wrap_hooks") not in (ABSENT, None, []):
+        raise UserInputError(
+            "use_megatron_fsdp",
+            value=True,
+            limit="a hook changes the model before it is wrapped (register_pre_wrap_hook): the "
+            "weights are then on the meta device, and what it loads is lost",
+            fix="Load weights from a checkpoint, or leave use_megatron_fsdp as it is.",
+        )
     if fsdp or uses_fsdp(cfg):
         for path in ("dist.use_megatron_fsdp", "ddp.use_megatron_fsdp"):
             yield Wanted(path=path, value=fsdp, reason=why)

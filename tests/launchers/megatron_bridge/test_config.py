@@ -69,6 +69,16 @@ def test_shared_weights_take_what_bridge_asks_for() -> None:
     assert not cfg.model.init_model_with_meta_device
 
 
+def test_weights_that_a_hook_loads_are_not_made_on_the_meta_device() -> None:
+    """``AutoBridge.to_megatron_provider(load_weights=True)`` registers such a hook."""
+    cfg = llama()
+    cfg.model._pre_wrap_hooks = [print]
+    with pytest.raises(UserInputError, match="register_pre_wrap_hook"):
+        apply_plan(cfg, laid_out(zero=ZeroStage.WEIGHTS))
+    assert not cfg.model.init_model_with_meta_device
+    apply_plan(cfg, laid_out())
+
+
 def test_shared_weights_keep_the_width_of_gradients() -> None:
     """megatron-core 0.20 has the field, and would take the width of the weights."""
     cfg = llama()
