@@ -43,7 +43,9 @@ def test_a_plan_can_load_what_the_command_loads(tmp_path: Path, flags: str, is_h
 
 def test_a_folder_without_a_checkpoint_fixes_nothing(tmp_path: Path) -> None:
     document = plan(f"--load {tmp_path}", "all", "--json").json()
-    assert document["parallel"]["use_megatron_fsdp"] is True
+    alone = plan("", "all", "--json").json()
+    assert document["search"]["space"] == alone["search"]["space"]
+    assert document["parallel"] == alone["parallel"]
 
 
 def test_a_kept_sharding_that_cannot_load_the_checkpoint_is_refused(tmp_path: Path) -> None:
