@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,8 +20,8 @@ from nest_megatron.validation.calibrate import (
 )
 from nest_megatron.validation.calibration import PARAMETERS
 from nest_megatron.validation.calibration_files import write_calibration
+from nest_megatron.validation.fit_collectives import Errors, fit_links
 from nest_megatron.validation.fit_collectives import Fit as LinkFit
-from nest_megatron.validation.fit_collectives import fit_links
 from nest_megatron.validation.fit_samples import read_samples
 from nest_megatron.validation.fit_stragglers import (
     StragglerFit,
@@ -29,7 +30,7 @@ from nest_megatron.validation.fit_stragglers import (
     write_stragglers,
 )
 from nest_megatron.validation.links import links
-from nest_megatron.validation.links_file import write_links
+from nest_megatron.validation.links_file import write_clusters, write_left_out, write_links
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.rows import RowKind, read_rows
 from nest_megatron.validation.samples import samples_of
@@ -60,7 +61,7 @@ def run_calibrate(paths: Sequence[Path], *, out: Path | None, validate: bool, as
         written.append(out / "calibration" / "stragglers.yaml")
         write_stragglers(written[-1], late)
     if as_json:
-        document = {**_document(fit, samples, left_out), "collectives": _collectives(found)}
+        document = {**_document(fit, samples, left_out), **_collectives(found)}
         show_json(document | ({} if late is None else {"stragglers": _stragglers(late)}))
         return OK
     from nest_megatron.report.calibration_tables import (
@@ -74,7 +75,7 @@ def run_calibrate(paths: Sequence[Path], *, out: Path | None, validate: bool, as
     if late is not None:
         show(stragglers_report(late))
     for each in found:
-        show(links_report(each.by_source()))
+        show(links_report(each))
     for path in written:
         say(f"Wrote {path}.")
     return OK
@@ -91,15 +92,25 @@ def _write(
     for each in found:
         path = out / "calibration" / "links.yaml"
         write_links(path, each)
-        written.append(path)
+        written += [path, *write_clusters(out / "cluster", each.links)]
+        if not math.isnan(each.overall().left_out):
+            written.append(out / "calibration" / "collectives.yaml")
+            write_left_out(written[-1], each)
     return written
 
 
-def _collectives(found: Sequence[LinkFit]) -> dict[str, dict[str, float]]:
+def _collectives(found: Sequence[LinkFit]) -> dict[str, dict[str, object]]:
+    """Errors of messages of 1 MB and more, fitted, and by a fit without their cluster."""
     return {
-        source: {"error": error, "left_out": left_out}
-        for each in found
-        for source, (error, left_out) in each.by_source().items()
+        "collectives": {
+            name: _errors(errors) for each in found for name, errors in each.by_source().items()
+        },
+        "collectives_by_cluster": {
+            name: _errors(errors) for each in found for name, errors in each.by_cluster().items()
+        },
+        "collectives_overall": {
+            key: v for each in found for key, v in _errors(each.overall()).items()
+        },
     }
 
 
@@ -111,6 +122,11 @@ def _stragglers(fit: StragglerFit) -> dict[str, object]:
         "with_pct": fit.with_pct,
         "left_out_pct": {model: list(pair) for model, pair in fit.left_out_pct.items()},
     }
+
+
+def _errors(errors: Errors) -> dict[str, float | None]:
+    left_out = None if math.isnan(errors.left_out) else errors.left_out
+    return {"rows": errors.rows, "error": errors.fitted, "left_out": left_out}
 
 
 def _require_scipy() -> None:

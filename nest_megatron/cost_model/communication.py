@@ -7,12 +7,15 @@ level is divided by the members inside (``max_rails`` of them at most). A level'
 one device gets while all others send too. The levels work at the same time, so the slowest one
 counts; the latencies of the hops that one piece of the data makes add up. A message in pieces that
 follow each other over hops of ``a`` seconds in all takes ``a + t + 2 sqrt(a t)`` at best, where
-``t`` is its time on the slowest level: the outermost level's ``ramp`` stands for the 2.
+``t`` is its time on the slowest level: the outermost level's ``ramp`` stands for the 2. NCCL's
+pieces grow no further than ``PIECE_BYTES``, so that a tree's hop between nodes also takes the time
+of one piece, however large the message.
 
 With fan-outs ``n_l``, ``N`` members in all and a message of ``S`` bytes a device sends:
 
 - gather, scatter: rings through all members, ``S / (n_0 ... n_{l-1}) * (1 - 1 / N)`` to level
-  ``l``. A piece makes ``N - 1`` hops, one of them in each ring to another node;
+  ``l``, and its own part once to itself. A piece makes ``N - 1`` hops, one of them in each ring to
+  another node, so that the links inside carry ``1 - 1 / n_0`` of the rings;
 - all-reduce: what is faster of a ring (a scatter and a gather) and of a tree, where each node sums
   first and sends one sum: twice ``S / (n_0 ... n_{l-1}) * (1 - 1 / (n_l n_{l+1} ...))``. Where the
   switch sums (NVLS, SHARP) a device sends its message once, and one sum: ``S * (1 + 1 / n_l)``;
@@ -31,6 +34,15 @@ from nest_megatron.units import Seconds
 
 #: Share of a level's bandwidth where the cluster's description names none for the collective.
 DEFAULT_EFFICIENCY = 0.8
+
+#: Largest piece of a message that a tree passes on at once: 16 channels of an eighth of NCCL's
+#: buffer of 4 MiB. The public rows of two, four, ten and twenty nodes fit 9 MB.
+PIECE_BYTES = 16 * 2**19
+#: What a member's own part, copied to its place, takes of the time of one that comes over the link.
+OWN_PART = 0.1
+#: What a tree reaches inside a node, where no switch sums, of what a ring does: a device that sums
+#: and passes on in both directions. From Azure's two nodes of eight A100, where rings are chosen.
+TREE_INSIDE = 0.8
 
 
 class _Crossing(NamedTuple):
@@ -97,9 +109,11 @@ def _ring_time(
     kind: CollectiveKind, message_bytes: float, crossings: Sequence[_Crossing], size: int
 ) -> Seconds:
     """Once around all members, in as many rings as there are adapters."""
-    slowest, latency, share = 0.0, 0.0, 1 - 1 / size
+    slowest, latency, share = 0.0, 0.0, 1 - (1 - OWN_PART) / size
     for crossing in crossings:
         sent = message_bytes / crossing.rails * share
+        if crossing.is_innermost and crossing.after > 1:
+            sent *= 1 - 1 / crossing.fan_out
         slowest = max(slowest, _transfer_time(sent, crossing, kind))
         latency += crossing.level.latency_s * (crossing.fan_out - 1) * crossing.after
     return _pipelined(latency, slowest, crossings)
@@ -107,19 +121,26 @@ def _ring_time(
 
 def _tree_time(message_bytes: float, crossings: Sequence[_Crossing]) -> Seconds:
     """Sums inside each group first, then of these sums, and the same way back."""
-    slowest, latency = 0.0, 0.0
+    slowest, latency, pieces = 0.0, 0.0, 0.0
     for crossing in crossings:
         level, fan_out = crossing.level, crossing.fan_out
-        seconds = message_bytes / crossing.rails
+        part = message_bytes / crossing.rails
+        slowest = max(slowest, part * _tree_seconds_per_byte(crossing))
+        if crossing.is_innermost:
+            latency += 2 * level.latency_s * (fan_out - 1)
+            continue
+        latency += 2 * level.latency_s * math.ceil(math.log2(fan_out))
         if level.reduction_efficiency is None:
-            seconds *= 2 * (1 - 1 / (fan_out * crossing.after)) / _tree_rate(crossing)
-        else:
-            rate = level.bandwidth_bytes_per_s * level.reduction_efficiency
-            seconds *= (1 + 1 / fan_out) / rate
-        slowest = max(slowest, seconds)
-        hops = fan_out - 1 if crossing.is_innermost else math.ceil(math.log2(fan_out))
-        latency += 2 * level.latency_s * hops
-    return _pipelined(latency, slowest, crossings)
+            pieces += 2 * math.log2(fan_out) * min(part, PIECE_BYTES) / _tree_rate(crossing)
+    return pieces + _pipelined(latency, slowest, crossings)
+
+
+def _tree_seconds_per_byte(crossing: _Crossing) -> float:
+    level, fan_out = crossing.level, crossing.fan_out
+    if level.reduction_efficiency is not None:
+        return (1 + 1 / fan_out) / (level.bandwidth_bytes_per_s * level.reduction_efficiency)
+    own = OWN_PART if crossing.is_innermost else 0.0
+    return 2 * (1 - (1 - own) / (fan_out * crossing.after)) / _tree_rate(crossing)
 
 
 def _exchange_time(
@@ -193,6 +214,8 @@ def _tree_rate(crossing: _Crossing) -> float:
     if level.tree_efficiency is not None and not crossing.is_innermost:
         return level.bandwidth_bytes_per_s * level.tree_efficiency
     links = level.ring_share(crossing.fan_out)
+    if crossing.is_innermost and crossing.after > 1:
+        links *= TREE_INSIDE
     return _rate(level, CollectiveKind.ALL_REDUCE) * links
 
 

@@ -16,6 +16,8 @@ from nest_megatron.units import Seconds
 
 #: As in ``cost_model.communication``: share of the bandwidth where a level names none.
 DEFAULT_EFFICIENCY = 0.8
+#: As there: largest piece that a tree passes on, cost of the own part, a tree inside a node.
+PIECE_BYTES, OWN_PART, TREE_INSIDE = 16 * 2**19, 0.1, 0.8
 
 
 class Leg(NamedTuple):
@@ -23,13 +25,16 @@ class Leg(NamedTuple):
 
     ``hops`` follow each other; ``share`` of the message passes a device's link; ``rate`` names the
     field of the level that says how fast: a kind of collective, ``tree_efficiency`` or
-    ``reduction_efficiency``.
+    ``reduction_efficiency``. A tree sends ``pieces`` times, one after the other, what
+    ``piece_share`` of the message is, but no more than ``PIECE_BYTES`` each.
     """
 
     level: int
     hops: float
     share: float
     rate: str
+    pieces: float = 0.0
+    piece_share: float = 0.0
 
 
 class _Crossing(NamedTuple):
@@ -109,7 +114,9 @@ def _crossings(
 
 def _ring(crossing: _Crossing, kind: CollectiveKind, size: int, *, rounds: int) -> Leg:
     hops = rounds * (crossing.fan_out - 1) * crossing.after
-    share = rounds * (1 - 1 / size) / crossing.rails / crossing.links
+    share = rounds * (1 - (1 - OWN_PART) / size) / crossing.rails / crossing.links
+    if crossing.place == 0 and crossing.after > 1:
+        share *= 1 - 1 / crossing.fan_out
     return Leg(crossing.place, hops, share, kind)
 
 
@@ -119,10 +126,14 @@ def _tree(crossing: _Crossing) -> Leg:
     if crossing.level.reduction_efficiency is not None:
         share = (1 + 1 / fan_out) / crossing.rails
         return Leg(crossing.place, hops, share, "reduction_efficiency")
-    share = 2 * (1 - 1 / (fan_out * crossing.after)) / crossing.rails
+    own = OWN_PART if inner else 0.0
+    share = 2 * (1 - (1 - own) / (fan_out * crossing.after)) / crossing.rails
+    pieces = 0.0 if inner else 2 * math.log2(fan_out)
+    leg = Leg(crossing.place, hops, share, "tree_efficiency", pieces, 1 / crossing.rails)
     if crossing.level.tree_efficiency is not None and not inner:
-        return Leg(crossing.place, hops, share, "tree_efficiency")
-    return Leg(crossing.place, hops, share / crossing.links, CollectiveKind.ALL_REDUCE)
+        return leg
+    links = crossing.links * (TREE_INSIDE if inner and crossing.after > 1 else 1.0)
+    return leg._replace(share=share / links, pieces=pieces / links, rate=CollectiveKind.ALL_REDUCE)
 
 
 def _exchange(crossing: _Crossing, size: int) -> Leg:
@@ -136,7 +147,15 @@ def _way_time(way: Route, message_bytes: float, levels: Sequence[NetworkLevel]) 
     latency = sum(levels[leg.level].latency_s * leg.hops for leg in way)
     transfer = max(message_bytes * leg.share / _rate(levels[leg.level], leg.rate) for leg in way)
     ramp = levels[way[-1].level].ramp
-    return latency + transfer + ramp * math.sqrt(latency * transfer)
+    pieces = sum(_piece_time(leg, message_bytes, levels) for leg in way)
+    return pieces + latency + transfer + ramp * math.sqrt(latency * transfer)
+
+
+def _piece_time(leg: Leg, message_bytes: float, levels: Sequence[NetworkLevel]) -> Seconds:
+    if not leg.pieces:
+        return 0.0
+    piece = min(message_bytes * leg.piece_share, PIECE_BYTES)
+    return leg.pieces * piece / _rate(levels[leg.level], leg.rate)
 
 
 def _pass_time(leg: Leg, message_bytes: float, levels: Sequence[NetworkLevel]) -> Seconds:

@@ -102,10 +102,19 @@ def links_section() -> str:
         (
             "## Link technologies",
             "`hydra_configs/calibration/links.yaml`. Error: mean over the collectives of 1 MB and "
-            "more that cross it; unseen: each source by a fit to the other sources.",
+            "more that cross it; unseen: each cluster by a fit to the other clusters.",
             table(("technology", "rows", "error %", "unseen %", "note"), rows),
+            "The same by cluster, as `nest-megatron calibrate comm_collectives.csv` prints it:",
+            table(("cluster", "rows", "error %", "unseen %"), _unseen_clusters()),
         )
     )
+
+
+def _unseen_clusters() -> list[tuple[str, str, str, str]]:
+    return [
+        (name, str(entry["rows"]), figure(entry["error_pct"]), figure(entry["left_out_pct"]))
+        for name, entry in _calibration("collectives").items()
+    ]
 
 
 def _per_cent(share: float | None) -> float | None:

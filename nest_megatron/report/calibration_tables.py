@@ -13,6 +13,7 @@ from rich.text import Text
 from nest_megatron.report.fitting import FittingTable
 from nest_megatron.validation.calibrate import Fit, HeldOut
 from nest_megatron.validation.calibration import PARAMETERS
+from nest_megatron.validation.fit_collectives import Fit as LinkFit
 from nest_megatron.validation.fit_stragglers import StragglerFit
 
 
@@ -24,12 +25,12 @@ def calibration_report(fit: Fit, left_out: Mapping[str, Sequence[HeldOut]]) -> R
     return Group(*parts)
 
 
-def links_report(by_source: Mapping[str, tuple[float, float]]) -> RenderableType:
-    """Errors of collectives by source, fitted and left out."""
-    table = _table("collectives", "MAPE %", "left out %")
-    for source, (error, left_out) in by_source.items():
-        unseen = "" if math.isnan(left_out) else f"{100 * left_out:.1f}"
-        table.add_row(source, f"{100 * error:.1f}", unseen)
+def links_report(fit: LinkFit) -> RenderableType:
+    """Errors of collectives of 1 MB and more by cluster, fitted, and by a fit without it."""
+    table = _table("collectives from 1 MB", "rows", "MAPE %", "left out %")
+    for name, errors in {**fit.by_cluster(), "all": fit.overall()}.items():
+        unseen = "" if math.isnan(errors.left_out) else f"{100 * errors.left_out:.1f}"
+        table.add_row(name, str(errors.rows), f"{100 * errors.fitted:.1f}", unseen)
     return table
 
 

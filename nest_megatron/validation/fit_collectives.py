@@ -2,14 +2,18 @@
 
 All technologies at once, because a call across nodes waits for the links inside them too: bounded
 least squares on the logarithm of predicted over measured time, with a loss that outliers do not
-rule. What no row speaks of keeps its value in ``hydra_configs/calibration/links.yaml``.
+rule. Technologies of one family (the generations of NVLink; the networks between nodes) are pulled
+to their mean, which is fitted as well: what no row of a technology determines, its family tells.
+Cross-validation leaves out one cluster at a time and so says how wrong an unseen one is. What no
+row speaks of keeps its value in ``hydra_configs/calibration/links.yaml``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +23,10 @@ from nest_megatron.validation.links import Link, link_of_level
 
 Links = Mapping[str, Link]
 
+#: Messages that errors are told of: below, the choice of protocol rules, not the link.
+LEAST_BYTES = 1_000_000
+
 _KINDS = {
-    "reduce": (CollectiveKind.ALL_REDUCE,),
     "gather": (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER),
     "ring": (
         CollectiveKind.ALL_REDUCE,
@@ -31,18 +37,15 @@ _KINDS = {
     "send": (CollectiveKind.SEND_RECV,),
     "all": tuple(CollectiveKind),
 }
-#: Smallest, first and largest value, where they differ from those of a share.
-_BOUNDS = {
-    "latency_s": (1e-6, 3e-6, 1e-4),
-    "startup_s": (1e-6, 2e-5, 3e-4),
-    "ramp": (0.05, 0.7, 2.0),
-    "ring": (0.05, 0.7, 0.98),  # headers and checks leave no more of an adapter's rate
-}
-_SHARE = (0.05, 0.7, 1.0)
-#: Weight of the first value, for parameters that no row determines.
-_PULL = 0.02
+#: Weight of the usual value, and of a family's mean, against a row's error.
+_PULL, _POOL = 0.15, 0.2
+#: Weight of a row of a smaller message.
+_SMALL = 0.25
 #: A start on a bound would not move.
 _INSIDE = 1e-3
+_STEP = 1e-3
+#: Evaluations of a fit, and of one that starts from another one's end.
+_EVALUATIONS, _AGAIN = 60, 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +54,16 @@ class Parameter:
 
     Args:
         field: a field of ``Link``, or a key of the efficiencies (``ring`` is all but exchanges).
+        low, usual, high: bounds, and the value that it is pulled to.
+        family: parameters with the same one are pulled to its mean, and that to the usual value.
     """
 
     field: str
     links: tuple[str, ...]
-
-    @property
-    def bounds(self) -> tuple[float, float, float]:
-        """Smallest, first and largest value."""
-        return _BOUNDS.get(self.field, _SHARE)
+    low: float
+    usual: float
+    high: float
+    family: str | None = None
 
     def put(self, links: Links, value: float) -> dict[str, Link]:
         """The technologies with this value in its place."""
@@ -73,44 +77,114 @@ class Parameter:
         return dataclasses.replace(link, efficiency=shares)
 
 
-def _parameters(*lines: str) -> tuple[Parameter, ...]:
-    """From lines like ``nvlink4 nvlink5: latency_s ramp``."""
-    split = [line.split(": ") for line in lines]
-    return tuple(
-        Parameter(field=field, links=tuple(names.split()))
-        for names, fields in split
-        for field in fields.split()
-    )
+#: Bounds and usual value by field: times from NCCL's own tuning constants
+#: (truth/comm_nccl_tuning_constants.csv: 3.4 us a hop over NVLink, 14 us over a network).
+_TIMES = {
+    "nvlink": {"latency_s": (2e-7, 3.4e-6, 1e-4), "startup_s": (1e-6, 2e-5, 3e-4)},
+    "network": {"latency_s": (1e-6, 1.4e-5, 1e-3), "startup_s": (1e-6, 2e-5, 1e-3)},
+}
+#: ``ring``: headers and checks leave no more of an adapter's rate.
+_SHARES = {
+    "nvlink": {
+        "ramp": (0.05, 0.7, 4.0),
+        "ring": (0.05, 0.78, 0.98),
+        "exchange": (0.05, 0.7, 0.98),
+        "send": (0.05, 0.75, 0.98),
+        "reduction_efficiency": (0.05, 0.68, 0.98),
+    },
+    "network": {
+        "ramp": (0.02, 0.1, 4.0),
+        "ring": (0.05, 0.95, 0.98),
+        "exchange": (0.05, 0.9, 0.98),
+        "send": (0.05, 0.8, 0.98),
+        "chain_share": (0.05, 0.6, 0.98),
+        "tree_efficiency": (0.05, 0.9, 0.98),
+        "all": (0.05, 0.5, 0.98),
+    },
+}
 
 
-#: What the rows determine. Technologies share what only some of them were measured for.
-PARAMETERS = _parameters(
-    "nvlink2 nvlink2_mesh: latency_s startup_s ramp ring",
-    "nvlink3: latency_s startup_s ramp ring",
-    "nvlink2 nvlink3: exchange",
-    "nvlink4: reduce gather exchange reduction_efficiency",
-    "nvlink4 nvlink5 nvlink5_rack: latency_s startup_s ramp",
-    "nvlink2 nvlink3 nvlink4 nvlink5 nvlink5_rack: send",
-    "nvlink5 nvlink5_rack: reduce",
-    "nvlink5: reduction_efficiency",
-    "nvlink5_rack: reduction_efficiency",
-    "infiniband roce slingshot: latency_s ramp",
-    "infiniband roce slingshot infiniband_rack: startup_s",
-    "infiniband roce slingshot infiniband_rack tcpxo efa: ring exchange send chain_share",
-    "infiniband_rack: latency_s ramp tree_efficiency",
-    "efa: latency_s ramp",
-    "tcpxo: latency_s startup_s ramp tree_efficiency",
-    "omni_path: all",
+def _family(name: str, *lines: str) -> tuple[Parameter, ...]:
+    """From lines like ``latency_s: nvlink3, nvlink4 nvlink5``: a comma parts, a blank ties."""
+    found = []
+    for line in lines:
+        field, _, groups = line.partition(": ")
+        ties = [tuple(group.split()) for group in groups.split(",")]
+        low, usual, high = (_TIMES[name] | _SHARES[name])[field]
+        found += [
+            Parameter(
+                field=field,
+                links=tie,
+                low=low,
+                usual=usual,
+                high=high,
+                family=f"{name}.{field}" if len(ties) > 1 else None,
+            )
+            for tie in ties
+        ]
+    return tuple(found)
+
+
+#: What the rows determine. EFA and TCPXO both go through the host, and share their times.
+PARAMETERS = (
+    *_family(
+        "nvlink",
+        "latency_s: nvlink2 nvlink2_mesh, nvlink3, nvlink4 nvlink5 nvlink5_rack",
+        "startup_s: nvlink2 nvlink2_mesh, nvlink3, nvlink4, nvlink5 nvlink5_rack",
+        "ramp: nvlink2 nvlink2_mesh, nvlink3, nvlink4 nvlink5 nvlink5_rack",
+        "ring: nvlink2 nvlink2_mesh, nvlink3, nvlink4, nvlink5 nvlink5_rack, pcie",
+        "exchange: nvlink2 nvlink3, nvlink4, nvlink5 nvlink5_rack, pcie",
+        "send: nvlink2 nvlink3 nvlink4 nvlink5 nvlink5_rack",
+        "reduction_efficiency: nvlink4, nvlink5, nvlink5_rack",
+    ),
+    *_family(
+        "network",
+        "latency_s: infiniband roce slingshot, infiniband_rack, efa tcpxo",
+        "startup_s: infiniband roce slingshot infiniband_rack, efa tcpxo",
+        "ramp: infiniband roce slingshot infiniband_rack efa tcpxo",
+        "ring: infiniband roce slingshot infiniband_rack efa tcpxo",
+        "exchange: infiniband roce slingshot infiniband_rack efa tcpxo",
+        "send: infiniband roce slingshot infiniband_rack efa tcpxo",
+        "chain_share: infiniband roce slingshot infiniband_rack efa tcpxo",
+        "tree_efficiency: infiniband roce slingshot infiniband_rack efa tcpxo",
+        "all: omni_path",
+    ),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A row for fitting, whence it is, and its weight."""
+    """A row for fitting.
+
+    Args:
+        cluster: machine that it was measured on; cross-validation leaves out all of its rows.
+        weight: against that of a row that says all.
+    """
 
     row: CollectiveRow
     source: str
+    cluster: str
     weight: float = 1.0
+
+    @property
+    def crossed(self) -> frozenset[str]:
+        """Technologies that its group crosses."""
+        pairs = zip(self.row.shape, self.row.levels, strict=True)
+        return frozenset(link_of_level(level) for fan_out, level in pairs if fan_out > 1)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether errors are told of it."""
+        return self.row.message_bytes >= LEAST_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """Mean absolute errors of some rows: fitted, and by a fit without their cluster."""
+
+    rows: int
+    fitted: float
+    left_out: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +193,7 @@ class Fit:
 
     Args:
         errors: predicted over measured time, less 1, by sample.
-        left_out: the same, each sample by a fit without its source.
+        left_out: the same, each sample by a fit without its cluster.
     """
 
     links: Links
@@ -127,40 +201,52 @@ class Fit:
     errors: tuple[float, ...]
     left_out: tuple[float, ...]
 
-    def by_source(self) -> dict[str, tuple[float, float]]:
-        """Mean absolute error of each source, fitted and left out."""
-        sources = sorted({sample.source for sample in self.samples})
-        return {source: self._means(lambda s, at=source: s.source == at) for source in sources}
+    def by_source(self) -> dict[str, Errors]:
+        """Errors of each source, of large messages."""
+        return self._by(lambda sample: sample.source)
 
-    def by_link(self, name: str) -> tuple[float, float]:
-        """Mean absolute error of the samples that cross a technology, fitted and left out."""
-        return self._means(lambda s: name in _crossed(s))
+    def by_cluster(self) -> dict[str, Errors]:
+        """Errors of each cluster, of large messages."""
+        return self._by(lambda sample: sample.cluster)
+
+    def by_link(self, name: str) -> Errors:
+        """Errors of the large messages that cross a technology."""
+        return self._means(lambda sample: name in sample.crossed)
+
+    def overall(self) -> Errors:
+        """Errors of all large messages."""
+        return self._means(lambda _: True)
 
     def sources_of(self, name: str) -> dict[str, int]:
         """Number of rows of each source that cross a technology."""
-        crossing = [sample.source for sample in self.samples if name in _crossed(sample)]
-        return {source: crossing.count(source) for source in sorted(set(crossing))}
+        return dict(sorted(Counter(s.source for s in self.samples if name in s.crossed).items()))
 
-    def _means(self, wanted: Any) -> tuple[float, float]:
-        places = [i for i, sample in enumerate(self.samples) if wanted(sample)]
-        return (
-            _mean([abs(self.errors[i]) for i in places]),
-            _mean([abs(self.left_out[i]) for i in places]),
+    def _by(self, key: Callable[[Sample], str]) -> dict[str, Errors]:
+        names = sorted({key(sample) for sample in self.samples if sample.is_large})
+        return {name: self._means(lambda s, at=name: key(s) == at) for name in names}  # type: ignore[misc]
+
+    def _means(self, wanted: Callable[[Sample], bool]) -> Errors:
+        places = [i for i, s in enumerate(self.samples) if s.is_large and wanted(s)]
+        return Errors(
+            rows=len(places),
+            fitted=_mean([abs(self.errors[i]) for i in places]),
+            left_out=_mean([abs(self.left_out[i]) for i in places]),
         )
 
 
 def fit_links(start: Links, samples: Sequence[Sample], *, cross_validate: bool = True) -> Fit:
-    """Fit all technologies, and cross-validate by leaving out one source at a time."""
-    first = [parameter.bounds[1] for parameter in PARAMETERS]
-    values = _solve(start, samples, first)
-    links = _links_of(start, values)
+    """Fit all technologies, and cross-validate by leaving out one cluster at a time."""
+    whole = _Problem(start, samples)
+    values = whole.solve(whole.usual, _EVALUATIONS)
     left_out = [math.nan] * len(samples)
-    for source in sorted({sample.source for sample in samples}) if cross_validate else ():
-        others = [sample for sample in samples if sample.source != source]
-        refitted = _links_of(start, _solve(start, others, values))
+    for cluster in sorted({sample.cluster for sample in samples}) if cross_validate else ():
+        others = [sample for sample in samples if sample.cluster != cluster]
+        again = _Problem(start, others)
+        refitted = again.links(again.solve(values, _AGAIN))
         for i, sample in enumerate(samples):
-            if sample.source == source:
+            if sample.cluster == cluster:
                 left_out[i] = error(refitted, sample)
+    links = whole.links(values)
     return Fit(
         links=links,
         samples=tuple(samples),
@@ -182,44 +268,87 @@ def _predicted(links: Links, sample: Sample) -> float:
 def _with_link(level: NetworkLevel, links: Links) -> NetworkLevel:
     """A level with a technology's figures; a switch that does not sum still does not."""
     link = links[link_of_level(level)]
-    new = link.level(level.name, level.num_devices, level.bandwidth_bytes_per_s)
-    if level.reduction_efficiency is None and link.reduction_efficiency is not None:
-        return dataclasses.replace(new, reduction_efficiency=None)
-    return new
-
-
-def _solve(start: Links, samples: Sequence[Sample], first: Sequence[float]) -> list[float]:
-    from scipy.optimize import least_squares
-
-    def misses(logs: Any) -> list[float]:
-        links = _links_of(start, map(math.exp, logs.tolist()))
-        pull = [_PULL * (log - middle) for log, middle in zip(logs.tolist(), usual, strict=True)]
-        return pull + [
-            sample.weight * math.log(_predicted(links, sample) / sample.row.measured_s)
-            for sample in samples
-        ]
-
-    low, usual, high = zip(*(map(math.log, p.bounds) for p in PARAMETERS), strict=True)
-    logs = [
-        min(max(math.log(value), least + _INSIDE), most - _INSIDE)
-        for value, least, most in zip(first, low, high, strict=True)
-    ]
-    done = least_squares(
-        misses, logs, bounds=(low, high), loss="soft_l1", f_scale=0.05, diff_step=1e-3, max_nfev=40
+    sums = link.reduction_efficiency or link.tree_efficiency
+    return dataclasses.replace(
+        link.level(level.name, level.num_devices, level.bandwidth_bytes_per_s),
+        reduction_efficiency=None if level.reduction_efficiency is None else sums,
     )
-    return [math.exp(value) for value in done.x.tolist()]
 
 
-def _links_of(start: Links, values: Iterable[float]) -> Links:
-    links = dict(start)
-    for parameter, value in zip(PARAMETERS, values, strict=True):
-        links = parameter.put(links, value)
-    return links
+class _Problem:
+    """Residuals of some samples; a sample is priced again only if a figure of its links changed.
 
+    The variables are the logarithms of the parameters, then of the families' means.
+    """
 
-def _crossed(sample: Sample) -> set[str]:
-    pairs = zip(sample.row.shape, sample.row.levels, strict=True)
-    return {link_of_level(level) for fan_out, level in pairs if fan_out > 1}
+    def __init__(self, start: Links, samples: Sequence[Sample]) -> None:
+        self._start, self._samples = start, samples
+        self._families = sorted({p.family for p in PARAMETERS if p.family})
+        firsts = (next(p for p in PARAMETERS if p.family == name) for name in self._families)
+        bounds = [(p.low, p.usual, p.high) for p in (*PARAMETERS, *firsts)]
+        self._low, self.usual, self._high = (
+            [math.log(value) for value in column] for column in zip(*bounds, strict=True)
+        )
+        counts = Counter(sample.cluster for sample in samples)
+        self._weights = [
+            3 * s.weight * counts[s.cluster] ** -0.25 * (1 if s.is_large else _SMALL)
+            for s in samples
+        ]
+        self._mine = [
+            tuple(i for i, p in enumerate(PARAMETERS) if s.crossed.intersection(p.links))
+            for s in samples
+        ]
+        self._seen: list[dict[tuple[float, ...], float]] = [{} for _ in samples]
+
+    def links(self, logs: Iterable[float]) -> Links:
+        """The technologies with the values of these variables."""
+        links = dict(self._start)
+        for parameter, log in zip(PARAMETERS, logs, strict=False):
+            links = parameter.put(links, math.exp(log))
+        return links
+
+    def solve(self, first: Sequence[float], evaluations: int) -> list[float]:
+        """The variables of least squares."""
+        from scipy.optimize import least_squares
+
+        inside = [
+            min(max(value, low + _INSIDE), high - _INSIDE)
+            for value, low, high in zip(first, self._low, self._high, strict=True)
+        ]
+        done = least_squares(
+            self._residuals,
+            inside,
+            bounds=(self._low, self._high),
+            loss="soft_l1",
+            f_scale=0.05,
+            diff_step=_STEP,
+            max_nfev=evaluations,
+        )
+        return [float(value) for value in done.x]
+
+    def _residuals(self, x: Any) -> list[float]:
+        logs = x.tolist()
+        links = self.links(logs)
+        rows = []
+        for sample, weight, mine, seen in zip(
+            self._samples, self._weights, self._mine, self._seen, strict=True
+        ):
+            key = tuple(logs[i] for i in mine)
+            if key not in seen:
+                seen[key] = math.log(_predicted(links, sample) / sample.row.measured_s)
+            rows.append(weight * seen[key])
+        return rows + self._pulls(logs)
+
+    def _pulls(self, logs: Sequence[float]) -> list[float]:
+        means = dict(zip(self._families, logs[len(PARAMETERS) :], strict=True))
+        each = [
+            _POOL * (log - means[p.family]) if p.family else _PULL * (log - math.log(p.usual))
+            for p, log in zip(PARAMETERS, logs, strict=False)
+        ]
+        usual = self.usual[len(PARAMETERS) :]
+        return each + [
+            _PULL * (means[name] - at) for name, at in zip(self._families, usual, strict=True)
+        ]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -12,13 +12,19 @@ from nest_megatron.validation.fit_collectives import Sample
 from nest_megatron.validation.links import links
 from nest_megatron.validation.refusal import RefusedRowError
 
-#: Smallest message of a row that takes part: below, the choice of protocol rules, not the link.
-LEAST_BYTES = 1_000_000
+#: Smallest message that takes part: below, clocks and rounded printouts rule.
+_LEAST_BYTES = 1000
+#: Weight of a row that a framework's own profiler timed: its calls wait for the host as well.
+_PROFILER_WEIGHT = 0.3
 #: Weight of a row of vTrain's table, which has a thousand sizes of one machine each for two.
 _VTRAIN_WEIGHT = 0.5
 #: Weight of a row of SimAI's table, which names neither the collective nor the machine.
 _SIMAI_WEIGHT = 0.3
+#: Weight of a row of SimuMax's fits, and sizes at which their latencies do not matter.
+_SIMUMAX_WEIGHT, _SIMUMAX_BYTES = 0.5, (2**28, 2**30, 2**32)
 _VTRAIN = {"A100": ("nvlink3", 300e9), "V100": ("nvlink2_mesh", 150e9)}
+#: By the start of its system's name: technology, and rate of one GPU.
+_SIMUMAX = {"b200": ("nvlink5", 900e9), "a100_pcie": ("pcie", 31e9)}
 
 
 def read_samples(folder: Path) -> tuple[Sample, ...]:
@@ -27,6 +33,7 @@ def read_samples(folder: Path) -> tuple[Sample, ...]:
         "comm_collectives.csv": _collectives,
         "comm_allreduce_lut_vtrain.csv": _vtrain,
         "comm_busbw_ratio_simai.csv": _simai,
+        "comm_fitted_models.csv": _simumax,
     }
     samples: list[Sample] = []
     for name, read in readers.items():
@@ -42,8 +49,11 @@ def _collectives(rows: Iterator[Mapping[str, str]]) -> Iterator[Sample]:
             parsed = parse_collective(row)
         except RefusedRowError:
             continue
-        if parsed.message_bytes >= LEAST_BYTES:
-            yield Sample(row=parsed, source=row["source"])
+        if parsed.message_bytes >= _LEAST_BYTES:
+            source = row["source"]
+            weight = _PROFILER_WEIGHT if "profiler" in row.get("software", "").lower() else 1.0
+            cluster = f"{source} {row['gpu']}"
+            yield Sample(row=parsed, source=source, cluster=cluster, weight=weight)
 
 
 def _vtrain(rows: Iterator[Mapping[str, str]]) -> Iterator[Sample]:
@@ -60,7 +70,8 @@ def _vtrain(rows: Iterator[Mapping[str, str]]) -> Iterator[Sample]:
             levels=(links()[name].level("node", 8, rate),),
             measured_s=float(row["time_us_outofplace"]) * 1e-6,
         )
-        yield Sample(row=parsed, source="vtrain-lut", weight=_VTRAIN_WEIGHT)
+        cluster = f"vtrain-lut {row['gpu']}"
+        yield Sample(row=parsed, source="vtrain-lut", cluster=cluster, weight=_VTRAIN_WEIGHT)
 
 
 def _simai(rows: Iterator[Mapping[str, str]]) -> Iterator[Sample]:
@@ -82,4 +93,37 @@ def _simai(rows: Iterator[Mapping[str, str]]) -> Iterator[Sample]:
             levels=levels,
             measured_s=sent / (float(row["ratio_of_peak_busbw"]) * 8 * 50e9),
         )
-        yield Sample(row=parsed, source="simai-ratio", weight=_SIMAI_WEIGHT)
+        source = "simai-ratio"
+        yield Sample(row=parsed, source=source, cluster=source, weight=_SIMAI_WEIGHT)
+
+
+def _simumax(rows: Iterator[Mapping[str, str]]) -> Iterator[Sample]:
+    """What SimuMax's lines through its measurements say of large messages inside a node."""
+    kinds = {"all2all": CollectiveKind.ALL_TO_ALL} | {kind.value: kind for kind in CollectiveKind}
+    seen = set()
+    for row in rows:
+        system, op, network = row["system"], row["op"], row["network"]
+        name = next((start for start in _SIMUMAX if system.startswith(start)), None)
+        members = int(network.rpartition("_")[2][:-1]) if network.endswith("x") else 8
+        if name is None or op not in kinds or not row["measured"].startswith("yes"):
+            continue
+        if (name, op, members) in seen:  # the B200 has each line twice
+            continue
+        seen.add((name, op, members))
+        link, rate = _SIMUMAX[name]
+        share = float(row["volume_scale"]) * (1 - 1 / members)
+        reached = float(row["link_GBps"]) * 1e9 * float(row["op_efficiency"])
+        for size in _SIMUMAX_BYTES:
+            parsed = CollectiveRow(
+                kind=kinds[op],
+                message_bytes=float(size),
+                shape=(members,),
+                levels=(links()[link].level("node", 8, rate),),
+                measured_s=share * size / reached,
+            )
+            yield Sample(
+                row=parsed,
+                source="simumax-system-config",
+                cluster=f"simumax {name}",
+                weight=_SIMUMAX_WEIGHT,
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,12 +16,19 @@ from nest_megatron.validation.links import Link
 
 _HEAD = """\
 # Link technologies: what each reaches of its rate. Written by links_file.py of
-# nest_megatron/validation from a fit to the public rows of messages of 1 MB and more
-# (fit_collectives.py); read by links.py. The parameters are fields of NetworkLevel.
+# nest_megatron/validation from a fit to the public rows (fit_collectives.py); read by links.py. The
+# parameters are fields of NetworkLevel.
 # fitted: parameters that the rows determine, some shared with other technologies; note tells of
-# the others, and a new fit keeps it. error: mean of |predicted / measured - 1| over the rows that
-# cross the technology; cross_validated: the same, each source by a fit to the other sources.
+# the others, and a new fit keeps it. error: mean of |predicted / measured - 1| over the rows of
+# 1 MB and more that cross the technology; cross_validated: the same, each cluster by a fit to the
+# other clusters.
 """
+
+#: The lines below the comment that names a technology, down to the level's source.
+_FIGURES = re.compile(
+    r"(?P<head>^(?P<indent> +)# Fitted to .*links\.yaml, (?P<name>\w+)\.\n)(?:(?! +source:).*\n)*",
+    re.MULTILINE,
+)
 
 
 def write_links(path: Path, fit: Fit) -> None:
@@ -31,21 +39,64 @@ def write_links(path: Path, fit: Fit) -> None:
     write_text(path, _HEAD + "\n".join(blocks) + "\n")
 
 
+_CLUSTERS_HEAD = """\
+# Collectives of 1 MB and more by the cluster that they were measured on, written by
+# `nest-megatron calibrate` (links_file.py of nest_megatron/validation). error_pct: mean absolute
+# error; left_out_pct: by a fit that has not seen the cluster.
+"""
+
+
+def write_left_out(path: Path, fit: Fit) -> None:
+    """Write how wrong an unseen cluster is, for the documentation."""
+    entries = {
+        name: {
+            "rows": errors.rows,
+            "error_pct": round(100 * errors.fitted, 1),
+            "left_out_pct": round(100 * errors.left_out, 1),
+        }
+        for name, errors in {**fit.by_cluster(), "all": fit.overall()}.items()
+    }
+    text = yaml.safe_dump(entries, sort_keys=False, default_flow_style=None, width=100)
+    write_text(path, _CLUSTERS_HEAD + text)
+
+
+def write_clusters(folder: Path, links: Mapping[str, Link]) -> Iterator[Path]:
+    """Put the figures into the clusters of a catalogue, wherever a level names its technology."""
+    for path in sorted(folder.glob("*.yaml")):
+        old = path.read_text(encoding="utf-8")
+        new = _FIGURES.sub(lambda found: _figures(found, links), old)
+        if new != old:
+            write_text(path, new)
+            yield path
+
+
+def _figures(found: re.Match[str], links: Mapping[str, Link]) -> str:
+    link, indent = links[found["name"]], found["indent"]
+    lines = [found["head"]]
+    for field in FIELDS:
+        value = getattr(link, field)
+        if value in (None, ()) or (field == "chain_share" and value == 1):
+            continue
+        between = f"\n{indent}  " if field == "efficiency" else " "
+        lines.append(f"{indent}{field}:{between}{_text(value)}\n")
+    return "".join(lines)
+
+
 def _entry(link: Link, fit: Fit, note: str) -> Iterator[str]:
     yield f"{link.name}:"
     for field in FIELDS:
         value = getattr(link, field)
         if value not in (None, ()):
             yield f"  {field}: {_text(value)}"
-    sources, (error, left_out) = fit.sources_of(link.name), fit.by_link(link.name)
+    sources, errors = fit.sources_of(link.name), fit.by_link(link.name)
     fitted = [p.field for p in PARAMETERS if link.name in p.links]
     if sources or fitted:
         yield f"  fitted: [{', '.join(fitted)}]"
         yield f"  rows: {_text(sources)}"
-    if not math.isnan(error):
-        yield f"  error: {error:.3f}"
-    if not math.isnan(left_out):
-        yield f"  cross_validated: {left_out:.3f}"
+    if not math.isnan(errors.fitted):
+        yield f"  error: {errors.fitted:.3f}"
+    if not math.isnan(errors.left_out):
+        yield f"  cross_validated: {errors.left_out:.3f}"
     if note:
         yield f'  note: "{note}"'
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
-from nest_megatron.cost_model.communication import DEFAULT_EFFICIENCY
+from nest_megatron.cost_model import communication
 from nest_megatron.profile import network_routes
 from nest_megatron.profile.network_routes import outermost, route_time, routes
 from tests.profile.networks import priced
@@ -45,8 +45,9 @@ def test_times_are_those_of_the_cost_model(
         assert found == pytest.approx(priced(kind, size, shape, given_levels))
 
 
-def test_the_default_is_the_cost_models() -> None:
-    assert network_routes.DEFAULT_EFFICIENCY == DEFAULT_EFFICIENCY
+@pytest.mark.parametrize("name", ["DEFAULT_EFFICIENCY", "PIECE_BYTES", "OWN_PART", "TREE_INSIDE"])
+def test_the_constants_are_the_cost_models(name: str) -> None:
+    assert getattr(network_routes, name) == getattr(communication, name)
 
 
 def test_the_outermost_level_is_the_last_that_is_crossed() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +16,14 @@ from hypothesis import strategies as st
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.cost_model.communication import collective_time
 from nest_megatron.validation.collectives import parse_collective, predict_collective
-from nest_megatron.validation.fit_collectives import fit_links
+from nest_megatron.validation.fit_collectives import Sample, fit_links
 from nest_megatron.validation.fit_samples import read_samples
 from nest_megatron.validation.links import links
-from nest_megatron.validation.links_file import write_links
+from nest_megatron.validation.links_file import write_clusters, write_links
 from nest_megatron.validation.refusal import RefusedRowError
 
 DATA = Path(__file__).parent / "data" / "collectives.csv"
+CONFIGS = Path(__file__).parents[2] / "hydra_configs"
 ROW = {
     "gpu": "H100",
     "inter_fabric": "8x400 Gb/s NDR per node",
@@ -103,13 +106,16 @@ def test_more_bytes_never_take_less(
     assert (time > 0) == (shape != (1, 1))
 
 
-def test_a_fit_finds_back_what_made_the_rows(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sample, ...]:
+    folder = tmp_path_factory.mktemp("truth")
+    (folder / "comm_collectives.csv").write_bytes(DATA.read_bytes())
+    return read_samples(folder)
+
+
+def test_a_fit_finds_back_what_made_the_rows(tmp_path: Path, samples: tuple[Sample, ...]) -> None:
     """Refitting the rows leaves their error where the calibration file has it, or lower."""
     pytest.importorskip("scipy")
-    folder = tmp_path / "truth"
-    folder.mkdir()
-    (folder / "comm_collectives.csv").write_bytes(DATA.read_bytes())
-    samples = read_samples(folder)
     fit = fit_links(links(), samples, cross_validate=False)
     every = [error for some in errors().values() for error in some]
     mean = sum(map(abs, fit.errors)) / len(fit.errors)
@@ -118,3 +124,46 @@ def test_a_fit_finds_back_what_made_the_rows(tmp_path: Path) -> None:
     path.write_text("\n".join(f"{name}: {{note: kept}}" for name in fit.links), encoding="utf-8")
     write_links(path, fit)
     assert path.read_text(encoding="utf-8").count('note: "kept"') == len(fit.links)
+
+
+def test_a_cluster_left_out_is_told_by_its_family(samples: tuple[Sample, ...]) -> None:
+    """Each cluster is predicted without its rows, by what the others say of such links."""
+    pytest.importorskip("scipy")
+    wanted = ("gcp-a3mega-user-log", "stas00-ml-engineering", "azure-ai-benchmarking-guide")
+    some = [sample for sample in samples if sample.source in wanted]
+    fit = fit_links(links(), some)
+    assert fit.by_cluster().keys() == {sample.cluster for sample in some if sample.is_large}
+    assert all(math.isfinite(each.left_out) for each in fit.by_cluster().values())
+    assert fit.overall().left_out < 0.25
+
+
+def test_the_clusters_of_the_catalogue_have_the_fitted_figures(tmp_path: Path) -> None:
+    for path in (CONFIGS / "cluster").glob("*.yaml"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    assert list(write_clusters(tmp_path, links())) == []
+    slower = {
+        name: dataclasses.replace(link, latency_s=0.5 * link.latency_s)
+        for name, link in links().items()
+    }
+    written = {path.stem for path in write_clusters(tmp_path, slower)}
+    assert {"dgx_a100", "dgx_h100", "h200", "b200", "gb200_nvl72"} <= written
+
+
+#: Microseconds of an all-reduce of 2, 4 and 8 A100 by MiB (vTrain, comm_allreduce_lut_vtrain.csv).
+A100_NODE = {
+    2: {4: 61.18, 8: 86.9, 16: 131.9, 64: 404.7, 1024: 5442.8},
+    4: {4: 77.32, 8: 116.8, 16: 179.6, 64: 543.8, 1024: 7259.4},
+    8: {4: 95.8, 8: 134.3, 16: 232.4, 64: 579.9, 1024: 8193.0},
+}
+
+
+@pytest.mark.parametrize("members", A100_NODE)
+def test_an_a100_node_is_met_whatever_the_size_of_the_group(members: int) -> None:
+    node = (links()["nvlink3"].level("node", 8, 300e9),)
+    missed = [
+        collective_time(CollectiveKind.ALL_REDUCE, mebibytes * 2**20, (members,), node)
+        / (1e-6 * micros)
+        - 1
+        for mebibytes, micros in A100_NODE[members].items()
+    ]
+    assert sum(map(abs, missed)) / len(missed) < 0.12
