@@ -198,7 +198,8 @@ def validate(paths: tuple[Path, ...], **options: Any) -> int:
     """Compare predictions with measured runs: errors, ranking of layouts, memory.
 
     Reads throughput, peak memory, Megatron's golden values and collectives, told apart by their
-    columns (docs/accuracy.md). Rows that cannot be predicted are counted by reason.
+    columns (docs/accuracy.md). Each source and regime is scored as planned, with the settings that
+    a plan would assume, and as stated. Rows that cannot be predicted are counted by reason.
     """
     from nest_megatron.app.validate import run_validate
 

@@ -50,9 +50,10 @@ class Prediction:
 
 @dataclass(slots=True)
 class Predictor:
-    """Predicts jobs; what jobs share (a model on a cluster) is priced once."""
+    """Predicts jobs; what jobs share (a model on a cluster) is priced once, and a job as well."""
 
     _models: dict[object, CostModel] = field(default_factory=dict)
+    _predictions: dict[object, Prediction] = field(default_factory=dict)
 
     def predict(self, job: Job) -> Prediction:
         """Time and memory of a job.
@@ -64,6 +65,13 @@ class Predictor:
         model = self._models.get(key)
         if model is None:
             model = self._models[key] = CostModel(job.spec, job.cluster, job.settings)
+        whole = (*key, job.grids, job.partition, job.pipeline_runs)
+        if whole not in self._predictions:
+            self._predictions[whole] = self._predict(job, model)
+        return self._predictions[whole]
+
+    @staticmethod
+    def _predict(job: Job, model: CostModel) -> Prediction:
         problems = [
             (grid, _of_one_run(model.problem(grid), job.pipeline_runs)) for grid in job.grids
         ]
