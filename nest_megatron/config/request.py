@@ -22,7 +22,6 @@ from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.execution_rules import of_every_layout
 from nest_megatron.parallel.recompute import (
     Recompute,
     RecomputeGranularity,
@@ -275,7 +274,7 @@ def plan_request(config: PlanConfig, inputs: Inputs, space: SearchSpace) -> Plan
     """
     search = config.search
     _check_products(inputs, space)
-    space = dataclasses.replace(space, execution=of_every_layout(inputs.execution))
+    space = dataclasses.replace(space, execution=inputs.execution)
     if search.num_alternatives < 0:
         raise UserInputError(
             "search.num_alternatives",

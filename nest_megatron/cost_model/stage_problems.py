@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from nest_megatron.cost_model.keys import split_block
 from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost
 from nest_megatron.cost_model.unit_cost import overlap_window, unit_cost
+from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import Recompute, RecomputeMethod
 from nest_megatron.units import Bytes
@@ -70,8 +72,32 @@ class StageProblems:
             window = overlap_window(self.grid.dims, self.grid.num_microbatches)
             kinds = self.model.kinds_under(self.grid, covered, elsewhere)
             settings = self.model.settings
-            self._costs[key] = tuple(
+            costs = (
                 unit_cost(kind.cost, held, settings, window, least_tail=least_tails)
                 for kind, held in zip(kinds, self._held, strict=True)
             )
+            if self.grid.execution.overlap_moe_expert_parallel_comm:
+                share = early_forward_share(self.grid.dims, self.grid.num_microbatches)
+                costs = (_with_more_kept(cost, share) for cost in costs)
+            self._costs[key] = tuple(costs)
         return self._costs[key]
+
+
+def early_forward_share(dims: ParallelDims, num_microbatches: int) -> float:
+    """What one forward pass more before the first backward pass adds to what a rank keeps.
+
+    The overlap of the exchange of tokens runs it, so that a forward and a backward pass are
+    independent (``get_pp_rank_microbatches``, ``combined_1f1b_schedule_for_no_pipelining``). With
+    virtual stages it is a chunk more beside those of the last rank, which has fewest; for the
+    other ranks it is less.
+    """
+    p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
+    alive = (v - 1) * p + 1
+    return min(1, num_microbatches * v - alive) / alive
+
+
+def _with_more_kept(cost: UnitCost, share: float) -> UnitCost:
+    return cost._replace(
+        saved_bytes=math.ceil(cost.saved_bytes * (1.0 + share)),
+        block_saved_bytes=math.ceil(cost.block_saved_bytes * (1.0 + share)),
+    )

@@ -75,6 +75,10 @@ class Bounds:
         forward, backward, _ = self._work(grid, recompute)
         return self._evenly(grid, forward + backward)
 
+    def waiting(self, grid: Grid) -> Ticks:
+        """The same, and what every plan of the grid waits."""
+        return self.even(grid) + self.waits(grid)
+
     def _evenly(self, grid: Grid, work: Ticks) -> Ticks:
         """The step, if the work of each micro batch were divided over all ranks."""
         dims = grid.dims
@@ -88,7 +92,7 @@ class Bounds:
         for grid in shards:
             dims = grid.dims
             tp, cp = dims.tensor_model_parallel_size, dims.context_parallel_size
-            key = (dims.world_size, tp, cp, grid.micro_batch_size)
+            key = (dims.world_size, tp, cp, grid.micro_batch_size, grid.execution.outside_experts)
             if key not in bounds:
                 places, shard = self.model.places(dims), self.model.shard(grid)
                 work = sum(

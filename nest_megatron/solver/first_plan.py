@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.solver.choices import sparing
@@ -31,15 +32,23 @@ def first_plan(grids: GridSpace, memory: MemoryBounds, solve: StageSolver) -> So
     Returns:
         ``None`` if none of these fits: the search itself has to tell.
     """
-    for grid in itertools.islice(_tried(grids, memory), _MOST_TRIED):
-        stages = StageProblems(memory.model, grid)
-        for recompute in sparing(grids.recompute_settings(grid)):
-            found = solve(stages.problem(recompute), NO_THRESHOLD, 1)
-            if found.boundaries:
-                chosen = dataclasses.replace(grid, recompute=recompute)
-                return SolvedGrid(
-                    grid=chosen, boundaries=found.boundaries, iteration=found.iteration
-                )
+    for laid in itertools.islice(_tried(grids, memory), _MOST_TRIED):
+        for grid in grids.executions(laid):
+            found = _first_of(grids, memory.model, grid, solve)
+            if found is not None:
+                return found
+    return None
+
+
+def _first_of(
+    grids: GridSpace, model: CostModel, grid: Grid, solve: StageSolver
+) -> SolvedGrid | None:
+    stages = StageProblems(model, grid)
+    for recompute in sparing(grids.recompute_settings(grid)):
+        found = solve(stages.problem(recompute), NO_THRESHOLD, 1)
+        if found.boundaries:
+            chosen = dataclasses.replace(grid, recompute=recompute)
+            return SolvedGrid(grid=chosen, boundaries=found.boundaries, iteration=found.iteration)
     return None
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.unit_cost import replicas
+from nest_megatron.model.execution import Execution
 from nest_megatron.parallel import rules
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.recompute import Recompute
+from nest_megatron.parallel.recompute import FULL_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.solver.executions import Executions, Kinds, kind_of
 from nest_megatron.solver.space import SearchSpace, recompute_settings
 
 
@@ -35,7 +37,12 @@ class GridSpace:
         self.batch_unit = space.batch_unit or global_batch_size
         self.illegal: Counter[str] = Counter()
         self._leaves: dict[object, int] = {}
+        self._executions = Executions(model, space)
         self._settings: dict[int, tuple[Recompute, ...]] = {}
+        fixed = space.recompute
+        self._kinds = Counter(map(kind_of, self._all_settings(0) if fixed is None else (fixed,)))
+        self._all_kinds = frozenset(self._kinds)
+        self._allowed: dict[object, tuple[Recompute, ...]] = {}
         self._num_units = len(model.spec.layer_kinds())
 
     def shards(self) -> Iterator[Grid]:
@@ -109,6 +116,11 @@ class GridSpace:
             execution=self.space.execution,
         )
 
+    def carried_out(self, shard: Grid) -> Iterator[Grid]:
+        """A shard in every way in which its layers may be carried out."""
+        for execution in self._executions.of_shard(shard, self._all_kinds):
+            yield dataclasses.replace(shard, execution=execution)
+
     def grids(self, shard: Grid) -> Iterator[Grid]:
         """Pipeline sizes and rank orders of a shard that Megatron accepts."""
         dims = shard.dims
@@ -178,10 +190,25 @@ class GridSpace:
         return sizes
 
     def families(self, grid: Grid) -> Iterator[Grid]:
-        """Virtual stages and ZeRO stages of a grid that Megatron accepts."""
+        """Virtual stages, ZeRO stages and executions of a grid that Megatron accepts."""
         for laid in self.interleavings(grid):
-            for zero in self.zero_stages(grid.dims):
-                yield dataclasses.replace(laid, zero=zero)
+            yield from self.families_of(laid, self.zero_stages(grid.dims))
+
+    def families_of(self, laid: Grid, zeros: Iterable[ZeroStage]) -> Iterator[Grid]:
+        """A grid with its virtual stages, under these ZeRO stages."""
+        for zero in zeros:
+            yield from self.executions(dataclasses.replace(laid, zero=zero))
+
+    def executions(self, grid: Grid) -> Iterator[Grid]:
+        """A grid with virtual stages and ZeRO stage in every way worth a candidate."""
+        if self._executions.is_fixed:
+            yield grid
+            return
+        for execution in self._ways(grid):
+            yield dataclasses.replace(grid, execution=execution)
+
+    def _ways(self, grid: Grid) -> Mapping[Execution, Kinds]:
+        return self._executions.of_family(grid, self._all_kinds)
 
     def interleavings(self, grid: Grid) -> Iterator[Grid]:
         """Virtual stages of a grid that Megatron accepts."""
@@ -225,12 +252,25 @@ class GridSpace:
 
     def recompute_settings(self, grid: Grid) -> tuple[Recompute, ...]:
         """Recompute settings to try on a grid, none first; block sizes up to the largest chunk."""
-        if self.space.recompute is not None:
-            return (self.space.recompute,)
         chunks = grid.dims.num_chunks
         if chunks not in self._settings:
-            self._settings[chunks] = self._all_settings(self.largest_block(chunks))
-        return self._settings[chunks]
+            fixed = self.space.recompute
+            found = self._all_settings(self.largest_block(chunks)) if fixed is None else (fixed,)
+            self._settings[chunks] = found
+        if self._executions.is_fixed:
+            return self._settings[chunks]
+        key = self.settings_key(grid)
+        if key not in self._allowed:
+            kinds = key[1]
+            self._allowed[key] = tuple(r for r in self._settings[chunks] if kind_of(r) in kinds)
+        return self._allowed[key]
+
+    def settings_key(self, grid: Grid) -> tuple[int, Kinds]:
+        """What tells recompute settings of one grid from those of another."""
+        kinds = self._all_kinds
+        if not self._executions.is_fixed:
+            kinds = self._ways(grid).get(grid.execution, kinds)
+        return grid.dims.num_chunks, kinds
 
     def largest_block(self, chunks: int) -> int:
         """Layers of the largest chunk of the partition given, or of ``chunks`` balanced ones."""
@@ -256,32 +296,40 @@ class GridSpace:
     def num_candidates_of_shard(self, shard: Grid) -> int:
         """Candidates below a shard; shards of the same sizes have equally many."""
         dims = shard.dims
-        key = (
+        key: tuple[int, ...] = (
             dims.world_size,
             dims.tensor_model_parallel_size,
             dims.context_parallel_size,
             dims.expert_ranks,
             shard.micro_batch_size,
         )
+        if not self._executions.is_fixed:
+            key += (dims.expert_model_parallel_size, dims.expert_tensor_parallel_size)
         if key not in self._leaves:
             self._leaves[key] = sum(map(self.num_candidates_of_grid, self.grids(shard)))
         return self._leaves[key]
 
     def num_candidates_of_grid(self, grid: Grid) -> int:
         """Candidates below a grid whose virtual stages and ZeRO stage are free."""
-        zeros = len(self.zero_stages(grid.dims))
-        pp = grid.dims.pipeline_model_parallel_size
-        return sum(zeros * self._num_settings(pp * v) for v in self._virtual_sizes(grid))
+        zeros = self.zero_stages(grid.dims)
+        if not self._executions.is_fixed:
+            return sum(self.num_candidates_of(laid, zeros) for laid in self.interleavings(grid))
+        chunks = grid.dims.pipeline_model_parallel_size
+        sizes = self._virtual_sizes(grid)
+        return len(zeros) * sum(self._num_settings(chunks * v, self._all_kinds) for v in sizes)
+
+    def num_candidates_of(self, laid: Grid, zeros: Sequence[ZeroStage]) -> int:
+        """Candidates of a grid with its virtual stages, under these ZeRO stages."""
+        if self._executions.is_fixed:
+            return len(zeros) * self.num_candidates(laid)
+        return sum(map(self.num_candidates, self.families_of(laid, zeros)))
 
     def num_candidates(self, grid: Grid) -> int:
-        """Candidates below a grid whose virtual stages and ZeRO stage are chosen."""
-        return self._num_settings(grid.dims.num_chunks)
+        """Candidates below a grid whose virtual stages, ZeRO stage and execution are chosen."""
+        return self._num_settings(*self.settings_key(grid))
 
-    def _num_settings(self, chunks: int) -> int:
-        """Recompute settings of a grid; only the block sizes depend on it."""
-        if self.space.recompute is not None:
-            return 1
-        if 0 not in self._settings:
-            self._settings[0] = self._all_settings(0)
-        blocks = self.largest_block(chunks) if self.space.full_recompute else 0
-        return len(self._settings[0]) + blocks
+    def _num_settings(self, chunks: int, kinds: Iterable[Recompute]) -> int:
+        """Recompute settings of a grid; only the block sizes depend on its chunks."""
+        blocks = self.space.recompute is None and FULL_RECOMPUTE in kinds
+        found = sum(self._kinds[kind] for kind in kinds)
+        return found + (self.largest_block(chunks) if blocks else 0)

@@ -24,20 +24,12 @@ from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.recompute import (
-    NO_RECOMPUTE,
-    Recompute,
-    RecomputeGranularity,
-    RecomputeMethod,
-)
+from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Bytes
 
-EACH_LAYER = Recompute(
-    granularity=RecomputeGranularity.FULL, method=RecomputeMethod.UNIFORM, num_layers=1
-)
 _OUTSIDE_LAYERS = (LayerKind.EMBEDDING, LayerKind.HEAD)
 
 
@@ -85,7 +77,7 @@ class MemoryBounds:
 
     def of_shard(self, shard: Grid) -> float:
         """Activations of at least one micro batch with them, on every rank."""
-        active = self._active(shard)
+        active = _least(list(map(self._active, self.grids.carried_out(shard))))
         kept = self._sum(active.kept)
         least = math.inf
         for p, states in self._of_pipelines(shard.dims):
@@ -152,11 +144,11 @@ class MemoryBounds:
         key = self.model.shard_key(grid)
         if key not in self._activations:
             places, shard = self.model.places(grid.dims), self.model.shard(grid)
-            pairs = [self._least(kind, places, shard) for kind in self._kinds]
+            pairs = [self._least_of(kind, places, shard) for kind in self._kinds]
             self._activations[key] = _Activations(*zip(*pairs, strict=True))
         return self._activations[key]
 
-    def _least(
+    def _least_of(
         self, kind: LayerKind, places: GroupPlaces, shard: LayerShard
     ) -> tuple[float, float]:
         """Kept and at work; embedding and head may have a rank for themselves.
@@ -195,21 +187,25 @@ class MemoryBounds:
             whole=self._sum(units),
             units=tuple(units),
             unsharded=tuple(
-                0
-                if stays
-                else min(
-                    unsharded_bytes(c.total, zero, settings, held) for k, c in own if k is kind
-                )
+                0 if stays else min(gathered(kind, c.total) for k, c in own if k is kind)
                 for kind in self._kinds
             ),
         )
+
+
+def _least(each: list[_Activations]) -> _Activations:
+    """What every one of several ways to carry layers out takes at least."""
+    if len(each) == 1:
+        return each[0]
+    kept, working = zip(*each, strict=True)
+    return _Activations(*(tuple(map(min, *numbers)) for numbers in (kept, working)))
 
 
 def _least_and_most(space: SearchSpace) -> tuple[Recompute, ...]:
     """Of the settings that a layer can have those that compute least and most again."""
     if space.recompute is not None:
         return split_block(space.recompute)
-    return (NO_RECOMPUTE, EACH_LAYER) if space.full_recompute else (NO_RECOMPUTE,)
+    return (NO_RECOMPUTE, FULL_RECOMPUTE) if space.full_recompute else (NO_RECOMPUTE,)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -63,6 +63,7 @@ def preference(grid: Grid) -> tuple[object, ...]:
         again.num_layers or 0,
         again.modules,
         dims.rank_order.value,
+        repr(grid.execution),
     )
 
 

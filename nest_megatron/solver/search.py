@@ -84,15 +84,14 @@ class Search:
         self.num_layouts = num_layouts
         self.out_of_time = out_of_time
         self.short_of_time = short_of_time
-        self.wants_any = True
-        self.enumerated = self.interrupted = False
+        self.wants_any, self.enumerated, self.interrupted = True, False, False
         self.on_progress = on_progress
         self.heap: list[Node] = []
         self.serial = 0
         self.best: dict[Layout, SolvedGrid] = {}
         self.worst_kept: Ticks = NO_THRESHOLD
         self.infeasible: Counter[str] = Counter()
-        self._sorted_choices: dict[int, Choices] = {}
+        self._sorted_choices: dict[object, Choices] = {}
         self.candidates = self.solved = self.nodes = self.simulations = 0
         self.unproven = NO_THRESHOLD
 
@@ -112,7 +111,7 @@ class Search:
                 refused += candidates
             else:
                 self.candidates += candidates
-                self._push(self.bounds.even(grid), grid, SHARD)
+                self._push(min(map(self.bounds.even, self.grids.carried_out(grid))), grid, SHARD)
         if refused:  # told only once all are, so that a search that ends before has not seen them
             self.candidates += refused
             self.infeasible[NO_STATES] = refused
@@ -133,13 +132,13 @@ class Search:
         return GridSpace(self.model, self.bounds.global_batch_size, self.grids.space)
 
     def _drain(self) -> bool:
-        expand = (
+        expand: tuple[Callable[[Node], object], ...] = (
             self._expand_shard,
             self._expand_grid,
             self._expand_family,
             self._expand_members,
             self._solve_blocks,
-            self._solve_variant,
+            lambda node: self._solve_and_record(node.problems(), node.recompute),
         )
         while self.heap:
             node = self.heap[0]
@@ -177,7 +176,8 @@ class Search:
     def _open_bound(self) -> Ticks:
         """No plan that is still to be looked at is faster."""
         if not self.enumerated:
-            return self.bounds.least(self._new_grids().shards())
+            grids = self._new_grids()
+            return self.bounds.least(each for s in grids.shards() for each in grids.carried_out(s))
         return self.heap[0].bound if self.heap else NO_THRESHOLD
 
     def _candidates_below(self, node: Node) -> int:
@@ -209,23 +209,23 @@ class Search:
             self.infeasible[NO_ROOM] += self.grids.num_candidates_of_shard(node.grid)
             return
         for grid in self.grids.grids(node.grid):
-            bound = max(node.bound, self.bounds.even(grid) + self.bounds.waits(grid))
+            least = min(map(self.bounds.waiting, self.grids.carried_out(grid)))
+            bound = max(node.bound, least)
             if bound <= self._threshold(grid):
                 self._push(bound, grid, GRID)
 
     def _expand_grid(self, node: Node) -> None:
-        grid, threshold = node.grid, self._threshold(node.grid)
+        grid, threshold, most = node.grid, self._threshold(node.grid), self.model.capacity_bytes
         allowed = self.grids.zero_stages(grid.dims)
-        most = self.model.capacity_bytes
         roomy = [zero for zero in allowed if self.memory.of_states(grid.dims, zero) <= most]
+        refused = [zero for zero in allowed if zero not in roomy]
         for laid in self.grids.interleavings(grid):
-            if len(roomy) < len(allowed):
-                refused = len(allowed) - len(roomy)
-                self.infeasible[NO_STATES] += refused * self.grids.num_candidates(laid)
-            bound = max(node.bound, self.bounds.pipeline(laid, NO_RECOMPUTE))
-            if bound <= threshold:
-                for zero in roomy:
-                    self._push(bound, dataclasses.replace(laid, zero=zero), FAMILY)
+            if refused:
+                self.infeasible[NO_STATES] += self.grids.num_candidates_of(laid, refused)
+            for family in self.grids.families_of(laid, roomy):
+                bound = max(node.bound, self.bounds.pipeline(family, NO_RECOMPUTE))
+                if bound <= threshold:
+                    self._push(bound, family, FAMILY)
 
     def _expand_family(self, node: Node) -> None:
         """Bound the stage problem itself."""
@@ -261,13 +261,13 @@ class Search:
             self._push(bound, grid, VARIANT, recompute, stages)
 
     def _choices(self, grid: Grid) -> Choices:
-        """The grid's recompute settings; the number of chunks alone tells them apart."""
-        chunks = grid.dims.num_chunks
-        if chunks not in self._sorted_choices:
+        """The grid's recompute settings, sorted."""
+        key = self.grids.settings_key(grid)
+        if key not in self._sorted_choices:
             lazily = self.grids.space.recompute is None and not self.only_one
             settings = self.grids.recompute_settings(grid)
-            self._sorted_choices[chunks] = sort_settings(settings, lazily=lazily)
-        return self._sorted_choices[chunks]
+            self._sorted_choices[key] = sort_settings(settings, lazily=lazily)
+        return self._sorted_choices[key]
 
     def _that_can_fit(
         self,
@@ -328,9 +328,6 @@ class Search:
         virtual = stages.grid.dims.virtual_pipeline_model_parallel_size > 1
         least_tails = self.only_one or virtual
         return stages.problem(recompute, capacity_bytes=UNLIMITED, least_tails=least_tails)
-
-    def _solve_variant(self, node: Node) -> None:
-        self._solve_and_record(node.problems(), node.recompute)
 
     def _solve_blocks(self, node: Node) -> None:
         """Blocks of full recomputation, smallest first.

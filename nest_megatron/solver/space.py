@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, combinations
+from typing import Any
 
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.errors import UserInputError, nearest
@@ -51,7 +53,9 @@ class SearchSpace:
         rank_orders, zero_stages: those allowed.
         sharding: what divides states among replicas; ``None`` leaves it to the ZeRO stage.
         recompute: the one setting allowed, or ``None`` for all.
-        execution: how layers are carried out.
+        execution: how layers are carried out, as the job's flags and its framework's defaults say.
+        executions: fields of it that may be chosen, with the values that framework and device have.
+        version: the Megatron-LM release whose rules say where they may be.
         without_modules: modules whose recomputation is not tried.
         full_recompute: whether recomputing whole layers is tried.
         partition: the one stage partition allowed, or ``None`` for all; its pipeline and virtual
@@ -73,6 +77,8 @@ class SearchSpace:
     sharding: DataParallelSharding | None = None
     recompute: Recompute | None = None
     execution: Execution = PLAIN
+    executions: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    version: str = "0.20"
     without_modules: frozenset[RecomputeModule] = frozenset()
     full_recompute: bool = True
     partition: StagePartition | None = None
@@ -81,6 +87,12 @@ class SearchSpace:
     batch_unit: int | None = None
 
     def __post_init__(self) -> None:
+        for name in self.executions:
+            known = [each.name for each in dataclasses.fields(Execution)]
+            if name not in known:
+                raise UserInputError(
+                    "executions", value=name, limit="no such field", fix=nearest(name, known)
+                )
         if self.partition is not None:
             object.__setattr__(self, "fixed", _with_its_degrees(self.fixed, self.partition))
         for what, values in (("parallel.", self.fixed), ("search.max_", self.limits)):

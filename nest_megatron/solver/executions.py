@@ -1,0 +1,213 @@
+"""How the layers of a grid may be carried out: what is possible, and what is worth a candidate.
+
+A way to carry layers out is left out where another one allows as much recomputation, keeps and
+needs no more memory and takes no more time in any part of any layer, forward or backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from itertools import product
+
+from nest_megatron.cost_model.layer_cost import PassTime, UnitTimes
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.errors import UserInputError
+from nest_megatron.model.execution import Execution
+from nest_megatron.model.graph import Part
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.execution_checks import allows_execution
+from nest_megatron.parallel.execution_rules import allowed_execution
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.recompute import (
+    FULL_RECOMPUTE,
+    NO_RECOMPUTE,
+    Recompute,
+    RecomputeGranularity,
+    RecomputeModule,
+)
+from nest_megatron.parallel.rules import LaunchRequest
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.solver.space import SearchSpace
+
+#: Recompute settings, as ``kind_of`` sees them.
+Kinds = frozenset[Recompute]
+#: Ways to carry layers out, each with the recomputation that it goes with.
+Ways = Mapping[Execution, Kinds]
+
+#: Modules whose recomputation some way forbids.
+_FORBIDDEN = (RecomputeModule.MOE_ACT, RecomputeModule.MOE, RecomputeModule.SHARED_EXPERTS)
+_ANY_MODULE = Recompute(
+    granularity=RecomputeGranularity.SELECTIVE, modules=(RecomputeModule.LAYERNORM,)
+)
+
+
+def kind_of(recompute: Recompute) -> Recompute:
+    """What of a setting matters to how layers are carried out: one that stands for its like."""
+    if recompute.granularity is RecomputeGranularity.FULL:
+        return FULL_RECOMPUTE
+    if not recompute.modules:
+        return NO_RECOMPUTE
+    modules = tuple(module for module in recompute.modules if module in _FORBIDDEN)
+    return dataclasses.replace(recompute, modules=modules) if modules else _ANY_MODULE
+
+
+class Executions:
+    """Ways to carry out the layers of a job's grids; what grids share is worked out once."""
+
+    def __init__(self, model: CostModel, space: SearchSpace) -> None:
+        self.model = model
+        self.given = space.execution
+        self.version = space.version
+        self._variants = tuple(dict.fromkeys((self.given, *_combinations(space))))
+        self._possible: dict[object, Ways] = {}
+        self._worth: dict[object, Ways] = {}
+        self.is_fixed = self._variants == tuple(map(_least_of, self._variants[:1]))
+
+    def of_shard(self, shard: Grid, kinds: Kinds) -> tuple[Execution, ...]:
+        """Every way that some grid of a shard may have."""
+        if self.is_fixed:
+            return (self.given,)
+        layouts = ((1, 1, ZeroStage.NONE), (1, 1, ZeroStage.WEIGHTS), (2, 1, ZeroStage.NONE))
+        found = (
+            self._of(_laid_out(shard, pp, virtual, zero), kinds)
+            for pp, virtual, zero in (*layouts, (2, 2, ZeroStage.NONE))
+        )
+        return tuple(dict.fromkeys(way for ways in found for way in ways))
+
+    def of_family(self, grid: Grid, kinds: Kinds) -> Ways:
+        """The ways worth a candidate.
+
+        Args:
+            grid: with its virtual stages and ZeRO stage; its own execution is not read.
+            kinds: of all recompute settings.
+        """
+        if self.is_fixed:
+            return {self.given: kinds}
+        units = (grid.micro_batch_size, grid.dims.world_size)
+        key = (*self._key(grid), *units, kinds)
+        if key not in self._worth:
+            ways = self._of(grid, kinds)
+            self._worth[key] = {
+                way: allowed
+                for way, allowed in ways.items()
+                if len(ways) == 1 or not any(self._beats(grid, other, way, ways) for other in ways)
+            }
+        return self._worth[key]
+
+    def _key(self, grid: Grid) -> tuple[object, ...]:
+        dims = grid.dims
+        return (
+            dims.tensor_model_parallel_size,
+            dims.context_parallel_size,
+            dims.expert_model_parallel_size,
+            dims.expert_tensor_parallel_size,
+            dims.pipeline_model_parallel_size == 1,
+            dims.virtual_pipeline_model_parallel_size == 1,
+            grid.zero.is_fsdp,
+        )
+
+    def _of(self, grid: Grid, kinds: Kinds) -> Ways:
+        """Every way that Megatron accepts on a layout, by what it does of each variant there."""
+        key = (*self._key(grid), kinds)
+        if key not in self._possible:
+            found: dict[Execution, set[Recompute]] = {}
+            for each, kind in product(self._variants, kinds):
+                asked = dataclasses.replace(grid, recompute=kind)
+                way = allowed_execution(each, asked)
+                if each == self.given or self._accepts(asked, way):
+                    found.setdefault(way, set()).add(kind)
+            self._possible[key] = {way: frozenset(allowed) for way, allowed in found.items()}
+        return self._possible[key]
+
+    def _accepts(self, grid: Grid, way: Execution) -> bool:
+        asked = LaunchRequest(
+            spec=self.model.spec,
+            dims=grid.dims,
+            micro_batch_size=grid.micro_batch_size,
+            global_batch_size=grid.global_batch_size,
+            recompute=grid.recompute,
+            zero=grid.zero,
+            precision=self.model.settings.precision,
+            sequence_parallel=grid.sequence_parallel,
+            version=self.version,
+            execution=way,
+        )
+        return allows_execution(asked)
+
+    def _beats(self, grid: Grid, one: Execution, other: Execution, ways: Ways) -> bool:
+        """Whether one way makes another needless; of equal ones the first does."""
+        if one == other or not ways[one] >= ways[other]:
+            return False
+        if one.overlap_moe_expert_parallel_comm and not other.overlap_moe_expert_parallel_comm:
+            return False  # it keeps one more micro batch
+        pairs = list(zip(self._units(grid, one), self._units(grid, other), strict=True))
+        if not all(_no_more(a, b) for a, b in pairs):
+            return False
+        order = list(ways)
+        return order.index(one) < order.index(other) or not all(_no_more(b, a) for a, b in pairs)
+
+    def _units(self, grid: Grid, way: Execution) -> Iterator[UnitTimes]:
+        places = self.model.places(grid.dims)
+        shard = self.model.shard(dataclasses.replace(grid, execution=way))
+        for kind in dict.fromkeys(self.model.spec.layer_kinds()):
+            yield self.model.unit_time(kind, places, shard)
+
+
+def _combinations(space: SearchSpace) -> Iterator[Execution]:
+    """Every combination of the values that may be chosen which does not contradict itself."""
+    names = space.executions
+    values = [dict.fromkeys((getattr(space.execution, name), *names[name])) for name in names]
+    for chosen in product(*values):
+        try:
+            yield dataclasses.replace(space.execution, **dict(zip(names, chosen, strict=True)))
+        except UserInputError:
+            continue  # such as a backend of another dispatcher
+
+
+def _laid_out(shard: Grid, pp: int, virtual: int, zero: ZeroStage) -> Grid:
+    """A layout that stands for all that forbid the same; its number of ranks does not matter."""
+    dims = dataclasses.replace(
+        shard.dims,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=virtual,
+    )
+    return dataclasses.replace(shard, dims=dims, zero=zero)
+
+
+def _least_of(execution: Execution) -> Execution:
+    """What is left of a way where all that can be is forbidden."""
+    dims = ParallelDims(pipeline_model_parallel_size=2)
+    for recompute in (FULL_RECOMPUTE, kind_of(_SHARED)):
+        grid = Grid(
+            dims=dims,
+            global_batch_size=1,
+            micro_batch_size=1,
+            sequence_parallel=False,
+            recompute=recompute,
+        )
+        execution = allowed_execution(execution, grid)
+    return execution
+
+
+_SHARED = Recompute(
+    granularity=RecomputeGranularity.SELECTIVE, modules=(RecomputeModule.SHARED_EXPERTS,)
+)
+
+
+def _no_more(one: UnitTimes, other: UnitTimes) -> bool:
+    """Whether a unit takes no more time and memory than another, part by part."""
+    parts = one.forward.keys() | other.forward.keys()
+    saved = one.saved_bytes.keys() | other.saved_bytes.keys()
+    return (
+        one.backward.total <= other.backward.total
+        and one.whole_forward.total <= other.whole_forward.total
+        and one.input_bytes <= other.input_bytes
+        and one.working_bytes <= other.working_bytes
+        and all(_part(one.forward, part) <= _part(other.forward, part) for part in parts)
+        and all(one.saved_bytes.get(p, 0.0) <= other.saved_bytes.get(p, 0.0) for p in saved)
+    )
+
+
+def _part(times: Mapping[Part, PassTime], part: Part) -> float:
+    return times[part].total if part in times else 0.0

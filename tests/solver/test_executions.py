@@ -1,0 +1,177 @@
+"""How layers are carried out is searched like all else: nothing is missed, nothing illegal."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from itertools import product
+
+import pytest
+
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.errors import UserInputError
+from nest_megatron.model.execution import (
+    PLAIN,
+    ContextTraffic,
+    Execution,
+    FlexBackend,
+    TokenDispatcher,
+)
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.execution_checks import allows_execution
+from nest_megatron.parallel.execution_rules import allowed_execution
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.rules import LaunchRequest
+from nest_megatron.solver import brute_force
+from nest_megatron.solver.bounds import Bounds
+from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.memory_bounds import MemoryBounds
+from nest_megatron.solver.outcome import NO_THRESHOLD, Status
+from nest_megatron.solver.room import fits
+from nest_megatron.solver.search import UNLIMITED, Search
+from nest_megatron.solver.space import SearchSpace
+from tests import catalogue
+from tests.solver.jobs import KERNEL, small_cluster, small_spec
+from tests.solver.test_search import look_at_everything
+
+FREE = {
+    "moe_token_dispatcher_type": (TokenDispatcher.FLEX, TokenDispatcher.ALLGATHER),
+    "moe_flex_dispatcher_backend": (FlexBackend.DEEPEP, FlexBackend.HYBRIDEP),
+    "moe_shared_expert_overlap": (True,),
+    "overlap_moe_expert_parallel_comm": (True,),
+    "tp_comm_overlap": (True,),
+    "cp_comm_type": (ContextTraffic.ALL_GATHER, ContextTraffic.A2A),
+}
+SETTINGS = CostSettings(
+    memory_reserve_bytes=0, tp_overlap=0.6, ep_overlap=0.5, alltoall_slowdown=1.4, host_kernel_s=0.0
+)
+SPACE = SearchSpace(
+    limits={"micro_batch_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    executions=FREE,
+)
+OVERLAPPING = Execution(overlap_moe_expert_parallel_comm=True)
+
+
+def job(seed: int, space: SearchSpace = SPACE) -> Search:
+    rng = random.Random(seed)
+    spec, cluster = small_spec(rng), small_cluster(rng)
+    if not spec.is_moe:
+        space = dataclasses.replace(space, limits={**space.limits, "context_parallel_size": 2})
+    cluster = cluster.resized(min(4, cluster.num_gpus))
+    model = CostModel(spec, cluster, SETTINGS)
+    return Search(model, rng.choice([4, 8]), space, KERNEL, num_layouts=4)
+
+
+@pytest.mark.parametrize("seed", [4, 8, 18, 21, 101])
+def test_search_is_brute_force_over_executions(seed: int) -> None:
+    found = job(seed).run()
+    expected, count = look_at_everything(job(seed))
+    assert list(found.plans) == expected[:4]
+    assert found.certificate.candidates == count
+    assert fits(job(seed)) == bool(expected)
+
+
+@pytest.mark.parametrize("seed", [8, 18])
+def test_what_is_left_out_is_no_better(seed: int) -> None:
+    """Every way that Megatron accepts, and not only those worth a candidate."""
+    asked = job(seed)
+    plain = dataclasses.replace(asked.grids.space, executions={})
+    grids = GridSpace(asked.model, asked.bounds.global_batch_size, plain)
+    best = NO_THRESHOLD
+    for family in (
+        f for shard in grids.shards() for grid in grids.grids(shard) for f in grids.families(grid)
+    ):
+        for recompute in grids.recompute_settings(family):
+            for way in accepted(asked, dataclasses.replace(family, recompute=recompute)):
+                best = min(best, brute_force.solve(asked.model.problem(way), best).iteration)
+    plans = asked.run().plans
+    assert best == (plans[0].iteration if plans else NO_THRESHOLD)
+
+
+def accepted(asked: Search, grid: Grid) -> list[Grid]:
+    """A grid in every way in which its layers run."""
+    values = [dict.fromkeys((getattr(PLAIN, name), *FREE[name])) for name in FREE]
+    found = [grid]
+    for chosen in product(*values):
+        try:
+            each = Execution(**dict(zip(FREE, chosen, strict=True)))
+        except UserInputError:
+            continue
+        way = allowed_execution(each, grid)
+        launch = LaunchRequest(
+            spec=asked.model.spec,
+            dims=grid.dims,
+            micro_batch_size=grid.micro_batch_size,
+            global_batch_size=grid.global_batch_size,
+            recompute=grid.recompute,
+            zero=grid.zero,
+            sequence_parallel=grid.sequence_parallel,
+            version="0.20",
+            execution=way,
+        )
+        if allows_execution(launch):
+            found.append(dataclasses.replace(grid, execution=way))
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("seed", [18, 21])
+def test_what_the_job_has_is_kept_wherever_it_can_be(seed: int) -> None:
+    space = dataclasses.replace(SPACE, executions={}, execution=OVERLAPPING)
+    found = job(seed, space).run()
+    for plan in found.plans:
+        assert plan.grid.execution == allowed_execution(OVERLAPPING, plan.grid)
+    expected, count = look_at_everything(job(seed, space))
+    assert list(found.plans) == expected[:4]
+    assert found.certificate.candidates == count
+
+
+def test_bounds_hold_whatever_is_chosen() -> None:
+    spec = catalogue.model("deepseek_v3")
+    model = CostModel(spec, catalogue.cluster("dgx_h100", 64), SETTINGS)
+    limits = {
+        "micro_batch_size": 1,
+        "context_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+    }
+    space = dataclasses.replace(SPACE, limits=limits)
+    grids, bounds = GridSpace(model, 128, space), Bounds(model, 128)
+    memory = MemoryBounds(model, grids)
+    ways = set()
+    for shard in list(grids.shards())[::9]:
+        even = min(map(bounds.even, grids.carried_out(shard)))
+        for family in (f for grid in grids.grids(shard) for f in grids.families(grid)):
+            for recompute in grids.recompute_settings(family)[::9]:
+                candidate = dataclasses.replace(family, recompute=recompute)
+                problem = model.problem(candidate)
+                roomy = dataclasses.replace(problem, capacity_bytes=UNLIMITED)
+                found = KERNEL(roomy, NO_THRESHOLD, 2_000)
+                assert max(even, bounds.pipeline(candidate, recompute)) <= found.iteration
+                least = max(memory.of_shard(shard), memory.of_family(candidate))
+                tight = dataclasses.replace(problem, capacity_bytes=int(least) - 1)
+                assert KERNEL(tight, 0, 2_000).status is Status.INFEASIBLE
+                ways.add(family.execution)
+    assert len(ways) > 3
+
+
+def test_a_choice_that_is_none_is_named() -> None:
+    with pytest.raises(UserInputError, match="tp_comm_overlap"):
+        SearchSpace(executions={"tp_com_overlap": (True,)})
+
+
+def test_an_overlapped_exchange_keeps_one_forward_pass_more() -> None:
+    """Megatron runs it before the first backward pass, so that both are independent."""
+    model = CostModel(catalogue.model("mixtral_8x7b"), catalogue.cluster("dgx_h100", 64), SETTINGS)
+    for pp, virtual, alive in ((1, 1, 1), (4, 2, 5)):
+        dims = ParallelDims(
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=virtual,
+            data_parallel_size=64 // pp,
+            expert_model_parallel_size=8,
+        )
+        grid = Grid(dims=dims, global_batch_size=512, micro_batch_size=1, sequence_parallel=False)
+        plain = model.problem(grid)
+        overlapped = model.problem(dataclasses.replace(grid, execution=OVERLAPPING))
+        for one, more in zip(plain.costs, overlapped.costs, strict=True):
+            assert more.saved_bytes == math.ceil(one.saved_bytes * (1 + 1 / alive))
