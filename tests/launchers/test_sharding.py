@@ -115,6 +115,24 @@ def test_what_goes_only_without_it_is_taken_back() -> None:
     assert values["check_weight_hash_across_dp_replicas_interval"] is None
 
 
+EXPERTS = (
+    "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1024 --expert-tensor-parallel-size 1"
+    " --expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall"
+)
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.20"])
+def test_what_one_release_cannot_is_taken_back_there(version: str) -> None:
+    """0.16.1 makes no groups of experts within an instance, and overlaps layers without forward."""
+    typed = "--num-distributed-optimizer-instances 2 --overlap-moe-expert-parallel-comm"
+    command = job(f"{WIDE} {EXPERTS} {typed}")
+    found, values = planned(command, TO_FSDP, version, "parallel.zero_stage=3")
+    assert found.parallel.use_megatron_fsdp
+    kept = version == "0.20"
+    assert values["num_distributed_optimizer_instances"] == (2 if kept else 1)
+    assert kept or not values["overlap_moe_expert_parallel_comm"]
+
+
 def test_what_goes_only_with_it_is_taken_back() -> None:
     """On the meta device alone, 0.16.1 and 0.20 start from whatever memory holds."""
     flags = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --init-model-with-meta-device"

@@ -133,6 +133,11 @@ def _uneven_instances(plan: ParallelPlan, instances: Any) -> bool:
     return not plan.parallel.use_distributed_optimizer or bool(replicas % instances or experts)
 
 
+def _expert_instances(plan: ParallelPlan, instances: Any) -> bool:
+    chosen = plan.parallel
+    return instances > 1 and chosen.use_megatron_fsdp and chosen.expert_model_parallel_size > 1
+
+
 def _other_checkpoints(plan: ParallelPlan, name: Any) -> bool:
     chosen = plan.parallel
     owners = {"fsdp_dtensor": chosen.use_megatron_fsdp, "torch_dcp": chosen.use_torch_fsdp2}
@@ -285,6 +290,13 @@ COMPANIONS: tuple[Companion, ...] = (
         contradicts=lambda plan, n: n > 1 and _uneven_instances(plan, n),
         reason="it does not divide the plan's replicas",
         source="parallel_state.py:833",
+    ),
+    Companion(
+        dest="num_distributed_optimizer_instances",
+        contradicts=_expert_instances,
+        reason="Megatron-FSDP of 0.16.1 has no groups of experts within an instance",
+        source="mcore_fsdp_adapter.py:206-221, megatron_fsdp.py:246",
+        release="0.16.1",
     ),
     Companion(
         dest="ckpt_format",
