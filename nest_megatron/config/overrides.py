@@ -21,7 +21,7 @@ MAX_JOBS = 100_000
 #: Longest setting, and how deep its brackets may be nested: Hydra's parser calls itself.
 _MAX_LENGTH, _MAX_DEPTH = 20_000, 16
 #: Values that are text whatever characters they hold.
-_TEXT_KEYS = ("out", "target", "parallel.pipeline_model_parallel_layout")
+_TEXT_KEYS = ("out", "parallel.pipeline_model_parallel_layout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,9 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.config.command import read_request
 from nest_megatron.config.compose import compose
 from nest_megatron.config.layout import estimate_layout
-from nest_megatron.config.overrides import parse
+from nest_megatron.config.overrides import expand, parse
 from nest_megatron.config.request import Inputs, read_inputs
+from nest_megatron.config.target import read_target
 from nest_megatron.cost_model.stored_settings import restored_settings, stored_settings
 from nest_megatron.cost_model.target_defaults import (
     BRIDGE_0_3,
@@ -195,3 +196,9 @@ def test_a_command_of_megatron_is_written_for_megatron_alone(target: Target) -> 
     plan, _ = estimate_layout(composed, inputs)
     assert bool(with_launch(plan).launch) is (target in MEGATRON_LM)
     assert any("docs/nemo.md" in note for note in inputs.notes) is (target not in MEGATRON_LM)
+
+
+def test_targets_are_swept() -> None:
+    names = [target.name for target in TARGETS]
+    jobs = expand(parse([f"target={','.join(names)}"]))
+    assert [read_target(compose(job).config).name for job in jobs] == names
