@@ -53,6 +53,7 @@ _LAYOUT = (
         "",
         "none, full, selective or names of modules; empty: the fastest setting that fits",
     ),
+    Column("optimizer", "", "`BF16 states` or `BF16 moments`: Adam's moments in 16 bits"),
     Column("framework", "", "with its release; what it does unasked is in the list of targets"),
     Column("task", "", "pretrain, sft, lora...; lora trains no weights"),
 )

@@ -78,7 +78,8 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> Job:
         raise RefusedRowError("number of GPUs not stated")
     rule = rule_of(row.get("framework", ""), row.get("gpu", ""))
     recipe = NO_SETTINGS if as_planned else settings_of(row)
-    stated = {**recipe.flags, **_format(row), **({} if as_planned else _stated(row))}
+    numbers = {**_format(row), **_moments(row)}
+    stated = {**recipe.flags, **numbers, **({} if as_planned else _stated(row))}
     place, precision = _place(row, rule.target, gpus)
     name = place.cluster.accelerator.name
     defaults = rule.target.flags(name, precision, has_experts=match.spec.is_moe)
@@ -113,6 +114,14 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> Job:
         partition=partition_of(row, match.spec, grid.dims) if recipe.certain else None,
         pipeline_runs=_pipeline_runs(row, grid) if rule.splits_local_batch else 1,
     )
+
+
+def _moments(row: Row) -> Mapping[str, Any]:
+    """Adam's moments in 16 bits, which a plan keeps like every number format of a job."""
+    if not re.search(r"\bbf16 (states|moments)", row.get("optimizer", ""), re.IGNORECASE):
+        return {}
+    types = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), "bf16")
+    return {"use_precision_aware_optimizer": True, **types}
 
 
 def _place(row: Row, target: Target, gpus: int) -> tuple[MachineMatch, Precision]:

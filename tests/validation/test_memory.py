@@ -227,3 +227,15 @@ def test_torchtitan_prints_what_the_allocator_holds_and_a_device_more() -> None:
 )
 def test_what_says_what_is_computed_again(text: str, says: bool) -> None:
     assert states_recompute({"recompute": text}) is says
+
+
+@pytest.mark.parametrize(
+    ("text", "states"), [("", 12), ("Adam (torch)", 12), ("Adam, BF16 states, distributed", 6)]
+)
+@pytest.mark.parametrize("as_planned", [False, True])
+def test_moments_in_16_bits_are_a_number_format_of_the_job(
+    text: str, states: int, as_planned: bool
+) -> None:
+    row = _throughput_row(optimizer=text, precision="BF16")
+    job = job_of(row, ModelBook.load(), as_planned=as_planned)
+    assert job.settings.traits.optimizer_bytes == states
