@@ -117,6 +117,13 @@ def _unseen_clusters() -> list[tuple[str, str, str, str]]:
     ]
 
 
+def unseen_collectives_pct() -> float | None:
+    """Mean error of the collectives of clusters that the fit has not seen, each row the same."""
+    known = [entry for entry in _calibration("collectives").values() if entry.get("left_out_pct")]
+    rows = sum(entry["rows"] for entry in known)
+    return sum(entry["rows"] * entry["left_out_pct"] for entry in known) / rows if rows else None
+
+
 def _per_cent(share: float | None) -> float | None:
     return None if share is None else 100 * share
 

@@ -66,6 +66,18 @@ def test_every_set_stands_beside_its_goal(text: str) -> None:
             assert re.search(rf"\| {re.escape(each.name)}.*{mark} {goal.value:g} \|", text)
 
 
+def test_the_page_leads_with_plans_and_the_worst_regime(text: str) -> None:
+    rows = re.findall(r"^\| (\w+) \| \d+ of \d+ \| \*\*([\d.]+)\*\*", text, re.MULTILINE)
+    first = rows[: [name for name, _ in rows].index("all")]
+    errors = [float(error) for _, error in first]
+    assert errors == sorted(errors, reverse=True)
+    assert {"dense", "moe", "fp8"} <= {name for name, _ in first}
+    for goal in ("dense", "experts", "all"):
+        assert f"| error of time, {goal}, % |" in text
+    assert "clusters left out of the fit" in text
+    assert "`pairs_in_order_pct`" in text
+
+
 def test_worst_rows_have_their_reasons(text: str) -> None:
     assert NOT_EXPLAINED in text
     assert "one \\| two" in text or "tp0657" not in text
