@@ -42,6 +42,7 @@ class GridSpace:
         fixed = space.recompute
         self._kinds = Counter(map(kind_of, self._all_settings(0) if fixed is None else (fixed,)))
         self._all_kinds = frozenset(self._kinds)
+        self._known: dict[Kinds, tuple[int, bool]] = {}
         self._allowed: dict[object, tuple[Recompute, ...]] = {}
         self._num_units = len(model.spec.layer_kinds())
 
@@ -311,25 +312,43 @@ class GridSpace:
 
     def num_candidates_of_grid(self, grid: Grid) -> int:
         """Candidates below a grid whose virtual stages and ZeRO stage are free."""
-        zeros = self.zero_stages(grid.dims)
-        if not self._executions.is_fixed:
-            return sum(self.num_candidates_of(laid, zeros) for laid in self.interleavings(grid))
-        chunks = grid.dims.pipeline_model_parallel_size
-        sizes = self._virtual_sizes(grid)
-        return len(zeros) * sum(self._num_settings(chunks * v, self._all_kinds) for v in sizes)
+        zeros, sizes = self.zero_stages(grid.dims), self._virtual_sizes(grid)
+        first = next((laid for laid in self.interleavings(grid)), None)
+        if first is None:
+            return 0
+        if self._executions.is_fixed or len(sizes) == 1:
+            return self._num_alike(first, sizes, zeros)
+        several = dataclasses.replace(grid.dims, virtual_pipeline_model_parallel_size=sizes[-1])
+        last = dataclasses.replace(grid, dims=several)
+        one, more = [v for v in sizes if v == 1], [v for v in sizes if v > 1]
+        return self._num_alike(first, one, zeros) + self._num_alike(last, more, zeros)
 
     def num_candidates_of(self, laid: Grid, zeros: Sequence[ZeroStage]) -> int:
         """Candidates of a grid with its virtual stages, under these ZeRO stages."""
-        if self._executions.is_fixed:
-            return len(zeros) * self.num_candidates(laid)
-        return sum(map(self.num_candidates, self.families_of(laid, zeros)))
+        return self._num_alike(laid, [laid.dims.virtual_pipeline_model_parallel_size], zeros)
+
+    def _num_alike(self, laid: Grid, sizes: Sequence[int], zeros: Sequence[ZeroStage]) -> int:
+        """Candidates of a grid under these virtual sizes and ZeRO stages.
+
+        Args:
+            laid: of one of the sizes; all of them are 1, or none is, as far as it matters.
+        """
+        pp, found = laid.dims.pipeline_model_parallel_size, 0
+        for alike in ([z for z in zeros if not z.is_fsdp], [z for z in zeros if z.is_fsdp]):
+            if not alike:
+                continue
+            for kinds in self._ways(dataclasses.replace(laid, zero=alike[0])).values():
+                found += len(alike) * sum(self._num_settings(pp * v, kinds) for v in sizes)
+        return found
 
     def num_candidates(self, grid: Grid) -> int:
         """Candidates below a grid whose virtual stages, ZeRO stage and execution are chosen."""
         return self._num_settings(*self.settings_key(grid))
 
-    def _num_settings(self, chunks: int, kinds: Iterable[Recompute]) -> int:
+    def _num_settings(self, chunks: int, kinds: Kinds) -> int:
         """Recompute settings of a grid; only the block sizes depend on its chunks."""
-        blocks = self.space.recompute is None and FULL_RECOMPUTE in kinds
-        found = sum(self._kinds[kind] for kind in kinds)
+        if kinds not in self._known:
+            blocks = self.space.recompute is None and FULL_RECOMPUTE in kinds
+            self._known[kinds] = sum(self._kinds[kind] for kind in kinds), blocks
+        found, blocks = self._known[kinds]
         return found + (self.largest_block(chunks) if blocks else 0)
