@@ -50,7 +50,7 @@ def test_regret_is_what_our_choice_costs(pairs: list[tuple[float, float]]) -> No
     chosen = min(pairs, key=lambda pair: pair[0])[1]
     best = min(measured for _, measured in pairs)
     found = rank_scores(pairs).regret_pct
-    assert found == pytest.approx(100 * (chosen - best) / best, abs=1e-6)
+    assert found == pytest.approx(100 * (chosen - best) / best, rel=1e-9, abs=1e-6)
     assert found >= 0
 
 
