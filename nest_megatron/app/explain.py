@@ -7,6 +7,8 @@ from pathlib import Path
 from nest_megatron.app import OK
 from nest_megatron.app.output import command_lines, say, show, show_json
 from nest_megatron.app.plan import launch_words
+from nest_megatron.cost_model.stored_settings import restored_settings
+from nest_megatron.cost_model.target_defaults import MEGATRON_LM, target_named
 from nest_megatron.files import write_text
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.pinning import pinned_for, read_plan
@@ -74,5 +76,12 @@ def _advise(plan: ParallelPlan, times: LayerTimes | None) -> None:
             f"\nIts layer times ({profile}) are not in the profile store of this machine; what is "
             "priced again here is priced from data sheets. Import the profile to see its own."
         )
-    if not plan.launch:
+    if plan.launch:
+        return
+    target = restored_settings(plan.provenance.settings).target
+    if target is None or target_named(target) in MEGATRON_LM:
         say("\nThis plan holds no launch command; plan again with this version to get one.")
+        return
+    say(
+        f"\nThe plan is for {target_named(target).framework}; docs/nemo.md says how recipes take it."
+    )

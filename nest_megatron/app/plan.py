@@ -234,7 +234,8 @@ def _show_plan(plan: ParallelPlan, composed: Composed, notes: Sequence[str]) -> 
 def _say_where(plan: ParallelPlan, composed: Composed) -> None:
     out = composed.config.out
     if out is not None and not is_standard_output(Path(out)):
-        say(f"Written to {out}; `nest-megatron explain {out}` prints the launch command.")
+        shown = "prints the launch command" if plan.launch else "shows it again"
+        say(f"Written to {out}; `nest-megatron explain {out}` {shown}.")
     predicted = plan.predicted
     if not predicted.fits:
         from nest_megatron.report.words import memory_verdict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import yaml
 
@@ -15,7 +16,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import DEFAULT_TARGET
 from nest_megatron.planner import PlanRequest
 from nest_megatron.solver.space import DEGREES, SearchSpace
-from tests.app.runs import ROOT, SMALL
+from tests.app.runs import ROOT, SMALL, run
 
 
 def test_the_yaml_holds_every_key_of_the_schema() -> None:
@@ -59,3 +60,13 @@ def test_sweeps_follow_hydras_grammar() -> None:
     assert [str(job[0]) + " " + str(job[1]) for job in jobs] == [
         f"model={model} cluster.num_gpus={gpus}" for model in "ab" for gpus in (8, 16, 24)
     ]
+
+
+def test_a_plan_for_another_framework_promises_no_command(tmp_path: Path) -> None:
+    out = tmp_path / "plan.yaml"
+    found = run("plan", *SMALL, "target=nemo_2.7", f"out={out}")
+    assert "prints the launch command" not in found.out
+    assert "docs/nemo.md" in found.out
+    shown = run("explain", str(out)).out
+    assert "plan again" not in shown
+    assert "The plan is for NeMo 2.7" in shown
