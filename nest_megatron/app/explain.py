@@ -82,6 +82,5 @@ def _advise(plan: ParallelPlan, times: LayerTimes | None) -> None:
     if target is None or target_named(target) in MEGATRON_LM:
         say("\nThis plan holds no launch command; plan again with this version to get one.")
         return
-    say(
-        f"\nThe plan is for {target_named(target).framework}; docs/nemo.md says how recipes take it."
-    )
+    framework = target_named(target).framework
+    say(f"\nThe plan is for {framework}; docs/nemo.md says how recipes take it.")
