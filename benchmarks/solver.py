@@ -4,11 +4,13 @@ Run from the project's root, on a quiet machine::
 
     python benchmarks/solver.py               # the table
     python benchmarks/solver.py --reference   # and the compiled kernel against pure Python
+    python benchmarks/solver.py --misfits     # jobs that fit nowhere
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import resource
 import subprocess
@@ -53,6 +55,28 @@ def one(model: str, num_gpus: int) -> str:
         f"{model:13} {num_gpus:6} {wall:8.2f} {cpu:8.2f} {peak:8.0f} {record.candidates:10,}"
         f" {record.solved:7,} {record.simulations:12,}  {record.certificate:10} {best}"
     )
+
+
+#: Jobs that fit nowhere: overrides of ``nest-megatron plan``.
+MISFITS = (
+    "model=deepseek_v3 cluster=gb200_nvl72 cluster.num_gpus=36 train.global_batch_size=4608 "
+    "train.precision=fp8",
+    "model=kimi_k2 cluster=dgx_h100 cluster.num_gpus=96",
+    "model=deepseek_v3 cluster=dgx_h100 cluster.num_gpus=64",
+    "model=llama3_1_405b cluster=dgx_h100 cluster.num_gpus=24",
+)
+
+
+def misfits() -> None:
+    """The whole command on each job, in a process of its own: CPU time and what it says."""
+    for job_words in MISFITS:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        command = [sys.executable, "-m", "nest_megatron", "plan", *job_words.split(), "--json"]
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        cpu = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+        told = json.loads(found.stdout)["no_plan"]
+        says = "complete" if told["complete"] else "incomplete"
+        print(f"{cpu:6.2f} s CPU  {says}  {told['remedies'][0]:24} {job_words}", flush=True)
 
 
 def table() -> None:
@@ -100,9 +124,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "GPUS"))
     parser.add_argument("--reference", action="store_true")
+    parser.add_argument("--misfits", action="store_true")
     arguments = parser.parse_args()
     if arguments.one:
         print(one(arguments.one[0], int(arguments.one[1])))
+        return
+    if arguments.misfits:
+        misfits()
         return
     table()
     if arguments.reference:

@@ -119,6 +119,9 @@ class GridSpace:
 
     def carried_out(self, shard: Grid) -> Iterator[Grid]:
         """A shard in every way in which its layers may be carried out."""
+        if self._executions.is_fixed:
+            yield shard
+            return
         for execution in self._executions.of_shard(shard, self._all_kinds):
             yield dataclasses.replace(shard, execution=execution)
 
@@ -337,7 +340,9 @@ class GridSpace:
         for alike in ([z for z in zeros if not z.is_fsdp], [z for z in zeros if z.is_fsdp]):
             if not alike:
                 continue
-            for kinds in self._ways(dataclasses.replace(laid, zero=alike[0])).values():
+            fixed = self._executions.is_fixed
+            ways = self._ways(laid if fixed else dataclasses.replace(laid, zero=alike[0]))
+            for kinds in ways.values():
                 found += len(alike) * sum(self._num_settings(pp * v, kinds) for v in sizes)
         return found
 
