@@ -111,7 +111,15 @@ def test_enough_gpus_are_looked_for_in_whole_nodes(
     monkeypatch.setattr(shortage, "_fits", tried)
     settings = CostSettings(precision=Precision.FP8)
     spec = catalogue.model(model)
-    found = plan(PlanRequest(spec=spec, cluster=cluster, global_batch_size=4608, settings=settings))
+    found = plan(
+        PlanRequest(
+            spec=spec,
+            cluster=cluster,
+            global_batch_size=4608,
+            settings=settings,
+            max_seconds=3600.0,  # of which the analysis has two minutes, however busy the machine
+        )
+    )
     assert isinstance(found, NoPlan)
     assert found.complete
     assert found.remedies[0] == f"cluster.num_gpus={enough}"
