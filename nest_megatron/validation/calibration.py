@@ -186,8 +186,8 @@ def _floor(owner: str) -> Parameter:
 
 #: What switches of ``Execution`` do, whichever framework sets them. Priors: user buffers pipeline
 #: all but a product's first and last piece; parts of an exchange are of unequal size in training;
-#: DeepEP and HybridEP are taken as one and a half times as fast as NCCL's exchange, an estimate; fp8
-#: has twice the peak of 16 bits in attention.
+#: DeepEP and HybridEP are taken as one and a half times as fast as NCCL's exchange, an estimate;
+#: fp8 has twice the peak of 16 bits in attention.
 _MECHANISMS = tuple(
     Parameter(owner=EXECUTION, name=name, prior=prior, width=width, low=low, high=high)
     for name, prior, width, low, high in (
