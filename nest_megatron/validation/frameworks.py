@@ -283,19 +283,41 @@ MEGATRON_CORE = dataclasses.replace(
                 ("num_layers_per_virtual_pipeline_stage", 1),
             )
         ),
-        *(
-            Default(
-                argument=argument,
-                value=value,
-                source="Megatron-MoE-ModelZoo, best_practice: HybridEP on GB200 and GB300",
-                gpu="GB[23]00",
-            )
-            for argument, value in (
-                ("moe_token_dispatcher_type", "flex"),
-                ("moe_flex_dispatcher_backend", "hybridep"),
-            )
-        ),
         *MEGATRON_LM_0_16.defaults,
+    ),
+)
+
+
+def _recipes_for_experts(source: str) -> tuple[Default, ...]:
+    """The dispatchers that the developers' recipes for expert models choose, by device."""
+    return tuple(
+        Default(argument=argument, value=value, source=source, gpu=gpu)
+        for gpu, backend in (("GB[23]00", "hybridep"), ("H[12]00|B[23]00", "deepep"))
+        for argument, value in (
+            ("moe_token_dispatcher_type", "flex"),
+            ("moe_flex_dispatcher_backend", backend),
+            ("moe_permute_fusion", True),
+            ("moe_router_fusion", True),
+        )
+    )
+
+
+_MEGATRON_CORE_DEV = dataclasses.replace(
+    MEGATRON_CORE,
+    name="megatron_core_dev",
+    framework="megatron-core's developers' own runs, dev branch",
+    defaults=(
+        *_recipes_for_experts("Megatron-MoE-ModelZoo of 2026-05: best_practice"),
+        *MEGATRON_CORE.defaults,
+    ),
+)
+_MEGATRON_LM_DEV = dataclasses.replace(
+    MEGATRON_LM_0_20,
+    name="megatron_lm_dev",
+    framework="Megatron-LM, dev branch",
+    defaults=(
+        *_recipes_for_experts("Megatron-LM dev of 2026-08: examples/moe_recipes"),
+        *MEGATRON_LM_0_20.defaults,
     ),
 )
 _MEGATRON_FSDP = dataclasses.replace(
@@ -371,7 +393,9 @@ RULES: tuple[Rule, ...] = (
     _rule(r"maxtext|paxml", _JAX, splits_local_batch=True),
     _rule(r"nanotron", _NANOTRON, flash_attention_2=True),
     _rule(r"internevo", _INTERNEVO, flash_attention_2=True),
+    _rule(r"^megatron-core (moe_)?(dev|main)", _MEGATRON_CORE_DEV),
     _rule(r"^megatron-core", MEGATRON_CORE),
+    _rule(r"^megatron-lm dev", _MEGATRON_LM_DEV),
     _rule(r"^megatron", MEGATRON_LM_0_16),
     _rule("", _OTHER),
 )
