@@ -19,7 +19,7 @@ from nest_megatron.validation.calibrate import (
     thinned,
 )
 from nest_megatron.validation.calibration import PARAMETERS
-from nest_megatron.validation.calibration_files import write_calibration
+from nest_megatron.validation.calibration_files import catalogue_values, write_calibration
 from nest_megatron.validation.fit_collectives import Errors, fit_links
 from nest_megatron.validation.fit_collectives import Fit as LinkFit
 from nest_megatron.validation.fit_samples import read_samples
@@ -50,7 +50,7 @@ def run_calibrate(paths: Sequence[Path], *, out: Path | None, validate: bool, as
             fix="`nest-megatron validate` prints why rows are refused.",
         )
     found = [fit_links(links(), read_samples(f), cross_validate=validate) for f in sorted(folders)]
-    fit = fit_all(samples, PARAMETERS)
+    fit = fit_all(samples, PARAMETERS, start=catalogue_values())
     left_out: dict[str, list[HeldOut]] = {}
     for by in ("source", "model") if validate else ():
         left_out[by] = cross_validate(samples, PARAMETERS, fit, by)

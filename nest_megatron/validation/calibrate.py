@@ -34,10 +34,10 @@ _PULL = 0.04
 #: Rows of one source that are fitted; more of them teach nothing new and cost time.
 _MOST_ROWS = 120
 _STEP = 0.02
-_EVALUATIONS = 20
+_EVALUATIONS = 8
 #: Evaluations of a fit that starts from another one's end, and parts that sources or models are
 #: left out in.
-_AGAIN, _FOLDS = 3, 10
+_AGAIN, _FOLDS = 2, 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,9 +180,15 @@ def fit(
     )
 
 
-def fit_all(samples: Sequence[Sample], parameters: Sequence[Parameter]) -> Fit:
-    """Fit each set of samples that share constants by itself, and put the results together."""
-    fits = [fit(part, parameters) for part in components(samples)]
+def fit_all(
+    samples: Sequence[Sample], parameters: Sequence[Parameter], start: Values | None = None
+) -> Fit:
+    """Fit each set of samples that share constants by itself, and put the results together.
+
+    Args:
+        start: as ``fit`` takes it.
+    """
+    fits = [fit(part, parameters, start) for part in components(samples)]
     errors: dict[str, tuple[float, ...]] = defaultdict(tuple)
     for each in fits:
         for source, rows in each.errors.items():

@@ -201,8 +201,8 @@ _MECHANISMS = tuple(
 
 #: Priors: kernels of truth/kernel_efficiency.csv and best products of truth/hardware.csv.
 PARAMETERS: tuple[Parameter, ...] = (
-    *_device("volta", (0.65, 0.35, 0.9), None, 0.4, 0.85, 1e-5),
-    *_device("ampere", (0.8, 0.5, 0.88), None, 0.47, 0.86, 1e-5),
+    *_device("volta", (0.65, 0.35, 0.9), None, 0.4, 0.85, 5e-6),
+    *_device("ampere", (0.8, 0.5, 0.88), None, 0.47, 0.86, 5e-6),
     *_device("hopper", (0.72, 0.5, 0.81), 0.65, 0.55, 0.91, 4e-6, 3e-5),
     *_device("b200", (0.55, 0.4, 0.79), 0.6, 0.5, 0.8, 4e-6, 3e-5),
     *_device("gb200", (0.6, 0.4, 0.79), 0.6, 0.5, 0.8, 4e-6, 3e-5),

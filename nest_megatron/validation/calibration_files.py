@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import write_text
 from nest_megatron.validation.calibrate import Fit, HeldOut, Sample
@@ -16,7 +17,7 @@ from nest_megatron.validation.calibration import PARAMETERS, Values, generation_
 
 _HEAD = """\
 # Written by `nest-megatron calibrate` (nest_megatron/validation/calibrate.py); do not edit.
-# values: fitted constants; prior: where each started and is pulled to. rows: measured runs that
+# values: fitted constants; prior: where each is pulled to. rows: measured runs that
 # were fitted, by source. mape_pct: their mean absolute error. left_out_pct: rows predicted by a fit
 # that has not seen their source (or model), mean absolute error.
 """
@@ -28,6 +29,17 @@ _LINES = (
     "grouped_gemm_share",
     "host_kernel_s",
 )
+
+
+def catalogue_values() -> Values:
+    """The constants of the catalogue, by parameter key: where a new fit starts."""
+    found: dict[str, float] = {}
+    for name in ("devices", "frameworks"):
+        path = catalogue_root().joinpath("calibration", f"{name}.yaml")
+        entries = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        for owner, entry in entries.items():
+            found |= {f"{owner}.{field}": value for field, value in entry["values"].items()}
+    return found
 
 
 def write_calibration(
