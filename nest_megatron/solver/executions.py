@@ -37,6 +37,8 @@ Ways = Mapping[Execution, Kinds]
 
 #: Modules whose recomputation some way forbids.
 _FORBIDDEN = (RecomputeModule.MOE_ACT, RecomputeModule.MOE, RecomputeModule.SHARED_EXPERTS)
+#: Switches that take no time and no memory anywhere, so that a way without one is never better.
+_NEVER_SLOWER = frozenset({"moe_permute_fusion", "moe_router_fusion", "tp_comm_overlap"})
 _ANY_MODULE = Recompute(
     granularity=RecomputeGranularity.SELECTIVE, modules=(RecomputeModule.LAYERNORM,)
 )
@@ -157,7 +159,12 @@ class Executions:
 def _combinations(space: SearchSpace) -> Iterator[Execution]:
     """Every combination of the values that may be chosen which does not contradict itself."""
     names = space.executions
-    values = [dict.fromkeys((getattr(space.execution, name), *names[name])) for name in names]
+    values = [
+        names[name][-1:]
+        if name in _NEVER_SLOWER
+        else (getattr(space.execution, name), *names[name])
+        for name in names
+    ]
     for chosen in product(*values):
         try:
             yield dataclasses.replace(space.execution, **dict(zip(names, chosen, strict=True)))
