@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from nest_megatron.cluster.catalogue import cluster_from_mapping
-from nest_megatron.cluster.records import Cluster
+from nest_megatron.cluster.catalogue import accelerator_from_mapping, cluster_from_mapping
+from nest_megatron.cluster.records import Accelerator, Cluster
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.spec import TransformerSpec
 
@@ -61,3 +61,8 @@ def cluster(name: str, num_gpus: int) -> Cluster:
         if isinstance(entry, dict):
             mapping["accelerator"] = _read("accelerator", next(iter(entry.values())))
     return cluster_from_mapping(mapping, num_gpus=num_gpus)
+
+
+def accelerator(name: str) -> Accelerator:
+    """A device of the catalogue."""
+    return accelerator_from_mapping(_read("accelerator", name))

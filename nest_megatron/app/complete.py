@@ -27,7 +27,7 @@ _CLUSTER_KEYS = ("num_gpus", "oversubscription", "accelerator")
 #: Short texts of the records below, repeated so that completing loads none of them; a test
 #: compares them with the records.
 VALUES = {
-    "train.precision": ("bf16", "fp16", "fp32", "fp8"),
+    "train.precision": ("bf16", "fp16", "fp32", "fp8", "nvfp4"),
     "parallel.rank_order": ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"),
     "parallel.zero_stage": ("0", "1", "2", "3"),
     "parallel.sequence_parallel": _BOOLEANS,

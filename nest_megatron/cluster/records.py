@@ -21,6 +21,12 @@ class Precision(Name):
     BF16 = "bf16"
     FP16 = "fp16"
     FP8 = "fp8"
+    NVFP4 = "nvfp4"
+
+    @property
+    def is_quantized(self) -> bool:
+        """Products of layers run below 16 bits, on operands that are cast for them."""
+        return self in (Precision.FP8, Precision.NVFP4)
 
 
 class CollectiveKind(Name):

@@ -9,8 +9,8 @@ main loop, but much of its traffic does. The efficiencies are those of the accel
 from __future__ import annotations
 
 from nest_megatron.cluster.records import Accelerator, Precision
+from nest_megatron.cost_model.formats import format_of, gemm_share
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.traits import Fp8Recipe
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.graph import Operator, OperatorKind
 from nest_megatron.units import Seconds
@@ -24,10 +24,6 @@ _PRODUCTS = (OperatorKind.GEMM, OperatorKind.GROUPED_GEMM)
 #: What each further product of a grouped one adds: SimuMax's 94 grouped products on B200 (20 to 256
 #: experts of 128 to 9,832 tokens) are missed by 8.5 % in the mean with it, by 13 % without.
 _PRODUCT_S = 3e-6
-#: Bytes that a cast to fp8 moves for each element: 16 bits read, fp8 and its transpose written;
-#: scales that are taken from the tensor itself read it once more (``Float8CurrentScaling``).
-_CAST_BYTES = 4.0
-_AMAX_BYTES = 2.0
 #: Share of the peak that a 16-bit product reaches which the matrix units refuse. BLOOM's search on
 #: A100 (bigscience chronicles, tr11): heads of 108 instead of 144 cost 38.6 s of a step of 118 s,
 #: all of it in the products of unfused attention.
@@ -46,7 +42,7 @@ def operator_times(
     Raises:
         UserInputError: if the accelerator has no matrix units for the format.
     """
-    rate = _flops_rate(operator, accelerator, settings.precision)
+    rate = _flops_rate(operator, accelerator, settings)
     if operator.kind is OperatorKind.ATTENTION:
         rate /= settings.attention_slowdown
         rate *= settings.fp8_attention_speedup if settings.traits.fp8_attention else 1.0
@@ -62,17 +58,12 @@ def operator_times(
         operator.backward_flops / rate, operator.backward_bytes_moved / bandwidth
     )
     backward *= gradients
-    if operator.fp8 and settings.precision is Precision.FP8:
-        cast = _cast_bytes(settings) / bandwidth
+    number_format = format_of(settings.precision, settings.traits.fp8_recipe)
+    if operator.fp8 and number_format is not None:
+        cast = number_format.cast_bytes(settings.traits.fp8_weight_copies) / bandwidth
         forward += accelerator.kernel_floor_s + cast * operator.input_elements
         backward += accelerator.kernel_floor_s + cast * operator.output_elements
     return settings.compute_slowdown * forward, settings.compute_slowdown * backward
-
-
-def _cast_bytes(settings: CostSettings) -> float:
-    """Bytes moved to bring one element of a product's input into fp8."""
-    current = settings.traits.fp8_recipe is Fp8Recipe.TENSORWISE
-    return _CAST_BYTES + (_AMAX_BYTES if current else 0.0)
 
 
 def _joined(arithmetic: Seconds, traffic: Seconds) -> Seconds:
@@ -86,14 +77,15 @@ def sixteen_bit(accelerator: Accelerator) -> Precision:
     return Precision.BF16 if accelerator.supports(Precision.BF16) else Precision.FP16
 
 
-def _flops_rate(operator: Operator, accelerator: Accelerator, precision: Precision) -> float:
+def _flops_rate(operator: Operator, accelerator: Accelerator, settings: CostSettings) -> float:
+    precision = settings.precision
     is_single = precision is Precision.FP32
     wide = precision if is_single else sixteen_bit(accelerator)
     if operator.kind is OperatorKind.ATTENTION:
         rows = operator.parallel_rows
         busy = 1.0 / (1.0 + accelerator.attention_ramp_rows / rows)
         return accelerator.peak_flops_per_s[wide] * accelerator.attention_efficiency * busy
-    used = precision if operator.fp8 or precision is not Precision.FP8 else wide
+    used = precision if operator.fp8 or not precision.is_quantized else wide
     if not accelerator.supports(used):
         raise UserInputError(
             "train.precision",
@@ -105,4 +97,6 @@ def _flops_rate(operator: Operator, accelerator: Accelerator, precision: Precisi
     share = accelerator.gemm_efficiency[used] if operator.aligned else UNALIGNED_EFFICIENCY
     if operator.kind is OperatorKind.GROUPED_GEMM and operator.num_products > 1:
         share *= accelerator.grouped_gemm_share
+    if used.is_quantized:
+        share *= gemm_share(accelerator.name, settings.traits.fp8_recipe)
     return accelerator.peak_flops_per_s[used] * share

@@ -87,7 +87,7 @@ def replica_traffic(
 
     instances = settings.traits.optimizer_instances if zero else 1
 
-    def price(kind: CollectiveKind, group: GroupKind, width: int) -> Seconds:
+    def price(kind: CollectiveKind, group: GroupKind, width: float) -> Seconds:
         within, _ = split(group)
         seconds = collective_time(kind, buckets[group] * width, within, cluster.levels)
         return settings.dp_slowdown * seconds / buckets[group]

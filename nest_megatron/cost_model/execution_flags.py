@@ -46,19 +46,20 @@ def execution_traits(flags: Mapping[str, Any], precision: Precision) -> Executio
     """
     params = _params_bytes(flags, precision)
     is_fp8 = precision is Precision.FP8
-    fp8_weights = is_fp8 and bool(flags.get("fp8_param_gather"))
+    fp8_weights = _quantized_weights(flags, precision)
+    recipe = _recipe(flags, precision)
     states, of_matrices = _optimizer_bytes(flags, precision, params)
     name = text(flags.get("optimizer") or "adam")
     return ExecutionTraits(
         flash_attention=_is_fused(flags, params),
-        fp8_recipe=_member(flags, "fp8_recipe", Fp8Recipe, "delayed"),
+        fp8_recipe=recipe,
         params_bytes=params,
         fp8_attention=is_fp8
         and any(
             flags.get(name) for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")
         ),
         fp8_weights=fp8_weights,
-        fp8_gather=fp8_weights and text(flags.get("fp8_recipe")) != "mxfp8",
+        fp8_gather=fp8_weights and recipe is not Fp8Recipe.MXFP8,
         fp8_inputs=flags.get("fp8_wgrad") is not False,
         fp8_transpose_cache=not flags.get("disable_parameter_transpose_cache"),
         keep_fp8_transpose_cache=bool(flags.get("keep_fp8_transpose_cache")),
@@ -148,14 +149,39 @@ def time_notes(flags: Mapping[str, Any]) -> tuple[str, ...]:
         )
     if text(flags.get("optimizer") or "adam") in ("muon", "dist_muon"):
         notes.append("Muon: its states are counted, the time of its products is not.")
-    if flags.get("fp4"):
-        notes.append("--fp4-format is priced as fp8: products in 4 bits are faster.")
+    if flags.get("first_last_layers_bf16"):
+        notes.append(
+            "--first-last-layers-bf16: in fp8 and NVFP4 the layers that stay in bf16 are priced as "
+            "the others, so a step takes longer than predicted."
+        )
     return tuple(notes)
+
+
+def _recipe(flags: Mapping[str, Any], precision: Precision) -> Fp8Recipe:
+    if precision is Precision.NVFP4:
+        return Fp8Recipe.NVFP4
+    if text(flags.get("fp8_recipe")) == Fp8Recipe.NVFP4:
+        raise UserInputError(
+            "--fp8-recipe",
+            value="nvfp4",
+            limit="it is a recipe of --fp4-format",
+            fix="Use --fp4-format e2m1 --fp4-recipe nvfp4.",
+        )
+    return _member(flags, "fp8_recipe", Fp8Recipe, "delayed")
+
+
+def _quantized_weights(flags: Mapping[str, Any], precision: Precision) -> bool:
+    """Whether weights are kept below 16 bits alone (``fp4_param`` is 0.16.1's name)."""
+    of_format = {
+        Precision.FP8: ("fp8_param_gather",),
+        Precision.NVFP4: ("fp4_param_gather", "fp4_param"),
+    }
+    return any(flags.get(name) for name in of_format.get(precision, ()))
 
 
 def _params_bytes(flags: Mapping[str, Any], precision: Precision) -> int:
     """Width of weights and activations: fp8 goes with any of the three formats around it."""
-    if precision is Precision.FP8:
+    if precision.is_quantized:
         return _width("--params-dtype", flags.get("params_dtype") or "bf16")
     return _FP32 if precision is Precision.FP32 else 2
 
@@ -245,13 +271,14 @@ def _master_bytes(flags: Mapping[str, Any], precision: Precision, params: int) -
     width = _width("--main-params-dtype", flags.get("main_params_dtype") or "fp32")
     if params == _FP32:
         return 0.0 if width == _FP32 else width
-    is_fp8 = precision is Precision.FP8
-    kept_apart = is_fp8 and text(flags.get("fp8_recipe") or "delayed") != "delayed"
+    kept_apart = (
+        precision is Precision.FP8 and text(flags.get("fp8_recipe") or "delayed") != "delayed"
+    )
     completes = (
         width == _FP32
         and not kept_apart
         and precision is not Precision.FP16
-        and not (is_fp8 and flags.get("fp8_param_gather"))
+        and not _quantized_weights(flags, precision)
         and flags.get("store_param_remainders", True) is not False
     )
     return 2.0 if completes else float(width)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nest_megatron.cluster.records import Accelerator, Cluster, CollectiveKind, Precision
+from nest_megatron.cluster.records import Accelerator, Cluster, CollectiveKind
 from nest_megatron.cost_model.communication import collective_time, ring_step_time, split_group
 from nest_megatron.cost_model.compute import operator_times
 from nest_megatron.cost_model.measured import AS_ANALYTIC, Scale
@@ -304,7 +304,7 @@ def _host_time(
     if not each or execution.cuda_graph_impl is GraphImpl.FULL_ITERATION:
         return 0.0
     held = _held_by_graphs(execution)
-    is_fp8 = settings.precision is Precision.FP8
+    is_fp8 = settings.precision.is_quantized
     launches = sum(_launches(op, is_fp8) for op in graph.operators if op.part not in held)
     launches += sum(1 for call in graph.collectives if not call.backward and call.part not in held)
     return each * launches

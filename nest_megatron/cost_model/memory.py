@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from nest_megatron.cluster.records import Accelerator, Precision
+from nest_megatron.cluster.records import Accelerator
+from nest_megatron.cost_model.formats import format_of
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.parameters import ParameterCount
 from nest_megatron.model.spec import LayerKind
@@ -22,8 +23,6 @@ from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.units import Bytes
 
 WEIGHT_BYTES = 2
-#: An fp8 weight, or the transpose of one.
-FP8_BYTES = 1
 #: Mean size of the error of predicted peaks on Megatron's own functional tests
 #: (``docs/accuracy.md``): closer to the limit than this, memory alone proves nothing.
 PEAK_ERROR = 0.031
@@ -121,7 +120,7 @@ def static_bytes(
             matrices; embedding and head do not. (The vectors of a layer are too few to matter.)
         whole: gathered weights and gradients stay beside the shares.
     """
-    traits, is_fp8 = settings.traits, in_layer and settings.precision is Precision.FP8
+    traits, is_fp8 = settings.traits, in_layer and settings.precision.is_quantized
     shares = replicas_of_states(replicas, settings)
     weights = weight_bytes(settings, in_layer=in_layer) / (
         shares if zero >= ZeroStage.WEIGHTS else 1
@@ -153,20 +152,26 @@ def divides_states(zero: ZeroStage, settings: CostSettings) -> bool:
     return zero >= ZeroStage.OPTIMIZER or settings.traits.layer_wise_optimizer
 
 
-def weight_bytes(settings: CostSettings, *, in_layer: bool) -> int:
+def quantized_bytes(settings: CostSettings) -> float:
+    """Bytes of an element of a layer's product where it runs below 16 bits, scales included."""
+    found = format_of(settings.precision, settings.traits.fp8_recipe)
+    return settings.traits.params_bytes if found is None else found.bytes
+
+
+def weight_bytes(settings: CostSettings, *, in_layer: bool) -> float:
     """Width of a weight, fp8 copies apart."""
-    is_fp8 = in_layer and settings.precision is Precision.FP8 and settings.traits.fp8_weights
-    return FP8_BYTES if is_fp8 else settings.traits.params_bytes
+    is_fp8 = in_layer and settings.traits.fp8_weights
+    return quantized_bytes(settings) if is_fp8 else settings.traits.params_bytes
 
 
-def gathered_bytes(settings: CostSettings, *, in_layer: bool) -> int:
+def gathered_bytes(settings: CostSettings, *, in_layer: bool) -> float:
     """Width of a weight on the wire when replicas gather it."""
     if settings.traits.fp8_gather:
         return weight_bytes(settings, in_layer=in_layer)
     return settings.traits.params_bytes
 
 
-def fp8_copy_bytes(zero: ZeroStage, settings: CostSettings) -> int:
+def fp8_copy_bytes(zero: ZeroStage, settings: CostSettings) -> float:
     """Bytes beside the weight for each parameter of a matrix product in fp8.
 
     Transformer Engine keeps an fp8 copy of each 16-bit weight and its transpose between micro
@@ -176,23 +181,24 @@ def fp8_copy_bytes(zero: ZeroStage, settings: CostSettings) -> int:
     weight lives in the backward pass of one layer; a copy of a 16-bit weight is kept for the
     backward pass all the same.
     """
-    traits = settings.traits
-    transposes = (traits.fp8_weight_copies - 1) * FP8_BYTES
+    traits, width = settings.traits, quantized_bytes(settings)
+    transposes = (traits.fp8_weight_copies - 1) * width
     if zero >= ZeroStage.WEIGHTS:
         return transposes if traits.fp8_weights and traits.keep_fp8_transpose_cache else 0
     if traits.fp8_weights:
         return transposes if traits.fp8_transpose_cache else 0
-    return traits.fp8_weight_copies * FP8_BYTES
+    return traits.fp8_weight_copies * width
 
 
-def kept_input_bytes(settings: CostSettings) -> int:
+def kept_input_bytes(settings: CostSettings) -> float:
     """Bytes that a product of a layer keeps of an element of its input for the backward pass.
 
     Transformer Engine's modules keep the fp8 input of a product in fp8, as the weight gradient's
     product in fp8 takes it (``_Linear.forward``, ``_LayerNormLinear.forward``).
     """
-    is_fp8 = settings.precision is Precision.FP8 and settings.traits.fp8_inputs
-    return FP8_BYTES if is_fp8 else settings.traits.params_bytes
+    if settings.traits.fp8_inputs:
+        return quantized_bytes(settings)
+    return settings.traits.params_bytes
 
 
 def unsharded_bytes(

@@ -7,6 +7,7 @@ from collections import Counter
 from nest_megatron.cluster.records import Cluster, CollectiveKind
 from nest_megatron.cost_model.communication import collective_time, send_time
 from nest_megatron.cost_model.data_parallel import ReplicaTraffic, replica_traffic
+from nest_megatron.cost_model.formats import expert_alignment
 from nest_megatron.cost_model.keys import (
     GroupPlaces,
     degrees,
@@ -180,6 +181,7 @@ class CostModel:
             loss_bytes=self.settings.traits.loss_bytes,
             activation_bytes=self.settings.traits.params_bytes,
             kept_input_bytes=kept_input_bytes(self.settings),
+            expert_alignment=expert_alignment(self.settings, grid.execution),
             execution=grid.execution,
             fused_activation=self.settings.traits.fused_activation,
             loss_chunk_tokens=self.settings.traits.loss_chunk_tokens,

@@ -138,6 +138,8 @@ def _bridge(release: str, files: dict[str, str]) -> Iterator[Default]:
     yield default("cross_entropy_loss_fusion", True, "model")
     yield default("cross_entropy_fusion_impl", "te", "common")
     yield default("optimizer", "adam", "recipe")
+    if release != "0.3":
+        yield default("fp4_param_gather", True, "precision", precision=Precision.NVFP4)
     if release == "0.3":
         yield default("use_precision_aware_optimizer", True, "common", precision=Precision.BF16)
     yield default("use_distributed_optimizer", True, "recipe")

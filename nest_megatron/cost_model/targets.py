@@ -21,8 +21,9 @@ import yaml
 from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.execution_flags import execution_of, execution_traits
+from nest_megatron.cost_model.formats import fp8_layouts
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.traits import ExecutionTraits, Fp8Recipe
+from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.documents import LOADER
 from nest_megatron.model.execution import Execution
 
@@ -154,22 +155,6 @@ class Target:
     ) -> dict[str, Any]:
         said = {name: value for name, value in flags.items() if value is not None}
         return {**self.flags(accelerator, precision, has_experts=has_experts), **said}
-
-
-#: Devices of compute capability 10.0 to 11.x multiply fp8 matrices in any layout.
-_ANY_LAYOUT = re.compile(r"G?B[23]00", re.IGNORECASE)
-
-
-def fp8_layouts(accelerator: str, recipe: Fp8Recipe) -> int:
-    """Layouts of a weight that products in fp8 need: row by row, and column by column.
-
-    Hopper multiplies one layout alone. Blackwell takes both, so one copy serves under a scale for
-    the whole tensor; MXFP8 and blockwise scales run along rows or columns and need two.
-
-    Source: Transformer Engine, ``is_non_tn_fp8_gemm_supported`` and ``Float8Quantizer``.
-    """
-    whole_tensor = recipe in (Fp8Recipe.DELAYED, Fp8Recipe.TENSORWISE)
-    return 1 if whole_tensor and _ANY_LAYOUT.match(accelerator) else 2
 
 
 def fitted_values(entry: str) -> Mapping[str, float]:

@@ -10,13 +10,14 @@ from nest_megatron.names import Name
 
 
 class Fp8Recipe(Name):
-    """How scales of fp8 numbers are found (``--fp8-recipe``)."""
+    """How scales of fp8 numbers are found (``--fp8-recipe``), or of NVFP4 (``--fp4-recipe``)."""
 
     DELAYED = "delayed"
     TENSORWISE = "tensorwise"
     BLOCKWISE = "blockwise"
     MXFP8 = "mxfp8"
     CUSTOM = "custom"
+    NVFP4 = "nvfp4"
 
 
 #: A float32 master weight and the two moments of Adam.
@@ -39,7 +40,8 @@ class ExecutionTraits:
             share of the activation each (``scatter_gather_tensors_in_pipeline`` of 2021), not all.
         flash_attention: fused attention that keeps no score matrix, where the device has it.
         params_bytes: width of weights and activations (``params_dtype``).
-        fp8_recipe: how the scales of fp8 numbers are found.
+        fp8_recipe: how the scales of fp8 numbers are found. What is said of fp8 here holds for
+            NVFP4 as well, in its width (``formats.FORMATS``).
         fp8_attention: attention's own products run in fp8 (``--fp8-dot-product-attention``).
         fp8_weights: weights of products are kept in fp8 alone (``--fp8-param-gather``), with their
             transpose, not beside 16-bit ones.
@@ -47,7 +49,7 @@ class ExecutionTraits:
         fp8_inputs: products in fp8 keep their input in fp8 for the weight's gradient, which is
             worked out in fp8 as well (not with ``--no-fp8-wgrad``, nor in torchao).
         fp8_weight_copies: layouts in which products in fp8 need a weight: itself and its transpose,
-            or itself alone where the device multiplies both (``targets.fp8_layouts``).
+            or itself alone where the device multiplies both (``formats.fp8_layouts``).
         fp8_transpose_cache: transposes of fp8 weights are kept between micro batches (not with
             ``disable_parameter_transpose_cache``, where the backward pass makes them anew).
         keep_fp8_transpose_cache: Megatron-FSDP keeps the transposes of gathered fp8 weights.

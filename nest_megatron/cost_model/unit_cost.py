@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nest_megatron.cluster.records import Accelerator, Precision
+from nest_megatron.cluster.records import Accelerator
 from nest_megatron.cost_model.data_parallel import ReplicaTraffic
 from nest_megatron.cost_model.layer_cost import UnitRun
 from nest_megatron.cost_model.memory import (
-    FP8_BYTES,
     ParameterBytes,
     StaticBytes,
     divides_states,
     parameter_bytes,
+    quantized_bytes,
     replicas_of_states,
     stays_whole,
     unsharded_bytes,
@@ -258,10 +258,10 @@ def _copied_bytes(kind: LayerKind, zero: ZeroStage, settings: CostSettings) -> t
         if traits.torch_fsdp2:
             forward += 2 * traits.params_bytes
             backward += 2 * traits.params_bytes
-        if settings.precision is Precision.FP8 and not traits.fp8_weights:
-            forward += traits.params_bytes + 2 * FP8_BYTES
-        elif settings.precision is Precision.FP8 and not traits.keep_fp8_transpose_cache:
-            backward += 2 * FP8_BYTES
+        if settings.precision.is_quantized and not traits.fp8_weights:
+            forward += traits.params_bytes + 2 * quantized_bytes(settings)
+        elif settings.precision.is_quantized and not traits.keep_fp8_transpose_cache:
+            backward += 2 * quantized_bytes(settings)
     return forward, backward
 
 

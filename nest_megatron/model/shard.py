@@ -26,6 +26,7 @@ class LayerShard:
         fused_activation: a gated activation keeps its input alone.
         loss_chunk_tokens: tokens whose logits exist at once; 0 is all of a micro batch.
         keeps_stage_outputs: a pipeline stage keeps what it sent on until its backward pass.
+        expert_alignment: the tokens of each expert are filled up to a multiple of it.
     """
 
     tensor_model_parallel_size: int = 1
@@ -37,19 +38,20 @@ class LayerShard:
     flash_attention: bool = True
     loss_bytes: int = 6
     activation_bytes: int = 2
-    kept_input_bytes: int | None = None
+    kept_input_bytes: float | None = None
     execution: Execution = PLAIN
     fused_activation: bool = True
     loss_chunk_tokens: int = 0
+    expert_alignment: int = 1
     keeps_stage_outputs: bool = False
 
     @property
-    def input_bytes(self) -> int:
+    def input_bytes(self) -> float:
         """Bytes that a product keeps of an element of its input."""
         return self.kept_input_bytes or self.activation_bytes
 
     @property
-    def cast_bytes(self) -> int:
+    def cast_bytes(self) -> float:
         """The same where another operator keeps the element as it is anyway."""
         return 0 if self.input_bytes == self.activation_bytes else self.input_bytes
 

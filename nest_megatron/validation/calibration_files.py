@@ -122,12 +122,15 @@ def _write_accelerators(folder: Path, values: Values) -> Iterator[Path]:
 
 def updated(text: str, generation: str, values: Values) -> str:
     """An accelerator's file with its generation's constants, everything else as it stands."""
-    shares = dict(yaml.safe_load(text)["gemm_efficiency"])
-    for precision in shares:
-        key = "fp8" if precision == "fp8" else "bf16"
+    old = dict(yaml.safe_load(text)["gemm_efficiency"])
+    shares = dict(old)
+    for precision in old:
+        key = "fp8" if precision in ("fp8", "nvfp4") else "bf16"
         share = values.get(f"{generation}.gemm_efficiency.{key}")
         if share is not None:
-            shares[precision] = float(f"{share:.4g}")
+            # NVFP4 is known as a multiple of fp8 alone
+            scale = old["nvfp4"] / old["fp8"] if precision == "nvfp4" else 1.0
+            shares[precision] = float(f"{share * scale:.4g}")
     inside = ", ".join(f"{name}: {value}" for name, value in shares.items())
     text = _with_line(text, "gemm_efficiency", f"{{{inside}}}")
     for name in _LINES:

@@ -38,7 +38,7 @@ _PLACE = (
     Column("network", "", "free text (`NVSwitch + 4x200 Gb/s HDR per node`); empty: the usual"),
 )
 _LAYOUT = (
-    Column("precision", "", "bf16, fp16, fp8 in any spelling; empty: bf16; fp4 is refused"),
+    Column("precision", "", "bf16, fp16, fp8 in any spelling, nvfp4; empty: bf16; mxfp4: refused"),
     Column("seq", "tokens", "of one sequence; empty: as in the catalogue"),
     Column("gbs", "sequences", "of one step; or `ga`"),
     Column("mbs", "sequences", "of one micro batch; empty: the fastest of 1, 2, 4, 8 that fits"),

@@ -320,9 +320,11 @@ def _recompute(row: Row, dims: ParallelDims, notes: list[str]) -> Recompute:
 
 def _precision(row: Row, cluster: Cluster) -> Precision:
     text = row.get("precision", "").strip().lower()
-    if "fp4" in text:
+    if "nvfp4" in text:
+        wanted = Precision.NVFP4
+    elif "fp4" in text:
         raise RefusedRowError("number format is not modelled", row["precision"])
-    if "fp8" in text:
+    elif "fp8" in text:
         wanted = Precision.FP8
     elif "fp16" in text:
         wanted = Precision.FP16

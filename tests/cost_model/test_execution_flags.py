@@ -169,7 +169,8 @@ def test_impossible_values_are_refused(flags: dict[str, object]) -> None:
             ("--torch-fsdp2-no-reshard-after-forward",),
         ),
         ({"nccl_ub": True}, ("--use-nccl-ub",)),
-        ({"fp4": "e2m1", "fp4_param_gather": True}, ("--fp4-format", "--fp4-param-gather")),
+        ({"fp4": "e2m1", "fp4_param_gather": True}, ()),
+        ({"fp4_quantizer_factory": "a.b"}, ("--fp4-quantizer-factory",)),
         ({"cpu_offloading_num_layers": 4}, ("--cpu-offloading-num-layers",)),
         ({"transformer_impl": "local"}, ("--transformer-impl local",)),
         ({"optimizer": "soap"}, ("--optimizer soap",)),
@@ -180,7 +181,8 @@ def test_what_is_not_modelled_is_named(flags: dict[str, object], named: tuple[st
 
 
 @pytest.mark.parametrize(
-    "flags", [{"optimizer_cpu_offload": True}, {"optimizer": "muon"}, {"fp4": "e2m1"}]
+    "flags",
+    [{"optimizer_cpu_offload": True}, {"optimizer": "muon"}, {"first_last_layers_bf16": True}],
 )
 def test_time_that_is_not_priced_is_said(flags: dict[str, object]) -> None:
     assert len(time_notes(flags)) == 1

@@ -11,6 +11,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.execution_flags import execution_of, execution_traits
 from nest_megatron.cost_model.memory_flags import not_modelled
 from nest_megatron.cost_model.traits import ExecutionTraits
+from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_bridge.read import read_recipe as read_bridge
 from nest_megatron.launchers.megatron_lm.job import MegatronJob
 from nest_megatron.launchers.megatron_lm.parser import read_command
@@ -138,6 +139,31 @@ def test_recipes_of_mixed_precision_by_name(name: str, gathered: bool, width: in
     job = read_bridge(bridge(name), vocab_size=128256, environment={}).job
     assert traits(job).fp8_weights == gathered
     assert traits(job).gradient_bytes == width
+
+
+@pytest.mark.parametrize(
+    ("job", "gathered"),
+    [
+        (command("--bf16 --fp4-format e2m1 --fp4-recipe nvfp4"), False),
+        (command("--bf16 --fp4-format e2m1 --fp4-param-gather"), True),
+        (command("--bf16 --fp4-format e2m1 --fp4-param-gather", version="0.20"), True),
+        (read_nemo(nemo(fp4="e2m1"), vocab_size=128256).job, False),
+        (
+            read_bridge(bridge("bf16_with_nvfp4_mixed"), vocab_size=128256, environment={}).job,
+            False,
+        ),
+    ],
+    ids=["0.16.1", "gathered", "0.20", "nemo", "megatron_bridge"],
+)
+def test_nvfp4(job: MegatronJob, gathered: bool) -> None:
+    assert job.precision is Precision.NVFP4
+    assert traits(job).fp8_weights == gathered
+    assert not_modelled(job.memory_flags) == ()
+
+
+def test_two_formats_at_once_are_refused() -> None:
+    with pytest.raises(UserInputError, match="--fp8-format is given as well"):
+        command("--bf16 --fp8-format hybrid --fp4-format e2m1")
 
 
 def test_what_is_not_modelled_is_found_wherever_it_lies() -> None:

@@ -208,7 +208,9 @@ def _memory_fields(cfg: Any) -> Mapping[str, Any]:
         "accumulate_allreduce_grads_in_fp32": not name.startswith("fp16"),
         "grad_reduce_in_bf16": False,
         "fp8_param_gather": "fp8" in name and "subchannel" not in name,
-        **({"fp4": "e2m1"} if "fp4" in name else {}),
+        "fp4": "e2m1" if "fp4" in name else None,
+        # its recipe gathers weights in NVFP4 since 26.06
+        "fp4_param_gather": "fp4" in name and _target() is BRIDGE_2026,
     }
     return {**memory_fields(*others, cfg.dist), **of_recipe}
 
@@ -221,15 +223,17 @@ def _precision(cfg: Any) -> tuple[Precision, str, str]:
         around = next((kind for kind in ("bf16", "fp16") if kind in name), "fp32")
         known = {"delayed": "delayed", "mxfp8": "mxfp8", "subchannel": "blockwise"}
         recipe = next((known[kind] for kind in known if kind in name), "tensorwise")
-        narrow = "fp8" in name or "fp4" in name
+        is_fp4 = "fp4" in name
+        narrow = is_fp4 or "fp8" in name
     else:
         holder = cfg.model if mixed is None else mixed
         formats = ("bf16", "fp16")
         around = next((kind for kind in formats if value_or(holder, kind, False)), "fp32")
         recipe = str(value_or(holder, "fp8_recipe", "delayed"))
-        narrow = bool(value_or(holder, "fp8", None) or value_or(holder, "fp4", None))
+        is_fp4 = bool(value_or(holder, "fp4", None))
+        narrow = is_fp4 or bool(value_or(holder, "fp8", None))
     if narrow:
-        return Precision.FP8, recipe, around
+        return (Precision.NVFP4 if is_fp4 else Precision.FP8), recipe, around
     return Precision(around), "delayed", around
 
 

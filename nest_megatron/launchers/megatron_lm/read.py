@@ -327,8 +327,15 @@ def _precision(values: Mapping[str, Any]) -> Precision:
             limit="--bf16 is given as well, and Megatron takes one",
             fix="Drop one of the two.",
         )
+    if values.get("fp8") and values.get("fp4"):
+        raise UserInputError(
+            "--fp4-format",
+            value=values["fp4"],
+            limit="--fp8-format is given as well, and Megatron takes one",
+            fix="Drop one of the two.",
+        )
     if values.get("fp8") or values.get("fp4"):
-        return Precision.FP8
+        return Precision.FP8 if values.get("fp8") else Precision.NVFP4
     if values.get("bf16"):
         return Precision.BF16
     return Precision.FP16 if values.get("fp16") else Precision.FP32

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.formats import format_of
+from nest_megatron.cost_model.traits import Fp8Recipe
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.parser import VERSIONS
 from nest_megatron.launchers.megatron_lm.write import has_activation_flag
@@ -295,18 +297,19 @@ def _bad_modules(modules: set[RecomputeModule], limit: str) -> Violation:
 
 
 def _fp8_engine(request: LaunchRequest) -> Violation | None:
-    if request.precision is not Precision.FP8 or request.transformer_impl != "local":
+    if not request.precision.is_quantized or request.transformer_impl != "local":
         return None
     return Violation(
-        what="fp8_format",
+        what="fp8_format" if request.precision is Precision.FP8 else "fp4_format",
         value=request.precision.value,
-        limit="only Transformer Engine computes in fp8",
+        limit=f"only Transformer Engine computes in {request.precision}",
         fix="Use transformer_impl transformer_engine.",
     )
 
 
 def _fp8_shapes(request: LaunchRequest) -> Violation | None:
-    if request.precision is not Precision.FP8:
+    number_format = format_of(request.precision, Fp8Recipe(request.fp8_recipe))
+    if number_format is None:
         return None
     spec, dims = request.spec, request.dims
     tp, etp = dims.tensor_model_parallel_size, dims.expert_tensor_parallel_size
@@ -315,13 +318,14 @@ def _fp8_shapes(request: LaunchRequest) -> Violation | None:
         sides.add(spec.ffn_hidden_size // tp)
     if spec.is_moe:
         sides.add(spec.expert_ffn_hidden_size // etp)
-    uneven = sorted(side for side in sides if side % 16)
+    uneven = sorted(side for side in sides if side % number_format.sides)
     if not uneven:
         return None
     return Violation(
         what="tensor_model_parallel_size",
         value=tp,
-        limit=f"fp8 matrices have sides of whole 16s; found {uneven}",
+        limit=f"{request.precision} matrices have sides of whole {number_format.sides}s; "
+        f"found {uneven}",
         fix="Lower the tensor-parallel size.",
     )
 

@@ -164,6 +164,8 @@ def precision_argv(precision: Precision, fp8_recipe: str = "delayed") -> list[st
         return ["--fp16"]
     if precision is Precision.FP8:
         return ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", fp8_recipe]
+    if precision is Precision.NVFP4:
+        return ["--bf16", "--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"]
     return ["--bf16"]
 
 

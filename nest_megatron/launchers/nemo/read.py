@@ -258,7 +258,8 @@ def _precision(recipe: Any, plugin: Any) -> tuple[Precision, str, str]:
     around = _named(stated)
     if plugin is None or not (value_or(plugin, "fp8", None) or value_or(plugin, "fp4", None)):
         return around, "delayed", around.value
-    return Precision.FP8, str(value_or(plugin, "fp8_recipe", "delayed")), around.value
+    narrow = Precision.NVFP4 if value_or(plugin, "fp4", None) else Precision.FP8
+    return narrow, str(value_or(plugin, "fp8_recipe", "delayed")), around.value
 
 
 def _named(name: str) -> Precision:

@@ -145,6 +145,8 @@ def _experts(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     hidden = spec.hidden_size
     gates = 2 if spec.gated_linear_unit else 1
     num_local = max(1, (spec.num_experts or 1) // shard.expert_model_parallel_size)
+    # Formats below 16 bits fill each expert's tokens up to a whole block: by half of it on average.
+    routed += num_local * (shard.expert_alignment - 1) / 2
     operators = (
         _grouped_gemm(shard, "expert_fc1", routed, hidden, gates * ffn, num_local),
         streaming(
