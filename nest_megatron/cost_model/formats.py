@@ -23,6 +23,7 @@ class NumberFormat:
     Args:
         element_bytes: of the element itself.
         scale_bytes: of the scales of its block, for each element.
+        weight_scale_bytes: the same of a weight.
         swizzles: scales are written again in the order that the product reads.
         seeks_largest: the tensor is read once more, before the cast, for its largest element.
         cast_slowdown: time of a cast over what its traffic takes.
@@ -33,6 +34,7 @@ class NumberFormat:
 
     element_bytes: float = 1.0
     scale_bytes: float = 0.0
+    weight_scale_bytes: float = 0.0
     swizzles: bool = False
     seeks_largest: bool = False
     cast_slowdown: float = 1.0
@@ -44,6 +46,11 @@ class NumberFormat:
     def bytes(self) -> float:
         """An element with its share of the scales."""
         return self.element_bytes + self.scale_bytes
+
+    @property
+    def weight_bytes(self) -> float:
+        """The same of a weight."""
+        return self.element_bytes + self.weight_scale_bytes
 
     def cast_bytes(self, layouts: int) -> float:
         """Traffic of a cast for each element, or as much as takes its time.
@@ -67,11 +74,14 @@ FORMATS = {
     Fp8Recipe.DELAYED: NumberFormat(),
     Fp8Recipe.TENSORWISE: NumberFormat(seeks_largest=True),
     Fp8Recipe.BLOCKWISE: NumberFormat(scale_bytes=4 / 128, gemm_share=0.82),
-    Fp8Recipe.MXFP8: NumberFormat(scale_bytes=1 / 32, swizzles=True, alignment=32, sides=32),
+    Fp8Recipe.MXFP8: NumberFormat(
+        scale_bytes=1 / 32, weight_scale_bytes=1 / 32, swizzles=True, alignment=32, sides=32
+    ),
     Fp8Recipe.CUSTOM: NumberFormat(),
     Fp8Recipe.NVFP4: NumberFormat(
         element_bytes=0.5,
         scale_bytes=1 / 16,
+        weight_scale_bytes=1 / 16,
         swizzles=True,
         seeks_largest=True,
         cast_slowdown=1.35,

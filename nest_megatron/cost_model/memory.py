@@ -153,9 +153,9 @@ def divides_states(zero: ZeroStage, settings: CostSettings) -> bool:
 
 
 def quantized_bytes(settings: CostSettings) -> float:
-    """Bytes of an element of a layer's product where it runs below 16 bits, scales included."""
+    """Width of a weight of a product in the format of products, scales included."""
     found = format_of(settings.precision, settings.traits.fp8_recipe)
-    return settings.traits.params_bytes if found is None else found.bytes
+    return settings.traits.params_bytes if found is None else found.weight_bytes
 
 
 def weight_bytes(settings: CostSettings, *, in_layer: bool) -> float:
@@ -196,9 +196,10 @@ def kept_input_bytes(settings: CostSettings) -> float:
     Transformer Engine's modules keep the fp8 input of a product in fp8, as the weight gradient's
     product in fp8 takes it (``_Linear.forward``, ``_LayerNormLinear.forward``).
     """
-    if settings.traits.fp8_inputs:
-        return quantized_bytes(settings)
-    return settings.traits.params_bytes
+    found = format_of(settings.precision, settings.traits.fp8_recipe)
+    if found is None or not settings.traits.fp8_inputs:
+        return settings.traits.params_bytes
+    return found.bytes
 
 
 def unsharded_bytes(
