@@ -24,6 +24,8 @@ TOKEN = re.compile(r"^(\+\+?nest=|\+{0,2}nest\.)")
 _OF_THE_JOB = ("model", "train")
 #: Settings that are lists of names.
 _LISTS = ("free", "may_differ")
+#: Short for ``search.keep``, beside ``free``.
+_KEEP = "keep"
 
 
 class Mode(Name):
@@ -68,7 +70,9 @@ def read_words(words: Iterable[str]) -> LaunchWords:
             continue
         text = text.removeprefix("nest.")
         key, equals, value = text.partition("=")
-        if equals and key in launch_keys():
+        if equals and key == _KEEP:
+            job.append(_job_setting(f"search.{text}"))
+        elif equals and key in launch_keys():
             launch.append(Setting(key=key, value=value))
         else:
             job.append(_job_setting(text))

@@ -56,6 +56,8 @@ class SearchConfig:
     max_seconds: float = _IN_FILE
     num_alternatives: int = _IN_FILE
     use_all_gpus: bool = _IN_FILE
+    keep: list[str] = field(default_factory=list)
+    packages: list[str] = field(default_factory=list)
     backend: str | None = None
 
 

@@ -94,7 +94,9 @@ def execution_of(flags: Mapping[str, Any]) -> Execution:
         backend = _member(flags, "moe_flex_dispatcher_backend", FlexBackend, "deepep")
     graphs = cuda_graphs(flags)
     overlaps = bool(flags.get("overlap_moe_expert_parallel_comm"))
-    sizes = flags.get("hierarchical_context_parallel_sizes") or ()
+    traffic = _member(flags, "cp_comm_type", ContextTraffic, "p2p")
+    levels = traffic is ContextTraffic.A2A_P2P
+    sizes = flags.get("hierarchical_context_parallel_sizes") if levels else ()
     modules = flags.get("offload_modules") or ()
     switches = {name: bool(flags.get(name)) for name in _SWITCHES}
     return Execution(
@@ -102,8 +104,8 @@ def execution_of(flags: Mapping[str, Any]) -> Execution:
         moe_flex_dispatcher_backend=backend,
         overlap_moe_expert_parallel_comm=overlaps,
         delay_wgrad_compute=overlaps and bool(flags.get("delay_wgrad_compute")),
-        cp_comm_type=_member(flags, "cp_comm_type", ContextTraffic, "p2p"),
-        hierarchical_context_parallel_sizes=tuple(map(int, sizes)),
+        cp_comm_type=traffic,
+        hierarchical_context_parallel_sizes=tuple(map(int, sizes or ())),
         cuda_graph_impl=GraphImpl.NONE if graphs is None else GraphImpl(graphs.impl),
         cuda_graph_scope=() if graphs is None else tuple(sorted(graphs.scope)),
         cpu_offloading_num_layers=int(flags.get("cpu_offloading_num_layers") or 0),

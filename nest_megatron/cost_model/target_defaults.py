@@ -32,6 +32,7 @@ def _megatron_lm(release: str, tag: str) -> Target:
         framework=f"Megatron-LM {release}",
         reason="argparse's defaults with --bf16, and what a plan's command sets",
         fitted="megatron_lm",
+        megatron_core=release,
         defaults=(
             default("grad_reduce_in_bf16", False, _ARGUMENTS),
             default("main_grads_dtype", "fp32", _ARGUMENTS),
@@ -193,6 +194,7 @@ BRIDGE_0_3 = Target(
 )
 BRIDGE_2026 = Target(
     name="megatron_bridge_2026",
+    megatron_core="0.20",
     framework="Megatron-Bridge since 26.06",
     reason="performance recipes: HybridEP; on GB200 and GB300 whole steps in CUDA graphs, the "
     "all-to-all overlapped",

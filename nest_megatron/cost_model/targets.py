@@ -83,6 +83,7 @@ class Target:
         fitted: its entry in ``calibration/frameworks.yaml``, whose values are fields of
             ``CostSettings``; one that is not there has the cost model's own.
         defaults: the first that holds counts.
+        megatron_core: the recorded release whose rules it has, ``0.16.1`` or ``0.20``.
         cost: fields of ``CostSettings`` and ``ExecutionTraits`` that no argument of Megatron says.
     """
 
@@ -91,6 +92,7 @@ class Target:
     reason: str
     fitted: str
     defaults: tuple[Default, ...] = ()
+    megatron_core: str = "0.16.1"
     cost: Mapping[str, object] = field(default_factory=dict)
 
     def flags(

@@ -100,6 +100,14 @@ class Execution:
                 limit=f"the dispatcher is {self.moe_token_dispatcher_type}",
                 fix="Give it with the flex dispatcher, and with no other.",
             )
+        sizes = self.hierarchical_context_parallel_sizes
+        if sizes and self.cp_comm_type is not ContextTraffic.A2A_P2P:
+            raise UserInputError(
+                "hierarchical_context_parallel_sizes",
+                value=sizes,
+                limit=f"context parallelism exchanges by {self.cp_comm_type}",
+                fix="Give them with a2a+p2p, and with no other.",
+            )
         if self.delay_wgrad_compute and not self.overlap_moe_expert_parallel_comm:
             raise UserInputError(
                 "delay_wgrad_compute",

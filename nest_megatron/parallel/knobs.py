@@ -5,12 +5,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from nest_megatron.model.execution import ContextTraffic, FlexBackend, TokenDispatcher
+from nest_megatron.model.execution import (
+    ContextTraffic,
+    Execution,
+    FlexBackend,
+    TokenDispatcher,
+)
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.names import Name
 
 
@@ -31,7 +39,9 @@ class Knob:
         choice: the name by which it is kept or freed (``nest.keep``, ``nest.free``).
         reason: said beside the change.
         costs: what it takes.
-        values: what a plan may choose beside what the job has; none where it is left to the job.
+        always: on wherever it can be: it never costs time.
+        values: what a plan may choose beside what the job has; none where it is left to the job,
+            or on always.
         needs: packages, by value, without which Megatron stops.
     """
 
@@ -40,6 +50,7 @@ class Knob:
     choice: str
     reason: str
     costs: str
+    always: bool = False
     values: tuple[Any, ...] = ()
     needs: Mapping[object, Package] = field(default_factory=dict)
 
@@ -66,7 +77,7 @@ KNOBS: tuple[Knob, ...] = (
         choice="token_dispatcher",
         reason="the exchange of tokens that was priced",
         costs="flex runs its kernels on 16 to 20 SMs and keeps buffers on each rank",
-        values=(TokenDispatcher.FLEX,),
+        values=(TokenDispatcher.FLEX, TokenDispatcher.ALLTOALL),
     ),
     Knob(
         name="moe_flex_dispatcher_backend",
@@ -74,7 +85,7 @@ KNOBS: tuple[Knob, ...] = (
         choice="token_dispatcher",
         reason="a token goes to each node once, however many of its experts are there",
         costs="as above",
-        values=(FlexBackend.DEEPEP, FlexBackend.HYBRIDEP),
+        values=(FlexBackend.DEEPEP, FlexBackend.HYBRIDEP, None),
         needs=MappingProxyType(
             {FlexBackend.DEEPEP: Package.DEEP_EP, FlexBackend.HYBRIDEP: Package.HYBRID_EP}
         ),
@@ -85,7 +96,7 @@ KNOBS: tuple[Knob, ...] = (
         choice="moe_permute_fusion",
         reason="tokens are sorted by expert in one kernel",
         costs="nothing",
-        values=(True,),
+        always=True,
     ),
     Knob(
         name="moe_router_fusion",
@@ -93,7 +104,7 @@ KNOBS: tuple[Knob, ...] = (
         choice="moe_router_fusion",
         reason="scores and top-k of the router are one kernel",
         costs="nothing",
-        values=(True,),
+        always=True,
     ),
     Knob(
         name="moe_shared_expert_overlap",
@@ -101,7 +112,7 @@ KNOBS: tuple[Knob, ...] = (
         choice="moe_shared_expert_overlap",
         reason="the shared experts run while tokens travel",
         costs="shared experts cannot be computed again",
-        values=(True,),
+        values=(True, False),
     ),
     Knob(
         name="overlap_moe_expert_parallel_comm",
@@ -109,7 +120,7 @@ KNOBS: tuple[Knob, ...] = (
         choice="overlap_moe_expert_parallel_comm",
         reason="tokens of one micro batch travel while another computes",
         costs="one more micro batch in memory; a pipeline needs virtual stages",
-        values=(True,),
+        values=(True, False),
     ),
     Knob(
         name="delay_wgrad_compute",
@@ -117,7 +128,7 @@ KNOBS: tuple[Knob, ...] = (
         choice="delay_wgrad_compute",
         reason="weight gradients fill what the overlapped exchange leaves idle",
         costs="inputs of products are kept longer",
-        values=(True,),
+        values=(True, False),
     ),
     Knob(
         name="use_transformer_engine_op_fuser",
@@ -131,8 +142,8 @@ KNOBS: tuple[Knob, ...] = (
         flag="--tp-comm-overlap",
         choice="tp_comm_overlap",
         reason="tensor-parallel traffic runs beside the products that need it",
-        costs="user buffers on each rank and some SMs; the group lies in one node",
-        values=(True,),
+        costs="user buffers on each rank, and some SMs",
+        always=True,
     ),
     Knob(
         name="cp_comm_type",
@@ -140,7 +151,7 @@ KNOBS: tuple[Knob, ...] = (
         choice="cp_comm_type",
         reason="how attention reaches the whole sequence fastest on these links",
         costs="all_gather holds all keys and values; a2a needs whole heads on each rank",
-        values=(ContextTraffic.A2A, ContextTraffic.ALL_GATHER, ContextTraffic.A2A_P2P),
+        values=tuple(ContextTraffic),
     ),
     Knob(
         name="hierarchical_context_parallel_sizes",
@@ -148,6 +159,7 @@ KNOBS: tuple[Knob, ...] = (
         choice="cp_comm_type",
         reason="heads are exchanged inside, keys and values go round outside",
         costs="as above",
+        values=((2, 2), (2, 4), (4, 2), (4, 4), (8, 2), ()),
     ),
     Knob(
         name="cuda_graph_impl",
@@ -205,6 +217,75 @@ NUMERIC_KNOBS: tuple[NumericKnob, ...] = (
     # (``validate_args``).
 )
 _BY_NAME = {knob.name: knob for knob in KNOBS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What decides which choices there are, beside the layout.
+
+    Args:
+        spec: the model.
+        accelerator: the device's name.
+        fp8_recipe: of the job; ``None`` outside fp8.
+        packages: those that are known to be installed where the job runs.
+        held: choices, by name, that stay as the job has them.
+        has_engine: the layers are Transformer Engine's.
+    """
+
+    spec: TransformerSpec
+    accelerator: str
+    fp8_recipe: str | None = None
+    packages: frozenset[str] = frozenset()
+    held: frozenset[str] = frozenset()
+    has_engine: bool = True
+
+
+def always_on(given: Execution, setting: Setting) -> Execution:
+    """The job's own, with everything on that never costs time."""
+    names = [knob.name for knob in KNOBS if knob.always and _is_open(knob, setting)]
+    return dataclasses.replace(given, **dict.fromkeys(names, True))
+
+
+def open_values(setting: Setting) -> dict[str, tuple[Any, ...]]:
+    """Fields of ``Execution`` that a plan may choose, with their values."""
+    found = {}
+    for knob in KNOBS:
+        values = tuple(
+            value
+            for value in knob.values
+            if knob.needs.get(value) is None or knob.needs[value] in setting.packages
+        )
+        if values and _is_open(knob, setting):
+            found[knob.name] = values
+    if not _FLEX.issuperset(found.get("moe_flex_dispatcher_backend", ())):
+        return found
+    for name in ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend"):
+        found.pop(name, None)  # no package of a backend is known to be there
+    return found
+
+
+_FLEX = frozenset({None})
+#: Devices on which the kernels of both backends run: Hopper and later.
+_EXCHANGING_DEVICE = re.compile(r"(GH|GB|[HB])\d", re.IGNORECASE)
+#: Scalings of fp8 whose products Transformer Engine does not run beside traffic in user buffers.
+_WITHOUT_BUFFERS = ("blockwise", "mxfp8")
+
+
+def _is_open(knob: Knob, setting: Setting) -> bool:
+    """Whether the choice exists for a model on a device, and is not the user's own."""
+    spec = setting.spec
+    missing = {
+        "moe_flex_dispatcher_backend": _EXCHANGING_DEVICE.match(setting.accelerator) is None,
+        "moe_shared_expert_overlap": not spec.moe_shared_expert_intermediate_size,
+        # latent attention has products of its own, for which no buffers are made
+        "tp_comm_overlap": spec.multi_latent_attention or setting.fp8_recipe in _WITHOUT_BUFFERS,
+        "cp_comm_type": spec.multi_latent_attention,
+        "hierarchical_context_parallel_sizes": spec.multi_latent_attention,
+    }
+    of_experts = "moe" in knob.name or knob.name == "delay_wgrad_compute"
+    if not setting.has_engine or knob.choice in setting.held:
+        return False
+    return not missing.get(knob.name, False) and (spec.is_moe or not of_experts)
 
 
 def execution_reason(name: str) -> str:

@@ -1,0 +1,74 @@
+"""Which of Megatron's choices about speed a plan may make for a job."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from nest_megatron.config.schema import PlanConfig
+from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.launchers.megatron_lm.execution_argv import EXECUTION_ARGUMENTS
+from nest_megatron.parallel.knobs import Package, choices_of_execution
+
+#: Module of DeepEP whose presence tells that it has HybridEP's kernels as well.
+_HYBRID_EP = "hybrid_ep_buffer.py"
+
+
+def held_choices(
+    config: PlanConfig, typed: Collection[str] = (), freed: Collection[str] = ()
+) -> frozenset[str]:
+    """Choices that stay as the job has them.
+
+    Args:
+        typed: Megatron's arguments that the user set.
+        freed: those of them that a plan may change.
+
+    Raises:
+        UserInputError: for a name that is no choice.
+    """
+    names = {*choices_of_execution(), "all"}
+    for name in config.search.keep:
+        if name not in names:
+            raise UserInputError(
+                "search.keep",
+                value=name,
+                limit=f"choices are {', '.join(sorted(names))}",
+                fix=nearest(name, names),
+            )
+    if "all" in config.search.keep:
+        return frozenset(choices_of_execution())
+    own = set(typed) - set(freed)
+    stated = (name for name, flags in EXECUTION_ARGUMENTS.items() if own.intersection(flags))
+    return frozenset((*config.search.keep, *stated))
+
+
+def stated_packages(config: PlanConfig, installed: Iterable[str] = ()) -> frozenset[str]:
+    """Packages that are known to be where the job runs.
+
+    Args:
+        installed: those that were found there.
+
+    Raises:
+        UserInputError: for a name that no choice needs.
+    """
+    known = [package.value for package in Package]
+    for name in config.search.packages:
+        if name not in known:
+            raise UserInputError(
+                "search.packages",
+                value=name,
+                limit=f"packages that a choice needs are {', '.join(known)}",
+                fix=nearest(name, known),
+            )
+    return frozenset((*config.search.packages, *installed))
+
+
+def installed_packages() -> tuple[str, ...]:
+    """Packages of this environment that a choice needs; nothing is imported."""
+    found = importlib.util.find_spec(Package.DEEP_EP.value)
+    if found is None:
+        return ()
+    folders = map(Path, found.submodule_search_locations or ())
+    hybrid = any(folder.joinpath(_HYBRID_EP).exists() for folder in folders)
+    return (Package.DEEP_EP, Package.HYBRID_EP) if hybrid else (Package.DEEP_EP,)
