@@ -10,6 +10,7 @@ from typing import Any
 
 from nest_megatron.app.failure import require_plan
 from nest_megatron.app.surroundings import Surroundings
+from nest_megatron.config.choices import installed_packages
 from nest_megatron.config.command import CommandRequest, Wishes, request_for
 from nest_megatron.config.request import plan_request, with_times
 from nest_megatron.launchers.megatron_lm.attach import LAUNCHER, rewritten, with_launch
@@ -128,7 +129,12 @@ def decide(
     command = running.command
     saved = read_checkpoint(command.values)
     needed = {} if saved is None else required(saved, command.values, command.version)
-    wishes = Wishes(free=tuple(free), required=needed, option="nest.free")
+    wishes = Wishes(
+        free=tuple(free),
+        required=needed,
+        option="nest.free",
+        packages=installed_packages(),
+    )
     request = ask(running, place, wishes)
     inputs = request.inputs
     wanted = plan_request(place.composed.config, inputs, request.space)

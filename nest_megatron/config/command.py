@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from nest_megatron.cluster.records import Cluster
+from nest_megatron.config.choices import held_choices, stated_packages
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.plausible import require_plausible
 from nest_megatron.config.request import (
@@ -26,7 +27,14 @@ from nest_megatron.config.sharding import (
     loads,
     with_own_sharding,
 )
-from nest_megatron.config.target import JobFlags, read_execution, read_settings
+from nest_megatron.config.target import (
+    JobFlags,
+    fp8_recipe_of,
+    read_execution,
+    read_numeric_offers,
+    read_settings,
+    read_target,
+)
 from nest_megatron.config.typed import LAYOUT, freed_flags, kept_flags
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
@@ -38,6 +46,7 @@ from nest_megatron.launchers.megatron_lm.rules import MODULES_OF_ENGINE
 from nest_megatron.launchers.restore import Restored, restored_by_command
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
+from nest_megatron.parallel.knobs import Setting
 from nest_megatron.parallel.layout import parse_layout
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import RecomputeModule
@@ -76,11 +85,13 @@ class Wishes:
         free: parallel flags that the search may change, or ``all``.
         required: what a checkpoint or the data fixes, by the names of ``ParallelChoice``.
         option: how ``free`` is spelled where the user gave it, for messages.
+        packages: those of a choice that were found where the job runs.
     """
 
     free: Collection[str] = ()
     required: Mapping[str, Requirement] = field(default_factory=dict)
     option: str = "--free"
+    packages: tuple[str, ...] = ()
 
 
 def read_request(
@@ -195,7 +206,7 @@ def job_request(
     """
     spec, job = model_and_job
     freed = freed_flags(wishes.free, wishes.option)
-    inputs = _inputs(composed, spec, job, cluster)
+    inputs = _inputs(composed, model_and_job, cluster, wishes, freed)
     fixed = {name: value for name, value in job.fixed.items() if name not in freed}
     space = _space(composed, inputs.spec, job, fixed, freed)
     if composed.config.parallel.zero_stage is None:
@@ -246,8 +257,13 @@ def _refuse_kept(name: str, value: object, need: Requirement) -> NoReturn:
 
 
 def _inputs(
-    composed: Composed, spec: TransformerSpec, job: MegatronJob, cluster: Cluster
+    composed: Composed,
+    model_and_job: tuple[TransformerSpec, MegatronJob],
+    cluster: Cluster,
+    wishes: Wishes,
+    freed: Collection[str],
 ) -> Inputs:
+    spec, job = model_and_job
     config = composed.config
     notes = list(job.notes)
     batch = config.train.global_batch_size or job.global_batch_size
@@ -262,12 +278,23 @@ def _inputs(
         )
     said = JobFlags(precision=job.precision, flags=job.memory_flags, target=job.target)
     name = cluster.accelerator.name
+    settings = read_settings(config, said, accelerator=name, has_experts=spec.is_moe)
     return Inputs(
         spec=with_seq_length(spec, config.train.seq_length),
         cluster=cluster,
         global_batch_size=batch,
-        settings=read_settings(config, said, accelerator=name, has_experts=spec.is_moe),
+        settings=settings,
+        choices=Setting(
+            spec=spec,
+            accelerator=name,
+            fp8_recipe=fp8_recipe_of(settings),
+            packages=stated_packages(config, wishes.packages),
+            held=held_choices(config, job.fixed, freed),
+            has_engine=job.transformer_impl != "local",
+        ),
+        version=read_target(config, job.target).megatron_core,
         execution=read_execution(config, said, accelerator=name, has_experts=spec.is_moe),
+        numeric_offers=read_numeric_offers(config, said, accelerator=name, has_experts=spec.is_moe),
         notes=tuple(notes),
         not_modelled=job.not_modelled,
         save_interval=job.save_interval,

@@ -10,10 +10,19 @@ from typing import TypeVar
 
 from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.cluster.records import Cluster
+from nest_megatron.config.choices import held_choices, stated_packages
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.plausible import require_plausible
 from nest_megatron.config.schema import ParallelConfig, PlanConfig
-from nest_megatron.config.target import NO_JOB, choice, read_execution, read_settings, read_target
+from nest_megatron.config.target import (
+    NO_JOB,
+    choice,
+    fp8_recipe_of,
+    read_execution,
+    read_numeric_offers,
+    read_settings,
+    read_target,
+)
 from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM
@@ -22,6 +31,7 @@ from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
+from nest_megatron.parallel.knobs import Setting, always_on, open_values
 from nest_megatron.parallel.recompute import (
     Recompute,
     RecomputeGranularity,
@@ -30,7 +40,7 @@ from nest_megatron.parallel.recompute import (
 )
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import PlanRequest
-from nest_megatron.planner.request import Offer
+from nest_megatron.planner.request import NumericOffer, Offer
 from nest_megatron.profile.choose import Wanted, choose_times
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.mode import ProfileMode
@@ -60,6 +70,9 @@ class Inputs:
         not_modelled: flags of the job whose effect on memory is not known, as they are typed.
         execution: how its layers are carried out, as its flags and its target say.
         offer: another data-parallel sharding than the job's own.
+        numeric_offers: choices that change numbers, to be priced beside the plan.
+        choices: what decides which choices about speed there are; ``None`` leaves all as they are.
+        version: the Megatron-LM release whose rules the job's framework has.
         save_interval: steps between checkpoints, where the job says.
     """
 
@@ -73,6 +86,9 @@ class Inputs:
     not_modelled: tuple[str, ...] = ()
     execution: Execution = PLAIN
     offer: Offer | None = None
+    numeric_offers: tuple[NumericOffer, ...] = ()
+    choices: Setting | None = None
+    version: str = "0.16.1"
     save_interval: int | None = None
 
 
@@ -96,12 +112,24 @@ def read_inputs(composed: Composed) -> Inputs:
         notes.append(f"The plan is for {target.framework}; docs/nemo.md says how recipes take it.")
     spec, cluster = read_spec(config), read_cluster(config)
     name, has_experts = cluster.accelerator.name, spec.is_moe
+    settings = read_settings(config, NO_JOB, accelerator=name, has_experts=has_experts)
     inputs = Inputs(
         spec=spec,
         cluster=cluster,
         global_batch_size=batch,
-        settings=read_settings(config, NO_JOB, accelerator=name, has_experts=has_experts),
+        settings=settings,
+        choices=Setting(
+            spec=spec,
+            accelerator=name,
+            fp8_recipe=fp8_recipe_of(settings),
+            packages=stated_packages(config),
+            held=held_choices(config),
+        ),
+        version=target.megatron_core,
         execution=read_execution(config, NO_JOB, accelerator=name, has_experts=has_experts),
+        numeric_offers=read_numeric_offers(
+            config, NO_JOB, accelerator=name, has_experts=has_experts
+        ),
         notes=tuple(notes),
     )
     return with_times(inputs, composed)
@@ -274,7 +302,13 @@ def plan_request(config: PlanConfig, inputs: Inputs, space: SearchSpace) -> Plan
     """
     search = config.search
     _check_products(inputs, space)
-    space = dataclasses.replace(space, execution=inputs.execution)
+    space = dataclasses.replace(space, execution=inputs.execution, version=inputs.version)
+    if inputs.choices is not None:
+        space = dataclasses.replace(
+            space,
+            execution=always_on(inputs.execution, inputs.choices),
+            executions=open_values(inputs.choices),
+        )
     if search.num_alternatives < 0:
         raise UserInputError(
             "search.num_alternatives",
@@ -294,6 +328,7 @@ def plan_request(config: PlanConfig, inputs: Inputs, space: SearchSpace) -> Plan
         times=inputs.times,
         not_modelled=inputs.not_modelled,
         offer=inputs.offer,
+        numeric_offers=inputs.numeric_offers,
         reliability=read_reliability(config, inputs.save_interval),
     )
 

@@ -10,11 +10,17 @@ from typing import Any, TypeVar
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.target_defaults import DEFAULT_TARGET, target_named
+from nest_megatron.cost_model.target_defaults import (
+    DEFAULT_TARGET,
+    MEGATRON_LM,
+    target_named,
+)
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.model.execution import Execution
 from nest_megatron.names import Name
+from nest_megatron.parallel.knobs import NUMERIC_KNOBS
+from nest_megatron.planner.request import NumericOffer
 
 Choice = TypeVar("Choice", bound=Name)
 
@@ -67,6 +73,38 @@ def read_execution(
     return read_target(config, job.target).execution(
         accelerator, precision, job.flags, has_experts=has_experts
     )
+
+
+def read_numeric_offers(
+    config: PlanConfig, job: JobFlags = NO_JOB, *, accelerator: str, has_experts: bool
+) -> tuple[NumericOffer, ...]:
+    """Choices that change numbers and that the job has not made, as a plan for Megatron-LM offers.
+
+    Recipes of the other frameworks state their formats as a whole.
+    """
+    target = read_target(config, job.target)
+    precision = read_precision(config, job.precision)
+    if target not in MEGATRON_LM:
+        return ()
+    said = {name: value for name, value in job.flags.items() if value is not None}
+    own = {**target.flags(accelerator, precision, has_experts=has_experts), **said}
+    adam = str(own.get("optimizer") or "adam") == "adam"
+    found = []
+    for knob in NUMERIC_KNOBS:
+        fits = precision in knob.precisions and (adam or not knob.of_sharded_optimizer)
+        if fits and knob.is_new_to(own):
+            other = dataclasses.replace(job, flags={**job.flags, **knob.values})
+            settings = read_settings(
+                config, other, accelerator=accelerator, has_experts=has_experts
+            )
+            found.append(NumericOffer(knob=knob, settings=settings))
+    return tuple(found)
+
+
+def fp8_recipe_of(settings: CostSettings) -> str | None:
+    """How fp8 numbers are scaled; ``None`` in another format."""
+    is_fp8 = settings.precision is Precision.FP8
+    return settings.traits.fp8_recipe.value if is_fp8 else None
 
 
 def read_precision(config: PlanConfig, own: Precision = Precision.BF16) -> Precision:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from nest_megatron.cluster.records import Precision
 from nest_megatron.model.execution import (
     ContextTraffic,
     Execution,
@@ -63,11 +64,19 @@ class NumericKnob:
         flags: what the user types.
         values: the same by Megatron's names, as ``cost_model/execution_flags.py`` reads them.
         changes: what it does to the numbers.
+        precisions: number formats that it goes with.
+        of_sharded_optimizer: it needs Adam and the distributed optimizer.
     """
 
     flags: str
     values: Mapping[str, Any]
     changes: str
+    precisions: tuple[Precision, ...] = (Precision.BF16, Precision.FP8)
+    of_sharded_optimizer: bool = False
+
+    def is_new_to(self, flags: Mapping[str, Any]) -> bool:
+        """Whether a job with these flags has not made the choice."""
+        return any(flags.get(name) != value for name, value in self.values.items())
 
 
 KNOBS: tuple[Knob, ...] = (
@@ -207,11 +216,13 @@ NUMERIC_KNOBS: tuple[NumericKnob, ...] = (
             }
         ),
         changes="Adam keeps its moments in bf16",
+        of_sharded_optimizer=True,
     ),
     NumericKnob(
         flags="--fp8-param-gather",
         values=MappingProxyType({"fp8_param_gather": True}),
-        changes="weights are kept and gathered in fp8 alone (fp8 jobs)",
+        changes="weights are kept and gathered in fp8 alone",
+        precisions=(Precision.FP8,),
     ),
     # No Transformer Engine's cross entropy: Megatron-LM 0.20 refuses it as unstable
     # (``validate_args``).
@@ -243,7 +254,8 @@ class Setting:
 def always_on(given: Execution, setting: Setting) -> Execution:
     """The job's own, with everything on that never costs time."""
     names = [knob.name for knob in KNOBS if knob.always and _is_open(knob, setting)]
-    return dataclasses.replace(given, **dict.fromkeys(names, True))
+    fields: dict[str, Any] = dict.fromkeys(names, True)
+    return dataclasses.replace(given, **fields)
 
 
 def open_values(setting: Setting) -> dict[str, tuple[Any, ...]]:

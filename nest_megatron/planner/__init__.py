@@ -27,6 +27,7 @@ from nest_megatron.planner.assemble import (
     with_goodput,
 )
 from nest_megatron.planner.ended import EndedEarly
+from nest_megatron.planner.numeric_offers import with_numeric_offers
 from nest_megatron.planner.offers import with_offer
 from nest_megatron.planner.request import NUM_ALTERNATIVES, PlanRequest
 from nest_megatron.planner.shortage import (
@@ -83,7 +84,8 @@ def plan(
     record = searched.record
     if searched.result.plans:
         found = with_goodput(_assembled(request, searched, choose), request.reliability)
-        return with_offer(found, request, lambda asked: _best(asked, deadline))
+        found = with_offer(found, request, lambda asked: _best(asked, deadline))
+        return with_numeric_offers(found, request)
     if record.certificate == ENDED_EARLY:
         return EndedEarly(
             lower_bound_s=to_seconds(searched.result.certificate.lower_bound),

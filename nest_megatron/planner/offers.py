@@ -13,7 +13,7 @@ from nest_megatron.planner.request import PlanRequest
 from nest_megatron.units import format_seconds
 
 #: Smaller gains are below what the cost model can tell apart (docs/accuracy.md).
-_LEAST_GAIN_PERCENT = 1.0
+LEAST_GAIN_PERCENT = 1.0
 
 
 def with_offer(
@@ -37,7 +37,7 @@ def with_offer(
         return best
     step_s, other_s = (plan.predicted.iteration_time_s for plan in (best, other))
     gain = 100.0 * (step_s / other_s - 1.0)
-    if gain < _LEAST_GAIN_PERCENT:
+    if gain < LEAST_GAIN_PERCENT:
         return best
     sharding = zero_stage(other.parallel).sharding
     kind = offer.ckpt_format.get(sharding)

@@ -12,6 +12,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.knobs import NumericKnob
 from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import Backend
@@ -40,6 +41,18 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NumericOffer:
+    """A choice that changes numbers, priced beside the plan and never taken.
+
+    Args:
+        settings: the job's own, with the choice made.
+    """
+
+    knob: NumericKnob
+    settings: CostSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """What to plan.
 
@@ -51,6 +64,7 @@ class PlanRequest:
             search, the plan says how far from the optimum it can be at most.
         begun_s: when that time began (``time.monotonic``); ``None`` is when planning begins.
         offer: another sharding to be priced by ``offers.with_offer``.
+        numeric_offers: choices that change numbers, for ``numeric_offers.with_numeric_offers``.
         reliability: how often the job fails; ``None`` says nothing of goodput.
     """
 
@@ -66,6 +80,7 @@ class PlanRequest:
     times: LayerTimes | None = None
     not_modelled: tuple[str, ...] = ()
     offer: Offer | None = None
+    numeric_offers: tuple[NumericOffer, ...] = ()
     reliability: Reliability | None = None
 
     def __post_init__(self) -> None:

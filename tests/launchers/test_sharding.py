@@ -71,7 +71,7 @@ def test_a_job_is_not_moved_to_megatron_fsdp() -> None:
 
 def test_what_it_would_gain_is_said_with_what_it_needs() -> None:
     found, _ = planned(tight("--ckpt-format torch_dist"))
-    (offer,) = found.offers
+    offer = found.offers[0]
     assert "through Megatron-FSDP" in offer
     assert "% faster" in offer
     assert "--ckpt-format fsdp_dtensor" in offer
@@ -233,7 +233,7 @@ SMALL = (
 
 def test_what_is_offered_to_torch_fsdp2_is_what_changes() -> None:
     found, _ = planned(f"{SMALL} {TORCH_FSDP2}")
-    (offer,) = found.offers
+    offer = found.offers[0]
     assert "without PyTorch FSDP2" in offer
     assert "Megatron-FSDP" not in offer
     assert "--ckpt-format" not in offer

@@ -1,0 +1,87 @@
+"""What a plan would gain by choices that change numbers: priced, never taken."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from nest_megatron.cost_model.estimate import estimate
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.parallel.knobs import NumericKnob
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.plan_file import sealed
+from nest_megatron.planner.offers import LEAST_GAIN_PERCENT
+from nest_megatron.planner.request import PlanRequest
+from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds
+
+#: Sentences beside a plan.
+_MOST = 3
+
+
+#: Freed memory that is worth a sentence where a choice is no faster.
+_LEAST_FREED_PERCENT = 5.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Priced:
+    """A plan's own layout under another choice.
+
+    Args:
+        faster_percent: over the plan.
+        freed_percent: of the fullest GPU's memory in the plan.
+    """
+
+    knob: NumericKnob
+    iteration_time_s: Seconds
+    faster_percent: float
+    freed_bytes: Bytes
+    freed_percent: float
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether the cost model can tell it from the plan."""
+        freed = self.freed_percent >= _LEAST_FREED_PERCENT and self.faster_percent > -1.0
+        return self.faster_percent >= LEAST_GAIN_PERCENT or freed
+
+    def sentence(self) -> str:
+        """What it would do, and what it changes."""
+        gains = []
+        if self.faster_percent >= LEAST_GAIN_PERCENT:
+            faster = f"make this layout {self.faster_percent:.1f} % faster"
+            gains.append(f"{faster} ({format_seconds(self.iteration_time_s)})")
+        if self.freed_percent >= LEAST_GAIN_PERCENT:
+            gains.append(f"free {format_gib(self.freed_bytes)} on the fullest GPU")
+        gain = " and ".join(gains)
+        return f"{self.knob.flags} would {gain}. It changes numbers: {self.knob.changes}"
+
+
+def with_numeric_offers(plan: ParallelPlan, request: PlanRequest) -> ParallelPlan:
+    """The plan with those choices that would gain something, the best first.
+
+    Each is one evaluation of the cost model: the layout stays, so another one may gain more.
+    """
+    worth = [priced for priced in _all(plan, request) if priced.is_worth_it]
+    if not worth:
+        return plan
+    worth.sort(key=lambda priced: priced.iteration_time_s)
+    said = tuple(priced.sentence() for priced in worth[:_MOST])
+    return sealed(dataclasses.replace(plan, offers=(*plan.offers, *said)))
+
+
+def _all(plan: ParallelPlan, request: PlanRequest) -> Iterator[_Priced]:
+    if plan.parallel.use_megatron_fsdp or plan.parallel.use_torch_fsdp2:
+        return  # whose widths are flags of their own
+    grid, partition, before = plan.grid(), plan.partition(), plan.predicted
+    for offer in request.numeric_offers:
+        if offer.knob.of_sharded_optimizer and not plan.parallel.use_distributed_optimizer:
+            continue
+        model = CostModel(request.spec, request.cluster, offer.settings, request.times)
+        found = estimate(model, grid, partition)
+        freed = before.peak_memory_bytes - max(s.peak_memory_bytes for s in found.stages)
+        yield _Priced(
+            knob=offer.knob,
+            iteration_time_s=found.iteration_time_s,
+            faster_percent=100.0 * (before.iteration_time_s / found.iteration_time_s - 1.0),
+            freed_bytes=freed,
+            freed_percent=100.0 * freed / before.peak_memory_bytes,
+        )
