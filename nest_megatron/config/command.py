@@ -204,7 +204,7 @@ def job_request(
     Raises:
         UserInputError: for a wish that cannot be kept.
     """
-    spec, job = model_and_job
+    _, job = model_and_job
     freed = freed_flags(wishes.free, wishes.option)
     inputs = _inputs(composed, model_and_job, cluster, wishes, freed)
     fixed = {name: value for name, value in job.fixed.items() if name not in freed}
