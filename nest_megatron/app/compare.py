@@ -13,7 +13,13 @@ from nest_megatron.app.output import say, show, show_json
 from nest_megatron.comparison import PLANNERS, Compared, compare
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse, refuse_sweeps
-from nest_megatron.config.request import Inputs, plan_request, read_inputs, read_space
+from nest_megatron.config.request import (
+    Inputs,
+    plan_request,
+    read_inputs,
+    read_space,
+    with_own_choices,
+)
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import require_folder, write_text
 from nest_megatron.plain import to_plain
@@ -39,7 +45,7 @@ def run_compare(
             limit="a comparison writes no plan",
             fix="Use --chart for a picture, or `nest-megatron plan` for the plan.",
         )
-    inputs = read_inputs(composed)
+    inputs = with_own_choices(read_inputs(composed))  # as the other planners have them
     request = plan_request(composed.config, inputs, read_space(composed.config))
     with _told() as on_planner:
         rows = compare(request, names, on_planner)

@@ -36,6 +36,7 @@ from nest_megatron.config.target import (
     read_target,
 )
 from nest_megatron.config.typed import LAYOUT, freed_flags, kept_flags
+from nest_megatron.cost_model.target_defaults import MEGATRON_LM
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
 from nest_megatron.launchers.megatron_lm.cuts import CUTS, stated_partition
@@ -86,12 +87,14 @@ class Wishes:
         required: what a checkpoint or the data fixes, by the names of ``ParallelChoice``.
         option: how ``free`` is spelled where the user gave it, for messages.
         packages: those of a choice that were found where the job runs.
+        writes_choices: who launches the plan can write how layers are carried out.
     """
 
     free: Collection[str] = ()
     required: Mapping[str, Requirement] = field(default_factory=dict)
     option: str = "--free"
     packages: tuple[str, ...] = ()
+    writes_choices: bool = True
 
 
 def read_request(
@@ -278,6 +281,7 @@ def _inputs(
         )
     said = JobFlags(precision=job.precision, flags=job.memory_flags, target=job.target)
     name = cluster.accelerator.name
+    target = read_target(config, job.target)
     settings = read_settings(config, said, accelerator=name, has_experts=spec.is_moe)
     return Inputs(
         spec=with_seq_length(spec, config.train.seq_length),
@@ -291,8 +295,10 @@ def _inputs(
             packages=stated_packages(config, wishes.packages),
             held=held_choices(config, job.fixed, freed),
             has_engine=job.transformer_impl != "local",
-        ),
-        version=read_target(config, job.target).megatron_core,
+        )
+        if wishes.writes_choices and target in MEGATRON_LM
+        else None,
+        version=target.megatron_core,
         execution=read_execution(config, said, accelerator=name, has_experts=spec.is_moe),
         numeric_offers=read_numeric_offers(config, said, accelerator=name, has_experts=spec.is_moe),
         notes=tuple(notes),

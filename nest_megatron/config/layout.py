@@ -13,6 +13,7 @@ from nest_megatron.config.request import (
     read_recompute,
     read_reliability,
     read_zero,
+    with_own_choices,
 )
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
@@ -72,7 +73,8 @@ def _virtual(grid: Grid) -> int:
 def _uneven(composed: Composed, inputs: Inputs, grid: Grid) -> tuple[ParallelPlan, str]:
     """The fastest partition of a grid that does not split evenly, or the evenest if none fits."""
     if grid.sequence_parallel == (grid.dims.tensor_model_parallel_size > 1):
-        request = plan_request(composed.config, inputs, _this_grid(grid))
+        own = with_own_choices(inputs)
+        request = plan_request(composed.config, own, _this_grid(grid))
         request = dataclasses.replace(request, num_alternatives=0)
         found = plan(request)
         if isinstance(found, ParallelPlan):

@@ -124,7 +124,9 @@ def read_inputs(composed: Composed) -> Inputs:
             fp8_recipe=fp8_recipe_of(settings),
             packages=stated_packages(config),
             held=held_choices(config),
-        ),
+        )
+        if target in MEGATRON_LM
+        else None,
         version=target.megatron_core,
         execution=read_execution(config, NO_JOB, accelerator=name, has_experts=has_experts),
         numeric_offers=read_numeric_offers(
@@ -290,8 +292,14 @@ def read_reliability(config: PlanConfig, save_interval: int | None = None) -> Re
 
 
 def request_of(composed: Composed) -> PlanRequest:
-    """The whole question of a composed job, with nothing to say of it in between."""
-    return plan_request(composed.config, read_inputs(composed), read_space(composed.config))
+    """The layout of a composed job as a question, with nothing to say of it in between."""
+    inputs = with_own_choices(read_inputs(composed))
+    return plan_request(composed.config, inputs, read_space(composed.config))
+
+
+def with_own_choices(inputs: Inputs) -> Inputs:
+    """The job with its layers carried out as its framework does by itself."""
+    return dataclasses.replace(inputs, choices=None)
 
 
 def plan_request(config: PlanConfig, inputs: Inputs, space: SearchSpace) -> PlanRequest:

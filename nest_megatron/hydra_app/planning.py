@@ -32,8 +32,9 @@ from nest_megatron.planner import plan as find_plan
 
 #: Runners-up that are ranked unless ``search.num_alternatives`` says otherwise.
 _RUNNERS_UP = 3
-#: The application's own fields say which ZeRO stages it has (``room.zero_stages``).
-_FREE = Wishes(free=("use_megatron_fsdp",))
+#: The application's own fields say which ZeRO stages it has (``room.zero_stages``); how layers are
+#: carried out stays as they say.
+_FREE = Wishes(free=("use_megatron_fsdp",), writes_choices=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

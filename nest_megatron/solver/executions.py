@@ -13,7 +13,7 @@ from itertools import product
 from nest_megatron.cost_model.layer_cost import PassTime, UnitTimes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.errors import UserInputError
-from nest_megatron.model.execution import Execution
+from nest_megatron.model.execution import ContextTraffic, Execution
 from nest_megatron.model.graph import Part
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.execution_checks import allows_execution
@@ -62,6 +62,9 @@ class Executions:
         self.given = space.execution
         self.version = space.version
         self._variants = tuple(dict.fromkeys((self.given, *_combinations(space))))
+        self._divides_heads = any(
+            way.cp_comm_type is not ContextTraffic.P2P for way in self._variants
+        )
         self._possible: dict[object, Ways] = {}
         self._worth: dict[object, Ways] = {}
         self.is_fixed = self._variants == tuple(map(_least_of, self._variants[:1]))
@@ -86,24 +89,35 @@ class Executions:
         """
         if self.is_fixed:
             return {self.given: kinds}
-        units = (grid.micro_batch_size, grid.dims.world_size)
-        key = (*self._key(grid), *units, kinds)
+        dims = grid.dims
+        degrees = (
+            dims.tensor_model_parallel_size,
+            dims.context_parallel_size,
+            dims.expert_model_parallel_size,
+            dims.expert_tensor_parallel_size,
+        )
+        batch = (grid.micro_batch_size, dims.world_size)
+        key = (*degrees, *batch, *self._key(grid), kinds)
         if key not in self._worth:
             ways = self._of(grid, kinds)
+            units = {way: self._units(grid, way) for way in ways} if len(ways) > 1 else {}
             self._worth[key] = {
                 way: allowed
                 for way, allowed in ways.items()
-                if len(ways) == 1 or not any(self._beats(grid, other, way, ways) for other in ways)
+                if len(ways) == 1 or not any(_beats(other, way, ways, units) for other in ways)
             }
         return self._worth[key]
 
     def _key(self, grid: Grid) -> tuple[object, ...]:
         dims = grid.dims
+        tp, cp = dims.tensor_model_parallel_size, dims.context_parallel_size
+        heads = (tp, cp) if self._divides_heads and cp > 1 else ()
         return (
-            dims.tensor_model_parallel_size,
-            dims.context_parallel_size,
-            dims.expert_model_parallel_size,
-            dims.expert_tensor_parallel_size,
+            heads,
+            tp == 1,
+            cp == 1,
+            dims.expert_model_parallel_size == 1,
+            dims.expert_ranks,
             dims.pipeline_model_parallel_size == 1,
             dims.virtual_pipeline_model_parallel_size == 1,
             grid.zero.is_fsdp,
@@ -137,23 +151,26 @@ class Executions:
         )
         return allows_execution(asked)
 
-    def _beats(self, grid: Grid, one: Execution, other: Execution, ways: Ways) -> bool:
-        """Whether one way makes another needless; of equal ones the first does."""
-        if one == other or not ways[one] >= ways[other]:
-            return False
-        if one.overlap_moe_expert_parallel_comm and not other.overlap_moe_expert_parallel_comm:
-            return False  # it keeps one more micro batch
-        pairs = list(zip(self._units(grid, one), self._units(grid, other), strict=True))
-        if not all(_no_more(a, b) for a, b in pairs):
-            return False
-        order = list(ways)
-        return order.index(one) < order.index(other) or not all(_no_more(b, a) for a, b in pairs)
-
-    def _units(self, grid: Grid, way: Execution) -> Iterator[UnitTimes]:
+    def _units(self, grid: Grid, way: Execution) -> tuple[UnitTimes, ...]:
         places = self.model.places(grid.dims)
         shard = self.model.shard(dataclasses.replace(grid, execution=way))
-        for kind in dict.fromkeys(self.model.spec.layer_kinds()):
-            yield self.model.unit_time(kind, places, shard)
+        kinds = dict.fromkeys(self.model.spec.layer_kinds())
+        return tuple(self.model.unit_time(kind, places, shard) for kind in kinds)
+
+
+def _beats(
+    one: Execution, other: Execution, ways: Ways, units: Mapping[Execution, tuple[UnitTimes, ...]]
+) -> bool:
+    """Whether one way makes another needless; of equal ones the first does."""
+    if one == other or not ways[one] >= ways[other]:
+        return False
+    if one.overlap_moe_expert_parallel_comm and not other.overlap_moe_expert_parallel_comm:
+        return False  # it keeps one more micro batch
+    pairs = list(zip(units[one], units[other], strict=True))
+    if not all(_no_more(a, b) for a, b in pairs):
+        return False
+    order = list(ways)
+    return order.index(one) < order.index(other) or not all(_no_more(b, a) for a, b in pairs)
 
 
 def _combinations(space: SearchSpace) -> Iterator[Execution]:

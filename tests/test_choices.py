@@ -1,0 +1,113 @@
+"""Choices about speed are searched and written; ``search.keep`` forbids single ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nest_megatron.config.choices import held_choices, installed_packages
+from nest_megatron.config.compose import compose
+from nest_megatron.config.launch import read_words
+from nest_megatron.config.overrides import parse
+from nest_megatron.config.request import plan_request, read_inputs, read_space
+from nest_megatron.cost_model.execution_flags import execution_of
+from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.megatron_lm.attach import LAUNCHER, with_launch
+from nest_megatron.launchers.megatron_lm.execution_argv import EXECUTION_ARGUMENTS, execution_argv
+from nest_megatron.launchers.megatron_lm.parser import VERSIONS, read_argv
+from nest_megatron.model.execution import Execution, FlexBackend, TokenDispatcher
+from nest_megatron.parallel.knobs import KNOBS, NUMERIC_KNOBS, choices_of_execution
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner import plan
+from tests.launchers.requests import CARRIED
+
+EXPERTS = (
+    "model=mixtral_8x7b",
+    "cluster=dgx_h100",
+    "cluster.num_gpus=16",
+    "train.global_batch_size=64",
+    "parallel.expert_model_parallel_size=8",
+    "parallel.expert_tensor_parallel_size=1",
+    "parallel.tensor_model_parallel_size=2",
+    "parallel.pipeline_model_parallel_size=1",
+    "parallel.zero_stage=1",
+    "search.num_alternatives=0",
+)
+
+
+def planned(*words: str) -> ParallelPlan:
+    composed = compose(parse([*EXPERTS, *words]))
+    request = plan_request(composed.config, read_inputs(composed), read_space(composed.config))
+    found = plan(request)
+    assert isinstance(found, ParallelPlan)
+    return with_launch(found)
+
+
+def flags_of(found: ParallelPlan) -> dict[str, Any]:
+    command = read_argv("pretrain_gpt.py", found.launch[LAUNCHER].argv, "0.16.1")
+    return dict(command.values)
+
+
+def test_a_plan_writes_how_its_layers_were_priced() -> None:
+    found = planned()
+    flags = flags_of(found)
+    assert found.execution.moe_permute_fusion
+    assert found.execution.tp_comm_overlap
+    assert execution_of(flags) == found.execution
+    assert found.search.certificate == "optimal"
+
+
+def test_keep_forbids_single_choices() -> None:
+    free, kept = planned(), planned("search.keep=[tp_comm_overlap,moe_permute_fusion]")
+    assert not kept.execution.tp_comm_overlap
+    assert not kept.execution.moe_permute_fusion
+    assert "--tp-comm-overlap" not in kept.launch[LAUNCHER].argv
+    assert kept.predicted.iteration_time_s > free.predicted.iteration_time_s
+    none = planned("search.keep=[all]")
+    assert none.execution == Execution()
+
+
+def test_nest_keep_is_search_keep() -> None:
+    (setting,) = read_words(["+nest=auto", "nest.keep=[cp_comm_type]"]).job
+    assert (setting.key, setting.value) == ("search.keep", "[cp_comm_type]")
+
+
+def test_a_dispatcher_is_chosen_only_where_its_package_is_known() -> None:
+    assert planned().execution.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL
+    found = planned("search.packages=[hybrid_ep]").execution
+    assert found.moe_flex_dispatcher_backend in (None, FlexBackend.HYBRIDEP)
+    assert installed_packages() == ()  # none of them is in the tests' environment
+
+
+@pytest.mark.parametrize("word", ["search.keep=[cp_com_type]", "search.packages=[deepep]"])
+def test_names_that_are_none_are_refused(word: str) -> None:
+    with pytest.raises(UserInputError, match=r"choices are|packages that"):
+        planned(word)
+
+
+def test_what_a_user_typed_is_held_until_it_is_freed() -> None:
+    config = compose([]).config
+    assert held_choices(config, {"cuda_graph_scope", "seq_length"}) == {"cuda_graphs"}
+    assert held_choices(config, {"cp_comm_type"}, {"cp_comm_type"}) == frozenset()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", CARRIED)
+def test_flags_of_both_releases_say_the_same_again(name: str, version: str) -> None:
+    request = CARRIED[name]
+    argv = execution_argv(request.execution, version, experts=request.spec.is_moe)
+    command = read_argv("pretrain_gpt.py", argv, version)
+    assert not command.unknown
+    assert execution_of(command.values) == request.execution or not request.spec.is_moe
+    if not request.spec.is_moe:  # whose command names no dispatcher
+        said = {**command.values, "moe_token_dispatcher_type": None}
+        assert execution_of(said) == request.execution
+
+
+def test_every_field_has_a_knob_an_argument_and_a_reason() -> None:
+    fields = set(Execution.__dataclass_fields__)
+    assert {knob.name for knob in KNOBS} == fields
+    assert set(choices_of_execution()) == set(EXECUTION_ARGUMENTS)
+    assert all(knob.reason and knob.costs and knob.flag.startswith("--") for knob in KNOBS)
+    assert all(knob.changes for knob in NUMERIC_KNOBS)
