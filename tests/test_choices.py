@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,13 @@ from nest_megatron.launchers.megatron_lm.attach import LAUNCHER, with_launch
 from nest_megatron.launchers.megatron_lm.execution_argv import EXECUTION_ARGUMENTS, execution_argv
 from nest_megatron.launchers.megatron_lm.parser import VERSIONS, read_argv
 from nest_megatron.model.execution import Execution, FlexBackend, TokenDispatcher
-from nest_megatron.parallel.knobs import KNOBS, NUMERIC_KNOBS, choices_of_execution
+from nest_megatron.parallel.knobs import (
+    KNOBS,
+    NUMERIC_KNOBS,
+    choices_of_execution,
+    knob_table,
+    numeric_table,
+)
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan
 from tests.launchers.requests import CARRIED
@@ -111,3 +118,9 @@ def test_every_field_has_a_knob_an_argument_and_a_reason() -> None:
     assert set(choices_of_execution()) == set(EXECUTION_ARGUMENTS)
     assert all(knob.reason and knob.costs and knob.flag.startswith("--") for knob in KNOBS)
     assert all(knob.changes for knob in NUMERIC_KNOBS)
+
+
+def test_the_page_shows_the_tables() -> None:
+    page = Path(__file__).parents[1].joinpath("docs", "knobs.md").read_text(encoding="utf-8")
+    assert knob_table() in page
+    assert numeric_table() in page
