@@ -24,6 +24,7 @@ from nest_megatron.config.request import (
 from nest_megatron.config.sharding import (
     CHECKPOINT_NEEDS,
     IMPLEMENTATION,
+    for_optimizer,
     loads,
     with_own_sharding,
 )
@@ -212,6 +213,7 @@ def job_request(
     inputs = _inputs(composed, model_and_job, cluster, wishes, freed)
     fixed = {name: value for name, value in job.fixed.items() if name not in freed}
     space = _space(composed, inputs.spec, job, fixed, freed)
+    space = dataclasses.replace(space, zero_stages=for_optimizer(space.zero_stages, job))
     if composed.config.parallel.zero_stage is None:
         space, offer = with_own_sharding(space, job, freed, wishes.option)
         if IMPLEMENTATION[0] in wishes.required:

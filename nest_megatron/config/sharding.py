@@ -35,7 +35,7 @@ def with_own_sharding(
     """The space under the job's own sharding, and the space beside it that is only priced.
 
     Args:
-        space: with every ZeRO stage that the configuration allows.
+        space: with every ZeRO stage that the configuration and the optimizer allow.
         freed: destinations that the search may change.
         option: how the user frees them.
 
@@ -45,8 +45,7 @@ def with_own_sharding(
     if CKPT_FORMAT not in freed and not _saves(job.sharding, job.ckpt_format):
         _refuse_format(job, option)
     held = {s: _held(job, s, freed) for s in _FORMATS if s is not job.sharding}
-    every = _for_optimizer(space.zero_stages, job)
-    space = dataclasses.replace(space, zero_stages=every)
+    every = space.zero_stages
     if not any(held.values()):
         return space, None
     others = tuple(zero for zero in every if held.get(zero.sharding))
@@ -57,7 +56,7 @@ def with_own_sharding(
     zeros = job.sharding.zero_stages
     if job.zero is not None and not any(name in freed for name in (*IMPLEMENTATION, *STAGE)):
         zeros = (job.zero,)
-    zeros = _for_optimizer(zeros, job)
+    zeros = for_optimizer(zeros, job)
     own = dataclasses.replace(space, zero_stages=zeros, sharding=job.sharding)
     return _on_its_mesh(own, job.sharding), offer
 
@@ -92,9 +91,26 @@ def loads(
     )
 
 
-def _for_optimizer(zeros: Collection[ZeroStage], job: MegatronJob) -> tuple[ZeroStage, ...]:
+def for_optimizer(zeros: Collection[ZeroStage], job: MegatronJob) -> tuple[ZeroStage, ...]:
+    """The stages that the job's optimizer and its flags run under.
+
+    Raises:
+        UserInputError: if there is none.
+    """
     optimizer = job.optimizer
-    allowed = tuple(zero for zero in zeros if allows_optimizer(optimizer, zero, job.version))
+    if set(zeros) == {ZeroStage.NONE} and (flag := _needs_shared_states(job)):
+        raise UserInputError(
+            f"--{flag.replace('_', '-')}",
+            value=True,
+            limit=f"Megatron-LM {job.version} refuses it without --use-distributed-optimizer",
+            fix="Add that flag, drop this one, or free zero_stage.",
+        )
+    allowed = tuple(
+        zero
+        for zero in zeros
+        if allows_optimizer(optimizer, zero, job.version)
+        and (zero is not ZeroStage.NONE or not _needs_shared_states(job))
+    )
     if allowed:
         return allowed
     raise UserInputError(
@@ -104,6 +120,17 @@ def _for_optimizer(zeros: Collection[ZeroStage], job: MegatronJob) -> tuple[Zero
         f"(ZeRO-{', '.join(str(int(zero)) for zero in zeros)})",
         fix="Drop that flag, or free zero_stage.",
     )
+
+
+def _needs_shared_states(job: MegatronJob) -> str | None:
+    """A flag of the job that asserts that replicas divide the optimizer's states.
+
+    Source: ``validate_args`` (0.16.1 :652; 0.20 :1096), which a framework's recipe does not run;
+    ``OptimizerConfig.__post_init__``.
+    """
+    of_script = ("fp8_param_gather",) if job.script else ()
+    asserting = (*of_script, "use_precision_aware_optimizer")
+    return next((name for name in asserting if job.memory_flags.get(name)), None)
 
 
 def _saves(sharding: DataParallelSharding, ckpt_format: str | None) -> bool:

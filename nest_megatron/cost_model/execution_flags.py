@@ -173,7 +173,12 @@ def _recipe(flags: Mapping[str, Any], precision: Precision) -> Fp8Recipe:
 
 
 def _quantized_weights(flags: Mapping[str, Any], precision: Precision) -> bool:
-    """Whether weights are kept below 16 bits alone (``fp4_param`` is 0.16.1's name)."""
+    """Whether weights are kept below 16 bits alone (``fp4_param`` is 0.16.1's name).
+
+    Megatron turns ``--fp8-param-gather`` off under PyTorch's FSDP2 (0.16.1 args:625; 0.20 :1051).
+    """
+    if flags.get("use_torch_fsdp2") and precision is Precision.FP8:
+        return False
     of_format = {
         Precision.FP8: ("fp8_param_gather",),
         Precision.NVFP4: ("fp4_param_gather", "fp4_param"),

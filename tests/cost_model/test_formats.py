@@ -138,6 +138,11 @@ def test_megatron_bridge_gathers_nvfp4_weights_since_26_06() -> None:
     assert BRIDGE_2026.settings("GB200-186GB", Precision.NVFP4).traits.fp8_weights
 
 
+def test_torch_fsdp2_gathers_no_fp8_weights() -> None:
+    flags = {"fp8_param_gather": True, "use_torch_fsdp2": True}
+    assert not execution_traits(flags, Precision.FP8).fp8_weights
+
+
 def test_nvfp4_is_no_recipe_of_fp8() -> None:
     with pytest.raises(UserInputError, match="--fp4-format e2m1"):
         execution_traits({"fp8_recipe": "nvfp4"}, Precision.FP8)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from nest_megatron.config.sharding import for_optimizer
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.parser import read_command
 from nest_megatron.launchers.megatron_lm.read import read_job
+from nest_megatron.parallel.zero import ZeroStage
 from tests import catalogue
 from tests.launch.jobs import job_argv, namespace, running
 from tests.launchers.test_sharding import job
@@ -42,3 +44,20 @@ def test_a_launch_is_refused_before_its_tokenizer_is_built() -> None:
     argv = job_argv(catalogue.model("llama3_8b"), "--optimizer-cpu-offload")
     with pytest.raises(UserInputError, match="--optimizer-cpu-offload = True"):
         running(namespace(argv), argv)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--bf16 --fp8-format hybrid --fp8-param-gather", "--use-precision-aware-optimizer"],
+)
+def test_a_flag_that_divides_states_keeps_them_divided(flags: str) -> None:
+    read = read_job(read_command(job(f"--use-distributed-optimizer {flags}")))[1]
+    every = (ZeroStage.NONE, ZeroStage.OPTIMIZER)
+    assert for_optimizer(every, read) == (ZeroStage.OPTIMIZER,)
+    with pytest.raises(UserInputError, match="refuses it without --use-distributed-optimizer"):
+        for_optimizer((ZeroStage.NONE,), read)
+
+
+def test_other_jobs_may_keep_states_whole() -> None:
+    read = read_job(read_command(job("--use-distributed-optimizer")))[1]
+    assert for_optimizer((ZeroStage.NONE,), read) == (ZeroStage.NONE,)
