@@ -124,3 +124,20 @@ def test_the_page_shows_the_tables() -> None:
     page = Path(__file__).parents[1].joinpath("docs", "knobs.md").read_text(encoding="utf-8")
     assert knob_table() in page
     assert numeric_table() in page
+
+
+def test_an_unknown_package_is_an_offer_at_the_price_of_this_layout() -> None:
+    found = planned("cluster=dgx_a100", "cluster.num_gpus=16")
+    assert not any("flex" in offer for offer in found.offers)  # its kernels need Hopper
+    many = (
+        "model=qwen3_30b_a3b",
+        "cluster.num_gpus=64",
+        "train.global_batch_size=64",
+        "parallel.tensor_model_parallel_size=1",
+        "parallel.expert_model_parallel_size=32",
+    )
+    found = planned(*many)
+    (offer,) = (offer for offer in found.offers if "--moe-token-dispatcher-type flex" in offer)
+    assert "search.packages=[deep_ep]" in offer
+    kept = planned(*many, "search.keep=[token_dispatcher]")
+    assert not any("flex" in offer for offer in kept.offers)

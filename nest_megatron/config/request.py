@@ -31,7 +31,7 @@ from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.knobs import Setting, always_on, open_values
+from nest_megatron.parallel.knobs import Setting, always_on, open_values, unknown_packages
 from nest_megatron.parallel.recompute import (
     Recompute,
     RecomputeGranularity,
@@ -336,6 +336,7 @@ def plan_request(config: PlanConfig, inputs: Inputs, space: SearchSpace) -> Plan
         times=inputs.times,
         not_modelled=inputs.not_modelled,
         offer=inputs.offer,
+        packages={} if inputs.choices is None else unknown_packages(inputs.choices),
         numeric_offers=inputs.numeric_offers,
         reliability=read_reliability(config, inputs.save_interval),
     )

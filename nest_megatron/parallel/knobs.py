@@ -276,6 +276,18 @@ def open_values(setting: Setting) -> dict[str, tuple[Any, ...]]:
     return found
 
 
+def unknown_packages(setting: Setting) -> dict[FlexBackend, Package]:
+    """Backends of the exchange that a plan would try if their package were known to be there."""
+    (knob,) = (knob for knob in KNOBS if knob.name == "moe_flex_dispatcher_backend")
+    if not _is_open(knob, setting):
+        return {}
+    return {
+        backend: knob.needs[backend]
+        for backend in FlexBackend
+        if knob.needs[backend] not in setting.packages
+    }
+
+
 _FLEX = frozenset({None})
 #: Devices on which the kernels of both backends run: Hopper and later.
 _EXCHANGING_DEVICE = re.compile(r"(GH|GB|[HB])\d", re.IGNORECASE)

@@ -29,6 +29,7 @@ from nest_megatron.planner.assemble import (
 from nest_megatron.planner.ended import EndedEarly
 from nest_megatron.planner.numeric_offers import with_numeric_offers
 from nest_megatron.planner.offers import with_offer
+from nest_megatron.planner.package_offers import with_package_offer
 from nest_megatron.planner.request import NUM_ALTERNATIVES, PlanRequest
 from nest_megatron.planner.shortage import (
     NoPlan,
@@ -85,7 +86,7 @@ def plan(
     if searched.result.plans:
         found = with_goodput(_assembled(request, searched, choose), request.reliability)
         found = with_offer(found, request, lambda asked: _best(asked, deadline))
-        return with_numeric_offers(found, request)
+        return with_numeric_offers(with_package_offer(found, request), request)
     if record.certificate == ENDED_EARLY:
         return EndedEarly(
             lower_bound_s=to_seconds(searched.result.certificate.lower_bound),

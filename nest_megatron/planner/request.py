@@ -11,8 +11,9 @@ from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.execution import FlexBackend
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.knobs import NumericKnob
+from nest_megatron.parallel.knobs import NumericKnob, Package
 from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import Backend
@@ -64,6 +65,7 @@ class PlanRequest:
             search, the plan says how far from the optimum it can be at most.
         begun_s: when that time began (``time.monotonic``); ``None`` is when planning begins.
         offer: another sharding to be priced by ``offers.with_offer``.
+        packages: backends of the exchange of tokens whose package is not known to be there.
         numeric_offers: choices that change numbers, for ``numeric_offers.with_numeric_offers``.
         reliability: how often the job fails; ``None`` says nothing of goodput.
     """
@@ -80,6 +82,7 @@ class PlanRequest:
     times: LayerTimes | None = None
     not_modelled: tuple[str, ...] = ()
     offer: Offer | None = None
+    packages: Mapping[FlexBackend, Package] = field(default_factory=dict)
     numeric_offers: tuple[NumericOffer, ...] = ()
     reliability: Reliability | None = None
 

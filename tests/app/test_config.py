@@ -10,7 +10,12 @@ import yaml
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import expand, parse
-from nest_megatron.config.request import plan_request, read_inputs, read_space
+from nest_megatron.config.request import (
+    plan_request,
+    read_inputs,
+    read_space,
+    with_own_choices,
+)
 from nest_megatron.config.schema import SECTIONS, section_keys
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import DEFAULT_TARGET
@@ -43,9 +48,10 @@ def test_every_assumption_of_the_cost_model_can_be_set() -> None:
 
 def test_nothing_said_is_the_planners_own_default() -> None:
     composed = compose(parse(SMALL))
-    inputs, space = read_inputs(composed), read_space(composed.config)
-    request = plan_request(composed.config, inputs, space)
+    inputs, space = with_own_choices(read_inputs(composed)), read_space(composed.config)
+    request = plan_request(composed.config, dataclasses.replace(inputs, numeric_offers=()), space)
     plain = PlanRequest(
+        space=SearchSpace(version=DEFAULT_TARGET.megatron_core),
         spec=inputs.spec,
         cluster=inputs.cluster,
         global_batch_size=inputs.global_batch_size,
