@@ -61,3 +61,11 @@ def test_a_flag_that_divides_states_keeps_them_divided(flags: str) -> None:
 def test_other_jobs_may_keep_states_whole() -> None:
     read = read_job(read_command(job("--use-distributed-optimizer")))[1]
     assert for_optimizer((ZeroStage.NONE,), read) == (ZeroStage.NONE,)
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.20"])
+def test_fp8_weights_are_offloaded_with_delayed_scaling_alone(version: str) -> None:
+    flags = f"{AWARE} --optimizer-cpu-offload --bf16 --fp8-format hybrid --fp8-param-gather"
+    with pytest.raises(UserInputError, match="--fp8-recipe = 'tensorwise'"):
+        read_job(read_command(job(f"{flags} --fp8-recipe tensorwise"), version))
+    read_job(read_command(job(f"{flags} --fp8-recipe delayed"), version))
