@@ -107,7 +107,8 @@ def replica_traffic(
     def gather(group: GroupKind, *, in_layer: bool) -> Seconds:
         if not divides_states(zero, settings):
             return 0.0
-        return price(CollectiveKind.ALL_GATHER, group, gathered_bytes(settings, in_layer=in_layer))
+        width = gathered_bytes(settings, zero, in_layer=in_layer)
+        return price(CollectiveKind.ALL_GATHER, group, width)
 
     width = settings.traits.gradient_bytes
     return ReplicaTraffic(

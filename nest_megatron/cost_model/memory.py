@@ -164,9 +164,13 @@ def weight_bytes(settings: CostSettings, *, in_layer: bool) -> float:
     return quantized_bytes(settings) if is_fp8 else settings.traits.params_bytes
 
 
-def gathered_bytes(settings: CostSettings, *, in_layer: bool) -> float:
-    """Width of a weight on the wire when replicas gather it."""
-    if settings.traits.fp8_gather:
+def gathered_bytes(settings: CostSettings, zero: ZeroStage, *, in_layer: bool) -> float:
+    """Width of a weight on the wire when replicas gather it.
+
+    Megatron-FSDP shards MXFP8 weights and their transposes, and gathers each for the pass that
+    needs it (``transpose_weight_buffer``); the distributed optimizer gathers 16 bits and casts.
+    """
+    if settings.traits.fp8_gather or zero >= ZeroStage.WEIGHTS:
         return weight_bytes(settings, in_layer=in_layer)
     return settings.traits.params_bytes
 

@@ -45,7 +45,8 @@ class ExecutionTraits:
         fp8_attention: attention's own products run in fp8 (``--fp8-dot-product-attention``).
         fp8_weights: weights of products are kept in fp8 alone (``--fp8-param-gather``), with their
             transpose, not beside 16-bit ones.
-        fp8_gather: those weights are gathered in fp8 as well; MXFP8 gathers 16-bit ones.
+        fp8_gather: those weights are gathered in fp8 as well; the distributed optimizer gathers
+            16-bit ones for MXFP8.
         fp8_inputs: products in fp8 keep their input in fp8 for the weight's gradient, which is
             worked out in fp8 as well (not with ``--no-fp8-wgrad``, nor in torchao).
         fp8_weight_copies: layouts in which products in fp8 need a weight: itself and its transpose,

@@ -125,13 +125,25 @@ def test_bytes_of_nvfp4(
     assert weight_bytes(settings, in_layer=True) == weight
     assert weight_bytes(settings, in_layer=False) == 2
     assert fp8_copy_bytes(ZeroStage.OPTIMIZER, settings) == copies
-    assert gathered_bytes(settings, in_layer=True) == gathered
+    assert gathered_bytes(settings, ZeroStage.OPTIMIZER, in_layer=True) == gathered
     assert kept_input_bytes(settings) == 0.5625
 
 
 def test_scales_of_mxfp8_are_counted() -> None:
     settings = MEGATRON_LM_0_20.settings("B200", Precision.FP8, {"fp8_recipe": "mxfp8"})
     assert fp8_copy_bytes(ZeroStage.NONE, settings) == 2 * (1 + 1 / 32)
+
+
+def test_megatron_fsdp_gathers_mxfp8_as_it_is() -> None:
+    flags = {"fp8_recipe": "mxfp8", "fp8_param_gather": True}
+    settings = MEGATRON_LM_0_20.settings("B200", Precision.FP8, flags)
+    widths = [
+        gathered_bytes(settings, zero, in_layer=True)
+        for zero in (ZeroStage.OPTIMIZER, ZeroStage.WEIGHTS)
+    ]
+    assert widths == [2, 1 + 1 / 32]
+    wide = MEGATRON_LM_0_20.settings("B200", Precision.FP8, {"fp8_recipe": "mxfp8"})
+    assert gathered_bytes(wide, ZeroStage.WEIGHTS, in_layer=True) == 2
 
 
 def test_megatron_bridge_gathers_nvfp4_weights_since_26_06() -> None:
