@@ -7,6 +7,7 @@ is in ``cost_model.traits``.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
@@ -115,6 +116,20 @@ class Execution:
                 limit="weight gradients wait only under overlap_moe_expert_parallel_comm",
                 fix="Give both, or neither.",
             )
+
+    def words(self) -> str:
+        """What is not Megatron's default, by Megatron's names; empty where all is.
+
+        >>> Execution(tp_comm_overlap=True, cp_comm_type=ContextTraffic.A2A).words()
+        'tp_comm_overlap, cp_comm_type a2a'
+        """
+        said = []
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if value != each.default:
+                shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                said.append(each.name if value is True else f"{each.name} {shown}")
+        return ", ".join(said)
 
     @property
     def outside_experts(self) -> tuple[object, ...]:

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nest_megatron.errors import typed_setting
+from nest_megatron.model.execution import PLAIN
 from nest_megatron.parallel.plan import (
     Alternative,
     ParallelPlan,
@@ -110,6 +111,8 @@ def summary(plan: ParallelPlan) -> RenderableType:
         ("Sharing", Text(_sharing(plan))),
         ("Rank order", Text(str(plan.placement.rank_order))),
     ]
+    if plan.execution != PLAIN:
+        rows.append(("Execution", Text(plan.execution.words())))
     if chosen.pipeline_model_parallel_layout is not None:
         rows.append(("Stages", Text(chosen.pipeline_model_parallel_layout)))
     rows.append(("Bound by", Text(predicted.binding_constraint)))
