@@ -390,7 +390,8 @@ def _left_of_exchange(
     """Share of the traffic between tokens and experts that other work leaves over, each way.
 
     The shared expert hides it in its own micro batch; another micro batch's work (1F1B) hides the
-    traffic of both passes together under their compute, and is slowed down by it.
+    traffic of both passes together under their compute, and is slowed down by it. Of both the
+    better counts.
     """
     traffic, shared, compute = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
     for call, seconds in zip(graph.collectives, times, strict=True):
@@ -401,13 +402,13 @@ def _left_of_exchange(
             shared[way] += seconds if op.part is Part.SHARED_EXPERTS else 0.0
     if not sum(traffic):
         return 1.0, 1.0
+    forward = backward = 1.0
     if execution.overlap_moe_expert_parallel_comm:
         hidden = min(settings.ep_overlap, (sum(compute) + beside_s) / sum(traffic))
-        left = 1.0 - hidden * (1.0 - settings.overlap_slowdown)
-        return left, left
-    if not execution.moe_shared_expert_overlap:
-        return 1.0, 1.0
-    forward, backward = (max(0.0, 1.0 - s / t) for s, t in zip(shared, traffic, strict=True))
+        forward = backward = 1.0 - hidden * (1.0 - settings.overlap_slowdown)
+    if execution.moe_shared_expert_overlap:
+        forward = min(forward, max(0.0, 1.0 - shared[0] / traffic[0]))
+        backward = min(backward, max(0.0, 1.0 - shared[1] / traffic[1]))
     return forward, backward
 
 

@@ -348,6 +348,7 @@ class CostModel:
 
         Measured times follow: ``profile.lookup.point_of`` knows no more of the two either.
         """
+        how = shard.execution
         expert = (shard.expert_model_parallel_size, shard.expert_tensor_parallel_size, places[2:])
         key: tuple[object, ...] = (
             kind,
@@ -355,7 +356,7 @@ class CostModel:
             shard.tensor_model_parallel_size,
             shard.sequence_parallel,
             places[0],
-            shard.execution if kind is LayerKind.MOE else shard.execution.outside_experts,
+            how.of_experts if kind is LayerKind.MOE else how.outside_experts,
             expert if kind is LayerKind.MOE else (),
         )
         beside = 0.0

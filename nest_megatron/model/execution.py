@@ -144,6 +144,23 @@ class Execution:
         )
 
     @property
+    def of_experts(self) -> tuple[object, ...]:
+        """What matters to the half of a layer that holds experts."""
+        return (
+            self.moe_token_dispatcher_type,
+            self.moe_flex_dispatcher_backend,
+            self.moe_permute_fusion,
+            self.moe_router_fusion,
+            self.moe_shared_expert_overlap,
+            self.overlap_moe_expert_parallel_comm,
+            self.use_transformer_engine_op_fuser,
+            self.tp_comm_overlap,
+            self.cuda_graph_impl,
+            self.cuda_graph_scope,
+            self.offload_modules,
+        )
+
+    @property
     def is_node_limited(self) -> bool:
         """Whether a token goes to each node once, however many of its experts are there."""
         return self.moe_token_dispatcher_type is TokenDispatcher.FLEX

@@ -136,8 +136,7 @@ KNOBS: tuple[Knob, ...] = (
         flag="--delay-wgrad-compute",
         choice="delay_wgrad_compute",
         reason="weight gradients fill what the overlapped exchange leaves idle",
-        costs="inputs of products are kept longer",
-        values=(True, False),
+        costs="inputs of products are kept longer; what it saves is not priced: left to the job",
     ),
     Knob(
         name="use_transformer_engine_op_fuser",

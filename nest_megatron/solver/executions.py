@@ -80,6 +80,25 @@ class Executions:
         )
         return tuple(dict.fromkeys(way for ways in found for way in ways))
 
+    def fastest_of_shard(self, shard: Grid, kinds: Kinds) -> tuple[Execution, ...]:
+        """No way of a shard is faster than some of these, which Megatron need not accept.
+
+        What hides the exchange of tokens is switched on together: the better of both is priced.
+        """
+        ways = self.of_shard(shard, kinds)
+        overlaps = any(way.overlap_moe_expert_parallel_comm for way in ways)
+        shares = any(way.moe_shared_expert_overlap for way in ways)
+        found = (
+            dataclasses.replace(
+                way,
+                overlap_moe_expert_parallel_comm=overlaps,
+                delay_wgrad_compute=False,
+                moe_shared_expert_overlap=shares,
+            )
+            for way in ways
+        )
+        return tuple(dict.fromkeys(found))
+
     def of_family(self, grid: Grid, kinds: Kinds) -> Ways:
         """The ways worth a candidate.
 
@@ -107,6 +126,10 @@ class Executions:
                 if len(ways) == 1 or not any(_beats(other, way, ways, units) for other in ways)
             }
         return self._worth[key]
+
+    def possible(self, grid: Grid, kinds: Kinds) -> Ways:
+        """The ways that Megatron accepts, whether they are worth a candidate or not."""
+        return {self.given: kinds} if self.is_fixed else self._of(grid, kinds)
 
     def _key(self, grid: Grid) -> tuple[object, ...]:
         dims = grid.dims

@@ -125,6 +125,14 @@ class GridSpace:
         for execution in self._executions.of_shard(shard, self._all_kinds):
             yield dataclasses.replace(shard, execution=execution)
 
+    def fastest(self, shard: Grid) -> Iterator[Grid]:
+        """A shard in ways of which some is as fast as any way that it may be carried out in."""
+        if self._executions.is_fixed:
+            yield shard
+            return
+        for execution in self._executions.fastest_of_shard(shard, self._all_kinds):
+            yield dataclasses.replace(shard, execution=execution)
+
     def grids(self, shard: Grid) -> Iterator[Grid]:
         """Pipeline sizes and rank orders of a shard that Megatron accepts."""
         dims = shard.dims
@@ -341,8 +349,8 @@ class GridSpace:
             if not alike:
                 continue
             fixed = self._executions.is_fixed
-            ways = self._ways(laid if fixed else dataclasses.replace(laid, zero=alike[0]))
-            for kinds in ways.values():
+            one = laid if fixed else dataclasses.replace(laid, zero=alike[0])
+            for kinds in self._executions.possible(one, self._all_kinds).values():
                 found += len(alike) * sum(self._num_settings(pp * v, kinds) for v in sizes)
         return found
 

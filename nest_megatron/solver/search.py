@@ -111,7 +111,7 @@ class Search:
                 refused += candidates
             else:
                 self.candidates += candidates
-                self._push(min(map(self.bounds.even, self.grids.carried_out(grid))), grid, SHARD)
+                self._push(min(map(self.bounds.even, self.grids.fastest(grid))), grid, SHARD)
         if refused:  # told only once all are, so that a search that ends before has not seen them
             self.candidates += refused
             self.infeasible[NO_STATES] = refused
@@ -177,7 +177,7 @@ class Search:
         """No plan that is still to be looked at is faster."""
         if not self.enumerated:
             grids = self._new_grids()
-            return self.bounds.least(each for s in grids.shards() for each in grids.carried_out(s))
+            return self.bounds.least(each for s in grids.shards() for each in grids.fastest(s))
         return self.heap[0].bound if self.heap else NO_THRESHOLD
 
     def _candidates_below(self, node: Node) -> int:
@@ -209,7 +209,7 @@ class Search:
             self.infeasible[NO_ROOM] += self.grids.num_candidates_of_shard(node.grid)
             return
         for grid in self.grids.grids(node.grid):
-            least = min(map(self.bounds.waiting, self.grids.carried_out(grid)))
+            least = min(map(self.bounds.waiting, self.grids.fastest(grid)))
             bound = max(node.bound, least)
             if bound <= self._threshold(grid):
                 self._push(bound, grid, GRID)
