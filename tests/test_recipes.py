@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
+from nest_megatron.config.request import plan_request, read_inputs, read_space
 from nest_megatron.launchers.megatron_lm import rules
 from nest_megatron.launchers.megatron_lm.attach import LAUNCHER, launch_request
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner import PlanRequest, plan
-from tests import catalogue
+from nest_megatron.planner import plan
 
 RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.yaml"))
 
@@ -26,12 +28,17 @@ def test_a_recipe_is_the_plan_of_today(path: Path) -> None:
     assert rules.check(launch_request(recipe)) == ()
     staged = recipe.parallel.pipeline_model_parallel_size > 1
     assert ("--pipeline-model-parallel-layout" in recipe.launch[LAUNCHER].argv) == staged
-    request = PlanRequest(
-        spec=catalogue.model(recipe.model.name),
-        cluster=catalogue.cluster(recipe.cluster.name, recipe.cluster.num_gpus),
-        global_batch_size=recipe.train.global_batch_size,
+    composed = compose(
+        parse(
+            [
+                f"model={recipe.model.name}",
+                f"cluster={recipe.cluster.name}",
+                f"cluster.num_gpus={recipe.cluster.num_gpus}",
+                f"train.global_batch_size={recipe.train.global_batch_size}",
+            ]
+        )
     )
-    again = plan(request)
+    again = plan(plan_request(composed.config, read_inputs(composed), read_space(composed.config)))
     assert isinstance(again, ParallelPlan)
     assert again.parallel == recipe.parallel
     assert again.predicted == recipe.predicted

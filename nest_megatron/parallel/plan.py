@@ -145,6 +145,7 @@ class Alternative:
     pipeline_model_parallel_layout: str | None
     iteration_time_s: Seconds
     slower_percent: float
+    execution: Execution = added(PLAIN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -195,6 +195,7 @@ def alternative(spec: TransformerSpec, best: SolvedGrid, other: SolvedGrid) -> A
         ),
         iteration_time_s=to_seconds(other.iteration),
         slower_percent=100.0 * (other.iteration - best.iteration) / best.iteration,
+        execution=grid.execution,
     )
 
 

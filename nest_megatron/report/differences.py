@@ -75,7 +75,7 @@ def _grid(plan: ParallelPlan, other: Alternative) -> Grid:
         sequence_parallel=other.tensor_model_parallel_size > 1,
         recompute=recompute_of(other.recompute),
         zero=ZeroStage(other.zero_stage),
-        execution=plan.execution,
+        execution=other.execution,
     )
 
 

@@ -23,7 +23,7 @@ from nest_megatron.validation.rows import RowKind
 from nest_megatron.validation.scores import NOISE, ErrorScores
 
 _HEADS = ("rows", "MAPE", "med", "p90", "mem", "regret", "pairs", "ran", "OOM")
-_LONGEST = 20
+_LONGEST = 16
 #: What leads: a plan is made without knowing what its settings will be.
 _ORDER = (Basis.AS_PLANNED, Basis.AS_STATED)
 _LEGEND = f"""

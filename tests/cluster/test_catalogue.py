@@ -265,3 +265,12 @@ def test_examples_of_oversubscription_cross_the_level_that_it_narrows(page: str)
         words = dict(word.split("=", 1) for word in line.split() if "=" in word)
         cluster = load(words["cluster"], f"cluster.num_gpus={words['cluster.num_gpus']}")
         assert cluster.num_gpus > cluster.group_sizes()[-2]
+
+
+def test_every_figure_of_an_accelerator_s_file_is_read() -> None:
+    for path in sorted((CONFIGS / "accelerator").glob("*.yaml")):
+        stated = yaml.safe_load(path.read_text(encoding="utf-8"))
+        record = accelerator_from_mapping(stated)
+        for name, value in stated.items():
+            if isinstance(value, int | float):
+                assert getattr(record, name) == value, (path.name, name)
