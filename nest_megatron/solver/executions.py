@@ -17,7 +17,7 @@ from nest_megatron.model.execution import ContextTraffic, Execution
 from nest_megatron.model.graph import Part
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.execution_checks import allows_execution
-from nest_megatron.parallel.execution_rules import allowed_execution
+from nest_megatron.parallel.execution_rules import allowed_execution, of_every_layout
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import (
     FULL_RECOMPUTE,
@@ -154,8 +154,11 @@ class Executions:
             for each, kind in product(self._variants, kinds):
                 asked = dataclasses.replace(grid, recompute=kind)
                 way = allowed_execution(each, asked)
-                if each == self.given or self._accepts(asked, way):
-                    found.setdefault(way, set()).add(kind)
+                if not self._accepts(asked, way):
+                    if each != self.given:
+                        continue
+                    way = allowed_execution(of_every_layout(each), asked)
+                found.setdefault(way, set()).add(kind)
             self._possible[key] = {way: frozenset(allowed) for way, allowed in found.items()}
         return self._possible[key]
 

@@ -200,11 +200,11 @@ def _dispatch(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     is_flex = how.moe_token_dispatcher_type is TokenDispatcher.FLEX
     # One read and one write in a fused kernel, or in the dispatcher's own; else twice each.
     passes, kernels = (2, 3) if how.moe_permute_fusion or is_flex else (4, 8)
-    operators = (
-        # Tokens of each expert and each rank are counted, and their number brought to the host.
-        streaming("preprocess", Part.DISPATCH, 0.0, kernels=3 if is_flex else 10),
-        streaming("permute", Part.DISPATCH, passes * routed_bytes, backward=1.0, kernels=kernels),
-        streaming("unpermute", Part.DISPATCH, passes * routed_bytes, backward=1.0, kernels=kernels),
+    # Tokens of each expert and each rank are counted first, and their number brought to the host.
+    counting = 3 if is_flex else 10
+    operators = tuple(
+        streaming(name, Part.DISPATCH, passes * routed_bytes, backward=1.0, kernels=launches)
+        for name, launches in (("permute", kernels + counting), ("unpermute", kernels))
     )
     if how.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER:
         return Pieces(operators, tuple(_gathered_tokens(shard, local * token_bytes)), ())
