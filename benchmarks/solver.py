@@ -10,6 +10,7 @@ Run from the project's root, on a quiet machine::
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import platform
 import resource
@@ -21,11 +22,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from nest_megatron.config.compose import compose  # noqa: E402
+from nest_megatron.config.overrides import parse  # noqa: E402
+from nest_megatron.config.request import plan_request, read_inputs, read_space  # noqa: E402
 from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
 from nest_megatron.planner import PlanRequest, plan  # noqa: E402
 from nest_megatron.solver.backend import Backend  # noqa: E402
 from nest_megatron.solver.space import SearchSpace  # noqa: E402
-from tests import catalogue  # noqa: E402
 
 MODELS = ("llama3_70b", "gpt3_175b", "mixtral_8x7b", "deepseek_v3")
 SIZES = (64, 256, 1024, 4096, 16384)
@@ -33,13 +36,11 @@ CLUSTER = "dgx_h100"
 
 
 def job(model: str, num_gpus: int, **changes: object) -> PlanRequest:
-    """The request that is timed: four sequences a GPU, everything free."""
-    return PlanRequest(
-        spec=catalogue.model(model),
-        cluster=catalogue.cluster(CLUSTER, num_gpus),
-        global_batch_size=max(512, 4 * num_gpus),
-        **changes,  # type: ignore[arg-type]
-    )
+    """The request that is timed, as the command makes it: four sequences a GPU, everything free."""
+    words = [f"model={model}", f"cluster={CLUSTER}", f"cluster.num_gpus={num_gpus}"]
+    composed = compose(parse([*words, f"train.global_batch_size={max(512, 4 * num_gpus)}"]))
+    found = plan_request(composed.config, read_inputs(composed), read_space(composed.config))
+    return dataclasses.replace(found, **changes)  # type: ignore[arg-type]
 
 
 def one(model: str, num_gpus: int) -> str:
