@@ -409,18 +409,22 @@ def rule_of(framework: str, gpu: str) -> Rule:
     >>> rule_of("Megatron-Bridge/MCore 26.08 NeMo Container", "GB200").target.name
     'megatron_bridge_2026'
     """
-    release = _release(framework)
+    release = release_of(framework) or _NEWEST
     for rule in RULES:
         if rule.framework.search(framework) and rule.gpu.search(gpu) and release >= rule.since:
             return rule
     raise AssertionError("the last rule matches everything")
 
 
-def _release(framework: str) -> tuple[int, int]:
-    """Year and month in a framework's name; one without them is taken as new.
+#: A framework without a printed release is taken as new.
+_NEWEST = (99, 0)
 
-    >>> _release("NeMo v25.02"), _release("Megatron-Bridge")
-    ((25, 2), (99, 0))
+
+def release_of(framework: str) -> tuple[int, int] | None:
+    """Year and month in a framework's name.
+
+    >>> release_of("NeMo v25.02"), release_of("Megatron-Bridge")
+    ((25, 2), None)
     """
-    found = re.search(r"\b\D{0,8}?(2\d)\.(0[1-9]|1[0-2])\b", framework)
-    return (int(found[1]), int(found[2])) if found else (99, 0)
+    found = re.search(r"(?<!\d)(2\d)\.(0[1-9]|1[0-2])\b", framework)
+    return (int(found[1]), int(found[2])) if found else None

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from nest_megatron.units import Bytes, Seconds
+from nest_megatron.validation.frameworks import release_of
 from nest_megatron.validation.refusal import RefusedRowError
 from nest_megatron.validation.rows import Row, number
 
@@ -125,10 +126,11 @@ def counts_whole_attention(row: Row) -> bool:
 
 def _released(row: Row) -> tuple[int, int]:
     """Year and month of the release that a row names, or of the row; unknown is taken as new."""
-    named = re.search(r"(?<!\d)(2\d)\.(0[1-9]|1[0-2])\b", row.get("framework", ""))
+    named = release_of(row.get("framework", ""))
     dated = re.match(r"20(\d\d)(?:-(\d\d))?", row.get("date", ""))
-    found = named or dated
-    return (int(found[1]), int(found[2] or 1)) if found else (99, 0)
+    if named is not None or dated is None:
+        return named or (99, 0)
+    return int(dated[1]), int(dated[2] or 1)
 
 
 def states_time(row: Row) -> bool:
