@@ -162,7 +162,7 @@ def test_the_plan_is_what_was_asked_for(layout: Layout) -> None:
     assert plan.parallel.sequence_parallel == (layout.tp > 1)
 
 
-@pytest.mark.parametrize("name", ["dense pp2", "dense pp4", "dense pp2 vpp2", "experts pp4"])
+@pytest.mark.parametrize("name", ["dense pp4", "dense pp2 vpp2", "experts pp4"])
 def test_the_planner_cuts_unevenly(name: str) -> None:
     plan = next(planned(layout) for layout in LAYOUTS if layout.name == name)
     assert len(set(decoder_layers(plan.model, plan.partition()))) > 1
