@@ -14,8 +14,9 @@ from nest_megatron.validation.calibrate import (
     Fit,
     HeldOut,
     Sample,
+    by_name,
     cross_validate,
-    fit_all,
+    fit_constants,
     thinned,
 )
 from nest_megatron.validation.calibration import PARAMETERS
@@ -50,10 +51,10 @@ def run_calibrate(paths: Sequence[Path], *, out: Path | None, validate: bool, as
             fix="`nest-megatron validate` prints why rows are refused.",
         )
     found = [fit_links(links(), read_samples(f), cross_validate=validate) for f in sorted(folders)]
-    fit = fit_all(samples, PARAMETERS, start=catalogue_values())
+    fit = fit_constants(samples, PARAMETERS, start=catalogue_values())
     left_out: dict[str, list[HeldOut]] = {}
     for by in ("source", "model") if validate else ():
-        left_out[by] = cross_validate(samples, PARAMETERS, fit, by)
+        left_out[by] = by_name(cross_validate(fit, by), by)
     scalings = scalings_of(files, ModelBook.load())
     late = fit_stragglers(scalings) if scalings else None
     written = [] if out is None else _write(out, fit, samples, left_out, found)

@@ -221,7 +221,7 @@ def validate(paths: tuple[Path, ...], **options: Any) -> int:
     "--cross-validation/--no-cross-validation",
     "validate",
     default=True,
-    help="Leave out whole sources and whole models in turn (minutes).",
+    help="Leave out each source and each model in turn.",
 )
 @json_option
 def calibrate(paths: tuple[Path, ...], **options: Any) -> int:

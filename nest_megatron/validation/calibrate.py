@@ -2,7 +2,8 @@
 
 Bounded least squares on the logarithm of predicted over measured time, every source weighing the
 square root of its rows, each constant pulled to its prior by its width. Cross-validation leaves out
-whole sources and whole models and predicts them with what the others say.
+each source and each model in turn: what the other rows say is one Gauss-Newton step away from the
+whole fit, whose Jacobian already has every row, so that no run is priced again to find it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import math
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.targets import EXECUTION
@@ -27,6 +29,10 @@ from nest_megatron.validation.calibration import (
 from nest_megatron.validation.job import Job
 from nest_megatron.validation.predict import Predictor
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 #: Residuals beyond this (in logarithms) count less and less: some rows are misprints.
 _ROBUST = 0.1
 #: What a constant one standard error off its prior costs, as a row's error would.
@@ -35,9 +41,6 @@ _PULL = 0.04
 _MOST_ROWS = 120
 _STEP = 0.02
 _EVALUATIONS = 8
-#: Evaluations of a fit that starts from another one's end, and parts that sources or models are
-#: left out in.
-_AGAIN, _FOLDS = 2, 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,20 +69,55 @@ def _switches(grid: Grid) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """Fitted constants and what is left.
+class FittedPart:
+    """A fit of samples that share constants, and how its residuals answer to these.
 
     Args:
-        errors: absolute errors by source, per cent, of the rows that were fitted.
+        log_errors: logarithm of predicted over measured time, a number for each sample.
+        residuals: what was minimised, shape (samples + parameters,): the pulls come last.
+        jacobian: its derivatives, shape (samples + parameters, parameters).
     """
 
-    values: Values
-    errors: Mapping[str, tuple[float, ...]]
+    samples: tuple[Sample, ...]
+    parameters: tuple[Parameter, ...]
+    values: tuple[float, ...]
+    log_errors: tuple[float, ...]
+    residuals: NDArray[np.float64]
+    jacobian: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Fitted constants and what is left."""
+
+    parts: tuple[FittedPart, ...]
+
+    @property
+    def values(self) -> Values:
+        """The constants, by parameter key."""
+        return {
+            p.key: value
+            for part in self.parts
+            for p, value in zip(part.parameters, part.values, strict=True)
+        }
+
+    @property
+    def errors(self) -> Mapping[str, Sequence[float]]:
+        """Absolute errors by source, per cent, of the rows that were fitted."""
+        found: dict[str, list[float]] = defaultdict(list)
+        for part in self.parts:
+            for sample, error in zip(part.samples, part.log_errors, strict=True):
+                found[sample.source].append(_absolute_pct(error))
+        return found
 
     def mape_pct(self, source: str | None = None) -> float:
         """Mean absolute error of one source, or of all rows."""
         rows = self.errors[source] if source else [e for each in self.errors.values() for e in each]
         return statistics.fmean(rows)
+
+
+def _absolute_pct(log_error: float) -> float:
+    return 100 * abs(math.expm1(log_error))
 
 
 def thinned(samples: Sequence[Sample], seed: int = 0) -> list[Sample]:
@@ -146,55 +184,45 @@ def _robust(error: float) -> float:
     return math.copysign(math.sqrt(loss), error)
 
 
-def fit(
+def fit_constants(
     samples: Sequence[Sample],
     parameters: Sequence[Parameter],
     start: Values | None = None,
     evaluations: int = _EVALUATIONS,
 ) -> Fit:
-    """Fit parameters to samples.
+    """Fit parameters to samples, each set of samples that share constants by itself.
 
     Args:
         start: where to begin; the priors if not given.
         evaluations: of all residuals, at most.
     """
+    parts = [_fit_part(part, parameters, start or {}, evaluations) for part in components(samples)]
+    return Fit(parts=tuple(parts))
+
+
+def _fit_part(
+    samples: Sequence[Sample], parameters: Sequence[Parameter], start: Values, evaluations: int
+) -> FittedPart:
     from scipy.optimize import least_squares
 
     wanted = [p for p in parameters if any(p.owner in sample.owners for sample in samples)]
     problem = _Problem(samples, wanted)
-    first = [min(max((start or {}).get(p.key, p.prior), p.low), p.high) for p in wanted]
     result = least_squares(
         problem.residuals,
-        first,
+        [min(max(start.get(p.key, p.prior), p.low), p.high) for p in wanted],
         bounds=([p.low for p in wanted], [p.high for p in wanted]),
         x_scale=[p.width for p in wanted],
         diff_step=[_STEP] * len(wanted),
         max_nfev=evaluations,
     )
-    errors: dict[str, list[float]] = defaultdict(list)
-    for sample, error in zip(samples, problem.log_errors(result.x), strict=True):
-        errors[sample.source].append(100 * abs(math.expm1(error)))
-    return Fit(
-        values={p.key: float(v) for p, v in zip(wanted, result.x, strict=True)},
-        errors={source: tuple(rows) for source, rows in errors.items()},
+    return FittedPart(
+        samples=tuple(samples),
+        parameters=tuple(wanted),
+        values=tuple(map(float, result.x)),
+        log_errors=tuple(problem.log_errors(result.x)),
+        residuals=result.fun,
+        jacobian=result.jac,
     )
-
-
-def fit_all(
-    samples: Sequence[Sample], parameters: Sequence[Parameter], start: Values | None = None
-) -> Fit:
-    """Fit each set of samples that share constants by itself, and put the results together.
-
-    Args:
-        start: as ``fit`` takes it.
-    """
-    fits = [fit(part, parameters, start) for part in components(samples)]
-    errors: dict[str, tuple[float, ...]] = defaultdict(tuple)
-    for each in fits:
-        for source, rows in each.errors.items():
-            errors[source] += rows
-    values = {key: value for each in fits for key, value in each.values.items()}
-    return Fit(values=values, errors=dict(errors))
 
 
 def components(samples: Iterable[Sample]) -> list[list[Sample]]:
@@ -216,13 +244,65 @@ def components(samples: Iterable[Sample]) -> list[list[Sample]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOut:
-    """Rows predicted by a fit that has not seen them.
+class LeftOut:
+    """A run predicted by a fit that has not seen its source, or its model.
 
     Args:
-        name: source or model that was left out.
-        seen_pct, unseen_pct: their mean absolute error in the whole fit, and left out.
+        seen, unseen: logarithm of predicted over measured time in the whole fit, and left out.
     """
+
+    sample: Sample
+    seen: float
+    unseen: float
+
+
+def cross_validate(fit: Fit, by: str) -> list[LeftOut]:
+    """Leave out each source, or each model, and predict its runs with what the others say.
+
+    Args:
+        by: ``source`` or ``model``.
+    """
+    return [
+        each
+        for part in fit.parts
+        for name in sorted({str(getattr(sample, by)) for sample in part.samples})
+        for each in _leave_out(part, [getattr(sample, by) == name for sample in part.samples])
+    ]
+
+
+def _leave_out(part: FittedPart, out: Sequence[bool]) -> Iterator[LeftOut]:
+    values = _without(part, out)
+    keyed = {p.key: value for p, value in zip(part.parameters, values, strict=True)}
+    predictor = Predictor()
+    clusters: dict[int, Cluster] = {}
+    for sample, seen, is_out in zip(part.samples, part.log_errors, out, strict=True):
+        if is_out:
+            predicted = predictor.predict(with_values(sample.job, keyed, clusters))
+            unseen = math.log(predicted.iteration_time_s / sample.measured_s)
+            yield LeftOut(sample=sample, seen=seen, unseen=unseen)
+
+
+def _without(part: FittedPart, out: Sequence[bool]) -> list[float]:
+    """The constants that the other samples give: one bounded Gauss-Newton step."""
+    import numpy as np
+    from scipy.optimize import lsq_linear
+
+    kept = np.append(~np.array(out), np.ones(len(part.parameters), dtype=bool))
+    at = np.array(part.values)
+    width = np.array([p.width for p in part.parameters])
+    low, high = np.array([(p.low, p.high) for p in part.parameters]).T
+    # a margin, since a constant that sits at its bound leaves no space between the two
+    step = lsq_linear(
+        part.jacobian[kept] * width,
+        -part.residuals[kept],
+        bounds=((low - at) / width - 1e-9, (high - at) / width + 1e-9),
+    )
+    return [float(value) for value in np.clip(at + width * step.x, low, high)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """Mean absolute errors of a source or model, per cent, in the whole fit and left out."""
 
     name: str
     rows: int
@@ -230,41 +310,17 @@ class HeldOut:
     unseen_pct: float
 
 
-def cross_validate(
-    samples: Sequence[Sample], parameters: Sequence[Parameter], whole: Fit, by: str
-) -> list[HeldOut]:
-    """Leave out whole sources, or whole models, a tenth of them at a time.
-
-    Args:
-        by: ``source`` or ``model``.
-    """
-    names = sorted({str(getattr(sample, by)) for sample in samples})
-    folds = min(_FOLDS, len(names))
-    priors = {p.key: p.prior for p in parameters}
-    found = []
-    for fold in range(folds):
-        left = names[fold::folds]
-        rest = [sample for sample in samples if getattr(sample, by) not in left]
-        if not rest:
-            continue
-        again = fit(rest, parameters, start=whole.values, evaluations=_AGAIN)
-        unseen = {**priors, **again.values}
-        for name in left:
-            out = [sample for sample in samples if getattr(sample, by) == name]
-            found.append(
-                HeldOut(
-                    name=name,
-                    rows=len(out),
-                    seen_pct=_mape(out, whole.values),
-                    unseen_pct=_mape(out, unseen),
-                )
-            )
-    return sorted(found, key=lambda held: held.name)
-
-
-def _mape(samples: Sequence[Sample], values: Values) -> float:
-    predictor = Predictor()
-    return statistics.fmean(
-        100 * abs(predictor.predict(with_values(s.job, values)).iteration_time_s / s.measured_s - 1)
-        for s in samples
-    )
+def by_name(left_out: Iterable[LeftOut], by: str) -> list[HeldOut]:
+    """Errors of what was left out, a line for each source or model."""
+    found: dict[str, list[LeftOut]] = defaultdict(list)
+    for each in left_out:
+        found[getattr(each.sample, by)].append(each)
+    return [
+        HeldOut(
+            name=name,
+            rows=len(rows),
+            seen_pct=statistics.fmean(_absolute_pct(row.seen) for row in rows),
+            unseen_pct=statistics.fmean(_absolute_pct(row.unseen) for row in rows),
+        )
+        for name, rows in sorted(found.items())
+    ]
