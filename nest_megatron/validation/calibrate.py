@@ -14,7 +14,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.targets import EXECUTION
@@ -28,10 +28,6 @@ from nest_megatron.validation.calibration import (
 )
 from nest_megatron.validation.job import Job
 from nest_megatron.validation.predict import Predictor
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 #: Residuals beyond this (in logarithms) count less and less: some rows are misprints.
 _ROBUST = 0.1
@@ -74,16 +70,16 @@ class FittedPart:
 
     Args:
         log_errors: logarithm of predicted over measured time, a number for each sample.
-        residuals: what was minimised, shape (samples + parameters,): the pulls come last.
-        jacobian: its derivatives, shape (samples + parameters, parameters).
+        residuals: what was minimised, an array of shape (samples + parameters,), pulls last.
+        jacobian: its derivatives, an array of shape (samples + parameters, parameters).
     """
 
     samples: tuple[Sample, ...]
     parameters: tuple[Parameter, ...]
     values: tuple[float, ...]
     log_errors: tuple[float, ...]
-    residuals: NDArray[np.float64]
-    jacobian: NDArray[np.float64]
+    residuals: Any
+    jacobian: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,20 +280,23 @@ def _leave_out(part: FittedPart, out: Sequence[bool]) -> Iterator[LeftOut]:
 
 def _without(part: FittedPart, out: Sequence[bool]) -> list[float]:
     """The constants that the other samples give: one bounded Gauss-Newton step."""
-    import numpy as np
     from scipy.optimize import lsq_linear
 
-    kept = np.append(~np.array(out), np.ones(len(part.parameters), dtype=bool))
-    at = np.array(part.values)
-    width = np.array([p.width for p in part.parameters])
-    low, high = np.array([(p.low, p.high) for p in part.parameters]).T
+    pairs = list(zip(part.parameters, part.values, strict=True))
+    kept = [not each for each in out] + [True] * len(pairs)
     # a margin, since a constant that sits at its bound leaves no space between the two
     step = lsq_linear(
-        part.jacobian[kept] * width,
+        part.jacobian[kept] * [p.width for p in part.parameters],
         -part.residuals[kept],
-        bounds=((low - at) / width - 1e-9, (high - at) / width + 1e-9),
+        bounds=(
+            [(p.low - value) / p.width - 1e-9 for p, value in pairs],
+            [(p.high - value) / p.width + 1e-9 for p, value in pairs],
+        ),
     )
-    return [float(value) for value in np.clip(at + width * step.x, low, high)]
+    return [
+        min(max(value + p.width * float(move), p.low), p.high)
+        for (p, value), move in zip(pairs, step.x, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
