@@ -10,6 +10,7 @@ from pathlib import Path
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, read_text, write_bytes, write_text
+from nest_megatron.report.accuracy_goals import goals_section
 from nest_megatron.report.accuracy_pictures import pictures
 from nest_megatron.report.accuracy_reference import (
     columns_section,
@@ -46,10 +47,12 @@ class Notes:
 
     Args:
         rows: why a row is far off, by its ``row_id``.
+        goals: why a goal is missed, by its name in the table of goals.
         not_captured: what the model leaves out.
     """
 
     rows: Mapping[str, str] = field(default_factory=dict)
+    goals: Mapping[str, str] = field(default_factory=dict)
     not_captured: Sequence[str] = ()
 
 
@@ -57,7 +60,7 @@ def read_notes(path: Path) -> Notes:
     """Read a file of notes; without one, nothing is explained.
 
     Raises:
-        UserInputError: if it is no mapping of the two fields.
+        UserInputError: if it is no mapping of the fields.
     """
     if not path.is_file():
         return Notes()
@@ -68,7 +71,7 @@ def read_notes(path: Path) -> Notes:
             "notes",
             value=str(path),
             limit=f"it cannot be read: {error}",
-            fix="Give `rows` (row_id: reason) and `not_captured` (a list of texts).",
+            fix="Give `rows` (row_id: reason), `goals` (name: reason) and `not_captured` (texts).",
         ) from error
 
 
@@ -152,6 +155,7 @@ def page(
     sections = (
         _head(judged, own_runs),
         regimes_section(judged),
+        goals_section(judged, notes.rows, notes.goals),
         files_section(judged),
         sets_section(judged),
         _pictures_section(drawn),

@@ -105,12 +105,13 @@ def links_section() -> str:
             "more that cross it; unseen: each cluster by a fit to the other clusters.",
             table(("technology", "rows", "error %", "unseen %", "note"), rows),
             "The same by cluster, as `nest-megatron calibrate comm_collectives.csv` prints it:",
-            table(("cluster", "rows", "error %", "unseen %"), _unseen_clusters()),
+            table(("cluster", "rows", "error %", "unseen %"), collectives_by_cluster()),
         )
     )
 
 
-def _unseen_clusters() -> list[tuple[str, str, str, str]]:
+def collectives_by_cluster() -> list[tuple[str, str, str, str]]:
+    """Cluster, rows, error, and error by a fit that has not seen it."""
     return [
         (name, str(entry["rows"]), figure(entry["error_pct"]), figure(entry["left_out_pct"]))
         for name, entry in _calibration("collectives").items()

@@ -1,18 +1,15 @@
-"""Regimes, as planned beside as stated, and the goals of the whole."""
+"""Regimes, as planned beside as stated."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
-from nest_megatron.report.accuracy_reference import unseen_collectives_pct
 from nest_megatron.report.markdown import figure, table
 from nest_megatron.validation.outcome import Judged
 from nest_megatron.validation.regimes import REGIMES, RegimeName
 from nest_megatron.validation.report import BothScores, Scores, both_scores, regime_scores
 from nest_megatron.validation.rows import RowKind
-from nest_megatron.validation.scores import NOISE, ErrorScores, error_scores
+from nest_megatron.validation.scores import NOISE
 
 _HEAD = (
     "runs",
@@ -44,7 +41,7 @@ _KEYS = (
 
 
 def regimes_section(judged: Sequence[Judged]) -> str:
-    """What leads the page: every regime of all runs, the worst first, and the goals."""
+    """What leads the page: every regime of all runs, the worst first."""
     regimes = regime_scores(RowKind.THROUGHPUT, judged)
     if not any(each.as_stated.rows for each in regimes.values()):
         return ""
@@ -71,8 +68,6 @@ def regimes_section(judged: Sequence[Judged]) -> str:
             "of all runs in `regimes`) holds `as_planned` and `as_stated`, each with",
             table(("key", "what it counts"), _KEYS),
             "What a source or total holds beside them is as stated.",
-            "### Goals",
-            _goals_table(judged, regimes),
         )
     )
 
@@ -117,88 +112,3 @@ def _cells(both: BothScores) -> tuple[str, ...]:
 
 def _share(counts: tuple[int, int]) -> str:
     return f"{counts[1]} of {counts[0]}" if counts[0] else ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reached:
-    """One figure beside its goal; ``least`` where larger is better."""
-
-    what: str
-    value: float | None
-    goal: float
-    least: bool = False
-
-    def cells(self) -> tuple[str, ...]:
-        met = self.value is not None and (
-            self.value >= self.goal if self.least else self.value <= self.goal
-        )
-        mark = "≥" if self.least else "≤"
-        value = "none" if self.value is None else f"**{self.value:.1f}**"
-        return self.what, value, f"{mark} {self.goal:g}", "yes" if met else "**no**"
-
-
-def _goals_table(judged: Sequence[Judged], regimes: Mapping[RegimeName, BothScores]) -> str:
-    rows = [each.cells() for each in _reached(judged, regimes)]
-    return table(("as planned", "ours", "goal", "met"), rows, numeric=3)
-
-
-def _reached(
-    judged: Sequence[Judged], regimes: Mapping[RegimeName, BothScores]
-) -> Iterator[_Reached]:
-    dense, moe = (regimes[name].as_planned for name in (RegimeName.DENSE, RegimeName.MOE))
-    every = all_runs(judged).as_planned
-    for name, found, error in (("dense", dense, 7), ("experts", moe, 12), ("all", every, 9)):
-        value = found.errors.mape_pct if found.errors else None
-        yield _Reached(what=f"error of time, {name}, %", value=value, goal=error)
-    ran, wrong = every.ran
-    yield _Reached(what="runs that ran, called infeasible, %", value=_percent(wrong, ran), goal=2)
-    ended, caught = every.out_of_memory
-    yield _Reached(
-        what="runs out of memory, caught, %", value=_percent(caught, ended), goal=60, least=True
-    )
-    memory = _megatron_memory(judged)
-    yield _Reached(
-        what="error of memory, runs of Megatron, %",
-        value=memory.mape_pct if memory else None,
-        goal=4,
-    )
-    yield _Reached(
-        what="collectives of 1 MB and more, clusters left out of the fit, %",
-        value=unseen_collectives_pct(),
-        goal=20,
-    )
-    for name, found, regret, pairs in (("dense", dense, 1, 85), ("experts", moe, 4, 75)):
-        yield _Reached(what=f"regret, {name}, %", value=found.regret_mean_pct, goal=regret)
-        yield _Reached(
-            what=f"pairs in order, {name}, %",
-            value=found.pairs_in_order_pct,
-            goal=pairs,
-            least=True,
-        )
-
-
-#: Frameworks that run megatron-core, by their names in rows.
-_MEGATRON = re.compile(r"megatron(?!-?deepspeed)|nemo(?!.*automodel)", re.IGNORECASE)
-
-
-def _megatron_memory(judged: Iterable[Judged]) -> ErrorScores | None:
-    """Errors of peaks that runs of Megatron and its functional tests print."""
-    return error_scores(
-        [
-            each.memory
-            for file in judged
-            for each in file.as_planned
-            if each.memory is not None
-            and (
-                file.file.kind is RowKind.MEMORY_GOLDEN
-                or (
-                    file.file.kind is RowKind.MEMORY_PEAK
-                    and _MEGATRON.search(each.row.get("framework", ""))
-                )
-            )
-        ]
-    )
-
-
-def _percent(part: int, whole: int) -> float | None:
-    return 100.0 * part / whole if whole else None

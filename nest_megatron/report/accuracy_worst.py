@@ -31,9 +31,9 @@ Pair = tuple[float, float]
 
 def worst_section(judged: Sequence[Judged], reasons: Mapping[str, str]) -> str:
     """The rows farthest off, with the reasons that a person found."""
-    times = _ranked(_of(judged, RowKind.THROUGHPUT), lambda each: each.time)
+    times = ranked(_of(judged, RowKind.THROUGHPUT), lambda each: each.time)
     peaks = [*_of(judged, RowKind.MEMORY_PEAK), *_of(judged, RowKind.MEMORY_GOLDEN)]
-    memory = _ranked(peaks, lambda each: each.memory)
+    memory = ranked(peaks, lambda each: each.memory)
     large = [
         o for o in _of(judged, RowKind.COLLECTIVES) if whole_cell(o.row, "size_bytes") >= _SMALL
     ]
@@ -41,10 +41,10 @@ def worst_section(judged: Sequence[Judged], reasons: Mapping[str, str]) -> str:
     for title, rows, most, unit in (
         ("Step time", times, _MOST_TIMES, "s"),
         ("Memory", memory, _MOST_OTHERS, "GiB"),
-        ("Collectives of 1 MB and more", _ranked(large, lambda o: o.time), _MOST_OTHERS, "ms"),
+        ("Collectives of 1 MB and more", ranked(large, lambda o: o.time), _MOST_OTHERS, "ms"),
     ):
         if rows:
-            parts += [f"### {title}", _worst_table(rows[:most], unit, reasons)]
+            parts += [f"### {title}", worst_table(rows[:most], unit, reasons)]
     return "\n\n".join(parts)
 
 
@@ -54,7 +54,7 @@ def _of(
     return (each for file in judged if file.file.kind is kind for each in file.on(basis))
 
 
-def _ranked(
+def ranked(
     outcomes: Iterable[RowOutcome], pair: Callable[[RowOutcome], Pair | None]
 ) -> list[tuple[RowOutcome, Pair]]:
     """Outcomes with their pairs, the farthest off first."""
@@ -65,15 +65,20 @@ def _ranked(
 _SCALES = {"s": 1.0, "ms": 1e-3, "GiB": float(GIB)}
 
 
-def _worst_table(
+def worst_table(
     rows: Iterable[tuple[RowOutcome, Pair]], unit: str, reasons: Mapping[str, str]
 ) -> str:
+    """Rows with prediction, measurement and reason.
+
+    Args:
+        unit: ``s``, ``ms`` or ``GiB``.
+    """
     scale = _SCALES[unit]
     cells = [
         (
             each.row.get("row_id", ""),
             each.source,
-            _subject(each),
+            subject(each),
             f"{predicted / scale:.4g}",
             f"{measured / scale:.4g}",
             f"{100 * (predicted / measured - 1):+.0f}",
@@ -85,7 +90,8 @@ def _worst_table(
     return table(head, cells)
 
 
-def _subject(each: RowOutcome) -> str:
+def subject(each: RowOutcome) -> str:
+    """What a row is about: model and GPUs, or a collective."""
     row = each.row
     if "collective" in row:
         size = whole_cell(row, "size_bytes") / 2**20

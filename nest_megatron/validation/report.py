@@ -155,19 +155,50 @@ def scores(kind: RowKind, outcomes: Sequence[RowOutcome]) -> Scores:
 
 
 def group_scores(outcomes: Iterable[RowOutcome]) -> tuple[RankScores, ...]:
-    """Ranking of each job that was measured in at least two layouts.
+    """Ranking of each job that was measured in at least two layouts."""
+    return tuple(each.scores for each in measured_jobs(outcomes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredJob:
+    """A job that was measured in at least two layouts.
+
+    Args:
+        row: its first row.
+        layouts: predicted and measured seconds, by the layouts' columns.
+    """
+
+    row: RowOutcome
+    layouts: Mapping[tuple[str, ...], tuple[float, float]]
+
+    @property
+    def scores(self) -> RankScores:
+        """How well its layouts are ranked."""
+        return rank_scores(list(self.layouts.values()))
+
+
+def measured_jobs(outcomes: Iterable[RowOutcome]) -> tuple[MeasuredJob, ...]:
+    """The jobs that were measured in at least two layouts.
 
     A layout that was measured several times, or with settings that no column has, counts once, by
     its fastest run and its fastest prediction: who chooses a layout runs it at its best.
     """
-    groups: dict[tuple[str, ...], dict[tuple[str, ...], tuple[float, float]]] = defaultdict(dict)
+    groups: dict[tuple[str, ...], list[RowOutcome]] = defaultdict(list)
     for each in outcomes:
         if each.time is not None:
-            layouts = groups[each.group]
+            groups[each.group].append(each)
+    jobs = (MeasuredJob(row=rows[0], layouts=_layouts(rows)) for rows in groups.values())
+    return tuple(job for job in jobs if len(job.layouts) > 1)
+
+
+def _layouts(rows: Iterable[RowOutcome]) -> dict[tuple[str, ...], tuple[float, float]]:
+    found: dict[tuple[str, ...], tuple[float, float]] = {}
+    for each in rows:
+        if each.time is not None:
             predicted, measured = each.time
-            known = layouts.get(each.layout, each.time)
-            layouts[each.layout] = min(predicted, known[0]), min(measured, known[1])
-    return tuple(rank_scores(list(found.values())) for found in groups.values() if len(found) > 1)
+            known = found.get(each.layout, each.time)
+            found[each.layout] = min(predicted, known[0]), min(measured, known[1])
+    return found
 
 
 def _infeasible(outcomes: Iterable[RowOutcome]) -> tuple[int, int]:

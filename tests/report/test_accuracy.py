@@ -78,6 +78,33 @@ def test_the_page_leads_with_plans_and_the_worst_regime(text: str) -> None:
     assert "`pairs_in_order_pct`" in text
 
 
+def missed(text: str) -> dict[str, str]:
+    """What follows each missed goal, by its name in the table."""
+    table, _, rest = text.partition("### Goals")[2].partition("\n## ")[0].partition("####")
+    names = re.findall(r"^\| ([^|]*) \| .* \| \*\*no\*\* \|$", table, re.MULTILINE)
+    parts = rest.split("####")
+    assert len(parts) == len(names) > 0
+    return dict(zip(names, parts, strict=True))
+
+
+def test_every_missed_goal_names_the_rows_behind_it(text: str) -> None:
+    for name, part in missed(text).items():
+        head, *body = part.strip().splitlines()
+        assert head.lower().startswith(f"{name}: ".lower())
+        assert re.search(r": [\d.]+, goal [≤≥] \d", head)
+        assert sum(line.startswith("| ") for line in body) >= 2, "a table with a row"
+
+
+def test_reasons_for_goals_are_those_of_goals(text: str) -> None:
+    """A reason by hand stands under its goal, and is for a goal that there is."""
+    stored = yaml.safe_load((DOCS / NOTES).read_text(encoding="utf-8"))
+    for name in stored["goals"]:
+        assert f"| {name} | " in text
+    found = next(iter(missed(text)))
+    told = page(judged(), Notes(goals={found: "a reason\nin two lines"}), [], "", "")
+    assert missed(told)[found].strip().splitlines()[2] == "a reason in two lines"
+
+
 def test_worst_rows_have_their_reasons(text: str) -> None:
     assert NOT_EXPLAINED in text
     assert "one \\| two" in text or "tp0657" not in text
@@ -114,7 +141,7 @@ def test_our_notes_can_be_read() -> None:
     assert notes.not_captured
     assert all(isinstance(reason, str) and reason for reason in notes.rows.values())
     stored = yaml.safe_load((DOCS / NOTES).read_text(encoding="utf-8"))
-    assert stored.keys() == {"rows", "not_captured"}
+    assert stored.keys() == {"rows", "goals", "not_captured"}
 
 
 def test_without_notes_nothing_is_explained(tmp_path: Path) -> None:
