@@ -7,6 +7,7 @@ published runs were made; a recipe that is planned itself states its own.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.targets import Default, Target
@@ -118,10 +119,22 @@ _BRIDGE_2026 = {
     "model": "src/megatron/bridge/models/gpt_provider.py",
     "dense": "src/megatron/bridge/perf_recipes/llama",
     "experts": "src/megatron/bridge/perf_recipes/deepseek/common.py",
+    "fp8": "src/megatron/bridge/perf_recipes/qwen/common.py",
+    "bf16": "src/megatron/bridge/perf_recipes/qwen/gb200/qwen3_moe.py",
     "gradients": "src/megatron/bridge/perf_recipes/_common.py",
     "fusion": "src/megatron/bridge/perf_recipes/deepseek/common.py",
     "provider": "src/megatron/bridge/models/deepseek/deepseek_provider.py",
     "recipe": "src/megatron/bridge/recipes/deepseek/h100/deepseek_v3.py",
+}
+
+_GRACE_EXPERTS: dict[str, Any] = {"gpu": "GB[23]00", "experts": True}
+#: With experts in 8 bits on GB200 and GB300 a whole step is one graph.
+_FULL_ITERATION = {
+    "cuda_graph_impl": "full_iteration",
+    "overlap_moe_expert_parallel_comm": True,
+    "delay_wgrad_compute": True,
+    "use_transformer_engine_op_fuser": True,
+    "fp8_dot_product_attention": True,
 }
 
 
@@ -157,9 +170,9 @@ def _bridge(release: str, files: dict[str, str]) -> Iterator[Default]:
         yield default("moe_shared_expert_overlap", False, "experts")
         yield default("moe_token_dispatcher_type", "flex", "experts")
         yield default("moe_flex_dispatcher_backend", "hybridep", "experts")
-        for name in ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"):
-            yield default(name, True, "experts", gpu="GB[23]00", experts=True)
-        yield default("cuda_graph_impl", "full_iteration", "experts", gpu="GB[23]00", experts=True)
+        for name, value in _FULL_ITERATION.items():
+            yield default(name, value, "fp8", **_GRACE_EXPERTS, precision=Precision.FP8)
+        yield default("cuda_graph_impl", "transformer_engine", "bf16", **_GRACE_EXPERTS)
     yield default("moe_token_dispatcher_type", "alltoall", "recipe")
     yield default("moe_shared_expert_overlap", True, "provider")
     yield default("cuda_graph_impl", "transformer_engine", "experts", gpu="GB200", experts=True)
@@ -196,8 +209,8 @@ BRIDGE_2026 = Target(
     name="megatron_bridge_2026",
     megatron_core="0.20",
     framework="Megatron-Bridge since 26.06",
-    reason="performance recipes: HybridEP; on GB200 and GB300 whole steps in CUDA graphs, the "
-    "all-to-all overlapped",
+    reason="performance recipes: HybridEP; in fp8 on GB200 and GB300 whole steps in CUDA graphs, "
+    "the all-to-all overlapped, attention in fp8",
     fitted="megatron_bridge_2026",
     defaults=tuple(_bridge("2026", _BRIDGE_2026)),
 )
