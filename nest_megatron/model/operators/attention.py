@@ -189,8 +189,22 @@ def _unfused_attention(
     # mask's byte, backward one read and one write.
     moved = scores * (2 * act + (2 * act + 1 if dropout else 0))
     back = scores * (3 * act + (2 * act + 1 if dropout else 0))
-    softmax = streaming("softmax", part, moved, backward=back / moved, kernels=2 + dropout)
+    kernels = 2 + dropout
+    if not _softmax_is_fused(spec, heads * shard.micro_batch_size):
+        moved += scores * (2 * act + 8 * FP32)
+        back += scores * (2 * act + 6 * FP32)
+        kernels += 8
+    softmax = streaming("softmax", part, moved, backward=back / moved, kernels=kernels)
     return Pieces((products, softmax), (), ((part, scores * (2 * act + 1 if dropout else act)),))
+
+
+def _softmax_is_fused(spec: TransformerSpec, matrices: float) -> bool:
+    """Whether one kernel scales, masks and takes the softmax of so many matrices of scores.
+
+    Else PyTorch's own do, in 32 bits: a cast, a product, the mask, its filling, the softmax and a
+    cast back (``FusedScaleMaskSoftmax.is_kernel_available``, ``forward_torch_softmax``).
+    """
+    return matrices % 4 == 0 and spec.seq_length % 4 == 0 and 16 < spec.seq_length <= 4096
 
 
 def _attention(spec: TransformerSpec, shard: LayerShard) -> Pieces:
