@@ -23,6 +23,7 @@ from nest_megatron.validation.calibration import PARAMETERS
 from nest_megatron.validation.calibration_files import catalogue_values, write_calibration
 from nest_megatron.validation.fit_collectives import Errors, fit_links
 from nest_megatron.validation.fit_collectives import Fit as LinkFit
+from nest_megatron.validation.fit_memory import PeakFit, fit_peaks, peak_errors, write_peaks
 from nest_megatron.validation.fit_samples import read_samples
 from nest_megatron.validation.fit_stragglers import (
     StragglerFit,
@@ -33,7 +34,7 @@ from nest_megatron.validation.fit_stragglers import (
 from nest_megatron.validation.links import links
 from nest_megatron.validation.links_file import write_clusters, write_left_out, write_links
 from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.rows import RowKind, read_rows
+from nest_megatron.validation.rows import RowFile, RowKind, read_rows
 from nest_megatron.validation.samples import samples_of
 
 
@@ -57,17 +58,22 @@ def run_calibrate(paths: Sequence[Path], *, out: Path | None, validate: bool, as
         left_out[by] = by_name(cross_validate(fit, by), by)
     scalings = scalings_of(files, ModelBook.load())
     late = fit_stragglers(scalings) if scalings else None
+    peaks = _fitted_peaks(files)
     written = [] if out is None else _write(out, fit, samples, left_out, found)
     if out is not None and late is not None:
         written.append(out / "calibration" / "stragglers.yaml")
         write_stragglers(written[-1], late)
+    if out is not None and peaks:
+        written.append(out / "calibration" / "memory.yaml")
+        write_peaks(written[-1], peaks)
     if as_json:
-        document = {**_document(fit, samples, left_out), **_collectives(found)}
+        document = {**_document(fit, samples, left_out), **_collectives(found), **_peaks(peaks)}
         show_json(document | ({} if late is None else {"stragglers": _stragglers(late)}))
         return OK
     from nest_megatron.report.calibration_tables import (
         calibration_report,
         links_report,
+        peaks_report,
         stragglers_report,
     )
 
@@ -75,6 +81,8 @@ def run_calibrate(paths: Sequence[Path], *, out: Path | None, validate: bool, as
         show(calibration_report(fit, left_out))
     if late is not None:
         show(stragglers_report(late))
+    if peaks:
+        show(peaks_report(peaks))
     for each in found:
         show(links_report(each))
     for path in written:
@@ -100,6 +108,16 @@ def _write(
     return written
 
 
+def _fitted_peaks(files: Sequence[RowFile]) -> dict[str, PeakFit]:
+    """Errors of peaks, where tables of peaks are among the files and no group has one source."""
+    if not any(file.kind in (RowKind.MEMORY_PEAK, RowKind.MEMORY_GOLDEN) for file in files):
+        return {}
+    errors = peak_errors(files, ModelBook.load())
+    if any(len(own) < 2 for own in errors.values()):
+        return {}
+    return {name: fit_peaks(own) for name, own in errors.items()}
+
+
 def _collectives(found: Sequence[LinkFit]) -> dict[str, dict[str, object]]:
     """Errors of messages of 1 MB and more, fitted, and by a fit without their cluster."""
     return {
@@ -122,6 +140,23 @@ def _stragglers(fit: StragglerFit) -> dict[str, object]:
         "without_pct": fit.without_pct,
         "with_pct": fit.with_pct,
         "left_out_pct": {model: list(pair) for model, pair in fit.left_out_pct.items()},
+    }
+
+
+def _peaks(fits: Mapping[str, PeakFit]) -> dict[str, object]:
+    if not fits:
+        return {}
+    return {
+        "peaks": {
+            name: {
+                "location": fit.error.location,
+                "scale": fit.error.scale,
+                "rows": dict(fit.rows),
+                "coverage_by_source_pct": dict(fit.by_source_pct),
+                "coverage_by_row_pct": dict(fit.by_row_pct),
+            }
+            for name, fit in fits.items()
+        }
     }
 
 

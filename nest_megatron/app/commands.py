@@ -209,7 +209,7 @@ def validate(paths: tuple[Path, ...], **options: Any) -> int:
 @cli.command(
     cls=Command,
     examples=(
-        "nest-megatron calibrate throughput.csv throughput_vtrain_a100.csv --out hydra_configs",
+        "nest-megatron calibrate throughput.csv memory_peak.csv --out hydra_configs",
         "nest-megatron calibrate comm_collectives.csv --no-cross-validation",
     ),
 )

@@ -14,6 +14,7 @@ from nest_megatron.report.fitting import FittingTable
 from nest_megatron.validation.calibrate import Fit, HeldOut
 from nest_megatron.validation.calibration import PARAMETERS
 from nest_megatron.validation.fit_collectives import Fit as LinkFit
+from nest_megatron.validation.fit_memory import PeakFit
 from nest_megatron.validation.fit_stragglers import StragglerFit
 
 
@@ -40,6 +41,23 @@ def stragglers_report(fit: StragglerFit) -> RenderableType:
     for model, (without, unseen) in fit.left_out_pct.items():
         table.add_row(model, f"{without:.2f}", f"{unseen:.2f}")
     table.add_row("all, fitted", f"{fit.without_pct:.2f}", f"{fit.with_pct:.2f}")
+    return table
+
+
+def peaks_report(fits: Mapping[str, PeakFit]) -> RenderableType:
+    """Errors of predicted peaks, and how many of a source left out lie in the intervals."""
+    columns = ("rows", "sources", "too low by %", "scale %", "in 50 %", "in 90 %")
+    table = _table("peaks of memory", *columns)
+    for name, fit in fits.items():
+        error, inside = fit.error, fit.by_source_pct
+        table.add_row(
+            name,
+            str(error.runs),
+            str(error.sources),
+            f"{100 * error.location:.1f}",
+            f"{100 * error.scale:.1f}",
+            *(f"{inside[share]:.0f} %" for share in (50, 90)),
+        )
     return table
 
 

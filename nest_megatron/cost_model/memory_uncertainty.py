@@ -1,0 +1,96 @@
+"""How far predicted peaks of memory are off, and the chance that a plan runs out.
+
+The logarithm of a measured peak over its prediction follows Student's t distribution. Location and
+scale are fitted to public peaks, every source weighing alike, since the next job is a new source
+rather than another run of an old one (``validation/fit_memory.py``,
+``hydra_configs/calibration/memory.yaml``). Apart are jobs that gather weights or gradients (ZeRO-2
+and 3, FSDP): what is whole of them at a time depends on the framework's buffers and streams.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from nest_megatron.cluster.records import Accelerator
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.student import cumulative, quantile
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.units import Bytes
+
+#: Share of a device that PyTorch's allocator holds in pieces too small to be of use. For one node
+#: of B200, SimuMax prints peaks held of 1.03 to 1.08 times those given out (docs/b200 of
+#: MooreThreads/SimuMax), of which it returns what is whole and unused before it runs out.
+FRAGMENTATION = 0.04
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakError:
+    """Error of predicted peaks: ``log(measured / predicted)``.
+
+    Args:
+        location: above 0 where predictions are too small.
+        scale: of Student's t distribution, for a source that was not fitted.
+        runs, sources: that were fitted.
+    """
+
+    location: float
+    scale: float
+    runs: int
+    sources: int
+
+
+#: Written by ``nest-megatron calibrate`` into ``calibration/memory.yaml``, and repeated here.
+REPLICATED = PeakError(location=0.011, scale=0.065, runs=557, sources=6)
+SHARDED = PeakError(location=0.049, scale=0.144, runs=50, sources=9)
+
+
+def peak_error(zero: ZeroStage) -> PeakError:
+    """The error of the peaks of jobs with such a ZeRO stage."""
+    return SHARDED if zero >= ZeroStage.GRADIENTS else REPLICATED
+
+
+def allocatable_bytes(accelerator: Accelerator, settings: CostSettings) -> Bytes:
+    """What PyTorch's allocator can give out: the device less context, NCCL and fragmentation."""
+    usable = int(accelerator.memory_bytes * (1.0 - FRAGMENTATION))
+    return max(0, usable - settings.memory_reserve_bytes)
+
+
+def out_of_memory_probability(peak_bytes: float, limit_bytes: float, error: PeakError) -> float:
+    """Chance that a job needs more than there is.
+
+    Args:
+        peak_bytes: predicted, of the fullest GPU.
+        limit_bytes: what can be given out (``allocatable_bytes``).
+
+    >>> round(out_of_memory_probability(60e9, 75e9, REPLICATED), 3)
+    0.015
+    >>> round(out_of_memory_probability(74e9, 75e9, REPLICATED), 2)
+    0.49
+    """
+    if peak_bytes <= 0:
+        return 0.0
+    if limit_bytes <= 0:
+        return 1.0
+    spare = math.log(limit_bytes / peak_bytes)
+    return 1.0 - cumulative((spare - error.location) / error.scale)
+
+
+def peak_interval(peak_bytes: float, error: PeakError, share: float = 0.9) -> tuple[Bytes, Bytes]:
+    """Between which bytes that share of measured peaks lies.
+
+    >>> [round(x / 1e9) for x in peak_interval(60e9, REPLICATED)]
+    [53, 70]
+    """
+    reach = error.scale * quantile(0.5 + share / 2)
+    low, high = (math.exp(error.location + side * reach) for side in (-1, 1))
+    return round(peak_bytes * low), round(peak_bytes * high)
+
+
+def headroom_for(probability: float, error: PeakError) -> float:
+    """Share of what can be given out that a plan leaves free to run out no more often.
+
+    >>> round(headroom_for(0.05, REPLICATED), 2)
+    0.14
+    """
+    return 1.0 - math.exp(-(error.location + error.scale * quantile(1.0 - probability)))

@@ -1,0 +1,62 @@
+"""The chance to run out of memory, and between what a peak lies."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from scipy.stats import t
+
+from nest_megatron.cost_model.memory import capacity_bytes
+from nest_megatron.cost_model.memory_uncertainty import (
+    REPLICATED,
+    SHARDED,
+    allocatable_bytes,
+    headroom_for,
+    out_of_memory_probability,
+    peak_error,
+    peak_interval,
+)
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.parallel.zero import ZeroStage
+from tests import catalogue
+
+H100 = catalogue.accelerator("h100_sxm_80gb")
+
+
+def test_the_chance_is_that_of_the_distribution() -> None:
+    for share in (0.5, 0.8, 0.95, 1.0, 1.2):
+        spare = math.log(1 / share)
+        expected = t.sf((spare - REPLICATED.location) / REPLICATED.scale, 4)
+        found = out_of_memory_probability(share * 70e9, 70e9, REPLICATED)
+        assert found == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_chance_grows_with_the_peak_and_is_certain_without_memory() -> None:
+    chances = [out_of_memory_probability(peak, 70e9, SHARDED) for peak in (0, 30e9, 60e9, 1e12)]
+    assert chances[0] == 0.0
+    assert chances == sorted(chances)
+    assert chances[-1] > 0.999
+    assert out_of_memory_probability(1.0, 0, SHARDED) == 1.0
+
+
+def test_jobs_that_gather_weights_are_less_certain() -> None:
+    assert peak_error(ZeroStage.OPTIMIZER) is REPLICATED
+    assert peak_error(ZeroStage.WEIGHTS) is SHARDED
+    low, high = peak_interval(60e9, REPLICATED)
+    lower, higher = peak_interval(60e9, SHARDED)
+    assert lower < low < 60e9 < high < higher
+    half = peak_interval(60e9, REPLICATED, share=0.5)
+    assert low < half[0] < half[1] < high
+
+
+def test_the_margin_asked_for_does_not_change_the_chance() -> None:
+    usual = allocatable_bytes(H100, CostSettings())
+    assert usual == capacity_bytes(H100, CostSettings())
+    assert allocatable_bytes(H100, CostSettings(memory_margin=0.2)) == usual
+
+
+def test_headroom_gives_the_chance_that_was_asked_for() -> None:
+    for wanted in (0.5, 0.2, 0.05):
+        peak = 70e9 * (1 - headroom_for(wanted, SHARDED))
+        assert out_of_memory_probability(peak, 70e9, SHARDED) == pytest.approx(wanted)
