@@ -31,7 +31,12 @@ from nest_megatron.validation.machines import MachineMatch, machine_of_runs
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.possible import planned_grids, possible_grids
 from nest_megatron.validation.refusal import RefusedRowError
-from nest_megatron.validation.row_settings import NO_SETTINGS, partition_of, settings_of
+from nest_megatron.validation.row_settings import (
+    NO_SETTINGS,
+    partition_of,
+    settings_of,
+    stated_in_words,
+)
 from nest_megatron.validation.rows import Row, whole
 
 
@@ -79,7 +84,7 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> Job:
     rule = rule_of(row.get("framework", ""), row.get("gpu", ""))
     recipe = NO_SETTINGS if as_planned else settings_of(row)
     numbers = {**_format(row), **_moments(row)}
-    stated = {**recipe.flags, **numbers, **({} if as_planned else _stated(row))}
+    stated = {**recipe.flags, **numbers, **({} if as_planned else stated_in_words(row))}
     place, precision = _place(row, rule.target, gpus)
     name = place.cluster.accelerator.name
     defaults = rule.target.flags(name, precision, has_experts=match.spec.is_moe)
@@ -90,7 +95,7 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> Job:
         if as_planned:
             grids = tuple(planned_grids(row, match.spec, grid, precision))
         else:
-            said = {**defaults, **_stated(row)}
+            said = {**defaults, **stated_in_words(row)}
             grids = tuple(possible_grids(row, match.spec, grid, said, recipe))
     except UserInputError as error:
         raise RefusedRowError("layout is impossible", str(error)) from error
@@ -350,15 +355,6 @@ def _format(row: Row) -> dict[str, object]:
     text = row.get("precision", "").lower()
     found = re.search(r"(mx)fp8|fp8[-_ ](mx|cs|ds|sc)\b", text)
     return {"fp8_recipe": _RECIPES[found[1] or found[2]]} if found else {}
-
-
-def _stated(row: Row) -> dict[str, object]:
-    """Settings that the row names in words."""
-    named = re.search(r"deepep|hybridep", row.get("ambiguity", ""), re.IGNORECASE)
-    if named is None:
-        return {}
-    backend = named[0].lower()
-    return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
 
 
 def _offload(row: Row) -> dict[str, object]:

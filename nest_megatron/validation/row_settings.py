@@ -246,3 +246,39 @@ def _recompute(said: Mapping[str, str]) -> Recompute | None:
     named = _words(said.get("recompute_modules", "core_attn")) if granularity != "none" else ()
     known = [name for name in named if name in tuple(RecomputeModule)]
     return selective_recompute(known) if known else NO_RECOMPUTE
+
+
+#: What rows say of how layers are carried out, and the flags that it means.
+_WORDS: tuple[tuple[str, Mapping[str, object]], ...] = (
+    (
+        r"\bdeepep\b(?! row)",
+        {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"},
+    ),
+    (
+        r"\bhybridep\b(?! off)",
+        {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"},
+    ),
+    (
+        r"\ba2a\b|\balltoall\b|nccl all-to-all|all-to-all dispatcher",
+        {"moe_token_dispatcher_type": "alltoall"},
+    ),
+    (
+        r"\b1f1b overlap|(?<!no )\bep overlap(?! off)",
+        {"overlap_moe_expert_parallel_comm": True},
+    ),
+    (r"\bno ep overlap|\bep overlap off", {"overlap_moe_expert_parallel_comm": False}),
+    (r"permute fusion disabled", {"moe_permute_fusion": False}),
+    (r"\b(partial|te-scoped) (cg|cuda graph)", {"cuda_graph_impl": "transformer_engine"}),
+    (r"\bfull cg\b", {"cuda_graph_impl": "full_iteration"}),
+    (r"\bno cuda graph", {"cuda_graph_impl": "none"}),
+)
+
+
+def stated_in_words(row: Row) -> dict[str, object]:
+    """Settings that the row names in words."""
+    text = f"{row.get('section', '')}; {row.get('ambiguity', '')}"
+    found: dict[str, object] = {}
+    for words, flags in _WORDS:
+        if re.search(words, text, re.IGNORECASE):
+            found |= flags
+    return found
