@@ -274,7 +274,7 @@ _WORDS: tuple[tuple[str, Mapping[str, object]], ...] = (
 )
 
 
-def stated_in_words(row: Row) -> dict[str, object]:
+def stated_in_words(row: Mapping[str, str]) -> dict[str, object]:
     """Settings that the row names in words."""
     text = f"{row.get('section', '')}; {row.get('ambiguity', '')}"
     found: dict[str, object] = {}
