@@ -6,13 +6,19 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from nest_megatron.cost_model.keys import split_block
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.unit_cost import replicas
 from nest_megatron.model.execution import Execution
 from nest_megatron.parallel import rules
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.recompute import FULL_RECOMPUTE, Recompute
+from nest_megatron.parallel.recompute import (
+    FULL_RECOMPUTE,
+    NO_RECOMPUTE,
+    Recompute,
+    selective_recompute,
+)
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.executions import Executions, Kinds, kind_of
 from nest_megatron.solver.space import SearchSpace, recompute_settings
@@ -44,6 +50,7 @@ class GridSpace:
         self._all_kinds = frozenset(self._kinds)
         self._known: dict[Kinds, tuple[int, bool]] = {}
         self._allowed: dict[object, tuple[Recompute, ...]] = {}
+        self._sparing: dict[Kinds, tuple[Recompute, ...]] = {}
         self._num_units = len(model.spec.layer_kinds())
 
     def shards(self) -> Iterator[Grid]:
@@ -284,6 +291,19 @@ class GridSpace:
             kinds = self._ways(grid).get(grid.execution, kinds)
         return grid.dims.num_chunks, kinds
 
+    def keeping_least(self, grid: Grid | None = None) -> tuple[Recompute, ...]:
+        """Settings than which none keeps less of a layer, or needs less while it is at work.
+
+        Args:
+            grid: whose execution may forbid some; ``None`` is any.
+        """
+        if self.space.recompute is not None:
+            return split_block(self.space.recompute)
+        kinds = self._all_kinds if grid is None else self.settings_key(grid)[1]
+        if kinds not in self._sparing:
+            self._sparing[kinds] = tuple(_keeping_least(self._all_settings(0), kinds))
+        return self._sparing[kinds]
+
     def largest_block(self, chunks: int) -> int:
         """Layers of the largest chunk of the partition given, or of ``chunks`` balanced ones."""
         if self.space.partition is not None:
@@ -365,3 +385,14 @@ class GridSpace:
             self._known[kinds] = sum(self._kinds[kind] for kind in kinds), blocks
         found, blocks = self._known[kinds]
         return found + (self.largest_block(chunks) if blocks else 0)
+
+
+def _keeping_least(settings: Iterable[Recompute], kinds: Kinds) -> Iterator[Recompute]:
+    """Nothing computed again, and whole layers or else every module: more modules keep less."""
+    yield NO_RECOMPUTE
+    allowed = [recompute for recompute in settings if kind_of(recompute) in kinds]
+    modules = {module for recompute in allowed for module in recompute.modules}
+    if FULL_RECOMPUTE in kinds:
+        yield FULL_RECOMPUTE
+    elif modules:
+        yield selective_recompute(modules)

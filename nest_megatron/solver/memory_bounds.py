@@ -12,22 +12,22 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from nest_megatron.cost_model.keys import GroupPlaces, inner_degrees, split_block
+from nest_megatron.cost_model.keys import GroupPlaces, inner_degrees
 from nest_megatron.cost_model.memory import unsharded_bytes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.schedule import peak_live_chunks
+from nest_megatron.cost_model.stage_problems import early_forward_share
 from nest_megatron.cost_model.unit_cost import kept_bytes, replicas
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute
+from nest_megatron.parallel.recompute import Recompute
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.grids import GridSpace
-from nest_megatron.solver.space import SearchSpace
 from nest_megatron.units import Bytes
 
 _OUTSIDE_LAYERS = (LayerKind.EMBEDDING, LayerKind.HEAD)
@@ -62,7 +62,6 @@ class MemoryBounds:
         self._kinds, self._counts = tuple(kinds), tuple(kinds.values())
         self._num_units = kinds.total()
         self._num_outside = sum(kinds[kind] for kind in _OUTSIDE_LAYERS)
-        self._settings = _least_and_most(grids.space)
         self._states: dict[object, _States] = {}
         self._pipelines: dict[object, list[tuple[int, _States]]] = {}
         self._activations: dict[object, _Activations] = {}
@@ -77,7 +76,8 @@ class MemoryBounds:
 
     def of_shard(self, shard: Grid) -> float:
         """Activations of at least one micro batch with them, on every rank."""
-        active = _least(list(map(self._active, self.grids.carried_out(shard))))
+        settings = self.grids.keeping_least()
+        active = _least([self._active(g, settings) for g in self.grids.carried_out(shard)])
         kept = self._sum(active.kept)
         least = math.inf
         for p, states in self._of_pipelines(shard.dims):
@@ -103,7 +103,11 @@ class MemoryBounds:
         dims = grid.dims
         p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
         live = _least_live(p, v, grid.num_microbatches)
-        return self._fullest(self._of_pipeline(dims, grid.zero), self._active(grid), live)
+        active = self._active(grid, self.grids.keeping_least(grid))
+        if grid.execution.overlap_moe_expert_parallel_comm:
+            more = 1.0 + early_forward_share(dims, grid.num_microbatches)
+            active = active._replace(kept=tuple(more * kept for kept in active.kept))
+        return self._fullest(self._of_pipeline(dims, grid.zero), active, live)
 
     def _fullest(self, states: _States, active: _Activations, live: Counter[int]) -> float:
         """Any weights of the units give a bound; these are near the best.
@@ -140,27 +144,25 @@ class MemoryBounds:
         beside = max(at_work) if p == 1 else min(at_work)
         return beside, min(self._num_outside, p - 1) * beside
 
-    def _active(self, grid: Grid) -> _Activations:
-        key = self.model.shard_key(grid)
+    def _active(self, grid: Grid, settings: tuple[Recompute, ...]) -> _Activations:
+        key = (self.model.shard_key(grid), settings)
         if key not in self._activations:
             places, shard = self.model.places(grid.dims), self.model.shard(grid)
-            pairs = [self._least_of(kind, places, shard) for kind in self._kinds]
+            pairs = [self._least_of(kind, places, shard, settings) for kind in self._kinds]
             self._activations[key] = _Activations(*zip(*pairs, strict=True))
         return self._activations[key]
 
     def _least_of(
-        self, kind: LayerKind, places: GroupPlaces, shard: LayerShard
+        self, kind: LayerKind, places: GroupPlaces, shard: LayerShard, settings: Iterable[Recompute]
     ) -> tuple[float, float]:
         """Kept and at work; embedding and head may have a rank for themselves.
 
-        Sets of modules keep a layer's input and something else; what they do not keep they need
-        at work, as much as with nothing computed again.
+        What sets of modules do not keep they need at work, as much as with nothing computed again.
         """
-        runs = [self.model.run(kind, places, shard, recompute) for recompute in self._settings]
+        runs = [self.model.run(kind, places, shard, recompute) for recompute in settings]
         kept = min(run.saved_bytes for run in runs)
         if kind in _OUTSIDE_LAYERS:
             return kept, 0.0
-        kept = min(kept, self.model.unit_time(kind, places, shard).input_bytes)
         return kept, min(run.saved_bytes + run.working_bytes for run in runs) - kept
 
     def _of_pipeline(self, dims: ParallelDims, zero: ZeroStage) -> _States:
@@ -199,13 +201,6 @@ def _least(each: list[_Activations]) -> _Activations:
         return each[0]
     kept, working = zip(*each, strict=True)
     return _Activations(*(tuple(map(min, *numbers)) for numbers in (kept, working)))
-
-
-def _least_and_most(space: SearchSpace) -> tuple[Recompute, ...]:
-    """Of the settings that a layer can have those that compute least and most again."""
-    if space.recompute is not None:
-        return split_block(space.recompute)
-    return (NO_RECOMPUTE, FULL_RECOMPUTE) if space.full_recompute else (NO_RECOMPUTE,)
 
 
 @functools.lru_cache(maxsize=4096)

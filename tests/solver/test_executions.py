@@ -155,6 +155,25 @@ def test_bounds_hold_whatever_is_chosen() -> None:
     assert len(ways) > 3
 
 
+def test_what_forbids_whole_layers_needs_what_they_would_free() -> None:
+    """The bound on a grid's memory counts the recomputation that its execution allows."""
+    spec = catalogue.model("deepseek_v3")
+    model = CostModel(spec, catalogue.cluster("dgx_h100", 256), SETTINGS)
+    grids = GridSpace(model, 512, SPACE)
+    dims = ParallelDims(
+        pipeline_model_parallel_size=8,
+        virtual_pipeline_model_parallel_size=2,
+        data_parallel_size=32,
+        expert_model_parallel_size=32,
+    )
+    laid = Grid(dims=dims, global_batch_size=512, micro_batch_size=1, sequence_parallel=False)
+    needed = {False: 0.0, True: 0.0}
+    for grid in grids.executions(laid):
+        overlaps = grid.execution.overlap_moe_expert_parallel_comm
+        needed[overlaps] = MemoryBounds(model, grids).of_family(grid)
+    assert needed[True] > 1.5 * needed[False] > 0
+
+
 def test_a_choice_that_is_none_is_named() -> None:
     with pytest.raises(UserInputError, match="tp_comm_overlap"):
         SearchSpace(executions={"tp_com_overlap": (True,)})
