@@ -1,12 +1,13 @@
 """Megatron-LM's GPT functional tests, planned and asked of it: docs/functional_tests.md.
 
-    python benchmarks/functional_tests.py CHECKOUT...
+    python benchmarks/functional_tests.py [--out FILE] CHECKOUT...
 
 Each checkout is a Megatron-LM tree (core_v0.16.1, main); two minutes each on two cores.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -37,14 +38,18 @@ it accepts as it stands, and that every flag that was typed is there unchanged.
 """
 
 
-def main(checkouts: list[str]) -> None:
+def main() -> None:
     """Survey every checkout and write the page."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkouts", nargs="+", metavar="CHECKOUT")
+    parser.add_argument("--out", type=Path, default=PAGE)
+    given = parser.parse_args()
     surveys = []
-    for checkout in checkouts:
+    for checkout in given.checkouts:
         os.environ["MEGATRON_LM_HOME"] = checkout
         surveys.append(survey(Path(checkout)))
         print(f"{checkout}: Megatron {surveys[-1].version}", flush=True)
-    PAGE.write_text(HEAD + "\n".join(_page(surveys)) + "\n", encoding="utf-8")
+    given.out.write_text(HEAD + "\n".join(_page(surveys)) + "\n", encoding="utf-8")
 
 
 def _page(surveys: list[Survey]) -> Iterator[str]:
@@ -77,4 +82,4 @@ def _reasons(title: str, refusals: Mapping[str, str]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
