@@ -151,6 +151,16 @@ def _terms(
     return terms | _after_schedule(model, grid, problem, evaluation)
 
 
+def critical_terms(
+    model: CostModel, grid: Grid, partition: StagePartition
+) -> tuple[int, dict[str, Seconds]]:
+    """The pipeline rank that is busy longest, and the terms of an ``Estimate``."""
+    problem, (_, kinds) = model.problem(grid), model.unit_kinds(grid)
+    evaluation = evaluate(problem, partition.boundaries)
+    terms = _terms(model, grid, problem, evaluation, partition, kinds)
+    return evaluation.critical_rank, terms
+
+
 def _waits(evaluation: Evaluation, rank: int) -> dict[str, Ticks]:
     """What a rank waits for in a step, by the critical path; together all that it waits.
 

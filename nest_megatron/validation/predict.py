@@ -32,7 +32,7 @@ class Prediction:
         stage_memory: bytes of each pipeline rank at its peak, reserve and margin not counted.
         model_flops: of one step, recomputation not counted.
         attention_flops: the part of them that is the causal half of attention.
-        grid: what the job was taken to be.
+        grid, partition: what the job was taken to be.
     """
 
     iteration_time_s: Seconds
@@ -41,6 +41,7 @@ class Prediction:
     model_flops: float
     attention_flops: float
     grid: Grid
+    partition: StagePartition
 
     @property
     def fits(self) -> bool:
@@ -61,14 +62,18 @@ class Predictor:
         Raises:
             RefusedRowError: if its layers cannot be divided over the pipeline.
         """
-        key = (job.spec, id(job.cluster), job.settings)  # the model keeps the cluster alive
-        model = self._models.get(key)
-        if model is None:
-            model = self._models[key] = CostModel(job.spec, job.cluster, job.settings)
-        whole = (*key, job.grids, job.partition, job.pipeline_runs)
+        model = self.model(job)
+        whole = (*_key(job), job.grids, job.partition, job.pipeline_runs)
         if whole not in self._predictions:
             self._predictions[whole] = self._predict(job, model)
         return self._predictions[whole]
+
+    def model(self, job: Job) -> CostModel:
+        """The cost model of a job, shared with jobs that differ in their layout alone."""
+        key = _key(job)
+        if key not in self._models:
+            self._models[key] = CostModel(job.spec, job.cluster, job.settings)
+        return self._models[key]
 
     @staticmethod
     def _predict(job: Job, model: CostModel) -> Prediction:
@@ -99,7 +104,12 @@ class Predictor:
             model_flops=grid.global_batch_size * model_flops_per_sequence(model),
             attention_flops=grid.global_batch_size * attention_flops_per_sequence(model),
             grid=grid,
+            partition=partition,
         )
+
+
+def _key(job: Job) -> tuple[object, ...]:
+    return job.spec, id(job.cluster), job.settings  # the model keeps the cluster alive
 
 
 def _of_one_run(problem: PipelineProblem, runs: int) -> PipelineProblem:

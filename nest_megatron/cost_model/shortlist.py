@@ -1,0 +1,231 @@
+"""Which plans of a job could be the fastest, and what measurement would tell most.
+
+The predictive distributions of a job's plans, together, are one distribution of several dimensions
+(``uncertainty.covariance``). Chances are counted over draws from it, seeded, so that the same plans
+have the same chances.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import mul
+
+from nest_megatron.cost_model.mechanisms import Mechanism
+from nest_megatron.cost_model.uncertainty import DEVIATION, Predictive, covariance
+
+#: Draws; a chance of one half is counted to within two per cent.
+_DRAWS = 2_000
+#: Outcomes of a measurement that are tried, in standard deviations, with their weights: Gauss and
+#: Hermite's rule of five points for a normal distribution.
+_OUTCOMES = (
+    (-2.856970, 0.011257),
+    (-1.355626, 0.222076),
+    (0.0, 0.533333),
+    (1.355626, 0.222076),
+    (2.856970, 0.011257),
+)
+#: Draws for each of them.
+_OUTCOME_DRAWS = 500
+#: Added to variances, so that plans that are alike leave a matrix that has a root.
+_JITTER = 1e-10
+
+Matrix = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortlist:
+    """The fewest plans that hold the fastest with a chance of ``level``.
+
+    Args:
+        plans: indices into the plans that were given, the likeliest first.
+        chances: of each plan that was given, to be the fastest of them.
+    """
+
+    plans: tuple[int, ...]
+    chances: tuple[float, ...]
+    level: float
+
+    @property
+    def chance(self) -> float:
+        """That the fastest plan is among them."""
+        return math.fsum(self.chances[plan] for plan in self.plans)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Something to measure before a plan is chosen.
+
+    Args:
+        mechanism: whose price is measured, by a profile; ``None`` for a run of a plan.
+        plan: index of the plan that runs; ``None`` for a profile.
+        gain_percent: by how much the choice after it is expected to be faster than without.
+        shortlist_size: expected plans on the shortlist after it.
+    """
+
+    mechanism: Mechanism | None
+    plan: int | None
+    gain_percent: float
+    shortlist_size: float
+
+
+def chances_of_best(plans: Sequence[Predictive]) -> tuple[float, ...]:
+    """Each plan's chance to be the fastest of all that are given."""
+    return _chances(_logs(plans), _covariances(plans), _DRAWS)
+
+
+def shortlist(plans: Sequence[Predictive], level: float = 0.95) -> Shortlist:
+    """The fewest plans that hold the fastest with a chance of at least ``level``."""
+    chances = chances_of_best(plans)
+    return Shortlist(plans=_fewest(chances, level), chances=chances, level=level)
+
+
+def measurements(plans: Sequence[Predictive], level: float = 0.95) -> tuple[Measurement, ...]:
+    """What could be measured to tell the plans apart, the most useful first.
+
+    Each is judged by the expected gain of choosing after it (the knowledge gradient of Frazier,
+    Powell and Dayanik, 2009): a profile makes known a mechanism's price, a run makes known
+    all that is wrong with its plan.
+    """
+    if len(plans) < 2:
+        return ()
+    logs, covariances = _logs(plans), _covariances(plans)
+    found = []
+    for mechanism, plan, effect in _effects(plans, covariances):
+        gain = _gain(logs, effect)
+        if gain > 0.0:
+            found.append((gain, mechanism, plan, effect))
+    found.sort(key=lambda each: -each[0])
+    return tuple(
+        Measurement(
+            mechanism=mechanism,
+            plan=plan,
+            gain_percent=100.0 * gain,
+            shortlist_size=_size_after(logs, covariances, effect, level),
+        )
+        for gain, mechanism, plan, effect in found[:_TOLD]
+    )
+
+
+#: Measurements that are told, of all that there are.
+_TOLD = 3
+
+
+def _effects(
+    plans: Sequence[Predictive], covariances: Matrix
+) -> Iterator[tuple[Mechanism | None, int | None, list[float]]]:
+    """By how much one standard deviation of each measurement's outcome moves each plan."""
+    mechanisms = sorted({mechanism for plan in plans for mechanism in plan.shares})
+    for mechanism in mechanisms:
+        deviation = DEVIATION * plans[0].scales.of_mechanism(mechanism)
+        if mechanism in _PROFILABLE:
+            yield mechanism, None, [deviation * plan.shares.get(mechanism, 0.0) for plan in plans]
+    for plan, row in enumerate(covariances):
+        yield None, plan, [value / math.sqrt(row[plan] + _JITTER) for value in row]
+
+
+#: Mechanisms whose price a profile or a test of the network makes known.
+_PROFILABLE = frozenset(
+    {
+        Mechanism.GEMM,
+        Mechanism.ATTENTION,
+        Mechanism.GROUPED_GEMM,
+        Mechanism.MEMORY_BOUND,
+        Mechanism.LAUNCH,
+        Mechanism.TENSOR,
+        Mechanism.CONTEXT,
+        Mechanism.EXPERT,
+        Mechanism.EXPERT_NETWORK,
+        Mechanism.REPLICAS,
+        Mechanism.FSDP,
+        Mechanism.OPTIMIZER,
+    }
+)
+
+
+def _gain(logs: Sequence[float], effect: Sequence[float]) -> float:
+    """Expected gain of choosing after a measurement over choosing before."""
+    after = math.fsum(
+        weight * min(log + outcome * moved for log, moved in zip(logs, effect, strict=True))
+        for outcome, weight in _OUTCOMES
+    )
+    # What moves all plans alike moves no choice: the mean over outcomes of any one plan is its log.
+    return max(0.0, min(logs) - after)
+
+
+def _size_after(
+    logs: Sequence[float], covariances: Matrix, effect: Sequence[float], level: float
+) -> float:
+    """Expected size of the shortlist after a measurement."""
+    left = [
+        [value - a * b for value, b in zip(row, effect, strict=True)]
+        for row, a in zip(covariances, effect, strict=True)
+    ]
+    sizes = (
+        weight
+        * len(
+            _fewest(
+                _chances(
+                    [log + outcome * moved for log, moved in zip(logs, effect, strict=True)],
+                    left,
+                    _OUTCOME_DRAWS,
+                ),
+                level,
+            )
+        )
+        for outcome, weight in _OUTCOMES
+    )
+    return math.fsum(sizes)
+
+
+def _logs(plans: Sequence[Predictive]) -> list[float]:
+    return [math.log(plan.median_s) for plan in plans]
+
+
+def _covariances(plans: Sequence[Predictive]) -> Matrix:
+    return [[covariance(a, b) for b in plans] for a in plans]
+
+
+def _chances(logs: Sequence[float], covariances: Matrix, draws: int) -> tuple[float, ...]:
+    """How often each plan is the fastest in draws from a normal distribution."""
+    root = _root(covariances)
+    counts = [0] * len(logs)
+    for normals in _drawn(len(logs), draws):
+        steps = [log + sum(map(mul, row, normals)) for log, row in zip(logs, root, strict=True)]
+        counts[steps.index(min(steps))] += 1
+    return tuple(count / draws for count in counts)
+
+
+@functools.lru_cache(maxsize=8)
+def _drawn(size: int, draws: int) -> tuple[tuple[float, ...], ...]:
+    """Standard normal draws."""
+    rng = random.Random(size)
+    return tuple(tuple(rng.gauss(0.0, 1.0) for _ in range(size)) for _ in range(draws))
+
+
+def _root(matrix: Matrix) -> list[list[float]]:
+    """Cholesky's lower triangular root; each row ends on the diagonal."""
+    root: list[list[float]] = []
+    for i, values in enumerate(matrix):
+        row: list[float] = []
+        for j in range(i):
+            known = math.fsum(a * b for a, b in zip(row, root[j], strict=False))
+            row.append((values[j] - known) / root[j][j])
+        known = math.fsum(a * a for a in row)
+        row.append(math.sqrt(max(_JITTER, values[i] - known)))
+        root.append(row)
+    return root
+
+
+def _fewest(chances: Sequence[float], level: float) -> tuple[int, ...]:
+    """The likeliest plans that together reach a chance; of equal ones the first."""
+    held, chosen = 0.0, []
+    for plan in sorted(range(len(chances)), key=lambda index: -chances[index]):
+        chosen.append(plan)
+        held += chances[plan]
+        if held >= level:
+            break
+    return tuple(chosen)

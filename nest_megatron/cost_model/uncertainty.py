@@ -1,0 +1,218 @@
+"""How far off a predicted step may be: a distribution in closed form, for one plan and for pairs.
+
+The logarithm of measured over predicted time is a sum of independent errors:
+
+* of each mechanism, times the share of the step that it takes (``mechanisms``); all plans of a job
+  have them in common, so that in a comparison only the difference of shares counts;
+* of the job: what its features (``features``) make harder to predict, the same for all its plans;
+* of the layout: alike for layouts that lie near each other, with correlation
+  ``exp(-steps / layout_range)``.
+
+Each has a scale that was fitted to runs whose source was left out
+(``validation/fit_uncertainty``, ``hydra_configs/calibration/uncertainty.yaml``). A step's error
+follows Student's t distribution with two degrees of freedom (``student``). Its long tails belong to
+whole jobs, which may be misread or run on a strange network: what two layouts of one job differ by
+is normally distributed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import yaml
+
+from nest_megatron.catalogue_files import catalogue_root
+from nest_megatron.cost_model.evidence import Confidence, Evidence, Runs, confidence_of
+from nest_megatron.cost_model.features import Feature, coordinates, distance, features_of
+from nest_megatron.cost_model.mechanisms import Mechanism, Shares, shares
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.student import quantile_of_two
+from nest_megatron.documents import LOADER
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.units import Seconds
+
+#: Key of the scale that every job, and every layout, has.
+ANY = "any"
+#: Standard deviation between two runs of the same job (``validation.scores.NOISE`` apart at most).
+RUN_NOISE = 0.01
+#: Of a step's error; of two, three and four the one with which the shares of left-out runs inside
+#: the 50 and the 90 % interval are nearest to both (``validation/fit_uncertainty``).
+DEGREES_OF_FREEDOM = 2
+#: What a standard deviation is in scales: as many runs lie within one of either.
+DEVIATION = quantile_of_two(NormalDist().cdf(1.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """Fitted scales of errors, in logarithms: 0.05 is 5 %.
+
+    Args:
+        mechanisms: by mechanism, of its price.
+        job: by feature of the job and ``any``, common to all plans of a job.
+        layout: by feature and ``any``, of one layout.
+        layout_range: steps between layouts (``features.distance``) after which their errors are
+            correlated by 1 / e.
+    """
+
+    mechanisms: Mapping[str, float]
+    job: Mapping[str, float]
+    layout: Mapping[str, float]
+    layout_range: float
+
+    def of_mechanism(self, mechanism: Mechanism) -> float:
+        """Scale of a mechanism's price."""
+        return self.mechanisms[mechanism]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predictive:
+    """What is known of a plan's step before it runs.
+
+    Args:
+        median_s: the prediction; as likely too short as too long.
+        shares: of the step, by mechanism.
+        features: that set the plan apart.
+        point: its layout (``features.coordinates``).
+        scales: fitted scales of errors.
+        confidence: how many runs like it were predicted, and how far off.
+    """
+
+    median_s: Seconds
+    shares: Shares
+    features: frozenset[Feature]
+    point: tuple[float, ...]
+    scales: Scales
+    confidence: Confidence
+
+    @property
+    def layout_scale(self) -> float:
+        """Scale of the error that belongs to the layout alone."""
+        return _together(self.scales.layout, self.features)
+
+    @property
+    def job_scale(self) -> float:
+        """Scale of the error that all plans of the job have in common."""
+        return _together(self.scales.job, self.features)
+
+    @property
+    def scale(self) -> float:
+        """Scale of the whole error, of one run's noise as well."""
+        by_mechanism = (
+            share * self.scales.of_mechanism(mechanism) for mechanism, share in self.shares.items()
+        )
+        return math.hypot(*by_mechanism, self.job_scale, self.layout_scale, RUN_NOISE)
+
+    def quantile_s(self, share: float) -> Seconds:
+        """The step that a share of outcomes stays under."""
+        return self.median_s * math.exp(self.scale * quantile_of_two(share))
+
+    def interval(self, level: float = 0.9) -> tuple[Seconds, Seconds]:
+        """Between which steps a run lies with a chance of ``level``, half of the rest each side."""
+        tail = (1.0 - level) / 2.0
+        return self.quantile_s(tail), self.quantile_s(1.0 - tail)
+
+    @property
+    def expected_s(self) -> Seconds:
+        """Mean step, to second order in what serves as the standard deviation.
+
+        The distribution itself has no mean, because of its tails.
+        """
+        return self.median_s * (1.0 + (DEVIATION * self.scale) ** 2 / 2.0)
+
+    def words(self) -> str:
+        """The interval and what it rests on, for people."""
+        low, high = self.interval(0.9)
+        return f"{low:.4g} to {high:.4g} s in 9 of 10; {self.confidence.basis}"
+
+
+def _together(scales: Mapping[str, float], features: frozenset[Feature]) -> float:
+    of_features = (scales[feature] for feature in features if feature in scales)
+    return math.hypot(scales[ANY], *of_features)
+
+
+def predictive(
+    model: CostModel,
+    grid: Grid,
+    partition: StagePartition,
+    step_s: Seconds,
+    calibration: Calibration | None = None,
+) -> Predictive:
+    """The predictive distribution of a plan's step.
+
+    Args:
+        step_s: its predicted step (``Estimate.iteration_time_s``).
+        calibration: fitted scales and what they rest on; the catalogue's if not given.
+    """
+    fitted = calibration or shipped_calibration()
+    features = features_of(model, grid, step_s, fitted.devices)
+    return Predictive(
+        median_s=step_s,
+        shares=shares(model, grid, partition),
+        features=features,
+        point=coordinates(grid),
+        scales=fitted.scales,
+        confidence=confidence_of(fitted.evidence, features, model.settings.precision),
+    )
+
+
+def covariance(a: Predictive, b: Predictive) -> float:
+    """Covariance of the logarithms of two plans of one job, the job's own error left out.
+
+    What all plans of a job have in common moves no comparison.
+    """
+    common = math.fsum(
+        share * b.shares.get(mechanism, 0.0) * a.scales.of_mechanism(mechanism) ** 2
+        for mechanism, share in a.shares.items()
+    )
+    near = math.exp(-distance(a.point, b.point) / a.scales.layout_range)
+    return DEVIATION**2 * (common + near * a.layout_scale * b.layout_scale)
+
+
+def difference_deviation(a: Predictive, b: Predictive) -> float:
+    """Standard deviation of the logarithm of one plan's step over another's."""
+    return math.sqrt(max(0.0, covariance(a, a) + covariance(b, b) - 2.0 * covariance(a, b)))
+
+
+def probability_faster(a: Predictive, b: Predictive) -> float:
+    """Chance that a plan takes a shorter step than another plan of the same job."""
+    lead = math.log(b.median_s / a.median_s)
+    deviation = difference_deviation(a, b)
+    if deviation < 1e-9:
+        return 0.5 if not lead else float(lead > 0)
+    return NormalDist().cdf(lead / deviation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Fitted scales, and the runs that they rest on.
+
+    Args:
+        devices: names of the accelerators of those runs.
+    """
+
+    scales: Scales
+    evidence: Evidence
+    devices: frozenset[str]
+
+
+@functools.cache
+def shipped_calibration() -> Calibration:
+    """The catalogue's (``calibration/uncertainty.yaml``)."""
+    path = catalogue_root().joinpath("calibration", "uncertainty.yaml")
+    return calibration_from(yaml.load(path.read_text(encoding="utf-8"), Loader=LOADER))
+
+
+def calibration_from(document: Mapping[str, object]) -> Calibration:
+    """A calibration from its file."""
+    scales: Mapping[str, object] = document["scales"]  # type: ignore[assignment]
+    cells: Sequence[Mapping[str, object]] = document["runs"]  # type: ignore[assignment]
+    return Calibration(
+        scales=Scales(**scales),  # type: ignore[arg-type]
+        evidence=tuple(Runs.from_plain(cell) for cell in cells),
+        devices=frozenset(document["devices"]),  # type: ignore[call-overload]
+    )

@@ -1,0 +1,378 @@
+"""Fit how far predictions are off, by mechanism, to runs whose source was left out.
+
+Scales of errors (``cost_model.uncertainty``) by largest posterior: runs of one job are one draw
+from a Student's t distribution of several dimensions, so that both how far jobs are off and how
+far layouts of one job differ decide. The logarithm of each scale is pulled to a prior. A run
+weighs the eighth root of one over the runs of its source, so that large sources do not dominate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.evidence import Runs, confidence_of
+from nest_megatron.cost_model.features import (
+    Feature,
+    coordinates,
+    distance,
+    features_of,
+)
+from nest_megatron.cost_model.mechanisms import Mechanism, Shares, shares
+from nest_megatron.cost_model.student import quantile_of_two
+from nest_megatron.cost_model.uncertainty import (
+    ANY,
+    DEGREES_OF_FREEDOM,
+    RUN_NOISE,
+    Calibration,
+    Predictive,
+    Scales,
+)
+from nest_megatron.files import write_text
+from nest_megatron.validation.calibrate import LeftOut
+from nest_megatron.validation.predict import Predictor
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+#: Where each scale is pulled to, and by how much its logarithm may differ (standard deviation).
+_PRIORS: Mapping[Mechanism, float] = {
+    Mechanism.GEMM: 0.06,
+    Mechanism.ATTENTION: 0.15,
+    Mechanism.GROUPED_GEMM: 0.2,
+    Mechanism.MEMORY_BOUND: 0.2,
+    Mechanism.PROFILED: 0.03,
+    Mechanism.LAUNCH: 0.3,
+    Mechanism.RECOMPUTE: 0.15,
+    Mechanism.TENSOR: 0.25,
+    Mechanism.CONTEXT: 0.3,
+    Mechanism.EXPERT: 0.4,
+    Mechanism.EXPERT_NETWORK: 0.4,
+    Mechanism.PIPELINE: 0.25,
+    Mechanism.REPLICAS: 0.3,
+    Mechanism.FSDP: 0.3,
+    Mechanism.STRAGGLERS: 0.4,
+    Mechanism.OPTIMIZER: 0.3,
+}
+_JOB_PRIORS = {
+    ANY: 0.03,
+    Feature.EXPERTS: 0.08,
+    Feature.FP8: 0.05,
+    Feature.LORA: 0.1,
+    Feature.LONG_CONTEXT: 0.08,
+    Feature.OTHER_FRAMEWORK: 0.08,
+    Feature.OTHER_DEVICE: 0.2,
+}
+_LAYOUT_PRIORS = {ANY: 0.03, Feature.EXPERTS: 0.05, Feature.SMALL_STEP: 0.05}
+_WIDTH = 0.7
+#: Ranges of layouts that are tried, in steps.
+_RANGES = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
+#: A source's runs weigh this power of their number, each.
+_SOURCE_POWER = -0.125
+#: Fitted runs from which a device is known; parts in which sources are left out of the scales.
+_KNOWN_DEVICE, _FOLDS = 5, 8
+
+_HEAD = """\
+# Written by `nest-megatron calibrate` (nest_megatron/validation/fit_uncertainty.py); do not edit.
+# scales: of errors of predicted steps, in logarithms, fitted to runs whose source was left out of
+# the cost model's constants: by mechanism, of its price; job: common to all plans of a job; layout:
+# of one layout; layout_range: steps between layouts after which their errors are correlated by 1/e.
+# devices: fitted runs of each. runs: by features, how many and their mean absolute error, source
+# left out. coverage_pct: of those runs, the share inside the 50 and the 90 % interval, their
+# source left out of the scales as well: [runs, 50 %, 90 %].
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residual:
+    """A measured run and how far off its prediction is.
+
+    Args:
+        job: what runs of one job have in common.
+        error: logarithm of measured over predicted time, source left out.
+    """
+
+    source: str
+    job: object
+    device: str
+    error: float
+    shares: Shares
+    features: frozenset[Feature]
+    point: tuple[float, ...]
+
+
+def residuals_of(left_out: Iterable[LeftOut]) -> list[Residual]:
+    """What is known of runs that a fit without their source predicted."""
+    left_out = list(left_out)
+    devices = Counter(each.sample.job.cluster.accelerator.name for each in left_out)
+    known = frozenset(name for name, count in devices.items() if count >= _KNOWN_DEVICE)
+    predictor = Predictor()
+    return [_residual(each, predictor, known) for each in left_out]
+
+
+def _residual(each: LeftOut, predictor: Predictor, devices: frozenset[str]) -> Residual:
+    sample, job = each.sample, each.sample.job
+    predicted, model = predictor.predict(job), predictor.model(job)
+    grid, device = predicted.grid, job.cluster.accelerator.name
+    same = (sample.source, sample.model, job.cluster.num_gpus, device, job.spec.seq_length)
+    return Residual(
+        source=sample.source,
+        job=(*same, grid.global_batch_size, job.settings.precision, job.target.name),
+        device=device,
+        error=-each.unseen,
+        shares=shares(model, grid, predicted.partition),
+        features=features_of(model, grid, predicted.iteration_time_s, devices),
+        point=coordinates(grid),
+    )
+
+
+def fit_scales(residuals: Sequence[Residual], start: Scales | None = None) -> Scales:
+    """Scales with the largest posterior.
+
+    Args:
+        start: scales of nearly the same runs, whose range is kept.
+    """
+    ranges = _RANGES if start is None else (start.layout_range,)
+    found = [_fit_at(residuals, layout_range, start) for layout_range in ranges]
+    return min(found, key=lambda each: each[0])[1]
+
+
+def _fit_at(
+    residuals: Sequence[Residual], layout_range: float, start: Scales | None
+) -> tuple[float, Scales]:
+    import numpy as np
+    from scipy.optimize import minimize
+
+    problem = _Posterior(residuals, layout_range)
+    first = problem.prior if start is None else np.log(_flat(start))
+    result = minimize(problem.value, first, jac=True, method="L-BFGS-B")
+    return float(result.fun), _scales(np.exp(result.x), layout_range)
+
+
+def _flat(scales: Scales) -> list[float]:
+    return [
+        *(scales.mechanisms[name] for name in _PRIORS),
+        *(scales.job[name] for name in _JOB_PRIORS),
+        *(scales.layout[name] for name in _LAYOUT_PRIORS),
+    ]
+
+
+def _scales(values: Sequence[float] | NDArray[np.float64], layout_range: float) -> Scales:
+    rest = iter(float(f"{value:.3g}") for value in values)
+    return Scales(
+        mechanisms={str(name): next(rest) for name in _PRIORS},
+        job={str(name): next(rest) for name in _JOB_PRIORS},
+        layout={str(name): next(rest) for name in _LAYOUT_PRIORS},
+        layout_range=layout_range,
+    )
+
+
+class _Posterior:
+    """The negative logarithm of the scales' posterior, and its gradient in their logarithms."""
+
+    def __init__(self, residuals: Sequence[Residual], layout_range: float) -> None:
+        import numpy as np
+
+        priors = (*_PRIORS.values(), *_JOB_PRIORS.values(), *_LAYOUT_PRIORS.values())
+        self.prior = np.log(priors)
+        counts = Counter(each.source for each in residuals)
+        jobs: dict[object, list[Residual]] = defaultdict(list)
+        for each in residuals:
+            jobs[each.job].append(each)
+        self._jobs = [
+            (_parts(runs, layout_range), np.array([run.error for run in runs]), weight)
+            for runs in jobs.values()
+            if (weight := counts[runs[0].source] ** _SOURCE_POWER)
+        ]
+
+    def value(self, x: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        import numpy as np
+
+        squares = np.exp(2 * x)
+        off = (x - self.prior) / _WIDTH
+        total, slope = 0.5 * float(off @ off), off / _WIDTH
+        for parts, errors, weight in self._jobs:
+            found, by_square = _job_value(parts, errors, squares)
+            total += weight * found
+            slope = slope + 2 * weight * squares * by_square
+        return total, slope
+
+
+def _parts(runs: Sequence[Residual], layout_range: float) -> NDArray[np.float64]:
+    """What each squared scale adds to a job's covariance, shape (scales, runs, runs)."""
+    import numpy as np
+
+    near = np.array(
+        [[math.exp(-distance(a.point, b.point) / layout_range) for b in runs] for a in runs]
+    )
+    held = [np.array([run.shares.get(mechanism, 0.0) for run in runs]) for mechanism in _PRIORS]
+    return np.array(
+        [
+            *(np.outer(share, share) for share in held),
+            *(_outer(runs, feature) for feature in _JOB_PRIORS),
+            *(_outer(runs, feature) * near for feature in _LAYOUT_PRIORS),
+        ]
+    )
+
+
+def _outer(runs: Sequence[Residual], feature: str) -> NDArray[np.float64]:
+    import numpy as np
+
+    held = np.array([float(feature == ANY or feature in run.features) for run in runs])
+    return np.outer(held, held)
+
+
+def _job_value(
+    parts: NDArray[np.float64], errors: NDArray[np.float64], squares: NDArray[np.float64]
+) -> tuple[float, NDArray[np.float64]]:
+    """Negative log density of a job's errors, and its derivatives in the squared scales."""
+    import numpy as np
+
+    n, degrees = len(errors), DEGREES_OF_FREEDOM
+    scale = np.tensordot(squares, parts, 1) + RUN_NOISE**2 * np.eye(n)
+    inverse = np.linalg.inv(scale)
+    solved = inverse @ errors
+    off = float(errors @ solved)
+    _, log_determinant = np.linalg.slogdet(scale)
+    density = 0.5 * (degrees + n) * math.log1p(off / degrees) + 0.5 * log_determinant
+    outer = np.outer(solved, solved) * (degrees + n) / (degrees + off)
+    return density, np.tensordot(parts, 0.5 * (inverse - outer), 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """Share of runs inside their intervals, per cent."""
+
+    runs: int
+    within_50_pct: float
+    within_90_pct: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UncertaintyFit:
+    """Fitted scales and what they rest on.
+
+    Args:
+        coverage: by feature and ``any``, each run's source left out of constants and scales.
+    """
+
+    scales: Scales
+    residuals: tuple[Residual, ...]
+    coverage: Mapping[str, Coverage]
+
+    @property
+    def devices(self) -> Counter[str]:
+        """Fitted runs of each known device."""
+        counts = Counter(each.device for each in self.residuals)
+        return Counter({name: n for name, n in counts.items() if n >= _KNOWN_DEVICE})
+
+    def evidence(self) -> tuple[Runs, ...]:
+        """The runs by their features, with their mean absolute error."""
+        cells: dict[tuple[Feature, ...], list[float]] = defaultdict(list)
+        for each in self.residuals:
+            cells[tuple(f for f in Feature if f in each.features)].append(each.error)
+        return tuple(
+            Runs(
+                features=frozenset(features),
+                runs=len(errors),
+                error_pct=100 * statistics.fmean(abs(math.expm1(-error)) for error in errors),
+            )
+            for features, errors in sorted(cells.items(), key=lambda cell: -len(cell[1]))
+        )
+
+    @property
+    def calibration(self) -> Calibration:
+        """As a plan's prediction takes it."""
+        return Calibration(
+            scales=self.scales, evidence=self.evidence(), devices=frozenset(self.devices)
+        )
+
+
+def fit_uncertainty(left_out: Iterable[LeftOut]) -> UncertaintyFit:
+    """Fit scales to runs whose source was left out, and tell how well their intervals hold."""
+    residuals = residuals_of(left_out)
+    scales = fit_scales(residuals)
+    return UncertaintyFit(
+        scales=scales,
+        residuals=tuple(residuals),
+        coverage=coverage_by_feature(standardized(residuals, scales)),
+    )
+
+
+def standardized(residuals: Sequence[Residual], scales: Scales) -> list[tuple[Residual, float]]:
+    """Each error over its scale, where the scales are of a fit without the run's source."""
+    names = sorted({each.source for each in residuals})
+    folds = [set(names[fold::_FOLDS]) for fold in range(min(_FOLDS, len(names)))]
+    found = []
+    for fold in folds:
+        rest = [each for each in residuals if each.source not in fold]
+        unseen = fit_scales(rest, start=scales) if rest else scales
+        mine = (each for each in residuals if each.source in fold)
+        found += [(each, each.error / total_scale(unseen, each)) for each in mine]
+    return found
+
+
+def total_scale(scales: Scales, each: Residual) -> float:
+    """Scale of a run's whole error."""
+    return _predictive(scales, each).scale
+
+
+def _predictive(scales: Scales, each: Residual) -> Predictive:
+    return Predictive(
+        median_s=1.0,
+        shares=each.shares,
+        features=each.features,
+        point=each.point,
+        scales=scales,
+        confidence=confidence_of((), each.features, Precision.BF16),
+    )
+
+
+def coverage_by_feature(found: Sequence[tuple[Residual, float]]) -> Mapping[str, Coverage]:
+    """Coverage of all runs, and of those that have each feature."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for each, off in found:
+        kind = () if Feature.EXPERTS in each.features else ("dense",)
+        for name in (ANY, *kind, *(f for f in Feature if f in each.features)):
+            groups[str(name)].append(off)
+    return {name: _coverage(off) for name, off in groups.items()}
+
+
+def _coverage(off: Sequence[float]) -> Coverage:
+    def within(level: float) -> float:
+        limit = quantile_of_two(0.5 + level / 2)
+        return 100 * sum(abs(each) <= limit for each in off) / len(off)
+
+    return Coverage(runs=len(off), within_50_pct=within(0.5), within_90_pct=within(0.9))
+
+
+def write_uncertainty(path: Path, fit: UncertaintyFit) -> None:
+    """Write the fit into a catalogue's ``calibration/``."""
+    document = {
+        "scales": dataclasses.asdict(fit.scales),
+        "devices": dict(fit.devices.most_common()),
+        "runs": [
+            {
+                "features": [str(f) for f in Feature if f in cell.features],
+                "runs": cell.runs,
+                "error_pct": round(cell.error_pct, 1),
+            }
+            for cell in fit.evidence()
+        ],
+        "coverage_pct": {
+            name: [each.runs, round(each.within_50_pct, 1), round(each.within_90_pct, 1)]
+            for name, each in fit.coverage.items()
+        },
+    }
+    text = yaml.safe_dump(document, sort_keys=False, width=100, default_flow_style=None)
+    write_text(path, f"{_HEAD}{text}")

@@ -1,0 +1,116 @@
+"""Predictive distributions: intervals, pairs of plans, shortlists."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from scipy import stats
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model import student
+from nest_megatron.cost_model.evidence import Level, Runs, confidence_of
+from nest_megatron.cost_model.features import Feature
+from nest_megatron.cost_model.mechanisms import Mechanism
+from nest_megatron.cost_model.shortlist import chances_of_best, measurements, shortlist
+from nest_megatron.cost_model.uncertainty import (
+    DEGREES_OF_FREEDOM,
+    DEVIATION,
+    Predictive,
+    difference_deviation,
+    probability_faster,
+    shipped_calibration,
+)
+
+
+def plan_of(
+    median_s: float,
+    shares: dict[Mechanism, float],
+    point: tuple[float, ...] = (0.0,),
+    features: frozenset[Feature] = frozenset(),
+) -> Predictive:
+    """A plan with given shares, under the shipped scales."""
+    fitted = shipped_calibration()
+    return Predictive(
+        median_s=median_s,
+        shares=shares,
+        features=features,
+        point=point,
+        scales=fitted.scales,
+        confidence=confidence_of(fitted.evidence, features, Precision.BF16),
+    )
+
+
+@pytest.mark.parametrize("share", [0.001, 0.05, 0.25, 0.5, 0.75, 0.95, 0.999])
+def test_the_distribution_is_student_s(share: float) -> None:
+    exact = stats.t(DEGREES_OF_FREEDOM)
+    assert student.quantile_of_two(share) == pytest.approx(exact.ppf(share), abs=1e-12)
+
+
+def test_an_interval_holds_its_prediction_and_grows_with_its_level() -> None:
+    plan = plan_of(10.0, {Mechanism.GEMM: 1.0})
+    narrow, wide = plan.interval(0.5), plan.interval(0.9)
+    assert wide[0] < narrow[0] < 10.0 < narrow[1] < wide[1]
+    assert narrow[0] * narrow[1] == pytest.approx(100.0)
+    assert plan.expected_s > plan.median_s
+
+
+def test_what_plans_share_cancels_in_their_difference() -> None:
+    shares = {Mechanism.EXPERT: 0.5, Mechanism.GEMM: 0.5}
+    alike = plan_of(10.0, shares), plan_of(10.2, shares)
+    assert difference_deviation(*alike) == 0.0
+    assert probability_faster(*alike) == 1.0
+    assert probability_faster(*reversed(alike)) == 0.0
+    other = plan_of(10.2, {Mechanism.GEMM: 1.0})
+    assert DEVIATION * alike[0].scale > difference_deviation(alike[0], other) > 0.0
+    assert 0.5 < probability_faster(alike[0], other) < 0.6
+
+
+def test_layouts_that_lie_apart_differ_more() -> None:
+    shares = {Mechanism.GEMM: 1.0}
+    first, near, far = (plan_of(1.0, shares, point=(at,)) for at in (0.0, 1.0, 9.0))
+    assert difference_deviation(first, near) < difference_deviation(first, far)
+
+
+def test_probability_faster_is_what_draws_give() -> None:
+    a = plan_of(10.0, {Mechanism.GEMM: 0.7, Mechanism.EXPERT: 0.3}, point=(0.0,))
+    b = plan_of(10.3, {Mechanism.GEMM: 0.9, Mechanism.EXPERT: 0.1}, point=(1.0,))
+    chances = chances_of_best((a, b))
+    assert math.fsum(chances) == pytest.approx(1.0)
+    assert chances[0] == pytest.approx(probability_faster(a, b), abs=0.03)
+
+
+def test_a_shortlist_is_the_fewest_plans_that_reach_its_level() -> None:
+    shares = {Mechanism.GEMM: 1.0}
+    plans = [plan_of(10.0 + 0.05 * i, shares, point=(3.0 * i,)) for i in range(6)]
+    found = shortlist(plans, level=0.9)
+    assert found.chance >= 0.9 > found.chance - found.chances[found.plans[-1]]
+    assert shortlist(plans, level=0.9) == found
+    slow = [plans[0], plan_of(40.0, shares, point=(3.0,))]
+    assert shortlist(slow).plans == (0,)
+
+
+def test_a_profile_of_what_tells_plans_apart_is_worth_most() -> None:
+    heavy = plan_of(10.0, {Mechanism.EXPERT: 0.4, Mechanism.GEMM: 0.6})
+    light = plan_of(10.1, {Mechanism.GEMM: 1.0})
+    first = measurements((heavy, light))[0]
+    profiled = [m for m in measurements((heavy, light)) if m.mechanism is not None]
+    assert profiled[0].mechanism is Mechanism.EXPERT
+    assert first.gain_percent > 0
+    assert measurements((heavy,)) == ()
+
+
+def test_confidence_counts_runs_like_the_plan() -> None:
+    evidence = (
+        Runs(features=frozenset(), runs=60, error_pct=5.0),
+        Runs(features=frozenset({Feature.CONTEXT}), runs=4, error_pct=10.0),
+        Runs(features=frozenset({Feature.EXPERTS, Feature.EXPERT_NETWORK}), runs=3, error_pct=40.0),
+    )
+    plain = confidence_of(evidence, frozenset(), Precision.BF16)
+    assert (plain.level, plain.runs) == (Level.HIGH, 64)
+    assert plain.basis == "dense bf16, tested on 64 runs like it"
+    across = frozenset({Feature.EXPERTS, Feature.EXPERT_NETWORK})
+    experts = confidence_of(evidence, across, Precision.BF16)
+    assert experts.reason == "low: experts bf16, EP across nodes, 3 runs like it, 40 % off"
+    lora = confidence_of(evidence, frozenset({Feature.LORA}), Precision.BF16)
+    assert (lora.level, lora.runs) == (Level.LOW, 0)
