@@ -17,7 +17,8 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.attach import LAUNCHER, with_launch
 from nest_megatron.launchers.megatron_lm.execution_argv import EXECUTION_ARGUMENTS, execution_argv
 from nest_megatron.launchers.megatron_lm.parser import VERSIONS, read_argv
-from nest_megatron.model.execution import Execution, FlexBackend, TokenDispatcher
+from nest_megatron.launchers.megatron_lm.read import read_job
+from nest_megatron.model.execution import Execution, FlexBackend, GraphImpl, TokenDispatcher
 from nest_megatron.parallel.knobs import (
     KNOBS,
     NUMERIC_KNOBS,
@@ -41,6 +42,11 @@ EXPERTS = (
     "parallel.zero_stage=1",
     "search.num_alternatives=0",
 )
+LLAMA_WORDS = (
+    "--num-layers 16 --hidden-size 2048 --num-attention-heads 32 --seq-length 2048 "
+    "--max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 64 --bf16"
+)
+LLAMA = LLAMA_WORDS.split()
 
 
 def planned(*words: str) -> ParallelPlan:
@@ -141,3 +147,48 @@ def test_an_unknown_package_is_an_offer_at_the_price_of_this_layout() -> None:
     assert "search.packages=[deep_ep]" in offer
     kept = planned(*many, "search.keep=[token_dispatcher]")
     assert not any("flex" in offer for offer in kept.offers)
+
+
+#: A step in which the host launches kernels more slowly than the device runs them.
+SMALL_STEP = (
+    "model=llama3_2_1b",
+    "cluster.num_gpus=8",
+    "parallel.expert_model_parallel_size=null",
+    "parallel.expert_tensor_parallel_size=null",
+    "train.seq_length=2048",
+    "train.micro_batch_size=1",
+)
+
+
+def test_graphs_are_captured_where_the_host_is_slower_than_the_device() -> None:
+    found = planned(*SMALL_STEP)
+    assert found.execution.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE
+    assert found.launch[LAUNCHER].environment["NCCL_GRAPH_REGISTER"] == "0"
+    kept = planned(*SMALL_STEP, "search.keep=[cuda_graphs]")
+    assert kept.execution.cuda_graph_impl is GraphImpl.NONE
+    assert kept.predicted.iteration_time_s > found.predicted.iteration_time_s
+    large = planned(*SMALL_STEP, "train.micro_batch_size=8", "train.seq_length=8192")
+    assert large.execution.cuda_graph_impl is GraphImpl.NONE
+    graphs = planned(*SMALL_STEP, "cost.host_kernel_s=0").execution.cuda_graph_impl
+    assert graphs is GraphImpl.NONE
+
+
+def test_graphs_around_experts_hold_what_has_fixed_shapes() -> None:
+    few = ("parallel.expert_model_parallel_size=8", "train.seq_length=1024")
+    found = planned("model=deepseek_v2_lite", *few).execution
+    assert found.cuda_graph_scope == ("attn", "moe_router", "moe_preprocess")
+    alone = planned(
+        "model=deepseek_v2_lite", *few, "search.keep=[overlap_moe_expert_parallel_comm]"
+    )
+    assert alone.execution.cuda_graph_scope[1] == "mlp"  # of the one dense layer
+
+
+@pytest.mark.parametrize("words", ["--sft", "--rampup-batch-size 32 32 1000", "--spec a b"])
+def test_steps_of_other_shapes_are_not_captured(words: str) -> None:
+    argv = [*LLAMA, *words.split()]
+    _, job = read_job(read_argv("pretrain_gpt.py", argv, "0.16.1"))
+    assert not job.capturable
+    _, plain = read_job(read_argv("pretrain_gpt.py", LLAMA, "0.16.1"))
+    assert plain.capturable
+    padded = read_argv("pretrain_gpt.py", [*LLAMA, "--moe-router-padding-for-fp8"], "0.16.1")
+    assert read_job(padded)[1].counts_on_host

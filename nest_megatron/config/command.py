@@ -297,6 +297,8 @@ def _inputs(
             packages=stated_packages(config, wishes.packages),
             held=held_choices(config, job.fixed, freed),
             has_engine=job.transformer_impl != "local",
+            capturable=job.capturable,
+            counts_on_host=job.counts_on_host,
         )
         if wishes.writes_choices and target in MEGATRON_LM
         else None,

@@ -15,6 +15,7 @@ from nest_megatron.cost_model.measured import AS_ANALYTIC, Scale
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.execution import PLAIN, Execution, GraphImpl, TokenDispatcher
 from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Operator, Part
+from nest_megatron.model.operators.captured import GRAPH_INPUTS
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.recompute import (
     Recompute,
@@ -68,6 +69,7 @@ class UnitTimes:
         whole_forward: the same, all parts together.
         backward: the backward pass.
         saved_bytes: kept for the backward pass by part; ``input_bytes`` comes on top.
+        launch_s: what of both passes is spent waiting for the host to launch kernels.
     """
 
     forward: Mapping[Part, PassTime]
@@ -76,6 +78,7 @@ class UnitTimes:
     input_bytes: float
     saved_bytes: Mapping[Part, float]
     working_bytes: float
+    launch_s: Seconds = 0.0
 
     def __add__(self, other: UnitTimes) -> UnitTimes:
         parts = self.forward.keys() | other.forward.keys()
@@ -94,6 +97,7 @@ class UnitTimes:
                 for part in sorted(saved)
             },
             working_bytes=max(self.working_bytes, other.working_bytes),
+            launch_s=self.launch_s + other.launch_s,
         )
 
 
@@ -164,6 +168,7 @@ def run_unit(
     *,
     latent_attention: bool,
     inputs_on_host: bool = False,
+    norm_stays: bool = False,
 ) -> UnitRun:
     """A unit under a recompute setting; embedding and head are never computed again.
 
@@ -172,6 +177,7 @@ def run_unit(
 
     Args:
         inputs_on_host: full recomputation keeps the inputs of layers in the host's memory.
+        norm_stays: the norm before experts is kept whatever the setting says.
     """
     whole = times.whole_forward
     saved = times.input_bytes + sum(times.saved_bytes.values())
@@ -200,6 +206,8 @@ def run_unit(
             + (times.input_bytes if inputs_on_host else -times.input_bytes),
         )
     again = parts_computed_again(recompute, kind, latent_attention=latent_attention)
+    if norm_stays:
+        again -= {Part.MLP_NORM}
     dropped = sum(num for part, num in times.saved_bytes.items() if part in again)
     return UnitRun(
         forward=whole,
@@ -253,10 +261,12 @@ def unit_times(
         else:
             forward.setdefault(part, [0.0] * len(_TERMS))[term] += paced
     whole = [sum(terms) for terms in zip(*forward.values(), strict=True)]
+    waits = [0.0, 0.0]
     if scale.source is Source.ANALYTIC:
         host = _host_time(graph, cluster.accelerator, settings, execution)
-        whole[_COMPUTE] += max(0.0, host - sum(whole))
-        backward[_COMPUTE] += max(0.0, 2 * host - sum(backward))
+        waits = [max(0.0, host - sum(whole)), max(0.0, 2 * host - sum(backward))]
+        whole[_COMPUTE] += waits[0]
+        backward[_COMPUTE] += waits[1]
     saved: dict[Part, float] = {}
     for part, num_bytes in graph.saved_bytes:
         factor = imbalance if part in _ROUTED else 1.0
@@ -268,6 +278,7 @@ def unit_times(
         input_bytes=graph.input_bytes,
         saved_bytes=saved,
         working_bytes=graph.working_bytes,
+        launch_s=sum(waits),
     )
 
 
@@ -297,7 +308,10 @@ _PRODUCT_LAUNCH = 0.3
 def _host_time(
     graph: LayerGraph, accelerator: Accelerator, settings: CostSettings, execution: Execution
 ) -> Seconds:
-    """Time that the host takes to launch the forward pass of a unit; a graph is one launch."""
+    """Time that the host takes to launch the forward pass of a unit.
+
+    A graph of a layer takes one launch, its inputs another; that of a whole step takes none.
+    """
     each = settings.host_kernel_s
     if each is None:
         each = accelerator.host_kernel_s
@@ -305,9 +319,26 @@ def _host_time(
         return 0.0
     held = _held_by_graphs(execution)
     is_fp8 = settings.precision.is_quantized
-    launches = sum(_launches(op, is_fp8) for op in graph.operators if op.part not in held)
+    launches = sum(
+        _launches(op, is_fp8)
+        for op in graph.operators
+        if op.part not in held or op.name == GRAPH_INPUTS
+    )
     launches += sum(1 for call in graph.collectives if not call.backward and call.part not in held)
     return each * launches
+
+
+def norm_stays(execution: Execution) -> bool:
+    """Whether Megatron keeps the norm before experts though it was to be computed again.
+
+    Its output leaves the graph of the router at a fixed address, unless the exchange of tokens is
+    prepared inside (``can_recompute_pre_mlp_layernorm_for_cudagraph``).
+    """
+    scope = execution.cuda_graph_scope
+    if execution.cuda_graph_impl is not GraphImpl.TRANSFORMER_ENGINE or "moe_router" not in scope:
+        return False
+    prepared = "moe_preprocess" in scope and not execution.moe_shared_expert_overlap
+    return not (prepared and execution.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL)
 
 
 def _launches(operator: Operator, is_fp8: bool) -> float:
@@ -320,7 +351,8 @@ def _held_by_graphs(execution: Execution) -> frozenset[Part]:
     if execution.cuda_graph_impl is GraphImpl.NONE:
         return frozenset()
     scope = execution.cuda_graph_scope or tuple(_CAPTURED)
-    return frozenset().union(*(_CAPTURED.get(module, frozenset()) for module in scope))
+    held = frozenset().union(*(_CAPTURED.get(module, frozenset()) for module in scope))
+    return held - {Part.SHARED_EXPERTS} if execution.moe_shared_expert_overlap else held
 
 
 def _exposed(

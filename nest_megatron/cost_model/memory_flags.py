@@ -23,6 +23,7 @@ PRICED = frozenset(
         "disable_parameter_transpose_cache",
         "exp_avg_dtype",
         "exp_avg_sq_dtype",
+        "external_cuda_graph",
         "fp16",
         "fp4",
         "fp4_param",
@@ -98,9 +99,8 @@ NOT_MODELLED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "mlp_chunks_for_training": (1,),
         "use_transformer_engine_op_fuser": (),
         # buffers that libraries or graphs hold
-        "cuda_graph_impl": ("none",),
+        "cuda_graph_impl": ("none", "transformer_engine"),
         "enable_cuda_graph": (),
-        "external_cuda_graph": (),
         "megatron_fsdp_max_pool_double_buffer": (),
         "nccl_ub": (),
         "optimizer_cuda_graph": (),

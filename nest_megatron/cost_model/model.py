@@ -19,6 +19,7 @@ from nest_megatron.cost_model.keys import (
 from nest_megatron.cost_model.layer_cost import (
     UnitRun,
     UnitTimes,
+    norm_stays,
     run_unit,
     unit_times,
 )
@@ -140,6 +141,7 @@ class CostModel:
                 recompute,
                 latent_attention=latent,
                 inputs_on_host=self.settings.traits.offloads_layer_inputs,
+                norm_stays=kind is LayerKind.MOE and norm_stays(shard.execution),
             )
         return self._runs[key]
 

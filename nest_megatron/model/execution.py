@@ -50,6 +50,10 @@ class GraphImpl(Name):
     FULL_ITERATION = "full_iteration"
 
 
+#: Those that capture layers, or modules of them.
+_OF_LAYERS = (GraphImpl.LOCAL, GraphImpl.TRANSFORMER_ENGINE)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
     """How the work of every layer is carried out.
@@ -67,7 +71,7 @@ class Execution:
             buffers.
         hierarchical_context_parallel_sizes: ranks that exchange heads, and rings of such groups,
             with ``a2a+p2p``; empty with any other.
-        cuda_graph_scope: modules that graphs hold; empty is the whole layer.
+        cuda_graph_scope: modules that graphs of layers hold; empty is the whole layer.
         cpu_offloading_num_layers: layers whose kept activations go to the host.
         offload_modules: modules whose kept activations go to the host
             (``--fine-grained-activation-offloading``).
@@ -108,6 +112,13 @@ class Execution:
                 value=sizes,
                 limit=f"context parallelism exchanges by {self.cp_comm_type}",
                 fix="Give them with a2a+p2p, and with no other.",
+            )
+        if self.cuda_graph_scope and self.cuda_graph_impl not in _OF_LAYERS:
+            raise UserInputError(
+                "cuda_graph_scope",
+                value=self.cuda_graph_scope,
+                limit=f"cuda_graph_impl is {self.cuda_graph_impl}",
+                fix=f"Give it with {' or '.join(_OF_LAYERS)}, and with no other.",
             )
         if self.delay_wgrad_compute and not self.overlap_moe_expert_parallel_comm:
             raise UserInputError(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from nest_megatron.model.execution import PLAIN, Execution
+from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeModule
+from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity, RecomputeModule
 
 
 def of_every_layout(execution: Execution) -> Execution:
@@ -31,6 +31,7 @@ def allowed_execution(execution: Execution, grid: Grid) -> Execution:
     dims, again = grid.dims, grid.recompute
     if not _exchanges_beside(grid):
         execution = of_every_layout(execution)
+    execution = _with_scope(execution, again)
     idle = {
         _TENSOR: dims.tensor_model_parallel_size == 1,
         _CONTEXT: dims.context_parallel_size == 1,
@@ -40,6 +41,8 @@ def allowed_execution(execution: Execution, grid: Grid) -> Execution:
         _LAYERS: dims.pipeline_model_parallel_size > 1
         or again.granularity is not RecomputeGranularity.NONE,
         _MODULES: again.granularity is RecomputeGranularity.FULL,
+        _GRAPHS: again.granularity is RecomputeGranularity.FULL
+        and execution.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE,
     }
     fields = [name for names, is_idle in idle.items() if is_idle for name in names]
     plain = {name: getattr(PLAIN, name) for name in fields}
@@ -52,6 +55,28 @@ _DISPATCHER = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
 _SHARED = ("moe_shared_expert_overlap",)
 _LAYERS = ("cpu_offloading_num_layers",)
 _MODULES = ("offload_modules",)
+_GRAPHS = ("cuda_graph_impl", "cuda_graph_scope")
+#: Modules of experts outside their exchange, and those that a schedule calls by itself.
+_ROUTER = frozenset({"moe_router", "moe_preprocess"})
+_FEED_FORWARD = frozenset({"mlp"})
+
+
+def _with_scope(execution: Execution, again: Recompute) -> Execution:
+    """The modules that Megatron captures, less those that it refuses to.
+
+    The router is not captured where the module ``moe`` is computed again (0.16.1 tc:1790), and no
+    feed-forward half where the exchange of tokens runs beside another micro batch (tc:1898).
+    """
+    if execution.cuda_graph_impl is not GraphImpl.TRANSFORMER_ENGINE:
+        return execution
+    left_out = _ROUTER if RecomputeModule.MOE in again.modules else frozenset()
+    if execution.overlap_moe_expert_parallel_comm:
+        left_out |= _FEED_FORWARD
+    scope = tuple(name for name in execution.cuda_graph_scope if name not in left_out)
+    if scope == execution.cuda_graph_scope:
+        return execution
+    impl = execution.cuda_graph_impl if scope else PLAIN.cuda_graph_impl
+    return dataclasses.replace(execution, cuda_graph_impl=impl, cuda_graph_scope=scope)
 
 
 def _exchanges_beside(grid: Grid) -> bool:

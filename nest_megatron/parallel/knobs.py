@@ -17,9 +17,10 @@ from nest_megatron.model.execution import (
     ContextTraffic,
     Execution,
     FlexBackend,
+    GraphImpl,
     TokenDispatcher,
 )
-from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.names import Name
 
 
@@ -173,15 +174,18 @@ KNOBS: tuple[Knob, ...] = (
         name="cuda_graph_impl",
         flag="--cuda-graph-impl",
         choice="cuda_graphs",
-        reason="kernels are launched together instead of one by one",
-        costs="static buffers of every captured module and micro batch in flight",
+        reason="the host launches a layer's kernels more slowly than the device runs them",
+        costs="two or three tensors of a layer's input for each layer and micro batch in flight "
+        "(an estimate), and copies to them",
+        values=(GraphImpl.TRANSFORMER_ENGINE, GraphImpl.NONE),
     ),
     Knob(
         name="cuda_graph_scope",
         flag="--cuda-graph-scope (0.20: --cuda-graph-modules)",
         choice="cuda_graphs",
-        reason="the modules whose kernels are launched together",
+        reason="what of a layer has fixed shapes: all but the experts",
         costs="as above",
+        values=(("attn", "moe_router", "moe_preprocess"), ()),
     ),
     Knob(
         name="cpu_offloading_num_layers",
@@ -240,6 +244,10 @@ class Setting:
         packages: those that are known to be installed where the job runs.
         held: choices, by name, that stay as the job has them.
         has_engine: the layers are Transformer Engine's.
+        capturable: CUDA graphs can hold the layers: they are Megatron's own, and every step runs as
+            many micro batches of the same shapes.
+        counts_on_host: the host waits for numbers of tokens before their exchange
+            (``--moe-router-padding-for-fp8``, a capacity factor).
     """
 
     spec: TransformerSpec
@@ -248,6 +256,8 @@ class Setting:
     packages: frozenset[str] = frozenset()
     held: frozenset[str] = frozenset()
     has_engine: bool = True
+    capturable: bool = True
+    counts_on_host: bool = False
 
 
 def always_on(given: Execution, setting: Setting) -> Execution:
@@ -268,11 +278,20 @@ def open_values(setting: Setting) -> dict[str, tuple[Any, ...]]:
         )
         if values and _is_open(knob, setting):
             found[knob.name] = values
+    if "cuda_graph_scope" in found:
+        found["cuda_graph_scope"] = (_captured(setting), ())
     if not _FLEX.issuperset(found.get("moe_flex_dispatcher_backend", ())):
         return found
     for name in ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend"):
         found.pop(name, None)  # no package of a backend is known to be there
     return found
+
+
+def _captured(setting: Setting) -> tuple[str, ...]:
+    """Modules of a model with experts whose shapes are fixed (0.16.1 tc:1747-1778)."""
+    dense = () if all(setting.spec.moe_layer_pattern) else ("mlp",)
+    prepared = () if setting.counts_on_host else ("moe_preprocess",)
+    return ("attn", *dense, "moe_router", *prepared)
 
 
 def unknown_packages(setting: Setting) -> dict[FlexBackend, Package]:
@@ -304,6 +323,9 @@ def _is_open(knob: Knob, setting: Setting) -> bool:
         "tp_comm_overlap": spec.multi_latent_attention or setting.fp8_recipe in _WITHOUT_BUFFERS,
         "cp_comm_type": spec.multi_latent_attention,
         "hierarchical_context_parallel_sizes": spec.multi_latent_attention,
+        "cuda_graph_impl": not setting.capturable or spec.family is not ModelFamily.GPT,
+        # the whole layer, where nothing in it has shapes of its own
+        "cuda_graph_scope": not setting.capturable or not spec.is_moe,
     }
     of_experts = "moe" in knob.name or knob.name == "delay_wgrad_compute"
     if not setting.has_engine or knob.choice in setting.held:

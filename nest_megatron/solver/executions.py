@@ -7,13 +7,14 @@ needs no more memory and takes no more time in any part of any layer, forward or
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
+from typing import Any
 
 from nest_megatron.cost_model.layer_cost import PassTime, UnitTimes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.errors import UserInputError
-from nest_megatron.model.execution import ContextTraffic, Execution
+from nest_megatron.model.execution import PLAIN, ContextTraffic, Execution, GraphImpl
 from nest_megatron.model.graph import Part
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.execution_checks import allows_execution
@@ -67,12 +68,19 @@ class Executions:
         )
         self._possible: dict[object, Ways] = {}
         self._worth: dict[object, Ways] = {}
+        self._shards: dict[object, tuple[Execution, ...]] = {}
         self.is_fixed = self._variants == tuple(map(_least_of, self._variants[:1]))
 
     def of_shard(self, shard: Grid, kinds: Kinds) -> tuple[Execution, ...]:
         """Every way that some grid of a shard may have."""
         if self.is_fixed:
             return (self.given,)
+        key = ("all", *self._key(shard), kinds)
+        if key not in self._shards:
+            self._shards[key] = self._of_shard(shard, kinds)
+        return self._shards[key]
+
+    def _of_shard(self, shard: Grid, kinds: Kinds) -> tuple[Execution, ...]:
         layouts = ((1, 1, ZeroStage.NONE), (1, 1, ZeroStage.WEIGHTS), (2, 1, ZeroStage.NONE))
         found = (
             self._of(_laid_out(shard, pp, virtual, zero), kinds)
@@ -83,21 +91,20 @@ class Executions:
     def fastest_of_shard(self, shard: Grid, kinds: Kinds) -> tuple[Execution, ...]:
         """No way of a shard is faster than some of these, which Megatron need not accept.
 
-        What hides the exchange of tokens is switched on together: the better of both is priced.
+        What hides the exchange of tokens is switched on together: the better of both is priced. So
+        is all that graphs hold.
         """
+        key = ("fastest", *self._key(shard), kinds)
+        if key not in self._shards:
+            self._shards[key] = _together(self.of_shard(shard, kinds))
+        return self._shards[key]
+
+    def leanest_of_shard(self, shard: Grid, kinds: Kinds) -> tuple[Execution, ...]:
+        """No way of a shard takes less memory than some of these: graphs only add to it."""
         ways = self.of_shard(shard, kinds)
-        overlaps = any(way.overlap_moe_expert_parallel_comm for way in ways)
-        shares = any(way.moe_shared_expert_overlap for way in ways)
-        found = (
-            dataclasses.replace(
-                way,
-                overlap_moe_expert_parallel_comm=overlaps,
-                delay_wgrad_compute=False,
-                moe_shared_expert_overlap=shares,
-            )
-            for way in ways
-        )
-        return tuple(dict.fromkeys(found))
+        if self.given.cuda_graph_impl is not GraphImpl.NONE:
+            return ways
+        return tuple(dict.fromkeys(dataclasses.replace(way, **_NOTHING) for way in ways))
 
     def of_family(self, grid: Grid, kinds: Kinds) -> Ways:
         """The ways worth a candidate.
@@ -119,6 +126,7 @@ class Executions:
         key = (*degrees, *batch, *self._key(grid), kinds)
         if key not in self._worth:
             ways = self._of(grid, kinds)
+            ways = {way: ways[way] for way in ways if self._may_gain(grid, way, ways)}
             units = {way: self._units(grid, way) for way in ways} if len(ways) > 1 else {}
             self._worth[key] = {
                 way: allowed
@@ -126,6 +134,13 @@ class Executions:
                 if len(ways) == 1 or not any(_beats(other, way, ways, units) for other in ways)
             }
         return self._worth[key]
+
+    def _may_gain(self, grid: Grid, way: Execution, ways: Ways) -> bool:
+        """Whether graphs can save anything: the host launches more slowly than layers run."""
+        if way.cuda_graph_impl is self.given.cuda_graph_impl:
+            return True
+        eager = dataclasses.replace(way, **_NOTHING)
+        return eager not in ways or any(unit.launch_s for unit in self._units(grid, eager))
 
     def possible(self, grid: Grid, kinds: Kinds) -> Ways:
         """The ways that Megatron accepts, whether they are worth a candidate or not."""
@@ -154,6 +169,9 @@ class Executions:
             for each, kind in product(self._variants, kinds):
                 asked = dataclasses.replace(grid, recompute=kind)
                 way = allowed_execution(each, asked)
+                moving = grid.zero.is_fsdp or way.offload_modules
+                if moving and way.cuda_graph_impl is not self.given.cuda_graph_impl:
+                    continue  # graphs read weights and activations at fixed addresses
                 if not self._accepts(asked, way):
                     if each != self.given:
                         continue
@@ -182,6 +200,36 @@ class Executions:
         shard = self.model.shard(dataclasses.replace(grid, execution=way))
         kinds = dict.fromkeys(self.model.spec.layer_kinds())
         return tuple(self.model.unit_time(kind, places, shard) for kind in kinds)
+
+
+def _together(ways: Sequence[Execution]) -> tuple[Execution, ...]:
+    """The ways with everything switched on that some of them has and that saves time."""
+    together = {
+        "overlap_moe_expert_parallel_comm": any(
+            way.overlap_moe_expert_parallel_comm for way in ways
+        ),
+        "delay_wgrad_compute": False,
+        "moe_shared_expert_overlap": any(way.moe_shared_expert_overlap for way in ways),
+        **_all_captured(ways),
+    }
+    return tuple(dict.fromkeys(dataclasses.replace(way, **together) for way in ways))
+
+
+_NOTHING: Mapping[str, Any] = {
+    "cuda_graph_impl": PLAIN.cuda_graph_impl,
+    "cuda_graph_scope": PLAIN.cuda_graph_scope,
+}
+
+
+def _all_captured(ways: Iterable[Execution]) -> Mapping[str, Any]:
+    """The graphs of all ways together; a graph of the whole step is the job's own, and holds all.
+
+    Their copies take time, which a graph of the whole step does not; the bound is lower for it.
+    """
+    graphs = [way for way in ways if way.cuda_graph_impl is not GraphImpl.NONE]
+    if not graphs:
+        return _NOTHING
+    return {"cuda_graph_impl": GraphImpl.FULL_ITERATION, "cuda_graph_scope": ()}
 
 
 def _beats(

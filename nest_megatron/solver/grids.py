@@ -132,6 +132,14 @@ class GridSpace:
         for execution in self._executions.of_shard(shard, self._all_kinds):
             yield dataclasses.replace(shard, execution=execution)
 
+    def leanest(self, shard: Grid) -> Iterator[Grid]:
+        """A shard in ways of which some takes as little memory as any that it may have."""
+        if self._executions.is_fixed:
+            yield shard
+            return
+        for execution in self._executions.leanest_of_shard(shard, self._all_kinds):
+            yield dataclasses.replace(shard, execution=execution)
+
     def fastest(self, shard: Grid) -> Iterator[Grid]:
         """A shard in ways of which some is as fast as any way that it may be carried out in."""
         if self._executions.is_fixed:

@@ -77,7 +77,7 @@ class MemoryBounds:
     def of_shard(self, shard: Grid) -> float:
         """Activations of at least one micro batch with them, on every rank."""
         settings = self.grids.keeping_least()
-        active = _least([self._active(g, settings) for g in self.grids.carried_out(shard)])
+        active = _least([self._active(g, settings) for g in self.grids.leanest(shard)])
         kept = self._sum(active.kept)
         least = math.inf
         for p, states in self._of_pipelines(shard.dims):

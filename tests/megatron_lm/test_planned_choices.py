@@ -14,7 +14,7 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import plan_request, read_inputs, read_space
 from nest_megatron.launchers.megatron_lm.attach import launch_request
-from nest_megatron.model.execution import PLAIN
+from nest_megatron.model.execution import PLAIN, GraphImpl
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan
 from tests.megatron_lm.ask import ask_megatron, checkout_version, megatron_case
@@ -34,6 +34,10 @@ JOBS = {
     "experts in a pipeline": "model=qwen3_30b_a3b parallel.pipeline_model_parallel_size=2",
     "flex": "model=qwen3_30b_a3b parallel.expert_model_parallel_size=32 "
     "search.packages=[deep_ep,hybrid_ep]",
+    "graphs of layers": "model=llama3_2_1b train.micro_batch_size=1 train.seq_length=2048 "
+    "parallel.tensor_model_parallel_size=2",
+    "graphs around experts": "model=deepseek_v2_lite parallel.expert_model_parallel_size=8 "
+    "train.seq_length=1024 parallel.tensor_model_parallel_size=2",
 }
 #: Megatron asks for Transformer Engine itself before it takes these.
 NEED_ENGINE = "search.keep=[moe_permute_fusion,delay_wgrad_compute]"
@@ -54,6 +58,8 @@ def planned(job: str) -> ParallelPlan:
 def test_megatron_accepts_every_choice() -> None:
     plans = {name: planned(job) for name, job in JOBS.items()}
     assert all(found.execution != PLAIN for found in plans.values())
+    for name in ("graphs of layers", "graphs around experts"):
+        assert plans[name].execution.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE
     version = checkout_version()
     requests = [launch_request(found, version=version) for found in plans.values()]
     said: Any = ask_megatron([megatron_case(request) for request in requests])["answers"]

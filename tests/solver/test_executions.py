@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from nest_megatron.model.execution import (
     ContextTraffic,
     Execution,
     FlexBackend,
+    GraphImpl,
     TokenDispatcher,
 )
 from nest_megatron.parallel.dims import ParallelDims
@@ -51,16 +53,23 @@ SPACE = SearchSpace(
     limits={"micro_batch_size": 2, "virtual_pipeline_model_parallel_size": 2},
     executions=FREE,
 )
+#: A host that is slower than the small jobs' layers, and graphs of what has fixed shapes.
+GRAPHS = {
+    "overlap_moe_expert_parallel_comm": (True,),
+    "cuda_graph_impl": (GraphImpl.TRANSFORMER_ENGINE, GraphImpl.NONE),
+    "cuda_graph_scope": (("attn", "mlp", "moe_router"), ()),
+}
+SLOW_HOST = dataclasses.replace(SETTINGS, host_kernel_s=1e-4)
 OVERLAPPING = Execution(overlap_moe_expert_parallel_comm=True)
 
 
-def job(seed: int, space: SearchSpace = SPACE) -> Search:
+def job(seed: int, space: SearchSpace = SPACE, settings: CostSettings = SETTINGS) -> Search:
     rng = random.Random(seed)
     spec, cluster = small_spec(rng), small_cluster(rng)
     if not spec.is_moe:
         space = dataclasses.replace(space, limits={**space.limits, "context_parallel_size": 2})
     cluster = cluster.resized(min(4, cluster.num_gpus))
-    model = CostModel(spec, cluster, SETTINGS)
+    model = CostModel(spec, cluster, settings)
     return Search(model, rng.choice([4, 8]), space, KERNEL, num_layouts=4)
 
 
@@ -71,6 +80,17 @@ def test_search_is_brute_force_over_executions(seed: int) -> None:
     assert list(found.plans) == expected[:4]
     assert found.certificate.candidates >= count  # those not worth a candidate are ruled out
     assert fits(job(seed)) == bool(expected)
+
+
+@pytest.mark.parametrize("seed", [4, 8, 21])
+def test_search_is_brute_force_over_graphs(seed: int) -> None:
+    space = dataclasses.replace(SPACE, executions=GRAPHS)
+    found = job(seed, space, SLOW_HOST).run()
+    expected, _ = look_at_everything(job(seed, space, SLOW_HOST))
+    assert list(found.plans) == expected[:4]
+    assert found.plans[0].grid.execution.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE
+    fast = job(seed, space).run()
+    assert all(plan.grid.execution.cuda_graph_impl is GraphImpl.NONE for plan in fast.plans)
 
 
 @pytest.mark.parametrize("seed", [8, 18])
@@ -127,20 +147,21 @@ def test_what_the_job_has_is_kept_wherever_it_can_be(seed: int) -> None:
     assert found.certificate.candidates == count
 
 
-def test_bounds_hold_whatever_is_chosen() -> None:
+@pytest.mark.parametrize(("free", "settings"), [(FREE, SETTINGS), (GRAPHS, SLOW_HOST)])
+def test_bounds_hold_whatever_is_chosen(free: dict[str, Any], settings: CostSettings) -> None:
     spec = catalogue.model("deepseek_v3")
-    model = CostModel(spec, catalogue.cluster("dgx_h100", 64), SETTINGS)
+    model = CostModel(spec, catalogue.cluster("dgx_h100", 64), settings)
     limits = {
         "micro_batch_size": 1,
         "context_parallel_size": 2,
         "virtual_pipeline_model_parallel_size": 2,
     }
-    space = dataclasses.replace(SPACE, limits=limits)
+    space = dataclasses.replace(SPACE, limits=limits, executions=free)
     grids, bounds = GridSpace(model, 128, space), Bounds(model, 128)
     memory = MemoryBounds(model, grids)
     ways = set()
     for shard in list(grids.shards())[::9]:
-        even = min(map(bounds.even, grids.carried_out(shard)))
+        even = min(map(bounds.even, grids.fastest(shard)))
         for family in (f for grid in grids.grids(shard) for f in grids.families(grid)):
             for recompute in grids.recompute_settings(family)[::9]:
                 candidate = dataclasses.replace(family, recompute=recompute)
@@ -152,7 +173,7 @@ def test_bounds_hold_whatever_is_chosen() -> None:
                 tight = dataclasses.replace(problem, capacity_bytes=int(least) - 1)
                 assert KERNEL(tight, 0, 2_000).status is Status.INFEASIBLE
                 ways.add(family.execution)
-    assert len(ways) > 3
+    assert len(ways) > 2
 
 
 def test_what_forbids_whole_layers_needs_what_they_would_free() -> None:

@@ -78,9 +78,15 @@ def execution_environment(execution: Execution) -> dict[str, str | None]:
     """Variables that Megatron asks for beside those flags.
 
     Transformer Engine from 2.10 on would move weights with the activations (0.16.1 args:1225); a
-    release before it does not read the variable.
+    release before it does not read the variable. NCCL may not register the buffers of graphs where
+    the allocator grows its segments (args:1247).
     """
-    return {"NVTE_CPU_OFFLOAD_V1": "1"} if execution.offload_modules else {}
+    found: dict[str, str | None] = {}
+    if execution.offload_modules:
+        found["NVTE_CPU_OFFLOAD_V1"] = "1"
+    if execution.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE:
+        found["NCCL_GRAPH_REGISTER"] = "0"
+    return found
 
 
 def _expert_argv(execution: Execution, version: str) -> Iterable[str]:

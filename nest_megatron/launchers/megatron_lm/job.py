@@ -69,6 +69,9 @@ class MegatronJob:
         memory_flags: what memory and traffic depend on beside the layout, by Megatron's names
             (``cost_model/memory_flags.py``).
         graphs: what of it CUDA graphs capture.
+        capturable: its layers are Megatron's own, and every step runs as many micro batches of the
+            same shapes, so that CUDA graphs could hold them.
+        counts_on_host: numbers of tokens are read by the host before the exchange with experts.
         target: the framework and release whose defaults fill what it leaves open.
         world_size: number of ranks where the launcher says it.
         passthrough: flags that Megatron does not have, kept untouched.
@@ -91,6 +94,8 @@ class MegatronJob:
     sharding: DataParallelSharding = DataParallelSharding.DDP
     ckpt_format: str | None = None
     graphs: CudaGraphs | None = None
+    capturable: bool = True
+    counts_on_host: bool = False
     target: Target = MEGATRON_LM_0_16
     save_interval: int | None = None
     memory_flags: Mapping[str, Any]

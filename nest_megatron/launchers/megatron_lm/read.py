@@ -120,6 +120,8 @@ def job_from_values(
         zero=_zero(values),
         sharding=_sharding(values),
         graphs=cuda_graphs(values),
+        capturable=not any(map(values.get, _OTHER_SHAPES)),
+        counts_on_host=any(map(values.get, _COUNTED_ON_HOST)),
         ckpt_format=values.get("ckpt_format") if "ckpt_format" in explicit else None,
         save_interval=values.get("save_interval") if values.get("save") else None,
         memory_flags=flags,
@@ -132,6 +134,17 @@ def job_from_values(
         notes=(*notes, *assumed, *_job_notes(values), *time_notes(flags)),
     )
     return spec, job
+
+
+#: Arguments of jobs whose steps differ in shape (packed sequences, growing batches), or whose
+#: layers are not Megatron's own.
+_OTHER_SHAPES = ("sft", "hybrid_context_parallel", "rampup_batch_size", "spec")
+#: Arguments with which the host waits for numbers of tokens (0.16.1 tc:1771).
+_COUNTED_ON_HOST = (
+    "moe_expert_capacity_factor",
+    "moe_router_padding_for_fp8",
+    "moe_router_padding_for_quantization",
+)
 
 
 def _unsaid(values: Mapping[str, Any], explicit: Collection[str]) -> dict[str, None]:

@@ -14,6 +14,7 @@ from nest_megatron.model.graph import (
     OperatorKind,
     Part,
 )
+from nest_megatron.model.operators.captured import captured_layer
 from nest_megatron.model.operators.offload import offloaded_attention
 from nest_megatron.model.operators.pieces import (
     FP32,
@@ -40,7 +41,7 @@ def attention_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
         saved_bytes=pieces.saved,
         working_bytes=0.0,
     )
-    return offloaded_attention(graph, spec, shard)
+    return offloaded_attention(captured_layer(graph, shard), spec, shard)
 
 
 def _attention_span(spec: TransformerSpec) -> float:
