@@ -180,6 +180,7 @@ def test_what_megatron_refuses_on_a_layout_is_not_priced(words: list[str], overl
                 "cluster.num_gpus=64",
                 "parallel.pipeline_model_parallel_size=1",
                 "target=megatron_bridge_2026",
+                "train.precision=fp8",
                 *words,
             ]
         )
