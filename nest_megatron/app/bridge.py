@@ -20,6 +20,7 @@ from nest_megatron.app.output import show
 from nest_megatron.app.plan_output import plan_output
 from nest_megatron.app.ranks import Joined, ending_together, words_of
 from nest_megatron.app.recipe import Freedom, pinned_recipe, plan_recipe
+from nest_megatron.config.choices import installed_packages
 from nest_megatron.config.launch import LaunchWords, Mode, read_launch, read_words, split_words
 from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.documents import read_yaml
@@ -27,6 +28,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_bridge.read import FIELDS, read_recipe
 from nest_megatron.launchers.megatron_bridge.write import apply_plan
 from nest_megatron.launchers.megatron_lm.agreement import Board, confirm, share
+from nest_megatron.launchers.megatron_lm.execution_argv import EXECUTION_ARGUMENTS
 from nest_megatron.launchers.megatron_lm.same_job import fields, versions
 from nest_megatron.launchers.recipe import Recipe
 from nest_megatron.launchers.slurm import rank_variables
@@ -145,6 +147,12 @@ def kept_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...]:
     if "all" in free:
         return ()
     items = {path: item for item, path in FIELDS.items() if item not in _DERIVED}
+    items |= {
+        f"{holder}.{argument}": choice
+        for choice, arguments in EXECUTION_ARGUMENTS.items()
+        for argument in arguments
+        for holder in ("model", "comm_overlap")
+    }
     named = [items[path] for path in stated if path in items]
     choices = dict.fromkeys(_CHOICES.get(item, item) for item in named)
     return tuple(choice for choice in choices if choice not in free)
@@ -161,7 +169,12 @@ def _find(
     sharding = {"all", "use_megatron_fsdp"}.intersection(launch.free)
     freedom = Freedom(free=("all",) if sharding else None, keep=keep, option="nest.free")
     plan = plan_recipe(
-        recipe, cluster=None, overrides=settings, freedom=freedom, choose=launch.alternative
+        recipe,
+        cluster=None,
+        overrides=settings,
+        freedom=freedom,
+        choose=launch.alternative,
+        packages=installed_packages(),
     )
     if out is not None:
         plan_file.write(plan, out)

@@ -112,6 +112,7 @@ def plan_recipe(
     overrides: Sequence[Setting],
     freedom: Freedom,
     choose: int = 0,
+    packages: tuple[str, ...] = (),
 ) -> ParallelPlan:
     """Find the fastest plan for a job that was read.
 
@@ -120,6 +121,7 @@ def plan_recipe(
             or ``None`` for the GPUs of this host.
         overrides: settings as ``nest-megatron plan`` takes them, the model and the batch apart.
         choose: take this runner-up instead of the best (0).
+        packages: those of a choice that were found where the job runs.
 
     Raises:
         NothingFitsError: if no plan fits in memory, naming the missing bytes.
@@ -128,7 +130,12 @@ def plan_recipe(
     """
     settings = _settings(recipe, cluster, overrides)
     place, composed, notes = _place(recipe, cluster, settings)
-    wishes = dataclasses.replace(freedom.wishes(), required=_required(recipe))
+    wishes = dataclasses.replace(
+        freedom.wishes(),
+        required=_required(recipe),
+        packages=packages,
+        can_state=recipe.can_state,
+    )
     inputs, space, _ = job_request((recipe.spec, recipe.job), place, composed, wishes)
     inputs = dataclasses.replace(inputs, notes=(*inputs.notes, *notes))
     wanted = plan_request(composed.config, with_times(inputs, composed), space)

@@ -7,9 +7,12 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from nest_megatron.config.schema import PlanConfig
+from nest_megatron.cost_model.target_defaults import NEMO
+from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.launchers.execution_fields import NEMO_LACKS
 from nest_megatron.launchers.megatron_lm.execution_argv import EXECUTION_ARGUMENTS
-from nest_megatron.parallel.knobs import Package, choices_of_execution
+from nest_megatron.parallel.knobs import KNOBS, Package, choices_of_execution
 
 #: Module of DeepEP whose presence tells that it has HybridEP's kernels as well.
 _HYBRID_EP = "hybrid_ep_buffer.py"
@@ -62,6 +65,14 @@ def stated_packages(config: PlanConfig, installed: Iterable[str] = ()) -> frozen
                 fix=nearest(name, known),
             )
     return frozenset((*config.search.packages, *installed))
+
+
+def fields_of(target: Target) -> frozenset[str] | None:
+    """Fields of ``Execution`` that a job of a framework can be told; ``None`` is all.
+
+    Of NeMo those of its performance recipes, which have ``MegatronCommOverlapCallback``.
+    """
+    return frozenset(knob.name for knob in KNOBS) - NEMO_LACKS.keys() if target is NEMO else None
 
 
 def installed_packages() -> tuple[str, ...]:

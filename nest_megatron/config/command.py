@@ -37,7 +37,6 @@ from nest_megatron.config.target import (
     read_target,
 )
 from nest_megatron.config.typed import LAYOUT, freed_flags, kept_flags
-from nest_megatron.cost_model.target_defaults import MEGATRON_LM
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
 from nest_megatron.launchers.megatron_lm.cuts import CUTS, stated_partition
@@ -88,14 +87,14 @@ class Wishes:
         required: what a checkpoint or the data fixes, by the names of ``ParallelChoice``.
         option: how ``free`` is spelled where the user gave it, for messages.
         packages: those of a choice that were found where the job runs.
-        writes_choices: who launches the plan can write how layers are carried out.
+        can_state: fields of ``Execution`` that the job can be told; ``None`` is all.
     """
 
     free: Collection[str] = ()
     required: Mapping[str, Requirement] = field(default_factory=dict)
     option: str = "--free"
     packages: tuple[str, ...] = ()
-    writes_choices: bool = True
+    can_state: frozenset[str] | None = None
 
 
 def read_request(
@@ -299,9 +298,8 @@ def _inputs(
             has_engine=job.transformer_impl != "local",
             capturable=job.capturable,
             counts_on_host=job.counts_on_host,
-        )
-        if wishes.writes_choices and target in MEGATRON_LM
-        else None,
+            can_state=wishes.can_state,
+        ),
         version=target.megatron_core,
         execution=read_execution(config, said, accelerator=name, has_experts=spec.is_moe),
         numeric_offers=read_numeric_offers(config, said, accelerator=name, has_experts=spec.is_moe),

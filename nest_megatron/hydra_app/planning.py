@@ -19,9 +19,10 @@ from nest_megatron.config.request import plan_request, with_times
 from nest_megatron.errors import UserInputError
 from nest_megatron.hydra_app.ranks import require_decided
 from nest_megatron.hydra_app.read import read_app
-from nest_megatron.hydra_app.room import require_room, space_of
+from nest_megatron.hydra_app.room import planned_execution, require_room, space_of
 from nest_megatron.hydra_app.size import is_launched, num_gpus
 from nest_megatron.hydra_app.view import AppView
+from nest_megatron.launchers.execution_fields import execution_items
 from nest_megatron.launchers.megatron_lm.job import MegatronJob
 from nest_megatron.launchers.planned import planned_items
 from nest_megatron.model.spec import TransformerSpec
@@ -32,9 +33,8 @@ from nest_megatron.planner import plan as find_plan
 
 #: Runners-up that are ranked unless ``search.num_alternatives`` says otherwise.
 _RUNNERS_UP = 3
-#: The application's own fields say which ZeRO stages it has (``room.zero_stages``); how layers are
-#: carried out stays as they say.
-_FREE = Wishes(free=("use_megatron_fsdp",), writes_choices=False)
+#: The application's own fields say which ZeRO stages it has (``room.zero_stages``).
+_FREE = Wishes(free=("use_megatron_fsdp",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,7 @@ def plan_app(view: AppView, environment: Mapping[str, str]) -> AppPlan:
     require_room(plan, view, job)
     values = {
         **planned_items(plan),
+        **execution_items(plan),
         "data_parallel_size": plan.parallel.data_parallel_size,
         "num_gpus": plan.placement.num_gpus,
     }
@@ -78,7 +79,8 @@ def _searched(
     place = _place(view, size, environment)
     composed = place.composed
     spec, job = read_app(view, composed)
-    inputs, own, _ = job_request((spec, job), place.cluster, composed, _FREE)
+    wishes = dataclasses.replace(_FREE, can_state=planned_execution(view))
+    inputs, own, _ = job_request((spec, job), place.cluster, composed, wishes)
     inputs = dataclasses.replace(inputs, notes=(*inputs.notes, *place.notes))
     space = space_of(own, view, spec, job)
     wanted = plan_request(composed.config, with_times(inputs, composed), space)

@@ -16,6 +16,7 @@ from nest_megatron.hydra_app.planning import AppPlan, plan_app
 from nest_megatron.hydra_app.ranks import require_same_plan
 from nest_megatron.hydra_app.size import launched
 from nest_megatron.hydra_app.view import AppView, view_of
+from nest_megatron.model.execution import Execution
 from nest_megatron.parallel.plan import ParallelChoice
 
 #: Choices that an application may have a field for.
@@ -23,6 +24,7 @@ _ITEMS = (
     "micro_batch_size",
     "use_tp_pp_dp_mapping",
     *(field.name for field in dataclasses.fields(ParallelChoice)),
+    *(field.name for field in dataclasses.fields(Execution)),
 )
 
 

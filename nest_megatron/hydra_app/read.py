@@ -79,6 +79,7 @@ _RENAMED = {
     "bias": "add_bias_linear",
     "qkv_bias": "add_qkv_bias",
     "fp8_params": "fp8_param_gather",
+    "ub_tp_comm_overlap": "tp_comm_overlap",
 }
 _NORMALIZATIONS = {
     "layernorm": "LayerNorm",

@@ -12,6 +12,7 @@ from rich.text import Text
 from nest_megatron.hydra_app.planning import AppPlan
 from nest_megatron.hydra_app.view import AppView
 from nest_megatron.parallel.diff import plan_values, reason
+from nest_megatron.parallel.knobs import KNOBS
 from nest_megatron.report.terminal import notes_report, summary
 from nest_megatron.report.words import certificate
 
@@ -19,9 +20,11 @@ from nest_megatron.report.words import certificate
 def app_report(found: AppPlan, view: AppView) -> RenderableType:
     """The plan in a few lines, each planned field with its value and the reason."""
     plan = found.plan
+    reasons = {item: reason(plan, item) for item in plan_values(plan)}
+    reasons |= {knob.name: knob.reason for knob in KNOBS}
     rows = [
-        (path, _shown(found.values[item]), reason(plan, item))
-        for item in plan_values(plan)
+        (path, _shown(found.values[item]), why)
+        for item, why in reasons.items()
         if view.is_planned(item) and (path := view.place(item)) is not None
     ]
     parts: list[RenderableType] = [Text("nest: this job runs as"), Padding(summary(plan), (0, 2))]

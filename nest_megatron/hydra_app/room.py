@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeVar
 
+from nest_megatron.cost_model.execution_flags import execution_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.hydra_app.view import AppView
 from nest_megatron.launchers.megatron_lm.job import MegatronJob
 from nest_megatron.launchers.planned import planned_items
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
+from nest_megatron.parallel.execution_rules import allowed_execution
+from nest_megatron.parallel.knobs import KNOBS
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
@@ -101,6 +104,7 @@ def require_room(plan: ParallelPlan, view: AppView, job: MegatronJob) -> None:
             if place
             else f"Name its place in nest.fields.{item}, or hold it with nest.overrides.",
         )
+    _require_execution(plan, view, job)
     allowed = zero_stages(view, job)
     if plan.grid().zero not in allowed and plan.parallel.data_parallel_size > 1:
         raise UserInputError(
@@ -108,6 +112,29 @@ def require_room(plan: ParallelPlan, view: AppView, job: MegatronJob) -> None:
             value=plan.parallel.use_distributed_optimizer,
             limit="the plan says so, and the application's optimizer is another",
             fix="Change the application's optimizer, or plan again.",
+        )
+
+
+def planned_execution(view: AppView) -> frozenset[str]:
+    """Fields of ``Execution`` that an application asks the plan for."""
+    return frozenset(knob.name for knob in KNOBS if view.is_planned(knob.name))
+
+
+def _require_execution(plan: ParallelPlan, view: AppView, job: MegatronJob) -> None:
+    """What the application does not ask for is carried out as its own fields say."""
+    grid = plan.grid()
+    stated = allowed_execution(execution_of(job.memory_flags), grid)
+    wanted, planned = allowed_execution(plan.execution, grid), planned_execution(view)
+    for knob in KNOBS:
+        own, needed = getattr(stated, knob.name), getattr(wanted, knob.name)
+        if knob.name in planned or own == needed or not (plan.model.is_moe or not knob.of_experts):
+            continue
+        raise UserInputError(
+            view.place(knob.name) or knob.name,
+            value=own,
+            limit=f"the plan was priced with {needed}",
+            fix=f"Give a field ${{nest:{knob.name}}}, or plan again with "
+            f"+nest.overrides.search.keep=[{knob.choice}].",
         )
 
 

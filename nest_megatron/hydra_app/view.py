@@ -19,6 +19,7 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "recompute_granularity": ("activations_checkpoint_granularity",),
     "recompute_method": ("activations_checkpoint_method",),
     "recompute_num_layers": ("activations_checkpoint_num_layers",),
+    "tp_comm_overlap": ("ub_tp_comm_overlap",),
 }
 _PLANNED = re.compile(r"\$\{\s*nest\s*:\s*(\w+)\s*\}")
 

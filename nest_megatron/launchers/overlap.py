@@ -21,12 +21,7 @@ _DEFERRED = (
 _LINKS = "virtual stages overlap their exchanges, others batch them"
 _SCHEDULED = ("overlap_p2p_comm", "batch_p2p_comm")
 _OVERLAPPED = ("overlap_grad_reduce", "overlap_param_gather")
-_CONTRADICTED = (
-    "tp_comm_overlap",
-    "overlap_param_gather_with_optimizer_step",
-    "overlap_moe_expert_parallel_comm",
-    "delay_wgrad_compute",
-)
+_CONTRADICTED = ("overlap_param_gather_with_optimizer_step",)
 
 
 def keeps_shapes(root: Any, plan: ParallelPlan, table: Mapping[str, str], seq_length: str) -> bool:

@@ -33,16 +33,10 @@ _CUTS: Mapping[str, object] = {
 }
 #: Options that only go with some layouts, and their values where they are taken back.
 RESETS: Mapping[str, object] = {
-    "tp_comm_overlap": False,
     "overlap_p2p_comm_warmup_flush": False,
     "overlap_param_gather_with_optimizer_step": False,
     "microbatch_group_size_per_vp_stage": None,
     "distribute_saved_activations": False,
-    "hierarchical_context_parallel_sizes": None,
-    "cp_comm_type": None,
-    "overlap_moe_expert_parallel_comm": False,
-    "delay_wgrad_compute": False,
-    "moe_shared_expert_overlap": False,
     "num_distributed_optimizer_instances": 1,
     "fsdp_double_buffer": False,
     "fsdp_manual_registration": False,
@@ -55,9 +49,6 @@ RESETS: Mapping[str, object] = {
 OF_THE_MODEL = (
     "overlap_p2p_comm_warmup_flush",
     "distribute_saved_activations",
-    "hierarchical_context_parallel_sizes",
-    "cp_comm_type",
-    "moe_shared_expert_overlap",
     "init_model_with_meta_device",
     "use_cpu_initialization",
     "moe_single_grouped_weight",
@@ -201,23 +192,15 @@ def _wide_gradients(plan: ParallelPlan, path: str) -> Iterator[Wanted]:
         yield Wanted(path=path, value=torch.float32, reason=why)
 
 
-def expert_fields(root: Any, plan: ParallelPlan, prefix: str) -> Iterator[Wanted]:
-    """How experts work and tokens reach them, as it was priced and as megatron-core allows.
+def expert_fields(plan: ParallelPlan, prefix: str) -> Iterator[Wanted]:
+    """How experts work, as it was priced.
 
     Args:
         prefix: path of the model's configuration.
-
-    Source: ``MoEFlexTokenDispatcher``, ``TransformerConfig`` on ``moe_act``.
     """
-    if not plan.model.is_moe:
-        return
-    why = "one kernel for all local experts, as was priced"
-    yield Wanted(path=f"{prefix}.moe_grouped_gemm", value=True, reason=why)
-    dims, path = plan.grid().dims, f"{prefix}.moe_token_dispatcher_type"
-    alone = dims.expert_model_parallel_size * dims.tensor_model_parallel_size == 1
-    if alone and find(root, path) == "flex":
-        why = "the flex dispatcher needs tensor or expert parallelism"
-        yield Wanted(path=path, value="alltoall", reason=why)
+    if plan.model.is_moe:
+        why = "one kernel for all local experts, as was priced"
+        yield Wanted(path=f"{prefix}.moe_grouped_gemm", value=True, reason=why)
 
 
 def pipeline_type_field(root: Any, plan: ParallelPlan, path: str, *others: str) -> Iterator[Wanted]:
@@ -238,14 +221,17 @@ def pipeline_type_field(root: Any, plan: ParallelPlan, path: str, *others: str) 
     yield Wanted(path=path, value=exchanged, reason=why)
 
 
-def require_plannable(plan: ParallelPlan) -> None:
+def require_plannable(plan: ParallelPlan, version: str) -> None:
     """Refuse a plan that megatron-core would refuse, or let pass and fail on later.
+
+    Args:
+        version: the release of megatron-core.
 
     Raises:
         UserInputError: for the first rule broken.
     """
     require_placed(plan)
-    require_launchable(launch_request(plan), but=_OF_THE_COMMAND_LINE)
+    require_launchable(launch_request(plan, version=version), but=_OF_THE_COMMAND_LINE)
 
 
 def require_same_model(plan: ParallelPlan, spec: TransformerSpec) -> None:

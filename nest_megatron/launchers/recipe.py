@@ -12,6 +12,7 @@ from nest_megatron.cost_model.execution_flags import time_notes
 from nest_megatron.cost_model.memory_flags import memory_flags
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.execution_fields import ExecutionPlaces, stated_execution
 from nest_megatron.launchers.fields import ABSENT, find
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
 from nest_megatron.launchers.megatron_lm.job import MegatronJob
@@ -81,6 +82,7 @@ class Recipe:
         job: the same job in the words of Megatron-LM, as the planner's door takes it.
         restored: the checkpoint that it starts from, if any.
         required: what the data fixes of a layout, by the names of its degrees.
+        can_state: fields of ``Execution`` that a plan can write there.
         notes: what was assumed, one sentence each.
     """
 
@@ -95,6 +97,7 @@ class Recipe:
     job: MegatronJob
     restored: Restored | None = None
     required: Mapping[str, Requirement] = field(default_factory=dict)
+    can_state: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
 
@@ -104,6 +107,7 @@ class JobFields:
 
     Args:
         memory_fields: by Megatron's names (``memory_fields.memory_fields``, and ``params_dtype``).
+        places: where it says how layers are carried out.
         target: the framework, at its release.
     """
 
@@ -115,6 +119,7 @@ class JobFields:
     fp8_recipe: str
     uses_fsdp: bool
     memory_fields: Mapping[str, Any]
+    places: ExecutionPlaces
     target: Target
     graphs: CudaGraphs | None = None
     restored: Restored | None = None
@@ -152,6 +157,7 @@ def recipe_of(
         job=_job(root, spec, sizes, stated),
         restored=sizes.restored,
         required=sizes.required,
+        can_state=sizes.places.can_state(root),
         notes=sizes.notes,
     )
 
@@ -180,7 +186,8 @@ def _job(
         if item in _ARGUMENTS and value is not None
         if spec.is_moe or item not in _OF_EXPERTS
     }
-    flags = memory_flags({**sizes.memory_fields, "fp8_recipe": sizes.fp8_recipe})
+    execution = stated_execution(root, sizes.places)
+    flags = memory_flags({**sizes.memory_fields, **execution, "fp8_recipe": sizes.fp8_recipe})
     return MegatronJob(
         version="0.16.1",
         target=sizes.target,
@@ -193,7 +200,7 @@ def _job(
         fp8_recipe=sizes.fp8_recipe,
         transformer_impl="transformer_engine",
         attention_backend="auto",
-        fixed=MappingProxyType(fixed),
+        fixed=MappingProxyType({**fixed, **execution}),
         recompute=_recompute(stated),
         zero=_zero(stated, uses_fsdp=sizes.uses_fsdp),
         graphs=sizes.graphs,

@@ -56,6 +56,11 @@ class Knob:
     values: tuple[Any, ...] = ()
     needs: Mapping[object, Package] = field(default_factory=dict)
 
+    @property
+    def of_experts(self) -> bool:
+        """Whether it says nothing to a model without experts."""
+        return "moe" in self.name or self.name == "delay_wgrad_compute"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericKnob:
@@ -248,6 +253,7 @@ class Setting:
             many micro batches of the same shapes.
         counts_on_host: the host waits for numbers of tokens before their exchange
             (``--moe-router-padding-for-fp8``, a capacity factor).
+        can_state: fields of ``Execution`` that the launched job can be told; ``None`` is all.
     """
 
     spec: TransformerSpec
@@ -258,6 +264,7 @@ class Setting:
     has_engine: bool = True
     capturable: bool = True
     counts_on_host: bool = False
+    can_state: frozenset[str] | None = None
 
 
 def always_on(given: Execution, setting: Setting) -> Execution:
@@ -274,7 +281,8 @@ def open_values(setting: Setting) -> dict[str, tuple[Any, ...]]:
         values = tuple(
             value
             for value in knob.values
-            if knob.needs.get(value) is None or knob.needs[value] in setting.packages
+            if knob.needs.get(value) is None
+            or (knob.needs[value] in setting.packages and _runs_on(value, setting))
         )
         if values and _is_open(knob, setting):
             found[knob.name] = values
@@ -302,20 +310,30 @@ def unknown_packages(setting: Setting) -> dict[FlexBackend, Package]:
     return {
         backend: knob.needs[backend]
         for backend in FlexBackend
-        if knob.needs[backend] not in setting.packages
+        if knob.needs[backend] not in setting.packages and _runs_on(backend, setting)
     }
 
 
 _FLEX = frozenset({None})
 #: Devices on which the kernels of both backends run: Hopper and later.
 _EXCHANGING_DEVICE = re.compile(r"(GH|GB|[HB])\d", re.IGNORECASE)
+#: Devices whose NVLink spans hosts, for which DeepEP has no kernels.
+#: Source: ``TransformerConfig.moe_flex_dispatcher_backend``; Megatron-Bridge refuses it there.
+_SPANNING_DEVICE = re.compile(r"GB\d", re.IGNORECASE)
 #: Scalings of fp8 whose products Transformer Engine does not run beside traffic in user buffers.
 _WITHOUT_BUFFERS = ("blockwise", "mxfp8")
 
 
+def _runs_on(backend: object, setting: Setting) -> bool:
+    deepep = backend is FlexBackend.DEEPEP
+    return not (deepep and _SPANNING_DEVICE.match(setting.accelerator))
+
+
 def _is_open(knob: Knob, setting: Setting) -> bool:
-    """Whether the choice exists for a model on a device, and is not the user's own."""
+    """Whether the choice exists for a job on a device, and is not the user's own."""
     spec = setting.spec
+    if setting.can_state is not None and knob.name not in setting.can_state:
+        return False
     missing = {
         "moe_flex_dispatcher_backend": _EXCHANGING_DEVICE.match(setting.accelerator) is None,
         "moe_shared_expert_overlap": not spec.moe_shared_expert_intermediate_size,
@@ -327,10 +345,9 @@ def _is_open(knob: Knob, setting: Setting) -> bool:
         # the whole layer, where nothing in it has shapes of its own
         "cuda_graph_scope": not setting.capturable or not spec.is_moe,
     }
-    of_experts = "moe" in knob.name or knob.name == "delay_wgrad_compute"
     if not setting.has_engine or knob.choice in setting.held:
         return False
-    return not missing.get(knob.name, False) and (spec.is_moe or not of_experts)
+    return not missing.get(knob.name, False) and (spec.is_moe or not knob.of_experts)
 
 
 def execution_reason(name: str) -> str:

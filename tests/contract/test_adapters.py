@@ -15,6 +15,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.launchers import megatron_bridge, nemo
 from nest_megatron.launchers.megatron_lm.attach import LAUNCHER, with_launch
 from nest_megatron.launchers.megatron_lm.parser import read_command
+from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import uniform_partition
@@ -49,6 +50,7 @@ def laid_out(
     zero: ZeroStage = ZeroStage.OPTIMIZER,
     recompute: Recompute = NO_RECOMPUTE,
     first: int | None = None,
+    execution: Execution = PLAIN,
 ) -> ParallelPlan:
     """A model over 64 GPUs."""
     spec = catalogue.model(model)
@@ -68,6 +70,7 @@ def laid_out(
         sequence_parallel=tp > 1,
         recompute=recompute,
         zero=zero,
+        execution=execution,
     )
     partition = uniform_partition(spec, pp, vpp, first=first)
     cluster = catalogue.cluster("dgx_h100", 64)

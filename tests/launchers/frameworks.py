@@ -40,7 +40,15 @@ class TransformerConfig:
     moe_router_topk: int = 2
     moe_grouped_gemm: bool = False
     moe_token_dispatcher_type: str = "allgather"
+    moe_flex_dispatcher_backend: str | None = "deepep"
+    moe_enable_deepep: bool = False
+    moe_permute_fusion: bool = False
+    moe_router_fusion: bool = False
+    moe_shared_expert_intermediate_size: int | None = None
     moe_shared_expert_overlap: bool = False
+    overlap_moe_expert_parallel_comm: bool = False
+    delay_wgrad_compute: bool = False
+    use_transformer_engine_op_fuser: bool = False
     activation_func: Any = gelu
     gated_linear_unit: bool = False
     add_bias_linear: bool = True
@@ -65,6 +73,15 @@ class TransformerConfig:
     gradient_accumulation_fusion: bool = True
     init_model_with_meta_device: bool = False
     cp_comm_type: Any = None
+    hierarchical_context_parallel_sizes: Any = None
+    cuda_graph_impl: str = "none"
+    cuda_graph_scope: Any = "full"
+    enable_cuda_graph: bool = False
+    external_cuda_graph: bool = False
+    cpu_offloading: bool = False
+    cpu_offloading_num_layers: int = 0
+    fine_grained_activation_offloading: bool = False
+    offload_modules: Any = None
 
 
 @dataclass
@@ -108,7 +125,7 @@ class MegatronStrategy:
 
 @dataclass
 class MegatronCommOverlapCallback:
-    """NeMo's; Megatron-Bridge's ``CommOverlapConfig`` has the same fields."""
+    """NeMo's."""
 
     tp_comm_overlap: bool | None = None
     tp_comm_overlap_cfg: Any = None
@@ -119,6 +136,19 @@ class MegatronCommOverlapCallback:
     overlap_param_gather_with_optimizer_step: bool | None = None
     defer_embedding_wgrad_compute: bool | None = None
     wgrad_deferral_limit: int | None = None
+
+
+@dataclass
+class CommOverlapConfig(MegatronCommOverlapCallback):
+    """Megatron-Bridge's."""
+
+    overlap_moe_expert_parallel_comm: bool | None = None
+    delay_wgrad_compute: bool | None = None
+
+
+@dataclass
+class DeepEPCallback:
+    """NeMo's: sets the dispatcher as training starts."""
 
 
 @dataclass

@@ -13,7 +13,8 @@ from nest_megatron.cost_model.target_defaults import BRIDGE_0_3, BRIDGE_2026
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.architecture import unpriced_fields
-from nest_megatron.launchers.fields import find, value_or, whole
+from nest_megatron.launchers.execution_fields import BRIDGE_LACKS_LEVELS, ExecutionPlaces
+from nest_megatron.launchers.fields import ABSENT, find, value_or, whole
 from nest_megatron.launchers.finetuning import data_requirements, packed_sequence_size
 from nest_megatron.launchers.memory_fields import memory_fields
 from nest_megatron.launchers.recipe import (
@@ -83,7 +84,8 @@ def read_recipe(
         fp8_recipe=fp8_recipe,
         uses_fsdp=uses_fsdp(cfg),
         memory_fields={**_memory_fields(cfg), "params_dtype": params_dtype},
-        target=_target(),
+        places=execution_places(cfg),
+        target=installed_target(),
         graphs=cuda_graphs({name: value_or(cfg.model, name, None) for name in GRAPH_FIELDS}),
         restored=restored,
         required=data_requirements(cfg, "dataset", micro, PER_TOKEN_LOSS),
@@ -96,7 +98,21 @@ def read_recipe(
 _SINCE_26_06 = (0, 5)
 
 
-def _target() -> Target:
+def execution_places(cfg: Any) -> ExecutionPlaces:
+    """Where a configuration says how layers are carried out.
+
+    ``comm_overlap`` replaces the model's settings (``CommOverlapConfig.setup``).
+    """
+    alone = find(cfg, "dist.use_decentralized_pg") is True
+    return ExecutionPlaces(
+        model="model",
+        overlap=() if find(cfg, "comm_overlap") in (ABSENT, None) else ("comm_overlap",),
+        lacks={"hierarchical_context_parallel_sizes": BRIDGE_LACKS_LEVELS} if alone else {},
+        version=installed_target().megatron_core,
+    )
+
+
+def installed_target() -> Target:
     """The installed release; the one that the contract tests know where none is installed."""
     try:
         version = importlib.metadata.version("megatron-bridge")
@@ -210,7 +226,7 @@ def _memory_fields(cfg: Any) -> Mapping[str, Any]:
         "fp8_param_gather": "fp8" in name and "subchannel" not in name,
         "fp4": "e2m1" if "fp4" in name else None,
         # its recipe gathers weights in NVFP4 since 26.06
-        "fp4_param_gather": "fp4" in name and _target() is BRIDGE_2026,
+        "fp4_param_gather": "fp4" in name and installed_target() is BRIDGE_2026,
     }
     return {**memory_fields(*others, cfg.dist), **of_recipe}
 

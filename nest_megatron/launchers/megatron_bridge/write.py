@@ -7,11 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.execution_fields import execution_fields
 from nest_megatron.launchers.fields import ABSENT, Wanted, carry_out, changes, find
 from nest_megatron.launchers.finetuning import finetuning_fields, packed_sequence_size
 from nest_megatron.launchers.megatron_bridge.read import (
     FIELDS,
     PER_TOKEN_LOSS,
+    execution_places,
+    installed_target,
     ranks,
     read_spec,
     uses_fsdp,
@@ -75,7 +78,7 @@ def plan_changes(
     environment: Mapping[str, str] | None = None,
 ) -> tuple[Change, ...]:
     """As ``apply_plan``, but the configuration stays as it is."""
-    require_plannable(plan)
+    require_plannable(plan, installed_target().megatron_core)
     spec = read_spec(cfg, plan.model.vocab_size)
     require_same_model(plan, spec)
     started = ranks(os.environ if environment is None else environment)
@@ -120,7 +123,8 @@ def _wanted(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
         yield from pipeline_type_field(cfg, plan, *stage_type)
     yield from contradicted_fields(cfg, plan, _COMPANIONS)
     yield from _overlap(cfg, plan)
-    yield from expert_fields(cfg, plan, "model")
+    yield from expert_fields(plan, "model")
+    yield from execution_fields(cfg, plan, execution_places(cfg))
 
 
 def _fsdp(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:

@@ -10,6 +10,11 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.target_defaults import NEMO
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.architecture import unpriced_fields
+from nest_megatron.launchers.execution_fields import (
+    NEMO_LACKS,
+    NEMO_LACKS_CALLBACK,
+    ExecutionPlaces,
+)
 from nest_megatron.launchers.fields import ABSENT, class_names, find, value_or, whole
 from nest_megatron.launchers.finetuning import data_requirements, packed_sequence_size
 from nest_megatron.launchers.memory_fields import memory_fields
@@ -54,6 +59,12 @@ _PRECISIONS = {
     "fp32": Precision.FP32,
 }
 _FIRST_WITHOUT_LLM = 3
+_OVERLAPS, _GIVEN = "MegatronCommOverlapCallback", "user_comm_overlap_cfg"
+#: What ``DeepEPCallback`` sets; its backend stays the model's.
+_DEEPEP: Mapping[str, object] = {
+    "moe_token_dispatcher_type": "flex",
+    "moe_shared_expert_overlap": False,
+}
 
 
 def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Recipe:
@@ -74,7 +85,7 @@ def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Recipe:
     precision, fp8_recipe, params_dtype = _precision(recipe, plugin)
     strategy = recipe.trainer.strategy
     holders = (
-        _overlap_config(recipe),
+        *(find(recipe, path) for path in overlap_paths(recipe)),
         plugin,
         recipe.model.config,
         recipe.optim.config,
@@ -91,6 +102,7 @@ def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Recipe:
         fp8_recipe=fp8_recipe,
         uses_fsdp=value_or(strategy, "fsdp", None) == "megatron",
         memory_fields={**memory_fields(*holders, strategy), "params_dtype": params_dtype},
+        places=execution_places(recipe),
         target=NEMO,
         graphs=cuda_graphs({n: value_or(recipe.model.config, n, None) for n in GRAPH_FIELDS}),
         restored=restored,
@@ -100,12 +112,32 @@ def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Recipe:
     return recipe_of(recipe, spec, sizes, FIELDS)
 
 
-def _overlap_config(recipe: Any) -> Any:
-    """The callback that sets overlaps of communication, or what a built one was given."""
-    for callback in value_or(recipe.trainer, "callbacks", []):
-        if "MegatronCommOverlapCallback" in class_names(callback):
-            return value_or(callback, "user_comm_overlap_cfg", callback)
-    return None
+def overlap_paths(recipe: Any) -> tuple[str, ...]:
+    """Paths of the callbacks that set overlaps of communication; of a built one, what it was given.
+
+    Their settings replace those of ``model.config`` (``MegatronCommOverlapCallback.setup``).
+    """
+    callbacks = value_or(recipe.trainer, "callbacks", [])
+    at = (i for i, callback in enumerate(callbacks) if _OVERLAPS in class_names(callback))
+    paths = (f"trainer.callbacks[{index}]" for index in at)
+    return tuple(
+        path if find(recipe, f"{path}.{_GIVEN}") is ABSENT else f"{path}.{_GIVEN}" for path in paths
+    )
+
+
+def turns_on_deepep(callback: Any) -> bool:
+    """Whether it is the callback that turns DeepEP on, on Ampere and Hopper."""
+    return "DeepEPCallback" in class_names(callback)
+
+
+def execution_places(recipe: Any) -> ExecutionPlaces:
+    """Where a recipe says how layers are carried out."""
+    overlap = overlap_paths(recipe)
+    deepep = any(map(turns_on_deepep, value_or(recipe.trainer, "callbacks", [])))
+    lacks = NEMO_LACKS if overlap else {**NEMO_LACKS, "tp_comm_overlap": NEMO_LACKS_CALLBACK}
+    return ExecutionPlaces(
+        model="model.config", overlap=overlap, lacks=lacks, forced=_DEEPEP if deepep else {}
+    )
 
 
 def read_spec(recipe: Any, vocab_size: int | None) -> tuple[TransformerSpec, tuple[str, ...]]:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from nest_megatron.cost_model.target_defaults import NEMO
 from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.execution_fields import execution_fields
 from nest_megatron.launchers.fields import (
-    ABSENT,
     Wanted,
     carry_out,
     changes,
-    class_names,
     find,
     value_or,
 )
 from nest_megatron.launchers.finetuning import finetuning_fields, packed_sequence_size
-from nest_megatron.launchers.nemo.read import FIELDS, PER_TOKEN_LOSS, num_devices, read_spec
+from nest_megatron.launchers.megatron_lm.attach import device_architecture
+from nest_megatron.launchers.nemo.read import (
+    FIELDS,
+    PER_TOKEN_LOSS,
+    execution_places,
+    num_devices,
+    overlap_paths,
+    read_spec,
+    turns_on_deepep,
+)
 from nest_megatron.launchers.overlap import keeps_shapes, link_fields, overlap_fields, stale_fields
 from nest_megatron.launchers.planned import (
     OF_THE_MODEL,
@@ -32,7 +42,8 @@ from nest_megatron.launchers.planned import (
 from nest_megatron.parallel.diff import Change, reason
 from nest_megatron.parallel.plan import ParallelPlan
 
-_CALLBACK = "MegatronCommOverlapCallback"
+#: Major compute capability from which ``DeepEPCallback`` does nothing.
+_BLACKWELL = 10
 _STRATEGY = "trainer.strategy"
 #: Options that only go with some layouts -> where a recipe has them.
 _COMPANIONS = {
@@ -70,7 +81,7 @@ def plan_changes(
     recipe: Any, plan: ParallelPlan, *, free: Sequence[str] = ()
 ) -> tuple[Change, ...]:
     """As ``apply_plan``, but the recipe stays as it is."""
-    require_plannable(plan)
+    require_plannable(plan, NEMO.megatron_core)
     spec, _ = read_spec(recipe, plan.model.vocab_size)
     require_same_model(plan, spec)
     per_node = num_devices(recipe)
@@ -105,7 +116,8 @@ def _wanted(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
     yield from pipeline_type_field(recipe, plan, *stage_type)
     yield from contradicted_fields(recipe, plan, _COMPANIONS)
     yield from _overlap(recipe, plan)
-    yield from expert_fields(recipe, plan, "model.config")
+    yield from expert_fields(plan, "model.config")
+    yield from _execution(recipe, plan)
 
 
 def _machines(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
@@ -180,13 +192,23 @@ def _ddp_config(recipe: Any, plan: ParallelPlan) -> Any:
 
 def _overlap(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
     same = keeps_shapes(recipe, plan, FIELDS, "data.seq_length")
-    callbacks = value_or(recipe.trainer, "callbacks", [])
-    at = [i for i, callback in enumerate(callbacks) if _CALLBACK in class_names(callback)]
-    for index in at:
-        prefix = f"trainer.callbacks[{index}]"
-        if find(recipe, f"{prefix}.user_comm_overlap_cfg") is not ABSENT:
-            prefix = f"{prefix}.user_comm_overlap_cfg"  # a callback that is built already
-        yield from overlap_fields(recipe, plan, prefix, same_shapes=same)
+    paths = overlap_paths(recipe)
+    for path in paths:
+        yield from overlap_fields(recipe, plan, path, same_shapes=same)
     yield from stale_fields(recipe, plan, "model.config", same_shapes=same)
-    if not at:
+    if not paths:
         yield from link_fields(plan, "model.config")
+
+
+def _execution(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
+    """How layers are carried out, without the callback that would change it as training starts."""
+    places = execution_places(recipe)
+    found = tuple(execution_fields(recipe, plan, places))
+    works = device_architecture(plan) < _BLACKWELL
+    if not places.forced or not plan.model.is_moe or (works and not changes(recipe, found)):
+        yield from found
+        return
+    yield from execution_fields(recipe, plan, dataclasses.replace(places, forced={}))
+    others = [each for each in recipe.trainer.callbacks if not turns_on_deepep(each)]
+    why = "the plan states the dispatcher itself, which this callback would replace"
+    yield Wanted(path="trainer.callbacks", value=others, reason=why)

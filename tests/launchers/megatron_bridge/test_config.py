@@ -20,11 +20,12 @@ from nest_megatron.launchers.megatron_bridge import (
     to_dotlist,
     to_yaml,
 )
+from nest_megatron.model.execution import Execution
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.zero import ZeroStage
 from tests import catalogue
 from tests.contract.test_adapters import laid_out
-from tests.launchers.frameworks import MegatronCommOverlapCallback, bridge_config
+from tests.launchers.frameworks import CommOverlapConfig, bridge_config
 
 AUTO = ["+nest=auto", "nest.cluster=dgx_h100", "nest.cluster.num_gpus=16"]
 
@@ -89,14 +90,14 @@ def test_shared_weights_keep_the_width_of_gradients() -> None:
 
 def test_stale_overlap_settings_are_cleared() -> None:
     cfg = llama()
-    cfg.comm_overlap = MegatronCommOverlapCallback(
+    cfg.comm_overlap = CommOverlapConfig(
         tp_comm_overlap=True,
         tp_comm_overlap_cfg="tuned",
         defer_embedding_wgrad_compute=True,
         wgrad_deferral_limit=50,
     )
-    apply_plan(cfg, laid_out(tp=2))
-    assert cfg.comm_overlap == MegatronCommOverlapCallback(
+    apply_plan(cfg, laid_out(tp=2, execution=Execution(tp_comm_overlap=True)))
+    assert cfg.comm_overlap == CommOverlapConfig(
         tp_comm_overlap=True, defer_embedding_wgrad_compute=False
     )
 

@@ -1,0 +1,280 @@
+"""How layers are carried out is searched, written and read back in NeMo and Megatron-Bridge."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nest_megatron.app.bridge import kept_choices
+from nest_megatron.errors import UserInputError
+from nest_megatron.launchers import megatron_bridge, nemo
+from nest_megatron.launchers.execution_fields import NEMO_LACKS
+from nest_megatron.launchers.recipe import Recipe
+from nest_megatron.model.execution import (
+    PLAIN,
+    ContextTraffic,
+    Execution,
+    FlexBackend,
+    GraphImpl,
+    TokenDispatcher,
+)
+from nest_megatron.parallel.diff import Change
+from nest_megatron.parallel.plan import ParallelPlan
+from tests import catalogue
+from tests.contract.test_adapters import laid_out
+from tests.launchers.frameworks import (
+    CommOverlapConfig,
+    DeepEPCallback,
+    MegatronCommOverlapCallback,
+    bridge_config,
+    nemo_recipe,
+)
+
+_GPUS = ["cluster.num_gpus=64"]
+_FLEX = Execution(
+    moe_token_dispatcher_type=TokenDispatcher.FLEX,
+    moe_flex_dispatcher_backend=FlexBackend.HYBRIDEP,
+    moe_permute_fusion=True,
+    moe_router_fusion=True,
+)
+_DEEPEP = dataclasses.replace(
+    PLAIN,
+    moe_token_dispatcher_type=TokenDispatcher.FLEX,
+    moe_flex_dispatcher_backend=FlexBackend.DEEPEP,
+)
+_LEVELS = Execution(cp_comm_type=ContextTraffic.A2A_P2P, hierarchical_context_parallel_sizes=(2, 2))
+_OVERLAP = Execution(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True)
+
+#: Every choice in a layout that has a use for it.
+PLANS: dict[str, Callable[[], ParallelPlan]] = {
+    "nothing": lambda: laid_out("mixtral_8x7b", tp=2, ep=8),
+    "fusions and HybridEP": lambda: laid_out("mixtral_8x7b", ep=8, execution=_FLEX),
+    "DeepEP": lambda: laid_out("mixtral_8x7b", ep=8, execution=_DEEPEP),
+    "shared experts beside tokens": lambda: laid_out(
+        "qwen2_57b_a14b", ep=8, execution=Execution(moe_shared_expert_overlap=True)
+    ),
+    "exchange beside another micro batch": lambda: laid_out(
+        "mixtral_8x7b", pp=4, vpp=2, ep=8, execution=_OVERLAP
+    ),
+    "user buffers": lambda: laid_out(tp=4, execution=Execution(tp_comm_overlap=True)),
+    "heads exchanged": lambda: laid_out(cp=4, execution=Execution(cp_comm_type=ContextTraffic.A2A)),
+    "heads and rings": lambda: laid_out(cp=4, execution=_LEVELS),
+    "graphs": lambda: laid_out(execution=Execution(cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE)),
+    "graph of the step": lambda: laid_out(
+        execution=Execution(cuda_graph_impl=GraphImpl.FULL_ITERATION)
+    ),
+    "layers on the host": lambda: laid_out(execution=Execution(cpu_offloading_num_layers=10)),
+    "modules on the host": lambda: laid_out(execution=Execution(offload_modules=("core_attn",))),
+}
+#: A job that says the contrary of most of them.
+_OWN: dict[str, Any] = {
+    "moe_token_dispatcher_type": "flex",
+    "moe_enable_deepep": True,
+    "moe_permute_fusion": True,
+    "tp_comm_overlap": True,
+    "cp_comm_type": "all_gather",
+    "cuda_graph_impl": "local",
+    "fine_grained_activation_offloading": True,
+    "offload_modules": ["qkv_linear"],
+}
+
+
+def with_own(config: Any, own: dict[str, Any]) -> None:
+    for name, value in own.items():
+        setattr(config, name, copy.copy(value))
+
+
+class Bridge:
+    """Megatron-Bridge, with its overlap settings in the model or in an object of their own."""
+
+    def __init__(self, overlap: CommOverlapConfig | None = None) -> None:
+        self.overlap = overlap
+
+    def job(self, plan: ParallelPlan, own: dict[str, Any]) -> Any:
+        cfg = bridge_config(plan.model)
+        with_own(cfg.model, own)
+        cfg.comm_overlap = copy.copy(self.overlap)
+        return cfg
+
+    def apply(self, job: Any, plan: ParallelPlan) -> tuple[Change, ...]:
+        return megatron_bridge.apply_plan(job, plan, environment={})
+
+    def read(self, job: Any) -> Recipe:
+        return megatron_bridge.read_recipe(job, environment={})
+
+
+class Nemo:
+    """NeMo, with the callback that makes user buffers."""
+
+    def job(self, plan: ParallelPlan, own: dict[str, Any]) -> Any:
+        recipe = nemo_recipe(plan.model)
+        recipe.trainer.callbacks = [MegatronCommOverlapCallback()]
+        with_own(recipe.model.config, own)
+        return recipe
+
+    def apply(self, job: Any, plan: ParallelPlan) -> tuple[Change, ...]:
+        return nemo.apply_plan(job, plan)
+
+    def read(self, job: Any) -> Recipe:
+        return nemo.read_recipe(job)
+
+
+ADAPTERS: dict[str, Bridge | Nemo] = {
+    "Megatron-Bridge": Bridge(),
+    "Megatron-Bridge with comm_overlap": Bridge(
+        CommOverlapConfig(tp_comm_overlap=True, delay_wgrad_compute=True)
+    ),
+    "NeMo": Nemo(),
+}
+
+
+def carried_out(found: Recipe) -> Execution:
+    """What a job means, as it is priced."""
+    job = found.job
+    return job.target.execution(
+        "H100-SXM-80GB", job.precision, job.memory_flags, has_experts=found.spec.is_moe
+    )
+
+
+@pytest.fixture(params=ADAPTERS)
+def adapter(request: pytest.FixtureRequest) -> Bridge | Nemo:
+    return ADAPTERS[request.param]
+
+
+@pytest.mark.parametrize("own", [{}, _OWN], ids=["defaults", "the contrary"])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_job_is_carried_out_as_its_plan_was_priced(
+    adapter: Bridge | Nemo, name: str, own: dict[str, Any]
+) -> None:
+    plan = PLANS[name]()
+    job = adapter.job(plan, own)
+    before = copy.deepcopy(job)
+    lacking = [field for field in NEMO_LACKS if getattr(plan.execution, field)]
+    if isinstance(adapter, Nemo) and lacking:
+        with pytest.raises(UserInputError, match="NeMo"):
+            adapter.apply(job, plan)
+        assert job == before
+        return
+    changes = adapter.apply(job, plan)
+    found = carried_out(adapter.read(job))
+    if not plan.model.is_moe:  # whose fields of experts mean nothing
+        of_experts = {f: getattr(PLAIN, f) for f in dataclasses.asdict(PLAIN) if "moe" in f}
+        found = dataclasses.replace(found, **of_experts)
+    assert found == plan.execution
+    assert all(change.reason for change in changes)
+    assert len({change.field for change in changes}) == len(changes)
+    assert adapter.apply(job, plan) == ()
+
+
+def auto(adapter: Bridge | Nemo, job: Any, *words: str, **wishes: Any) -> tuple[Any, Any]:
+    overrides = [*_GPUS, "search.num_alternatives=0", *words]
+    if isinstance(adapter, Nemo):
+        return nemo.auto_recipe(job, cluster="dgx_h100", overrides=overrides, **wishes)
+    return megatron_bridge.auto_recipe(
+        job, cluster="dgx_h100", overrides=overrides, environment={}, **wishes
+    )
+
+
+def test_choices_are_searched_written_and_kept(adapter: Bridge | Nemo) -> None:
+    plan = laid_out("mixtral_8x7b", ep=8)
+    job = adapter.job(plan, {"moe_token_dispatcher_type": "alltoall"})
+    found, changes = auto(adapter, job)
+    assert found.execution.moe_permute_fusion
+    assert found.execution.moe_router_fusion
+    assert carried_out(adapter.read(job)) == found.execution
+    (line,) = (change for change in changes if change.field.endswith(".moe_permute_fusion"))
+    assert (line.before, line.after) == (False, True)
+    assert "one kernel" in line.reason
+    for words, wishes in (
+        (("search.keep=[moe_permute_fusion,cp_comm_type]",), {}),
+        ((), {"keep": ["moe_permute_fusion"]}),
+        ((), {"free": ["tensor_model_parallel_size", "pipeline_model_parallel_size"]}),
+    ):
+        kept_job = adapter.job(plan, {"moe_token_dispatcher_type": "alltoall"})
+        kept, changes = auto(adapter, kept_job, *words, **wishes)
+        assert not kept.execution.moe_permute_fusion
+        assert not any("moe_permute_fusion" in change.field for change in changes)
+
+
+def test_a_dispatcher_is_chosen_where_its_package_is_said_to_be() -> None:
+    adapter = ADAPTERS["Megatron-Bridge"]
+    plan = laid_out("mixtral_8x7b", ep=8)
+    fixed = [
+        f"parallel.{name}={size}"
+        for name, size in (
+            ("tensor_model_parallel_size", 1),
+            ("pipeline_model_parallel_size", 1),
+            ("expert_model_parallel_size", 8),
+            ("expert_tensor_parallel_size", 1),
+        )
+    ]
+    job = adapter.job(plan, {"moe_token_dispatcher_type": "alltoall"})
+    found, _ = auto(adapter, job, *fixed, "search.packages=[hybrid_ep]")
+    backend = found.execution.moe_flex_dispatcher_backend
+    assert backend in (None, FlexBackend.HYBRIDEP)
+    assert carried_out(adapter.read(job)) == found.execution
+    if backend is not None:
+        assert job.model.moe_token_dispatcher_type == "flex"
+        assert job.model.moe_flex_dispatcher_backend == "hybridep"
+
+
+def test_user_buffers_need_the_callback_that_makes_them() -> None:
+    plan = laid_out(tp=4)
+    bare, with_callback = nemo_recipe(plan.model), nemo_recipe(plan.model)
+    with_callback.trainer.callbacks = [MegatronCommOverlapCallback()]
+    assert "tp_comm_overlap" not in nemo.read_recipe(bare).can_state
+    assert "tp_comm_overlap" in nemo.read_recipe(with_callback).can_state
+    keep = "parallel.tensor_model_parallel_size=4"
+    found, _ = auto(ADAPTERS["NeMo"], bare, keep)
+    assert not found.execution.tp_comm_overlap
+    found, _ = auto(ADAPTERS["NeMo"], with_callback, keep)
+    assert found.execution.tp_comm_overlap
+    assert with_callback.trainer.callbacks[0].tp_comm_overlap is True
+
+
+def test_buffers_without_the_callback_are_off_and_so_they_are_priced() -> None:
+    recipe = nemo_recipe(catalogue.model("llama3_8b"))
+    recipe.model.config.tp_comm_overlap = True
+    assert not carried_out(nemo.read_recipe(recipe)).tp_comm_overlap
+    (line,) = (c for c in nemo.apply_plan(recipe, laid_out(tp=2)) if "tp_comm" in c.field)
+    assert "MegatronCommOverlapCallback" in line.reason
+
+
+def test_what_the_overlap_object_leaves_unset_is_off() -> None:
+    cfg = bridge_config(catalogue.model("mixtral_8x7b"))
+    cfg.model.overlap_moe_expert_parallel_comm = True
+    assert carried_out(megatron_bridge.read_recipe(cfg, environment={})) == dataclasses.replace(
+        PLAIN,
+        moe_token_dispatcher_type=TokenDispatcher.ALLGATHER,
+        overlap_moe_expert_parallel_comm=True,
+    )
+    cfg.comm_overlap = CommOverlapConfig(tp_comm_overlap=True)
+    found = carried_out(megatron_bridge.read_recipe(cfg, environment={}))
+    assert found.tp_comm_overlap
+    assert not found.overlap_moe_expert_parallel_comm
+
+
+def test_the_callback_for_deepep_is_read_kept_and_taken_out() -> None:
+    plan = laid_out("mixtral_8x7b", ep=8, execution=_DEEPEP)
+    recipe = nemo_recipe(plan.model)
+    recipe.trainer.callbacks = [DeepEPCallback(), MegatronCommOverlapCallback()]
+    recipe.model.config.moe_shared_expert_overlap = True
+    assert carried_out(nemo.read_recipe(recipe)) == _DEEPEP
+    assert not any("callbacks" in c.field for c in nemo.apply_plan(recipe, plan))
+    assert recipe.trainer.callbacks[0] == DeepEPCallback()
+    other = laid_out("mixtral_8x7b", ep=8)
+    changed = {c.field: c for c in nemo.apply_plan(recipe, other)}
+    assert "replace" in changed["trainer.callbacks"].reason
+    assert recipe.trainer.callbacks == [MegatronCommOverlapCallback()]
+    assert recipe.model.config.moe_token_dispatcher_type == "alltoall"
+    assert carried_out(nemo.read_recipe(recipe)) == other.execution
+
+
+def test_what_a_user_of_bridge_typed_is_kept() -> None:
+    stated = ["comm_overlap.tp_comm_overlap", "model.moe_enable_deepep", "model.seq_length"]
+    assert kept_choices(stated, []) == ("tp_comm_overlap", "token_dispatcher")
+    assert kept_choices(stated, ["tp_comm_overlap"]) == ("token_dispatcher",)
