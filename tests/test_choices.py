@@ -14,6 +14,7 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import plan_request, read_inputs, read_space
 from nest_megatron.cost_model.execution_flags import execution_of
 from nest_megatron.errors import UserInputError
+from nest_megatron.launchers.execution_fields import NUMERIC_FIELDS, framework_table
 from nest_megatron.launchers.megatron_lm.attach import LAUNCHER, with_launch
 from nest_megatron.launchers.megatron_lm.execution_argv import EXECUTION_ARGUMENTS, execution_argv
 from nest_megatron.launchers.megatron_lm.parser import VERSIONS, read_argv
@@ -130,6 +131,9 @@ def test_the_page_shows_the_tables() -> None:
     page = Path(__file__).parents[1].joinpath("docs", "knobs.md").read_text(encoding="utf-8")
     assert knob_table() in page
     assert numeric_table() in page
+    assert framework_table() in page
+    for words in NUMERIC_FIELDS.values():
+        assert set(words) == {knob.flags for knob in NUMERIC_KNOBS}
 
 
 def test_an_unknown_package_is_an_offer_at_the_price_of_this_layout() -> None:

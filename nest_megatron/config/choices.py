@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from nest_megatron.config.schema import PlanConfig
-from nest_megatron.cost_model.target_defaults import NEMO
+from nest_megatron.cost_model.target_defaults import MEGATRON_LM, NEMO
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.launchers.execution_fields import NEMO_LACKS
+from nest_megatron.launchers.execution_fields import NEMO_LACKS, OF_THE_JOB
 from nest_megatron.launchers.megatron_lm.execution_argv import EXECUTION_ARGUMENTS
 from nest_megatron.parallel.knobs import KNOBS, Package, choices_of_execution
 
@@ -72,7 +72,10 @@ def fields_of(target: Target) -> frozenset[str] | None:
 
     Of NeMo those of its performance recipes, which have ``MegatronCommOverlapCallback``.
     """
-    return frozenset(knob.name for knob in KNOBS) - NEMO_LACKS.keys() if target is NEMO else None
+    if target in MEGATRON_LM:
+        return None
+    lacks = NEMO_LACKS if target is NEMO else {}
+    return frozenset(knob.name for knob in KNOBS) - {*lacks, *OF_THE_JOB}
 
 
 def installed_packages() -> tuple[str, ...]:

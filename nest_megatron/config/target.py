@@ -12,11 +12,11 @@ from nest_megatron.config.schema import PlanConfig
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import (
     DEFAULT_TARGET,
-    MEGATRON_LM,
     target_named,
 )
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.launchers.execution_fields import NUMERIC_FIELDS
 from nest_megatron.model.execution import Execution
 from nest_megatron.names import Name
 from nest_megatron.parallel.knobs import NUMERIC_KNOBS
@@ -78,14 +78,9 @@ def read_execution(
 def read_numeric_offers(
     config: PlanConfig, job: JobFlags = NO_JOB, *, accelerator: str, has_experts: bool
 ) -> tuple[NumericOffer, ...]:
-    """Choices that change numbers and that the job has not made, as a plan for Megatron-LM offers.
-
-    Recipes of the other frameworks state their formats as a whole.
-    """
+    """Choices that change numbers and that the job has not made."""
     target = read_target(config, job.target)
     precision = read_precision(config, job.precision)
-    if target not in MEGATRON_LM:
-        return ()
     said = {name: value for name, value in job.flags.items() if value is not None}
     own = {**target.flags(accelerator, precision, has_experts=has_experts), **said}
     adam = str(own.get("optimizer") or "adam") == "adam"
@@ -93,11 +88,15 @@ def read_numeric_offers(
     for knob in NUMERIC_KNOBS:
         fits = precision in knob.precisions and (adam or not knob.of_sharded_optimizer)
         if fits and knob.is_new_to(own):
-            other = dataclasses.replace(job, flags={**job.flags, **knob.values})
+            flags = {**job.flags, **dict.fromkeys(knob.instead_of, False), **knob.values}
             settings = read_settings(
-                config, other, accelerator=accelerator, has_experts=has_experts
+                config,
+                dataclasses.replace(job, flags=flags),
+                accelerator=accelerator,
+                has_experts=has_experts,
             )
-            found.append(NumericOffer(knob=knob, settings=settings))
+            words = NUMERIC_FIELDS.get(target.fitted, {}).get(knob.flags, knob.flags)
+            found.append(NumericOffer(knob=knob, settings=settings, words=words))
     return tuple(found)
 
 

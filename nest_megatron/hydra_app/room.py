@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from nest_megatron.cost_model.execution_flags import execution_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.hydra_app.view import AppView
+from nest_megatron.launchers.execution_fields import OF_THE_JOB
 from nest_megatron.launchers.megatron_lm.job import MegatronJob
 from nest_megatron.launchers.planned import planned_items
 from nest_megatron.model.spec import TransformerSpec
@@ -117,7 +118,8 @@ def require_room(plan: ParallelPlan, view: AppView, job: MegatronJob) -> None:
 
 def planned_execution(view: AppView) -> frozenset[str]:
     """Fields of ``Execution`` that an application asks the plan for."""
-    return frozenset(knob.name for knob in KNOBS if view.is_planned(knob.name))
+    names = (knob.name for knob in KNOBS if knob.name not in OF_THE_JOB)
+    return frozenset(name for name in names if view.is_planned(name))
 
 
 def _require_execution(plan: ParallelPlan, view: AppView, job: MegatronJob) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nest_megatron.cost_model.execution_flags import execution_of
+from nest_megatron.cost_model.target_defaults import BRIDGE_0_3, BRIDGE_2026, NEMO
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.fields import ABSENT, Wanted, find
 from nest_megatron.launchers.megatron_lm.attach import launch_request
@@ -37,11 +38,40 @@ NEMO_LACKS: Mapping[str, str] = {
 }
 NEMO_LACKS_CALLBACK = "only MegatronCommOverlapCallback makes the user buffers, and there is none"
 BRIDGE_LACKS_LEVELS = "dist.use_decentralized_pg makes no process groups of two levels"
+#: Field of ``Execution`` -> why a plan switches it off, but not on.
+OF_THE_JOB: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("cuda_graph_impl", "cuda_graph_scope"),
+        "CUDA graphs need the job's own RNG tracker (use_te_rng_tracker) and NCCL_GRAPH_REGISTER=0",
+    ),
+    "offload_modules": "offloaded modules need NVTE_CPU_OFFLOAD_V1=1 where the job is launched",
+}
 _OF_EXPERTS = frozenset(knob.name for knob in KNOBS if knob.of_experts)
 _LEVELS = "hierarchical_context_parallel_sizes"
 #: Switch of megatron-core's configuration that no command line has.
 _OFFLOADS = "cpu_offloading"
 _BESIDE: Mapping[str, tuple[str, ...]] = {"cpu_offloading_num_layers": (_OFFLOADS,)}
+_BF16_STATES = (
+    "{0}.use_precision_aware_optimizer=True {0}.exp_avg_dtype=torch.bfloat16 "
+    "{0}.exp_avg_sq_dtype=torch.bfloat16"
+)
+_GRADIENTS, _WEIGHTS = "--grad-reduce-in-bf16", "--fp8-param-gather"
+_STATES = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+_IN_BRIDGE: Mapping[str, str] = {
+    _GRADIENTS: "mixed_precision.grad_reduce_in_fp32=False",
+    _STATES: _BF16_STATES.format("optimizer"),
+    _WEIGHTS: "mixed_precision.fp8_param_gather=True",
+}
+#: Framework (``Target.fitted``) -> what its user sets in the place of flags of ``NUMERIC_KNOBS``.
+NUMERIC_FIELDS: Mapping[str, Mapping[str, str]] = {
+    NEMO.fitted: {
+        _GRADIENTS: "trainer.plugins.grad_reduce_in_fp32=False",
+        _STATES: _BF16_STATES.format("optim.config"),
+        _WEIGHTS: "trainer.plugins.fp8_param_gather=True",
+    },
+    BRIDGE_0_3.fitted: _IN_BRIDGE,
+    BRIDGE_2026.fitted: _IN_BRIDGE,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +103,8 @@ class ExecutionPlaces:
         return frozenset(
             knob.name
             for knob in KNOBS
-            if knob.name not in self.lacks and any(self.present(root, _arguments_of(knob.name)))
+            if knob.name not in {*self.lacks, *OF_THE_JOB}
+            and any(self.present(root, _arguments_of(knob.name)))
         )
 
     def present(self, root: Any, arguments: Iterable[str]) -> Iterator[str]:
@@ -127,7 +158,7 @@ def execution_fields(root: Any, plan: ParallelPlan, places: ExecutionPlaces) -> 
         fields = dict.fromkeys(EXECUTION_FIELDS[name] for name in names)
         if not plan.model.is_moe and _OF_EXPERTS.issuperset(fields):
             continue
-        _refuse_lacking(wanted, fields, places)
+        _refuse_lacking(wanted, meant, fields, places)
         differs = any(_differs(wanted, meant, stated, name) for name in fields)
         for name in fields:
             for argument in _written(root, name, places, wanted, differs=differs):
@@ -172,14 +203,17 @@ def _is_asked(wanted: Execution, name: str) -> bool:
     return bool(getattr(wanted, name) != getattr(PLAIN, name))
 
 
-def _refuse_lacking(wanted: Execution, fields: Iterable[str], places: ExecutionPlaces) -> None:
-    for name in fields:
-        if name in places.lacks and _is_asked(wanted, name):
+def _refuse_lacking(
+    wanted: Execution, meant: Execution, fields: Iterable[str], places: ExecutionPlaces
+) -> None:
+    for name, why in {**OF_THE_JOB, **places.lacks}.items():
+        value = getattr(wanted, name)
+        if name in fields and _is_asked(wanted, name) and value != getattr(meant, name):
             raise UserInputError(
                 name,
-                value=getattr(wanted, name),
-                limit=places.lacks[name],
-                fix="Plan again for this framework; `target=` names it.",
+                value=value,
+                limit=why,
+                fix="Plan this job, or plan for its framework (target=).",
             )
 
 
@@ -218,3 +252,22 @@ def _reason(wanted: Execution, meant: Execution, name: str, places: ExecutionPla
 
 def _arguments_of(field_name: str) -> list[str]:
     return [name for name, of in EXECUTION_FIELDS.items() if of == field_name]
+
+
+def framework_table() -> str:
+    """Where both frameworks have each choice, as ``docs/knobs.md`` lists them."""
+    rows = ["| Choice | NeMo 2.7 | Megatron-Bridge |", "|---" * 3 + "|"]
+    for knob in KNOBS:
+        nemo = NEMO_LACKS.get(knob.name)
+        own = f"`model.config.{knob.name}`"
+        if knob.name == "tp_comm_overlap":
+            own = f"`{knob.name}` of `MegatronCommOverlapCallback`; not without it"
+        bridge = f"`model.{knob.name}`"
+        if knob.name in OVERLAPPED:
+            bridge = f"`comm_overlap.{knob.name}`, without that object {bridge}"
+        if knob.name == _LEVELS:
+            bridge = f"{bridge}; not with `dist.use_decentralized_pg`"
+        if knob.name in OF_THE_JOB:
+            own = bridge = "left to the job"
+        rows.append(f"| `{knob.name}` | {f'no: {nemo}' if nemo else own} | {bridge} |")
+    return "\n".join(rows)

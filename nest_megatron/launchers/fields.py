@@ -102,10 +102,17 @@ def shown(value: Any) -> str:
 
     >>> shown(["mlp"]), shown(type("Sizes", (), {})())
     ("['mlp']", 'Sizes')
+    >>> shown([type("Callback", (), {})()])
+    '[Callback]'
     """
+    if isinstance(value, list | tuple) and not all(map(_is_plain, value)):
+        return f"[{', '.join(map(shown, value))}]"
+    return str(value) if _is_plain(value) else class_names(value)[0]
+
+
+def _is_plain(value: Any) -> bool:
     plain = value is None or isinstance(value, bool | int | float | str | list | tuple)
-    is_type = type(value).__module__ == "torch"
-    return str(value) if plain or is_type else class_names(value)[0]
+    return plain or type(value).__module__ == "torch"
 
 
 def changes(root: Any, wanted: Iterable[Wanted]) -> tuple[Change, ...]:

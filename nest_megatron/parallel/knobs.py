@@ -72,6 +72,7 @@ class NumericKnob:
         changes: what it does to the numbers.
         precisions: number formats that it goes with.
         of_sharded_optimizer: it needs Adam and the distributed optimizer.
+        instead_of: switches that say the contrary, which are off with it.
     """
 
     flags: str
@@ -79,6 +80,7 @@ class NumericKnob:
     changes: str
     precisions: tuple[Precision, ...] = (Precision.BF16, Precision.FP8)
     of_sharded_optimizer: bool = False
+    instead_of: tuple[str, ...] = ()
 
     def is_new_to(self, flags: Mapping[str, Any]) -> bool:
         """Whether a job with these flags has not made the choice."""
@@ -213,6 +215,7 @@ NUMERIC_KNOBS: tuple[NumericKnob, ...] = (
         flags="--grad-reduce-in-bf16",
         values=MappingProxyType({"grad_reduce_in_bf16": True}),
         changes="gradients are summed over replicas and micro batches in bf16",
+        instead_of=("accumulate_allreduce_grads_in_fp32",),
     ),
     NumericKnob(
         flags="--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.parallel.knobs import NumericKnob
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.planner.offers import LEAST_GAIN_PERCENT
-from nest_megatron.planner.request import PlanRequest
+from nest_megatron.planner.request import NumericOffer, PlanRequest
 from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds
 
 #: Sentences beside a plan.
@@ -31,7 +30,7 @@ class _Priced:
         freed_percent: of the fullest GPU's memory in the plan.
     """
 
-    knob: NumericKnob
+    offer: NumericOffer
     iteration_time_s: Seconds
     faster_percent: float
     freed_bytes: Bytes
@@ -52,7 +51,7 @@ class _Priced:
         if self.freed_percent >= LEAST_GAIN_PERCENT:
             gains.append(f"free {format_gib(self.freed_bytes)} on the fullest GPU")
         gain = " and ".join(gains)
-        return f"{self.knob.flags} would {gain}. It changes numbers: {self.knob.changes}"
+        return f"{self.offer.words} would {gain}. It changes numbers: {self.offer.knob.changes}"
 
 
 def with_numeric_offers(plan: ParallelPlan, request: PlanRequest) -> ParallelPlan:
@@ -79,7 +78,7 @@ def _all(plan: ParallelPlan, request: PlanRequest) -> Iterator[_Priced]:
         found = estimate(model, grid, partition)
         freed = before.peak_memory_bytes - max(s.peak_memory_bytes for s in found.stages)
         yield _Priced(
-            knob=offer.knob,
+            offer=offer,
             iteration_time_s=found.iteration_time_s,
             faster_percent=100.0 * (before.iteration_time_s / found.iteration_time_s - 1.0),
             freed_bytes=freed,

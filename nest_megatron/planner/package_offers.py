@@ -6,7 +6,7 @@ import dataclasses
 
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.model.execution import TokenDispatcher
+from nest_megatron.model.execution import FlexBackend, TokenDispatcher
 from nest_megatron.parallel.execution_checks import allows_execution
 from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.grid import Grid
@@ -42,11 +42,20 @@ def with_package_offer(plan: ParallelPlan, request: PlanRequest) -> ParallelPlan
     if gain < LEAST_GAIN_PERCENT:
         return plan
     sentence = (
-        f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {backend} would make this "
-        f"layout {gain:.1f} % faster ({format_seconds(best.iteration_time_s)}). It needs a package "
-        f"where the job runs; search.packages=[{package}] says that it is there"
+        f"{_words(backend, request)} would make this layout {gain:.1f} % faster "
+        f"({format_seconds(best.iteration_time_s)}). It needs a package where the job runs; "
+        f"search.packages=[{package}] says that it is there"
     )
     return sealed(dataclasses.replace(plan, offers=(*plan.offers, sentence)))
+
+
+def _words(backend: FlexBackend, request: PlanRequest) -> str:
+    """What the user sets: flags of Megatron-LM, or fields of another framework."""
+    values = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
+    target = request.settings.target
+    if target is None or target.startswith("megatron_lm"):
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
+    return " ".join(f"{name}={value}" for name, value in values.items())
 
 
 def _is_accepted(grid: Grid, request: PlanRequest) -> bool:

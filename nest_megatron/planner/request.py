@@ -47,10 +47,12 @@ class NumericOffer:
 
     Args:
         settings: the job's own, with the choice made.
+        words: what the user sets.
     """
 
     knob: NumericKnob
     settings: CostSettings
+    words: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

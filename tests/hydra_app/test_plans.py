@@ -21,6 +21,7 @@ from nest_megatron.hydra_app import planning, plans, ranks
 from nest_megatron.hydra_app.plans import Plans
 from nest_megatron.hydra_app.read import read_app
 from nest_megatron.hydra_app.resolver import register
+from nest_megatron.hydra_app.room import require_room
 from nest_megatron.hydra_app.size import num_gpus
 from nest_megatron.hydra_app.view import view_of
 from nest_megatron.pinning import Pin, PinnedPlan, write_pinned
@@ -361,3 +362,32 @@ def test_settings_of_memory_are_read() -> None:
     traits = execution_traits(job.memory_flags, job.precision)
     assert (traits.params_bytes, traits.optimizer_bytes) == (4, 4)
     assert not_modelled(job.memory_flags) == ("--fine-grained-activation-offloading",)
+
+
+def test_choices_are_made_where_the_application_asks_for_them(searches: list[object]) -> None:
+    asks = "${nest:tp_comm_overlap}"
+    config = composed(model__tensor_model_parallel_size=4, model__ub_tp_comm_overlap=asks)
+    assert plans.PLANS.of(config).plan.execution.tp_comm_overlap
+    assert config.model.ub_tp_comm_overlap is True
+    silent = composed(model__tensor_model_parallel_size=4)
+    assert not plans.PLANS.of(silent).plan.execution.tp_comm_overlap
+    given = composed(model__tensor_model_parallel_size=4, model__ub_tp_comm_overlap=True)
+    assert plans.PLANS.of(given).plan.execution.tp_comm_overlap
+    held = composed(
+        model__tensor_model_parallel_size=4,
+        model__ub_tp_comm_overlap=asks,
+        nest__overrides__search={"keep": ["tp_comm_overlap"]},
+    )
+    assert plans.PLANS.of(held).values["tp_comm_overlap"] is False
+
+
+def test_a_plan_with_choices_that_the_application_does_not_make_is_refused(
+    searches: list[object],
+) -> None:
+    asks = "${nest:tp_comm_overlap}"
+    config = composed(model__tensor_model_parallel_size=4, model__ub_tp_comm_overlap=asks)
+    plan = plans.PLANS.of(config).plan
+    silent = view_of(composed())
+    _, job = read_app(silent, compose(silent.settings.settings(None)))
+    with pytest.raises(UserInputError, match="priced with True"):
+        require_room(plan, silent, job)

@@ -23,6 +23,7 @@ from nest_megatron.model.execution import (
     TokenDispatcher,
 )
 from nest_megatron.parallel.diff import Change
+from nest_megatron.parallel.knobs import KNOBS
 from nest_megatron.parallel.plan import ParallelPlan
 from tests import catalogue
 from tests.contract.test_adapters import laid_out
@@ -63,12 +64,22 @@ PLANS: dict[str, Callable[[], ParallelPlan]] = {
     "user buffers": lambda: laid_out(tp=4, execution=Execution(tp_comm_overlap=True)),
     "heads exchanged": lambda: laid_out(cp=4, execution=Execution(cp_comm_type=ContextTraffic.A2A)),
     "heads and rings": lambda: laid_out(cp=4, execution=_LEVELS),
-    "graphs": lambda: laid_out(execution=Execution(cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE)),
-    "graph of the step": lambda: laid_out(
-        execution=Execution(cuda_graph_impl=GraphImpl.FULL_ITERATION)
-    ),
     "layers on the host": lambda: laid_out(execution=Execution(cpu_offloading_num_layers=10)),
-    "modules on the host": lambda: laid_out(execution=Execution(offload_modules=("core_attn",))),
+}
+#: What a plan leaves to the job, and the settings that mean it.
+OWN: dict[str, tuple[dict[str, Any], Callable[[], ParallelPlan]]] = {
+    "graphs": (
+        {"cuda_graph_impl": "transformer_engine"},
+        lambda: laid_out(execution=Execution(cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE)),
+    ),
+    "graph of the step": (
+        {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]},
+        lambda: laid_out(execution=Execution(cuda_graph_impl=GraphImpl.FULL_ITERATION)),
+    ),
+    "modules on the host": (
+        {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]},
+        lambda: laid_out(execution=Execution(offload_modules=("core_attn",))),
+    ),
 }
 #: A job that says the contrary of most of them.
 _OWN: dict[str, Any] = {
@@ -135,9 +146,14 @@ ADAPTERS: dict[str, Bridge | Nemo] = {
 def carried_out(found: Recipe) -> Execution:
     """What a job means, as it is priced."""
     job = found.job
-    return job.target.execution(
+    execution = job.target.execution(
         "H100-SXM-80GB", job.precision, job.memory_flags, has_experts=found.spec.is_moe
     )
+    if found.spec.is_moe:
+        return execution
+    # fields of experts mean nothing without them
+    names = (knob.name for knob in KNOBS if knob.of_experts)
+    return dataclasses.replace(execution, **{name: getattr(PLAIN, name) for name in names})
 
 
 @pytest.fixture(params=ADAPTERS)
@@ -160,14 +176,23 @@ def test_a_job_is_carried_out_as_its_plan_was_priced(
         assert job == before
         return
     changes = adapter.apply(job, plan)
-    found = carried_out(adapter.read(job))
-    if not plan.model.is_moe:  # whose fields of experts mean nothing
-        of_experts = {f: getattr(PLAIN, f) for f in dataclasses.asdict(PLAIN) if "moe" in f}
-        found = dataclasses.replace(found, **of_experts)
-    assert found == plan.execution
+    assert carried_out(adapter.read(job)) == plan.execution
     assert all(change.reason for change in changes)
     assert len({change.field for change in changes}) == len(changes)
     assert adapter.apply(job, plan) == ()
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_is_left_to_the_job_is_its_own(adapter: Bridge | Nemo, name: str) -> None:
+    own, planned = OWN[name]
+    plan = planned()
+    with pytest.raises(UserInputError, match="need"):
+        adapter.apply(adapter.job(plan, {}), plan)
+    job = adapter.job(plan, own)
+    assert not any(field in change.field for change in adapter.apply(job, plan) for field in own)
+    assert carried_out(adapter.read(job)) == plan.execution
+    adapter.apply(job, laid_out())
+    assert carried_out(adapter.read(job)) == PLAIN
 
 
 def auto(adapter: Bridge | Nemo, job: Any, *words: str, **wishes: Any) -> tuple[Any, Any]:
