@@ -207,7 +207,7 @@ def written_whole(page: Path, text: str, tools: Tools, *, check: bool) -> str:
         print(f"{page.name}: skipped, {missing}")
         return text
     with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / page.name if check else page
+        target = Path(folder) / page.name if check else page.resolve()
         target.write_text(text, encoding="utf-8")
         tools.run(needs, command, Path(folder), PAGE=str(target))
         new = target.read_text(encoding="utf-8")

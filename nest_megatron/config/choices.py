@@ -14,7 +14,8 @@ from nest_megatron.launchers.execution_fields import NEMO_LACKS, OF_THE_JOB
 from nest_megatron.launchers.megatron_lm.execution_argv import EXECUTION_ARGUMENTS
 from nest_megatron.parallel.knobs import KNOBS, Package, choices_of_execution
 
-#: Module of DeepEP whose presence tells that it has HybridEP's kernels as well.
+#: Module of DeepEP whose presence tells that it has HybridEP's kernels as well. Source:
+#: deepseek-ai/DeepEP, branch hybrid-ep, deep_ep/hybrid_ep_buffer.py.
 _HYBRID_EP = "hybrid_ep_buffer.py"
 
 

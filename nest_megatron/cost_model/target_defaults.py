@@ -123,7 +123,7 @@ _BRIDGE_2026 = {
     "bf16": "src/megatron/bridge/perf_recipes/qwen/gb200/qwen3_moe.py",
     "gradients": "src/megatron/bridge/perf_recipes/_common.py",
     "fusion": "src/megatron/bridge/perf_recipes/deepseek/common.py",
-    "provider": "src/megatron/bridge/models/deepseek/deepseek_provider.py",
+    "provider": "src/megatron/bridge/models/deepseek/deepseek_v3_bridge.py",
     "recipe": "src/megatron/bridge/recipes/deepseek/h100/deepseek_v3.py",
 }
 

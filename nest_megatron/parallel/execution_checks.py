@@ -30,7 +30,8 @@ from nest_megatron.parallel.rules import LaunchRequest
 _OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 _OFFLOADED_OF_EXPERTS = ("expert_fc1", "moe_act", "fused_group_mlp")
 _OF_0_20 = ("fused_group_mlp", "gdp_qkv")
-#: Groups that DeepEP has buffer sizes for. Source: ``deep_ep.Buffer.get_dispatch_config``.
+#: Groups that DeepEP has buffer sizes for. Source: deepseek-ai/DeepEP, deep_ep/buffer.py
+#: (``Buffer.get_dispatch_config``); its first releases lack 48 and 96.
 DEEPEP_RANKS = frozenset({2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160})
 
 

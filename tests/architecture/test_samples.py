@@ -110,6 +110,20 @@ def test_a_sample_that_lacks_its_framework_is_skipped_with_the_reason(
     assert "page.md:2: skipped, needs --nemo PYTHON" in capsys.readouterr().out
 
 
+def test_a_page_that_is_written_whole_is_written_where_it_is_named(
+    refresh: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(refresh.WHOLE, "page.md", ("", 'printf "new\\n" > $PAGE'))
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "page.md"
+    page.write_text("old\n")
+    assert refresh.main(["--check", "docs/page.md"]) == 1
+    assert page.read_text() == "old\n"
+    assert refresh.main(["docs/page.md"]) == 0
+    assert page.read_text() == "new\n"
+
+
 def test_the_words_of_a_sample_that_vary(refresh: ModuleType) -> None:
     same = refresh.normalised
     assert same("solved, in 2.07 s with the\n kernel") == same("solved, in 1 s with the kernel")
