@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
+from nest_megatron.cost_model.keys import inner_degrees
 from nest_megatron.cost_model.layer_cost import PassTime, UnitTimes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.errors import UserInputError
@@ -32,9 +33,9 @@ from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.space import SearchSpace
 
 #: Recompute settings, as ``kind_of`` sees them.
-Kinds = frozenset[Recompute]
+RecomputeKinds = frozenset[Recompute]
 #: Ways to carry layers out, each with the recomputation that it goes with.
-Ways = Mapping[Execution, Kinds]
+AllowedRecompute = Mapping[Execution, RecomputeKinds]
 
 #: Modules whose recomputation some way forbids.
 _FORBIDDEN = (RecomputeModule.MOE_ACT, RecomputeModule.MOE, RecomputeModule.SHARED_EXPERTS)
@@ -56,76 +57,75 @@ def kind_of(recompute: Recompute) -> Recompute:
 
 
 class Executions:
-    """Ways to carry out the layers of a job's grids; what grids share is worked out once."""
+    """Ways to carry out the layers of a job's grids; what grids share is worked out once.
 
-    def __init__(self, model: CostModel, space: SearchSpace) -> None:
+    Args:
+        kinds: of all recompute settings.
+    """
+
+    def __init__(self, model: CostModel, space: SearchSpace, kinds: RecomputeKinds) -> None:
         self.model = model
         self.given = space.execution
         self.version = space.version
+        self.kinds = kinds
         self._variants = tuple(dict.fromkeys((self.given, *_combinations(space))))
         self._divides_heads = any(
             way.cp_comm_type is not ContextTraffic.P2P for way in self._variants
         )
-        self._possible: dict[object, Ways] = {}
-        self._worth: dict[object, Ways] = {}
-        self._shards: dict[object, tuple[Execution, ...]] = {}
+        self._of_shards: dict[object, tuple[Execution, ...]] = {}
+        self._possible: dict[object, AllowedRecompute] = {}
+        self._worth: dict[object, AllowedRecompute] = {}
         self.is_fixed = self._variants == tuple(map(_least_of, self._variants[:1]))
 
-    def of_shard(self, shard: Grid, kinds: Kinds) -> tuple[Execution, ...]:
+    def of_shard(self, shard: Grid) -> tuple[Execution, ...]:
         """Every way that some grid of a shard may have."""
         if self.is_fixed:
             return (self.given,)
-        key = ("all", *self._key(shard), kinds)
-        if key not in self._shards:
-            self._shards[key] = self._of_shard(shard, kinds)
-        return self._shards[key]
+        key = self.key(shard)
+        if key not in self._of_shards:
+            layouts = ((1, 1, ZeroStage.NONE), (1, 1, ZeroStage.WEIGHTS), (2, 1, ZeroStage.NONE))
+            found = (
+                self.possible(_laid_out(shard, pp, virtual, zero))
+                for pp, virtual, zero in (*layouts, (2, 2, ZeroStage.NONE))
+            )
+            self._of_shards[key] = tuple(dict.fromkeys(way for ways in found for way in ways))
+        return self._of_shards[key]
 
-    def _of_shard(self, shard: Grid, kinds: Kinds) -> tuple[Execution, ...]:
-        layouts = ((1, 1, ZeroStage.NONE), (1, 1, ZeroStage.WEIGHTS), (2, 1, ZeroStage.NONE))
-        found = (
-            self._of(_laid_out(shard, pp, virtual, zero), kinds)
-            for pp, virtual, zero in (*layouts, (2, 2, ZeroStage.NONE))
-        )
-        return tuple(dict.fromkeys(way for ways in found for way in ways))
-
-    def fastest_of_shard(self, shard: Grid, kinds: Kinds) -> tuple[Execution, ...]:
+    def fastest_of_shard(self, shard: Grid) -> tuple[Execution, ...]:
         """No way of a shard is faster than some of these, which Megatron need not accept.
 
         What hides the exchange of tokens is switched on together: the better of both is priced. So
         is all that graphs hold.
         """
-        key = ("fastest", *self._key(shard), kinds)
-        if key not in self._shards:
-            self._shards[key] = _together(self.of_shard(shard, kinds))
-        return self._shards[key]
+        if self.is_fixed:
+            return (self.given,)
+        key = ("fastest", self.key(shard))
+        if key not in self._of_shards:
+            self._of_shards[key] = _together(self.of_shard(shard))
+        return self._of_shards[key]
 
-    def leanest_of_shard(self, shard: Grid, kinds: Kinds) -> tuple[Execution, ...]:
+    def leanest_of_shard(self, shard: Grid) -> tuple[Execution, ...]:
         """No way of a shard takes less memory than some of these: graphs only add to it."""
-        ways = self.of_shard(shard, kinds)
-        if self.given.cuda_graph_impl is not GraphImpl.NONE:
-            return ways
-        return tuple(dict.fromkeys(dataclasses.replace(way, **_NOTHING) for way in ways))
+        if self.is_fixed or self.given.cuda_graph_impl is not GraphImpl.NONE:
+            return self.of_shard(shard)
+        key = ("leanest", self.key(shard))
+        if key not in self._of_shards:
+            ways = (dataclasses.replace(way, **_NOTHING) for way in self.of_shard(shard))
+            self._of_shards[key] = tuple(dict.fromkeys(ways))
+        return self._of_shards[key]
 
-    def of_family(self, grid: Grid, kinds: Kinds) -> Ways:
+    def of_family(self, grid: Grid) -> AllowedRecompute:
         """The ways worth a candidate.
 
         Args:
             grid: with its virtual stages and ZeRO stage; its own execution is not read.
-            kinds: of all recompute settings.
         """
         if self.is_fixed:
-            return {self.given: kinds}
-        dims = grid.dims
-        degrees = (
-            dims.tensor_model_parallel_size,
-            dims.context_parallel_size,
-            dims.expert_model_parallel_size,
-            dims.expert_tensor_parallel_size,
-        )
-        batch = (grid.micro_batch_size, dims.world_size)
-        key = (*degrees, *batch, *self._key(grid), kinds)
+            return {self.given: self.kinds}
+        batch = (grid.micro_batch_size, grid.dims.world_size)
+        key = (inner_degrees(grid.dims), batch, self.key(grid))
         if key not in self._worth:
-            ways = self._of(grid, kinds)
+            ways = self.possible(grid)
             ways = {way: ways[way] for way in ways if self._may_gain(grid, way, ways)}
             units = {way: self._units(grid, way) for way in ways} if len(ways) > 1 else {}
             self._worth[key] = {
@@ -135,18 +135,15 @@ class Executions:
             }
         return self._worth[key]
 
-    def _may_gain(self, grid: Grid, way: Execution, ways: Ways) -> bool:
+    def _may_gain(self, grid: Grid, way: Execution, ways: AllowedRecompute) -> bool:
         """Whether graphs can save anything: the host launches more slowly than layers run."""
         if way.cuda_graph_impl is self.given.cuda_graph_impl:
             return True
         eager = dataclasses.replace(way, **_NOTHING)
         return eager not in ways or any(unit.launch_s for unit in self._units(grid, eager))
 
-    def possible(self, grid: Grid, kinds: Kinds) -> Ways:
-        """The ways that Megatron accepts, whether they are worth a candidate or not."""
-        return {self.given: kinds} if self.is_fixed else self._of(grid, kinds)
-
-    def _key(self, grid: Grid) -> tuple[object, ...]:
+    def key(self, grid: Grid) -> tuple[object, ...]:
+        """What of a layout may forbid a way."""
         dims = grid.dims
         tp, cp = dims.tensor_model_parallel_size, dims.context_parallel_size
         heads = (tp, cp) if self._divides_heads and cp > 1 else ()
@@ -161,12 +158,17 @@ class Executions:
             grid.zero.is_fsdp,
         )
 
-    def _of(self, grid: Grid, kinds: Kinds) -> Ways:
-        """Every way that Megatron accepts on a layout, by what it does of each variant there."""
-        key = (*self._key(grid), kinds)
+    def possible(self, grid: Grid) -> AllowedRecompute:
+        """The ways that Megatron accepts on a layout, by what it does of each variant there.
+
+        They need not be worth a candidate.
+        """
+        if self.is_fixed:
+            return {self.given: self.kinds}
+        key = self.key(grid)
         if key not in self._possible:
             found: dict[Execution, set[Recompute]] = {}
-            for each, kind in product(self._variants, kinds):
+            for each, kind in product(self._variants, self.kinds):
                 asked = dataclasses.replace(grid, recompute=kind)
                 way = allowed_execution(each, asked)
                 moving = grid.zero.is_fsdp or way.offload_modules
@@ -233,7 +235,10 @@ def _all_captured(ways: Iterable[Execution]) -> Mapping[str, Any]:
 
 
 def _beats(
-    one: Execution, other: Execution, ways: Ways, units: Mapping[Execution, tuple[UnitTimes, ...]]
+    one: Execution,
+    other: Execution,
+    ways: AllowedRecompute,
+    units: Mapping[Execution, tuple[UnitTimes, ...]],
 ) -> bool:
     """Whether one way makes another needless; of equal ones the first does."""
     if one == other or not ways[one] >= ways[other]:

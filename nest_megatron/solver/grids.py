@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 
 from nest_megatron.cost_model.keys import split_block
 from nest_megatron.cost_model.model import CostModel
@@ -20,7 +21,7 @@ from nest_megatron.parallel.recompute import (
     selective_recompute,
 )
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.solver.executions import Executions, Kinds, kind_of
+from nest_megatron.solver.executions import Executions, RecomputeKinds, kind_of
 from nest_megatron.solver.space import SearchSpace, recompute_settings
 
 
@@ -42,15 +43,13 @@ class GridSpace:
         self.space = space
         self.batch_unit = space.batch_unit or global_batch_size
         self.illegal: Counter[str] = Counter()
-        self._leaves: dict[object, int] = {}
-        self._executions = Executions(model, space)
         self._settings: dict[int, tuple[Recompute, ...]] = {}
         fixed = space.recompute
-        self._kinds = Counter(map(kind_of, self._all_settings(0) if fixed is None else (fixed,)))
-        self._all_kinds = frozenset(self._kinds)
-        self._known: dict[Kinds, tuple[int, bool]] = {}
+        self.kinds = Counter(map(kind_of, self._all_settings(0) if fixed is None else (fixed,)))
+        self.ways = Executions(model, space, frozenset(self.kinds))
         self._allowed: dict[object, tuple[Recompute, ...]] = {}
-        self._sparing: dict[Kinds, tuple[Recompute, ...]] = {}
+        self._sparing: dict[RecomputeKinds, tuple[Recompute, ...]] = {}
+        self._virtual_sizes: dict[tuple[int, int], tuple[int, ...]] = {}
         self._num_units = len(model.spec.layer_kinds())
 
     def shards(self) -> Iterator[Grid]:
@@ -126,27 +125,15 @@ class GridSpace:
 
     def carried_out(self, shard: Grid) -> Iterator[Grid]:
         """A shard in every way in which its layers may be carried out."""
-        if self._executions.is_fixed:
-            yield shard
-            return
-        for execution in self._executions.of_shard(shard, self._all_kinds):
-            yield dataclasses.replace(shard, execution=execution)
+        return _with_executions(shard, self.ways.of_shard(shard))
 
     def leanest(self, shard: Grid) -> Iterator[Grid]:
         """A shard in ways of which some takes as little memory as any that it may have."""
-        if self._executions.is_fixed:
-            yield shard
-            return
-        for execution in self._executions.leanest_of_shard(shard, self._all_kinds):
-            yield dataclasses.replace(shard, execution=execution)
+        return _with_executions(shard, self.ways.leanest_of_shard(shard))
 
     def fastest(self, shard: Grid) -> Iterator[Grid]:
         """A shard in ways of which some is as fast as any way that it may be carried out in."""
-        if self._executions.is_fixed:
-            yield shard
-            return
-        for execution in self._executions.fastest_of_shard(shard, self._all_kinds):
-            yield dataclasses.replace(shard, execution=execution)
+        return _with_executions(shard, self.ways.fastest_of_shard(shard))
 
     def grids(self, shard: Grid) -> Iterator[Grid]:
         """Pipeline sizes and rank orders of a shard that Megatron accepts."""
@@ -219,36 +206,48 @@ class GridSpace:
     def families(self, grid: Grid) -> Iterator[Grid]:
         """Virtual stages, ZeRO stages and executions of a grid that Megatron accepts."""
         for laid in self.interleavings(grid):
-            yield from self.families_of(laid, self.zero_stages(grid.dims))
-
-    def families_of(self, laid: Grid, zeros: Iterable[ZeroStage]) -> Iterator[Grid]:
-        """A grid with its virtual stages, under these ZeRO stages."""
-        for zero in zeros:
-            yield from self.executions(dataclasses.replace(laid, zero=zero))
+            for zero in self.zero_stages(grid.dims):
+                yield from self.executions(dataclasses.replace(laid, zero=zero))
 
     def executions(self, grid: Grid) -> Iterator[Grid]:
         """A grid with virtual stages and ZeRO stage in every way worth a candidate."""
-        if self._executions.is_fixed:
-            yield grid
-            return
-        for execution in self._ways(grid):
-            yield dataclasses.replace(grid, execution=execution)
+        return _with_executions(grid, self.ways.of_family(grid))
 
-    def _ways(self, grid: Grid) -> Mapping[Execution, Kinds]:
-        return self._executions.of_family(grid, self._all_kinds)
+    def schedules(self, grid: Grid, zeros: Sequence[ZeroStage]) -> Iterator[Grid]:
+        """One family for all that run a micro batch through the pipeline alike.
+
+        They differ in how many virtual stages there are, if any, and in the ZeRO stage.
+
+        Args:
+            zeros: the ZeRO stages that may be chosen.
+        """
+        plain = {size == 1: size for size in reversed(self.virtual_sizes(grid))}
+        sharded = {zero.is_fsdp: zero for zero in reversed(zeros)}
+        for virtual, zero in product(plain.values(), sharded.values()):
+            yield from self.executions(laid_out(grid, virtual, zero))
+
+    def families_of(self, schedule: Grid, zeros: Sequence[ZeroStage]) -> Iterator[Grid]:
+        """The families that one of ``schedules`` stands for."""
+        plain = schedule.dims.virtual_pipeline_model_parallel_size == 1
+        for virtual in self.virtual_sizes(schedule):
+            for zero in zeros if plain == (virtual == 1) else ():
+                if zero.is_fsdp == schedule.zero.is_fsdp:
+                    yield laid_out(schedule, virtual, zero)
 
     def interleavings(self, grid: Grid) -> Iterator[Grid]:
         """Virtual stages of a grid that Megatron accepts."""
-        for virtual in self._virtual_sizes(grid):
-            if virtual == 1:
-                yield grid
-                continue
-            dims = dataclasses.replace(grid.dims, virtual_pipeline_model_parallel_size=virtual)
-            yield dataclasses.replace(grid, dims=dims)
+        return (laid_out(grid, virtual, grid.zero) for virtual in self.virtual_sizes(grid))
 
-    def _virtual_sizes(self, grid: Grid) -> list[int]:
-        space, dims = self.space, grid.dims
-        name, pp = "virtual_pipeline_model_parallel_size", dims.pipeline_model_parallel_size
+    def virtual_sizes(self, grid: Grid) -> tuple[int, ...]:
+        """Numbers of virtual stages of a grid that Megatron accepts."""
+        pp = grid.dims.pipeline_model_parallel_size
+        least = self.batch_unit // (grid.micro_batch_size * grid.dims.data_parallel_size)
+        if (pp, least) not in self._virtual_sizes:
+            self._virtual_sizes[pp, least] = tuple(self._sizes_of(pp, least))
+        return self._virtual_sizes[pp, least]
+
+    def _sizes_of(self, pp: int, num_microbatches: int) -> list[int]:
+        space, name = self.space, "virtual_pipeline_model_parallel_size"
         if pp == 1:
             return [1] if space.fixed.get(name, 1) == 1 else []
         most = (self.model.spec.num_layers + 2) // pp  # interior chunks hold a layer each
@@ -257,8 +256,7 @@ class GridSpace:
         sizes = range(1, min(most, space.limit(name, self.model.cluster)) + 1)
         if name in space.fixed:
             sizes = range(space.fixed[name], min(most, space.fixed[name]) + 1)
-        least = self.batch_unit // (grid.micro_batch_size * dims.data_parallel_size)
-        legal = [v for v in sizes if v == 1 or rules.allows_interleaving(pp, v, least)]
+        legal = [v for v in sizes if v == 1 or rules.allows_interleaving(pp, v, num_microbatches)]
         if not space.even_stages:
             return legal
         return [v for v in legal if self.model.spec.num_layers % (pp * v) == 0]
@@ -284,7 +282,7 @@ class GridSpace:
             fixed = self.space.recompute
             found = self._all_settings(self.largest_block(chunks)) if fixed is None else (fixed,)
             self._settings[chunks] = found
-        if self._executions.is_fixed:
+        if self.ways.is_fixed:
             return self._settings[chunks]
         key = self.settings_key(grid)
         if key not in self._allowed:
@@ -292,11 +290,9 @@ class GridSpace:
             self._allowed[key] = tuple(r for r in self._settings[chunks] if kind_of(r) in kinds)
         return self._allowed[key]
 
-    def settings_key(self, grid: Grid) -> tuple[int, Kinds]:
+    def settings_key(self, grid: Grid) -> tuple[int, RecomputeKinds]:
         """What tells recompute settings of one grid from those of another."""
-        kinds = self._all_kinds
-        if not self._executions.is_fixed:
-            kinds = self._ways(grid).get(grid.execution, kinds)
+        kinds = self.ways.of_family(grid).get(grid.execution, self.ways.kinds)
         return grid.dims.num_chunks, kinds
 
     def keeping_least(self, grid: Grid | None = None) -> tuple[Recompute, ...]:
@@ -307,7 +303,7 @@ class GridSpace:
         """
         if self.space.recompute is not None:
             return split_block(self.space.recompute)
-        kinds = self._all_kinds if grid is None else self.settings_key(grid)[1]
+        kinds = self.ways.kinds if grid is None else self.settings_key(grid)[1]
         if kinds not in self._sparing:
             self._sparing[kinds] = tuple(_keeping_least(self._all_settings(0), kinds))
         return self._sparing[kinds]
@@ -333,69 +329,24 @@ class GridSpace:
             )
         )
 
-    def num_candidates_of_shard(self, shard: Grid) -> int:
-        """Candidates below a shard; shards of the same sizes have equally many."""
-        dims = shard.dims
-        key: tuple[int, ...] = (
-            dims.world_size,
-            dims.tensor_model_parallel_size,
-            dims.context_parallel_size,
-            dims.expert_ranks,
-            shard.micro_batch_size,
-        )
-        if not self._executions.is_fixed:
-            key += (dims.expert_model_parallel_size, dims.expert_tensor_parallel_size)
-        if key not in self._leaves:
-            self._leaves[key] = sum(map(self.num_candidates_of_grid, self.grids(shard)))
-        return self._leaves[key]
 
-    def num_candidates_of_grid(self, grid: Grid) -> int:
-        """Candidates below a grid whose virtual stages and ZeRO stage are free."""
-        zeros, sizes = self.zero_stages(grid.dims), self._virtual_sizes(grid)
-        first = next((laid for laid in self.interleavings(grid)), None)
-        if first is None:
-            return 0
-        if self._executions.is_fixed or len(sizes) == 1:
-            return self._num_alike(first, sizes, zeros)
-        several = dataclasses.replace(grid.dims, virtual_pipeline_model_parallel_size=sizes[-1])
-        last = dataclasses.replace(grid, dims=several)
-        one, more = [v for v in sizes if v == 1], [v for v in sizes if v > 1]
-        return self._num_alike(first, one, zeros) + self._num_alike(last, more, zeros)
-
-    def num_candidates_of(self, laid: Grid, zeros: Sequence[ZeroStage]) -> int:
-        """Candidates of a grid with its virtual stages, under these ZeRO stages."""
-        return self._num_alike(laid, [laid.dims.virtual_pipeline_model_parallel_size], zeros)
-
-    def _num_alike(self, laid: Grid, sizes: Sequence[int], zeros: Sequence[ZeroStage]) -> int:
-        """Candidates of a grid under these virtual sizes and ZeRO stages.
-
-        Args:
-            laid: of one of the sizes; all of them are 1, or none is, as far as it matters.
-        """
-        pp, found = laid.dims.pipeline_model_parallel_size, 0
-        for alike in ([z for z in zeros if not z.is_fsdp], [z for z in zeros if z.is_fsdp]):
-            if not alike:
-                continue
-            fixed = self._executions.is_fixed
-            one = laid if fixed else dataclasses.replace(laid, zero=alike[0])
-            for kinds in self._executions.possible(one, self._all_kinds).values():
-                found += len(alike) * sum(self._num_settings(pp * v, kinds) for v in sizes)
-        return found
-
-    def num_candidates(self, grid: Grid) -> int:
-        """Candidates below a grid whose virtual stages, ZeRO stage and execution are chosen."""
-        return self._num_settings(*self.settings_key(grid))
-
-    def _num_settings(self, chunks: int, kinds: Kinds) -> int:
-        """Recompute settings of a grid; only the block sizes depend on its chunks."""
-        if kinds not in self._known:
-            blocks = self.space.recompute is None and FULL_RECOMPUTE in kinds
-            self._known[kinds] = sum(self._kinds[kind] for kind in kinds), blocks
-        found, blocks = self._known[kinds]
-        return found + (self.largest_block(chunks) if blocks else 0)
+def _with_executions(grid: Grid, executions: Iterable[Execution]) -> Iterator[Grid]:
+    for execution in executions:
+        same = execution is grid.execution
+        yield grid if same else dataclasses.replace(grid, execution=execution)
 
 
-def _keeping_least(settings: Iterable[Recompute], kinds: Kinds) -> Iterator[Recompute]:
+def laid_out(grid: Grid, virtual: int, zero: ZeroStage) -> Grid:
+    """A grid with so many virtual stages and a ZeRO stage."""
+    dims = grid.dims
+    if virtual != dims.virtual_pipeline_model_parallel_size:
+        dims = dataclasses.replace(dims, virtual_pipeline_model_parallel_size=virtual)
+    elif zero is grid.zero:
+        return grid
+    return dataclasses.replace(grid, dims=dims, zero=zero)
+
+
+def _keeping_least(settings: Iterable[Recompute], kinds: RecomputeKinds) -> Iterator[Recompute]:
     """Nothing computed again, and whole layers or else every module: more modules keep less."""
     yield NO_RECOMPUTE
     allowed = [recompute for recompute in settings if kind_of(recompute) in kinds]

@@ -6,10 +6,10 @@ faster):
 * *shard*: tensor, context, expert degrees and micro batch. A replica's work on one micro batch is
   known, and the best pipeline can do is to divide it evenly with no bubble at all.
 * *grid*: pipeline size and rank order on top.
-* *family*: virtual stages and ZeRO stage on top; for the plain schedule the bound holds the fill
-  and drain of a balanced pipeline.
-* *members*: the same with the stage solver's own lower bound, in unlimited memory and without
-  recomputation, which only make a partition slower.
+* *schedule*: plain or with virtual stages, and how layers are carried out; for the plain schedule
+  the bound holds the fill and drain of a balanced pipeline.
+* *members*: the number of virtual stages and the ZeRO stage on top, with the stage solver's own
+  lower bound, in unlimited memory and without recomputation, which only make a partition slower.
 * *blocks*: full recomputation of the first layers of each chunk, block sizes rising lazily; the
   bound holds what every rank computes again at least.
 * *variant*: another recompute setting on top, judged by the stage solver.
@@ -22,8 +22,6 @@ from typing import NamedTuple
 from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import Recompute
-from nest_megatron.solver.choices import Choices
-from nest_megatron.solver.grids import GridSpace
 from nest_megatron.units import Ticks
 
 
@@ -46,21 +44,4 @@ class Node(NamedTuple):
         return self.stages
 
 
-SHARD, GRID, FAMILY, MEMBERS, BLOCKS, VARIANT = range(6)
-
-
-def candidates_below(node: Node, grids: GridSpace, choices: Choices) -> int:
-    """Candidates that a node stands for.
-
-    Args:
-        choices: the recompute settings of the node's grid.
-    """
-    if node.level == SHARD:
-        return grids.num_candidates_of_shard(node.grid)
-    if node.level == GRID:
-        return grids.num_candidates_of_grid(node.grid)
-    if node.level in (FAMILY, MEMBERS):
-        return grids.num_candidates(node.grid)
-    if node.level == BLOCKS:
-        return len(choices.blocks) - choices.blocks.index(node.recompute)
-    return 1
+SHARD, GRID, SCHEDULE, MEMBERS, BLOCKS, VARIANT = range(6)

@@ -20,13 +20,14 @@ from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute, RecomputeModule
-from nest_megatron.solver import nodes
+from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.choices import Choices, sort_settings
+from nest_megatron.solver.counts import CandidateCounts
 from nest_megatron.solver.first_plan import first_plan
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_bounds import MemoryBounds
-from nest_megatron.solver.nodes import BLOCKS, FAMILY, GRID, MEMBERS, SHARD, VARIANT, Node
+from nest_megatron.solver.nodes import BLOCKS, GRID, MEMBERS, SCHEDULE, SHARD, VARIANT, Node
 from nest_megatron.solver.one_partition import check_partition, judging, judging_even
 from nest_megatron.solver.outcome import (
     DEFAULT_NODE_LIMIT,
@@ -72,6 +73,7 @@ class Search:
     ) -> None:
         self.model = model
         self.grids = GridSpace(model, global_batch_size, space)
+        self.counts = CandidateCounts(self.grids)
         self.bounds = Bounds(model, global_batch_size)
         self.memory = MemoryBounds(model, self.grids)
         self.solve_stages = solve_stages
@@ -106,7 +108,7 @@ class Search:
         for grid in self.grids.shards():
             if self._has_to_end():
                 return False
-            candidates = self.grids.num_candidates_of_shard(grid)
+            candidates = self.counts.of_shard(grid)
             if self.memory.of_shard_states(grid) > self.model.capacity_bytes:
                 refused += candidates
             else:
@@ -135,7 +137,7 @@ class Search:
         expand: tuple[Callable[[Node], object], ...] = (
             self._expand_shard,
             self._expand_grid,
-            self._expand_family,
+            self._expand_schedule,
             self._expand_members,
             self._solve_blocks,
             lambda node: self._solve_and_record(node.problems(), node.recompute),
@@ -184,7 +186,8 @@ class Search:
         """Candidates that a node of the heap leaves undecided."""
         if node.bound > self.worst_kept:
             return 0
-        return nodes.candidates_below(node, self.grids, self._choices(node.grid))
+        zeros, blocks = self._with_room_for_states(node.grid), self._choices(node.grid).blocks
+        return self.counts.below(node, zeros, blocks)
 
     def _push(
         self,
@@ -205,38 +208,37 @@ class Search:
         return self.worst_kept if mine is None else min(mine.iteration, self.worst_kept)
 
     def _expand_shard(self, node: Node) -> None:
-        if self.memory.of_shard(node.grid) > self.model.capacity_bytes:
-            self.infeasible[NO_ROOM] += self.grids.num_candidates_of_shard(node.grid)
-            return
         for grid in self.grids.grids(node.grid):
-            least = min(map(self.bounds.waiting, self.grids.fastest(grid)))
-            bound = max(node.bound, least)
+            bound = max(node.bound, min(map(self.bounds.waiting, self.grids.fastest(grid))))
             if bound <= self._threshold(grid):
                 self._push(bound, grid, GRID)
 
     def _expand_grid(self, node: Node) -> None:
-        grid, threshold, most = node.grid, self._threshold(node.grid), self.model.capacity_bytes
-        allowed = self.grids.zero_stages(grid.dims)
-        roomy = [zero for zero in allowed if self.memory.of_states(grid.dims, zero) <= most]
-        refused = [zero for zero in allowed if zero not in roomy]
-        for laid in self.grids.interleavings(grid):
-            if refused:
-                self.infeasible[NO_STATES] += self.grids.num_candidates_of(laid, refused)
-            for family in self.grids.families_of(laid, roomy):
-                bound = max(node.bound, self.bounds.pipeline(family, NO_RECOMPUTE))
-                if bound <= threshold:
-                    self._push(bound, family, FAMILY)
+        grid, threshold = node.grid, self._threshold(node.grid)
+        allowed, roomy = self.grids.zero_stages(grid.dims), self._with_room_for_states(grid)
+        if refused := [zero for zero in allowed if zero not in roomy]:
+            self.infeasible[NO_STATES] += self.counts.of_grid(grid, refused)
+        for schedule in self.grids.schedules(grid, roomy):
+            bound = max(node.bound, self.bounds.pipeline(schedule, NO_RECOMPUTE))
+            if bound <= threshold:
+                self._push(bound, schedule, SCHEDULE)
 
-    def _expand_family(self, node: Node) -> None:
-        """Bound the stage problem itself."""
-        if self.memory.of_family(node.grid) > self.model.capacity_bytes:
-            self.infeasible[NO_ROOM] += self.grids.num_candidates(node.grid)
-            return
-        stages = StageProblems(self.model, node.grid)
-        roomy = self._bound_in_unlimited_memory(stages, NO_RECOMPUTE)
-        if roomy.status is not Status.BOUNDED:
-            bound = max(node.bound, roomy.lower_bound)
-            self._push(bound, node.grid, MEMBERS, stages=stages)
+    def _with_room_for_states(self, grid: Grid) -> list[ZeroStage]:
+        most, allowed = self.model.capacity_bytes, self.grids.zero_stages(grid.dims)
+        return [zero for zero in allowed if self.memory.of_states(grid.dims, zero) <= most]
+
+    def _expand_schedule(self, node: Node) -> None:
+        """Bound the stage problems themselves."""
+        zeros = self._with_room_for_states(node.grid)
+        for family in self.grids.families_of(node.grid, zeros):
+            if self.memory.of_family(family) > self.model.capacity_bytes:
+                self.infeasible[NO_ROOM] += self.counts.of_family(family)
+                continue
+            stages = StageProblems(self.model, family)
+            roomy = self._bound_in_unlimited_memory(stages, NO_RECOMPUTE)
+            if roomy.status is not Status.BOUNDED:
+                bound = max(node.bound, roomy.lower_bound)
+                self._push(bound, family, MEMBERS, stages=stages)
 
     def _expand_members(self, node: Node) -> None:
         """Solve without recomputation; where memory costs that nothing, all else is slower."""

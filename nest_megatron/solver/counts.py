@@ -1,0 +1,79 @@
+"""How many candidates lie below the parts of a space; parts of the same shape are counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.recompute import FULL_RECOMPUTE, Recompute
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.solver.executions import RecomputeKinds
+from nest_megatron.solver.grids import GridSpace, laid_out
+from nest_megatron.solver.nodes import BLOCKS, GRID, MEMBERS, SCHEDULE, SHARD, Node
+
+
+class CandidateCounts:
+    """Counts the candidates of a job.
+
+    Args:
+        grids: the space that they are counted in.
+    """
+
+    def __init__(self, grids: GridSpace) -> None:
+        self.grids = grids
+        self._shards: dict[object, int] = {}
+        self._grids: dict[object, int] = {}
+        self._settings: dict[tuple[int, RecomputeKinds], int] = {}
+
+    def of_shard(self, shard: Grid) -> int:
+        """Candidates below a shard."""
+        dims, grids = shard.dims, self.grids
+        inner = dims.tensor_model_parallel_size * dims.context_parallel_size
+        key = (grids.ways.key(shard), dims.world_size, inner, shard.micro_batch_size)
+        if key not in self._shards:
+            each = (self.of_grid(grid, grids.zero_stages(grid.dims)) for grid in grids.grids(shard))
+            self._shards[key] = sum(each)
+        return self._shards[key]
+
+    def of_grid(self, grid: Grid, zeros: Sequence[ZeroStage]) -> int:
+        """Candidates of a grid under these ZeRO stages."""
+        sizes, pp = self.grids.virtual_sizes(grid), grid.dims.pipeline_model_parallel_size
+        key = (self.grids.ways.key(grid), pp, sizes, tuple(zeros))
+        if key not in self._grids:
+            self._grids[key] = sum(
+                self._num_settings(pp * virtual, kinds)
+                for virtual, zero in product(sizes, zeros)
+                for kinds in self.grids.ways.possible(laid_out(grid, virtual, zero)).values()
+            )
+        return self._grids[key]
+
+    def of_family(self, family: Grid) -> int:
+        """Candidates of a grid whose virtual stages, ZeRO stage and execution are chosen."""
+        return self._num_settings(*self.grids.settings_key(family))
+
+    def below(self, node: Node, zeros: Sequence[ZeroStage], blocks: Sequence[Recompute]) -> int:
+        """Candidates that a node stands for.
+
+        Args:
+            zeros: ZeRO stages of the node's grid with room for their states.
+            blocks: settings of the grid that are asked for one after the other.
+        """
+        grid, grids = node.grid, self.grids
+        if node.level == SHARD:
+            return self.of_shard(grid)
+        if node.level == GRID:
+            return self.of_grid(grid, grids.zero_stages(grid.dims))
+        if node.level == SCHEDULE:
+            return sum(map(self.of_family, grids.families_of(grid, zeros)))
+        if node.level == MEMBERS:
+            return self.of_family(grid)
+        return len(blocks) - blocks.index(node.recompute) if node.level == BLOCKS else 1
+
+    def _num_settings(self, chunks: int, kinds: RecomputeKinds) -> int:
+        """Recompute settings of a grid; only the block sizes depend on its chunks."""
+        if (chunks, kinds) not in self._settings:
+            blocks = self.grids.space.recompute is None and FULL_RECOMPUTE in kinds
+            found = sum(self.grids.kinds[kind] for kind in kinds)
+            self._settings[chunks, kinds] = found + blocks * self.grids.largest_block(chunks)
+        return self._settings[chunks, kinds]
