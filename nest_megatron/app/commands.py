@@ -88,6 +88,11 @@ def cli() -> None:
     help="With --from: refuse flags that Megatron-LM does not have, instead of passing them on.",
 )
 @click.option("-m", "--multirun", is_flag=True, help="Plan every combination of a,b values.")
+@click.option(
+    "--shortlist",
+    is_flag=True,
+    help="Say which plans could be the fastest, and what to measure to know more.",
+)
 @json_option
 def plan(**options: Any) -> int:
     """Find the fastest plan that fits in memory.

@@ -17,7 +17,7 @@ from nest_megatron.profile.choose import times_of
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.report.differences import term_differences
-from nest_megatron.report.words import certificate
+from nest_megatron.report.words import proof
 
 
 def run_explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bool) -> int:
@@ -28,7 +28,7 @@ def run_explain(path: Path, *, html: Path | None, timeline: Path | None, as_json
     differences = term_differences(plan, times)
     if as_json:
         reasons = {
-            "certificate": certificate(plan.search),
+            "certificate": proof(plan),
             "alternative_term_differences_s": [d and dict(d) for d in differences],
         }
         pinned = {} if pin is None else {"pin": to_plain(pin)}

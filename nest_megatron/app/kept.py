@@ -8,6 +8,7 @@ from nest_megatron.app.job import Searched, ask
 from nest_megatron.config.command import Wishes
 from nest_megatron.config.request import plan_request
 from nest_megatron.errors import NestError
+from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.units import Seconds
@@ -28,11 +29,14 @@ def costs(searched: Searched) -> list[tuple[str, Seconds]]:
 
 
 def _step(searched: Searched, wishes: Wishes) -> Seconds | None:
-    """The predicted step of the best plan under other wishes."""
+    """The predicted step of the fastest plan under other wishes."""
     place = searched.place
     request = ask(searched.running, place, wishes)
     wanted = plan_request(place.composed.config, request.inputs, request.space)
-    found = find_plan(dataclasses.replace(wanted, num_alternatives=0, offer=None))
+    wanted = dataclasses.replace(
+        wanted, num_alternatives=0, offer=None, objective=Objective.NOMINAL
+    )
+    found = find_plan(wanted)
     if not isinstance(found, ParallelPlan):
         return None
     step = found.predicted.iteration_time_s

@@ -40,6 +40,7 @@ def run_plan(
     megatron_version: str,
     strict: bool,
     multirun: bool,
+    shortlist: bool,
     as_json: bool,
     begun_s: Seconds | None = None,
 ) -> int:
@@ -61,6 +62,13 @@ def run_plan(
     if multirun:
         from nest_megatron.app.sweep import run_sweep
 
+        if shortlist:
+            raise UserInputError(
+                "--shortlist",
+                value="--multirun",
+                limit="it tells the plans of one job apart",
+                fix="Leave one of the two out.",
+            )
         if from_command is not None:
             raise UserInputError(
                 "--multirun",
@@ -87,8 +95,8 @@ def run_plan(
         request = read_request(text, composed, free=names, version=megatron_version)
         if strict:
             _refuse_unknown(request)
-        return _plan_command(composed, request, begun_s, as_json=as_json)
-    found, notes = plan_job(composed, begun_s)
+        return _plan_command(composed, request, begun_s, shortlist=shortlist, as_json=as_json)
+    found, notes = plan_job(composed, begun_s, shortlist=shortlist)
     if not isinstance(found, ParallelPlan):
         return _refuse(found, notes, as_json=as_json)
     _write(found, composed)
@@ -100,19 +108,24 @@ def run_plan(
 
 
 def plan_job(
-    composed: Composed, begun_s: Seconds | None = None, on_progress: Progress | None = None
+    composed: Composed,
+    begun_s: Seconds | None = None,
+    on_progress: Progress | None = None,
+    *,
+    shortlist: bool = False,
 ) -> tuple[ParallelPlan | NoPlan | EndedEarly, tuple[str, ...]]:
     """Plan a composed job; the notes say what was assumed.
 
     Args:
         begun_s: when its ``search.max_seconds`` began; ``None`` is now.
+        shortlist: whether to say which plans could be the fastest.
     """
     from nest_megatron.app.progress import progress
 
     begun_s = time.monotonic() if begun_s is None else begun_s
     inputs = read_inputs(composed)
     request = plan_request(composed.config, inputs, read_space(composed.config))
-    request = dataclasses.replace(request, begun_s=begun_s)
+    request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
     with progress() as report:
         found = find_plan(request, on_progress or report)
     if isinstance(found, ParallelPlan):
@@ -173,14 +186,20 @@ def _refuse_unknown(request: CommandRequest) -> None:
 
 
 def _plan_command(
-    composed: Composed, request: CommandRequest, begun_s: Seconds | None, *, as_json: bool
+    composed: Composed,
+    request: CommandRequest,
+    begun_s: Seconds | None,
+    *,
+    shortlist: bool,
+    as_json: bool,
 ) -> int:
     from nest_megatron.app.progress import progress
 
     inputs = request.inputs
     wanted = plan_request(composed.config, inputs, request.space)
+    wanted = dataclasses.replace(wanted, begun_s=begun_s, shortlist=shortlist)
     with progress() as report:
-        found = find_plan(dataclasses.replace(wanted, begun_s=begun_s), report)
+        found = find_plan(wanted, report)
     if not isinstance(found, ParallelPlan):
         return _refuse(found, inputs.notes, as_json=as_json)
     if request.restored is not None:
@@ -223,9 +242,12 @@ def _write(plan: ParallelPlan, composed: Composed) -> None:
 
 
 def _show_plan(plan: ParallelPlan, composed: Composed, notes: Sequence[str]) -> None:
+    from nest_megatron.report.runners_up import shortlist_report
     from nest_megatron.report.terminal import notes_report, plan_report
 
     show(plan_report(plan), "")
+    if plan.shortlist is not None:
+        show(shortlist_report(plan), "")
     if notes:
         show(notes_report(notes))
     _say_where(plan, composed)
@@ -248,10 +270,13 @@ def _say_where(plan: ParallelPlan, composed: Composed) -> None:
 
 def _show_command(plan: ParallelPlan, composed: Composed, request: CommandRequest) -> None:
     from nest_megatron.launchers.megatron_lm.attach import LAUNCHER, rewritten
+    from nest_megatron.report.runners_up import shortlist_report
     from nest_megatron.report.terminal import changes_table, notes_report, plan_report
 
     changes = rewritten(plan, request.command, request.kept_flags).changes
     show(plan_report(plan), "")
+    if plan.shortlist is not None:
+        show(shortlist_report(plan), "")
     if changes:
         show(
             "Changes to your command\n",

@@ -306,7 +306,14 @@ def _inputs(
         notes=tuple(notes),
         not_modelled=job.not_modelled,
         save_interval=job.save_interval,
+        own=_own_settings(job),
     )
+
+
+def _own_settings(job: MegatronJob) -> dict[str, object]:
+    """What the user says of the layout, the micro batch among it."""
+    said = {**job.fixed, "micro_batch_size": job.micro_batch_size}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def _own_batch(job: MegatronJob, num_gpus: int) -> int | None:

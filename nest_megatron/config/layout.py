@@ -20,6 +20,7 @@ from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import expand_layout, parse_layout, uniform_partition
+from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
@@ -75,7 +76,7 @@ def _uneven(composed: Composed, inputs: Inputs, grid: Grid) -> tuple[ParallelPla
     if grid.sequence_parallel == (grid.dims.tensor_model_parallel_size > 1):
         own = with_own_choices(inputs)
         request = plan_request(composed.config, own, _this_grid(grid))
-        request = dataclasses.replace(request, num_alternatives=0)
+        request = dataclasses.replace(request, num_alternatives=0, objective=Objective.NOMINAL)
         found = plan(request)
         if isinstance(found, ParallelPlan):
             which = "" if found.search.certificate == "optimal" else " found in the time"

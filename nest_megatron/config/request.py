@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from nest_megatron.cluster.catalogue import cluster_from_mapping
@@ -32,6 +32,7 @@ from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.knobs import Setting, always_on, open_values, unknown_packages
+from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.recompute import (
     Recompute,
     RecomputeGranularity,
@@ -74,6 +75,7 @@ class Inputs:
         choices: what decides which choices about speed there are; ``None`` leaves all as they are.
         version: the Megatron-LM release whose rules the job's framework has.
         save_interval: steps between checkpoints, where the job says.
+        own: the user's own parallel settings, by Megatron's names.
     """
 
     spec: TransformerSpec
@@ -90,6 +92,7 @@ class Inputs:
     choices: Setting | None = None
     version: str = "0.16.1"
     save_interval: int | None = None
+    own: Mapping[str, object] = field(default_factory=dict)
 
 
 def read_inputs(composed: Composed) -> Inputs:
@@ -338,6 +341,10 @@ def plan_request(config: PlanConfig, inputs: Inputs, space: SearchSpace) -> Plan
         packages={} if inputs.choices is None else unknown_packages(inputs.choices),
         numeric_offers=inputs.numeric_offers,
         reliability=read_reliability(config, inputs.save_interval),
+        objective=choice("search.objective", search.objective, Objective),
+        tie_percent=search.tie_percent,
+        max_out_of_memory_percent=search.max_out_of_memory_percent,
+        own=inputs.own,
     )
 
 

@@ -55,6 +55,9 @@ class SearchConfig:
     max_micro_batch_size: int | None = None
     max_seconds: float = _IN_FILE
     num_alternatives: int = _IN_FILE
+    objective: str = _IN_FILE
+    tie_percent: float = _IN_FILE
+    max_out_of_memory_percent: float = _IN_FILE
     use_all_gpus: bool = _IN_FILE
     keep: list[str] = field(default_factory=list)
     packages: list[str] = field(default_factory=list)

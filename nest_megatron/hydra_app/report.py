@@ -14,7 +14,7 @@ from nest_megatron.hydra_app.view import AppView
 from nest_megatron.parallel.diff import plan_values, reason
 from nest_megatron.parallel.knobs import KNOBS
 from nest_megatron.report.terminal import notes_report, summary
-from nest_megatron.report.words import certificate
+from nest_megatron.report.words import proof
 
 
 def app_report(found: AppPlan, view: AppView) -> RenderableType:
@@ -28,7 +28,7 @@ def app_report(found: AppPlan, view: AppView) -> RenderableType:
         if view.is_planned(item) and (path := view.place(item)) is not None
     ]
     parts: list[RenderableType] = [Text("nest: this job runs as"), Padding(summary(plan), (0, 2))]
-    parts.append(Padding(Text(certificate(plan.search)), (0, 2)))
+    parts.append(Padding(Text(proof(plan)), (0, 2)))
     parts += [Text("nest: values of its fields"), _values_table(rows)]
     if found.notes:
         parts.append(notes_report(found.notes))

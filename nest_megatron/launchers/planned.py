@@ -16,7 +16,7 @@ from nest_megatron.launchers.megatron_lm.companions import contradicted
 from nest_megatron.launchers.megatron_lm.rules import require_launchable
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.diff import plan_values, reason
-from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.layout import is_uniform
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.rules import (
     initializes_on_meta_device,
@@ -98,12 +98,7 @@ def planned_items(plan: ParallelPlan) -> dict[str, Any]:
 
 def is_even(plan: ParallelPlan) -> bool:
     """Whether megatron-core cuts the layers like the plan where it is told degrees alone."""
-    chosen = plan.parallel
-    pp, vpp = chosen.pipeline_model_parallel_size, chosen.virtual_pipeline_model_parallel_size or 1
-    try:
-        return uniform_partition(plan.model, pp, vpp) == plan.partition()
-    except UserInputError:
-        return False
+    return is_uniform(plan.model, plan.partition())
 
 
 def layout_fields(plan: ParallelPlan, table: Mapping[str, str]) -> Iterator[Wanted]:

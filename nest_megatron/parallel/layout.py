@@ -148,6 +148,15 @@ def uniform_partition(
     return StagePartition(boundaries=marks, pipeline_model_parallel_size=pp)
 
 
+def is_uniform(spec: TransformerSpec, partition: StagePartition) -> bool:
+    """Whether Megatron makes this partition when it is given the degrees alone."""
+    pp = partition.pipeline_model_parallel_size
+    try:
+        return uniform_partition(spec, pp, partition.num_chunks // pp) == partition
+    except UserInputError:
+        return False
+
+
 def _unit_letters(spec: TransformerSpec) -> tuple[str, ...]:
     mtp = "m" * spec.num_mtp_layers
     return tuple(_LETTERS.get(kind, mtp) for kind in spec.layer_kinds())

@@ -11,6 +11,7 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import layout_string, parse_layout
+from nest_megatron.parallel.objective import Choice, Shortlist, Uncertainty
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import (
     Recompute,
@@ -128,7 +129,12 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A runner-up: another layout at its best, and how much slower it is."""
+    """A runner-up: another layout at its best, and how much slower it is.
+
+    Args:
+        slower_percent: below 0 for one that is predicted to be faster than the plan.
+        chance_slower: that it is slower than the plan.
+    """
 
     num_gpus: int
     tensor_model_parallel_size: int
@@ -146,6 +152,9 @@ class Alternative:
     iteration_time_s: Seconds
     slower_percent: float
     execution: Execution = added(PLAIN)
+    uncertainty: Uncertainty | None = added(None)
+    peak_memory_bytes: Bytes | None = added(None)
+    chance_slower: float | None = added(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,10 +162,12 @@ class SearchRecord:
     """What the search looked at and proved.
 
     Args:
-        certificate: ``optimal``, ``gap`` (time ran out; ``gap_percent`` is proven), ``node-limit``
-            (as ``gap``, for a stage problem too large to finish), ``runner-up`` (chosen by the
-            user; ``gap_percent`` slower than the best) or ``fixed`` (nothing was searched); without
-            a plan ``infeasible`` (proven) or ``ended-early`` (time ran out: nothing is known).
+        certificate: ``optimal``, ``chosen`` (the fastest is known, and this one was preferred to it
+            as ``ParallelPlan.choice`` says; ``gap_percent`` slower than the fastest), ``gap`` (time
+            ran out; ``gap_percent`` is proven), ``node-limit`` (as ``gap``, for a stage problem too
+            large to finish), ``runner-up`` (chosen by the user; ``gap_percent`` slower than the
+            fastest) or ``fixed`` (nothing was searched); without a plan ``infeasible`` (proven) or
+            ``ended-early`` (time ran out: nothing is known).
         seconds: wall time of the search.
         not_modelled: flags of the job whose effect on memory is not known, so that what is said
             of memory is not certain.
@@ -236,6 +247,9 @@ class ParallelPlan:
         offers: what a job would gain by choices that it rules out, one sentence each.
         execution: what carries the work out.
         goodput: what failures leave of the time, where a mean time between them is given.
+        uncertainty: how far the prediction can be off; ``None`` in files of earlier versions.
+        choice: what the plan was chosen for and between, where not for its predicted step alone.
+        shortlist: which of the plan and its runners-up could be the fastest, where that is asked.
     """
 
     schema: int = SCHEMA
@@ -252,6 +266,9 @@ class ParallelPlan:
     offers: tuple[str, ...] = added(())
     execution: Execution = added(PLAIN)
     goodput: Goodput | None = added(None)
+    uncertainty: Uncertainty | None = added(None)
+    choice: Choice | None = added(None)
+    shortlist: Shortlist | None = added(None)
 
     def grid(self) -> Grid:
         """The plan's degrees, batch, recomputation and ZeRO stage."""

@@ -11,12 +11,13 @@ from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.deadline import Deadline
-from nest_megatron.errors import UserInputError, typed_setting
+from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.degree_rules import DEGREE_RULES, violations
 from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.plan import ParallelPlan, SearchRecord
+from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.planner.assemble import (
     ENDED_EARLY,
@@ -26,6 +27,7 @@ from nest_megatron.planner.assemble import (
     search_record,
     with_goodput,
 )
+from nest_megatron.planner.choice import NUM_COMPARED, choose_plan, runner_up
 from nest_megatron.planner.ended import EndedEarly
 from nest_megatron.planner.numeric_offers import with_numeric_offers
 from nest_megatron.planner.offers import with_offer
@@ -39,9 +41,11 @@ from nest_megatron.planner.shortage import (
 )
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import choose, solver_of
+from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.outcome import StageSolver
 from nest_megatron.solver.ranking import SearchResult, SolvedGrid
 from nest_megatron.solver.search import Search
-from nest_megatron.units import Ticks, to_seconds
+from nest_megatron.units import Seconds, Ticks, to_seconds
 
 __all__ = [
     "NUM_ALTERNATIVES",
@@ -81,12 +85,12 @@ def plan(
             there is no such runner-up.
     """
     deadline = request.deadline()
-    searched = _search(request, deadline, on_progress, choose)
-    record = searched.record
+    searched = _search(request, deadline, on_progress)
     if searched.result.plans:
         found = with_goodput(_assembled(request, searched, choose), request.reliability)
         found = with_offer(found, request, lambda asked: _best(asked, deadline))
         return with_numeric_offers(with_package_offer(found, request), request)
+    record = search_record(request, searched.result, searched.seconds)
     if record.certificate == ENDED_EARLY:
         return EndedEarly(
             lower_bound_s=to_seconds(searched.result.certificate.lower_bound),
@@ -159,14 +163,16 @@ def check_launchable(
 
 class _Searched(NamedTuple):
     model: CostModel
+    grids: GridSpace
     result: SearchResult
-    record: SearchRecord
+    solve: StageSolver
+    seconds: Seconds
 
 
 def _search(
-    request: PlanRequest, deadline: Deadline, on_progress: Progress | None = None, number: int = 0
+    request: PlanRequest, deadline: Deadline, on_progress: Progress | None = None
 ) -> _Searched:
-    """Search a request's space for the plan of a rank, until some time before a deadline."""
+    """Search a request's space until some time before a deadline."""
 
     def report(solved: int, best: Ticks, bound: Ticks) -> None:
         assert on_progress is not None
@@ -175,40 +181,42 @@ def _search(
     model = CostModel(request.spec, request.cluster, request.settings, request.times)
     ends = deadline.without(min(_REPORT_S, _REPORT_SHARE * deadline.seconds))
     started = time.perf_counter()
+    compared = 0 if request.objective is Objective.NOMINAL else NUM_COMPARED
     search = Search(
         model,
         request.global_batch_size,
         request.space,
         solver_of(choose(request.backend), ends.passed),
-        num_layouts=request.num_alternatives + 1,
+        num_layouts=max(request.num_alternatives + 1, compared),
         out_of_time=ends.passed,
         short_of_time=lambda: ends.passed(_SHORT_OF_TIME),
         on_progress=report if on_progress else None,
     )
     result = search.run()
-    if result.plans and number >= len(result.plans):
-        raise UserInputError(
-            "nest.alternative",
-            value=number,
-            limit=f"the search ranked {len(result.plans) - 1} runners-up",
-            fix="Give a smaller number, or raise "
-            f"{typed_setting('search.num_alternatives')} or {typed_setting('search.max_seconds')}.",
-        )
-    record = search_record(request, result, time.perf_counter() - started, number)
-    return _Searched(model, result, record)
+    seconds = time.perf_counter() - started
+    return _Searched(model, search.grids, result, search.solve_stages, seconds)
 
 
 def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> ParallelPlan:
-    others = list(searched.result.plans)
-    chosen = others.pop(number)
-    alternatives = tuple(alternative(request.spec, chosen, other) for other in others)
+    """The plan of a request, or the runner-up that the user asks for.
+
+    Raises:
+        UserInputError: if there is no such runner-up.
+    """
+    chosen = choose_plan(request, searched.grids, searched.result, searched.solve)
+    if number:
+        chosen = runner_up(chosen, number)
+    record = search_record(request, searched.result, searched.seconds, chosen.plan, number)
+    spec, best = request.spec, chosen.plan
     return assemble(
         searched.model,
         request.settings,
-        chosen,
-        alternatives,
-        searched.record,
+        best,
+        tuple(alternative(spec, best, other, chosen) for other in chosen.others),
+        record,
         request.space.sharding,
+        choice=chosen.choice,
+        shortlist=chosen.shortlist() if request.shortlist else None,
     )
 
 

@@ -14,10 +14,12 @@ from nest_megatron.cost_model.goodput import Reliability, goodput
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stored_settings import stored_settings
+from nest_megatron.cost_model.uncertainty import predictive, probability_faster
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import layout_string
+from nest_megatron.parallel.objective import Choice, Shortlist, Uncertainty
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import (
     Alternative,
@@ -33,7 +35,9 @@ from nest_megatron.parallel.plan import (
 from nest_megatron.parallel.plan_file import digest, sealed
 from nest_megatron.parallel.rank_order import GroupKind, group_level, group_of_rank
 from nest_megatron.parallel.zero import DataParallelSharding
+from nest_megatron.planner.choice import Chosen
 from nest_megatron.planner.request import PlanRequest
+from nest_megatron.planner.uncertain import described, out_of_memory
 from nest_megatron.profile.records import ANALYTIC_NAME, Source
 from nest_megatron.solver.backend import choose
 from nest_megatron.solver.outcome import NO_THRESHOLD
@@ -52,6 +56,8 @@ def assemble(
     alternatives: tuple[Alternative, ...],
     record: SearchRecord,
     sharding: DataParallelSharding | None = None,
+    choice: Choice | None = None,
+    shortlist: Shortlist | None = None,
 ) -> ParallelPlan:
     """The plan file of a solved grid, sealed."""
     spec, cluster, grid = model.spec, model.cluster, best.grid
@@ -80,8 +86,19 @@ def assemble(
             settings=stored_settings(settings),
         ),
         execution=grid.execution,
+        uncertainty=_uncertainty(model, grid, partition, predicted),
+        choice=choice,
+        shortlist=shortlist,
     )
     return sealed(plan)
+
+
+def _uncertainty(
+    model: CostModel, grid: Grid, partition: StagePartition, predicted: Estimate
+) -> Uncertainty:
+    peak = max(stage.peak_memory_bytes for stage in predicted.stages)
+    step = predictive(model, grid, partition, predicted.iteration_time_s)
+    return described(step, out_of_memory(model, grid, peak))
 
 
 def with_goodput(plan: ParallelPlan, reliability: Reliability | None) -> ParallelPlan:
@@ -172,9 +189,12 @@ def _prediction(model: CostModel, predicted: Estimate) -> Prediction:
     )
 
 
-def alternative(spec: TransformerSpec, best: SolvedGrid, other: SolvedGrid) -> Alternative:
-    """A runner-up, and how much slower than the best it is."""
+def alternative(
+    spec: TransformerSpec, best: SolvedGrid, other: SolvedGrid, chosen: Chosen
+) -> Alternative:
+    """A runner-up, and how much slower than the plan it is."""
     grid, dims = other.grid, other.grid.dims
+    known, taken = chosen.known.get(other), chosen.known.get(best)
     virtual = dims.virtual_pipeline_model_parallel_size
     pipelined = dims.pipeline_model_parallel_size > 1
     return Alternative(
@@ -196,21 +216,29 @@ def alternative(spec: TransformerSpec, best: SolvedGrid, other: SolvedGrid) -> A
         iteration_time_s=to_seconds(other.iteration),
         slower_percent=100.0 * (other.iteration - best.iteration) / best.iteration,
         execution=grid.execution,
+        uncertainty=described(known.step, known.out_of_memory) if known else None,
+        peak_memory_bytes=known.peak_memory_bytes if known else None,
+        chance_slower=probability_faster(taken.step, known.step) if taken and known else None,
     )
 
 
 def search_record(
-    request: PlanRequest, result: SearchResult, seconds: float, number: int
+    request: PlanRequest,
+    result: SearchResult,
+    seconds: float,
+    plan: SolvedGrid | None = None,
+    number: int = 0,
 ) -> SearchRecord:
     """What the search looked at and proved, for the plan file.
 
     Args:
-        number: the plan that is taken, by its rank.
+        plan: the plan that is taken, if there is one.
+        number: of the runner-up that the user asks for; 0 for none.
     """
     proof = result.certificate
     return SearchRecord(
-        certificate=_certificate(result, number),
-        gap_percent=_gap_percent(result, number),
+        certificate=_certificate(result, plan, number),
+        gap_percent=_gap_percent(result, plan),
         candidates=proof.candidates,
         bounded=proof.bounded,
         infeasible=proof.infeasible,
@@ -225,23 +253,25 @@ def search_record(
     )
 
 
-def _gap_percent(result: SearchResult, number: int) -> float:
-    """How much slower than the lower bound, which the best plan may attain, a plan is."""
-    if not result.plans:
+def _gap_percent(result: SearchResult, plan: SolvedGrid | None) -> float:
+    """How much slower than the lower bound, which the fastest plan may attain, a plan is."""
+    if plan is None:
         return 0.0
     lower = result.certificate.lower_bound
-    return 100.0 * (result.plans[number].iteration - lower) / max(1, lower)
+    return 100.0 * (plan.iteration - lower) / max(1, lower)
 
 
-def _certificate(result: SearchResult, number: int) -> str:
+def _certificate(result: SearchResult, plan: SolvedGrid | None, number: int) -> str:
     """What was proven, in the words of ``SearchRecord``."""
     proof = result.certificate
-    if not result.plans:
+    if plan is None:
         ended = not proof.finished or proof.lower_bound < NO_THRESHOLD
         return ENDED_EARLY if ended else "infeasible"
-    if proof.optimal:
-        return "runner-up" if number else "optimal"
-    return "node-limit" if proof.finished else "gap"
+    if not proof.optimal:
+        return "node-limit" if proof.finished else "gap"
+    if number:
+        return "runner-up"
+    return "optimal" if plan.iteration == proof.lower_bound else "chosen"
 
 
 def describe_space(space: SearchSpace, cluster: Cluster) -> Mapping[str, str]:

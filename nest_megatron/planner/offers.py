@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import ParallelPlan, zero_stage
 from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.parallel.zero import DataParallelSharding
@@ -28,14 +29,22 @@ def with_offer(
     offer = request.offer
     if offer is None:
         return best
-    asked = dataclasses.replace(request, space=offer.space, offer=None, num_alternatives=0)
+    asked = dataclasses.replace(
+        request,
+        space=offer.space,
+        offer=None,
+        num_alternatives=0,
+        objective=Objective.NOMINAL,  # the fastest of both are compared
+    )
     try:
         other = find(asked)
     except UserInputError:  # its degrees have no legal layout under another sharding
         return best
     if not isinstance(other, ParallelPlan):
         return best
-    step_s, other_s = (plan.predicted.iteration_time_s for plan in (best, other))
+    steps_s = [each.iteration_time_s for each in best.alternatives]
+    step_s = min([best.predicted.iteration_time_s, *steps_s])
+    other_s = other.predicted.iteration_time_s
     gain = 100.0 * (step_s / other_s - 1.0)
     if gain < LEAST_GAIN_PERCENT:
         return best

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.model.execution import FlexBackend
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.knobs import NumericKnob, Package
+from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import Backend
@@ -70,6 +72,11 @@ class PlanRequest:
         packages: backends of the exchange of tokens whose package is not known to be there.
         numeric_offers: choices that change numbers, for ``numeric_offers.with_numeric_offers``.
         reliability: how often the job fails; ``None`` says nothing of goodput.
+        objective: what the plan has least of, among those that the search keeps.
+        tie_percent: plans so close to the best under it count as equal; the simpler one is taken.
+        max_out_of_memory_percent: largest chance to run out of memory that ``cautious`` takes.
+        own: the user's own parallel settings, by Megatron's names.
+        shortlist: whether to say which of the plans could be the fastest.
     """
 
     spec: TransformerSpec
@@ -87,6 +94,11 @@ class PlanRequest:
     packages: Mapping[FlexBackend, Package] = field(default_factory=dict)
     numeric_offers: tuple[NumericOffer, ...] = ()
     reliability: Reliability | None = None
+    objective: Objective = Objective.EXPECTED
+    tie_percent: float = 1.0
+    max_out_of_memory_percent: float = 5.0
+    own: Mapping[str, object] = field(default_factory=dict)
+    shortlist: bool = False
 
     def __post_init__(self) -> None:
         batch = self.global_batch_size
@@ -104,6 +116,17 @@ class PlanRequest:
                 limit="it must be above 0",
                 fix="Give the seconds that the search may take.",
             )
+        for name, most in (("tie_percent", math.inf), ("max_out_of_memory_percent", 100.0)):
+            value = getattr(self, name)
+            if not 0 <= value <= most or value == math.inf:
+                raise UserInputError(
+                    f"search.{name}",
+                    value=value,
+                    limit="it must be at least 0 and finite"
+                    if most == math.inf
+                    else "it must lie between 0 and 100",
+                    fix="Give percent, such as 1.",
+                )
 
     def deadline(self) -> Deadline:
         """The time that planning has, from now on where nothing says when it began."""

@@ -32,7 +32,17 @@ from nest_megatron.report.schedule_view import schedule_view, windows
 from nest_megatron.report.style import CSS
 from nest_megatron.report.svg import funnel, memory_chart, stacked_bar, timeline_chart
 from nest_megatron.report.timeline import WAITING, legend
-from nest_megatron.report.words import TERM_WORDS, certificate, goodput_words, memory_verdict
+from nest_megatron.report.words import (
+    TERM_WORDS,
+    certificate,
+    chance,
+    confidence_words,
+    fastest_words,
+    goodput_words,
+    memory_verdict,
+    proof,
+    range_words,
+)
 from nest_megatron.units import GIB, format_gib, format_seconds
 
 #: The page may show what it holds and load nothing.
@@ -83,12 +93,15 @@ def _section(title: str, content: Markup) -> Markup:
 def _headline(plan: ParallelPlan) -> Markup:
     predicted = plan.predicted
     gpus = plan.placement.num_gpus
+    known = plan.uncertainty
     figures = {
         "one step": format_seconds(predicted.iteration_time_s),
+        **({} if known is None else {"9 of 10 runs": range_words(known)}),
         "tokens/s per GPU": f"{predicted.tokens_per_s_per_gpu:,.0f}",
         "MFU": f"{100 * predicted.mfu:.1f} %",
         "TFLOP/s per GPU": f"{predicted.model_tflops_per_gpu:,.0f}",
         "fullest GPU": format_gib(predicted.peak_memory_bytes),
+        **({} if known is None else {"runs out of memory": chance(known.out_of_memory)}),
         "GPUs used": f"{gpus:,}",
     }
     if plan.goodput is not None:
@@ -97,7 +110,9 @@ def _headline(plan: ParallelPlan) -> Markup:
     train = plan.train
     job = f"global batch {train.global_batch_size:,}, {train.precision.value}"
     bad = None if predicted.fits else " bad"
-    verdict = [certificate(plan.search), f" What binds it: {predicted.binding_constraint}."]
+    verdict = [proof(plan), f" What binds it: {predicted.binding_constraint}."]
+    if (fastest := fastest_words(plan)) != "":
+        verdict.append(f" Preferred to {fastest}.")
     verdict += [f" Not taken: {offer}." for offer in plan.offers]
     if plan.goodput is not None:
         words = goodput_words(plan.goodput, gpus, predicted.iteration_time_s)
@@ -115,8 +130,15 @@ def _headline(plan: ParallelPlan) -> Markup:
         ),
         element("dl", *cells, class_="figures"),
         element("p", *verdict, class_=f"verdict{bad or ''}"),
-        element("p", "Times and memory are predictions of a cost model.", class_="soft"),
+        element("p", _confidence(plan), class_="soft"),
     )
+
+
+def _confidence(plan: ParallelPlan) -> str:
+    said = "Times and memory are predictions of a cost model."
+    if plan.uncertainty is None:
+        return said
+    return f"{said} Confidence in this one is {confidence_words(plan.uncertainty)}."
 
 
 def _time(plan: ParallelPlan) -> Markup:

@@ -14,7 +14,7 @@ from nest_megatron.plain import to_plain
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.differences import term_differences
 from nest_megatron.report.markup import Markup, element, joined, table
-from nest_megatron.report.words import incomplete_ranking, term_words
+from nest_megatron.report.words import incomplete_ranking, term_words, ties
 from nest_megatron.units import GB, Seconds, format_gib, format_seconds
 
 _LETTERS = {
@@ -154,7 +154,9 @@ def alternatives(plan: ParallelPlan, times: LayerTimes | None = None) -> Markup:
     best, others = _best(plan), [_described(other) for other in plan.alternatives]
     same = {name for name, text in best.items() if all(o[name] == text for o in others)}
     best = {name: text for name, text in best.items() if name not in same}
-    head = ["slower by", "step", *best, "where the time goes"]
+    told = any(other.chance_slower is not None for other in plan.alternatives)
+    sure = ["this plan is faster"] if told else []
+    head = ["slower by", *sure, "step", *best, "where the time goes"]
     rows = []
     lost = term_differences(plan, times)
     for other, described, terms in zip(plan.alternatives, others, lost, strict=True):
@@ -163,10 +165,13 @@ def alternatives(plan: ParallelPlan, times: LayerTimes | None = None) -> Markup:
             for name, text in best.items()
         ]
         why = term_words(terms, most=3) if terms else "priced otherwise by this version"
-        rows.append((f"{other.slower_percent:.2f} %", _time(other.iteration_time_s), *cells, why))
-    own = ("this plan", _time(plan.predicted.iteration_time_s), *best.values(), "")
+        by = f"{other.slower_percent:.2f} %"
+        odds = "" if other.chance_slower is None else f"{100 * other.chance_slower:.0f} % sure"
+        rows.append((by, *[odds][: len(sure)], _time(other.iteration_time_s), *cells, why))
+    step = _time(plan.predicted.iteration_time_s)
+    own = ("this plan", *[""][: len(sure)], step, *best.values(), "")
     caption = "Other layouts at their best. What differs is marked, what all share is left out."
-    caption = f"{caption} {incomplete_ranking(plan.search)}".rstrip()
+    caption = " ".join(filter(None, (caption, ties(plan), incomplete_ranking(plan.search))))
     return table(head, [own, *rows], caption)
 
 

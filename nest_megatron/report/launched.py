@@ -14,7 +14,7 @@ from nest_megatron.launchers.megatron_lm.rewrite import Change
 from nest_megatron.parallel.diff import Change as FieldChange
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.terminal import changes_table, notes_report, summary
-from nest_megatron.report.words import certificate
+from nest_megatron.report.words import proof
 from nest_megatron.units import Seconds, format_seconds
 
 
@@ -44,7 +44,7 @@ def _report(
     what: str,
 ) -> RenderableType:
     parts: list[RenderableType] = [Text("nest: this job runs as"), Padding(summary(plan), (0, 2))]
-    parts.append(Padding(Text(certificate(plan.search)), (0, 2)))
+    parts.append(Padding(Text(proof(plan)), (0, 2)))
     if rows:
         parts += [Text(f"nest: changes to its {what}"), changes_table(rows)]
     else:

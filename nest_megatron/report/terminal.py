@@ -19,7 +19,6 @@ from rich.text import Text
 from nest_megatron.errors import typed_setting
 from nest_megatron.model.execution import PLAIN
 from nest_megatron.parallel.plan import (
-    Alternative,
     ParallelPlan,
     PredictedStage,
     SearchRecord,
@@ -28,15 +27,20 @@ from nest_megatron.parallel.plan import (
 from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.planner import EndedEarly, NoPlan, describe_grid
 from nest_megatron.report.fitting import FittingTable
+from nest_megatron.report.runners_up import alternatives_table
 from nest_megatron.report.words import (
     MAX_SECONDS,
     TERM_WORDS,
     basis,
     certificate,
+    chance,
+    confidence_words,
+    fastest_words,
     goodput_words,
-    incomplete_ranking,
     memory_verdict,
     no_plan_verdict,
+    proof,
+    range_words,
     term_words,
 )
 from nest_megatron.units import GIB, format_gib, format_seconds
@@ -45,8 +49,6 @@ from nest_megatron.units import GIB, format_gib, format_seconds
 _BAR_WIDTH, _LEAST_BAR = 22, 6
 #: Pipeline ranks that the short table shows before it leaves some out.
 _SHORT_ROWS = 8
-#: What a column of the runners-up says where nothing is unusual; a degree is 1.
-_USUAL = {"Order": "dp-pp", "Recompute": "none"}
 _MEMORY_HEADS = {
     "weights": "Weights",
     "gradients": "Grads",
@@ -63,7 +65,7 @@ def plan_report(plan: ParallelPlan) -> RenderableType:
     parts += [_heading("Memory of each pipeline rank, GiB"), memory_table(plan, short=True)]
     if plan.alternatives:
         parts += [_heading("Runners-up"), alternatives_table(plan)]
-    parts += [_heading("Certificate"), Padding(Text(certificate(plan.search)), (0, 2))]
+    parts += [_heading("Certificate"), Padding(Text(proof(plan)), (0, 2))]
     return Group(*parts)
 
 
@@ -82,18 +84,9 @@ def explain_report(
     if plan.alternatives:
         parts += [_heading("Why this one: what each runner-up loses"), alternatives_table(plan)]
         parts.append(_difference_lines(differences))
-    parts += [_heading("Certificate"), Padding(Text(certificate(plan.search)), (0, 2))]
+    parts += [_heading("Certificate"), Padding(Text(proof(plan)), (0, 2))]
     parts += [_space_lines(plan.search), _heading("Provenance"), _provenance(plan)]
     return Group(*parts)
-
-
-_SHORT = {
-    "core_attn": "attn",
-    "moe_act": "act",
-    "layernorm": "norm",
-    "mla_up_proj": "mla",
-    "shared_experts": "shared",
-}
 
 
 def summary(plan: ParallelPlan) -> RenderableType:
@@ -115,8 +108,15 @@ def summary(plan: ParallelPlan) -> RenderableType:
         rows.append(("Execution", Text(plan.execution.words())))
     if chosen.pipeline_model_parallel_layout is not None:
         rows.append(("Stages", Text(chosen.pipeline_model_parallel_layout)))
+    if (fastest := fastest_words(plan)) != "":
+        rows.append(("Preferred to", Text(fastest)))
     rows.append(("Bound by", Text(predicted.binding_constraint)))
     rows.append(("Basis", Text(basis(plan))))
+    if plan.uncertainty is not None:
+        rows[1:1] = [
+            ("Range", Text(f"{range_words(plan.uncertainty)} in 9 of 10 runs")),
+            ("Confidence", Text(confidence_words(plan.uncertainty))),
+        ]
     if plan.goodput is not None:
         gpus, step_s = plan.placement.num_gpus, predicted.iteration_time_s
         rows.insert(1, ("Goodput", Text(goodput_words(plan.goodput, gpus, step_s))))
@@ -168,6 +168,8 @@ def _memory_line(plan: ParallelPlan) -> Text:
     verdict = memory_verdict(peak, capacity, plan.search.not_modelled)
     if verdict:
         text.append(f"   {verdict}", style="yellow" if predicted.fits else "bold red")
+    if plan.uncertainty is not None:
+        text.append(f"; {chance(plan.uncertainty.out_of_memory)} chance to run out")
     return text
 
 
@@ -268,76 +270,6 @@ def _runs(layers: Iterable[str]) -> str:
     """
     runs = ((text, len(list(run))) for text, run in groupby(layers))
     return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in runs)
-
-
-def alternatives_table(plan: ParallelPlan) -> RenderableType:
-    """Runners-up under the plan itself; columns that say the usual throughout are left out."""
-    columns: dict[str, list[str]] = {"#": ["plan"], "Iteration": [], "Slower": ["-"]}
-    columns["Iteration"].append(format_seconds(plan.predicted.iteration_time_s))
-    for number, other in enumerate(plan.alternatives, start=1):
-        columns["#"].append(str(number))
-        columns["Iteration"].append(format_seconds(other.iteration_time_s))
-        columns["Slower"].append(f"{other.slower_percent:.2f} %")
-    rows = [_plan_degrees(plan), *(_degree_cells(plan, other) for other in plan.alternatives)]
-    for name in rows[0]:
-        cells = [row[name] for row in rows]
-        usual = str(plan.cluster.num_gpus) if name == "GPUs" else _USUAL.get(name, "1")
-        if name in ("TP", "PP", "DP") or {*cells} != {usual}:
-            columns[name] = cells
-    table = FittingTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
-    for head, cells in columns.items():
-        # What is computed again is the one text that gives way on a narrow terminal.
-        widest = max(map(len, (head, *cells)))
-        last = head == "Recompute"
-        table.add_column(
-            head,
-            justify="left" if last or head == "#" else "right",
-            no_wrap=True,
-            min_width=6 if last else widest,
-        )
-    for row in zip(*columns.values(), strict=True):
-        table.add_row(*row, style="bold" if row[0] == "plan" else None)
-    incomplete = incomplete_ranking(plan.search)
-    return Group(table, Padding(Text(incomplete), (0, 2))) if incomplete else table
-
-
-def _degree_cells(plan: ParallelPlan, other: Alternative) -> dict[str, str]:
-    return {
-        "GPUs": str(other.num_gpus),
-        "TP": str(other.tensor_model_parallel_size),
-        "PP": str(other.pipeline_model_parallel_size),
-        "VPP": str(other.virtual_pipeline_model_parallel_size or 1),
-        "CP": str(other.context_parallel_size),
-        "DP": str(other.data_parallel_size),
-        "EP": str(other.expert_model_parallel_size),
-        "ETP": str(other.expert_tensor_parallel_size),
-        "MBS": str(other.micro_batch_size),
-        "ZeRO": str(other.zero_stage),
-        "Order": str(other.rank_order).removeprefix("tp-cp-ep-"),
-        "Recompute": "+".join(_SHORT.get(name, name) for name in other.recompute.split("+")),
-    }
-
-
-def _plan_degrees(plan: ParallelPlan) -> dict[str, str]:
-    grid, dims = plan.grid(), plan.grid().dims
-    own = Alternative(
-        num_gpus=plan.placement.num_gpus,
-        tensor_model_parallel_size=dims.tensor_model_parallel_size,
-        pipeline_model_parallel_size=dims.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=dims.virtual_pipeline_model_parallel_size,
-        context_parallel_size=dims.context_parallel_size,
-        data_parallel_size=dims.data_parallel_size,
-        expert_model_parallel_size=dims.expert_model_parallel_size,
-        expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
-        micro_batch_size=grid.micro_batch_size,
-        zero_stage=int(grid.zero),
-        recompute=grid.recompute.label(),
-        rank_order=dims.rank_order,
-        pipeline_model_parallel_layout=None,
-        iteration_time_s=plan.predicted.iteration_time_s,
-        slower_percent=0.0,
-    )
-    return _degree_cells(plan, own)
 
 
 def _difference_lines(differences: Sequence[Mapping[str, float] | None]) -> RenderableType:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 from nest_megatron.cost_model.memory import PEAK_ERROR, PUBLIC_PEAK_ERROR, within_error
 from nest_megatron.errors import typed_setting
+from nest_megatron.parallel.objective import Choice, Objective, Uncertainty
 from nest_megatron.parallel.plan import Goodput, ParallelPlan, SearchRecord
 from nest_megatron.planner.ended import EndedEarly
 from nest_megatron.profile.records import ANALYTIC_NAME
@@ -28,6 +31,8 @@ TERM_WORDS = {
 }
 
 
+#: Chance from which one of two plans counts as the faster one.
+SURE = 0.9
 #: Said of every prediction that no measured profile stands behind.
 MAX_SECONDS = "search.max_seconds"
 UNMEASURED = "published measurements of other clusters (docs/accuracy.md), no profile of this one"
@@ -40,6 +45,125 @@ def certificate(record: SearchRecord) -> str:
     if record.not_modelled and record.certificate != "ended-early":
         return f"{_unproven(record)} {_counts(record)}"
     return f"{_verdict(record)} {_counts(record)}"
+
+
+def proof(plan: ParallelPlan) -> str:
+    """What the search proved, and how the plan was chosen among those that it kept."""
+    if plan.choice is None:
+        return certificate(plan.search)
+    return f"{certificate(plan.search)} {_choice_words(plan.choice)}"
+
+
+_LEAST = {
+    Objective.EXPECTED: "the least expected step over the chance to start",
+    Objective.CAUTIOUS: "the least step that 9 of 10 runs stay below, over the chance to start",
+}
+
+
+def _choice_words(choice: Choice) -> str:
+    """What a plan was chosen for, between how many, and what of that is proven."""
+    others = f" and {choice.num_relatives} relatives of them" if choice.num_relatives else ""
+    layouts = f"{choice.num_layouts} fastest layouts" if choice.num_layouts > 1 else "one layout"
+    said = (
+        f"Chosen for {_LEAST[choice.objective]} (search.objective={choice.objective}) among the "
+        f"{layouts}{others}; those within {choice.tie_percent:g} % of the best are equal, and the "
+        "simplest of them is taken."
+    )
+    value, bound = format_seconds(choice.value_s), format_seconds(choice.bound_s)
+    if choice.is_proven:
+        return f"{said} Proven: no plan of the space has less than {bound}, this one has {value}."
+    return (
+        f"{said} It has {value}; of plans that were not compared only that none has less than "
+        f"{bound} is proven."
+    )
+
+
+def range_words(known: Uncertainty) -> str:
+    """Between which steps 9 of 10 runs lie.
+
+    >>> known = Uncertainty(mean_s=0.031, low_s=0.0279, high_s=0.0323, percentile_90_s=0.03,
+    ...     confidence="high", kind="dense bf16", runs=64, error_percent=6.2, out_of_memory=0.02)
+    >>> range_words(known), confidence_words(known)
+    ('27.9 to 32.3 ms', 'high: dense bf16, tested on 64 runs like it, 6 % off in the mean')
+    """
+    unit, scale = ("ms", 1e3) if known.high_s < 1 else ("s", 1.0)
+    digits = max(0, 2 - math.floor(math.log10(scale * known.high_s)))
+    low, high = (f"{value * scale:,.{digits}f}" for value in (known.low_s, known.high_s))
+    return f"{low} to {high} {unit}"
+
+
+def confidence_words(known: Uncertainty) -> str:
+    """How far to trust a prediction, and why."""
+    return f"{known.confidence}: {_tested(known)}"
+
+
+def _tested(known: Uncertainty) -> str:
+    if not known.runs:
+        return f"{known.kind}, tested on no run like it"
+    runs = "1 run" if known.runs == 1 else f"{known.runs:,} runs"
+    return f"{known.kind}, tested on {runs} like it, {known.error_percent:.0f} % off in the mean"
+
+
+def chance(share: float) -> str:
+    """A chance for people, which is never quite 0 and never quite 1.
+
+    >>> chance(0.0004), chance(0.024), chance(0.57), chance(0.9999)
+    ('below 0.1 %', '2 %', '57 %', 'above 99.9 %')
+    """
+    if share < 0.001:
+        return "below 0.1 %"
+    if share > 0.999:
+        return "above 99.9 %"
+    digits = 0 if 0.01 <= share <= 0.99 else 1
+    return f"{100 * share:.{digits}f} %"
+
+
+def fastest_words(plan: ParallelPlan) -> str:
+    """The plan with the shortest predicted step beside the one chosen; nothing where it is that."""
+    choice = plan.choice
+    if choice is None or not choice.separates or not plan.alternatives:
+        return ""
+    fastest = plan.alternatives[0]
+    return (
+        f"the shortest predicted step, {format_seconds(fastest.iteration_time_s)} by runner-up 1: "
+        f"this plan is {choice.slower_percent:.2f} % slower and has "
+        f"{_listed(choice.separates)}"
+    )
+
+
+def _listed(parts: Sequence[str]) -> str:
+    *first, last = parts
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def ties(plan: ParallelPlan) -> str:
+    """Which runners-up may be as fast as the plan; nothing where that is not known."""
+    open_ = [
+        number
+        for number, other in enumerate(plan.alternatives, start=1)
+        if other.chance_slower is not None and 1 - SURE < other.chance_slower < SURE
+    ]
+    if not open_:
+        return ""
+    which = f"runner{'s' if len(open_) > 1 else ''}-up {_numbers(open_)}"
+    return (
+        f"A tie within the error of predictions: whether {which} "
+        f"{'are' if len(open_) > 1 else 'is'} slower than the plan is less than "
+        f"{100 * SURE:.0f} % sure."
+    )
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """Numbers, neighbours joined.
+
+    >>> _numbers([1, 2, 3, 5])
+    '1 to 3, 5'
+    """
+    runs = []
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in run]
+        runs.append(str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}")
+    return ", ".join(runs)
 
 
 def goodput_words(found: Goodput, num_gpus: int, step_s: Seconds) -> str:
@@ -118,6 +242,11 @@ def _unproven(record: SearchRecord) -> str:
 def _verdict(record: SearchRecord) -> str:
     if record.certificate == "optimal":
         return "Optimal: no other plan in the searched space is faster under this cost model."
+    if record.certificate == "chosen":
+        return (
+            f"The fastest plan of the searched space under this cost model is known, and this one "
+            f"is {record.gap_percent:.2f} % slower than it."
+        )
     if record.certificate == "runner-up":
         return f"A runner-up, as asked for: {record.gap_percent:.2f} % slower than the best plan."
     which = "this plan" if record.solved else "this first plan that fits, by a rule of thumb,"

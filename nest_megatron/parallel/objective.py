@@ -1,0 +1,94 @@
+"""What a plan is chosen for, how sure its prediction is, and what the choice was between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nest_megatron.names import Name
+from nest_megatron.units import Seconds
+
+
+class Objective(Name):
+    """What the chosen plan has least of.
+
+    * ``nominal``: the predicted step, as the exact search proves it.
+    * ``expected``: the mean step under the predictive distribution over the chance to start, that
+      is one less the chance to run out of memory.
+    * ``cautious``: the step that 9 of 10 runs stay below, over the same chance, where the chance to
+      run out of memory is below a limit.
+    """
+
+    NOMINAL = "nominal"
+    EXPECTED = "expected"
+    CAUTIOUS = "cautious"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uncertainty:
+    """How far a prediction can be off.
+
+    Args:
+        mean_s: mean step of the predictive distribution.
+        low_s, high_s: 9 of 10 runs lie between them.
+        percentile_90_s: 9 of 10 runs take less.
+        confidence: ``high``, ``medium`` or ``low``.
+        kind: what the plan has in common with the runs that such predictions were tested on.
+        runs: how many they are.
+        error_percent: how far off those predictions were, in the mean.
+        out_of_memory: chance that the job runs out of memory.
+    """
+
+    mean_s: Seconds
+    low_s: Seconds
+    high_s: Seconds
+    percentile_90_s: Seconds
+    confidence: str
+    kind: str
+    runs: int
+    error_percent: float
+    out_of_memory: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How a plan was chosen among those that the search kept.
+
+    Args:
+        tie_percent: plans so close to the best under the objective count as equal.
+        num_layouts: fastest layouts that were compared.
+        num_relatives: plans near them that were compared too: with even stages, fewer virtual
+            stages or less memory.
+        value_s: the plan's value under the objective.
+        bound_s: no plan of the space has a smaller one, proven.
+        slower_percent: the plan's predicted step over that of the fastest one.
+        separates: what the plan has that the fastest one has not; empty where it is the fastest.
+    """
+
+    objective: Objective
+    tie_percent: float
+    num_layouts: int
+    num_relatives: int
+    value_s: Seconds
+    bound_s: Seconds
+    slower_percent: float
+    separates: tuple[str, ...]
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether no plan of the space can be better by more than a tie."""
+        return self.value_s <= self.bound_s * (1 + self.tie_percent / 100)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortlist:
+    """The fewest plans that hold the fastest with a chance of 95 %.
+
+    Args:
+        numbers: of runners-up, from 1; 0 is the plan itself. The likeliest first.
+        chances: of each of them, to be the fastest of the plan and its runners-up.
+        measurements: what would tell most which of them is the fastest, the most useful first.
+    """
+
+    numbers: tuple[int, ...]
+    chances: tuple[float, ...]
+    measurements: tuple[str, ...]

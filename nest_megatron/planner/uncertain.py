@@ -1,0 +1,104 @@
+"""How sure the prediction of a solved plan is: of its step, and of its memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from nest_megatron.cost_model.mechanisms import Mechanism
+from nest_megatron.cost_model.memory_uncertainty import (
+    allocatable_bytes,
+    headroom_for,
+    out_of_memory_probability,
+    peak_error,
+)
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.shortlist import Measurement, measurements, shortlist
+from nest_megatron.cost_model.uncertainty import Predictive
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.objective import Objective, Shortlist, Uncertainty
+from nest_megatron.units import Bytes
+
+#: Chance with which the fastest plan is on a shortlist.
+LEVEL = 0.95
+
+
+def described(known: Predictive, out_of_memory: float) -> Uncertainty:
+    """A predictive distribution in few numbers, for plan files."""
+    low_s, high_s = known.interval(0.9)
+    return Uncertainty(
+        mean_s=known.expected_s,
+        low_s=low_s,
+        high_s=high_s,
+        percentile_90_s=known.quantile_s(0.9),
+        confidence=known.confidence.level,
+        kind=known.confidence.kind,
+        runs=known.confidence.runs,
+        error_percent=known.confidence.error_pct,
+        out_of_memory=out_of_memory,
+    )
+
+
+def out_of_memory(model: CostModel, grid: Grid, peak_bytes: Bytes) -> float:
+    """Chance that a plan runs out of memory."""
+    limit = allocatable_bytes(model.cluster.accelerator, model.settings)
+    return out_of_memory_probability(peak_bytes, limit, peak_error(grid.zero))
+
+
+def bytes_with_risk(model: CostModel, grid: Grid, risk: float) -> Bytes:
+    """The predicted peak with which a plan runs out of memory so often."""
+    limit = allocatable_bytes(model.cluster.accelerator, model.settings)
+    return int(limit * (1.0 - headroom_for(risk, peak_error(grid.zero))))
+
+
+def least_ratio(known: Predictive, objective: Objective) -> float:
+    """No plan of a job has less under an objective than this times its predicted step.
+
+    Args:
+        known: any plan of the job; what widens the errors of all of them alike is the least that
+            widens the error of one.
+    """
+    least = dataclasses.replace(known, shares={}, features=known.features & {*known.scales.job})
+    value_s = least.expected_s if objective is Objective.EXPECTED else least.quantile_s(0.9)
+    return value_s / least.median_s
+
+
+def shortlisted(plans: Sequence[Predictive]) -> Shortlist:
+    """The fewest of some plans that hold the fastest, and what to measure to know more."""
+    found = shortlist(plans, LEVEL)
+    return Shortlist(
+        numbers=found.plans,
+        chances=tuple(found.chances[number] for number in found.plans),
+        measurements=tuple(_words(each) for each in measurements(plans, LEVEL)),
+    )
+
+
+_PIECES = {
+    Mechanism.GEMM: "matrix products",
+    Mechanism.ATTENTION: "attention",
+    Mechanism.GROUPED_GEMM: "the experts' grouped products",
+    Mechanism.MEMORY_BOUND: "norms, activations and other kernels that memory bounds",
+    Mechanism.LAUNCH: "the time to launch kernels",
+    Mechanism.OPTIMIZER: "the optimizer step",
+}
+_TRAFFIC = {
+    Mechanism.TENSOR: "tensor-parallel",
+    Mechanism.CONTEXT: "context-parallel",
+    Mechanism.EXPERT: "the experts', inside nodes",
+    Mechanism.EXPERT_NETWORK: "the experts', across nodes",
+    Mechanism.REPLICAS: "replicas'",
+    Mechanism.FSDP: "FSDP's",
+}
+
+
+def _words(found: Measurement) -> str:
+    """A measurement and what it is worth, for people."""
+    if found.plan is not None:
+        what = "a run of " + ("the plan" if found.plan == 0 else f"runner-up {found.plan}")
+    elif found.mechanism in _PIECES:
+        what = f"a profile of {_PIECES[found.mechanism]}"
+    else:
+        assert found.mechanism is not None
+        what = f"a test of the network with traffic like {_TRAFFIC[found.mechanism]}"
+    left = f"{found.shortlist_size:.1f}"
+    return f"{what}: {left} plans left on average, a choice {found.gain_percent:.1f} % faster"

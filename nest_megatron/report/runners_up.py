@@ -1,0 +1,157 @@
+"""Tables of a plan's runners-up: all of them, and those that could be the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from nest_megatron.parallel.plan import Alternative, ParallelPlan
+from nest_megatron.report.fitting import FittingTable
+from nest_megatron.report.words import chance, incomplete_ranking, range_words, ties
+from nest_megatron.units import GIB, format_seconds
+
+#: What a column of the runners-up says where nothing is unusual; a degree is 1.
+_USUAL = {"Order": "dp-pp", "Recompute": "none"}
+_SHORT = {
+    "core_attn": "attn",
+    "moe_act": "act",
+    "layernorm": "norm",
+    "mla_up_proj": "mla",
+    "shared_experts": "shared",
+}
+
+
+def alternatives_table(plan: ParallelPlan) -> RenderableType:
+    """Runners-up under the plan itself; columns that say the usual throughout are left out.
+
+    "Sure" is the chance that a runner-up is the slower one of the two.
+    """
+    columns: dict[str, list[str]] = {"#": ["plan"], "Iteration": [], "Slower": ["-"], "Sure": [""]}
+    columns["Iteration"].append(format_seconds(plan.predicted.iteration_time_s))
+    for number, other in enumerate(plan.alternatives, start=1):
+        columns["#"].append(str(number))
+        columns["Iteration"].append(format_seconds(other.iteration_time_s))
+        columns["Slower"].append(f"{other.slower_percent:.2f} %")
+        sure = other.chance_slower
+        columns["Sure"].append("" if sure is None else f"{100 * sure:.0f} %")
+    if not any(columns["Sure"]):
+        del columns["Sure"]
+    rows = [_plan_degrees(plan), *(_degree_cells(plan, other) for other in plan.alternatives)]
+    columns |= _unusual(plan, rows)
+    table = _table(columns)
+    said = [words for words in (ties(plan), incomplete_ranking(plan.search)) if words]
+    return Group(table, *(Padding(Text(words), (0, 2)) for words in said))
+
+
+def shortlist_report(plan: ParallelPlan) -> RenderableType:
+    """Which of a plan and its runners-up could be the fastest, and what would tell."""
+    found = plan.shortlist
+    assert found is not None, "a shortlist was asked for"
+    said = (
+        f"The fastest of the plan and its {len(plan.alternatives)} runners-up is one of these "
+        f"with {100 * sum(found.chances):.0f} % (Best: the chance of each)."
+    )
+    table = FittingTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
+    for head in ("#", "Best", "Step", "9 of 10 runs", "GiB", "Runs out"):
+        table.add_column(head, justify="left" if head == "#" else "right", no_wrap=True)
+    table.add_column("Layout", overflow="fold")
+    for number, share in zip(found.numbers, found.chances, strict=True):
+        table.add_row(*_shortlist_row(plan, number, share), style=None if number else "bold")
+    parts: list[RenderableType] = [
+        Text("\nWhich plans could be the fastest", style="bold cyan"),
+        Padding(Text(said), (0, 2)),
+        table,
+    ]
+    if found.measurements:
+        parts.append(Text("What would tell most which of them is", style="bold cyan"))
+        parts += [Padding(Text(f"- {each}"), (0, 2)) for each in found.measurements]
+    return Group(*parts)
+
+
+def _shortlist_row(plan: ParallelPlan, number: int, share: float) -> list[str]:
+    other = plan.alternatives[number - 1] if number else None
+    known = plan.uncertainty if other is None else other.uncertainty
+    predicted = plan.predicted if other is None else other
+    cells = _plan_degrees(plan) if other is None else _degree_cells(plan, other)
+    usual = {"GPUs": str(plan.cluster.num_gpus), **_USUAL}
+    assert known is not None
+    return [
+        str(number) if number else "plan",
+        f"{100 * share:.0f} %",
+        format_seconds(predicted.iteration_time_s),
+        range_words(known),
+        f"{(predicted.peak_memory_bytes or 0) / GIB:.1f}",
+        chance(known.out_of_memory),
+        " ".join(f"{name} {cell}" for name, cell in cells.items() if cell != usual.get(name, "1")),
+    ]
+
+
+def _unusual(plan: ParallelPlan, rows: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """Columns of degrees, those left out that say the usual throughout."""
+    columns = {}
+    for name in rows[0]:
+        cells = [row[name] for row in rows]
+        usual = str(plan.cluster.num_gpus) if name == "GPUs" else _USUAL.get(name, "1")
+        if name in ("TP", "PP", "DP") or {*cells} != {usual}:
+            columns[name] = cells
+    return columns
+
+
+def _table(columns: Mapping[str, Sequence[str]]) -> FittingTable:
+    table = FittingTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
+    for head, cells in columns.items():
+        # What is computed again is the one text that gives way on a narrow terminal.
+        widest = max(map(len, (head, *cells)))
+        last = head == "Recompute"
+        table.add_column(
+            head,
+            justify="left" if last or head == "#" else "right",
+            no_wrap=True,
+            min_width=6 if last else widest,
+        )
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row, style="bold" if row[0] == "plan" else None)
+    return table
+
+
+def _degree_cells(plan: ParallelPlan, other: Alternative) -> dict[str, str]:
+    return {
+        "GPUs": str(other.num_gpus),
+        "TP": str(other.tensor_model_parallel_size),
+        "PP": str(other.pipeline_model_parallel_size),
+        "VPP": str(other.virtual_pipeline_model_parallel_size or 1),
+        "CP": str(other.context_parallel_size),
+        "DP": str(other.data_parallel_size),
+        "EP": str(other.expert_model_parallel_size),
+        "ETP": str(other.expert_tensor_parallel_size),
+        "MBS": str(other.micro_batch_size),
+        "ZeRO": str(other.zero_stage),
+        "Order": str(other.rank_order).removeprefix("tp-cp-ep-"),
+        "Recompute": "+".join(_SHORT.get(name, name) for name in other.recompute.split("+")),
+    }
+
+
+def _plan_degrees(plan: ParallelPlan) -> dict[str, str]:
+    grid, dims = plan.grid(), plan.grid().dims
+    own = Alternative(
+        num_gpus=plan.placement.num_gpus,
+        tensor_model_parallel_size=dims.tensor_model_parallel_size,
+        pipeline_model_parallel_size=dims.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=dims.virtual_pipeline_model_parallel_size,
+        context_parallel_size=dims.context_parallel_size,
+        data_parallel_size=dims.data_parallel_size,
+        expert_model_parallel_size=dims.expert_model_parallel_size,
+        expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
+        micro_batch_size=grid.micro_batch_size,
+        zero_stage=int(grid.zero),
+        recompute=grid.recompute.label(),
+        rank_order=dims.rank_order,
+        pipeline_model_parallel_layout=None,
+        iteration_time_s=plan.predicted.iteration_time_s,
+        slower_percent=0.0,
+    )
+    return _degree_cells(plan, own)

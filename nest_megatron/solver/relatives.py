@@ -1,0 +1,142 @@
+"""Relatives of a solved plan: simpler ones, and some that need less memory.
+
+The search keeps the fastest plan of a layout. What it leaves out of the same layout is a little
+slower and may be worth more: stages that Megatron cuts by itself, fewer virtual stages, a smaller
+micro batch, one more module that is computed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
+from nest_megatron.cost_model.stage_problems import StageProblems
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity, RecomputeMethod
+from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.one_partition import judging_even
+from nest_megatron.solver.outcome import StageSolver
+from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.units import Bytes, Ticks
+
+#: Partial partitions that are looked at for the stages of a relative.
+_MOST_NODES = 1 << 12
+#: Shares of a chunk's layers that a relative computes again as a whole.
+_BLOCKS = (1 / 8, 1 / 4)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Relative:
+    """A solved plan with the memory of its fullest rank."""
+
+    plan: SolvedGrid
+    peak_bytes: Bytes
+
+
+def peak_bytes(problem: PipelineProblem, boundaries: tuple[int, ...]) -> Bytes:
+    """What the fullest rank of a partition needs."""
+    chunks = [chunk_cost(problem, first, end) for first, end in pairwise(boundaries)]
+    step = problem.num_stages
+    return max(
+        rank_memory(problem, rank, chunks[rank::step]).total for rank in range(problem.num_stages)
+    )
+
+
+def relatives(
+    grids: GridSpace, plan: SolvedGrid, solve: StageSolver, slowest: Ticks, comfortable: Bytes
+) -> Iterator[Relative]:
+    """A plan, and others of its layout, each with its memory.
+
+    Args:
+        grids: what may be chosen.
+        slowest: what takes longer is left out; the plan itself is not.
+        comfortable: plans that need more have relatives that need less.
+    """
+    own = StageProblems(grids.model, plan.grid).problem(plan.grid.recompute)
+    peak = peak_bytes(own, plan.boundaries)
+    yield Relative(plan=plan, peak_bytes=peak)
+    if plan.iteration > slowest or grids.space.partition is not None:
+        return
+    seen = {(plan.grid, plan.boundaries)}
+    near = [*_fewer_virtual_stages(grids, plan.grid)]
+    if peak > comfortable:
+        near += _less_memory(grids, plan.grid)
+    for grid in dict.fromkeys(near):
+        problem = StageProblems(grids.model, grid).problem(grid.recompute)
+        for boundaries, iteration in _solved(grids, problem, solve, slowest, comfortable):
+            if (grid, boundaries) not in seen:
+                seen.add((grid, boundaries))
+                found = SolvedGrid(grid=grid, boundaries=boundaries, iteration=iteration)
+                yield Relative(plan=found, peak_bytes=peak_bytes(problem, boundaries))
+
+
+def _solved(
+    grids: GridSpace,
+    problem: PipelineProblem,
+    solve: StageSolver,
+    slowest: Ticks,
+    comfortable: Bytes,
+) -> Iterator[tuple[tuple[int, ...], Ticks]]:
+    """Partitions of a problem: Megatron's own, the fastest, the fastest in less memory."""
+    less = min(comfortable, problem.capacity_bytes)
+    asked = [(solve, problem), (solve, dataclasses.replace(problem, capacity_bytes=less))]
+    if grids.space.even_stages:
+        asked = [(solve, problem)]  # which knows no other stages
+    elif problem.num_stages == 1:
+        asked = asked[:1]
+    elif grids.model.spec.num_layers % problem.num_chunks == 0:
+        asked.insert(0, (judging_even(solve, grids.model.spec), problem))
+    for judge, posed in asked:
+        found = judge(posed, slowest + 1, _MOST_NODES)
+        if found.boundaries:
+            yield found.boundaries, found.iteration
+
+
+def _fewer_virtual_stages(grids: GridSpace, grid: Grid) -> Iterator[Grid]:
+    """A grid with every number of virtual stages up to its own that Megatron accepts."""
+    own = grid.dims.virtual_pipeline_model_parallel_size
+    one = dataclasses.replace(grid.dims, virtual_pipeline_model_parallel_size=1)
+    for laid in grids.interleavings(dataclasses.replace(grid, dims=one)):
+        if laid.dims.virtual_pipeline_model_parallel_size > own:
+            return
+        yield from _as_carried_out(grids, laid, grid.recompute)
+
+
+def _as_carried_out(grids: GridSpace, grid: Grid, recompute: Recompute) -> Iterator[Grid]:
+    """A grid as its execution says, or, where that is not possible there, in every other way."""
+    ways = list(grids.executions(grid))
+    same = [way for way in ways if way.execution == grid.execution]
+    for way in same or ways:
+        if recompute in grids.recompute_settings(way):
+            yield dataclasses.replace(way, recompute=recompute)
+
+
+def _less_memory(grids: GridSpace, grid: Grid) -> Iterator[Grid]:
+    """A grid with half the micro batch, the next ZeRO stage, or more that is computed again."""
+    half, rest = divmod(grid.micro_batch_size, 2)
+    sizes = grids.space.values("micro_batch_size", grids.batch_unit, grids.model.cluster)
+    if not rest and half in sizes:
+        smaller = dataclasses.replace(grid, micro_batch_size=half)
+        yield from _fewer_virtual_stages(grids, smaller)
+    for zero in grids.zero_stages(grid.dims):
+        if zero == grid.zero + 1:
+            more = dataclasses.replace(grid, zero=zero)
+            yield from _as_carried_out(grids, more, grid.recompute)
+    for recompute in _more_recompute(grids, grid):
+        yield from _as_carried_out(grids, grid, recompute)
+
+
+def _more_recompute(grids: GridSpace, grid: Grid) -> Iterator[Recompute]:
+    """Settings that compute one module more again, or a part of the layers as a whole."""
+    own = set(grid.recompute.modules)
+    layers = grids.largest_block(grid.dims.num_chunks)
+    blocks = {math.ceil(share * layers) for share in _BLOCKS}
+    whole = grid.recompute.granularity is RecomputeGranularity.FULL
+    for recompute in grids.recompute_settings(grid):
+        is_next = len(recompute.modules) == len(own) + 1 and own < set(recompute.modules)
+        is_block = recompute.method is RecomputeMethod.BLOCK and recompute.num_layers in blocks
+        if not whole and (is_next or is_block):
+            yield recompute
