@@ -11,6 +11,8 @@ from nest_megatron.baselines.job import Choice, Job
 from nest_megatron.baselines.registry import NAMES, Baseline, baselines_named
 from nest_megatron.cost_model.estimate import mean_terms
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.uncertainty import predictive, probability_faster
+from nest_megatron.parallel.objective import SURE, Objective
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import EndedEarly, NoPlan, PlanRequest, plan
 from nest_megatron.planner.assemble import assemble, nothing_searched
@@ -34,6 +36,7 @@ class Compared:
         relative_throughput: its throughput over that of ``nest``; ``None`` without both plans.
         terms: seconds of its step by what they go into, the mean of all pipeline ranks.
         differences: seconds that each of them takes more than in the plan of ``nest``.
+        chance_slower: that its plan is slower than that of ``nest``; ``None`` without both plans.
         ended_early: whether time ended its search before it had a plan.
     """
 
@@ -46,7 +49,14 @@ class Compared:
     relative_throughput: float | None = None
     terms: dict[str, Seconds] = dataclasses.field(default_factory=dict)
     differences: dict[str, Seconds] = dataclasses.field(default_factory=dict)
+    chance_slower: float | None = None
     ended_early: bool = False
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether predictions are too far off to tell which of both plans is faster."""
+        chance = self.chance_slower
+        return chance is not None and 1 - SURE < chance < SURE
 
     @property
     def lost_s(self) -> Seconds:
@@ -84,13 +94,13 @@ def compare(
     others = []
     for baseline in baselines:
         told(baseline.name)
-        others.append(_against(ours, _theirs(request, baseline)))
+        others.append(_against(request, ours, _theirs(request, baseline)))
     return (ours, *others)
 
 
 def _ours(request: PlanRequest) -> Compared:
-    """Our own answer; runners-up are not ranked, because the others have none either."""
-    found = plan(dataclasses.replace(request, num_alternatives=0))
+    """Our own answer, chosen as the others choose: by the predicted step, without runners-up."""
+    found = plan(dataclasses.replace(request, num_alternatives=0, objective=Objective.NOMINAL))
     title = "this project: exact, aware of network and memory"
     search_s, candidates = found.search.seconds, found.search.candidates
     if not isinstance(found, ParallelPlan):
@@ -169,7 +179,7 @@ def _assembled(request: PlanRequest, model: CostModel, choice: Choice) -> Parall
     return assemble(model, request.settings, choice.plan, (), nothing_searched())
 
 
-def _against(ours: Compared, theirs: Compared) -> Compared:
+def _against(request: PlanRequest, ours: Compared, theirs: Compared) -> Compared:
     """A baseline's answer with what it loses."""
     if ours.plan is None or theirs.plan is None:
         return theirs
@@ -178,4 +188,14 @@ def _against(ours: Compared, theirs: Compared) -> Compared:
         theirs,
         relative_throughput=best.iteration_time_s / other.iteration_time_s,
         differences={name: theirs.terms[name] - ours.terms[name] for name in ours.terms},
+        chance_slower=_chance_slower(_model(request), ours.plan, theirs.plan),
     )
+
+
+def _chance_slower(model: CostModel, ours: ParallelPlan, theirs: ParallelPlan) -> float:
+    """Chance that their step takes longer than ours."""
+    a, b = (
+        predictive(model, plan.grid(), plan.partition(), plan.predicted.iteration_time_s)
+        for plan in (ours, theirs)
+    )
+    return probability_faster(a, b)

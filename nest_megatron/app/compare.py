@@ -153,6 +153,8 @@ def _plain_row(row: Compared) -> dict[str, Any]:
         "iteration_time_s": found and found.predicted.iteration_time_s,
         "tokens_per_s": found and tokens_per_s(found),
         "relative_throughput": row.relative_throughput,
+        "chance_slower": row.chance_slower,
+        "tie": None if row.chance_slower is None else row.is_tie,
         "peak_memory_bytes": found and found.predicted.peak_memory_bytes,
         "micro_batch_size": found and found.train.micro_batch_size,
         "parallel": found and to_plain(found.parallel),

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from nest_megatron.names import Name
 from nest_megatron.units import Seconds
 
+#: Chance from which one of two plans counts as the faster one; below it they tie.
+SURE = 0.9
+
 
 class Objective(Name):
     """What the chosen plan has least of.

@@ -65,7 +65,7 @@ def _cells(row: Compared) -> list[str]:
         row.name,
         format_seconds(predicted.iteration_time_s),
         f"{tokens_per_s(row.plan):,.0f}",
-        "-" if share is None else f"{100 * share:.1f}%",
+        "-" if share is None else f"{100 * share:.1f}%{' tie' if row.is_tie else ''}",
         "\n".join(layout_words(row.plan)),
         f"{predicted.peak_memory_bytes / GIB:.1f}",
         search,
@@ -112,8 +112,9 @@ def why(row: Compared) -> str:
         return f"{_capital(row.reason)}."
     if worst is None or share >= _EQUAL:
         return f"As fast as {NEST}. Chosen as {row.reason}."
+    tie = "A tie within the error of predictions. " if row.is_tie else ""
     lost, most = format_seconds(row.lost_s), format_seconds(row.differences[worst])
-    return f"Loses {lost} a step, most in {_words(worst)}: +{most}. Chosen as {row.reason}."
+    return f"{tie}Loses {lost} a step, most in {_words(worst)}: +{most}. Chosen as {row.reason}."
 
 
 def _words(term: str) -> str:

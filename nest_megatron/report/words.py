@@ -8,7 +8,7 @@ from itertools import groupby
 
 from nest_megatron.cost_model.memory import PEAK_ERROR, PUBLIC_PEAK_ERROR, within_error
 from nest_megatron.errors import typed_setting
-from nest_megatron.parallel.objective import Choice, Objective, Uncertainty
+from nest_megatron.parallel.objective import SURE, Choice, Objective, Uncertainty
 from nest_megatron.parallel.plan import Goodput, ParallelPlan, SearchRecord
 from nest_megatron.planner.ended import EndedEarly
 from nest_megatron.profile.records import ANALYTIC_NAME
@@ -31,8 +31,6 @@ TERM_WORDS = {
 }
 
 
-#: Chance from which one of two plans counts as the faster one.
-SURE = 0.9
 #: Said of every prediction that no measured profile stands behind.
 MAX_SECONDS = "search.max_seconds"
 UNMEASURED = "published measurements of other clusters (docs/accuracy.md), no profile of this one"
