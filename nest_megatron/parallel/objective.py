@@ -65,6 +65,7 @@ class Choice:
         bound_s: no plan of the space has a smaller one, proven.
         slower_percent: the plan's predicted step over that of the fastest one.
         separates: what the plan has that the fastest one has not; empty where it is the fastest.
+        max_out_of_memory_percent: the limit under ``cautious``, where no plan keeps it.
     """
 
     objective: Objective
@@ -75,6 +76,7 @@ class Choice:
     bound_s: Seconds
     slower_percent: float
     separates: tuple[str, ...]
+    max_out_of_memory_percent: float | None = None
 
     @property
     def is_proven(self) -> bool:

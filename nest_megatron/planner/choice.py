@@ -146,6 +146,7 @@ def choose_plan(
         bound_s=lower_s * least_ratio(taken.step, objective),
         slower_percent=100.0 * (taken.solved.iteration / plans[0].iteration - 1.0),
         separates=tuple(_separates(taken, known[plans[0]], objective)),
+        max_out_of_memory_percent=_missed_limit(request, taken),
     )
     return Chosen(
         plan=taken.solved,
@@ -250,6 +251,13 @@ def _allowed(request: PlanRequest, candidates: Sequence[Candidate]) -> list[Cand
     most = request.max_out_of_memory_percent / 100
     allowed = [each for each in candidates if each.out_of_memory <= most]
     return allowed or [min(candidates, key=lambda each: each.out_of_memory)]
+
+
+def _missed_limit(request: PlanRequest, taken: Candidate) -> float | None:
+    """The limit on the chance to run out of memory, where the plan taken has more."""
+    most = request.max_out_of_memory_percent
+    missed = request.objective is Objective.CAUTIOUS and 100 * taken.out_of_memory > most
+    return most if missed else None
 
 
 def _separates(taken: Candidate, fastest: Candidate, objective: Objective) -> Iterator[str]:

@@ -67,6 +67,12 @@ def _choice_words(choice: Choice) -> str:
         f"{layouts}{others}; those within {choice.tie_percent:g} % of the best are equal, and the "
         "simplest of them is taken."
     )
+    if choice.max_out_of_memory_percent is not None:
+        said = (
+            f"None of the {layouts}{others} runs out of memory with a chance of at most "
+            f"{choice.max_out_of_memory_percent:g} % (search.max_out_of_memory_percent): the one "
+            "with the least chance is taken."
+        )
     value, bound = format_seconds(choice.value_s), format_seconds(choice.bound_s)
     if choice.is_proven:
         return f"{said} Proven: no plan of the space has less than {bound}, this one has {value}."

@@ -55,6 +55,8 @@ def test_top_level_keys_are_the_documented_ones() -> None:
         "search",
         "provenance",
         "launch",
+        "uncertainty",
+        "choice",
     ]
 
 

@@ -1,0 +1,364 @@
+"""Which of the plans that a search kept is taken, and what is said of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+from functools import cache
+
+import pytest
+from rich.console import Console, RenderableType
+
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.pipeline import evaluate
+from nest_megatron.errors import UserInputError
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.layout import is_uniform
+from nest_megatron.parallel.objective import Objective
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner import PlanRequest, plan
+from nest_megatron.planner import choice as choosing
+from nest_megatron.planner.choice import NUM_COMPARED, Candidate, choose_plan
+from nest_megatron.report.html import html_report
+from nest_megatron.report.launched import launched_report
+from nest_megatron.report.terminal import plan_report
+from nest_megatron.report.words import proof
+from nest_megatron.solver.backend import choose, solver_of
+from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.ranking import SearchResult
+from nest_megatron.solver.relatives import relatives
+from nest_megatron.solver.search import Search
+from tests import catalogue
+from tests.app.runs import run
+
+JOBS = [("llama3_70b", 64), ("mixtral_8x7b", 16), ("llama3_8b", 8)]
+NAMED = ("model=llama3_70b", "cluster=dgx_h100", "cluster.num_gpus=64")
+
+
+def request(model: str = "llama3_70b", num_gpus: int = 64, **changes: object) -> PlanRequest:
+    return PlanRequest(
+        spec=catalogue.model(model),
+        cluster=catalogue.cluster("dgx_h100", num_gpus),
+        global_batch_size=128,
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def found(asked: PlanRequest, **options: int) -> ParallelPlan:
+    answer = plan(asked, **options)
+    assert isinstance(answer, ParallelPlan)
+    return answer
+
+
+@cache
+def planned(model: str, num_gpus: int, objective: Objective) -> ParallelPlan:
+    return found(request(model, num_gpus, objective=objective))
+
+
+@cache
+def searched(model: str, num_gpus: int) -> tuple[GridSpace, SearchResult]:
+    asked = request(model, num_gpus)
+    search = Search(
+        CostModel(asked.spec, asked.cluster, asked.settings),
+        asked.global_batch_size,
+        asked.space,
+        solver_of(choose(None), lambda: False),
+        num_layouts=NUM_COMPARED,
+    )
+    return search.grids, search.run()
+
+
+def chosen(model: str, num_gpus: int, **changes: object) -> choosing.Chosen:
+    grids, result = searched(model, num_gpus)
+    asked = request(model, num_gpus, **changes)
+    return choose_plan(asked, grids, result, solver_of(choose(None), lambda: False))
+
+
+def text_of(report: RenderableType) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(report)
+    assert isinstance(console.file, io.StringIO)
+    return " ".join(console.file.getvalue().split())
+
+
+@pytest.mark.parametrize(("model", "num_gpus"), JOBS)
+def test_nominal_is_what_the_search_proves(model: str, num_gpus: int) -> None:
+    best = planned(model, num_gpus, Objective.NOMINAL)
+    _, result = searched(model, num_gpus)
+    assert best.search.certificate == "optimal"
+    assert best.grid() == result.plans[0].grid
+    assert best.partition().boundaries == result.plans[0].boundaries
+    assert best.choice is None
+
+
+@pytest.mark.parametrize("objective", [Objective.EXPECTED, Objective.CAUTIOUS])
+@pytest.mark.parametrize(("model", "num_gpus"), JOBS)
+def test_the_fastest_stands_beside_the_plan(
+    model: str, num_gpus: int, objective: Objective
+) -> None:
+    nominal = planned(model, num_gpus, Objective.NOMINAL)
+    taken = planned(model, num_gpus, objective)
+    assert taken.choice is not None
+    assert taken.choice.objective is objective
+    if taken.grid() == nominal.grid() and taken.partition() == nominal.partition():
+        assert taken.search.certificate == "optimal"
+        return
+    fastest = taken.alternatives[0]
+    assert fastest.iteration_time_s == nominal.predicted.iteration_time_s
+    assert taken.search.certificate == "chosen"
+    assert taken.choice.separates
+    slower = 100 * (taken.predicted.iteration_time_s / fastest.iteration_time_s - 1)
+    assert taken.choice.slower_percent == pytest.approx(slower)
+    assert taken.search.gap_percent == pytest.approx(slower)
+    told = text_of(plan_report(taken))
+    assert "Preferred to" in told
+    assert all(words in told for words in taken.choice.separates)
+    assert "not taken" not in told
+
+
+def test_the_fastest_stands_there_however_few_runners_up_are_asked_for() -> None:
+    many = planned("llama3_70b", 64, Objective.EXPECTED)
+    none = found(request(num_alternatives=0))
+    assert none.grid() == many.grid()
+    assert none.partition() == many.partition()
+    assert none.alternatives == many.alternatives[:1]
+
+
+@pytest.mark.parametrize(("model", "num_gpus"), JOBS)
+def test_a_chosen_plan_is_least_by_its_objective(model: str, num_gpus: int) -> None:
+    for objective in (Objective.EXPECTED, Objective.CAUTIOUS):
+        taken = chosen(
+            model,
+            num_gpus,
+            objective=objective,
+            tie_percent=0.0,
+            max_out_of_memory_percent=20.0,
+        )
+        limit = 0.2 if objective is Objective.CAUTIOUS else 1.0
+        values = [
+            each.value(objective) for each in taken.known.values() if each.out_of_memory <= limit
+        ]
+        assert taken.choice is not None
+        assert taken.choice.value_s == min(values)
+
+
+@pytest.mark.parametrize(("model", "num_gpus"), JOBS)
+@pytest.mark.parametrize("percent", [0.5, 1.0, 3.0])
+def test_no_plan_of_a_tie_is_simpler(model: str, num_gpus: int, percent: float) -> None:
+    taken = chosen(model, num_gpus, tie_percent=percent)
+    mine, everything = taken.known[taken.plan], taken.known.values()
+    best = min(each.value(Objective.EXPECTED) for each in everything)
+    ties = [e for e in everything if e.value(Objective.EXPECTED) <= best * (1 + percent / 100)]
+    assert mine in ties
+    assert mine.complexity == min(each.complexity for each in ties)
+
+
+def candidate(**changes: object) -> Candidate:
+    taken = chosen("llama3_8b", 8)
+    known = dataclasses.replace(
+        taken.known[taken.plan],
+        is_custom=True,
+        changes=2,
+        peak_memory_bytes=60 << 30,
+        capacity_bytes=70 << 30,
+    )
+    return dataclasses.replace(known, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "simpler",
+    [
+        {"is_custom": False, "peak_memory_bytes": 69 << 30, "changes": 9},
+        {"peak_memory_bytes": 55 << 30, "changes": 9},
+        {"changes": 1},
+    ],
+)
+def test_ties_go_by_the_stated_order(simpler: dict[str, object]) -> None:
+    assert candidate(**simpler).complexity < candidate().complexity
+
+
+def test_memory_that_is_of_no_use_breaks_no_tie() -> None:
+    little, much = (candidate(peak_memory_bytes=gib << 30) for gib in (20, 40))
+    assert little.complexity == much.complexity
+
+
+def test_what_a_plan_changes_of_the_users_settings_is_counted() -> None:
+    taken = chosen("llama3_70b", 64)
+    dims = taken.plan.grid.dims
+    own = {
+        "tensor_model_parallel_size": dims.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": dims.pipeline_model_parallel_size,
+        "micro_batch_size": taken.plan.grid.micro_batch_size,
+        "train_iters": 10,
+    }
+    same = chosen("llama3_70b", 64, own=own)
+    assert same.known[taken.plan].changes == 0
+    other = chosen("llama3_70b", 64, own={**own, "micro_batch_size": 99})
+    assert other.known[taken.plan].changes == 1
+
+
+def test_cautious_takes_no_risk_above_its_limit() -> None:
+    taken = chosen("llama3_70b", 64, objective=Objective.CAUTIOUS, max_out_of_memory_percent=3.0)
+    assert taken.known[taken.plan].out_of_memory <= 0.03
+    least = chosen("llama3_70b", 64, objective=Objective.CAUTIOUS, max_out_of_memory_percent=0.0)
+    risks = [each.out_of_memory for each in least.known.values()]
+    assert least.known[least.plan].out_of_memory == min(risks)
+    told = proof(found(request(objective=Objective.CAUTIOUS, max_out_of_memory_percent=0.0)))
+    assert "None of the" in told
+
+
+@pytest.mark.parametrize(("model", "num_gpus"), JOBS)
+def test_relatives_are_plans_of_the_space(model: str, num_gpus: int) -> None:
+    grids, result = searched(model, num_gpus)
+    cost = grids.model
+    best = result.plans[0]
+    slowest = math.floor(1.1 * best.iteration)
+    solve = solver_of(choose(None), lambda: False)
+    named = [*relatives(grids, best, solve, slowest, cost.capacity_bytes // 2)]
+    assert named[0].plan == best
+    assert len({each.plan for each in named}) == len(named) > 1
+    for each in named:
+        answer = evaluate(cost.problem(each.plan.grid), each.plan.boundaries)
+        assert answer.iteration == each.plan.iteration <= slowest
+        assert answer.fits
+        assert max(rank.total for rank in answer.memory) == each.peak_bytes
+        assert each.plan.iteration >= best.iteration
+        family = dataclasses.replace(each.plan.grid, recompute=best.grid.recompute)
+        assert family.dims.world_size == num_gpus
+
+
+def test_even_stages_are_taken_where_they_cost_less_than_the_tie() -> None:
+    """The fastest plan of GPT-3 needs a layout; even stages cost 0.1 %."""
+    spec = catalogue.model("gpt3_175b")
+    asked = PlanRequest(
+        spec=spec, cluster=catalogue.cluster("dgx_a100", 512), global_batch_size=1536
+    )
+    nominal = found(dataclasses.replace(asked, objective=Objective.NOMINAL))
+    assert not is_uniform(spec, nominal.partition())
+    assert is_uniform(spec, found(asked).partition())
+
+
+def test_a_runner_up_is_the_one_of_the_list() -> None:
+    listed = planned("llama3_70b", 64, Objective.EXPECTED)
+    for number in (1, 2):
+        taken = found(request(), choose=number)
+        other = listed.alternatives[number - 1]
+        assert taken.predicted.iteration_time_s == other.iteration_time_s
+        assert taken.search.certificate == "runner-up"
+        assert taken.choice is None
+    with pytest.raises(UserInputError, match="runners-up"):
+        plan(request(), choose=99)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("search.objective", "fastest"),
+        ("search.tie_percent", "-1"),
+        ("search.tie_percent", "inf"),
+        ("search.tie_percent", "nan"),
+        ("search.max_out_of_memory_percent", "101"),
+    ],
+)
+def test_bad_settings_name_the_value(name: str, value: str) -> None:
+    done = run("plan", *NAMED, f"{name}={value}")
+    assert done.code == 2
+    assert name in done.err
+    assert value in done.err
+
+
+@pytest.mark.parametrize(("model", "num_gpus"), JOBS)
+def test_the_certificate_says_what_is_proven_under_the_objective(model: str, num_gpus: int) -> None:
+    taken = planned(model, num_gpus, Objective.EXPECTED)
+    choice = taken.choice
+    assert choice is not None
+    fastest_s = min(
+        [taken.predicted.iteration_time_s, *(o.iteration_time_s for o in taken.alternatives)]
+    )
+    assert fastest_s < choice.bound_s <= choice.value_s
+    assert "search.objective=expected" in proof(taken)
+    assert ("Proven:" in proof(taken)) == choice.is_proven
+    for each in chosen(model, num_gpus).known.values():
+        assert each.value(Objective.EXPECTED) >= choice.bound_s
+
+
+def test_a_search_that_time_ended_claims_no_fastest_plan() -> None:
+    early = found(request("mixtral_8x7b", 1024, max_seconds=1e-9))
+    assert early.search.certificate == "gap"
+    assert "Time ran out" in proof(early)
+    assert "is known" not in proof(early)
+
+
+def test_every_plan_says_its_range_everywhere() -> None:
+    taken = planned("llama3_70b", 64, Objective.EXPECTED)
+    known = taken.uncertainty
+    assert known is not None
+    assert known.low_s < taken.predicted.iteration_time_s < known.high_s
+    assert known.percentile_90_s < known.high_s
+    assert 0 < known.out_of_memory < 1
+    for told in (
+        text_of(plan_report(taken)),
+        text_of(launched_report(taken, (), ())),
+        html_report(taken),
+    ):
+        assert "9 of 10 runs" in told
+        assert "runs like it" in told
+        assert " % off in the mean" in told
+    assert "chance to run out" in text_of(plan_report(taken))
+    assert plan_file.load(plan_file.dump(taken)) == taken
+
+
+def test_runners_up_within_the_error_are_ties() -> None:
+    taken = planned("llama3_70b", 64, Objective.EXPECTED)
+    sure = [other.chance_slower for other in taken.alternatives]
+    assert all(each is not None and 0 < each < 1 for each in sure)
+    told = text_of(plan_report(taken))
+    assert "A tie within the error of predictions" in told
+    assert (
+        "A tie"
+        not in text_of(
+            plan_report(dataclasses.replace(taken, alternatives=taken.alternatives[-1:]))
+        )
+        or sure[-1] < 0.9
+    )  # type: ignore[operator]
+
+
+def test_estimate_says_its_range() -> None:
+    done = run("estimate", *NAMED, "parallel.tensor_model_parallel_size=8", "--json")
+    known = json.loads(done.out)["uncertainty"]
+    assert known["low_s"] < json.loads(done.out)["predicted"]["iteration_time_s"] < known["high_s"]
+    assert known["out_of_memory"] > 0.5  # it does not fit
+
+
+def test_the_shortlist_is_the_smallest_that_holds_the_best() -> None:
+    done = run("plan", *NAMED, "train.global_batch_size=128", "--shortlist", "--json")
+    document = json.loads(done.out)
+    short = document["shortlist"]
+    assert len(short["numbers"]) == len(short["chances"])
+    assert sum(short["chances"]) >= 0.95
+    assert sum(short["chances"][:-1]) < 0.95
+    assert short["chances"] == sorted(short["chances"], reverse=True)
+    assert max(short["numbers"]) <= len(document["alternatives"])
+    assert short["measurements"]
+
+
+@pytest.mark.parametrize("objective", Objective)
+def test_the_shortlist_is_printed(objective: Objective) -> None:
+    done = run(
+        "plan",
+        *NAMED,
+        "train.global_batch_size=128",
+        "--shortlist",
+        f"search.objective={objective}",
+    )
+    assert done.code == 0
+    assert "Which plans could be the fastest" in done.out
+    assert "What would tell most" in done.out
+
+
+def test_a_sweep_has_no_shortlist() -> None:
+    done = run("plan", "-m", *NAMED, "train.global_batch_size=128,256", "--shortlist")
+    assert done.code == 2
+    assert "--shortlist" in done.err
