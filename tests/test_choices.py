@@ -20,13 +20,8 @@ from nest_megatron.launchers.megatron_lm.execution_argv import EXECUTION_ARGUMEN
 from nest_megatron.launchers.megatron_lm.parser import VERSIONS, read_argv
 from nest_megatron.launchers.megatron_lm.read import read_job
 from nest_megatron.model.execution import Execution, FlexBackend, GraphImpl, TokenDispatcher
-from nest_megatron.parallel.knobs import (
-    KNOBS,
-    NUMERIC_KNOBS,
-    choices_of_execution,
-    knob_table,
-    numeric_table,
-)
+from nest_megatron.parallel.knobs import KNOBS, choices_of_execution, knob_table
+from nest_megatron.parallel.numeric_knobs import NUMERIC_KNOBS, numeric_table
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan
 from tests.launchers.requests import CARRIED

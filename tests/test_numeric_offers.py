@@ -6,13 +6,18 @@ import dataclasses
 
 import pytest
 
+from nest_megatron.cluster.records import Precision
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
-from nest_megatron.cost_model.estimate import estimate
+from nest_megatron.cost_model.estimate import Estimate, estimate
+from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.traits import Fp8Recipe
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan
+from nest_megatron.planner.numeric_offers import with_numeric_offers
 from nest_megatron.planner.request import PlanRequest
 
 JOB = ("model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=16", "train.global_batch_size=32")
@@ -51,12 +56,74 @@ def test_the_price_is_that_of_the_plans_own_layout() -> None:
 
 
 def test_what_the_job_has_chosen_is_not_offered() -> None:
-    bridge = [offer.knob.flags for offer in asked("target=megatron_bridge_0.3").numeric_offers]
+    bridge = flags("target=megatron_bridge_0.3")
     assert "--grad-reduce-in-bf16" not in bridge  # its recipes do so
-    names = [offer.knob.flags for offer in asked().numeric_offers]
-    assert not any("fp8" in name for name in names)
-    fp8 = [offer.knob.flags for offer in asked("train.precision=fp8").numeric_offers]
+    assert "--fp8-param-gather" not in flags()
+    fp8 = flags("train.precision=fp8")
     assert "--fp8-param-gather" in fp8
+    assert not any("nvfp4" in each or "capacity" in each for each in fp8)
+
+
+def flags(*words: str) -> list[str]:
+    return [offer.knob.flags for offer in asked(*words).numeric_offers]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "recipes"),
+    [
+        ("dgx_h100", {"tensorwise", "blockwise"}),
+        ("b200", {"tensorwise", "mxfp8", "nvfp4"}),
+        ("dgx_a100", set()),
+    ],
+)
+def test_formats_are_offered_where_the_device_has_them(cluster: str, recipes: set[str]) -> None:
+    said = {text.split("-recipe ")[1] for text in flags(f"cluster={cluster}") if "recipe" in text}
+    assert said == recipes
+
+
+def test_a_format_is_priced_in_its_own_precision() -> None:
+    planned = found(asked())
+    (said,) = (text for text in planned.offers if "--fp8-recipe" in text)  # the best of two
+    other = asked("train.precision=fp8")
+    traits = dataclasses.replace(other.settings.traits, fp8_recipe=Fp8Recipe.TENSORWISE)
+    settings = dataclasses.replace(other.settings, traits=traits)
+    step = estimate(
+        CostModel(other.spec, other.cluster, settings), planned.grid(), planned.partition()
+    )
+    assert f"--fp8-recipe tensorwise would make this layout {gain(planned, step):.1f} %" in said
+
+
+def gain(planned: ParallelPlan, other: Estimate) -> float:
+    return 100 * (planned.predicted.iteration_time_s / other.iteration_time_s - 1)
+
+
+def test_a_choice_that_does_not_fit_is_no_offer() -> None:
+    request = asked()
+    planned = found(request)
+    (offer,) = (o for o in request.numeric_offers if "grad-reduce" in o.knob.flags)
+    settings = dataclasses.replace(offer.settings, memory_margin=0.9)
+    tight = dataclasses.replace(offer, settings=settings)
+    bare = dataclasses.replace(planned, offers=())
+    asked_again = dataclasses.replace(request, numeric_offers=(tight,))
+    assert with_numeric_offers(bare, asked_again).offers == ()
+
+
+def test_dropped_tokens_are_offered_where_experts_are_uneven() -> None:
+    words = ("model=mixtral_8x7b", "parallel.expert_model_parallel_size=8")
+    uneven = found(asked(*words, "cost.expert_imbalance=1.5"))
+    assert any("--moe-expert-capacity-factor" in text for text in uneven.offers)
+    even = found(asked(*words))
+    assert not any("--moe-expert-capacity-factor" in text for text in even.offers)
+
+
+def test_a_jobs_own_capacity_is_priced() -> None:
+    own = {"moe_expert_capacity_factor": 1.25}
+    plain = CostSettings(expert_imbalance=2.0)
+    capped = dataclasses.replace(plain, traits=execution_traits(own, Precision.BF16))
+    assert (plain.expert_load(8), capped.expert_load(8), capped.expert_load(1)) == (2, 1.25, 1)
+    filled = {**own, "moe_pad_expert_input_to_capacity": True}
+    padded = dataclasses.replace(plain, traits=execution_traits(filled, Precision.BF16))
+    assert padded.expert_load(1) == 1.25
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -12,6 +12,7 @@ from nest_megatron.config.schema import PlanConfig
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import (
     DEFAULT_TARGET,
+    MEGATRON_LM,
     target_named,
 )
 from nest_megatron.cost_model.targets import Target
@@ -19,7 +20,7 @@ from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.launchers.execution_fields import NUMERIC_FIELDS
 from nest_megatron.model.execution import Execution
 from nest_megatron.names import Name
-from nest_megatron.parallel.knobs import NUMERIC_KNOBS
+from nest_megatron.parallel.numeric_knobs import NUMERIC_KNOBS
 from nest_megatron.planner.request import NumericOffer
 
 Choice = TypeVar("Choice", bound=Name)
@@ -83,20 +84,26 @@ def read_numeric_offers(
     precision = read_precision(config, job.precision)
     said = {name: value for name, value in job.flags.items() if value is not None}
     own = {**target.flags(accelerator, precision, has_experts=has_experts), **said}
-    adam = str(own.get("optimizer") or "adam") == "adam"
+    fields = NUMERIC_FIELDS.get(target.fitted, {})
+    if target in MEGATRON_LM:
+        fields = {knob.flags: knob.flags for knob in NUMERIC_KNOBS}
     found = []
     for knob in NUMERIC_KNOBS:
-        fits = precision in knob.precisions and (adam or not knob.of_sharded_optimizer)
-        if fits and knob.is_new_to(own):
-            flags = {**job.flags, **dict.fromkeys(knob.instead_of, False), **knob.values}
-            settings = read_settings(
-                config,
-                dataclasses.replace(job, flags=flags),
-                accelerator=accelerator,
-                has_experts=has_experts,
-            )
-            words = NUMERIC_FIELDS.get(target.fitted, {}).get(knob.flags, knob.flags)
-            found.append(NumericOffer(knob=knob, settings=settings, words=words))
+        words = fields.get(knob.flags)
+        if words is None or not knob.is_for(own, precision, accelerator, has_experts=has_experts):
+            continue
+        flags = {**job.flags, **dict.fromkeys(knob.instead_of, False), **knob.values}
+        asked = config
+        if knob.precision is not None:
+            train = dataclasses.replace(config.train, precision=knob.precision.value)
+            asked = dataclasses.replace(config, train=train)
+        settings = read_settings(
+            asked,
+            dataclasses.replace(job, flags=flags),
+            accelerator=accelerator,
+            has_experts=has_experts,
+        )
+        found.append(NumericOffer(knob=knob, settings=settings, words=words))
     return tuple(found)
 
 

@@ -73,9 +73,17 @@ def execution_traits(flags: Mapping[str, Any], precision: Precision) -> Executio
         fsdp_double_buffer=bool(flags.get("fsdp_double_buffer")),
         nccl_ub=bool(flags.get("nccl_ub")),
         fused_activation=flags.get("bias_swiglu_fusion") is not False,
+        expert_capacity_factor=_capacity(flags),
+        pads_to_capacity=bool(flags.get("moe_pad_expert_input_to_capacity")),
         layer_wise_optimizer=name == "dist_muon"
         or (name == "muon" and bool(flags.get("use_distributed_optimizer"))),
     )
+
+
+def _capacity(flags: Mapping[str, Any]) -> float | None:
+    """Megatron takes a negative factor for none (0.16.1 tc:1104)."""
+    given = flags.get("moe_expert_capacity_factor")
+    return None if given is None or float(given) < 0 else float(given)
 
 
 def execution_of(flags: Mapping[str, Any]) -> Execution:

@@ -14,6 +14,8 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import Fp8Recipe
 from nest_megatron.model.execution import Execution
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.dims import ParallelDims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,3 +135,21 @@ def fp8_layouts(accelerator: str, recipe: Fp8Recipe) -> int:
     """
     whole_tensor = recipe in (Fp8Recipe.DELAYED, Fp8Recipe.TENSORWISE)
     return 1 if whole_tensor and _BLACKWELL.match(accelerator) else 2
+
+
+def uneven_sides(
+    spec: TransformerSpec, dims: ParallelDims, number_format: NumberFormat
+) -> tuple[int, ...]:
+    """Sides of a rank's matrices that the format does not divide (``assert_dim_for_fp8_exec``)."""
+    tp, etp = dims.tensor_model_parallel_size, dims.expert_tensor_parallel_size
+    sides = {spec.hidden_size, spec.num_attention_heads * spec.head_dim // tp}
+    if not (spec.is_moe and all(spec.moe_layer_pattern)):
+        sides.add(spec.ffn_hidden_size // tp)
+    if spec.is_moe:
+        sides.add(spec.expert_ffn_hidden_size // etp)
+    return tuple(sorted(side for side in sides if side % number_format.sides))
+
+
+def beside_buffers(recipe: Fp8Recipe) -> bool:
+    """Whether products run beside traffic in user buffers: not those with scales of blocks."""
+    return recipe not in (Fp8Recipe.BLOCKWISE, Fp8Recipe.MXFP8)

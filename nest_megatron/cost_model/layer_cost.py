@@ -240,7 +240,7 @@ def unit_times(
         beside_s: compute of the same layer outside the graph, which the exchange of tokens can run
             beside as well.
     """
-    imbalance = settings.expert_imbalance if math.prod(shapes[Group.EXPERT]) > 1 else 1.0
+    imbalance = settings.expert_load(math.prod(shapes[Group.EXPERT]))
     operators: dict[str, tuple[Seconds, Seconds]] = {}
     forward: dict[Part, list[Seconds]] = {}
     backward = [0.0] * len(_TERMS)

@@ -108,8 +108,7 @@ def _unit_times(model: CostModel, grid: Grid, kind: LayerKind) -> dict[Mechanism
     """Both passes of a unit over its operators; what a profile timed counts as profiled."""
     shard, sources = model.shard(grid), model.sources(grid)
     device, settings = model.cluster.accelerator, model.settings
-    spreads = grid.dims.expert_model_parallel_size > 1
-    imbalance = settings.expert_imbalance if spreads else 1.0
+    imbalance = settings.expert_load(grid.dims.expert_model_parallel_size)
     spent: dict[Mechanism, Seconds] = defaultdict(float)
     for piece in _pieces_of(model.spec, kind):
         profiled = sources.get(piece, Source.ANALYTIC) is not Source.ANALYTIC

@@ -38,6 +38,8 @@ PRICED = frozenset(
         "main_grads_dtype",
         "main_params_dtype",
         "megatron_fsdp_main_grads_dtype",
+        "moe_expert_capacity_factor",
+        "moe_pad_expert_input_to_capacity",
         "muon_scalar_optimizer",
         "num_distributed_optimizer_instances",
         "optimizer",
@@ -118,9 +120,7 @@ NOT_MODELLED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "tensor_parallel_num_weight_shards": (1,),
         "torch_fsdp2_reshard_after_forward": (True,),
         # tokens that are dropped, or filled up
-        "moe_expert_capacity_factor": (),
         "moe_expert_rank_capacity_factor": (),
-        "moe_pad_expert_input_to_capacity": (),
     }
 )
 #: Optimizers whose states are known (``execution_flags``).

@@ -112,3 +112,14 @@ class CostSettings:
                     limit=f"it lies between {low:g} and {high:g}",
                     fix="Leave it out to take the documented default.",
                 )
+
+    def expert_load(self, num_ranks: int) -> float:
+        """Tokens of the busiest of some expert ranks over the mean.
+
+        An expert drops what exceeds its capacity, and may be filled up to it.
+        """
+        routed = self.expert_imbalance if num_ranks > 1 else 1.0
+        capacity = self.traits.expert_capacity_factor
+        if capacity is None:
+            return routed
+        return capacity if self.traits.pads_to_capacity else min(routed, capacity)

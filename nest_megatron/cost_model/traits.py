@@ -82,6 +82,10 @@ class ExecutionTraits:
             (DeepSpeed), where Megatron frees it (``deallocate_pipeline_outputs``).
         loss_chunk_tokens: tokens whose logits exist at once, where the output layer and the cross
             entropy run in chunks of tokens; 0 is all of a micro batch.
+        expert_capacity_factor: tokens that an expert takes at most, over the mean
+            (``--moe-expert-capacity-factor``); ``None`` drops none.
+        pads_to_capacity: each expert is filled up to that
+            (``--moe-pad-expert-input-to-capacity``).
         offloads_layer_inputs: full recomputation keeps the inputs of layers on the host.
     """
 
@@ -111,9 +115,19 @@ class ExecutionTraits:
     nccl_ub: bool = False
     keeps_stage_outputs: bool = False
     loss_chunk_tokens: int = 0
+    expert_capacity_factor: float | None = None
+    pads_to_capacity: bool = False
     offloads_layer_inputs: bool = False
 
     def __post_init__(self) -> None:
+        capacity = self.expert_capacity_factor
+        if capacity is not None and not 0.0 < capacity < math.inf:
+            raise UserInputError(
+                "--moe-expert-capacity-factor",
+                value=capacity,
+                limit="it must be above 0 and finite",
+                fix="Leave it out to drop no tokens.",
+            )
         for field, low in (
             ("params_bytes", 1),
             ("gradient_bytes", 1),

@@ -51,24 +51,42 @@ _LEVELS = "hierarchical_context_parallel_sizes"
 #: Switch of megatron-core's configuration that no command line has.
 _OFFLOADS = "cpu_offloading"
 _BESIDE: Mapping[str, tuple[str, ...]] = {"cpu_offloading_num_layers": (_OFFLOADS,)}
-_BF16_STATES = (
-    "{0}.use_precision_aware_optimizer=True {0}.exp_avg_dtype=torch.bfloat16 "
-    "{0}.exp_avg_sq_dtype=torch.bfloat16"
+_STATES_IN = (
+    "{0}.use_precision_aware_optimizer=True {0}.exp_avg_dtype=torch.{1} "
+    "{0}.exp_avg_sq_dtype=torch.{1}"
 )
 _GRADIENTS, _WEIGHTS = "--grad-reduce-in-bf16", "--fp8-param-gather"
 _STATES = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
-_IN_BRIDGE: Mapping[str, str] = {
-    _GRADIENTS: "mixed_precision.grad_reduce_in_fp32=False",
-    _STATES: _BF16_STATES.format("optimizer"),
-    _WEIGHTS: "mixed_precision.fp8_param_gather=True",
+_FP8_STATES = _STATES.replace("bf16", "fp8")
+_CAPACITY = "--moe-expert-capacity-factor 1.0"
+_FP4 = "--fp4-format e2m1 --fp4-recipe nvfp4"
+_FP8 = {
+    f"--fp8-format {each} --fp8-recipe {recipe}": (each, recipe)
+    for each, recipe in (("hybrid", "tensorwise"), ("e4m3", "blockwise"), ("e4m3", "mxfp8"))
 }
+
+
+def _in(precision: str, optimizer: str, model: str) -> dict[str, str]:
+    """What a user sets in the place of flags, where each configuration lies."""
+    formats = {
+        flags: f"{precision}.fp8={each} {precision}.fp8_recipe={recipe}"
+        for flags, (each, recipe) in _FP8.items()
+    }
+    return {
+        _GRADIENTS: f"{precision}.grad_reduce_in_fp32=False",
+        _STATES: _STATES_IN.format(optimizer, "bfloat16"),
+        _FP8_STATES: _STATES_IN.format(optimizer, "uint8"),
+        _WEIGHTS: f"{precision}.fp8_param_gather=True",
+        _CAPACITY: f"{model}.moe_expert_capacity_factor=1.0",
+        **formats,
+        _FP4: f"{precision}.fp4=e2m1 {precision}.fp4_recipe=nvfp4",
+    }
+
+
+_IN_BRIDGE = _in("mixed_precision", "optimizer", "model")
 #: Framework (``Target.fitted``) -> what its user sets in the place of flags of ``NUMERIC_KNOBS``.
 NUMERIC_FIELDS: Mapping[str, Mapping[str, str]] = {
-    NEMO.fitted: {
-        _GRADIENTS: "trainer.plugins.grad_reduce_in_fp32=False",
-        _STATES: _BF16_STATES.format("optim.config"),
-        _WEIGHTS: "trainer.plugins.fp8_param_gather=True",
-    },
+    NEMO.fitted: _in("trainer.plugins", "optim.config", "model.config"),
     BRIDGE_0_3.fitted: _IN_BRIDGE,
     BRIDGE_2026.fitted: _IN_BRIDGE,
 }

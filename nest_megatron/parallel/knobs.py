@@ -1,6 +1,6 @@
-"""Choices of Megatron that decide speed: which a plan makes, which it only offers, and why.
+"""Choices of Megatron that decide speed and leave numbers alone: which a plan makes, and why.
 
-``docs/knobs.md`` shows both tables; a test keeps it true.
+``docs/knobs.md`` shows the table; a test keeps it true.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from nest_megatron.cluster.records import Precision
 from nest_megatron.model.execution import (
     ContextTraffic,
     Execution,
@@ -60,31 +59,6 @@ class Knob:
     def of_experts(self) -> bool:
         """Whether it says nothing to a model without experts."""
         return "moe" in self.name or self.name == "delay_wgrad_compute"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NumericKnob:
-    """A choice that changes numbers: never made, but priced.
-
-    Args:
-        flags: what the user types.
-        values: the same by Megatron's names, as ``cost_model/execution_flags.py`` reads them.
-        changes: what it does to the numbers.
-        precisions: number formats that it goes with.
-        of_sharded_optimizer: it needs Adam and the distributed optimizer.
-        instead_of: switches that say the contrary, which are off with it.
-    """
-
-    flags: str
-    values: Mapping[str, Any]
-    changes: str
-    precisions: tuple[Precision, ...] = (Precision.BF16, Precision.FP8)
-    of_sharded_optimizer: bool = False
-    instead_of: tuple[str, ...] = ()
-
-    def is_new_to(self, flags: Mapping[str, Any]) -> bool:
-        """Whether a job with these flags has not made the choice."""
-        return any(flags.get(name) != value for name, value in self.values.items())
 
 
 KNOBS: tuple[Knob, ...] = (
@@ -210,34 +184,6 @@ KNOBS: tuple[Knob, ...] = (
     ),
 )
 
-NUMERIC_KNOBS: tuple[NumericKnob, ...] = (
-    NumericKnob(
-        flags="--grad-reduce-in-bf16",
-        values=MappingProxyType({"grad_reduce_in_bf16": True}),
-        changes="gradients are summed over replicas and micro batches in bf16",
-        instead_of=("accumulate_allreduce_grads_in_fp32",),
-    ),
-    NumericKnob(
-        flags="--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
-        values=MappingProxyType(
-            {
-                "use_precision_aware_optimizer": True,
-                "exp_avg_dtype": "bf16",
-                "exp_avg_sq_dtype": "bf16",
-            }
-        ),
-        changes="Adam keeps its moments in bf16",
-        of_sharded_optimizer=True,
-    ),
-    NumericKnob(
-        flags="--fp8-param-gather",
-        values=MappingProxyType({"fp8_param_gather": True}),
-        changes="weights are kept and gathered in fp8 alone",
-        precisions=(Precision.FP8,),
-    ),
-    # No Transformer Engine's cross entropy: Megatron-LM 0.20 refuses it as unstable
-    # (``validate_args``).
-)
 _BY_NAME = {knob.name: knob for knob in KNOBS}
 
 
@@ -372,11 +318,4 @@ def knob_table() -> str:
         needs = ", ".join(f"`{package}` for `{value}`" for value, package in knob.needs.items())
         flag, name = f"`{knob.flag}`", f"`{knob.choice}`"
         rows.append(f"| {flag} | {name} | {does} | {knob.reason} | {knob.costs} | {needs} |")
-    return "\n".join(rows)
-
-
-def numeric_table() -> str:
-    """The choices that change numbers, as ``docs/knobs.md`` lists them."""
-    rows = ["| Flags | What they change |", "|---|---|"]
-    rows += [f"| `{knob.flags}` | {knob.changes} |" for knob in NUMERIC_KNOBS]
     return "\n".join(rows)

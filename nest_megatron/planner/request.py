@@ -14,7 +14,8 @@ from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.execution import FlexBackend
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.knobs import NumericKnob, Package
+from nest_megatron.parallel.knobs import Package
+from nest_megatron.parallel.numeric_knobs import NumericKnob
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.profile.lookup import LayerTimes

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.cost_model.formats import format_of
+from nest_megatron.cost_model.formats import format_of, uneven_sides
 from nest_megatron.cost_model.traits import Fp8Recipe
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.megatron_lm.parser import VERSIONS
@@ -311,19 +311,12 @@ def _fp8_shapes(request: LaunchRequest) -> Violation | None:
     number_format = format_of(request.precision, Fp8Recipe(request.fp8_recipe))
     if number_format is None:
         return None
-    spec, dims = request.spec, request.dims
-    tp, etp = dims.tensor_model_parallel_size, dims.expert_tensor_parallel_size
-    sides = {spec.hidden_size, spec.num_attention_heads * spec.head_dim // tp}
-    if not (spec.is_moe and all(spec.moe_layer_pattern)):
-        sides.add(spec.ffn_hidden_size // tp)
-    if spec.is_moe:
-        sides.add(spec.expert_ffn_hidden_size // etp)
-    uneven = sorted(side for side in sides if side % number_format.sides)
+    uneven = list(uneven_sides(request.spec, request.dims, number_format))
     if not uneven:
         return None
     return Violation(
         what="tensor_model_parallel_size",
-        value=tp,
+        value=request.dims.tensor_model_parallel_size,
         limit=f"{request.precision} matrices have sides of whole {number_format.sides}s; "
         f"found {uneven}",
         fix="Lower the tensor-parallel size.",

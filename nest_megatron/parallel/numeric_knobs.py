@@ -1,0 +1,162 @@
+"""Choices of Megatron that change numbers: a plan never makes them, but says what they would gain.
+
+``docs/knobs.md`` shows the table; a test keeps it true.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from nest_megatron.cluster.records import Precision
+
+_HOPPER = r"G?H\d"
+_BLACKWELL = r"G?B\d"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumericKnob:
+    """A choice that changes numbers: never made, but priced.
+
+    Args:
+        flags: what the user types.
+        changes: what it does to the numbers.
+        values: the same by Megatron's names, as ``cost_model/execution_flags.py`` reads them.
+        family: of those of one family only the best is offered.
+        precisions: number formats of jobs that it goes with.
+        precision: the number format that products then have; ``None`` is the job's own.
+        devices: pattern of the accelerators' names on which Transformer Engine has it.
+        of_sharded_optimizer: it needs the distributed optimizer.
+        of_adam: it needs Adam.
+        of_experts: it needs experts.
+        instead_of: switches that say the contrary, which are off with it.
+    """
+
+    flags: str
+    changes: str
+    family: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    precisions: tuple[Precision, ...] = (Precision.BF16, Precision.FP8, Precision.NVFP4)
+    precision: Precision | None = None
+    devices: str = ""
+    of_sharded_optimizer: bool = False
+    of_adam: bool = False
+    of_experts: bool = False
+    instead_of: tuple[str, ...] = ()
+
+    def is_for(
+        self, flags: Mapping[str, Any], precision: Precision, accelerator: str, *, has_experts: bool
+    ) -> bool:
+        """Whether a job could make the choice, and has not.
+
+        Args:
+            flags: of the job, by Megatron's names.
+            accelerator: the device's name.
+        """
+        adam = str(flags.get("optimizer") or "adam") == "adam"
+        changes = self.precision not in (None, precision)
+        is_new = changes or any(flags.get(name) != value for name, value in self.values.items())
+        return (
+            is_new
+            and precision in self.precisions
+            and re.match(self.devices, accelerator, re.IGNORECASE) is not None
+            and (adam or not self.of_adam)
+            and (has_experts or not self.of_experts)
+            and not self._is_refused(flags)
+        )
+
+    def _is_refused(self, flags: Mapping[str, Any]) -> bool:
+        """An offloaded optimizer takes fp8 weights of delayed scaling alone (0.16.1 args:1195)."""
+        moved = flags.get("optimizer_cpu_offload")
+        delayed = (flags.get("fp8_recipe") or "delayed") == "delayed"
+        return bool(moved) and "fp8_param_gather" in self.values and not delayed
+
+
+def _moments(width: str) -> NumericKnob:
+    """Adam's moments in a width; its other states stay as they are."""
+    values = {"exp_avg_dtype": width, "exp_avg_sq_dtype": width}
+    return NumericKnob(
+        flags=f"--use-precision-aware-optimizer --exp-avg-dtype {width} --exp-avg-sq-dtype {width}",
+        changes=f"Adam keeps its moments in {width}",
+        family=f"moments in {width}",
+        values=MappingProxyType({"use_precision_aware_optimizer": True, **values}),
+        of_sharded_optimizer=True,
+        of_adam=True,
+    )
+
+
+def _fp8(number_format: str, recipe: str, devices: str, how: str) -> NumericKnob:
+    """Products of layers in fp8, of a 16-bit job or of one with another recipe."""
+    return NumericKnob(
+        flags=f"--fp8-format {number_format} --fp8-recipe {recipe}",
+        changes=f"products of layers run in fp8, {how}",
+        family="format",
+        values=MappingProxyType({"fp8_recipe": recipe}),
+        precisions=(Precision.BF16, Precision.FP8),
+        precision=Precision.FP8,
+        devices=devices,
+    )
+
+
+NUMERIC_KNOBS: tuple[NumericKnob, ...] = (
+    NumericKnob(
+        flags="--grad-reduce-in-bf16",
+        changes="gradients are summed over replicas and micro batches in bf16",
+        family="gradients",
+        values=MappingProxyType({"grad_reduce_in_bf16": True}),
+        instead_of=("accumulate_allreduce_grads_in_fp32",),
+    ),
+    _moments("bf16"),
+    _moments("fp8"),
+    _fp8("hybrid", "tensorwise", f"{_HOPPER}|{_BLACKWELL}", "with one scale for each tensor"),
+    _fp8("e4m3", "blockwise", _HOPPER, "with a scale for each block of 128 elements"),
+    _fp8("e4m3", "mxfp8", _BLACKWELL, "with a scale for each 32 elements"),
+    NumericKnob(
+        flags="--fp4-format e2m1 --fp4-recipe nvfp4",
+        changes="products of layers run in four bits, in place of any fp8",
+        family="format",
+        values=MappingProxyType({"fp8_recipe": None}),
+        precisions=(Precision.BF16, Precision.FP8),
+        precision=Precision.NVFP4,
+        devices=_BLACKWELL,
+    ),
+    NumericKnob(
+        flags="--fp8-param-gather",
+        changes="weights are kept and gathered in fp8 alone",
+        family="weights",
+        values=MappingProxyType({"fp8_param_gather": True}),
+        precisions=(Precision.FP8,),
+        of_sharded_optimizer=True,
+    ),
+    NumericKnob(
+        flags="--moe-expert-capacity-factor 1.0",
+        changes="an expert drops the tokens that exceed its share",
+        family="capacity",
+        values=MappingProxyType({"moe_expert_capacity_factor": 1.0}),
+        of_experts=True,
+    ),
+    # No Transformer Engine's cross entropy: Megatron-LM 0.20 refuses it as unstable
+    # (``validate_args``).
+)
+
+
+def numeric_table() -> str:
+    """The choices that change numbers, as ``docs/knobs.md`` lists them."""
+    head = ["| Flags | What they change | Where |", "|---|---|---|"]
+    rows = (f"| `{knob.flags}` | {knob.changes} | {_where(knob)} |" for knob in NUMERIC_KNOBS)
+    return "\n".join([*head, *rows])
+
+
+def _where(knob: NumericKnob) -> str:
+    names = {_HOPPER: "Hopper", _BLACKWELL: "Blackwell"}
+    devices = [name for pattern, name in names.items() if pattern in knob.devices]
+    needs = {
+        "experts": knob.of_experts,
+        "Adam": knob.of_adam,
+        "the distributed optimizer": knob.of_sharded_optimizer,
+    }
+    jobs = [] if len(knob.precisions) == 3 else [f"{'/'.join(knob.precisions)} jobs"]
+    return ", ".join([*jobs, *devices, *(need for need, asked in needs.items() if asked)])
