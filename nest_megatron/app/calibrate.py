@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,12 @@ from nest_megatron.validation.fit_stragglers import (
     scalings_of,
     write_stragglers,
 )
+from nest_megatron.validation.fit_uncertainty import (
+    UncertaintyFit,
+    fit_uncertainty,
+    write_uncertainty,
+)
+from nest_megatron.validation.left_out import write_left_out_constants
 from nest_megatron.validation.links import links
 from nest_megatron.validation.links_file import write_clusters, write_left_out, write_links
 from nest_megatron.validation.models import ModelBook
@@ -54,8 +61,12 @@ def run_calibrate(paths: Sequence[Path], *, out: Path | None, validate: bool, as
     found = [fit_links(links(), read_samples(f), cross_validate=validate) for f in sorted(folders)]
     fit = fit_constants(samples, PARAMETERS, start=catalogue_values())
     left_out: dict[str, list[HeldOut]] = {}
+    errors: UncertaintyFit | None = None
     for by in ("source", "model") if validate else ():
-        left_out[by] = by_name(cross_validate(fit, by), by)
+        unseen = cross_validate(fit, by)
+        left_out[by] = by_name(unseen, by)
+        if by == "source" and unseen:
+            errors = fit_uncertainty(unseen)
     scalings = scalings_of(files, ModelBook.load())
     late = fit_stragglers(scalings) if scalings else None
     peaks = _fitted_peaks(files)
@@ -63,11 +74,14 @@ def run_calibrate(paths: Sequence[Path], *, out: Path | None, validate: bool, as
     if out is not None and late is not None:
         written.append(out / "calibration" / "stragglers.yaml")
         write_stragglers(written[-1], late)
+    if out is not None and errors is not None:
+        written += _write_errors(out / "calibration", fit, errors)
     if out is not None and peaks:
         written.append(out / "calibration" / "memory.yaml")
         write_peaks(written[-1], peaks)
     if as_json:
         document = {**_document(fit, samples, left_out), **_collectives(found), **_peaks(peaks)}
+        document |= {} if errors is None else {"uncertainty": _uncertainty(errors)}
         show_json(document | ({} if late is None else {"stragglers": _stragglers(late)}))
         return OK
     from nest_megatron.report.calibration_tables import (
@@ -75,12 +89,15 @@ def run_calibrate(paths: Sequence[Path], *, out: Path | None, validate: bool, as
         links_report,
         peaks_report,
         stragglers_report,
+        uncertainty_report,
     )
 
     if samples:
         show(calibration_report(fit, left_out))
     if late is not None:
         show(stragglers_report(late))
+    if errors is not None:
+        show(uncertainty_report(errors))
     if peaks:
         show(peaks_report(peaks))
     for each in found:
@@ -116,6 +133,20 @@ def _fitted_peaks(files: Sequence[RowFile]) -> dict[str, PeakFit]:
     if any(len(own) < 2 for own in errors.values()):
         return {}
     return {name: fit_peaks(own) for name, own in errors.items()}
+
+
+def _write_errors(folder: Path, fit: Fit, errors: UncertaintyFit) -> list[Path]:
+    """Write how far off predictions are, and the constants of fits without each source."""
+    write_uncertainty(folder / "uncertainty.yaml", errors)
+    write_left_out_constants(folder / "left_out.yaml", fit)
+    return [folder / "uncertainty.yaml", folder / "left_out.yaml"]
+
+
+def _uncertainty(fit: UncertaintyFit) -> dict[str, object]:
+    return {
+        "scales": dataclasses.asdict(fit.scales),
+        "coverage": {name: dataclasses.asdict(each) for name, each in fit.coverage.items()},
+    }
 
 
 def _collectives(found: Sequence[LinkFit]) -> dict[str, dict[str, object]]:

@@ -198,6 +198,11 @@ def pin(path: Path, **options: Any) -> int:
 @click.option(
     "--docs", type=FOLDER, help="Write accuracy.md, with pictures, into this folder (matplotlib)."
 )
+@click.option(
+    "--left-out",
+    is_flag=True,
+    help="Predict each source with constants that were fitted without it.",
+)
 @json_option
 def validate(paths: tuple[Path, ...], **options: Any) -> int:
     """Compare predictions with measured runs: errors, ranking of layouts, memory.

@@ -11,6 +11,7 @@ from nest_megatron.app import OK
 from nest_megatron.app.output import say, show, show_json
 from nest_megatron.files import write_text
 from nest_megatron.validation.assess import Assessor
+from nest_megatron.validation.left_out import shipped_left_out
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Judged, RowOutcome
 from nest_megatron.validation.report import as_document
@@ -48,11 +49,17 @@ def run_validate(
     models: Sequence[Path],
     rows: Path | None,
     docs: Path | None,
+    left_out: bool,
     as_json: bool,
 ) -> int:
-    """Predict the rows of some files and print how well."""
+    """Predict the rows of some files and print how well.
+
+    Args:
+        left_out: predict each row by constants that were fitted without its source.
+    """
     files = [read_rows(path) for path in paths]
-    assessor = Assessor(ModelBook.load(models))
+    constants = shipped_left_out() if left_out else None
+    assessor = Assessor(ModelBook.load(models), left_out=constants)
     judged = [assessor.judge(file) for file in files]
     written = [*_write_docs(docs, judged), *_write_rows(rows, judged)]
     if as_json:

@@ -16,6 +16,7 @@ from nest_megatron.validation.calibration import PARAMETERS
 from nest_megatron.validation.fit_collectives import Fit as LinkFit
 from nest_megatron.validation.fit_memory import PeakFit
 from nest_megatron.validation.fit_stragglers import StragglerFit
+from nest_megatron.validation.fit_uncertainty import UncertaintyFit
 
 
 def calibration_report(fit: Fit, left_out: Mapping[str, Sequence[HeldOut]]) -> RenderableType:
@@ -42,6 +43,21 @@ def stragglers_report(fit: StragglerFit) -> RenderableType:
         table.add_row(model, f"{without:.2f}", f"{unseen:.2f}")
     table.add_row("all, fitted", f"{fit.without_pct:.2f}", f"{fit.with_pct:.2f}")
     return table
+
+
+def uncertainty_report(fit: UncertaintyFit) -> RenderableType:
+    """How far off predictions are, and how many runs of a source left out lie in the intervals."""
+    scales = _table("error of", "scale %")
+    for name, scale in fit.scales.mechanisms.items():
+        scales.add_row(name, f"{100 * scale:.1f}")
+    for kind, found in (("job", fit.scales.job), ("layout", fit.scales.layout)):
+        for name, scale in found.items():
+            scales.add_row(f"{kind}, {name}", f"{100 * scale:.1f}")
+    table = _table("runs, source left out", "rows", "in 50 %", "in 90 %")
+    for name, each in fit.coverage.items():
+        inside = (f"{share:.0f} %" for share in (each.within_50_pct, each.within_90_pct))
+        table.add_row(name, str(each.runs), *inside)
+    return Group(scales, table)
 
 
 def peaks_report(fits: Mapping[str, PeakFit]) -> RenderableType:

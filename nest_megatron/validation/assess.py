@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from nest_megatron.cost_model.uncertainty import predictive
 from nest_megatron.errors import UserInputError
 from nest_megatron.units import Bytes, Seconds
 from nest_megatron.validation.collectives import predict_collective
 from nest_megatron.validation.golden import golden_job
 from nest_megatron.validation.job import Job, job_of
+from nest_megatron.validation.left_out import LeftOutConstants
 from nest_megatron.validation.measured import (
     Work,
     measured_memory,
@@ -31,10 +33,15 @@ from nest_megatron.validation.rows import Row, RowFile, RowKind, number, refuse_
 
 @dataclass(frozen=True, slots=True)
 class Assessor:
-    """Predicts rows; jobs that share a model and a cluster share their prices."""
+    """Predicts rows; jobs that share a model and a cluster share their prices.
+
+    Args:
+        left_out: constants of fits without a row's source; without them, those of the whole fit.
+    """
 
     book: ModelBook
     predictor: Predictor = field(default_factory=Predictor)
+    left_out: LeftOutConstants | None = None
 
     def judge(self, file: RowFile) -> Judged:
         """Every row of a file, on both bases."""
@@ -68,7 +75,15 @@ class Assessor:
             measured = job_time(row, job, prediction)
         outcome = _memory(row, job, prediction, memory)
         return dataclasses.replace(
-            outcome, predicted_s=prediction.iteration_time_s, measured_s=measured
+            outcome,
+            predicted_s=prediction.iteration_time_s,
+            measured_s=measured,
+            step=predictive(
+                self.predictor.model(job),
+                prediction.grid,
+                prediction.partition,
+                prediction.iteration_time_s,
+            ),
         )
 
     def _memory_peak(self, row: Row, basis: Basis) -> RowOutcome:
@@ -102,7 +117,8 @@ class Assessor:
 
     def _job(self, row: Row, basis: Basis) -> Job:
         require_fixed_sequences(row)
-        return job_of(row, self.book, as_planned=basis is Basis.AS_PLANNED)
+        job = job_of(row, self.book, as_planned=basis is Basis.AS_PLANNED)
+        return job if self.left_out is None else self.left_out.applied(row.get("source", ""), job)
 
 
 def _memory(row: Row, job: Job, prediction: Prediction, measured: Bytes | None) -> RowOutcome:

@@ -266,6 +266,20 @@ def cross_validate(fit: Fit, by: str) -> list[LeftOut]:
     ]
 
 
+def constants_without(fit: Fit, by: str) -> dict[str, dict[str, float]]:
+    """The constants of a fit to all others, by what is left out and by parameter key.
+
+    Args:
+        by: ``source`` or ``model``.
+    """
+    found: dict[str, dict[str, float]] = defaultdict(dict)
+    for part in fit.parts:
+        for name in sorted({str(getattr(sample, by)) for sample in part.samples}):
+            values = _without(part, [getattr(sample, by) == name for sample in part.samples])
+            found[name] |= {p.key: v for p, v in zip(part.parameters, values, strict=True)}
+    return dict(found)
+
+
 def _leave_out(part: FittedPart, out: Sequence[bool]) -> Iterator[LeftOut]:
     values = _without(part, out)
     keyed = {p.key: value for p, value in zip(part.parameters, values, strict=True)}

@@ -28,7 +28,6 @@ from nest_megatron.cost_model.features import (
     features_of,
 )
 from nest_megatron.cost_model.mechanisms import Mechanism, Shares, shares
-from nest_megatron.cost_model.student import quantile_of_two
 from nest_megatron.cost_model.uncertainty import (
     ANY,
     DEGREES_OF_FREEDOM,
@@ -40,6 +39,7 @@ from nest_megatron.cost_model.uncertainty import (
 from nest_megatron.files import write_text
 from nest_megatron.validation.calibrate import LeftOut
 from nest_megatron.validation.predict import Predictor
+from nest_megatron.validation.scores import Coverage, coverage_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -250,15 +250,6 @@ def _job_value(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Coverage:
-    """Share of runs inside their intervals, per cent."""
-
-    runs: int
-    within_50_pct: float
-    within_90_pct: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class UncertaintyFit:
     """Fitted scales and what they rest on.
 
@@ -345,15 +336,7 @@ def coverage_by_feature(found: Sequence[tuple[Residual, float]]) -> Mapping[str,
         kind = () if Feature.EXPERTS in each.features else ("dense",)
         for name in (ANY, *kind, *(f for f in Feature if f in each.features)):
             groups[str(name)].append(off)
-    return {name: _coverage(off) for name, off in groups.items()}
-
-
-def _coverage(off: Sequence[float]) -> Coverage:
-    def within(level: float) -> float:
-        limit = quantile_of_two(0.5 + level / 2)
-        return 100 * sum(abs(each) <= limit for each in off) / len(off)
-
-    return Coverage(runs=len(off), within_50_pct=within(0.5), within_90_pct=within(0.9))
+    return {name: coverage_of(off) for name, off in groups.items()}
 
 
 def write_uncertainty(path: Path, fit: UncertaintyFit) -> None:

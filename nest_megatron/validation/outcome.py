@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from nest_megatron.cost_model.uncertainty import Predictive
 from nest_megatron.names import Name
 from nest_megatron.validation.rows import Row, RowFile
 
@@ -79,6 +81,7 @@ class RowOutcome:
         out_of_memory: the run ended for want of memory.
         is_moe: the model has experts; ``None`` where it could not be read.
         zero: ZeRO stage that the job was taken to run with.
+        step: predictive distribution of the step.
         refused: reason, "" if predicted.
         detail: what the refusal is about.
     """
@@ -94,6 +97,7 @@ class RowOutcome:
     out_of_memory: bool = False
     is_moe: bool | None = None
     zero: int | None = None
+    step: Predictive | None = None
     refused: str = ""
     detail: str = ""
     assumptions: tuple[str, ...] = field(default=())
@@ -109,6 +113,14 @@ class RowOutcome:
         if self.predicted_s is None or self.measured_s is None:
             return None
         return self.predicted_s, self.measured_s
+
+    @property
+    def standardized_error(self) -> float | None:
+        """Logarithm of measured over predicted time, over the scale of its error."""
+        if self.time is None or self.step is None:
+            return None
+        predicted, measured = self.time
+        return math.log(measured / predicted) / self.step.scale
 
     @property
     def memory(self) -> tuple[float, float] | None:

@@ -12,7 +12,14 @@ from pathlib import Path
 from nest_megatron.validation.outcome import Basis, Judged, RowOutcome
 from nest_megatron.validation.regimes import REGIMES, RegimeName
 from nest_megatron.validation.rows import RowKind
-from nest_megatron.validation.scores import ErrorScores, RankScores, error_scores, rank_scores
+from nest_megatron.validation.scores import (
+    Coverage,
+    ErrorScores,
+    RankScores,
+    coverage_of,
+    error_scores,
+    rank_scores,
+)
 
 #: Kinds whose error is that of memory.
 _MEMORY_KINDS = frozenset({RowKind.MEMORY_PEAK, RowKind.MEMORY_GOLDEN})
@@ -26,6 +33,7 @@ class Scores:
         refused: rows without a prediction, by reason.
         errors: of what the file is about: seconds, or bytes in a file of memory.
         memory: errors of memory where a file of throughput has it.
+        coverage: of runs with a predicted time, shares inside the 50 and the 90 % interval.
         groups: ranking of the layouts of each job that was measured in at least two.
         out_of_memory: runs that ended for want of memory, and how many of them we call infeasible.
         ran: runs that ran and are predicted, and how many of them we call infeasible.
@@ -36,6 +44,7 @@ class Scores:
     refused: Mapping[str, int]
     errors: ErrorScores | None
     memory: ErrorScores | None
+    coverage: Coverage | None
     groups: tuple[RankScores, ...]
     out_of_memory: tuple[int, int]
     ran: tuple[int, int]
@@ -142,12 +151,14 @@ def scores(kind: RowKind, outcomes: Sequence[RowOutcome]) -> Scores:
     is_memory = kind in _MEMORY_KINDS
     times = [o.time for o in outcomes if o.time is not None]
     memory = [o.memory for o in outcomes if o.memory is not None]
+    off = [o.standardized_error for o in outcomes if o.standardized_error is not None]
     return Scores(
         rows=len(outcomes),
         predicted=sum(not o.refused for o in outcomes),
         refused=dict(Counter(o.refused for o in outcomes if o.refused).most_common()),
         errors=error_scores(memory if is_memory else times),
         memory=None if is_memory else error_scores(memory),
+        coverage=coverage_of(off) if off else None,
         groups=group_scores(outcomes) if kind is RowKind.THROUGHPUT else (),
         out_of_memory=_infeasible(o for o in outcomes if o.out_of_memory),
         ran=_infeasible(o for o in outcomes if o.ran),
@@ -261,6 +272,8 @@ def _basis_document(each: Scores) -> dict[str, float | None]:
         "predicted": each.predicted,
         "refused": each.rows - each.predicted,
         **_errors(each.errors),
+        "coverage_50_pct": each.coverage.within_50_pct if each.coverage else None,
+        "coverage_90_pct": each.coverage.within_90_pct if each.coverage else None,
         "ran_called_infeasible": each.ran[1],
         "ran": each.ran[0],
         "oom_caught": each.out_of_memory[1],

@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from nest_megatron.cost_model.student import quantile_of_two
+
 #: Two layouts of one job whose measured times differ by no more are as fast as each other: the same
 #: layout run twice differs by 1 to 2 % where sources print both.
 NOISE = 0.02
@@ -54,6 +56,29 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """Share of runs inside their intervals, per cent."""
+
+    runs: int
+    within_50_pct: float
+    within_90_pct: float
+
+
+def coverage_of(errors: Sequence[float]) -> Coverage:
+    """Coverage by errors of logarithms over their scales (``Predictive.scale``).
+
+    >>> coverage_of([0.1, -0.2, 1.0, -5.0])
+    Coverage(runs=4, within_50_pct=50.0, within_90_pct=75.0)
+    """
+
+    def within(level: float) -> float:
+        limit = quantile_of_two(0.5 + level / 2.0)
+        return 100.0 * sum(abs(error) <= limit for error in errors) / len(errors)
+
+    return Coverage(runs=len(errors), within_50_pct=within(0.5), within_90_pct=within(0.9))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
