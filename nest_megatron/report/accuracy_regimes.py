@@ -31,6 +31,10 @@ _HEAD = (
 _KEYS = (
     ("`rows`", "all rows; `predicted` and `refused` add up to them"),
     ("`mape_pct`, `median_signed_pct`, `p90_abs_pct`", "errors of time; of memory in its files"),
+    (
+        "`coverage_50_pct`, `coverage_90_pct`",
+        "of rows with a time, those inside the interval that is predicted to hold 50 and 90 %",
+    ),
     ("`ran`", "predicted rows of runs that ran, whatever they leave out"),
     ("`ran_called_infeasible`", "those of them that are predicted not to fit"),
     ("`oom`, `oom_caught`", "predicted rows of runs out of memory; those predicted not to fit"),

@@ -269,14 +269,22 @@ def cross_validate(fit: Fit, by: str) -> list[LeftOut]:
 def constants_without(fit: Fit, by: str) -> dict[str, dict[str, float]]:
     """The constants of a fit to all others, by what is left out and by parameter key.
 
+    What leaving out changes is the difference of two steps, with all samples and without some: a
+    fit that has not converged to the last digit moves without leaving out anything.
+
     Args:
         by: ``source`` or ``model``.
     """
     found: dict[str, dict[str, float]] = defaultdict(dict)
     for part in fit.parts:
+        whole = _without(part, [False] * len(part.samples))
         for name in sorted({str(getattr(sample, by)) for sample in part.samples}):
-            values = _without(part, [getattr(sample, by) == name for sample in part.samples])
-            found[name] |= {p.key: v for p, v in zip(part.parameters, values, strict=True)}
+            rest = _without(part, [getattr(sample, by) == name for sample in part.samples])
+            rows = zip(part.parameters, part.values, rest, whole, strict=True)
+            found[name] |= {
+                p.key: min(max(value + after - before, p.low), p.high)
+                for p, value, after, before in rows
+            }
     return dict(found)
 
 

@@ -63,6 +63,8 @@ BASIS = {
     "mape_pct",
     "median_signed_pct",
     "p90_abs_pct",
+    "coverage_50_pct",
+    "coverage_90_pct",
     "ran_called_infeasible",
     "ran",
     "oom_caught",
@@ -134,6 +136,17 @@ def test_both_bases_are_everywhere(runs: Path, tmp_path: Path) -> None:
             assert each[basis].keys() == BASIS
             assert each[basis]["rows"] == each[basis]["predicted"] + each[basis]["refused"]
     assert all(each.keys() == {"as_stated", "as_planned"} for each in document["regimes"].values())
+
+
+def test_intervals_are_judged_and_sources_left_out(runs: Path) -> None:
+    found, other = (
+        run("validate", str(runs), *options, "--json").json()["files"][0]["total"]["as_stated"]
+        for options in ((), ("--left-out",))
+    )
+    predicted = found["mape_pct"]
+    assert predicted > 30  # no dense run on H100 is as far off
+    assert found["coverage_50_pct"] == found["coverage_90_pct"] == 0.0
+    assert found == other  # nothing was fitted to the source "tests"
 
 
 def test_verdicts_count_every_run_that_is_predicted(tmp_path: Path) -> None:

@@ -1,0 +1,134 @@
+"""Scales of errors are fitted to runs whose source was left out, and their intervals hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from pathlib import Path
+
+import yaml
+
+from nest_megatron.cost_model.features import Feature
+from nest_megatron.cost_model.mechanisms import Mechanism
+from nest_megatron.cost_model.uncertainty import Scales, calibration_from, shipped_calibration
+from nest_megatron.validation.fit_uncertainty import (
+    Residual,
+    UncertaintyFit,
+    coverage_by_feature,
+    fit_scales,
+    standardized,
+    write_uncertainty,
+)
+from nest_megatron.validation.job import job_of
+from nest_megatron.validation.left_out import LeftOutConstants, shipped_left_out
+from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.predict import Predictor
+from tests.app.runs import ROOT
+from tests.app.test_validate import RUN
+
+FILE = ROOT / "hydra_configs" / "calibration" / "uncertainty.yaml"
+
+
+def residuals(expert_error: float, seed: int = 0) -> list[Residual]:
+    """Runs of twelve sources whose dense jobs are 3 % off, and whose experts' exchange more."""
+    rng = random.Random(seed)
+    found = []
+    for source in range(12):
+        for job in range(20):
+            experts = job % 2 == 0
+            share = rng.uniform(0.2, 0.6) if experts else 0.0
+            error = rng.gauss(0.0, 0.03) + share * rng.gauss(0.0, expert_error)
+            found.append(
+                Residual(
+                    source=f"source {source}",
+                    job=(source, job),
+                    device="H100",
+                    error=error,
+                    shares={Mechanism.GEMM: 1.0 - share, Mechanism.EXPERT: share},
+                    features=frozenset({Feature.EXPERTS} if experts else ()),
+                    point=(0.0,),
+                )
+            )
+    return found
+
+
+def fitted(runs: list[Residual]) -> Scales:
+    """Scales, from where the shipped ones are."""
+    return fit_scales(runs, start=shipped_calibration().scales)
+
+
+def test_a_mechanism_that_is_further_off_has_the_larger_scale() -> None:
+    small, large = (fitted(residuals(error)) for error in (0.1, 0.6))
+    assert large.mechanisms["expert_parallel"] > 2 * small.mechanisms["expert_parallel"]
+    assert large.mechanisms["gemm"] < 0.05
+
+
+def test_intervals_hold_on_sources_that_no_fit_has_seen() -> None:
+    runs = residuals(0.5)
+    found = coverage_by_feature(standardized(runs, fitted(runs)))
+    assert 40 < found["any"].within_50_pct < 62
+    assert 85 < found["any"].within_90_pct < 99
+    assert found["dense"].runs + found["experts"].runs == found["any"].runs
+
+
+def test_a_source_that_is_far_off_shows_when_it_is_left_out() -> None:
+    """Its own runs must not widen the intervals that it is judged by."""
+    runs = residuals(0.1)
+    odd = [dataclasses.replace(r, error=0.5) for r in runs if r.source == "source 3"]
+    rest = [r for r in runs if r.source != "source 3"]
+    off = standardized([*rest, *odd], fitted([*rest, *odd]))
+    assert all(abs(z) > 3 for each, z in off if each.source == "source 3")
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    runs = residuals(0.3)
+    scales = fitted(runs)
+    found = standardized(runs, scales)
+    fit = UncertaintyFit(scales=scales, residuals=tuple(runs), coverage=coverage_by_feature(found))
+    path = tmp_path / "uncertainty.yaml"
+    write_uncertainty(path, fit)
+    read = calibration_from(yaml.safe_load(path.read_text(encoding="utf-8")))
+    assert read.scales == scales
+    assert read.devices == {"H100"}
+    assert sum(each.runs for each in read.evidence) == len(runs)
+    shipped = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    assert yaml.safe_load(path.read_text(encoding="utf-8")).keys() == shipped.keys()
+
+
+def test_the_shipped_intervals_hold_on_left_out_sources() -> None:
+    record = yaml.safe_load(FILE.read_text(encoding="utf-8"))["coverage_pct"]
+    runs, within_50, within_90 = record["any"]
+    assert runs > 700
+    assert 43 <= within_50 <= 58
+    assert 85 <= within_90 <= 95
+    for name in ("dense", "experts", "fp8", "lora", "long_context", "large_scale", "small_step"):
+        _, within_50, within_90 = record[name]
+        assert 40 <= within_50 <= 61, name
+        assert 80 <= within_90 <= 100, name
+
+
+def test_every_scale_that_a_plan_may_ask_for_is_shipped() -> None:
+    scales = shipped_calibration().scales
+    assert scales.mechanisms.keys() == set(Mechanism)
+    assert all(0 < scale < 1 for scale in scales.mechanisms.values())
+    assert {"any", "experts", "other_framework", "other_device"} <= scales.job.keys()
+    assert {"any", "experts", "small_step"} == scales.layout.keys()
+
+
+def test_a_source_is_predicted_without_what_it_taught() -> None:
+    job = job_of(RUN, ModelBook.load())
+    seen = Predictor().predict(job).iteration_time_s
+    constants = LeftOutConstants({"tests": {"hopper.gemm_efficiency.bf16": 0.5}})
+    unseen = Predictor().predict(constants.applied("tests", job)).iteration_time_s
+    assert unseen > 1.1 * seen
+    assert constants.applied("others", job) is job
+
+
+def test_left_out_constants_are_near_the_shipped_ones() -> None:
+    found = shipped_left_out().by_source
+    assert {"vtrain-ground-truth", "nvidia-dgxc-benchmarking"} <= found.keys()
+    for source, values in found.items():
+        for key, value in values.items():
+            assert math.isfinite(value), (source, key)
+            assert value >= 0, (source, key)
