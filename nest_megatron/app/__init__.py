@@ -50,6 +50,9 @@ def _run(arguments: list[str], begun_s: float) -> int:
     except NestError as error:
         print_error(error, as_json=as_json)
         return error.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        return BAD_INPUT
     except click.ClickException as error:
         print_error(_usage(error), as_json=as_json)
         return BAD_INPUT

@@ -238,3 +238,11 @@ def test_a_long_name_or_value_is_repeated_in_part(tmp_path: Path) -> None:
     assert done.code == 2
     assert len(done.err.partition("Known:")[0]) < 300
     assert len(run("models", "m" * 5000, "--json").out.partition('"fix"')[0]) < 600
+
+
+@pytest.mark.parametrize("group", [(), ("nest",), ("network",), ("profiles",)])
+def test_a_group_alone_shows_its_help(group: tuple[str, ...]) -> None:
+    done = run(*group)
+    assert done.code == 2
+    assert done.err.startswith("Usage: nest-megatron")
+    assert "error:" not in done.err
