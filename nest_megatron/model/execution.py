@@ -128,16 +128,21 @@ class Execution:
                 fix="Give both, or neither.",
             )
 
-    def words(self) -> str:
+    def words(self, *, experts: bool = True) -> str:
         """What is not Megatron's default, by Megatron's names; empty where all is.
+
+        Args:
+            experts: the model has some; without, choices about them act on nothing.
 
         >>> Execution(tp_comm_overlap=True, cp_comm_type=ContextTraffic.A2A).words()
         'tp_comm_overlap, cp_comm_type a2a'
+        >>> Execution(moe_permute_fusion=True, tp_comm_overlap=True).words(experts=False)
+        'tp_comm_overlap'
         """
         said = []
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
-            if value != each.default:
+            if value != each.default and (experts or "moe_" not in each.name):
                 shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
                 said.append(each.name if value is True else f"{each.name} {shown}")
         return ", ".join(said)

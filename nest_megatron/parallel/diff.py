@@ -194,11 +194,15 @@ def _gather(plan: ParallelPlan) -> str:
 
 
 def _mapping(plan: ParallelPlan) -> str:
+    if plan.parallel.pipeline_model_parallel_size == 1:
+        return "without a pipeline both orders of ranks are the same"
     levels = plan.placement.group_levels
     inner = "pipelines" if plan.placement.rank_order is RankOrder.TP_CP_EP_PP_DP else "replicas"
+    replicas = (
+        f", data-parallel groups the {levels['dp']}" if plan.parallel.data_parallel_size > 1 else ""
+    )
     return (
-        f"neighbouring ranks belong to {inner}: the pipeline crosses the {levels['pp']}, "
-        f"data-parallel groups the {levels['dp']}"
+        f"neighbouring ranks belong to {inner}: the pipeline crosses the {levels['pp']}{replicas}"
     )
 
 

@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from nest_megatron.errors import typed_setting
-from nest_megatron.model.execution import PLAIN
 from nest_megatron.parallel.plan import (
     ParallelPlan,
     PredictedStage,
@@ -104,8 +103,8 @@ def summary(plan: ParallelPlan) -> RenderableType:
         ("Sharing", Text(_sharing(plan))),
         ("Rank order", Text(str(plan.placement.rank_order))),
     ]
-    if plan.execution != PLAIN:
-        rows.append(("Execution", Text(plan.execution.words())))
+    if execution := plan.execution.words(experts=plan.model.is_moe):
+        rows.append(("Execution", Text(execution)))
     if chosen.pipeline_model_parallel_layout is not None:
         rows.append(("Stages", Text(chosen.pipeline_model_parallel_layout)))
     if (fastest := fastest_words(plan)) != "":

@@ -77,3 +77,8 @@ def test_hints_name_packages_that_an_index_has() -> None:
     assert install_command("report") == "pip install 'matplotlib>=3.8'"
     assert "torch>=2.6" in install_command("megatron")
     assert "checkout" in install_command("no-such-extra")
+
+
+def test_a_dense_models_report_names_no_choice_about_experts() -> None:
+    small = ("cluster=dgx_h100", "cluster.num_gpus=8", "target=nemo_2.7")
+    assert "moe_" not in run("plan", "model=llama3_8b", *small, "search.num_alternatives=0").out

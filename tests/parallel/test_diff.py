@@ -44,3 +44,9 @@ def test_every_field_has_a_reason(shape: str) -> None:
     plan = SHAPES[shape]()
     for name in plan_values(plan):
         assert len(reason(plan, name)) > 10
+
+
+def test_only_groups_that_there_are_cross_something() -> None:
+    alone = reason(hand_plan(1, model="bert_large"), "use_tp_pp_dp_mapping")
+    assert alone == "without a pipeline both orders of ranks are the same"
+    assert "data-parallel" not in reason(hand_plan(8), "use_tp_pp_dp_mapping")
