@@ -41,7 +41,8 @@ from nest_megatron.parallel.recompute import (
 )
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import PlanRequest
-from nest_megatron.planner.request import NumericOffer, Offer
+from nest_megatron.planner.headroom import MOST_HEADROOM
+from nest_megatron.planner.request import DEFAULT_HEADROOM, NumericOffer, Offer
 from nest_megatron.profile.choose import Wanted, choose_times
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.profile.mode import ProfileMode
@@ -345,6 +346,30 @@ def plan_request(config: PlanConfig, inputs: Inputs, space: SearchSpace) -> Plan
         tie_percent=search.tie_percent,
         max_out_of_memory_percent=search.max_out_of_memory_percent,
         own=inputs.own,
+        headroom=(headroom := read_headroom(config)),
+        priced_headroom=read_priced_headroom(config, headroom),
+    )
+
+
+def read_headroom(config: PlanConfig) -> float:
+    """Share of each device that a plan leaves free if any can."""
+    return DEFAULT_HEADROOM if config.memory.margin is None else config.memory.margin
+
+
+def read_priced_headroom(config: PlanConfig, headroom: float) -> float | None:
+    """A larger share whose price is searched.
+
+    Raises:
+        UserInputError: if it is no larger, or leaves nothing of a device.
+    """
+    priced = config.memory.priced_margin
+    if priced is None or headroom < priced <= MOST_HEADROOM:
+        return priced
+    raise UserInputError(
+        "memory.priced_margin",
+        value=priced,
+        limit=f"it lies above what plans leave free, {headroom:g}, and up to {MOST_HEADROOM:g}",
+        fix=f"For example memory.priced_margin={min(MOST_HEADROOM, headroom + 0.1):g}.",
     )
 
 

@@ -90,6 +90,7 @@ class MemoryConfig:
     """What is left free on each device."""
 
     margin: float | None = None
+    priced_margin: float | None = None
     reserve_bytes: int | None = None
 
 

@@ -230,6 +230,31 @@ class Goodput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Headroom:
+    """Memory that a plan leaves free on its fullest GPU, the reserve apart.
+
+    Args:
+        wanted: share of a GPU's memory that plans were to leave.
+        left: share that this one leaves: less than ``wanted`` only if no plan leaves that.
+        more: a larger share.
+        more_costs_percent: how much longer a step takes with it; ``None`` where no plan that leaves
+            so much is known.
+        is_searched: that is the best plan with it, and not only one of the runners-up.
+    """
+
+    wanted: float
+    left: float
+    more: float
+    more_costs_percent: float | None
+    is_searched: bool
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether less is left than was wanted; the limit is in whole bytes."""
+        return self.left < self.wanted - 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchCommand:
     """How to start it: the script, its flags, and the environment (``None``: must be unset)."""
 
@@ -250,6 +275,7 @@ class ParallelPlan:
         uncertainty: how far the prediction can be off; ``None`` in files of earlier versions.
         choice: what the plan was chosen for and between, where not for its predicted step alone.
         shortlist: which of the plan and its runners-up could be the fastest, where that is asked.
+        headroom: memory that a searched plan leaves free, where some was to be left.
     """
 
     schema: int = SCHEMA
@@ -269,6 +295,7 @@ class ParallelPlan:
     uncertainty: Uncertainty | None = added(None)
     choice: Choice | None = added(None)
     shortlist: Shortlist | None = added(None)
+    headroom: Headroom | None = added(None)
 
     def grid(self) -> Grid:
         """The plan's degrees, batch, recomputation and ZeRO stage."""

@@ -29,6 +29,7 @@ from nest_megatron.planner.assemble import (
 )
 from nest_megatron.planner.choice import NUM_COMPARED, choose_plan, runner_up
 from nest_megatron.planner.ended import EndedEarly
+from nest_megatron.planner.headroom import told_headroom, with_headroom
 from nest_megatron.planner.numeric_offers import with_numeric_offers
 from nest_megatron.planner.offers import with_offer
 from nest_megatron.planner.package_offers import with_package_offer
@@ -88,6 +89,10 @@ def plan(
     searched = _search(request, deadline, on_progress)
     if searched.result.plans:
         found = with_goodput(_assembled(request, searched, choose), request.reliability)
+        found = told_headroom(
+            *(found, request, searched.model, searched.result.plans),
+            lambda asked: _best(asked, deadline),
+        )
         found = with_offer(found, request, lambda asked: _best(asked, deadline))
         return with_numeric_offers(with_package_offer(found, request), request)
     record = search_record(request, searched.result, searched.seconds)
@@ -171,6 +176,20 @@ class _Searched(NamedTuple):
 
 def _search(
     request: PlanRequest, deadline: Deadline, on_progress: Progress | None = None
+) -> _Searched:
+    """Search a request's space with free memory as it asks for, or with less if nothing fits."""
+    limited = with_headroom(request)
+    searched = _search_within(limited, deadline, on_progress)
+    if limited is request:
+        return searched
+    if not searched.result.plans and searched.result.certificate.finished:
+        return _search_within(request, deadline, on_progress)
+    model = CostModel(request.spec, request.cluster, request.settings, request.times)
+    return searched._replace(model=model)
+
+
+def _search_within(
+    request: PlanRequest, deadline: Deadline, on_progress: Progress | None
 ) -> _Searched:
     """Search a request's space until some time before a deadline."""
 

@@ -25,6 +25,10 @@ from nest_megatron.units import Seconds
 
 #: Runners-up that a plan lists.
 NUM_ALTERNATIVES = 10
+#: Share of a device that a plan leaves free unless told otherwise, the reserve not counted. Of
+#: NVIDIA's performance runs with Megatron-Bridge, nine of ten leave 8.9 % or more, as predicted
+#: (docs/memory.md).
+DEFAULT_HEADROOM = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +82,9 @@ class PlanRequest:
         max_out_of_memory_percent: largest chance to run out of memory that ``cautious`` takes.
         own: the user's own parallel settings, by Megatron's names.
         shortlist: whether to say which of the plans could be the fastest.
+        headroom: share of each device that a plan leaves free, the reserve apart, if any plan can;
+            ``None`` is what ``settings`` say, no less.
+        priced_headroom: a larger share whose price is searched too; ``None`` takes the runners-up.
     """
 
     spec: TransformerSpec
@@ -100,6 +107,8 @@ class PlanRequest:
     max_out_of_memory_percent: float = 5.0
     own: Mapping[str, object] = field(default_factory=dict)
     shortlist: bool = False
+    headroom: float | None = DEFAULT_HEADROOM
+    priced_headroom: float | None = None
 
     def __post_init__(self) -> None:
         batch = self.global_batch_size

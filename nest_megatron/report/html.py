@@ -39,6 +39,7 @@ from nest_megatron.report.words import (
     confidence_words,
     fastest_words,
     goodput_words,
+    headroom_words,
     memory_verdict,
     proof,
     range_words,
@@ -113,6 +114,8 @@ def _headline(plan: ParallelPlan) -> Markup:
     verdict = [proof(plan), f" What binds it: {predicted.binding_constraint}."]
     if (fastest := fastest_words(plan)) != "":
         verdict.append(f" Preferred to {fastest}.")
+    if plan.headroom is not None:
+        verdict.append(f" Memory left free: {headroom_words(plan.headroom)}.")
     verdict += [f" Not taken: {offer}." for offer in plan.offers]
     if plan.goodput is not None:
         words = goodput_words(plan.goodput, gpus, predicted.iteration_time_s)

@@ -36,6 +36,7 @@ from nest_megatron.report.words import (
     confidence_words,
     fastest_words,
     goodput_words,
+    headroom_words,
     memory_verdict,
     no_plan_verdict,
     proof,
@@ -119,6 +120,9 @@ def summary(plan: ParallelPlan) -> RenderableType:
     if plan.goodput is not None:
         gpus, step_s = plan.placement.num_gpus, predicted.iteration_time_s
         rows.insert(1, ("Goodput", Text(goodput_words(plan.goodput, gpus, step_s))))
+    if plan.headroom is not None:
+        style = "yellow" if plan.headroom.is_tight else ""
+        rows.append(("Left free", Text(headroom_words(plan.headroom), style=style)))
     rows += [("Not taken", Text(offer)) for offer in plan.offers]
     if train.precision.value != "bf16":
         rows.insert(3, ("Precision", Text(train.precision.value)))

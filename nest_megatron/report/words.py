@@ -9,7 +9,7 @@ from itertools import groupby
 from nest_megatron.cost_model.memory import PEAK_ERROR, PUBLIC_PEAK_ERROR, within_error
 from nest_megatron.errors import typed_setting
 from nest_megatron.parallel.objective import SURE, Choice, Objective, Uncertainty
-from nest_megatron.parallel.plan import Goodput, ParallelPlan, SearchRecord
+from nest_megatron.parallel.plan import Goodput, Headroom, ParallelPlan, SearchRecord
 from nest_megatron.planner.ended import EndedEarly
 from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.units import Bytes, Seconds, format_duration, format_gib, format_seconds
@@ -180,6 +180,25 @@ def goodput_words(found: Goodput, num_gpus: int, step_s: Seconds) -> str:
         f"({format_duration(steps * step_s)}), a failure of the {num_gpus:,} GPUs every "
         f"{format_duration(found.mtbf_s)}, {format_duration(found.restart_s)} to restart"
     )
+
+
+def headroom_words(found: Headroom) -> str:
+    """What a plan leaves free of each device, and what more would cost.
+
+    >>> headroom_words(Headroom(
+    ...     wanted=0.1, left=0.02, more=0.2, more_costs_percent=None, is_searched=False))
+    '2.0 % of the fullest GPU: no plan leaves the 10 % of memory.margin'
+    """
+    words = f"{100 * found.left:.1f} % of the fullest GPU"
+    if found.is_tight:
+        return f"{words}: no plan leaves the {100 * found.wanted:g} % of memory.margin"
+    more, costs = f"{100 * found.more:g} %", found.more_costs_percent
+    if costs is None:
+        return f"{words}; no plan is known to leave {more}" if found.is_searched else words
+    if not costs:
+        return f"{words}; {more} would cost nothing"
+    least = "" if found.is_searched else "at most "
+    return f"{words}; {more} would cost {least}{costs:.1f} %"
 
 
 def incomplete_ranking(record: SearchRecord) -> str:

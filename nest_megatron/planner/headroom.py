@@ -1,0 +1,93 @@
+"""Memory that a plan leaves free: the usual share, less where nothing else fits; its price."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from nest_megatron.cost_model.memory import capacity_bytes
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.pipeline import fits_in_memory
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.parallel.objective import Objective
+from nest_megatron.parallel.plan import Headroom, ParallelPlan
+from nest_megatron.parallel.plan_file import sealed
+from nest_megatron.planner.request import PlanRequest
+from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.units import Seconds, to_seconds
+
+#: Free memory beyond what a plan leaves whose price is told.
+_MORE = 0.1
+#: Largest margin (``CostSettings``).
+MOST_HEADROOM = 0.9
+
+
+def with_headroom(request: PlanRequest) -> PlanRequest:
+    """The request with the free memory that it asks for as its limit; itself without any.
+
+    The nominally fastest plan is that of the whole space, up to the limit of the device.
+    """
+    share = request.headroom
+    if share is None or share <= request.settings.memory_margin:
+        return request
+    return request if request.objective is Objective.NOMINAL else leaving(request, share)
+
+
+def leaving(request: PlanRequest, share: float) -> PlanRequest:
+    """A request whose plans leave a share of each device free."""
+    return dataclasses.replace(request, settings=_leaving(request.settings, share))
+
+
+def _leaving(settings: CostSettings, share: float) -> CostSettings:
+    return dataclasses.replace(settings, memory_margin=share)
+
+
+def told_headroom(
+    plan: ParallelPlan,
+    request: PlanRequest,
+    model: CostModel,
+    solved: Iterable[SolvedGrid],
+    find: Callable[[PlanRequest], ParallelPlan | None],
+) -> ParallelPlan:
+    """The plan with what it leaves free, and what more would cost.
+
+    Args:
+        request: as it was asked, before ``with_headroom``.
+        solved: plans that the search kept, fastest first: one of them that leaves more free bounds
+            the price from above.
+        find: the best plan of a request, for ``priced_headroom``.
+    """
+    if request.headroom is None or request.objective is Objective.NOMINAL:
+        return plan
+    priced, step_s = request.priced_headroom, plan.predicted.iteration_time_s
+    taken = plan.predicted.peak_memory_bytes + request.settings.memory_reserve_bytes
+    left = 1.0 - taken / plan.cluster.accelerator.memory_bytes
+    more = round(left + _MORE, 2) if priced is None else priced
+    if priced is None:
+        other_s = _fastest_leaving(more, model, solved)
+    else:
+        asked = leaving(dataclasses.replace(request, headroom=None, offer=None), priced)
+        other = find(dataclasses.replace(asked, num_alternatives=0))
+        other_s = None if other is None else other.predicted.iteration_time_s
+    found = Headroom(
+        wanted=request.headroom,
+        left=left,
+        more=more,
+        more_costs_percent=(None if other_s is None else 100.0 * max(0.0, other_s / step_s - 1.0)),
+        is_searched=priced is not None,
+    )
+    return sealed(dataclasses.replace(plan, headroom=found))
+
+
+def _fastest_leaving(
+    share: float, model: CostModel, solved: Iterable[SolvedGrid]
+) -> Seconds | None:
+    """The step of the first plan that leaves a share free; ``None`` if none does."""
+    if share > MOST_HEADROOM:
+        return None
+    limit = capacity_bytes(model.cluster.accelerator, _leaving(model.settings, share))
+    for each in solved:
+        problem = dataclasses.replace(model.problem(each.grid), capacity_bytes=limit)
+        if fits_in_memory(problem, each.boundaries):
+            return to_seconds(each.iteration)
+    return None
