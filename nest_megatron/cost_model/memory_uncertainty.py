@@ -41,7 +41,7 @@ class PeakError:
 
 
 #: Written by ``nest-megatron calibrate`` into ``calibration/memory.yaml``, and repeated here.
-REPLICATED = PeakError(location=0.011, scale=0.065, runs=557, sources=6)
+REPLICATED = PeakError(location=0.008, scale=0.041, runs=552, sources=5)
 SHARDED = PeakError(location=0.049, scale=0.144, runs=50, sources=9)
 
 
@@ -64,9 +64,9 @@ def out_of_memory_probability(peak_bytes: float, limit_bytes: float, error: Peak
         limit_bytes: what can be given out (``allocatable_bytes``).
 
     >>> round(out_of_memory_probability(60e9, 75e9, REPLICATED), 3)
-    0.015
+    0.003
     >>> round(out_of_memory_probability(74e9, 75e9, REPLICATED), 2)
-    0.49
+    0.45
     """
     if peak_bytes <= 0:
         return 0.0
@@ -80,7 +80,7 @@ def peak_interval(peak_bytes: float, error: PeakError, share: float = 0.9) -> tu
     """Between which bytes that share of measured peaks lies.
 
     >>> [round(x / 1e9) for x in peak_interval(60e9, REPLICATED)]
-    [53, 70]
+    [55, 66]
     """
     reach = error.scale * quantile(0.5 + share / 2)
     low, high = (math.exp(error.location + side * reach) for side in (-1, 1))
@@ -91,6 +91,6 @@ def headroom_for(probability: float, error: PeakError) -> float:
     """Share of what can be given out that a plan leaves free to run out no more often.
 
     >>> round(headroom_for(0.05, REPLICATED), 2)
-    0.14
+    0.09
     """
     return 1.0 - math.exp(-(error.location + error.scale * quantile(1.0 - probability)))
