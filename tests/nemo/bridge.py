@@ -181,8 +181,12 @@ def _local(config: Any) -> dict[str, Any]:
     return {"use_transformer_engine": False, "normalization": config.normalization}
 
 
-def validate(cfg: Any, num_gpus: int) -> None:
-    """Ask Megatron-Bridge whether a configuration can be launched; raises what it raises."""
+def validate(cfg: Any, num_gpus: int) -> Any:
+    """Ask Megatron-Bridge whether a configuration can be launched; raises what it raises.
+
+    Returns:
+        The configuration as it trains.
+    """
     import torch
     from megatron.bridge.training.config import runtime_config_update
 
@@ -196,3 +200,4 @@ def validate(cfg: Any, num_gpus: int) -> None:
     with on_hopper() as patch:
         patch.setenv("WORLD_SIZE", str(num_gpus))
         runtime_config_update(changed)
+    return changed

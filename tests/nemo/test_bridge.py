@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from nest_megatron.launchers.megatron_bridge import (
     to_yaml,
 )
 from nest_megatron.model.parameters import total_parameters
+from nest_megatron.parallel.knobs import KNOBS
+from nest_megatron.parallel.plan import ParallelPlan
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
@@ -53,8 +56,47 @@ def test_bridge_accepts_the_plan(name: str, num_gpus: int) -> None:
     except NothingFitsError:
         assert num_gpus < 1024
         return
-    bridge.validate(cfg, num_gpus)
+    trained = bridge.validate(cfg, num_gpus).model
     assert plan_changes(cfg, plan, environment={}) == ()
+    for field in carried_out(plan):
+        meant, value = getattr(plan.execution, field), getattr(trained, field)
+        assert (value or None) == (meant or None), field
+
+
+def carried_out(plan: ParallelPlan) -> Iterator[str]:
+    """Choices that a configuration states as a plan does."""
+    for knob in KNOBS:
+        spelled = (
+            knob.name == "moe_flex_dispatcher_backend"
+        )  # stays where the dispatcher is another
+        absent = knob.name == "moe_permute_fusion"  # Transformer Engine is not here
+        plain = knob.name.startswith(("cuda_graph", "cp_comm"))
+        if not (spelled or absent or plain) and (plan.model.is_moe or not knob.of_experts):
+            yield knob.name
+
+
+def test_experts_travel_as_planned() -> None:
+    cfg = bridge.config("qwen.qwen3_moe:qwen3_30b_a3b_pretrain_config")
+    cfg.train.global_batch_size = 512
+    cfg.model.moe_token_dispatcher_type = "alltoall"
+    fixed = (
+        "tensor_model_parallel_size=1",
+        "pipeline_model_parallel_size=2",
+        "virtual_pipeline_model_parallel_size=4",
+        "expert_model_parallel_size=32",
+        "expert_tensor_parallel_size=1",
+    )
+    overrides = ["cluster.num_gpus=64", "search.packages=[hybrid_ep]"]
+    overrides += [f"parallel.{each}" for each in fixed]
+    plan, changes = auto_recipe(cfg, cluster="dgx_h100", overrides=overrides, environment={})
+    trained = bridge.validate(cfg, 64).model
+    assert plan.execution.is_node_limited
+    assert plan.execution.overlap_moe_expert_parallel_comm
+    assert trained.moe_token_dispatcher_type == "flex"
+    assert trained.moe_flex_dispatcher_backend == "hybridep"
+    assert trained.overlap_moe_expert_parallel_comm
+    assert not trained.moe_shared_expert_overlap
+    assert any(change.field == "model.moe_token_dispatcher_type" for change in changes)
 
 
 def test_overlay_and_dotlist_make_the_same_configuration(tmp_path: Path) -> None:

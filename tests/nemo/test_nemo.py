@@ -50,6 +50,52 @@ def test_nemo_accepts_the_plan(name: str, num_nodes: int) -> None:
         return
     recipes.validate(source)
     assert plan_changes(source, plan) == ()
+    job = read_recipe(source).job
+    stated = {name: job.memory_flags.get(name) for name in ("tp_comm_overlap", *_OF_EXPERTS)}
+    of_plan = {name: getattr(plan.execution, name) for name in stated}
+    if not plan.model.is_moe:
+        stated, of_plan = {}, {}
+    assert {name: value or False for name, value in stated.items()} == of_plan
+
+
+_OF_EXPERTS = (
+    "moe_token_dispatcher_type",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "moe_shared_expert_overlap",
+)
+
+
+def test_the_callback_sets_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fiddle
+    from nemo.collections.llm.recipes import llama3_70b
+    from nemo.lightning.pytorch.callbacks import megatron_comm_overlap
+
+    monkeypatch.setattr(megatron_comm_overlap, "HAVE_TE", True)
+    source = llama3_70b.pretrain_recipe(
+        name="nest", dir="/nowhere", num_nodes=8, num_gpus_per_node=8, performance_mode=True
+    )
+    plan, _ = auto_recipe(source, cluster="dgx_h100")
+    (config,) = [c for c in source.trainer.callbacks if hasattr(c, "tp_comm_overlap_cfg")]
+    strategy = fiddle.build(source.trainer.strategy)
+    found = fiddle.build(config)._get_model_comm_overlap_cfgs(strategy.parallelism)
+    assert found.tp_comm_overlap == plan.execution.tp_comm_overlap
+
+
+def test_experts_of_deepseek_travel_as_planned() -> None:
+    from nemo.collections.llm.recipes import deepseek_v3
+
+    source = deepseek_v3.pretrain_recipe(
+        name="nest", dir="/nowhere", num_nodes=128, num_gpus_per_node=8, performance_mode=True
+    )
+    names = [callback.__fn_or_cls__.__name__ for callback in source.trainer.callbacks]
+    assert "DeepEPCallback" in names
+    assert read_recipe(source).job.memory_flags["moe_token_dispatcher_type"] == "flex"
+    plan, _ = auto_recipe(source, cluster="dgx_h100")
+    job = read_recipe(source).job
+    assert job.memory_flags["moe_token_dispatcher_type"] == plan.execution.moe_token_dispatcher_type
+    assert not plan.execution.overlap_moe_expert_parallel_comm
+    recipes.validate(source)
 
 
 @pytest.mark.parametrize("name", recipes.REFUSED)
