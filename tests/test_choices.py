@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.launch import read_words
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import plan_request, read_inputs, read_space
-from nest_megatron.cost_model.execution_flags import execution_of
+from nest_megatron.cost_model.execution_flags import execution_of, time_notes
+from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.execution_fields import NUMERIC_FIELDS, framework_table
 from nest_megatron.launchers.megatron_lm.attach import LAUNCHER, with_launch
@@ -20,10 +22,23 @@ from nest_megatron.launchers.megatron_lm.execution_argv import EXECUTION_ARGUMEN
 from nest_megatron.launchers.megatron_lm.parser import VERSIONS, read_argv
 from nest_megatron.launchers.megatron_lm.read import read_job
 from nest_megatron.model.execution import Execution, FlexBackend, GraphImpl, TokenDispatcher
-from nest_megatron.parallel.knobs import KNOBS, choices_of_execution, knob_table
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.knobs import (
+    KNOBS,
+    Package,
+    Setting,
+    always_on,
+    choices_of_execution,
+    knob_table,
+    open_values,
+    unknown_packages,
+)
+from nest_megatron.parallel.layout import uniform_partition
 from nest_megatron.parallel.numeric_knobs import NUMERIC_KNOBS, numeric_table
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner import plan
+from nest_megatron.planner import estimate_plan, plan
+from tests import catalogue
 from tests.launchers.requests import CARRIED
 
 EXPERTS = (
@@ -191,3 +206,51 @@ def test_steps_of_other_shapes_are_not_captured(words: str) -> None:
     assert plain.capturable
     padded = read_argv("pretrain_gpt.py", [*LLAMA, "--moe-router-padding-for-fp8"], "0.16.1")
     assert read_job(padded)[1].counts_on_host
+
+
+def test_nccl_ep_is_read_and_priced_as_hybridep_with_a_note() -> None:
+    def flags(backend: str) -> dict[str, Any]:
+        words = f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {backend}"
+        return dict(read_argv("pretrain_gpt.py", words.split(), "0.20").values)
+
+    spec, cluster = catalogue.model("mixtral_8x7b"), catalogue.cluster("dgx_h100", 64)
+    dims = ParallelDims(data_parallel_size=64, expert_model_parallel_size=8)
+    steps = []
+    for backend in ("hybridep", "ncclep"):
+        execution = execution_of(flags(backend))
+        assert execution.moe_flex_dispatcher_backend == backend
+        grid = Grid(
+            dims=dims,
+            global_batch_size=64,
+            micro_batch_size=1,
+            sequence_parallel=False,
+            execution=execution,
+        )
+        found = estimate_plan(spec, cluster, CostSettings(), grid, uniform_partition(spec, 1, 1))
+        steps.append((found.predicted.iteration_time_s, found.predicted.peak_memory_bytes))
+    assert steps[0] == steps[1]
+    assert not time_notes(flags("hybridep"))
+    (note,) = time_notes(flags("ncclep"))
+    assert "HybridEP" in note
+    narrow = {**flags("ncclep"), "moe_dispatch_fwd_dtype": "mxfp8"}
+    assert len(time_notes(narrow)) == 2
+
+
+@pytest.mark.parametrize(("device", "deepep"), [("H100-SXM-80GB", True), ("GB200-186GB", False)])
+def test_deepep_is_not_for_nvlink_across_hosts(device: str, deepep: bool) -> None:
+    setting = Setting(
+        spec=catalogue.model("mixtral_8x7b"), accelerator=device, packages=frozenset(Package)
+    )
+    values = open_values(setting)["moe_flex_dispatcher_backend"]
+    assert FlexBackend.HYBRIDEP in values
+    assert (FlexBackend.DEEPEP in values) is deepep
+    unknown = unknown_packages(dataclasses.replace(setting, packages=frozenset()))
+    assert (FlexBackend.DEEPEP in unknown) is deepep
+    assert FlexBackend.NCCLEP not in {*values, *unknown}
+
+
+def test_a_field_that_the_job_lacks_is_not_chosen() -> None:
+    setting = Setting(spec=catalogue.model("mixtral_8x7b"), accelerator="H100-SXM-80GB")
+    narrow = dataclasses.replace(setting, can_state=frozenset({"moe_permute_fusion"}))
+    assert open_values(narrow) == {}
+    assert always_on(Execution(), narrow) == Execution(moe_permute_fusion=True)

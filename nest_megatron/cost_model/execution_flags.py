@@ -159,6 +159,18 @@ def time_notes(flags: Mapping[str, Any]) -> tuple[str, ...]:
         )
     if text(flags.get("optimizer") or "adam") in ("muon", "dist_muon"):
         notes.append("Muon: its states are counted, the time of its products is not.")
+    is_flex = text(flags.get("moe_token_dispatcher_type") or "") == TokenDispatcher.FLEX
+    if is_flex and text(flags.get("moe_flex_dispatcher_backend") or "") == FlexBackend.NCCLEP:
+        notes.append(
+            "--moe-flex-dispatcher-backend ncclep: no public run says how fast it is; it is priced "
+            "as HybridEP, whose kernels it runs."
+        )
+    widths = (flags.get(name) for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"))
+    if any(text(width) != "bf16" for width in widths if width is not None):
+        notes.append(
+            "--moe-dispatch-fwd-dtype, --moe-combine-bwd-dtype: tokens that travel in MXFP8 are "
+            "priced with 16 bits, so a step takes less than predicted."
+        )
     if flags.get("first_last_layers_bf16"):
         notes.append(
             "--first-last-layers-bf16: in fp8 and NVFP4 the layers that stay in bf16 are priced as "

@@ -282,6 +282,8 @@ EXECUTION = (
     "cuda_graph_scope",
     "cuda_graph_scope_deprecated",
     "hierarchical_context_parallel_sizes",
+    "moe_combine_bwd_dtype",
+    "moe_dispatch_fwd_dtype",
     "moe_enable_deepep",
     "moe_flex_dispatcher_backend",
     "moe_permute_fusion",

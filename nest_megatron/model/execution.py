@@ -25,11 +25,14 @@ class TokenDispatcher(Name):
 class FlexBackend(Name):
     """The kernels of the ``flex`` dispatcher (``--moe-flex-dispatcher-backend``).
 
-    Both send a token to each node once, however many of its experts are there.
+    All send a token to each node once, however many of its experts are there. NCCL EP, of 0.20,
+    runs HybridEP's kernels below its own groups (``hybridep_adapter.cu``, named by
+    ``moe/token_dispatcher.py``).
     """
 
     DEEPEP = "deepep"
     HYBRIDEP = "hybridep"
+    NCCLEP = "ncclep"
 
 
 class ContextTraffic(Name):

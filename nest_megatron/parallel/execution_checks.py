@@ -231,6 +231,18 @@ EXECUTION_RULES: tuple[Rule, ...] = (
         f"DeepEP has buffers for {', '.join(map(str, sorted(DEEPEP_RANKS)))} expert ranks",
     ),
     _rule(
+        "ncclep_release",
+        "moe_flex_dispatcher_backend",
+        "0.20 tc:898, token_dispatcher.py:1853",
+        lambda request: (
+            not (
+                _of_0_16(request)
+                and request.execution.moe_flex_dispatcher_backend is FlexBackend.NCCLEP
+            )
+        ),
+        "0.16.1 has no NCCL EP",
+    ),
+    _rule(
         "expert_overlap_exchange",
         _OVERLAP,
         "tc:1863-1869",

@@ -118,7 +118,8 @@ KNOBS: tuple[Knob, ...] = (
         flag="--delay-wgrad-compute",
         choice="delay_wgrad_compute",
         reason="weight gradients fill what the overlapped exchange leaves idle",
-        costs="inputs of products are kept longer; what it saves is not priced: left to the job",
+        costs="inputs of products are kept longer; not priced by itself: the public runs that "
+        "overlap the exchange have it too, so what that hides is of both",
     ),
     Knob(
         name="use_transformer_engine_op_fuser",
@@ -258,7 +259,7 @@ def unknown_packages(setting: Setting) -> dict[FlexBackend, Package]:
         return {}
     return {
         backend: knob.needs[backend]
-        for backend in FlexBackend
+        for backend in (FlexBackend.DEEPEP, FlexBackend.HYBRIDEP)
         if knob.needs[backend] not in setting.packages and _runs_on(backend, setting)
     }
 

@@ -172,6 +172,9 @@ BROKEN = {
     ),
     "flex_group": carried(MIXTRAL, dims(dp=2), **DEEPEP),
     "deepep_ranks": carried(DEEPSEEK, dims(dp=256, ep=256), **DEEPEP),
+    "ncclep_release": carried(
+        MIXTRAL, dims(dp=4, ep=4), **(DEEPEP | {"moe_flex_dispatcher_backend": FlexBackend.NCCLEP})
+    ),
     "expert_overlap_exchange": carried(MIXTRAL, dims(dp=2), **OVERLAP),
     "expert_overlap_pipeline": carried(MIXTRAL, dims(pp=2, dp=4, ep=4), **OVERLAP),
     "expert_overlap_recompute": carried(

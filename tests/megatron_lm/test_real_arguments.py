@@ -64,6 +64,7 @@ LATER = {
 OF_0_16 = {
     "position_type",
     "optimizer_zero",
+    "ncclep_release",
     "cuda_graph_experts",
     "shared_overlap",
 }

@@ -35,13 +35,17 @@ def dropout_mask(spec: TransformerSpec, local: float) -> tuple[Part, float]:
     return Part.RESIDUAL, local * spec.hidden_size if spec.hidden_dropout > 0 else 0.0
 
 
+_BUFFERED = (FlexBackend.HYBRIDEP, FlexBackend.NCCLEP)
+
+
 def dispatch_buffer_bytes(spec: TransformerSpec, shard: LayerShard) -> float:
     """HybridEP's buffers, one for tokens sent out and one for tokens coming back.
 
     Each has a place for every token of every rank of the expert group, since all of them may come
-    here (``HybridEPBuffer``: ``max_num_of_tokens``); all layers share them.
+    here (``HybridEPBuffer``: ``max_num_of_tokens``); all layers share them. NCCL EP runs the same
+    kernels.
     """
-    if shard.execution.moe_flex_dispatcher_backend is not FlexBackend.HYBRIDEP or not spec.is_moe:
+    if shard.execution.moe_flex_dispatcher_backend not in _BUFFERED or not spec.is_moe:
         return 0.0
     tokens = shard.tokens_between_blocks(spec) * shard.expert_model_parallel_size
     return 2 * tokens * spec.hidden_size * shard.activation_bytes
