@@ -138,17 +138,18 @@ def shortened(old: Sequence[str], new: Sequence[str]) -> list[str]:
     parts: list[list[str]] = [[]]
     for line in old:
         parts.append([]) if line.strip() == ELISION else parts[-1].append(line)
+    if len(parts) == 1:
+        return list(new)
     found: list[str] = []
     start = 0
     for number, part in enumerate(parts):
         found += [ELISION] if number else []
         if not part:
             continue
-        if len(parts) > 1:
-            same = (i for i in range(start, len(new)) if label(new[i]) == label(part[0]))
-            start = next(same, -1)
-            if start < 0:
-                raise PageError(f"the output has no line like {part[0]!r} any more")
+        same = (i for i in range(start, len(new)) if label(new[i]) == label(part[0]))
+        start = next(same, -1)
+        if start < 0:
+            raise PageError(f"the output has no line like {part[0]!r} any more")
         end = len(new) if number == len(parts) - 1 else start + len(part)
         found += new[start:end]
         start = end

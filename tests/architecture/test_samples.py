@@ -70,7 +70,6 @@ in 9.9 s
 
 ```text
 $ nest-megatron --version
-old
 ```
 """
 
