@@ -15,7 +15,7 @@ from nest_megatron.validation.left_out import shipped_left_out
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Judged, RowOutcome
 from nest_megatron.validation.report import as_document
-from nest_megatron.validation.rows import RowFile, read_rows
+from nest_megatron.validation.rows import RowFile, RowKind, read_rows
 
 _COLUMNS = (
     "file",
@@ -58,10 +58,13 @@ def run_validate(
         left_out: predict each row by constants that were fitted without its source.
     """
     files = [read_rows(path) for path in paths]
-    constants = shipped_left_out() if left_out else None
-    assessor = Assessor(ModelBook.load(models), left_out=constants)
-    judged = [assessor.judge(file) for file in files]
-    written = [*_write_docs(docs, judged), *_write_rows(rows, judged)]
+    book = ModelBook.load(models)
+    judged = _judged(files, book, left_out=left_out)
+    unseen: Sequence[Judged] = ()
+    if docs is not None:
+        runs = [file for file in files if file.kind is RowKind.THROUGHPUT]
+        unseen = _judged(runs, book, left_out=True)
+    written = [*_write_docs(docs, judged, unseen), *_write_rows(rows, judged)]
     if as_json:
         show_json(as_document(judged))
         return OK
@@ -73,13 +76,20 @@ def run_validate(
     return OK
 
 
-def _write_docs(folder: Path | None, judged: Sequence[Judged]) -> list[Path]:
+def _judged(files: Sequence[RowFile], book: ModelBook, *, left_out: bool) -> list[Judged]:
+    assessor = Assessor(book, left_out=shipped_left_out() if left_out else None)
+    return [assessor.judge(file) for file in files]
+
+
+def _write_docs(
+    folder: Path | None, judged: Sequence[Judged], unseen: Sequence[Judged]
+) -> list[Path]:
     if folder is None:
         return []
     from nest_megatron.app.command_kinds import forced
     from nest_megatron.report.accuracy import write_accuracy
 
-    return write_accuracy(folder, judged, force=forced())
+    return write_accuracy(folder, judged, unseen, force=forced())
 
 
 def _write_rows(path: Path | None, judged: Sequence[Judged]) -> list[Path]:

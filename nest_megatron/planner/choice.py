@@ -133,7 +133,8 @@ def choose_plan(
     known = {each.plan: _candidate(request, model, each) for each in _worth(model, found, plans)}
     taken = known[plans[0]]
     if objective is not Objective.NOMINAL:
-        taken = _simplest_of_best(request, list(known.values()))
+        allowed = _allowed(request, list(known.values()))
+        taken = simplest_of_best(allowed, objective, request.tie_percent)
     others = tuple(plan for plan in plans if plan != taken.solved)
     others = others[: max(request.num_alternatives, int(taken.solved != plans[0]))]
     lower_s = to_seconds(result.certificate.lower_bound)
@@ -156,12 +157,12 @@ def choose_plan(
     )
 
 
-def _simplest_of_best(request: PlanRequest, candidates: Sequence[Candidate]) -> Candidate:
+def simplest_of_best(
+    candidates: Sequence[Candidate], objective: Objective, tie_percent: float
+) -> Candidate:
     """Of the plans that tie with the best the simplest."""
-    objective = request.objective
-    allowed = _allowed(request, candidates)
-    most = min(each.value(objective) for each in allowed) * (1 + request.tie_percent / 100)
-    ties = [each for each in allowed if each.value(objective) <= most]
+    most = min(each.value(objective) for each in candidates) * (1 + tie_percent / 100)
+    ties = [each for each in candidates if each.value(objective) <= most]
     return min(ties, key=lambda each: (*each.complexity, each.value(objective), each.solved.rank))
 
 

@@ -62,6 +62,10 @@ class NumericOffer:
     words: str
 
 
+#: Plans so close to the best count as equal.
+TIE_PERCENT = 1.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """What to plan.
@@ -103,7 +107,7 @@ class PlanRequest:
     numeric_offers: tuple[NumericOffer, ...] = ()
     reliability: Reliability | None = None
     objective: Objective = Objective.EXPECTED
-    tie_percent: float = 1.0
+    tie_percent: float = TIE_PERCENT
     max_out_of_memory_percent: float = 5.0
     own: Mapping[str, object] = field(default_factory=dict)
     shortlist: bool = False

@@ -26,6 +26,7 @@ from nest_megatron.report.accuracy_scores import (
     sets_section,
     sets_table,
 )
+from nest_megatron.report.accuracy_uncertainty import uncertainty_section
 from nest_megatron.report.accuracy_worst import margin_section, worst_section
 from nest_megatron.validation.outcome import Judged
 from nest_megatron.validation.report import regime_scores
@@ -76,11 +77,16 @@ def read_notes(path: Path) -> Notes:
 
 
 def write_accuracy(
-    folder: Path, judged: Sequence[Judged], *, force: bool | None = None
+    folder: Path,
+    judged: Sequence[Judged],
+    unseen: Sequence[Judged] = (),
+    *,
+    force: bool | None = None,
 ) -> list[Path]:
     """Write the page, its pictures and the README's lines; all is made before the first is written.
 
     Args:
+        unseen: the files of throughput, each row predicted without its source.
         force: replace a page that this program has not written; see ``check_output``.
 
     Returns:
@@ -107,6 +113,7 @@ def write_accuracy(
         list(drawn),
         _bold_sentence(folder / EXPERTS),
         _bold_sentence(folder / OWN_RUNS),
+        uncertainty_section(unseen),
     )
     (folder / PICTURES).mkdir(exist_ok=True)
     for name, content in drawn.items():
@@ -143,7 +150,12 @@ def readme_text(path: Path, judged: Sequence[Judged]) -> str:
 
 
 def page(
-    judged: Sequence[Judged], notes: Notes, drawn: Sequence[str], experts: str, own_runs: str
+    judged: Sequence[Judged],
+    notes: Notes,
+    drawn: Sequence[str],
+    experts: str,
+    own_runs: str,
+    intervals: str = "",
 ) -> str:
     """The text of the page.
 
@@ -151,11 +163,13 @@ def page(
         drawn: names of the pictures.
         experts: a sentence on the layouts that experts published, "" without one.
         own_runs: a sentence on runs of our own, "" without one.
+        intervals: the section on intervals and choices.
     """
     sections = (
         _head(judged, own_runs),
         regimes_section(judged),
         goals_section(judged, notes.rows, notes.goals),
+        intervals,
         files_section(judged),
         sets_section(judged),
         _pictures_section(drawn),

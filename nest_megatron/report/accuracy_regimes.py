@@ -71,7 +71,8 @@ def regimes_section(judged: Sequence[Judged]) -> str:
             "In `--json` every source, every file's total and every regime (of a file in `files`, "
             "of all runs in `regimes`) holds `as_planned` and `as_stated`, each with",
             table(("key", "what it counts"), _KEYS),
-            "What a source or total holds beside them is as stated.",
+            "What a source or total holds beside them is as stated. `certainty` holds, by regime "
+            "and over all, what [intervals and choices](#intervals-and-choices) come to.",
         )
     )
 

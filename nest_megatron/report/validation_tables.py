@@ -10,12 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from nest_megatron.report.fitting import FittingTable
+from nest_megatron.validation.judging import Certainty
 from nest_megatron.validation.outcome import Basis, Judged
 from nest_megatron.validation.regimes import REGIMES, RegimeName
 from nest_megatron.validation.report import (
     BothScores,
     FileScores,
     Scores,
+    certainty_by_regime,
     file_scores,
     regime_scores,
 )
@@ -35,7 +37,11 @@ measured (mean size, median with sign, 90th percentile; mean size for memory).
 regret: of jobs in several layouts, by how many per cent our choice was slower
 than the best layout (mean, and largest). pairs: per cent of the pairs of
 layouts of one job, measured more than {100 * NOISE:g} % apart, in the right order.
-ran: runs that ran and are called infeasible. OOM: out of memory, and caught."""
+ran: runs that ran and are called infeasible. OOM: out of memory, and caught.
+in 50 %, in 90 %: per cent of runs inside these intervals. nominal, default:
+regret of the fastest prediction and of the planner's default choice. list,
+holds: layouts on a shortlist, and per cent of jobs whose fastest is on it.
+sure: per cent of pairs with a chance of 9 in 10 that were measured so."""
 
 
 def validation_report(judged: Sequence[Judged]) -> RenderableType:
@@ -51,6 +57,7 @@ def validation_report(judged: Sequence[Judged]) -> RenderableType:
     regimes = regime_scores(RowKind.THROUGHPUT, judged)
     if any(each.as_stated.rows for each in regimes.values()):
         parts += _regime_tables(regimes)
+        parts += _certainty_tables(judged)
     parts.append(Text(_LEGEND, style="dim"))
     return Group(*parts)
 
@@ -74,14 +81,52 @@ def _regime_tables(regimes: Mapping[RegimeName, BothScores]) -> Iterable[Rendera
         yield Text(f"  {each.name}: {each.definition}", style="dim")
 
 
+def _certainty_tables(judged: Sequence[Judged]) -> Iterable[RenderableType]:
+    """Whether intervals hold, and what choosing by them comes to."""
+    yield Text("\nIntervals and choices, all runs (throughput)", style="bold")
+    found = certainty_by_regime(judged)
+    for basis in _ORDER:
+        yield Text(f"\n{basis.words}", style="italic")
+        table = _empty_table("regime", _CHOICE_HEADS)
+        for name, each in found.items():
+            style = "bold" if name == "all" else ""
+            table.add_row(name, *_certainty_cells(each[basis]), style=style)
+        yield table
+
+
+_CHOICE_HEADS = ("in 50 %", "in 90 %", "jobs", "nominal", "default", "list", "holds", "sure")
+
+
+def _certainty_cells(each: Certainty) -> tuple[str, ...]:
+    covered, choice = each.coverage, each.choice
+    shares = (covered.within_50_pct, covered.within_90_pct) if covered else ()
+    inside = tuple(f"{share:.0f}" for share in shares) or ("", "")
+    if choice is None:
+        return (*inside, *("",) * 6)
+    return (
+        *inside,
+        str(choice.jobs),
+        f"{choice.nominal_regret_pct:.1f}",
+        f"{choice.default_regret_pct:.1f}",
+        f"{choice.shortlist_size:.1f}",
+        f"{choice.shortlist_holds_pct:.0f}",
+        "" if choice.sure_right_pct is None else f"{choice.sure_right_pct:.0f}",
+    )
+
+
 def _table(head: str, rows: Sequence[BothScores], basis: Basis) -> Table:
-    table = FittingTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(head, no_wrap=True, max_width=_LONGEST)
-    for title in _HEADS:
-        table.add_column(title, justify="right", no_wrap=True)
+    table = _empty_table(head, _HEADS)
     for each in rows:
         style = "bold" if each.name == "total" else ""
         table.add_row(each.name, *_cells(each.on(basis)), style=style)
+    return table
+
+
+def _empty_table(head: str, titles: Sequence[str]) -> Table:
+    table = FittingTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(head, no_wrap=True, max_width=_LONGEST)
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
     return table
 
 

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from nest_megatron.cost_model.uncertainty import predictive
 from nest_megatron.errors import UserInputError
 from nest_megatron.units import Bytes, Seconds
 from nest_megatron.validation.collectives import predict_collective
 from nest_megatron.validation.golden import golden_job
 from nest_megatron.validation.job import Job, job_of
+from nest_megatron.validation.judging import candidate_of
 from nest_megatron.validation.left_out import LeftOutConstants
 from nest_megatron.validation.measured import (
     Work,
@@ -78,12 +78,7 @@ class Assessor:
             outcome,
             predicted_s=prediction.iteration_time_s,
             measured_s=measured,
-            step=predictive(
-                self.predictor.model(job),
-                prediction.grid,
-                prediction.partition,
-                prediction.iteration_time_s,
-            ),
+            candidate=candidate_of(self.predictor.model(job), prediction),
         )
 
     def _memory_peak(self, row: Row, basis: Basis) -> RowOutcome:

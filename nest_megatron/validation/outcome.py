@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from nest_megatron.cost_model.uncertainty import Predictive
 from nest_megatron.names import Name
+from nest_megatron.planner.choice import Candidate
 from nest_megatron.validation.rows import Row, RowFile
 
 #: Columns that rows of one job share; they differ in how the job was laid out.
@@ -81,7 +81,7 @@ class RowOutcome:
         out_of_memory: the run ended for want of memory.
         is_moe: the model has experts; ``None`` where it could not be read.
         zero: ZeRO stage that the job was taken to run with.
-        step: predictive distribution of the step.
+        candidate: the run as a plan that a search may choose, with the distribution of its step.
         refused: reason, "" if predicted.
         detail: what the refusal is about.
     """
@@ -97,7 +97,7 @@ class RowOutcome:
     out_of_memory: bool = False
     is_moe: bool | None = None
     zero: int | None = None
-    step: Predictive | None = None
+    candidate: Candidate | None = None
     refused: str = ""
     detail: str = ""
     assumptions: tuple[str, ...] = field(default=())
@@ -117,10 +117,10 @@ class RowOutcome:
     @property
     def standardized_error(self) -> float | None:
         """Logarithm of measured over predicted time, over the scale of its error."""
-        if self.time is None or self.step is None:
+        if self.time is None or self.candidate is None:
             return None
         predicted, measured = self.time
-        return math.log(measured / predicted) / self.step.scale
+        return math.log(measured / predicted) / self.candidate.step.scale
 
     @property
     def memory(self) -> tuple[float, float] | None:

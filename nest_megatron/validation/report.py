@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 from collections import Counter, defaultdict
@@ -9,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nest_megatron.planner.choice import Candidate
+from nest_megatron.validation.judging import Certainty, choice_scores, choice_summary
 from nest_megatron.validation.outcome import Basis, Judged, RowOutcome
 from nest_megatron.validation.regimes import REGIMES, RegimeName
 from nest_megatron.validation.rows import RowKind
@@ -175,12 +178,28 @@ class MeasuredJob:
     """A job that was measured in at least two layouts.
 
     Args:
-        row: its first row.
+        rows: all its runs.
         layouts: predicted and measured seconds, by the layouts' columns.
     """
 
-    row: RowOutcome
+    rows: tuple[RowOutcome, ...]
     layouts: Mapping[tuple[str, ...], tuple[float, float]]
+
+    @property
+    def row(self) -> RowOutcome:
+        """Its first row."""
+        return self.rows[0]
+
+    @property
+    def candidates(self) -> list[tuple[Candidate, float]]:
+        """Each layout at its fastest prediction, with its fastest measured step."""
+        found: dict[tuple[str, ...], Candidate] = {}
+        for each in self.rows:
+            known = found.get(each.layout)
+            step = each.candidate
+            if step and (known is None or step.solved.iteration < known.solved.iteration):
+                found[each.layout] = step
+        return [(plan, self.layouts[layout][1]) for layout, plan in found.items()]
 
     @property
     def scores(self) -> RankScores:
@@ -198,7 +217,7 @@ def measured_jobs(outcomes: Iterable[RowOutcome]) -> tuple[MeasuredJob, ...]:
     for each in outcomes:
         if each.time is not None:
             groups[each.group].append(each)
-    jobs = (MeasuredJob(row=rows[0], layouts=_layouts(rows)) for rows in groups.values())
+    jobs = (MeasuredJob(rows=tuple(rows), layouts=_layouts(rows)) for rows in groups.values())
     return tuple(job for job in jobs if len(job.layouts) > 1)
 
 
@@ -223,8 +242,39 @@ def as_document(files: Sequence[Judged]) -> dict[str, object]:
     return {
         "files": [_file_document(file_scores(file)) for file in files],
         "regimes": _regimes(regime_scores(RowKind.THROUGHPUT, files)),
+        "certainty": {
+            name: {str(basis): dataclasses.asdict(found) for basis, found in each.items()}
+            for name, each in certainty_by_regime(files).items()
+        },
         "regime_definitions": {str(each.name): each.definition for each in REGIMES},
     }
+
+
+def certainty_by_regime(files: Iterable[Judged]) -> dict[str, dict[Basis, Certainty]]:
+    """Intervals of all runs and choices among measured layouts, by regime and over all."""
+    pairs = [
+        pair
+        for file in files
+        if file.file.kind is RowKind.THROUGHPUT
+        for pair in zip(file.as_stated, file.as_planned, strict=True)
+    ]
+    holding = {str(each.name): [p for p in pairs if each.holds(p[0])] for each in REGIMES}
+    return {
+        name: {
+            Basis.AS_STATED: _certainty([stated for stated, _ in held]),
+            Basis.AS_PLANNED: _certainty([planned for _, planned in held]),
+        }
+        for name, held in {**holding, "all": pairs}.items()
+    }
+
+
+def _certainty(outcomes: Sequence[RowOutcome]) -> Certainty:
+    jobs = (job.candidates for job in measured_jobs(outcomes))
+    off = [o.standardized_error for o in outcomes if o.standardized_error is not None]
+    return Certainty(
+        coverage=coverage_of(off) if off else None,
+        choice=choice_summary([choice_scores(job) for job in jobs if len(job) > 1]),
+    )
 
 
 def _file_document(file: FileScores) -> dict[str, object]:
