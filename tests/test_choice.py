@@ -20,7 +20,8 @@ from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import PlanRequest, plan
 from nest_megatron.planner import choice as choosing
-from nest_megatron.planner.choice import NUM_COMPARED, Candidate, choose_plan
+from nest_megatron.planner.choice import Candidate, choose_plan
+from nest_megatron.planner.request import NUM_COMPARED
 from nest_megatron.report.html import html_report
 from nest_megatron.report.launched import launched_report
 from nest_megatron.report.terminal import plan_report
@@ -42,7 +43,7 @@ def request(model: str = "llama3_70b", num_gpus: int = 64, **changes: object) ->
         spec=catalogue.model(model),
         cluster=catalogue.cluster("dgx_h100", num_gpus),
         global_batch_size=128,
-        **changes,  # type: ignore[arg-type]
+        **{"headroom": None, **changes},  # type: ignore[arg-type]
     )
 
 

@@ -143,13 +143,12 @@ def decide(
     found = require_plan(find_plan(wanted, choose=alternative), inputs.notes)
     if saved is not None:
         check_loadable(saved, found.parallel, command.values, command.version)
-    steps = [found.predicted.iteration_time_s, *(o.iteration_time_s for o in found.alternatives)]
     searched = Searched(
         running=running,
         place=place,
         wishes=wishes,
         request=request,
-        best_s=min(steps),
+        best_s=found.shortest_step_s,
     )
     found = plan_file.made_for(found, MEGATRON_LM, command.version, "+nest=auto")
     outcome = carry_out(found, command, inputs.notes, kept=request.kept_flags)

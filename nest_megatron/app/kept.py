@@ -8,7 +8,6 @@ from nest_megatron.app.job import Searched, ask
 from nest_megatron.config.command import Wishes
 from nest_megatron.config.request import plan_request
 from nest_megatron.errors import NestError
-from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.units import Seconds
@@ -33,14 +32,12 @@ def _step(searched: Searched, wishes: Wishes) -> Seconds | None:
     place = searched.place
     request = ask(searched.running, place, wishes)
     wanted = plan_request(place.composed.config, request.inputs, request.space)
-    wanted = dataclasses.replace(
-        wanted, num_alternatives=0, offer=None, objective=Objective.NOMINAL
-    )
+    wanted = dataclasses.replace(wanted, num_alternatives=0, offer=None, num_compared=1)
     found = find_plan(wanted)
     if not isinstance(found, ParallelPlan):
         return None
-    step = found.predicted.iteration_time_s
-    decided = found.search.certificate == "optimal" or step < searched.best_s
+    step = found.shortest_step_s
+    decided = found.search.certificate in ("optimal", "chosen") or step < searched.best_s
     return step if decided else None  # where time ended the search, a slower plan says nothing
 
 

@@ -297,6 +297,12 @@ class ParallelPlan:
     shortlist: Shortlist | None = added(None)
     headroom: Headroom | None = added(None)
 
+    @property
+    def shortest_step_s(self) -> Seconds:
+        """The shortest predicted step, whether it is the plan's or a runner-up's."""
+        others = (other.iteration_time_s for other in self.alternatives)
+        return min([self.predicted.iteration_time_s, *others])
+
     def grid(self) -> Grid:
         """The plan's degrees, batch, recomputation and ZeRO stage."""
         chosen, train = self.parallel, self.train

@@ -27,7 +27,7 @@ from nest_megatron.planner.assemble import (
     search_record,
     with_goodput,
 )
-from nest_megatron.planner.choice import NUM_COMPARED, choose_plan, runner_up
+from nest_megatron.planner.choice import choose_plan, runner_up
 from nest_megatron.planner.ended import EndedEarly
 from nest_megatron.planner.headroom import told_headroom, with_headroom
 from nest_megatron.planner.numeric_offers import with_numeric_offers
@@ -200,7 +200,7 @@ def _search_within(
     model = CostModel(request.spec, request.cluster, request.settings, request.times)
     ends = deadline.without(min(_REPORT_S, _REPORT_SHARE * deadline.seconds))
     started = time.perf_counter()
-    compared = 0 if request.objective is Objective.NOMINAL else NUM_COMPARED
+    compared = 0 if request.objective is Objective.NOMINAL else request.num_compared
     search = Search(
         model,
         request.global_batch_size,

@@ -29,8 +29,6 @@ from nest_megatron.solver.ranking import SearchResult, SolvedGrid
 from nest_megatron.solver.relatives import Relative, relatives
 from nest_megatron.units import Bytes, Seconds, format_gib, to_seconds
 
-#: Layouts that are compared, however many a plan lists, so that both do not depend on each other.
-NUM_COMPARED = 11
 #: Layouts that are slower than the fastest by more than this share are compared as they are.
 _NEAR = 0.05
 #: Chance to run out of memory above which plans that need less are looked for.

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import ParallelPlan, zero_stage
 from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.parallel.zero import DataParallelSharding
@@ -34,7 +33,7 @@ def with_offer(
         space=offer.space,
         offer=None,
         num_alternatives=0,
-        objective=Objective.NOMINAL,  # the fastest of both are compared
+        num_compared=1,  # what is told is which fastest plan is faster
     )
     try:
         other = find(asked)
@@ -42,9 +41,7 @@ def with_offer(
         return best
     if not isinstance(other, ParallelPlan):
         return best
-    steps_s = [each.iteration_time_s for each in best.alternatives]
-    step_s = min([best.predicted.iteration_time_s, *steps_s])
-    other_s = other.predicted.iteration_time_s
+    step_s, other_s = best.shortest_step_s, other.shortest_step_s
     gain = 100.0 * (step_s / other_s - 1.0)
     if gain < LEAST_GAIN_PERCENT:
         return best

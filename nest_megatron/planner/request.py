@@ -25,6 +25,8 @@ from nest_megatron.units import Seconds
 
 #: Runners-up that a plan lists.
 NUM_ALTERNATIVES = 10
+#: Layouts that a plan is chosen among.
+NUM_COMPARED = 11
 #: Share of a device that a plan leaves free unless told otherwise, the reserve not counted. Of
 #: NVIDIA's performance runs with Megatron-Bridge, nine of ten leave 8.9 % or more, as predicted
 #: (docs/memory.md).
@@ -84,6 +86,8 @@ class PlanRequest:
         objective: what the plan has least of, among those that the search keeps.
         tie_percent: plans so close to the best under it count as equal; the simpler one is taken.
         max_out_of_memory_percent: largest chance to run out of memory that ``cautious`` takes.
+        num_compared: layouts that the plan is chosen among, however many it lists, so that the two
+            do not depend on each other.
         own: the user's own parallel settings, by Megatron's names.
         shortlist: whether to say which of the plans could be the fastest.
         headroom: share of each device that a plan leaves free, the reserve apart, if any plan can;
@@ -109,6 +113,7 @@ class PlanRequest:
     objective: Objective = Objective.EXPECTED
     tie_percent: float = TIE_PERCENT
     max_out_of_memory_percent: float = 5.0
+    num_compared: int = NUM_COMPARED
     own: Mapping[str, object] = field(default_factory=dict)
     shortlist: bool = False
     headroom: float | None = DEFAULT_HEADROOM

@@ -47,9 +47,15 @@ def certificate(record: SearchRecord) -> str:
 
 def proof(plan: ParallelPlan) -> str:
     """What the search proved, and how the plan was chosen among those that it kept."""
-    if plan.choice is None:
-        return certificate(plan.search)
-    return f"{certificate(plan.search)} {_choice_words(plan.choice)}"
+    said = certificate(plan.search)
+    if plan.choice is not None:
+        said = f"{said} {_choice_words(plan.choice)}"
+    if plan.headroom is not None and not plan.headroom.is_tight:
+        said = (
+            f"{said} Plans that leave less than {100 * plan.headroom.wanted:g} % of a GPU free "
+            "(memory.margin) are not in the space."
+        )
+    return said
 
 
 _LEAST = {
