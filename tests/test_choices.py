@@ -208,6 +208,20 @@ def test_steps_of_other_shapes_are_not_captured(words: str) -> None:
     assert read_job(padded)[1].counts_on_host
 
 
+def test_packed_sequences_leave_no_room_for_some_choices() -> None:
+    """The schedule of two micro batches would lose where sequences begin."""
+    _, packed = read_job(read_argv("pretrain_gpt.py", [*LLAMA, "--sft"], "0.16.1"))
+    _, plain = read_job(read_argv("pretrain_gpt.py", LLAMA, "0.16.1"))
+    assert plain.closed == frozenset()
+    setting = Setting(
+        spec=catalogue.model("mixtral_8x7b"), accelerator="H100-SXM-80GB", closed=packed.closed
+    )
+    values = open_values(setting)
+    assert "overlap_moe_expert_parallel_comm" not in values
+    assert "cp_comm_type" not in values
+    assert always_on(Execution(), setting).tp_comm_overlap
+
+
 def test_nccl_ep_is_read_and_priced_as_hybridep_with_a_note() -> None:
     def flags(backend: str) -> dict[str, Any]:
         words = f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {backend}"

@@ -299,6 +299,7 @@ def _inputs(
             capturable=job.capturable,
             counts_on_host=job.counts_on_host,
             can_state=wishes.can_state,
+            closed=job.closed,
         ),
         version=target.megatron_core,
         execution=read_execution(config, said, accelerator=name, has_experts=spec.is_moe),

@@ -108,6 +108,7 @@ class JobFields:
     Args:
         memory_fields: by Megatron's names (``memory_fields.memory_fields``, and ``params_dtype``).
         places: where it says how layers are carried out.
+        closed: fields of ``Execution`` that its data leave no room for.
         target: the framework, at its release.
     """
 
@@ -120,6 +121,7 @@ class JobFields:
     uses_fsdp: bool
     memory_fields: Mapping[str, Any]
     places: ExecutionPlaces
+    closed: frozenset[str]
     target: Target
     graphs: CudaGraphs | None = None
     restored: Restored | None = None
@@ -204,6 +206,7 @@ def _job(
         recompute=_recompute(stated),
         zero=_zero(stated, uses_fsdp=sizes.uses_fsdp),
         graphs=sizes.graphs,
+        closed=sizes.closed,
         sharding=(
             DataParallelSharding.MEGATRON_FSDP if sizes.uses_fsdp else DataParallelSharding.DDP
         ),

@@ -22,6 +22,21 @@ from nest_megatron.model.execution import (
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.names import Name
 
+#: Fields of ``Execution`` that packed sequences leave no room for. The schedule of two micro
+#: batches is not told where sequences begin (``forward_step`` of ``pretrain_gpt.py`` and of
+#: Megatron-Bridge's ``gpt_step.py``); of attention only the ring takes them in every release of
+#: Transformer Engine (``context_parallel.py``, ``thd``).
+CLOSED_BY_PACKS = frozenset(
+    {
+        "overlap_moe_expert_parallel_comm",
+        "delay_wgrad_compute",
+        "cp_comm_type",
+        "hierarchical_context_parallel_sizes",
+    }
+)
+#: Those that samples of other lengths leave no room for: user buffers have one size.
+CLOSED_BY_LENGTHS = CLOSED_BY_PACKS | {"tp_comm_overlap"}
+
 
 class Package(Name):
     """What a choice needs that a machine may lack."""
@@ -204,6 +219,7 @@ class Setting:
         counts_on_host: the host waits for numbers of tokens before their exchange
             (``--moe-router-padding-for-fp8``, a capacity factor).
         can_state: fields of ``Execution`` that the launched job can be told; ``None`` is all.
+        closed: those of them that its data leave no room for.
     """
 
     spec: TransformerSpec
@@ -215,6 +231,7 @@ class Setting:
     capturable: bool = True
     counts_on_host: bool = False
     can_state: frozenset[str] | None = None
+    closed: frozenset[str] = frozenset()
 
 
 def always_on(given: Execution, setting: Setting) -> Execution:
@@ -282,7 +299,8 @@ def _runs_on(backend: object, setting: Setting) -> bool:
 def _is_open(knob: Knob, setting: Setting) -> bool:
     """Whether the choice exists for a job on a device, and is not the user's own."""
     spec = setting.spec
-    if setting.can_state is not None and knob.name not in setting.can_state:
+    stated = setting.can_state is None or knob.name in setting.can_state
+    if not stated or knob.name in setting.closed:
         return False
     missing = {
         "moe_flex_dispatcher_backend": _EXCHANGING_DEVICE.match(setting.accelerator) is None,

@@ -15,7 +15,11 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.architecture import unpriced_fields
 from nest_megatron.launchers.execution_fields import BRIDGE_LACKS_LEVELS, ExecutionPlaces
 from nest_megatron.launchers.fields import ABSENT, find, value_or, whole
-from nest_megatron.launchers.finetuning import data_requirements, packed_sequence_size
+from nest_megatron.launchers.finetuning import (
+    closed_choices,
+    data_requirements,
+    packed_sequence_size,
+)
 from nest_megatron.launchers.memory_fields import memory_fields
 from nest_megatron.launchers.recipe import (
     DEGREES,
@@ -85,6 +89,7 @@ def read_recipe(
         uses_fsdp=uses_fsdp(cfg),
         memory_fields={**_memory_fields(cfg), "params_dtype": params_dtype},
         places=execution_places(cfg),
+        closed=closed_choices(cfg.dataset),
         target=installed_target(),
         graphs=cuda_graphs({name: value_or(cfg.model, name, None) for name in GRAPH_FIELDS}),
         restored=restored,

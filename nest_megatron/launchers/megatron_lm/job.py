@@ -71,6 +71,7 @@ class MegatronJob:
         graphs: what of it CUDA graphs capture.
         capturable: its layers are Megatron's own, and every step runs as many micro batches of the
             same shapes, so that CUDA graphs could hold them.
+        closed: fields of ``Execution`` that its data leave no room for.
         counts_on_host: numbers of tokens are read by the host before the exchange with experts.
         target: the framework and release whose defaults fill what it leaves open.
         world_size: number of ranks where the launcher says it.
@@ -95,6 +96,7 @@ class MegatronJob:
     ckpt_format: str | None = None
     graphs: CudaGraphs | None = None
     capturable: bool = True
+    closed: frozenset[str] = frozenset()
     counts_on_host: bool = False
     target: Target = MEGATRON_LM_0_16
     save_interval: int | None = None

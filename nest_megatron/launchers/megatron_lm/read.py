@@ -26,6 +26,7 @@ from nest_megatron.launchers.megatron_lm.optimizer_rules import require_optimize
 from nest_megatron.launchers.megatron_lm.parser import ReadCommand
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
+from nest_megatron.parallel.knobs import CLOSED_BY_PACKS
 from nest_megatron.parallel.plan import STRATEGIES
 from nest_megatron.parallel.recompute import (
     Recompute,
@@ -121,6 +122,7 @@ def job_from_values(
         sharding=_sharding(values),
         graphs=cuda_graphs(values),
         capturable=not any(map(values.get, _OTHER_SHAPES)),
+        closed=CLOSED_BY_PACKS if any(map(values.get, _PACKED)) else frozenset(),
         counts_on_host=any(map(values.get, _COUNTED_ON_HOST)),
         ckpt_format=values.get("ckpt_format") if "ckpt_format" in explicit else None,
         save_interval=values.get("save_interval") if values.get("save") else None,
@@ -138,7 +140,8 @@ def job_from_values(
 
 #: Arguments of jobs whose steps differ in shape (packed sequences, growing batches), or whose
 #: layers are not Megatron's own.
-_OTHER_SHAPES = ("sft", "hybrid_context_parallel", "rampup_batch_size", "spec")
+_PACKED = ("sft", "hybrid_context_parallel")
+_OTHER_SHAPES = (*_PACKED, "rampup_batch_size", "spec")
 #: Arguments with which the host waits for numbers of tokens (0.16.1 tc:1771).
 _COUNTED_ON_HOST = (
     "moe_expert_capacity_factor",

@@ -16,7 +16,11 @@ from nest_megatron.launchers.execution_fields import (
     ExecutionPlaces,
 )
 from nest_megatron.launchers.fields import ABSENT, class_names, find, value_or, whole
-from nest_megatron.launchers.finetuning import data_requirements, packed_sequence_size
+from nest_megatron.launchers.finetuning import (
+    closed_choices,
+    data_requirements,
+    packed_sequence_size,
+)
 from nest_megatron.launchers.memory_fields import memory_fields
 from nest_megatron.launchers.recipe import (
     DEGREES,
@@ -103,6 +107,7 @@ def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Recipe:
         uses_fsdp=value_or(strategy, "fsdp", None) == "megatron",
         memory_fields={**memory_fields(*holders, strategy), "params_dtype": params_dtype},
         places=execution_places(recipe),
+        closed=closed_choices(recipe.data),
         target=NEMO,
         graphs=cuda_graphs({n: value_or(recipe.model.config, n, None) for n in GRAPH_FIELDS}),
         restored=restored,
