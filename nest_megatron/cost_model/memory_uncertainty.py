@@ -12,16 +12,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from nest_megatron.cluster.records import Accelerator
-from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.student import cumulative, quantile
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.units import Bytes
-
-#: Share of a device that PyTorch's allocator holds in pieces too small to be of use. For one node
-#: of B200, SimuMax prints peaks held of 1.03 to 1.08 times those given out (docs/b200 of
-#: MooreThreads/SimuMax), of which it returns what is whole and unused before it runs out.
-FRAGMENTATION = 0.04
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +43,12 @@ def peak_error(zero: ZeroStage) -> PeakError:
     return SHARDED if zero >= ZeroStage.GRADIENTS else REPLICATED
 
 
-def allocatable_bytes(accelerator: Accelerator, settings: CostSettings) -> Bytes:
-    """What PyTorch's allocator can give out: the device less context, NCCL and fragmentation."""
-    usable = int(accelerator.memory_bytes * (1.0 - FRAGMENTATION))
-    return max(0, usable - settings.memory_reserve_bytes)
-
-
 def out_of_memory_probability(peak_bytes: float, limit_bytes: float, error: PeakError) -> float:
     """Chance that a job needs more than there is.
 
     Args:
         peak_bytes: predicted, of the fullest GPU.
-        limit_bytes: what can be given out (``allocatable_bytes``).
+        limit_bytes: what can be given out (``device_memory.allocatable_bytes``).
 
     >>> round(out_of_memory_probability(60e9, 75e9, REPLICATED), 3)
     0.003

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from nest_megatron.cost_model.device_memory import allocatable_bytes
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.memory_uncertainty import (
-    allocatable_bytes,
     headroom_for,
     out_of_memory_probability,
     peak_error,
@@ -41,13 +41,13 @@ def described(known: Predictive, out_of_memory: float) -> Uncertainty:
 
 def out_of_memory(model: CostModel, grid: Grid, peak_bytes: Bytes) -> float:
     """Chance that a plan runs out of memory."""
-    limit = allocatable_bytes(model.cluster.accelerator, model.settings)
+    limit = allocatable_bytes(model.cluster.accelerator, model.settings, grid.dims)
     return out_of_memory_probability(peak_bytes, limit, peak_error(grid.zero))
 
 
 def bytes_with_risk(model: CostModel, grid: Grid, risk: float) -> Bytes:
     """The predicted peak with which a plan runs out of memory so often."""
-    limit = allocatable_bytes(model.cluster.accelerator, model.settings)
+    limit = allocatable_bytes(model.cluster.accelerator, model.settings, grid.dims)
     return int(limit * (1.0 - headroom_for(risk, peak_error(grid.zero))))
 
 

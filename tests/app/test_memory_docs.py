@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from nest_megatron.config.command import read_request
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
+from nest_megatron.cost_model.device_memory import outside_bytes
 from nest_megatron.cost_model.estimate import estimate
+from nest_megatron.cost_model.memory import capacity_bytes
 from nest_megatron.cost_model.memory_flags import NOT_MODELLED, PRICED
+from nest_megatron.cost_model.memory_uncertainty import (
+    REPLICATED,
+    SHARDED,
+    out_of_memory_probability,
+)
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.planner.request import DEFAULT_HEADROOM
+from nest_megatron.units import GIB
+from tests import catalogue
 from tests.app.runs import ROOT
 from tests.launchers.commands import LLAMA3_8B
 
@@ -70,3 +83,33 @@ def test_the_page_names_flags_that_are_read() -> None:
     named = {name for name in PRICED if f"--{name.replace('_', '-')}" in PAGE}
     assert len(named) >= 18
     assert not any(f"| `--{name.replace('_', '-')}" in PAGE for name in NOT_MODELLED)
+
+
+def test_what_a_device_has_is_that_of_the_catalogue() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| [\d,]+ \(([\d.]+)\) \|(.*)\|$", PAGE, re.MULTILINE)
+    assert len(rows) > 10
+    usual, leaving = CostSettings(), CostSettings(memory_margin=DEFAULT_HEADROOM)
+    for name, shown, figures in rows:
+        device = catalogue.accelerator(name)
+        own = [device.memory_bytes, *(capacity_bytes(device, each) for each in (usual, leaving))]
+        assert [float(text) for text in figures.split("|")] == [round(x / GIB, 1) for x in own]
+        assert 0.4 < float(shown) - device.memory_bytes / GIB < 3.0, name
+
+
+def test_the_chances_are_those_of_the_page() -> None:
+    device = catalogue.accelerator("h100_sxm_80gb")
+    limit = capacity_bytes(device, CostSettings())
+    chances = [
+        round(100 * out_of_memory_probability(capacity_bytes(device, settings), limit, error))
+        for error in (REPLICATED, SHARDED)
+        for settings in (CostSettings(memory_margin=share) for share in (0.04, 0.1, 0.2))
+    ]
+    one, two, three, *sharded = chances
+    text = " ".join(PAGE.split())
+    assert f"the chance is {one} % for a plan that fills all of that, {two} %" in text
+    assert f"and {three} % for a fifth" in text
+    assert "sharded: {}, {} and {} %".format(*sharded) in text
+    groups = ParallelDims(
+        tensor_model_parallel_size=4, pipeline_model_parallel_size=4, data_parallel_size=64
+    )
+    assert f"{outside_bytes(groups) / GIB:.1f} GiB for TP 4, PP 4, DP 64" in text

@@ -7,18 +7,20 @@ import math
 import pytest
 from scipy.stats import t
 
+from nest_megatron.cost_model.device_memory import allocatable_bytes, outside_bytes
 from nest_megatron.cost_model.memory import capacity_bytes
 from nest_megatron.cost_model.memory_uncertainty import (
     REPLICATED,
     SHARDED,
-    allocatable_bytes,
     headroom_for,
     out_of_memory_probability,
     peak_error,
     peak_interval,
 )
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.units import GIB
 from tests import catalogue
 
 H100 = catalogue.accelerator("h100_sxm_80gb")
@@ -60,3 +62,26 @@ def test_headroom_gives_the_chance_that_was_asked_for() -> None:
     for wanted in (0.5, 0.2, 0.05):
         peak = 70e9 * (1 - headroom_for(wanted, SHARDED))
         assert out_of_memory_probability(peak, 70e9, SHARDED) == pytest.approx(wanted)
+
+
+def test_each_communicator_takes_memory() -> None:
+    """Context and NCCL: what a process holds beside the allocator grows with its groups."""
+    one = outside_bytes(ParallelDims())
+    replicas = outside_bytes(ParallelDims(data_parallel_size=8))
+    split = ParallelDims(
+        tensor_model_parallel_size=4, pipeline_model_parallel_size=4, data_parallel_size=64
+    )
+    assert one == GIB // 2 < replicas < outside_bytes(split)
+    experts = outside_bytes(ParallelDims(data_parallel_size=8, expert_model_parallel_size=8))
+    assert 3 * GIB < experts - replicas < 4.5 * GIB
+
+
+def test_a_job_of_many_groups_has_less_to_give_out() -> None:
+    few = ParallelDims(data_parallel_size=8)
+    many = ParallelDims(context_parallel_size=8, expert_model_parallel_size=8)
+    settings = CostSettings()
+    assert allocatable_bytes(H100, settings, few) == allocatable_bytes(H100, settings)
+    spared = allocatable_bytes(H100, settings) - allocatable_bytes(H100, settings, many)
+    assert spared == outside_bytes(many) - settings.memory_reserve_bytes > 0
+    roomy = CostSettings(memory_reserve_bytes=10 * GIB)
+    assert allocatable_bytes(H100, roomy, many) == allocatable_bytes(H100, roomy)
