@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.padding import Padding
@@ -13,19 +15,27 @@ _WORDS, _CUT = 12, 8
 
 
 class FittingTable(Table):
-    """A table whose numbers are never cut: too wide, each row is printed as a list of its own."""
+    """A table whose numbers are never cut.
+
+    Too wide, its columns first give up their padding; then each row is printed as a list.
+    """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Print the table, or the list where a column would be lost."""
         wide = options.update(max_width=10_000)
         needs = [_need(column, console, wide) for column in self.columns]
-        padding = sum(self._get_padding_width(index) for index in range(len(self.columns)))
-        if sum(needs) + padding + self._extra_width > options.max_width:
+        if not self._fits(needs, options) and self.box is not None:
+            self.padding = 0
+        if not self._fits(needs, options):
             yield from self._rows_apart()
             return
         for column, need in zip(self.columns, needs, strict=True):
             column.min_width = max(need, column.min_width or 0)
         yield from super().__rich_console__(console, options)
+
+    def _fits(self, needs: Sequence[int], options: ConsoleOptions) -> bool:
+        padding = sum(self._get_padding_width(index) for index in range(len(needs)))
+        return sum(needs) + padding + self._extra_width <= options.max_width
 
     def _rows_apart(self) -> RenderResult:
         """Each row as pairs of a column's name and its value."""

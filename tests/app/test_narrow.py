@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
 
 from nest_megatron.app import BAD_INPUT
 from nest_megatron.packages import install_command
+from nest_megatron.report.fitting import FittingTable
 from tests.app.runs import ROOT, SMALL, run
 
 
@@ -82,3 +85,26 @@ def test_hints_name_packages_that_an_index_has() -> None:
 def test_a_dense_models_report_names_no_choice_about_experts() -> None:
     small = ("cluster=dgx_h100", "cluster.num_gpus=8", "target=nemo_2.7")
     assert "moe_" not in run("plan", "model=llama3_8b", *small, "search.num_alternatives=0").out
+
+
+@pytest.mark.parametrize(("width", "lines"), [(44, 3), (38, 3), (30, 6)])
+def test_columns_move_together_before_rows_come_apart(width: int, lines: int) -> None:
+    table = FittingTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for number in range(6):
+        table.add_column(f"{number:05}", justify="right", no_wrap=True)
+    table.add_row(*"123456")
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(table)
+    printed = [line for line in captured.get().splitlines() if line.strip()]
+    assert len(printed) == lines
+
+
+def test_runners_up_of_the_readmes_job_are_a_table_of_80_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    job = ("model=llama3_70b", "cluster=h100_spine_leaf", "cluster.num_gpus=1024")
+    out = run("plan", *job, "train.global_batch_size=4096").out
+    assert "\n #    Iteration" in out or "\n #     Iteration" in out
+    assert len([line for line in out.splitlines() if line.startswith((" plan ", " 10 "))]) == 2
