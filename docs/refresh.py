@@ -223,7 +223,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("pages", nargs="*", type=Path, help="README.md and docs/*.md if not given")
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if one differs")
     parser.add_argument("--nemo", type=Path, metavar="PYTHON")
-    parser.add_argument("--megatron-lm", type=Path, nargs="+", default=[], metavar="CHECKOUT")
+    parser.add_argument(
+        "--megatron-lm", type=Path, action="append", default=[], metavar="CHECKOUT", help="several"
+    )
     parser.add_argument("--measurements", type=Path, metavar="FOLDER")
     given = parser.parse_args(words)
     tools = Tools(
