@@ -268,3 +268,31 @@ def test_a_field_that_the_job_lacks_is_not_chosen() -> None:
     narrow = dataclasses.replace(setting, can_state=frozenset({"moe_permute_fusion"}))
     assert open_values(narrow) == {}
     assert always_on(Execution(), narrow) == Execution(moe_permute_fusion=True)
+
+
+ON_GRACE = (
+    "model=llama3_70b",
+    "cluster=gb200_nvl72",
+    "cluster.num_gpus=16",
+    "parallel.expert_model_parallel_size=null",
+    "parallel.expert_tensor_parallel_size=null",
+    "parallel.tensor_model_parallel_size=4",
+    "parallel.pipeline_model_parallel_size=4",
+    "train.seq_length=24576",
+    "train.micro_batch_size=1",
+)
+
+
+def test_activations_wait_on_a_host_that_is_near() -> None:
+    engine = "search.packages=[transformer_engine_2_9]"
+    found = planned(*ON_GRACE, engine)
+    assert found.execution.offload_modules == ("qkv_linear", "core_attn", "attn_proj")
+    argv = found.launch[LAUNCHER].argv
+    assert "--fine-grained-activation-offloading" in argv
+    assert found.launch[LAUNCHER].environment["NVTE_CPU_OFFLOAD_V1"] == "1"
+    kept = planned(*ON_GRACE, engine, "search.keep=[activation_offloading]")
+    assert kept.predicted.iteration_time_s > found.predicted.iteration_time_s
+    unknown = planned(*ON_GRACE)
+    assert not unknown.execution.offload_modules
+    over_pcie = planned(*ON_GRACE, engine, "cluster=b200")
+    assert not over_pcie.execution.offload_modules

@@ -83,9 +83,10 @@ def accelerator_from_mapping(mapping: Mapping[str, object]) -> Accelerator:
         memory_bandwidth_bytes_per_s=_number(what, "memory_bandwidth_bytes_per_s", mapping),
         memory_efficiency=_number(what, "memory_efficiency", mapping),
         kernel_floor_s=_number(what, "kernel_floor_s", mapping, zero_allowed=True),
-        host_kernel_s=_number(
-            what, "host_kernel_s", {"host_kernel_s": 0.0, **mapping}, zero_allowed=True
-        ),
+        **{
+            name: _number(what, name, {name: 0.0, **mapping}, zero_allowed=True)
+            for name in ("host_kernel_s", "host_bandwidth_bytes_per_s")
+        },
         flash_attention=_flag(f"{what}: flash_attention", mapping.get("flash_attention", True)),
         grouped_gemm_share=_number(
             what, "grouped_gemm_share", {"grouped_gemm_share": 1.0, **mapping}

@@ -55,6 +55,8 @@ class Accelerator:
         kernel_floor_s: shortest time one kernel takes, launch included.
         host_kernel_s: time that the host of such a device takes to launch one operator (0: CUDA
             graphs everywhere, or not known).
+        host_bandwidth_bytes_per_s: payload that crosses the link to the host's memory in one
+            direction, for each device while all do the same (0: not known).
         flash_attention: fused attention that keeps no score matrix runs on it.
         source: where each figure comes from.
     """
@@ -70,6 +72,7 @@ class Accelerator:
     flash_attention: bool = True
     grouped_gemm_share: float = 1.0
     host_kernel_s: float = added(0.0)
+    host_bandwidth_bytes_per_s: float = added(0.0)
     attention_ramp_rows: float = 0.0
     source: str = ""
 
@@ -77,7 +80,7 @@ class Accelerator:
         what = f"accelerator {self.name}"
         _require_number(f"{what}: memory_bytes", self.memory_bytes)
         _require_number(f"{what}: memory_bandwidth_bytes_per_s", self.memory_bandwidth_bytes_per_s)
-        for name in ("kernel_floor_s", "host_kernel_s"):
+        for name in ("kernel_floor_s", "host_kernel_s", "host_bandwidth_bytes_per_s"):
             _require_number(f"{what}: {name}", getattr(self, name), zero_allowed=True)
         for precision, flops in self.peak_flops_per_s.items():
             _require_number(f"{what}: peak_flops_per_s.{precision}", flops)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from nest_megatron.cluster.records import Accelerator
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM, NEMO
 from nest_megatron.cost_model.targets import Target
@@ -17,6 +19,8 @@ from nest_megatron.parallel.knobs import KNOBS, Package, choices_of_execution
 #: Module of DeepEP whose presence tells that it has HybridEP's kernels as well. Source:
 #: deepseek-ai/DeepEP, branch hybrid-ep, deep_ep/hybrid_ep_buffer.py.
 _HYBRID_EP = "hybrid_ep_buffer.py"
+#: Above PCIe of the fifth generation (63 GB/s), below NVLink-C2C.
+_FAST_LINK = 1e11
 
 
 def held_choices(
@@ -79,11 +83,29 @@ def fields_of(target: Target) -> frozenset[str] | None:
     return frozenset(knob.name for knob in KNOBS) - {*lacks, *OF_THE_JOB}
 
 
+def has_fast_link(accelerator: Accelerator) -> bool:
+    """Whether activations can wait on the host: over NVLink-C2C, not over PCIe."""
+    return accelerator.host_bandwidth_bytes_per_s >= _FAST_LINK
+
+
 def installed_packages() -> tuple[str, ...]:
     """Packages of this environment that a choice needs; nothing is imported."""
+    return (*_exchanges(), *_engines())
+
+
+def _exchanges() -> tuple[Package, ...]:
     found = importlib.util.find_spec(Package.DEEP_EP.value)
     if found is None:
         return ()
     folders = map(Path, found.submodule_search_locations or ())
     hybrid = any(folder.joinpath(_HYBRID_EP).exists() for folder in folders)
     return (Package.DEEP_EP, Package.HYBRID_EP) if hybrid else (Package.DEEP_EP,)
+
+
+def _engines() -> tuple[Package, ...]:
+    try:
+        release = importlib.metadata.version("transformer_engine")
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    numbers = [int(part) for part in release.split(".")[:2] if part.isdigit()]
+    return (Package.ENGINE_2_9,) if numbers >= [2, 9] else ()

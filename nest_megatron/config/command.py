@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.choices import held_choices, stated_packages
+from nest_megatron.config.choices import has_fast_link, held_choices, stated_packages
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.plausible import require_plausible
 from nest_megatron.config.request import (
@@ -297,6 +297,7 @@ def _inputs(
             held=held_choices(config, job.fixed, freed),
             has_engine=job.transformer_impl != "local",
             capturable=job.capturable,
+            has_fast_link=has_fast_link(cluster.accelerator),
             counts_on_host=job.counts_on_host,
             can_state=wishes.can_state,
             closed=job.closed,

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.choices import fields_of, held_choices, stated_packages
+from nest_megatron.config.choices import fields_of, has_fast_link, held_choices, stated_packages
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.plausible import require_plausible
 from nest_megatron.config.schema import ParallelConfig, PlanConfig
@@ -128,6 +128,7 @@ def read_inputs(composed: Composed) -> Inputs:
             fp8_recipe=fp8_recipe_of(settings),
             packages=stated_packages(config),
             held=held_choices(config),
+            has_fast_link=has_fast_link(cluster.accelerator),
             can_state=fields_of(target),
         ),
         version=target.megatron_core,

@@ -70,6 +70,7 @@ class UnitTimes:
         backward: the backward pass.
         saved_bytes: kept for the backward pass by part; ``input_bytes`` comes on top.
         launch_s: what of both passes is spent waiting for the host to launch kernels.
+        offloaded_bytes: sent to the host in the forward pass and fetched for the backward pass.
     """
 
     forward: Mapping[Part, PassTime]
@@ -79,6 +80,7 @@ class UnitTimes:
     saved_bytes: Mapping[Part, float]
     working_bytes: float
     launch_s: Seconds = 0.0
+    offloaded_bytes: float = 0.0
 
     def __add__(self, other: UnitTimes) -> UnitTimes:
         parts = self.forward.keys() | other.forward.keys()
@@ -98,6 +100,7 @@ class UnitTimes:
             },
             working_bytes=max(self.working_bytes, other.working_bytes),
             launch_s=self.launch_s + other.launch_s,
+            offloaded_bytes=self.offloaded_bytes + other.offloaded_bytes,
         )
 
 
@@ -279,6 +282,7 @@ def unit_times(
         saved_bytes=saved,
         working_bytes=graph.working_bytes,
         launch_s=sum(waits),
+        offloaded_bytes=graph.offloaded_bytes,
     )
 
 

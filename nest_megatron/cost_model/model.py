@@ -8,6 +8,7 @@ from nest_megatron.cluster.records import Cluster, CollectiveKind
 from nest_megatron.cost_model.communication import collective_time, send_time
 from nest_megatron.cost_model.data_parallel import ReplicaTraffic, replica_traffic
 from nest_megatron.cost_model.formats import expert_alignment
+from nest_megatron.cost_model.host import beside_copies
 from nest_megatron.cost_model.keys import (
     GroupPlaces,
     degrees,
@@ -124,7 +125,9 @@ class CostModel:
         key = unit_key(kind, places, shard)
         if key not in self._times:
             pieces = self._pieces(kind, places, shard)
-            self._times[key] = sum(pieces[1:], pieces[0])
+            layers, device = self.spec.num_layers, self.cluster.accelerator
+            times = sum(pieces[1:], pieces[0])
+            self._times[key] = beside_copies(times, kind, shard.execution, layers, device)
         return self._times[key]
 
     def run(
@@ -153,7 +156,7 @@ class CostModel:
         Without recomputation the unit's pieces are added up unjoined, which is what makes it cheap
         to ask for every shard of a large search.
         """
-        if recompute == NO_RECOMPUTE:
+        if recompute == NO_RECOMPUTE and not shard.execution.offloads:
             return _least_sum(self._pieces(kind, places, shard))
         run = self.run(kind, places, shard, recompute)
         forward, backward = run.forward.total, run.backward.total + run.recompute.total

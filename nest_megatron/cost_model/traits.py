@@ -62,6 +62,10 @@ class ExecutionTraits:
         optimizer_bytes: states of one parameter on the device: its master weight and moments.
         matrix_optimizer_bytes: the same for matrices inside layers, where their optimizer is
             another one (Muon keeps one momentum); ``None`` if it is not.
+        optimizer_offload_fraction: share of the states that is on the host, where Adam then runs
+            (``--optimizer-cpu-offload``).
+        overlaps_optimizer_copies: what that moves runs beside it
+            (``--overlap-cpu-optimizer-d2h-h2d``).
         optimizer_instances: groups of replicas that each hold all optimizer states, divided over
             the group (``--num-distributed-optimizer-instances``).
         layer_wise_optimizer: replicas divide the optimizer states by whole matrices without the
@@ -106,6 +110,8 @@ class ExecutionTraits:
     loss_bytes: int = 6
     optimizer_bytes: float = ADAM_BYTES
     matrix_optimizer_bytes: float | None = None
+    optimizer_offload_fraction: float = 0.0
+    overlaps_optimizer_copies: bool = False
     optimizer_instances: int = 1
     layer_wise_optimizer: bool = False
     fused_activation: bool = True

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from nest_megatron.cluster.records import Accelerator
 from nest_megatron.cost_model.data_parallel import ReplicaTraffic
+from nest_megatron.cost_model.host import host_step
 from nest_megatron.cost_model.layer_cost import UnitRun
 from nest_megatron.cost_model.memory import (
     ParameterBytes,
@@ -148,13 +149,18 @@ def parameter_prices(
 def optimizer_step(
     accelerator: Accelerator, settings: CostSettings, times: LayerTimes | None
 ) -> Seconds:
-    """Time of an optimizer step for one parameter: measured, else that of its memory traffic."""
+    """Time of an optimizer step for one parameter: measured, else that of its memory traffic.
+
+    What is on the host is worked out there as well, after the device's share.
+    """
+    moved = settings.traits.optimizer_offload_fraction
     if settings.traits.frozen_weights:
         return 0.0
+    on_host = moved * host_step(accelerator, settings) if moved else 0.0
     measured = None if times is None else times.optimizer_step()
     if measured is not None:
-        return measured
-    return settings.optimizer_bytes_per_parameter * memory_time(accelerator)
+        return (1.0 - moved) * measured + on_host
+    return settings.optimizer_bytes_per_parameter * memory_time(accelerator) + on_host
 
 
 def memory_time(accelerator: Accelerator) -> Seconds:

@@ -159,6 +159,7 @@ class Execution:
             self.hierarchical_context_parallel_sizes,
             self.cuda_graph_impl,
             self.cuda_graph_scope,
+            self.cpu_offloading_num_layers,
             self.offload_modules,
         )
 
@@ -178,6 +179,11 @@ class Execution:
             self.cuda_graph_scope,
             self.offload_modules,
         )
+
+    @property
+    def offloads(self) -> bool:
+        """Whether activations wait on the host."""
+        return bool(self.cpu_offloading_num_layers or self.offload_modules)
 
     @property
     def is_node_limited(self) -> bool:

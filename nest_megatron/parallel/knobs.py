@@ -43,6 +43,8 @@ class Package(Name):
 
     DEEP_EP = "deep_ep"
     HYBRID_EP = "hybrid_ep"
+    #: Transformer Engine from 2.9 on.
+    ENGINE_2_9 = "transformer_engine_2_9"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,11 @@ class Knob:
         """Whether it says nothing to a model without experts."""
         return "moe" in self.name or self.name == "delay_wgrad_compute"
 
+
+#: Modules whose inputs are large beside the time of the module (Megatron-Core's guide to
+#: fine-grained activation offloading); without experts the input of a layer goes as well.
+_OFFLOADED = ("core_attn", "attn_proj", "expert_fc1")
+_OFFLOADED_DENSE = ("qkv_linear", "core_attn", "attn_proj")
 
 KNOBS: tuple[Knob, ...] = (
     Knob(
@@ -195,8 +202,11 @@ KNOBS: tuple[Knob, ...] = (
         name="offload_modules",
         flag="--fine-grained-activation-offloading --offload-modules",
         choice="activation_offloading",
-        reason="activations of these modules wait on the host, which frees memory",
-        costs="traffic to the host, and pinned memory there",
+        reason="inputs of these modules wait on the host, so that less is computed again",
+        costs="copies over the host's link, beside the passes where they are shorter, and pinned "
+        "memory there",
+        values=(_OFFLOADED, ()),
+        needs=MappingProxyType({_OFFLOADED: Package.ENGINE_2_9}),
     ),
 )
 
@@ -216,6 +226,7 @@ class Setting:
         has_engine: the layers are Transformer Engine's.
         capturable: CUDA graphs can hold the layers: they are Megatron's own, and every step runs as
             many micro batches of the same shapes.
+        has_fast_link: the link to the host is no PCIe, over which copies outlast computing again.
         counts_on_host: the host waits for numbers of tokens before their exchange
             (``--moe-router-padding-for-fp8``, a capacity factor).
         can_state: fields of ``Execution`` that the launched job can be told; ``None`` is all.
@@ -230,6 +241,7 @@ class Setting:
     has_engine: bool = True
     capturable: bool = True
     counts_on_host: bool = False
+    has_fast_link: bool = False
     can_state: frozenset[str] | None = None
     closed: frozenset[str] = frozenset()
 
@@ -255,6 +267,8 @@ def open_values(setting: Setting) -> dict[str, tuple[Any, ...]]:
             found[knob.name] = values
     if "cuda_graph_scope" in found:
         found["cuda_graph_scope"] = (_captured(setting), ())
+    if _OFFLOADED in found.get("offload_modules", ()) and not setting.spec.is_moe:
+        found["offload_modules"] = (_OFFLOADED_DENSE, ())
     if not _FLEX.issuperset(found.get("moe_flex_dispatcher_backend", ())):
         return found
     for name in ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend"):
@@ -309,6 +323,7 @@ def _is_open(knob: Knob, setting: Setting) -> bool:
         "tp_comm_overlap": spec.multi_latent_attention or setting.fp8_recipe in _WITHOUT_BUFFERS,
         "cp_comm_type": spec.multi_latent_attention,
         "hierarchical_context_parallel_sizes": spec.multi_latent_attention,
+        "offload_modules": not setting.has_fast_link or spec.family is not ModelFamily.GPT,
         "cuda_graph_impl": not setting.capturable or spec.family is not ModelFamily.GPT,
         # the whole layer, where nothing in it has shapes of its own
         "cuda_graph_scope": not setting.capturable or not spec.is_moe,
@@ -334,7 +349,10 @@ def knob_table() -> str:
     for knob in KNOBS:
         does = "searches it" if knob.values else "leaves it to the job"
         does = "has it on" if knob.always else does
-        needs = ", ".join(f"`{package}` for `{value}`" for value, package in knob.needs.items())
+        needs = ", ".join(
+            f"`{package}`" if isinstance(value, tuple) else f"`{package}` for `{value}`"
+            for value, package in knob.needs.items()
+        )
         flag, name = f"`{knob.flag}`", f"`{knob.choice}`"
         rows.append(f"| {flag} | {name} | {does} | {knob.reason} | {knob.costs} | {needs} |")
     return "\n".join(rows)

@@ -171,6 +171,8 @@ class Executions:
             for each, kind in product(self._variants, self.kinds):
                 asked = dataclasses.replace(grid, recompute=kind)
                 way = allowed_execution(each, asked)
+                if grid.zero.is_fsdp and way.offload_modules != self.given.offload_modules:
+                    continue  # not known to keep gathered weights on the device
                 moving = grid.zero.is_fsdp or way.offload_modules
                 if moving and way.cuda_graph_impl is not self.given.cuda_graph_impl:
                     continue  # graphs read weights and activations at fixed addresses
@@ -213,6 +215,8 @@ def _together(ways: Sequence[Execution]) -> tuple[Execution, ...]:
         "delay_wgrad_compute": False,
         "moe_shared_expert_overlap": any(way.moe_shared_expert_overlap for way in ways),
         **_all_captured(ways),
+        "offload_modules": PLAIN.offload_modules,
+        "cpu_offloading_num_layers": PLAIN.cpu_offloading_num_layers,
     }
     return tuple(dict.fromkeys(dataclasses.replace(way, **together) for way in ways))
 

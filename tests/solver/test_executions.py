@@ -59,6 +59,11 @@ GRAPHS = {
     "cuda_graph_impl": (GraphImpl.TRANSFORMER_ENGINE, GraphImpl.NONE),
     "cuda_graph_scope": (("attn", "mlp", "moe_router"), ()),
 }
+#: Modules that wait on the host, over a link that is not always fast enough.
+OFFLOADED = {
+    "offload_modules": (("qkv_linear", "core_attn", "attn_proj"), ()),
+    "moe_shared_expert_overlap": (True,),
+}
 SLOW_HOST = dataclasses.replace(SETTINGS, host_kernel_s=1e-4)
 OVERLAPPING = Execution(overlap_moe_expert_parallel_comm=True)
 
@@ -91,6 +96,21 @@ def test_search_is_brute_force_over_graphs(seed: int) -> None:
     assert found.plans[0].grid.execution.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE
     fast = job(seed, space).run()
     assert all(plan.grid.execution.cuda_graph_impl is GraphImpl.NONE for plan in fast.plans)
+
+
+@pytest.mark.parametrize(("seed", "link"), [(4, 1e8), (8, 1e10), (21, 1e13)])
+def test_search_is_brute_force_over_offloaded_modules(seed: int, link: float) -> None:
+    space = dataclasses.replace(SPACE, executions=OFFLOADED)
+
+    def asked() -> Search:
+        one = job(seed, space)
+        device = dataclasses.replace(one.model.cluster.accelerator, host_bandwidth_bytes_per_s=link)
+        cluster = dataclasses.replace(one.model.cluster, accelerator=device)
+        model = CostModel(one.model.spec, cluster, SETTINGS)
+        return Search(model, one.bounds.global_batch_size, space, KERNEL, num_layouts=4)
+
+    expected, _ = look_at_everything(asked())
+    assert list(asked().run().plans) == expected[:4]
 
 
 @pytest.mark.parametrize("seed", [8, 18])
