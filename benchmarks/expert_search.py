@@ -146,7 +146,7 @@ def compared(run: Published, seconds: float) -> Compared:
     result = Search(
         model,
         grid.global_batch_size,
-        _space(run),
+        space_of(run),
         solver_of(choose(None)),
         num_layouts=1,
         out_of_time=lambda: time.perf_counter() - started > seconds,
@@ -188,7 +188,7 @@ def _best_even(run: Published, model: CostModel) -> float:
     cuts = [measured_partition(job, model.problem(job.grids[0])), *_even_cuts(run)]
     times = [run.prediction.iteration_time_s]
     for cut in dict.fromkeys(cuts):
-        space = dataclasses.replace(_space(run), partition=cut)
+        space = dataclasses.replace(space_of(run), partition=cut)
         search = Search(
             model, grid.global_batch_size, space, solver_of(choose(None)), num_layouts=1
         )
@@ -205,7 +205,7 @@ def _even_cuts(run: Published) -> Iterator[StagePartition]:
                 yield uniform_partition(run.job.spec, stages, virtual)
 
 
-def _space(run: Published) -> SearchSpace:
+def space_of(run: Published) -> SearchSpace:
     """Everything within a node's tensor parallelism, under the framework's ZeRO stage."""
     dims = run.prediction.grid.dims
     node = run.job.cluster.gpus_per_host or run.job.cluster.gpus_per_node

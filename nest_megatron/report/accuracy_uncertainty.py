@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from nest_megatron.report.markdown import figure, table
 from nest_megatron.validation.judging import Certainty
@@ -48,11 +48,35 @@ def uncertainty_section(unseen: Sequence[Judged]) -> str:
             "pairs**: those of which one is predicted to be faster with a chance of 9 in 10, and "
             "how many of them were measured in that order or as fast as each other.",
             table(_HEAD, rows, numeric=len(_HEAD) - 1),
+            _goals(found),
         )
     )
 
 
-def _cells(found: dict[Basis, Certainty]) -> tuple[str, ...]:
+#: Goals for the intervals of all runs as stated, in per cent, and how far a regime may be off.
+_GOALS = {"within_50_pct": (45.0, 55.0), "within_90_pct": (85.0, 95.0)}
+_REGIME_MARGIN = 10.0
+
+
+def _goals(found: Mapping[str, Mapping[Basis, Certainty]]) -> str:
+    """Which goals hold: all runs within 5 points of the level, regimes within 10."""
+    missed = []
+    for name, each in found.items():
+        covered = each[Basis.AS_STATED].coverage
+        for key, (low, high) in _GOALS.items() if covered else ():
+            level = (low + high) / 2
+            margin = level - low if name == "all" else _REGIME_MARGIN
+            share = float(getattr(covered, key))
+            if abs(share - level) > margin:
+                missed.append(f"{name} ({share:.1f} % in the interval of {level:.0f} %)")
+    outcome = f"Missed: {'; '.join(missed)}." if missed else "All are met."
+    return (
+        "Goals, as stated: all runs within 5 points of the level, each regime within "
+        f"{_REGIME_MARGIN:.0f}. {outcome}"
+    )
+
+
+def _cells(found: Mapping[Basis, Certainty]) -> tuple[str, ...]:
     stated, planned = found[Basis.AS_STATED], found[Basis.AS_PLANNED]
     choice = planned.choice
     return (

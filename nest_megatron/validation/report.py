@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nest_megatron.planner.choice import Candidate
-from nest_megatron.validation.judging import Certainty, choice_scores, choice_summary
+from nest_megatron.validation.judging import Certainty, ChoiceScores, choice_scores, choice_summary
 from nest_megatron.validation.outcome import Basis, Judged, RowOutcome
 from nest_megatron.validation.regimes import REGIMES, RegimeName
 from nest_megatron.validation.rows import RowKind
@@ -259,22 +259,34 @@ def certainty_by_regime(files: Iterable[Judged]) -> dict[str, dict[Basis, Certai
         for pair in zip(file.as_stated, file.as_planned, strict=True)
     ]
     holding = {str(each.name): [p for p in pairs if each.holds(p[0])] for each in REGIMES}
+    known: dict[tuple[int, ...], ChoiceScores] = {}
     return {
         name: {
-            Basis.AS_STATED: _certainty([stated for stated, _ in held]),
-            Basis.AS_PLANNED: _certainty([planned for _, planned in held]),
+            Basis.AS_STATED: _certainty([stated for stated, _ in held], known),
+            Basis.AS_PLANNED: _certainty([planned for _, planned in held], known),
         }
         for name, held in {**holding, "all": pairs}.items()
     }
 
 
-def _certainty(outcomes: Sequence[RowOutcome]) -> Certainty:
-    jobs = (job.candidates for job in measured_jobs(outcomes))
+def _certainty(
+    outcomes: Sequence[RowOutcome], known: dict[tuple[int, ...], ChoiceScores]
+) -> Certainty:
+    """Intervals and choices of some runs.
+
+    Args:
+        known: scores of jobs by the identity of their layouts, as most regimes share their jobs.
+    """
     off = [o.standardized_error for o in outcomes if o.standardized_error is not None]
-    return Certainty(
-        coverage=coverage_of(off) if off else None,
-        choice=choice_summary([choice_scores(job) for job in jobs if len(job) > 1]),
-    )
+    scored = []
+    for job in measured_jobs(outcomes):
+        layouts = job.candidates
+        key = tuple(id(candidate) for candidate, _ in layouts)
+        if len(layouts) > 1:
+            if key not in known:
+                known[key] = choice_scores(layouts)
+            scored.append(known[key])
+    return Certainty(coverage=coverage_of(off) if off else None, choice=choice_summary(scored))
 
 
 def _file_document(file: FileScores) -> dict[str, object]:

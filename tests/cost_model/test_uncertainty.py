@@ -80,6 +80,13 @@ def test_probability_faster_is_what_draws_give() -> None:
     assert chances[0] == pytest.approx(probability_faster(a, b), abs=0.03)
 
 
+def test_probability_of_a_gain() -> None:
+    plan, other = (plan_of(s, {Mechanism.GEMM: 1.0}, point=(s,)) for s in (9.0, 10.0))
+    chances = [probability_faster(plan, other, by) for by in (0.0, 0.05, 0.1, 0.2)]
+    assert chances == sorted(chances, reverse=True)
+    assert chances[2] == pytest.approx(0.5)
+
+
 def test_a_shortlist_is_the_fewest_plans_that_reach_its_level() -> None:
     shares = {Mechanism.GEMM: 1.0}
     plans = [plan_of(10.0 + 0.05 * i, shares, point=(3.0 * i,)) for i in range(6)]

@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from nest_megatron.validation.named_sets import SETS
+from nest_megatron.validation.outcome import Basis
+from nest_megatron.validation.report import certainty_by_regime
 from tests.published.sets import DATA, FILES, HERE, is_met, judged, refused, scored, values
 
 THRESHOLDS = yaml.safe_load((HERE / "thresholds.yaml").read_text(encoding="utf-8"))
@@ -41,6 +43,20 @@ def test_no_more_rows_are_refused() -> None:
     assert refused().keys() == THRESHOLDS["refused"].keys()
     for name, count in refused().items():
         assert count <= THRESHOLDS["refused"][name], name
+
+
+def test_intervals_hold_as_many_runs_as_they_say() -> None:
+    """These constants have seen the rows, so that more of them lie inside than of unseen ones."""
+    found = certainty_by_regime(judged())["all"][Basis.AS_STATED]
+    assert found.coverage is not None
+    assert found.coverage.runs > 200
+    assert 45 <= found.coverage.within_50_pct <= 72
+    assert 85 <= found.coverage.within_90_pct <= 99
+    assert found.choice is not None
+    assert found.choice.shortlist_holds_pct >= 90
+    assert found.choice.shortlist_size <= 4
+    assert found.choice.sure_right_pct is not None
+    assert found.choice.sure_right_pct >= 95
 
 
 @pytest.mark.parametrize("name", FILES)
