@@ -57,7 +57,7 @@ def from_plain(kind: type[Record], value: object, where: str = "") -> Record:
     """
     if not isinstance(value, Mapping):
         raise _wrong(where, value, f"a mapping for {kind.__name__}")
-    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = {f.name: f for f in dataclasses.fields(kind) if f.init}  # type: ignore[arg-type]
     hints = typing.get_type_hints(kind)
     for key in value:
         if key not in fields:

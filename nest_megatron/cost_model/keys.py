@@ -16,23 +16,23 @@ from nest_megatron.parallel.recompute import (
 GroupPlaces = tuple[tuple[int, ...], ...]
 
 
-def dense_key(places: GroupPlaces, shard: LayerShard) -> tuple[object, ...]:
-    """What a piece without experts depends on."""
+def dense_shape(places: GroupPlaces, shard: LayerShard) -> tuple[object, ...]:
+    """What a piece without experts depends on beside how it is carried out."""
     return (
         *places[:2],
         shard.tensor_model_parallel_size,
         shard.context_parallel_size,
         shard.micro_batch_size,
         shard.sequence_parallel,
-        shard.execution.outside_experts,
     )
 
 
 def unit_key(kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> tuple[object, ...]:
     """What a unit's time depends on; expert degrees matter to units with experts alone."""
     if kind in (LayerKind.MOE, LayerKind.MTP):
-        return (kind, places, shard)
-    return (kind, *dense_key(places, shard))
+        expert = (shard.expert_model_parallel_size, shard.expert_tensor_parallel_size)
+        return (kind, *dense_shape(places, shard), places[2:], expert, shard.execution)
+    return (kind, *dense_shape(places, shard), shard.execution.outside_experts)
 
 
 def inner_degrees(dims: ParallelDims) -> tuple[int, int, int, int]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nest_megatron.cluster.records import Accelerator, Cluster, CollectiveKind
-from nest_megatron.cost_model.communication import collective_time, ring_step_time, split_group
-from nest_megatron.cost_model.compute import operator_times
-from nest_megatron.cost_model.measured import AS_ANALYTIC, Scale
+from nest_megatron.cluster.records import Accelerator
+from nest_megatron.cost_model.graph_times import ROUTED, GraphTimes
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.model.execution import PLAIN, Execution, GraphImpl, TokenDispatcher
+from nest_megatron.model.execution import Execution, GraphImpl, TokenDispatcher
 from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Operator, Part
 from nest_megatron.model.operators.captured import GRAPH_INPUTS
 from nest_megatron.model.spec import LayerKind
@@ -26,15 +23,9 @@ from nest_megatron.parallel.recompute import (
 from nest_megatron.profile.records import Source
 from nest_megatron.units import Seconds
 
-#: Parts whose load follows the tokens that the router sends; the busiest rank sets the pace.
-_ROUTED = frozenset({Part.DISPATCH, Part.EXPERTS, Part.EXPERT_ACTIVATION})
-
 _TERMS = ("compute", "tp", "cp", "ep")
 _COMPUTE = 0
 _TERM_OF = {Group.TENSOR: 1, Group.CONTEXT: 2, Group.EXPERT: 3, Group.EXPERT_TENSOR: 3}
-
-#: Shape of each group inside a layer: its fan-out at each network level.
-GroupShapes = Mapping[Group, tuple[int, ...]]
 
 
 class PassTime(NamedTuple):
@@ -224,66 +215,49 @@ def run_unit(
 
 
 def unit_times(
-    graph: LayerGraph,
-    shapes: GroupShapes,
-    cluster: Cluster,
+    times: GraphTimes,
+    accelerator: Accelerator,
     settings: CostSettings,
-    scale: Scale = AS_ANALYTIC,
-    execution: Execution = PLAIN,
+    execution: Execution,
     beside_s: Seconds = 0.0,
 ) -> UnitTimes:
-    """Price a unit's graph on a cluster.
+    """A unit as it is carried out, what runs beside something else hidden.
 
     Args:
-        shapes: where the layer's groups lie.
-        scale: what a profile makes of the operators' time, all in proportion, so that parts which
-            are computed again and what hides under an operator follow. A measured time contains
-            its launches, so the host's floor is not asked for.
+        times: of the unit's graph.
         execution: what carries the unit out.
         beside_s: compute of the same layer outside the graph, which the exchange of tokens can run
             beside as well.
     """
-    imbalance = settings.expert_load(math.prod(shapes[Group.EXPERT]))
-    operators: dict[str, tuple[Seconds, Seconds]] = {}
-    forward: dict[Part, list[Seconds]] = {}
-    backward = [0.0] * len(_TERMS)
-    for op in graph.operators:
-        ahead, back = operator_times(op, cluster.accelerator, settings)
-        ahead, back = ahead * scale.forward, back * scale.backward
-        if op.part in _ROUTED:
-            ahead, back = ahead * imbalance, back * imbalance
-        operators[op.name] = (ahead, back)
-        forward.setdefault(op.part, [0.0] * len(_TERMS))[_COMPUTE] += ahead
-        backward[_COMPUTE] += back
-    for part, is_backward, term, seconds in _exposed(
-        graph, operators, shapes, cluster, settings, execution, beside_s
-    ):
-        paced = seconds * (imbalance if part in _ROUTED else 1.0)
+    forward = {part: _only_compute(seconds) for part, seconds in times.forward.items()}
+    backward = _only_compute(times.backward)
+    for part, is_backward, term, seconds in _exposed(times, settings, execution, beside_s):
+        paced = seconds * times.pace(part)
         if is_backward:
             backward[term] += paced
         else:
-            forward.setdefault(part, [0.0] * len(_TERMS))[term] += paced
+            forward.setdefault(part, _only_compute(0.0))[term] += paced
     whole = [sum(terms) for terms in zip(*forward.values(), strict=True)]
     waits = [0.0, 0.0]
-    if scale.source is Source.ANALYTIC:
-        host = _host_time(graph, cluster.accelerator, settings, execution)
+    if times.source is Source.ANALYTIC:
+        host = _host_time(times.graph, accelerator, settings, execution)
         waits = [max(0.0, host - sum(whole)), max(0.0, 2 * host - sum(backward))]
         whole[_COMPUTE] += waits[0]
         backward[_COMPUTE] += waits[1]
-    saved: dict[Part, float] = {}
-    for part, num_bytes in graph.saved_bytes:
-        factor = imbalance if part in _ROUTED else 1.0
-        saved[part] = saved.get(part, 0.0) + factor * num_bytes
     return UnitTimes(
         forward={part: PassTime(*terms) for part, terms in forward.items()},
         whole_forward=PassTime(*whole),
         backward=PassTime(*backward),
-        input_bytes=graph.input_bytes,
-        saved_bytes=saved,
-        working_bytes=graph.working_bytes,
+        input_bytes=times.graph.input_bytes,
+        saved_bytes=times.saved_bytes,
+        working_bytes=times.graph.working_bytes,
         launch_s=sum(waits),
-        offloaded_bytes=graph.offloaded_bytes,
+        offloaded_bytes=times.graph.offloaded_bytes,
     )
+
+
+def _only_compute(seconds: Seconds) -> list[Seconds]:
+    return [seconds, *(0.0 for _ in _TERMS[1:])]
 
 
 #: Parts of a layer that a graph of each module holds (``cuda_graph_scope``; both releases'
@@ -301,7 +275,7 @@ _CAPTURED: Mapping[str, frozenset[Part]] = {
         }
     ),
     "mlp": frozenset({Part.MLP_NORM, Part.MLP}),
-    "moe": _ROUTED | {Part.MLP_NORM, Part.ROUTER, Part.SHARED_EXPERTS},
+    "moe": ROUTED | {Part.MLP_NORM, Part.ROUTER, Part.SHARED_EXPERTS},
     "moe_router": frozenset({Part.MLP_NORM, Part.ROUTER, Part.SHARED_EXPERTS}),
 }
 #: What launching one product of a grouped one, or a cast for it, from C++ takes of launching a
@@ -360,13 +334,7 @@ def _held_by_graphs(execution: Execution) -> frozenset[Part]:
 
 
 def _exposed(
-    graph: LayerGraph,
-    operators: Mapping[str, tuple[Seconds, Seconds]],
-    shapes: GroupShapes,
-    cluster: Cluster,
-    settings: CostSettings,
-    execution: Execution,
-    beside_s: Seconds,
+    times: GraphTimes, settings: CostSettings, execution: Execution, beside_s: Seconds
 ) -> Iterator[tuple[Part, bool, int, Seconds]]:
     """What each collective adds: all of it, or what the operator that hides it leaves over.
 
@@ -374,10 +342,13 @@ def _exposed(
         Part, whether in the backward pass, index into ``_TERMS``, seconds.
     """
     hidden: dict[tuple[str, bool], tuple[Part, int, Seconds]] = {}
-    calls = graph.collectives
-    times = [_traffic_time(call, shapes, cluster, settings, execution) for call in calls]
-    left = _left_of_exchange(graph, times, operators, settings, execution, beside_s)
-    for call, time in zip(calls, times, strict=True):
+    calls = times.graph.collectives
+    traffic = [
+        _own_time(call, seconds, settings, execution)
+        for call, seconds in zip(calls, times.traffic, strict=True)
+    ]
+    left = _left_of_exchange(times, traffic, settings, execution, beside_s)
+    for call, time in zip(calls, traffic, strict=True):
         seconds = time * (left[call.backward] if call.part is Part.DISPATCH else 1.0)
         term = _TERM_OF[call.group]
         is_tensor = call.group is Group.TENSOR
@@ -388,19 +359,13 @@ def _exposed(
         before = hidden.get(key)
         hidden[key] = (call.part, term, seconds + (before[2] if before else 0.0))
     for (name, is_backward), (part, term, seconds) in hidden.items():
-        yield part, is_backward, term, max(0.0, seconds - operators[name][is_backward])
+        yield part, is_backward, term, max(0.0, seconds - times.operators[name][is_backward])
 
 
-def _traffic_time(
-    call: LayerCollective,
-    shapes: GroupShapes,
-    cluster: Cluster,
-    settings: CostSettings,
-    execution: Execution,
+def _own_time(
+    call: LayerCollective, seconds: Seconds, settings: CostSettings, execution: Execution
 ) -> Seconds:
-    """Time of all calls of a collective, less what its own overlap with products hides."""
-    copies = call.copies if execution.is_node_limited else 1
-    seconds = call.num_calls * _call_time(call, shapes[call.group], cluster, copies)
+    """Time of a collective, less what its own overlap with products hides."""
     if call.group is Group.TENSOR and execution.tp_comm_overlap:
         return seconds * (1.0 - settings.tp_overlap)
     if call.part is not Part.DISPATCH:
@@ -416,9 +381,8 @@ _DISPATCHER_SLOWDOWN: Mapping[TokenDispatcher, Callable[[CostSettings], float]] 
 
 
 def _left_of_exchange(
-    graph: LayerGraph,
-    times: Sequence[Seconds],
-    operators: Mapping[str, tuple[Seconds, Seconds]],
+    times: GraphTimes,
+    seconds: Sequence[Seconds],
     settings: CostSettings,
     execution: Execution,
     beside_s: Seconds,
@@ -429,33 +393,23 @@ def _left_of_exchange(
     traffic of both passes together under their compute, and is slowed down by it. Of both the
     better counts.
     """
+    overlaps = execution.overlap_moe_expert_parallel_comm
+    if not (overlaps or execution.moe_shared_expert_overlap):
+        return 1.0, 1.0
     traffic, shared, compute = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
-    for call, seconds in zip(graph.collectives, times, strict=True):
-        traffic[call.backward] += seconds if call.part is Part.DISPATCH else 0.0
-    for op in graph.operators:
-        for way, seconds in enumerate(operators[op.name]):
-            compute[way] += seconds
-            shared[way] += seconds if op.part is Part.SHARED_EXPERTS else 0.0
+    for call, each in zip(times.graph.collectives, seconds, strict=True):
+        traffic[call.backward] += each if call.part is Part.DISPATCH else 0.0
+    for op in times.graph.operators:
+        for way, each in enumerate(times.operators[op.name]):
+            compute[way] += each
+            shared[way] += each if op.part is Part.SHARED_EXPERTS else 0.0
     if not sum(traffic):
         return 1.0, 1.0
     forward = backward = 1.0
-    if execution.overlap_moe_expert_parallel_comm:
+    if overlaps:
         hidden = min(settings.ep_overlap, (sum(compute) + beside_s) / sum(traffic))
         forward = backward = 1.0 - hidden * (1.0 - settings.overlap_slowdown)
     if execution.moe_shared_expert_overlap:
         forward = min(forward, max(0.0, 1.0 - shared[0] / traffic[0]))
         backward = min(backward, max(0.0, 1.0 - shared[1] / traffic[1]))
     return forward, backward
-
-
-def _call_time(
-    call: LayerCollective, shape: tuple[int, ...], cluster: Cluster, copies: int
-) -> Seconds:
-    kind = CollectiveKind(call.kind)
-    if call.within:
-        shape = split_group(shape, call.within)[0]
-    elif call.across:
-        shape = split_group(shape, call.across)[1]
-    if kind is CollectiveKind.SEND_RECV:
-        return ring_step_time(call.message_bytes, shape, cluster.levels)
-    return collective_time(kind, call.message_bytes, shape, cluster.levels, copies)

@@ -8,11 +8,12 @@ from nest_megatron.cluster.records import Cluster, CollectiveKind
 from nest_megatron.cost_model.communication import collective_time, send_time
 from nest_megatron.cost_model.data_parallel import ReplicaTraffic, replica_traffic
 from nest_megatron.cost_model.formats import expert_alignment
+from nest_megatron.cost_model.graph_times import GraphTimes, graph_times
 from nest_megatron.cost_model.host import beside_copies
 from nest_megatron.cost_model.keys import (
     GroupPlaces,
     degrees,
-    dense_key,
+    dense_shape,
     inner_degrees,
     split_block,
     unit_key,
@@ -90,9 +91,11 @@ class CostModel:
         self._measured = MeasuredTimes(spec, cluster, settings, times)
         self._step = optimizer_step(cluster.accelerator, settings, times)
         self._sizes = cluster.group_sizes()
+        self._hosts = (cluster.launch_gpus_per_host, cluster.num_gpus)
         self._places: dict[object, GroupPlaces] = {}
         self._times: dict[object, UnitTimes] = {}
         self._piece_times: dict[object, UnitTimes] = {}
+        self._graph_times: dict[object, GraphTimes] = {}
         self._runs: dict[object, UnitRun] = {}
         self._traffic: dict[object, ReplicaTraffic] = {}
         self._structures: dict[object, _Structure] = {}
@@ -291,7 +294,6 @@ class CostModel:
     def straggler_time(self, grid: Grid) -> Seconds:
         """What a step waits for the slowest replica; what is computed again counts as no work."""
         dims, key = grid.dims, self.shard_key(grid)
-        hosts = (self.cluster.launch_gpus_per_host, self.cluster.num_gpus)
         if key not in self._work:
             places, shard = self.places(dims), self.shard(grid)
             units = {kind: self.unit_time(kind, places, shard) for kind in self._num_units}
@@ -303,7 +305,7 @@ class CostModel:
             self.settings.straggler_delay_s,
             self._work[key] * grid.num_microbatches / dims.pipeline_model_parallel_size,
             dims.pipeline_model_parallel_size,
-            group_shape(dims, GroupKind.DP_CP, hosts)[-1],
+            group_shape(dims, GroupKind.DP_CP, self._hosts)[-1],
         )
 
     def _embedding_time(self, dims: ParallelDims) -> Seconds:
@@ -343,44 +345,54 @@ class CostModel:
 
     def _outside_experts(self, piece: Piece, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
         """A piece that depends on no expert degree."""
-        key = (piece, *dense_key(places, shard))
-        if key not in self._piece_times:
-            self._piece_times[key] = self._price(piece, places, shard)
-        return self._piece_times[key]
+        shape, how = (piece, *dense_shape(places, shard)), shard.execution.outside_experts
+        if (shape, how) not in self._piece_times:
+            self._piece_times[shape, how] = self._price(piece, shape, places, shard)
+        return self._piece_times[shape, how]
 
     def _feed_forward(self, kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
         """Second half of a layer; of micro batch and context size only the tokens matter.
 
         Measured times follow: ``profile.lookup.point_of`` knows no more of the two either.
         """
-        how = shard.execution
+        has_experts, how = kind is LayerKind.MOE, shard.execution
         expert = (shard.expert_model_parallel_size, shard.expert_tensor_parallel_size, places[2:])
-        key: tuple[object, ...] = (
+        shape = (
             kind,
             shard.tokens(self.spec),
             shard.tensor_model_parallel_size,
             shard.sequence_parallel,
             places[0],
-            how.of_experts if kind is LayerKind.MOE else how.outside_experts,
-            expert if kind is LayerKind.MOE else (),
+            expert if has_experts else (),
         )
         beside = 0.0
-        if kind is LayerKind.MOE and shard.execution.overlap_moe_expert_parallel_comm:
+        if has_experts and how.overlap_moe_expert_parallel_comm:
             attention = self._outside_experts(Piece.ATTENTION, places, shard)
             beside = attention.whole_forward.compute + attention.backward.compute
-            key = (*key, beside)
+        key = (shape, how.of_experts if has_experts else how.outside_experts, beside)
         if key not in self._piece_times:
-            piece = Piece.EXPERTS if kind is LayerKind.MOE else Piece.DENSE
-            self._piece_times[key] = self._price(piece, places, shard, beside)
+            piece = Piece.EXPERTS if has_experts else Piece.DENSE
+            self._piece_times[key] = self._price(piece, shape, places, shard, beside)
         return self._piece_times[key]
 
     def _price(
-        self, piece: Piece, places: GroupPlaces, shard: LayerShard, beside_s: Seconds = 0.0
+        self,
+        piece: Piece,
+        shape: tuple[object, ...],
+        places: GroupPlaces,
+        shard: LayerShard,
+        beside_s: Seconds = 0.0,
     ) -> UnitTimes:
-        shapes = dict(zip(_GROUPS, places, strict=True))
-        graph, scale = piece_graph(self.spec, piece, shard), self._measured.scale(piece, shard)
         execution = shard.execution
-        return unit_times(graph, shapes, self.cluster, self.settings, scale, execution, beside_s)
+        key = (shape, execution.of_graph)
+        if key not in self._graph_times:
+            shapes = dict(zip(_GROUPS, places, strict=True))
+            graph, scale = piece_graph(self.spec, piece, shard), self._measured.scale(piece, shard)
+            self._graph_times[key] = graph_times(
+                graph, shapes, self.cluster, self.settings, scale, execution
+            )
+        times, accelerator = self._graph_times[key], self.cluster.accelerator
+        return unit_times(times, accelerator, self.settings, execution, beside_s)
 
     def replica_costs(self, dims: ParallelDims, zero: ZeroStage) -> tuple[ReplicaCost, ...]:
         """What the parameters of each distinct unit cost for their replicas' sake."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from nest_megatron.cost_model.keys import split_block
@@ -69,17 +68,23 @@ class StageProblems:
         covered, elsewhere = split_block(recompute)
         key = (covered, least_tails)
         if key not in self._costs:
-            window = overlap_window(self.grid.dims, self.grid.num_microbatches)
-            kinds = self.model.kinds_under(self.grid, covered, elsewhere)
-            settings = self.model.settings
-            costs = (
-                unit_cost(kind.cost, held, settings, window, least_tail=least_tails)
-                for kind, held in zip(kinds, self._held, strict=True)
-            )
+            dims, count = self.grid.dims, self.grid.num_microbatches
+            window, share = overlap_window(dims, count), 0.0
             if self.grid.execution.overlap_moe_expert_parallel_comm:
-                share = early_forward_share(self.grid.dims, self.grid.num_microbatches)
-                costs = (_with_more_kept(cost, share) for cost in costs)
-            self._costs[key] = tuple(costs)
+                share = early_forward_share(dims, count)
+            self._costs[key] = tuple(
+                unit_cost(
+                    kind.cost,
+                    held,
+                    self.model.settings,
+                    window,
+                    early_share=share,
+                    least_tail=least_tails,
+                )
+                for kind, held in zip(
+                    self.model.kinds_under(self.grid, covered, elsewhere), self._held, strict=True
+                )
+            )
         return self._costs[key]
 
 
@@ -94,10 +99,3 @@ def early_forward_share(dims: ParallelDims, num_microbatches: int) -> float:
     p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
     alive = (v - 1) * p + 1
     return min(1, num_microbatches * v - alive) / alive
-
-
-def _with_more_kept(cost: UnitCost, share: float) -> UnitCost:
-    return cost._replace(
-        saved_bytes=math.ceil(cost.saved_bytes * (1.0 + share)),
-        block_saved_bytes=math.ceil(cost.block_saved_bytes * (1.0 + share)),
-    )

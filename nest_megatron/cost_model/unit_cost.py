@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -84,6 +85,7 @@ class ReplicaCost(NamedTuple):
     tail_least: Ticks
     optimizer: Ticks
     static: StaticBytes
+    static_bytes: Bytes
     unsharded_bytes: Bytes
 
 
@@ -243,6 +245,7 @@ def replica_cost(
         tail_least=to_ticks(prices.first_bucket * reduce),
         optimizer=to_ticks(count.dense * prices.dense_step + count.expert * prices.expert_step),
         static=static,
+        static_bytes=int(static.total),
         unsharded_bytes=0
         if prices.whole
         else unsharded_bytes(count.total, zero, settings, prices.held, in_layer=kind in LAYERS),
@@ -277,6 +280,7 @@ def unit_cost(
     settings: CostSettings,
     window: float,
     *,
+    early_share: float = 0.0,
     least_tail: bool = False,
 ) -> UnitCost:
     """One unit in ticks and bytes, data-parallel traffic included.
@@ -284,30 +288,31 @@ def unit_cost(
     Args:
         held: of the unit's parameters.
         window: passes of the unit beside which traffic between replicas can run.
+        early_share: what passes ahead of the schedule add to what is kept.
         least_tail: hide as much of the gradient reduction as any recompute setting can hide.
             Recomputation lengthens passes and hides more behind them; with the first counted as
             none and the second as all, a partition takes no longer than under any setting.
     """
     if held.shard_backward_s or held.exposed_backward_s:
         run = _beside_shards(run, held, settings)
-    overlap = settings.dp_overlap * window
+    overlap, more = settings.dp_overlap * window, 1.0 + early_share
     tail_rest = held.tail_least
     if not least_tail:
         tail_rest = _signed_ticks(held.reduce_s - overlap * run.backward_s)
-    return UnitCost(
-        forward=run.forward,
-        backward=run.backward,
-        block_backward=run.block_backward,
-        head_least=held.head_least,
-        head_rest=_signed_ticks(held.gather_s - overlap * run.forward_s),
-        tail_least=held.tail_least,
-        tail_rest=tail_rest,
-        optimizer=held.optimizer,
-        static_bytes=int(held.static.total),
-        saved_bytes=run.saved_bytes,
-        block_saved_bytes=run.block_saved_bytes,
-        working_bytes=run.working_bytes + held.unsharded_bytes,
-        block_working_bytes=run.block_working_bytes + held.unsharded_bytes,
+    return UnitCost(  # by place, since a search makes hundreds of thousands
+        run.forward,
+        run.backward,
+        run.block_backward,
+        held.head_least,
+        _signed_ticks(held.gather_s - overlap * run.forward_s),
+        held.tail_least,
+        tail_rest,
+        held.optimizer,
+        held.static_bytes,
+        math.ceil(more * run.saved_bytes),
+        math.ceil(more * run.block_saved_bytes),
+        run.working_bytes + held.unsharded_bytes,
+        run.block_working_bytes + held.unsharded_bytes,
     )
 
 

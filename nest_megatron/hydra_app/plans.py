@@ -24,7 +24,7 @@ _ITEMS = (
     "micro_batch_size",
     "use_tp_pp_dp_mapping",
     *(field.name for field in dataclasses.fields(ParallelChoice)),
-    *(field.name for field in dataclasses.fields(Execution)),
+    *(field.name for field in dataclasses.fields(Execution) if field.init),
 )
 
 

@@ -8,7 +8,7 @@ is in ``cost_model.traits``.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
@@ -98,8 +98,10 @@ class Execution:
     cuda_graph_scope: tuple[str, ...] = ()
     cpu_offloading_num_layers: int = 0
     offload_modules: tuple[str, ...] = ()
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.of_experts, self.outside_experts)))
         is_flex = self.moe_token_dispatcher_type is TokenDispatcher.FLEX
         if is_flex != (self.moe_flex_dispatcher_backend is not None):
             raise UserInputError(
@@ -184,6 +186,22 @@ class Execution:
     def offloads(self) -> bool:
         """Whether activations wait on the host."""
         return bool(self.cpu_offloading_num_layers or self.offload_modules)
+
+    @property
+    def of_graph(self) -> tuple[object, ...]:
+        """What decides which operators and which traffic a layer has, and not what hides them."""
+        return (
+            self.moe_token_dispatcher_type,
+            self.moe_flex_dispatcher_backend,
+            self.moe_permute_fusion,
+            self.moe_router_fusion,
+            self.use_transformer_engine_op_fuser,
+            self.cp_comm_type,
+            self.hierarchical_context_parallel_sizes,
+            self.cuda_graph_impl,
+            self.cuda_graph_scope,
+            self.offload_modules,
+        )
 
     @property
     def is_node_limited(self) -> bool:

@@ -30,7 +30,8 @@ class CandidateCounts:
         """Candidates below a shard."""
         dims, grids = shard.dims, self.grids
         inner = dims.tensor_model_parallel_size * dims.context_parallel_size
-        key = (grids.ways.key(shard), dims.world_size, inner, shard.micro_batch_size)
+        shape = (dims.world_size, inner, dims.expert_ranks, shard.micro_batch_size)
+        key = (*shape, grids.ways.key(shard))
         if key not in self._shards:
             each = (self.of_grid(grid, grids.zero_stages(grid.dims)) for grid in grids.grids(shard))
             self._shards[key] = sum(each)

@@ -18,7 +18,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.model.execution import PLAIN, ContextTraffic, Execution, GraphImpl
 from nest_megatron.model.graph import Part
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.execution_checks import allows_execution
+from nest_megatron.parallel.execution_checks import DEEPEP_RANKS, allows_execution
 from nest_megatron.parallel.execution_rules import allowed_execution, of_every_layout
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import (
@@ -75,6 +75,7 @@ class Executions:
         self._of_shards: dict[object, tuple[Execution, ...]] = {}
         self._possible: dict[object, AllowedRecompute] = {}
         self._worth: dict[object, AllowedRecompute] = {}
+        self._times: dict[object, tuple[UnitTimes, ...]] = {}
         self.is_fixed = self._variants == tuple(map(_least_of, self._variants[:1]))
 
     def of_shard(self, shard: Grid) -> tuple[Execution, ...]:
@@ -152,7 +153,8 @@ class Executions:
             tp == 1,
             cp == 1,
             dims.expert_model_parallel_size == 1,
-            dims.expert_ranks,
+            dims.expert_ranks == 1,
+            dims.expert_ranks in DEEPEP_RANKS,
             dims.pipeline_model_parallel_size == 1,
             dims.virtual_pipeline_model_parallel_size == 1,
             grid.zero.is_fsdp,
@@ -200,10 +202,13 @@ class Executions:
         return allows_execution(asked)
 
     def _units(self, grid: Grid, way: Execution) -> tuple[UnitTimes, ...]:
-        places = self.model.places(grid.dims)
-        shard = self.model.shard(dataclasses.replace(grid, execution=way))
-        kinds = dict.fromkeys(self.model.spec.layer_kinds())
-        return tuple(self.model.unit_time(kind, places, shard) for kind in kinds)
+        asked = dataclasses.replace(grid, execution=way)
+        key = self.model.shard_key(asked)
+        if key not in self._times:
+            places, shard = self.model.places(grid.dims), self.model.shard(asked)
+            kinds = dict.fromkeys(self.model.spec.layer_kinds())
+            self._times[key] = tuple(self.model.unit_time(kind, places, shard) for kind in kinds)
+        return self._times[key]
 
 
 def _together(ways: Sequence[Execution]) -> tuple[Execution, ...]:

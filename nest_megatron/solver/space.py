@@ -88,7 +88,7 @@ class SearchSpace:
 
     def __post_init__(self) -> None:
         for name in self.executions:
-            known = [each.name for each in dataclasses.fields(Execution)]
+            known = [each.name for each in dataclasses.fields(Execution) if each.init]
             if name not in known:
                 raise UserInputError(
                     "executions", value=name, limit="no such field", fix=nearest(name, known)
