@@ -89,10 +89,11 @@ def main() -> int:
         full["nominal"] += left(nominal) < FULL
         full["expected"] += left(usual) < FULL
         steps = [found.predicted.iteration_time_s for found in (nominal, usual)]
+        slower = 100 * (steps[1] / steps[0] - 1)
         chance = usual.uncertainty.out_of_memory if usual.uncertainty else 0.0
         print(
             f"{model:17} {cluster:9} {num_gpus:>5}  {100 * left(usual):7.1f} "
-            f"{100 * left(nominal):9.1f} {100 * (steps[1] / steps[0] - 1):8.1f}  {100 * chance:.1f}",
+            f"{100 * left(nominal):9.1f} {slower:8.1f}  {100 * chance:.1f}",
             flush=True,
         )
     for objective, number in full.items():

@@ -111,7 +111,7 @@ def errors_section(judged: Sequence[Judged]) -> str:
         "As planned, but for the column that says otherwise. memory: mean size of the memory "
         "error, where rows have it. jobs: measured in two layouts or more. pairs: of two layouts "
         "of one job, the faster one predicted to be faster. regret, worst: mean and largest over "
-        "the jobs.",
+        f"the jobs.{_unscored_peaks(judged)}",
     ]
     for each in judged:
         found = file_scores(each)
@@ -120,6 +120,25 @@ def errors_section(judged: Sequence[Judged]) -> str:
         if found.kind is RowKind.THROUGHPUT:
             parts.append(regimes_table(found.regimes))
     return "\n\n".join(parts)
+
+
+def _unscored_peaks(judged: Sequence[Judged]) -> str:
+    """How many measured peaks are in no score, because they follow from a choice of ours."""
+    peaks = [
+        outcome
+        for each in judged
+        if each.file.kind is RowKind.THROUGHPUT
+        for outcome in each.as_planned
+        if outcome.measured_bytes is not None
+    ]
+    left_out = sum(outcome.predicted_bytes is None for outcome in peaks)
+    if not left_out:
+        return ""
+    return (
+        f" Of {len(peaks)} peaks in the files of runs, {left_out} are in no score of memory: their "
+        "rows leave out the micro batch or the recomputation, so that a prediction would choose "
+        "what fits."
+    )
 
 
 def _errors_table(found: FileScores) -> str:

@@ -14,6 +14,7 @@ from nest_megatron.validation.margin import (
     best_margin,
     left_out,
     margin_curve,
+    risk_bins,
     samples,
 )
 from nest_megatron.validation.named_sets import whole_cell
@@ -120,8 +121,25 @@ def margin_section(judged: Sequence[Judged]) -> str:
             _margin_table(data, settings.memory_margin),
             "Chosen without a source, and judged on it:",
             _left_out_table(data),
+            "The chance to run out that is predicted for these runs ([memory.md](memory.md)), and "
+            "what became of them. Most runs that are published ran, so fewer end than expected:",
+            _risk_table(data),
         )
     )
+
+
+def _risk_table(data: Sequence[Sample]) -> str:
+    rows = [
+        (
+            f"{100 * each.low:g} to {100 * each.high:g} %",
+            str(each.runs),
+            f"{each.expected:.1f}",
+            str(each.out_of_memory),
+        )
+        for each in risk_bins(data)
+    ]
+    head = ("predicted chance", "runs", "expected to run out", "ran out")
+    return table(head, rows, numeric=3)
 
 
 def _runs_once(judged: Sequence[Judged]) -> list[RowOutcome]:

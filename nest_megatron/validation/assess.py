@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from nest_megatron.cost_model.device_memory import allocatable_bytes
+from nest_megatron.cost_model.memory_uncertainty import out_of_memory_probability, peak_error
 from nest_megatron.errors import UserInputError
 from nest_megatron.units import Bytes, Seconds
 from nest_megatron.validation.collectives import predict_collective
@@ -125,12 +127,21 @@ def _memory(row: Row, job: Job, prediction: Prediction, measured: Bytes | None) 
         measured_bytes=None if out_of_memory else measured,
         needed_bytes=max(prediction.stage_memory),
         device_bytes=job.cluster.accelerator.memory_bytes,
+        risk=_risk(job, prediction),
         fits=prediction.fits,
         out_of_memory=out_of_memory,
         is_moe=job.spec.is_moe,
         zero=prediction.grid.zero,
         assumptions=job.assumptions,
     )
+
+
+def _risk(job: Job, prediction: Prediction) -> float:
+    """Predicted chance to run out of memory."""
+    grid = prediction.grid
+    limit = allocatable_bytes(job.cluster.accelerator, job.settings, grid.dims)
+    peak = max(prediction.stage_memory)
+    return out_of_memory_probability(peak, limit, peak_error(grid.zero))
 
 
 def _collective(row: Row, _: Basis) -> RowOutcome:

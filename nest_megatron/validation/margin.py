@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from nest_megatron.units import Bytes
 from nest_megatron.validation.outcome import RowOutcome
@@ -25,10 +26,12 @@ class Sample:
 
     Args:
         fill: predicted peak and reserve together over the memory of the device.
+        risk: predicted chance that the run ends out of memory.
     """
 
     source: str
     fill: float
+    risk: float
     out_of_memory: bool
 
 
@@ -75,13 +78,51 @@ def samples(outcomes: Iterable[RowOutcome], reserve: Bytes) -> tuple[Sample, ...
         Sample(
             source=outcome.source,
             fill=(outcome.needed_bytes + reserve) / outcome.device_bytes,
+            risk=outcome.risk,
             out_of_memory=outcome.out_of_memory,
         )
         for outcome in outcomes
         if outcome.needed_bytes is not None
         and outcome.device_bytes
+        and outcome.risk is not None
         and (outcome.out_of_memory or states_recompute(outcome.row))
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RiskBin:
+    """Runs whose predicted chance to run out of memory lies between two bounds.
+
+    Args:
+        expected: sum of their chances.
+    """
+
+    low: float
+    high: float
+    runs: int
+    out_of_memory: int
+    expected: float
+
+
+#: Bounds of the bins.
+RISKS = (0.0, 0.01, 0.05, 0.2, 0.5, 0.9, 1.0)
+
+
+def risk_bins(data: Sequence[Sample]) -> tuple[RiskBin, ...]:
+    """Runs by their predicted chance, and how many of them did run out of memory."""
+    bins = []
+    for low, high in pairwise(RISKS):
+        own = [each for each in data if low <= each.risk < high or each.risk == high == 1.0]
+        bins.append(
+            RiskBin(
+                low=low,
+                high=high,
+                runs=len(own),
+                out_of_memory=sum(each.out_of_memory for each in own),
+                expected=sum(each.risk for each in own),
+            )
+        )
+    return tuple(bins)
 
 
 def margin_point(data: Iterable[Sample], margin: float) -> MarginPoint:

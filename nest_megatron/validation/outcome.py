@@ -77,6 +77,7 @@ class RowOutcome:
         predicted_bytes, measured_bytes: peak memory of the GPU that the source speaks of.
         needed_bytes: predicted peak of the fullest GPU, reserve and margin not counted.
         device_bytes: memory of one GPU.
+        risk: predicted chance that the run ends out of memory.
         fits: whether a plan like this would have been called feasible.
         out_of_memory: the run ended for want of memory.
         is_moe: the model has experts; ``None`` where it could not be read.
@@ -93,6 +94,7 @@ class RowOutcome:
     measured_bytes: int | None = None
     needed_bytes: int | None = None
     device_bytes: int | None = None
+    risk: float | None = None
     fits: bool | None = None
     out_of_memory: bool = False
     is_moe: bool | None = None

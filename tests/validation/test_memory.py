@@ -32,6 +32,7 @@ from nest_megatron.validation.margin import (
     left_out,
     margin_curve,
     margin_point,
+    risk_bins,
     samples,
 )
 from nest_megatron.validation.memory import predicted_memory, workspace_bytes
@@ -160,8 +161,8 @@ def test_optimizer_states_are_divided_within_an_instance() -> None:
 
 
 def _samples(source: str, ran: list[float], short: list[float]) -> list[Sample]:
-    return [Sample(source=source, fill=f, out_of_memory=False) for f in ran] + [
-        Sample(source=source, fill=f, out_of_memory=True) for f in short
+    return [Sample(source=source, fill=f, risk=0.1, out_of_memory=False) for f in ran] + [
+        Sample(source=source, fill=f, risk=0.6, out_of_memory=True) for f in short
     ]
 
 
@@ -184,7 +185,7 @@ def test_a_source_is_scored_with_the_margin_of_the_others() -> None:
 def test_rows_whose_recomputation_is_chosen_to_fit_teach_no_margin() -> None:
     row = {"source": "one", "recompute": ""}
     device = accelerator("a100_sxm_80gb").memory_bytes
-    ran = RowOutcome(row=row, needed_bytes=device // 2, device_bytes=device)
+    ran = RowOutcome(row=row, needed_bytes=device // 2, device_bytes=device, risk=0.1)
     short = dataclasses.replace(ran, out_of_memory=True)
     stated = dataclasses.replace(ran, row={**row, "recompute": "full"})
     assert len(samples([ran, short, stated], 0)) == 2
@@ -239,3 +240,11 @@ def test_moments_in_16_bits_are_a_number_format_of_the_job(
     row = _throughput_row(optimizer=text, precision="BF16")
     job = job_of(row, ModelBook.load(), as_planned=as_planned)
     assert job.settings.traits.optimizer_bytes == states
+
+
+def test_chances_stand_beside_what_became_of_the_runs() -> None:
+    data = _samples("a", [0.7, 0.8, 0.9], [0.99, 1.0])
+    bins = risk_bins(data)
+    assert [(each.runs, each.out_of_memory) for each in bins if each.runs] == [(3, 0), (2, 2)]
+    assert sum(each.runs for each in bins) == len(data)
+    assert sum(each.expected for each in bins) == pytest.approx(3 * 0.1 + 2 * 0.6)
