@@ -145,7 +145,7 @@ class Execution:
         'tp_comm_overlap'
         """
         said = []
-        for each in dataclasses.fields(self):
+        for each in filter(lambda field: field.init, dataclasses.fields(self)):
             value = getattr(self, each.name)
             if value != each.default and (experts or "moe_" not in each.name):
                 shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
