@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ _CHOICES = {
 #: Items that a plan derives from other choices, so that nothing is there to be kept.
 _DERIVED = ("sequence_parallel", "overlap_grad_reduce", "overlap_param_gather", "global_batch_size")
 _PATIENCE_S = 600.0
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 Process = Callable[..., Any]
 
@@ -130,12 +131,36 @@ def _run(
 
     plan = plan_file.load(solve() if board is None else share(board, solve))
     changes = apply_plan(cfg, plan, environment={} if launch.dry_run else None)
+    told = connections(plan, os.environ)
     if os.environ.get("RANK", "0") == "0":
-        show(fields_report(plan, changes, recipe.notes))
+        show(fields_report(plan, changes, (*recipe.notes, *told)))
     if launch.dry_run:
         sys.exit(OK)
     if board is not None:
         confirm(board, fields(cfg, "", launch.may_differ), what="configuration")
+
+
+def connections(plan: ParallelPlan, variables: MutableMapping[str, str]) -> tuple[str, ...]:
+    """See to it that the overlapped exchange of tokens has more than one connection to the device.
+
+    CUDA reads their number as it starts.
+
+    Args:
+        variables: of this process; changed where that still helps.
+
+    Returns:
+        What became of it, in a sentence, if anything had to.
+    """
+    if not plan.execution.overlap_moe_expert_parallel_comm or variables.get(_CONNECTIONS) != "1":
+        return ()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return (
+            f"{_CONNECTIONS}=1 keeps the exchange of tokens from overlapping, and CUDA has "
+            "started: launch the job with 32.",
+        )
+    variables[_CONNECTIONS] = "32"
+    return (f"{_CONNECTIONS}=32 instead of 1: the exchange of tokens overlaps.",)
 
 
 def kept_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...]:

@@ -269,10 +269,13 @@ def open_values(setting: Setting) -> dict[str, tuple[Any, ...]]:
         found["cuda_graph_scope"] = (_captured(setting), ())
     if _OFFLOADED in found.get("offload_modules", ()) and not setting.spec.is_moe:
         found["offload_modules"] = (_OFFLOADED_DENSE, ())
-    if not _FLEX.issuperset(found.get("moe_flex_dispatcher_backend", ())):
-        return found
-    for name in ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend"):
-        found.pop(name, None)  # no package of a backend is known to be there
+    backends = found.get("moe_flex_dispatcher_backend", ())
+    if all(backend is None for backend in backends):  # no package of one is known to be there
+        plain = {
+            "moe_token_dispatcher_type": (TokenDispatcher.ALLTOALL,),
+            "moe_flex_dispatcher_backend": (None,),
+        }
+        found |= {name: values for name, values in plain.items() if name in found}
     return found
 
 
@@ -295,7 +298,6 @@ def unknown_packages(setting: Setting) -> dict[FlexBackend, Package]:
     }
 
 
-_FLEX = frozenset({None})
 #: Devices on which the kernels of both backends run: Hopper and later.
 _EXCHANGING_DEVICE = re.compile(r"(GH|GB|[HB])\d", re.IGNORECASE)
 #: Devices whose NVLink spans hosts, for which DeepEP has no kernels.

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.app.bridge import kept_choices
+from nest_megatron.app.bridge import connections, kept_choices
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers import megatron_bridge, nemo
-from nest_megatron.launchers.execution_fields import NEMO_LACKS
+from nest_megatron.launchers.execution_fields import NEMO_LACKS, execution_value
 from nest_megatron.launchers.recipe import Recipe
 from nest_megatron.model.execution import (
     PLAIN,
@@ -303,3 +303,42 @@ def test_what_a_user_of_bridge_typed_is_kept() -> None:
     stated = ["comm_overlap.tp_comm_overlap", "model.moe_enable_deepep", "model.seq_length"]
     assert kept_choices(stated, []) == ("tp_comm_overlap", "token_dispatcher")
     assert kept_choices(stated, ["tp_comm_overlap"]) == ("token_dispatcher",)
+
+
+def test_one_connection_does_not_undo_the_overlap() -> None:
+    plan = PLANS["exchange beside another micro batch"]()
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert "overlaps" in connections(plan, variables)[0]
+    assert variables == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    assert connections(plan, variables) == ()
+    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert connections(PLANS["nothing"](), one) == ()
+    assert one == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+def test_no_predictors_are_spelled_as_bridge_takes_them() -> None:
+    plan = PLANS["exchange beside another micro batch"]()
+    cfg = bridge_config(plan.model)
+    cfg.model.mtp_num_layers = 0
+    megatron_bridge.apply_plan(cfg, plan, environment={})
+    assert cfg.model.mtp_num_layers is None
+
+
+def test_a_graph_of_the_step_has_the_word_of_each_release() -> None:
+    step = Execution(cuda_graph_impl=GraphImpl.FULL_ITERATION)
+    names = ("cuda_graph_impl", "cuda_graph_scope")
+    old = [execution_value(step, name, "0.16.1") for name in names]
+    new = [
+        execution_value(step, name, "0.20") for name in ("cuda_graph_impl", "cuda_graph_modules")
+    ]
+    assert old == ["local", ["full_iteration"]]
+    assert new == ["full_iteration", []]
+
+
+def test_a_dispatcher_that_gathers_all_tokens_may_go_without_any_package() -> None:
+    adapter = ADAPTERS["Megatron-Bridge"]
+    job = adapter.job(laid_out("mixtral_8x7b", ep=8), {})
+    assert job.model.moe_token_dispatcher_type == "allgather"
+    found, _ = auto(adapter, job, "parallel.expert_model_parallel_size=8")
+    assert found.execution.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL
+    assert job.model.moe_token_dispatcher_type == "alltoall"

@@ -34,6 +34,7 @@ from nest_megatron.launchers.planned import (
 from nest_megatron.parallel.diff import Change, reason
 from nest_megatron.parallel.plan import ParallelPlan
 
+_PREDICTORS = "model.mtp_num_layers"
 #: Options that only go with some layouts -> where a configuration has them.
 _COMPANIONS = {
     **{name: f"model.{name}" for name in (*OF_THE_MODEL, "microbatch_group_size_per_vp_stage")},
@@ -125,6 +126,9 @@ def _wanted(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
     yield from _overlap(cfg, plan)
     yield from expert_fields(plan, "model")
     yield from execution_fields(cfg, plan, execution_places(cfg))
+    if plan.execution.overlap_moe_expert_parallel_comm and find(cfg, _PREDICTORS) == 0:
+        why = "with the overlapped exchange Megatron-Bridge 0.3 takes 1 or nothing"
+        yield Wanted(path=_PREDICTORS, value=None, reason=why)
 
 
 def _fsdp(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
