@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from nest_megatron.cluster.records import Precision
 from nest_megatron.config.choices import held_choices, installed_packages
 from nest_megatron.config.compose import compose
 from nest_megatron.config.launch import read_words
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import plan_request, read_inputs, read_space
-from nest_megatron.cost_model.execution_flags import execution_of, time_notes
+from nest_megatron.cost_model.execution_flags import execution_of, execution_traits, time_notes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.execution_fields import NUMERIC_FIELDS, framework_table
@@ -35,8 +36,10 @@ from nest_megatron.parallel.knobs import (
     unknown_packages,
 )
 from nest_megatron.parallel.layout import uniform_partition
+from nest_megatron.parallel.left_knobs import LEFT_KNOBS, left_table
 from nest_megatron.parallel.numeric_knobs import NUMERIC_KNOBS, numeric_table
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import estimate_plan, plan
 from tests import catalogue
 from tests.launchers.requests import CARRIED
@@ -141,6 +144,7 @@ def test_the_page_shows_the_tables() -> None:
     page = Path(__file__).parents[1].joinpath("docs", "knobs.md").read_text(encoding="utf-8")
     assert knob_table() in page
     assert numeric_table() in page
+    assert left_table() in page
     assert framework_table() in page
     for words in NUMERIC_FIELDS.values():
         assert set(words) == {knob.flags for knob in NUMERIC_KNOBS}
@@ -296,3 +300,38 @@ def test_activations_wait_on_a_host_that_is_near() -> None:
     assert not unknown.execution.offload_modules
     over_pcie = planned(*ON_GRACE, engine, "cluster=b200")
     assert not over_pcie.execution.offload_modules
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_is_left_to_the_job_is_a_flag_of_both_releases(version: str) -> None:
+    for knob in LEFT_KNOBS:
+        value = [] if "instances" not in knob.flag and "size" not in knob.flag else ["2"]
+        assert not read_argv("pretrain_gpt.py", [knob.flag, *value], version).unknown
+
+
+def test_a_stated_size_of_buckets_is_priced() -> None:
+    spec, cluster = catalogue.model("llama3_8b"), catalogue.cluster("dgx_h100", 64)
+    steps = []
+    for size in (None, 1_000_000, 8_000_000_000):
+        flags = {"ddp_bucket_size": size}
+        settings = CostSettings(traits=execution_traits(flags, Precision.BF16))
+        grid = Grid(
+            dims=ParallelDims(data_parallel_size=64),
+            global_batch_size=64,
+            micro_batch_size=1,
+            sequence_parallel=False,
+            zero=ZeroStage.OPTIMIZER,
+        )
+        found = estimate_plan(spec, cluster, settings, grid, uniform_partition(spec, 1, 1))
+        steps.append(found.predicted.iteration_time_s)
+    # many calls, or one that nothing runs beside
+    assert steps[0] < min(steps[1:])
+    assert time_notes({"ddp_num_buckets": 4})
+
+
+def test_instances_of_the_optimizer_are_an_offer_where_they_gain() -> None:
+    found = planned(*SMALL_STEP, "cluster.num_gpus=512", "train.global_batch_size=512")
+    (said,) = (text for text in found.offers if "--num-distributed-optimizer-instances" in text)
+    assert "copies of the optimizer states" in said
+    one_host = planned(*SMALL_STEP, "train.global_batch_size=64")
+    assert not any("instances" in text for text in one_host.offers)

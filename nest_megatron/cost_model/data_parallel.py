@@ -66,8 +66,8 @@ def replica_traffic(
     """Price data-parallel traffic where its groups lie.
 
     ``DistributedDataParallel`` sends buckets of 40 M parameters, or of 1 M for each replica if that
-    is more; Megatron-FSDP sends one layer at a time, its experts apart from the rest
-    (``_get_parameter_groups``). Latency is paid once for each. With several
+    is more, where the job states no size; Megatron-FSDP sends one layer at a time, its experts
+    apart from the rest (``_get_parameter_groups``). Latency is paid once for each. With several
     optimizer instances, gradients are scattered within an instance, whose ranks follow each other,
     and each share is summed over the instances; weights are gathered within an instance
     (``_ParamAndGradBucketGroup.start_grad_sync``).
@@ -78,7 +78,9 @@ def replica_traffic(
             needs the traffic takes.
     """
     sizes = cluster.group_sizes()
-    bucket = max(40_000_000, 1_000_000 * dims.data_parallel_size * dims.context_parallel_size)
+    bucket = settings.traits.ddp_bucket_size or max(
+        40_000_000, 1_000_000 * dims.data_parallel_size * dims.context_parallel_size
+    )
     buckets = {GroupKind.DP_CP: bucket, GroupKind.EDP: bucket}
     if zero.is_fsdp:
         bucket = max(1, layer.total)

@@ -75,6 +75,7 @@ def execution_traits(flags: Mapping[str, Any], precision: Precision) -> Executio
         fsdp_double_buffer=bool(flags.get("fsdp_double_buffer")),
         nccl_ub=bool(flags.get("nccl_ub")),
         fused_activation=flags.get("bias_swiglu_fusion") is not False,
+        ddp_bucket_size=int(flags.get("ddp_bucket_size") or 0),
         expert_capacity_factor=_capacity(flags),
         pads_to_capacity=bool(flags.get("moe_pad_expert_input_to_capacity")),
         layer_wise_optimizer=name == "dist_muon"
@@ -159,6 +160,8 @@ def time_notes(flags: Mapping[str, Any]) -> tuple[str, ...]:
             "--optimizer-cpu-offload: the time of Adam on the host is that of one public "
             "measurement on nodes of eight H100, whatever processors this host has."
         )
+    if flags.get("ddp_num_buckets"):
+        notes.append("--ddp-num-buckets: buckets are priced in the size that Megatron chooses.")
     if text(flags.get("optimizer") or "adam") in ("muon", "dist_muon"):
         notes.append("Muon: its states are counted, the time of its products is not.")
     is_flex = text(flags.get("moe_token_dispatcher_type") or "") == TokenDispatcher.FLEX

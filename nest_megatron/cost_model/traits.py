@@ -68,6 +68,8 @@ class ExecutionTraits:
             (``--overlap-cpu-optimizer-d2h-h2d``).
         optimizer_instances: groups of replicas that each hold all optimizer states, divided over
             the group (``--num-distributed-optimizer-instances``).
+        ddp_bucket_size: parameters whose gradients travel together (``--ddp-bucket-size``); 0
+            leaves it to Megatron.
         layer_wise_optimizer: replicas divide the optimizer states by whole matrices without the
             distributed optimizer (``LayerWiseDistributedOptimizer``).
         fused_activation: a gated activation keeps its input alone (``bias_swiglu_fusion``), not
@@ -113,6 +115,7 @@ class ExecutionTraits:
     optimizer_offload_fraction: float = 0.0
     overlaps_optimizer_copies: bool = False
     optimizer_instances: int = 1
+    ddp_bucket_size: int = 0
     layer_wise_optimizer: bool = False
     fused_activation: bool = True
     torch_fsdp2: bool = False
@@ -143,6 +146,7 @@ class ExecutionTraits:
             ("fp8_weight_copies", 1),
             ("loss_chunk_tokens", 0),
             ("communication_unit_size", 0),
+            ("ddp_bucket_size", 0),
         ):
             value = getattr(self, field)
             if not low <= value < math.inf:

@@ -30,6 +30,7 @@ from nest_megatron.planner.assemble import (
 from nest_megatron.planner.choice import choose_plan, runner_up
 from nest_megatron.planner.ended import EndedEarly
 from nest_megatron.planner.headroom import told_headroom, with_headroom
+from nest_megatron.planner.instance_offers import with_instance_offer
 from nest_megatron.planner.numeric_offers import with_numeric_offers
 from nest_megatron.planner.offers import with_offer
 from nest_megatron.planner.package_offers import with_package_offer
@@ -94,7 +95,8 @@ def plan(
             lambda asked: _best(asked, deadline),
         )
         found = with_offer(found, request, lambda asked: _best(asked, deadline))
-        return with_numeric_offers(with_package_offer(found, request), request)
+        found = with_instance_offer(with_package_offer(found, request), request)
+        return with_numeric_offers(found, request)
     record = search_record(request, searched.result, searched.seconds)
     if record.certificate == ENDED_EARLY:
         return EndedEarly(
