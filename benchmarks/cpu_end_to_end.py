@@ -49,6 +49,7 @@ from benchmarks.cpu_turns import (  # noqa: E402
 from nest_megatron.cluster.records import Cluster  # noqa: E402
 from nest_megatron.cost_model.settings import CostSettings  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
+from nest_megatron.parallel.objective import Objective  # noqa: E402
 from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
 from nest_megatron.planner import PlanRequest, estimate_plan, plan  # noqa: E402
 from nest_megatron.profile.lookup import LayerTimes  # noqa: E402
@@ -158,6 +159,7 @@ def chosen(
             settings=settings,
             space=trial.space(),
             times=times,
+            objective=Objective.NOMINAL,
         )
     )
     assert isinstance(found, ParallelPlan), found

@@ -31,6 +31,7 @@ from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.paper.figures import MODELS, SPINE_LEAF  # noqa: E402
 from nest_megatron.paper.outcome import Gain, Report, geometric_mean  # noqa: E402
 from nest_megatron.paper.published import Job  # noqa: E402
+from nest_megatron.parallel.objective import Objective  # noqa: E402
 from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
 from nest_megatron.planner import PlanRequest, estimate_plan, plan  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
@@ -59,7 +60,11 @@ def blind(request: PlanRequest) -> ParallelPlan | None:
         for name in ("tensor_model_parallel_size", "expert_tensor_parallel_size")
     }
     space = dataclasses.replace(request.space, limits={**limits, **request.space.limits})
-    found = plan(dataclasses.replace(request, cluster=flat, space=space, num_alternatives=0))
+    found = plan(
+        dataclasses.replace(
+            request, cluster=flat, space=space, num_alternatives=0, objective=Objective.NOMINAL
+        )
+    )
     if not isinstance(found, ParallelPlan):
         return None
     return estimate_plan(

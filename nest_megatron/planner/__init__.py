@@ -44,7 +44,6 @@ from nest_megatron.planner.shortage import (
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.grids import GridSpace
-from nest_megatron.solver.outcome import StageSolver
 from nest_megatron.solver.ranking import SearchResult, SolvedGrid
 from nest_megatron.solver.search import Search
 from nest_megatron.units import Seconds, Ticks, to_seconds
@@ -172,7 +171,6 @@ class _Searched(NamedTuple):
     model: CostModel
     grids: GridSpace
     result: SearchResult
-    solve: StageSolver
     seconds: Seconds
 
 
@@ -215,7 +213,7 @@ def _search_within(
     )
     result = search.run()
     seconds = time.perf_counter() - started
-    return _Searched(model, search.grids, result, search.solve_stages, seconds)
+    return _Searched(model, search.grids, result, seconds)
 
 
 def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> ParallelPlan:
@@ -224,7 +222,9 @@ def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> Pa
     Raises:
         UserInputError: if there is no such runner-up.
     """
-    chosen = choose_plan(request, searched.grids, searched.result, searched.solve)
+    # Without the deadline, so that ranks that search each for itself choose alike.
+    solve = solver_of(choose(request.backend), lambda: False)
+    chosen = choose_plan(request, searched.grids, searched.result, solve)
     if number:
         chosen = runner_up(chosen, number)
     record = search_record(request, searched.result, searched.seconds, chosen.plan, number)

@@ -11,6 +11,9 @@ from typing import Any
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.units import Bytes, format_gib, format_seconds
 
+#: Certificates of searches that ended by themselves.
+_PROVEN = ("optimal", "chosen")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRow:
@@ -119,7 +122,7 @@ def _cells(plan: ParallelPlan) -> dict[str, str]:
         "MFU": f"{100 * predicted.mfu:.1f} %",
         "Memory": format_gib(predicted.peak_memory_bytes),
         "Layout": " ".join(degrees),
-        "Proof": "optimal" if plan.search.certificate == "optimal" else "gap",
+        "Proof": plan.search.certificate if plan.search.certificate in _PROVEN else "gap",
     }
 
 

@@ -82,13 +82,14 @@ def _solved(
 ) -> Iterator[tuple[tuple[int, ...], Ticks]]:
     """Partitions of a problem: Megatron's own, the fastest, the fastest in less memory."""
     less = min(comfortable, problem.capacity_bytes)
+    even = (judging_even(solve, grids.model.spec), problem)
     asked = [(solve, problem), (solve, dataclasses.replace(problem, capacity_bytes=less))]
     if grids.space.even_stages:
-        asked = [(solve, problem)]  # which knows no other stages
+        asked = [even]
     elif problem.num_stages == 1:
         asked = asked[:1]
     elif grids.model.spec.num_layers % problem.num_chunks == 0:
-        asked.insert(0, (judging_even(solve, grids.model.spec), problem))
+        asked.insert(0, even)
     for judge, posed in asked:
         found = judge(posed, slowest + 1, _MOST_NODES)
         if found.boundaries:

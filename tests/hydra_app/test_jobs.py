@@ -28,7 +28,7 @@ def test_an_application_trains_with_the_plan(tmp_path: Path) -> None:
             str(chosen.sequence_parallel),
         ]
     ]
-    assert plan.search.certificate == "optimal"
+    assert plan.search.certificate in ("optimal", "chosen")
     assert plan.search.space["stage_layout"] == "even"
     assert "model.tensor_model_parallel_size" in run.out
     assert run.out.count("nest: this job runs as") == 1

@@ -9,6 +9,7 @@ from functools import cache
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
+from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
@@ -146,6 +147,7 @@ def planned(layout: Layout) -> ParallelPlan:
             spec=layout.spec,
             cluster=_cluster(layout.num_gpus),
             global_batch_size=GLOBAL_BATCH_SIZE,
+            objective=Objective.NOMINAL,
             space=SearchSpace(
                 fixed={
                     "tensor_model_parallel_size": layout.tp,
