@@ -18,6 +18,8 @@ _DEFERRED = (
     "the last stage would keep the gradients of logits of many micro batches, which the plan's "
     "memory does not count"
 )
+#: What every plan takes back (``stale_fields``), so that it weighs on no plan's memory.
+TAKEN_BACK = frozenset({"defer_embedding_wgrad_compute"})
 _LINKS = "virtual stages overlap their exchanges, others batch them"
 _SCHEDULED = ("overlap_p2p_comm", "batch_p2p_comm")
 _OVERLAPPED = ("overlap_grad_reduce", "overlap_param_gather")

@@ -16,6 +16,7 @@ from nest_megatron.launchers.execution_fields import ExecutionPlaces, stated_exe
 from nest_megatron.launchers.fields import ABSENT, find
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
 from nest_megatron.launchers.megatron_lm.job import MegatronJob
+from nest_megatron.launchers.overlap import TAKEN_BACK
 from nest_megatron.launchers.restore import Restored
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
@@ -189,7 +190,8 @@ def _job(
         if spec.is_moe or item not in _OF_EXPERTS
     }
     execution = stated_execution(root, sizes.places)
-    flags = memory_flags({**sizes.memory_fields, **execution, "fp8_recipe": sizes.fp8_recipe})
+    kept = {k: v for k, v in sizes.memory_fields.items() if k not in TAKEN_BACK}
+    flags = memory_flags({**kept, **execution, "fp8_recipe": sizes.fp8_recipe})
     return MegatronJob(
         version="0.16.1",
         target=sizes.target,

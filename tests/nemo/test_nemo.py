@@ -116,6 +116,7 @@ def test_stale_overlap_settings_are_cleared() -> None:
     (callback,) = [c for c in source.trainer.callbacks if hasattr(c, "tp_comm_overlap_cfg")]
     assert callback.tp_comm_overlap_cfg is not None
     assert callback.defer_embedding_wgrad_compute
+    assert read_recipe(source).job.not_modelled == (), "what a plan takes back weighs on no memory"
     auto_recipe(source, cluster="dgx_h100")
     assert callback.tp_comm_overlap_cfg is None
     assert not callback.defer_embedding_wgrad_compute
