@@ -180,8 +180,9 @@ def _peaks(fits: Mapping[str, PeakFit]) -> dict[str, object]:
     return {
         "peaks": {
             name: {
-                "location": fit.error.location,
-                "scale": fit.error.scale,
+                "median": fit.error.median,
+                "above": fit.error.above,
+                "below": fit.error.below,
                 "rows": dict(fit.rows),
                 "coverage_by_source_pct": dict(fit.by_source_pct),
                 "coverage_by_row_pct": dict(fit.by_row_pct),

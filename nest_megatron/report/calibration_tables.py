@@ -62,7 +62,7 @@ def uncertainty_report(fit: UncertaintyFit) -> RenderableType:
 
 def peaks_report(fits: Mapping[str, PeakFit]) -> RenderableType:
     """Errors of predicted peaks, and how many of a source left out lie in the intervals."""
-    columns = ("rows", "sources", "too low by %", "scale %", "in 50 %", "in 90 %")
+    columns = ("rows", "sources", "too low by %", "up %", "down %", "in 50 %", "in 90 %")
     table = _table("peaks of memory", *columns)
     for name, fit in fits.items():
         error, inside = fit.error, fit.by_source_pct
@@ -70,8 +70,9 @@ def peaks_report(fits: Mapping[str, PeakFit]) -> RenderableType:
             name,
             str(error.runs),
             str(error.sources),
-            f"{100 * error.location:.1f}",
-            f"{100 * error.scale:.1f}",
+            f"{100 * error.median:.1f}",
+            f"{100 * error.above:.1f}",
+            f"{100 * error.below:.1f}",
             *(f"{inside[share]:.0f} %" for share in (50, 90)),
         )
     return table

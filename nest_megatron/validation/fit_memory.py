@@ -8,6 +8,7 @@ Megatron's peaks, but where weights are gathered they are most of what is public
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
@@ -19,7 +20,6 @@ from pathlib import Path
 import yaml
 
 from nest_megatron.cost_model.memory_uncertainty import PeakError
-from nest_megatron.cost_model.student import DEGREES_OF_FREEDOM, quantile
 from nest_megatron.files import write_text
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.validation.assess import Assessor
@@ -33,11 +33,11 @@ Errors = Mapping[str, Sequence[float]]
 
 _RUNS_MEGATRON = re.compile(r"megatron|^nemo(?! automodel)", re.IGNORECASE)
 _LEAST_SCALE = 1e-4
-_STEPS = 500
 
 _HEAD = """\
 # Written by `nest-megatron calibrate` (nest_megatron/validation/fit_memory.py); do not edit.
-# Error of predicted peaks, log(measured / predicted): Student's t with 4 degrees of freedom.
+# Error of predicted peaks, log(measured / predicted): halves of Student's t with 4 degrees of
+# freedom, of the scale above and the scale below the median.
 # replicated: Megatron with whole weights on each replica; sharded: ZeRO-2, ZeRO-3 and FSDP of all
 # frameworks. rows: peaks that were fitted, by source. coverage_pct: share of the peaks of a source
 # inside the 50 and the 90 % interval of a fit without it; mean over sources, and of all rows.
@@ -91,7 +91,7 @@ def _group(outcome: RowOutcome, *, is_golden: bool) -> str | None:
 
 
 def fit_peaks(errors: Errors) -> PeakFit:
-    """Location and scale, and coverage of sources left out.
+    """Median and scales, and coverage of sources left out.
 
     Args:
         errors: of at least two sources.
@@ -100,8 +100,9 @@ def fit_peaks(errors: Errors) -> PeakFit:
     inside = {share: _inside_left_out(errors, share / 100) for share in (50, 90)}
     return PeakFit(
         error=PeakError(
-            location=round(fitted.location, 3),
-            scale=round(fitted.scale, 3),
+            median=round(fitted.median, 3),
+            above=round(fitted.above, 3),
+            below=round(fitted.below, 3),
             runs=fitted.runs,
             sources=fitted.sources,
         ),
@@ -119,46 +120,48 @@ def fit_peaks(errors: Errors) -> PeakFit:
 
 def _inside_left_out(errors: Errors, share: float) -> list[list[float]]:
     """By source, for each of its rows, 1 if inside the interval of a fit without it, else 0."""
-    reach = quantile(0.5 + share / 2)
     hits = []
     for source, own in errors.items():
         fitted = _error({name: each for name, each in errors.items() if name != source})
-        bound = reach * fitted.scale
-        hits.append([float(abs(error - fitted.location) <= bound) for error in own])
+        low, high = (fitted.quantile(0.5 + side * share / 2) for side in (-1, 1))
+        hits.append([float(low <= error <= high) for error in own])
     return hits
 
 
 def _error(errors: Errors) -> PeakError:
-    """Most likely location and scale of Student's t; the scale widened for a source to come.
+    """Median and scales, all sources weighing alike; scales widened for a source to come.
 
-    Source: the EM algorithm of Lange, Little and Taylor, Robust Statistical Modeling Using the t
-    Distribution (1989).
+    With four degrees of freedom the mean size of Student's t is its scale.
     """
-    points = [(x, 1 / len(own)) for own in errors.values() for x in own]
-    location, variance = statistics.fmean(map(statistics.fmean, errors.values())), 0.01
-    total = sum(share for _, share in points)
-    for _ in range(_STEPS):
-        weights = [
-            share * (DEGREES_OF_FREEDOM + 1) / (DEGREES_OF_FREEDOM + (x - location) ** 2 / variance)
-            for x, share in points
-        ]
-        pairs = list(zip(points, weights, strict=True))
-        location = sum(w * x for (x, _), w in pairs) / sum(weights)
-        variance = max(_LEAST_SCALE**2, sum(w * (x - location) ** 2 for (x, _), w in pairs) / total)
-    return PeakError(
-        location=location,
-        scale=math.sqrt(variance * (1 + 1 / len(errors))),
-        runs=len(points),
-        sources=len(errors),
+    points = sorted((x, 1 / len(own)) for own in errors.values() for x in own)
+    median = _median(points)
+    widened = math.sqrt(1 + 1 / len(errors))
+    above, below = (
+        widened * _mean([(side * (x - median), w) for x, w in points if side * (x - median) >= 0])
+        for side in (1, -1)
     )
+    return PeakError(median=median, above=above, below=below, runs=len(points), sources=len(errors))
+
+
+def _median(points: Sequence[tuple[float, float]]) -> float:
+    """The error at which half the weight of sorted errors is reached."""
+    reached = itertools.accumulate(share for _, share in points)
+    half = sum(share for _, share in points) / 2
+    return next(x for (x, _), so_far in zip(points, reached, strict=True) if so_far >= half)
+
+
+def _mean(points: Sequence[tuple[float, float]]) -> float:
+    mean = sum(x * weight for x, weight in points) / sum(weight for _, weight in points)
+    return max(_LEAST_SCALE, mean)
 
 
 def write_peaks(path: Path, fits: Mapping[str, PeakFit]) -> None:
     """Write the fits into a catalogue's ``calibration/``."""
     document = {
         name: {
-            "location": fit.error.location,
-            "scale": fit.error.scale,
+            "median": fit.error.median,
+            "above": fit.error.above,
+            "below": fit.error.below,
             "rows": dict(fit.rows),
             "coverage_pct": {
                 "sources": {share: round(pct) for share, pct in fit.by_source_pct.items()},

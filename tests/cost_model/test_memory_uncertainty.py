@@ -12,6 +12,7 @@ from nest_megatron.cost_model.memory import capacity_bytes
 from nest_megatron.cost_model.memory_uncertainty import (
     REPLICATED,
     SHARDED,
+    PeakError,
     headroom_for,
     out_of_memory_probability,
     peak_error,
@@ -29,7 +30,8 @@ H100 = catalogue.accelerator("h100_sxm_80gb")
 def test_the_chance_is_that_of_the_distribution() -> None:
     for share in (0.5, 0.8, 0.95, 1.0, 1.2):
         spare = math.log(1 / share)
-        expected = t.sf((spare - REPLICATED.location) / REPLICATED.scale, 4)
+        apart = spare - REPLICATED.median
+        expected = t.sf(apart / (REPLICATED.above if apart > 0 else REPLICATED.below), 4)
         found = out_of_memory_probability(share * 70e9, 70e9, REPLICATED)
         assert found == pytest.approx(expected, abs=1e-9)
 
@@ -85,3 +87,10 @@ def test_a_job_of_many_groups_has_less_to_give_out() -> None:
     assert spared == outside_bytes(many) - settings.memory_reserve_bytes > 0
     roomy = CostSettings(memory_reserve_bytes=10 * GIB)
     assert allocatable_bytes(H100, roomy, many) == allocatable_bytes(H100, roomy)
+
+
+@pytest.mark.parametrize("error", [REPLICATED, SHARDED])
+def test_each_side_of_the_median_holds_half_of_the_errors(error: PeakError) -> None:
+    assert error.at_most(error.median) == 0.5 == pytest.approx(error.at_most(error.quantile(0.5)))
+    for share in (0.05, 0.3, 0.7, 0.95):
+        assert error.at_most(error.quantile(share)) == pytest.approx(share)

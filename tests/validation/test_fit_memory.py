@@ -22,10 +22,11 @@ def sources(spread: float, number: int = 12, rows: int = 30) -> dict[str, list[f
     return {str(i): [draw.gauss(c, 0.02) for _ in range(rows)] for i, c in enumerate(centres)}
 
 
-def test_location_and_scale_are_found() -> None:
+def test_median_and_scales_are_found() -> None:
     fit = fit_peaks(sources(0.08))
-    assert fit.error.location == pytest.approx(0.05, abs=0.04)
-    assert 0.04 < fit.error.scale < 0.12
+    assert fit.error.median == pytest.approx(0.05, abs=0.04)
+    assert 0.03 < fit.error.above < 0.12
+    assert 0.03 < fit.error.below < 0.12
     assert fit.error.runs == 360
     assert fit.error.sources == 12
     assert 75 <= fit.by_source_pct[90] <= 100
@@ -34,7 +35,14 @@ def test_location_and_scale_are_found() -> None:
 def test_a_source_with_many_rows_weighs_as_the_others() -> None:
     few = sources(0.08)
     many = {**few, "0": few["0"] * 50}
-    assert fit_peaks(many).error.location == fit_peaks(few).error.location
+    assert fit_peaks(many).error.median == fit_peaks(few).error.median
+
+
+def test_mistakes_of_either_side_are_told_apart() -> None:
+    errors = {str(i): [0.0, 0.0, 0.0, -0.01, -0.02, 0.1, 0.2] for i in range(4)}
+    error = fit_peaks(errors).error
+    assert error.median == 0.0
+    assert error.above > 3 * error.below > 0
 
 
 def test_the_constants_are_the_fitted_ones(tmp_path: Path) -> None:
@@ -42,7 +50,11 @@ def test_the_constants_are_the_fitted_ones(tmp_path: Path) -> None:
     fitted = yaml.safe_load(path.read_text(encoding="utf-8"))
     for name, error in (("replicated", REPLICATED), ("sharded", SHARDED)):
         found = fitted[name]
-        assert (found["location"], found["scale"]) == (error.location, error.scale)
+        assert [found[name] for name in ("median", "above", "below")] == [
+            error.median,
+            error.above,
+            error.below,
+        ]
         assert (sum(found["rows"].values()), len(found["rows"])) == (error.runs, error.sources)
     again = tmp_path / "memory.yaml"
     write_peaks(again, dict.fromkeys(("replicated", "sharded"), fit_peaks(sources(0.1))))
