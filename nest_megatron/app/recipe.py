@@ -136,7 +136,8 @@ def plan_recipe(
         packages=packages,
         can_state=recipe.can_state,
     )
-    inputs, space, _ = job_request((recipe.spec, recipe.job), place, composed, wishes)
+    job = recipe.job_on(place.accelerator.name)
+    inputs, space, _ = job_request((recipe.spec, job), place, composed, wishes)
     inputs = dataclasses.replace(inputs, notes=(*inputs.notes, *notes))
     wanted = plan_request(composed.config, with_times(inputs, composed), space)
     if "search.num_alternatives" not in composed.given:

@@ -145,6 +145,12 @@ def stated_execution(root: Any, places: ExecutionPlaces) -> dict[str, Any]:
     return found
 
 
+def unforced(root: Any, places: ExecutionPlaces) -> dict[str, Any]:
+    """What the model's configuration itself says of the settings that something puts over it."""
+    own = dataclasses.replace(places, forced={})
+    return {name: _meant(root, own, name) for name in places.forced}
+
+
 def _meant(root: Any, places: ExecutionPlaces, argument: str) -> Any:
     if EXECUTION_FIELDS[argument] in places.lacks:
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -12,8 +13,9 @@ from nest_megatron.cost_model.execution_flags import time_notes
 from nest_megatron.cost_model.memory_flags import memory_flags
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
-from nest_megatron.launchers.execution_fields import ExecutionPlaces, stated_execution
+from nest_megatron.launchers.execution_fields import ExecutionPlaces, stated_execution, unforced
 from nest_megatron.launchers.fields import ABSENT, find
+from nest_megatron.launchers.megatron_lm.attach import is_blackwell
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
 from nest_megatron.launchers.megatron_lm.job import MegatronJob
 from nest_megatron.launchers.overlap import TAKEN_BACK
@@ -84,6 +86,7 @@ class Recipe:
         restored: the checkpoint that it starts from, if any.
         required: what the data fixes of a layout, by the names of its degrees.
         can_state: fields of ``Execution`` that a plan can write there.
+        on_blackwell: flags of the job that have other values there, by Megatron's names.
         notes: what was assumed, one sentence each.
     """
 
@@ -99,7 +102,15 @@ class Recipe:
     restored: Restored | None = None
     required: Mapping[str, Requirement] = field(default_factory=dict)
     can_state: frozenset[str] = frozenset()
+    on_blackwell: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    def job_on(self, accelerator: str) -> MegatronJob:
+        """The job as it runs on a device, by its name."""
+        if not (self.on_blackwell and is_blackwell(accelerator)):
+            return self.job
+        flags = {**self.job.memory_flags, **self.on_blackwell}
+        return dataclasses.replace(self.job, memory_flags=MappingProxyType(flags))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +172,7 @@ def recipe_of(
         restored=sizes.restored,
         required=sizes.required,
         can_state=sizes.places.can_state(root),
+        on_blackwell=unforced(root, sizes.places),
         notes=sizes.notes,
     )
 

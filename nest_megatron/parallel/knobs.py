@@ -247,7 +247,17 @@ class Setting:
 
 
 def always_on(given: Execution, setting: Setting) -> Execution:
-    """The job's own, with everything on that never costs time."""
+    """The job's own, with everything on that never costs time.
+
+    Kernels that the device lacks give way where the user does not hold them.
+    """
+    backend = given.moe_flex_dispatcher_backend
+    if not _runs_on(backend, setting) and "token_dispatcher" not in setting.held:
+        given = dataclasses.replace(
+            given,
+            moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
+            moe_flex_dispatcher_backend=None,
+        )
     names = [knob.name for knob in KNOBS if knob.always and _is_open(knob, setting)]
     fields: dict[str, Any] = dict.fromkeys(names, True)
     return dataclasses.replace(given, **fields)

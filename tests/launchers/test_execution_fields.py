@@ -299,6 +299,23 @@ def test_the_callback_for_deepep_is_read_kept_and_taken_out() -> None:
     assert carried_out(nemo.read_recipe(recipe)) == other.execution
 
 
+def test_deepep_gives_way_where_it_cannot_run() -> None:
+    words = ["search.num_alternatives=0", "search.max_expert_model_parallel_size=8"]
+    plan = laid_out("mixtral_8x7b", ep=8)
+    recipe = nemo_recipe(plan.model)
+    recipe.trainer.callbacks = [DeepEPCallback()]  # which does nothing on Blackwell
+    recipe.model.config.moe_token_dispatcher_type = "alltoall"
+    found, _ = nemo.auto_recipe(recipe, cluster="gb200_nvl72", overrides=words)
+    assert found.execution.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL
+    cfg = bridge_config(plan.model)
+    with_own(cfg.model, {"moe_token_dispatcher_type": "flex"})
+    found, changes = megatron_bridge.auto_recipe(
+        cfg, cluster="gb200_nvl72", overrides=[*words, *_GPUS], environment={}
+    )
+    assert found.execution.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL
+    assert "model.moe_token_dispatcher_type" in [change.field for change in changes]
+
+
 def test_what_a_user_of_bridge_typed_is_kept() -> None:
     stated = ["comm_overlap.tp_comm_overlap", "model.moe_enable_deepep", "model.seq_length"]
     assert kept_choices(stated, []) == ("tp_comm_overlap", "token_dispatcher")

@@ -172,5 +172,9 @@ def _own_argv(request: LaunchRequest) -> tuple[list[str], tuple[str, ...]]:
 
 def device_architecture(plan: ParallelPlan) -> int:
     """Major compute capability of the planned device."""
-    name = plan.cluster.accelerator.name
-    return _BLACKWELL if any(chip in name for chip in ("B200", "B300")) else _HOPPER
+    return _BLACKWELL if is_blackwell(plan.cluster.accelerator.name) else _HOPPER
+
+
+def is_blackwell(accelerator: str) -> bool:
+    """Whether a device, by its name, is of the generation after Hopper."""
+    return any(chip in accelerator for chip in ("B200", "B300"))

@@ -17,7 +17,7 @@ from nest_megatron.launchers.fields import (
     value_or,
 )
 from nest_megatron.launchers.finetuning import finetuning_fields, packed_sequence_size
-from nest_megatron.launchers.megatron_lm.attach import device_architecture
+from nest_megatron.launchers.megatron_lm.attach import is_blackwell
 from nest_megatron.launchers.nemo.read import (
     FIELDS,
     PER_TOKEN_LOSS,
@@ -42,8 +42,6 @@ from nest_megatron.launchers.planned import (
 from nest_megatron.parallel.diff import Change, reason
 from nest_megatron.parallel.plan import ParallelPlan
 
-#: Major compute capability from which ``DeepEPCallback`` does nothing.
-_BLACKWELL = 10
 _STRATEGY = "trainer.strategy"
 #: Options that only go with some layouts -> where a recipe has them.
 _COMPANIONS = {
@@ -204,7 +202,7 @@ def _execution(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
     """How layers are carried out, without the callback that would change it as training starts."""
     places = execution_places(recipe)
     found = tuple(execution_fields(recipe, plan, places))
-    works = device_architecture(plan) < _BLACKWELL
+    works = not is_blackwell(plan.cluster.accelerator.name)
     if not places.forced or not plan.model.is_moe or (works and not changes(recipe, found)):
         yield from found
         return
