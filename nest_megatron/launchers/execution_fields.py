@@ -135,7 +135,7 @@ class ExecutionPlaces:
 def stated_execution(root: Any, places: ExecutionPlaces) -> dict[str, Any]:
     """What a configuration means by these settings, by Megatron's names.
 
-    What the framework lacks is off, whatever the configuration says.
+    What is unset is off, and so is what the framework lacks, whatever the configuration says.
     """
     found = {name: _meant(root, places, name) for name in EXECUTION_FIELDS}
     if find(root, f"{places.model}.{_OFFLOADS}") is False:
@@ -156,12 +156,8 @@ def _meant(root: Any, places: ExecutionPlaces, argument: str) -> Any:
         return False
     if argument in places.forced:
         return places.forced[argument]
-    (path, *_) = places.paths(root, argument)
-    value = find(root, path)
-    unset = value is ABSENT or value is None
-    if unset and not path.startswith(f"{places.model}."):
-        return False
-    return None if unset else value
+    value = find(root, places.paths(root, argument)[0])
+    return False if value is ABSENT or value is None else value
 
 
 def _first(value: Any) -> Any:
@@ -177,13 +173,15 @@ def execution_fields(root: Any, plan: ParallelPlan, places: ExecutionPlaces) -> 
     wanted = launch_request(plan, version=places.version).execution
     stated = stated_execution(root, places)
     meant = execution_of(stated)
-    refused = contradicted(plan, _raw(root, places), places.version)
+    raw = _raw(root, places)
+    refused = contradicted(plan, raw, places.version)
     for names in EXECUTION_ARGUMENTS.values():
         fields = dict.fromkeys(EXECUTION_FIELDS[name] for name in names)
         if not plan.model.is_moe and _OF_EXPERTS.issuperset(fields):
             continue
         _refuse_lacking(wanted, meant, fields, places)
         differs = any(_differs(wanted, meant, stated, name) for name in fields)
+        differs |= "cp_comm_type" in fields and _has_idle_levels(raw, wanted)
         for name in fields:
             for argument in _written(root, name, places, wanted, differs=differs):
                 reason = refused.get(argument) or _reason(wanted, meant, name, places)
@@ -197,6 +195,12 @@ def _differs(wanted: Execution, meant: Execution, stated: Mapping[str, Any], nam
     value = getattr(wanted, name)
     idle = isinstance(value, bool) and bool(stated[name]) != value
     return idle or bool(getattr(meant, name) != value)
+
+
+def _has_idle_levels(raw: Mapping[str, Any], wanted: Execution) -> bool:
+    """Whether a framework that makes no two levels would train without context parallelism."""
+    kind = ContextTraffic.A2A_P2P
+    return bool(_first(raw.get("cp_comm_type")) == kind and wanted.cp_comm_type is not kind)
 
 
 def execution_items(plan: ParallelPlan) -> dict[str, Any]:
@@ -270,7 +274,8 @@ def _reason(wanted: Execution, meant: Execution, name: str, places: ExecutionPla
     if _is_asked(wanted, name):
         return execution_reason(name)
     if getattr(wanted, name) == getattr(meant, name):
-        return "belongs to the choice beside it"
+        beside = "belongs to the choice beside it"
+        return places.lacks.get(_LEVELS, beside) if name == "cp_comm_type" else beside
     return "this plan is priced without it"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -267,6 +268,30 @@ def test_buffers_without_the_callback_are_off_and_so_they_are_priced() -> None:
     assert not carried_out(nemo.read_recipe(recipe)).tp_comm_overlap
     (line,) = (c for c in nemo.apply_plan(recipe, laid_out(tp=2)) if "tp_comm" in c.field)
     assert "MegatronCommOverlapCallback" in line.reason
+
+
+def test_two_levels_that_nemo_does_not_make_are_taken_out() -> None:
+    recipe = nemo_recipe(catalogue.model("llama3_8b"))
+    recipe.model.config.cp_comm_type = "a2a+p2p"
+    recipe.model.config.hierarchical_context_parallel_sizes = [2, 2]
+    changes = {c.field: c for c in nemo.apply_plan(recipe, laid_out(cp=4))}
+    assert changes["model.config.cp_comm_type"].after == "p2p"
+    assert changes["model.config.hierarchical_context_parallel_sizes"].after is None
+    assert "two levels" in changes["model.config.cp_comm_type"].reason
+
+
+def test_a_field_of_a_later_release_is_neither_meant_nor_chosen() -> None:
+    plan = laid_out("mixtral_8x7b", ep=8)
+    cfg = bridge_config(plan.model)
+    model = SimpleNamespace(**vars(cfg.model))
+    del model.moe_router_fusion  # which the recipes that the defaults are from have on
+    cfg.model = model
+    assert "moe_router_fusion" not in megatron_bridge.read_recipe(cfg, environment={}).can_state
+    found, _ = auto(ADAPTERS["Megatron-Bridge"], cfg)
+    assert not found.execution.moe_router_fusion
+    fused = laid_out("mixtral_8x7b", ep=8, execution=Execution(moe_router_fusion=True))
+    with pytest.raises(UserInputError, match="no such field"):
+        megatron_bridge.apply_plan(cfg, fused, environment={})
 
 
 def test_what_the_overlap_object_leaves_unset_is_off() -> None:
