@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -18,7 +19,7 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.pinning import Pin, PinnedPlan, write_pinned
 from tests import catalogue
 from tests.app.runs import environment
-from tests.launchers.frameworks import nemo_recipe
+from tests.launchers.frameworks import MegatronCommOverlapCallback, nemo_recipe
 
 ON_DGX = TaskWishes(cluster="dgx_h100", vocab_size=128_256)
 LLAMA = catalogue.model("llama3_8b")
@@ -57,6 +58,24 @@ def test_a_pinned_plan_is_written_as_it_is(tmp_path: Path) -> None:
     assert again == plan
     assert plan_recipe(task, pinned(plan, tmp_path), (1, 8))[1] == ()
     assert changes
+
+
+def test_choices_of_a_pinned_plan_are_written_and_kept_ones_stay(tmp_path: Path) -> None:
+    def task() -> Any:
+        made = recipe()
+        made.trainer.callbacks = [MegatronCommOverlapCallback()]
+        return made
+
+    fixed = ("parallel.tensor_model_parallel_size=4", "search.num_alternatives=0")
+    wishes = dataclasses.replace(ON_DGX, overrides=fixed)
+    plan, changes = plan_recipe(task(), wishes, (1, 8))
+    assert plan.execution.tp_comm_overlap
+    assert "trainer.callbacks[0].tp_comm_overlap" in [change.field for change in changes]
+    fresh = task()
+    plan_recipe(fresh, pinned(plan, tmp_path), (1, 8))
+    assert fresh.trainer.callbacks[0].tp_comm_overlap is True
+    held = dataclasses.replace(wishes, keep=("tp_comm_overlap",))
+    assert not plan_recipe(task(), held, (1, 8))[0].execution.tp_comm_overlap
 
 
 def test_a_pinned_plan_refuses_any_other_task(tmp_path: Path) -> None:
