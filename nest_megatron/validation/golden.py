@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.execution_flags import execution_of
 from nest_megatron.cost_model.memory_flags import memory_flags
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.execution import Execution
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
@@ -98,8 +100,6 @@ def _keeps_scores(row: Row) -> bool:
 
 
 def _refuse_unmodelled(row: Row) -> None:
-    if row.get("offload"):
-        raise RefusedRowError("activations moved to the host", row["offload"])
     if "distill" in row.get("test_case", ""):
         raise RefusedRowError("a teacher model beside the trained one", row["test_case"])
 
@@ -136,7 +136,18 @@ def _grid(row: Row, dims: ParallelDims, flags: Mapping[str, str], notes: list[st
         sequence_parallel=row.get("seq_parallel") == "1" and dims.tensor_model_parallel_size > 1,
         recompute=_recompute(row.get("recompute", "")),
         zero=_zero(row, flags),
+        execution=_execution(row),
     )
+
+
+def _execution(row: Row) -> Execution:
+    """Of what carries layers out, what changes memory: graphs, and activations on the host."""
+    stated = ",".join(row.get(column, "") for column in ("cuda_graph", "offload"))
+    said: dict[str, object] = {}
+    for name, words in re.findall(r"([\w-]+)=(\[[^]]*\]|[^,]*)", stated):
+        value = words.strip("[]").split() if words.startswith("[") else words
+        said[name.replace("-", "_")] = _SWITCHES.get(words, value)
+    return execution_of(said)
 
 
 def _batch(row: Row, dims: ParallelDims, micro: int, notes: list[str]) -> int:

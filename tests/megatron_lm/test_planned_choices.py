@@ -38,6 +38,9 @@ JOBS = {
     "parallel.tensor_model_parallel_size=2",
     "graphs around experts": "model=deepseek_v2_lite parallel.expert_model_parallel_size=8 "
     "train.seq_length=1024 parallel.tensor_model_parallel_size=2",
+    "offloaded modules": "model=llama3_70b cluster=gb200_nvl72 cluster.num_gpus=16 "
+    "parallel.tensor_model_parallel_size=4 parallel.pipeline_model_parallel_size=4 "
+    "train.seq_length=24576 train.micro_batch_size=1 search.packages=[transformer_engine_2_9]",
 }
 #: Megatron asks for Transformer Engine itself before it takes these.
 NEED_ENGINE = "search.keep=[moe_permute_fusion,delay_wgrad_compute]"
@@ -60,6 +63,7 @@ def test_megatron_accepts_every_choice() -> None:
     assert all(found.execution != PLAIN for found in plans.values())
     for name in ("graphs of layers", "graphs around experts"):
         assert plans[name].execution.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE
+    assert plans["offloaded modules"].execution.offload_modules
     version = checkout_version()
     requests = [launch_request(found, version=version) for found in plans.values()]
     said: Any = ask_megatron([megatron_case(request) for request in requests])["answers"]

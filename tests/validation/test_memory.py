@@ -106,6 +106,15 @@ def test_stages_come_from_the_layout() -> None:
         golden_job({**row, "pp_layout": "Et|(tt|)*6t|L"}, ModelBook.load())
 
 
+def test_graphs_and_offloaded_modules_of_a_row_are_read() -> None:
+    offload = "fine-grained-activation-offloading=True,offload-modules=[moe_act core_attn]"
+    job = golden_job(_golden_row(offload=offload), ModelBook.load())
+    assert job.grids[0].execution.offload_modules == ("moe_act", "core_attn")
+    graphs = "cuda-graph-impl=transformer_engine,cuda-graph-modules=[attn moe_router]"
+    job = golden_job(_golden_row(cuda_graph=graphs), ModelBook.load())
+    assert job.grids[0].execution.cuda_graph_scope == ("attn", "moe_router")
+
+
 def test_what_a_row_leaves_open_is_said() -> None:
     job = golden_job(_golden_row(gpu="", n_gpus="", gpus_per_node=""), ModelBook.load())
     assert {"an A100", "8 GPUs"} <= set(job.assumptions)
@@ -115,7 +124,6 @@ def test_what_a_row_leaves_open_is_said() -> None:
     ("cells", "reason"),
     [
         ({"precision": "fp32"}, "number format is not modelled"),
-        ({"offload": "offload-modules=[moe_act]"}, "activations moved to the host"),
         ({"tp": "3", "n_gpus": "8"}, "layout does not multiply out to the GPUs"),
     ],
 )

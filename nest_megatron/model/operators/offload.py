@@ -15,6 +15,10 @@ from nest_megatron.model.graph import LayerGraph, Part
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
 
+#: Layers whose bytes are on the device after all: one at work, one on its way back
+#: (``bulk_reload_group``), and the last, which stays (``post_warmup_callback``).
+_AT_ONCE = 3
+
 
 def offloaded_attention(graph: LayerGraph, spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """The attention half of a layer without what its modules send to the host."""
@@ -41,6 +45,8 @@ def _of_attention(
         yield Part.INPUT_NORM, kept[Part.INPUT_NORM]
     if "core_attn" in modules:
         yield _queries(spec, shard)
+        if not shard.flash_attention:  # whose scores are kept inside the module as well
+            yield Part.CORE_ATTENTION, kept[Part.CORE_ATTENTION]
     if "attn_proj" in modules:
         yield Part.PROJECTION, kept[Part.PROJECTION]
 
@@ -73,7 +79,7 @@ def _of_experts(spec: TransformerSpec, shard: LayerShard) -> Iterator[tuple[Part
 
 
 def _without(graph: LayerGraph, moved: dict[Part, float], whole_input: float = 0.0) -> LayerGraph:
-    """The graph with bytes on the host that come back, a layer at a time, for its backward pass."""
+    """The graph with bytes on the host that come back for the backward pass."""
     total = sum(moved.values()) + whole_input
     if not total:
         return graph
@@ -82,5 +88,5 @@ def _without(graph: LayerGraph, moved: dict[Part, float], whole_input: float = 0
         input_bytes=graph.input_bytes - whole_input,
         saved_bytes=(*graph.saved_bytes, *((part, -num) for part, num in moved.items())),
         offloaded_bytes=total,
-        working_bytes=graph.working_bytes + total,
+        working_bytes=graph.working_bytes + _AT_ONCE * total,
     )
