@@ -65,6 +65,17 @@ def format_seconds(seconds: Seconds) -> str:
     return f"{seconds:.3f} s"
 
 
+def format_range(low: Seconds, high: Seconds) -> str:
+    """Two times for people, in one unit and to three figures.
+
+    >>> format_range(27.94, 32.31), format_range(0.0279, 0.0323), format_range(4.066, 7.0)
+    ('27.9 to 32.3 s', '27.9 to 32.3 ms', '4.07 to 7.00 s')
+    """
+    unit, scale = ("ms", 1e3) if high < 1.0 else ("s", 1.0)
+    digits = max(0, 2 - math.floor(math.log10(scale * high))) if 0 < high < math.inf else 0
+    return f"{scale * low:,.{digits}f} to {scale * high:,.{digits}f} {unit}"
+
+
 def format_duration(seconds: Seconds) -> str:
     """A longer time for people.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
@@ -12,7 +11,14 @@ from nest_megatron.parallel.objective import SURE, Choice, Objective, Uncertaint
 from nest_megatron.parallel.plan import Goodput, Headroom, ParallelPlan, SearchRecord
 from nest_megatron.planner.ended import EndedEarly
 from nest_megatron.profile.records import ANALYTIC_NAME
-from nest_megatron.units import Bytes, Seconds, format_duration, format_gib, format_seconds
+from nest_megatron.units import (
+    Bytes,
+    Seconds,
+    format_duration,
+    format_gib,
+    format_range,
+    format_seconds,
+)
 
 #: The cost model's terms for people.
 TERM_WORDS = {
@@ -96,10 +102,7 @@ def range_words(known: Uncertainty) -> str:
     >>> range_words(known), confidence_words(known)
     ('27.9 to 32.3 ms', 'high: dense bf16, tested on 64 runs like it, 6 % off in the mean')
     """
-    unit, scale = ("ms", 1e3) if known.high_s < 1 else ("s", 1.0)
-    digits = max(0, 2 - math.floor(math.log10(scale * known.high_s)))
-    low, high = (f"{value * scale:,.{digits}f}" for value in (known.low_s, known.high_s))
-    return f"{low} to {high} {unit}"
+    return format_range(known.low_s, known.high_s)
 
 
 def confidence_words(known: Uncertainty) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds
+from nest_megatron.units import Bytes, Seconds, format_gib, format_range, format_seconds
 
 Result = TypeVar("Result")
 
@@ -21,18 +21,24 @@ _WARM_UP = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """The prediction to compare with: a step, and the memory of this rank."""
+    """The prediction to compare with: a step, and the memory of this rank.
+
+    Args:
+        range_s: between which steps 9 of 10 runs lie, where the plan says it.
+    """
 
     iteration_time_s: Seconds
     memory_bytes: Bytes
+    range_s: tuple[Seconds, Seconds] | None = None
 
 
 def expected(plan: ParallelPlan) -> Expected:
     """What a plan predicts for global rank 0, which is on the first pipeline rank."""
-    first = plan.predicted.stages[0]
+    first, known = plan.predicted.stages[0], plan.uncertainty
     return Expected(
         iteration_time_s=plan.predicted.iteration_time_s,
         memory_bytes=sum(first.memory_bytes.values()),
+        range_s=None if known is None else (known.low_s, known.high_s),
     )
 
 
@@ -66,11 +72,11 @@ def comparison(begun: list[float], prediction: Expected, memory_bytes: Bytes | N
     Args:
         begun: when each step began, in seconds.
 
-    >>> prediction = Expected(iteration_time_s=1.0, memory_bytes=50 << 30)
+    >>> prediction = Expected(iteration_time_s=1.0, memory_bytes=50 << 30, range_s=(0.9, 1.1))
     >>> comparison([0.0, 3.0, 4.25, 5.5, 6.75], prediction, 60 << 30)
     ... # doctest: +NORMALIZE_WHITESPACE
-    'measured over iterations 2 to 4: 1.250 s a step (predicted 1.000 s, +25.0 %), peak memory of
-    rank 0 60.0 GiB (predicted 50.0 GiB, +20.0 %)'
+    'measured over iterations 2 to 4: 1.250 s a step (predicted 1.000 s, +25.0 %, outside 0.90 to
+    1.10 s, where 9 of 10 runs lie), peak memory of rank 0 60.0 GiB (predicted 50.0 GiB, +20.0 %)'
     """
     skipped = int(_WARM_UP * (len(begun) - 1))
     times = [after - before for before, after in itertools.pairwise(begun)][skipped:]
@@ -78,7 +84,8 @@ def comparison(begun: list[float], prediction: Expected, memory_bytes: Bytes | N
     predicted = prediction.iteration_time_s
     line = (
         f"measured over iterations {skipped + 1} to {len(begun) - 1}: {format_seconds(step)} a "
-        f"step (predicted {format_seconds(predicted)}, {_more(step, predicted)})"
+        f"step (predicted {format_seconds(predicted)}, {_more(step, predicted)}"
+        f"{_in_range(step, prediction.range_s)})"
     )
     if memory_bytes is None:
         return line
@@ -87,6 +94,14 @@ def comparison(begun: list[float], prediction: Expected, memory_bytes: Bytes | N
         f"{line}, peak memory of rank 0 {format_gib(memory_bytes)} "
         f"(predicted {format_gib(wanted)}, {_more(memory_bytes, wanted)})"
     )
+
+
+def _in_range(step_s: Seconds, range_s: tuple[Seconds, Seconds] | None) -> str:
+    if range_s is None:
+        return ""
+    low, high = range_s
+    where = "inside" if low <= step_s <= high else "outside"
+    return f", {where} {format_range(low, high)}, where 9 of 10 runs lie"
 
 
 def _more(measured: float, predicted: float) -> str:
