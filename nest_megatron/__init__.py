@@ -1,3 +1,3 @@
-"""Fastest layout of a Megatron training job that provably fits in memory."""
+"""Plans for Megatron training jobs: the fastest layout that is expected to fit in memory."""
 
 __version__ = "0.1.0"

@@ -42,7 +42,7 @@ from nest_megatron.app.profile_commands import profile, profiles
 )
 @click.version_option(__version__, prog_name="nest-megatron")
 def cli() -> None:
-    """The fastest way to lay a Megatron training job over a cluster that provably fits in memory.
+    """Plans for Megatron training jobs: the fastest layout on a cluster that is expected to fit.
 
     Exit codes: 0 done, 1 nothing is predicted to fit, 2 bad input, 3 time ended the
     search before it had a plan, 70 a fault of ours, 130 interrupted.
@@ -95,7 +95,7 @@ def cli() -> None:
 )
 @json_option
 def plan(**options: Any) -> int:
-    """Find the fastest plan that fits in memory.
+    """Find the plan that is expected to be the fastest and to fit in memory.
 
     Settings are key=value; what is not given is searched. hydra_configs/plan.yaml explains each.
     """
