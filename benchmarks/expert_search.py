@@ -206,7 +206,10 @@ def _even_cuts(run: Published) -> Iterator[StagePartition]:
 
 
 def space_of(run: Published) -> SearchSpace:
-    """Everything within a node's tensor parallelism, under the framework's ZeRO stage."""
+    """Everything within a node's tensor parallelism, under the published ZeRO stage and execution.
+
+    Without the execution (dispatcher, overlaps) the search would be of another job than the run.
+    """
     dims = run.prediction.grid.dims
     node = run.job.cluster.gpus_per_host or run.job.cluster.gpus_per_node
     tensor = max(min(node, 8), dims.tensor_model_parallel_size)
@@ -221,4 +224,5 @@ def space_of(run: Published) -> SearchSpace:
         },
         rank_orders=(dims.rank_order,),
         zero_stages=(run.prediction.grid.zero,),
+        execution=run.prediction.grid.execution,
     )

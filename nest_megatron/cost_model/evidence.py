@@ -23,6 +23,7 @@ _KINDS = frozenset(
         Feature.FSDP,
         Feature.SMALL_STEP,
         Feature.OTHER_FRAMEWORK,
+        Feature.LEGACY,
         Feature.OTHER_DEVICE,
     }
 )

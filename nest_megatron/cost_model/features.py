@@ -25,6 +25,7 @@ class Feature(Name):
     LORA = "lora"
     LONG_CONTEXT = "long_context"
     OTHER_FRAMEWORK = "other_framework"
+    LEGACY = "legacy"
     OTHER_DEVICE = "other_device"
     LARGE_SCALE = "large_scale"
     SMALL_STEP = "small_step"
@@ -46,6 +47,7 @@ _WORDS = {
     Feature.LORA: "LoRA",
     Feature.LONG_CONTEXT: "long sequences",
     Feature.OTHER_FRAMEWORK: "kernels that are not Megatron's",
+    Feature.LEGACY: "Megatron of 2022 and before",
     Feature.OTHER_DEVICE: "a device of no fitted runs",
     Feature.LARGE_SCALE: "1,024 GPUs and more",
     Feature.SMALL_STEP: "steps under 1 s",
@@ -57,7 +59,9 @@ _WORDS = {
 }
 #: The same limits as those of ``validation.regimes``.
 LONG_SEQUENCE, LARGE_SCALE_GPUS, SMALL_STEP_S = 32_768, 1_024, 1.0
-#: How names of targets begin that run Megatron's kernels.
+#: The target of rows of old releases (``validation.frameworks``), and how names of targets begin
+#: that run Megatron's kernels.
+_LEGACY = "megatron_legacy"
 _MEGATRON = ("megatron", "nemo")
 
 
@@ -88,6 +92,7 @@ def _features(
         Feature.LORA: settings.traits.frozen_weights,
         Feature.LONG_CONTEXT: spec.seq_length >= LONG_SEQUENCE,
         Feature.OTHER_FRAMEWORK: not (settings.target or "megatron").startswith(_MEGATRON),
+        Feature.LEGACY: settings.target == _LEGACY,
         Feature.OTHER_DEVICE: model.cluster.accelerator.name not in devices,
         Feature.LARGE_SCALE: dims.world_size >= LARGE_SCALE_GPUS,
         Feature.SMALL_STEP: step_s < SMALL_STEP_S,

@@ -71,9 +71,10 @@ _JOB_PRIORS = {
     Feature.LORA: 0.1,
     Feature.LONG_CONTEXT: 0.08,
     Feature.OTHER_FRAMEWORK: 0.08,
+    Feature.LEGACY: 0.05,
     Feature.OTHER_DEVICE: 0.2,
 }
-_LAYOUT_PRIORS = {ANY: 0.03, Feature.EXPERTS: 0.05, Feature.SMALL_STEP: 0.05}
+_LAYOUT_PRIORS = {ANY: 0.03, Feature.EXPERTS: 0.05, Feature.SMALL_STEP: 0.05, Feature.LEGACY: 0.05}
 _WIDTH = 0.7
 #: Ranges of layouts that are tried, in steps.
 _RANGES = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
