@@ -149,6 +149,22 @@ def test_intervals_are_judged_and_sources_left_out(runs: Path) -> None:
     assert found == other  # nothing was fitted to the source "tests"
 
 
+def test_choices_among_measured_layouts_are_judged(runs: Path) -> None:
+    document = run("validate", str(runs), "--json").json()
+    assert list(document["certainty"]) == [*REGIMES, "all"]
+    found = document["certainty"]["all"]["as_stated"]
+    assert found["coverage"]["runs"] == 2
+    choice = found["choice"]
+    assert choice["jobs"] == 1
+    # of 9.5 and 9.9 s either one is chosen
+    for name in ("nominal_regret_pct", "default_regret_pct", "started_regret_pct"):
+        assert choice[name] in (0.0, pytest.approx(100 * (9.9 / 9.5 - 1)))
+    assert 1 <= choice["shortlist_size"] <= 2
+    assert document["certainty"]["moe"]["as_stated"] == {"coverage": None, "choice": None}
+    text = run("validate", str(runs)).out
+    assert "Intervals and choices" in text
+
+
 def test_verdicts_count_every_run_that_is_predicted(tmp_path: Path) -> None:
     """Also one that leaves out its recomputation: the planner would choose it."""
     silent = {**RUN, "recompute": ""}
