@@ -2,14 +2,16 @@
 
 ``nvidia-smi`` shows some 0.5 GiB more than the driver gives to a process: 81,559 MiB of an H100, of
 which ``torch`` sees 79.1 GiB. That is ``Accelerator.memory_bytes``. Of it the CUDA context, NCCL's
-communicators and pieces too small to be of use are gone before a tensor is.
+communicators, user buffers and pieces too small to be of use are gone before a tensor is.
 """
 
 from __future__ import annotations
 
 from nest_megatron.cluster.records import Accelerator
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.grid import Grid
 from nest_megatron.units import GIB, Bytes
 
 #: Share that the allocator holds in pieces too small to be of use. For one node of B200, SimuMax
@@ -26,16 +28,29 @@ COMMUNICATOR_BYTES = 650 * GIB // 1000
 #: all-to-all (NVIDIA/nccl issue 1685). Not measured beyond a node, and taken to grow no further.
 EXCHANGE_BYTES = 440 * GIB // 1000
 _MOST_PEERS = 7
+#: Products of a layer that have a user buffer each, of the whole micro batch in 16 bits, registered
+#: outside the allocator (Transformer Engine, ``initialize_ub`` and ``CommOverlapBase``).
+USER_BUFFERS = 10
 
 
-def outside_bytes(dims: ParallelDims) -> Bytes:
-    """What a process takes beside PyTorch's allocator: its context and its communicators.
+def outside_bytes(spec: TransformerSpec, grid: Grid) -> Bytes:
+    """What a process takes beside PyTorch's allocator: context, communicators, user buffers."""
+    dims, buffers = grid.dims, 0
+    if grid.execution.tp_comm_overlap and dims.tensor_model_parallel_size > 1:
+        tokens = spec.seq_length * grid.micro_batch_size // dims.context_parallel_size
+        buffers = USER_BUFFERS * tokens * spec.hidden_size * 2
+    return CONTEXT_BYTES + communicator_bytes(dims) + buffers
 
-    Two runs of experts on 16 B300 (PP 2, CP 8, EP 8) that ended out of memory held 6.1 and 6.9 GiB.
+
+def communicator_bytes(dims: ParallelDims) -> Bytes:
+    """What NCCL takes for a rank's groups.
+
+    With the context, two runs of experts on 16 B300 (PP 2, CP 8, EP 8; torch's messages, with
+    basetenlabs/Megatron-LM, 2026-08) held 6.1 and 6.9 GiB when they ran out.
 
     >>> dims = ParallelDims(pipeline_model_parallel_size=2, context_parallel_size=8,
     ...     expert_model_parallel_size=8)
-    >>> round(outside_bytes(dims) / GIB, 1)
+    >>> round((CONTEXT_BYTES + communicator_bytes(dims)) / GIB, 1)
     6.8
     """
     groups = [
@@ -49,17 +64,16 @@ def outside_bytes(dims: ParallelDims) -> Bytes:
         groups += [dims.expert_ranks, dims.expert_data_parallel_size]
     communicators = sum(1 for size in groups if size > 1)
     peers = min(dims.expert_model_parallel_size - 1, _MOST_PEERS)
-    return CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES + peers * EXCHANGE_BYTES
+    return communicators * COMMUNICATOR_BYTES + peers * EXCHANGE_BYTES
 
 
 def allocatable_bytes(
-    accelerator: Accelerator, settings: CostSettings, dims: ParallelDims | None = None
+    accelerator: Accelerator, settings: CostSettings, outside: Bytes = 0
 ) -> Bytes:
-    """What PyTorch's allocator can give out: the device less context, NCCL and fragmentation.
+    """What PyTorch's allocator can give out: the device less fragmentation and what is outside.
 
     Args:
-        dims: of the job; more communicators than ``memory_reserve_bytes`` allows for take more.
+        outside: what the job takes there (``outside_bytes``), ``memory_reserve_bytes`` at least.
     """
     usable = int(accelerator.memory_bytes * (1.0 - FRAGMENTATION))
-    reserve = settings.memory_reserve_bytes
-    return max(0, usable - (reserve if dims is None else max(reserve, outside_bytes(dims))))
+    return max(0, usable - max(settings.memory_reserve_bytes, outside))

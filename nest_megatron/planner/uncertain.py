@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from nest_megatron.cost_model.device_memory import allocatable_bytes
+from nest_megatron.cost_model.device_memory import allocatable_bytes, outside_bytes
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.memory_uncertainty import (
     headroom_for,
@@ -41,14 +41,19 @@ def described(known: Predictive, out_of_memory: float) -> Uncertainty:
 
 def out_of_memory(model: CostModel, grid: Grid, peak_bytes: Bytes) -> float:
     """Chance that a plan runs out of memory."""
-    limit = allocatable_bytes(model.cluster.accelerator, model.settings, grid.dims)
+    limit = _allocatable(model, grid)
     return out_of_memory_probability(peak_bytes, limit, peak_error(grid.zero))
 
 
 def bytes_with_risk(model: CostModel, grid: Grid, risk: float) -> Bytes:
     """The predicted peak with which a plan runs out of memory so often."""
-    limit = allocatable_bytes(model.cluster.accelerator, model.settings, grid.dims)
+    limit = _allocatable(model, grid)
     return int(limit * (1.0 - headroom_for(risk, peak_error(grid.zero))))
+
+
+def _allocatable(model: CostModel, grid: Grid) -> Bytes:
+    outside = outside_bytes(model.spec, grid)
+    return allocatable_bytes(model.cluster.accelerator, model.settings, outside)
 
 
 def least_ratio(known: Predictive, objective: Objective) -> float:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from nest_megatron.cost_model.device_memory import allocatable_bytes
+from nest_megatron.cost_model.device_memory import allocatable_bytes, outside_bytes
 from nest_megatron.cost_model.memory_uncertainty import out_of_memory_probability, peak_error
 from nest_megatron.errors import UserInputError
 from nest_megatron.units import Bytes, Seconds
@@ -139,7 +139,8 @@ def _memory(row: Row, job: Job, prediction: Prediction, measured: Bytes | None) 
 def _risk(job: Job, prediction: Prediction) -> float:
     """Predicted chance to run out of memory."""
     grid = prediction.grid
-    limit = allocatable_bytes(job.cluster.accelerator, job.settings, grid.dims)
+    outside = outside_bytes(job.spec, grid)
+    limit = allocatable_bytes(job.cluster.accelerator, job.settings, outside)
     peak = max(prediction.stage_memory)
     return out_of_memory_probability(peak, limit, peak_error(grid.zero))
 

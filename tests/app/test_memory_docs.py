@@ -9,7 +9,7 @@ import pytest
 from nest_megatron.config.command import read_request
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.cost_model.device_memory import outside_bytes
+from nest_megatron.cost_model.device_memory import CONTEXT_BYTES, communicator_bytes
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.memory import capacity_bytes
 from nest_megatron.cost_model.memory_flags import NOT_MODELLED, PRICED
@@ -112,4 +112,5 @@ def test_the_chances_are_those_of_the_page() -> None:
     groups = ParallelDims(
         tensor_model_parallel_size=4, pipeline_model_parallel_size=4, data_parallel_size=64
     )
-    assert f"{outside_bytes(groups) / GIB:.1f} GiB for TP 4, PP 4, DP 64" in text
+    taken = CONTEXT_BYTES + communicator_bytes(groups)
+    assert f"{taken / GIB:.1f} GiB for TP 4, PP 4, DP 64" in text

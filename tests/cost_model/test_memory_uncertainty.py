@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 from scipy.stats import t
 
-from nest_megatron.cost_model.device_memory import allocatable_bytes, outside_bytes
+from nest_megatron.cost_model.device_memory import (
+    allocatable_bytes,
+    communicator_bytes,
+    outside_bytes,
+)
 from nest_megatron.cost_model.memory import capacity_bytes
 from nest_megatron.cost_model.memory_uncertainty import (
     REPLICATED,
@@ -19,7 +24,9 @@ from nest_megatron.cost_model.memory_uncertainty import (
     peak_interval,
 )
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.model.execution import Execution
 from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.units import GIB
 from tests import catalogue
@@ -68,25 +75,35 @@ def test_headroom_gives_the_chance_that_was_asked_for() -> None:
 
 def test_each_communicator_takes_memory() -> None:
     """Context and NCCL: what a process holds beside the allocator grows with its groups."""
-    one = outside_bytes(ParallelDims())
-    replicas = outside_bytes(ParallelDims(data_parallel_size=8))
+    replicas = communicator_bytes(ParallelDims(data_parallel_size=8))
     split = ParallelDims(
         tensor_model_parallel_size=4, pipeline_model_parallel_size=4, data_parallel_size=64
     )
-    assert one == GIB // 2 < replicas < outside_bytes(split)
-    experts = outside_bytes(ParallelDims(data_parallel_size=8, expert_model_parallel_size=8))
+    assert 0 == communicator_bytes(ParallelDims()) < replicas < communicator_bytes(split)
+    experts = communicator_bytes(ParallelDims(data_parallel_size=8, expert_model_parallel_size=8))
     assert 3 * GIB < experts - replicas < 4.5 * GIB
 
 
-def test_a_job_of_many_groups_has_less_to_give_out() -> None:
-    few = ParallelDims(data_parallel_size=8)
-    many = ParallelDims(context_parallel_size=8, expert_model_parallel_size=8)
+def test_user_buffers_hold_a_micro_batch_for_each_product() -> None:
+    spec = catalogue.model("llama3_70b")
+    plain = Grid(
+        dims=ParallelDims(tensor_model_parallel_size=4, context_parallel_size=2),
+        global_batch_size=8,
+        micro_batch_size=2,
+        sequence_parallel=True,
+    )
+    overlapped = dataclasses.replace(plain, execution=Execution(tp_comm_overlap=True))
+    more = outside_bytes(spec, overlapped) - outside_bytes(spec, plain)
+    assert more == 10 * spec.seq_length * spec.hidden_size * 2
+
+
+def test_a_job_that_takes_more_has_less_to_give_out() -> None:
     settings = CostSettings()
-    assert allocatable_bytes(H100, settings, few) == allocatable_bytes(H100, settings)
-    spared = allocatable_bytes(H100, settings) - allocatable_bytes(H100, settings, many)
-    assert spared == outside_bytes(many) - settings.memory_reserve_bytes > 0
+    usual = allocatable_bytes(H100, settings)
+    assert allocatable_bytes(H100, settings, GIB) == usual
+    assert usual - allocatable_bytes(H100, settings, 5 * GIB) == 3 * GIB
     roomy = CostSettings(memory_reserve_bytes=10 * GIB)
-    assert allocatable_bytes(H100, roomy, many) == allocatable_bytes(H100, roomy)
+    assert allocatable_bytes(H100, roomy, 5 * GIB) == allocatable_bytes(H100, roomy)
 
 
 @pytest.mark.parametrize("error", [REPLICATED, SHARDED])
