@@ -76,10 +76,9 @@ class UnitTimes:
     def __add__(self, other: UnitTimes) -> UnitTimes:
         parts = self.forward.keys() | other.forward.keys()
         saved = self.saved_bytes.keys() | other.saved_bytes.keys()
-        nothing = PassTime()
         return UnitTimes(
             forward={
-                part: self.forward.get(part, nothing).plus(other.forward.get(part, nothing))
+                part: _both(self.forward.get(part), other.forward.get(part))
                 for part in sorted(parts)
             },
             whole_forward=self.whole_forward.plus(other.whole_forward),
@@ -93,6 +92,10 @@ class UnitTimes:
             launch_s=self.launch_s + other.launch_s,
             offloaded_bytes=self.offloaded_bytes + other.offloaded_bytes,
         )
+
+
+def _both(one: PassTime | None, other: PassTime | None) -> PassTime:
+    return one.plus(other) if one and other else one or other or PassTime()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,6 +91,7 @@ class CostModel:
         self._measured = MeasuredTimes(spec, cluster, settings, times)
         self._step = optimizer_step(cluster.accelerator, settings, times)
         self._sizes = cluster.group_sizes()
+        self._spans: dict[object, int] = {}
         self._hosts = (cluster.launch_gpus_per_host, cluster.num_gpus)
         self._places: dict[object, GroupPlaces] = {}
         self._times: dict[object, UnitTimes] = {}
@@ -305,8 +306,15 @@ class CostModel:
             self.settings.straggler_delay_s,
             self._work[key] * grid.num_microbatches / dims.pipeline_model_parallel_size,
             dims.pipeline_model_parallel_size,
-            group_shape(dims, GroupKind.DP_CP, self._hosts)[-1],
+            self._num_hosts(dims),
         )
+
+    def _num_hosts(self, dims: ParallelDims) -> int:
+        """Hosts over which the ranks lie that reduce a gradient."""
+        key = degrees(dims)
+        if key not in self._spans:
+            self._spans[key] = group_shape(dims, GroupKind.DP_CP, self._hosts)[-1]
+        return self._spans[key]
 
     def _embedding_time(self, dims: ParallelDims) -> Seconds:
         """The sum of tied embeddings' gradients over the first and the last pipeline rank."""

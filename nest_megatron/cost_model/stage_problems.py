@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from nest_megatron.cost_model.keys import split_block
 from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost
 from nest_megatron.cost_model.unit_cost import overlap_window, unit_cost
-from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import Recompute, RecomputeMethod
 from nest_megatron.units import Bytes
@@ -69,9 +68,10 @@ class StageProblems:
         key = (covered, least_tails)
         if key not in self._costs:
             dims, count = self.grid.dims, self.grid.num_microbatches
+            p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
             window, share = overlap_window(dims, count), 0.0
             if self.grid.execution.overlap_moe_expert_parallel_comm:
-                share = early_forward_share(dims, count)
+                share = early_forward_share(p, v, count)
             self._costs[key] = tuple(
                 unit_cost(
                     kind.cost,
@@ -88,14 +88,16 @@ class StageProblems:
         return self._costs[key]
 
 
-def early_forward_share(dims: ParallelDims, num_microbatches: int) -> float:
+def early_forward_share(p: int, v: int, num_microbatches: int) -> float:
     """What one forward pass more before the first backward pass adds to what a rank keeps.
 
     The overlap of the exchange of tokens runs it, so that a forward and a backward pass are
     independent (``get_pp_rank_microbatches``, ``combined_1f1b_schedule_for_no_pipelining``). With
     virtual stages it is a chunk more beside those of the last rank, which has fewest; for the
     other ranks it is less.
+
+    Args:
+        p, v: pipeline ranks, chunks on each rank.
     """
-    p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
     alive = (v - 1) * p + 1
     return min(1, num_microbatches * v - alive) / alive

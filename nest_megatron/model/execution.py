@@ -133,6 +133,10 @@ class Execution:
                 fix="Give both, or neither.",
             )
 
+    def __hash__(self) -> int:
+        """Computed once: executions are keys of a search's dictionaries."""
+        return self._hash
+
     def words(self, *, experts: bool = True) -> str:
         """What is not Megatron's default, by Megatron's names; empty where all is.
 

@@ -98,14 +98,19 @@ class MemoryBounds:
             ]
         return self._pipelines[key]
 
-    def of_family(self, grid: Grid) -> float:
-        """A grid with its virtual stages and ZeRO stage, whatever is computed again."""
-        dims = grid.dims
-        p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
-        live = _least_live(p, v, grid.num_microbatches)
+    def of_family(self, grid: Grid, sizes: tuple[int, ...] = ()) -> float:
+        """A grid with its virtual stages and ZeRO stage, whatever is computed again.
+
+        Args:
+            sizes: it has one of these numbers of virtual stages, and not its own.
+        """
+        dims, m = grid.dims, grid.num_microbatches
+        sizes = sizes or (dims.virtual_pipeline_model_parallel_size,)
+        live = _least_live(dims.pipeline_model_parallel_size, sizes, m)
         active = self._active(grid, self.grids.keeping_least(grid))
         if grid.execution.overlap_moe_expert_parallel_comm:
-            more = 1.0 + early_forward_share(dims, grid.num_microbatches)
+            p = dims.pipeline_model_parallel_size
+            more = 1.0 + min(early_forward_share(p, size, m) for size in sizes)
             active = active._replace(kept=tuple(more * kept for kept in active.kept))
         return self._fullest(self._of_pipeline(dims, grid.zero), active, live)
 
@@ -204,8 +209,14 @@ def _least(each: list[_Activations]) -> _Activations:
 
 
 @functools.lru_cache(maxsize=4096)
-def _least_live(p: int, v: int, m: int) -> Counter[int]:
-    """On how many ranks how many micro batches keep activations in all chunks at once."""
-    if v == 1:
-        return Counter(min(m, p - rank) for rank in range(p))
-    return Counter(max(map(min, peak_live_chunks(p, v, m, rank))) for rank in range(p))
+def _least_live(p: int, sizes: tuple[int, ...], m: int) -> Counter[int]:
+    """On how many ranks how many micro batches keep activations in all chunks at once, at least.
+
+    Args:
+        sizes: numbers of virtual stages of which there is one.
+    """
+    return Counter(min(_live(p, v, m, rank) for v in sizes) for rank in range(p))
+
+
+def _live(p: int, v: int, m: int, rank: int) -> int:
+    return min(m, p - rank) if v == 1 else max(map(min, peak_live_chunks(p, v, m, rank)))

@@ -184,10 +184,8 @@ class Search:
 
     def _candidates_below(self, node: Node) -> int:
         """Candidates that a node of the heap leaves undecided."""
-        if node.bound > self.worst_kept:
-            return 0
         zeros, blocks = self._with_room_for_states(node.grid), self._choices(node.grid).blocks
-        return self.counts.below(node, zeros, blocks)
+        return self.counts.below(node, zeros, blocks) if node.bound <= self.worst_kept else 0
 
     def _push(
         self,
@@ -215,8 +213,8 @@ class Search:
 
     def _expand_grid(self, node: Node) -> None:
         grid, threshold = node.grid, self._threshold(node.grid)
-        allowed, roomy = self.grids.zero_stages(grid.dims), self._with_room_for_states(grid)
-        if refused := [zero for zero in allowed if zero not in roomy]:
+        roomy = self._with_room_for_states(grid)
+        if refused := [zero for zero in self.grids.zero_stages(grid.dims) if zero not in roomy]:
             self.infeasible[NO_STATES] += self.counts.of_grid(grid, refused)
         for schedule in self.grids.schedules(grid, roomy):
             bound = max(node.bound, self.bounds.pipeline(schedule, NO_RECOMPUTE))
@@ -229,16 +227,19 @@ class Search:
 
     def _expand_schedule(self, node: Node) -> None:
         """Bound the stage problems themselves."""
-        zeros = self._with_room_for_states(node.grid)
-        for family in self.grids.families_of(node.grid, zeros):
-            if self.memory.of_family(family) > self.model.capacity_bytes:
+        most, zeros = self.model.capacity_bytes, self._with_room_for_states(node.grid)
+        families = list(self.grids.families_of(node.grid, zeros))
+        sizes = tuple({family.dims.virtual_pipeline_model_parallel_size for family in families})
+        firsts = {family.zero: family for family in families}.values()
+        roomy = {first.zero for first in firsts if self.memory.of_family(first, sizes) <= most}
+        for family in families:
+            if family.zero not in roomy or self.memory.of_family(family) > most:
                 self.infeasible[NO_ROOM] += self.counts.of_family(family)
                 continue
             stages = StageProblems(self.model, family)
-            roomy = self._bound_in_unlimited_memory(stages, NO_RECOMPUTE)
-            if roomy.status is not Status.BOUNDED:
-                bound = max(node.bound, roomy.lower_bound)
-                self._push(bound, family, MEMBERS, stages=stages)
+            least = self._bound_in_unlimited_memory(stages, NO_RECOMPUTE)
+            if least.status is not Status.BOUNDED:
+                self._push(max(node.bound, least.lower_bound), family, MEMBERS, stages=stages)
 
     def _expand_members(self, node: Node) -> None:
         """Solve without recomputation; where memory costs that nothing, all else is slower."""
@@ -328,8 +329,8 @@ class Search:
         reduction, so the least that any setting can leave of it counts.
         """
         virtual = stages.grid.dims.virtual_pipeline_model_parallel_size > 1
-        least_tails = self.only_one or virtual
-        return stages.problem(recompute, capacity_bytes=UNLIMITED, least_tails=least_tails)
+        most, least_tails = UNLIMITED, self.only_one or virtual
+        return stages.problem(recompute, capacity_bytes=most, least_tails=least_tails)
 
     def _solve_blocks(self, node: Node) -> None:
         """Blocks of full recomputation, smallest first.
