@@ -56,6 +56,12 @@ _VARIES = (
     (r"/tmp/\w+", "/tmp/T"),
 )
 ELISION = "..."
+#: How to give what a sample needs.
+OPTIONS = {
+    "nemo": "--nemo PYTHON (see .ci/nemo)",
+    "megatron_lm": "--megatron-lm CHECKOUT",
+    "measurements": "--measurements FOLDER",
+}
 
 
 class PageError(Exception):
@@ -64,13 +70,7 @@ class PageError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """What samples run with.
-
-    Args:
-        nemo: an interpreter with NeMo, Megatron-Bridge and this project.
-        checkouts: trees of Megatron-LM, the one of the samples first.
-        measurements: a folder with the files that ``nest-megatron validate`` reads.
-    """
+    """What samples run with: an interpreter with NeMo, Megatron-LM's trees, measured rows."""
 
     nemo: Path | None = None
     checkouts: Sequence[Path] = field(default=())
@@ -78,16 +78,12 @@ class Tools:
 
     def missing(self, needs: str) -> str:
         """What to give for a sample that needs something; "" where it is there."""
-        known: dict[str, tuple[object, str]] = {
-            "": (True, ""),
-            "nemo": (self.nemo, "--nemo PYTHON (see .ci/nemo)"),
-            "megatron_lm": (self.checkouts, "--megatron-lm CHECKOUT"),
-            "measurements": (self.measurements, "--measurements FOLDER"),
+        given = {
+            "nemo": self.nemo,
+            "megatron_lm": self.checkouts,
+            "measurements": self.measurements,
         }
-        if needs not in known:
-            raise PageError(f"a sample needs {needs!r}; known: {', '.join(filter(None, known))}")
-        given, option = known[needs]
-        return "" if given else f"needs {option}"
+        return f"needs {OPTIONS[needs]}" if needs and not given[needs] else ""
 
     def run(self, needs: str, command: str, folder: Path, **more: str) -> str:
         """What a command prints in a folder."""
@@ -178,8 +174,7 @@ def sampled(match: re.Match[str], tools: Tools, folder: Path) -> str:
 
 def is_sample(match: re.Match[str]) -> bool:
     """Whether a block is one."""
-    marked = match[0].startswith("<!-- sample")
-    return marked or match["body"].startswith("$ nest-megatron ")
+    return match[0].startswith(("<!-- sample", "```text\n$ nest-megatron "))
 
 
 def refreshed(page: Path, text: str, tools: Tools) -> str:
