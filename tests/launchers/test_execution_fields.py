@@ -384,3 +384,19 @@ def test_a_dispatcher_that_gathers_all_tokens_may_go_without_any_package() -> No
     found, _ = auto(adapter, job, "parallel.expert_model_parallel_size=8")
     assert found.execution.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL
     assert job.model.moe_token_dispatcher_type == "alltoall"
+
+
+def test_a_number_of_ranks_for_another_group_of_experts_is_taken_out() -> None:
+    plan = PLANS["fusions and HybridEP"]()
+    cfg = bridge_config(plan.model)
+    own = {"NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN": 4, "USE_MNNVL": 1}
+    cfg.env_vars = dict(own)
+    cfg.model.expert_model_parallel_size = 4
+    changes = {c.field: c for c in megatron_bridge.apply_plan(cfg, plan, environment={})}
+    assert cfg.env_vars == {"USE_MNNVL": 1}
+    assert "HybridEP finds it" in changes["env_vars"].reason
+    name = "env_vars.NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
+    assert megatron_bridge.to_dotlist([changes["env_vars"]]) == [f"~{name}"]
+    assert f"# take {name} out" in megatron_bridge.to_yaml([changes["env_vars"]])
+    cfg.env_vars = dict(own)  # its group is the plan's now
+    assert megatron_bridge.apply_plan(cfg, plan, environment={}) == ()

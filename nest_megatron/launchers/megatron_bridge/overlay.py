@@ -7,7 +7,7 @@ Both go to ``process_config_with_overrides``: ``cli_overrides=to_dotlist(changes
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nest_megatron.parallel.diff import Change
@@ -19,7 +19,11 @@ def to_dotlist(changes: Iterable[Change]) -> list[str]:
     >>> to_dotlist([Change(field="model.recompute_modules", before=None, after=["mlp"], reason="")])
     ['model.recompute_modules=["mlp"]']
     """
-    return [f"{change.field}={_text(change.after)}" for change in changes]
+    words = []
+    for change in changes:
+        removed = _removed(change)
+        words += [f"~{path}" for path in removed] or [f"{change.field}={_text(change.after)}"]
+    return words
 
 
 def to_yaml(changes: Iterable[Change]) -> str:
@@ -37,12 +41,21 @@ def to_yaml(changes: Iterable[Change]) -> str:
 def _lines(tree: dict[str, Any], indent: str) -> list[str]:
     lines = []
     for name, node in tree.items():
-        if isinstance(node, Change):
+        if isinstance(node, Change) and (removed := _removed(node)):
+            lines.append(f"{indent}# take {', '.join(removed)} out: {node.reason}")
+        elif isinstance(node, Change):
             lines.append(f"{indent}# {node.reason}")
             lines.append(f"{indent}{name}: {_text(node.after)}")
         else:
             lines += [f"{indent}{name}:", *_lines(node, f"{indent}  ")]
     return lines
+
+
+def _removed(change: Change) -> list[str]:
+    """Entries of a mapping that a change takes out, which a file to merge cannot say."""
+    if not (isinstance(change.before, Mapping) and isinstance(change.after, Mapping)):
+        return []
+    return [f"{change.field}.{name}" for name in change.before.keys() - change.after.keys()]
 
 
 def _text(value: Any) -> str:

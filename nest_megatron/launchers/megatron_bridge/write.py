@@ -35,6 +35,10 @@ from nest_megatron.parallel.diff import Change, reason
 from nest_megatron.parallel.plan import ParallelPlan
 
 _PREDICTORS = "model.mtp_num_layers"
+#: Variable of HybridEP: ranks of a group of experts that share NVLink. A wrong one spoils the
+#: exchange (Megatron-Bridge's notes on dispatchers).
+NVLINK_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
+_EXPERT_DEGREES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 #: Options that only go with some layouts -> where a configuration has them.
 _COMPANIONS = {
     **{name: f"model.{name}" for name in (*OF_THE_MODEL, "microbatch_group_size_per_vp_stage")},
@@ -126,9 +130,21 @@ def _wanted(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
     yield from _overlap(cfg, plan)
     yield from expert_fields(plan, "model")
     yield from execution_fields(cfg, plan, execution_places(cfg))
+    yield from _nvlink_ranks(cfg, plan)
     if plan.execution.overlap_moe_expert_parallel_comm and find(cfg, _PREDICTORS) == 0:
         why = "with the overlapped exchange Megatron-Bridge 0.3 takes 1 or nothing"
         yield Wanted(path=_PREDICTORS, value=None, reason=why)
+
+
+def _nvlink_ranks(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
+    """Take out a number of ranks that was for another group; HybridEP finds it by itself."""
+    variables = find(cfg, "env_vars")
+    stated = [find(cfg, FIELDS[name]) for name in _EXPERT_DEGREES]
+    planned = [getattr(plan.parallel, name) for name in _EXPERT_DEGREES]
+    if isinstance(variables, Mapping) and NVLINK_RANKS in variables and stated != planned:
+        others = {name: value for name, value in variables.items() if name != NVLINK_RANKS}
+        why = f"{NVLINK_RANKS} was for another group of experts; HybridEP finds it by itself"
+        yield Wanted(path="env_vars", value=others, reason=why)
 
 
 def _fsdp(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
