@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from nest_megatron.cost_model import model as model_module
 from nest_megatron.cost_model.execution_flags import execution_of
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
@@ -18,9 +19,12 @@ from nest_megatron.model.execution import (
     GraphImpl,
     TokenDispatcher,
 )
-from nest_megatron.model.spec import LayerKind
+from nest_megatron.model.graph import LayerGraph
+from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import LayerKind, TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
+from nest_megatron.profile.records import Piece
 from tests import catalogue
 
 HYBRIDEP = Execution(
@@ -110,3 +114,33 @@ def test_contradictions_are_refused() -> None:
         Execution(delay_wgrad_compute=True)
     with pytest.raises(UserInputError, match=r"cp-comm-type.*it is one of"):
         execution_of({"cp_comm_type": "ring"})
+
+
+def test_a_graph_is_priced_once_for_all_that_only_hides_traffic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Searched with them, overlaps multiply candidates and no operators."""
+    made = []
+    whole = model_module.piece_graph
+
+    def counted(spec: TransformerSpec, piece: Piece, shard: LayerShard) -> LayerGraph:
+        made.append(piece)
+        return whole(spec, piece, shard)
+
+    monkeypatch.setattr(model_module, "piece_graph", counted)
+    settings = CostSettings(ep_overlap=0.7)
+    cluster = catalogue.cluster("dgx_h100", num_gpus=64)
+    model = CostModel(catalogue.model("deepseek_v3"), cluster, settings)
+    dims = ParallelDims(data_parallel_size=64, expert_model_parallel_size=8)
+    plain = Grid(dims=dims, global_batch_size=64, micro_batch_size=1, sequence_parallel=False)
+    times = set()
+    for execution in (
+        PLAIN,
+        Execution(moe_shared_expert_overlap=True),
+        Execution(overlap_moe_expert_parallel_comm=True),
+    ):
+        grid = dataclasses.replace(plain, execution=execution)
+        unit = model.unit_time(LayerKind.MOE, model.places(dims), model.shard(grid))
+        times.add(unit.backward.total)
+    assert sorted(made) == [Piece.ATTENTION, Piece.EXPERTS]
+    assert len(times) == 3

@@ -28,7 +28,7 @@ from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.solver import brute_force
 from nest_megatron.solver.bounds import Bounds
-from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.grids import GridSpace, laid_out
 from nest_megatron.solver.memory_bounds import MemoryBounds
 from nest_megatron.solver.outcome import NO_THRESHOLD, Status
 from nest_megatron.solver.room import fits
@@ -213,6 +213,24 @@ def test_what_forbids_whole_layers_needs_what_they_would_free() -> None:
         overlaps = grid.execution.overlap_moe_expert_parallel_comm
         needed[overlaps] = MemoryBounds(model, grids).of_family(grid)
     assert needed[True] > 1.5 * needed[False] > 0
+
+
+def test_one_bound_holds_for_several_numbers_of_virtual_stages() -> None:
+    spec = catalogue.model("deepseek_v3")
+    model = CostModel(spec, catalogue.cluster("dgx_h100", 256), SETTINGS)
+    grids = GridSpace(model, 512, SPACE)
+    memory = MemoryBounds(model, grids)
+    dims = ParallelDims(
+        pipeline_model_parallel_size=8,
+        virtual_pipeline_model_parallel_size=2,
+        data_parallel_size=32,
+        expert_model_parallel_size=32,
+    )
+    laid = Grid(dims=dims, global_batch_size=512, micro_batch_size=1, sequence_parallel=False)
+    for first in grids.executions(laid):
+        each = [memory.of_family(laid_out(first, virtual, first.zero)) for virtual in (2, 3, 4, 6)]
+        together = memory.of_family(first, (2, 3, 4, 6))
+        assert memory.of_states(dims, first.zero) < together <= min(each)
 
 
 def test_a_choice_that_is_none_is_named() -> None:
