@@ -267,7 +267,7 @@ def _combinations(space: SearchSpace) -> Iterator[Execution]:
     values = [
         names[name][-1:]
         if name in _NEVER_SLOWER
-        else (getattr(space.execution, name), *names[name])
+        else tuple(dict.fromkeys((getattr(space.execution, name), *names[name])))
         for name in names
     ]
     for chosen in product(*values):
