@@ -37,6 +37,11 @@ WHOLE = {
         "megatron_lm",
         "python $ROOT/benchmarks/functional_tests.py --out $PAGE $CHECKOUTS",
     ),
+    "published_choices.md": (
+        "measurements",
+        "python $ROOT/benchmarks/choice.py $MEASUREMENTS/throughput.csv --every 5 --worlds 4"
+        " --out $PAGE",
+    ),
     "expert_layouts.md": (
         "measurements",
         "python $ROOT/benchmarks/expert_layouts.py $MEASUREMENTS/throughput.csv --out $PAGE",
