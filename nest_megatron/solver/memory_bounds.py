@@ -125,12 +125,8 @@ class MemoryBounds:
         mean_live = sum(count * ranks for count, ranks in live.items()) / p
         units = list(zip(self._counts, states.units, active.kept, strict=True))
         weights = [s + mean_live * a for _, s, a in units]
-        held = {
-            count: max(
-                w / (s + count * a) for (_, s, a), w in zip(units, weights, strict=True) if w
-            )
-            for count in live
-        }
+        weighed = [(w, s, a) for (_, s, a), w in zip(units, weights, strict=True) if w]
+        held = {count: max([w / (s + count * a) for w, s, a in weighed]) for count in live}
         total = self._sum(weights) - without * max(held.values())
         spread = beside + total / sum(ranks * held[count] for count, ranks in live.items())
         one_kind = max(

@@ -233,7 +233,7 @@ class Search:
         firsts = {family.zero: family for family in families}.values()
         roomy = {first.zero for first in firsts if self.memory.of_family(first, sizes) <= most}
         for family in families:
-            if family.zero not in roomy or self.memory.of_family(family) > most:
+            if family.zero not in roomy or (sizes[1:] and self.memory.of_family(family) > most):
                 self.infeasible[NO_ROOM] += self.counts.of_family(family)
                 continue
             stages = StageProblems(self.model, family)
