@@ -7,6 +7,7 @@ import io
 import json
 import math
 from functools import cache
+from pathlib import Path
 
 import pytest
 from rich.console import Console, RenderableType
@@ -357,6 +358,15 @@ def test_the_shortlist_is_printed(objective: Objective) -> None:
     assert done.code == 0
     assert "Which plans could be the fastest" in done.out
     assert "What would tell most" in done.out
+
+
+def test_a_shortlist_is_kept_in_the_plan_file(tmp_path: Path) -> None:
+    path, page = tmp_path / "plan.yaml", tmp_path / "plan.html"
+    job = (*NAMED, "train.global_batch_size=128", "--shortlist", f"out={path}")
+    assert run("plan", *job).code == 0
+    done = run("explain", str(path), "--html", str(page))
+    assert "Which plans could be the fastest" in done.out
+    assert "chance to be the fastest" in page.read_text()
 
 
 def test_a_sweep_has_no_shortlist() -> None:

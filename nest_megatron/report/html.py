@@ -67,7 +67,7 @@ def html_report(plan: ParallelPlan, times: LayerTimes | None = None) -> str:
         ("Timeline", _timeline(plan, times)),
         ("Where groups lie", groups(plan)),
         ("What the plan sets, and why", choices(plan)),
-        ("Runners-up", alternatives(plan, times)),
+        ("Runners-up", joined((alternatives(plan, times), _shortlist(plan)))),
         ("The search", _search(plan)),
         ("Launch", _launch(plan)),
         ("Assumptions", _assumptions(plan)),
@@ -135,6 +135,23 @@ def _headline(plan: ParallelPlan) -> Markup:
         element("p", *verdict, class_=f"verdict{bad or ''}"),
         element("p", _confidence(plan), class_="soft"),
     )
+
+
+def _shortlist(plan: ParallelPlan) -> Markup:
+    """Which of the plan and its runners-up could be the fastest, where that was asked."""
+    found = plan.shortlist
+    if found is None:
+        return joined(())
+    rows = [
+        (f"runner-up {number}" if number else "this plan", f"{100 * share:.0f} %")
+        for number, share in zip(found.numbers, found.chances, strict=True)
+    ]
+    caption = "The fewest plans that hold the fastest with 95 %"
+    told = element("ul", *(element("li", each) for each in found.measurements))
+    parts = [table(("plan", "chance to be the fastest"), rows, caption, numeric=1, narrow=True)]
+    if found.measurements:
+        parts += [element("p", "What would tell most which of them is the fastest:"), told]
+    return joined(parts)
 
 
 def _confidence(plan: ParallelPlan) -> str:

@@ -148,11 +148,14 @@ def _fields(plan: ParallelPlan) -> dict[str, Any]:
         "gap_percent": search.gap_percent,
         "search_seconds": search.seconds,
     }
+    known = plan.uncertainty
+    values |= {name: None if known is None else getattr(known, name) for name in _KNOWN}
     values |= {name: getattr(chosen, name) for name in _CHOSEN}
     values |= {f"{name}_s": predicted.terms.get(name, 0.0) for name in _TERMS}
     return {name: values[name] for name in _FIELDS}
 
 
+_KNOWN = ("low_s", "high_s", "out_of_memory")
 _CHOSEN = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -197,6 +200,7 @@ _FIELDS = (
     "mfu",
     "peak_memory_bytes",
     "capacity_bytes",
+    *_KNOWN,
     *_CHOSEN,
     "micro_batch_size",
     "rank_order",

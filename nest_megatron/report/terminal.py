@@ -26,7 +26,7 @@ from nest_megatron.parallel.plan import (
 from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.planner import EndedEarly, NoPlan, describe_grid
 from nest_megatron.report.fitting import FittingTable
-from nest_megatron.report.runners_up import alternatives_table
+from nest_megatron.report.runners_up import alternatives_table, shortlist_report
 from nest_megatron.report.words import (
     MAX_SECONDS,
     TERM_WORDS,
@@ -84,6 +84,8 @@ def explain_report(
     if plan.alternatives:
         parts += [_heading("Why this one: what each runner-up loses"), alternatives_table(plan)]
         parts.append(_difference_lines(differences))
+    if plan.shortlist is not None:
+        parts.append(shortlist_report(plan))
     parts += [_heading("Certificate"), Padding(Text(proof(plan)), (0, 2))]
     parts += [_space_lines(plan.search), _heading("Provenance"), _provenance(plan)]
     return Group(*parts)
