@@ -30,7 +30,7 @@ from nest_megatron.report.words import proof
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.ranking import SearchResult
-from nest_megatron.solver.relatives import relatives
+from nest_megatron.solver.relatives import relatives, with_memory
 from nest_megatron.solver.search import Search
 from tests import catalogue
 from tests.app.runs import run
@@ -218,10 +218,10 @@ def test_relatives_are_plans_of_the_space(model: str, num_gpus: int) -> None:
     best = result.plans[0]
     slowest = math.floor(1.1 * best.iteration)
     solve = solver_of(choose(None), lambda: False)
-    named = [*relatives(grids, best, solve, slowest, cost.capacity_bytes // 2)]
-    assert named[0].plan == best
-    assert len({each.plan for each in named}) == len(named) > 1
-    for each in named:
+    own = with_memory(grids, best)
+    others = [*relatives(grids, own, solve, slowest, cost.capacity_bytes // 2)]
+    assert len({each.plan for each in (own, *others)}) == 1 + len(others) > 1
+    for each in (own, *others):
         answer = evaluate(cost.problem(each.plan.grid), each.plan.boundaries)
         assert answer.iteration == each.plan.iteration <= slowest
         assert answer.fits

@@ -24,13 +24,11 @@ from nest_megatron.planner.uncertain import (
     shortlisted,
 )
 from nest_megatron.solver.grids import GridSpace
-from nest_megatron.solver.outcome import StageSolver
+from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolver
 from nest_megatron.solver.ranking import SearchResult, SolvedGrid
-from nest_megatron.solver.relatives import Relative, relatives
+from nest_megatron.solver.relatives import Relative, relatives, with_memory
 from nest_megatron.units import Bytes, Seconds, format_gib, to_seconds
 
-#: Layouts that are slower than the fastest by more than this share are compared as they are.
-_NEAR = 0.05
 #: Chance to run out of memory above which plans that need less are looked for.
 _COMFORTABLE = 0.02
 #: Share of the memory of a GPU of which more is no advantage: nothing runs out of memory there.
@@ -127,7 +125,7 @@ def choose_plan(
     plans, model, objective = result.plans, grids.model, request.objective
     if objective is Objective.NOMINAL and not request.shortlist:
         return Chosen(plan=plans[0], others=plans[1:])
-    found = list(_near(model, grids, plans, solve))
+    found = _near(grids, plans, solve, request.tie_percent)
     known = {each.plan: _candidate(request, model, each) for each in _worth(model, found, plans)}
     taken = known[plans[0]]
     if objective is not Objective.NOMINAL:
@@ -185,28 +183,35 @@ def runner_up(chosen: Chosen, number: int) -> Chosen:
 
 
 def _near(
-    model: CostModel, grids: GridSpace, plans: Sequence[SolvedGrid], solve: StageSolver
-) -> Iterator[Relative]:
-    """The plans that the search kept, and relatives of those that are nearly as fast."""
-    slowest = math.floor(plans[0].iteration * (1 + _NEAR))
-    seen = set()
-    for plan in plans:
-        enough = bytes_with_risk(model, plan.grid, _COMFORTABLE)
-        for found in relatives(grids, plan, solve, slowest, enough):
-            if found.plan not in seen:
-                seen.add(found.plan)
-                yield found
+    grids: GridSpace, plans: Sequence[SolvedGrid], solve: StageSolver, tie_percent: float
+) -> list[Relative]:
+    """The plans that the search kept, and relatives that may be worth more than all of them.
+
+    No plan has less than its predicted step under any objective: relatives that are slower than the
+    least of the kept plans' steps over the chance to start, a tie added, are left out.
+    """
+    kept = [with_memory(grids, plan) for plan in plans]
+    least = min(_cost(grids.model, each) for each in kept) * (1 + tie_percent / 100)
+    slowest = min(math.floor(min(least, NO_THRESHOLD)), NO_THRESHOLD - 1)
+    found = {each.plan: each for each in kept}
+    for own in kept:
+        enough = bytes_with_risk(grids.model, own.plan.grid, _COMFORTABLE)
+        for each in relatives(grids, own, solve, slowest, enough):
+            found.setdefault(each.plan, each)
+    return list(found.values())
+
+
+def _cost(model: CostModel, found: Relative) -> float:
+    """The predicted step over the chance to start, in ticks."""
+    starts = 1.0 - out_of_memory(model, found.plan.grid, found.peak_bytes)
+    return found.plan.iteration / starts if starts > 0 else math.inf
 
 
 def _worth(
     model: CostModel, found: Sequence[Relative], plans: Sequence[SolvedGrid]
 ) -> Iterator[Relative]:
     """Those that may be chosen or are listed: the rest is not looked at any closer."""
-    starts = (1.0 - out_of_memory(model, each.plan.grid, each.peak_bytes) for each in found)
-    costs = [
-        each.plan.iteration / start if start > 0 else math.inf
-        for each, start in zip(found, starts, strict=True)
-    ]
+    costs = [_cost(model, each) for each in found]
     most = min(costs) * (1 + _CLOSE)
     kept = set(plans)
     for each, cost in zip(found, costs, strict=True):

@@ -45,24 +45,28 @@ def peak_bytes(problem: PipelineProblem, boundaries: tuple[int, ...]) -> Bytes:
     )
 
 
+def with_memory(grids: GridSpace, plan: SolvedGrid) -> Relative:
+    """A solved plan with its memory."""
+    problem = StageProblems(grids.model, plan.grid).problem(plan.grid.recompute)
+    return Relative(plan=plan, peak_bytes=peak_bytes(problem, plan.boundaries))
+
+
 def relatives(
-    grids: GridSpace, plan: SolvedGrid, solve: StageSolver, slowest: Ticks, comfortable: Bytes
+    grids: GridSpace, own: Relative, solve: StageSolver, slowest: Ticks, comfortable: Bytes
 ) -> Iterator[Relative]:
-    """A plan, and others of its layout, each with its memory.
+    """Others of a plan's layout, each with its memory.
 
     Args:
         grids: what may be chosen.
-        slowest: what takes longer is left out; the plan itself is not.
+        slowest: what takes longer is left out.
         comfortable: plans that need more have relatives that need less.
     """
-    own = StageProblems(grids.model, plan.grid).problem(plan.grid.recompute)
-    peak = peak_bytes(own, plan.boundaries)
-    yield Relative(plan=plan, peak_bytes=peak)
+    plan = own.plan
     if plan.iteration > slowest or grids.space.partition is not None:
         return
     seen = {(plan.grid, plan.boundaries)}
     near = [*_fewer_virtual_stages(grids, plan.grid)]
-    if peak > comfortable:
+    if own.peak_bytes > comfortable:
         near += _less_memory(grids, plan.grid)
     for grid in dict.fromkeys(near):
         problem = StageProblems(grids.model, grid).problem(grid.recompute)
