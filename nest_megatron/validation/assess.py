@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from nest_megatron.cost_model.device_memory import allocatable_bytes, outside_bytes
 from nest_megatron.cost_model.memory_uncertainty import out_of_memory_probability, peak_error
 from nest_megatron.errors import UserInputError
+from nest_megatron.planner.choice import Candidate
 from nest_megatron.units import Bytes, Seconds
 from nest_megatron.validation.collectives import predict_collective
 from nest_megatron.validation.golden import golden_job
@@ -44,6 +45,7 @@ class Assessor:
     book: ModelBook
     predictor: Predictor = field(default_factory=Predictor)
     left_out: LeftOutConstants | None = None
+    _candidates: dict[int, Candidate] = field(default_factory=dict)  # the predictor keeps the keys
 
     def judge(self, file: RowFile) -> Judged:
         """Every row of a file, on both bases."""
@@ -80,8 +82,15 @@ class Assessor:
             outcome,
             predicted_s=prediction.iteration_time_s,
             measured_s=measured,
-            candidate=candidate_of(self.predictor.model(job), prediction),
+            candidate=self._candidate(job, prediction),
         )
+
+    def _candidate(self, job: Job, prediction: Prediction) -> Candidate:
+        """A prediction as a plan that may be chosen; both bases often share it."""
+        key = id(prediction)
+        if key not in self._candidates:
+            self._candidates[key] = candidate_of(self.predictor.model(job), prediction)
+        return self._candidates[key]
 
     def _memory_peak(self, row: Row, basis: Basis) -> RowOutcome:
         job = self._job(row, basis)
