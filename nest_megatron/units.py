@@ -95,3 +95,17 @@ def format_gib(num_bytes: float) -> str:
     '80.0 GiB'
     """
     return f"{num_bytes / GIB:.1f} GiB"
+
+
+def format_chance(share: float) -> str:
+    """A chance for people, which is never quite 0 and never quite 1.
+
+    >>> [format_chance(each) for each in (0.0004, 0.024, 0.57, 0.9999)]
+    ['below 0.1 %', '2 %', '57 %', 'above 99.9 %']
+    """
+    if share < 0.001:
+        return "below 0.1 %"
+    if share > 0.999:
+        return "above 99.9 %"
+    digits = 0 if 0.01 <= share <= 0.99 else 1
+    return f"{100 * share:.{digits}f} %"

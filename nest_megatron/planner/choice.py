@@ -27,7 +27,7 @@ from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolver
 from nest_megatron.solver.ranking import SearchResult, SolvedGrid
 from nest_megatron.solver.relatives import Relative, relatives, with_memory
-from nest_megatron.units import Bytes, Seconds, format_gib, to_seconds
+from nest_megatron.units import Bytes, Seconds, format_chance, format_gib, to_seconds
 
 #: Chance to run out of memory above which plans that need less are looked for.
 _COMFORTABLE = 0.02
@@ -276,7 +276,7 @@ def _separates(taken: Candidate, fastest: Candidate, objective: Objective) -> It
     if taken.free_bytes - fastest.free_bytes > PEAK_ERROR * taken.capacity_bytes:
         yield f"{format_gib(taken.free_bytes - fastest.free_bytes)} more memory free"
     if fastest.out_of_memory - taken.out_of_memory >= 0.005:
-        less, more = (f"{100 * each.out_of_memory:.0f} %" for each in (taken, fastest))
+        less, more = (format_chance(each.out_of_memory) for each in (taken, fastest))
         yield f"a chance of {less} instead of {more} to run out of memory"
     if taken.changes < fastest.changes:
         yield f"{fastest.changes - taken.changes} more of your own settings"

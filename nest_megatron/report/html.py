@@ -35,7 +35,6 @@ from nest_megatron.report.timeline import WAITING, legend
 from nest_megatron.report.words import (
     TERM_WORDS,
     certificate,
-    chance,
     confidence_words,
     fastest_words,
     goodput_words,
@@ -44,7 +43,7 @@ from nest_megatron.report.words import (
     proof,
     range_words,
 )
-from nest_megatron.units import GIB, format_gib, format_seconds
+from nest_megatron.units import GIB, format_chance, format_gib, format_seconds, to_ticks
 
 #: The page may show what it holds and load nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -102,7 +101,7 @@ def _headline(plan: ParallelPlan) -> Markup:
         "MFU": f"{100 * predicted.mfu:.1f} %",
         "TFLOP/s per GPU": f"{predicted.model_tflops_per_gpu:,.0f}",
         "fullest GPU": format_gib(predicted.peak_memory_bytes),
-        **({} if known is None else {"runs out of memory": chance(known.out_of_memory)}),
+        **({} if known is None else {"runs out of memory": format_chance(known.out_of_memory)}),
         "GPUs used": f"{gpus:,}",
     }
     if plan.goodput is not None:
@@ -163,7 +162,7 @@ def _confidence(plan: ParallelPlan) -> str:
 
 def _time(plan: ParallelPlan) -> Markup:
     predicted = plan.predicted
-    terms = {name: value for name, value in predicted.terms.items() if value > 0}
+    terms = {name: value for name, value in predicted.terms.items() if to_ticks(value) > 0}
     shares = {name: value / predicted.iteration_time_s for name, value in terms.items()}
     rows = [
         (

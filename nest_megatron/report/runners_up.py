@@ -11,8 +11,8 @@ from rich.text import Text
 
 from nest_megatron.parallel.plan import Alternative, ParallelPlan
 from nest_megatron.report.fitting import FittingTable
-from nest_megatron.report.words import chance, incomplete_ranking, range_words, ties
-from nest_megatron.units import GIB, format_seconds
+from nest_megatron.report.words import incomplete_ranking, range_words, ties
+from nest_megatron.units import GIB, format_chance, format_seconds
 
 #: What a column of the runners-up says where nothing is unusual; a degree is 1.
 _USUAL = {"Order": "dp-pp", "Recompute": "none"}
@@ -85,7 +85,7 @@ def _shortlist_row(plan: ParallelPlan, number: int, share: float) -> list[str]:
         format_seconds(predicted.iteration_time_s),
         range_words(known),
         f"{(predicted.peak_memory_bytes or 0) / GIB:.1f}",
-        chance(known.out_of_memory),
+        format_chance(known.out_of_memory),
         " ".join(f"{name} {cell}" for name, cell in cells.items() if cell != usual.get(name, "1")),
     ]
 

@@ -32,7 +32,6 @@ from nest_megatron.report.words import (
     TERM_WORDS,
     basis,
     certificate,
-    chance,
     confidence_words,
     fastest_words,
     goodput_words,
@@ -43,7 +42,7 @@ from nest_megatron.report.words import (
     range_words,
     term_words,
 )
-from nest_megatron.units import GIB, format_gib, format_seconds
+from nest_megatron.units import GIB, format_chance, format_gib, format_seconds
 
 #: Columns of the longest bar, and of the shortest on a narrow terminal.
 _BAR_WIDTH, _LEAST_BAR = 22, 6
@@ -174,7 +173,7 @@ def _memory_line(plan: ParallelPlan) -> Text:
     if verdict:
         text.append(f"   {verdict}", style="yellow" if predicted.fits else "bold red")
     if plan.uncertainty is not None:
-        text.append(f"; {chance(plan.uncertainty.out_of_memory)} chance to run out")
+        text.append(f"; {format_chance(plan.uncertainty.out_of_memory)} chance to run out")
     return text
 
 

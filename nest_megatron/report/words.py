@@ -117,20 +117,6 @@ def _tested(known: Uncertainty) -> str:
     return f"{known.kind}, tested on {runs} like it, {known.error_percent:.0f} % off in the mean"
 
 
-def chance(share: float) -> str:
-    """A chance for people, which is never quite 0 and never quite 1.
-
-    >>> chance(0.0004), chance(0.024), chance(0.57), chance(0.9999)
-    ('below 0.1 %', '2 %', '57 %', 'above 99.9 %')
-    """
-    if share < 0.001:
-        return "below 0.1 %"
-    if share > 0.999:
-        return "above 99.9 %"
-    digits = 0 if 0.01 <= share <= 0.99 else 1
-    return f"{100 * share:.{digits}f} %"
-
-
 def fastest_words(plan: ParallelPlan) -> str:
     """The plan with the shortest predicted step beside the one chosen; nothing where it is that."""
     choice = plan.choice

@@ -18,6 +18,7 @@ from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
 from nest_megatron.report.html import html_report
 from nest_megatron.report.plan_facts import funnel_steps, setting_meanings
 from nest_megatron.report.terminal import plan_report
+from nest_megatron.units import to_ticks
 from tests.report.plans import SHAPES, hand_plan, searched_plan
 
 EVIL = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>&amp;"
@@ -120,7 +121,7 @@ def test_figures_of_the_plan_are_shown() -> None:
     page = Page(html_report(plan))
     assert len(page.table("Other layouts")) == 1 + len(plan.alternatives)
     terms = page.table("Terms of a step")
-    assert len(terms) == sum(value > 0 for value in plan.predicted.terms.values())
+    assert len(terms) == sum(to_ticks(value) > 0 for value in plan.predicted.terms.values())
     sets = {row[0]: row[1] for row in page.table("Megatron's fields")}
     assert sets["global_batch_size"] == "128"
     assert sets["pipeline_model_parallel_size"] == str(plan.parallel.pipeline_model_parallel_size)
@@ -191,3 +192,10 @@ def test_runners_up_of_a_search_that_time_ended_may_be_incomplete(
     console = Console(file=io.StringIO(), width=200, record=True)
     console.print(plan_report(plan))
     assert (sentence in console.export_text()) == told
+
+
+def test_a_term_below_the_clocks_tick_is_not_listed() -> None:
+    plan = hand_plan(4)
+    terms = {**plan.predicted.terms, "embedding_sync": 3.96e-13}
+    noisy = dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, terms=terms))
+    assert "embedding sync" not in html_report(noisy)
