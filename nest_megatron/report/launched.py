@@ -58,12 +58,15 @@ def _shown(value: object) -> str | None:
     return None if value is None else shown(value)
 
 
+_KEPT = "nest: what your flags cost, by shortest predicted steps ({} with all)"
+
+
 def kept_report(planned_s: Seconds, kept: Iterable[tuple[str, Seconds]]) -> RenderableType:
-    """What each kept choice costs.
+    """What each kept choice costs, by the shortest predicted steps.
 
     Args:
-        planned_s: the predicted step with everything kept.
-        kept: each choice, and the predicted step with it freed; ``all`` is the last.
+        planned_s: the shortest predicted step with everything kept.
+        kept: each choice, and the shortest predicted step with it freed; ``all`` is the last.
     """
     table = Table(box=None, padding=(0, 2))
     for head in ("Freed", "Step", "Kept, it costs"):
@@ -72,4 +75,4 @@ def kept_report(planned_s: Seconds, kept: Iterable[tuple[str, Seconds]]) -> Rend
         cost = 100.0 * (planned_s - freed_s) / freed_s
         words = f"{cost:.1f} %" if cost >= 0.05 else "nothing"
         table.add_row(f"nest.free=[{choice}]", format_seconds(freed_s), words)
-    return Group(Text("nest: what the flags that you set cost, as predicted"), table)
+    return Group(Text(_KEPT.format(format_seconds(planned_s))), table)

@@ -271,7 +271,7 @@ _REASONS: Mapping[str, Callable[[ParallelPlan], str]] = {
     "expert_model_parallel_size": _across("ep"),
     "expert_tensor_parallel_size": lambda _: "each expert is split this far",
     "pipeline_model_parallel_size": _across("pp"),
-    "pipeline_model_parallel_layout": lambda _: "the cut with the shortest iteration",
+    "pipeline_model_parallel_layout": lambda _: "the stages that the plan was priced with",
     "sequence_parallel": lambda _: "same time, less memory under tensor parallelism",
     "use_tp_pp_dp_mapping": lambda _: "this rank order is faster",
     "micro_batch_size": _microbatches,
