@@ -41,7 +41,7 @@ def held_choices(
             raise UserInputError(
                 "search.keep",
                 value=name,
-                limit=f"choices are {', '.join(sorted(names))}",
+                limit="it is no choice of docs/knobs.md",
                 fix=nearest(name, names),
             )
     if "all" in config.search.keep:
@@ -66,7 +66,7 @@ def stated_packages(config: PlanConfig, installed: Iterable[str] = ()) -> frozen
             raise UserInputError(
                 "search.packages",
                 value=name,
-                limit=f"packages that a choice needs are {', '.join(known)}",
+                limit="no choice needs such a package",
                 fix=nearest(name, known),
             )
     return frozenset((*config.search.packages, *installed))
