@@ -212,6 +212,15 @@ def test_steps_of_other_shapes_are_not_captured(words: str) -> None:
     assert read_job(padded)[1].counts_on_host
 
 
+def test_a_deterministic_job_is_given_no_user_buffers() -> None:
+    """0.20 refuses them: ``training/determinism.py``."""
+    words = [*LLAMA, "--deterministic-mode"]
+    _, job = read_job(read_argv("pretrain_gpt.py", words, "0.20"))
+    assert job.closed == {"tp_comm_overlap"}
+    _, free = read_job(read_argv("pretrain_gpt.py", list(LLAMA), "0.20"))
+    assert not free.closed
+
+
 def test_packed_sequences_leave_no_room_for_some_choices() -> None:
     """The schedule of two micro batches would lose where sequences begin."""
     _, packed = read_job(read_argv("pretrain_gpt.py", [*LLAMA, "--sft"], "0.16.1"))

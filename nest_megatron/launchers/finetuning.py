@@ -12,7 +12,7 @@ from typing import Any
 from nest_megatron.errors import UserInputError
 from nest_megatron.launchers.fields import ABSENT, Wanted, class_names, find, value_or
 from nest_megatron.launchers.megatron_lm.checkpoint import Requirement
-from nest_megatron.parallel.knobs import CLOSED_BY_LENGTHS
+from nest_megatron.parallel.knobs import CLOSED_BY_DETERMINISM, CLOSED_BY_LENGTHS
 from nest_megatron.parallel.plan import ParallelPlan
 
 #: Data of supervised fine-tuning, by the classes of both frameworks.
@@ -38,14 +38,20 @@ def is_finetuning(data: Any) -> bool:
     return not _SFT_DATA.isdisjoint(class_names(data))
 
 
-def closed_choices(data: Any) -> frozenset[str]:
-    """Fields of ``Execution`` that data leave no room for.
+def closed_choices(data: Any, config: Any) -> frozenset[str]:
+    """Fields of ``Execution`` that data and model leave no room for.
 
     Samples of fine-tuning are as long as they are, packed or not.
+
+    Args:
+        config: of the transformer.
     """
     packs = any(value_or(data, name, False) for name in (*_IN_BATCH, "packing_buffer_size"))
     varies = is_finetuning(data) or packs or packed_sequence_size(data) is not None
-    return CLOSED_BY_LENGTHS if varies else frozenset()
+    ordered = value_or(config, "deterministic_mode", False)
+    return (CLOSED_BY_LENGTHS if varies else frozenset()) | (
+        CLOSED_BY_DETERMINISM if ordered else frozenset()
+    )
 
 
 def packed_sequence_size(data: Any) -> int | None:

@@ -120,7 +120,7 @@ class JobFields:
     Args:
         memory_fields: by Megatron's names (``memory_fields.memory_fields``, and ``params_dtype``).
         places: where it says how layers are carried out.
-        closed: fields of ``Execution`` that its data leave no room for.
+        closed: fields of ``Execution`` that it leaves no room for.
         target: the framework, at its release.
     """
 

@@ -179,9 +179,8 @@ def _modules_exist(request: LaunchRequest) -> bool:
 def _modules_are_kept(request: LaunchRequest) -> bool:
     modules, again = set(request.execution.offload_modules), set(request.recompute.modules)
     inside = RecomputeModule.MOE in again and modules.intersection(_OFFLOADED_OF_EXPERTS)
-    twice = RecomputeModule.MOE_ACT in again and "moe_act" in modules
     whole = request.execution.cpu_offloading_num_layers > 0
-    return not (_recomputes_layers(request) or whole or inside or twice)
+    return not (_recomputes_layers(request) or whole or inside)
 
 
 def _rule(

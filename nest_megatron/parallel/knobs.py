@@ -36,6 +36,9 @@ CLOSED_BY_PACKS = frozenset(
 )
 #: Those that samples of other lengths leave no room for: user buffers have one size.
 CLOSED_BY_LENGTHS = CLOSED_BY_PACKS | {"tp_comm_overlap"}
+#: Fields whose traffic is summed in no fixed order: Megatron-LM 0.20 refuses them with
+#: ``--deterministic-mode`` (``training/determinism.py``), and 0.16.1 loses what it promises.
+CLOSED_BY_DETERMINISM = frozenset({"tp_comm_overlap"})
 
 
 class Package(Name):
@@ -230,7 +233,7 @@ class Setting:
         counts_on_host: the host waits for numbers of tokens before their exchange
             (``--moe-router-padding-for-fp8``, a capacity factor).
         can_state: fields of ``Execution`` that the launched job can be told; ``None`` is all.
-        closed: those of them that its data leave no room for.
+        closed: those of them that the job leaves no room for.
     """
 
     spec: TransformerSpec

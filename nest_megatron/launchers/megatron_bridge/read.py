@@ -89,7 +89,7 @@ def read_recipe(
         uses_fsdp=uses_fsdp(cfg),
         memory_fields={**_memory_fields(cfg), "params_dtype": params_dtype},
         places=execution_places(cfg),
-        closed=closed_choices(cfg.dataset),
+        closed=closed_choices(cfg.dataset, cfg.model),
         target=installed_target(),
         graphs=cuda_graphs({name: value_or(cfg.model, name, None) for name in GRAPH_FIELDS}),
         restored=restored,

@@ -71,7 +71,7 @@ class MegatronJob:
         graphs: what of it CUDA graphs capture.
         capturable: its layers are Megatron's own, and every step runs as many micro batches of the
             same shapes, so that CUDA graphs could hold them.
-        closed: fields of ``Execution`` that its data leave no room for.
+        closed: fields of ``Execution`` that it leaves no room for.
         counts_on_host: numbers of tokens are read by the host before the exchange with experts.
         target: the framework and release whose defaults fill what it leaves open.
         world_size: number of ranks where the launcher says it.

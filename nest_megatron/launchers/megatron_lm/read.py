@@ -26,7 +26,7 @@ from nest_megatron.launchers.megatron_lm.optimizer_rules import require_optimize
 from nest_megatron.launchers.megatron_lm.parser import ReadCommand
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
-from nest_megatron.parallel.knobs import CLOSED_BY_PACKS
+from nest_megatron.parallel.knobs import CLOSED_BY_DETERMINISM, CLOSED_BY_PACKS
 from nest_megatron.parallel.plan import STRATEGIES
 from nest_megatron.parallel.recompute import (
     Recompute,
@@ -86,6 +86,12 @@ def read_job(
     )
 
 
+def _closed(values: Mapping[str, Any]) -> frozenset[str]:
+    """Fields of ``Execution`` that a job leaves no room for."""
+    packs = CLOSED_BY_PACKS if any(map(values.get, _PACKED)) else frozenset()
+    return packs | (CLOSED_BY_DETERMINISM if values.get("deterministic_mode") else frozenset())
+
+
 def job_from_values(
     values: Mapping[str, Any],
     *,
@@ -122,7 +128,7 @@ def job_from_values(
         sharding=_sharding(values),
         graphs=cuda_graphs(values),
         capturable=not any(map(values.get, _OTHER_SHAPES)),
-        closed=CLOSED_BY_PACKS if any(map(values.get, _PACKED)) else frozenset(),
+        closed=_closed(values),
         counts_on_host=any(map(values.get, _COUNTED_ON_HOST)),
         ckpt_format=values.get("ckpt_format") if "ckpt_format" in explicit else None,
         save_interval=values.get("save_interval") if values.get("save") else None,

@@ -107,7 +107,7 @@ def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Recipe:
         uses_fsdp=value_or(strategy, "fsdp", None) == "megatron",
         memory_fields={**memory_fields(*holders, strategy), "params_dtype": params_dtype},
         places=execution_places(recipe),
-        closed=closed_choices(recipe.data),
+        closed=closed_choices(recipe.data, recipe.model.config),
         target=NEMO,
         graphs=cuda_graphs({n: value_or(recipe.model.config, n, None) for n in GRAPH_FIELDS}),
         restored=restored,
