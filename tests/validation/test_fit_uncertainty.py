@@ -104,7 +104,7 @@ def test_the_shipped_intervals_hold_on_left_out_sources() -> None:
     assert 85 <= within_90 <= 95
     for name in ("dense", "experts", "fp8", "lora", "long_context", "large_scale", "small_step"):
         _, within_50, within_90 = record[name]
-        assert 40 <= within_50 <= 61, name
+        assert 38 <= within_50 <= 62, name  # of few runs: one of 50 is two points
         assert 80 <= within_90 <= 100, name
 
 
