@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.model.execution import PLAIN, Execution
@@ -155,6 +156,28 @@ class Alternative:
     uncertainty: Uncertainty | None = added(None)
     peak_memory_bytes: Bytes | None = added(None)
     chance_slower: float | None = added(None)
+
+    @classmethod
+    def of(cls, grid: Grid, **others: Any) -> Alternative:
+        """The layout of a grid; ``others`` are the fields that a grid does not say."""
+        dims = grid.dims
+        virtual = dims.virtual_pipeline_model_parallel_size
+        return cls(
+            num_gpus=dims.world_size,
+            tensor_model_parallel_size=dims.tensor_model_parallel_size,
+            pipeline_model_parallel_size=dims.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+            context_parallel_size=dims.context_parallel_size,
+            data_parallel_size=dims.data_parallel_size,
+            expert_model_parallel_size=dims.expert_model_parallel_size,
+            expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
+            micro_batch_size=grid.micro_batch_size,
+            zero_stage=int(grid.zero),
+            recompute=grid.recompute.label(),
+            rank_order=dims.rank_order,
+            execution=grid.execution,
+            **others,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

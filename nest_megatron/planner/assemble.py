@@ -193,29 +193,15 @@ def alternative(
     spec: TransformerSpec, best: SolvedGrid, other: SolvedGrid, chosen: Chosen
 ) -> Alternative:
     """A runner-up, and how much slower than the plan it is."""
-    grid, dims = other.grid, other.grid.dims
     known, taken = chosen.known.get(other), chosen.known.get(best)
-    virtual = dims.virtual_pipeline_model_parallel_size
-    pipelined = dims.pipeline_model_parallel_size > 1
-    return Alternative(
-        num_gpus=dims.world_size,
-        tensor_model_parallel_size=dims.tensor_model_parallel_size,
-        pipeline_model_parallel_size=dims.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
-        context_parallel_size=dims.context_parallel_size,
-        data_parallel_size=dims.data_parallel_size,
-        expert_model_parallel_size=dims.expert_model_parallel_size,
-        expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
-        micro_batch_size=grid.micro_batch_size,
-        zero_stage=int(grid.zero),
-        recompute=grid.recompute.label(),
-        rank_order=dims.rank_order,
+    pipelined = other.grid.dims.pipeline_model_parallel_size > 1
+    return Alternative.of(
+        other.grid,
         pipeline_model_parallel_layout=(
             layout_string(spec, _partition(other)) if pipelined else None
         ),
         iteration_time_s=to_seconds(other.iteration),
         slower_percent=100.0 * (other.iteration - best.iteration) / best.iteration,
-        execution=grid.execution,
         uncertainty=described(known.step, known.out_of_memory) if known else None,
         peak_memory_bytes=known.peak_memory_bytes if known else None,
         chance_slower=probability_faster(taken.step, known.step) if taken and known else None,

@@ -136,20 +136,8 @@ def _degree_cells(plan: ParallelPlan, other: Alternative) -> dict[str, str]:
 
 
 def _plan_degrees(plan: ParallelPlan) -> dict[str, str]:
-    grid, dims = plan.grid(), plan.grid().dims
-    own = Alternative(
-        num_gpus=plan.placement.num_gpus,
-        tensor_model_parallel_size=dims.tensor_model_parallel_size,
-        pipeline_model_parallel_size=dims.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=dims.virtual_pipeline_model_parallel_size,
-        context_parallel_size=dims.context_parallel_size,
-        data_parallel_size=dims.data_parallel_size,
-        expert_model_parallel_size=dims.expert_model_parallel_size,
-        expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
-        micro_batch_size=grid.micro_batch_size,
-        zero_stage=int(grid.zero),
-        recompute=grid.recompute.label(),
-        rank_order=dims.rank_order,
+    own = Alternative.of(
+        plan.grid(),
         pipeline_model_parallel_layout=None,
         iteration_time_s=plan.predicted.iteration_time_s,
         slower_percent=0.0,
