@@ -38,13 +38,13 @@ SCHEDULE = Extension(
     optional=not EXTENSION_REQUIRED,
 )
 NEST_CUTS = Extension(
-    "nest_megatron.nest._nest_cuts",
+    "nest_megatron.research.nest_artifact._nest_cuts",
     sources=["cython_ext/_nest_cuts.pyx"],
     extra_compile_args=["-O3", "-ffp-contract=off"],
     optional=not EXTENSION_REQUIRED,
 )
 RECURRENCE = Extension(
-    "nest_megatron.recurrence._recurrence",
+    "nest_megatron.research.nest_dp._recurrence",
     sources=["cython_ext/_recurrence.pyx"],
     extra_compile_args=["-O3", "-ffp-contract=off"],
     optional=not EXTENSION_REQUIRED,

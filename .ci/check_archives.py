@@ -28,7 +28,7 @@ WHEEL_HOLDS = (
     "nest_megatron/py.typed",
     "nest_megatron/recipes/__init__.py",
     "nest_megatron/cost_model/_schedule.",
-    "nest_megatron/nest/_nest_cuts.",
+    "nest_megatron/research/nest_artifact/_nest_cuts.",
     "nest_megatron/solver/_stage_dp.",
     *(f"nest_megatron/hydra_configs/{group}/" for group in CATALOGUE),
 )

@@ -1,8 +1,9 @@
-"""The artifact's fixed plans under three rules: as it prices them, as it prices its own, best cut.
+r"""The artifact's fixed plans under three rules: as it prices them, as it prices its own, best cut.
 
 Run from the project's root, with a folder of instances and recorded results::
 
-    python benchmarks/artifact_baselines.py FOLDER --out nest_megatron/paper/data/artifact.yaml
+    python benchmarks/artifact_baselines.py FOLDER \
+        --out nest_megatron/research/paper/data/artifact.yaml
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ sys.path.insert(0, str(ROOT))
 
 from nest_megatron.errors import UserInputError  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
-from nest_megatron.nest.cuts import cut_table  # noqa: E402
-from nest_megatron.nest.instance_file import read_instance  # noqa: E402
-from nest_megatron.nest.placement_file import named_baseline  # noqa: E402
-from nest_megatron.nest.price import price  # noqa: E402
-from nest_megatron.nest.records import Baseline, Instance, Placement, Stage  # noqa: E402
-from nest_megatron.nest.rule import AS_ARTIFACT, rule_without  # noqa: E402
-from nest_megatron.nest.search import Solution, solve  # noqa: E402
+from nest_megatron.research.nest_artifact.cuts import cut_table  # noqa: E402
+from nest_megatron.research.nest_artifact.instance_file import read_instance  # noqa: E402
+from nest_megatron.research.nest_artifact.placement_file import named_baseline  # noqa: E402
+from nest_megatron.research.nest_artifact.price import price  # noqa: E402
+from nest_megatron.research.nest_artifact.records import Baseline, Instance, Placement, Stage  # noqa: E402
+from nest_megatron.research.nest_artifact.rule import AS_ARTIFACT, rule_without  # noqa: E402
+from nest_megatron.research.nest_artifact.search import Solution, solve  # noqa: E402
 
 #: The catalogue's names of the artifact's models. Its "bert" and "bertlarge" are two traces of one.
 MODELS = {
@@ -45,7 +46,8 @@ HEAD = """\
 # instances' time, in the artifact's formula. as_shipped: baselines as the artifact prices them.
 # one_rule: priced in the order of any other plan. best_cuts: the same degrees with the cuts that
 # suit them best. null: it does not run. degrees: stages, replicas, tensor width. Written by
-#   python benchmarks/artifact_baselines.py FOLDER --out nest_megatron/paper/data/artifact.yaml
+#   python benchmarks/artifact_baselines.py FOLDER \
+#       --out nest_megatron/research/paper/data/artifact.yaml
 # on instances of scai-tech/Nest @3e163ad; the operators' schedule is CP-SAT's instead of Gurobi's.
 """
 

@@ -289,7 +289,7 @@ class _Place:
 
 def _pieces(place: _Place, trial: Trial, tasks: Sequence[Task]) -> tuple[Machine, list[Timing]]:
     """Some pieces, each timed by both ranks at the same time."""
-    from nest_megatron.framework.stage import Where
+    from nest_megatron.megatron_core.stage import Where
     from nest_megatron.model.implementation import Implementation
     from nest_megatron.profile.layer_timer import Measuring, time_piece
     from nest_megatron.profile.session import this_machine

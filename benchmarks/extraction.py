@@ -25,8 +25,8 @@ from pathlib import Path
 
 import yaml
 
-from nest_megatron.extract import cache
 from nest_megatron.files import write_text
+from nest_megatron.megatron_core import cache
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.local import local_layer
 from nest_megatron.model.shard import LayerShard
@@ -181,7 +181,7 @@ The closed forms of the local layers (`nest_megatron/model/local.py`) against wh
 own modules do under fake tensors: TP 1, 2, 4 and 8, with and without sequence parallelism, with
 fused attention and with attention in two products. FLOPs are of the forward and of the backward
 pass; kept bytes are what autograd holds between the two, each storage once.
-`tests/extract/test_agreement.py` fails beyond 0, 1 and 2 %.
+`tests/megatron_core/test_agreement.py` fails beyond 0, 1 and 2 %.
 
 {compared}
 

@@ -25,12 +25,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from nest_megatron.app.failure import NothingFitsError  # noqa: E402
 from nest_megatron.errors import NestError  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
-from nest_megatron.launchers import megatron_bridge, nemo  # noqa: E402
-from nest_megatron.report.comparison import layout_words  # noqa: E402
+from nest_megatron.integrations import megatron_bridge, nemo  # noqa: E402
+from nest_megatron.report.failure import NothingFitsError  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
+from nest_megatron.research.report.comparison import layout_words  # noqa: E402
 from tests.nemo import bridge, hugging_face, recipes, substitutes  # noqa: E402
 
 GPUS = 64

@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from nest_megatron.launchers.megatron_lm.write import model_argv
+from nest_megatron.integrations.megatron_lm.write import model_argv
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = 5

@@ -28,12 +28,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from nest_megatron.app.failure import NothingFitsError  # noqa: E402
 from nest_megatron.errors import NestError  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
-from nest_megatron.launchers.nemo import apply_plan, auto_recipe  # noqa: E402
-from nest_megatron.report.comparison import layout_words  # noqa: E402
+from nest_megatron.integrations.nemo import apply_plan, auto_recipe  # noqa: E402
+from nest_megatron.report.failure import NothingFitsError  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
+from nest_megatron.research.report.comparison import layout_words  # noqa: E402
 from tests.nemo.recipes import recipe, validate  # noqa: E402
 
 NODES = (1, 8, 128)
@@ -117,7 +117,7 @@ def page(found: list[Row], import_s: float) -> Iterator[str]:
     late = sum(seconds > PATIENCE_S for seconds in times)
     yield "# NeMo's recipes, planned\n"
     yield "Every pretraining recipe of nemo-toolkit 2.7.3 at 8, 64 and 1,024 GPUs of dgx_h100,"
-    yield "through `nest_megatron.launchers.nemo.auto_recipe`. A plan counts as accepted where"
+    yield "through `nest_megatron.integrations.nemo.auto_recipe`. A plan counts as accepted where"
     yield "`llm.api._validate_config`, `TransformerConfig` and megatron-core's count of layers take"
     yield "the rewritten recipe, and where writing it again changes nothing.\n"
     yield f"Machine: {platform.machine()}, {os.cpu_count()} cores, Python"

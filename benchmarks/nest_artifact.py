@@ -29,14 +29,14 @@ sys.path.insert(0, str(ROOT))
 
 from nest_megatron.errors import UserInputError  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
-from nest_megatron.nest.cuts import has_kernel  # noqa: E402
-from nest_megatron.nest.instance_file import read_instance  # noqa: E402
-from nest_megatron.nest.placement_file import named_baseline, read_placement  # noqa: E402
-from nest_megatron.nest.price import price  # noqa: E402
-from nest_megatron.nest.records import Instance  # noqa: E402
-from nest_megatron.nest.rule import rule_without  # noqa: E402
-from nest_megatron.nest.search import Solution, solve  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
+from nest_megatron.research.nest_artifact.cuts import has_kernel  # noqa: E402
+from nest_megatron.research.nest_artifact.instance_file import read_instance  # noqa: E402
+from nest_megatron.research.nest_artifact.placement_file import named_baseline, read_placement  # noqa: E402
+from nest_megatron.research.nest_artifact.price import price  # noqa: E402
+from nest_megatron.research.nest_artifact.records import Instance  # noqa: E402
+from nest_megatron.research.nest_artifact.rule import rule_without  # noqa: E402
+from nest_megatron.research.nest_artifact.search import Solution, solve  # noqa: E402
 
 MIB = 2**20
 HEAD = ("setup", "instance", "p, d, t", "artifact's time", "ours", "ratio")
@@ -232,11 +232,12 @@ PAGE = """\
 The authors' solver (scai-tech/Nest at 3e163ad) and `nest-megatron nest solve`, on the same inputs,
 in the same space (tensor width, replicas, stages, cuts; stages packed on the devices, the last one
 first) and by the artifact's own formula with all its peculiarities, which
-`nest_megatron/nest/rule.py` lists. Times per batch are in the instances' unit, which the authors
-take as milliseconds. The artifact's time is the lower of what it printed and its stage list priced
-again; its CPU seconds (-O2, user) and peak memory were recorded beside its results, on a machine of
-two shared cores; they include its own pricing of the baselines. Ours is the CPU time to read the
-file, search and price by {kernel}, in a fresh process an instance, without the start of Python;
+`nest_megatron/research/nest_artifact/rule.py` lists. Times per batch are in the instances' unit,
+which the authors take as milliseconds. The artifact's time is the lower of what it printed and its
+stage list priced again; its CPU seconds (-O2, user) and peak memory were recorded beside its
+results, on a machine of two shared cores; they include its own pricing of the
+baselines. Ours is the CPU time to read the file, search and price by
+{kernel}, in a fresh process an instance, without the start of Python;
 peak memory is that of the whole process.
 
 Machine of ours: {machine}.

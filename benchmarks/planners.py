@@ -23,20 +23,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from nest_megatron.app.paper import experiment, request_for  # noqa: E402
-from nest_megatron.baselines.networks import on_flat_network  # noqa: E402
-from nest_megatron.comparison import compare  # noqa: E402
+from nest_megatron.cli.paper import experiment, request_for  # noqa: E402
 from nest_megatron.cost_model.model import CostModel  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
-from nest_megatron.paper.figures import MODELS, SPINE_LEAF  # noqa: E402
-from nest_megatron.paper.outcome import Gain, Report, geometric_mean  # noqa: E402
-from nest_megatron.paper.published import Job  # noqa: E402
 from nest_megatron.parallel.objective import Objective  # noqa: E402
 from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
 from nest_megatron.planner import PlanRequest, estimate_plan, plan  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
-from nest_megatron.report.paper_chart import draw_figure  # noqa: E402
-from nest_megatron.report.paper_notes import notes  # noqa: E402
+from nest_megatron.research.baselines.networks import on_flat_network  # noqa: E402
+from nest_megatron.research.comparison import compare  # noqa: E402
+from nest_megatron.research.paper.figures import MODELS, SPINE_LEAF  # noqa: E402
+from nest_megatron.research.paper.outcome import Gain, Report, geometric_mean  # noqa: E402
+from nest_megatron.research.paper.published import Job  # noqa: E402
+from nest_megatron.research.report.paper_chart import draw_figure  # noqa: E402
+from nest_megatron.research.report.paper_notes import notes  # noqa: E402
 
 RATIOS = (1, 2, 4, 8)
 SIZE = 512

@@ -27,10 +27,10 @@ sys.path.insert(0, str(ROOT))
 
 from nest_megatron.config.compose import compose  # noqa: E402
 from nest_megatron.config.overrides import parse  # noqa: E402
-from nest_megatron.config.research import research_job, split_research  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
-from nest_megatron.nest.instance_file import read_instance  # noqa: E402
-from nest_megatron.recurrence.ablation import (  # noqa: E402
+from nest_megatron.report.markdown import table  # noqa: E402
+from nest_megatron.research.nest_artifact.instance_file import read_instance  # noqa: E402
+from nest_megatron.research.nest_dp.ablation import (  # noqa: E402
     GLOBAL_BATCH_SIZE,
     NUM_GPUS,
     TABLE_7,
@@ -38,13 +38,13 @@ from nest_megatron.recurrence.ablation import (  # noqa: E402
     authors_row,
     table7_row,
 )
-from nest_megatron.recurrence.job import ResearchJob  # noqa: E402
-from nest_megatron.recurrence.memory import Optimizer  # noqa: E402
-from nest_megatron.recurrence.pipeline import has_kernel  # noqa: E402
-from nest_megatron.recurrence.plan import described  # noqa: E402
-from nest_megatron.recurrence.search import NoSolution, solve  # noqa: E402
-from nest_megatron.report.markdown import table  # noqa: E402
-from nest_megatron.report.recurrence_words import zero_stages  # noqa: E402
+from nest_megatron.research.nest_dp.job import ResearchJob  # noqa: E402
+from nest_megatron.research.nest_dp.memory import Optimizer  # noqa: E402
+from nest_megatron.research.nest_dp.pipeline import has_kernel  # noqa: E402
+from nest_megatron.research.nest_dp.plan import described  # noqa: E402
+from nest_megatron.research.nest_dp.search import NoSolution, solve  # noqa: E402
+from nest_megatron.research.nest_dp.settings import research_job, split_research  # noqa: E402
+from nest_megatron.research.report.recurrence_words import zero_stages  # noqa: E402
 
 MIB = 2**20
 BATCH = "train.global_batch_size=4096"
@@ -156,7 +156,9 @@ def zero_cells(row: AblationRow) -> list[str]:
 def authors() -> Iterator[list[str]]:
     """The same with the layers of the authors' artifact, and as many replicas as in the table."""
     for name, model, replicas in AUTHORS:
-        instance = read_instance(ROOT / "tests" / "nest" / "data" / f"{name}.json")
+        instance = read_instance(
+            ROOT / "tests" / "research" / "nest_artifact" / "data" / f"{name}.json"
+        )
         row = authors_row(instance, TABLE_7[model], replicas)
         without = "a plan" if row.fits_without else "no plan"
         memory = f"{TABLE_7[model] / MIB:,.0f} MiB"
@@ -277,7 +279,7 @@ devices are a running minimum inside a stretch. The second maximum, of the sums,
 come down until no plan can be better. Cases (strategy and d) are skipped only by bounds: layers
 without any traffic, and states against the memory of all devices. Brute force over every plan
 agrees on random chains and graphs, with ties in the totals, and the kernel fills the same tables as
-plain Python, bit for bit (`tests/recurrence`).
+plain Python, bit for bit (`tests/research/nest_dp`).
 
 ## Torus and mesh
 
@@ -309,7 +311,7 @@ takes its option so, and with them its sizes come to the table's degrees.) The t
 * BERT-Large: 25 stages, 10 replicas, 980 devices; embedding ZeRO-2 over 2, the rest ZeRO-3 over 4.
 
 With the layers of the authors' artifact, as many replicas as the table has, and SGD as in all of
-its runs (`recurrence/artifact.py`):
+its runs (`research/nest_dp/artifact.py`):
 
 {own}
 

@@ -2,7 +2,7 @@
 # cython: boundscheck=False, wraparound=False, initializedcheck=False
 # cython: cdivision=True, nonecheck=False, overflowcheck=False
 # cython: embedsignature=False, binding=False
-"""Cuts of the artifact mode in C: what ``nest_megatron.nest.reference`` returns, bit for bit.
+"""Cuts of the artifact mode in C: what ``nest_megatron.research.nest_artifact.reference`` returns, bit for bit.
 
 Doubles are in the instance's unit of time and in bytes. ``fill`` takes arrays that the caller made;
 everything else runs without the gil and allocates nothing.

@@ -2,7 +2,7 @@
 # cython: boundscheck=False, wraparound=False, initializedcheck=False
 # cython: cdivision=True, nonecheck=False, overflowcheck=False
 # cython: embedsignature=False, binding=False
-"""The recurrence in C: what ``nest_megatron.recurrence.reference`` fills, bit for bit.
+"""The recurrence in C: what ``nest_megatron.research.nest_dp.reference`` fills, bit for bit.
 
 Times are whole ticks and memory whole bytes in int64, so no order of additions or of candidates can
 change a value, and what a bound leaves out is what the caps would refuse. ``fill`` takes arrays

@@ -2,9 +2,10 @@
 
 The ``.pth`` file beside the package imports this module in such processes alone, and the runner
 (``python -m nest_megatron SCRIPT``) does so itself. It watches for a few modules of Megatron and
-calls ``nest_megatron.app.hook`` as they load; until then it imports nothing and leaves ``sys.argv``
-alone, so that a launcher such as ``torchrun`` passes the words on untouched. Of Hydra, whose
-applications compose ``+nest`` themselves, it watches the function that runs a job.
+calls ``nest_megatron.integrations.megatron_lm.hook`` as they load; until then it imports nothing
+and leaves ``sys.argv`` alone, so that a launcher such as ``torchrun`` passes the words on
+untouched. Of Hydra, whose applications compose ``+nest`` themselves, it watches the function that
+runs a job.
 
 Standard library only. Installing twice is installing once: in a virtual environment Python runs
 every ``.pth`` file twice.
@@ -33,7 +34,7 @@ AFTER = {
     "megatron.core.parallel_state": "after_parallel_state",
     "hydra.core.utils": "after_hydra",
 }
-HANDLERS = "nest_megatron.app.hook"
+HANDLERS = "nest_megatron.integrations.megatron_lm.hook"
 
 
 class MegatronWatcher:

@@ -11,6 +11,11 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 
+#: The command's name, in messages.
+PROGRAM = "nest-megatron"
+#: Exit codes of every command, and of a job that cannot be planned.
+OK, NOTHING_FITS, BAD_INPUT, ENDED_EARLY, OUR_FAULT, INTERRUPTED = 0, 1, 2, 3, 70, 130
+
 
 class NestError(Exception):
     """Base of everything this package raises on purpose.
@@ -19,13 +24,13 @@ class NestError(Exception):
         exit_code: of a process that it ends.
     """
 
-    exit_code = 2
+    exit_code = BAD_INPUT
 
 
 class FaultError(NestError):
     """An invariant of this package does not hold: no input of a user is to blame."""
 
-    exit_code = 70
+    exit_code = OUR_FAULT
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -35,7 +40,7 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, SystemExit):  # a text as its code is printed, and counts as 1
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
-        return 130
+        return INTERRUPTED
     return NestError.exit_code if isinstance(error, OSError) else FaultError.exit_code
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.extract import cache
+from nest_megatron.megatron_core import cache
 from nest_megatron.profile import store
 
 

@@ -15,6 +15,7 @@ from rich.console import Console, RenderableType
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import evaluate
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.launched import launched_report
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.layout import is_uniform
 from nest_megatron.parallel.objective import Objective
@@ -24,7 +25,6 @@ from nest_megatron.planner import choice as choosing
 from nest_megatron.planner.choice import Candidate, choose_plan
 from nest_megatron.planner.request import NUM_COMPARED
 from nest_megatron.report.html import html_report
-from nest_megatron.report.launched import launched_report
 from nest_megatron.report.terminal import plan_report
 from nest_megatron.report.words import proof
 from nest_megatron.solver.backend import choose, solver_of
@@ -33,7 +33,7 @@ from nest_megatron.solver.ranking import SearchResult
 from nest_megatron.solver.relatives import relatives, with_memory
 from nest_megatron.solver.search import Search
 from tests import catalogue
-from tests.app.runs import run
+from tests.cli.runs import run
 
 JOBS = [("llama3_70b", 64), ("mixtral_8x7b", 16), ("llama3_8b", 8)]
 NAMED = ("model=llama3_70b", "cluster=dgx_h100", "cluster.num_gpus=64")

@@ -16,14 +16,15 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import plan_request, read_inputs, read_space
 from nest_megatron.cost_model.execution_flags import execution_of, execution_traits, time_notes
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.target_limits import NUMERIC_FIELDS
 from nest_megatron.errors import UserInputError
-from nest_megatron.launchers.execution_fields import NUMERIC_FIELDS, framework_table
-from nest_megatron.launchers.megatron_lm.attach import LAUNCHER, with_launch
-from nest_megatron.launchers.megatron_lm.execution_argv import EXECUTION_ARGUMENTS, execution_argv
-from nest_megatron.launchers.megatron_lm.parser import VERSIONS, read_argv
-from nest_megatron.launchers.megatron_lm.read import read_job
+from nest_megatron.integrations.execution_fields import framework_table
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_launch
+from nest_megatron.integrations.megatron_lm.parser import VERSIONS, read_argv
+from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.model.execution import Execution, FlexBackend, GraphImpl, TokenDispatcher
 from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS, execution_argv
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.knobs import (
     KNOBS,
@@ -42,7 +43,7 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import estimate_plan, plan
 from tests import catalogue
-from tests.launchers.requests import CARRIED
+from tests.integrations.requests import CARRIED
 
 EXPERTS = (
     "model=mixtral_8x7b",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nest_megatron.comparison import NEST, PLANNERS, Compared, compare
 from nest_megatron.errors import UserInputError
 from nest_megatron.planner import PlanRequest
+from nest_megatron.research.comparison import NEST, PLANNERS, Compared, compare
 from tests.catalogue import cluster, model
 
 

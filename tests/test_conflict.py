@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from nest_megatron.config.command import read_request
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import plan_request, read_inputs, read_space
@@ -15,8 +14,9 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
-from nest_megatron.launchers.megatron_lm.parser import read_command
-from nest_megatron.launchers.megatron_lm.read import read_job
+from nest_megatron.integrations.megatron_lm.command_request import read_request
+from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition

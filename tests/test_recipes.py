@@ -9,8 +9,8 @@ import pytest
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import plan_request, read_inputs, read_space
-from nest_megatron.launchers.megatron_lm import rules
-from nest_megatron.launchers.megatron_lm.attach import LAUNCHER, launch_request
+from nest_megatron.integrations.megatron_lm import rules
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_request
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan

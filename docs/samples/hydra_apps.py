@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.hydra_app.apps import GPT, MAIN  # noqa: E402
+from tests.integrations.hydra_app.apps import GPT, MAIN  # noqa: E402
 
 OWN = """
     arch: {depth: 48, width: 6144, ffn: 16384, heads: 48, groups: 8, glu: true, vocab: 64000}

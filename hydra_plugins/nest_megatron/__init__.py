@@ -6,7 +6,7 @@ or a field of its own, and ours stays away: only ``auto`` and ``pinned`` are our
 
 Hydra imports this in each of them, so it loads Hydra's own classes alone, and nothing that goes
 wrong here may end an application that does not ask for a plan. One that does ask is stopped by
-``nest_megatron.app.hook.after_hydra``.
+``nest_megatron.integrations.megatron_lm.hook.after_hydra``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NestSearchPath(SearchPathPlugin):
         if means_another(sys.argv[1:]) and not _has_group(search_path):
             return
         try:
-            from nest_megatron.hydra_app.resolver import register
+            from nest_megatron.integrations.hydra.resolver import register
 
             register()
         except Exception as error:  # noqa: BLE001 - other people's applications must go on

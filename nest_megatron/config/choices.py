@@ -10,10 +10,10 @@ from pathlib import Path
 from nest_megatron.cluster.records import Accelerator
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM, NEMO
+from nest_megatron.cost_model.target_limits import NEMO_LACKS, OF_THE_JOB
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.launchers.execution_fields import NEMO_LACKS, OF_THE_JOB
-from nest_megatron.launchers.megatron_lm.execution_argv import EXECUTION_ARGUMENTS
+from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
 from nest_megatron.parallel.knobs import KNOBS, Package, choices_of_execution
 
 #: Module of DeepEP whose presence tells that it has HybridEP's kernels as well. Source:

@@ -15,9 +15,9 @@ from nest_megatron.cost_model.target_defaults import (
     MEGATRON_LM,
     target_named,
 )
+from nest_megatron.cost_model.target_limits import NUMERIC_FIELDS
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.launchers.execution_fields import NUMERIC_FIELDS
 from nest_megatron.model.execution import Execution
 from nest_megatron.names import Name
 from nest_megatron.parallel.numeric_knobs import NUMERIC_KNOBS

@@ -17,7 +17,7 @@ _ARGUMENTS = "megatron/training/arguments.py (validate_args)"
 _MODEL = "megatron/core/transformer/transformer_config.py"
 _PARALLEL = "megatron/core/model_parallel_config.py"
 #: What a plan's launch command sets beside its layout.
-_LAUNCH = "nest_megatron/launchers/megatron_lm/write.py"
+_LAUNCH = "nest_megatron/integrations/megatron_lm/write.py"
 _BLACKWELL = "G?B[23]00"
 
 

@@ -1,6 +1,6 @@
 """Records of any model's work as a chain of blocks: operators, and the bytes that flow between.
 
-An extractor fills them from a module of the user's own (``extract/chain.py``). Unlike a
+An extractor fills them from a module of the user's own (``megatron_core/chain.py``). Unlike a
 ``LayerGraph`` they know nothing of transformers: blocks are named by their place in the module.
 """
 

@@ -2,9 +2,9 @@
 
 These are megatron-core's plain torch layers, with attention either fused (no scores are kept) or in
 two products. ``extract`` reads the same figures from the modules themselves, and
-``tests/extract/test_agreement.py`` holds the two together, so that a release which changes a layer
-is noticed. Jobs run with Transformer Engine, whose form is ``model/operators``: the two are never
-fitted to each other.
+``tests/megatron_core/test_agreement.py`` holds the two together, so that a release which changes a
+layer is noticed. Jobs run with Transformer Engine, whose form is ``model/operators``: the two are
+never fitted to each other.
 """
 
 from __future__ import annotations

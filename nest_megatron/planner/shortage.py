@@ -16,8 +16,8 @@ from nest_megatron.parallel.plan import SearchRecord
 from nest_megatron.planner.conflict import binding, single_relaxations
 from nest_megatron.planner.request import PlanRequest
 from nest_megatron.solver.backend import choose, solver_of
+from nest_megatron.solver.memory_shortage import Shortage, fits, least_memory
 from nest_megatron.solver.ranking import SearchResult
-from nest_megatron.solver.room import Shortage, fits, least_memory
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
 

@@ -7,8 +7,9 @@
 import sys
 from collections.abc import Sequence
 
-from nest_megatron.app import BAD_INPUT, main
-from nest_megatron.app.runner import names_script, run_script
+from nest_megatron.cli import main
+from nest_megatron.errors import BAD_INPUT
+from nest_megatron.integrations.megatron_lm.runner import names_script, run_script
 
 _FROM = "--from"
 _WORDS = ("+nest=auto", "nest.profile.mode=measure", "nest.stop_before_training=true")

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nest_megatron.framework.stage import Where, staged
-from nest_megatron.framework.units import Layers, Stretch, Unit, build
+from nest_megatron.megatron_core.stage import Where, staged
+from nest_megatron.megatron_core.units import Layers, Stretch, Unit, build
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec

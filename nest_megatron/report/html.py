@@ -6,8 +6,6 @@ import shlex
 from collections.abc import Iterable, Mapping
 
 from nest_megatron.files import MARK
-from nest_megatron.launchers.megatron_lm.attach import launch_request
-from nest_megatron.launchers.megatron_lm.write import parallel_argv
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.html_layout import (
@@ -49,11 +47,14 @@ from nest_megatron.units import GIB, format_chance, format_gib, format_seconds, 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def html_report(plan: ParallelPlan, times: LayerTimes | None = None) -> str:
+def html_report(
+    plan: ParallelPlan, times: LayerTimes | None = None, *, flags: Iterable[str] = ()
+) -> str:
     """The report of a plan as one self-contained page.
 
     Args:
         times: the measured layer times that the plan was made with.
+        flags: Megatron-LM's for the layout, shown where the plan holds no launch command.
 
     Raises:
         UserInputError: if the plan was made with settings that this version does not know.
@@ -68,7 +69,7 @@ def html_report(plan: ParallelPlan, times: LayerTimes | None = None) -> str:
         ("What the plan sets, and why", choices(plan)),
         ("Runners-up", joined((alternatives(plan, times), _shortlist(plan)))),
         ("The search", _search(plan)),
-        ("Launch", _launch(plan)),
+        ("Launch", _launch(plan, flags)),
         ("Assumptions", _assumptions(plan)),
         ("Provenance", _provenance(plan)),
     )
@@ -244,10 +245,10 @@ def _search(plan: ParallelPlan) -> Markup:
     return joined(parts)
 
 
-def _launch(plan: ParallelPlan) -> Markup:
+def _launch(plan: ParallelPlan, flags: Iterable[str]) -> Markup:
     if not plan.launch:
         words = "Flags that lay the job over the GPUs, for the Megatron-LM command that starts it:"
-        return joined((element("p", words), element("pre", _continued(_flags(plan)))))
+        return joined((element("p", words), element("pre", _continued(_lines(flags)))))
     parts: list[Markup] = []
     for name, command in plan.launch.items():
         parts.append(element("h3", name))
@@ -268,10 +269,6 @@ def _command(plan: ParallelPlan, command: LaunchCommand) -> str:
     ]
     start = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} {shlex.quote(command.script)}"
     return "\n".join([*unset, *given, _continued([start, *_lines(command.argv)])])
-
-
-def _flags(plan: ParallelPlan) -> list[str]:
-    return _lines(parallel_argv(launch_request(plan)))
 
 
 def _lines(argv: Iterable[str]) -> list[str]:

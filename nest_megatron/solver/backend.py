@@ -11,13 +11,13 @@ from enum import Enum
 from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.solver import reference
-from nest_megatron.solver.door import check_shape, check_values
 from nest_megatron.solver.outcome import (
     DEFAULT_NODE_LIMIT,
     NO_THRESHOLD,
     OutOfTime,
     StageSolution,
 )
+from nest_megatron.solver.problem_checks import check_shape, check_values
 from nest_megatron.units import Ticks
 
 ENVIRONMENT_VARIABLE = "NEST_MEGATRON_SOLVER"

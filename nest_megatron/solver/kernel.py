@@ -5,7 +5,6 @@ from __future__ import annotations
 from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.errors import UserInputError
 from nest_megatron.solver import _stage_dp
-from nest_megatron.solver.door import MOST, check_shape, check_values
 from nest_megatron.solver.outcome import (
     DEFAULT_LEARNING,
     DEFAULT_NODE_LIMIT,
@@ -15,6 +14,7 @@ from nest_megatron.solver.outcome import (
     StageSolution,
     Status,
 )
+from nest_megatron.solver.problem_checks import MOST, check_shape, check_values
 from nest_megatron.units import Ticks
 
 _STATUS = tuple(Status)

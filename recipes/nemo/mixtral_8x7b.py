@@ -8,9 +8,9 @@ from __future__ import annotations
 from nemo.collections import llm
 from rich.console import Console
 
-from nest_megatron.launchers.nemo import apply_plan, auto_recipe
+from nest_megatron.integrations.launched import fields_report
+from nest_megatron.integrations.nemo import apply_plan, auto_recipe
 from nest_megatron.parallel import plan_file
-from nest_megatron.report.launched import fields_report
 
 recipe = llm.recipes.mixtral_8x7b.pretrain_recipe(
     name="mixtral_8x7b", dir="/checkpoints", num_nodes=16, num_gpus_per_node=8

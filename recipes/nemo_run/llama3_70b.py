@@ -10,7 +10,7 @@ import tempfile
 import nemo_run as run
 from nemo.collections import llm
 
-from nest_megatron.launchers.nemo_run import NestPlugin
+from nest_megatron.integrations.nemo_run import NestPlugin
 
 recipe = llm.recipes.llama3_70b.pretrain_recipe(
     name="llama3_70b", dir="/checkpoints", num_nodes=8, num_gpus_per_node=8

@@ -15,8 +15,8 @@ LOADED = "import sys, {module}; print(*[name for name in {heavy} if name in sys.
 MODULES = (
     "nest_megatron",
     "nest_megatron.planner",
-    "nest_megatron.launchers.nemo",
-    "nest_megatron.launchers.megatron_bridge",
+    "nest_megatron.integrations.nemo",
+    "nest_megatron.integrations.megatron_bridge",
 )
 
 

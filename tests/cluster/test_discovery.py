@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.app import surroundings as rooms
-from nest_megatron.app.surroundings import surroundings
 from nest_megatron.cluster.discovery import LocalGpus, local_gpus, with_hosts_of
+from nest_megatron.config import cluster_detection as rooms
+from nest_megatron.config.cluster_detection import surroundings
 from nest_megatron.config.overrides import Setting
 from nest_megatron.errors import UserInputError
 from tests import catalogue

@@ -12,9 +12,9 @@ import pytest
 
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
-from nest_megatron.launchers import megatron_bridge, nemo
-from nest_megatron.launchers.megatron_lm.attach import LAUNCHER, with_launch
-from nest_megatron.launchers.megatron_lm.parser import read_command
+from nest_megatron.integrations import megatron_bridge, nemo
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_launch
+from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
@@ -24,7 +24,7 @@ from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recom
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import estimate_plan
 from tests import catalogue
-from tests.launchers.frameworks import bridge_config, nemo_recipe
+from tests.integrations.frameworks import bridge_config, nemo_recipe
 
 _BATCH = 512
 _DEGREES = (

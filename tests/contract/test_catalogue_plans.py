@@ -14,8 +14,8 @@ import pytest
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.launchers.megatron_lm import rules
-from nest_megatron.launchers.megatron_lm.attach import launch_request
+from nest_megatron.integrations.megatron_lm import rules
+from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.model.parameters import ParameterCount
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.plan import ParallelPlan

@@ -12,7 +12,7 @@ from nest_megatron.cost_model.execution_flags import execution_traits, time_note
 from nest_megatron.cost_model.memory_flags import memory_flags, not_modelled
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.errors import UserInputError
-from nest_megatron.launchers.megatron_lm.parser import VERSIONS, argument_flags
+from nest_megatron.integrations.megatron_lm.parser import VERSIONS, argument_flags
 
 _LOOKS_LIKE_MEMORY = re.compile(
     "dtype|fp8|fp4|fp16|bf16|fp32|offload|precision|memory|recompute|checkpoint_activ|optimizer"

@@ -26,7 +26,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import BRIDGE_2026, MEGATRON_LM_0_20
 from nest_megatron.cost_model.traits import ExecutionTraits, Fp8Recipe
 from nest_megatron.errors import UserInputError
-from nest_megatron.launchers.megatron_lm.write import precision_argv
+from nest_megatron.integrations.megatron_lm.write import precision_argv
 from nest_megatron.model.execution import PLAIN
 from nest_megatron.model.graph import Part
 from nest_megatron.model.operators.feed_forward import feed_forward_graph

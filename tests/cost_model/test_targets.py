@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.config.command import read_request
 from nest_megatron.config.compose import compose
 from nest_megatron.config.layout import estimate_layout
 from nest_megatron.config.overrides import expand, parse
@@ -24,7 +23,8 @@ from nest_megatron.cost_model.target_defaults import (
 )
 from nest_megatron.cost_model.targets import Target, fitted_values
 from nest_megatron.errors import UserInputError
-from nest_megatron.launchers.megatron_lm.attach import with_launch
+from nest_megatron.integrations.megatron_lm.attach import with_launch
+from nest_megatron.integrations.megatron_lm.command_request import read_request
 from nest_megatron.model.execution import PLAIN, FlexBackend, TokenDispatcher
 from nest_megatron.validation.frameworks import RULES
 from nest_megatron.validation.job import job_of

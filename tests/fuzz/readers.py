@@ -106,7 +106,7 @@ def _file(text: str, name: str) -> Path:
 
 @functools.cache
 def _plans() -> tuple[str, ...]:
-    from nest_megatron.app import main
+    from nest_megatron.cli import main
 
     path = _scratch() / "seed.yaml"
     small = ("cluster=dgx_h100", "cluster.num_gpus=8", "search.num_alternatives=1")
@@ -132,7 +132,7 @@ def _plan(text: str) -> object:
 
 def _pins() -> tuple[str, ...]:
     from nest_megatron.parallel import plan_file
-    from nest_megatron.pinning import Pin, PinnedPlan, pinned_text
+    from nest_megatron.planner.pins import Pin, PinnedPlan, pinned_text
 
     pin = Pin(
         created="2026-01-01", by="ada", note="", nest_megatron_version="1", megatron_lm="0.20"
@@ -141,7 +141,7 @@ def _pins() -> tuple[str, ...]:
 
 
 def _pin(text: str) -> object:
-    from nest_megatron import pinning
+    from nest_megatron.planner import pins as pinning
 
     body = text.partition("\n")[2]
     sealed = f"{pinning._HEAD}{pinning._sum(body)}\n{body}"  # as an attacker would
@@ -208,11 +208,11 @@ def _hugging_face(text: str) -> object:
 
 
 def _instance_seeds() -> tuple[str, ...]:
-    return ((TESTS / "nest/data/bertlarge_128.json").read_text(),)
+    return ((TESTS / "research/nest_artifact/data/bertlarge_128.json").read_text(),)
 
 
 def _instance(text: str) -> object:
-    from nest_megatron.nest.instance_file import read_instance
+    from nest_megatron.research.nest_artifact.instance_file import read_instance
 
     return read_instance(_file(text, "instance.json"))
 
@@ -268,8 +268,8 @@ def _profile(text: str) -> object:
 
 
 def _command(text: str) -> object:
-    from nest_megatron.launchers.megatron_lm.parser import read_command
-    from nest_megatron.launchers.megatron_lm.read import read_job
+    from nest_megatron.integrations.megatron_lm.parser import read_command
+    from nest_megatron.integrations.megatron_lm.read import read_job
 
     return read_job(read_command(text, "0.16.1"))
 
@@ -288,7 +288,7 @@ def _overrides(text: str) -> object:
 
 def _whole(text: str) -> object:
     """The program from its words: composed, searched, printed."""
-    from nest_megatron.app import main
+    from nest_megatron.cli import main
 
     words = [word for word in text.split("\n") if word and not word.startswith("out")]
     with (

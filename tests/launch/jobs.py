@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.app.job import Outcome, RunningJob, decide, read_running_job
-from nest_megatron.app.surroundings import Surroundings, surroundings
+from nest_megatron.config.cluster_detection import Surroundings, surroundings
 from nest_megatron.config.overrides import Setting
-from nest_megatron.launchers.megatron_lm import vocabulary
-from nest_megatron.launchers.megatron_lm.parser import read_command
-from nest_megatron.launchers.megatron_lm.write import model_argv
+from nest_megatron.integrations.megatron_lm import vocabulary
+from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.integrations.megatron_lm.planning import (
+    Outcome,
+    RunningJob,
+    decide,
+    read_running_job,
+)
+from nest_megatron.integrations.megatron_lm.write import model_argv
 from nest_megatron.model.spec import TransformerSpec
 
 TRAINING = ["--bf16", "--micro-batch-size", "1", "--lr", "1e-4", "--train-iters", "10"]

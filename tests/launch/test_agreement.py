@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.app.ranks import Joined
 from nest_megatron.config.compose import compose
 from nest_megatron.config.launch import read_words
 from nest_megatron.errors import NestError, UserInputError, exit_code_of
-from nest_megatron.launchers.megatron_lm import rendezvous
-from nest_megatron.launchers.megatron_lm.agreement import Board, confirm, connect, share
-from nest_megatron.launchers.megatron_lm.rendezvous import NoAgreementError, Place, ports
-from tests.app.runs import environment
+from nest_megatron.integrations.megatron_lm import rendezvous
+from nest_megatron.integrations.megatron_lm.agreement import Board, confirm, connect, share
+from nest_megatron.integrations.megatron_lm.ranks import Joined
+from nest_megatron.integrations.megatron_lm.rendezvous import NoAgreementError, Place, ports
+from tests.cli.runs import environment
 
 pytest.importorskip("torch", reason="torch is not installed")
 
@@ -201,8 +201,8 @@ def test_a_rank_that_falls_silent_after_it_came_is_given_up() -> None:
 
 DYING = """
 import os, signal, sys
-from nest_megatron.launchers.megatron_lm.agreement import connect, share
-from nest_megatron.launchers.megatron_lm.rendezvous import Place
+from nest_megatron.integrations.megatron_lm.agreement import connect, share
+from nest_megatron.integrations.megatron_lm.rendezvous import Place
 place = Place(rank=0, world_size=2, environment={here!r})
 def solve(hosts):
     hosts()
@@ -227,8 +227,8 @@ def test_rank_0_killed_while_solving_ends_the_others() -> None:
 
 STOPPED = """
 import time
-from nest_megatron.launchers.megatron_lm.agreement import connect
-from nest_megatron.launchers.megatron_lm.rendezvous import Place
+from nest_megatron.integrations.megatron_lm.agreement import connect
+from nest_megatron.integrations.megatron_lm.rendezvous import Place
 board = connect(Place(rank=0, world_size=2, environment={here!r}))
 print("hosts", flush=True)
 time.sleep(600)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nest_megatron import boot
-from tests.app.runs import ROOT, environment
+from tests.cli.runs import ROOT, environment
 
 LINE = (ROOT / "nest_megatron" / "boot.pth").read_text(encoding="utf-8")
 SEEN = "import sys; print('nest_megatron.boot' in sys.modules, sys.argv[1:])"
@@ -215,18 +215,16 @@ def test_the_runner_keeps_to_python_s_safe_path(tmp_path: Path, flag: str) -> No
 RUNNER = f"""
 import sys
 sys.path.append({str(ROOT)!r})
-from nest_megatron.app.runner import run_script
+from nest_megatron.integrations.megatron_lm.runner import run_script
 run_script(sys.argv[1:])
 """
 
 
 @pytest.mark.parametrize("word", ["nest.cluster=dgx_h100", "+nest.dry_run=true"])
 def test_settings_without_nest_say_what_is_missing(word: str) -> None:
-    megatron = (
-        "import importlib; importlib.import_module('nest_megatron.app.hook').before_training()"
-    )
+    megatron = "from nest_megatron.integrations.megatron_lm import hook; hook.before_training()"
     done = run_line(LINE, megatron, "--bf16", word)
     assert done.returncode == 2
     assert "Add +nest=auto" in done.stderr
-    loaded = "import sys; print('nest_megatron.app.hook' in sys.modules)"
+    loaded = "import sys; print('nest_megatron.integrations.megatron_lm.hook' in sys.modules)"
     assert run_line(LINE, loaded, word).stdout.strip() == "False"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.app.runs import ROOT, environment
+from tests.cli.runs import ROOT, environment
 
 OVERRIDES = """
 def process_config_with_overrides(config, config_filepath=None, cli_overrides=None):
@@ -25,7 +25,7 @@ SCRIPT = """
 import sys
 from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 from tests import catalogue
-from tests.launchers.frameworks import bridge_config
+from tests.integrations.frameworks import bridge_config
 
 cfg = bridge_config(catalogue.model("llama3_8b"))
 cfg = process_config_with_overrides(cfg, cli_overrides=sys.argv[1:])

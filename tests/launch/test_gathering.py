@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nest_megatron.errors import NestError, UserInputError
-from nest_megatron.launchers.megatron_lm.agreement import Board, connect, share
-from nest_megatron.launchers.megatron_lm.gathering import Check, gather
-from nest_megatron.launchers.megatron_lm.rendezvous import Place
+from nest_megatron.integrations.megatron_lm.agreement import Board, connect, share
+from nest_megatron.integrations.megatron_lm.gathering import Check, gather
+from nest_megatron.integrations.megatron_lm.rendezvous import Place
 
 pytest.importorskip("torch", reason="torch is not installed")
 

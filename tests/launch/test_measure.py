@@ -15,10 +15,17 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.app import measure, measure_process, measure_store
-from nest_megatron.app.job import RunningJob, decide
-from nest_megatron.app.measure import Measured, measure_job, planned_with, with_profile
-from nest_megatron.app.measure_orders import (
+from nest_megatron.config.cluster_detection import Surroundings, surroundings
+from nest_megatron.config.launch import read_words
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_lm import measure, measure_process, measure_store
+from nest_megatron.integrations.megatron_lm.measure import (
+    Measured,
+    measure_job,
+    planned_with,
+    with_profile,
+)
+from nest_megatron.integrations.megatron_lm.measure_orders import (
     Answer,
     ChildOrders,
     Orders,
@@ -26,13 +33,16 @@ from nest_megatron.app.measure_orders import (
     read_answer,
     read_orders,
 )
-from nest_megatron.app.measure_process import MeasuringError, measure_in_child, own_gpu, threads_for
-from nest_megatron.app.measure_tasks import shape_of, tasks_for
-from nest_megatron.app.surroundings import Surroundings, surroundings
-from nest_megatron.config.launch import read_words
-from nest_megatron.errors import UserInputError
-from nest_megatron.framework.stage import Where
-from nest_megatron.launchers.megatron_lm.own_layers import JobArguments, job_arguments
+from nest_megatron.integrations.megatron_lm.measure_process import (
+    MeasuringError,
+    measure_in_child,
+    own_gpu,
+    threads_for,
+)
+from nest_megatron.integrations.megatron_lm.measure_tasks import shape_of, tasks_for
+from nest_megatron.integrations.megatron_lm.own_layers import JobArguments, job_arguments
+from nest_megatron.integrations.megatron_lm.planning import RunningJob, decide
+from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.profile import store
 from nest_megatron.profile.installed import installed_versions
@@ -40,7 +50,7 @@ from nest_megatron.profile.mode import ProfileMode
 from nest_megatron.profile.records import Piece
 from nest_megatron.profile.session import Task
 from tests import catalogue
-from tests.app.runs import environment
+from tests.cli.runs import environment
 from tests.launch.jobs import job_argv, namespace, pad_like_megatron, running
 from tests.profile.profiles import H100, timing
 
@@ -320,11 +330,11 @@ def test_a_child_ends_when_another_rank_fails(monkeypatch: pytest.MonkeyPatch) -
 PARENT = """
 import json, os, subprocess, sys
 from nest_megatron.plain import to_plain
-from nest_megatron.app.measure_orders import ChildOrders
+from nest_megatron.integrations.megatron_lm.measure_orders import ChildOrders
 from tests.launch.test_measure import orders_for
 code = '''
 import json, os, sys, time
-from nest_megatron.app.measure_child import end_with
+from nest_megatron.integrations.megatron_lm.measure_child import end_with
 end_with(json.load(sys.stdin)["parent"])
 print("ready", flush=True)
 time.sleep(60)

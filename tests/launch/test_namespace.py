@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.app.launch import apply
 from nest_megatron.errors import NestError, UnplannableModelError, UserInputError
-from nest_megatron.launchers.megatron_lm.attach import launch_request
-from nest_megatron.launchers.megatron_lm.decision import read_decision
-from nest_megatron.launchers.megatron_lm.namespace import (
+from nest_megatron.integrations.megatron_lm.attach import launch_request
+from nest_megatron.integrations.megatron_lm.decision import read_decision
+from nest_megatron.integrations.megatron_lm.launch import apply
+from nest_megatron.integrations.megatron_lm.namespace import (
     command_of,
     recorded_version,
     require_planned,
 )
-from nest_megatron.launchers.megatron_lm.rewrite import WRITABLE
-from nest_megatron.launchers.megatron_lm.rules import check
-from nest_megatron.launchers.megatron_lm.write import has_activation_flag
+from nest_megatron.integrations.megatron_lm.rewrite import WRITABLE
+from nest_megatron.integrations.megatron_lm.rules import check
+from nest_megatron.integrations.megatron_lm.write import has_activation_flag
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import ModelFamily
 from nest_megatron.parallel.layout import expand_layout
@@ -164,7 +164,7 @@ def test_models_that_cannot_be_planned_are_refused_by_name(words: tuple[str, ...
 
 
 def test_a_tokenizer_that_cannot_be_built_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nest_megatron.launchers.megatron_lm import vocabulary
+    from nest_megatron.integrations.megatron_lm import vocabulary
 
     def broken() -> object:
         raise FileNotFoundError("vocab.json")

@@ -12,8 +12,8 @@ from nest_megatron.cluster.discovery import LocalGpus
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.parallel import plan_file
-from nest_megatron.pinning import Found, PinnedPlan, read_pinned, read_plan, require_same_job
-from tests.app.runs import SMALL, run
+from nest_megatron.planner.pins import Found, PinnedPlan, read_pinned, read_plan, require_same_job
+from tests.cli.runs import SMALL, run
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.app.job import Outcome, decide
-from nest_megatron.app.surroundings import Surroundings, surroundings
+from nest_megatron.config.cluster_detection import Surroundings, surroundings
 from nest_megatron.config.launch import read_words
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_lm.planning import Outcome, decide
 from nest_megatron.profile import store
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.profile.records import LayerProfile

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from nest_megatron.profile import profile_file, store
-from tests.app.runs import ROOT, environment
+from tests.cli.runs import ROOT, environment
 from tests.launch.faults.cases import MODEL, Case, words_of
 from tests.launch.faults.page import MEGATRON, STAND_IN, Row, Seen, rows_of, runs, write_sections
 from tests.launch.faults.ranks import NUM_RANKS, Ended, Job, Launcher

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.launchers.megatron_lm.namespace import flags_of
-from nest_megatron.launchers.megatron_lm.parser import VERSIONS
-from nest_megatron.launchers.megatron_lm.same_job import (
+from nest_megatron.integrations.megatron_lm.namespace import flags_of
+from nest_megatron.integrations.megatron_lm.parser import VERSIONS
+from nest_megatron.integrations.megatron_lm.same_job import (
     MAY_DIFFER,
     arguments,
     comparable,
@@ -23,7 +23,7 @@ from nest_megatron.launchers.megatron_lm.same_job import (
     fields,
     versions,
 )
-from tests.app.runs import ROOT
+from tests.cli.runs import ROOT
 
 
 class Kind(enum.Enum):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.app.launch import validated
 from nest_megatron.errors import RefusedByMegatronError, exit_code_of
+from nest_megatron.integrations.megatron_lm.launch import validated
 
 
 def validate(args: Namespace, defaults: Any) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nest_megatron.launchers.megatron_lm import watch
-from nest_megatron.launchers.megatron_lm.watch import Expected, watched
+from nest_megatron.integrations.megatron_lm import watch
+from nest_megatron.integrations.megatron_lm.watch import Expected, watched
 
 PREDICTION = Expected(iteration_time_s=2.0, memory_bytes=10 << 30)
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import yaml
 
-from nest_megatron.config.command import Wishes, request_for
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import plan_request
 from nest_megatron.errors import NestError, UserInputError
-from nest_megatron.launchers.megatron_lm.attach import LAUNCHER, with_launch
-from nest_megatron.launchers.megatron_lm.namespace import recorded_version
-from nest_megatron.launchers.megatron_lm.parser import ReadCommand, read_command
-from nest_megatron.launchers.megatron_lm.read import read_job
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_launch
+from nest_megatron.integrations.megatron_lm.command_request import Wishes, request_for
+from nest_megatron.integrations.megatron_lm.namespace import recorded_version
+from nest_megatron.integrations.megatron_lm.parser import ReadCommand, read_command
+from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.planner import NoPlan, plan
 from tests.megatron_lm.ask import ask_megatron
 

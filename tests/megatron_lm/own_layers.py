@@ -10,12 +10,12 @@ import json
 import sys
 from typing import Any
 
-from nest_megatron.framework.stage import MakeLayers, Where, staged
-from nest_megatron.framework.units import Layers, build
-from nest_megatron.launchers.megatron_lm import own_layers
-from nest_megatron.launchers.megatron_lm.own_layers import JobLayers, job_arguments
-from nest_megatron.launchers.megatron_lm.parser import read_argv
-from nest_megatron.launchers.megatron_lm.read import read_job
+from nest_megatron.integrations.megatron_lm import own_layers
+from nest_megatron.integrations.megatron_lm.own_layers import JobLayers, job_arguments
+from nest_megatron.integrations.megatron_lm.parser import read_argv
+from nest_megatron.integrations.megatron_lm.read import read_job
+from nest_megatron.megatron_core.stage import MakeLayers, Where, staged
+from nest_megatron.megatron_core.units import Layers, build
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
 from nest_megatron.profile.layer_timer import _UNITS

@@ -13,7 +13,7 @@ import pytest
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import plan_request, read_inputs, read_space
-from nest_megatron.launchers.megatron_lm.attach import launch_request
+from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.model.execution import PLAIN, GraphImpl
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan

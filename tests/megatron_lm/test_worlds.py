@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.launchers.megatron_lm.attach import LAUNCHER
-from nest_megatron.launchers.megatron_lm.write import model_argv
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
+from nest_megatron.integrations.megatron_lm.write import model_argv
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.rank_order import coordinates

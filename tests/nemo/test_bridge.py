@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.app import bridge as hook
-from nest_megatron.app.failure import NothingFitsError
-from nest_megatron.launchers.megatron_bridge import (
+from nest_megatron.integrations.megatron_bridge import (
     auto_recipe,
+    hook,
     plan_changes,
     read_recipe,
     to_dotlist,
@@ -21,6 +20,7 @@ from nest_megatron.launchers.megatron_bridge import (
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.parallel.knobs import KNOBS
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.report.failure import NothingFitsError
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:

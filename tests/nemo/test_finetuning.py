@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.launchers import megatron_bridge, nemo
+from nest_megatron.integrations import megatron_bridge, nemo
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytest.importorskip("nemo_run", reason="nemo-run is not installed (.ci/nemo installs it)")

@@ -7,15 +7,15 @@ import os
 
 import pytest
 
-from nest_megatron.app.failure import NothingFitsError
 from nest_megatron.errors import UnplannableModelError, UserInputError
-from nest_megatron.launchers.nemo import (
+from nest_megatron.integrations.nemo import (
     auto_recipe,
     plan_changes,
     read_recipe,
     require_language_models,
 )
 from nest_megatron.model.parameters import total_parameters
+from nest_megatron.report.failure import NothingFitsError
 
 pytest.importorskip("nemo_run", reason="nemo-run is not installed (.ci/nemo installs it)")
 try:

@@ -14,11 +14,11 @@ run = pytest.importorskip("nemo_run", reason="nemo-run is not installed (.ci/nem
 from nemo_run.cli.api import RunContext, resolve_factory  # noqa: E402 - after the skip
 
 from nest_megatron.errors import UserInputError  # noqa: E402
-from nest_megatron.launchers.nemo_run import NestPlugin, cli  # noqa: E402
-from nest_megatron.launchers.nemo_run import plugin as plugin_module  # noqa: E402
+from nest_megatron.integrations.nemo_run import NestPlugin, cli  # noqa: E402
+from nest_megatron.integrations.nemo_run import plugin as plugin_module  # noqa: E402
 from nest_megatron.parallel import plan_file  # noqa: E402
 from tests import catalogue  # noqa: E402
-from tests.launchers import frameworks  # noqa: E402
+from tests.integrations import frameworks  # noqa: E402
 
 pytestmark = pytest.mark.nemo
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.framework.stage import Where
+from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.local import local_layer
 from nest_megatron.model.parameters import unit_parameters

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nest_megatron.report.accuracy import NOTES, Notes, page, read_notes
-from nest_megatron.report.accuracy_pictures import ticks
-from nest_megatron.report.accuracy_worst import NOT_EXPLAINED
 from nest_megatron.validation.columns import COLUMNS
 from nest_megatron.validation.named_sets import SETS, Measure
+from nest_megatron.validation.pages.accuracy import NOTES, Notes, page, read_notes
+from nest_megatron.validation.pages.pictures import ticks
+from nest_megatron.validation.pages.worst import NOT_EXPLAINED
 from nest_megatron.validation.rows import RowKind
 from tests.architecture.imports import ROOT
 from tests.published.sets import judged

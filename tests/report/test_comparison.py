@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from nest_megatron.comparison import Compared, compare
 from nest_megatron.report.canvas import Box, as_svg
-from nest_megatron.report.comparison import fastest_first, layout_words, why
-from nest_megatron.report.comparison_chart import comparison_canvas
-from nest_megatron.report.comparison_page import comparison_page
+from nest_megatron.research.comparison import Compared, compare
+from nest_megatron.research.report.comparison import fastest_first, layout_words, why
+from nest_megatron.research.report.comparison_chart import comparison_canvas
+from nest_megatron.research.report.comparison_page import comparison_page
 from tests.test_comparison import request
 
 

@@ -30,8 +30,8 @@ from nest_megatron.solver import brute_force
 from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.grids import GridSpace, laid_out
 from nest_megatron.solver.memory_bounds import MemoryBounds
+from nest_megatron.solver.memory_shortage import fits
 from nest_megatron.solver.outcome import NO_THRESHOLD, Status
-from nest_megatron.solver.room import fits
 from nest_megatron.solver.search import UNLIMITED, Search
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue

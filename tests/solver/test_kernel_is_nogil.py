@@ -16,8 +16,8 @@ SOURCES = Path(__file__).parents[2] / "cython_ext"
 DIRECTIVES = ("boundscheck=False", "wraparound=False", "initializedcheck=False", "cdivision=True")
 KERNELS = {
     "cost_model": "_schedule",
-    "nest": "_nest_cuts",
-    "recurrence": "_recurrence",
+    "research.nest_artifact": "_nest_cuts",
+    "research.nest_dp": "_recurrence",
     "solver": "_stage_dp",
 }
 WITH_GIL = {"solution_of", "claim", "grow"}

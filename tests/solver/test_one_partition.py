@@ -26,10 +26,10 @@ from nest_megatron.planner.assemble import describe_space
 from nest_megatron.solver import backend
 from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.chunk_space import partitions
+from nest_megatron.solver.memory_shortage import least_memory
 from nest_megatron.solver.one_partition import joined, judging
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, Status
 from nest_megatron.solver.ranking import SolvedGrid, layout_of, preference
-from nest_megatron.solver.room import least_memory
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
 from tests.solver.jobs import KERNEL, search, small_cluster, small_spec

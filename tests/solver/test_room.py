@@ -15,8 +15,8 @@ from nest_megatron.deadline import Deadline
 from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity, RecomputeMethod
 from nest_megatron.planner import NoPlan, PlanRequest, plan, shortage
 from nest_megatron.solver.chunk_space import partitions
+from nest_megatron.solver.memory_shortage import fits, least_memory
 from nest_megatron.solver.outcome import StageSolution
-from nest_megatron.solver.room import fits, least_memory
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue

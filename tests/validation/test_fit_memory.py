@@ -12,8 +12,8 @@ from nest_megatron.cost_model.memory_uncertainty import REPLICATED, SHARDED
 from nest_megatron.validation.fit_memory import fit_peaks, peak_errors, write_peaks
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.rows import read_rows
-from tests.app.runs import ROOT
-from tests.app.test_validate import RUN, table
+from tests.cli.runs import ROOT
+from tests.cli.test_validate import RUN, table
 
 
 def sources(spread: float, number: int = 12, rows: int = 30) -> dict[str, list[float]]:

@@ -17,8 +17,8 @@ from nest_megatron.validation.fit_stragglers import (
 )
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.rows import read_rows
-from tests.app.runs import ROOT
-from tests.app.test_validate import RUN, table
+from tests.cli.runs import ROOT
+from tests.cli.test_validate import RUN, table
 
 
 def scaling(model: str, delay_s: float, error: float) -> Scaling:

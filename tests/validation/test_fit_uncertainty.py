@@ -24,8 +24,8 @@ from nest_megatron.validation.job import job_of
 from nest_megatron.validation.left_out import LeftOutConstants, shipped_left_out
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.predict import Predictor
-from tests.app.runs import ROOT
-from tests.app.test_validate import RUN
+from tests.cli.runs import ROOT
+from tests.cli.test_validate import RUN
 
 FILE = ROOT / "hydra_configs" / "calibration" / "uncertainty.yaml"
 

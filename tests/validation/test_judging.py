@@ -12,7 +12,7 @@ from nest_megatron.validation.job import job_of
 from nest_megatron.validation.judging import candidate_of, choice_scores, choice_summary
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.predict import Predictor
-from tests.app.test_validate import RUN
+from tests.cli.test_validate import RUN
 
 
 @pytest.fixture(scope="module")

@@ -36,8 +36,7 @@ def at(moment: str, act: str) -> None:
     if moment == "start":
         do(act)
         return
-    from nest_megatron.app import launch
-    from nest_megatron.launchers.megatron_lm import vocabulary
+    from nest_megatron.integrations.megatron_lm import launch, vocabulary
 
     where, name = {
         "plan": (vocabulary, "_build_tokenizer"),
@@ -77,7 +76,7 @@ def do(act: str) -> None:
 
 def another_release(version: str) -> None:
     """Take another version of megatron-core for the installed one."""
-    from nest_megatron.launchers.megatron_lm import same_job
+    from nest_megatron.integrations.megatron_lm import same_job
 
     found = same_job.installed_versions()
     same_job.installed_versions = lambda: {**found, "megatron_core": version}

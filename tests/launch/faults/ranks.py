@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.app.runs import PACKAGE_ROOT
+from tests.cli.runs import PACKAGE_ROOT
 from tests.megatron_lm.training import SHIM, free_port
 
 RUNNER = Path(__file__).with_name("faulty_rank.py")

@@ -27,7 +27,7 @@ _FILES = {
         import os, sys
         from datetime import timedelta
         from megatron.training import arguments
-        from nest_megatron.launchers.megatron_lm.parser import read_command
+        from nest_megatron.integrations.megatron_lm.parser import read_command
 
         args = read_command(["pretrain_gpt.py", *sys.argv[1:]]).namespace()
         args.rank, args.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

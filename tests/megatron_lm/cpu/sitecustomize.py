@@ -176,5 +176,5 @@ def _install() -> None:
 
 if _TRAINS and not _LAUNCHES:
     _install()
-elif "nest_megatron.app.measure_child" in _ARGV:
+elif "nest_megatron.integrations.megatron_lm.measure_child" in _ARGV:
     _newer_typing()  # all else it does for itself

@@ -1,0 +1,75 @@
+"""The command line: ``nest-megatron`` and ``python -m nest_megatron``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+from nest_megatron.errors import BAD_INPUT, INTERRUPTED, OK, PROGRAM
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments after the program's name; those of the process if not given.
+
+    Returns:
+        The exit code: 0 done, 1 nothing is predicted to fit, 2 bad input, 3 time ended the
+        search before it had a plan, 70 a fault of this program, 130 interrupted.
+    """
+    # the interpreter was at work before a command of its own process came here
+    begun_s = time.monotonic() - (time.process_time() if argv is None else 0.0)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:  # a KeyboardInterrupt may come while modules are loaded
+        from nest_megatron.report.console import prepare_streams
+
+        prepare_streams()
+        return _run(arguments, begun_s)
+    except KeyboardInterrupt:
+        print("Interrupted; nothing was written.", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - no user should see a traceback
+        from nest_megatron.report.failure import report
+
+        return report(error, arguments)
+
+
+def _run(arguments: list[str], begun_s: float) -> int:
+    import click
+
+    from nest_megatron.cli.commands import cli
+    from nest_megatron.errors import NestError
+    from nest_megatron.report.console import print_error
+
+    as_json = "--json" in arguments
+    try:
+        code = cli.main(args=arguments, prog_name=PROGRAM, standalone_mode=False, obj=begun_s)
+    except NestError as error:
+        print_error(error, as_json=as_json)
+        return error.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        return BAD_INPUT
+    except click.ClickException as error:
+        print_error(_usage(error), as_json=as_json)
+        return BAD_INPUT
+    except click.Abort as error:
+        raise KeyboardInterrupt from error
+    except SystemExit:  # click's answer to a reader that went away (``| head``)
+        return OK
+    return code if isinstance(code, int) else OK
+
+
+def _usage(error: object) -> Exception:
+    """A wrong option in the form of our own errors."""
+    from nest_megatron.errors import UserInputError
+
+    command = getattr(getattr(error, "ctx", None), "command_path", PROGRAM)
+    return UserInputError(
+        "command line",
+        value=command,
+        limit=error.format_message().rstrip("."),  # type: ignore[attr-defined]
+        fix=f"`{command} --help` shows the options and examples.",
+    )

@@ -1,0 +1,194 @@
+"""Shell completion of settings: keys, catalogue names and the values of a key."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+
+import click
+from click.shell_completion import (
+    BashComplete,
+    CompletionItem,
+    ZshComplete,
+    add_completion_class,
+    get_completion_class,
+)
+
+from nest_megatron.catalogue_files import catalogue_names
+from nest_megatron.config.schema import section_keys
+
+Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+
+_COMPLETE_VARIABLE = "_NEST_MEGATRON_COMPLETE"
+_BOOLEANS = ("true", "false")
+_POWERS = tuple(str(2**n) for n in range(7))
+_MODEL_KEYS = ("num_layers", "hidden_size", "seq_length", "vocab_size", "num_experts")
+_CLUSTER_KEYS = ("num_gpus", "oversubscription", "accelerator")
+#: Short texts of the records below, repeated so that completing loads none of them; a test
+#: compares them with the records.
+VALUES = {
+    "train.precision": ("bf16", "fp16", "fp32", "fp8", "nvfp4"),
+    "parallel.rank_order": ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"),
+    "parallel.zero_stage": ("0", "1", "2", "3"),
+    "parallel.sequence_parallel": _BOOLEANS,
+    "parallel.recompute_granularity": ("none", "selective", "full"),
+    "parallel.recompute_method": ("uniform", "block"),
+    "profile.mode": ("auto", "measure", "require", "analytic"),
+    "search.backend": ("kernel", "reference"),
+    "search.use_all_gpus": _BOOLEANS,
+    "cluster.num_gpus": tuple(str(8 * 2**n) for n in range(9)),
+    "cluster.oversubscription": ("1", "2", "4"),
+}
+
+
+def candidates(incomplete: str) -> list[str]:
+    """Settings that begin with what was typed.
+
+    >>> candidates("model=llama3_7")
+    ['model=llama3_70b']
+    """
+    key, equals, value = incomplete.partition("=")
+    if equals:
+        before, comma, last = value.rpartition(",")
+        return [f"{key}={before}{comma}{v}" for v in _values(key) if v.startswith(last)]
+    return [f"{name}=" for name in _keys() if name.startswith(incomplete)]
+
+
+def _keys() -> Iterable[str]:
+    yield from ("model", "cluster")
+    yield from (f"cluster.{name}" for name in _CLUSTER_KEYS)
+    yield from section_keys()
+    yield from (f"model.{name}" for name in _MODEL_KEYS)
+
+
+def _values(key: str) -> Iterable[str]:
+    if key in ("model", "cluster"):
+        return catalogue_names(key)
+    if key == "cluster.accelerator":
+        return catalogue_names("accelerator")
+    if key == "profile.name":
+        return _profile_names()
+    if key in VALUES:
+        return VALUES[key]
+    is_size = key.endswith("_size") and key.startswith(("parallel.", "search.max_", "train.micro"))
+    return _POWERS if is_size else ()
+
+
+def complete_override(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Candidates for a setting; keys that are already set are not offered again."""
+    typed = context.params.get("overrides") or ()
+    done = {text.partition("=")[0] for text in typed}
+    return [CompletionItem(c) for c in candidates(incomplete) if c.partition("=")[0] not in done]
+
+
+def complete_catalogue(group: str) -> Complete:
+    """Candidates for a name of the catalogue."""
+
+    def complete(
+        context: click.Context, parameter: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(n) for n in catalogue_names(group) if n.startswith(incomplete)]
+
+    return complete
+
+
+def complete_profile(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Candidates for the name of a profile."""
+    return [CompletionItem(name) for name in _profile_names() if name.startswith(incomplete)]
+
+
+def _profile_names() -> list[str]:
+    from nest_megatron.profile.store import all_entries
+
+    return [entry.name for entry in all_entries()]
+
+
+def complete_free(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Candidates for ``--free``: the flags that a plan sets, after the last comma."""
+    from nest_megatron.integrations.megatron_lm.job import PARALLEL_ARGUMENTS
+
+    before, comma, last = incomplete.rpartition(",")
+    names = [n for n in ("all", *PARALLEL_ARGUMENTS) if n.startswith(last)]
+    return [CompletionItem(f"{before}{comma}{name}") for name in names]
+
+
+def script(shell: str) -> str:
+    """The script that a shell evaluates."""
+    from nest_megatron.cli.commands import cli
+    from nest_megatron.errors import PROGRAM
+
+    found = get_completion_class(shell)
+    assert found is not None, "the command offers the shells that click knows"
+    return found(cli, {}, PROGRAM, _COMPLETE_VARIABLE).source()
+
+
+class _Bash(BashComplete):
+    """Bash cuts words at ``=``, and completes only what follows."""
+
+    source_template = """\
+%(complete_func)s() {
+    local IFS=$'\\n' item
+    COMPREPLY=($(env COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD \
+%(complete_var)s=bash_complete "$1"))
+    for item in "${COMPREPLY[@]}"; do
+        [[ $item == *= ]] && compopt -o nospace
+    done
+}
+complete -o default -F %(complete_func)s %(prog_name)s
+"""
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        """The finished words and the one at the cursor, put together again around ``=``."""
+        words = os.environ["COMP_WORDS"].split("\n")
+        position = int(os.environ["COMP_CWORD"])
+        whole: list[str] = []
+        for word in words[: position + 1]:
+            joins = whole and (word == "=" or (whole[-1].endswith("=") and "=" in whole[-1][1:]))
+            if joins:
+                whole[-1] += word
+            else:
+                whole.append(word)
+        return whole[1:-1], whole[-1] if position < len(words) else ""
+
+    def format_completion(self, item: CompletionItem) -> str:
+        """The candidate from the last ``=`` on, a closing one apart."""
+        value: str = item.value
+        _, equals, tail = value.rpartition("=")
+        return tail if equals and tail else value
+
+
+class _Zsh(ZshComplete):
+    """Zsh adds a space after a candidate unless told not to."""
+
+    source_template = """\
+#compdef %(prog_name)s
+
+%(complete_func)s() {
+    local -a found keys values
+    (( ! $+commands[%(prog_name)s] )) && return 1
+    found=("${(@f)$(env COMP_WORDS="${words[*]}" COMP_CWORD=$((CURRENT-1)) \
+%(complete_var)s=zsh_complete %(prog_name)s)}")
+    for type value help in $found; do
+        if [[ $value == *= ]]; then keys+=($value); else values+=($value); fi
+    done
+    (( $#keys )) && compadd -S '' -- $keys
+    (( $#values )) && compadd -- $values
+    [[ $type == file ]] && _path_files -f
+}
+
+if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
+    %(complete_func)s "$@"
+else
+    compdef %(complete_func)s %(prog_name)s
+fi
+"""
+
+
+add_completion_class(_Bash)
+add_completion_class(_Zsh)

@@ -1,0 +1,301 @@
+"""``plan`` and ``estimate``."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.overrides import Setting, parse, refuse_sweeps, split_launcher
+from nest_megatron.config.request import plan_request, read_inputs, read_space
+from nest_megatron.cost_model.memory import within_error
+from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
+from nest_megatron.files import check_output, is_standard_output
+from nest_megatron.integrations.megatron_lm.attach import with_launch
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
+from nest_megatron.plain import to_plain
+from nest_megatron.planner import EndedEarly, NoPlan, Progress
+from nest_megatron.planner import plan as find_plan
+from nest_megatron.report.console import command_lines, say, show, show_json
+from nest_megatron.units import Seconds
+
+if TYPE_CHECKING:
+    from nest_megatron.integrations.megatron_lm.command_request import CommandRequest
+
+
+def run_plan(
+    *,
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    from_command: str | None,
+    free: str,
+    megatron_version: str,
+    strict: bool,
+    multirun: bool,
+    shortlist: bool,
+    as_json: bool,
+    begun_s: Seconds | None = None,
+) -> int:
+    """Plan one job, or every job of a sweep, and print the result.
+
+    Args:
+        begun_s: when the command began (``time.monotonic``), for ``search.max_seconds``.
+    """
+    overrides, launcher = split_launcher(overrides)
+    settings = parse(overrides, config_dir)
+    for option, given in (("--free", free), ("--strict", strict)):
+        if given and from_command is None:
+            raise UserInputError(
+                option,
+                value=given,
+                limit="it goes with --from",
+                fix="Add --from with your command.",
+            )
+    if multirun:
+        from nest_megatron.cli.sweep import run_sweep
+
+        if shortlist:
+            raise UserInputError(
+                "--shortlist",
+                value="--multirun",
+                limit="it tells the plans of one job apart",
+                fix="Leave one of the two out.",
+            )
+        if from_command is not None:
+            raise UserInputError(
+                "--multirun",
+                value="--from",
+                limit="a command is planned by itself",
+                fix="Leave one of the two out.",
+            )
+        return run_sweep(settings, launcher, config_dir, as_json=as_json)
+    for setting in launcher:
+        raise UserInputError(
+            setting.key,
+            value=setting.value,
+            limit="a launcher runs the jobs of a sweep, and one job is planned",
+            fix="Add --multirun.",
+        )
+    refuse_sweeps(settings)
+    composed = compose(settings, config_dir)
+    check_out(composed)
+    if from_command is not None:
+        from nest_megatron.integrations.megatron_lm.command_request import read_request
+
+        text = sys.stdin.read() if from_command == "-" else from_command
+        names = [name for name in free.split(",") if name.strip()]
+        request = read_request(text, composed, free=names, version=megatron_version)
+        if strict:
+            _refuse_unknown(request)
+        return _plan_command(composed, request, begun_s, shortlist=shortlist, as_json=as_json)
+    found, notes = plan_job(composed, begun_s, shortlist=shortlist)
+    if not isinstance(found, ParallelPlan):
+        return _refuse(found, notes, as_json=as_json)
+    _write(found, composed)
+    if as_json:
+        show_json(to_plain(found))
+    else:
+        _show_plan(found, composed, notes)
+    return OK
+
+
+def plan_job(
+    composed: Composed,
+    begun_s: Seconds | None = None,
+    on_progress: Progress | None = None,
+    *,
+    shortlist: bool = False,
+) -> tuple[ParallelPlan | NoPlan | EndedEarly, tuple[str, ...]]:
+    """Plan a composed job; the notes say what was assumed.
+
+    Args:
+        begun_s: when its ``search.max_seconds`` began; ``None`` is now.
+        shortlist: whether to say which plans could be the fastest.
+    """
+    from nest_megatron.cli.progress import progress
+
+    begun_s = time.monotonic() if begun_s is None else begun_s
+    inputs = read_inputs(composed)
+    request = plan_request(composed.config, inputs, read_space(composed.config))
+    request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
+    with progress() as report:
+        found = find_plan(request, on_progress or report)
+    if isinstance(found, ParallelPlan):
+        found = with_launch(found, notes=inputs.notes)
+    return found, inputs.notes
+
+
+def run_estimate(*, overrides: Sequence[str], config_dir: Path | None, as_json: bool) -> int:
+    """Price one layout and print the prediction."""
+    from nest_megatron.config.layout import estimate_layout
+
+    settings = parse(overrides, config_dir)
+    refuse_sweeps(settings)
+    composed = compose(settings, config_dir)
+    check_out(composed)
+    inputs = read_inputs(composed)
+    found, notes = estimate_layout(composed, inputs)
+    found = with_launch(found, notes=notes)
+    _write(found, composed)
+    if as_json:
+        show_json(to_plain(found))
+    else:
+        _show_plan(found, composed, notes)
+    return OK if _may_fit(found) else NOTHING_FITS
+
+
+def _may_fit(plan: ParallelPlan) -> bool:
+    """Whether the peak exceeds the limit at most by what such predictions are wrong."""
+    predicted = plan.predicted
+    return predicted.fits or within_error(predicted.peak_memory_bytes, predicted.capacity_bytes)
+
+
+def check_out(composed: Composed) -> None:
+    """Refuse an ``out`` that must not be written, before the search.
+
+    The command has checked the text that was typed; other settings may complete it.
+
+    Raises:
+        UserInputError: as ``check_output`` does.
+    """
+    from nest_megatron.cli.command_kinds import forced
+
+    out = composed.config.out
+    if out is not None:
+        check_output("out", Path(out), force=forced())
+
+
+def _refuse_unknown(request: CommandRequest) -> None:
+    """Refuse a command with flags that Megatron-LM does not have."""
+    flags = [word for word in request.command.unknown if word.startswith("--")]
+    if flags:
+        raise UserInputError(
+            "--from",
+            value=" ".join(flags),
+            limit=f"Megatron-LM {request.command.version} has no such flag",
+            fix=" ".join(request.command.notes) or "Correct it, or leave --strict out.",
+        )
+
+
+def _plan_command(
+    composed: Composed,
+    request: CommandRequest,
+    begun_s: Seconds | None,
+    *,
+    shortlist: bool,
+    as_json: bool,
+) -> int:
+    from nest_megatron.cli.progress import progress
+
+    inputs = request.inputs
+    wanted = plan_request(composed.config, inputs, request.space)
+    wanted = dataclasses.replace(wanted, begun_s=begun_s, shortlist=shortlist)
+    with progress() as report:
+        found = find_plan(wanted, report)
+    if not isinstance(found, ParallelPlan):
+        return _refuse(found, inputs.notes, as_json=as_json)
+    if request.restored is not None:
+        request.restored.check(found, request.command.version)
+    found = plan_file.made_for(found, MEGATRON_LM, request.command.version, "plan --from")
+    found = with_launch(found, request.command, kept=request.kept_flags, notes=inputs.notes)
+    _write(found, composed)
+    if as_json:
+        show_json(to_plain(found))
+    else:
+        _show_command(found, composed, request)
+    return OK
+
+
+def without_plan(found: NoPlan | EndedEarly) -> tuple[int, dict[str, Any]]:
+    """The exit code of a job without a plan, and why there is none, for programs."""
+    if isinstance(found, NoPlan):
+        from nest_megatron.report.words import no_plan_verdict
+
+        said = no_plan_verdict(found.missing_bytes, found.capacity_bytes, found.search.not_modelled)
+        return NOTHING_FITS, {"no_plan": {"verdict": said, **to_plain(found)}}
+    return ENDED_EARLY, {"ended_early": to_plain(found)}
+
+
+def _refuse(found: NoPlan | EndedEarly, notes: Sequence[str], *, as_json: bool) -> int:
+    code, document = without_plan(found)
+    if as_json:
+        show_json(document)
+        return code
+    from nest_megatron.report.terminal import ended_report, no_plan_report, notes_report
+
+    report = no_plan_report(found) if isinstance(found, NoPlan) else ended_report(found)
+    show(report, notes_report(notes))
+    return code
+
+
+def _write(plan: ParallelPlan, composed: Composed) -> None:
+    if composed.config.out is not None:
+        plan_file.write(plan, Path(composed.config.out))
+
+
+def _show_plan(plan: ParallelPlan, composed: Composed, notes: Sequence[str]) -> None:
+    from nest_megatron.report.runners_up import shortlist_report
+    from nest_megatron.report.terminal import notes_report, plan_report
+
+    show(plan_report(plan), "")
+    if plan.shortlist is not None:
+        show(shortlist_report(plan), "")
+    if notes:
+        show(notes_report(notes))
+    _say_where(plan, composed)
+
+
+def _say_where(plan: ParallelPlan, composed: Composed) -> None:
+    out = composed.config.out
+    if out is not None and not is_standard_output(Path(out)):
+        shown = "prints the launch command" if plan.launch else "shows it again"
+        say(f"Written to {out}; `nest-megatron explain {out}` {shown}.")
+    predicted = plan.predicted
+    if not predicted.fits:
+        from nest_megatron.report.words import memory_verdict
+
+        verdict = memory_verdict(
+            predicted.peak_memory_bytes, predicted.capacity_bytes, plan.search.not_modelled
+        )
+        print(f"{verdict[0].upper()}{verdict[1:]} on the fullest GPU.", file=sys.stderr)
+
+
+def _show_command(plan: ParallelPlan, composed: Composed, request: CommandRequest) -> None:
+    from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten
+    from nest_megatron.report.runners_up import shortlist_report
+    from nest_megatron.report.terminal import changes_table, notes_report, plan_report
+
+    changes = rewritten(plan, request.command, request.kept_flags).changes
+    show(plan_report(plan), "")
+    if plan.shortlist is not None:
+        show(shortlist_report(plan), "")
+    if changes:
+        show(
+            "Changes to your command\n",
+            changes_table((c.flag, c.before, c.after, c.reason) for c in changes),
+        )
+    else:
+        show("Your command is already the plan.")
+    say("\nThe command\n")
+    launch = plan.launch[LAUNCHER]
+    own = {**request.command.environment}
+    unset = [name for name, value in launch.environment.items() if value is None]
+    own |= {name: value for name, value in launch.environment.items() if value is not None}
+    kept = [(name, value) for name, value in own.items() if name not in unset]
+    words = [*request.command.launcher, *filter(None, [request.command.script]), *launch.argv]
+    say(command_lines(words, kept))
+    say()
+    notes = [*request.inputs.notes, *(f"{name} must not be set." for name in unset)]
+    if notes:
+        show(notes_report(notes))
+    _say_where(plan, composed)
+
+
+def describe(settings: Sequence[Setting]) -> str:
+    """Settings as they were typed."""
+    return " ".join(str(setting) for setting in settings)

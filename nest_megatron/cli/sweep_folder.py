@@ -1,0 +1,154 @@
+"""The folder of a sweep: its jobs, and the result of each, written by whoever ran it.
+
+``.jobs/list.json`` names the jobs of the sweep in their order; ``.jobs/KEY.json`` is the result of
+one. The key covers what the job consists of and the version that plans it, so that a sweep that was
+ended, or that grew, finds again what is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nest_megatron import __version__
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import Setting
+from nest_megatron.documents import read_json
+from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, UserInputError
+from nest_megatron.files import write_text
+from nest_megatron.plain import to_plain
+
+_JOBS, _LIST = ".jobs", "list.json"
+#: What a sweep leaves in its folder beside the plans.
+TABLES = ("sweep.csv", "sweep.parquet", "sweep.svg")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepJob:
+    """One job of a sweep.
+
+    Args:
+        settings: all its settings, as typed.
+        varied: those of them in which the sweep's jobs differ.
+        key: what it consists of, in one word.
+    """
+
+    settings: tuple[Setting, ...]
+    varied: tuple[Setting, ...]
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepResult:
+    """How a job ended.
+
+    Args:
+        code: its exit code, as ``nest-megatron plan`` would have had it.
+        document: ``plan``, ``no_plan`` or ``error`` with its fields.
+    """
+
+    code: int
+    document: dict[str, Any]
+
+
+def sweep_job(
+    settings: tuple[Setting, ...], varied: tuple[Setting, ...], config_dir: Path | None
+) -> SweepJob:
+    """A job with its key: the composed values, files of the user included."""
+    try:
+        values: object = to_plain(compose(settings, config_dir).config)
+    except UserInputError as error:  # its result is the error, and is never kept
+        values = [str(error), *map(str, settings)]
+    text = json.dumps([__version__, values], sort_keys=True, default=str)
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return SweepJob(settings=settings, varied=varied, key=key)
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[None]:
+    """Make a sweep's folder and keep it to one sweep at a time.
+
+    Raises:
+        UserInputError: if it cannot be made, or another sweep is at work in it.
+    """
+    from filelock import FileLock, Timeout
+
+    taken = [name for name in TABLES if (folder / name).exists()]
+    if taken and not (folder / _JOBS).is_dir():
+        raise UserInputError(
+            "out",
+            value=str(folder),
+            limit=f"it holds {', '.join(taken)}, and no sweep was run in it",
+            fix="Name another folder.",
+        )
+    try:
+        folder.mkdir(exist_ok=True)
+        (folder / _JOBS).mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserInputError(
+            "out",
+            value=str(folder),
+            limit=f"with --multirun it is a folder, and it cannot be made: {error.strerror}",
+            fix="Name a folder inside one that is there.",
+        ) from error
+    lock = FileLock(folder / _JOBS / "lock")
+    try:
+        with lock.acquire(timeout=0):
+            yield
+    except Timeout as error:
+        raise UserInputError(
+            "out",
+            value=str(folder),
+            limit="another sweep is writing into it",
+            fix="Wait for it, or name another folder.",
+        ) from error
+
+
+def write_list(folder: Path, jobs: Sequence[SweepJob], config_dir: Path | None) -> None:
+    """Write what the sweep consists of, for the processes that run its jobs."""
+    listed = [
+        {"key": job.key, "settings": [[s.key, s.value] for s in job.settings]} for job in jobs
+    ]
+    where = None if config_dir is None else str(config_dir.expanduser().resolve())
+    text = json.dumps({"config_dir": where, "jobs": listed}, indent=1)
+    write_text(folder / _JOBS / _LIST, text)
+
+
+def read_job(folder: Path, number: int) -> tuple[SweepJob, Path | None]:
+    """A job of the list, and the folder of the user's own files."""
+    listed = read_json(folder / _JOBS / _LIST, "sweep")
+    job = listed["jobs"][number]
+    settings = tuple(Setting(key=key, value=value) for key, value in job["settings"])
+    config_dir = listed["config_dir"]
+    found = SweepJob(settings=settings, varied=(), key=job["key"])
+    return found, None if config_dir is None else Path(config_dir)
+
+
+def write_result(folder: Path, job: SweepJob, result: SweepResult) -> None:
+    """Keep how a job ended."""
+    text = json.dumps({"code": result.code, "document": result.document}, default=str)
+    write_text(folder / _JOBS / f"{job.key}.json", text)
+
+
+def read_result(folder: Path, job: SweepJob) -> SweepResult | None:
+    """How a job ended, if it did; a file that cannot be read counts as none."""
+    try:
+        fields = read_json(folder / _JOBS / f"{job.key}.json", "sweep")
+        return SweepResult(code=fields["code"], document=fields["document"])
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+def is_done(folder: Path, job: SweepJob) -> bool:
+    """Whether a job need not run again.
+
+    One with bad input runs again, for its files may change; and so does one that time ended without
+    a plan, for the machine may be less busy.
+    """
+    result = read_result(folder, job)
+    return result is not None and result.code not in (BAD_INPUT, ENDED_EARLY)

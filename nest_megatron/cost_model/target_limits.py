@@ -1,0 +1,63 @@
+"""What NeMo and Megatron-Bridge can be told, and what a plan leaves to their jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nest_megatron.cost_model.target_defaults import BRIDGE_0_3, BRIDGE_2026, NEMO
+
+#: Field of ``Execution`` -> why no recipe of NeMo 2.x can have it.
+NEMO_LACKS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
+        "NeMo's training step makes no schedule of two micro batches (build_schedule_plan)",
+    ),
+    "hierarchical_context_parallel_sizes": "NeMo makes no process groups of two levels",
+}
+#: Field of ``Execution`` -> why a plan switches it off, but not on.
+OF_THE_JOB: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("cuda_graph_impl", "cuda_graph_scope"),
+        "CUDA graphs need the job's own RNG tracker (use_te_rng_tracker) and NCCL_GRAPH_REGISTER=0",
+    ),
+    "offload_modules": "offloaded modules need NVTE_CPU_OFFLOAD_V1=1 where the job is launched",
+}
+_STATES_IN = (
+    "{0}.use_precision_aware_optimizer=True {0}.exp_avg_dtype=torch.{1} "
+    "{0}.exp_avg_sq_dtype=torch.{1}"
+)
+_GRADIENTS, _WEIGHTS = "--grad-reduce-in-bf16", "--fp8-param-gather"
+_STATES = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+_FP8_STATES = _STATES.replace("bf16", "fp8")
+_CAPACITY = "--moe-expert-capacity-factor 1.0"
+_FP4 = "--fp4-format e2m1 --fp4-recipe nvfp4"
+_FP8 = {
+    f"--fp8-format {each} --fp8-recipe {recipe}": (each, recipe)
+    for each, recipe in (("hybrid", "tensorwise"), ("e4m3", "blockwise"), ("e4m3", "mxfp8"))
+}
+
+
+def _in(precision: str, optimizer: str, model: str) -> dict[str, str]:
+    """What a user sets in the place of flags, where each configuration lies."""
+    formats = {
+        flags: f"{precision}.fp8={each} {precision}.fp8_recipe={recipe}"
+        for flags, (each, recipe) in _FP8.items()
+    }
+    return {
+        _GRADIENTS: f"{precision}.grad_reduce_in_fp32=False",
+        _STATES: _STATES_IN.format(optimizer, "bfloat16"),
+        _FP8_STATES: _STATES_IN.format(optimizer, "uint8"),
+        _WEIGHTS: f"{precision}.fp8_param_gather=True",
+        _CAPACITY: f"{model}.moe_expert_capacity_factor=1.0",
+        **formats,
+        _FP4: f"{precision}.fp4=e2m1 {precision}.fp4_recipe=nvfp4",
+    }
+
+
+_IN_BRIDGE = _in("mixed_precision", "optimizer", "model")
+#: Framework (``Target.fitted``) -> what its user sets in the place of flags of ``NUMERIC_KNOBS``.
+NUMERIC_FIELDS: Mapping[str, Mapping[str, str]] = {
+    NEMO.fitted: _in("trainer.plugins", "optim.config", "model.config"),
+    BRIDGE_0_3.fitted: _IN_BRIDGE,
+    BRIDGE_2026.fitted: _IN_BRIDGE,
+}

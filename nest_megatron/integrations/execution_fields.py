@@ -1,0 +1,247 @@
+"""How layers are carried out, in the fields of NeMo's and Megatron-Bridge's configurations.
+
+Both keep megatron-core's own names in the model's configuration, and copy some of them from an
+object of overlap settings over it, which takes what is unset there as off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nest_megatron.cost_model.execution_flags import execution_of
+from nest_megatron.cost_model.target_limits import NEMO_LACKS, OF_THE_JOB
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.fields import ABSENT, Wanted, find
+from nest_megatron.integrations.megatron_lm.attach import launch_request
+from nest_megatron.integrations.megatron_lm.incompatible_options import contradicted
+from nest_megatron.model.execution import PLAIN, ContextTraffic, Execution, GraphImpl
+from nest_megatron.parallel.execution_argv import (
+    EXECUTION_ARGUMENTS,
+    EXECUTION_FIELDS,
+)
+from nest_megatron.parallel.knobs import KNOBS, execution_reason
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.plain import to_plain
+
+#: Settings that such an object has, where it has them: NeMo's has the first alone.
+OVERLAPPED = ("tp_comm_overlap", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
+NEMO_LACKS_CALLBACK = "only MegatronCommOverlapCallback makes the user buffers, and there is none"
+BRIDGE_LACKS_LEVELS = "dist.use_decentralized_pg makes no process groups of two levels"
+_OF_EXPERTS = frozenset(knob.name for knob in KNOBS if knob.of_experts)
+_LEVELS = "hierarchical_context_parallel_sizes"
+#: Switch of megatron-core's configuration that no command line has.
+_OFFLOADS = "cpu_offloading"
+_BESIDE: Mapping[str, tuple[str, ...]] = {"cpu_offloading_num_layers": (_OFFLOADS,)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutionPlaces:
+    """Where a configuration says how layers are carried out.
+
+    Args:
+        model: path of the model's configuration.
+        overlap: paths of the objects whose ``OVERLAPPED`` the framework copies over it.
+        lacks: field of ``Execution`` -> why the framework cannot have it here.
+        forced: settings that something puts over the model's as training starts.
+        version: the release of megatron-core.
+    """
+
+    model: str
+    overlap: tuple[str, ...] = ()
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    forced: Mapping[str, object] = field(default_factory=dict)
+    version: str = "0.16.1"
+
+    def paths(self, root: Any, argument: str) -> tuple[str, ...]:
+        """Paths of a setting that counts."""
+        inside = (f"{path}.{argument}" for path in self.overlap if argument in OVERLAPPED)
+        found = tuple(path for path in inside if find(root, path) is not ABSENT)
+        return found or (f"{self.model}.{argument}",)
+
+    def can_state(self, root: Any) -> frozenset[str]:
+        """Fields of ``Execution`` that a plan can write there."""
+        return frozenset(
+            knob.name
+            for knob in KNOBS
+            if knob.name not in {*self.lacks, *OF_THE_JOB}
+            and any(self.present(root, _arguments_of(knob.name)))
+        )
+
+    def present(self, root: Any, arguments: Iterable[str]) -> Iterator[str]:
+        """Those settings that the configuration has."""
+        for argument in arguments:
+            if any(find(root, path) is not ABSENT for path in self.paths(root, argument)):
+                yield argument
+
+
+def stated_execution(root: Any, places: ExecutionPlaces) -> dict[str, Any]:
+    """What a configuration means by these settings, by Megatron's names.
+
+    What is unset is off, and so is what the framework lacks, whatever the configuration says.
+    """
+    found = {name: _meant(root, places, name) for name in EXECUTION_FIELDS}
+    if find(root, f"{places.model}.{_OFFLOADS}") is False:
+        found["cpu_offloading_num_layers"] = 0
+    if _LEVELS in places.lacks and _first(found["cp_comm_type"]) == ContextTraffic.A2A_P2P:
+        found["cp_comm_type"] = None
+    return found
+
+
+def unforced(root: Any, places: ExecutionPlaces) -> dict[str, Any]:
+    """What the model's configuration itself says of the settings that something puts over it."""
+    own = dataclasses.replace(places, forced={})
+    return {name: _meant(root, own, name) for name in places.forced}
+
+
+def _meant(root: Any, places: ExecutionPlaces, argument: str) -> Any:
+    if EXECUTION_FIELDS[argument] in places.lacks:
+        return False
+    if argument in places.forced:
+        return places.forced[argument]
+    value = find(root, places.paths(root, argument)[0])
+    return False if value is ABSENT or value is None else value
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list | tuple) and value else value
+
+
+def execution_fields(root: Any, plan: ParallelPlan, places: ExecutionPlaces) -> Iterator[Wanted]:
+    """What carries layers out as they were priced, where the configuration means otherwise.
+
+    Raises:
+        UserInputError: for a choice of the plan that the framework lacks.
+    """
+    wanted = launch_request(plan, version=places.version).execution
+    stated = stated_execution(root, places)
+    meant = execution_of(stated)
+    raw = _raw(root, places)
+    refused = contradicted(plan, raw, places.version)
+    for names in EXECUTION_ARGUMENTS.values():
+        fields = dict.fromkeys(EXECUTION_FIELDS[name] for name in names)
+        if not plan.model.is_moe and _OF_EXPERTS.issuperset(fields):
+            continue
+        _refuse_lacking(wanted, meant, fields, places)
+        differs = any(_differs(wanted, meant, stated, name) for name in fields)
+        differs |= "cp_comm_type" in fields and _has_idle_levels(raw, wanted)
+        for name in fields:
+            for argument in _written(root, name, places, wanted, differs=differs):
+                reason = refused.get(argument) or _reason(wanted, meant, name, places)
+                value = execution_value(wanted, argument, places.version)
+                for path in places.paths(root, argument):
+                    yield Wanted(path=path, value=value, reason=reason)
+
+
+def _differs(wanted: Execution, meant: Execution, stated: Mapping[str, Any], name: str) -> bool:
+    """Whether a field is other than the plan has it, or a switch would be beside the plan's."""
+    value = getattr(wanted, name)
+    idle = isinstance(value, bool) and bool(stated[name]) != value
+    return idle or bool(getattr(meant, name) != value)
+
+
+def _has_idle_levels(raw: Mapping[str, Any], wanted: Execution) -> bool:
+    """Whether a framework that makes no two levels would train without context parallelism."""
+    kind = ContextTraffic.A2A_P2P
+    return bool(_first(raw.get("cp_comm_type")) == kind and wanted.cp_comm_type is not kind)
+
+
+def execution_items(plan: ParallelPlan) -> dict[str, Any]:
+    """The same choices by Megatron's names, whatever the job has, in plain values."""
+    request = launch_request(plan)
+    return {
+        knob.name: execution_value(request.execution, knob.name, request.version) for knob in KNOBS
+    }
+
+
+def _raw(root: Any, places: ExecutionPlaces) -> dict[str, Any]:
+    values = {name: find(root, places.paths(root, name)[0]) for name in EXECUTION_FIELDS}
+    return {name: value for name, value in values.items() if value not in (ABSENT, None, "")}
+
+
+def _written(
+    root: Any, name: str, places: ExecutionPlaces, wanted: Execution, *, differs: bool
+) -> tuple[str, ...]:
+    """Settings of a field that are set: those that exist, or the one that is missed."""
+    names = [*_arguments_of(name), *_BESIDE.get(name, ())]
+    present = tuple(places.present(root, names))
+    if not differs:
+        return present if name in places.lacks else ()
+    return present or ((name,) if _is_asked(wanted, name) else ())
+
+
+def _is_asked(wanted: Execution, name: str) -> bool:
+    return bool(getattr(wanted, name) != getattr(PLAIN, name))
+
+
+def _refuse_lacking(
+    wanted: Execution, meant: Execution, fields: Iterable[str], places: ExecutionPlaces
+) -> None:
+    for name, why in {**OF_THE_JOB, **places.lacks}.items():
+        value = getattr(wanted, name)
+        if name in fields and _is_asked(wanted, name) and value != getattr(meant, name):
+            raise UserInputError(
+                name,
+                value=value,
+                limit=why,
+                fix="Plan this job, or plan for its framework (target=).",
+            )
+
+
+def execution_value(wanted: Execution, argument: str, version: str) -> Any:
+    """A setting as megatron-core's configuration has it."""
+    if argument in ("moe_enable_deepep", "enable_cuda_graph", "external_cuda_graph"):
+        return False  # older names of what is stated beside them
+    if argument == _OFFLOADS:
+        return wanted.cpu_offloading_num_layers > 0
+    if argument == "fine_grained_activation_offloading":
+        return bool(wanted.offload_modules)
+    name = EXECUTION_FIELDS[argument]
+    if name in ("cuda_graph_impl", "cuda_graph_scope"):
+        wanted = _graphs_of(wanted, version)
+    value = to_plain(getattr(wanted, name))
+    return None if value == [] and name != "cuda_graph_scope" else value
+
+
+def _graphs_of(wanted: Execution, version: str) -> Execution:
+    """0.16.1 spells a graph of the whole step as a scope of its own graphs (args:1432)."""
+    if wanted.cuda_graph_impl is not GraphImpl.FULL_ITERATION or not version.startswith("0.16"):
+        return wanted
+    scope = (GraphImpl.FULL_ITERATION.value,)
+    return dataclasses.replace(wanted, cuda_graph_impl=GraphImpl.LOCAL, cuda_graph_scope=scope)
+
+
+def _reason(wanted: Execution, meant: Execution, name: str, places: ExecutionPlaces) -> str:
+    if name in places.lacks:
+        return places.lacks[name]
+    if _is_asked(wanted, name):
+        return execution_reason(name)
+    if getattr(wanted, name) == getattr(meant, name):
+        beside = "belongs to the choice beside it"
+        return places.lacks.get(_LEVELS, beside) if name == "cp_comm_type" else beside
+    return "this plan is priced without it"
+
+
+def _arguments_of(field_name: str) -> list[str]:
+    return [name for name, of in EXECUTION_FIELDS.items() if of == field_name]
+
+
+def framework_table() -> str:
+    """Where both frameworks have each choice, as ``docs/knobs.md`` lists them."""
+    rows = ["| Choice | NeMo 2.7 | Megatron-Bridge |", "|---" * 3 + "|"]
+    for knob in KNOBS:
+        nemo = NEMO_LACKS.get(knob.name)
+        own = f"`model.config.{knob.name}`"
+        if knob.name == "tp_comm_overlap":
+            own = f"`{knob.name}` of `MegatronCommOverlapCallback`; not without it"
+        bridge = f"`model.{knob.name}`"
+        if knob.name in OVERLAPPED:
+            bridge = f"`comm_overlap.{knob.name}`, without that object {bridge}"
+        if knob.name == _LEVELS:
+            bridge = f"{bridge}; not with `dist.use_decentralized_pg`"
+        if knob.name in OF_THE_JOB:
+            own = bridge = "left to the job"
+        rows.append(f"| `{knob.name}` | {f'no: {nemo}' if nemo else own} | {bridge} |")
+    return "\n".join(rows)

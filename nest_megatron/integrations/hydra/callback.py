@@ -1,0 +1,92 @@
+"""Plan before an application starts, so that a job without a plan ends at once.
+
+Hydra's launchers carry callbacks to the processes that run the jobs; there the import of this
+module makes ``${nest:NAME}`` known.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+
+from nest_megatron.errors import settings_typed_as
+from nest_megatron.integrations.hydra.resolver import register
+
+register()
+
+_PLAN_FILE = "nest_plan.yaml"
+#: Before a setting of the planning job on the application's command line.
+_PREFIX = "+nest.overrides."
+
+
+class PlanBeforeJob(Callback):
+    """Find the plan of each job, say what it is, and keep it beside the job's output."""
+
+    def on_run_start(self, config: Any, *, config_name: str | None = None, **_: Any) -> None:
+        """Make sure that the application has the planned fields, and would read them."""
+        from nest_megatron.integrations.hydra.own_fields import require_own_fields
+        from nest_megatron.integrations.hydra.view import view_of
+        from nest_megatron.report.failure import ending_on_errors
+
+        with settings_typed_as(_PREFIX), ending_on_errors():
+            own = _without_us(config_name)
+            if own is not None:
+                require_own_fields(view_of(config), own)
+
+    on_multirun_start = on_run_start
+
+    def on_job_start(self, config: Any, **_: Any) -> None:
+        """Plan; any failure ends the process, since Hydra makes warnings of callbacks' errors."""
+        from omegaconf import OmegaConf
+
+        from nest_megatron.integrations.hydra.plans import PLANS
+        from nest_megatron.integrations.hydra.ranks import require_same_job
+        from nest_megatron.integrations.hydra.size import is_first, launched
+        from nest_megatron.integrations.hydra.view import view_of
+        from nest_megatron.integrations.plan_output import plan_output
+        from nest_megatron.report.failure import ending_on_errors
+
+        with settings_typed_as(_PREFIX), ending_on_errors():
+            view, environment = view_of(config), launched(os.environ)
+            number = OmegaConf.select(config, "hydra.job.num", default=0)  # unset without -m
+            require_same_job(view, number, environment)
+            path = Path(config.hydra.runtime.output_dir, _PLAN_FILE)
+            if is_first(environment):
+                path = plan_output(view.settings.out, [view.settings.plan]) or path
+            found = PLANS.of(config)
+            if is_first(environment):
+                _tell(found, view)
+                _keep(found, path)
+
+
+def _without_us(config_name: str | None) -> Any:
+    """The application's configuration without any override, or ``None`` if it needs some."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+
+    loader = GlobalHydra.instance().config_loader()
+    try:
+        config = loader.load_configuration(config_name, overrides=[], run_mode=RunMode.RUN)
+    except HydraException:
+        return None
+    return OmegaConf.to_container(config, resolve=False)
+
+
+def _tell(found: Any, view: Any) -> None:
+    from nest_megatron.integrations.hydra.report import app_report
+    from nest_megatron.report.console import show
+
+    show(app_report(found, view))
+
+
+def _keep(found: Any, path: Path) -> None:
+    from nest_megatron.parallel import plan_file
+    from nest_megatron.report.console import say
+
+    plan_file.write(found.plan, path)
+    say(f"nest: the full plan is in {path} (`nest-megatron explain` shows it)")

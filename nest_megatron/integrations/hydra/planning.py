@@ -1,0 +1,143 @@
+"""A plan for an application: searched, or pinned and compared."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from nest_megatron.cluster.discovery import local_gpus
+from nest_megatron.config.cluster_detection import Surroundings, processes_per_host, surroundings
+from nest_megatron.config.compose import compose
+from nest_megatron.config.launch import Mode
+from nest_megatron.config.request import plan_request, with_times
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.execution_fields import execution_items
+from nest_megatron.integrations.field_mapping import planned_items
+from nest_megatron.integrations.hydra.expressible_space import (
+    planned_execution,
+    require_room,
+    space_of,
+)
+from nest_megatron.integrations.hydra.ranks import require_decided
+from nest_megatron.integrations.hydra.read import read_app
+from nest_megatron.integrations.hydra.size import is_launched, num_gpus
+from nest_megatron.integrations.hydra.view import AppView
+from nest_megatron.integrations.megatron_lm.command_request import Wishes, job_request
+from nest_megatron.integrations.megatron_lm.job import MegatronJob
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner import plan as find_plan
+from nest_megatron.planner.pins import Found, PinnedPlan, read_pinned, require_same_job
+from nest_megatron.report.failure import require_plan
+
+#: Runners-up that are ranked unless ``search.num_alternatives`` says otherwise.
+_RUNNERS_UP = 3
+#: The application's own fields say which ZeRO stages it has (``room.zero_stages``).
+_FREE = Wishes(free=("use_megatron_fsdp",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppPlan:
+    """An application's plan.
+
+    Args:
+        values: what ``${nest:NAME}`` is.
+        notes: what was assumed, one sentence each.
+    """
+
+    plan: ParallelPlan
+    values: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+
+def plan_app(view: AppView, environment: Mapping[str, str]) -> AppPlan:
+    """Find the plan of an application, in a process with these variables.
+
+    Raises:
+        NestError: if there is none that the application can carry out.
+    """
+    view.require_places()
+    size = num_gpus(view, environment)
+    if view.settings.mode is Mode.PINNED:
+        plan, job, notes = _pinned(view, size, environment)
+    else:
+        plan, job, notes = _searched(view, size, environment)
+    require_room(plan, view, job)
+    values = {
+        **planned_items(plan),
+        **execution_items(plan),
+        "data_parallel_size": plan.parallel.data_parallel_size,
+        "num_gpus": plan.placement.num_gpus,
+    }
+    return AppPlan(plan=plan, values=MappingProxyType(values), notes=notes)
+
+
+def _searched(
+    view: AppView, size: int, environment: Mapping[str, str]
+) -> tuple[ParallelPlan, MegatronJob, tuple[str, ...]]:
+    place = _place(view, size, environment)
+    composed = place.composed
+    spec, job = read_app(view, composed)
+    wishes = dataclasses.replace(_FREE, can_state=planned_execution(view))
+    inputs, own, _ = job_request((spec, job), place.cluster, composed, wishes)
+    inputs = dataclasses.replace(inputs, notes=(*inputs.notes, *place.notes))
+    space = space_of(own, view, spec, job)
+    wanted = plan_request(composed.config, with_times(inputs, composed), space)
+    if "search.num_alternatives" not in composed.given:
+        wanted = dataclasses.replace(wanted, num_alternatives=_RUNNERS_UP)
+    found = require_plan(find_plan(wanted), inputs.notes)
+    require_decided(found, wanted.max_seconds)
+    found = plan_file.made_for(found, "a Hydra application", None, "+nest=auto")
+    return found, job, inputs.notes
+
+
+def _place(view: AppView, size: int, environment: Mapping[str, str]) -> Surroundings:
+    settings = view.settings.settings(size)
+    return surroundings(settings, size, environment, dry_run=not is_launched(environment))
+
+
+def _pinned(
+    view: AppView, size: int, environment: Mapping[str, str]
+) -> tuple[ParallelPlan, MegatronJob, tuple[str, ...]]:
+    if view.settings.plan is None:
+        raise UserInputError(
+            "nest.plan",
+            value=None,
+            limit="+nest=pinned launches a reviewed plan",
+            fix="Name it: nest.plan=FILE (`nest-megatron pin` makes one).",
+        )
+    pinned = read_pinned(Path(view.settings.plan).expanduser())
+    spec, job = read_app(view, compose(view.settings.settings(None)))
+    require_same_job(pinned, _found(view, pinned, (spec, job), size, environment))
+    who = f"Pinned {pinned.pin.created} by {pinned.pin.by}."
+    return pinned.plan, job, (who,)
+
+
+def _found(
+    view: AppView,
+    pinned: PinnedPlan,
+    model_and_job: tuple[TransformerSpec, MegatronJob],
+    size: int,
+    environment: Mapping[str, str],
+) -> Found:
+    """What is known of the job that is about to run."""
+    spec, job = model_and_job
+    named = view.settings.cluster is not None
+    here = is_launched(environment)
+    return Found(
+        spec=spec,
+        num_gpus=size,
+        cluster=_place(view, size, environment).cluster if named else None,
+        gpus=local_gpus() if here and not named else None,
+        gpus_per_host=processes_per_host(environment) if here else None,
+        global_batch_size=job.global_batch_size,
+        precision=job.precision,
+        tensor_model_parallel_size=pinned.plan.parallel.tensor_model_parallel_size,
+        megatron_lm=pinned.pin.megatron_lm,  # an application has a Megatron of its own
+        memory_flags=job.memory_flags,
+    )

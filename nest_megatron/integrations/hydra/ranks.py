@@ -1,0 +1,91 @@
+"""The same plan on all ranks of a Hydra application.
+
+Every rank composes and plans for itself. The search is deterministic, so equal configurations give
+equal plans, but for two things that a host may have of its own: the time that ended a search, and
+what lies on its disks and in its sockets. The first is refused. For the second, ranks under
+``torchrun`` leave digests of their configuration and of their plan in the agent's store: whoever
+finds another there stops.
+Nobody waits for anybody, since an application may read its configuration on some ranks only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.field_mapping import planned_items
+from nest_megatron.integrations.hydra.view import AppView
+from nest_megatron.parallel.plan import ParallelPlan
+
+_TIMEOUT_S = 60.0
+
+
+def require_decided(plan: ParallelPlan, max_seconds: float) -> None:
+    """Refuse a plan that depends on how fast its rank searched.
+
+    Raises:
+        UserInputError: if the time limit ended the search of a job with several ranks.
+    """
+    if plan.search.certificate == "gap":
+        raise UserInputError(
+            "search.max_seconds",
+            value=max_seconds,
+            limit="it ended the search, and every rank searches for itself: they could arrive at "
+            "different plans",
+            fix="Raise it with +nest.overrides.search.max_seconds=600, or plan once with "
+            "`nest-megatron plan`, pin the plan and launch with +nest=pinned.",
+        )
+
+
+def require_same_plan(plan: ParallelPlan, job: str, environment: Mapping[str, str]) -> bool:
+    """Compare this rank's plan with the others', where there is a place to meet.
+
+    Args:
+        job: a digest of the configuration, so that each of several jobs is compared with itself.
+
+    Returns:
+        Whether there was such a place: the store of ``torchrun``.
+
+    Raises:
+        NoAgreementError: if another rank has arrived at another plan, with what differs.
+    """
+    items = {"num_gpus": plan.placement.num_gpus, **planned_items(plan)}
+    return _require_like_first(
+        environment,
+        f"plan of {job}",
+        {name: repr(value) for name, value in items.items()},
+        head="the ranks have found different plans",
+        advice="The hosts differ in GPUs, profiles or versions. Plan once with `nest-megatron "
+        "plan`, pin the plan and launch with +nest=pinned",
+    )
+
+
+def require_same_job(view: AppView, number: object, environment: Mapping[str, str]) -> bool:
+    """Compare this rank's configuration and versions with the others', as ``require_same_plan``.
+
+    Args:
+        number: of the job among those that this process runs.
+    """
+    from nest_megatron.integrations.megatron_lm.same_job import fields, versions
+
+    may_differ = (*view.settings.may_differ, "nest.out")
+    mine = {**versions(), **fields(view.raw, "", may_differ)}
+    return _require_like_first(environment, f"configuration of job {number}", mine)
+
+
+def _require_like_first(
+    environment: Mapping[str, str], name: str, mine: Mapping[str, str], **words: str
+) -> bool:
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False
+    from nest_megatron.integrations.megatron_lm.like_first import require_like_first
+    from nest_megatron.integrations.megatron_lm.rendezvous import Place, connect_store
+
+    place = Place(
+        rank=int(environment["RANK"]),
+        world_size=int(environment["WORLD_SIZE"]),
+        environment=environment,
+        patience_s=_TIMEOUT_S,
+    )
+    require_like_first(connect_store(place), place, name, mine, **words)
+    return True

@@ -1,0 +1,36 @@
+"""``${nest:NAME}``: a value of the plan, found when it is read.
+
+Every Hydra application on the machine imports this module, so it imports nothing itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def register() -> None:
+    """Make the resolver known to OmegaConf; doing so twice is doing so once."""
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver("nest", value_of, replace=True)
+
+
+def value_of(name: str, *, _root_: Any) -> Any:
+    """A value of the plan for the configuration that asks.
+
+    Raises:
+        NestError: if there is no plan, or it has no such value.
+    """
+    from nest_megatron.errors import UserInputError, nearest
+    from nest_megatron.integrations.hydra.plans import PLANS
+
+    values = PLANS.of(_root_).values
+    if name not in values:
+        raise UserInputError(
+            f"${{nest:{name}}}",
+            value=None,
+            limit="a plan has no such value",
+            fix=nearest(name, values),
+        )
+    value = values[name]
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,78 @@
+"""What rank 0 prints of a plan that is about to run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from nest_megatron.integrations.fields import shown
+from nest_megatron.integrations.megatron_lm.rewrite import Change
+from nest_megatron.parallel.diff import Change as FieldChange
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.report.terminal import changes_table, notes_report, summary
+from nest_megatron.report.words import proof
+from nest_megatron.units import Seconds, format_seconds
+
+
+def launched_report(
+    plan: ParallelPlan, changes: Iterable[Change], notes: Sequence[str]
+) -> RenderableType:
+    """The plan in a few lines, what it changes in the job's flags and why, and what was assumed."""
+    rows = [(change.flag, change.before, change.after, change.reason) for change in changes]
+    return _report(plan, rows, notes, "flags")
+
+
+def fields_report(
+    plan: ParallelPlan, changes: Iterable[FieldChange], notes: Sequence[str] = ()
+) -> RenderableType:
+    """The same for a job whose configuration has fields instead of flags."""
+    rows = [
+        (change.field, _shown(change.before), _shown(change.after), change.reason)
+        for change in changes
+    ]
+    return _report(plan, rows, notes, "fields")
+
+
+def _report(
+    plan: ParallelPlan,
+    rows: Sequence[tuple[str, str | None, str | None, str]],
+    notes: Sequence[str],
+    what: str,
+) -> RenderableType:
+    parts: list[RenderableType] = [Text("nest: this job runs as"), Padding(summary(plan), (0, 2))]
+    parts.append(Padding(Text(proof(plan)), (0, 2)))
+    if rows:
+        parts += [Text(f"nest: changes to its {what}"), changes_table(rows)]
+    else:
+        parts.append(Text(f"nest: its {what} are already the plan"))
+    if notes:
+        parts.append(notes_report(notes))
+    return Group(*parts)
+
+
+def _shown(value: object) -> str | None:
+    return None if value is None else shown(value)
+
+
+_KEPT = "nest: what your flags cost, by shortest predicted steps ({} with all)"
+
+
+def kept_report(planned_s: Seconds, kept: Iterable[tuple[str, Seconds]]) -> RenderableType:
+    """What each kept choice costs, by the shortest predicted steps.
+
+    Args:
+        planned_s: the shortest predicted step with everything kept.
+        kept: each choice, and the shortest predicted step with it freed; ``all`` is the last.
+    """
+    table = Table(box=None, padding=(0, 2))
+    for head in ("Freed", "Step", "Kept, it costs"):
+        table.add_column(head, justify="left" if head == "Freed" else "right")
+    for choice, freed_s in kept:
+        cost = 100.0 * (planned_s - freed_s) / freed_s
+        words = f"{cost:.1f} %" if cost >= 0.05 else "nothing"
+        table.add_row(f"nest.free=[{choice}]", format_seconds(freed_s), words)
+    return Group(Text(_KEPT.format(format_seconds(planned_s))), table)

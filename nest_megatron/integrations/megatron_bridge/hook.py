@@ -1,0 +1,247 @@
+"""``+nest=auto`` among the overrides of a Megatron-Bridge script: plan instead of being skipped.
+
+Megatron-Bridge's ``run_recipe.py`` hands every word that it does not know to
+``process_config_with_overrides``, which passes over keys that its configuration lacks with a line
+in the log. Wrapped, it plans after the user's own overrides, and those stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nest_megatron.config.choices import installed_packages
+from nest_megatron.config.launch import LaunchWords, Mode, read_launch, read_words, split_words
+from nest_megatron.config.schema import LaunchConfig
+from nest_megatron.documents import read_yaml
+from nest_megatron.errors import OK, UserInputError
+from nest_megatron.integrations.launched import fields_report
+from nest_megatron.integrations.megatron_bridge.read import FIELDS, read_recipe
+from nest_megatron.integrations.megatron_bridge.write import apply_plan
+from nest_megatron.integrations.megatron_lm.agreement import Board, confirm, share
+from nest_megatron.integrations.megatron_lm.ranks import Joined, ending_together, words_of
+from nest_megatron.integrations.megatron_lm.same_job import fields, versions
+from nest_megatron.integrations.plan_output import plan_output
+from nest_megatron.integrations.plan_recipe import Freedom, pinned_recipe, plan_recipe
+from nest_megatron.integrations.recipe import Recipe
+from nest_megatron.integrations.slurm import rank_variables
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.report.console import show
+
+#: Settings of ``+nest`` that need Megatron-LM's own arguments or training loop.
+_NOT_HERE = ("ranks", "watch", "stop_before_training")
+#: Item of a plan -> the choice that it belongs to, where the two have other names.
+_CHOICES = {
+    "recompute_granularity": "recompute",
+    "recompute_method": "recompute",
+    "recompute_num_layers": "recompute",
+    "recompute_modules": "recompute",
+    "pipeline_model_parallel_layout": "stage_layout",
+    "num_layers_in_first_pipeline_stage": "stage_layout",
+    "num_layers_in_last_pipeline_stage": "stage_layout",
+    "account_for_embedding_in_pipeline_split": "stage_layout",
+    "account_for_loss_in_pipeline_split": "stage_layout",
+    "use_distributed_optimizer": "zero_stage",
+    "data_parallel_sharding_strategy": "zero_stage",
+    "use_tp_pp_dp_mapping": "rank_order",
+}
+#: Items that a plan derives from other choices, so that nothing is there to be kept.
+_DERIVED = ("sequence_parallel", "overlap_grad_reduce", "overlap_param_gather", "global_batch_size")
+_PATIENCE_S = 600.0
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+Process = Callable[..., Any]
+
+
+def planning(process: Process, on_plan: Callable[[], None]) -> Process:
+    """``process_config_with_overrides`` that plans where its overrides ask for it.
+
+    Args:
+        process: the framework's own.
+        on_plan: called once a plan is in place, or ``+nest=off`` asks for none.
+    """
+
+    @functools.wraps(process)
+    def process_config_with_overrides(
+        config: Any,
+        config_filepath: str | None = None,
+        cli_overrides: list[str] | None = None,
+    ) -> Any:
+        ours, rest = split_words(cli_overrides or [])
+        config = process(config, config_filepath, rest or None)
+        if ours:
+            joined = Joined()
+            with ending_together(joined):
+                stated = [*_keys(rest), *_keys_of_file(config_filepath)]
+                run(config, read_words(ours), stated, joined)
+                on_plan()
+        return config
+
+    return process_config_with_overrides
+
+
+def run(cfg: Any, words: LaunchWords, stated: Iterable[str], joined: Joined | None = None) -> None:
+    """Plan on rank 0 and write the plan into every rank's configuration.
+
+    Args:
+        cfg: the configuration with the user's own overrides in it.
+        stated: fields that the user set themselves, which stay unless ``nest.free`` names them.
+        joined: told where the ranks meet.
+
+    Raises:
+        NestError: if no plan can be made or carried out.
+    """
+    launch = read_launch(words)
+    if words.mode is Mode.OFF:
+        return
+    _refuse_settings(words)
+    os.environ.update(rank_variables(os.environ))
+    recipe = read_recipe(cfg)
+    keep = kept_choices(stated, launch.free)
+    board = None
+    if (recipe.num_gpus or 1) > 1 and "RANK" in os.environ and not launch.dry_run:
+        board = (joined or Joined()).join(
+            int(os.environ["RANK"]), recipe.num_gpus or 1, words, _PATIENCE_S
+        )
+    with contextlib.nullcontext() if board is None else board.telling():
+        if board is not None:
+            own = fields(cfg, "", launch.may_differ)
+            confirm(board, {**versions(), **words_of(words), **own}, what="command")
+        _run(cfg, recipe, words, launch, keep, board)
+
+
+def _run(
+    cfg: Any,
+    recipe: Recipe,
+    words: LaunchWords,
+    launch: LaunchConfig,
+    keep: tuple[str, ...],
+    board: Board | None,
+) -> None:
+    def solve(_: object = None) -> str:
+        return plan_file.dump(_find(recipe, words, launch, keep))
+
+    plan = plan_file.load(solve() if board is None else share(board, solve))
+    changes = apply_plan(cfg, plan, environment={} if launch.dry_run else None)
+    told = connections(plan, os.environ)
+    if os.environ.get("RANK", "0") == "0":
+        show(fields_report(plan, changes, (*recipe.notes, *told)))
+    if launch.dry_run:
+        sys.exit(OK)
+    if board is not None:
+        confirm(board, fields(cfg, "", launch.may_differ), what="configuration")
+
+
+def connections(plan: ParallelPlan, variables: MutableMapping[str, str]) -> tuple[str, ...]:
+    """See to it that the overlapped exchange of tokens has more than one connection to the device.
+
+    CUDA reads their number as it starts.
+
+    Args:
+        variables: of this process; changed where that still helps.
+
+    Returns:
+        What became of it, in a sentence, if anything had to.
+    """
+    if not plan.execution.overlap_moe_expert_parallel_comm or variables.get(_CONNECTIONS) != "1":
+        return ()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return (
+            f"{_CONNECTIONS}=1 keeps the exchange of tokens from overlapping, and CUDA has "
+            "started: launch the job with 32.",
+        )
+    variables[_CONNECTIONS] = "32"
+    return (f"{_CONNECTIONS}=32 instead of 1: the exchange of tokens overlaps.",)
+
+
+def kept_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...]:
+    """Choices that the user made by hand and has not freed.
+
+    >>> kept_choices(["model.tensor_model_parallel_size", "model.recompute_method"], ["recompute"])
+    ('tensor_model_parallel_size',)
+    """
+    if "all" in free:
+        return ()
+    items = {path: item for item, path in FIELDS.items() if item not in _DERIVED}
+    items |= {
+        f"{holder}.{argument}": choice
+        for choice, arguments in EXECUTION_ARGUMENTS.items()
+        for argument in arguments
+        for holder in ("model", "comm_overlap")
+    }
+    named = [items[path] for path in stated if path in items]
+    choices = dict.fromkeys(_CHOICES.get(item, item) for item in named)
+    return tuple(choice for choice in choices if choice not in free)
+
+
+def _find(
+    recipe: Recipe, words: LaunchWords, launch: LaunchConfig, keep: tuple[str, ...]
+) -> ParallelPlan:
+    if words.mode is Mode.PINNED:
+        return _pinned(recipe, launch)
+    settings = tuple(setting for setting in words.job if setting.key != "out")
+    given = [s.value for s in words.job if s.key == "out"]
+    out = plan_output(given[-1] if given else None)
+    sharding = {"all", "use_megatron_fsdp"}.intersection(launch.free)
+    freedom = Freedom(free=("all",) if sharding else None, keep=keep, option="nest.free")
+    plan = plan_recipe(
+        recipe,
+        cluster=None,
+        overrides=settings,
+        freedom=freedom,
+        choose=launch.alternative,
+        packages=installed_packages(),
+    )
+    if out is not None:
+        plan_file.write(plan, out)
+    return plan
+
+
+def _pinned(recipe: Recipe, launch: LaunchConfig) -> ParallelPlan:
+    if launch.plan is None:
+        raise UserInputError(
+            "nest.plan",
+            value=None,
+            limit="+nest=pinned launches a reviewed plan",
+            fix="Name it: nest.plan=FILE (`nest-megatron pin` makes one).",
+        )
+    return pinned_recipe(recipe, Path(launch.plan))
+
+
+def _refuse_settings(words: LaunchWords) -> None:
+    for setting in words.launch:
+        if setting.key in _NOT_HERE:
+            raise UserInputError(
+                f"nest.{setting.key}",
+                value=setting.value,
+                limit="it works with Megatron-LM's own training script alone",
+                fix="Leave it out.",
+            )
+
+
+def _keys(overrides: Iterable[str]) -> list[str]:
+    return [word.lstrip("+~").partition("=")[0] for word in overrides]
+
+
+def _keys_of_file(path: str | None) -> list[str]:
+    """Fields that a YAML file of the user's sets, as dotted names."""
+    if path is None:
+        return []
+    fields = read_yaml(Path(path), "config-file")
+    return list(_dotted(fields, "")) if isinstance(fields, Mapping) else []
+
+
+def _dotted(node: Mapping[str, Any], prefix: str) -> Iterable[str]:
+    for name, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"

@@ -1,0 +1,265 @@
+"""A Megatron-Bridge ``ConfigContainer`` as a job."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.target_defaults import BRIDGE_0_3, BRIDGE_2026
+from nest_megatron.cost_model.targets import Target
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.architecture import unpriced_fields
+from nest_megatron.integrations.execution_fields import BRIDGE_LACKS_LEVELS, ExecutionPlaces
+from nest_megatron.integrations.fields import ABSENT, find, value_or, whole
+from nest_megatron.integrations.finetuning import (
+    closed_choices,
+    data_requirements,
+    packed_sequence_size,
+)
+from nest_megatron.integrations.memory_fields import memory_fields
+from nest_megatron.integrations.recipe import (
+    DEGREES,
+    RECOMPUTE,
+    JobFields,
+    Recipe,
+    recipe_of,
+)
+from nest_megatron.integrations.restore import restored_by_bridge
+from nest_megatron.integrations.transformer_config import (
+    refuse_adapters,
+    refuse_unplannable,
+    spec_from_transformer_config,
+)
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.cuda_graphs import FIELDS as GRAPH_FIELDS
+from nest_megatron.parallel.cuda_graphs import cuda_graphs
+
+#: Item of a plan -> field of a ``ConfigContainer`` (0.3.1; HEAD has the same).
+FIELDS: Mapping[str, str] = {
+    **{name: f"model.{name}" for name in (*DEGREES, *RECOMPUTE)},
+    "use_tp_pp_dp_mapping": "dist.use_tp_pp_dp_mapping",
+    "use_distributed_optimizer": "optimizer.use_distributed_optimizer",
+    "data_parallel_sharding_strategy": "ddp.data_parallel_sharding_strategy",
+    "overlap_grad_reduce": "ddp.overlap_grad_reduce",
+    "overlap_param_gather": "ddp.overlap_param_gather",
+    "micro_batch_size": "train.micro_batch_size",
+    "global_batch_size": "train.global_batch_size",
+}
+PER_TOKEN_LOSS = "model.calculate_per_token_loss"
+_PARTS = ("model", "train", "optimizer", "ddp", "dist", "dataset", "checkpoint")
+#: Tokenizers that add a row of their own (``_NullTokenizer``: the end of a document).
+_ADDED_ROWS = {"NullTokenizer": 1}
+
+
+def read_recipe(
+    cfg: Any,
+    *,
+    vocab_size: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Recipe:
+    """Read model, batch, sequence and layout from a configuration; nothing is changed.
+
+    Args:
+        cfg: a ``ConfigContainer``, or an object with the same attributes.
+        vocab_size: of the tokenizer, where its files are not here.
+        environment: the launcher's variables, which alone know the number of ranks; those of this
+            process if not given.
+
+    Raises:
+        UnplannableModelError: if this planner does not describe the model, naming what it lacks.
+        UserInputError: if a field is missing or wrong.
+    """
+    spec = read_spec(cfg, vocab_size)
+    variables = os.environ if environment is None else environment
+    precision, fp8_recipe, params_dtype = _precision(cfg)
+    restored = restored_by_bridge(cfg)
+    micro = whole(cfg, FIELDS["micro_batch_size"])
+    notes = unpriced_fields(cfg.model)
+    sizes = JobFields(
+        global_batch_size=whole(cfg, FIELDS["global_batch_size"]),
+        micro_batch_size=micro,
+        num_gpus=_number(variables, "WORLD_SIZE", "SLURM_NTASKS"),
+        gpus_per_node=_number(variables, "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"),
+        precision=precision,
+        fp8_recipe=fp8_recipe,
+        uses_fsdp=uses_fsdp(cfg),
+        memory_fields={**_memory_fields(cfg), "params_dtype": params_dtype},
+        places=execution_places(cfg),
+        closed=closed_choices(cfg.dataset, cfg.model),
+        target=installed_target(),
+        graphs=cuda_graphs({name: value_or(cfg.model, name, None) for name in GRAPH_FIELDS}),
+        restored=restored,
+        required=data_requirements(cfg, "dataset", micro, PER_TOKEN_LOSS),
+        notes=notes if restored is None else (*notes, restored.note()),
+    )
+    return recipe_of(cfg, spec, sizes, FIELDS)
+
+
+#: The release of Megatron-Bridge in NeMo Framework 26.06 (its ``docs/releases``).
+_SINCE_26_06 = (0, 5)
+
+
+def execution_places(cfg: Any) -> ExecutionPlaces:
+    """Where a configuration says how layers are carried out.
+
+    ``comm_overlap`` replaces the model's settings (``CommOverlapConfig.setup``).
+    """
+    alone = find(cfg, "dist.use_decentralized_pg") is True
+    return ExecutionPlaces(
+        model="model",
+        overlap=() if find(cfg, "comm_overlap") in (ABSENT, None) else ("comm_overlap",),
+        lacks={"hierarchical_context_parallel_sizes": BRIDGE_LACKS_LEVELS} if alone else {},
+        version=installed_target().megatron_core,
+    )
+
+
+def installed_target() -> Target:
+    """The installed release; the one that the contract tests know where none is installed."""
+    try:
+        version = importlib.metadata.version("megatron-bridge")
+    except importlib.metadata.PackageNotFoundError:
+        return BRIDGE_0_3
+    found = re.match(r"(\d+)\.(\d+)", version)
+    release = (int(found[1]), int(found[2])) if found else (0, 0)
+    return BRIDGE_2026 if release >= _SINCE_26_06 else BRIDGE_0_3
+
+
+def read_spec(cfg: Any, vocab_size: int | None) -> TransformerSpec:
+    """The model of a configuration.
+
+    Raises:
+        UnplannableModelError: if this planner does not describe it.
+        UserInputError: if a field is missing or wrong.
+    """
+    _require_container(cfg)
+    rows, is_padded = _vocabulary(cfg, vocab_size)
+    return spec_from_transformer_config(
+        cfg.model,
+        seq_length=_seq_length(cfg),
+        vocab_size=rows,
+        vocab_is_padded=is_padded,
+    )
+
+
+def ranks(environment: Mapping[str, str]) -> int | None:
+    """Ranks of the running job, if its launcher says so; as ``get_world_size_safe`` looks."""
+    return _number(environment, "WORLD_SIZE", "SLURM_NTASKS")
+
+
+def uses_fsdp(cfg: Any) -> bool:
+    """Whether either of the two switches of Megatron-FSDP is on."""
+    paths = ("dist.use_megatron_fsdp", "ddp.use_megatron_fsdp")
+    return any(find(cfg, path) is True for path in paths)
+
+
+def _require_container(cfg: Any) -> None:
+    for part in _PARTS:
+        if value_or(cfg, part, None) is None:
+            raise UserInputError(
+                f"cfg.{part}",
+                value=None,
+                limit="a ConfigContainer of Megatron-Bridge has it",
+                fix="Give what a recipe such as llama3_8b_pretrain_config() returns.",
+            )
+    refuse_unplannable(cfg.model)
+    refuse_adapters(value_or(cfg, "peft", None), "cfg.peft")
+
+
+def _seq_length(cfg: Any) -> int:
+    """The data's length, which ``run_recipe.py`` copies to the model; else the model's."""
+    if (pack := packed_sequence_size(cfg.dataset)) is not None:
+        return pack
+    length = value_or(cfg.dataset, "seq_length", 0) or value_or(cfg.model, "seq_length", 0)
+    if isinstance(length, int) and length > 0:
+        return length
+    raise UserInputError(
+        "dataset.seq_length",
+        value=length,
+        limit="neither the data nor the model says it",
+        fix="Set it, in tokens.",
+    )
+
+
+def _vocabulary(cfg: Any, given: int | None) -> tuple[int, bool]:
+    """Rows of the embedding, and whether they are padded already.
+
+    Source: ``setup._validate_and_set_vocab_size``: a size of the model's own is taken as it is,
+    that of the tokenizer is padded.
+    """
+    preset = value_or(cfg.model, "vocab_size", None)
+    if preset is not None:
+        return preset, not value_or(cfg.model, "should_pad_vocab", False)
+    if given is not None:
+        return given, False
+    kind = str(find(cfg, "tokenizer.tokenizer_type"))
+    rows = find(cfg, "tokenizer.vocab_size")
+    if kind in _ADDED_ROWS and isinstance(rows, int):
+        return rows + _ADDED_ROWS[kind], False
+    raise UserInputError(
+        "model.vocab_size",
+        value=None,
+        limit=f"it comes from the files of {kind}, which are not read",
+        fix="Set it, or give vocab_size=.",
+    )
+
+
+def _memory_fields(cfg: Any) -> Mapping[str, Any]:
+    """Settings of memory; those of mixed precision are copied over the others before training.
+
+    Source: ``update_config_with_precision_overrides`` and the recipes beside it, of which those of
+    fp8 gather weights in fp8, blockwise scaling apart.
+    """
+    mixed, others = (
+        value_or(cfg, "mixed_precision", None),
+        (
+            value_or(cfg, "comm_overlap", None),
+            cfg.model,
+            cfg.optimizer,
+            cfg.ddp,
+        ),
+    )
+    if not isinstance(mixed, str):
+        return memory_fields(mixed, *others, cfg.dist)
+    name = mixed.replace("-", "_")
+    of_recipe = {
+        "accumulate_allreduce_grads_in_fp32": not name.startswith("fp16"),
+        "grad_reduce_in_bf16": False,
+        "fp8_param_gather": "fp8" in name and "subchannel" not in name,
+        "fp4": "e2m1" if "fp4" in name else None,
+        # its recipe gathers weights in NVFP4 since 26.06
+        "fp4_param_gather": "fp4" in name and installed_target() is BRIDGE_2026,
+    }
+    return {**memory_fields(*others, cfg.dist), **of_recipe}
+
+
+def _precision(cfg: Any) -> tuple[Precision, str, str]:
+    """Number format, FP8 recipe and format around FP8; mixed precision may be given by name."""
+    mixed = value_or(cfg, "mixed_precision", None)
+    if isinstance(mixed, str):
+        name = mixed.replace("-", "_")
+        around = next((kind for kind in ("bf16", "fp16") if kind in name), "fp32")
+        known = {"delayed": "delayed", "mxfp8": "mxfp8", "subchannel": "blockwise"}
+        recipe = next((known[kind] for kind in known if kind in name), "tensorwise")
+        is_fp4 = "fp4" in name
+        narrow = is_fp4 or "fp8" in name
+    else:
+        holder = cfg.model if mixed is None else mixed
+        formats = ("bf16", "fp16")
+        around = next((kind for kind in formats if value_or(holder, kind, False)), "fp32")
+        recipe = str(value_or(holder, "fp8_recipe", "delayed"))
+        is_fp4 = bool(value_or(holder, "fp4", None))
+        narrow = is_fp4 or bool(value_or(holder, "fp8", None))
+    if narrow:
+        return (Precision.NVFP4 if is_fp4 else Precision.FP8), recipe, around
+    return Precision(around), "delayed", around
+
+
+def _number(variables: Mapping[str, str], *names: str) -> int | None:
+    for name in names:
+        if variables.get(name, "").isdigit():
+            return int(variables[name])
+    return None

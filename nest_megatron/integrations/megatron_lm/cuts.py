@@ -1,0 +1,179 @@
+"""The stage partition that Megatron makes of a user's own pipeline flags.
+
+Source lines are those of Megatron-LM core_v0.16.1; ``args`` stands for
+``megatron/training/arguments.py``, ``tc`` for ``megatron/core/transformer/transformer_config.py``,
+``layer`` for ``megatron/core/transformer/transformer_layer.py``. 0.20 has the same rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_lm.job import VIRTUAL_STAGES
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.layout import parse_layout, uniform_partition
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.rules import mtp_chunk, mtp_chunk_fits
+
+_LAYOUT = "pipeline_model_parallel_layout"
+_FIRST = "decoder_first_pipeline_num_layers"
+_LAST = "decoder_last_pipeline_num_layers"
+_EMBEDDING = "account_for_embedding_in_pipeline_split"
+_LOSS = "account_for_loss_in_pipeline_split"
+_LAYERS_A_STAGE = "num_layers_per_virtual_pipeline_stage"
+_STAGES_A_RANK = "num_virtual_stages_per_pipeline_rank"
+
+#: Arguments that state where the stages are cut.
+CUTS = (_LAYOUT, _FIRST, _LAST, _EMBEDDING, _LOSS)
+
+#: Arguments with those that may not stand beside them.
+_EXCLUDED: Mapping[str, tuple[str, ...]] = {
+    _LAYOUT: (_FIRST, _LAST, _EMBEDDING, _LOSS, _LAYERS_A_STAGE, _STAGES_A_RANK),
+    _FIRST: (_EMBEDDING, _LOSS, _LAYERS_A_STAGE),
+    _LAST: (_EMBEDDING, _LOSS, _LAYERS_A_STAGE),
+    _LAYERS_A_STAGE: (_STAGES_A_RANK,),
+}
+
+
+def user_partition(
+    spec: TransformerSpec, values: Mapping[str, Any], pipeline_model_parallel_size: int
+) -> StagePartition | None:
+    """The stages that a user's own flags make of a model.
+
+    Args:
+        values: Megatron's arguments by destination name. Those of ``CUTS`` state the cut; the two
+            on virtual stages only say how many of them a rank has. What is absent, ``None`` or
+            false is not given.
+
+    Returns:
+        ``None`` if no cut is stated.
+
+    Raises:
+        UserInputError: for what Megatron refuses:
+
+            * a layout beside any of the others (tc:1307, args:503), one that it cannot read, or
+              whose stages are not a multiple of the ranks (args:520);
+            * both flags on virtual stages (args:503), or sizes that are not positive;
+            * first or last layers beside an account-for flag (tc:1294) or beside
+              ``num_layers_per_virtual_pipeline_stage`` (args:530);
+            * layers that the ranks or virtual stages do not divide (args:539-545, tc:1360-1480);
+            * virtual stages on one rank (args:575), or with first and last layers given and no rank
+              between them (layer:138 divides by zero);
+            * MTP layers elsewhere than in the last virtual stage of a rank other than the first
+              (``pipeline_parallel_layer_layout.py:120-134``).
+
+            Also for what it takes and should not: a stage without a unit (issue 1852), first and
+            last layers that leave some layer to no rank or to two, and both of them for one rank.
+    """
+    if not any(_is_given(values, name) for name in CUTS):
+        return None
+    pp = pipeline_model_parallel_size
+    if pp < 1:
+        raise _refusal("pipeline_model_parallel_size", pp, "it is at least 1", "Raise it.")
+    _check_exclusions(values)
+    layout = values.get(_LAYOUT)
+    partition = _split(spec, values, pp) if layout is None else parse_layout(str(layout), spec, pp)
+    _check_places(spec, partition)
+    return partition
+
+
+def stated_partition(
+    spec: TransformerSpec, values: Mapping[str, Any], pipeline_model_parallel_size: int
+) -> StagePartition | None:
+    """As ``user_partition``, and the even stages that a number of virtual ones makes by itself."""
+    virtual = any(values.get(name) for name in VIRTUAL_STAGES)
+    if not virtual or any(_is_given(values, name) for name in CUTS):
+        return user_partition(spec, values, pipeline_model_parallel_size)
+    _check_exclusions(values)
+    partition = _split(spec, values, pipeline_model_parallel_size)
+    _check_places(spec, partition)
+    return partition
+
+
+def _split(spec: TransformerSpec, values: Mapping[str, Any], pp: int) -> StagePartition:
+    """The cut that first and last layers, or the account-for flags, make."""
+    virtual = _virtual_size(spec, values, pp)
+    first, last = values.get(_FIRST), values.get(_LAST)
+    if virtual > 1 and pp == 2 and first is not None and last is not None:
+        raise _refusal(
+            f"{_FIRST}, {_LAST}",
+            (first, last),
+            "with virtual stages Megatron needs a rank between the first and the last one",
+            "Give one of the two, or a layout.",
+        )
+    return uniform_partition(
+        spec,
+        pp,
+        virtual,
+        first=first,
+        last=last,
+        account_embedding=bool(values.get(_EMBEDDING)),
+        account_loss=bool(values.get(_LOSS)),
+    )
+
+
+def _virtual_size(spec: TransformerSpec, values: Mapping[str, Any], pp: int) -> int:
+    """Virtual stages of a rank, from either of the two flags that say it.
+
+    Source: args:524-550; embedding and loss count as layers where they are accounted for.
+    """
+    for name in (_STAGES_A_RANK, _LAYERS_A_STAGE):
+        if values.get(name) is not None and values[name] < 1:
+            raise _refusal(name, values[name], "it is at least 1", "Raise it, or leave it out.")
+    layers = values.get(_LAYERS_A_STAGE)
+    if layers is None:
+        return int(values.get(_STAGES_A_RANK) or 1)
+    total = spec.num_layers + bool(values.get(_EMBEDDING)) + bool(values.get(_LOSS))
+    if total % (pp * layers):
+        raise _refusal(
+            _LAYERS_A_STAGE,
+            layers,
+            f"{total} layers, embedding and loss included where they are accounted for, make no "
+            f"whole number of such stages on each of {pp} pipeline ranks",
+            f"Use {_STAGES_A_RANK}, or a layout.",
+        )
+    return int(total // (pp * layers))
+
+
+def _check_exclusions(values: Mapping[str, Any]) -> None:
+    for name, others in _EXCLUDED.items():
+        for other in others:
+            if _is_given(values, name) and _is_given(values, other):
+                raise _refusal(
+                    name,
+                    values[name],
+                    f"Megatron refuses it beside {other} ({values[other]})",
+                    "Give one of the two.",
+                )
+
+
+def _check_places(spec: TransformerSpec, partition: StagePartition) -> None:
+    """Refuse virtual stages without a pipeline, and MTP layers where Megatron has none."""
+    pp = partition.pipeline_model_parallel_size
+    if pp == 1 and partition.num_chunks > 1:
+        raise _refusal(
+            "pipeline_model_parallel_size",
+            pp,
+            f"{partition.num_chunks} virtual stages need more than one pipeline rank",
+            "Raise it, or give one stage.",
+        )
+    chunk = mtp_chunk(spec, partition)
+    if chunk is not None and not mtp_chunk_fits(chunk, pp, partition.num_chunks // pp):
+        raise _refusal(
+            _LAYOUT,
+            f"m in stage {chunk + 1} of {partition.num_chunks}",
+            "MTP layers lie in the last virtual stage of a rank other than the first",
+            "Write m in the last stage.",
+        )
+
+
+def _is_given(values: Mapping[str, Any], name: str) -> bool:
+    value = values.get(name)
+    return value is not None and value is not False
+
+
+def _refusal(what: str, value: object, limit: str, fix: str) -> UserInputError:
+    flags = ", ".join(f"--{name.strip().replace('_', '-')}" for name in what.split(","))
+    return UserInputError(flags, value=value, limit=limit, fix=fix)

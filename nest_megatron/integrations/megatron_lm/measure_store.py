@@ -1,0 +1,162 @@
+"""What the profile store knows already of this machine and these layers, failures included."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from nest_megatron.cluster.discovery import local_gpus
+from nest_megatron.cluster.records import Precision
+from nest_megatron.documents import read_json
+from nest_megatron.errors import ProfileError
+from nest_megatron.integrations.megatron_lm.measure_orders import Answer, Orders, Skipped
+from nest_megatron.integrations.megatron_lm.measure_tasks import Shape, shape_of
+from nest_megatron.megatron_core.stage import Where
+from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import from_plain, to_plain
+from nest_megatron.profile import store
+from nest_megatron.profile.installed import installed_versions
+from nest_megatron.profile.lookup import shard_of
+from nest_megatron.profile.profile_file import LAYERS
+from nest_megatron.profile.records import (
+    LayerProfile,
+    Machine,
+    default_name,
+    fingerprint,
+    shape_digest,
+)
+from nest_megatron.profile.session import Task, this_machine
+
+_VERSIONS = ("driver", "torch", "megatron_core", "transformer_engine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Here:
+    """This machine as far as it is known without touching CUDA.
+
+    Args:
+        versions: by the names of ``Machine``; what is not installed is left out.
+    """
+
+    device_name: str
+    where: Where
+    implementation: Implementation
+    versions: Mapping[str, str]
+
+    def is_of(self, machine: Machine) -> bool:
+        """Whether a profile's machine is this one, set up as it is now."""
+        same = (machine.device_name, machine.is_cpu, machine.implementation) == (
+            self.device_name,
+            self.where is Where.CPU,
+            self.implementation,
+        )
+        return same and all(
+            _public(getattr(machine, name)) == _public(self.versions.get(name))
+            for name in _VERSIONS
+        )
+
+
+def here(implementation: Implementation) -> Here:
+    """This machine: its GPU as the driver names it, or its processor."""
+    gpus = local_gpus()
+    if gpus is None:
+        where = Where.CPU
+        device = this_machine(where, implementation).device_name
+    else:
+        where, device = Where.GPU, gpus.device_name
+    return Here(
+        device_name=device,
+        where=where,
+        implementation=implementation,
+        versions=installed_versions(),
+    )
+
+
+def _public(version: str | None) -> str | None:
+    return None if version is None else version.partition("+")[0]
+
+
+def stored_profile(spec: TransformerSpec, precision: Precision, place: Here) -> LayerProfile | None:
+    """The newest profile that was measured on this machine, of these layers."""
+    found = [p for p in _of_layers(spec, precision) if not p.imported and place.is_of(p.machine)]
+    return max(found, key=lambda p: datetime.fromisoformat(p.created), default=None)
+
+
+def _of_layers(spec: TransformerSpec, precision: Precision) -> Iterator[LayerProfile]:
+    layers = shape_digest(spec, precision)
+    for entry in store.stored_entries():
+        with contextlib.suppress(ProfileError):  # a broken file is named where it is looked for
+            if entry.line(LAYERS) == layers:
+                yield entry.read()
+
+
+def missing(
+    spec: TransformerSpec, tasks: Iterable[Task], profile: LayerProfile | None
+) -> tuple[Task, ...]:
+    """The tasks that a profile has neither timed nor found impossible."""
+    if profile is None:
+        return tuple(tasks)
+    anything = LayerShard()
+    known: set[Shape] = {
+        shape_of(spec, Task(timing.piece, shard_of(timing, anything))) for timing in profile.timings
+    }
+    known |= {shape_of(spec, skipped.task) for skipped in untimed(profile)}
+    return tuple(task for task in tasks if shape_of(spec, task) not in known)
+
+
+def untimed_file(profile: LayerProfile) -> Path:
+    """Where it is kept what could not be timed for a profile, so that nobody tries it each time."""
+    mark = fingerprint(profile.machine, profile.model, profile.precision)
+    return store.profiles_folder() / f".untimed-{mark}.json"
+
+
+def untimed(profile: LayerProfile) -> tuple[Skipped, ...]:
+    """What could not be timed for a profile; a file that cannot be read says nothing."""
+    try:
+        lines = read_json(untimed_file(profile), "list of what was not timed")
+        return tuple(from_plain(Skipped, line) for line in lines)
+    except (ValueError, TypeError):
+        return ()
+
+
+def record(answer: Answer, orders: Orders, name: str | None) -> LayerProfile | None:
+    """Put what was measured into the store.
+
+    Args:
+        name: of a profile that is new; made up if not given.
+
+    Returns:
+        The profile as it is stored now; ``None`` where nothing was timed.
+
+    Raises:
+        ProfileError: if the store cannot be written to, or the name is taken by another profile.
+    """
+    if answer.machine is None or not answer.timings:
+        return None
+    profile = store.record(
+        LayerProfile(
+            name=name or default_name(answer.machine, orders.spec, orders.precision),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            precision=orders.precision,
+            machine=answer.machine,
+            model=orders.spec,
+            timings=answer.timings,
+        )
+    )
+    _record_untimed(profile, answer.skipped)
+    return profile
+
+
+def _record_untimed(profile: LayerProfile, skipped: Iterable[Skipped]) -> None:
+    spec = profile.model
+    found = {shape_of(spec, one.task): one for one in (*untimed(profile), *skipped)}
+    if found:
+        text = json.dumps([to_plain(one) for one in found.values()])
+        with contextlib.suppress(OSError):
+            untimed_file(profile).write_text(text, encoding="utf-8")

@@ -1,0 +1,311 @@
+"""A NeMo 2.x recipe (a Fiddle ``run.Partial`` of ``llm.pretrain`` or its like) as a job."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from typing import Any
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.target_defaults import NEMO
+from nest_megatron.cost_model.target_limits import NEMO_LACKS
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.architecture import unpriced_fields
+from nest_megatron.integrations.execution_fields import (
+    NEMO_LACKS_CALLBACK,
+    ExecutionPlaces,
+)
+from nest_megatron.integrations.fields import ABSENT, class_names, find, value_or, whole
+from nest_megatron.integrations.finetuning import (
+    closed_choices,
+    data_requirements,
+    packed_sequence_size,
+)
+from nest_megatron.integrations.memory_fields import memory_fields
+from nest_megatron.integrations.recipe import (
+    DEGREES,
+    RECOMPUTE,
+    JobFields,
+    Recipe,
+    recipe_of,
+)
+from nest_megatron.integrations.restore import restored_by_nemo
+from nest_megatron.integrations.transformer_config import (
+    refuse_adapters,
+    refuse_unplannable,
+    spec_from_transformer_config,
+)
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.packages import install_command
+from nest_megatron.parallel.cuda_graphs import FIELDS as GRAPH_FIELDS
+from nest_megatron.parallel.cuda_graphs import cuda_graphs
+
+#: Item of a plan -> field of a recipe. Source: NeMo 2.7.3 ``nemo.lightning.MegatronStrategy``,
+#: which copies its own sizes over those of ``model.config`` before the model is built.
+FIELDS: Mapping[str, str] = {
+    **{name: f"trainer.strategy.{name}" for name in (*DEGREES, "use_tp_pp_dp_mapping")},
+    **{name: f"model.config.{name}" for name in RECOMPUTE},
+    "use_distributed_optimizer": "optim.config.use_distributed_optimizer",
+    "data_parallel_sharding_strategy": "trainer.strategy.ddp.data_parallel_sharding_strategy",
+    "overlap_grad_reduce": "trainer.strategy.ddp.overlap_grad_reduce",
+    "overlap_param_gather": "trainer.strategy.ddp.overlap_param_gather",
+    "micro_batch_size": "data.micro_batch_size",
+    "global_batch_size": "data.global_batch_size",
+}
+PER_TOKEN_LOSS = "model.config.calculate_per_token_loss"
+#: Rows of the tokenizer that NeMo's mock data builds where none is given.
+_MOCK_ROWS = {"MockDataModule": 50_257, "BERTMockDataModule": 30_522}
+_PRECISIONS = {
+    "bf16": Precision.BF16,
+    "16": Precision.FP16,
+    "fp16": Precision.FP16,
+    "32": Precision.FP32,
+    "fp32": Precision.FP32,
+}
+_FIRST_WITHOUT_LLM = 3
+_OVERLAPS, _GIVEN = "MegatronCommOverlapCallback", "user_comm_overlap_cfg"
+#: What ``DeepEPCallback`` sets; its backend stays the model's.
+_DEEPEP: Mapping[str, object] = {
+    "moe_token_dispatcher_type": "flex",
+    "moe_shared_expert_overlap": False,
+}
+
+
+def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Recipe:
+    """Read model, batch, sequence, devices and layout from a recipe; nothing is changed.
+
+    Args:
+        recipe: a Fiddle ``Partial`` or ``Config`` with ``model``, ``data``, ``trainer``, ``optim``,
+            or an object with the same attributes.
+        vocab_size: of the tokenizer, where the recipe names one whose files are not here.
+
+    Raises:
+        UnplannableModelError: if this planner does not describe the model, naming what it lacks.
+        UserInputError: if a field is missing or wrong.
+    """
+    spec, notes = read_spec(recipe, vocab_size)
+    per_node, nodes = num_devices(recipe), value_or(recipe.trainer, "num_nodes", 1)
+    plugin = _precision_plugin(recipe)
+    precision, fp8_recipe, params_dtype = _precision(recipe, plugin)
+    strategy = recipe.trainer.strategy
+    holders = (
+        *(find(recipe, path) for path in overlap_paths(recipe)),
+        plugin,
+        recipe.model.config,
+        recipe.optim.config,
+        value_or(strategy, "ddp", None),
+    )
+    restored = restored_by_nemo(recipe)
+    micro = _whole(recipe, FIELDS["micro_batch_size"])
+    sizes = JobFields(
+        global_batch_size=_whole(recipe, FIELDS["global_batch_size"]),
+        micro_batch_size=micro,
+        num_gpus=per_node * nodes,
+        gpus_per_node=per_node,
+        precision=precision,
+        fp8_recipe=fp8_recipe,
+        uses_fsdp=value_or(strategy, "fsdp", None) == "megatron",
+        memory_fields={**memory_fields(*holders, strategy), "params_dtype": params_dtype},
+        places=execution_places(recipe),
+        closed=closed_choices(recipe.data, recipe.model.config),
+        target=NEMO,
+        graphs=cuda_graphs({n: value_or(recipe.model.config, n, None) for n in GRAPH_FIELDS}),
+        restored=restored,
+        required=data_requirements(recipe, "data", micro, PER_TOKEN_LOSS),
+        notes=notes if restored is None else (*notes, restored.note()),
+    )
+    return recipe_of(recipe, spec, sizes, FIELDS)
+
+
+def overlap_paths(recipe: Any) -> tuple[str, ...]:
+    """Paths of the callbacks that set overlaps of communication; of a built one, what it was given.
+
+    Their settings replace those of ``model.config`` (``MegatronCommOverlapCallback.setup``).
+    """
+    callbacks = value_or(recipe.trainer, "callbacks", [])
+    at = (i for i, callback in enumerate(callbacks) if _OVERLAPS in class_names(callback))
+    paths = (f"trainer.callbacks[{index}]" for index in at)
+    return tuple(
+        path if find(recipe, f"{path}.{_GIVEN}") is ABSENT else f"{path}.{_GIVEN}" for path in paths
+    )
+
+
+def turns_on_deepep(callback: Any) -> bool:
+    """Whether it is the callback that turns DeepEP on, on Ampere and Hopper."""
+    return "DeepEPCallback" in class_names(callback)
+
+
+def execution_places(recipe: Any) -> ExecutionPlaces:
+    """Where a recipe says how layers are carried out."""
+    overlap = overlap_paths(recipe)
+    deepep = any(map(turns_on_deepep, value_or(recipe.trainer, "callbacks", [])))
+    lacks = NEMO_LACKS if overlap else {**NEMO_LACKS, "tp_comm_overlap": NEMO_LACKS_CALLBACK}
+    return ExecutionPlaces(
+        model="model.config", overlap=overlap, lacks=lacks, forced=_DEEPEP if deepep else {}
+    )
+
+
+def read_spec(recipe: Any, vocab_size: int | None) -> tuple[TransformerSpec, tuple[str, ...]]:
+    """The model of a recipe, and what was assumed of it.
+
+    Raises:
+        UnplannableModelError: if this planner does not describe it.
+        UserInputError: if a field is missing or wrong.
+    """
+    _require_recipe(recipe)
+    config = recipe.model.config
+    rows, is_padded, notes = _vocabulary(recipe, vocab_size)
+    spec = spec_from_transformer_config(
+        config,
+        seq_length=packed_sequence_size(recipe.data) or _whole(recipe, "data.seq_length"),
+        vocab_size=rows,
+        vocab_is_padded=is_padded,
+    )
+    return spec, (*notes, *unpriced_fields(config))
+
+
+def num_devices(recipe: Any) -> int:
+    """GPUs that each node gives to the job.
+
+    Raises:
+        UserInputError: if the recipe leaves it to the launch.
+    """
+    devices = value_or(recipe.trainer, "devices", "auto")
+    if isinstance(devices, list | tuple):
+        return len(devices)
+    if isinstance(devices, int) and devices > 0:
+        return devices
+    raise UserInputError(
+        "trainer.devices",
+        value=devices,
+        limit="a plan needs the number of GPUs in a node",
+        fix="Set it, for example to 8.",
+    )
+
+
+def require_language_models(installed: str | None = None) -> None:
+    """Explain an installed NeMo that has no language models.
+
+    Args:
+        installed: the version of nemo-toolkit; looked up if not given.
+
+    Raises:
+        UserInputError: if it is not installed, or its release has dropped them.
+    """
+    fix = f"{install_command('nemo')} (nemo-toolkit >=2.4,<3; 2.7.3 is what was tried)."
+    if installed is None:
+        try:
+            installed = importlib.metadata.version("nemo-toolkit")
+        except importlib.metadata.PackageNotFoundError:
+            raise UserInputError(
+                "nemo-toolkit", value=None, limit="it is not installed", fix=fix
+            ) from None
+    if int(installed.partition(".")[0]) >= _FIRST_WITHOUT_LLM:
+        raise UserInputError(
+            "nemo-toolkit",
+            value=installed,
+            limit="since 3.0.0 it has no collection of language models and no MegatronStrategy",
+            fix=fix,
+        )
+
+
+def _require_recipe(recipe: Any) -> None:
+    for path in ("model", "model.config", "data", "trainer", "trainer.strategy", "optim.config"):
+        if find(recipe, path) in (ABSENT, None):
+            raise UserInputError(
+                f"recipe.{path}",
+                value=None,
+                limit="a recipe of nemo.collections.llm has it",
+                fix="Give what a pretrain_recipe() returns, with its model and optimizer set.",
+            )
+    refuse_unplannable(recipe.model.config, recipe.model)
+    strategy = class_names(recipe.trainer.strategy)
+    if "MegatronStrategy" not in strategy:
+        raise UserInputError(
+            "trainer.strategy",
+            value=strategy[0],
+            limit="only MegatronStrategy lays a model out over ranks",
+            fix="Launch this job without nest.",
+        )
+    for name in ("peft", "model_transform"):
+        refuse_adapters(value_or(recipe, name, None), f"recipe.{name}")
+
+
+def _whole(recipe: Any, path: str) -> int:
+    return whole(recipe, path, called="recipe")
+
+
+def _vocabulary(recipe: Any, given: int | None) -> tuple[int, bool, tuple[str, ...]]:
+    """Rows of the embedding, whether they are padded already, and what was assumed.
+
+    Source: ``GPTConfig.configure_model``: a size in the config is taken as it is, that of the
+    tokenizer is padded.
+    """
+    preset = value_or(recipe.model.config, "vocab_size", None)
+    if preset is not None:
+        return preset, True, ()
+    if given is not None:
+        return given, False, ()
+    for holder in (recipe.model, recipe.data):
+        tokenizer = value_or(holder, "tokenizer", None)
+        if tokenizer is not None:
+            return _rows(tokenizer), False, ()
+    kind = class_names(recipe.data)[0]
+    if kind in _MOCK_ROWS:
+        rows = _MOCK_ROWS[kind]
+        note = f"The recipe names no tokenizer; {rows} rows are assumed, as {kind} takes."
+        return rows, False, (note,)
+    raise _no_vocabulary(kind, "the recipe names no tokenizer")
+
+
+def _rows(tokenizer: Any) -> int:
+    """Rows of a tokenizer, which is built if it is not yet."""
+    if hasattr(tokenizer, "__fn_or_cls__"):
+        import fiddle
+
+        try:
+            tokenizer = fiddle.build(tokenizer)
+        except Exception as error:
+            raise _no_vocabulary(
+                repr(tokenizer), f"the tokenizer cannot be built here ({type(error).__name__})"
+            ) from error
+    return int(tokenizer.vocab_size)
+
+
+def _no_vocabulary(value: str, limit: str) -> UserInputError:
+    return UserInputError(
+        "recipe.data.tokenizer",
+        value=value,
+        limit=limit,
+        fix="Give vocab_size=, or set model.config.vocab_size.",
+    )
+
+
+def _precision_plugin(recipe: Any) -> Any:
+    plugins = value_or(recipe.trainer, "plugins", [])
+    plugins = plugins if isinstance(plugins, list | tuple) else [plugins]
+    named = (each for each in plugins if any("Precision" in name for name in class_names(each)))
+    return next(named, None)
+
+
+def _precision(recipe: Any, plugin: Any) -> tuple[Precision, str, str]:
+    """Number format, FP8 recipe and format around FP8: the plugin's, or Lightning's own."""
+    holder = recipe.trainer if plugin is None else plugin
+    stated = str(value_or(holder, "precision", "32"))
+    around = _named(stated)
+    if plugin is None or not (value_or(plugin, "fp8", None) or value_or(plugin, "fp4", None)):
+        return around, "delayed", around.value
+    narrow = Precision.NVFP4 if value_or(plugin, "fp4", None) else Precision.FP8
+    return narrow, str(value_or(plugin, "fp8_recipe", "delayed")), around.value
+
+
+def _named(name: str) -> Precision:
+    short = name.partition("-")[0]
+    if short not in _PRECISIONS:
+        raise UserInputError(
+            "trainer.plugins.precision",
+            value=name,
+            limit="number formats of training are bf16, fp16 and 32",
+            fix="Use bf16-mixed.",
+        )
+    return _PRECISIONS[short]

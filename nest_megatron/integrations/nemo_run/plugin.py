@@ -1,0 +1,129 @@
+"""``NestPlugin``: each task of an experiment is planned as it is added.
+
+NeMo-Run's command line reads the types of the plugin's fields, and does not know ``str | None``.
+"""
+# ruff: noqa: UP045
+
+import functools
+import logging
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+import nemo_run as run
+from nemo_run.run import api
+
+from nest_megatron.integrations.nemo_run.environment import adapt, stated_layout
+from nest_megatron.integrations.nemo_run.task import TaskWishes, names, plan_recipe, script_words
+from nest_megatron.integrations.nemo_run.tell import say_script, say_task
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.plan import ParallelPlan
+
+_log = logging.getLogger(__name__)
+
+#: Plugins that no task has called yet.
+_waiting: "weakref.WeakSet[NestPlugin]" = weakref.WeakSet()
+
+
+@dataclass(kw_only=True, eq=False)
+class NestPlugin(run.Plugin):
+    """Plan each task that it is given to: a recipe of NeMo 2.x, or a script that takes ``+nest``.
+
+    A recipe gets the plan in its fields where the experiment is put together; the caller's recipe
+    stays as it is. A script (``pretrain_gpt.py`` of Megatron-LM, ``run_recipe.py`` of
+    Megatron-Bridge) gets the words with which it plans as it starts.
+
+    ``run.run(recipe, executor=executor, plugins=[NestPlugin(cluster="dgx_h100")])``
+
+    Args: as ``TaskWishes``.
+    """
+
+    __hash__ = object.__hash__  # the base class compares fields, and so has none
+
+    mode: str = "auto"
+    cluster: Optional[str] = None
+    plan: Optional[str] = None
+    overrides: list[str] = field(default_factory=list)
+    free: Optional[list[str]] = None
+    keep: list[str] = field(default_factory=list)
+    vocab_size: Optional[int] = None
+
+    def __post_init__(self) -> None:
+        self.wishes()
+        _watch_direct_runs()
+        _waiting.add(self)
+
+    def wishes(self) -> TaskWishes:
+        """What is wanted, checked.
+
+        Raises:
+            UserInputError: if it contradicts itself.
+        """
+        return TaskWishes(
+            mode=self.mode,
+            cluster=self.cluster,
+            plan=self.plan,
+            overrides=names(self.overrides) or (),
+            free=names(self.free),
+            keep=names(self.keep) or (),
+            vocab_size=self.vocab_size,
+        )
+
+    def setup(self, task: Any, executor: Any) -> None:
+        """Plan a task; NeMo-Run calls this with a copy of it.
+
+        Raises:
+            NestError: if there is no plan, so that nothing is launched.
+        """
+        _waiting.discard(self)
+        if isinstance(task, run.Script):
+            words = script_words(task, self.wishes())
+            task.args.extend(words)
+            say_script(task.path, words)
+            return
+        before = stated_layout(task)
+        plan, changes = plan_recipe(task, self.wishes(), _size(executor))
+        variables = getattr(executor, "env_vars", None)
+        told = [] if variables is None else adapt(variables, before, plan)
+        say_task(plan, changes, _keep(plan, executor), told)
+
+
+def _size(executor: Any) -> tuple[int, int] | None:
+    try:
+        return executor.nnodes(), executor.nproc_per_node()
+    except NotImplementedError:
+        return None
+
+
+def _keep(plan: ParallelPlan, executor: Any) -> Path:
+    """Write the plan beside the experiments.
+
+    The experiment's own folder does not exist yet, and NeMo-Run makes it only where none is.
+    """
+    folder = Path(executor.experiment_dir)
+    base = folder.parents[2] if len(folder.parents) > 2 else folder.parent
+    path = base / "nest_plans" / f"{executor.experiment_id}-{Path(executor.job_dir).name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plan_file.write(plan, path)
+    return path
+
+
+def _watch_direct_runs() -> None:
+    """Say so where NeMo-Run calls no plugin: with ``direct=True``, or without an executor."""
+    original = api.direct_run_fn
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def direct_run_fn(*args: Any, **kwargs: Any) -> Any:
+        if _waiting:
+            _log.warning(
+                "nest: NestPlugin does nothing here: NeMo-Run calls no plugin with direct=True or "
+                "without an executor, so this task runs as it was written. Use "
+                "nest_megatron.integrations.nemo.auto_recipe(recipe), the factory nest_auto, or an "
+                "executor."
+            )
+        return original(*args, **kwargs)
+
+    api.direct_run_fn = direct_run_fn

@@ -1,0 +1,153 @@
+"""A plan in a task of NeMo-Run: in the fields of a recipe, or in the words of a script."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nest_megatron.config.launch import Mode
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.fields import ABSENT, attribute
+from nest_megatron.integrations.nemo import apply_plan, auto_recipe, read_recipe
+from nest_megatron.integrations.plan_recipe import pinned_recipe
+from nest_megatron.integrations.recipe import Recipe
+from nest_megatron.parallel.diff import Change
+from nest_megatron.parallel.plan import ParallelPlan
+
+_MODES = (Mode.AUTO.value, Mode.PINNED.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskWishes:
+    """What a user wants of a task's plan.
+
+    Args:
+        mode: ``auto`` searches; ``pinned`` takes a reviewed plan and refuses any other task.
+        cluster: a name of the catalogue or a file; ``None`` is the GPUs of this host, or for a
+            script of the job's.
+        plan: the file of a pinned plan.
+        overrides: settings as ``nest-megatron plan`` takes them.
+        free: the only choices that may change; ``None`` is all of a recipe's, and none that the
+            user of a script gave.
+        keep: choices held as a recipe states them.
+        vocab_size: of the tokenizer, where a recipe's files are not here.
+
+    Raises:
+        UserInputError: for an unknown mode, or a mode without what it needs.
+    """
+
+    mode: str = Mode.AUTO.value
+    cluster: str | None = None
+    plan: str | None = None
+    overrides: tuple[str, ...] = ()
+    free: tuple[str, ...] | None = None
+    keep: tuple[str, ...] = ()
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in _MODES:
+            raise _wrong("mode", self.mode, f"it is {' or '.join(_MODES)}", "Correct it.")
+        if self.mode == Mode.PINNED and self.plan is None:
+            raise _wrong(
+                "plan",
+                None,
+                "mode='pinned' launches a reviewed plan",
+                "Name the file that `nest-megatron pin` made.",
+            )
+        if self.mode == Mode.AUTO and self.plan is not None:
+            raise _wrong(
+                "plan", self.plan, "mode='auto' searches for a plan", "Give mode='pinned'."
+            )
+
+
+def plan_recipe(
+    recipe: Any, wishes: TaskWishes, size: tuple[int, int] | None
+) -> tuple[ParallelPlan, tuple[Change, ...]]:
+    """Write a plan into a recipe.
+
+    Args:
+        recipe: of NeMo 2.x; changed in place, or not at all.
+        size: nodes, and processes on each, that the executor starts; ``None`` if it does not say.
+
+    Raises:
+        NestError: if there is no plan, or the recipe and the executor are of different sizes.
+    """
+    if attribute(recipe, "trainer") is ABSENT:
+        raise _wrong(
+            "task",
+            type(recipe).__name__,
+            "it is no recipe of NeMo 2.x and no script",
+            "Plan its configuration before: "
+            "nest_megatron.integrations.megatron_bridge.auto_recipe.",
+        )
+    job = read_recipe(recipe, vocab_size=wishes.vocab_size)
+    _require_size(job, size)
+    if wishes.mode == Mode.AUTO:
+        return auto_recipe(
+            recipe,
+            cluster=wishes.cluster,
+            overrides=wishes.overrides,
+            free=wishes.free,
+            keep=wishes.keep,
+            vocab_size=wishes.vocab_size,
+        )
+    plan = pinned_recipe(job, Path(str(wishes.plan)))
+    return plan, apply_plan(recipe, plan)
+
+
+def script_words(script: Any, wishes: TaskWishes) -> list[str]:
+    """The words that make a script plan itself as it starts: Megatron-LM's, or Megatron-Bridge's.
+
+    Args:
+        script: a ``run.Script``.
+
+    Raises:
+        UserInputError: for a script that takes no words, or a wish that they cannot say.
+    """
+    if not script.path or "python" not in script.entrypoint:
+        raise _wrong(
+            "task",
+            script.path or "inline",
+            "only a Python script with a path takes +nest=auto",
+            "Give run.Script(path=..., entrypoint='python'), or plan in the script itself.",
+        )
+    if wishes.keep or wishes.vocab_size:
+        raise _wrong(
+            "keep, vocab_size",
+            wishes.keep or wishes.vocab_size,
+            "a script keeps what its own words say, and knows its tokenizer",
+            "Leave them out; free=[...] names what may change.",
+        )
+    said = {"cluster": wishes.cluster, "plan": wishes.plan}
+    words = [f"+nest={wishes.mode}", *(f"nest.{k}={v}" for k, v in said.items() if v is not None)]
+    words += [f"nest.{override}" for override in wishes.overrides]
+    return words if wishes.free is None else [*words, f"nest.free=[{','.join(wishes.free)}]"]
+
+
+def _require_size(job: Recipe, size: tuple[int, int] | None) -> None:
+    if size is None or job.num_gpus in (None, size[0] * size[1]):
+        return
+    nodes, per_node = size
+    raise _wrong(
+        "trainer.num_nodes * trainer.devices",
+        job.num_gpus,
+        f"the executor starts {nodes} x {per_node} processes",
+        f"Give the recipe num_nodes={nodes} and {per_node} devices, or change the executor.",
+    )
+
+
+def _wrong(what: str, value: object, limit: str, fix: str) -> UserInputError:
+    return UserInputError(f"NestPlugin {what}", value=value, limit=limit, fix=fix)
+
+
+def names(value: Sequence[str] | str | None) -> tuple[str, ...] | None:
+    """A list from a command line, where one name may stand alone.
+
+    >>> names("recompute"), names(["a", "b"]), names(None)
+    (('recompute',), ('a', 'b'), None)
+    """
+    if value is None:
+        return None
+    return (value,) if isinstance(value, str) else tuple(value)

@@ -1,0 +1,206 @@
+"""A checkpoint that a job restores, and what a plan must keep so that it can be loaded.
+
+What is on this host's disks is looked at; of what is not, the format that the job states is
+believed. Sources: ``AutoResume`` and ``RestoreConfig`` of NeMo 2.7.3; ``load_checkpoint`` and
+``_resolve_checkpoint_iteration`` of Megatron-Bridge 0.3.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nest_megatron.documents import read_yaml
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.fields import find, value_or
+from nest_megatron.integrations.finetuning import is_finetuning
+from nest_megatron.integrations.megatron_lm.checkpoint import (
+    Requirement,
+    SavedCheckpoint,
+    check_loadable,
+    read_checkpoint,
+    required,
+)
+from nest_megatron.parallel.plan import ParallelPlan
+
+_TRACKERS = ("latest_train_state.pt", "latest_checkpointed_iteration.txt")
+_RUN_CONFIG = "run_config.yaml"
+#: Sizes that Megatron-Bridge keeps in ``run_config.yaml``, by Megatron's names.
+_SAVED_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """A checkpoint that a job restores.
+
+    Args:
+        source: where it lies, as the job writes it.
+        values: what the job says of loading, by Megatron's destinations.
+        is_seen: it lies on this host; otherwise only its format is known, as it is stated.
+        stated: where its format comes from if it was not seen, for the note.
+    """
+
+    source: str
+    saved: SavedCheckpoint
+    values: Mapping[str, Any] = field(default_factory=dict)
+    is_seen: bool = False
+    stated: str = "as the recipe states"
+
+    def required(self, version: str) -> Mapping[str, Requirement]:
+        """What a plan must keep, by the names of ``ParallelChoice``."""
+        needs = required(self.saved, self.values, version)
+        return needs if self.is_seen else {n: r for n, r in needs.items() if r.value is not None}
+
+    def check(self, plan: ParallelPlan, version: str) -> None:
+        """Raise if a plan's layout is one that the checkpoint cannot be loaded into.
+
+        Raises:
+            UserInputError: naming the choice, and what the checkpoint demands.
+        """
+        if self.is_seen:
+            check_loadable(self.saved, plan.parallel, self.values, version)
+
+    def note(self) -> str:
+        """What is known of it, for the plan's notes."""
+        how = "as was found there" if self.is_seen else self.stated
+        return f"The job restores {self.source}, in the format {self.saved.format} ({how})."
+
+
+def restored_by_command(values: Mapping[str, Any]) -> Restored | None:
+    """What ``--load`` and ``--pretrained-checkpoint`` of a Megatron-LM command restore.
+
+    The host that plans may not be the one that trains: only a folder that is here, and holds no
+    checkpoint, is one from which training starts afresh.
+
+    Args:
+        values: Megatron's arguments by destination.
+
+    Raises:
+        UserInputError: if what is there cannot be opened, by Megatron or from here.
+    """
+    named = [str(values[name]) for name in ("load", "pretrained_checkpoint") if values.get(name)]
+    saved = None if any("://" in name for name in named) else read_checkpoint(values)
+    if saved is not None:
+        return Restored(source=str(saved.directory), saved=saved, values=values, is_seen=True)
+    source = next((name for name in named if not Path(name).is_dir()), None)
+    if source is None or values.get("moe_use_upcycling"):
+        return None
+    how = "as --ckpt-format has it: there is no such folder on this host"
+    stated = _stated(source, str(values.get("ckpt_format") or "torch_dist"), values)
+    return dataclasses.replace(stated, stated=how)
+
+
+def restored_by_bridge(cfg: Any) -> Restored | None:
+    """What ``checkpoint.pretrained_checkpoint`` and ``checkpoint.load`` restore.
+
+    A folder to load from that is still empty starts training afresh, except in fine-tuning, which
+    starts from something.
+    """
+    pretrained = value_or(cfg.checkpoint, "pretrained_checkpoint", None)
+    load = value_or(cfg.checkpoint, "load", None)
+    resumes = _has_checkpoint(load)
+    if not (pretrained or resumes or (load and is_finetuning(value_or(cfg, "dataset", None)))):
+        return None
+    values = {
+        "load": load if resumes else None,
+        "pretrained_checkpoint": None if resumes else pretrained,
+        "ckpt_step": value_or(cfg.checkpoint, "ckpt_step", None) if resumes else None,
+        "ckpt_format": value_or(cfg.checkpoint, "ckpt_format", "torch_dist"),
+        "finetune": value_or(cfg.checkpoint, "finetune", False) or not resumes,
+        "no_load_optim": not value_or(cfg.checkpoint, "load_optim", True),
+        "no_load_rng": not value_or(cfg.checkpoint, "load_rng", True),
+        "num_experts": value_or(cfg.model, "num_moe_experts", None),
+    }
+    source = str(load if resumes else pretrained or load)
+    if _has_checkpoint(source):
+        saved = read_checkpoint(values)
+        if saved is not None:
+            found = _with_run_config(saved)
+            return Restored(source=source, saved=found, values=values, is_seen=True)
+    return _stated(source, str(values["ckpt_format"]), values)
+
+
+def restored_by_nemo(recipe: Any) -> Restored | None:
+    """What ``resume`` restores: a run that goes on, or weights of another."""
+    resume = value_or(recipe, "resume", None)
+    going_on = None if resume is None else _run_that_goes_on(recipe, resume)
+    kind = value_or(recipe.trainer.strategy, "save_ckpt_format", "torch_dist")
+    experts = value_or(recipe.model.config, "num_moe_experts", None)
+    if going_on is not None:
+        return _stated(going_on, kind, {"num_experts": experts})
+    config = value_or(resume, "restore_config", None) if resume is not None else None
+    config = config or value_or(recipe.trainer.strategy, "restore_config", None)
+    if config is None:
+        return None
+    values = {
+        "finetune": not value_or(config, "load_optim_state", False),
+        "num_experts": experts,
+    }
+    # whatever this run saves: an imported model is torch_dist, and so is a run with plain DDP
+    return _stated(str(value_or(config, "path", "")), "torch_dist", values)
+
+
+def _run_that_goes_on(recipe: Any, resume: Any) -> str | None:
+    """The folder of a run that NeMo would resume, where one is named or found."""
+    if path := value_or(resume, "resume_from_path", None):
+        return str(path)
+    if not value_or(resume, "resume_if_exists", False):
+        return None
+    folder = value_or(resume, "resume_from_directory", None)
+    if folder is None:
+        log = find(recipe, "log.log_dir")
+        name = find(recipe, "log.name")
+        if not isinstance(log, str | os.PathLike) or not isinstance(name, str):
+            return None
+        folder = Path(log) / name / "checkpoints"
+    last = [each for each in Path(folder).glob("*last") if each.is_dir()]
+    return str(max(last, key=lambda each: each.lstat().st_mtime)) if last else None
+
+
+def _stated(path: str, kind: str, values: Mapping[str, Any]) -> Restored:
+    """A checkpoint whose format is only stated, or found in NeMo's folder of weights."""
+    for folder in (Path(path) / "weights", Path(path)):
+        if (folder / "metadata.json").is_file():
+            kind = "torch_dist"  # megatron-core writes it for this format alone
+    saved = SavedCheckpoint(
+        directory=Path(path),
+        iteration=0,
+        format=kind,
+        weights_only=bool(values.get("finetune")),
+    )
+    return Restored(source=path, saved=saved, values=values)
+
+
+def _has_checkpoint(folder: object) -> bool:
+    return isinstance(folder, str | os.PathLike) and any(
+        (Path(folder) / name).is_file() for name in _TRACKERS
+    )
+
+
+def _with_run_config(saved: SavedCheckpoint) -> SavedCheckpoint:
+    """A checkpoint with the degrees that Megatron-Bridge writes beside it."""
+    path = saved.directory / _RUN_CONFIG
+    if not path.is_file():
+        return saved
+    values = read_yaml(path, _RUN_CONFIG)
+    try:
+        model = values["model"]
+        sizes = {name: model[name] for name in _SAVED_SIZES if model.get(name) is not None}
+    except (LookupError, TypeError, AttributeError) as error:
+        raise UserInputError(
+            str(path),
+            value=None,
+            limit=f"it does not say how the checkpoint was laid out ({error})",
+            fix="Launch this job without nest.",
+        ) from error
+    return dataclasses.replace(saved, **sizes)

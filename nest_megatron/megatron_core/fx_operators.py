@@ -1,0 +1,235 @@
+"""The nodes of a trace as operators and edges: FLOPs, traffic, parameters, what is kept.
+
+Views are no operators: what reads a view reads the tensor behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from nest_megatron.megatron_core.fx_trace import PLACE, Kept, Place, Trace
+from nest_megatron.model.chain import ChainEdge, ChainOperator
+from nest_megatron.model.graph import OperatorKind
+
+_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "flex_attention")
+_GROUPED = ("_grouped_mm", "_scaled_grouped_mm")
+#: These read the rows that they are asked for, and no more of the table.
+_GATHERS = frozenset({"embedding", "index", "index_select", "gather", "take"})
+#: These give memory that nothing has been written to, or constants of the program.
+_FREE = frozenset(
+    {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "lift_fresh_copy"}
+)
+_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainWork:
+    """Operators in the order of the run, and what they pass on.
+
+    Args:
+        places: where each of the operators ran.
+        kept: where each storage is kept first, and its bytes.
+    """
+
+    operators: tuple[ChainOperator, ...]
+    places: tuple[Place, ...]
+    edges: tuple[ChainEdge, ...]
+    kept: tuple[tuple[Place, float], ...]
+
+
+@dataclass(slots=True)
+class _Makers:
+    """Who made the contents of each storage; parameters not yet counted."""
+
+    of: dict[int, str] = field(default_factory=dict)
+    fresh: dict[int, int] = field(default_factory=dict)
+
+    def parameters(self, storages: Iterator[int]) -> int:
+        """Parameters among these storages that nobody has used before."""
+        return sum(self.fresh.pop(storage, 0) for storage in storages)
+
+
+def chain_work(trace: Trace) -> ChainWork:
+    """Work and traffic of every operator of a trace."""
+    makers = _Makers()
+    makers.of = {_storage(t): f"input_{i}" for i, t in enumerate(trace.inputs)}
+    for weight in trace.weights.values():
+        makers.fresh[_storage(weight)] = weight.numel()
+    kept = _kept(trace)
+    operators: list[ChainOperator] = []
+    places: list[Place] = []
+    edges: list[ChainEdge] = []
+    for node in trace.graph.nodes:
+        if not _runs(node, makers):
+            continue
+        read = _read(node)
+        edges += [
+            ChainEdge(source=makers.of[s], target=node.name, num_bytes=num_bytes)
+            for s, num_bytes in read.items()
+            if s in makers.of
+        ]
+        operators.append(_operator(node, read, makers, kept))
+        places.append(_place(node))
+        makers.of |= dict.fromkeys(map(_storage, _tensors(node)), node.name)
+    return ChainWork(
+        operators=tuple(operators),
+        places=tuple(places),
+        edges=tuple(edges),
+        kept=tuple(kept.values()),
+    )
+
+
+def _kept(trace: Trace) -> dict[int, tuple[Place, float]]:
+    """Storages that the backward pass needs besides the weights, with where each is kept first."""
+    known = {_storage(t) for t in (*trace.weights.values(), *trace.buffers.values())}
+    found: dict[int, tuple[Place, float]] = {}
+    each: Kept
+    for each in trace.kept:
+        storage = _storage(each.tensor)
+        if storage not in known:
+            num_bytes = float(each.tensor.untyped_storage().nbytes())
+            found.setdefault(storage, (each.place, num_bytes))
+    return found
+
+
+def _operator(
+    node: Any, read: dict[int, float], makers: _Makers, kept: dict[int, tuple[Place, float]]
+) -> ChainOperator:
+    out = {_storage(t): _size(t) for t in _tensors(node)}
+    output_bytes = sum(out.values())
+    if _name(node) in _GATHERS:
+        read = {**read, **_gathered(node, output_bytes)}
+    written_before = [s for s in out if s in makers.of]  # an update in place keeps what it was
+    return ChainOperator(
+        name=node.name,
+        target=_target(node),
+        module=_place(node).path,
+        kind=_kind(node),
+        flops=float(_flops(node)),
+        bytes_moved=sum(read.values()) + output_bytes,
+        parameters=makers.parameters(iter(read)),
+        output_bytes=output_bytes,
+        saved_bytes=sum(kept[s][1] for s in out if s in kept and s not in written_before),
+    )
+
+
+def _runs(node: Any, makers: _Makers) -> bool:
+    """Whether a node is an operator that a device works on."""
+    if node.op != "call_function" or not hasattr(node.target, "_schema"):
+        return False
+    if _name(node) in _FREE:
+        return False
+    given = {_storage(t) for argument in node.all_input_nodes for t in _tensors(argument)}
+    made = {_storage(t) for t in _tensors(node)}
+    if node.target._schema.is_mutable:
+        return bool(made)
+    return not made <= (given | makers.of.keys())
+
+
+def _read(node: Any) -> dict[int, float]:
+    """Bytes that a node reads of each storage."""
+    read: dict[int, float] = {}
+    for argument in node.all_input_nodes:
+        for tensor in _tensors(argument):
+            storage = _storage(tensor)
+            read[storage] = max(read.get(storage, 0.0), _size(tensor))
+    return read
+
+
+def _gathered(node: Any, output_bytes: float) -> dict[int, float]:
+    table = node.args[0]
+    return {_storage(t): min(output_bytes, _size(t)) for t in _tensors(table)}
+
+
+def _tensors(node: Any) -> list[Any]:
+    """The tensors that a node gives."""
+    import torch
+
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [each for each in value if isinstance(each, torch.Tensor)]
+    return []
+
+
+def _place(node: Any) -> Place:
+    place: Place = node.meta.get(PLACE, Place())
+    return place
+
+
+def _storage(tensor: Any) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _size(tensor: Any) -> float:
+    """Bytes of a tensor; of one that is expanded, those that are really there."""
+    whole: int = tensor.untyped_storage().nbytes()
+    return float(min(tensor.numel() * tensor.element_size(), whole))
+
+
+def _name(node: Any) -> str:
+    """``add`` of ``aten.add_.Tensor``."""
+    name: str = node.target._schema.name.rpartition("::")[2]
+    return name.removesuffix("_")
+
+
+def _target(node: Any) -> str:
+    """``aten.mm`` of ``aten.mm.default``."""
+    words = str(node.target).split(".")
+    return ".".join(words[:2])
+
+
+def _kind(node: Any) -> OperatorKind:
+    from torch.utils.flop_counter import flop_registry
+
+    name = _name(node)
+    if any(word in name for word in _ATTENTION):
+        return OperatorKind.ATTENTION
+    if name in _GROUPED:
+        return OperatorKind.GROUPED_GEMM
+    if node.target.overloadpacket in flop_registry:
+        return OperatorKind.GEMM
+    return OperatorKind.MEMORY_BOUND
+
+
+def _flops(node: Any) -> int:
+    """Forward FLOPs by torch's own registry; operators that it lacks have none."""
+    import torch
+    from torch.utils.flop_counter import flop_registry
+
+    if _name(node) == _CPU_ATTENTION:
+        return _attention_flops(node)
+    formula = flop_registry.get(node.target.overloadpacket)
+    if formula is None:
+        return _grouped_flops(node) if _name(node) in _GROUPED else 0
+
+    def value(argument: Any) -> Any:
+        return argument.meta.get("val") if isinstance(argument, torch.fx.Node) else argument
+
+    args = torch.fx.map_arg(node.args, value)
+    options = torch.fx.map_arg(node.kwargs, value)
+    return int(formula(*args, **options, out_val=node.meta.get("val")))
+
+
+def _attention_flops(node: Any) -> int:
+    """The registry's formula, with key and value heads repeated to the query's number."""
+    import torch
+    from torch.utils.flop_counter import flop_registry
+
+    query, key, value = (argument.meta["val"].shape for argument in node.args[:3])
+    formula = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]
+    query, key, value = (
+        torch.empty((query[0], query[1], *shape[2:]), device="meta")
+        for shape in (query, key, value)
+    )
+    return int(formula(query, key, value, out_val=query))
+
+
+def _grouped_flops(node: Any) -> int:
+    """A product for each group: whatever the split, every row meets one matrix."""
+    left, right = (argument.meta["val"].shape for argument in node.args[:2])
+    rows = left.numel() // left[-1]
+    return int(2 * rows * left[-1] * right[-1])

@@ -1,0 +1,204 @@
+"""A module's forward pass as an fx graph whose nodes know their module, and what autograd kept."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.megatron_core.fx_device import as_on_a_gpu
+from nest_megatron.megatron_core.fx_refusal import refuse
+from nest_megatron.model.chain import TensorShape
+
+#: Where a node keeps its ``Place``.
+PLACE = "nest_place"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a module a run is.
+
+    Args:
+        calls: the modules that are running, outermost first: path, and the number of the call.
+    """
+
+    calls: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def path(self) -> str:
+        """Path of the innermost module."""
+        return self.calls[-1][0] if self.calls else ""
+
+    def call_of(self, path: str) -> int:
+        """The number of the call of one of these modules; 0 of any other."""
+        return next((number for name, number in self.calls if name == path), 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A tensor that autograd kept, and where."""
+
+    tensor: Any
+    place: Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """What a run leaves behind.
+
+    Args:
+        graph: nodes have ``meta["val"]``, tensors without memory, and ``meta[PLACE]``.
+        weights: those tensors of the parameters, by name.
+        buffers, inputs: the same for buffers and inputs.
+        kept: in the order of the run, a storage as often as it was kept.
+    """
+
+    graph: Any
+    weights: dict[str, Any]
+    buffers: dict[str, Any]
+    inputs: tuple[Any, ...]
+    kept: tuple[Kept, ...]
+
+
+def traced(module: Any, inputs: Sequence[TensorShape]) -> Trace:
+    """Run a module on shapes and record it.
+
+    Raises:
+        UserInputError: for an unknown number type.
+        UnplannableModelError: for a module that cannot be run on shapes.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    # Tensors that the module holds outside its parameters become fake when they are met.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        weights = _without_memory(module.named_parameters(), module)
+        buffers = _without_memory(module.named_buffers(), module)
+        given = tuple(torch.empty(each.sizes, dtype=_dtype(each.dtype)) for each in inputs)
+    run = _Run()
+    forward = _forward(module, (*weights, *buffers), [each.keyword for each in inputs], run)
+    flat = (*weights.values(), *buffers.values(), *given)
+    keeping = torch.autograd.graph.saved_tensors_hooks(run.keep, lambda tensor: tensor)
+    try:
+        with mode, keeping, torch.enable_grad(), as_on_a_gpu(), run.following(module):
+            graph = make_fx(forward)(*flat).graph
+    except Exception as error:  # whatever the model's own code raises is the user's to know
+        raise refuse(error, module, run.place.path) from error
+    return Trace(graph=graph, weights=weights, buffers=buffers, inputs=given, kept=tuple(run.kept))
+
+
+def _without_memory(named: Iterator[tuple[str, Any]], module: Any) -> dict[str, Any]:
+    """Tensors of the same shapes in the fake mode that is on."""
+    import torch
+    from torch.nn.parameter import is_lazy
+
+    made = {}
+    for name, tensor in named:
+        if is_lazy(tensor):
+            raise refuse(ValueError(f"{name} has no shape yet: run a batch through it"), module, "")
+        made[name] = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad
+        )
+    return made
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    known = sorted(key for key, value in vars(torch).items() if isinstance(value, torch.dtype))
+    if name not in known:
+        raise UserInputError(
+            "dtype", value=name, limit="torch has no such number type", fix=nearest(name, known)
+        )
+    return getattr(torch, name)
+
+
+def _forward(
+    module: Any, names: tuple[str, ...], keywords: Sequence[str], run: _Run
+) -> Callable[..., Any]:
+    """The forward pass as a function of all tensors, which ``make_fx`` needs, giving tensors."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    def forward(*flat: Any) -> list[Any]:
+        run.begin()
+        state = dict(zip(names, flat, strict=False))
+        given = list(zip(keywords, flat[len(names) :], strict=True))
+        named = {keyword: tensor for keyword, tensor in given if keyword}
+        args = tuple(tensor for keyword, tensor in given if not keyword)
+        out = torch.func.functional_call(module, state, args, named)
+        run.mark()
+        return [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+
+    return forward
+
+
+@dataclass(slots=True)
+class _Run:
+    """Where the run is, and what it has kept.
+
+    make_fx appends nodes as operators run; at each step into or out of a module all nodes since the
+    last step are told their module.
+    """
+
+    place: Place = field(default_factory=Place)
+    calls: int = 0
+    kept: list[Kept] = field(default_factory=list)
+    graph: Any = None
+    last: Any = None
+
+    def begin(self) -> None:
+        """Find the graph that is being written."""
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+        self.graph = get_proxy_mode().tracer.graph
+        self.last = next(iter(reversed(self.graph.nodes)))
+
+    def mark(self) -> None:
+        """Tell the nodes since the last call their module."""
+        if self.graph is None:
+            return
+        node = self.last.next
+        while node.op != "root":
+            node.meta[PLACE] = self.place
+            self.last, node = node, node.next
+
+    def keep(self, tensor: Any) -> Any:
+        """Note a tensor that autograd keeps."""
+        self.kept.append(Kept(tensor=tensor, place=self.place))
+        return tensor
+
+    @contextlib.contextmanager
+    def following(self, module: Any) -> Iterator[None]:
+        """Follow the run through a module and all inside it."""
+        handles = []
+        for path, part in module.named_modules():
+            handles.append(part.register_forward_pre_hook(self._enter(path)))
+            handles.append(part.register_forward_hook(self._leave(path)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, path: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            self.mark()
+            self.calls += 1
+            self.place = Place((*self.place.calls, (path, self.calls)))
+
+        return hook
+
+    def _leave(self, path: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            self.mark()
+            # A module inside that raised, and was caught, is left with it.
+            names = [name for name, _ in self.place.calls]
+            last = len(names) - 1 - names[::-1].index(path)
+            self.place = Place(self.place.calls[:last])
+
+        return hook

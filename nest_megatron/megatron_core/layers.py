@@ -1,0 +1,288 @@
+"""The operator graph of one unit, read from the modules that megatron-core itself builds.
+
+The modules run under fake tensors in a process group whose other ranks do not exist: shapes,
+storages and communication are real, numbers are not, and no memory is used.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.megatron_core.parts import operator_name, part_of
+from nest_megatron.megatron_core.records import ExtractedLayer, RecomputedLayer
+from nest_megatron.megatron_core.stage import Where, staged
+from nest_megatron.megatron_core.units import build
+from nest_megatron.model.graph import (
+    Group,
+    LayerCollective,
+    LayerGraph,
+    Operator,
+    OperatorKind,
+    Part,
+)
+from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.one_layer import one_layer
+from nest_megatron.model.parameters import ParameterCount
+from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import LayerKind, ModelFamily, TransformerSpec
+from nest_megatron.parallel.recompute import (
+    FULL_RECOMPUTE,
+    NO_RECOMPUTE,
+    Recompute,
+    RecomputeModule,
+    selective_recompute,
+)
+
+if TYPE_CHECKING:
+    from nest_megatron.megatron_core.recorder import Call, Record, Work
+
+#: The part of a layer that a module path belongs to.
+_PartOf = Callable[[str], Part]
+
+
+def extract_layer(
+    spec: TransformerSpec,
+    kind: LayerKind,
+    shard: LayerShard,
+    *,
+    implementation: Implementation = Implementation.LOCAL,
+    recompute: Iterable[Recompute] | None = None,
+) -> ExtractedLayer:
+    """Build one unit for one rank and record what it does (``cache.layer`` asks once only).
+
+    Args:
+        recompute: settings to try besides none; all of ``recompute_settings`` if not given.
+        shard: how the layer is divided; with ``flash_attention`` attention keeps no scores, without
+            it is megatron-core's own, in two products.
+
+    Raises:
+        UserInputError: for what these modules cannot be built for, naming it.
+    """
+    _refuse(spec, kind, shard, implementation)
+    base, parameters = _extract(spec, kind, shard, NO_RECOMPUTE, implementation)
+    settings = recompute_settings(spec, kind) if recompute is None else recompute
+    variants = {
+        setting.label(): _recomputed(_recorded(spec, kind, shard, setting, implementation)[1])
+        for setting in settings
+    }
+    return ExtractedLayer(
+        graph=base,
+        parameters=parameters,
+        recompute=variants,
+        provenance={
+            "megatron_core": importlib.metadata.version("megatron-core"),
+            "torch": importlib.metadata.version("torch"),
+            "implementation": implementation.value,
+            "attention": "flash" if shard.flash_attention else "unfused",
+        },
+    )
+
+
+def _recomputed(record: Record) -> RecomputedLayer:
+    return RecomputedLayer(
+        saved_bytes=record.input_bytes + sum(record.saved.values()),
+        recomputed_flops=sum(work.flops for work in record.recomputed.values()),
+        recomputed_bytes_moved=sum(work.bytes_moved for work in record.recomputed.values()),
+    )
+
+
+def recompute_settings(spec: TransformerSpec, kind: LayerKind) -> tuple[Recompute, ...]:
+    """The settings that make a difference to a layer: each module by itself, and all of it.
+
+    The MLP of a layer with linear biases is left out: with it the backward pass of megatron-core's
+    local layers calls itself without end (0.16.1).
+    """
+    if kind not in (LayerKind.DENSE, LayerKind.MOE):
+        return ()
+    modules = [RecomputeModule.CORE_ATTN, RecomputeModule.LAYERNORM]
+    if spec.multi_latent_attention:
+        modules.append(RecomputeModule.MLA_UP_PROJ)
+    if kind is LayerKind.DENSE:
+        modules += [] if spec.add_bias_linear else [RecomputeModule.MLP]
+    else:
+        modules.append(RecomputeModule.MOE)
+        if spec.moe_shared_expert_intermediate_size:
+            modules.append(RecomputeModule.SHARED_EXPERTS)
+    return (*(selective_recompute([module]) for module in modules), FULL_RECOMPUTE)
+
+
+def _refuse(
+    spec: TransformerSpec, kind: LayerKind, shard: LayerShard, implementation: Implementation
+) -> None:
+    tp = shard.tensor_model_parallel_size
+    if kind is LayerKind.MOE and not spec.is_moe:
+        raise UserInputError(
+            "layer", value=kind.value, limit=f"{spec.name} has no experts", fix="Use dense."
+        )
+    if kind is LayerKind.MTP and not spec.num_mtp_layers:
+        raise UserInputError(
+            "layer", value=kind.value, limit=f"{spec.name} has no MTP layers", fix="Use dense."
+        )
+    if spec.family is not ModelFamily.GPT:
+        raise UserInputError(
+            "model",
+            value=spec.name,
+            limit="only GPT-like models are built from megatron-core's layers here",
+            fix="Use --closed-form, or --module for a model of your own.",
+        )
+    if spec.query_groups < tp and not spec.multi_latent_attention:
+        raise UserInputError(
+            "parallel.tensor_model_parallel_size",
+            value=tp,
+            limit=f"megatron-core's local attention needs a query group for each rank "
+            f"({spec.query_groups} groups)",
+            fix=f"Use at most {spec.query_groups}, or --closed-form.",
+        )
+    if shard.context_parallel_size > 1 and not shard.flash_attention:
+        raise UserInputError(
+            "parallel.context_parallel_size",
+            value=shard.context_parallel_size,
+            limit="megatron-core runs context parallelism with fused attention alone",
+            fix="Use 1, or fused attention.",
+        )
+    if implementation is Implementation.TRANSFORMER_ENGINE:
+        raise UserInputError(
+            "--implementation",
+            value=implementation.value,
+            limit="Transformer Engine's kernels cannot be followed without running them",
+            fix="Use local; --closed-form prints the fused form.",
+        )
+
+
+def _extract(
+    spec: TransformerSpec,
+    kind: LayerKind,
+    shard: LayerShard,
+    recompute: Recompute,
+    implementation: Implementation,
+) -> tuple[LayerGraph, ParameterCount]:
+    built, record = _recorded(spec, kind, shard, recompute, implementation)
+    latent = spec.multi_latent_attention
+
+    def part(path: str) -> Part:
+        return part_of(path, kind, latent_attention=latent)
+
+    graph = LayerGraph(
+        operators=tuple(_operators(record, part)),
+        collectives=tuple(_collectives(record, part, built.groups)),
+        input_bytes=record.input_bytes,
+        saved_bytes=tuple(_by_part(record.saved, part)),
+        working_bytes=0.0,
+    )
+    return graph, built.parameters
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    parameters: ParameterCount
+    groups: Mapping[str, Group]
+
+
+def _recorded(
+    spec: TransformerSpec,
+    kind: LayerKind,
+    shard: LayerShard,
+    recompute: Recompute,
+    implementation: Implementation,
+) -> tuple[_Built, Record]:
+    """Build the unit and run it once under the recorder."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from nest_megatron.megatron_core.recorder import record
+
+    inside = staged(
+        spec,
+        kind,
+        shard,
+        where=Where.SHAPES,
+        implementation=implementation,
+        recompute=recompute,
+    )
+    with inside as layers, FakeTensorMode():
+        unit = build(layers, kind, recompute=recompute)
+        inner = one_layer(spec, kind)
+        share = inner.moe_router_topk / inner.num_experts if inner.num_experts else 1.0
+        recorded = record(unit.module, unit.forward, unit.inputs(), selected_share=share)
+        return _Built(_parameters(unit.module), _groups()), recorded
+
+
+def _parameters(module: Any) -> ParameterCount:
+    counts = [
+        (".experts." in f".{name}", parameter.numel())
+        for name, parameter in module.named_parameters()
+    ]
+    return ParameterCount(
+        dense=sum(count for is_expert, count in counts if not is_expert),
+        expert=sum(count for is_expert, count in counts if is_expert),
+    )
+
+
+def _groups() -> dict[str, Group]:
+    """Process groups by the names that torch gave them."""
+    from megatron.core import parallel_state as state
+
+    from nest_megatron.megatron_core.shapes import CONTEXT_GROUP
+
+    found = {
+        Group.EXPERT_TENSOR: state.get_expert_tensor_parallel_group(check_initialized=False),
+        Group.EXPERT: state.get_expert_model_parallel_group(check_initialized=False),
+        Group.CONTEXT: state.get_context_parallel_group(check_initialized=False),
+        Group.TENSOR: state.get_tensor_model_parallel_group(check_initialized=False),
+    }
+    names = {group.group_name: kind for kind, group in found.items() if group is not None}
+    return {**names, CONTEXT_GROUP: Group.CONTEXT}
+
+
+def _operators(record: Record, part: _PartOf) -> list[Operator]:
+    """One operator for each module and kind, in order of their first kernel."""
+    merged: dict[tuple[str, OperatorKind, Part], Work] = {}
+    for (path, kind), work in record.work.items():
+        key = (operator_name(path), kind, part(path))
+        merged[key] = merged[key].plus(work) if key in merged else work
+    return [
+        Operator(
+            name=name,
+            part=where,
+            kind=kind,
+            flops=work.flops,
+            bytes_moved=work.bytes_moved,
+            backward_flops=work.backward_flops,
+            backward_bytes_moved=work.backward_bytes_moved,
+            num_kernels=work.num_kernels,
+        )
+        for (name, kind, where), work in merged.items()
+    ]
+
+
+def _collectives(
+    record: Record, part: _PartOf, groups: Mapping[str, Group]
+) -> list[LayerCollective]:
+    """Calls that are alike, counted."""
+    counted: dict[Call, int] = {}
+    for call in record.calls:
+        counted[call] = counted.get(call, 0) + 1
+    return [
+        LayerCollective(
+            name=f"{operator_name(call.path)}.{call.kind}",
+            part=part(call.path),
+            kind=call.kind,
+            group=groups.get(call.group, Group.EXPERT),
+            message_bytes=float(call.message_bytes),
+            backward=call.backward,
+            hidden_under=operator_name(call.path) if call.is_async else "",
+            num_calls=count,
+        )
+        for call, count in counted.items()
+    ]
+
+
+def _by_part(saved: Mapping[str, int], part: _PartOf) -> list[tuple[Part, float]]:
+    parts: dict[Part, float] = {}
+    for path, num in saved.items():
+        where = part(path)
+        parts[where] = parts.get(where, 0.0) + num
+    return list(parts.items())

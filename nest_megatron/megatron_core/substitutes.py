@@ -1,0 +1,277 @@
+"""What must be replaced so that megatron-core's layers run where they were not meant to.
+
+Every replacement says why. All are undone when their context manager ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+
+@contextlib.contextmanager
+def without_gpu() -> Iterator[None]:
+    """Let megatron-core run on the CPU: what names a GPU means the CPU."""
+    import megatron.core.tensor_parallel.random as megatron_random
+    import torch
+
+    generator = torch.Generator()
+
+    def get_state(*_: object, **__: object) -> Any:
+        return generator.get_state()
+
+    def set_state(state: Any, *_: object, **__: object) -> None:
+        generator.set_state(state)
+
+    gpu = {
+        "current_device": lambda: "cpu",
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda: None,
+        "current_stream": _NoStream,
+        "default_stream": _NoStream,
+        "stream": lambda *_: contextlib.nullcontext(),
+        "Stream": _NoStream,
+        "Event": _NoStream,
+        "get_rng_state": get_state,
+        "manual_seed": generator.manual_seed,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, replacement in gpu.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
+        for name, replacement in (
+            ("_get_cuda_rng_state", get_state),
+            ("_set_cuda_rng_state", set_state),
+        ):
+            stack.enter_context(mock.patch.object(megatron_random, name, replacement))
+        stack.enter_context(_cpu_for_cuda())
+        # compiled fusions would run as kernels of this CPU, on tensors that have no memory
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep back what torch and megatron-core say of being used in an unusual way."""
+    logger = logging.getLogger("megatron")
+    level = logger.level
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def without_transformer_engine(*, shapes_only: bool) -> Iterator[None]:
+    """Let the local layers of megatron-core 0.16 be built with all that they leave out.
+
+    Its torch norm refuses sequence parallelism; its attention does not take the sizes that latent
+    attention passes; latent attention believes to have Transformer Engine without it; and two
+    helpers of recomputation and routing are names that only Transformer Engine defines.
+
+    Args:
+        shapes_only: nothing is computed, so the norm may be one that only has the right shapes.
+    """
+    import megatron.core.tensor_parallel.random as megatron_random
+    import megatron.core.transformer.multi_latent_attention as latent
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    class NoState:
+        """Stands for the engine's fp8 state: there is none."""
+
+        is_fp8_enabled = staticmethod(lambda: False)
+
+    def nothing(*_: object, **__: object) -> Any:
+        return contextlib.nullcontext()
+
+    missing = {
+        (megatron_random, "activation_recompute_forward"): nothing,
+        (megatron_random, "fp8_autocast"): nothing,
+        (megatron_random, "FP8GlobalStateManager"): NoState,
+        (moe_utils, "te_general_gemm"): None,
+    }
+    with contextlib.ExitStack() as stack:
+        swap = functools.partial(mock.patch.object, create=True)
+        for (module, name), replacement in missing.items():
+            if not hasattr(module, name):
+                stack.enter_context(swap(module, name, replacement))
+        stack.enter_context(swap(WrappedTorchNorm, "__new__", _norm(shapes_only)))
+        stack.enter_context(swap(DotProductAttention, "__init__", _tolerant(DotProductAttention)))
+        stack.enter_context(swap(latent, "HAVE_TE", new=False))
+        yield
+
+
+@contextlib.contextmanager
+def balanced_routing() -> Iterator[None]:
+    """Give every expert the same number of tokens, as far as they divide.
+
+    Megatron counts tokens by communication and reads the counts from the device. Nothing is
+    communicated here, and the load that a random router makes is not the one of training; so the
+    counts are those of a balanced router, known beforehand.
+    """
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    with contextlib.ExitStack() as stack:
+        swap = mock.patch.object
+        stack.enter_context(swap(MoEAlltoAllTokenDispatcher, "preprocess", _balanced_counts))
+        stack.enter_context(
+            swap(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", lambda _, __, n=None: n)
+        )
+        yield
+
+
+@contextlib.contextmanager
+def fused_kernels(*, flash: bool, context_ranks: int = 1) -> Iterator[None]:
+    """Where only shapes are known, keep what a GPU's kernels keep, not what the CPU's do.
+
+    Args:
+        flash: attention keeps no scores; else it is megatron-core's own, in two products.
+        context_ranks: that hold the rest of a sequence; only fused attention knows of others.
+    """
+    import megatron.core.tensor_parallel.random as megatron_random
+    import torch
+    from megatron.core.fusions import fused_softmax
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from nest_megatron.megatron_core import shapes
+
+    def forward(self: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+        window = self.scale_mask_softmax.window_size
+        span = context_ranks * key.shape[0] / 2  # the causal half
+        span = span if window is None else min(span, window[0] + 1)
+        steps = context_ranks - 1
+        return shapes.flash_attention(query, key, value, span=span, ring_steps=steps)
+
+    def one_mask(*_: object, **__: object) -> Any:
+        return torch.zeros((), dtype=torch.bool)  # one mask serves all layers: it is not kept
+
+    def dropout(hidden: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        return torch.native_dropout(hidden, p, training)[0] if p and training else hidden
+
+    with contextlib.ExitStack() as stack:
+        swap = mock.patch.object
+        if flash:
+            stack.enter_context(swap(DotProductAttention, "forward", forward))
+        stack.enter_context(swap(torch.nn.functional, "dropout", dropout))
+        for name in ("get_default_causal_mask", "get_sliding_window_causal_mask"):
+            stack.enter_context(swap(fused_softmax, name, one_mask))
+        # nothing is drawn, and the states are tensors that hold numbers
+        tracker = megatron_random.CudaRNGStatesTracker
+        stack.enter_context(swap(tracker, "fork", lambda *_, **__: contextlib.nullcontext()))
+        stack.enter_context(swap(megatron_random, "_get_all_rng_states", lambda: ()))
+        stack.enter_context(swap(megatron_random, "_set_all_rng_states", lambda *_: None))
+        yield
+
+
+def _balanced_counts(dispatcher: Any, routing_map: Any) -> Any:
+    """What ``MoEAlltoAllTokenDispatcher.preprocess`` works out, for balanced routing."""
+    import numpy
+
+    ep, etp, local = dispatcher.ep_size, dispatcher.tp_size, dispatcher.num_local_experts
+    sent = routing_map.size(0) * dispatcher.config.moe_router_topk
+    dispatcher.num_out_tokens = sent
+    each = numpy.full(ep * local, sent // (ep * local))
+    each[: sent % (ep * local)] += 1
+    by_rank = each.reshape(ep, local)
+    here = by_rank[0]  # what each rank sends to the experts of this one
+    dispatcher.sort_input_by_local_experts = (
+        numpy.arange(ep * etp * local).reshape(-1, local).T.ravel()
+    )
+    dispatcher.restore_output_by_local_experts = (
+        numpy.arange(ep * etp * local).reshape(local, -1).T.ravel()
+    )
+    if ep > 1 or etp > 1:
+        dispatcher.input_splits = by_rank.sum(axis=1).tolist()
+        dispatcher.output_splits = numpy.full(ep, here.sum()).tolist()
+        dispatcher.output_splits_tp = numpy.full(etp, ep * here.sum())
+    if local > 1:
+        dispatcher.num_global_tokens_per_local_expert = numpy.tile(here, (ep * etp, 1))
+    return ep * etp * here
+
+
+class _NoStream:
+    """Stands for CUDA's streams and events: on the CPU everything has happened by the time."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., _NoStream]:
+        return lambda *_, **__: self
+
+
+def _cpu_for_cuda() -> Any:
+    """A mode that makes on the CPU what is asked of a GPU."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class CpuForCuda(TorchFunctionMode):
+        """Megatron names the device "cuda" in many places."""
+
+        def __torch_function__(
+            self,
+            func: Callable[..., Any],
+            types: Sequence[type],
+            args: Sequence[Any] = (),
+            kwargs: Mapping[str, Any] | None = None,
+        ) -> Any:
+            if func is torch.Tensor.cuda:
+                return args[0]
+            options = {name: on_cpu(value) for name, value in (kwargs or {}).items()}
+            return func(*map(on_cpu, args), **options)
+
+    def on_cpu(value: Any) -> Any:
+        is_cuda = (isinstance(value, str) and value.startswith("cuda")) or (
+            isinstance(value, torch.device) and value.type == "cuda"
+        )
+        return torch.device("cpu") if is_cuda else value
+
+    return CpuForCuda()
+
+
+def _norm(shapes_only: bool) -> Callable[..., Any]:
+    """A norm that bears the mark by which its gradients are summed over the tensor ranks.
+
+    Zero-centred weights change what is computed, not its shape or cost.
+    """
+
+    def build(_: type, config: Any, hidden_size: int, eps: float = 1e-5, **__: object) -> Any:
+        import torch
+
+        from nest_megatron.megatron_core.shapes import FusedNorm
+
+        is_rms, dtype = config.normalization == "RMSNorm", config.params_dtype
+        module: Any
+        if shapes_only:
+            module = FusedNorm(hidden_size, dtype, is_rms=is_rms)
+        else:
+            kind = torch.nn.RMSNorm if is_rms else torch.nn.LayerNorm
+            module = kind(hidden_size, eps=eps, dtype=dtype)
+        for parameter in module.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return module
+
+    return build
+
+
+def _tolerant(attention: type) -> Callable[..., None]:
+    """Attention that takes the two sizes of latent attention, and its own width for the values."""
+    original: Callable[..., None] = attention.__init__  # type: ignore[misc]
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("k_channels", None)
+        value_width = kwargs.pop("v_channels", None)
+        original(self, *args, **kwargs)
+        if value_width is not None:
+            heads = self.num_attention_heads_per_partition
+            self.hidden_size_per_partition = value_width * heads
+
+    return __init__

@@ -1,0 +1,184 @@
+"""How a run ends that cannot go on: with a message, never with a bare traceback.
+
+A training job that cannot be planned ends at once, and never trains on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from nest_megatron import __version__
+from nest_megatron.errors import (
+    BAD_INPUT,
+    ENDED_EARLY,
+    NOTHING_FITS,
+    OUR_FAULT,
+    PROGRAM,
+    NestError,
+    OneRankError,
+    exit_code_of,
+)
+
+if TYPE_CHECKING:
+    from nest_megatron.parallel.plan import ParallelPlan
+    from nest_megatron.planner import EndedEarly, NoPlan
+
+#: Set to 1, faults of ours are printed with their traceback.
+DEBUG_VARIABLE = "NEST_MEGATRON_DEBUG"
+
+
+class NothingFitsError(NestError):
+    """No plan fits; carries what is missing."""
+
+    exit_code = NOTHING_FITS
+
+    def __init__(self, refusal: NoPlan, notes: Sequence[str]) -> None:
+        self.refusal = refusal
+        self.notes = tuple(notes)
+        from nest_megatron.report.words import no_plan_verdict  # the first line needs no report
+
+        missing = refusal.missing_bytes
+        verdict = no_plan_verdict(missing, refusal.capacity_bytes, refusal.search.not_modelled)
+        nearest = "the nearest" if refusal.complete else "the nearest that time allowed to find"
+        super().__init__(
+            f"{verdict}; {nearest} ({refusal.nearest}) lacks {missing / 2**30:.1f} GiB"
+        )
+
+
+class SearchEndedError(NestError):
+    """Time ended the search before it had a plan; carries what is known."""
+
+    exit_code = ENDED_EARLY
+
+    def __init__(self, ended: EndedEarly, notes: Sequence[str]) -> None:
+        from nest_megatron.report.words import ended_early
+
+        self.ended = ended
+        self.notes = tuple(notes)
+        super().__init__(ended_early(ended))
+
+
+def require_plan(
+    found: ParallelPlan | NoPlan | EndedEarly, notes: Sequence[str] = ()
+) -> ParallelPlan:
+    """The planner's answer where only a plan will do.
+
+    Raises:
+        NothingFitsError: if nothing fits.
+        SearchEndedError: if time ended the search first.
+    """
+    from nest_megatron.planner import EndedEarly, NoPlan
+
+    if isinstance(found, NoPlan):
+        raise NothingFitsError(found, notes)
+    if isinstance(found, EndedEarly):
+        raise SearchEndedError(found, notes)
+    return found
+
+
+def is_first_of_host() -> bool:
+    """Whether this is the rank that speaks for its host where ranks do not know of each other."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+
+
+@contextlib.contextmanager
+def ending_on_errors(speaks: Callable[[], bool] = is_first_of_host) -> Iterator[None]:
+    """End the process on any error inside, our own ones without a traceback."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it is, the job must not train unplanned
+        end(error, speaks)
+
+
+def end(error: Exception, speaks: Callable[[], bool] = is_first_of_host) -> NoReturn:
+    """Print why on one rank of each host, or on the only one that ends, and exit."""
+    if isinstance(error, OneRankError) or speaks():
+        _print(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    raise SystemExit(exit_code_of(error)) from error
+
+
+def _print(error: Exception) -> None:
+    from nest_megatron.report.console import print_error, show
+
+    rank = os.environ.get("RANK", "0")
+    if isinstance(error, NothingFitsError):
+        from nest_megatron.report.terminal import no_plan_report, notes_report
+
+        show(no_plan_report(error.refusal), notes_report(error.notes))
+    elif isinstance(error, SearchEndedError):
+        from nest_megatron.report.terminal import ended_report, notes_report
+
+        show(ended_report(error.ended), notes_report(error.notes))
+    elif isinstance(error, NestError):
+        print(f"nest: rank {rank} stops before training.", file=sys.stderr)
+        print_error(error, as_json=False)
+    else:
+        print(
+            f"nest: rank {rank} stops before training: a fault of nest-megatron, or a Megatron-LM "
+            "that it does not know.",
+            file=sys.stderr,
+        )
+        report(error, sys.argv)
+
+
+def report(error: Exception, arguments: Sequence[str]) -> int:
+    """Say why a command ended that should not have.
+
+    Args:
+        arguments: the command's, for who reads the report.
+
+    Returns:
+        The exit code.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+        traceback.print_exception(error)
+    if isinstance(error, OSError):
+        where = "" if error.filename is None else f"{error.filename}: "
+        reason = error.strerror or str(error)
+        print(f"error: the operating system refused: {where}{reason}.", file=sys.stderr)
+        return BAD_INPUT
+    print(f"error: {_fault(error)}\n       {_how_to_report(error, arguments)}", file=sys.stderr)
+    return OUR_FAULT
+
+
+def _fault(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return f"{PROGRAM} {__version__} ran out of memory."
+    text = next(iter(str(error).splitlines()), "")[:200]
+    return f"{PROGRAM} {__version__} failed: {type(error).__name__}: {text}".rstrip(": ")
+
+
+def _how_to_report(error: Exception, arguments: Sequence[str]) -> str:
+    path = _saved(error, arguments)
+    if path is None:
+        return f"This is a fault of {PROGRAM}; {DEBUG_VARIABLE}=1 prints what its authors need."
+    return f"This is a fault of {PROGRAM}; send {path} to its authors (it holds the command)."
+
+
+def _saved(error: Exception, arguments: Sequence[str]) -> Path | None:
+    """The file with the command, the versions and the traceback, where one can be written."""
+    from platformdirs import user_log_path
+
+    words = shlex.join([PROGRAM, *arguments])
+    text = f"{words}\n{PROGRAM} {__version__}, Python {sys.version}\n\n"
+    text += "".join(traceback.format_exception(error))
+    for folder in (user_log_path(PROGRAM), Path(tempfile.gettempdir())):
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor, name = tempfile.mkstemp(prefix="fault-", suffix=".txt", dir=folder)
+            with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+            return Path(name)
+    return None

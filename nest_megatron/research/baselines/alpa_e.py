@@ -1,0 +1,110 @@
+"""Alpa-E: sharding first, stages second, memory last.
+
+Source: Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep
+Learning" (OSDI 2022), as NEST's paper estimates it.
+
+Kept: the cluster is a mesh of nodes by GPUs with one bandwidth inside a node and one between nodes.
+For each sub-mesh that can hold a stage, and each micro batch, the sharding inside it (tensor, data
+and expert degrees) is the one that communicates least, chosen without a look at memory. Stages are
+then cut for the shortest step, again without memory. There is one pipeline over all devices: the
+replicas of a stage lie inside its sub-mesh. Only the finished candidate is checked against memory
+and dropped if it does not fit; whatever else that sub-mesh could have held is not tried.
+
+Left out: a sharding of its own for each operator and sub-meshes of different size, which Megatron
+does not launch. The integer program over shardings is an exhaustive choice here. No ZeRO, no
+context parallelism, no virtual stages; recomputation is the user's switch there, and both settings
+are tried.
+
+Budget: the cut of each candidate looks at ``CUT_NODES`` partial partitions at most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator
+
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.research.baselines.job import (
+    NOTHING_LEGAL,
+    Choice,
+    Job,
+    restricted,
+    solved,
+)
+from nest_megatron.research.baselines.networks import on_two_level_mesh
+from nest_megatron.solver.outcome import NO_THRESHOLD
+from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.search import UNLIMITED
+from nest_megatron.units import Seconds
+
+#: What is found by then is the best or next to it; without memory to prune it, a proof takes long.
+CUT_NODES = 100_000
+_WITHOUT = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
+
+
+def find(job: Job) -> Choice:
+    """The fastest candidate on the mesh that turns out to fit, priced on the real cluster."""
+    mesh = on_two_level_mesh(job.model)
+    candidates = sorted(_candidates(job, mesh), key=lambda plan: plan.rank)
+    for dropped, candidate in enumerate(candidates):
+        plan = job.priced(candidate)
+        if plan is not None:
+            lost = f"; {dropped} faster ones do not" if dropped else ""
+            reason = f"the fastest of least traffic that fits{lost}"
+            return Choice(plan=plan, reason=reason, candidates=len(candidates))
+    none_fits = "the shardings that communicate least do not fit in memory, with any stages"
+    reason = none_fits if candidates else NOTHING_LEGAL
+    return Choice(plan=None, reason=reason, candidates=len(candidates))
+
+
+def _candidates(job: Job, mesh: CostModel) -> Iterator[SolvedGrid]:
+    """For each sub-mesh and micro batch, the sharding of least traffic with its fastest cut."""
+    settings = (NO_RECOMPUTE, FULL_RECOMPUTE) if job.space.recompute is None else (None,)
+    for setting in settings:
+        for grids in _grids_by_submesh(job).values():
+            recompute = setting or job.space.recompute or NO_RECOMPUTE
+            grid = dataclasses.replace(
+                min(grids, key=lambda grid: communication(mesh, grid)), recompute=recompute
+            )
+            problem = dataclasses.replace(mesh.problem(grid), capacity_bytes=UNLIMITED)
+            plan = solved(grid, job.solve_stages(problem, NO_THRESHOLD, CUT_NODES))
+            if plan is not None:
+                yield plan
+
+
+def _grids_by_submesh(job: Job) -> dict[tuple[int, int], list[Grid]]:
+    """Legal grids by the devices of a stage and the micro batch.
+
+    A sub-mesh is whole nodes, or a part that divides one.
+    """
+    node = job.model.cluster.gpus_per_node
+    space = job.grids(restricted(job, _WITHOUT, zero_stages=(ZeroStage.NONE,)))
+    found: defaultdict[tuple[int, int], list[Grid]] = defaultdict(list)
+    for shard in space.shards():
+        for grid in space.grids(shard):
+            stage = grid.dims.ranks_per_stage
+            if node % stage == 0 or stage % node == 0:
+                found[stage, grid.micro_batch_size] += space.families(grid)
+    return {submesh: grids for submesh, grids in found.items() if grids}
+
+
+def communication(model: CostModel, grid: Grid) -> Seconds:
+    """Traffic of one step in the layers and between replicas, none of it hidden.
+
+    A stage holds its share of the units, so that the sums are taken over all units and divided.
+    """
+    sequence, kinds = model.unit_kinds(grid)
+    traffic = model.traffic(grid.dims, grid.zero)
+    inside = between = 0.0
+    for index in sequence:
+        unit = kinds[index]
+        for one in (unit.run.forward, unit.run.backward):
+            inside += one.tp + one.cp + one.ep
+        between += traffic.reduce(unit.parameters) + traffic.sum(unit.parameters)
+        between += traffic.gather(unit.kind, unit.parameters)
+    stages = grid.dims.pipeline_model_parallel_size
+    return (grid.num_microbatches * inside + between) / stages

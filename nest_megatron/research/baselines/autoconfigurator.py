@@ -1,0 +1,136 @@
+"""NeMo AutoConfigurator: a table of degrees by model size, every entry measured.
+
+Source: NVIDIA/NeMo, ``nemo/collections/llm/tools/auto_configurator`` (wheels 2.4.1 to 2.7.3); the
+table is ``autoconfigurator.yaml``.
+
+Kept: tensor, pipeline and micro batch sizes come from a table by billions of parameters, sequence
+length and 40 or 80 GB of memory; heads must divide by the first, layers by the second, and their
+product lies between two bounds of the table. With more than two stages there are as many virtual
+stages as layers on a rank. Context and expert parallelism are 1 unless the user gives them. It has
+no memory and no cost model: it launches each candidate for some steps and ranks the times, so that
+here the fastest candidate that fits under the full cost model is its answer.
+
+Its gaps stay: no recomputation, no ZeRO but stage 1 (its recipes' distributed optimizer), no
+topology, no choice above 45 billion parameters at 8,192 tokens (such models are tried without a
+pipeline alone), models with latent attention refused. It offers 40 and 80 GB; a device with 60 GB
+or more counts as the second.
+
+Different here: a model's size is its number of parameters, where the tool reads Mixtral 8x7B as
+7 B; virtual stages are at most as many as our own space allows.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import yaml
+
+from nest_megatron.model.parameters import total_parameters
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.recompute import NO_RECOMPUTE
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.plain import from_plain
+from nest_megatron.research.baselines.cuts import even_cut
+from nest_megatron.research.baselines.job import Choice, Job, chosen, fastest, restricted
+from nest_megatron.research.baselines.walk import pipeline_of
+from nest_megatron.solver.grids import GridSpace
+
+_GIVEN_BY_USER = ("context_parallel_size", "expert_model_parallel_size")
+_LARGE_MEMORY_BYTES = 60 * 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What is tried for models of up to so many parameters.
+
+    Args:
+        seq_length: the one that the row is for, or ``None`` for any.
+        tensor, micro_batch: sizes to try.
+        pipeline, model_parallel: smallest and largest pipeline size, and product of degrees.
+    """
+
+    gpu_memory_gb: int
+    seq_length: int | None
+    up_to_billions: float
+    tensor: tuple[int, ...]
+    pipeline: tuple[int, int]
+    micro_batch: tuple[int, ...]
+    model_parallel: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """The rows in order, and what is kept where none applies."""
+
+    rows: tuple[Row, ...]
+    otherwise: Row
+
+
+def find(job: Job) -> Choice:
+    """The fastest candidate of the table that fits."""
+    spec = job.model.spec
+    if spec.multi_latent_attention:
+        reason = "it does not take models with latent attention"
+        return Choice(plan=None, reason=reason, candidates=0)
+    row = row_for(spec, job.model.cluster.accelerator.memory_bytes)
+    grids = list(_candidates(job, row))
+    cuts = [(grid, even_cut(spec, grid.dims.num_chunks)) for grid in grids]
+    best = fastest(job.price(grid, cut) for grid, cut in cuts if cut is not None)
+    return chosen(best, len(grids), f"the fastest of the {len(grids)} candidates of its table")
+
+
+def row_for(spec: TransformerSpec, memory_bytes: int) -> Row:
+    """The row of the table for a model on a device."""
+    memory_gb = 80 if memory_bytes >= _LARGE_MEMORY_BYTES else 40
+    billions = total_parameters(spec) / 1e9
+    table = _table()
+    for row in table.rows:
+        right = row.gpu_memory_gb == memory_gb and row.seq_length in (None, spec.seq_length)
+        if right and billions <= row.up_to_billions:
+            return row
+    return table.otherwise
+
+
+@cache
+def _table() -> Table:
+    path = importlib.resources.files(__package__).joinpath("autoconfigurator.yaml")
+    return from_plain(Table, yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def _candidates(job: Job, row: Row) -> Iterator[Grid]:
+    """Grids of the table that Megatron launches."""
+    zeros = (ZeroStage.OPTIMIZER,)
+    grids = job.grids(restricted(job, _GIVEN_BY_USER, zero_stages=zeros, recompute=NO_RECOMPUTE))
+    for shard in grids.shards():
+        tp, micro = shard.dims.tensor_model_parallel_size, shard.micro_batch_size
+        if tp in row.tensor and micro in row.micro_batch:
+            for grid in grids.grids(shard):
+                if _allows(row, grid, job.model.spec.num_layers):
+                    yield from _with_virtual_stages(grids, grid)
+
+
+def _allows(row: Row, grid: Grid, num_layers: int) -> bool:
+    dims = grid.dims
+    pp = dims.pipeline_model_parallel_size
+    product = dims.tensor_model_parallel_size * pp
+    product *= dims.context_parallel_size * dims.expert_model_parallel_size
+    fits_table = _between(row.pipeline, pp) and _between(row.model_parallel, product)
+    return fits_table and num_layers % pp == 0
+
+
+def _between(ends: tuple[int, int], value: int) -> bool:
+    return ends[0] <= value <= ends[1]
+
+
+def _with_virtual_stages(grids: GridSpace, grid: Grid) -> list[Grid]:
+    """With more than two stages, as many virtual ones as divide the layers of a rank."""
+    pp = grid.dims.pipeline_model_parallel_size
+    layers = grids.model.spec.num_layers // pp
+    families = [(pipeline_of(found).virtual, found) for found in grids.families(grid)]
+    dividing = [virtual for virtual, _ in families if layers % virtual == 0]
+    wanted = max(dividing, default=1) if pp > 2 else 1
+    return [found for virtual, found in families if virtual == wanted]

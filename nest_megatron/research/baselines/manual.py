@@ -1,0 +1,155 @@
+"""What an engineer sets by hand: NVIDIA's recipe for the model, or else Megatron's rule of thumb.
+
+Where NVIDIA published a layout for the model on such GPUs, at up to four times more or fewer of
+them, it is used as it is, with more or fewer replicas (``recipes.py``). What its tables do not
+state is filled in: the recomputation that runs fastest of all that fit, and even stages, or the
+fastest ones where the layers do not divide and NVIDIA writes them by hand.
+
+Otherwise the rule of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
+Clusters Using Megatron-LM" (SC 2021), sections 3 and 5: tensor parallelism inside a node up to what
+memory asks, then pipeline stages, the rest replicas; with three virtual stages, or two, where whole
+layers divide (Korthikanti et al., arXiv 2205.05198, use three); the micro batch that runs fastest
+of those that fit. Selective and then full recomputation, sequence parallelism and the
+distributed optimizer are those of the second paper and today's defaults; a longer context is split
+only where nothing fits without. Experts are spread over a node first, whole.
+
+Memory is checked by the full model, where an engineer tries. Left out: anything that neither
+source advises, among it uneven stages and the second rank order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator
+
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.recompute import (
+    FULL_RECOMPUTE,
+    NO_RECOMPUTE,
+    Recompute,
+    RecomputeModule,
+    selective_recompute,
+)
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.research.baselines.cuts import even_cut
+from nest_megatron.research.baselines.job import Choice, Job, chosen, fastest, restricted
+from nest_megatron.research.baselines.recipes import Recipe, published
+from nest_megatron.research.baselines.walk import pipeline_of, shard_of
+from nest_megatron.solver.ranking import SolvedGrid
+
+_ZERO = (ZeroStage.OPTIMIZER,)
+#: By rising recomputation; with fused attention the second frees nothing and is passed over.
+_LADDER = (NO_RECOMPUTE, selective_recompute([RecomputeModule.CORE_ATTN]), FULL_RECOMPUTE)
+_VIRTUAL = (3, 2, 1)
+#: Servers of the papers hold eight GPUs; nobody splits a layer over all 72 of a rack.
+_WIDEST = 8
+
+#: Context, tensor and pipeline sizes: one step of the rule.
+_Step = tuple[int, int, int]
+
+
+def find(job: Job) -> Choice:
+    """The nearest recipe that fits, else what the rule of thumb leads to."""
+    model, cluster = job.model, job.model.cluster
+    recipes = published(model.spec, cluster, model.settings.precision)
+    for recipe in recipes:
+        plan = _from_recipe(job, recipe)
+        if plan is not None:
+            reason = f"NVIDIA's recipe ({recipe.describe(cluster.num_gpus)})"
+            return chosen(plan, len(recipes), reason)
+    plan, candidates = _from_rule(job)
+    passed = " (no published recipe fits this job)" if recipes else ""
+    return chosen(plan, candidates, f"Megatron's rule of thumb{passed}")
+
+
+def _from_recipe(job: Job, recipe: Recipe) -> SolvedGrid | None:
+    """A recipe on this job, with the recomputation that suits it best."""
+    space = job.space
+    for name, value in recipe.degrees.items():
+        if space.fixed.get(name, value) != value or value > space.limits.get(name, value):
+            return None
+    own = dataclasses.replace(space, fixed={**space.fixed, **recipe.degrees})
+    return fastest(
+        _laid_out(job, grid, recompute)
+        for grid in _families(dataclasses.replace(job, space=own))
+        for recompute in job.grids(own).recompute_settings(grid)
+    )
+
+
+def _laid_out(job: Job, grid: Grid, recompute: Recompute) -> SolvedGrid | None:
+    """A recipe's grid in even stages, in the fastest ones where the layers do not divide."""
+    full = dataclasses.replace(grid, recompute=recompute)
+    cut = even_cut(job.model.spec, grid.dims.num_chunks)
+    return job.cut(full) if cut is None else job.price(full, cut)
+
+
+def _from_rule(job: Job) -> tuple[SolvedGrid | None, int]:
+    """The first step that fits, by rising recomputation, and how many layouts were tried."""
+    steps = _steps(job)
+    tried = 0
+    for recompute in _ladder(job, [grid for grids in steps.values() for grid in grids]):
+        for step in sorted(steps):
+            plans = [
+                job.price(dataclasses.replace(grid, recompute=recompute), cut)
+                for grid in steps[step]
+                if (cut := even_cut(job.model.spec, grid.dims.num_chunks)) is not None
+            ]
+            tried += len(plans)
+            plan = fastest(_most_interleaved([p for p in plans if p is not None]))
+            if plan is not None:
+                return plan, tried
+    return None, tried
+
+
+def _most_interleaved(plans: list[SolvedGrid]) -> Iterator[SolvedGrid]:
+    """Of the plans that fit, for each micro batch those with most virtual stages."""
+    by_micro: defaultdict[int, list[SolvedGrid]] = defaultdict(list)
+    for plan in plans:
+        by_micro[plan.grid.micro_batch_size].append(plan)
+    for group in by_micro.values():
+        most = max(pipeline_of(plan.grid).virtual for plan in group)
+        yield from (plan for plan in group if pipeline_of(plan.grid).virtual == most)
+
+
+def _steps(job: Job) -> dict[_Step, list[Grid]]:
+    """Grids by step: tensor sizes up to a node's without stages, then stages with the largest."""
+    grids = list(_families(job))
+    node = job.model.cluster.gpus_per_node
+    widths = [shard_of(grid).tensor for grid in grids]
+    inside = (width for width in widths if width <= min(node, _WIDEST))
+    widest = max(inside, default=min(widths, default=1))
+    steps: defaultdict[_Step, list[Grid]] = defaultdict(list)
+    for grid, width in zip(grids, widths, strict=True):
+        pipeline = pipeline_of(grid)
+        advised = width <= widest and (pipeline.stages == 1 or width == widest)
+        if advised and pipeline.virtual in _VIRTUAL:
+            steps[shard_of(grid).context, width, pipeline.stages].append(grid)
+    return {step: _experts_in_node(grids, node) for step, grids in steps.items()}
+
+
+def _experts_in_node(grids: list[Grid], node: int) -> list[Grid]:
+    """Those that spread whole experts over most ranks of a node, and no farther."""
+
+    def spread(grid: Grid) -> tuple[bool, int, int]:
+        experts, width = shard_of(grid).expert, shard_of(grid).expert_tensor
+        inside = experts * width <= node
+        return inside, -width, experts if inside else -experts
+
+    best = max(map(spread, grids))
+    return [grid for grid in grids if spread(grid) == best]
+
+
+def _families(job: Job) -> Iterator[Grid]:
+    grids = job.grids(restricted(job, zero_stages=_ZERO))
+    for shard in grids.shards():
+        for grid in grids.grids(shard):
+            yield from grids.families(grid)
+
+
+def _ladder(job: Job, grids: list[Grid]) -> list[Recompute]:
+    """Recompute settings to try, the user's own if one is fixed."""
+    if job.space.recompute is not None:
+        return [job.space.recompute]
+    allowed = job.grids(job.space).recompute_settings(grids[0]) if grids else ()
+    return [setting for setting in _LADDER if setting in allowed]

@@ -1,0 +1,124 @@
+"""MCMC: a random walk over layouts, as in FlexFlow and TopoOpt.
+
+Sources: Jia et al., "Beyond Data and Model Parallelism for Deep Neural Networks" (MLSys 2019),
+whose execution optimizer samples by Metropolis and Hastings; Wang et al., "TopoOpt" (NSDI 2023),
+which searches parallelization with it.
+
+Kept: from a random start the walk changes one thing at a time (a degree, the micro batch, virtual
+stages, ZeRO, recomputation, one layer's stage), prices the result with the full cost model, network
+included, and moves there if it is faster, or with a probability that falls exponentially with the
+loss if it is not. The best of all states that fit is kept.
+
+Left out: a sharding of its own for each operator, which Megatron does not launch, and TopoOpt's
+search for the network itself. Given to it beyond the papers: every dimension of our own space, so
+that what it loses is lost by the walk. Neither paper says how memory is held; here a state that
+lacks a tenth of the memory counts as ``1 + MEMORY_PENALTY / 10`` times as slow, so that the walk
+finds its way to where states fit.
+
+Budget: ``SEEDS`` walks of ``STEPS`` proposals each; the same seeds give the same plan.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.research.baselines.cuts import Boundaries, shifted
+from nest_megatron.research.baselines.job import Choice, Job, chosen, fastest, restricted
+from nest_megatron.research.baselines.walk import (
+    Layouts,
+    State,
+    differing,
+    nearest,
+    pipeline_of,
+    shard_of,
+)
+from nest_megatron.solver.ranking import SolvedGrid
+
+SEEDS = 10
+STEPS = 500
+#: Loss, as a share of the present time, that is accepted with a probability of 1/e. Neither this
+#: nor the penalty is in the papers: they are chosen in the walk's favour, by trial.
+TEMPERATURE = 0.05
+MEMORY_PENALTY = 4.0
+
+
+def find(job: Job, *, seeds: int = SEEDS, steps: int = STEPS) -> Choice:
+    """The best state that fits of all walks."""
+    layouts = Layouts(job, restricted(job, rank_orders=job.space.rank_orders))
+    starts = [grid for shard in layouts.shards for grid in layouts.families(shard)]
+    if not starts:
+        return chosen(None, 0, "")
+    walks = (_Walk(layouts, starts, random.Random(seed)) for seed in range(seeds))
+    best = fastest([walk.run(steps) for walk in walks])
+    return chosen(best, layouts.priced, f"the best of {seeds} random walks of {steps} steps")
+
+
+class _Walk:
+    """One random walk; it draws from its own generator alone."""
+
+    def __init__(self, layouts: Layouts, starts: list[Grid], rng: random.Random) -> None:
+        self.layouts = layouts
+        self.rng = rng
+        self.state = layouts.state(self._with_some_recompute(rng.choice(starts)))
+
+    def run(self, steps: int) -> SolvedGrid | None:
+        """The best state that fits on the way."""
+        best = self.state.plan
+        for _ in range(steps):
+            proposed = self._propose()
+            if proposed is not None and self._accepts(proposed):
+                self.state = proposed
+                best = fastest([best, proposed.plan])
+        return best
+
+    def _accepts(self, proposed: State) -> bool:
+        now = self._cost(self.state)
+        loss = (self._cost(proposed) - now) / now
+        return loss <= 0 or self.rng.random() < math.exp(-loss / TEMPERATURE)
+
+    def _cost(self, state: State) -> float:
+        lacking = state.missing_bytes / self.layouts.job.model.capacity_bytes
+        return state.iteration * (1.0 + MEMORY_PENALTY * lacking)
+
+    def _propose(self) -> State | None:
+        """A state one move away, or ``None`` where the move drawn is not there."""
+        grid, move = self.state.grid, self.rng.randrange(4)
+        if move == 0:
+            cuts = self._other_cuts()
+            return self.layouts.state(grid, self.rng.choice(cuts)) if cuts else None
+        if move == 1:
+            return self.layouts.state(self._with_some_recompute(grid))
+        grids = self._other_shards() if move == 2 else self._other_pipelines()
+        if not grids:
+            return None
+        kept = self.layouts.recomputed(self.rng.choice(grids), grid.recompute)
+        return self.layouts.state(kept)
+
+    def _other_shards(self) -> list[Grid]:
+        """One of the degrees or the micro batch changes; the experts' own width may follow."""
+        others = self.layouts.one_step_from(shard_of(self.state.grid))
+        if not others:
+            return []
+        return nearest(self.layouts.families(self.rng.choice(others)), self.state.grid)
+
+    def _other_pipelines(self) -> list[Grid]:
+        """Stages, virtual stages, rank order or ZeRO stage change."""
+        now = pipeline_of(self.state.grid)
+        families = self.layouts.families(shard_of(self.state.grid))
+        if self.rng.random() < 0.5:
+            stages = sorted({pipeline_of(grid).stages for grid in families} - {now.stages})
+            to = self.rng.choice(stages) if stages else now.stages
+            return nearest((g for g in families if pipeline_of(g).stages == to), self.state.grid)
+        return [grid for grid in families if differing(pipeline_of(grid), now) == 1]
+
+    def _with_some_recompute(self, grid: Grid) -> Grid:
+        settings = self.layouts.grids.recompute_settings(grid)
+        return self.layouts.recomputed(grid, self.rng.choice(settings))
+
+    def _other_cuts(self) -> list[Boundaries]:
+        """Cuts with one unit moved; virtual stages stay balanced, as Megatron's own are."""
+        if self.state.grid.dims.virtual_pipeline_model_parallel_size > 1:
+            return []
+        return shifted(self.layouts.job.model.spec, self.state.boundaries)

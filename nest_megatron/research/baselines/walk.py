@@ -1,0 +1,173 @@
+"""What a local search moves among: legal layouts, those one step away, and their price."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
+from nest_megatron.parallel.dims import RankOrder
+from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.recompute import Recompute
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.research.baselines.cuts import Boundaries, balanced_cut
+from nest_megatron.research.baselines.job import Job
+from nest_megatron.solver.one_partition import joined
+from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, StageSolution
+from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.search import UNLIMITED
+from nest_megatron.solver.space import SearchSpace
+from nest_megatron.units import Bytes, Ticks
+
+
+class Shard(NamedTuple):
+    """How a layer is divided, and the micro batch."""
+
+    tensor: int
+    context: int
+    expert: int
+    micro_batch: int
+    expert_tensor: int
+
+
+class Pipeline(NamedTuple):
+    """The rest of a grid without its recomputation."""
+
+    stages: int
+    virtual: int
+    order: RankOrder
+    zero: ZeroStage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """A layout with its partition and price.
+
+    Args:
+        iteration: predicted step, whatever memory says.
+        missing_bytes: what the fullest GPU lacks; 0 if all fit.
+    """
+
+    grid: Grid
+    boundaries: Boundaries
+    iteration: Ticks
+    missing_bytes: Bytes
+
+    @property
+    def plan(self) -> SolvedGrid | None:
+        """The state as a plan, if it fits."""
+        if self.missing_bytes:
+            return None
+        return SolvedGrid(grid=self.grid, boundaries=self.boundaries, iteration=self.iteration)
+
+
+class Layouts:
+    """The layouts of a space.
+
+    Attributes:
+        shards: one grid that stands for each way to divide a layer.
+        priced: how many states have been priced.
+    """
+
+    def __init__(self, job: Job, space: SearchSpace) -> None:
+        self.job = job
+        self.grids = job.grids(space)
+        self.shards = {shard_of(grid): grid for grid in self.grids.shards()}
+        self.priced = 0
+        self._families: dict[Shard, list[Grid]] = {}
+        self._near: dict[Shard, list[Shard]] = {}
+        self._states: dict[tuple[Grid, Boundaries], State] = {}
+
+    def families(self, shard: Shard) -> list[Grid]:
+        """Every pipeline, rank order and ZeRO stage on a shard."""
+        if shard not in self._families:
+            grids = self.grids.grids(self.shards[shard])
+            self._families[shard] = [f for grid in grids for f in self.grids.families(grid)]
+        return self._families[shard]
+
+    def one_step_from(self, shard: Shard) -> list[Shard]:
+        """Shards with another degree or micro batch, whatever the experts' own width."""
+        if shard not in self._near:
+            rest = [(other, differing(other[:-1], shard[:-1])) for other in self.shards]
+            self._near[shard] = [other for other, n in rest if n <= 1 and other != shard]
+        return self._near[shard]
+
+    def recomputed(self, grid: Grid, wanted: Recompute) -> Grid:
+        """A grid with the setting wanted, or with the first one that the grid allows."""
+        settings = self.grids.recompute_settings(grid)
+        return dataclasses.replace(grid, recompute=wanted if wanted in settings else settings[0])
+
+    def state(self, grid: Grid, boundaries: Boundaries | None = None) -> State:
+        """A grid with a partition, the balanced one if none is given, and its price."""
+        cut = boundaries or balanced_cut(self.job.model.spec, grid.dims.num_chunks)
+        if (grid, cut) not in self._states:
+            self._states[grid, cut] = self._price(grid, cut)
+            self.priced += 1
+        return self._states[grid, cut]
+
+    def _price(self, grid: Grid, cut: Boundaries) -> State:
+        one = joined(self.job.model.problem(grid), cut)
+        found, missing = self._solve(one), 0
+        if not found.boundaries:
+            found = self._solve(dataclasses.replace(one, capacity_bytes=UNLIMITED))
+            missing = _needed_bytes(one) - one.capacity_bytes
+        return State(grid=grid, boundaries=cut, iteration=found.iteration, missing_bytes=missing)
+
+    def _solve(self, one: PipelineProblem) -> StageSolution:
+        return self.job.solve_stages(one, NO_THRESHOLD, DEFAULT_NODE_LIMIT)
+
+
+def _needed_bytes(one: PipelineProblem) -> Bytes:
+    """Memory of the fullest rank where every unit is a chunk.
+
+    After two rounds of micro batches a rank never keeps more than it has kept before; fewer of them
+    are much quicker to count.
+    """
+    rounds = min(one.num_microbatches, 2 * one.num_stages)
+    one = dataclasses.replace(one, num_microbatches=rounds)
+    chunks = [chunk_cost(one, index, index + 1) for index in range(one.num_chunks)]
+    ranks = range(one.num_stages)
+    return max(rank_memory(one, rank, chunks[rank :: one.num_stages]).total for rank in ranks)
+
+
+def shard_of(grid: Grid) -> Shard:
+    """How a grid divides a layer."""
+    dims = grid.dims
+    return Shard(
+        dims.tensor_model_parallel_size,
+        dims.context_parallel_size,
+        dims.expert_model_parallel_size,
+        grid.micro_batch_size,
+        dims.expert_tensor_parallel_size,
+    )
+
+
+def pipeline_of(grid: Grid) -> Pipeline:
+    """The rest of a grid."""
+    dims = grid.dims
+    return Pipeline(
+        dims.pipeline_model_parallel_size,
+        dims.virtual_pipeline_model_parallel_size,
+        dims.rank_order,
+        grid.zero,
+    )
+
+
+def nearest(grids: Iterable[Grid], to: Grid) -> list[Grid]:
+    """Those of the grids whose pipelines differ least from a grid's, in as few things."""
+    wanted = pipeline_of(to)
+    differences = [(grid, differing(pipeline_of(grid), wanted)) for grid in grids]
+    least = min((count for _, count in differences), default=0)
+    return [grid for grid, count in differences if count == least]
+
+
+def differing(one: tuple[object, ...], other: tuple[object, ...]) -> int:
+    """In how many places two tuples differ.
+
+    >>> differing((1, 2, 3), (1, 5, 4))
+    2
+    """
+    return sum(map(operator.ne, one, other))

@@ -1,0 +1,175 @@
+"""Plans in files: a solver's output, a recorded result that holds one, or a baseline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from nest_megatron.errors import nearest
+from nest_megatron.files import write_text
+from nest_megatron.research.nest_artifact.fields import Fields, read_json, whole, wrong
+from nest_megatron.research.nest_artifact.instance_file import baseline_of
+from nest_megatron.research.nest_artifact.records import Baseline, Chain, Instance, Placement, Stage
+from nest_megatron.research.nest_artifact.rule import AS_ARTIFACT, ArtifactRule
+
+_RENUMBER = "List each layer once, in the order of the chain, first stage first."
+
+
+def read_placement(
+    path: Path, instance: Instance, rule: ArtifactRule = AS_ARTIFACT
+) -> tuple[Placement, float | None]:
+    """A plan for an instance, and the time per batch that its file gives, if it gives one.
+
+    Args:
+        path: the solver's output (``stages``, ``dataParallelDegree``, ``tensorParallelDegree``), a
+            recorded result with that under ``output``, or a baseline (``p``, ``d``, ``t``,
+            ``num_transformer_layers``).
+
+    Raises:
+        UserInputError: for the first field that is missing, wrong, or no part of the instance.
+    """
+    top = read_json(path, "placement")
+    if "output" in top.values:
+        top = top.inner("output")
+    if "stages" not in top.values and "p" in top.values:
+        return baseline_placement(instance, baseline_of(top, path.stem), rule), None
+    width = top.whole("tensorParallelDegree")
+    chain = _chain(instance, width, top.place("tensorParallelDegree"))
+    stages = tuple(_stages(top, chain))
+    placement = Placement(
+        stages=stages,
+        data_parallel_size=top.whole("dataParallelDegree"),
+        tensor_model_parallel_size=width,
+        printed_devices=_printed_devices(top, len(chain.layers)),
+    )
+    given = top.values.get("finalTimePerBatch")
+    return placement, None if given is None else top.number("finalTimePerBatch")
+
+
+def write_placement(path: Path, instance: Instance, placement: Placement, time: float) -> None:
+    """Write a plan as the artifact's solver writes its output."""
+    chain = instance.chains[placement.tensor_model_parallel_size]
+    document = {
+        "dataParallelDegree": placement.data_parallel_size,
+        "finalTimePerBatch": time,
+        "stages": stages_as_plain(chain, placement),
+        "tensorParallelDegree": placement.tensor_model_parallel_size,
+    }
+    write_text(path, json.dumps(document, indent=1) + "\n")
+
+
+def stages_as_plain(chain: Chain, placement: Placement) -> list[dict[str, Any]]:
+    """Stages in the artifact's words."""
+    return [
+        {
+            "devicesForStage": stage.num_devices,
+            "nodes": [layer.node_id for layer in chain.layers[stage.first : stage.end]],
+        }
+        for stage in placement.stages
+    ]
+
+
+def named_baseline(instance: Instance, name: str, rule: ArtifactRule = AS_ARTIFACT) -> Placement:
+    """A baseline that the instance carries.
+
+    Raises:
+        UserInputError: for a name that it does not carry, or a plan that makes no stages.
+    """
+    if name not in instance.baselines:
+        known = sorted(instance.baselines)
+        fix = nearest(name, known) if known else "Give a placement file instead."
+        raise wrong("--baseline", name, "the instance has no such baseline", fix)
+    return baseline_placement(instance, instance.baselines[name], rule)
+
+
+def baseline_placement(
+    instance: Instance, baseline: Baseline, rule: ArtifactRule = AS_ARTIFACT
+) -> Placement:
+    """A fixed plan as stages: its own cuts, or ceil(layers / p) layers a stage.
+
+    Raises:
+        UserInputError: where a stage is left empty or the tensor width is none of the instance's;
+            the artifact's solver crashes on both.
+    """
+    width = baseline.tensor_model_parallel_size
+    chain = _chain(instance, width, f"{baseline.name}.t")
+    if baseline.num_layers > len(chain.layers):
+        limit = f"the instance has {len(chain.layers)} layers, its embedding among them"
+        raise wrong(f"{baseline.name}.num_transformer_layers", baseline.num_layers, limit)
+    cuts = _baseline_cuts(baseline)
+    if not rule.baseline_cuts_count_embedding:
+        embeddings = sum(layer.node_id < 0 for layer in chain.layers)
+        cuts = [cut + embeddings for cut in cuts]
+    ends = [0, *(min(cut, len(chain.layers)) for cut in cuts[:-1]), len(chain.layers)]
+    for number, (first, end) in enumerate(pairwise(ends)):
+        if end <= first:
+            limit = f"stage {number} of {baseline.num_stages} would be empty"
+            raise wrong(f"{baseline.name}.p", baseline.num_stages, limit, "Give fewer stages.")
+    devices = instance.devices_per_stage(width)
+    return Placement(
+        stages=tuple(Stage(first=a, end=b, num_devices=devices) for a, b in pairwise(ends)),
+        data_parallel_size=baseline.data_parallel_size,
+        tensor_model_parallel_size=width,
+        is_baseline=True,
+    )
+
+
+def _baseline_cuts(baseline: Baseline) -> list[int]:
+    """Where each stage ends, in layers."""
+    partition, count = baseline.layer_partition, baseline.num_stages
+    if not partition:
+        each = -(-baseline.num_layers // count)
+        return [min((n + 1) * each, baseline.num_layers) for n in range(count)]
+    if len(partition) != count or sum(partition) != baseline.num_layers:
+        limit = f"it must share {baseline.num_layers} layers among {count} stages"
+        raise wrong(f"{baseline.name}.layer_partition", list(partition), limit)
+    return list(accumulate(partition))
+
+
+def _chain(instance: Instance, width: int, where: str) -> Chain:
+    if width not in instance.chains:
+        known = ", ".join(map(str, instance.chains))
+        raise wrong(where, width, f"the instance has tensor widths {known}", "Use one of them.")
+    return instance.chains[width]
+
+
+def _stages(top: Fields, chain: Chain) -> list[Stage]:
+    order = [layer.node_id for layer in chain.layers]
+    found: list[Stage] = []
+    for fields in top.objects("stages"):
+        first = found[-1].end if found else 0
+        nodes = [whole(value, fields.place("nodes"), least=None) for value in fields.items("nodes")]
+        end = first + len(nodes)
+        if not nodes or nodes != order[first:end]:
+            expected = order[first] if first < len(order) else "no further node"
+            limit = f"it must be a run of the chain that begins with {expected}"
+            raise wrong(fields.place("nodes"), nodes, limit, _RENUMBER)
+        found.append(Stage(first=first, end=end, num_devices=fields.whole("devicesForStage")))
+    if not found or found[-1].end < len(order):
+        missing = order[found[-1].end if found else 0 :]
+        raise wrong(top.place("stages"), missing, "these nodes are in no stage", _RENUMBER)
+    return found
+
+
+def _printed_devices(top: Fields, num_layers: int) -> tuple[int, ...]:
+    """The first listed device of each layer, layers counted along the chain."""
+    if top.values.get("networkSkeleton") is None:
+        return ()
+    place, devices = top.place("networkSkeleton"), dict[int, int]()
+    for at, entry in enumerate(top.items("networkSkeleton")):
+        device, layers = _skeleton_entry(entry, f"{place}[{at}]")
+        for layer in layers:
+            devices.setdefault(layer, device)
+    if sorted(devices) != list(range(num_layers)):
+        limit = f"it must hold the layers 0 to {num_layers - 1}"
+        raise wrong(place, sorted(devices), limit)
+    return tuple(devices[layer] for layer in range(num_layers))
+
+
+def _skeleton_entry(entry: object, where: str) -> tuple[int, Sequence[int]]:
+    if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[1], list):
+        raise wrong(where, entry, "it must be a device and a list of layers")
+    return whole(entry[0], where, least=0), [whole(each, where, least=0) for each in entry[1]]

@@ -1,0 +1,190 @@
+"""The best plan of the artifact's own space: tensor width, depth, replicas and cuts.
+
+Exact: for every tensor width and depth the cut table holds the least bottleneck for each first
+stage (whose weights are what the sum over replicas depends on; where a rule sums the heaviest stage
+there is a table for each weight that it may have), and every number of replicas is priced that
+could still win. Stages stand packed, the last one first; expert and context parallel
+degrees, micro batch and recompute are the instance's. ZeRO is not in it: the artifact prices its
+collectives by running a network simulator, and no recorded instance needs it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, combinations, pairwise
+
+from nest_megatron.research.nest_artifact.cuts import cut_table, deepest
+from nest_megatron.research.nest_artifact.price import Price, price, sync_time
+from nest_megatron.research.nest_artifact.records import Chain, Instance, Placement, Stage
+from nest_megatron.research.nest_artifact.rule import AS_ARTIFACT, ArtifactRule
+from nest_megatron.research.nest_artifact.stage_cost import stage_memory, weights_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """The best plan and its price."""
+
+    placement: Placement
+    price: Price
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoSolution:
+    """Why there is no plan.
+
+    Args:
+        missing_bytes: what the largest layer lacks on its devices, alone in its stage and last; 0
+            where every layer fits so and it is stages or devices that are short.
+    """
+
+    reason: str
+    missing_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Best:
+    time: float
+    width: int
+    replicas: int
+    cuts: tuple[int, ...]
+
+
+def solve(
+    instance: Instance, rule: ArtifactRule = AS_ARTIFACT, *, compiled: bool | None = None
+) -> Solution | NoSolution:
+    """The fastest plan under a rule, or why there is none.
+
+    Ties go to the smaller tensor width, then to fewer stages, then to more replicas.
+
+    Args:
+        compiled: as for ``cut_table``.
+    """
+    best: _Best | None = None
+    for width in instance.chains:
+        best = _best_of_width(instance, rule, width, best, compiled)
+    if best is None:
+        return _no_solution(instance)
+    placement = _placement(instance, best)
+    return Solution(placement=placement, price=price(instance, placement, rule))
+
+
+def _best_of_width(
+    instance: Instance, rule: ArtifactRule, width: int, best: _Best | None, compiled: bool | None
+) -> _Best | None:
+    if deepest(instance, width) == 0:
+        return best
+    for most in _most_weights(instance.chains[width], rule):
+        table = cut_table(instance, width, rule, most_weight_bytes=most, compiled=compiled)
+        summed = _summed_weights(instance.chains[width], most)
+        found = False
+        for depth in range(1, deepest(instance, width) + 1):
+            front = _front(table.first_stages(depth), summed)
+            found |= bool(front)
+            limit = math.inf if best is None else best.time
+            stride = depth * instance.devices_per_stage(width)
+            for time, replicas, end in _improvements(
+                instance, rule, front, summed, stride, depth, limit
+            ):
+                best = _Best(time=time, width=width, replicas=replicas, cuts=table.cuts(depth, end))
+        if not found:
+            break  # with lighter stages there are no cuts either
+    return best
+
+
+def _most_weights(chain: Chain, rule: ArtifactRule) -> list[float]:
+    """What the heaviest stage may weigh, in turns: anything, where only the first one is summed.
+
+    Otherwise every weight that a stage can have: the best plan is among those with stages no
+    heavier than its own heaviest.
+    """
+    if rule.sync_first_stage_only:
+        return [math.inf]
+    ends = range(len(chain.layers) + 1)
+    return sorted({weights_of(chain, a, b) for a, b in combinations(ends, 2)}, reverse=True)
+
+
+def _summed_weights(chain: Chain, most: float) -> list[float]:
+    """What replicas sum, by where the first stage ends: its own weights, or the most allowed."""
+    if most < math.inf:
+        return [most] * (len(chain.layers) + 1)
+    return list(accumulate((layer.weight_bytes for layer in chain.layers), initial=0.0))
+
+
+def _front(first_stages: list[tuple[float, int]], summed: list[float]) -> list[tuple[float, int]]:
+    """Bottlenecks that no smaller sum has as small, least first; sums grow with the end."""
+    front: list[tuple[float, int]] = []
+    for bottleneck, end in first_stages:
+        if front and bottleneck >= front[-1][0]:
+            continue
+        if front and summed[end] == summed[front[-1][1]]:
+            front.pop()
+        front.append((bottleneck, end))
+    return front[::-1]
+
+
+def _improvements(
+    instance: Instance,
+    rule: ArtifactRule,
+    front: list[tuple[float, int]],
+    summed: list[float],
+    stride: int,
+    depth: int,
+    limit: float,
+) -> Iterator[tuple[float, int, int]]:
+    """Times below ``limit``, each below the one before it, with replicas and first stage's end."""
+    micro_batches, least = instance.num_micro_batches, min(front)[0] if front else math.inf
+    for replicas in range(min(instance.num_devices // stride, micro_batches), 0, -1):
+        steps = -(-micro_batches // replicas) + depth - 1
+        if least * steps >= limit:
+            break  # with fewer replicas it only takes more steps
+        for bottleneck, end in front:
+            if bottleneck * steps >= limit:
+                break
+            sync = sync_time(instance, rule, replicas, stride, summed[end])
+            time = bottleneck * steps + sync
+            if time < limit:
+                limit = time
+                yield time, replicas, end
+
+
+def _placement(instance: Instance, best: _Best) -> Placement:
+    devices = instance.devices_per_stage(best.width)
+    return Placement(
+        stages=tuple(Stage(first=a, end=b, num_devices=devices) for a, b in pairwise(best.cuts)),
+        data_parallel_size=best.replicas,
+        tensor_model_parallel_size=best.width,
+    )
+
+
+def _no_solution(instance: Instance) -> NoSolution:
+    widths = [width for width in instance.chains if deepest(instance, width)]
+    if not widths:
+        least = instance.devices_per_stage(min(instance.chains))
+        reason = f"a stage takes {least} devices, and there are {instance.num_devices}"
+        return NoSolution(reason=reason, missing_bytes=0.0)
+    missing, width, node_id = min(_largest_layer(instance, width) for width in widths)
+    if missing > 0:
+        return NoSolution(
+            reason=f"node {node_id} alone lacks {missing:.0f} bytes at tensor width {width}; the "
+            "artifact would try ZeRO now, priced by its network simulator, which is left out here",
+            missing_bytes=missing,
+        )
+    return NoSolution(
+        reason="every layer fits alone, but not in the depth that the devices allow",
+        missing_bytes=0.0,
+    )
+
+
+def _largest_layer(instance: Instance, width: int) -> tuple[float, int, int]:
+    """What a width's largest layer lacks, alone in the last stage, the width, and its node."""
+    chain = instance.chains[width]
+    return max(
+        (
+            stage_memory(instance, chain, at, at + 1).resident - instance.memory_bytes,
+            width,
+            layer.node_id,
+        )
+        for at, layer in enumerate(chain.layers)
+    )

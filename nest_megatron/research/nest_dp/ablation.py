@@ -1,0 +1,128 @@
+"""The paper's ablation of ZeRO under small memory (appendix C.3, Table 7).
+
+A stage takes further devices only so that its states are divided over them; without that, no plan
+fits. ``authors_row`` takes the layers of the authors' artifact, ``table7_row`` those of the
+catalogue: there no layer holds the language-model head but the last, what is kept is what a
+backward pass needs (the artifact adds up the outputs of all traced operators), and sums of
+gradients are priced. In both a stage takes the first ZeRO setting that fits where it stands; the
+artifact takes one that would fit at every place of a pipeline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.research.nest_artifact.records import Instance
+from nest_megatron.research.nest_dp.artifact import artifact_problem
+from nest_megatron.research.nest_dp.job import Choices, Division, ResearchJob
+from nest_megatron.research.nest_dp.memory import MemoryRule, Optimizer
+from nest_megatron.research.nest_dp.pipeline import best_pipeline
+from nest_megatron.research.nest_dp.plan import ResearchPlan, described
+from nest_megatron.research.nest_dp.search import NoSolution, solve
+from nest_megatron.units import GIB, Bytes
+
+#: Models of Table 7 by their names in the catalogue, and the memory that it gives a device: binary
+#: units, in which the artifact takes its option, and with which its sizes come to the table's rows.
+TABLE_7: dict[str, Bytes] = {"llama3_70b": 24 * GIB, "bert_large": 120 * GIB // 1024}
+#: Devices of the table's cluster (``tpuv4_fat_tree``) and sequences of a step.
+NUM_GPUS, GLOBAL_BATCH_SIZE = 1024, 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AblationRow:
+    """What is found without ZeRO, and with it."""
+
+    model: str
+    memory_bytes: Bytes
+    optimizer: Optimizer
+    without: ResearchPlan | NoSolution
+    with_zero: ResearchPlan | NoSolution
+
+
+def table7_row(
+    spec: TransformerSpec, cluster: Cluster, settings: CostSettings, optimizer: Optimizer
+) -> AblationRow:
+    """One row: the table's memory, unsharded layers, the paper's account of memory.
+
+    Args:
+        spec: a model of ``TABLE_7``.
+        cluster: with as many devices as are to be used, of whatever memory.
+    """
+    memory = TABLE_7[spec.name]
+    job = ResearchJob(
+        spec=spec,
+        cluster=_with_memory(cluster, memory),
+        settings=settings,
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        choices=Choices(
+            memory=MemoryRule.PAPER,
+            optimizer=optimizer,
+            divide=Division.LOOSELY,
+            flash_attention=False,
+            fixed={
+                "tensor_model_parallel_size": 1,
+                "context_parallel_size": 1,
+                "micro_batch_size": 1,
+            },
+        ),
+    )
+    return AblationRow(
+        model=spec.name,
+        memory_bytes=memory,
+        optimizer=optimizer,
+        without=_answer(_with_zero(job, allowed=False)),
+        with_zero=_answer(_with_zero(job, allowed=True)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuthorsRow:
+    """What is found for the authors' layers.
+
+    Args:
+        fits_without: there is a plan without ZeRO.
+        settings: ZeRO stage and degree of each stage, first to last; empty if there is no plan.
+        num_devices: over all replicas.
+    """
+
+    fits_without: bool
+    settings: tuple[tuple[int, int], ...]
+    num_devices: int
+
+
+def authors_row(instance: Instance, memory_bytes: Bytes, replicas: int) -> AuthorsRow:
+    """One row for an instance of the artifact on ``NUM_GPUS`` devices.
+
+    Args:
+        replicas: as many as the table has.
+    """
+    without, problem = (
+        artifact_problem(instance, NUM_GPUS, replicas, memory_bytes, zero=zero)
+        for zero in (False, True)
+    )
+    found = best_pipeline(problem)
+    stages = () if found is None else found.stages
+    options = [problem.strategies[0].options[stage.option] for stage in stages]
+    return AuthorsRow(
+        fits_without=best_pipeline(without) is not None,
+        settings=tuple((int(option.zero_stage), option.zero_degree) for option in options),
+        num_devices=replicas * sum(option.num_devices for option in options),
+    )
+
+
+def _with_memory(cluster: Cluster, memory_bytes: Bytes) -> Cluster:
+    accelerator = dataclasses.replace(cluster.accelerator, memory_bytes=memory_bytes)
+    return dataclasses.replace(cluster, accelerator=accelerator)
+
+
+def _with_zero(job: ResearchJob, *, allowed: bool) -> ResearchJob:
+    return dataclasses.replace(job, choices=dataclasses.replace(job.choices, zero=allowed))
+
+
+def _answer(job: ResearchJob) -> ResearchPlan | NoSolution:
+    found = solve(job)
+    return found if isinstance(found, NoSolution) else described(job, found)

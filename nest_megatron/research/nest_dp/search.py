@@ -1,0 +1,245 @@
+"""The outer loops: strategies and replicas, the most promising first.
+
+Exact over what ``Choices`` allows: every case whose lower bound is below the best plan so far is
+solved. The first rounds look for a plan not far above the least bound of all, so that the tables
+are filled with caps; a round that finds a plan has found the best one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.research.nest_dp.job import Division, ResearchJob
+from nest_megatron.research.nest_dp.links import Replicas
+from nest_megatron.research.nest_dp.pipeline import best_pipeline
+from nest_megatron.research.nest_dp.pricing import Case, Priced, Pricer
+from nest_megatron.research.nest_dp.records import UNREACHABLE, Pipeline, Problem
+from nest_megatron.research.nest_dp.strategies import Strategy, strategies
+from nest_megatron.research.nest_dp.tables import Room
+from nest_megatron.units import Bytes, Ticks
+
+#: How far above the least bound each round looks.
+_ROUNDS = (1.05, 1.2, 1.5, 2.0, 4.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """The best plan.
+
+    Args:
+        unit: devices that the problem counts as one.
+        tier_names: of the problem's levels.
+        num_cases: pairs of strategies and replicas that are allowed; of these ``num_solved`` had a
+            bound low enough to be solved.
+    """
+
+    case: Case
+    problem: Problem
+    unit: int
+    tier_names: tuple[str, ...]
+    pipeline: Pipeline
+    num_cases: int
+    num_solved: int
+
+    @property
+    def num_devices(self) -> int:
+        """Devices at work, over all replicas."""
+        stages = self.pipeline.stages
+        used = sum(
+            self.problem.strategies[s.strategy].options[s.option].num_devices for s in stages
+        )
+        return used * self.unit * self.case.replicas.count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoSolution:
+    """Why there is no plan.
+
+    Args:
+        missing_bytes: what the layer that is worst off lacks, alone on its devices; 0 if each fits
+            so and it is devices that are short.
+    """
+
+    reason: str
+    missing_bytes: Bytes
+
+
+def solve(job: ResearchJob, *, compiled: bool | None = None) -> Solution | NoSolution:
+    """The fastest plan, or why there is none.
+
+    Ties go to the case with the lower bound, then to fewer replicas.
+
+    Args:
+        compiled: as for ``pipeline.best_pipeline``.
+
+    Raises:
+        UserInputError: if the rules and the batch leave no strategy.
+    """
+    pricer = Pricer(job)
+    found = cases(pricer)
+    solved: set[Case] = set()
+    for factor in (*_ROUNDS, None):
+        limit = UNREACHABLE if factor is None else round(found[0].least_total * factor)
+        best = _round(pricer, found, limit, solved, compiled)
+        if best is not None:
+            case, priced, pipeline = best
+            return Solution(
+                case=case,
+                problem=priced.problem,
+                unit=priced.unit,
+                tier_names=tuple(tier.name for tier in priced.tiers),
+                pipeline=pipeline,
+                num_cases=len(found),
+                num_solved=len(solved),
+            )
+    return _no_solution(pricer, found)
+
+
+_Best = tuple[Case, Priced, Pipeline]
+
+
+def _round(
+    pricer: Pricer,
+    found: Sequence[Case],
+    limit: Ticks,
+    solved: set[Case],
+    compiled: bool | None,
+) -> _Best | None:
+    best: _Best | None = None
+    room = Room()
+    for case in found:
+        if case.least_total >= limit:
+            break
+        if pricer.lacks_memory(case):
+            continue
+        solved.add(case)
+        priced = pricer.problem(case, _most_stages(pricer, case))
+        pipeline = best_pipeline(priced.problem, limit, room=room, compiled=compiled)
+        if pipeline is not None:
+            best, limit = (case, priced, pipeline), pipeline.total
+    return best
+
+
+def cases(pricer: Pricer) -> list[Case]:
+    """All strategies with all replicas, least bound first.
+
+    Raises:
+        UserInputError: if there are none.
+    """
+    found = [
+        case
+        for together in _together(pricer.job)
+        for case in _cases(pricer, together, _least_of(pricer, together))
+    ]
+    if not found:
+        raise UserInputError(
+            "parallel.* and train.*",
+            value=dict(pricer.job.choices.fixed),
+            limit="no strategy fits the model, the batch and the devices",
+            fix="Change the degrees that are fixed, the batch, or the number of GPUs.",
+        )
+    return sorted(found, key=lambda case: case.least_total)
+
+
+def _together(job: ResearchJob) -> Iterator[tuple[Strategy, ...]]:
+    """Strategies that one pipeline may mix: each alone, or all with the same samples."""
+    choices = job.choices
+    allowed = [
+        strategy
+        for strategy in strategies(
+            job.spec, job.cluster, job.global_batch_size, choices.fixed, choices.limits
+        )
+        if strategy.block.num_devices <= job.cluster.num_gpus
+    ]
+    if not choices.strategy_per_stage:
+        yield from ((strategy,) for strategy in allowed)
+        return
+    for samples in sorted({strategy.samples for strategy in allowed}):
+        yield tuple(strategy for strategy in allowed if strategy.samples == samples)
+
+
+def _least_of(pricer: Pricer, together: Sequence[Strategy]) -> list[Ticks]:
+    return list(map(min, zip(*map(pricer.layers.least, together), strict=True)))
+
+
+def _cases(
+    pricer: Pricer, together: tuple[Strategy, ...], least: Sequence[Ticks]
+) -> Iterator[Case]:
+    job, samples = pricer.job, together[0].samples
+    devices, batches = job.cluster.num_gpus, job.global_batch_size // samples
+    narrowest = min(strategy.block.num_devices for strategy in together)
+    most = job.choices.limits.get("data_parallel_size", devices)
+    for count in range(1, min(devices // narrowest, batches, most) + 1):
+        if job.choices.divide is Division.EXACTLY and (devices % count or batches % count):
+            continue
+        if job.choices.fixed.get("data_parallel_size", count) != count:
+            continue
+        stride, each = devices // count, -(-batches // count)
+        yield Case(
+            strategies=tuple(s for s in together if s.block.num_devices <= stride),
+            replicas=Replicas(count=count, stride=stride),
+            num_microbatches=each,
+            least_total=_least_total(least, each, min(len(least), stride // narrowest)),
+        )
+
+
+def _least_total(least: Sequence[Ticks], batches: int, most_stages: int) -> Ticks:
+    """No pipeline takes less: some stage has the largest layer, and one has its share of all."""
+    whole, largest = sum(least), max(least)
+    return min(
+        max(largest, -(-whole // depth)) * (batches + depth - 1)
+        for depth in range(1, most_stages + 1)
+    )
+
+
+def _most_stages(pricer: Pricer, case: Case) -> int:
+    narrowest = min(strategy.block.num_devices for strategy in case.strategies)
+    name, choices = "pipeline_model_parallel_size", pricer.job.choices
+    most = min(len(pricer.kinds), case.replicas.stride // narrowest)
+    return min(most, choices.fixed.get(name, most), choices.limits.get(name, most))
+
+
+def _no_solution(pricer: Pricer, found: Sequence[Case]) -> NoSolution:
+    """The least that is missing anywhere, looking at one case of each set of strategies."""
+    widest = {case.strategies: case for case in sorted(found, key=lambda c: c.replicas.stride)}
+    missing, node, label = min(_shortage(pricer, case) for case in widest.values())
+    if missing > 0:
+        return NoSolution(
+            reason=f"{node} alone lacks {missing / 1e9:.3f} GB on its devices with {label}",
+            missing_bytes=missing,
+        )
+    if all(pricer.lacks_memory(case) for case in found):
+        reason = "every layer fits alone, but all of them together take more than all devices have"
+    else:
+        reason = "every layer fits alone, but not in the depth that devices and layers allow"
+    return NoSolution(reason=reason, missing_bytes=0)
+
+
+def _shortage(pricer: Pricer, case: Case) -> tuple[Bytes, str, str]:
+    """What the layer that is worst off lacks in a stage of its own, the last, at its best."""
+    problem = pricer.problem(case, 1).problem
+    names = problem.downsets.dag.names
+    return max(
+        min(
+            (_lacking(problem, node, label=s.label), names[node], s.label)
+            for s in problem.strategies
+        )
+        for node in range(len(names))
+    )
+
+
+def _lacking(problem: Problem, node: int, label: str) -> Bytes:
+    (strategy,) = (s for s in problem.strategies if s.label == label)
+    held = problem.schedule.in_flight(1, problem.num_microbatches) - 1
+    return min(
+        option.static_bytes[node]
+        + option.reserved_bytes
+        + keeping.first_bytes[node]
+        + held * keeping.further_bytes[node]
+        + keeping.peak_bytes[node]
+        - problem.capacity_bytes
+        for option in strategy.options
+        for keeping in strategy.keepings
+    )

@@ -1,0 +1,114 @@
+"""Figures 5 to 7 as a picture: each planner's throughput over nest's, a panel a model.
+
+Lines are ours and open circles the paper's, each over its own nest. Needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.files import require_folder, write_bytes
+from nest_megatron.packages import install_command
+from nest_megatron.report.palette import PICTURE_STYLE, picture_metadata
+from nest_megatron.research.paper.outcome import Report, Row
+
+SUFFIXES = (".png", ".svg")
+_STYLE = {**PICTURE_STYLE, "font.size": 8}
+_COLOURS = {
+    "manual": "#858b95",
+    "mcmc": "#c98a00",
+    "alpa_e": "#7d57b2",
+    "mist": "#1f8a70",
+    "phaze": "#b3364b",
+    "nest": "#2f6fb7",
+}
+_WIDTH, _LEAST_WIDTH, _HEIGHT = 2.6, 6.5, 3.1
+_DPI = 130
+
+
+def check_figure(name: str, path: Path) -> None:
+    """Refuse a picture that cannot be drawn, before the minutes that an experiment takes.
+
+    Args:
+        name: of the experiment.
+
+    Raises:
+        UserInputError: for a table, another suffix, a missing folder, or without matplotlib.
+    """
+    if not name.startswith("figure"):
+        raise _wrong(name, "it is a table", "Leave --chart out, or run a figure.")
+    if path.suffix not in SUFFIXES:
+        raise _wrong(str(path), "a picture is an .svg or a .png", "Rename it.")
+    require_folder(path, "--chart")
+    if importlib.util.find_spec("matplotlib") is None:
+        fix = install_command("report")
+        raise _wrong(str(path), "the picture is drawn by matplotlib", fix)
+
+
+def draw_figure(report: Report, path: Path) -> None:
+    """Write a figure's picture.
+
+    Raises:
+        UserInputError: as ``check_figure``, or if the file cannot be written.
+    """
+    check_figure(report.name, path)
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    models = list(dict.fromkeys(row.job.model for row in report.rows))
+    with matplotlib.rc_context(_STYLE):
+        size = (max(_LEAST_WIDTH, _WIDTH * len(models)), _HEIGHT)
+        figure = Figure(figsize=size, layout="constrained")
+        panels = figure.subplots(1, len(models), squeeze=False)[0]
+        for axes, model in zip(panels, models, strict=True):
+            _panel(axes, model, [row for row in report.rows if row.job.model == model])
+        handles, names = panels[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
+        figure.suptitle(f"{report.title.partition(',')[0]}, over that of nest", fontsize=9)
+        stream = io.BytesIO()
+        figure.savefig(
+            stream, format=path.suffix[1:], dpi=_DPI, metadata=picture_metadata(path.suffix[1:])
+        )
+    write_bytes(path, stream.getvalue())
+
+
+def _panel(axes: Any, model: str, rows: Sequence[Row]) -> None:
+    by_size = len({row.job.num_gpus for row in rows}) == 1
+    best = {row.job: row for row in rows if row.planner == "nest"}
+    for planner in dict.fromkeys(row.planner for row in rows):
+        mine = [row for row in rows if row.planner == planner]
+        colour = _COLOURS.get(planner, "#454b55")
+        ours = [(_place(r, by_size), _share(r.ours, best[r.job].ours)) for r in mine]
+        paper = [(_place(r, by_size), _share(r.paper, best[r.job].paper)) for r in mine]
+        axes.plot(*_seen(ours), color=colour, marker=".", label=planner)
+        axes.plot(*_seen(paper), color=colour, marker="o", linestyle="", markerfacecolor="none")
+    ticks = sorted({_place(row, by_size) for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(0, 1.1)
+    axes.set_title(model, fontsize=8)
+    axes.set_xlabel("micro batch" if by_size else "GPUs")
+    axes.grid(linewidth=0.3)
+
+
+def _share(value: float | None, best: float | None) -> float | None:
+    return None if value is None or best is None else value / best
+
+
+def _seen(points: Sequence[tuple[int, float | None]]) -> tuple[list[int], list[float]]:
+    found = [(x, y) for x, y in points if y is not None]
+    return [x for x, _ in found], [y for _, y in found]
+
+
+def _place(row: Row, by_size: bool) -> int:
+    return (row.job.micro_batch_size or 1) if by_size else row.job.num_gpus
+
+
+def _wrong(value: str, limit: str, fix: str) -> UserInputError:
+    return UserInputError("--chart", value=value, limit=limit, fix=fix)

@@ -1,0 +1,75 @@
+"""Run the command line in this process, or as users do."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nest_megatron
+from nest_megatron.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE_ROOT = Path(nest_megatron.__file__).resolve().parents[1]
+SMALL = ("model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=8")
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def json(self) -> Any:
+        """Its one JSON document; NaN and infinity are refused."""
+
+        def refuse(constant: str) -> None:
+            raise AssertionError(f"{constant} is no JSON")
+
+        return json.loads(self.out, parse_constant=refuse)
+
+
+def run(*arguments: str) -> Run:
+    """Run ``nest-megatron`` in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(arguments)
+    return Run(code, out.getvalue(), err.getvalue())
+
+
+def environment(**more: str) -> dict[str, str]:
+    """An environment in which a child finds this checkout."""
+    return {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), "COLUMNS": "80", **more}
+
+
+def spawn(*arguments: str, cwd: Path | None = None, timeout_s: float = 120.0, **more: str) -> Run:
+    """Run ``python -m nest_megatron`` as a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "nest_megatron", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment(**more),
+        check=False,
+        timeout=timeout_s,
+    )
+    return Run(done.returncode, done.stdout, done.stderr)
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """Start ``python -m nest_megatron`` and do not wait for it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "nest_megatron", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )

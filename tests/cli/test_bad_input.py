@@ -1,0 +1,248 @@
+"""A mistake ends in two lines that name the value, the limit and the fix; never in a traceback."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.runs import SMALL, environment, run
+from tests.integrations.commands import T5_220M
+
+LLAMA = ("plan", *SMALL)
+WITHOUT_MODEL = ("plan", "cluster=dgx_h100")
+
+# Arguments, and words that the message must hold.
+BAD = {
+    "unknown model": (("plan", "model=lama3_70b", "cluster=dgx_h100"), "llama3_70b"),
+    "unknown cluster": (("plan", "model=llama3_8b", "cluster=dgx_h10"), "dgx_h100"),
+    "unknown accelerator": ((*LLAMA, "cluster.accelerator=h100"), "h100_sxm_80gb"),
+    "no model": (WITHOUT_MODEL, "model=llama3_70b"),
+    "no cluster": (("plan", "model=llama3_8b"), "cluster=dgx_h100"),
+    "a bare name": (("plan", "llama3_70b"), "model=llama3_70b"),
+    "broken nodes": ((*LLAMA, "cluster.num_gpus=100"), "96 or 104"),
+    "negative bandwidth": ((*LLAMA, "cluster.levels.0.bandwidth_bytes_per_s=-4"), "above 0"),
+    "nan latency": ((*LLAMA, "cluster.levels.0.latency_s=nan"), "finite"),
+    "yaml nan": ((*LLAMA, "cluster.levels.0.latency_s=.nan"), "number"),
+    "no such level": ((*LLAMA, "cluster.levels.9.latency_s=1"), "range"),
+    "unknown cluster field": ((*LLAMA, "cluster.num_gpu=8"), "num_gpus"),
+    "unknown model field": ((*LLAMA, "model.num_layrs=8"), "num_layers"),
+    "unknown setting": ((*LLAMA, "train.micro_batch=1"), "train.micro_batch_size"),
+    "wrong section": ((*LLAMA, "parallel.micro_batch_size=1"), "train.micro_batch_size"),
+    "unknown section": ((*LLAMA, "traim.precision=bf16"), "train.precision"),
+    "hydra's own keys": ((*LLAMA, "hydra.run.dir=/tmp"), "no such setting"),
+    "no margin": ((*LLAMA, "memory.margin=nan"), "memory.margin"),
+    "no reserve": ((*LLAMA, "memory.reserve_bytes=-1"), "memory.reserve_bytes"),
+    "not a number": ((*LLAMA, "train.micro_batch_size=abc"), "abc"),
+    "half a sequence": ((*LLAMA, "train.micro_batch_size=2.5"), "Integer"),
+    "no sequence": ((*LLAMA, "train.micro_batch_size=0"), "at least 1"),
+    "negative batch": ((*LLAMA, "train.global_batch_size=-8"), "at least 1"),
+    "indivisible batch": (
+        (*LLAMA, "train.global_batch_size=7", "parallel.data_parallel_size=4"),
+        "must divide the global batch of 7",
+    ),
+    "indivisible GPUs": ((*LLAMA, "parallel.tensor_model_parallel_size=3"), "divide the 8 GPUs"),
+    "negative degree": ((*LLAMA, "parallel.tensor_model_parallel_size=-2"), "at least 1"),
+    "nan seconds": ((*LLAMA, "search.max_seconds=nan"), "above 0"),
+    "no time": ((*LLAMA, "search.max_seconds=0"), "above 0"),
+    "negative runners-up": ((*LLAMA, "search.num_alternatives=-1"), "at least 0"),
+    "unknown backend": ((*LLAMA, "search.backend=gpu"), "kernel, reference"),
+    "nan assumption": ((*LLAMA, "cost.dp_overlap=nan"), "between 0 and 1"),
+    "full margin": ((*LLAMA, "memory.margin=1.0"), "between"),
+    "unknown precision": ((*LLAMA, "train.precision=bf17"), "bf16"),
+    "unknown order": ((*LLAMA, "parallel.rank_order=dp"), "tp-cp-ep-dp-pp"),
+    "zero stage 4": ((*LLAMA, "parallel.zero_stage=4"), "0, 1, 2 or 3"),
+    "half a recompute": ((*LLAMA, "parallel.recompute_granularity=full"), "Set both"),
+    "recompute without kind": ((*LLAMA, "parallel.recompute_num_layers=1"), "granularity=full"),
+    "unknown module": (
+        (*LLAMA, "parallel.recompute_granularity=selective", "parallel.recompute_modules=[mpl]"),
+        "mlp",
+    ),
+    "layout in a search": ((*LLAMA, "parallel.pipeline_model_parallel_layout=EttL"), "estimate"),
+    "missing folder": ((*LLAMA, "out=/nope/plan.yaml"), "mkdir -p /nope"),
+    "folder as file": ((*LLAMA, "out=/tmp"), "folder"),
+    "open bracket": ((*LLAMA, "train.global_batch_size=[1"), "train.global_batch_size"),
+    "interpolation": ((*LLAMA, "train.seq_length=${oc.env:NEST_NOT_SET}"), "NEST_NOT_SET"),
+    "sweep without -m": ((*LLAMA, "cluster.oversubscription=1,2"), "--multirun"),
+    "removed setting": ((*LLAMA, "~train.precision"), "train.precision=null"),
+    "missing model file": (("plan", "model=./no.json", "cluster=dgx_h100"), "No such file"),
+    "missing config dir": ((*LLAMA, "--config-dir", "/nope"), "no such folder"),
+    "unknown option": ((*LLAMA, "--jsn"), "--json"),
+    "unknown command": (("planx",), "plan"),
+    "free without from": ((*LLAMA, "--free", "all"), "--from"),
+    "wrong flag value": (
+        (*WITHOUT_MODEL, "--from", "pretrain_gpt.py --num-layers x"),
+        "--num-layers",
+    ),
+    "no flags": ((*WITHOUT_MODEL, "--from", "pretrain_gpt.py"), "no flags"),
+    "no script": ((*WITHOUT_MODEL, "--from", "foo bar"), "script"),
+    "open quote": ((*WITHOUT_MODEL, "--from", "pretrain_gpt.py --data-path 'x"), "quot"),
+    "unplannable model": ((*WITHOUT_MODEL, "--from", T5_220M), "two stacks"),
+    "command and model": ((*LLAMA, "--from", "pretrain_gpt.py --bf16"), "--from"),
+    "command in a sweep": ((*WITHOUT_MODEL, "-m", "--from", "x.py --bf16"), "--multirun"),
+    "unknown release": (
+        (*WITHOUT_MODEL, "--from", "pretrain_gpt.py --bf16", "--megatron-version", "9"),
+        "0.16.1",
+    ),
+    "indivisible estimate": (
+        ("estimate", *SMALL, "parallel.tensor_model_parallel_size=3"),
+        "divide the 8 GPUs",
+    ),
+    "estimate too large": (
+        ("estimate", *SMALL, "parallel.data_parallel_size=16"),
+        "8 GPUs",
+    ),
+    "estimate's bad layout": (
+        ("estimate", *SMALL, "parallel.pipeline_model_parallel_layout=EttXL"),
+        "E t m L",
+    ),
+    "no such plan": (("explain", "/nope.yaml"), "No such file"),
+}
+
+JOB = (
+    "pretrain_gpt.py --num-layers 8 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 "
+    "--max-position-embeddings 1024 --vocab-size 32000 --bf16 --global-batch-size 64 "
+)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_mistake_is_named(case: str) -> None:
+    arguments, words = BAD[case]
+    done = run(*arguments)
+    assert done.code == 2
+    assert done.out == ""
+    assert words in done.err
+    assert done.err.startswith("error: ")
+    assert len(done.err.splitlines()) == 2
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_mistake_in_json(case: str) -> None:
+    arguments, words = BAD[case]
+    done = run(*arguments, "--json")
+    assert done.code == 2
+    error = done.json()["error"]
+    assert set(error) == {"what", "value", "limit", "fix"}
+    assert words in str(error)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout 'Ett|tt|tt|tL'",
+            "pipeline_model_parallel_layout",
+        ),
+        (
+            "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 3",
+            "decoder_first",
+        ),
+        (
+            "--num-layers-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 2",
+            "no whole number",
+        ),
+        ("--tensor-model-parallel-size 3", "divide the 8 GPUs"),
+    ],
+)
+def test_a_command_whose_wish_cannot_be_kept(flags: str, words: str) -> None:
+    done = run("plan", "--from", JOB + flags, "cluster=dgx_h100", "cluster.num_gpus=8")
+    assert done.code == 2
+    assert words in done.err
+    freed = ("--free", "all")
+    done = run("plan", "--from", JOB + flags, "cluster=dgx_h100", "cluster.num_gpus=8", *freed)
+    assert done.code == 0
+
+
+def test_a_misspelt_free() -> None:
+    done = run("plan", "--from", JOB, "cluster=dgx_h100", "--free", "tensor_parallel_size")
+    assert done.code == 2
+    assert "tensor_model_parallel_size" in done.err
+
+
+@pytest.fixture(scope="module")
+def plan_text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("plans") / "plan.yaml"
+    assert run("plan", *SMALL, f"out={path}").code == 0
+    return path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text[: len(text) // 2], ""),
+        (lambda text: text.replace("schema: 1", "schema: 99"), "Upgrade"),
+        (lambda text: text.replace("micro_batch_size: ", "micro_batch_size: 1"), "edited"),
+        (lambda text: text.replace("mfu: ", "mfu: .nan #"), "finite"),
+        (lambda text: "", "mapping"),
+        (lambda text: "\x00", "YAML"),
+    ],
+)
+def test_a_plan_file_that_is_not_sound(
+    change: object, words: str, plan_text: str, tmp_path: Path
+) -> None:
+    assert callable(change)
+    path = tmp_path / "plan.yaml"
+    path.write_text(change(plan_text))
+    done = run("explain", str(path))
+    assert done.code == 2
+    assert "plan.yaml" in done.err
+    assert words in done.err
+    assert "Traceback" not in done.err
+
+
+def test_an_old_file_outlives_a_failed_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("mine")
+    assert run("plan", "model=llama3_70b", *SMALL[1:], f"out={path}", "--force").code == 1
+    assert path.read_text() == "mine"
+
+
+def test_ctrl_c_ends_a_search_without_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    job = ("model=deepseek_v3", "cluster=h100_spine_leaf", "cluster.num_gpus=1024")
+    slow = (*job, "search.backend=reference", f"out={path}")
+    with subprocess.Popen(
+        [sys.executable, "-m", "nest_megatron", "plan", *slow],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        # a shell's background job ignores Ctrl-C, and its children would too
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    ) as process:
+        time.sleep(2.5)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert err.strip() == "Interrupted; nothing was written."
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_misspelt_flag_is_told_apart_from_the_users_own() -> None:
+    flags = "--tensor-model-paralel-size 2 --our-own-flag 3"
+    done = run("plan", "--from", JOB + flags, "cluster=dgx_h100", "cluster.num_gpus=8")
+    assert done.code == 0
+    said = " ".join(done.out.split())
+    assert "no flag --tensor-model-paralel-size. Did you mean --tensor-model-parallel-size?" in said
+    assert "--our-own-flag 3" in said
+
+
+def test_a_long_name_or_value_is_repeated_in_part(tmp_path: Path) -> None:
+    text = tmp_path / "notes"
+    text.write_text("root:x:0:0:root:/root:/bin/bash\n" * 100)
+    done = run("models", str(text))
+    assert done.code == 2
+    assert len(done.err.partition("Known:")[0]) < 300
+    assert len(run("models", "m" * 5000, "--json").out.partition('"fix"')[0]) < 600
+
+
+@pytest.mark.parametrize("group", [(), ("nest",), ("network",), ("profiles",)])
+def test_a_group_alone_shows_its_help(group: tuple[str, ...]) -> None:
+    done = run(*group)
+    assert done.code == 2
+    assert done.err.startswith("Usage: nest-megatron")
+    assert "error:" not in done.err

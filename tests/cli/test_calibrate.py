@@ -1,0 +1,74 @@
+"""``nest-megatron calibrate``: tiny files, and what it refuses."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.runs import ROOT, run
+from tests.cli.test_validate import RUN, table
+
+CATALOGUE = ROOT / "hydra_configs"
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Three runs of two models and two sources."""
+    return table(
+        tmp_path / "runs.csv",
+        RUN,
+        {**RUN, "row_id": "a2", "cp": "1", "tp": "2", "iter_time_s": "9.9"},
+        {**RUN, "row_id": "a3", "source": "others", "model": "Llama 3.1 70B", "n_gpus": "64"}
+        | {"tp": "4", "pp": "4", "vp": "5", "cp": "2", "iter_time_s": "9.0"},
+    )
+
+
+def test_constants_are_fitted_and_left_out_rows_are_scored(runs: Path) -> None:
+    found = run("calibrate", str(runs), "--json").json()
+    assert found["rows"] == 3
+    assert 0.5 <= found["values"]["hopper.gemm_efficiency.bf16"] <= 0.81
+    assert found["mape_pct"].keys() == {"tests", "others"}
+    assert {each["name"] for each in found["left_out"]["source"]} == {"tests", "others"}
+    assert {each["rows"] for each in found["left_out"]["model"]} == {1, 2}
+
+
+def test_cross_validation_can_be_left_out(runs: Path) -> None:
+    assert run("calibrate", str(runs), "--no-cross-validation", "--json").json()["left_out"] == {}
+
+
+def test_constants_are_written_into_a_catalogue(runs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "hydra_configs"
+    shutil.copytree(CATALOGUE, out)
+    done = run("calibrate", str(runs), "--no-cross-validation", "--out", str(out))
+    assert done.code == 0
+    devices = yaml.safe_load((out / "calibration" / "devices.yaml").read_text())
+    fitted = devices["hopper"]["values"]["gemm_efficiency.bf16"]
+    h100 = yaml.safe_load((out / "accelerator" / "h100_sxm_80gb.yaml").read_text())
+    assert h100["gemm_efficiency"]["bf16"] == pytest.approx(fitted)
+    assert devices["hopper"]["rows"] == {"tests": 2, "others": 1}
+
+
+def test_a_folder_that_is_no_catalogue_is_refused(runs: Path, tmp_path: Path) -> None:
+    done = run("calibrate", str(runs), "--no-cross-validation", "--out", str(tmp_path))
+    assert done.code == 2
+    assert "no catalogue" in done.err
+    assert not (tmp_path / "calibration").exists()
+
+
+def test_rows_without_a_time_teach_nothing(tmp_path: Path) -> None:
+    path = table(tmp_path / "none.csv", {**RUN, "iter_time_s": ""})
+    done = run("calibrate", str(path))
+    assert done.code == 2
+    assert "nest-megatron validate" in done.err
+
+
+def test_without_scipy_the_package_is_named(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    done = run("calibrate", str(runs))
+    assert done.code == 2
+    assert "pip install 'numpy" in done.err

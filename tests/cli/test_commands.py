@@ -1,0 +1,340 @@
+"""What the commands print and write, and with which exit code."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from nest_megatron.catalogue_files import catalogue_names
+from nest_megatron.cli.commands import cli
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.plan_file import sealed
+from nest_megatron.planner import PlanRequest
+from nest_megatron.planner import plan as find_plan
+from nest_megatron.profile import profile_file
+from nest_megatron.report.failure import ending_on_errors, require_plan
+from tests import catalogue
+from tests.catalogue import CORE
+from tests.cli.runs import ROOT, SMALL, environment, run, spawn
+from tests.integrations.commands import LLAMA3_8B, MIXTRAL
+from tests.profile.profiles import whole_profile
+
+PUBLISHED = ROOT / "tests" / "published" / "data"
+
+
+@pytest.fixture(scope="module")
+def small_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plans") / "plan.yaml"
+    assert run("plan", *SMALL, f"out={path}").code == 0
+    return path
+
+
+def shown_commands() -> Iterator[str]:
+    """Every example of every --help, and of the README."""
+    for name, command in commands_below("", cli):
+        yield from (e for e in getattr(command, "examples", ()) if e.startswith("nest-megatron"))
+        assert getattr(command, "examples", ()), f"{name} has no example"
+    joined = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    yield from (line for line in joined.splitlines() if line.startswith("nest-megatron "))
+
+
+def commands_below(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
+    """A command and, of a group, those inside it, with their names."""
+    yield name, command
+    if isinstance(command, click.Group):
+        for inner, below in sorted(command.commands.items()):
+            yield from commands_below(f"{name} {inner}".strip(), below)
+
+
+@pytest.mark.parametrize("command", sorted(set(shown_commands())))
+def test_examples_run(command: str, small_plan: Path, tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text(small_plan.read_text())
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 8, "vocab_size": 32000,'
+        ' "num_attention_heads": 8, "intermediate_size": 4096, "max_position_embeddings": 2048}'
+    )
+    write_measurements(tmp_path)
+    write_networks(tmp_path)
+    shutil.copytree(
+        ROOT / "tests" / "research" / "nest_artifact" / "data", tmp_path, dirs_exist_ok=True
+    )
+    mine = (ROOT / "hydra_configs" / "cluster" / "custom.yaml").read_text()
+    (tmp_path / "mine.yaml").write_text(mine)
+    shell = command.partition(">")[0] if "completion" in command else command
+    words = shlex.split(shell.replace("\\\n", " "), comments=True)
+    if "--from" in words:
+        words[words.index("--from") + 1] = MIXTRAL
+    write_module(tmp_path)
+    store, cache = write_profiles(tmp_path), tmp_path / "cache"
+    folders = {"NEST_MEGATRON_PROFILES": str(store), "NEST_MEGATRON_EXTRACT_CACHE": str(cache)}
+    done = spawn(*words[1:], cwd=tmp_path, **folders)
+    assert (done.code, done.err) == (0, "")
+
+
+def write_module(folder: Path) -> None:
+    """The model of the user's own that examples name."""
+    layers = "nn.Embedding(100, 8), nn.Linear(8, 16), nn.ReLU()"
+    text = f"from torch import nn\n\n\ndef build():\n    return nn.Sequential({layers})\n"
+    (folder / "my_model.py").write_text(text, encoding="utf-8")
+
+
+def write_profiles(folder: Path) -> Path:
+    """A store with the profile that examples name, and a file of it to import."""
+    made = whole_profile("llama3_8b-h100")
+    profile_file.write(made, folder / "profile.yaml")
+    (folder / "store").mkdir()
+    profile_file.write(made, folder / "store" / "llama3_8b-h100.yaml")
+    return folder / "store"
+
+
+def write_measurements(folder: Path) -> None:
+    """The files of measurements that examples name, a few rows each."""
+    rows = {"runs.csv": "throughput.csv", "throughput_vtrain_a100.csv": "throughput.csv"}
+    for name in (*rows, "throughput.csv", "comm_collectives.csv", "memory_peak.csv"):
+        source = PUBLISHED / rows.get(name, name)
+        head = source.read_text(encoding="utf-8").splitlines(keepends=True)[:6]
+        (folder / name).write_text("".join(head), encoding="utf-8")
+    columns = "name,layers,hidden,ffn,heads,vocab,seq\n"
+    (folder / "models.csv").write_text(columns + "mine,8,1024,4096,8,32000,2048\n")
+    (folder / "hydra_configs" / "accelerator").mkdir(parents=True)
+    (folder / "docs").mkdir()
+
+
+def write_networks(folder: Path) -> None:
+    """The logs of collectives that examples name, and a profile made of one."""
+    logs = {"all_reduce_perf": "all_reduce_a100", "inside": "h100_node"}
+    for name, source in {**logs, "over": "h100_one_gpu_a_node"}.items():
+        text = (ROOT / "tests" / "profile" / "data" / f"{source}.log").read_text(encoding="utf-8")
+        (folder / f"{name}.log").write_text(text, encoding="utf-8")
+    kept = ("--profile", str(folder / "network.yaml"))
+    assert run("network", "import", str(folder / "inside.log"), *kept).code == 0
+
+
+def test_help_names_every_command_and_loads_nothing_slow() -> None:
+    text = run("--help").out
+    assert all(name in text for name in cli.commands)
+    loads = "import sys; from nest_megatron.cli import main; main(['plan', '--help'])"
+    modules = set(spawn_code(f"{loads}; print(*sys.modules)").split())
+    assert not {"hydra", "omegaconf", "rich", "yaml", "nest_megatron.planner"} & modules
+
+
+def spawn_code(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True
+    )
+    return done.stdout
+
+
+def test_a_plan_is_written_whole_and_explained(small_plan: Path) -> None:
+    plan = plan_file.read(small_plan)
+    assert plan == sealed(plan)
+    launch = plan.launch["megatron_lm"]
+    assert launch.script == "pretrain_gpt.py"
+    assert "--tensor-model-parallel-size" in launch.argv
+    done = run("explain", str(small_plan))
+    assert done.code == 0
+    for words in ("Where the time goes", "Memory of each", "Certificate", "torchrun", "Chosen for"):
+        assert words in done.out
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_tables_keep_within_the_terminal_and_are_plain_when_piped(columns: str) -> None:
+    done = spawn("plan", *SMALL, COLUMNS=columns)
+    assert "\x1b" not in done.out
+    assert max(map(len, done.out.splitlines())) <= int(columns)
+    assert all(line == line.rstrip() for line in done.out.splitlines())
+
+
+def test_pages_and_traces_are_written(small_plan: Path, tmp_path: Path) -> None:
+    page, trace = tmp_path / "plan.html", tmp_path / "plan.json"
+    assert run("explain", str(small_plan), "--html", str(page), "--timeline", str(trace)).code == 0
+    assert page.read_text().lstrip().lower().startswith("<!doctype html")
+    assert "traceEvents" in trace.read_text()
+
+
+def test_the_terms_add_up_in_json() -> None:
+    plan = run("plan", *SMALL, "--json").json()
+    predicted = plan["predicted"]
+    assert sum(predicted["terms"].values()) == pytest.approx(predicted["iteration_time_s"])
+    assert plan["launch"]["megatron_lm"]["notes"][0].startswith("train.global_batch_size")
+
+
+def test_json_everywhere(small_plan: Path) -> None:
+    assert {m["name"] for m in run("models", "--json").json()["models"]} == {
+        *catalogue_names("model")
+    }
+    assert len(run("clusters", "--json").json()["clusters"]) == len(catalogue_names("cluster"))
+    assert run("models", "llama3_8b", "--json").json()["num_layers"] == 32
+    assert run("clusters", "dgx_h100", "--json").json()["levels"][0]["name"] == "node"
+    assert run("estimate", *SMALL, "parallel.zero_stage=1", "--json").json()["schema"] == 1
+    explained = run("explain", str(small_plan), "--json").json()["explained"]
+    assert "Chosen for" in explained["certificate"]
+    assert all(d is not None for d in explained["alternative_term_differences_s"])
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_every_model_has_details(name: str) -> None:
+    assert name in run("models", name).out
+
+
+@pytest.mark.parametrize("name", catalogue_names("cluster"))
+def test_every_cluster_has_details(name: str) -> None:
+    assert "GB/s" in run("clusters", name).out
+
+
+def test_nothing_fits() -> None:
+    done = run("plan", "model=llama3_70b", "cluster=dgx_h100", "cluster.num_gpus=8")
+    assert done.code == 1
+    assert "GiB" in done.out
+    assert "cluster.num_gpus=24" in done.out
+    refusal = run("plan", "model=llama3_70b", "cluster=dgx_h100", "cluster.num_gpus=8", "--json")
+    assert refusal.code == 1
+    assert refusal.json()["no_plan"]["missing_bytes"] > 0
+
+
+NO_TIME = "search.max_seconds=1e-9"
+TOO_LARGE = ("model=llama3_70b", *SMALL[1:])
+#: What a search that time ended may not say.
+CLAIMS = re.compile(r"(?i)\bproven\b|\bfits?\b|missing|\blacks?\b")
+
+
+def test_a_search_that_time_ended_has_an_exit_code_of_its_own() -> None:
+    done = run("plan", *TOO_LARGE, NO_TIME)
+    assert done.code == 3
+    assert "The search ended before it found a plan" in done.out
+    assert "no plan has a step below" in done.out
+    assert not CLAIMS.search(done.out)
+    known = run("plan", *TOO_LARGE, NO_TIME, "--json")
+    assert known.code == 3
+    assert known.json()["ended_early"]["lower_bound_s"] > 0
+    assert known.json()["ended_early"]["search"]["certificate"] == "ended-early"
+    assert not CLAIMS.search(known.out.replace("no plan has", ""))
+
+
+def test_your_command_without_time_ends_alike() -> None:
+    deep = LLAMA3_8B.replace("--num-layers 32", "--num-layers 320")
+    done = run("plan", "--from", deep, "cluster=dgx_h100", "cluster.num_gpus=8", NO_TIME)
+    assert done.code == 3
+    assert not CLAIMS.search(done.out)
+
+
+def test_exit_codes_are_documented() -> None:
+    for text in (run("--help").out, (ROOT / "README.md").read_text(encoding="utf-8")):
+        assert "3 time ended the search" in " ".join(text.split())
+
+
+def test_the_end_of_a_job_without_a_plan_is_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the launch hook, the Hydra group and the frameworks' adapters end with."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    request = PlanRequest(
+        spec=catalogue.model("llama3_70b"),
+        cluster=catalogue.cluster("dgx_h100", 8),
+        global_batch_size=8,
+        max_seconds=1e-9,
+    )
+    with pytest.raises(SystemExit) as ended, ending_on_errors():
+        require_plan(find_plan(request))
+    assert ended.value.code == 3
+    assert "The search ended before it found a plan" in (told := capsys.readouterr().out)
+    assert not CLAIMS.search(told)
+
+
+def test_estimate_says_what_is_missing() -> None:
+    done = run("estimate", "model=llama3_70b", "cluster=dgx_h100", "cluster.num_gpus=8")
+    assert done.code == 1
+    assert "Does not fit" in done.err
+
+
+def test_estimate_takes_a_layout_with_bars_and_stars() -> None:
+    layout = "Et*10|(t*11|)*2"
+    given = (*SMALL, "parallel.pipeline_model_parallel_size=4", "train.micro_batch_size=1")
+    given += ("model.num_layers=32", "train.seq_length=2048")
+    done = run("estimate", *given, f"parallel.pipeline_model_parallel_layout={layout}L", "--json")
+    assert done.code == 0
+    assert done.json()["parallel"]["pipeline_model_parallel_layout"] == "Et*10|(t*11|)*2L"
+
+
+def test_estimate_of_an_uneven_depth_finds_the_fastest_split() -> None:
+    done = run("estimate", *SMALL, "parallel.pipeline_model_parallel_size=8", "model.num_layers=30")
+    assert done.code == 0
+    assert "does not split evenly" in done.out
+
+
+def test_single_fields_of_model_and_cluster_can_be_changed() -> None:
+    changes = ("model.kv_channels=128", "cluster.levels.0.latency_s=1e-5", "train.seq_length=16384")
+    more = ("cluster.accelerator=h200_sxm_141gb", "memory.margin=0.1", "cost.dp_overlap=0")
+    plan = run("plan", *SMALL, *changes, *more, "--json").json()
+    assert plan["model"]["kv_channels"] == 128
+    assert plan["model"]["seq_length"] == plan["train"]["seq_length"] == 16384
+    assert plan["cluster"]["levels"][0]["latency_s"] == 1e-5
+    assert plan["cluster"]["accelerator"]["name"] == "H200-SXM-141GB"
+    assert plan["provenance"]["settings"]["memory_margin"] == 0.1
+    assert plan["provenance"]["settings"]["dp_overlap"] == 0.0
+
+
+def test_own_files_and_folders(tmp_path: Path) -> None:
+    (tmp_path / "cluster").mkdir()
+    text = (ROOT / "hydra_configs" / "cluster" / "custom.yaml").read_text()
+    (tmp_path / "cluster" / "ours.yaml").write_text(text.replace("name: custom", "name: ours"))
+    folder = ("--config-dir", str(tmp_path))
+    done = run("plan", "model=llama3_8b", "cluster=ours", "cluster.num_gpus=8", *folder, "--json")
+    assert done.json()["cluster"]["name"] == "ours"
+    path = tmp_path / "cluster" / "ours.yaml"
+    done = run("plan", "model=llama3_8b", f"cluster={path}", "cluster.num_gpus=8", "--json")
+    assert done.json()["cluster"]["name"] == "ours"
+
+
+def test_a_command_keeps_what_its_user_fixed() -> None:
+    plan = run("plan", "--from", MIXTRAL, "cluster=dgx_h100", "--json").json()
+    assert plan["cluster"]["num_gpus"] == 32
+    assert plan["train"]["global_batch_size"] == 256
+    assert plan["parallel"]["pipeline_model_parallel_size"] == 4
+    assert plan["parallel"]["expert_model_parallel_size"] == 8
+    freed = run("plan", "--from", MIXTRAL, "cluster=dgx_h100", "--free", "all", "--json").json()
+    assert freed["predicted"]["iteration_time_s"] <= plan["predicted"]["iteration_time_s"]
+
+
+def test_a_command_is_rewritten_with_every_change_shown() -> None:
+    done = run("plan", "--from", LLAMA3_8B, "cluster=dgx_h100")
+    assert done.code == 0
+    assert "--sequence-parallel" in done.out
+    assert "absent -> 2" in done.out  # of the pipeline; what was typed stays
+    assert "--data-cache-path /tmp/cache" in " ".join(done.out.replace("\\\n", " ").split())
+
+
+def test_a_command_from_standard_input() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "nest_megatron", "plan", "--from", "-", "cluster=dgx_h100"],
+        input=LLAMA3_8B,
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+    )
+    assert done.returncode == 0
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "nest_megatron", "models"],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,110 @@
+"""Narrow terminals lose nothing; files are shown like entries of the catalogue."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+
+from nest_megatron.errors import BAD_INPUT
+from nest_megatron.packages import install_command
+from nest_megatron.report.fitting import FittingTable
+from tests.cli.runs import ROOT, SMALL, run
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "120"])
+def test_every_number_of_a_plan_is_printed(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    plan = run("plan", *SMALL, "--json").json()
+    done = run("plan", *SMALL)
+    assert max(map(len, done.out.splitlines())) <= int(columns)
+    for stage in plan["predicted"]["stages"]:
+        assert f"{sum(stage['memory_bytes'].values()) / 2**30:.1f}" in done.out
+    total = plan["predicted"]["iteration_time_s"]
+    for seconds in plan["predicted"]["terms"].values():
+        if seconds >= 5e-5 * total:
+            assert f"{100 * seconds / total:.1f} %" in done.out
+    for other in plan["alternatives"]:
+        assert f"{other['slower_percent']:.2f} %" in done.out
+
+
+@pytest.mark.parametrize("columns", ["40", "60", "80"])
+def test_every_model_and_cluster_keeps_its_columns(
+    columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    models = run("models")
+    assert "256 top 8" in models.out  # deepseek_v3
+    assert models.out.count("70.6 B") >= 1  # llama3_70b
+    clusters = run("clusters")
+    assert "79.1 GiB" in clusters.out
+    assert "Memory" in clusters.out
+
+
+def test_a_model_and_a_cluster_by_path(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    fields = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 8}
+    fields |= {"vocab_size": 32000, "num_attention_heads": 8, "intermediate_size": 4096}
+    config.write_text(json.dumps(fields | {"max_position_embeddings": 2048}), encoding="utf-8")
+    done = run("models", str(config))
+    assert done.code == 0
+    assert "1024" in done.out
+    assert run("models", str(config), "--json").json()["num_layers"] == 8
+    mine = tmp_path / "mine.yaml"
+    mine.write_text((ROOT / "hydra_configs/cluster/custom.yaml").read_text(), encoding="utf-8")
+    assert "H100" in run("clusters", str(mine)).out
+    assert run("models", "./nope.json").code == BAD_INPUT
+    assert run("clusters", "./nope.yaml").code == BAD_INPUT
+
+
+def test_a_sweep_says_what_changes_nothing() -> None:
+    small = ("cluster=dgx_h100", "cluster.num_gpus=8", "search.num_alternatives=0")
+    done = run("plan", "-m", "model=llama3_8b", *small, "cluster.oversubscription=1,2")
+    assert "cluster.oversubscription changes nothing" in " ".join(done.out.split())
+    done = run("plan", "-m", "model=llama3_8b", *small, "train.global_batch_size=64,128")
+    assert "changes nothing" not in done.out
+
+
+def test_each_row_of_the_readmes_sweep_is_another_plan() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    (command,) = (line for line in lines if line.startswith("nest-megatron plan -m "))
+    jobs = run(*command.split()[1:], "search.num_alternatives=0", "--json").json()["jobs"]
+    times = {f"{job['plan']['predicted']['iteration_time_s']:.2g}" for job in jobs}
+    assert len(times) == len(jobs) == 3
+
+
+def test_hints_name_packages_that_an_index_has() -> None:
+    assert install_command("report") == "pip install 'matplotlib>=3.8'"
+    assert "torch>=2.6" in install_command("megatron")
+    assert "checkout" in install_command("no-such-extra")
+
+
+def test_a_dense_models_report_names_no_choice_about_experts() -> None:
+    small = ("cluster=dgx_h100", "cluster.num_gpus=8", "target=nemo_2.7")
+    assert "moe_" not in run("plan", "model=llama3_8b", *small, "search.num_alternatives=0").out
+
+
+@pytest.mark.parametrize(("width", "lines"), [(44, 3), (38, 3), (30, 6)])
+def test_columns_move_together_before_rows_come_apart(width: int, lines: int) -> None:
+    table = FittingTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for number in range(6):
+        table.add_column(f"{number:05}", justify="right", no_wrap=True)
+    table.add_row(*"123456")
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(table)
+    printed = [line for line in captured.get().splitlines() if line.strip()]
+    assert len(printed) == lines
+
+
+def test_runners_up_of_the_readmes_job_are_a_table_of_80_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    job = ("model=llama3_70b", "cluster=h100_spine_leaf", "cluster.num_gpus=1024")
+    out = run("plan", *job, "train.global_batch_size=4096").out
+    assert "\n #    Iteration" in out or "\n #     Iteration" in out
+    assert len([line for line in out.splitlines() if line.startswith((" plan ", " 10 "))]) == 2

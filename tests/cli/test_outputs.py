@@ -1,0 +1,233 @@
+"""Outputs: regular files, never an input, and nobody else's file without --force."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+from nest_megatron.cli.command_kinds import forced
+from nest_megatron.errors import BAD_INPUT
+from nest_megatron.files import check_output, write_text
+from nest_megatron.integrations.plan_output import plan_output
+from nest_megatron.profile import profile_file
+from nest_megatron.profile.network import dump
+from tests.cli.runs import SMALL, run
+from tests.profile.networks import profile_of
+from tests.profile.profiles import whole_profile
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plans") / "plan.yaml"
+    assert run("plan", *SMALL, f"out={path}").code == 0
+    return path
+
+
+#: Every command and option that names one file to write, with a suffix that it takes.
+OUTPUTS = [
+    (("plan", *SMALL, "out={}"), "yaml"),
+    (("estimate", *SMALL, "out={}"), "yaml"),
+    (("explain", "{plan}", "--html", "{}"), "html"),
+    (("explain", "{plan}", "--timeline", "{}"), "json"),
+    (("explain", "{plan}", "--timeline", "{}"), "svg"),
+    (("pin", "{plan}", "--out", "{}"), "yaml"),
+    (("compare", *SMALL, "--chart", "{}"), "html"),
+    (("validate", "{csv}", "--rows", "{}"), "csv"),
+    (("network", "import", "{log}", "--out", "{}", "--cluster", "dgx_h100"), "yaml"),
+    (("network", "import", "{log}", "--profile", "{}"), "yaml"),
+    (("nest", "solve", "{csv}", "--out", "{}"), "json"),
+    (("paper", "figure5", "--chart", "{}"), "svg"),
+    (("profiles", "export", "x", "--out", "{}"), "yaml"),
+    (("profile", *SMALL, "--network-out", "{}"), "yaml"),
+    (("extract", "model=llama3_8b", "--draw", "{}"), "svg"),
+]
+
+
+def filled(arguments: tuple[str, ...], plan: Path, target: object) -> list[str]:
+    given = plan.parent / "given.csv"
+    given.write_text("x\n1\n", encoding="utf-8")
+    names = {"{plan}": str(plan), "{csv}": str(given), "{log}": str(given)}
+    return [names.get(word, word).replace("{}", str(target)) for word in arguments]
+
+
+@pytest.mark.parametrize(("arguments", "suffix"), OUTPUTS)
+def test_what_is_not_ours_stays(
+    arguments: tuple[str, ...], suffix: str, plan: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / f"train.{suffix}"
+    text = "#!/bin/bash\nnest-megatron plan out=plan.yaml # written by nest-megatron users\n"
+    script.write_text(text, encoding="utf-8")
+    link = tmp_path / f"link.{suffix}"
+    link.symlink_to(script)
+    for target in (script, link):
+        done = run(*filled(arguments, plan, target))
+        assert done.code == BAD_INPUT
+        assert "nest-megatron has not written it" in done.err
+        assert "--force" in done.err
+    assert script.read_text(encoding="utf-8") == text
+    assert link.is_symlink()
+
+
+@pytest.mark.parametrize(("arguments", "suffix"), OUTPUTS)
+def test_devices_and_pipes_are_no_outputs(
+    arguments: tuple[str, ...], suffix: str, plan: Path, tmp_path: Path
+) -> None:
+    pipe = tmp_path / f"pipe.{suffix}"
+    os.mkfifo(pipe)
+    null = tmp_path / f"null.{suffix}"
+    null.symlink_to("/dev/null")
+    for target in (pipe, null, "/dev/null", "/dev/stdout", "/proc/self/fd/1", tmp_path):
+        done = run(*filled(arguments, plan, target))
+        assert done.code == BAD_INPUT
+        assert len(done.err.splitlines()) == 2
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)  # noqa: PTH116
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_an_input_is_no_output(plan: Path, tmp_path: Path) -> None:
+    text = plan.read_text(encoding="utf-8")
+    soft, hard = tmp_path / "soft.yaml", tmp_path / "hard.yaml"
+    soft.symlink_to(plan)
+    hard.hardlink_to(plan)
+    for target in (plan, soft, hard):
+        for option in ("--html", "--timeline"):
+            done = run("explain", str(plan), option, str(target), "--force")
+            assert done.code == BAD_INPUT
+            assert "the command reads this file" in done.err
+    model = tmp_path / "model.yaml"
+    model.write_text("schema: 1\n", encoding="utf-8")
+    done = run("plan", f"model={model}", "cluster=dgx_h100", f"out={model}")
+    assert "the command reads this file" in done.err
+    assert plan.read_text(encoding="utf-8") == text
+
+
+def test_force_and_files_of_ours(plan: Path, tmp_path: Path) -> None:
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    for _ in range(2):  # the second time they are ours
+        done = run("explain", str(plan), "--html", str(page), "--timeline", str(trace))
+        assert done.code == 0
+    page.write_text("mine", encoding="utf-8")
+    page.chmod(0o640)
+    assert run("explain", str(plan), "--html", str(page)).code == BAD_INPUT
+    assert run("explain", str(plan), "--html", str(page), "--force").code == 0
+    assert "<html" in page.read_text(encoding="utf-8")
+    assert stat.S_IMODE(page.stat().st_mode) == 0o640
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    file, link, circle = tmp_path / "file.yaml", tmp_path / "link.yaml", tmp_path / "circle.yaml"
+    link.symlink_to("file.yaml")
+    circle.symlink_to("circle.yaml")
+    write_text(link, "schema: 1\n")
+    assert link.is_symlink()
+    assert file.read_text(encoding="utf-8") == "schema: 1\n"
+    with pytest.raises(ValueError, match="circle"):
+        check_output("out", circle)
+
+
+def test_standard_output_holds_the_document_alone(plan: Path) -> None:
+    done = run("plan", *SMALL, "out=-")
+    assert done.code == 0
+    assert yaml.safe_load(done.out)["schema"] == 1
+    assert "Where the time goes" in done.err
+    done = run("explain", str(plan), "--html", "-")
+    assert done.out.startswith("<!doctype html>")
+    assert done.out.rstrip().endswith("</html>")
+    done = run("explain", str(plan), "--html", "-", "--json")
+    assert done.code == BAD_INPUT
+
+
+def test_a_folder_of_somebody_else_is_no_sweep(tmp_path: Path) -> None:
+    (tmp_path / "sweep.csv").write_text("mine", encoding="utf-8")
+    sweep = ("plan", "-m", *SMALL, "train.global_batch_size=64,128", f"out={tmp_path}")
+    done = run(*sweep)
+    assert done.code == BAD_INPUT
+    assert "no sweep was run in it" in done.err
+
+
+def test_a_sweep_asks_before_it_runs_a_job(tmp_path: Path) -> None:
+    mine = tmp_path / "global_batch_size=64.yaml"
+    mine.write_text("mine", encoding="utf-8")
+    sweep = ("plan", "-m", *SMALL, "train.global_batch_size=64,128", f"out={tmp_path}")
+    done = run(*sweep)
+    assert done.code == BAD_INPUT
+    assert "nest-megatron has not written it" in done.err
+    assert [path.name for path in (tmp_path / ".jobs").glob("[0-9a-f]*.json")] == []
+    assert mine.read_text(encoding="utf-8") == "mine"
+    assert run(*sweep, "--force").code == 0
+    assert mine.read_text(encoding="utf-8").startswith("schema: ")
+
+
+def test_pictures_and_pages_are_replaced_with_force(tmp_path: Path) -> None:
+    mine = tmp_path / "layer-dense.svg"
+    mine.write_text("mine", encoding="utf-8")
+    with forcing(None), pytest.raises(ValueError, match="Name another file") as refused:
+        check_output("--docs", mine, force=forced())
+    assert "--force" not in str(refused.value)
+    with forcing(False), pytest.raises(ValueError, match="add --force"):
+        check_output("--docs", mine, force=forced())
+    with forcing(True):
+        check_output("--docs", mine, force=forced())
+
+
+def forcing(value: bool | None) -> click.Context:
+    """A command that runs, with ``--force`` given or not, or that lacks the option."""
+    context = click.Context(click.Command("any"))
+    if value is not None:
+        context.meta["nest_megatron.force"] = value
+    return context
+
+
+def test_the_plan_of_a_launch_takes_no_script_s_place(tmp_path: Path, plan: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n", encoding="utf-8")
+    for named in (str(script), f"'{script}'"):
+        with pytest.raises(ValueError, match="has not written it") as refused:
+            plan_output(named)
+        assert "--force" not in str(refused.value)
+    with pytest.raises(ValueError, match="the command reads this file"):
+        plan_output(str(plan), [str(plan)])
+    assert plan_output(str(plan)) == plan
+    assert plan_output("null") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "schema: 1\nservices: [train]\n",
+        "schema: public\n",
+        "schema: 1\nfiles:\n- name: data.bin\n  checksum: 9e107d9d372bb6826bd81d3542a419d6\n",
+    ],
+)
+def test_a_schema_alone_makes_no_file_ours(text: str, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(text, encoding="utf-8")
+    assert run("plan", *SMALL, f"out={mine}").code == BAD_INPUT
+    assert mine.read_text(encoding="utf-8") == text
+
+
+def test_plans_and_profiles_of_ours_are_replaced(plan: Path, tmp_path: Path) -> None:
+    layers, network = tmp_path / "layers.yaml", tmp_path / "network.yaml"
+    profile_file.write(whole_profile(), layers)
+    network.write_text(dump(profile_of([])), encoding="utf-8")
+    for path in (plan, layers, network):
+        check_output("out", path)
+
+
+def test_a_name_that_another_setting_completes_is_checked_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "llama3_8b.yaml"
+    mine.write_text("mine", encoding="utf-8")
+    for command in ("plan", "estimate"):
+        done = run(command, *SMALL, "out=${model.name}.yaml")
+        assert done.code == BAD_INPUT
+        assert "add --force" in done.err
+        assert mine.read_text(encoding="utf-8") == "mine"
+    assert run("plan", *SMALL, "out=${model.name}.yaml", "--force").code == 0

@@ -1,0 +1,122 @@
+"""Numbers beyond everything that exists are refused, with what was probably meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from nest_megatron.catalogue_files import catalogue_names
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
+from nest_megatron.config.plausible import require_plausible
+from nest_megatron.config.request import read_cluster, read_spec
+from nest_megatron.errors import BAD_INPUT, settings_typed_as
+from nest_megatron.planner import EndedEarly
+from nest_megatron.report.words import ended_early
+from tests.cli.runs import SMALL, run
+
+JOB = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 "
+    "--max-position-embeddings 1024 --vocab-size 32000 --bf16 --global-batch-size 64 "
+)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("cluster.levels.0.bandwidth_bytes_per_s=25", "Did you mean 2.5e+10?"),
+        ("cluster.levels.1.bandwidth_bytes_per_s=25", "Did you mean 2.5e+10?"),
+        ("cluster.levels.0.bandwidth_bytes_per_s=1e30", "plausible"),
+        ("cluster.levels.0.latency_s=1", "Did you mean 1e-06?"),
+        ("cluster.num_gpus=1000000000000000", "plausible"),
+        ("cluster.accelerator.peak_flops_per_s.bf16=1e30", "plausible"),
+        ("cluster.accelerator.peak_flops_per_s.bf16=989", "Did you mean 9.89e+14?"),
+        ("cluster.accelerator.memory_bytes=80", "Did you mean 8.58993e+10?"),
+        ("train.global_batch_size=1000000000000", "plausible"),
+        ("model.vocab_size=2000000000", "plausible"),
+    ],
+)
+def test_implausible_numbers_are_refused(setting: str, words: str) -> None:
+    done = run("plan", *SMALL, setting)
+    assert done.code == BAD_INPUT
+    assert words in done.err
+    assert "checks.plausibility=off" in done.err
+
+
+@pytest.mark.parametrize(
+    "setting", ["train.global_batch_size=-8", "train.global_batch_size=0", "cluster.num_gpus=0"]
+)
+def test_what_is_less_than_one_is_wrong_and_not_implausible(setting: str) -> None:
+    done = run("plan", *SMALL, setting)
+    assert done.code == BAD_INPUT
+    assert "at least 1" in done.err
+    assert "plausib" not in done.err
+
+
+def test_the_advice_names_the_setting_as_it_is_typed() -> None:
+    with settings_typed_as("nest."), pytest.raises(ValueError, match=r"add nest\.checks\.plaus"):
+        require_plausible(None, None, 10**12)
+    record = EndedEarly(
+        search=None,
+        max_seconds=1.0,
+        lower_bound_s=0.5,  # type: ignore[arg-type]
+    )
+    with settings_typed_as("nest."):
+        assert "Raise nest.search.max_seconds" in ended_early(record)
+    assert "Raise search.max_seconds" in ended_early(record)
+
+
+def test_the_check_can_be_turned_off() -> None:
+    slow = "cluster.levels.1.bandwidth_bytes_per_s=2e7"
+    assert run("plan", *SMALL, slow).code == BAD_INPUT
+    assert run("plan", *SMALL, slow, "checks.plausibility=off").code == 0
+
+
+def test_the_catalogue_is_plausible() -> None:
+    for name in catalogue_names("cluster"):
+        require_plausible(None, read_cluster(compose(parse([f"cluster={name}"])).config))
+    for name in catalogue_names("model"):
+        require_plausible(read_spec(compose(parse([f"model={name}"])).config), None)
+
+
+def test_extract_refuses_what_the_cost_model_would() -> None:
+    done = run("extract", "model=llama3_8b", "cost.tp_overlap=1e9", "--closed-form")
+    assert done.code == BAD_INPUT
+    assert "cost.tp_overlap" in done.err
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "torchrun --nproc-per-node -1",
+        "torchrun --nproc-per-node 0",
+        "torchrun --nproc-per-node nan",
+        "torchrun --nproc_per_node=8.5",
+        "torchrun --nnodes 0 --nproc-per-node 8",
+        "torchrun --nnodes abc --nproc-per-node 8",
+        "torchrun --nnodes 1:0 --nproc-per-node 8",
+        "torchrun --nnodes 2-4 --nproc-per-node 8",
+        "srun --ntasks -4",
+        "srun --nodes 0-4 --ntasks-per-node 8",
+        "srun --nodes -1 --ntasks-per-node 8",
+        "srun --nodes nan --ntasks-per-node 8",
+    ],
+)
+def test_a_launcher_s_count_that_is_none(launcher: str) -> None:
+    done = run("plan", "--from", f"{launcher} pretrain_gpt.py {JOB}", "cluster=dgx_h100")
+    assert done.code == BAD_INPUT
+    assert "at least 1" in done.err
+
+
+def test_unknown_flags_are_told_and_with_strict_refused() -> None:
+    command = f"pretrain_gpt.py {JOB} --tensor-model-paralel-size 4 --foo 3"
+    small = ("plan", "--from", command, "cluster=dgx_h100", "cluster.num_gpus=8")
+    done = run(*small)
+    assert done.code == 0
+    said = " ".join(done.out.split())
+    assert "no flag --tensor-model-paralel-size. Did you mean --tensor-model-parallel-size?" in said
+    assert "no flag --foo; it is passed on" in said
+    done = run(*small, "--strict")
+    assert done.code == BAD_INPUT
+    assert "--tensor-model-paralel-size --foo" in done.err
+    assert "--tensor-model-parallel-size?" in done.err
+    assert run("plan", *SMALL, "--strict").code == BAD_INPUT

@@ -1,0 +1,195 @@
+"""``profile``: layers timed for real on this CPU, alone and under torchrun."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from nest_megatron.cli import profile_tasks
+from nest_megatron.cli.profile_ranks import Ranks
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
+from nest_megatron.config.request import read_spec
+from nest_megatron.errors import BAD_INPUT
+from nest_megatron.megatron_core.stage import Where
+from nest_megatron.model.implementation import Implementation
+from nest_megatron.profile import network, store
+from nest_megatron.profile.layer_timer import Measuring
+from nest_megatron.profile.session import Task
+from tests.cli.runs import ROOT, Run, environment, run, spawn
+
+MODEL = {
+    "name": "tiny",
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "vocab_size": 512,
+}
+#: Budget in which all shapes are timed however busy the machine is, and the longest wait for that:
+#: a command that is given more than its caller waits for fails on a machine that needs it.
+AMPLE_S, LIMIT_S = 1800, 2400
+AMPLE = ("--max-seconds", str(AMPLE_S))
+#: Four pieces, at tensor sizes of 1, 2 and 4, with micro batches of 1, 2 and 4.
+NUM_SHAPES = 4 * 3 * 3
+
+
+@pytest.fixture(autouse=True)
+def one_core() -> Iterator[None]:
+    """Keep what is started here on one core, and so to one thread.
+
+    Threads of one small product wait for each other at its end: where other processes hold the
+    cores, each wait lasts until the scheduler turns up again, and a pass takes 100 times as long.
+    """
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {random.choice(sorted(before))})
+    yield
+    os.sched_setaffinity(0, before)
+
+
+def timed(*arguments: str) -> Run:
+    """The command in a process of its own."""
+    return spawn("profile", *arguments, timeout_s=LIMIT_S)
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(store.FOLDER_VARIABLE, str(tmp_path / "profiles"))
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(MODEL), encoding="utf-8")
+    return f"model={path}"
+
+
+def under_torchrun(folder: Path, *arguments: str) -> Run:
+    """The command on two ranks."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *("--master-port", str(20_000 + os.getpid() % 10_000)),
+            *("-m", "nest_megatron.profile", *arguments),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment(),
+        timeout=LIMIT_S,
+        check=False,
+    )
+    return Run(done.returncode, done.stdout, done.stderr)
+
+
+def test_no_more_threads_than_cores_that_the_process_may_use() -> None:
+    """A container or ``taskset`` leaves a process fewer cores than the host has."""
+    import torch
+
+    from nest_megatron.cli import profile
+
+    before = torch.get_num_threads()
+    try:
+        profile._measuring(Ranks(0, 1, 0, 1), None, on_cpu=True)
+        assert torch.get_num_threads() == 1  # of the one core of these tests
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_was_timed_is_not_timed_again(model: str) -> None:
+    first = timed(model, *AMPLE, "--json")
+    assert first.code == 0, first.err
+    found = first.json()
+    assert len(found["measured"]) == NUM_SHAPES
+    assert found["left_to_interpolate"] == 0
+    assert all(t["forward_s"] > 0 and t["backward_s"] > 0 for t in found["measured"])
+    assert all(t["parameters"] > 0 and t["saved_bytes"] > 0 for t in found["measured"])
+    second = timed(model, *AMPLE, "--json").json()
+    assert (second["measured"], second["known"]) == ([], NUM_SHAPES)
+    assert run("profiles", "verify", found["profile"]).code == 0
+
+
+def test_a_budget_that_runs_out_leaves_the_rest_to_interpolate(model: str) -> None:
+    found = timed(model, "--max-seconds", "0.5", "--json").json()
+    assert len(found["measured"]) + found["left_to_interpolate"] == NUM_SHAPES
+    assert found["left_to_interpolate"] > 0
+
+
+def test_ranks_share_the_shapes_and_time_the_network(model: str, tmp_path: Path) -> None:
+    done = under_torchrun(tmp_path, model, *AMPLE, "--no-collectives", "--json")
+    assert done.code == 0, done.err
+    found = done.json()
+    assert len(found["measured"]) == NUM_SHAPES
+    shapes = {
+        (t["piece"], t["tensor_model_parallel_size"], t["micro_batch_size"])
+        for t in found["measured"]
+    }
+    assert len(shapes) == NUM_SHAPES
+    assert store.find_entry(found["profile"]).read().machine.is_cpu
+    out = tmp_path / "network.yaml"
+    again = under_torchrun(
+        tmp_path, model, "--max-seconds", "8", "--network-out", str(out), "--json"
+    )
+    assert again.code == 0, again.err
+    assert again.json()["known"] == NUM_SHAPES
+    assert network.read(out).samples
+
+
+def test_plans_on_a_profile_that_is_named(model: str, tmp_path: Path) -> None:
+    name = timed(model, *AMPLE, "--json").json()["profile"]
+    asked = ("plan", model, "cluster=dgx_h100", "cluster.num_gpus=8", "train.global_batch_size=8")
+    assert run(*asked, "--json").json()["provenance"]["profile"] == "analytic"
+    named = run(*asked, f"profile.name={name}", "--json").json()
+    assert named["provenance"]["profile"].startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("model=llama3_8b", "--max-seconds", "0"), "--max-seconds = 0.0: it must be above 0"),
+        (("model=bert_large",), "GPT-like"),
+        (("model=llama3_8b", "--implementation", "transformer_engine"), "transformer-engine"),
+        (("model=llama3_8b", "train.precision=fp8"), "timed in bf16"),
+        (("model=no_such_model",), "no_such_model"),
+        ((), "model"),
+    ],
+)
+def test_bad_input_is_named(arguments: tuple[str, ...], words: str) -> None:
+    done = run("profile", *arguments)
+    assert done.code == BAD_INPUT
+    assert words in done.err
+
+
+def test_the_example_of_the_document_is_the_command_s() -> None:
+    text = (ROOT / "docs" / "profiling.md").read_text(encoding="utf-8")
+    assert "torchrun --nproc-per-node 8 -m nest_megatron.profile model=llama3_70b" in text
+
+
+def test_ranks_share_alike_whatever_is_stored_by_then(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that starts late finds the first timings of the others in the store."""
+    composed = compose(parse([model]))
+    measuring = Measuring(where=Where.CPU, implementation=Implementation.LOCAL)
+
+    def tasks_of_rank(rank: int) -> tuple[Task, ...]:
+        here = Ranks(rank, 2, rank, 2)
+        spec = read_spec(composed.config)
+        return profile_tasks.session(composed, spec, here, measuring, again=False).tasks
+
+    monkeypatch.setattr(profile_tasks, "_known", lambda *_: ())
+    first, second = tasks_of_rank(0), tasks_of_rank(1)
+    shapes = [profile_tasks._shape(task) for task in (*first, *second)]
+    assert len(set(shapes)) == len(shapes) == NUM_SHAPES
+    stored = (SimpleNamespace(shape=shapes[0]),)
+    monkeypatch.setattr(profile_tasks, "_known", lambda *_: stored)
+    assert tasks_of_rank(1) == second
+    assert tasks_of_rank(0) == first[1:]

@@ -1,0 +1,202 @@
+"""Sweeps: on Hydra's launchers, gathered in one table, and gone on with after they were ended."""
+
+from __future__ import annotations
+
+import csv
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from nest_megatron.cli.sweep_folder import (
+    SweepJob,
+    SweepResult,
+    opened,
+    read_result,
+    write_result,
+)
+from nest_megatron.parallel import plan_file
+from nest_megatron.report.sweep_chart import sweep_chart
+from nest_megatron.report.sweep_table import SweepRow, to_csv, to_parquet
+from tests.cli.runs import SMALL, Run, run, spawn, start
+
+JOB = SMALL[:2]
+TWO = (*JOB, "cluster.num_gpus=8,16")
+
+
+def sweep(out: Path, *words: str) -> Run:
+    return run("plan", "-m", *words, f"out={out}", "--json")
+
+
+def results(out: Path) -> dict[str, int]:
+    """When each result was written."""
+    found = (out / ".jobs").glob("*.json")
+    return {path.name: path.stat().st_mtime_ns for path in found if path.name != "list.json"}
+
+
+def num_gpus(out: Path) -> list[int]:
+    return sorted(plan_file.read(path).cluster.num_gpus for path in out.glob("*.yaml"))
+
+
+def test_one_file_a_job_and_one_table(tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    done = sweep(out, *TWO)
+    assert done.code == 0
+    jobs = done.json()["jobs"]
+    assert [job["overrides"] for job in jobs] == [["cluster.num_gpus=8"], ["cluster.num_gpus=16"]]
+    assert num_gpus(out) == [8, 16]
+    with (out / "sweep.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    times = [job["plan"]["predicted"]["iteration_time_s"] for job in jobs]
+    assert [float(row["iteration_time_s"]) for row in rows] == times
+    assert [row["cluster.num_gpus"] for row in rows] == ["8", "16"]
+    assert "cluster.num_gpus" in (out / "sweep.svg").read_text()
+
+
+def test_the_parquet_table_is_the_csv_table(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    sweep(tmp_path / "sweep", *JOB, "cluster.num_gpus=8,13")
+    table = parquet.read_table(tmp_path / "sweep" / "sweep.parquet").to_pylist()
+    with (tmp_path / "sweep" / "sweep.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row["status"] for row in table] == ["ok", "bad input"]
+    for typed, text in zip(table, rows, strict=True):
+        assert {k: "" if v is None else str(v) for k, v in typed.items()} == text
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
+        ("hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"),
+    ],
+    ids=["joblib", "submitit"],
+)
+def test_other_launchers_plan_the_same(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    pytest.importorskip(f"hydra_plugins.hydra_{launcher[0].split('=')[1].split('_')[0]}_launcher")
+    # In a process of its own: the launchers leave workers, handlers and threads behind in theirs.
+    done = spawn("plan", "-m", *TWO, *launcher, f"out={tmp_path / 'there'}", "--json")
+    assert done.code == 0, done.err
+    assert num_gpus(tmp_path / "there") == [8, 16]
+    times = [job["plan"]["predicted"] for job in done.json()["jobs"]]
+    basic = sweep(tmp_path / "here", *TWO).json()["jobs"]
+    assert times == [job["plan"]["predicted"] for job in basic]
+
+
+def test_finished_jobs_are_not_done_again(tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    sweep(out, *TWO)
+    before = results(out)
+    grown = sweep(out, *JOB, "cluster.num_gpus=8,16,32")
+    assert "2 of 3 jobs are done" in grown.err
+    assert {name: written for name, written in results(out).items() if name in before} == before
+    assert num_gpus(out) == [8, 16, 32]
+    again = sweep(out, *JOB, "cluster.num_gpus=8,16,32", "search.num_alternatives=3")
+    assert "are done" not in again.err, "another search is another job"
+
+
+def test_a_job_with_bad_input_is_tried_again_and_stops_no_other(tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    words = (*JOB, "cluster.num_gpus=8,100")
+    assert sweep(out, *words).code == 2
+    done = sweep(out, *words)
+    assert done.code == 2
+    assert "1 of 2 jobs are done" in done.err
+    assert "whole nodes" in done.json()["jobs"][1]["error"]["limit"]
+
+
+def test_a_job_that_time_ended_is_tried_again_and_claims_nothing(tmp_path: Path) -> None:
+    words = ("plan", "-m", "model=llama3_70b,llama3_8b", *SMALL[1:], "search.max_seconds=1e-9")
+    words = (*words, f"out={tmp_path / 'sweep'}")
+    for done in (run(*words), run(*words)):
+        assert done.code == 3
+        assert "ended early" in done.out
+        assert "does not fit" not in done.out
+    assert "1 of 2 jobs are done" in done.err
+    table = list(csv.DictReader((tmp_path / "sweep" / "sweep.csv").open()))
+    assert [row["status"] for row in table] == ["ended early", "ok"]
+
+
+def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    words = (*JOB, "cluster.num_gpus=8,16,24,32,40,48,56,64")
+    process = start("plan", "-m", *words, f"out={out}")
+    deadline = time.monotonic() + 60
+    while not (out / ".jobs").is_dir() or len(results(out)) < 2:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    before = results(out)
+    done = sweep(out, *words)
+    assert done.code == 0
+    assert f"{len(before)} of 8 jobs are done" in done.err
+    assert before.items() <= results(out).items()
+    assert len(num_gpus(out)) == 8
+
+
+def test_an_interrupted_sweep_says_how_far_it_came(tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    process = start("plan", "-m", *JOB, "cluster.num_gpus=range(8,512,8)", f"out={out}")
+    deadline = time.monotonic() + 60
+    while not (out / ".jobs").is_dir() or not results(out):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "of 63 jobs are done; the same command goes on from there" in errors
+
+
+def test_two_sweeps_in_one_folder(tmp_path: Path) -> None:
+    with opened(tmp_path / "sweep"):
+        done = sweep(tmp_path / "sweep", *TWO)
+    assert done.code == 2
+    assert "another sweep" in done.json()["error"]["limit"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("hydra/launcher=joblb",), "Could not find 'hydra/launcher/joblb'"),
+        (("hydra/launcher=submitit_slurm",), "may run on other machines"),
+        (("hydra/launcher=basic", "hydra.launcher.jobs=2"), "jobs"),
+        (("hydra/sweeper=optuna",), "no such setting"),
+    ],
+)
+def test_launchers_that_are_not_there(words: tuple[str, ...], told: str) -> None:
+    done = run("plan", "-m", *TWO, *words)
+    assert done.code == 2
+    assert told in done.err
+
+
+def test_a_launcher_without_a_sweep() -> None:
+    done = run("plan", *SMALL, "hydra/launcher=joblib")
+    assert done.code == 2
+    assert "--multirun" in done.err
+
+
+def test_rows_without_a_plan() -> None:
+    rows = [
+        SweepRow(number=0, settings={"a.b": "1", "model": "x"}, status="does not fit",
+                 missing_bytes=5),
+        SweepRow(number=1, settings={"a.b": "two", "model": "y"}, status="bad input", told="no"),
+    ]  # fmt: skip
+    lines = to_csv(rows).splitlines()
+    assert lines[1].startswith("0,1,x,does not fit,,5,")
+    assert lines[2].startswith("1,two,y,bad input,no,,")
+    assert to_parquet(rows)[:4] == b"PAR1"
+    assert b"does not fit" in sweep_chart(rows)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{}", "3", "\ud800"])
+def test_a_result_that_cannot_be_read_counts_as_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / ".jobs").mkdir()
+    job = SweepJob(settings=(), varied=(), key="job")
+    write_result(tmp_path, job, SweepResult(code=0, document={"plan": 1}))
+    assert read_result(tmp_path, job) == SweepResult(code=0, document={"plan": 1})
+    (file,) = tmp_path.rglob("job.json")
+    file.write_text(text, encoding="utf-8", errors="surrogatepass")
+    assert read_result(tmp_path, job) is None

@@ -1,0 +1,178 @@
+"""A plan in a Megatron-Bridge configuration, as an overlay, and from the words of a command."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from nest_megatron.config.launch import read_words
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_bridge import (
+    apply_plan,
+    auto_recipe,
+    hook,
+    plan_changes,
+    read_recipe,
+    to_dotlist,
+    to_yaml,
+)
+from nest_megatron.model.execution import Execution
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.zero import ZeroStage
+from tests import catalogue
+from tests.contract.test_adapters import laid_out
+from tests.integrations.frameworks import CommOverlapConfig, bridge_config
+
+AUTO = ["+nest=auto", "nest.cluster=dgx_h100", "nest.cluster.num_gpus=16"]
+
+
+def llama() -> Any:
+    return bridge_config(catalogue.model("llama3_8b"))
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK", "SLURM_NTASKS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_launcher_knows_the_ranks() -> None:
+    assert read_recipe(llama()).num_gpus is None
+    variables = {"WORLD_SIZE": "64", "LOCAL_WORLD_SIZE": "8"}
+    found = read_recipe(llama(), environment=variables)
+    assert (found.num_gpus, found.gpus_per_node) == (64, 8)
+
+
+def test_a_null_tokenizer_adds_a_row() -> None:
+    cfg = llama()
+    cfg.model.vocab_size, cfg.tokenizer.vocab_size = None, 32_000
+    assert read_recipe(cfg).spec.vocab_size == 32_001
+
+
+def test_a_plan_for_another_number_of_ranks_is_refused() -> None:
+    with pytest.raises(UserInputError, match="num_gpus = 32"):
+        apply_plan(llama(), laid_out(), environment={"WORLD_SIZE": "32"})
+
+
+def test_shared_weights_take_what_bridge_asks_for() -> None:
+    cfg = llama()
+    cfg.checkpoint.async_save = True
+    apply_plan(cfg, laid_out(zero=ZeroStage.GRADIENTS))
+    assert (cfg.dist.use_megatron_fsdp, cfg.ddp.use_megatron_fsdp) == (True, True)
+    assert (cfg.checkpoint.ckpt_format, cfg.checkpoint.async_save) == ("fsdp_dtensor", False)
+    assert not cfg.model.gradient_accumulation_fusion
+    assert cfg.model.init_model_with_meta_device
+    apply_plan(cfg, laid_out())
+    assert not cfg.model.init_model_with_meta_device
+
+
+def test_weights_that_a_hook_loads_are_not_made_on_the_meta_device() -> None:
+    """``AutoBridge.to_megatron_provider(load_weights=True)`` registers such a hook."""
+    cfg = llama()
+    cfg.model._pre_wrap_hooks = [print]
+    with pytest.raises(UserInputError, match="register_pre_wrap_hook"):
+        apply_plan(cfg, laid_out(zero=ZeroStage.WEIGHTS))
+    assert not cfg.model.init_model_with_meta_device
+    apply_plan(cfg, laid_out())
+
+
+def test_shared_weights_keep_the_width_of_gradients() -> None:
+    """megatron-core 0.20 has the field, and would take the width of the weights."""
+    cfg = llama()
+    cfg.ddp.megatron_fsdp_main_grads_dtype = None
+    apply_plan(cfg, laid_out(zero=ZeroStage.WEIGHTS))
+    assert str(cfg.ddp.megatron_fsdp_main_grads_dtype) == "torch.float32"
+
+
+def test_stale_overlap_settings_are_cleared() -> None:
+    cfg = llama()
+    cfg.comm_overlap = CommOverlapConfig(
+        tp_comm_overlap=True,
+        tp_comm_overlap_cfg="tuned",
+        defer_embedding_wgrad_compute=True,
+        wgrad_deferral_limit=50,
+    )
+    apply_plan(cfg, laid_out(tp=2, execution=Execution(tp_comm_overlap=True)))
+    assert cfg.comm_overlap == CommOverlapConfig(
+        tp_comm_overlap=True, defer_embedding_wgrad_compute=False
+    )
+
+
+def test_overlay_and_dotlist_say_the_same() -> None:
+    changes = plan_changes(llama(), laid_out(tp=2, pp=4, vpp=4))
+    overlay = yaml.safe_load(to_yaml(changes))
+    for word in to_dotlist(changes):
+        path, _, text = word.partition("=")
+        node: Any = overlay
+        for step in path.split("."):
+            node = node[step]
+        assert node == yaml.safe_load(text)
+
+
+def planned(cfg: Any, *words: str) -> Any:
+    """As a script does it, whose framework sets typed fields and nothing else."""
+
+    def process(config: Any, path: str | None = None, overrides: list[str] | None = None) -> Any:
+        for word in overrides or []:
+            name, _, value = word.partition("=")
+            part, _, field = name.partition(".")
+            setattr(getattr(config, part), field, int(value))
+        return config
+
+    return hook.planning(process, lambda: None)(cfg, cli_overrides=list(words))
+
+
+def test_the_word_plans_and_keeps_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = planned(llama(), "model.tensor_model_parallel_size=4", *AUTO)
+    assert cfg.model.tensor_model_parallel_size == 4
+    assert "tensor_model_parallel_size" not in capsys.readouterr().out
+    freed = planned(
+        llama(), "model.tensor_model_parallel_size=4", *AUTO, "nest.free=tensor_model_parallel_size"
+    )
+    assert freed.model.tensor_model_parallel_size != 4
+
+
+def test_off_is_off() -> None:
+    before = llama()
+    assert planned(copy.deepcopy(before), "+nest=off") == before
+
+
+@pytest.mark.parametrize("word", ["+nest=atuo", "nest.clustr=x", "nest.watch=5"])
+def test_a_wrong_word_ends_the_job(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        planned(llama(), *AUTO, word)
+    assert word.partition("=")[0] in capsys.readouterr().err
+
+
+def test_a_dry_run_ends_before_training(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        planned(llama(), *AUTO, "nest.dry_run=true")
+    assert end.value.code == 0
+    assert "this job runs as" in capsys.readouterr().out
+
+
+def test_the_plan_is_kept_where_asked(tmp_path: Any) -> None:
+    file = tmp_path / "plan.yaml"
+    cfg = planned(llama(), *AUTO, f"nest.out={file}")
+    assert plan_changes(cfg, plan_file.read(file)) == ()
+
+
+def test_a_pinned_plan_must_be_named() -> None:
+    with pytest.raises(UserInputError, match=r"nest\.plan"):
+        hook.run(llama(), read_words(["+nest=pinned"]), [])
+
+
+def test_without_a_size_it_is_asked_for() -> None:
+    with pytest.raises(UserInputError, match=r"cluster\.num_gpus"):
+        auto_recipe(llama(), cluster="dgx_h100")
+
+
+def test_the_model_of_another_framework_is_refused() -> None:
+    cfg = llama()
+    cfg.model = SimpleNamespace(hidden_size=8)
+    with pytest.raises(UserInputError, match="megatron-core"):
+        read_recipe(cfg)

@@ -1,0 +1,242 @@
+"""A plan in a NeMo recipe: what is set, cleared, kept and refused."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nest_megatron.errors import UnplannableModelError, UserInputError
+from nest_megatron.integrations.nemo import (
+    apply_plan,
+    auto_recipe,
+    plan_changes,
+    read_recipe,
+    require_language_models,
+)
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.report.failure import NothingFitsError
+from tests import catalogue
+from tests.contract.test_adapters import laid_out
+from tests.integrations.frameworks import MegatronCommOverlapCallback, nemo_recipe
+
+
+def llama(**sizes: Any) -> Any:
+    return nemo_recipe(catalogue.model("llama3_8b"), **sizes)
+
+
+def by_field(recipe: Any, plan: ParallelPlan) -> dict[str, tuple[object, object]]:
+    return {c.field: (c.before, c.after) for c in apply_plan(recipe, plan)}
+
+
+def test_a_recipe_is_read() -> None:
+    found = read_recipe(llama(num_nodes=4))
+    assert (found.num_gpus, found.gpus_per_node) == (32, 8)
+    assert (found.global_batch_size, found.seq_length) == (512, 8192)
+    assert found.spec.num_query_groups == 8
+    assert found.spec.vocab_size == catalogue.model("llama3_8b").vocab_size
+    assert found.degrees["tensor_model_parallel_size"] == 1
+
+
+def test_without_a_tokenizer_mock_data_decides_and_says_so() -> None:
+    recipe = llama()
+    recipe.model.config.vocab_size = None
+    found = read_recipe(recipe)
+    assert found.spec.vocab_size == 50_257
+    assert "50257" in found.notes[0]
+    assert read_recipe(recipe, vocab_size=1000).spec.vocab_size == 1000
+
+
+@pytest.mark.parametrize("name", ["silu", "squared_relu"])
+def test_an_activation_may_be_given_by_its_name(name: str) -> None:
+    recipe = llama()
+    recipe.model.config.activation_func = name
+    assert read_recipe(recipe).spec.activation == name
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    recipe = llama()
+    recipe.model.config.activation_func = print
+    with pytest.raises(UnplannableModelError, match="print"):
+        read_recipe(recipe)
+
+
+def test_every_change_has_a_reason_and_writing_twice_is_writing_once() -> None:
+    recipe, plan = llama(), laid_out(tp=2, pp=4, vpp=4)
+    changes = apply_plan(recipe, plan)
+    assert all(change.reason for change in changes)
+    assert apply_plan(recipe, plan) == ()
+
+
+def test_even_stages_need_no_layout_and_uneven_ones_do() -> None:
+    even, uneven = llama(), llama()
+    apply_plan(even, laid_out(pp=4))
+    apply_plan(uneven, laid_out(pp=4, first=5))
+    assert even.trainer.strategy.pipeline_model_parallel_layout is None
+    assert uneven.trainer.strategy.pipeline_model_parallel_layout == "Et*5|(t*9|)*2t*9L"
+
+
+def test_other_ways_to_cut_stages_are_cleared() -> None:
+    recipe = llama()
+    recipe.trainer.strategy.num_layers_in_first_pipeline_stage = 3
+    recipe.trainer.strategy.account_for_loss_in_pipeline_split = True
+    changed = by_field(recipe, laid_out(pp=4))
+    assert changed["trainer.strategy.num_layers_in_first_pipeline_stage"] == (3, None)
+    assert changed["trainer.strategy.account_for_loss_in_pipeline_split"] == (True, False)
+
+
+def test_shared_weights_come_with_their_checkpoints_and_go_with_them() -> None:
+    recipe = llama()
+    changed = by_field(recipe, laid_out(zero=ZeroStage.WEIGHTS))
+    assert changed["trainer.strategy.fsdp"] == (None, "megatron")
+    assert changed["trainer.strategy.save_ckpt_format"] == ("torch_dist", "fsdp_dtensor")
+    assert recipe.trainer.strategy.ddp.data_parallel_sharding_strategy == "optim_grads_params"
+    assert recipe.model.config.init_model_with_meta_device
+    back = by_field(recipe, laid_out())
+    assert back["trainer.strategy.fsdp"] == ("megatron", None)
+    assert back["trainer.strategy.save_ckpt_format"] == ("fsdp_dtensor", "torch_dist")
+    assert not recipe.trainer.strategy.ddp.use_megatron_fsdp
+    assert not recipe.model.config.init_model_with_meta_device
+
+
+def test_stale_overlap_settings_are_cleared() -> None:
+    recipe = llama()
+    callback = MegatronCommOverlapCallback(
+        tp_comm_overlap=True,
+        tp_comm_overlap_cfg="tuned for TP 4",
+        overlap_p2p_comm=True,
+        batch_p2p_comm=False,
+        overlap_grad_reduce=False,
+        defer_embedding_wgrad_compute=True,
+        wgrad_deferral_limit=22,
+    )
+    recipe.trainer.callbacks.append(callback)
+    apply_plan(recipe, laid_out())
+    assert callback == MegatronCommOverlapCallback(
+        tp_comm_overlap=False, overlap_grad_reduce=True, defer_embedding_wgrad_compute=False
+    )
+
+
+def test_buffers_stay_where_their_shapes_do() -> None:
+    recipe = llama()
+    recipe.trainer.strategy.tensor_model_parallel_size = 4
+    callback = MegatronCommOverlapCallback(tp_comm_overlap=True, tp_comm_overlap_cfg="for TP 4")
+    recipe.trainer.callbacks.append(callback)
+    apply_plan(recipe, laid_out(tp=4))
+    assert callback.tp_comm_overlap_cfg == "for TP 4"
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("global_batch_size", 256), ("seq_length", 4096), ("num_gpus", 32)]
+)
+def test_another_job_is_refused_unless_it_may_change(name: str, wrong: int) -> None:
+    recipe, plan = llama(), laid_out()
+    if name == "num_gpus":
+        recipe.trainer.num_nodes = 4
+    else:
+        setattr(recipe.data, name, wrong)
+    before = copy.deepcopy(recipe)
+    with pytest.raises(UserInputError, match=name):
+        apply_plan(recipe, plan)
+    assert recipe == before
+    apply_plan(recipe, plan, free=[name])
+    assert plan_changes(recipe, plan) == ()
+
+
+def test_another_model_is_refused_by_what_differs() -> None:
+    recipe = nemo_recipe(catalogue.model("llama3_70b"))
+    with pytest.raises(UserInputError, match=r"num_layers 80 \(plan: 32\)"):
+        apply_plan(recipe, laid_out())
+
+
+def test_a_field_that_is_not_there_is_refused_not_set() -> None:
+    recipe = llama()
+    recipe.trainer.strategy = without(
+        recipe.trainer.strategy, "pipeline_model_parallel_layout", "MegatronStrategy"
+    )
+    assert apply_plan(recipe, laid_out(pp=4))
+    with pytest.raises(UserInputError, match="no such field"):
+        apply_plan(recipe, laid_out(pp=4, first=5))
+    assert not hasattr(recipe.trainer.strategy, "pipeline_model_parallel_layout")
+
+
+def without(holder: Any, name: str, kind: str) -> Any:
+    """The same settings but one, under the same name of a class."""
+    rest = {key: value for key, value in vars(holder).items() if key != name}
+    made = type(kind, (SimpleNamespace,), {})
+    return made(**rest)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lacking"),
+    [
+        ("MambaModel", "state-space"),
+        ("T5Model", "encoder-decoder"),
+        ("Llama4Model", "chunked"),
+        ("DiTModel", "diffusion"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(kind: str, lacking: str) -> None:
+    recipe = llama()
+    recipe.model = type(kind, (SimpleNamespace,), {})(config=recipe.model.config)
+    with pytest.raises(UnplannableModelError, match=f"{kind}.*{lacking}"):
+        read_recipe(recipe)
+
+
+def test_adapters_that_train_few_weights_are_refused() -> None:
+    recipe = llama()
+    recipe.peft = SimpleNamespace()
+    with pytest.raises(UnplannableModelError, match="not trained"):
+        read_recipe(recipe)
+
+
+def test_a_recipe_is_planned_at_its_own_size() -> None:
+    recipe = llama(num_nodes=2)
+    plan, changes = auto_recipe(recipe, cluster="dgx_h100")
+    assert plan.placement.num_gpus == 16
+    assert changes
+    assert plan_changes(recipe, plan) == ()
+
+
+def test_what_is_kept_stays_and_what_is_freed_alone_changes() -> None:
+    kept, freed = llama(num_nodes=2), llama(num_nodes=2)
+    kept.trainer.strategy.tensor_model_parallel_size = 4
+    freed.trainer.strategy.tensor_model_parallel_size = 4
+    plan, _ = auto_recipe(kept, cluster="dgx_h100", keep=["tensor_model_parallel_size"])
+    assert plan.parallel.tensor_model_parallel_size == 4
+    plan, _ = auto_recipe(freed, cluster="dgx_h100", free=["micro_batch_size"])
+    assert plan.parallel.tensor_model_parallel_size == 4
+    assert plan.parallel.pipeline_model_parallel_size == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"keep": ["tp"]}, "keep"),
+        ({"free": ["stage_layout"], "keep": ["stage_layout"]}, "free, keep"),
+        ({"overrides": ["train.global_batch_size=8"]}, "train.global_batch_size"),
+        ({"overrides": ["serch.max_seconds=1"]}, "serch.max_seconds"),  # codespell:ignore serch
+    ],
+)
+def test_wishes_are_checked(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(UserInputError) as refusal:
+        auto_recipe(llama(), cluster="dgx_h100", **options)
+    assert refusal.value.what == what
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    recipe = nemo_recipe(catalogue.model("llama3_70b"), num_nodes=1)
+    before = copy.deepcopy(recipe)
+    with pytest.raises(NothingFitsError, match="GiB") as refusal:
+        auto_recipe(recipe, cluster="dgx_h100")
+    assert refusal.value.refusal.missing_bytes > 0
+    assert recipe == before
+
+
+def test_a_release_without_language_models_is_explained() -> None:
+    with pytest.raises(UserInputError, match="no collection of language models"):
+        require_language_models("3.0.0")
+    require_language_models("2.7.3")

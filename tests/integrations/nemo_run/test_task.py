@@ -1,0 +1,156 @@
+"""Tasks of NeMo-Run, without NeMo-Run."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nest_megatron import __version__
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.nemo_run.task import TaskWishes, plan_recipe, script_words
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner.pins import Pin, PinnedPlan, write_pinned
+from tests import catalogue
+from tests.cli.runs import environment
+from tests.integrations.frameworks import MegatronCommOverlapCallback, nemo_recipe
+
+ON_DGX = TaskWishes(cluster="dgx_h100", vocab_size=128_256)
+LLAMA = catalogue.model("llama3_8b")
+
+
+def recipe(*, num_nodes: int = 1) -> Any:
+    return nemo_recipe(LLAMA, num_nodes=num_nodes, batch=128)
+
+
+def pinned(plan: ParallelPlan, folder: Path) -> TaskWishes:
+    pin = Pin(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        by="ada",
+        note="",
+        nest_megatron_version=__version__,
+        megatron_lm="0.16.1",
+    )
+    path = folder / "pinned.yaml"
+    write_pinned(PinnedPlan(pin=pin, plan=plan), path)
+    return TaskWishes(mode="pinned", plan=str(path), vocab_size=128_256)
+
+
+def test_a_recipe_gets_the_plan() -> None:
+    task = recipe()
+    plan, changes = plan_recipe(task, ON_DGX, (1, 8))
+    chosen = plan.parallel
+    assert task.trainer.strategy.tensor_model_parallel_size == chosen.tensor_model_parallel_size
+    assert task.data.micro_batch_size == plan.train.micro_batch_size
+    assert all(change.before != change.after for change in changes)
+
+
+def test_a_pinned_plan_is_written_as_it_is(tmp_path: Path) -> None:
+    plan, _ = plan_recipe(recipe(), ON_DGX, None)
+    task = recipe()
+    again, changes = plan_recipe(task, pinned(plan, tmp_path), (1, 8))
+    assert again == plan
+    assert plan_recipe(task, pinned(plan, tmp_path), (1, 8))[1] == ()
+    assert changes
+
+
+def test_choices_of_a_pinned_plan_are_written_and_kept_ones_stay(tmp_path: Path) -> None:
+    def task() -> Any:
+        made = recipe()
+        made.trainer.callbacks = [MegatronCommOverlapCallback()]
+        return made
+
+    fixed = ("parallel.tensor_model_parallel_size=4", "search.num_alternatives=0")
+    wishes = dataclasses.replace(ON_DGX, overrides=fixed)
+    plan, changes = plan_recipe(task(), wishes, (1, 8))
+    assert plan.execution.tp_comm_overlap
+    assert "trainer.callbacks[0].tp_comm_overlap" in [change.field for change in changes]
+    fresh = task()
+    plan_recipe(fresh, pinned(plan, tmp_path), (1, 8))
+    assert fresh.trainer.callbacks[0].tp_comm_overlap is True
+    held = dataclasses.replace(wishes, keep=("tp_comm_overlap",))
+    assert not plan_recipe(task(), held, (1, 8))[0].execution.tp_comm_overlap
+
+
+def test_a_pinned_plan_refuses_any_other_task(tmp_path: Path) -> None:
+    plan, _ = plan_recipe(recipe(), ON_DGX, None)
+    wishes, other = pinned(plan, tmp_path), recipe(num_nodes=2)
+    with pytest.raises(UserInputError, match="number of GPUs is 16, pinned 8"):
+        plan_recipe(other, wishes, (2, 8))
+    assert other == recipe(num_nodes=2)
+
+
+def test_the_executor_s_size_is_the_recipe_s() -> None:
+    with pytest.raises(UserInputError, match="starts 4 x 8 processes"):
+        plan_recipe(recipe(), ON_DGX, (4, 8))
+
+
+def test_another_task_is_refused() -> None:
+    with pytest.raises(UserInputError, match="no recipe of NeMo"):
+        plan_recipe(SimpleNamespace(config=None), ON_DGX, None)
+
+
+def script(**more: Any) -> Any:
+    return SimpleNamespace(**{"path": "pretrain_gpt.py", "entrypoint": "python", **more})
+
+
+def test_a_script_gets_words() -> None:
+    wishes = TaskWishes(
+        cluster="dgx_h100", overrides=("search.max_seconds=9",), free=("recompute", "zero_stage")
+    )
+    assert script_words(script(), wishes) == [
+        "+nest=auto",
+        "nest.cluster=dgx_h100",
+        "nest.search.max_seconds=9",
+        "nest.free=[recompute,zero_stage]",
+    ]
+    reviewed = TaskWishes(mode="pinned", plan="/plans/a.yaml")
+    assert script_words(script(), reviewed) == ["+nest=pinned", "nest.plan=/plans/a.yaml"]
+
+
+@pytest.mark.parametrize("other", [{"path": "", "inline": "python x"}, {"entrypoint": "bash"}])
+def test_scripts_that_take_no_words_are_refused(other: dict[str, str]) -> None:
+    with pytest.raises(UserInputError, match="only a Python script"):
+        script_words(script(**other), TaskWishes())
+
+
+def test_a_script_keeps_by_itself() -> None:
+    with pytest.raises(UserInputError, match="keeps what its own words say"):
+        script_words(script(), TaskWishes(keep=("recompute",)))
+
+
+@pytest.mark.parametrize(
+    ("wishes", "said"),
+    [
+        ({"mode": "atuo"}, "auto or pinned"),
+        ({"mode": "pinned"}, "reviewed plan"),
+        ({"plan": "x.yaml"}, "mode='pinned'"),
+    ],
+)
+def test_wishes_that_contradict_themselves(wishes: dict[str, str], said: str) -> None:
+    with pytest.raises(UserInputError, match=said):
+        TaskWishes(**wishes)  # type: ignore[arg-type]
+
+
+def test_importing_the_door_loads_no_nemo_run() -> None:
+    code = (
+        "import sys, nest_megatron.integrations.nemo_run\n"
+        "print(*{'nemo_run', 'torch', 'omegaconf'} & sys.modules.keys())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
+
+
+def test_without_nemo_run_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nemo_run", None)
+    monkeypatch.delitem(sys.modules, "nest_megatron.integrations.nemo_run.plugin", raising=False)
+    with pytest.raises(ImportError, match=r"pip install .*nemo-run"):
+        from nest_megatron.integrations.nemo_run import NestPlugin  # noqa: F401

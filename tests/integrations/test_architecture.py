@@ -1,0 +1,175 @@
+"""Only models whose class and fields are known are planned; any other is refused by its name."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nest_megatron.errors import UnplannableModelError
+from nest_megatron.integrations import architecture
+from nest_megatron.integrations.megatron_bridge import read_recipe
+from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.integrations.megatron_lm.read import read_job
+from tests import catalogue
+from tests.integrations import frameworks
+from tests.integrations.frameworks import bridge_config
+from tests.integrations.test_read import BASE
+
+
+def default_layer_spec() -> None:
+    """Stands for the frameworks' function of that name."""
+
+
+def build_step35_layer_spec() -> None:
+    """Stands for a family's own layers."""
+
+
+@dataclass
+class GPTModelProvider(frameworks.GPTModelProvider):
+    """Megatron-Bridge's, with what makes the layers and the model."""
+
+    transformer_layer_spec: Any = default_layer_spec
+
+    def provide(self) -> None:
+        """Build the model."""
+
+    def finalize(self) -> None:
+        """Check the sizes."""
+
+
+@dataclass
+class ExactSizes(GPTModelProvider):
+    """A family that only states sizes, as a user's own class may."""
+
+    qk_layernorm: bool = True
+    normalization: str = "RMSNorm"
+
+
+@dataclass
+class Gemma4DenseProvider(GPTModelProvider):
+    """As in Megatron-Bridge: it builds a model of its own."""
+
+    def provide(self) -> None:
+        """Build another model."""
+
+
+@dataclass
+class MiniMaxM3ModelProvider(GPTModelProvider):
+    """As in Megatron-Bridge: it changes its fields when it is made."""
+
+    def finalize(self) -> None:
+        """Set fields."""
+
+
+@dataclass
+class KimiK3ModelProvider(GPTModelProvider):
+    """As in Megatron-Bridge: fields of its own say what its layers are."""
+
+    kimi_linear_num_heads: int = 96
+
+
+@dataclass
+class Step35ModelProvider(GPTModelProvider):
+    """As in Megatron-Bridge: its layers are made by a function of its own."""
+
+    transformer_layer_spec: Any = build_step35_layer_spec
+
+
+def _config(kind: Callable[..., Any], **fields: Any) -> Any:
+    cfg = bridge_config(catalogue.model("llama3_8b"))
+    own = {f.name for f in dataclasses.fields(frameworks.GPTModelProvider)}
+    cfg.model = kind(**{name: getattr(cfg.model, name) for name in own})
+    for name, value in fields.items():
+        setattr(cfg.model, name, value)
+    return cfg
+
+
+def test_sizes_alone_make_no_other_family() -> None:
+    assert read_recipe(_config(ExactSizes), environment={}).spec.hidden_size == 4096
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        (Gemma4DenseProvider, "'Gemma4DenseProvider': its own provide"),
+        (MiniMaxM3ModelProvider, "'MiniMaxM3ModelProvider': its own finalize"),
+        (KimiK3ModelProvider, "what its field kimi_linear_num_heads does"),
+        (Step35ModelProvider, "model.transformer_layer_spec = 'build_step35_layer_spec'"),
+    ],
+)
+def test_an_unknown_family_is_refused_by_name(kind: Callable[..., Any], named: str) -> None:
+    with pytest.raises(UnplannableModelError) as raised:
+        read_recipe(_config(kind), environment={})
+    assert named in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("qk_l2_norm", True),
+        ("no_rope_freq", 4),
+        ("moe_shared_expert_gate", True),
+        ("apply_residual_connection_post_layernorm", True),
+        ("gtp_weight_remat_size", 2),
+        ("layer_types", ["sliding_attention"]),
+        ("some_new_field_of_megatron", True),
+        ("transformer_layer_spec", functools.partial(build_step35_layer_spec)),
+    ],
+)
+def test_a_field_that_is_set_and_not_read_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(UnplannableModelError, match=f"model.{field}"):
+        read_recipe(_config(GPTModelProvider, **{field: value}), environment={})
+
+
+def test_a_field_that_is_off_is_no_reason_to_refuse() -> None:
+    off = {"qk_l2_norm": False, "some_new_field_of_megatron": None, "gtp_weight_remat_size": 1}
+    read_recipe(_config(GPTModelProvider, **off), environment={})
+
+
+def test_what_is_left_out_of_account_is_said() -> None:
+    found = read_recipe(_config(GPTModelProvider, qk_clip=True), environment={})
+    assert found.notes == (
+        "qk_clip = True is not modelled: the largest scores are found at no cost.",
+    )
+
+
+def test_a_user_may_stand_before_a_model_of_nemo() -> None:
+    known = type("LlamaModel", (), {"__module__": "nemo.collections.llm"})
+    mine = type("MyModel", (known,), {"__module__": "mine"})
+    other = type("ReadsImages", (known,), {"__module__": "nemo.collections.vlm"})
+    assert architecture.refused_model(mine()) is None
+    assert architecture.refused_model(SimpleNamespace()) is None
+    assert architecture.refused_model(other()) == ("ReadsImages", "such a model is not described")
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--qk-l2-norm",
+        "--no-rope-freq 4",
+        "--moe-shared-expert-gate",
+        "--apply-residual-connection-post-layernorm",
+        "--hybrid-context-parallel",
+    ],
+)
+def test_megatrons_own_flags_are_refused_alike(flag: str) -> None:
+    with pytest.raises(UnplannableModelError, match=flag.partition(" ")[0]):
+        read_job(read_command(f"{BASE} {flag}"))
+
+
+def test_megatrons_own_flags_are_noted_alike() -> None:
+    _, job = read_job(read_command(f"{BASE} --deterministic-mode"))
+    assert any("deterministic_mode" in note for note in job.notes)
+
+
+def test_every_field_of_megatron_core_is_classified() -> None:
+    config = pytest.importorskip("megatron.core.transformer.transformer_config")
+    found = {field.name for field in dataclasses.fields(config.MLATransformerConfig)}
+    assert found <= architecture.CLASSIFIED
+    assert len(found) > 200

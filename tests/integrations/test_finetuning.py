@@ -1,0 +1,216 @@
+"""What packed data, fine-tuning and a restored checkpoint fix of a plan, without the frameworks."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations import megatron_bridge, nemo
+from nest_megatron.integrations.restore import restored_by_bridge, restored_by_nemo
+from nest_megatron.parallel.plan import ParallelPlan
+from tests import catalogue
+from tests.integrations.frameworks import bridge_config, nemo_recipe
+
+
+@dataclass
+class PackedSequenceSpecs:
+    """Both frameworks'."""
+
+    packed_sequence_size: int = -1
+
+
+@dataclass
+class PaddedSequenceSpecs(PackedSequenceSpecs):
+    """Megatron-Bridge's, which can pad for context parallelism."""
+
+    pad_seq_to_mult: int | None = 1
+
+
+@dataclass
+class FinetuningDatasetConfig:
+    """Megatron-Bridge's."""
+
+    seq_length: int = 2048
+    packed_sequence_specs: Any = None
+    pack_sequences_in_batch: bool = False
+    packing_buffer_size: int | None = None
+
+
+@dataclass
+class FineTuningDataModule:
+    """NeMo's."""
+
+    seq_length: int = 2048
+    micro_batch_size: int = 1
+    global_batch_size: int = 128
+    tokenizer: Any = None
+    packed_sequence_specs: Any = field(default_factory=lambda: PackedSequenceSpecs(2048))
+
+
+SIZE = "cluster.num_gpus=64"
+
+
+def _bridge(**data: Any) -> Any:
+    cfg = bridge_config(catalogue.model("llama3_8b"), batch=128)
+    cfg.dataset = FinetuningDatasetConfig(**data)
+    cfg.model.calculate_per_token_loss = False
+    cfg.checkpoint.load = cfg.checkpoint.pretrained_checkpoint = None
+    return cfg
+
+
+def _planned(cfg: Any, **wishes: Any) -> ParallelPlan:
+    plan, _ = megatron_bridge.auto_recipe(
+        cfg,
+        cluster="dgx_h100",
+        overrides=[SIZE, *wishes.pop("overrides", ())],
+        environment={},
+        **wishes,
+    )
+    return plan
+
+
+def test_a_micro_batch_is_one_pack() -> None:
+    assert _planned(_bridge(seq_length=1024)).train.micro_batch_size > 1
+    packed = _bridge(seq_length=1024, packed_sequence_specs=PaddedSequenceSpecs(1024))
+    assert _planned(packed).train.micro_batch_size == 1
+    assert _planned(_bridge(seq_length=1024, packing_buffer_size=8)).train.micro_batch_size == 1
+
+
+def test_a_pack_is_as_long_as_it_is_said_to_be() -> None:
+    cfg = _bridge(seq_length=512, packed_sequence_specs=PaddedSequenceSpecs(4096))
+    assert _planned(cfg).train.seq_length == 4096
+    assert cfg.dataset.seq_length == 512
+
+
+def test_packs_of_one_batch_keep_its_size() -> None:
+    cfg = _bridge(seq_length=1024, pack_sequences_in_batch=True)
+    with pytest.raises(UserInputError, match=r"dataset.pack_sequences_in_batch.*two sequences"):
+        _planned(cfg)
+    cfg.train.micro_batch_size = 4
+    assert _planned(cfg).train.micro_batch_size == 4
+
+
+def test_samples_of_other_lengths_get_no_user_buffers() -> None:
+    fixed = ["parallel.tensor_model_parallel_size=4", "parallel.context_parallel_size=2"]
+    wishes = {"free": ["all"], "overrides": [*fixed, "search.num_alternatives=0"]}
+    found = _planned(_bridge(seq_length=2048), **wishes).execution
+    assert not found.tp_comm_overlap
+    assert found.cp_comm_type == "p2p"
+    pretrained = bridge_config(catalogue.model("llama3_8b"), batch=128)
+    pretrained.checkpoint.load = pretrained.checkpoint.pretrained_checkpoint = None
+    assert _planned(pretrained, **wishes).execution.tp_comm_overlap
+    stated = _bridge(seq_length=2048)
+    stated.model.tp_comm_overlap = True  # its user's own
+    assert _planned(stated, **wishes).execution.tp_comm_overlap
+
+
+def test_another_micro_batch_than_the_data_need_is_refused_with_the_reason() -> None:
+    cfg = _bridge(packed_sequence_specs=PaddedSequenceSpecs(2048))
+    cfg.train.micro_batch_size = 2
+    with pytest.raises(UserInputError, match="the data needs 1: a micro batch is one pack"):
+        _planned(cfg, keep=["micro_batch_size"])
+
+
+def test_context_parallel_finetuning_takes_the_loss_per_token() -> None:
+    cfg = _bridge(packed_sequence_specs=PaddedSequenceSpecs(2048))
+    cfg.ddp.average_in_collective = True
+    _planned(cfg, overrides=["parallel.context_parallel_size=4"])
+    assert cfg.model.calculate_per_token_loss
+    assert cfg.ddp.average_in_collective is False
+    assert cfg.dataset.packed_sequence_specs.pad_seq_to_mult == 8
+
+
+def test_without_the_field_there_is_no_context_parallelism() -> None:
+    cfg = _bridge()
+    del cfg.model.calculate_per_token_loss
+    with pytest.raises(UserInputError, match="calculate_per_token_loss"):
+        _planned(cfg, overrides=["parallel.context_parallel_size=4"])
+
+
+def test_packs_of_nemo_keep_the_jobs_context_parallelism() -> None:
+    recipe = nemo_recipe(catalogue.model("llama3_8b"))
+    recipe.data = FineTuningDataModule()
+    recipe.model.config.calculate_per_token_loss = False
+    plan, _ = nemo.auto_recipe(recipe, cluster="dgx_h100", vocab_size=128_256)
+    assert plan.train.micro_batch_size == plan.parallel.context_parallel_size == 1
+
+
+@pytest.mark.parametrize("field_name", ["pretrained_checkpoint", "load"])
+def test_what_bridge_restores_keeps_megatron_fsdp_away(field_name: str) -> None:
+    cfg = _bridge()
+    setattr(cfg.checkpoint, field_name, "/elsewhere")
+    assert _planned(cfg, free=["all"]).parallel.use_megatron_fsdp is False
+    with pytest.raises(UserInputError, match="checkpoint to be loaded needs False: Megatron-FSDP"):
+        _planned(cfg, free=["all"], overrides=["parallel.zero_stage=3"])
+
+
+def test_an_empty_folder_to_load_from_restores_nothing(tmp_path: Path) -> None:
+    cfg = bridge_config(catalogue.model("llama3_8b"))
+    cfg.checkpoint.load = str(tmp_path)
+    assert restored_by_bridge(cfg) is None
+
+
+def test_bridges_own_checkpoint_is_looked_at(tmp_path: Path) -> None:
+    folder = tmp_path / "iter_0000010"
+    folder.mkdir()
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}', encoding="utf-8")
+    (folder / "run_config.yaml").write_text(
+        "model: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 4}", encoding="utf-8"
+    )
+    (tmp_path / "latest_train_state.pt").write_bytes(b"")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10", encoding="utf-8")
+    cfg = bridge_config(catalogue.model("llama3_8b"))
+    cfg.checkpoint.load = str(tmp_path)
+    found = restored_by_bridge(cfg)
+    assert found is not None
+    assert found.is_seen
+    assert (found.saved.format, found.saved.tensor_model_parallel_size) == ("torch_dist", 2)
+    assert found.required("0.16.1")["use_megatron_fsdp"].value is False
+    damaged = ((b"\xff\xfe", "not UTF-8"), (b"[" * 100_000, "nested more"), (b"[]", "laid out"))
+    for content, said in damaged:
+        (folder / "run_config.yaml").write_bytes(content)
+        with pytest.raises(UserInputError, match=f"run_config.yaml.*{said}"):
+            restored_by_bridge(cfg)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    "resume",
+    [
+        {
+            "restore_config": SimpleNamespace(
+                path="nemo://meta-llama/Llama-3", load_optim_state=False
+            )
+        },
+        {"resume_from_path": "/elsewhere/last"},
+    ],
+)
+def test_what_nemo_restores_keeps_megatron_fsdp_away(resume: dict[str, Any]) -> None:
+    recipe = nemo_recipe(catalogue.model("llama3_8b"))
+    recipe.resume = SimpleNamespace(**resume)
+    assert read_notes(recipe)[-1].startswith("The job restores ")
+    plan, _ = nemo.auto_recipe(recipe, cluster="dgx_h100", vocab_size=128_256, free=["all"])
+    assert plan.parallel.use_megatron_fsdp is False
+
+
+def read_notes(recipe: Any) -> tuple[str, ...]:
+    """Notes of a recipe as it is read."""
+    return nemo.read_recipe(recipe, vocab_size=128_256).notes
+
+
+def test_a_run_of_nemo_goes_on_where_its_last_checkpoint_lies(tmp_path: Path) -> None:
+    recipe = nemo_recipe(catalogue.model("llama3_8b"))
+    recipe.resume = SimpleNamespace(resume_if_exists=True)
+    recipe.log = SimpleNamespace(log_dir=str(tmp_path), name="mine")
+    assert restored_by_nemo(recipe) is None
+    (tmp_path / "mine" / "checkpoints" / "step=10-last").mkdir(parents=True)
+    found = restored_by_nemo(recipe)
+    assert found is not None
+    assert found.source.endswith("step=10-last")
+    assert not found.saved.weights_only

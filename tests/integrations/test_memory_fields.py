@@ -1,0 +1,191 @@
+"""The same settings of memory, read from every framework's own configuration."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.execution_flags import execution_of, execution_traits
+from nest_megatron.cost_model.memory_flags import not_modelled
+from nest_megatron.cost_model.traits import ExecutionTraits
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_bridge.read import read_recipe as read_bridge
+from nest_megatron.integrations.megatron_lm.job import MegatronJob
+from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.integrations.megatron_lm.read import read_job
+from nest_megatron.integrations.memory_fields import memory_fields
+from nest_megatron.integrations.nemo.read import read_recipe as read_nemo
+from tests import catalogue
+from tests.integrations.frameworks import MegatronCommOverlapCallback, bridge_config, nemo_recipe
+
+SPEC = catalogue.model("llama3_8b")
+NARROW = ExecutionTraits(
+    fp8_weights=True,
+    fp8_gather=True,
+    gradient_bytes=2,
+    loss_bytes=2,
+    optimizer_bytes=4 + 2 + 2,
+    optimizer_instances=2,
+)
+_STATES = {
+    "use_precision_aware_optimizer": True,
+    "exp_avg_dtype": "torch.bfloat16",
+    "exp_avg_sq_dtype": "torch.bfloat16",
+}
+
+
+def traits(job: MegatronJob) -> ExecutionTraits:
+    return execution_traits(job.memory_flags, job.precision)
+
+
+def command(*flags: str, version: str = "0.16.1") -> MegatronJob:
+    text = (
+        "pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
+        " --max-position-embeddings 64 --tokenizer-type NullTokenizer --vocab-size 100"
+    )
+    return read_job(read_command(" ".join([text, *flags]), version))[1]
+
+
+def changed(holder: Any, **values: object) -> None:
+    for name, value in values.items():
+        setattr(holder, name, value)
+
+
+def nemo(**plugin: object) -> Any:
+    recipe = nemo_recipe(SPEC)
+    changed(recipe.trainer.plugins, **plugin)
+    return recipe
+
+
+def bridge(mixed: object) -> Any:
+    cfg = bridge_config(SPEC)
+    cfg.mixed_precision = mixed
+    return cfg
+
+
+def test_megatron_lm() -> None:
+    job = command(
+        "--bf16 --fp8-format hybrid --fp8-param-gather --grad-reduce-in-bf16",
+        "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
+        "--use-distributed-optimizer --use-precision-aware-optimizer",
+        "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --num-distributed-optimizer-instances 2",
+    )
+    assert job.precision is Precision.FP8
+    assert traits(job) == NARROW
+
+
+def test_nemo() -> None:
+    recipe = nemo(fp8="hybrid", fp8_param_gather=True, grad_reduce_in_fp32=False)
+    changed(recipe.optim.config, **_STATES)
+    changed(recipe.model.config, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
+    recipe.trainer.strategy.num_distributed_optimizer_instances = 2
+    assert traits(read_nemo(recipe, vocab_size=128256).job) == NARROW
+
+
+def test_megatron_bridge() -> None:
+    mixed = SimpleNamespace(
+        bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_param=True, grad_reduce_in_fp32=False
+    )
+    cfg = bridge(mixed)
+    changed(cfg.optimizer, **_STATES)
+    changed(cfg.model, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
+    cfg.ddp.num_distributed_optimizer_instances = 2
+    assert traits(read_bridge(cfg, vocab_size=128256, environment={}).job) == NARROW
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        command("--bf16"),
+        command("--bf16", version="0.20"),
+        read_nemo(nemo(grad_reduce_in_fp32=True), vocab_size=128256).job,
+        read_bridge(bridge("bf16_mixed"), vocab_size=128256, environment={}).job,
+    ],
+    ids=["megatron_lm", "megatron_lm 0.20", "nemo", "megatron_bridge"],
+)
+def test_jobs_that_say_nothing_are_the_default(job: MegatronJob) -> None:
+    assert traits(job) == ExecutionTraits()
+    assert not_modelled(job.memory_flags) == ()
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        command(),
+        read_nemo(nemo(precision="32"), vocab_size=128256).job,
+        read_bridge(bridge(None), vocab_size=128256, environment={}).job,
+    ],
+    ids=["megatron_lm", "nemo", "megatron_bridge"],
+)
+def test_single_precision(job: MegatronJob) -> None:
+    assert job.precision is Precision.FP32
+    found = traits(job)
+    assert (found.params_bytes, found.gradient_bytes, found.optimizer_bytes) == (4, 4, 8)
+    assert not found.flash_attention
+
+
+@pytest.mark.parametrize(
+    ("name", "gathered", "width"),
+    [
+        ("bf16_with_fp8_current_scaling_mixed", True, 4),
+        ("bf16_with_fp8_subchannel_scaling_mixed", False, 4),
+        ("fp16_with_mxfp8_mixed", True, 2),
+    ],
+)
+def test_recipes_of_mixed_precision_by_name(name: str, gathered: bool, width: int) -> None:
+    job = read_bridge(bridge(name), vocab_size=128256, environment={}).job
+    assert traits(job).fp8_weights == gathered
+    assert traits(job).gradient_bytes == width
+
+
+@pytest.mark.parametrize(
+    ("job", "gathered"),
+    [
+        (command("--bf16 --fp4-format e2m1 --fp4-recipe nvfp4"), False),
+        (command("--bf16 --fp4-format e2m1 --fp4-param-gather"), True),
+        (command("--bf16 --fp4-format e2m1 --fp4-param-gather", version="0.20"), True),
+        (read_nemo(nemo(fp4="e2m1"), vocab_size=128256).job, False),
+        (
+            read_bridge(bridge("bf16_with_nvfp4_mixed"), vocab_size=128256, environment={}).job,
+            False,
+        ),
+    ],
+    ids=["0.16.1", "gathered", "0.20", "nemo", "megatron_bridge"],
+)
+def test_nvfp4(job: MegatronJob, gathered: bool) -> None:
+    assert job.precision is Precision.NVFP4
+    assert traits(job).fp8_weights == gathered
+    assert not_modelled(job.memory_flags) == ()
+
+
+def test_two_formats_at_once_are_refused() -> None:
+    with pytest.raises(UserInputError, match="--fp8-format is given as well"):
+        command("--bf16 --fp8-format hybrid --fp4-format e2m1")
+
+
+def test_what_is_not_modelled_is_found_wherever_it_lies() -> None:
+    recipe = nemo()
+    recipe.model.config.cuda_graph_impl = "local"
+    recipe.trainer.strategy.ddp.nccl_ub = True
+    job = read_nemo(recipe, vocab_size=128256).job
+    assert set(not_modelled(job.memory_flags)) == {"--cuda-graph-impl", "--use-nccl-ub"}
+
+
+def test_the_first_holder_counts() -> None:
+    first = SimpleNamespace(exp_avg_dtype="bf16", num_distributed_optimizer_instances=1)
+    second = SimpleNamespace(exp_avg_dtype="fp32", num_distributed_optimizer_instances=4)
+    found = memory_fields(None, first, second)
+    assert found["exp_avg_dtype"] == "bf16"
+    assert found["num_distributed_optimizer_instances"] == 4
+
+
+def test_overlaps_of_communication_are_read_where_each_framework_keeps_them() -> None:
+    recipe, cfg = nemo_recipe(SPEC), bridge_config(SPEC)
+    overlap = MegatronCommOverlapCallback(tp_comm_overlap=True)
+    recipe.trainer.callbacks.append(overlap)
+    cfg.comm_overlap = overlap
+    for job in (read_nemo(recipe).job, read_bridge(cfg).job, command("--tp-comm-overlap")):
+        assert execution_of(job.memory_flags).tp_comm_overlap

@@ -1,0 +1,139 @@
+"""Commands taken apart without Megatron."""
+
+from __future__ import annotations
+
+import pytest
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_lm.parser import (
+    VERSIONS,
+    load_arguments,
+    read_command,
+)
+from tests.integrations import commands
+
+FLAGS = "--num-layers 4 --bf16"
+
+
+@pytest.mark.parametrize(
+    ("command", "script", "world"),
+    [
+        (f"python pretrain_gpt.py {FLAGS}", "pretrain_gpt.py", None),
+        (f"A=1 B='x y' python -u /x/pretrain_gpt.py {FLAGS}", "/x/pretrain_gpt.py", None),
+        (f"WORLD_SIZE=16 RANK=3 python pretrain_gpt.py {FLAGS}", "pretrain_gpt.py", 16),
+        (f"torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py {FLAGS}", "pretrain_gpt.py", 32),
+        (f"torchrun --nproc_per_node=8 pretrain_gpt.py {FLAGS}", "pretrain_gpt.py", 8),
+        (f"torchrun --nproc-per-node gpu pretrain_gpt.py {FLAGS}", "pretrain_gpt.py", None),
+        (f"torchrun --nnodes 1:4 --nproc-per-node 8 a.py {FLAGS}", "a.py", None),
+        (f"torchrun --nnodes 4:4 --nproc-per-node 8 a.py {FLAGS}", "a.py", 32),
+        (f"torchrun --nnodes 1:$MAX --nproc-per-node 8 a.py {FLAGS}", "a.py", None),
+        (f"torchrun --nnodes ${{N}}0 --nproc-per-node 8 a.py {FLAGS}", "a.py", None),
+        (f"torchrun --nnodes=`count` --nproc-per-node 8 a.py {FLAGS}", "a.py", None),
+        (f"srun --nodes=2-4 --ntasks-per-node=8 python a.py {FLAGS}", "a.py", None),
+        (f"srun -N 2-10:2 --ntasks-per-node=8 python a.py {FLAGS}", "a.py", None),
+        (f"torchrun --nproc-per-node 8 -m my.train {FLAGS}", "my.train", 8),
+        (f"python -m torch.distributed.run --nproc-per-node 2 a.py {FLAGS}", "a.py", 2),
+        (f"srun -N 4 --ntasks-per-node=8 python a.py {FLAGS}", "a.py", 32),
+        (f"srun -n 64 python a.py {FLAGS}", "a.py", 64),
+        (f"srun -l bash -c 'X=1 python -u a.py {FLAGS}'", "a.py", None),
+        (f"srun -N 4 torchrun --nnodes 4 --nproc-per-node 8 a.py {FLAGS}", "a.py", 32),
+        (FLAGS, "", None),
+    ],
+)
+def test_launchers(command: str, script: str, world: int | None) -> None:
+    read = read_command(command)
+    assert (read.script, read.world_size) == (script, world)
+    assert read.argv == ("--num-layers", "4", "--bf16")
+    assert read.explicit == {"num_layers", "bf16"}
+    assert read.values["num_layers"] == 4
+    assert read.values["tensor_model_parallel_size"] == 1
+
+
+def test_environment_and_continuation_lines() -> None:
+    read = read_command("A=1 srun bash -c 'B=2 python a.py \\\n --bf16 # a comment\n'")
+    assert dict(read.environment) == {"A": "1", "B": "2"}
+    assert read.argv == ("--bf16",)
+
+
+def test_tokens_instead_of_a_string() -> None:
+    assert read_command(["python", "a b.py", "--save", "/a b"]).values["save"] == "/a b"
+
+
+def test_own_flags_pass_through_untouched_and_typos_are_named() -> None:
+    read = read_command(
+        "python a.py --my-flag 3 --tensor-model-paralel-size 2 --num_layers 3 --bf16 -x --y=4"
+    )
+    assert read.unknown == (
+        *("--my-flag", "3", "--tensor-model-paralel-size", "2", "--num_layers", "3", "-x", "--y=4"),
+    )
+    assert any("--tensor-model-parallel-size?" in note for note in read.notes)
+    assert any("--num-layers?" in note for note in read.notes)
+    assert any("--my-flag; it is passed on" in note for note in read.notes)
+
+
+def test_flags_of_the_other_release_are_named() -> None:
+    read = read_command("python a.py --cuda-graph-modules attn")
+    assert read.notes == ("--cuda-graph-modules belongs to Megatron 0.20, not to 0.16.1.",)
+
+
+def test_our_own_tokens_leave_the_arguments() -> None:
+    read = read_command("python a.py --bf16 +nest=auto nest.free=[tp] ++nest.x=1")
+    assert read.nest_tokens == ("+nest=auto", "nest.free=[tp]", "++nest.x=1")
+    assert read.argv == ("--bf16",)
+    assert not read.unknown
+
+
+@pytest.mark.parametrize(
+    ("flags", "dest", "value"),
+    [
+        ("--moe-layer-freq ([0]*3+[1]*2)*2", "moe_layer_freq", [0, 0, 0, 1, 1] * 2),
+        ("--moe-layer-freq 2", "moe_layer_freq", 2),
+        ("--window-size 127,0", "window_size", (127, 0)),
+        ("--recompute-modules core_attn mlp", "recompute_modules", ["core_attn", "mlp"]),
+        ("--disable-bias-linear", "add_bias_linear", False),
+        ("--no-rl-partial-rollouts", "rl_partial_rollouts", False),
+        ("--rampup-batch-size 1 2 3", "rampup_batch_size", [1, 2, 3]),
+        ("--attention-backend flash", "attention_backend", "flash"),
+    ],
+)
+def test_values(flags: str, dest: str, value: object) -> None:
+    assert read_command(flags).values[dest] == value
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python a.py --num-layers four",
+        "python a.py --normalization Batch",
+        "python a.py --moe-layer-freq [1]*99999999",
+        "python a.py --moe-layer-freq __import__('os')",
+        "torchrun ${ARGS[@]} pretrain_gpt.py ${MODEL_ARGS[@]}",
+        "python 'a.py",
+        "make train",
+    ],
+)
+def test_refused(command: str) -> None:
+    with pytest.raises(UserInputError):
+        read_command(command)
+
+
+def test_unknown_release() -> None:
+    with pytest.raises(UserInputError, match=r"Known|Did you mean"):
+        read_command(FLAGS, "0.1")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    "command", [commands.LLAMA3_8B, commands.MIXTRAL, commands.GPT3_175B, commands.BERT_340M]
+)
+def test_megatrons_own_examples_have_no_unknown_flag(command: str, version: str) -> None:
+    read = read_command(command, version)
+    assert not read.unknown
+    assert not read.notes
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_recorded_arguments_are_complete(version: str) -> None:
+    arguments = load_arguments(version)
+    assert len(arguments) > 600
+    assert len({flag for a in arguments for flag in a.flags}) >= len(arguments)

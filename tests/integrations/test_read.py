@@ -1,0 +1,166 @@
+"""Models and jobs out of Megatron's arguments."""
+
+from __future__ import annotations
+
+import pytest
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.errors import UnplannableModelError, UserInputError
+from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.integrations.megatron_lm.read import read_job
+from nest_megatron.integrations.megatron_lm.write import model_argv
+from nest_megatron.model.spec import ModelFamily
+from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeModule
+from nest_megatron.parallel.zero import ZeroStage
+from tests.contract import hand_models
+from tests.integrations import commands
+
+BASE = (
+    "python pretrain_gpt.py --num-layers 4 --hidden-size 768 --num-attention-heads 12 "
+    "--seq-length 128 --max-position-embeddings 128 --vocab-size 1000 --bf16 "
+)
+
+
+def test_llama() -> None:
+    spec, job = read_job(read_command(commands.LLAMA3_8B))
+    assert (spec.hidden_size, spec.query_groups, spec.head_dim) == (4096, 8, 128)
+    assert (spec.activation, spec.gated_linear_unit, spec.add_bias_linear) == ("silu", True, False)
+    assert spec.apply_layernorm_1p
+    assert spec.normalization == "LayerNorm"
+    assert spec.vocab_size == 128257  # the null tokenizer adds an end-of-document token
+    assert job.precision is Precision.FP8
+    assert job.fp8_recipe == "delayed"
+    assert job.zero is ZeroStage.OPTIMIZER
+    assert job.memory_flags["grad_reduce_in_bf16"]
+    assert (job.world_size, job.global_batch_size, job.micro_batch_size) == (8, 128, 1)
+    assert job.fixed["tensor_model_parallel_size"] == 1
+    assert "pipeline_model_parallel_size" not in job.fixed
+
+
+def test_mixtral() -> None:
+    spec, job = read_job(read_command(commands.MIXTRAL))
+    assert spec.moe_layer_pattern == (1,) * 32
+    assert (spec.num_experts, spec.expert_ffn_hidden_size) == (8, 14336)
+    assert spec.position_embedding_type == "rope"
+    assert job.moe_grouped_gemm
+    assert job.fixed["expert_model_parallel_size"] == 8
+    assert job.world_size == 32
+    assert any("32000" in note for note in job.notes)
+
+
+def test_gpt3() -> None:
+    spec, job = read_job(read_command(commands.GPT3_175B))
+    assert (spec.ffn_hidden_size, spec.query_groups, spec.vocab_size) == (49152, 96, 50257)
+    assert (spec.activation, spec.add_bias_linear) == ("gelu", True)
+    assert not spec.untie_embeddings_and_output_weights
+    assert job.precision is Precision.FP16
+    assert any("grows" in note for note in job.notes)
+
+
+def test_bert() -> None:
+    spec, job = read_job(read_command(commands.BERT_340M))
+    assert spec.family is ModelFamily.BERT
+    assert spec.position_embedding_type == "learned_absolute"
+    assert job.world_size == 128
+
+
+@pytest.mark.parametrize("spec", hand_models.ALL, ids=lambda spec: spec.name)
+def test_written_models_are_read_back(spec: object) -> None:
+    argv = ["pretrain_bert.py" if spec is hand_models.BERT else "pretrain_gpt.py"]
+    argv += [*model_argv(spec), "--bf16", "--micro-batch-size", "1"]  # type: ignore[arg-type]
+    read, _ = read_job(read_command(argv))
+    expected = {name: getattr(spec, name) for name in spec.__slots__}  # type: ignore[attr-defined]
+    for name, value in expected.items():
+        if name in ("name", "source", "max_position_embeddings"):
+            continue
+        if name == "moe_ffn_hidden_size" and value is None:
+            continue
+        assert getattr(read, name) == value, name
+
+
+@pytest.mark.parametrize(
+    ("extra", "ffn"), [("", 3072), ("--swiglu", 2048), ("--ffn-hidden-size 100", 100)]
+)
+def test_default_ffn(extra: str, ffn: int) -> None:
+    assert read_job(read_command(BASE + extra))[0].ffn_hidden_size == ffn
+
+
+def test_query_groups_count_only_with_the_switch() -> None:
+    assert read_job(read_command(BASE + "--num-query-groups 4"))[0].query_groups == 12
+    grouped = BASE + "--num-query-groups 4 --group-query-attention"
+    assert read_job(read_command(grouped))[0].query_groups == 4
+
+
+def test_expert_rhythm() -> None:
+    spec, _ = read_job(read_command(BASE + "--num-experts 4 --moe-layer-freq 2"))
+    assert spec.moe_layer_pattern == (1, 0, 1, 0)
+    assert read_job(read_command(BASE + "--num-experts 0"))[0].num_experts is None
+
+
+def test_recompute() -> None:
+    _, job = read_job(read_command(BASE + "--recompute-activations"))
+    assert job.recompute is not None
+    assert job.recompute.modules == (RecomputeModule.CORE_ATTN,)
+    full = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
+    _, job = read_job(read_command(BASE + full))
+    assert job.recompute is not None
+    assert job.recompute.granularity is RecomputeGranularity.FULL
+    assert job.recompute.num_layers == 2
+    assert read_job(read_command(BASE))[1].recompute is None
+
+
+def test_fsdp_defaults_differ_by_release() -> None:
+    fsdp = BASE + "--use-megatron-fsdp"
+    assert read_job(read_command(fsdp, "0.16.1"))[1].zero is ZeroStage.NONE
+    assert read_job(read_command(fsdp, "0.20"))[1].zero is ZeroStage.WEIGHTS
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "--is-hybrid-model",
+        "--hybrid-override-pattern M-M-",
+        "--heterogeneous-layers-config-path x.json",
+        "--yaml-cfg x.yaml",
+        "--experimental-attention-variant dsa",
+        "--attention-output-gate",
+        "--moe-latent-size 64",
+        "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
+        "--window-size 4,0 --window-attn-skip-freq [1,0,1,0]",
+    ],
+)
+def test_models_that_are_not_described_are_refused_by_name(extra: str) -> None:
+    with pytest.raises(UnplannableModelError):
+        read_job(read_command(BASE + extra))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "pretrain_t5.py",
+        "pretrain_mamba.py",
+        "pretrain_vlm.py",
+        "pretrain_ict.py",
+        "train_rl.py",
+        "pretrain_vision_dino.py",
+        "pretrain_retro.py",
+    ],
+)
+def test_scripts_that_are_not_described(script: str) -> None:
+    with pytest.raises(UnplannableModelError):
+        read_job(read_command(BASE.replace("pretrain_gpt.py", script)))
+    with pytest.raises(UnplannableModelError):
+        read_job(read_command(commands.T5_220M))
+
+
+@pytest.mark.parametrize("missing", ["--num-layers 4", "--vocab-size 1000"])
+def test_what_is_missing_is_named(missing: str) -> None:
+    command = BASE.replace(missing, "") + "--tokenizer-type HuggingFaceTokenizer"
+    with pytest.raises(UserInputError) as caught:
+        read_job(read_command(command))
+    assert missing.partition(" ")[0] in str(caught.value)
+
+
+def test_vocabulary_can_be_given() -> None:
+    command = BASE.replace("--vocab-size 1000", "--tokenizer-type HuggingFaceTokenizer")
+    assert read_job(read_command(command), vocab_size=7)[0].vocab_size == 7

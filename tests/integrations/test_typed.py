@@ -1,0 +1,102 @@
+"""What a user typed and did not free stays in the command, word for word, and means the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from nest_megatron.config.compose import compose
+from nest_megatron.config.overrides import parse
+from nest_megatron.config.request import plan_request
+from nest_megatron.errors import NestError
+from nest_megatron.integrations.megatron_lm.attach import rewritten
+from nest_megatron.integrations.megatron_lm.command_request import CommandRequest, read_request
+from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.integrations.megatron_lm.unchanged import require_kept
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner import plan
+from tests.integrations.test_sharding import job
+
+#: Flags in every spelling, and the layout that Megatron makes of them.
+TYPED = {
+    "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2": (
+        "Ett|(tt|)*14ttL"
+    ),
+    "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2": (
+        "Et*4|(t*4|)*6t*4L"
+    ),
+    "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 5 "
+    "--decoder-last-pipeline-num-layers 7": "Et*5|(t*10|)*2t*7L",
+    "--pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split "
+    "--account-for-loss-in-pipeline-split": "Et*16|t*16L",
+    "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*15|t*17L": (
+        "Et*15|t*17L"
+    ),
+}
+
+
+def asked(flags: str, free: str = "") -> tuple[CommandRequest, ParallelPlan]:
+    composed = compose(parse(["cluster=dgx_h100", "search.num_alternatives=0"]))
+    names = free.split(",") if free else []
+    request = read_request(job(flags), composed, free=names, version="0.16.1")
+    found = plan(plan_request(composed.config, request.inputs, request.space))
+    assert isinstance(found, ParallelPlan)
+    return request, found
+
+
+@pytest.mark.parametrize(("flags", "layout"), TYPED.items())
+def test_stages_stay_as_they_were_typed(flags: str, layout: str) -> None:
+    request, found = asked(flags)
+    argv = rewritten(found, request.command, request.kept_flags).argv
+    assert " ".join(flags.split()) in " ".join(argv).replace("'", "")
+    assert argv.count("--pipeline-model-parallel-layout") == ("layout" in flags)
+    assert found.parallel.pipeline_model_parallel_layout == layout
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--recompute-activations",
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
+        "--recompute-granularity selective --recompute-modules mlp layernorm",
+        "--use-tp-pp-dp-mapping --sequence-parallel --overlap-grad-reduce",
+    ],
+)
+def test_other_choices_stay_as_they_were_typed(flags: str) -> None:
+    request, found = asked(flags)
+    rewrite = rewritten(found, request.command, request.kept_flags)
+    assert f" {flags}" in " ".join(rewrite.argv)
+    assert not {change.flag for change in rewrite.changes} & set(flags.split())
+
+
+def test_what_is_freed_changes() -> None:
+    flags = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
+    request, found = asked(flags, "stage_layout")
+    values = read_command(["s.py", *rewritten(found, request.command, request.kept_flags).argv])
+    assert values.values["pipeline_model_parallel_layout"]
+    assert values.values["num_virtual_stages_per_pipeline_rank"] is None
+    assert found.parallel.virtual_pipeline_model_parallel_size == 2
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    request, _ = asked(full, "recompute")
+    assert not any("recompute" in name for name in request.kept_flags)
+
+
+def test_a_changed_flag_is_an_error_of_ours() -> None:
+    request, found = asked("--tensor-model-parallel-size 2 --recompute-activations")
+    rewrite = rewritten(found, request.command, request.kept_flags)
+    argv = [word if word != "2" else "4" for word in rewrite.argv]
+    broken = dataclasses.replace(rewrite, argv=tuple(argv))
+    changed = r"--tensor-model-parallel-size 2 -> 4.*fault of nest"
+    with pytest.raises(NestError, match=changed) as fault:
+        require_kept(broken, request.command, found, request.kept_flags)
+    assert fault.value.exit_code == 70
+    kept = {"recompute_activations"}
+    none = dataclasses.replace(
+        found,
+        parallel=dataclasses.replace(
+            found.parallel, recompute_granularity=None, recompute_modules=()
+        ),
+    )
+    with pytest.raises(NestError, match="the recomputation is not none"):
+        require_kept(rewrite, request.command, none, kept)

@@ -1,0 +1,127 @@
+"""Plans in Megatron's own flags."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.errors import UnplannableModelError
+from nest_megatron.integrations.megatron_lm.parser import VERSIONS, known_flags, read_command
+from nest_megatron.integrations.megatron_lm.read import read_job
+from nest_megatron.integrations.megatron_lm.write import (
+    environment,
+    model_argv,
+    parallel_argv,
+    pattern_text,
+)
+from nest_megatron.parallel.zero import ZeroStage
+from tests.contract import hand_models
+from tests.contract.hand_models import DEEPSEEK, LLAMA
+from tests.integrations.requests import SOUND, dims, request
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_flags_exist_in_both_releases(name: str) -> None:
+    argv = [*model_argv(SOUND[name].spec), *parallel_argv(SOUND[name])]
+    flags = {token for token in argv if token.startswith("--")}
+    for version in VERSIONS:
+        assert flags <= known_flags(version)
+    read = read_command(argv)
+    assert not read.unknown
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_written_plan_is_read_back(name: str) -> None:
+    sound = SOUND[name]
+    script = "pretrain_bert.py" if sound.spec is hand_models.BERT else "pretrain_gpt.py"
+    argv = [script, *model_argv(sound.spec), *parallel_argv(sound)]
+    spec, job = read_job(read_command(argv))
+    assert spec.hidden_size == sound.spec.hidden_size
+    assert job.precision is sound.precision
+    assert job.fixed["tensor_model_parallel_size"] == sound.dims.tensor_model_parallel_size
+    assert job.micro_batch_size == sound.micro_batch_size
+    assert (job.zero or ZeroStage.NONE) is sound.zero
+    assert job.recompute is None or job.recompute == sound.recompute
+
+
+def test_a_pipeline_always_has_a_layout() -> None:
+    plan = request(DEEPSEEK, dims(pp=4, dp=8, ep=8), partition=None)
+    with pytest.raises(AssertionError):
+        parallel_argv(plan)
+    argv = parallel_argv(request(grid=dims(pp=2)))
+    assert argv[argv.index("--pipeline-model-parallel-layout") + 1] == "Et*40|t*40L"
+    assert "--pipeline-model-parallel-layout" not in parallel_argv(request())
+
+
+def test_fsdp_comes_with_its_companions() -> None:
+    argv = parallel_argv(request(grid=dims(dp=4), zero=ZeroStage.GRADIENTS))
+    for flag in ("--use-megatron-fsdp", "--use-distributed-optimizer", "fsdp_dtensor"):
+        assert flag in argv
+    assert argv[argv.index("--data-parallel-sharding-strategy") + 1] == "optim_grads"
+
+
+def fsdp(version: str = "0.16.1", **fields: object) -> list[str]:
+    sharded = request(grid=dims(dp=4), zero=ZeroStage.WEIGHTS)
+    return parallel_argv(dataclasses.replace(sharded, version=version, **fields))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_fsdp_has_what_it_needs_to_start(version: str) -> None:
+    argv = fsdp(version)
+    assert "--init-model-with-meta-device" in argv
+    assert "--no-gradient-accumulation-fusion" in argv
+    assert {word for word in argv if word.startswith("--")} <= known_flags(version)
+
+
+def test_fsdp_keeps_the_width_of_gradients() -> None:
+    flag = "--megatron-fsdp-main-grads-dtype"
+    argv = fsdp("0.20")
+    assert argv[argv.index(flag) + 1] == "fp32"
+    assert flag not in fsdp("0.16.1")
+    assert flag not in fsdp("0.20", gradient_bytes=2)
+    assert flag not in fsdp("0.20", precision=Precision.FP32)
+    assert flag not in parallel_argv(request(zero=ZeroStage.OPTIMIZER, version="0.20"))
+
+
+def test_learned_positions_are_not_made_on_the_meta_device() -> None:
+    learned = dataclasses.replace(LLAMA, position_embedding_type="learned_absolute")
+    assert "--init-model-with-meta-device" not in fsdp(spec=learned)
+
+
+def test_without_overlap() -> None:
+    argv = parallel_argv(request(zero=ZeroStage.OPTIMIZER), overlap=False)
+    assert not [flag for flag in argv if "overlap" in flag]
+
+
+def test_precisions() -> None:
+    assert "--fp8-format" in parallel_argv(request(precision=Precision.FP8))
+    assert "--fp16" in parallel_argv(request(precision=Precision.FP16))
+
+
+def test_environment() -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    assert environment(request(grid=dims(tp=2))) == {name: "1"}
+    assert environment(request(grid=dims(cp=2))) == {name: "1"}
+    assert environment(request(grid=dims(tp=2)), device_architecture=10) == {}
+    assert environment(request()) == {}
+    assert environment(request(grid=dims(tp=2), zero=ZeroStage.WEIGHTS)) == {name: None}
+
+
+def test_null_tokenizer_adds_a_row() -> None:
+    argv = model_argv(LLAMA, tokenizer_type="NullTokenizer")
+    assert argv[argv.index("--vocab-size") + 1] == "128255"
+    assert read_job(read_command([*argv, "--bf16"]))[0].vocab_size == LLAMA.vocab_size
+
+
+def test_activations_without_a_flag_are_refused() -> None:
+    with pytest.raises(UnplannableModelError):
+        model_argv(dataclasses.replace(LLAMA, activation="gelu"))
+
+
+def test_patterns() -> None:
+    assert pattern_text((1, 0, 0, 1)) == "([1]*1+[0]*2+[1]*1)"
+    flag = ["--moe-layer-freq", pattern_text(DEEPSEEK.moe_layer_pattern)]
+    read = read_command(flag)
+    assert tuple(read.values["moe_layer_freq"]) == DEEPSEEK.moe_layer_pattern
