@@ -22,8 +22,9 @@ from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import PlanRequest, plan
 from nest_megatron.planner import choice as choosing
-from nest_megatron.planner.choice import Candidate, choose_plan
+from nest_megatron.planner.choice import Candidate, choose_plan, worth_comparing
 from nest_megatron.planner.request import NUM_COMPARED
+from nest_megatron.planner.retries import FAILED_START_PERCENT
 from nest_megatron.report.html import html_report
 from nest_megatron.report.terminal import plan_report
 from nest_megatron.report.words import proof
@@ -75,7 +76,14 @@ def searched(model: str, num_gpus: int) -> tuple[GridSpace, SearchResult]:
 def chosen(model: str, num_gpus: int, **changes: object) -> choosing.Chosen:
     grids, result = searched(model, num_gpus)
     asked = request(model, num_gpus, **changes)
-    return choose_plan(asked, grids, result, solver_of(choose(None), lambda: False))
+    found = worth_comparing(asked, grids, result.plans, solver_of(choose(None), lambda: False))
+    return choose_plan(asked, grids.model, result, found)
+
+
+def values(known: choosing.Chosen, objective: Objective, most: float = 1.0) -> list[float]:
+    """What an objective makes of all plans whose chance to run out is not above a limit."""
+    plans = [each for each in known.known.values() if each.out_of_memory <= most]
+    return choosing.values_of(plans, objective, FAILED_START_PERCENT)
 
 
 def text_of(report: RenderableType) -> str:
@@ -140,11 +148,8 @@ def test_a_chosen_plan_is_least_by_its_objective(model: str, num_gpus: int) -> N
             max_out_of_memory_percent=20.0,
         )
         limit = 0.2 if objective is Objective.CAUTIOUS else 1.0
-        values = [
-            each.value(objective) for each in taken.known.values() if each.out_of_memory <= limit
-        ]
         assert taken.choice is not None
-        assert taken.choice.value_s == min(values)
+        assert taken.choice.value_s == min(values(taken, objective, limit))
 
 
 @pytest.mark.parametrize(("model", "num_gpus"), JOBS)
@@ -152,8 +157,9 @@ def test_a_chosen_plan_is_least_by_its_objective(model: str, num_gpus: int) -> N
 def test_no_plan_of_a_tie_is_simpler(model: str, num_gpus: int, percent: float) -> None:
     taken = chosen(model, num_gpus, tie_percent=percent)
     mine, everything = taken.known[taken.plan], taken.known.values()
-    best = min(each.value(Objective.EXPECTED) for each in everything)
-    ties = [e for e in everything if e.value(Objective.EXPECTED) <= best * (1 + percent / 100)]
+    worth = values(taken, Objective.EXPECTED)
+    most = min(worth) * (1 + percent / 100)
+    ties = [each for each, value in zip(everything, worth, strict=True) if value <= most]
     assert mine in ties
     assert mine.complexity == min(each.complexity for each in ties)
 
@@ -164,6 +170,7 @@ def candidate(**changes: object) -> Candidate:
         taken.known[taken.plan],
         is_custom=True,
         changes=2,
+        out_of_memory=0.2,
         peak_memory_bytes=60 << 30,
         capacity_bytes=70 << 30,
     )
@@ -173,6 +180,7 @@ def candidate(**changes: object) -> Candidate:
 @pytest.mark.parametrize(
     "simpler",
     [
+        {"out_of_memory": 0.1, "peak_memory_bytes": 69 << 30, "changes": 9},
         {"is_custom": False, "peak_memory_bytes": 69 << 30, "changes": 9},
         {"peak_memory_bytes": 55 << 30, "changes": 9},
         {"changes": 1},
@@ -263,6 +271,7 @@ def test_a_runner_up_is_the_one_of_the_list() -> None:
         ("search.tie_percent", "inf"),
         ("search.tie_percent", "nan"),
         ("search.max_out_of_memory_percent", "101"),
+        ("search.failed_start_percent", "-1"),
     ],
 )
 def test_bad_settings_name_the_value(name: str, value: str) -> None:
@@ -283,8 +292,7 @@ def test_the_certificate_says_what_is_proven_under_the_objective(model: str, num
     assert fastest_s < choice.bound_s <= choice.value_s
     assert "search.objective=expected" in proof(taken)
     assert ("Proven:" in proof(taken)) == choice.is_proven
-    for each in chosen(model, num_gpus).known.values():
-        assert each.value(Objective.EXPECTED) >= choice.bound_s
+    assert min(values(chosen(model, num_gpus), Objective.EXPECTED)) >= choice.bound_s
 
 
 def test_a_search_that_time_ended_claims_no_fastest_plan() -> None:

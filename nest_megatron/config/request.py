@@ -346,6 +346,7 @@ def plan_request(config: PlanConfig, inputs: Inputs, space: SearchSpace) -> Plan
         objective=choice("search.objective", search.objective, Objective),
         tie_percent=search.tie_percent,
         max_out_of_memory_percent=search.max_out_of_memory_percent,
+        failed_start_percent=search.failed_start_percent,
         own=inputs.own,
         headroom=(headroom := read_headroom(config)),
         priced_headroom=read_priced_headroom(config, headroom),
@@ -353,7 +354,7 @@ def plan_request(config: PlanConfig, inputs: Inputs, space: SearchSpace) -> Plan
 
 
 def read_headroom(config: PlanConfig) -> float:
-    """Share of each device that a plan leaves free if any can."""
+    """Share of each device that plans leave free which are compared with the fastest of all."""
     return DEFAULT_HEADROOM if config.memory.margin is None else config.memory.margin
 
 

@@ -58,6 +58,7 @@ class SearchConfig:
     objective: str = _IN_FILE
     tie_percent: float = _IN_FILE
     max_out_of_memory_percent: float = _IN_FILE
+    failed_start_percent: float = _IN_FILE
     use_all_gpus: bool = _IN_FILE
     keep: list[str] = field(default_factory=list)
     packages: list[str] = field(default_factory=list)

@@ -257,8 +257,8 @@ class Headroom:
     """Memory that a plan leaves free on its fullest GPU, the reserve apart.
 
     Args:
-        wanted: share of a GPU's memory that plans were to leave.
-        left: share that this one leaves: less than ``wanted`` only if no plan leaves that.
+        wanted: share of a GPU's memory; plans that leave it free were compared with the fastest.
+        left: share that this one leaves.
         more: a larger share.
         more_costs_percent: how much longer a step takes with it; ``None`` where no plan that leaves
             so much is known.
@@ -298,7 +298,7 @@ class ParallelPlan:
         uncertainty: how far the prediction can be off; ``None`` in files of earlier versions.
         choice: what the plan was chosen for and between, where not for its predicted step alone.
         shortlist: which of the plan and its runners-up could be the fastest, where that is asked.
-        headroom: memory that a searched plan leaves free, where some was to be left.
+        headroom: memory that a searched plan leaves free, and what more would cost.
     """
 
     schema: int = SCHEMA

@@ -27,9 +27,15 @@ from nest_megatron.planner.assemble import (
     search_record,
     with_goodput,
 )
-from nest_megatron.planner.choice import choose_plan, runner_up
+from nest_megatron.planner.choice import (
+    choose_plan,
+    is_within_tie,
+    runner_up,
+    slowest_of_worth,
+    worth_comparing,
+)
 from nest_megatron.planner.ended import EndedEarly
-from nest_megatron.planner.headroom import told_headroom, with_headroom
+from nest_megatron.planner.headroom import roomier, told_headroom
 from nest_megatron.planner.instance_offers import with_instance_offer
 from nest_megatron.planner.numeric_offers import with_numeric_offers
 from nest_megatron.planner.offers import with_offer
@@ -44,7 +50,9 @@ from nest_megatron.planner.shortage import (
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SearchResult, SolvedGrid
+from nest_megatron.solver.relatives import Relative
 from nest_megatron.solver.search import Search
 from nest_megatron.units import Seconds, Ticks, to_seconds
 
@@ -90,7 +98,7 @@ def plan(
     if searched.result.plans:
         found = with_goodput(_assembled(request, searched, choose), request.reliability)
         found = told_headroom(
-            *(found, request, searched.model, searched.result.plans),
+            *(found, request, searched.model, searched.compared),
             lambda asked: _best(asked, deadline),
         )
         found = with_offer(found, request, lambda asked: _best(asked, deadline))
@@ -168,30 +176,57 @@ def check_launchable(
 
 
 class _Searched(NamedTuple):
+    """What was searched.
+
+    Args:
+        compared: plans to choose among, those that the search kept first; empty where only the
+            predicted step counts.
+    """
+
     model: CostModel
     grids: GridSpace
     result: SearchResult
     seconds: Seconds
+    compared: tuple[Relative, ...] = ()
 
 
 def _search(
     request: PlanRequest, deadline: Deadline, on_progress: Progress | None = None
 ) -> _Searched:
-    """Search a request's space with free memory as it asks for, or with less if nothing fits."""
-    limited = with_headroom(request)
-    searched = _search_within(limited, deadline, on_progress)
-    if limited is request:
+    """Search a request's space, and again among plans that leave more memory free.
+
+    The second search looks no further than what may be worth more than the first one's plans, and
+    is left out where that is nothing but ties.
+    """
+    searched = _search_within(request, deadline, on_progress)
+    is_nominal = request.objective is Objective.NOMINAL and not request.shortlist
+    if is_nominal or not searched.result.plans:
         return searched
-    if not searched.result.plans and searched.result.certificate.finished:
-        return _search_within(request, deadline, on_progress)
-    model = CostModel(request.spec, request.cluster, request.settings, request.times)
-    return searched._replace(model=model)
+    # Without the deadline, so that ranks that search each for itself choose alike.
+    solve = solver_of(choose(request.backend), lambda: False)
+    found = worth_comparing(request, searched.grids, searched.result.plans, solve)
+    asked, proven = roomier(request), searched.result.certificate.lower_bound
+    if asked is not None and not is_within_tie(request, searched.model, found, proven):
+        most = slowest_of_worth(request, searched.model, found)
+        more = _search_within(asked, deadline, slowest=most)
+        if more.result.plans:
+            found += worth_comparing(request, more.grids, more.result.plans, solve, most)
+        searched = searched._replace(seconds=searched.seconds + more.seconds)
+    unique = {each.plan: each for each in found}
+    return searched._replace(compared=tuple(unique.values()))
 
 
 def _search_within(
-    request: PlanRequest, deadline: Deadline, on_progress: Progress | None
+    request: PlanRequest,
+    deadline: Deadline,
+    on_progress: Progress | None = None,
+    slowest: Ticks = NO_THRESHOLD,
 ) -> _Searched:
-    """Search a request's space until some time before a deadline."""
+    """Search a request's space until some time before a deadline.
+
+    Args:
+        slowest: plans that take longer are of no interest; some plan is if this is not said.
+    """
 
     def report(solved: int, best: Ticks, bound: Ticks) -> None:
         assert on_progress is not None
@@ -207,8 +242,9 @@ def _search_within(
         request.space,
         solver_of(choose(request.backend), ends.passed),
         num_layouts=max(request.num_alternatives + 1, compared),
+        slowest=slowest,
         out_of_time=ends.passed,
-        short_of_time=lambda: ends.passed(_SHORT_OF_TIME),
+        short_of_time=lambda: slowest == NO_THRESHOLD and ends.passed(_SHORT_OF_TIME),
         on_progress=report if on_progress else None,
     )
     result = search.run()
@@ -222,9 +258,7 @@ def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> Pa
     Raises:
         UserInputError: if there is no such runner-up.
     """
-    # Without the deadline, so that ranks that search each for itself choose alike.
-    solve = solver_of(choose(request.backend), lambda: False)
-    chosen = choose_plan(request, searched.grids, searched.result, solve)
+    chosen = choose_plan(request, searched.model, searched.result, searched.compared)
     if number:
         chosen = runner_up(chosen, number)
     record = search_record(request, searched.result, searched.seconds, chosen.plan, number)

@@ -12,11 +12,12 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.uncertainty import Predictive, predictive
 from nest_megatron.errors import UserInputError, typed_setting
 from nest_megatron.parallel.layout import is_uniform
-from nest_megatron.parallel.objective import Choice, Objective, Shortlist
+from nest_megatron.parallel.objective import SURE, Choice, Objective, Shortlist
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import parallel_choice
 from nest_megatron.plain import to_plain
 from nest_megatron.planner.request import PlanRequest
+from nest_megatron.planner.retries import with_retries
 from nest_megatron.planner.uncertain import (
     bytes_with_risk,
     least_ratio,
@@ -25,16 +26,16 @@ from nest_megatron.planner.uncertain import (
 )
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolver
-from nest_megatron.solver.ranking import SearchResult, SolvedGrid
+from nest_megatron.solver.ranking import Layout, SearchResult, SolvedGrid, layout_of
 from nest_megatron.solver.relatives import Relative, relatives, with_memory
-from nest_megatron.units import Bytes, Seconds, format_chance, format_gib, to_seconds
+from nest_megatron.units import Bytes, Seconds, Ticks, format_chance, format_gib, to_seconds
 
 #: Chance to run out of memory above which plans that need less are looked for.
 _COMFORTABLE = 0.02
 #: Share of the memory of a GPU of which more is no advantage: nothing runs out of memory there.
 _ENOUGH_FREE = 0.25
-#: What is worse than the best by more than this share, by its predicted step over the chance to
-#: start, is not looked at any closer: no tie is as wide, nor do intervals differ as much.
+#: What takes longer than the best is worth by more than this share is not looked at any closer: no
+#: tie is as wide, nor do intervals differ as much.
 _CLOSE = 0.05
 
 
@@ -65,27 +66,28 @@ class Candidate:
         """Memory that is left on the fullest GPU."""
         return self.capacity_bytes - self.peak_memory_bytes
 
-    def value(self, objective: Objective) -> Seconds:
-        """What an objective makes of it; less is better."""
-        step_s = {
+    def step_s(self, objective: Objective) -> Seconds:
+        """The step that an objective counts, if the plan starts; less is better."""
+        return {
             Objective.NOMINAL: self.step.median_s,
             Objective.EXPECTED: self.step.expected_s,
             Objective.CAUTIOUS: self.step.quantile_s(0.9),
         }[objective]
-        starts = 1.0 if objective is Objective.NOMINAL else 1.0 - self.out_of_memory
-        return step_s / starts if starts > 0 else math.inf
+
+    @property
+    def steps_free(self) -> int:
+        """Free memory in steps of the error of its prediction, as far as it is of use."""
+        free = min(self.free_bytes / self.capacity_bytes, _ENOUGH_FREE)
+        return math.floor(free / PEAK_ERROR)
 
     @property
     def complexity(self) -> tuple[object, ...]:
-        """The tie rule: what is simpler to run comes first.
-
-        Free memory counts in steps of the error of its prediction, as far as it is of use.
-        """
-        free = min(self.free_bytes / self.capacity_bytes, _ENOUGH_FREE)
+        """The tie rule: what is sure to start, then what is simpler to run comes first."""
         return (
+            1 - self.out_of_memory < SURE,
             self.is_custom,
             self.virtual,
-            -math.floor(free / PEAK_ERROR),
+            -self.steps_free,
             self.changes,
             self.solved.grid.zero.is_fsdp,
         )
@@ -114,52 +116,98 @@ class Chosen:
 
 
 def choose_plan(
-    request: PlanRequest, grids: GridSpace, result: SearchResult, solve: StageSolver
+    request: PlanRequest, model: CostModel, result: SearchResult, found: Sequence[Relative]
 ) -> Chosen:
-    """The plan that the request's objective prefers, of those that the search kept.
+    """The plan that the request's objective prefers.
 
     Args:
-        grids: the space that was searched.
-        solve: the stage solver, for relatives of those plans.
+        result: of the search of the whole space.
+        found: plans to choose among, those that this search kept first (``worth_comparing``);
+            empty where only the predicted step counts.
     """
-    plans, model, objective = result.plans, grids.model, request.objective
-    if objective is Objective.NOMINAL and not request.shortlist:
+    plans, objective = result.plans, request.objective
+    if not found:
         return Chosen(plan=plans[0], others=plans[1:])
-    found = _near(grids, plans, solve, request.tie_percent)
-    known = {each.plan: _candidate(request, model, each) for each in _worth(model, found, plans)}
-    taken = known[plans[0]]
-    if objective is not Objective.NOMINAL:
-        allowed = _allowed(request, list(known.values()))
-        taken = simplest_of_best(allowed, objective, request.tie_percent)
-    others = tuple(plan for plan in plans if plan != taken.solved)
-    others = others[: max(request.num_alternatives, int(taken.solved != plans[0]))]
-    lower_s = to_seconds(result.certificate.lower_bound)
-    choice = Choice(
-        objective=objective,
-        tie_percent=request.tie_percent,
-        num_layouts=len(plans),
-        num_relatives=len(found) - len(plans),
-        value_s=taken.value(objective),
-        bound_s=lower_s * least_ratio(taken.step, objective),
-        slower_percent=100.0 * (taken.solved.iteration / plans[0].iteration - 1.0),
-        separates=tuple(_separates(taken, known[plans[0]], objective)),
-        max_out_of_memory_percent=_missed_limit(request, taken),
-    )
+    known = {
+        each.plan: _candidate(request, model, each) for each in _worth(request, model, found, plans)
+    }
+    fastest = known[plans[0]]
+    if objective is Objective.NOMINAL:
+        return Chosen(plan=plans[0], others=plans[1:], known=known)
+    allowed = _allowed(request, list(known.values()))
+    values = values_of(allowed, objective, request.failed_start_percent)
+    number = simplest_of_best(allowed, values, request.tie_percent)
+    taken = allowed[number]
+    others = {*_best_of_layouts(request, list(known.values())), plans[0]} - {taken.solved}
+    num_others = max(request.num_alternatives, int(taken.solved != plans[0]))
+    listed = tuple(sorted(others, key=lambda plan: plan.rank)[:num_others])
     return Chosen(
         plan=taken.solved,
-        others=others,
-        choice=None if objective is Objective.NOMINAL else choice,
+        others=listed,
+        choice=_choice(request, result, found, taken, fastest, values[number]),
         known=known,
     )
 
 
+def _choice(
+    request: PlanRequest,
+    result: SearchResult,
+    found: Sequence[Relative],
+    taken: Candidate,
+    fastest: Candidate,
+    value_s: Seconds,
+) -> Choice:
+    """How a plan was chosen, for plan files."""
+    lower_s = to_seconds(result.certificate.lower_bound)
+    num_layouts = len({layout_of(each.plan.grid) for each in found})
+    return Choice(
+        objective=request.objective,
+        tie_percent=request.tie_percent,
+        num_layouts=num_layouts,
+        num_relatives=len(found) - num_layouts,
+        value_s=value_s,
+        bound_s=lower_s * least_ratio(taken.step, request.objective),
+        slower_percent=100.0 * (taken.solved.iteration / fastest.solved.iteration - 1.0),
+        separates=tuple(_separates(request, taken, fastest)),
+        max_out_of_memory_percent=_missed_limit(request, taken),
+    )
+
+
+def values_of(
+    candidates: Sequence[Candidate], objective: Objective, failed_start_percent: float
+) -> list[Seconds]:
+    """What an objective makes of each of a job's plans; less is better."""
+    steps = [each.step_s(objective) for each in candidates]
+    if objective is Objective.NOMINAL:
+        return steps
+    chances = [each.out_of_memory for each in candidates]
+    return with_retries(steps, chances, failed_start_percent)
+
+
 def simplest_of_best(
-    candidates: Sequence[Candidate], objective: Objective, tie_percent: float
-) -> Candidate:
-    """Of the plans that tie with the best the simplest."""
-    most = min(each.value(objective) for each in candidates) * (1 + tie_percent / 100)
-    ties = [each for each in candidates if each.value(objective) <= most]
-    return min(ties, key=lambda each: (*each.complexity, each.value(objective), each.solved.rank))
+    candidates: Sequence[Candidate], values: Sequence[Seconds], tie_percent: float
+) -> int:
+    """Index of the simplest of the plans that tie with the best."""
+    most = min(values) * (1 + tie_percent / 100)
+    ties = [number for number, value in enumerate(values) if value <= most]
+    return min(
+        ties,
+        key=lambda number: (
+            *candidates[number].complexity,
+            values[number],
+            candidates[number].solved.rank,
+        ),
+    )
+
+
+def _best_of_layouts(request: PlanRequest, candidates: Sequence[Candidate]) -> set[SolvedGrid]:
+    """The best plan of each layout under the request's objective."""
+    values = values_of(candidates, request.objective, request.failed_start_percent)
+    pairs = zip(values, (each.solved for each in candidates), strict=True)
+    best: dict[Layout, SolvedGrid] = {}
+    for _, plan in sorted(pairs, key=lambda pair: (pair[0], pair[1].rank)):
+        best.setdefault(layout_of(plan.grid), plan)
+    return set(best.values())
 
 
 def runner_up(chosen: Chosen, number: int) -> Chosen:
@@ -182,18 +230,23 @@ def runner_up(chosen: Chosen, number: int) -> Chosen:
     return dataclasses.replace(chosen, plan=taken, others=tuple(others), choice=None)
 
 
-def _near(
-    grids: GridSpace, plans: Sequence[SolvedGrid], solve: StageSolver, tie_percent: float
+def worth_comparing(
+    request: PlanRequest,
+    grids: GridSpace,
+    plans: Sequence[SolvedGrid],
+    solve: StageSolver,
+    slowest: Ticks = NO_THRESHOLD - 1,
 ) -> list[Relative]:
-    """The plans that the search kept, and relatives that may be worth more than all of them.
+    """The plans that a search kept, and relatives that may be worth more than all of them.
 
-    No plan has less than its predicted step under any objective: relatives that are slower than the
-    least of the kept plans' steps over the chance to start, a tie added, are left out.
+    Args:
+        grids: the space that was searched.
+        solve: the stage solver.
+        slowest: what takes longer is worth less than what is already known.
     """
-    kept = [with_memory(grids, plan) for plan in plans]
-    least = min(_cost(grids.model, each) for each in kept) * (1 + tie_percent / 100)
-    slowest = min(math.floor(min(least, NO_THRESHOLD)), NO_THRESHOLD - 1)
-    found = {each.plan: each for each in kept}
+    found = {plan: with_memory(grids, plan) for plan in plans}
+    kept = list(found.values())
+    slowest = min(slowest, slowest_of_worth(request, grids.model, kept))
     for own in kept:
         enough = bytes_with_risk(grids.model, own.plan.grid, _COMFORTABLE)
         for each in relatives(grids, own, solve, slowest, enough):
@@ -201,21 +254,39 @@ def _near(
     return list(found.values())
 
 
-def _cost(model: CostModel, found: Relative) -> float:
-    """The predicted step over the chance to start, in ticks."""
-    starts = 1.0 - out_of_memory(model, found.plan.grid, found.peak_bytes)
-    return found.plan.iteration / starts if starts > 0 else math.inf
+def slowest_of_worth(request: PlanRequest, model: CostModel, found: Sequence[Relative]) -> Ticks:
+    """The longest predicted step with which a plan may be taken instead of those found.
+
+    No plan has less than its step under any objective.
+    """
+    most = _least(request, model, found) * (1 + request.tie_percent / 100)
+    return min(math.floor(min(most, NO_THRESHOLD)), NO_THRESHOLD - 1)
+
+
+def is_within_tie(
+    request: PlanRequest, model: CostModel, found: Sequence[Relative], bound: Ticks
+) -> bool:
+    """Whether the best of some plans ties with a step that no plan is faster than."""
+    return _least(request, model, found) <= bound * (1 + request.tie_percent / 100)
+
+
+def _least(request: PlanRequest, model: CostModel, found: Sequence[Relative]) -> float:
+    """The least of the predicted steps, in ticks, with the price of running out of memory."""
+    steps = [float(each.plan.iteration) for each in found]
+    chances = [out_of_memory(model, each.plan.grid, each.peak_bytes) for each in found]
+    return min(with_retries(steps, chances, request.failed_start_percent))
 
 
 def _worth(
-    model: CostModel, found: Sequence[Relative], plans: Sequence[SolvedGrid]
+    request: PlanRequest,
+    model: CostModel,
+    found: Sequence[Relative],
+    plans: Sequence[SolvedGrid],
 ) -> Iterator[Relative]:
     """Those that may be chosen or are listed: the rest is not looked at any closer."""
-    costs = [_cost(model, each) for each in found]
-    most = min(costs) * (1 + _CLOSE)
-    kept = set(plans)
-    for each, cost in zip(found, costs, strict=True):
-        if cost <= most or each.plan in kept:
+    most, kept = _least(request, model, found) * (1 + _CLOSE), set(plans)
+    for each in found:
+        if each.plan.iteration <= most or each.plan in kept:
             yield each
 
 
@@ -264,7 +335,7 @@ def _missed_limit(request: PlanRequest, taken: Candidate) -> float | None:
     return most if missed else None
 
 
-def _separates(taken: Candidate, fastest: Candidate, objective: Objective) -> Iterator[str]:
+def _separates(request: PlanRequest, taken: Candidate, fastest: Candidate) -> Iterator[str]:
     """What a plan has that the fastest one has not, in plain words."""
     if taken.solved == fastest.solved:
         return
@@ -273,7 +344,7 @@ def _separates(taken: Candidate, fastest: Candidate, objective: Objective) -> It
     if taken.virtual < fastest.virtual:
         stages = "virtual stage" if taken.virtual == 1 else "virtual stages"
         yield f"{taken.virtual} {stages} on each rank instead of {fastest.virtual}"
-    if taken.free_bytes - fastest.free_bytes > PEAK_ERROR * taken.capacity_bytes:
+    if taken.steps_free > fastest.steps_free:
         yield f"{format_gib(taken.free_bytes - fastest.free_bytes)} more memory free"
     if fastest.out_of_memory - taken.out_of_memory >= 0.005:
         less, more = (format_chance(each.out_of_memory) for each in (taken, fastest))
@@ -282,6 +353,7 @@ def _separates(taken: Candidate, fastest: Candidate, objective: Objective) -> It
         yield f"{fastest.changes - taken.changes} more of your own settings"
     if fastest.solved.grid.zero.is_fsdp and not taken.solved.grid.zero.is_fsdp:
         yield "the usual checkpoint format"
-    gain = 100.0 * (1 - taken.value(objective) / fastest.value(objective))
+    objective = request.objective
+    gain = 100.0 * (1 - taken.step_s(objective) / fastest.step_s(objective))
     if gain >= 0.05 and taken.out_of_memory >= fastest.out_of_memory:
         yield f"a {objective} step that is {gain:.1f} % shorter"

@@ -1,4 +1,4 @@
-"""Memory that a plan leaves free: the usual share, less where nothing else fits; its price."""
+"""Memory that a plan leaves free, and what more would cost."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable
 
 from nest_megatron.cost_model.memory import capacity_bytes
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.pipeline import fits_in_memory
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import Headroom, ParallelPlan
 from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.planner.request import PlanRequest
-from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.relatives import Relative
 from nest_megatron.units import Seconds, to_seconds
 
 #: Free memory beyond what a plan leaves whose price is told.
@@ -22,15 +21,15 @@ _MORE = 0.1
 MOST_HEADROOM = 0.9
 
 
-def with_headroom(request: PlanRequest) -> PlanRequest:
-    """The request with the free memory that it asks for as its limit; itself without any.
+def roomier(request: PlanRequest) -> PlanRequest | None:
+    """The request for plans that leave more free than they must; ``None`` if none is wanted.
 
     The nominally fastest plan is that of the whole space, up to the limit of the device.
     """
     share = request.headroom
-    if share is None or share <= request.settings.memory_margin:
-        return request
-    return request if request.objective is Objective.NOMINAL else leaving(request, share)
+    if share is None or request.objective is Objective.NOMINAL:
+        return None
+    return leaving(request, share) if share > request.settings.memory_margin else None
 
 
 def leaving(request: PlanRequest, share: float) -> PlanRequest:
@@ -46,15 +45,14 @@ def told_headroom(
     plan: ParallelPlan,
     request: PlanRequest,
     model: CostModel,
-    solved: Iterable[SolvedGrid],
+    compared: Iterable[Relative],
     find: Callable[[PlanRequest], ParallelPlan | None],
 ) -> ParallelPlan:
     """The plan with what it leaves free, and what more would cost.
 
     Args:
-        request: as it was asked, before ``with_headroom``.
-        solved: plans that the search kept, fastest first: one of them that leaves more free bounds
-            the price from above.
+        compared: the plan was chosen among them: the fastest that leaves more free bounds the price
+            from above.
         find: the best plan of a request, for ``priced_headroom``.
     """
     if request.headroom is None or request.objective is Objective.NOMINAL:
@@ -62,9 +60,10 @@ def told_headroom(
     priced, step_s = request.priced_headroom, plan.predicted.iteration_time_s
     taken = plan.predicted.peak_memory_bytes + request.settings.memory_reserve_bytes
     left = 1.0 - taken / plan.cluster.accelerator.memory_bytes
-    more = round(left + _MORE, 2) if priced is None else priced
+    more = round(left + _MORE, 2) if left >= request.headroom else request.headroom
+    more = more if priced is None else priced
     if priced is None:
-        other_s = _fastest_leaving(more, model, solved)
+        other_s = _fastest_leaving(more, model, compared)
     else:
         asked = leaving(dataclasses.replace(request, headroom=None, offer=None), priced)
         other = find(dataclasses.replace(asked, num_alternatives=0))
@@ -79,15 +78,10 @@ def told_headroom(
     return sealed(dataclasses.replace(plan, headroom=found))
 
 
-def _fastest_leaving(
-    share: float, model: CostModel, solved: Iterable[SolvedGrid]
-) -> Seconds | None:
-    """The step of the first plan that leaves a share free; ``None`` if none does."""
+def _fastest_leaving(share: float, model: CostModel, found: Iterable[Relative]) -> Seconds | None:
+    """The step of the fastest plan that leaves a share free; ``None`` if none does."""
     if share > MOST_HEADROOM:
         return None
     limit = capacity_bytes(model.cluster.accelerator, _leaving(model.settings, share))
-    for each in solved:
-        problem = dataclasses.replace(model.problem(each.grid), capacity_bytes=limit)
-        if fits_in_memory(problem, each.boundaries):
-            return to_seconds(each.iteration)
-    return None
+    steps = [each.plan.iteration for each in found if each.peak_bytes <= limit]
+    return to_seconds(min(steps)) if steps else None

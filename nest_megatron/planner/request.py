@@ -18,6 +18,7 @@ from nest_megatron.parallel.knobs import Package
 from nest_megatron.parallel.numeric_knobs import NumericKnob
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.zero import DataParallelSharding
+from nest_megatron.planner.retries import FAILED_START_PERCENT
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.space import SearchSpace
@@ -27,9 +28,9 @@ from nest_megatron.units import Seconds
 NUM_ALTERNATIVES = 10
 #: Layouts that a plan is chosen among.
 NUM_COMPARED = 11
-#: Share of a device that a plan leaves free unless told otherwise, the reserve not counted. Of
-#: NVIDIA's performance runs with Megatron-Bridge, nine of ten leave 8.9 % or more, as predicted
-#: (docs/memory.md).
+#: Plans that leave this share of a device free, the reserve not counted, are always among those
+#: compared. Of NVIDIA's performance runs with Megatron-Bridge, nine of ten leave 8.9 % or more, as
+#: predicted (docs/memory.md).
 DEFAULT_HEADROOM = 0.1
 
 
@@ -86,12 +87,13 @@ class PlanRequest:
         objective: what the plan has least of, among those that the search keeps.
         tie_percent: plans so close to the best under it count as equal; the simpler one is taken.
         max_out_of_memory_percent: largest chance to run out of memory that ``cautious`` takes.
+        failed_start_percent: what a start that runs out of memory costs, of a run.
         num_compared: layouts that the plan is chosen among, however many it lists, so that the two
             do not depend on each other.
         own: the user's own parallel settings, by Megatron's names.
         shortlist: whether to say which of the plans could be the fastest.
-        headroom: share of each device that a plan leaves free, the reserve apart, if any plan can;
-            ``None`` is what ``settings`` say, no less.
+        headroom: the fastest plans that leave this share of each device free, the reserve apart,
+            are compared with the fastest of all; ``None`` compares the latter alone.
         priced_headroom: a larger share whose price is searched too; ``None`` takes the runners-up.
     """
 
@@ -113,6 +115,7 @@ class PlanRequest:
     objective: Objective = Objective.EXPECTED
     tie_percent: float = TIE_PERCENT
     max_out_of_memory_percent: float = 5.0
+    failed_start_percent: float = FAILED_START_PERCENT
     num_compared: int = NUM_COMPARED
     own: Mapping[str, object] = field(default_factory=dict)
     shortlist: bool = False
@@ -135,7 +138,11 @@ class PlanRequest:
                 limit="it must be above 0",
                 fix="Give the seconds that the search may take.",
             )
-        for name, most in (("tie_percent", math.inf), ("max_out_of_memory_percent", 100.0)):
+        for name, most in (
+            ("tie_percent", math.inf),
+            ("failed_start_percent", math.inf),
+            ("max_out_of_memory_percent", 100.0),
+        ):
             value = getattr(self, name)
             if not 0 <= value <= most or value == math.inf:
                 raise UserInputError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
+from nest_megatron.cost_model.device_memory import FRAGMENTATION
 from nest_megatron.cost_model.memory import PEAK_ERROR, PUBLIC_PEAK_ERROR, within_error
 from nest_megatron.errors import typed_setting
 from nest_megatron.parallel.objective import SURE, Choice, Objective, Uncertainty
@@ -56,17 +57,24 @@ def proof(plan: ParallelPlan) -> str:
     said = certificate(plan.search)
     if plan.choice is not None:
         said = f"{said} {_choice_words(plan.choice)}"
-    if plan.headroom is not None and not plan.headroom.is_tight:
+    if _margin(plan) > FRAGMENTATION:
         said = (
-            f"{said} Plans that leave less than {100 * plan.headroom.wanted:g} % of a GPU free "
+            f"{said} Plans that leave less than {100 * _margin(plan):g} % of a GPU free "
             "(memory.margin) are not in the space."
         )
     return said
 
 
+def _margin(plan: ParallelPlan) -> float:
+    """Share of each device that every plan of the space leaves free."""
+    return float(plan.provenance.settings.get("memory_margin", 0.0))
+
+
 _LEAST = {
-    Objective.EXPECTED: "the least expected step over the chance to start",
-    Objective.CAUTIOUS: "the least step that 9 of 10 runs stay below, over the chance to start",
+    Objective.EXPECTED: "the least mean step, with the price of running out of memory",
+    Objective.CAUTIOUS: (
+        "the least step that 9 of 10 runs stay below, with the price of running out of memory"
+    ),
 }
 
 
@@ -181,15 +189,14 @@ def headroom_words(found: Headroom) -> str:
     """What a plan leaves free of each device, and what more would cost.
 
     >>> headroom_words(Headroom(
-    ...     wanted=0.1, left=0.02, more=0.2, more_costs_percent=None, is_searched=False))
-    '2.0 % of the fullest GPU: no plan leaves the 10 % of memory.margin'
+    ...     wanted=0.1, left=0.06, more=0.1, more_costs_percent=2.0, is_searched=False))
+    '6.0 % of the fullest GPU; 10 % would cost at most 2.0 %'
     """
     words = f"{100 * found.left:.1f} % of the fullest GPU"
-    if found.is_tight:
-        return f"{words}: no plan leaves the {100 * found.wanted:g} % of memory.margin"
     more, costs = f"{100 * found.more:g} %", found.more_costs_percent
     if costs is None:
-        return f"{words}; no plan is known to leave {more}" if found.is_searched else words
+        told = found.is_searched or found.is_tight
+        return f"{words}; no plan is known to leave {more}" if told else words
     if not costs:
         return f"{words}; {more} would cost nothing"
     least = "" if found.is_searched else "at most "

@@ -54,6 +54,7 @@ class Search:
     Args:
         solve_stages: the stage solver, compiled or reference.
         num_layouts: how many layouts to rank exactly.
+        slowest: plans that take longer are of no interest.
         out_of_time: asked now and then; once true the search stops with what it has proven.
         short_of_time: asked as well while no plan is known; once true, any plan is looked for.
         on_progress: called with (candidates solved, best so far, proven bound), in ticks.
@@ -67,6 +68,7 @@ class Search:
         solve_stages: StageSolver,
         *,
         num_layouts: int = 11,
+        slowest: Ticks = NO_THRESHOLD,
         out_of_time: OutOfTime = lambda: False,
         short_of_time: OutOfTime = lambda: False,
         on_progress: Callable[[int, Ticks, Ticks], None] | None = None,
@@ -91,7 +93,7 @@ class Search:
         self.heap: list[Node] = []
         self.serial = 0
         self.best: dict[Layout, SolvedGrid] = {}
-        self.worst_kept: Ticks = NO_THRESHOLD
+        self.worst_kept: Ticks = slowest
         self.infeasible: Counter[str] = Counter()
         self._sorted_choices: dict[object, Choices] = {}
         self.candidates = self.solved = self.nodes = self.simulations = 0
@@ -395,7 +397,7 @@ class Search:
         self.best[layout] = plan
         if len(self.best) >= self.num_layouts:
             times = sorted(kept.iteration for kept in self.best.values())
-            self.worst_kept = times[self.num_layouts - 1]
+            self.worst_kept = min(self.worst_kept, times[self.num_layouts - 1])
         if self.on_progress and self.enumerated:
             best = min(kept.iteration for kept in self.best.values())
             self.on_progress(self.solved, best, min(best, self._open_bound()))

@@ -17,8 +17,9 @@ from nest_megatron.cost_model.shortlist import shortlist
 from nest_megatron.cost_model.uncertainty import Predictive, predictive, probability_faster
 from nest_megatron.parallel.layout import is_uniform
 from nest_megatron.parallel.objective import Objective
-from nest_megatron.planner.choice import Candidate, simplest_of_best
+from nest_megatron.planner.choice import Candidate, simplest_of_best, values_of
 from nest_megatron.planner.request import TIE_PERCENT
+from nest_megatron.planner.retries import FAILED_START_PERCENT
 from nest_megatron.planner.uncertain import LEVEL, out_of_memory
 from nest_megatron.solver.ranking import SolvedGrid
 from nest_megatron.units import Seconds, to_ticks
@@ -96,7 +97,8 @@ def _index(candidates: Sequence[Candidate], chosen: Candidate) -> int:
 
 def _default(candidates: Sequence[Candidate]) -> Candidate:
     """What the planner takes where nothing is said."""
-    return simplest_of_best(candidates, Objective.EXPECTED, TIE_PERCENT)
+    values = values_of(candidates, Objective.EXPECTED, FAILED_START_PERCENT)
+    return candidates[simplest_of_best(candidates, values, TIE_PERCENT)]
 
 
 def _sure_pairs(steps: Sequence[Predictive], measured: Sequence[Seconds]) -> list[bool]:
