@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from nest_megatron.model.execution import Execution
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind
-from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
     Recompute,
@@ -14,6 +15,13 @@ from nest_megatron.parallel.recompute import (
 
 #: Fan-outs at each network level of a layer's groups: tensor, context, expert, expert-tensor.
 GroupPlaces = tuple[tuple[int, ...], ...]
+#: Everything that places ranks: the degrees inside a layer, pipeline, data, the rank order.
+Degrees = tuple[int, int, int, int, int, int, RankOrder]
+#: What a unit's time depends on besides recomputation: the degrees inside a layer, the world's
+#: size, micro batch, sequence parallelism, execution.
+ShardKey = tuple[int, int, int, int, int, int, bool, Execution]
+#: What one kind of unit depends on of that, and the places of its groups.
+UnitKey = tuple[object, ...]
 
 
 def dense_shape(places: GroupPlaces, shard: LayerShard) -> tuple[object, ...]:
@@ -27,7 +35,7 @@ def dense_shape(places: GroupPlaces, shard: LayerShard) -> tuple[object, ...]:
     )
 
 
-def unit_key(kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> tuple[object, ...]:
+def unit_key(kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> UnitKey:
     """What a unit's time depends on; expert degrees matter to units with experts alone."""
     if kind in (LayerKind.MOE, LayerKind.MTP):
         expert = (shard.expert_model_parallel_size, shard.expert_tensor_parallel_size)
@@ -45,7 +53,7 @@ def inner_degrees(dims: ParallelDims) -> tuple[int, int, int, int]:
     )
 
 
-def degrees(dims: ParallelDims) -> tuple[object, ...]:
+def degrees(dims: ParallelDims) -> Degrees:
     """Everything that places ranks; virtual stages do not."""
     return (
         *inner_degrees(dims),

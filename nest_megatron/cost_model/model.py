@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import Counter
 
 from nest_megatron.cluster.records import Cluster, CollectiveKind
+from nest_megatron.cost_model.block_times import BlockTimes, least_sum
 from nest_megatron.cost_model.communication import collective_time, send_time
 from nest_megatron.cost_model.data_parallel import ReplicaTraffic, replica_traffic
 from nest_megatron.cost_model.formats import expert_alignment
-from nest_megatron.cost_model.graph_times import GraphTimes, graph_times
 from nest_megatron.cost_model.host import beside_copies
 from nest_megatron.cost_model.keys import (
+    Degrees,
     GroupPlaces,
+    ShardKey,
+    UnitKey,
     degrees,
-    dense_shape,
     inner_degrees,
     split_block,
     unit_key,
@@ -23,9 +25,7 @@ from nest_megatron.cost_model.layer_cost import (
     UnitTimes,
     norm_stays,
     run_unit,
-    unit_times,
 )
-from nest_megatron.cost_model.measured import MeasuredTimes, piece_graph
 from nest_megatron.cost_model.memory import capacity_bytes, kept_input_bytes
 from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.settings import CostSettings
@@ -40,8 +40,7 @@ from nest_megatron.cost_model.unit_cost import (
     replica_cost,
     run_cost,
 )
-from nest_megatron.model.graph import Group
-from nest_megatron.model.parameters import ParameterCount, last_layer_kind, unit_parameters
+from nest_megatron.model.parameters import ParameterCount, unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
@@ -55,11 +54,11 @@ from nest_megatron.parallel.rank_order import (
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.profile.records import Piece, Source, pieces_of
+from nest_megatron.profile.records import Piece, Source
 from nest_megatron.units import Seconds, Ticks, to_ticks
 
-_GROUPS = (Group.TENSOR, Group.CONTEXT, Group.EXPERT, Group.EXPERT_TENSOR)
-
+#: Groups of dense layers or of experts: which, two degrees, the world's size.
+_Group = tuple[str, int, int, int]
 #: Which distinct unit stands at each place, the distinct units, and all their parameters.
 _Structure = tuple[bytes, tuple[tuple[LayerKind, ParameterCount], ...], ParameterCount]
 
@@ -88,25 +87,23 @@ class CostModel:
         self.settings = settings
         self.capacity_bytes = capacity_bytes(cluster.accelerator, settings)
         self.times = times
-        self._measured = MeasuredTimes(spec, cluster, settings, times)
+        self._blocks = BlockTimes(spec, cluster, settings, times)
         self._step = optimizer_step(cluster.accelerator, settings, times)
         self._sizes = cluster.group_sizes()
-        self._spans: dict[object, int] = {}
+        self._spans: dict[Degrees, int] = {}
         self._hosts = (cluster.launch_gpus_per_host, cluster.num_gpus)
-        self._places: dict[object, GroupPlaces] = {}
-        self._times: dict[object, UnitTimes] = {}
-        self._piece_times: dict[object, UnitTimes] = {}
-        self._graph_times: dict[object, GraphTimes] = {}
-        self._runs: dict[object, UnitRun] = {}
-        self._traffic: dict[object, ReplicaTraffic] = {}
-        self._structures: dict[object, _Structure] = {}
-        self._kinds: dict[object, tuple[UnitKind, ...]] = {}
-        self._held: dict[object, tuple[ReplicaCost, ...]] = {}
+        self._places: dict[_Group, GroupPlaces] = {}
+        self._times: dict[UnitKey, UnitTimes] = {}
+        self._runs: dict[tuple[UnitKey, Recompute], UnitRun] = {}
+        self._traffic: dict[tuple[Degrees, bool, bool], ReplicaTraffic] = {}
+        self._structures: dict[tuple[int, int, int, bool], _Structure] = {}
+        self._kinds: dict[tuple[ShardKey, bool, Recompute], tuple[UnitKind, ...]] = {}
+        self._replica_costs: dict[tuple[Degrees, ZeroStage], tuple[ReplicaCost, ...]] = {}
         self._num_units = Counter(spec.layer_kinds())
-        self._work: dict[object, Seconds] = {}
-        self._constants: dict[object, Ticks] = {}
-        self._links: dict[object, tuple[int, ...]] = {}
-        self._transfers: dict[object, tuple[Ticks, ...]] = {}
+        self._work: dict[ShardKey, Seconds] = {}
+        self._constants: dict[tuple[Degrees, int, ShardKey], Ticks] = {}
+        self._links: dict[Degrees, tuple[int, ...]] = {}
+        self._transfers: dict[tuple[Degrees, int, bool], tuple[Ticks, ...]] = {}
 
     def places(self, dims: ParallelDims) -> GroupPlaces:
         """Shapes of the groups inside a layer: tensor, context, expert, expert-tensor.
@@ -128,9 +125,9 @@ class CostModel:
         """A unit without recomputation, with its groups in the given places."""
         key = unit_key(kind, places, shard)
         if key not in self._times:
-            pieces = self._pieces(kind, places, shard)
+            blocks = self._blocks.of_unit(kind, places, shard)
             layers, device = self.spec.num_layers, self.cluster.accelerator
-            times = sum(pieces[1:], pieces[0])
+            times = sum(blocks[1:], blocks[0])
             self._times[key] = beside_copies(times, kind, shard.execution, layers, device)
         return self._times[key]
 
@@ -161,7 +158,7 @@ class CostModel:
         to ask for every shard of a large search.
         """
         if recompute == NO_RECOMPUTE and not shard.execution.offloads:
-            return _least_sum(self._pieces(kind, places, shard))
+            return least_sum(self._blocks.of_unit(kind, places, shard))
         run = self.run(kind, places, shard, recompute)
         forward, backward = run.forward.total, run.backward.total + run.recompute.total
         return max(0, to_ticks(forward) - 1), max(0, to_ticks(backward) - 1)
@@ -171,9 +168,9 @@ class CostModel:
     ) -> tuple[Ticks, Ticks]:
         """The same for what expert degrees do not change, without recomputation."""
         if kind is LayerKind.MOE:
-            return _least_sum((self._outside_experts(Piece.ATTENTION, places, shard),))
+            return least_sum((self._blocks.outside_experts(Piece.ATTENTION, places, shard),))
         if kind is LayerKind.MTP:
-            return _least_sum((self._outside_experts(Piece.MTP, places, shard),))
+            return least_sum((self._blocks.outside_experts(Piece.MTP, places, shard),))
         return self.least_time(kind, places, shard, NO_RECOMPUTE)
 
     def shard(self, grid: Grid) -> LayerShard:
@@ -202,7 +199,7 @@ class CostModel:
         """Whether attention keeps no score matrix: the device and the job both allow it."""
         return self.cluster.accelerator.flash_attention and self.settings.traits.flash_attention
 
-    def shard_key(self, grid: Grid) -> tuple[object, ...]:
+    def shard_key(self, grid: Grid) -> ShardKey:
         """What a unit's time depends on besides recomputation."""
         dims = grid.dims
         return (
@@ -333,89 +330,22 @@ class CostModel:
 
     def sources(self, grid: Grid) -> dict[Piece, Source]:
         """Where the compute time of each of the model's pieces comes from."""
-        shard = self.shard(grid)
-        return {p: self._measured.scale(p, shard).source for p in pieces_of(self.spec)}
-
-    def _pieces(
-        self, kind: LayerKind, places: GroupPlaces, shard: LayerShard
-    ) -> tuple[UnitTimes, ...]:
-        """A unit's pieces; each depends on fewer degrees than the whole and is kept by itself."""
-        if kind is LayerKind.EMBEDDING:
-            return (self._outside_experts(Piece.EMBEDDING, places, shard),)
-        if kind is LayerKind.HEAD:
-            return (self._outside_experts(Piece.HEAD, places, shard),)
-        if kind is LayerKind.MTP:
-            around = self._outside_experts(Piece.MTP, places, shard)
-            layer = self._pieces(last_layer_kind(self.spec), places, shard)
-            return (around, *(self.spec.num_mtp_layers * layer))
-        attention = self._outside_experts(Piece.ATTENTION, places, shard)
-        return (attention, self._feed_forward(kind, places, shard))
-
-    def _outside_experts(self, piece: Piece, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
-        """A piece that depends on no expert degree."""
-        shape, how = (piece, *dense_shape(places, shard)), shard.execution.outside_experts
-        if (shape, how) not in self._piece_times:
-            self._piece_times[shape, how] = self._price(piece, shape, places, shard)
-        return self._piece_times[shape, how]
-
-    def _feed_forward(self, kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
-        """Second half of a layer; of micro batch and context size only the tokens matter.
-
-        Measured times follow: ``profile.lookup.point_of`` knows no more of the two either.
-        """
-        has_experts, how = kind is LayerKind.MOE, shard.execution
-        expert = (shard.expert_model_parallel_size, shard.expert_tensor_parallel_size, places[2:])
-        shape = (
-            kind,
-            shard.tokens(self.spec),
-            shard.tensor_model_parallel_size,
-            shard.sequence_parallel,
-            places[0],
-            expert if has_experts else (),
-        )
-        beside = 0.0
-        if has_experts and how.overlap_moe_expert_parallel_comm:
-            attention = self._outside_experts(Piece.ATTENTION, places, shard)
-            beside = attention.whole_forward.compute + attention.backward.compute
-        key = (shape, how.of_experts if has_experts else how.outside_experts, beside)
-        if key not in self._piece_times:
-            piece = Piece.EXPERTS if has_experts else Piece.DENSE
-            self._piece_times[key] = self._price(piece, shape, places, shard, beside)
-        return self._piece_times[key]
-
-    def _price(
-        self,
-        piece: Piece,
-        shape: tuple[object, ...],
-        places: GroupPlaces,
-        shard: LayerShard,
-        beside_s: Seconds = 0.0,
-    ) -> UnitTimes:
-        execution = shard.execution
-        key = (shape, execution.of_graph)
-        if key not in self._graph_times:
-            shapes = dict(zip(_GROUPS, places, strict=True))
-            graph, scale = piece_graph(self.spec, piece, shard), self._measured.scale(piece, shard)
-            self._graph_times[key] = graph_times(
-                graph, shapes, self.cluster, self.settings, scale, execution
-            )
-        times, accelerator = self._graph_times[key], self.cluster.accelerator
-        return unit_times(times, accelerator, self.settings, execution, beside_s)
+        return self._blocks.sources(self.shard(grid))
 
     def replica_costs(self, dims: ParallelDims, zero: ZeroStage) -> tuple[ReplicaCost, ...]:
         """What the parameters of each distinct unit cost for their replicas' sake."""
         key = (degrees(dims), zero)
-        if key not in self._held:
+        if key not in self._replica_costs:
             per_rank = self.parameters(dims).total // dims.pipeline_model_parallel_size
             traffic, byte_s = self.traffic(dims, zero), memory_time(self.cluster.accelerator)
             prices = parameter_prices(
                 dims, zero, traffic, per_rank, self._step, byte_s, self.settings
             )
-            self._held[key] = tuple(
+            self._replica_costs[key] = tuple(
                 replica_cost(kind, count, prices, zero, self.settings)
                 for kind, count in self.distinct_units(dims)
             )
-        return self._held[key]
+        return self._replica_costs[key]
 
     def sends(self, grid: Grid) -> tuple[tuple[Ticks, ...], tuple[Ticks, ...]]:
         """Transfer time from each chunk to the next, and from each chunk to the previous one."""
@@ -444,9 +374,3 @@ class CostModel:
             ranks = range(p if p > 1 else 0)
             self._links[key] = tuple(pipeline_link_level(dims, rank, self._sizes) for rank in ranks)
         return self._links[key]
-
-
-def _least_sum(pieces: tuple[UnitTimes, ...]) -> tuple[Ticks, Ticks]:
-    forward = sum(piece.whole_forward.total for piece in pieces)
-    backward = sum(piece.backward.total for piece in pieces)
-    return max(0, to_ticks(forward) - 1), max(0, to_ticks(backward) - 1)

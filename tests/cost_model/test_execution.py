@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from nest_megatron.cost_model import model as model_module
+from nest_megatron.cost_model import block_times
 from nest_megatron.cost_model.execution_flags import execution_of
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
@@ -121,13 +121,13 @@ def test_a_graph_is_priced_once_for_all_that_only_hides_traffic(
 ) -> None:
     """Searched with them, overlaps multiply candidates and no operators."""
     made = []
-    whole = model_module.piece_graph
+    whole = block_times.piece_graph
 
     def counted(spec: TransformerSpec, piece: Piece, shard: LayerShard) -> LayerGraph:
         made.append(piece)
         return whole(spec, piece, shard)
 
-    monkeypatch.setattr(model_module, "piece_graph", counted)
+    monkeypatch.setattr(block_times, "piece_graph", counted)
     settings = CostSettings(ep_overlap=0.7)
     cluster = catalogue.cluster("dgx_h100", num_gpus=64)
     model = CostModel(catalogue.model("deepseek_v3"), cluster, settings)
