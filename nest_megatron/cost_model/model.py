@@ -38,7 +38,7 @@ from nest_megatron.cost_model.unit_cost import (
     optimizer_step,
     parameter_prices,
     replica_cost,
-    run_cost,
+    unit_kind,
 )
 from nest_megatron.model.parameters import ParameterCount, unit_parameters
 from nest_megatron.model.shard import LayerShard
@@ -231,10 +231,7 @@ class CostModel:
                 again = elsewhere if kind is LayerKind.MTP else covered
                 run = self.run(kind, places, shard, elsewhere)
                 block = run if again == elsewhere else self.run(kind, places, shard, again)
-                cost = run_cost(run, block)
-                kinds.append(
-                    UnitKind(kind=kind, run=run, block_run=block, parameters=count, cost=cost)
-                )
+                kinds.append(unit_kind(kind, count, run, block))
             self._kinds[key] = tuple(kinds)
         return self._kinds[key]
 

@@ -25,7 +25,7 @@ class StageProblems:
     def __init__(self, model: CostModel, grid: Grid) -> None:
         self.model = model
         self.grid = grid
-        self._held = model.replica_costs(grid.dims, grid.zero)
+        self._replica_costs = model.replica_costs(grid.dims, grid.zero)
         self._sends = model.sends(grid)
         self._constant = model.constant(grid)
         self._sequence = model.sequence(grid.dims)
@@ -74,15 +74,17 @@ class StageProblems:
                 share = early_forward_share(p, v, count)
             self._costs[key] = tuple(
                 unit_cost(
-                    kind.cost,
-                    held,
+                    kind,
+                    replica,
                     self.model.settings,
                     window,
                     early_share=share,
                     least_tail=least_tails,
                 )
-                for kind, held in zip(
-                    self.model.kinds_under(self.grid, covered, elsewhere), self._held, strict=True
+                for kind, replica in zip(
+                    self.model.kinds_under(self.grid, covered, elsewhere),
+                    self._replica_costs,
+                    strict=True,
                 )
             )
         return self._costs[key]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from nest_megatron.cluster.records import Accelerator
@@ -53,9 +52,17 @@ class ParameterPrices(NamedTuple):
     byte_s: Seconds
 
 
-class RunCost(NamedTuple):
-    """What a unit's passes cost; replicas aside, so grids that run it alike share it."""
+class UnitKind(NamedTuple):
+    """A distinct unit of a grid: its passes in ticks and bytes, its parameters on one rank.
 
+    Replicas aside, so that grids which run it alike share it. ``block_run`` and the ``block_``
+    fields hold among the layers that block recomputation covers.
+    """
+
+    kind: LayerKind
+    parameters: ParameterCount
+    run: UnitRun
+    block_run: UnitRun
     forward_s: Seconds
     backward_s: Seconds
     block_backward_s: Seconds
@@ -87,17 +94,6 @@ class ReplicaCost(NamedTuple):
     static: StaticBytes
     static_bytes: Bytes
     unsharded_bytes: Bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitKind:
-    """A distinct unit of a grid: its kind, its run, its parameters on one rank."""
-
-    kind: LayerKind
-    run: UnitRun
-    block_run: UnitRun
-    parameters: ParameterCount
-    cost: RunCost
 
 
 def replicas(dims: ParallelDims) -> tuple[int, int]:
@@ -181,16 +177,18 @@ def overlap_window(dims: ParallelDims, num_microbatches: int) -> float:
     return (min(p, num_microbatches) * (v - 1) + 1) / v
 
 
-def run_cost(run: UnitRun, block: UnitRun) -> RunCost:
-    """A unit's passes in ticks and bytes.
-
-    Args:
-        block: the run of the unit among the layers that a block computes again.
-    """
+def unit_kind(
+    kind: LayerKind, parameters: ParameterCount, run: UnitRun, block_run: UnitRun
+) -> UnitKind:
+    """A unit's passes in ticks and bytes."""
     forward = run.forward.total
     backward = run.backward.total + run.recompute.total
-    block_backward = block.backward.total + block.recompute.total
-    return RunCost(
+    block_backward = block_run.backward.total + block_run.recompute.total
+    return UnitKind(
+        kind=kind,
+        parameters=parameters,
+        run=run,
+        block_run=block_run,
         forward_s=forward,
         backward_s=backward,
         block_backward_s=block_backward,
@@ -198,9 +196,9 @@ def run_cost(run: UnitRun, block: UnitRun) -> RunCost:
         backward=to_ticks(backward),
         block_backward=to_ticks(block_backward),
         saved_bytes=round(run.saved_bytes),
-        block_saved_bytes=round(block.saved_bytes),
+        block_saved_bytes=round(block_run.saved_bytes),
         working_bytes=round(run.working_bytes),
-        block_working_bytes=round(block.working_bytes),
+        block_working_bytes=round(block_run.working_bytes),
     )
 
 
@@ -275,8 +273,8 @@ def _copied_bytes(kind: LayerKind, zero: ZeroStage, settings: CostSettings) -> t
 
 
 def unit_cost(
-    run: RunCost,
-    held: ReplicaCost,
+    unit: UnitKind,
+    replica: ReplicaCost,
     settings: CostSettings,
     window: float,
     *,
@@ -286,43 +284,43 @@ def unit_cost(
     """One unit in ticks and bytes, data-parallel traffic included.
 
     Args:
-        held: of the unit's parameters.
+        replica: of the unit's parameters.
         window: passes of the unit beside which traffic between replicas can run.
         early_share: what passes ahead of the schedule add to what is kept.
         least_tail: hide as much of the gradient reduction as any recompute setting can hide.
             Recomputation lengthens passes and hides more behind them; with the first counted as
             none and the second as all, a partition takes no longer than under any setting.
     """
-    if held.shard_backward_s or held.exposed_backward_s:
-        run = _beside_shards(run, held, settings)
+    if replica.shard_backward_s or replica.exposed_backward_s:
+        unit = _beside_shards(unit, replica, settings)
     overlap, more = settings.dp_overlap * window, 1.0 + early_share
-    tail_rest = held.tail_least
+    tail_rest = replica.tail_least
     if not least_tail:
-        tail_rest = _signed_ticks(held.reduce_s - overlap * run.backward_s)
+        tail_rest = _signed_ticks(replica.reduce_s - overlap * unit.backward_s)
     return UnitCost(  # by place, since a search makes hundreds of thousands
-        run.forward,
-        run.backward,
-        run.block_backward,
-        held.head_least,
-        _signed_ticks(held.gather_s - overlap * run.forward_s),
-        held.tail_least,
+        unit.forward,
+        unit.backward,
+        unit.block_backward,
+        replica.head_least,
+        _signed_ticks(replica.gather_s - overlap * unit.forward_s),
+        replica.tail_least,
         tail_rest,
-        held.optimizer,
-        held.static_bytes,
-        math.ceil(more * run.saved_bytes),
-        math.ceil(more * run.block_saved_bytes),
-        run.working_bytes + held.unsharded_bytes,
-        run.block_working_bytes + held.unsharded_bytes,
+        replica.optimizer,
+        replica.static_bytes,
+        math.ceil(more * unit.saved_bytes),
+        math.ceil(more * unit.block_saved_bytes),
+        unit.working_bytes + replica.unsharded_bytes,
+        unit.block_working_bytes + replica.unsharded_bytes,
     )
 
 
-def _beside_shards(run: RunCost, held: ReplicaCost, settings: CostSettings) -> RunCost:
+def _beside_shards(unit: UnitKind, replica: ReplicaCost, settings: CostSettings) -> UnitKind:
     """Passes beside which shards travel, in each micro batch."""
-    sent, late = held.shard_backward_s, held.exposed_backward_s
-    forward = _beside(settings, run.forward_s, held.shard_forward_s) + held.exposed_forward_s
-    backward = _beside(settings, run.backward_s, sent) + late
-    block_backward = _beside(settings, run.block_backward_s, sent) + late
-    return run._replace(
+    sent, late = replica.shard_backward_s, replica.exposed_backward_s
+    forward = _beside(settings, unit.forward_s, replica.shard_forward_s) + replica.exposed_forward_s
+    backward = _beside(settings, unit.backward_s, sent) + late
+    block_backward = _beside(settings, unit.block_backward_s, sent) + late
+    return unit._replace(
         forward_s=forward,
         backward_s=backward,
         block_backward_s=block_backward,
