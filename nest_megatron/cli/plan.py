@@ -262,7 +262,7 @@ def _say_where(plan: ParallelPlan, composed: Composed) -> None:
         verdict = memory_verdict(
             predicted.peak_memory_bytes, predicted.capacity_bytes, plan.search.not_modelled
         )
-        print(f"{verdict[0].upper()}{verdict[1:]} on the fullest GPU.", file=sys.stderr)
+        print(f"{verdict[0].upper()}{verdict[1:]}: peak memory per GPU.", file=sys.stderr)
 
 
 def _show_command(plan: ParallelPlan, composed: Composed, request: CommandRequest) -> None:

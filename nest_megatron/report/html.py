@@ -65,7 +65,7 @@ def html_report(
         ("Where the time of a step goes", _time(plan)),
         ("Memory", _memory(plan)),
         ("Timeline", _timeline(plan, times)),
-        ("Where groups lie", groups(plan)),
+        ("Communication groups by network level", groups(plan)),
         ("What the plan sets, and why", choices(plan)),
         ("Runners-up", joined((alternatives(plan, times), _shortlist(plan)))),
         ("The search", _search(plan)),
@@ -101,7 +101,7 @@ def _headline(plan: ParallelPlan) -> Markup:
         "tokens/s per GPU": f"{predicted.tokens_per_s_per_gpu:,.0f}",
         "MFU": f"{100 * predicted.mfu:.1f} %",
         "TFLOP/s per GPU": f"{predicted.model_tflops_per_gpu:,.0f}",
-        "fullest GPU": format_gib(predicted.peak_memory_bytes),
+        "peak memory per GPU": format_gib(predicted.peak_memory_bytes),
         **({} if known is None else {"runs out of memory": format_chance(known.out_of_memory)}),
         "GPUs used": f"{gpus:,}",
     }

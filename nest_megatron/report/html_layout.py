@@ -1,4 +1,4 @@
-"""The report's sections on the layout: degrees, stages, where groups lie, runners-up."""
+"""The report's sections on the layout: degrees, stages, communication groups, runners-up."""
 
 from __future__ import annotations
 

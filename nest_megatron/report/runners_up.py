@@ -104,7 +104,7 @@ def _unusual(plan: ParallelPlan, rows: Sequence[Mapping[str, str]]) -> dict[str,
 def _table(columns: Mapping[str, Sequence[str]]) -> FittingTable:
     table = FittingTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
     for head, cells in columns.items():
-        # What is computed again is the one text that gives way on a narrow terminal.
+        # Recomputed modules are the one text that gives way on a narrow terminal.
         widest = max(map(len, (head, *cells)))
         last = head == "Recompute"
         table.add_column(

@@ -79,7 +79,7 @@ def explain_report(
     """
     parts: list[RenderableType] = [summary(plan), _time_heading(plan), time_bars(plan)]
     parts += [_heading("Memory of each pipeline rank, GiB"), memory_table(plan, short=False)]
-    parts += [_heading("Where groups of ranks lie"), placement_table(plan)]
+    parts += [_heading("Communication groups by network level"), placement_table(plan)]
     if plan.alternatives:
         parts += [_heading("Why this one: what each runner-up loses"), alternatives_table(plan)]
         parts.append(_difference_lines(differences))
@@ -102,7 +102,7 @@ def summary(plan: ParallelPlan) -> RenderableType:
         ("Batch", _batch(plan)),
         ("Memory", _memory_line(plan)),
         ("Recompute", Text(grid.recompute.label())),
-        ("Sharing", Text(_sharing(plan))),
+        ("Sharding", Text(_sharding_words(plan))),
         ("Rank order", Text(str(plan.placement.rank_order))),
     ]
     if execution := plan.execution.words(experts=plan.model.is_moe):
@@ -168,7 +168,7 @@ def _batch(plan: ParallelPlan) -> Text:
 def _memory_line(plan: ParallelPlan) -> Text:
     predicted = plan.predicted
     peak, capacity = predicted.peak_memory_bytes, predicted.capacity_bytes
-    text = Text(f"{format_gib(peak)} of {format_gib(capacity)} on the fullest GPU")
+    text = Text(f"{format_gib(peak)} of {format_gib(capacity)}, peak memory per GPU")
     verdict = memory_verdict(peak, capacity, plan.search.not_modelled)
     if verdict:
         text.append(f"   {verdict}", style="yellow" if predicted.fits else "bold red")
@@ -177,7 +177,7 @@ def _memory_line(plan: ParallelPlan) -> Text:
     return text
 
 
-def _sharing(plan: ParallelPlan) -> str:
+def _sharding_words(plan: ParallelPlan) -> str:
     chosen = plan.parallel
     by = sharding(chosen)
     if by is DataParallelSharding.TORCH_FSDP2:
@@ -329,7 +329,7 @@ def no_plan_report(refusal: NoPlan) -> RenderableType:
     """Nothing fits: by how much, where, and what helps."""
     most = "" if refusal.complete else "at most "
     rows = [
-        ("Binding", Text("memory on the fullest GPU of the plan that needs least")),
+        ("Binding", Text("peak memory per GPU, of the plan that needs least")),
         ("Missing", Text(f"{most}{format_gib(refusal.missing_bytes)}", style="bold red")),
         ("Needed", Text(f"{most}{format_gib(refusal.shortage.needed_bytes)}")),
         ("Usable", Text(f"{format_gib(refusal.capacity_bytes)} on each GPU")),

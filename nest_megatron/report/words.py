@@ -29,12 +29,12 @@ TERM_WORDS = {
     "cp_communication": "context parallel",
     "ep_communication": "expert parallel",
     "pp_communication": "pipeline transfers",
-    "pipeline_bubble": "waiting (bubble)",
+    "pipeline_bubble": "pipeline bubble",
     "dp_communication": "gradient sync",
     "optimizer": "optimizer step",
     "embedding_sync": "embedding sync",
     "stragglers": "slowest ranks",
-    "host": "host work",
+    "host": "CPU overhead",
 }
 
 
@@ -190,9 +190,9 @@ def headroom_words(found: Headroom) -> str:
 
     >>> headroom_words(Headroom(
     ...     wanted=0.1, left=0.06, more=0.1, more_costs_percent=2.0, is_searched=False))
-    '6.0 % of the fullest GPU; 10 % would cost at most 2.0 %'
+    '6.0 % of GPU memory at the peak; 10 % would cost at most 2.0 %'
     """
-    words = f"{100 * found.left:.1f} % of the fullest GPU"
+    words = f"{100 * found.left:.1f} % of GPU memory at the peak"
     more, costs = f"{100 * found.more:g} %", found.more_costs_percent
     if costs is None:
         told = found.is_searched or found.is_tight
@@ -332,7 +332,7 @@ def term_words(differences: Mapping[str, float], *, most: int = 4) -> str:
     """Where a runner-up spends more and where less, largest first.
 
     >>> term_words({"compute": 0.0, "pipeline_bubble": 0.25, "tp_communication": -0.1})
-    '+250.0 ms waiting (bubble), -100.0 ms tensor parallel'
+    '+250.0 ms pipeline bubble, -100.0 ms tensor parallel'
     """
     largest = sorted(differences.items(), key=lambda item: -abs(item[1]))[:most]
     told = [(name, seconds) for name, seconds in largest if abs(seconds) >= 5e-5]

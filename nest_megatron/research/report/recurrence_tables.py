@@ -62,7 +62,7 @@ def stages_table(stages: Sequence[PlannedStage]) -> RenderableType:
         cells += [_devices(stage), _zero(stage), stage.link_in, format_seconds(stage.time_s)]
         cells.append(f"{format_gib(stage.memory_bytes)}{' r' if stage.recompute else ''}")
         table.add_row(*cells, style="bold" if stage.time_s == slowest else "")
-    return Group(table, Text("  r: the forward pass is computed again")) if _any(stages) else table
+    return Group(table, Text("  r: the forward pass is recomputed")) if _any(stages) else table
 
 
 def _any(stages: Sequence[PlannedStage]) -> bool:
