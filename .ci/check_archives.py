@@ -26,6 +26,8 @@ WHEEL_HOLDS = (
     "nest_megatron/hydra_configs/hydra_app/__init__.py",
     "nest_megatron/hydra_configs/hydra_app/nest/auto.yaml",
     "nest_megatron/py.typed",
+    "nest_megatron/report/templates/plan.html",
+    "nest_megatron/report/templates/style.css",
     "nest_megatron/recipes/__init__.py",
     "nest_megatron/cost_model/_schedule.",
     "nest_megatron/research/nest_artifact/_nest_cuts.",

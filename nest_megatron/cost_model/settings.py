@@ -50,7 +50,7 @@ class CostSettings:
             those that did not fit (``docs/accuracy.md``).
         straggler_delay_s: standard deviation of what a rank is late after a second of work, growing
             with its square root (``stragglers``; fitted in ``calibration/stragglers.yaml``).
-        iteration_floor_s: host work of a step that nothing hides (data, logging, launch).
+        iteration_floor_s: CPU overhead of a step that nothing hides (data, logging, launch).
         traits: how the job is executed.
         target: name of the framework and release whose defaults fill what the job leaves open
             (``cost_model/targets.py``); ``None`` for the cost model's own.

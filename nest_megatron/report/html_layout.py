@@ -1,21 +1,22 @@
-"""The report's sections on the layout: degrees, stages, communication groups, runners-up."""
+"""The HTML report's sections on the layout: degrees, stages, communication groups, runners-up."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from math import prod
+from typing import Any
 
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.diff import plan_values, reason
 from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.plan import Alternative, ParallelPlan, zero_stage
+from nest_megatron.parallel.plan import Alternative, ParallelPlan
 from nest_megatron.parallel.rank_order import GroupKind, group_of_rank, group_shape
 from nest_megatron.plain import to_plain
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.differences import term_differences
-from nest_megatron.report.markup import Markup, element, joined, table
 from nest_megatron.report.words import incomplete_ranking, term_words, ties
-from nest_megatron.units import GB, Seconds, format_gib, format_seconds
+from nest_megatron.units import GB, format_gib, format_seconds
 
 _LETTERS = {
     LayerKind.EMBEDDING: ("E", "embedding"),
@@ -43,20 +44,12 @@ _DEGREES = (
 )
 
 
-def choices(plan: ParallelPlan) -> Markup:
+def choices(plan: ParallelPlan) -> Sequence[tuple[str, str, str]]:
     """Every parallel field with its value and the reason."""
-    rows = [
-        (element("code", name), element("code", shown(value)), reason(plan, name))
-        for name, value in plan_values(plan).items()
-    ]
-    return table(
-        ("Megatron's name", "value", "why"),
-        rows,
-        "Megatron's fields as the plan writes them into the job",
-    )
+    return [(name, _shown(value), reason(plan, name)) for name, value in plan_values(plan).items()]
 
 
-def shown(value: object) -> str:
+def _shown(value: object) -> str:
     """A field's value as text; an unset one is a dash."""
     plain = to_plain(value)
     if plain is None or plain == []:
@@ -66,177 +59,134 @@ def shown(value: object) -> str:
     return ", ".join(map(str, plain)) if isinstance(plain, list) else str(plain)
 
 
-def stages(plan: ParallelPlan) -> Markup:
+def stages(plan: ParallelPlan) -> Mapping[str, Any]:
     """Every pipeline rank: its layers, its share of time and its memory against the capacity."""
-    predicted, partition = plan.predicted, plan.partition()
-    slowest = max(stage.forward_s + stage.backward_s for stage in predicted.stages)
-    room = f"min-width:{min(24.0, 2.9 * len(predicted.stages[0].layers)):.1f}em"
+    predicted = plan.predicted
     every = plan.placement.rank_order is RankOrder.TP_CP_EP_DP_PP
-    rows = []
-    for rank, stage in enumerate(predicted.stages):
-        memory, spent = sum(stage.memory_bytes.values()), stage.forward_s + stage.backward_s
-        chunks = [_chunk(plan, chunk) for chunk in partition.chunks_of_rank(rank)]
-        gpus = "–".join(map(str, plan.placement.stage_ranks[rank]))
-        share = memory / predicted.capacity_bytes
-        rows.append(
-            (
-                str(rank),
-                element("span", gpus, class_="num"),
-                element("span", *chunks, class_="chunks", style=room),
-                f"{stage.parameters / 1e9:.2f} B",
-                metered(spent / slowest, format_seconds(spent)),
-                f"{100 * stage.busy_share:.0f} %",
-                metered(share, f"{format_gib(memory)} ({100 * share:.1f} %)"),
-            )
-        )
-    head = (
-        "rank",
-        "GPUs" if every else "GPUs of its first replica",
-        "layers, chunk by chunk",
-        "parameters per GPU",
-        "time per micro batch",
-        "busy",
-        f"memory of {format_gib(predicted.capacity_bytes)}",
-    )
-    caption = "Pipeline ranks. The time bar is relative to the slowest rank."
-    return joined((_letters(plan), table(head, rows, caption, numeric=4)))
+    return {
+        "head": (
+            "rank",
+            "GPUs" if every else "GPUs of its first replica",
+            "layers, chunk by chunk",
+            "parameters per GPU",
+            "time per micro batch",
+            "busy",
+            f"memory of {format_gib(predicted.capacity_bytes)}",
+        ),
+        "rows": [_stage(plan, rank) for rank in range(len(predicted.stages))],
+        "kinds": [_run(plan, kind, 1) for kind in dict.fromkeys(plan.model.layer_kinds())],
+        "width_em": f"{min(24.0, 2.9 * len(predicted.stages[0].layers)):.1f}",
+    }
 
 
-def metered(share: float, words: str) -> Markup:
-    """A figure beside a small bar for its share of a whole; beyond the whole the bar turns red."""
-    full = element("i", style=f"width:{100 * min(1.0, max(0.0, share)):.1f}%")
-    kind = "meter bad" if share > 1 else "meter"
-    bar = element("span", full, class_=kind, aria_hidden="true")
-    return element("span", bar, words, class_="metered")
+def _stage(plan: ParallelPlan, rank: int) -> Mapping[str, Any]:
+    predicted, kinds = plan.predicted, plan.model.layer_kinds()
+    stage = predicted.stages[rank]
+    slowest = max(each.forward_s + each.backward_s for each in predicted.stages)
+    memory, spent = sum(stage.memory_bytes.values()), stage.forward_s + stage.backward_s
+    share = memory / predicted.capacity_bytes
+    return {
+        "rank": rank,
+        "gpus": "–".join(map(str, plan.placement.stage_ranks[rank])),
+        "chunks": [
+            [_run(plan, kind, len(list(run))) for kind, run in groupby(kinds[u] for u in units)]
+            for units in plan.partition().chunks_of_rank(rank)
+        ],
+        "parameters": f"{stage.parameters / 1e9:.2f} B",
+        "time": format_seconds(spent),
+        "time_share": spent / slowest,
+        "busy": f"{100 * stage.busy_share:.0f} %",
+        "memory": f"{format_gib(memory)} ({100 * share:.1f} %)",
+        "memory_share": share,
+    }
 
 
-def swatches(named: list[tuple[str, str]]) -> Markup:
-    """A legend: names with their colours."""
-    items = [element("li", swatch(colour), name) for name, colour in named]
-    return element("ul", *items, class_="legend")
+def _run(plan: ParallelPlan, kind: LayerKind, count: int) -> Mapping[str, Any]:
+    """Neighbouring layers of one kind."""
+    letter, name = _LETTERS[kind]
+    count *= plan.model.num_mtp_layers if kind is LayerKind.MTP else 1
+    return {"kind": kind.value, "letter": letter, "name": name, "count": count}
 
 
-def swatch(colour: str) -> Markup:
-    """A small square of a colour."""
-    return element("span", class_="swatch", style=f"background:{colour}")
-
-
-def groups(plan: ParallelPlan) -> Markup:
+def groups(plan: ParallelPlan) -> Mapping[str, Any]:
     """For each kind of group, how its members spread over the network levels."""
     dims, cluster = plan.grid().dims, plan.cluster
     levels, sizes = cluster.levels, cluster.group_sizes()
     reached = [i for i, size in enumerate(sizes) if i == 0 or size > sizes[i - 1]]
-    head = ["group", "GPUs in it"]
-    for i in reached:
-        rate = f"{levels[i].bandwidth_bytes_per_s / GB:g} GB/s per GPU"
-        head.append(f"{levels[i].name}: {sizes[i]} GPUs, {rate}")
     rows = []
     for name, words, kind in _GROUPS:
         if "expert" in words and plan.model.num_experts is None:
             continue
-        shape = group_shape(dims, kind, sizes)
-        size = len(group_of_rank(dims, kind, 0))
-        cells = [_reach(level, shape) for level in reached]
+        shape, size = group_shape(dims, kind, sizes), len(group_of_rank(dims, kind, 0))
+        row = {"name": words, "size": size, "levels": [_reach(i, shape) for i in reached]}
         far = plan.placement.group_levels[name] if size > 1 else "no communication"
-        rows.append((words, str(size), *cells, far))
-    head.append("farthest level crossed")
-    caption = (
-        "Members of one group inside one node and inside each wider level; 4 × 2 are four inner "
-        f"groups with two members each. Rank order {plan.placement.rank_order.value}."
+        rows.append({**row, "farthest": far})
+    columns = (
+        f"{levels[i].name}: {sizes[i]} GPUs, {levels[i].bandwidth_bytes_per_s / GB:g} GB/s per GPU"
+        for i in reached
     )
-    return table(head, rows, caption)
+    return {
+        "head": ("group", "GPUs in it", *columns, "farthest level crossed"),
+        "rows": rows,
+        "caption": "Members of one group inside one node and inside each wider level; 4 × 2 are "
+        "four inner groups with two members each. Rank order "
+        f"{plan.placement.rank_order.value}.",
+    }
 
 
-def alternatives(plan: ParallelPlan, times: LayerTimes | None = None) -> Markup:
-    """Runners-up: what they lose, and what they do differently."""
-    if not plan.alternatives:
-        return element("p", "The plan names no runners-up.", class_="soft")
-    best, others = _best(plan), [_described(other) for other in plan.alternatives]
-    same = {name for name, text in best.items() if all(o[name] == text for o in others)}
-    best = {name: text for name, text in best.items() if name not in same}
-    told = any(other.chance_slower is not None for other in plan.alternatives)
-    sure = ["this plan is faster"] if told else []
-    head = ["slower by", *sure, "step", *best, "where the time goes"]
-    rows = []
-    lost = term_differences(plan, times)
-    for other, described, terms in zip(plan.alternatives, others, lost, strict=True):
-        cells = [
-            element("span", described[name], class_=None if described[name] == text else "differs")
-            for name, text in best.items()
-        ]
-        why = term_words(terms, most=3) if terms else "priced otherwise by this version"
-        by = f"{other.slower_percent:.2f} %"
-        odds = "" if other.chance_slower is None else f"{100 * other.chance_slower:.0f} % sure"
-        rows.append((by, *[odds][: len(sure)], _time(other.iteration_time_s), *cells, why))
-    step = _time(plan.predicted.iteration_time_s)
-    own = ("this plan", *[""][: len(sure)], step, *best.values(), "")
-    caption = "Other layouts at their best. What differs is marked, what all share is left out."
-    caption = " ".join(filter(None, (caption, ties(plan), incomplete_ranking(plan.search))))
-    return table(head, [own, *rows], caption)
-
-
-def _time(seconds: Seconds) -> Markup:
-    return element("span", format_seconds(seconds), class_="num")
-
-
-def _chunk(plan: ParallelPlan, units: range) -> Markup:
-    kinds = plan.model.layer_kinds()
-    runs = [(kind, len(list(run))) for kind, run in groupby(kinds[unit] for unit in units)]
-    return element("span", *(_run(plan, kind, count) for kind, count in runs), class_="chunk")
-
-
-def _run(plan: ParallelPlan, kind: LayerKind, count: int) -> Markup:
-    letter, name = _LETTERS[kind]
-    count *= plan.model.num_mtp_layers if kind is LayerKind.MTP else 1
-    text = f"{letter}×{count}" if count > 1 else letter
-    return element("span", text, class_=f"u-{kind.value}", title=f"{count} × {name}")
-
-
-def _letters(plan: ParallelPlan) -> Markup:
-    used = list(dict.fromkeys(plan.model.layer_kinds()))
-    items = [
-        element(
-            "li",
-            element(
-                "span", element("span", _LETTERS[kind][0], class_=f"u-{kind.value}"), class_="chunk"
-            ),
-            f" {_LETTERS[kind][1]}",
-        )
-        for kind in used
-    ]
-    return element("ul", *items, class_="legend")
-
-
-def _reach(level: int, shape: tuple[int, ...]) -> Markup:
-    """Members of a group inside one group of a level; marked where the level links them."""
+def _reach(level: int, shape: tuple[int, ...]) -> tuple[str, bool]:
+    """Members of a group inside one group of a level, and whether the level links them."""
     inner, fan_out = prod(shape[:level]), shape[level]
     if inner == prod(shape):
-        return element("span", "–")
+        return "–", False
     if fan_out == 1 or level == 0:
-        return element("span", str(inner * fan_out))
-    return element("span", f"{fan_out} × {inner}", class_="differs")
+        return str(inner * fan_out), False
+    return f"{fan_out} × {inner}", True
 
 
-def _best(plan: ParallelPlan) -> dict[str, str]:
-    chosen, grid = plan.parallel, plan.grid()
+def runners_up(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[str, Any] | None:
+    """Runners-up: what they lose, and what they do differently; columns all share are left out."""
+    if not plan.alternatives:
+        return None
+    own = Alternative.of(
+        plan.grid(),
+        pipeline_model_parallel_layout=plan.parallel.pipeline_model_parallel_layout,
+        iteration_time_s=plan.predicted.iteration_time_s,
+        slower_percent=0.0,
+    )
+    best, others = _described(own), [_described(other) for other in plan.alternatives]
+    differ = [name for name in best if any(other[name] != best[name] for other in others)]
+    told = any(other.chance_slower is not None for other in plan.alternatives)
+    rows = [_runner_up("this plan", own, [(best[name], True) for name in differ], "", told)]
+    lost = term_differences(plan, times)
+    for other, described, terms in zip(plan.alternatives, others, lost, strict=True):
+        degrees = [(described[name], described[name] == best[name]) for name in differ]
+        why = term_words(terms, most=3) if terms else "priced otherwise by this version"
+        rows.append(_runner_up(f"{other.slower_percent:.2f} %", other, degrees, why, told))
+    caption = "Other layouts at their best. What differs is marked, what all share is left out."
+    sure = ("this plan is faster",) if told else ()
     return {
-        "GPUs": str(plan.placement.num_gpus),
-        **{short: shown(getattr(chosen, name)) for short, name in _DEGREES},
-        "micro batch": str(plan.train.micro_batch_size),
-        "ZeRO": str(int(zero_stage(chosen))),
-        "recompute": grid.recompute.label().replace("+", " + "),
-        "rank order": plan.placement.rank_order.value,
-        "stage layout": shown(chosen.pipeline_model_parallel_layout),
+        "head": ("slower by", *sure, "step", *differ, "where the time goes"),
+        "rows": rows,
+        "caption": " ".join(filter(None, (caption, ties(plan), incomplete_ranking(plan.search)))),
     }
+
+
+def _runner_up(
+    first: str, other: Alternative, degrees: Sequence[tuple[str, bool]], why: str, told: bool
+) -> Mapping[str, Any]:
+    odds = "" if other.chance_slower is None else f"{100 * other.chance_slower:.0f} % sure"
+    figures = [*([odds] if told else []), format_seconds(other.iteration_time_s)]
+    return {"first": first, "figures": figures, "degrees": degrees, "why": why}
 
 
 def _described(other: Alternative) -> dict[str, str]:
     return {
         "GPUs": str(other.num_gpus),
-        **{short: shown(getattr(other, name)) for short, name in _DEGREES},
+        **{short: _shown(getattr(other, name)) for short, name in _DEGREES},
         "micro batch": str(other.micro_batch_size),
         "ZeRO": str(other.zero_stage),
         "recompute": other.recompute.replace("+", " + "),
         "rank order": other.rank_order.value,
-        "stage layout": shown(other.pipeline_model_parallel_layout),
+        "stage layout": _shown(other.pipeline_model_parallel_layout),
     }

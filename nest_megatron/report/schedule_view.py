@@ -22,8 +22,8 @@ class SpanKind(Name):
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    HEAD = "weight gather"
-    TAIL = "gradient reduction"
+    PARAMETER_GATHER = "parameter gather"
+    GRADIENT_REDUCTION = "gradient reduction"
     OPTIMIZER = "optimizer"
     OTHER = "outside the schedule"
 
@@ -136,15 +136,15 @@ def _spans(
     step = max(ends)  # every rank waits for the last one's gradients (norm, overflow check)
     after = step + max(evaluation.optimizers)
     around = (
-        (SpanKind.HEAD, 0, evaluation.heads[rank]),
-        (SpanKind.TAIL, evaluation.ends[rank], ends[rank]),
+        (SpanKind.PARAMETER_GATHER, 0, evaluation.heads[rank]),
+        (SpanKind.GRADIENT_REDUCTION, evaluation.ends[rank], ends[rank]),
         (SpanKind.OPTIMIZER, step, step + evaluation.optimizers[rank]),
         (SpanKind.OTHER, after, after + problem.constant),
     )
     edges = [Span(kind, to_seconds(a), to_seconds(b)) for kind, a, b in around if b > a]
     work = [_span(timed, problem.num_stages) for timed in passes]
-    head = [span for span in edges if span.kind is SpanKind.HEAD]
-    return (*head, *work, *(span for span in edges if span.kind is not SpanKind.HEAD))
+    head = [span for span in edges if span.kind is SpanKind.PARAMETER_GATHER]
+    return (*head, *work, *(span for span in edges if span.kind is not SpanKind.PARAMETER_GATHER))
 
 
 def _span(timed: TimedOp, num_stages: int) -> Span:

@@ -1,29 +1,28 @@
 """The schedule timeline of a plan: a trace file for Perfetto, and a picture.
 
-The picture needs matplotlib (the ``report`` extra); the trace and the HTML report need nothing.
+The HTML report shows the same picture as a part of its page.
 """
 
 from __future__ import annotations
 
-import io
+import functools
 import json
 from collections import defaultdict
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nest_megatron.errors import UserInputError
-from nest_megatron.files import MARK, write_bytes
-from nest_megatron.packages import install_command
+from nest_megatron.files import MARK
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.report.palette import (
-    PICTURE_STYLE,
-    backward_colour,
-    forward_colour,
+from nest_megatron.report.charts import (
+    IDLE,
+    OTHER_COLOUR,
+    SOFT,
+    check_suffix,
     ink_on,
-    picture_metadata,
+    inline_svg,
+    write_chart,
 )
 from nest_megatron.report.schedule_view import (
     ScheduleView,
@@ -35,27 +34,37 @@ from nest_megatron.report.schedule_view import (
 )
 from nest_megatron.units import format_seconds
 
-#: Formats that ``draw_timeline`` writes, by suffix.
-SUFFIXES = (".png", ".svg")
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
 #: Colours of what belongs to no chunk.
-EDGE_COLOURS = {
-    SpanKind.HEAD: "#b79bdc",
-    SpanKind.TAIL: "#7d57b2",
+_EDGE_COLOURS = {
+    SpanKind.PARAMETER_GATHER: "#b79bdc",
+    SpanKind.GRADIENT_REDUCTION: "#7d57b2",
     SpanKind.OPTIMIZER: "#c98a00",
-    SpanKind.OTHER: "#858b95",
+    SpanKind.OTHER: OTHER_COLOUR,
 }
 #: What the background of a picture means.
-WAITING = "waiting"
-_IDLE = "#eceef1"
+_IDLE = "idle"
+#: Ends of the shades of a pass: the later the chunk, the darker.
+_SHADES = {
+    SpanKind.FORWARD: ("#9cc3ec", "#1d4f8c"),
+    SpanKind.BACKWARD: ("#93d3c0", "#0f5f4b"),
+}
+#: Most pipeline ranks whose passes are numbered, and most numbers of one picture.
+_MOST_RANKS, _MOST_NUMBERS = 16, 1_500
+_WIDTH = 13.0
 
 
-def span_colour(span: Span, num_virtual: int) -> str:
-    """Colour of a span in every picture."""
-    if span.kind is SpanKind.FORWARD:
-        return forward_colour(span.virtual, num_virtual)
-    if span.kind is SpanKind.BACKWARD:
-        return backward_colour(span.virtual, num_virtual)
-    return EDGE_COLOURS[span.kind]
+@functools.cache
+def _colour(kind: SpanKind, virtual: int, num_virtual: int) -> str:
+    """Colour of a kind of span; a pass has a shade for each virtual stage."""
+    if kind in _EDGE_COLOURS:
+        return _EDGE_COLOURS[kind]
+    from matplotlib.colors import LinearSegmentedColormap, to_hex
+
+    shades = LinearSegmentedColormap.from_list(kind.value, _SHADES[kind])
+    return str(to_hex(shades(virtual / (num_virtual - 1) if num_virtual > 1 else 0.5)))
 
 
 def chrome_trace(plan: ParallelPlan, times: LayerTimes | None = None) -> str:
@@ -87,16 +96,15 @@ def draw_timeline(plan: ParallelPlan, path: Path, times: LayerTimes | None = Non
     Raises:
         UserInputError: for another suffix, a file that cannot be written, or without matplotlib.
     """
-    suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise UserInputError(
-            "timeline",
-            value=str(path),
-            limit=f"a picture is one of {', '.join(SUFFIXES)}",
-            fix="Give the file one of these suffixes.",
-        )
-    picture = _rendered(plan, schedule_view(plan, times), suffix[1:])
-    write_bytes(path, picture)
+    check_suffix(path, "timeline")
+    view = schedule_view(plan, times)
+    size = (_WIDTH, _height(view) + 1.1)
+    write_chart(lambda figure: _draw(figure, view, plan), size, path, "timeline")
+
+
+def timeline_svg(view: ScheduleView, title: str) -> Markup:
+    """The schedule as a part of a page, which writes its own title and legend."""
+    return inline_svg(lambda figure: _draw(figure, view), (_WIDTH, _height(view)), title)
 
 
 def _row_names(plan: ParallelPlan) -> Iterator[dict[str, Any]]:
@@ -137,79 +145,103 @@ def _letter(number: int) -> str:
     return (_letter(rest - 1) if rest else "") + chr(ord("A") + last)
 
 
-def _rendered(plan: ParallelPlan, view: ScheduleView, suffix: str) -> bytes:
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserInputError(
-            "timeline",
-            value=f".{suffix}",
-            limit="the picture is drawn by matplotlib, which is not installed",
-            fix=f"{install_command('report')}, or write a trace (.json) instead.",
-        ) from error
-    shown, ranks = windows(view), len(view.ranks)
-    with matplotlib.rc_context(PICTURE_STYLE):
-        height = 1.75 + max(0.5, min(0.34 * ranks, 5.0 + 0.05 * ranks))
-        figure = Figure(figsize=(13.0, height), dpi=110, layout="constrained")
-        lengths = [window.length for window in shown]
-        rows = figure.subplots(1, len(shown), sharey=True, squeeze=False, width_ratios=lengths)
-        for axes, window in zip(rows[0], shown, strict=True):
-            _draw_window(axes, view, window, share=window.length / sum(lengths))
-        _label(figure, rows[0], plan, view)
-        stream = io.BytesIO()
-        figure.savefig(stream, format=suffix, metadata=picture_metadata(suffix))
-    return stream.getvalue()
+def legend(view: ScheduleView) -> list[tuple[str, str]]:
+    """Names and colours of what a picture shows."""
+    kinds = {span.kind for spans in view.ranks for span in spans}
+    last = view.num_virtual - 1
+    named: list[tuple[str, str]] = []
+    for kind in SpanKind:
+        if kind not in kinds:
+            continue
+        for virtual in [0] if kind in _EDGE_COLOURS else sorted({0, last}):
+            chunk = f", chunk {virtual + 1} of {last + 1}" if last and kind in _SHADES else ""
+            named.append((f"{kind.value}{chunk}", _colour(kind, virtual, view.num_virtual)))
+    return [*named, (_IDLE, IDLE)]
+
+
+def _height(view: ScheduleView) -> float:
+    """Of the rows and the axis, in inches."""
+    ranks = len(view.ranks)
+    return 0.65 + max(0.5, min(0.34 * ranks, 5.0 + 0.05 * ranks))
+
+
+def _draw(figure: Any, view: ScheduleView, plan: ParallelPlan | None = None) -> None:
+    """Draw the windows side by side; with a plan a title and a legend as well."""
+    figure.set_layout_engine("constrained")
+    shown = windows(view)
+    lengths = [window.length for window in shown]
+    panels = figure.subplots(1, len(shown), sharey=True, squeeze=False, width_ratios=lengths)[0]
+    for axes, window in zip(panels, shown, strict=True):
+        _draw_window(axes, view, window, share=window.length / sum(lengths))
+    every = max(1, len(view.ranks) // 16)
+    panels[0].set_ylim(len(view.ranks) - 0.5, -0.5)
+    panels[0].set_yticks(range(0, len(view.ranks), every))
+    panels[0].set_ylabel("pipeline rank", fontsize=9, color=SOFT)
+    panels[len(panels) // 2].set_xlabel(
+        "milliseconds from the start of the step", fontsize=9, color=SOFT
+    )
+    if plan is not None:
+        _label(figure, plan, view)
 
 
 def _draw_window(axes: Any, view: ScheduleView, window: Window, share: float) -> None:
-    """Draw one window on its own axes; its times in milliseconds."""
-    ranks = len(view.ranks)
+    """Draw one window on its own axes, its times in milliseconds.
+
+    Spans are cut at the window's ends here: a clip path would be a reference inside the page.
+    """
+    many = len(view.ranks) > _MOST_RANKS
+    by_colour: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
+    numbers: list[tuple[int, float, Span]] = []
     for rank, spans in enumerate(view.ranks):
-        seen = [span for span in spans if span.end > window.start and span.start < window.end]
-        by_colour: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for span in seen:
-            colour = span_colour(span, view.num_virtual)
-            by_colour[colour].append((1e3 * span.start, 1e3 * (span.end - span.start)))
-        thin = 0.4 if ranks <= 16 else 0.15
-        for colour, bars in by_colour.items():
-            axes.broken_barh(bars, (rank - 0.42, 0.84), color=colour, ec="white", lw=thin)
-        if ranks <= 16:
-            _number(axes, view, window, rank, seen, 12.0 * share / window.length)
+        for span in spans:
+            start, end = max(span.start, window.start), min(span.end, window.end)
+            if end <= start:
+                continue
+            colour = _colour(span.kind, span.virtual, view.num_virtual)
+            by_colour[colour].append((rank, 1e3 * start, 1e3 * end))
+            inches = 0.92 * _WIDTH * share * (end - start) / window.length
+            if span.microbatch >= 0 and inches > 0.07 * len(str(span.microbatch + 1)) + 0.03:
+                numbers.append((rank, 500 * (start + end), span))
+    for colour, bars in by_colour.items():
+        _draw_bars(axes, bars, colour, line_width=0.15 if many else 0.4)
+    if not many and len(numbers) <= _MOST_NUMBERS:
+        _write_numbers(axes, numbers, view.num_virtual)
     axes.set_xlim(1e3 * window.start, 1e3 * window.end)
-    axes.set_title(window.name, fontsize=9)
-    axes.set_facecolor(_IDLE)
-    axes.tick_params(labelsize=8)
-    if share < 0.2:
-        axes.locator_params(axis="x", nbins=3)
+    axes.set_title(window.name, fontsize=9, color=SOFT)
+    axes.set_facecolor(IDLE)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(labelsize=8, labelcolor=SOFT, left=False, bottom=False)
+    axes.locator_params(axis="x", nbins=3 if share < 0.2 else 8)
 
 
-def _number(
-    axes: Any, view: ScheduleView, window: Window, rank: int, spans: list[Span], scale: float
+def _draw_bars(
+    axes: Any, bars: Sequence[tuple[int, float, float]], colour: str, line_width: float
 ) -> None:
-    """Write micro batch numbers into passes with room for them; ``scale`` is inches a second."""
-    for span in spans:
-        middle = (span.start + span.end) / 2
-        needed = 0.07 * len(str(span.microbatch + 1)) + 0.03
-        wide = (span.end - span.start) * scale > needed
-        if span.microbatch >= 0 and wide and window.start < middle < window.end:
-            ink = ink_on(span_colour(span, view.num_virtual))
-            place = {"ha": "center", "va": "center", "fontsize": 6.5, "clip_on": True}
-            axes.text(1e3 * middle, rank, str(span.microbatch + 1), color=ink, **place)
+    """Bars from start to end in the rows of their ranks."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path as Outline
+
+    corners = [
+        [(start, rank - 0.42), (start, rank + 0.42), (end, rank + 0.42), (end, rank - 0.42)]
+        for rank, start, end in bars
+    ]
+    points = [point for bar in corners for point in (*bar, bar[0])]
+    codes = [Outline.MOVETO, *[Outline.LINETO] * 3, Outline.CLOSEPOLY] * len(bars)
+    look = {"facecolor": colour, "edgecolor": IDLE, "linewidth": line_width}
+    axes.add_artist(PathPatch(Outline(points, codes), clip_on=False, **look)).set_clip_path(None)
 
 
-def _label(figure: Any, axes: Any, plan: ParallelPlan, view: ScheduleView) -> None:
+def _write_numbers(axes: Any, numbers: Sequence[tuple[int, float, Span]], num_virtual: int) -> None:
+    """Write the number of its micro batch into each pass."""
+    for rank, middle, span in numbers:
+        ink = ink_on(_colour(span.kind, span.virtual, num_virtual))
+        place = {"ha": "center", "va": "center_baseline", "fontsize": 6.5, "color": ink}
+        axes.text(middle, rank, str(span.microbatch + 1), **place).set_in_layout(False)
+
+
+def _label(figure: Any, plan: ParallelPlan, view: ScheduleView) -> None:
     from matplotlib.patches import Patch
 
-    ranks = len(view.ranks)
-    axes[0].set_ylim(ranks - 0.5, -0.5)
-    axes[0].set_yticks(range(0, ranks, max(1, ranks // 16)))
-    axes[0].set_ylabel("pipeline rank", fontsize=9)
-    for left, right in pairwise(axes):
-        left.spines["right"].set_linestyle((0, (2, 3)))
-        right.spines["left"].set_visible(False)
-        right.tick_params(axis="y", left=False)
-    axes[len(axes) // 2].set_xlabel("milliseconds from the start of the step", fontsize=9)
     virtual = f", {view.num_virtual} chunks a rank" if view.num_virtual > 1 else ""
     figure.suptitle(
         f"{plan.model.name} on {plan.cluster.describe()}: "
@@ -221,21 +253,3 @@ def _label(figure: Any, axes: Any, plan: ParallelPlan, view: ScheduleView) -> No
     columns = len(patches) if len(patches) <= 7 else -(-len(patches) // 2)
     place = {"loc": "outside lower center", "ncols": columns, "fontsize": 8, "frameon": False}
     figure.legend(handles=patches, **place)
-
-
-def legend(view: ScheduleView) -> list[tuple[str, str]]:
-    """Names and colours of what a picture shows."""
-    kinds = {span.kind for spans in view.ranks for span in spans}
-    last = view.num_virtual - 1
-    named: list[tuple[str, str]] = []
-    for kind in SpanKind:
-        if kind not in kinds:
-            continue
-        if kind in EDGE_COLOURS:
-            named.append((kind.value, EDGE_COLOURS[kind]))
-            continue
-        for virtual in sorted({0, last}):
-            chunk = f", chunk {virtual + 1} of {last + 1}" if last else ""
-            colour = span_colour(Span(kind, 0.0, 0.0, 0, virtual, 0), view.num_virtual)
-            named.append((f"{kind.value}{chunk}", colour))
-    return [*named, (WAITING, _IDLE)]

@@ -36,7 +36,14 @@ TERM_WORDS = {
     "stragglers": "slowest ranks",
     "host": "CPU overhead",
 }
-
+#: What a GPU's memory holds, for people.
+MEMORY_WORDS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+    "working": "working memory",
+}
 
 #: Said of every prediction that no measured profile stands behind.
 MAX_SECONDS = "search.max_seconds"

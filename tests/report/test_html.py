@@ -7,6 +7,7 @@ import io
 import re
 import subprocess
 import sys
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
@@ -15,10 +16,11 @@ from rich.console import Console
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stored_settings import stored_settings
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
+from nest_megatron.report.charts import IDLE, INK
 from nest_megatron.report.html import html_report
 from nest_megatron.report.plan_facts import funnel_steps, setting_meanings
 from nest_megatron.report.terminal import plan_report
-from nest_megatron.units import to_ticks
+from nest_megatron.units import GIB, to_ticks
 from tests.report.plans import SHAPES, hand_plan, searched_plan
 
 EVIL = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>&amp;"
@@ -136,14 +138,15 @@ def test_launch_command_is_shell() -> None:
         notes=("read me",),
     )
     text = html_report(dataclasses.replace(hand_plan(4), launch={"megatron_lm": command}))
+    shown = unescape(text)
     for words in (
         "unset NCCL_X",
         "export CUDA_DEVICE_MAX_CONNECTIONS=1",
         "torchrun --nnodes 4 --nproc-per-node 8 pretrain_gpt.py",
-        "--pipeline-model-parallel-layout &#x27;Et|tL&#x27; \\",
+        "--pipeline-model-parallel-layout 'Et|tL' \\",
         "read me",
     ):
-        assert words in text
+        assert words in shown
 
 
 def test_a_layout_that_does_not_fit_says_so() -> None:
@@ -156,6 +159,36 @@ def test_every_setting_has_a_meaning() -> None:
     meanings = setting_meanings()
     assert set(meanings) == {field.name for field in dataclasses.fields(CostSettings)}
     assert all(len(words) > 20 for words in meanings.values())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bars_of_memory_say_what_they_are(shape: str) -> None:
+    """A tooltip of memory names memory, not the term of the step with the same key."""
+    plan = SHAPES[shape]()
+    page = Page(html_report(plan))
+    tips = [attributes.get("title") or "" for tag, attributes in page.tags if tag == "span"]
+    for rank, stage in enumerate(plan.predicted.stages):
+        held = stage.memory_bytes["optimizer"] / GIB
+        assert f"rank {rank}, optimizer states: {held:.2f} GiB" in tips
+    assert not [tip for tip in tips if tip.startswith("rank") and "optimizer step" in tip]
+
+
+def test_the_field_s_words_are_used() -> None:
+    text = html_report(searched_plan())
+    for words in ("peak memory per GPU", "Communication groups by network level", "Bound by"):
+        assert words in text
+    for words in ("waiting (bubble)", "host work", "Where groups lie", "Sharing"):
+        assert words not in text
+
+
+def test_the_page_follows_the_reader_s_colours() -> None:
+    """Text and background of the timeline are the page's, light or dark."""
+    text = html_report(hand_plan(4))
+    picture = text[text.index("<svg") : text.index("</svg>")]
+    assert "fill: var(--soft)" in picture
+    assert "fill: var(--idle)" in picture
+    assert INK not in picture
+    assert IDLE not in text.partition("</style>")[2]
 
 
 def test_funnel_only_narrows() -> None:
@@ -171,10 +204,11 @@ def test_a_prediction_of_another_version_is_pointed_out() -> None:
     assert "another result" in html_report(dataclasses.replace(plan, predicted=stale))
 
 
-def test_the_page_needs_no_library() -> None:
+def test_no_library_is_loaded_before_a_page_is_written() -> None:
     code = (
         "import sys, nest_megatron.report.html, nest_megatron.report.timeline;"
-        "print(*[n for n in ('matplotlib', 'numpy', 'torch', 'hydra') if n in sys.modules])"
+        "names = ('jinja2', 'matplotlib', 'numpy', 'torch', 'hydra');"
+        "print(*[name for name in names if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.split() == []

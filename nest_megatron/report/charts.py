@@ -1,0 +1,163 @@
+"""What every chart has in common: matplotlib's settings, colours, and how a chart is written."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nest_megatron.errors import UserInputError
+from nest_megatron.files import MARK, write_bytes
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+#: Formats of a chart, by suffix.
+SUFFIXES = (".png", ".svg")
+INK, SOFT, IDLE, PAPER = "#1b1f26", "#5a626e", "#eceef1", "#ffffff"
+OTHER_COLOUR = "#858b95"
+#: What an iteration's time goes into; one hue for communication inside a replica.
+TERM_COLOURS = {
+    "compute": "#2f6fb7",
+    "recompute": "#8fb8e0",
+    "tp_communication": "#b3364b",
+    "cp_communication": "#d4607a",
+    "ep_communication": "#e68fa2",
+    "pp_communication": "#efbcc6",
+    "pipeline_bubble": "#c5cad2",
+    "dp_communication": "#7d57b2",
+    "optimizer": "#c98a00",
+    "embedding_sync": "#a98bd0",
+    "stragglers": "#5f4a8b",
+    "host": OTHER_COLOUR,
+}
+MEMORY_COLOURS = {
+    "weights": "#2f6fb7",
+    "gradients": "#8fb8e0",
+    "optimizer": "#c98a00",
+    "activations": "#1f8a70",
+    "working": "#8fd0bd",
+}
+
+_DPI = 110
+_SETTINGS = {
+    "font.family": "DejaVu Sans",
+    "svg.hashsalt": "nest-megatron",  # the same file from the same plan
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # names are text, whatever they hold
+}
+#: Colours that follow the page's light or dark scheme.
+PAGE_COLOURS = {INK: "var(--ink)", SOFT: "var(--soft)", IDLE: "var(--idle)"}
+
+
+def check_suffix(path: Path, what: str) -> None:
+    """Refuse a file whose name is that of no picture.
+
+    Raises:
+        UserInputError: naming the suffixes.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise UserInputError(
+            what,
+            value=str(path),
+            limit=f"a picture is one of {', '.join(SUFFIXES)}",
+            fix="Give the file one of these suffixes.",
+        )
+
+
+def check_matplotlib(what: str) -> None:
+    """Refuse a chart before the work that it is to show.
+
+    Raises:
+        UserInputError: if matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UserInputError(
+            what,
+            value=None,
+            limit="charts are drawn by matplotlib, which is not installed",
+            fix="pip install 'matplotlib>=3.8'",
+        ) from error
+
+
+def render(
+    draw: Callable[[Any], None],
+    size: tuple[float, float],
+    suffix: str,
+    *,
+    what: str = "chart",
+    dpi: int = _DPI,
+    settings: Mapping[str, object] | None = None,
+) -> bytes:
+    """A chart as a file's content; the same bytes from the same data.
+
+    Args:
+        draw: fills the matplotlib figure that it is given.
+        size: width and height in inches.
+        suffix: ``.png`` or ``.svg``.
+        what: the option that asked for it, for errors.
+        settings: matplotlib's, beside those of every chart.
+
+    Raises:
+        UserInputError: if matplotlib is not installed.
+    """
+    check_matplotlib(what)
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    kind = suffix.removeprefix(".").lower()
+    made = {"Creator": MARK, "Date": None} if kind == "svg" else {"Software": MARK}
+    stream = io.BytesIO()
+    with matplotlib.rc_context({**_SETTINGS, **(settings or {})}):
+        figure = Figure(figsize=size, dpi=dpi)
+        draw(figure)
+        figure.savefig(stream, format=kind, metadata=made)
+    return stream.getvalue()
+
+
+def write_chart(
+    draw: Callable[[Any], None], size: tuple[float, float], path: Path, what: str
+) -> None:
+    """Write a chart into a ``.png`` or ``.svg`` file.
+
+    Raises:
+        UserInputError: for another suffix, a file that cannot be written, or without matplotlib.
+    """
+    check_suffix(path, what)
+    write_bytes(path, render(draw, size, path.suffix, what=what))
+
+
+def inline_svg(draw: Callable[[Any], None], size: tuple[float, float], title: str) -> Markup:
+    """A chart as an ``svg`` element of a page: as wide as its place, in the page's colours.
+
+    Args:
+        title: for screen readers; escaped here.
+    """
+    from markupsafe import Markup, escape
+
+    def transparent(figure: Any) -> None:
+        draw(figure)
+        figure.patch.set_visible(False)
+
+    text = render(transparent, size, ".svg", what="--html").decode("utf-8")
+    box = re.search(r'viewBox="[^"]*"', text)
+    assert box is not None, "matplotlib writes it"
+    drawn = text[text.index('<g id="figure_1">') :]
+    for colour, name in PAGE_COLOURS.items():
+        drawn = drawn.replace(colour, name)
+    drawn = re.sub(r"(\d\.\d\d)\d+", r"\1", drawn)
+    return Markup(f'<svg {box[0]} role="img" aria-label="{escape(title)}">{drawn}')
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever reads better on a colour.
+
+    >>> ink_on("#ffffff"), ink_on("#1d4f8c")
+    ('#000000', '#ffffff')
+    """
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#ffffff"
