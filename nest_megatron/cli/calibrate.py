@@ -23,7 +23,7 @@ from nest_megatron.validation.calibration import PARAMETERS
 from nest_megatron.validation.calibration_files import catalogue_values, write_calibration
 from nest_megatron.validation.fit_collectives import Errors, fit_links
 from nest_megatron.validation.fit_collectives import Fit as LinkFit
-from nest_megatron.validation.fit_memory import PeakFit, fit_peaks, peak_errors, write_peaks
+from nest_megatron.validation.fit_memory import PeakFit, fit_peaks, peak_evidence, write_peaks
 from nest_megatron.validation.fit_samples import read_samples
 from nest_megatron.validation.fit_stragglers import (
     StragglerFit,
@@ -128,10 +128,10 @@ def _fitted_peaks(files: Sequence[RowFile]) -> dict[str, PeakFit]:
     """Errors of peaks, where tables of peaks are among the files and no group has one source."""
     if not any(file.kind in (RowKind.MEMORY_PEAK, RowKind.MEMORY_GOLDEN) for file in files):
         return {}
-    errors = peak_errors(files, ModelBook.load())
-    if any(len(own) < 2 for own in errors.values()):
+    evidence = peak_evidence(files, ModelBook.load())
+    if any(sum(bool(each.measured) for each in own.values()) < 2 for own in evidence.values()):
         return {}
-    return {name: fit_peaks(own) for name, own in errors.items()}
+    return {name: fit_peaks(own) for name, own in evidence.items()}
 
 
 def _write_errors(folder: Path, fit: Fit, errors: UncertaintyFit) -> list[Path]:
@@ -182,7 +182,8 @@ def _peaks(fits: Mapping[str, PeakFit]) -> dict[str, object]:
                 "median": fit.error.median,
                 "above": fit.error.above,
                 "below": fit.error.below,
-                "rows": dict(fit.rows),
+                **{kind: fit.total(kind) for kind in ("measured", "ran", "ran_out")},
+                "expected_to_run_out": fit.expected_to_run_out,
                 "coverage_by_source_pct": dict(fit.by_source_pct),
                 "coverage_by_row_pct": dict(fit.by_row_pct),
             }

@@ -7,11 +7,13 @@ communicators, user buffers and pieces too small to be of use are gone before a 
 
 from __future__ import annotations
 
-from nest_megatron.cluster.records import Accelerator
+from nest_megatron.cluster.records import Accelerator, Cluster
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.model.execution import FlexBackend, TokenDispatcher
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
+from nest_megatron.parallel.rank_order import GroupKind, group_shape
 from nest_megatron.units import GIB, Bytes
 
 #: Share that the allocator holds in pieces too small to be of use. For one node of B200, SimuMax
@@ -22,37 +24,41 @@ FRAGMENTATION = 0.04
 #: (pytorch/pytorch issue 107667).
 CONTEXT_BYTES = GIB // 2
 #: Of a communicator: 544 MB of two A100, 688 MB of more (NVIDIA/nccl issue 964); 0.65 GiB with
-#: RCCL, whatever the number of ranks (Lumi-supercomputer/LUMI-AI-Guide issue 111).
+#: RCCL, whatever the number of ranks (Lumi-supercomputer/LUMI-AI-Guide issue 111). NVLink SHARP
+#: takes more: 7 GB for all of a dense job, 9.5 GB with experts (TP 2, PP 2, DP 2 on eight H100,
+#: verl-project/verl pull 6408). NVIDIA's recipes turn it off to save memory
+#: (NVIDIA/NeMo-Framework-Launcher pull 127).
 COMMUNICATOR_BYTES = 650 * GIB // 1000
-#: For each other rank that tokens are exchanged with: eight H100 take 3.3 GB more after their first
-#: all-to-all (NVIDIA/nccl issue 1685). Not measured beyond a node, and taken to grow no further.
+#: For each other rank in reach of NVLink that NCCL exchanges tokens with: eight H100 take 3.3 GB
+#: more after their first all-to-all (NVIDIA/nccl issue 1685). NCCL opens 32 channels to each peer,
+#: with buffers of 10 and 2 MiB each, LL, LL128 and Simple (``ncclTopoGetNchannels``,
+#: ``computeBuffSizes``, ``p2pRecvSetup``). Measured with seven peers; read in the source for more.
 EXCHANGE_BYTES = 440 * GIB // 1000
-_MOST_PEERS = 7
+#: For each such rank where others of the group are across the network, which leaves two channels;
+#: and 16 chunks of 128 KiB of 32 channels both ways for all others (``ncclTopoComputeP2pChannels``,
+#: ``sharedNetBuffersInit``).
+_EXCHANGE_NETWORK_BYTES, _NETWORK_BUFFERS = EXCHANGE_BYTES // 16, 2 * 32 * 16 * 128 * 1024
+#: DeepEP's buffers: 10 channels, 8 ranks in a node, places for 288 tokens of each of them and twice
+#: 128 of each node, and what is sent with a token (``csrc/legacy/config.hpp``,
+#: ``get_dispatch_config`` and ``Buffer.num_sms`` of deepseek-ai/DeepEP).
+_DEEPEP_CHANNELS, _DEEPEP_RANKS, _DEEPEP_NEAR, _DEEPEP_FAR, _DEEPEP_BYTES = 10, 8, 288, 256, 2048
 #: Products of a layer that have a user buffer each, of the whole micro batch in 16 bits, registered
 #: outside the allocator (Transformer Engine, ``initialize_ub`` and ``CommOverlapBase``).
 USER_BUFFERS = 10
 
 
-def outside_bytes(spec: TransformerSpec, grid: Grid) -> Bytes:
-    """What a process takes beside PyTorch's allocator: context, communicators, user buffers."""
+def outside_bytes(spec: TransformerSpec, grid: Grid, cluster: Cluster) -> Bytes:
+    """What a process takes beside PyTorch's allocator: context, communicators, buffers."""
     dims, buffers = grid.dims, 0
     if grid.execution.tp_comm_overlap and dims.tensor_model_parallel_size > 1:
         tokens = spec.seq_length * grid.micro_batch_size // dims.context_parallel_size
         buffers = USER_BUFFERS * tokens * spec.hidden_size * 2
-    return CONTEXT_BYTES + communicator_bytes(dims) + buffers
+    exchanged = exchange_bytes(spec, grid, cluster.group_sizes())
+    return CONTEXT_BYTES + communicator_bytes(dims) + exchanged + buffers
 
 
 def communicator_bytes(dims: ParallelDims) -> Bytes:
-    """What NCCL takes for a rank's groups.
-
-    With the context, two runs of experts on 16 B300 (PP 2, CP 8, EP 8; torch's messages, with
-    basetenlabs/Megatron-LM, 2026-08) held 6.1 and 6.9 GiB when they ran out.
-
-    >>> dims = ParallelDims(pipeline_model_parallel_size=2, context_parallel_size=8,
-    ...     expert_model_parallel_size=8)
-    >>> round((CONTEXT_BYTES + communicator_bytes(dims)) / GIB, 1)
-    6.8
-    """
+    """What NCCL takes for the collectives of a rank's groups."""
     groups = [
         dims.world_size,
         dims.tensor_model_parallel_size,
@@ -62,9 +68,30 @@ def communicator_bytes(dims: ParallelDims) -> Bytes:
     ]
     if dims.expert_model_parallel_size > 1:
         groups += [dims.expert_ranks, dims.expert_data_parallel_size]
-    communicators = sum(1 for size in groups if size > 1)
-    peers = min(dims.expert_model_parallel_size - 1, _MOST_PEERS)
-    return communicators * COMMUNICATOR_BYTES + peers * EXCHANGE_BYTES
+    return sum(1 for size in groups if size > 1) * COMMUNICATOR_BYTES
+
+
+def exchange_bytes(spec: TransformerSpec, grid: Grid, group_sizes: tuple[int, ...]) -> Bytes:
+    """What the dispatcher of experts' tokens takes outside the allocator.
+
+    NCCL's all-to-all has buffers for each peer, DeepEP its own; HybridEP's count among the
+    activations. Two runs of experts on 16 B300 (PP 2, CP 8, EP 8; torch's messages, with
+    basetenlabs/Megatron-LM, 2026-08) held 6.1 and 6.9 GiB outside the allocator when they ran out;
+    with the context and the communicators, 6.8 GiB are predicted.
+    """
+    ranks, execution = grid.dims.expert_model_parallel_size, grid.execution
+    if ranks == 1:
+        return 0
+    if execution.moe_flex_dispatcher_backend is FlexBackend.DEEPEP:
+        nodes = ranks // _DEEPEP_RANKS if ranks > _DEEPEP_RANKS else 0
+        tokens = min(ranks, _DEEPEP_RANKS) * _DEEPEP_NEAR + nodes * _DEEPEP_FAR
+        return _DEEPEP_CHANNELS * tokens * (2 * spec.hidden_size + _DEEPEP_BYTES)
+    if execution.moe_token_dispatcher_type is not TokenDispatcher.ALLTOALL:
+        return 0
+    near = group_shape(grid.dims, GroupKind.EP, group_sizes)[0]
+    if near == ranks:
+        return (ranks - 1) * EXCHANGE_BYTES
+    return (near - 1) * _EXCHANGE_NETWORK_BYTES + _NETWORK_BUFFERS
 
 
 def allocatable_bytes(

@@ -30,7 +30,7 @@ from nest_megatron.cost_model.evidence import Confidence, Evidence, Runs, confid
 from nest_megatron.cost_model.features import Feature, coordinates, distance, features_of
 from nest_megatron.cost_model.mechanisms import Mechanism, Shares, shares
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.student import quantile_of_two
+from nest_megatron.cost_model.student import quantile
 from nest_megatron.documents import LOADER
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
@@ -44,7 +44,7 @@ RUN_NOISE = 0.01
 #: the 50 and the 90 % interval are nearest to both (``validation/fit_uncertainty``).
 DEGREES_OF_FREEDOM = 2
 #: What a standard deviation is in scales: as many runs lie within one of either.
-DEVIATION = quantile_of_two(NormalDist().cdf(1.0))
+DEVIATION = quantile(NormalDist().cdf(1.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class Predictive:
 
     def quantile_s(self, share: float) -> Seconds:
         """The step that a share of outcomes stays under."""
-        return self.median_s * math.exp(self.scale * quantile_of_two(share))
+        return self.median_s * math.exp(self.scale * quantile(share))
 
     def interval(self, level: float = 0.9) -> tuple[Seconds, Seconds]:
         """Between which steps a run lies with a chance of ``level``, half of the rest each side."""

@@ -52,7 +52,7 @@ def bytes_with_risk(model: CostModel, grid: Grid, risk: float) -> Bytes:
 
 
 def _allocatable(model: CostModel, grid: Grid) -> Bytes:
-    outside = outside_bytes(model.spec, grid)
+    outside = outside_bytes(model.spec, grid, model.cluster)
     return allocatable_bytes(model.cluster.accelerator, model.settings, outside)
 
 

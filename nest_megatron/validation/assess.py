@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from nest_megatron.cost_model.device_memory import allocatable_bytes, outside_bytes
 from nest_megatron.cost_model.memory_uncertainty import out_of_memory_probability, peak_error
 from nest_megatron.errors import UserInputError
+from nest_megatron.parallel.grid import Grid
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.units import Bytes, Seconds
 from nest_megatron.validation.collectives import predict_collective
@@ -129,29 +130,28 @@ class Assessor:
 
 def _memory(row: Row, job: Job, prediction: Prediction, measured: Bytes | None) -> RowOutcome:
     """What a row of throughput or of peak memory says of memory."""
-    out_of_memory = ran_out_of_memory(row)
+    out_of_memory, grid = ran_out_of_memory(row), prediction.grid
+    limit, peak = _allocatable(job, grid), max(prediction.stage_memory)
     return RowOutcome(
         row=row,
         predicted_bytes=predicted_memory(row, job, prediction),
         measured_bytes=None if out_of_memory else measured,
-        needed_bytes=max(prediction.stage_memory),
+        needed_bytes=peak,
+        allocatable_bytes=limit,
         device_bytes=job.cluster.accelerator.memory_bytes,
-        risk=_risk(job, prediction),
+        risk=out_of_memory_probability(peak, limit, peak_error(grid.zero)),
         fits=prediction.fits,
         out_of_memory=out_of_memory,
         is_moe=job.spec.is_moe,
-        zero=prediction.grid.zero,
+        zero=grid.zero,
         assumptions=job.assumptions,
     )
 
 
-def _risk(job: Job, prediction: Prediction) -> float:
-    """Predicted chance to run out of memory."""
-    grid = prediction.grid
-    outside = outside_bytes(job.spec, grid)
-    limit = allocatable_bytes(job.cluster.accelerator, job.settings, outside)
-    peak = max(prediction.stage_memory)
-    return out_of_memory_probability(peak, limit, peak_error(grid.zero))
+def _allocatable(job: Job, grid: Grid) -> Bytes:
+    """What PyTorch's allocator could give out to a job."""
+    outside = outside_bytes(job.spec, grid, job.cluster)
+    return allocatable_bytes(job.cluster.accelerator, job.settings, outside)
 
 
 def _collective(row: Row, _: Basis) -> RowOutcome:

@@ -1,21 +1,23 @@
-"""Fit how far predicted peaks are off to the peaks that others measured.
+"""Fit how far predicted peaks are off to peaks that others measured, and to what ran and ran out.
 
-Sources weigh alike, however many rows they print: rows of one source share its framework, its
-kernels and its way to measure. Settings are those that a row states, so that the error is of the
-formula and not of a guess at the job. Frameworks that nothing is planned for teach nothing of
-Megatron's peaks, but where weights are gathered they are most of what is public.
+A printed peak is one error. A run that printed none but ran says that its error is at most what
+the device left free, and one that ran out says that it is more. Sources weigh alike, however many
+rows they print: rows of one source share its framework, its kernels and its way to measure.
+Settings are those that a row states, so that the error is of the formula and not of a guess at the
+job. Frameworks that nothing is planned for teach nothing of Megatron's peaks, but where weights are
+gathered they are most of what is public.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -26,44 +28,78 @@ from nest_megatron.validation.assess import Assessor
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Basis, RowOutcome
 from nest_megatron.validation.possible import states_recompute
-from nest_megatron.validation.rows import RowFile, RowKind
+from nest_megatron.validation.rows import Row, RowFile, RowKind
 
-#: Logarithms of measured over predicted peaks, by source.
-Errors = Mapping[str, Sequence[float]]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _RUNS_MEGATRON = re.compile(r"megatron|^nemo(?! automodel)", re.IGNORECASE)
+_OFFLOADS = re.compile(r"offload", re.IGNORECASE)
+_OFFLOADS_IN_NOTES = re.compile(r"(?:activation|state) offload", re.IGNORECASE)
 _LEAST_SCALE = 1e-4
 
 _HEAD = """\
 # Written by `nest-megatron calibrate` (nest_megatron/validation/fit_memory.py); do not edit.
-# Error of predicted peaks, log(measured / predicted): halves of Student's t with 4 degrees of
+# Error of predicted peaks, log(measured / predicted): halves of Student's t with 2 degrees of
 # freedom, of the scale above and the scale below the median.
 # replicated: Megatron with whole weights on each replica; sharded: ZeRO-2, ZeRO-3 and FSDP of all
-# frameworks. rows: peaks that were fitted, by source. coverage_pct: share of the peaks of a source
-# inside the 50 and the 90 % interval of a fit without it; mean over sources, and of all rows.
+# frameworks. By source: peaks that were measured, other runs that ran, and runs that ran out.
+# coverage_pct: share of the measured peaks of a source inside the 50 and the 90 % interval of a fit
+# without it; mean over sources, and of all rows. expected_to_run_out: of the runs that ran or ran
+# out, by a fit without their source.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeakFit:
-    """A fitted error, and how often intervals hold for sources that it has not seen.
+class Peaks:
+    """What the runs of one source say of predicted peaks, as logarithms over the prediction.
 
     Args:
-        by_source_pct, by_row_pct: share inside an interval, by the interval's own share.
+        measured: peaks.
+        ran: upper bounds of the peaks of runs that ran, what the allocator could give out.
+        ran_out: lower bounds of the peaks of runs that ran out of memory.
+    """
+
+    measured: list[float] = field(default_factory=list)
+    ran: list[float] = field(default_factory=list)
+    ran_out: list[float] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.measured) + len(self.ran) + len(self.ran_out)
+
+
+#: What is known of predicted peaks, by source.
+Evidence = Mapping[str, Peaks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakFit:
+    """A fitted error, and how often it holds for sources that it has not seen.
+
+    Args:
+        by_source_pct, by_row_pct: share of measured peaks inside an interval, by the interval's
+            own share.
+        expected_to_run_out: of the runs that ran or ran out.
     """
 
     error: PeakError
-    rows: Mapping[str, int]
+    evidence: Evidence
     by_source_pct: Mapping[int, float]
     by_row_pct: Mapping[int, float]
+    expected_to_run_out: float
+
+    def total(self, kind: str) -> int:
+        """How many peaks were measured, runs ran, or ran out, over all sources."""
+        return sum(len(getattr(peaks, kind)) for peaks in self.evidence.values())
 
 
-def peak_errors(files: Iterable[RowFile], book: ModelBook) -> Mapping[str, Errors]:
-    """Errors of peaks in tables, ``replicated`` and ``sharded``."""
+def peak_evidence(files: Iterable[RowFile], book: ModelBook) -> Mapping[str, Evidence]:
+    """What tables say of predicted peaks, ``replicated`` and ``sharded``."""
     assessor = Assessor(book)
-    found: dict[str, dict[str, list[float]]] = {
-        "replicated": defaultdict(list),
-        "sharded": defaultdict(list),
+    found: dict[str, dict[str, Peaks]] = {
+        "replicated": defaultdict(Peaks),
+        "sharded": defaultdict(Peaks),
     }
     seen = set()
     for file in files:
@@ -73,13 +109,11 @@ def peak_errors(files: Iterable[RowFile], book: ModelBook) -> Mapping[str, Error
             name = outcome.row.get("throughput_row") or outcome.row.get("row_id", "")
             is_golden = file.kind is RowKind.MEMORY_GOLDEN
             group = _group(outcome, is_golden=is_golden)
-            if outcome.memory is None or group is None or (name and name in seen):
+            if group is None or (name and name in seen) or not _is_modelled(outcome, is_golden):
                 continue
-            if not (is_golden or states_recompute(outcome.row)):
-                continue  # an error of the guess, not of the formula
-            seen.add(name)
-            predicted, measured = outcome.memory
-            found[group][outcome.source].append(math.log(measured / predicted))
+            for kind, error in _said(outcome):
+                seen.add(name)
+                getattr(found[group][outcome.source], kind).append(error)
     return found
 
 
@@ -90,23 +124,54 @@ def _group(outcome: RowOutcome, *, is_golden: bool) -> str | None:
     return "replicated" if runs_megatron else None
 
 
-def fit_peaks(errors: Errors) -> PeakFit:
-    """Median and scales, and coverage of sources left out.
+def _is_modelled(outcome: RowOutcome, is_golden: bool) -> bool:
+    """Whether an error is of the formula, and not of a guess or of what is not modelled."""
+    row = outcome.row
+    if is_golden:
+        return True
+    return (outcome.out_of_memory or states_recompute(row)) and not _offloads(row)
+
+
+def _offloads(row: Row) -> bool:
+    stated = f"{row.get('recompute', '')} {row.get('framework', '')}"
+    notes = row.get("ambiguity", "")
+    return bool(_OFFLOADS.search(stated) or _OFFLOADS_IN_NOTES.search(notes))
+
+
+def _said(outcome: RowOutcome) -> Iterator[tuple[str, float]]:
+    """What a row says of its peak: a field of ``Peaks``, and the logarithm."""
+    if outcome.memory is not None:
+        predicted, measured = outcome.memory
+        # What a process takes as a whole is at least what its tensors take.
+        unclear = "not stated" in outcome.row.get("peak_mem_scope", "")
+        yield "ran" if unclear else "measured", math.log(measured / predicted)
+    elif outcome.allocatable_bytes and outcome.needed_bytes:
+        bound = math.log(outcome.allocatable_bytes / outcome.needed_bytes)
+        if outcome.out_of_memory:
+            yield "ran_out", bound
+        elif outcome.ran and outcome.predicted_bytes is not None:
+            yield "ran", bound
+
+
+def fit_peaks(evidence: Evidence) -> PeakFit:
+    """Median and scales, and how they hold on sources left out.
 
     Args:
-        errors: of at least two sources.
+        evidence: of at least two sources with a measured peak.
     """
-    fitted = _error(errors)
-    inside = {share: _inside_left_out(errors, share / 100) for share in (50, 90)}
+    unseen = {
+        source: _error({name: each for name, each in evidence.items() if name != source})
+        for source in evidence
+    }
+    inside = {share: _inside(evidence, unseen, share / 100) for share in (50, 90)}
+    fitted = _error(evidence)
     return PeakFit(
         error=PeakError(
             median=round(fitted.median, 3),
             above=round(fitted.above, 3),
             below=round(fitted.below, 3),
-            runs=fitted.runs,
-            sources=fitted.sources,
         ),
-        rows={source: len(each) for source, each in errors.items()},
+        evidence=evidence,
         by_source_pct={
             share: 100 * statistics.fmean(map(statistics.fmean, each))
             for share, each in inside.items()
@@ -115,44 +180,83 @@ def fit_peaks(errors: Errors) -> PeakFit:
             share: 100 * statistics.fmean(hit for hits in each for hit in hits)
             for share, each in inside.items()
         },
+        expected_to_run_out=math.fsum(
+            1.0 - unseen[source].at_most(bound)
+            for source, peaks in evidence.items()
+            for bound in (*peaks.ran, *peaks.ran_out)
+        ),
     )
 
 
-def _inside_left_out(errors: Errors, share: float) -> list[list[float]]:
-    """By source, for each of its rows, 1 if inside the interval of a fit without it, else 0."""
+def _inside(evidence: Evidence, unseen: Mapping[str, PeakError], share: float) -> list[list[float]]:
+    """By source, for each measured peak, 1 if inside the interval of a fit without it, else 0."""
     hits = []
-    for source, own in errors.items():
-        fitted = _error({name: each for name, each in errors.items() if name != source})
-        low, high = (fitted.quantile(0.5 + side * share / 2) for side in (-1, 1))
-        hits.append([float(low <= error <= high) for error in own])
-    return hits
+    for source, peaks in evidence.items():
+        low, high = (unseen[source].quantile(0.5 + side * share / 2) for side in (-1, 1))
+        hits.append([float(low <= error <= high) for error in peaks.measured])
+    return [each for each in hits if each]
 
 
-def _error(errors: Errors) -> PeakError:
-    """Median and scales, all sources weighing alike; scales widened for a source to come.
+def _error(evidence: Evidence) -> PeakError:
+    """The likeliest median and scales; scales widened for a source to come."""
+    import numpy as np
+    from scipy.optimize import minimize
 
-    With four degrees of freedom the mean size of Student's t is its scale.
-    """
-    points = sorted((x, 1 / len(own)) for own in errors.values() for x in own)
-    median = _median(points)
-    widened = math.sqrt(1 + 1 / len(errors))
-    above, below = (
-        widened * _mean([(side * (x - median), w) for x, w in points if side * (x - median) >= 0])
-        for side in (1, -1)
+    table = _table(evidence)
+    starts = np.quantile(table[0][table[1] == 0], (0.25, 0.5, 0.75))
+    found = min(
+        (
+            minimize(_loss, (median, -3.0, -3.0), args=table, method="Nelder-Mead", tol=1e-5)
+            for median in starts
+        ),
+        key=lambda each: float(each.fun),
     )
-    return PeakError(median=median, above=above, below=below, runs=len(points), sources=len(errors))
+    median, above, below = found.x
+    widened = math.sqrt(1 + 1 / len(evidence))
+    return PeakError(
+        median=float(median),
+        above=max(_LEAST_SCALE, widened * math.exp(above)),
+        below=max(_LEAST_SCALE, widened * math.exp(below)),
+    )
 
 
-def _median(points: Sequence[tuple[float, float]]) -> float:
-    """The error at which half the weight of sorted errors is reached."""
-    reached = itertools.accumulate(share for _, share in points)
-    half = sum(share for _, share in points) / 2
-    return next(x for (x, _), so_far in zip(points, reached, strict=True) if so_far >= half)
+def _table(
+    evidence: Evidence,
+) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:
+    """Errors and bounds, their kinds (measured, ran, ran out) and weights, one row each."""
+    import numpy as np
+
+    rows = [
+        (value, kind, 1.0 / len(peaks))
+        for peaks in evidence.values()
+        for kind, values in enumerate((peaks.measured, peaks.ran, peaks.ran_out))
+        for value in values
+    ]
+    values, kinds, weights = zip(*rows, strict=True)
+    return np.array(values), np.array(kinds), np.array(weights)
 
 
-def _mean(points: Sequence[tuple[float, float]]) -> float:
-    mean = sum(x * weight for x, weight in points) / sum(weight for _, weight in points)
-    return max(_LEAST_SCALE, mean)
+def _loss(
+    x: NDArray[np.float64],
+    values: NDArray[np.float64],
+    kinds: NDArray[np.int64],
+    weights: NDArray[np.float64],
+) -> float:
+    """Negative logarithm of the likelihood of a median and the logarithms of two scales.
+
+    Density of a measured peak, chance of at most a bound, and of more than one (``student``).
+    """
+    import numpy as np
+
+    off = values - x[0]
+    scales = np.maximum(_LEAST_SCALE, np.exp(np.where(off > 0, x[1], x[2])))
+    t = off / scales
+    root = np.sqrt(2.0 + t * t)
+    beyond = 1.0 / (root * (root + np.abs(t)))
+    at_most = np.where(t > 0, 1.0 - beyond, beyond)
+    density = -3.0 * np.log(root) - np.log(scales)
+    each = np.choose(kinds, (density, np.log(at_most), np.log1p(-at_most)))
+    return -float(weights @ each)
 
 
 def write_peaks(path: Path, fits: Mapping[str, PeakFit]) -> None:
@@ -162,13 +266,19 @@ def write_peaks(path: Path, fits: Mapping[str, PeakFit]) -> None:
             "median": fit.error.median,
             "above": fit.error.above,
             "below": fit.error.below,
-            "rows": dict(fit.rows),
+            **{kind: _counts(fit.evidence, kind) for kind in ("measured", "ran", "ran_out")},
             "coverage_pct": {
                 "sources": {share: round(pct) for share, pct in fit.by_source_pct.items()},
                 "rows": {share: round(pct) for share, pct in fit.by_row_pct.items()},
             },
+            "expected_to_run_out": round(fit.expected_to_run_out, 1),
         }
         for name, fit in fits.items()
     }
     text = yaml.safe_dump(document, sort_keys=False, width=100, default_flow_style=None)
     write_text(path, f"{_HEAD}{text}")
+
+
+def _counts(evidence: Evidence, kind: str) -> dict[str, int]:
+    counts = {source: len(getattr(peaks, kind)) for source, peaks in evidence.items()}
+    return {source: count for source, count in counts.items() if count}

@@ -103,15 +103,21 @@ class RiskBin:
     out_of_memory: int
     expected: float
 
+    def cells(self) -> tuple[str, ...]:
+        """Runs, mean chance and share that ran out in per cent, and both as numbers of runs."""
+        shares = (100.0 * each / self.runs for each in (self.expected, self.out_of_memory))
+        counts = (f"{self.expected:.1f}", str(self.out_of_memory))
+        return str(self.runs), *(f"{share:.1f}" for share in shares), *counts
+
 
 #: Bounds of the bins.
 RISKS = (0.0, 0.01, 0.05, 0.2, 0.5, 0.9, 1.0)
 
 
-def risk_bins(data: Sequence[Sample]) -> tuple[RiskBin, ...]:
+def risk_bins(data: Sequence[Sample], bounds: Sequence[float] = RISKS) -> tuple[RiskBin, ...]:
     """Runs by their predicted chance, and how many of them did run out of memory."""
     bins = []
-    for low, high in pairwise(RISKS):
+    for low, high in pairwise(bounds):
         own = [each for each in data if low <= each.risk < high or each.risk == high == 1.0]
         bins.append(
             RiskBin(
@@ -123,6 +129,12 @@ def risk_bins(data: Sequence[Sample]) -> tuple[RiskBin, ...]:
             )
         )
     return tuple(bins)
+
+
+def whole_risk(data: Sequence[Sample]) -> RiskBin:
+    """All runs, whatever their chance."""
+    (found,) = risk_bins(data, (0.0, 1.0))
+    return found
 
 
 def margin_point(data: Iterable[Sample], margin: float) -> MarginPoint:

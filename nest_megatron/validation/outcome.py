@@ -76,6 +76,7 @@ class RowOutcome:
         predicted_s, measured_s: seconds of a step, or of a collective.
         predicted_bytes, measured_bytes: peak memory of the GPU that the source speaks of.
         needed_bytes: predicted peak of the fullest GPU, reserve and margin not counted.
+        allocatable_bytes: what PyTorch's allocator can give out of a GPU's memory.
         device_bytes: memory of one GPU.
         risk: predicted chance that the run ends out of memory.
         fits: whether a plan like this would have been called feasible.
@@ -93,6 +94,7 @@ class RowOutcome:
     predicted_bytes: int | None = None
     measured_bytes: int | None = None
     needed_bytes: int | None = None
+    allocatable_bytes: int | None = None
     device_bytes: int | None = None
     risk: float | None = None
     fits: bool | None = None

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.validation.judging import Certainty, ChoiceScores, choice_scores, choice_summary
+from nest_megatron.validation.margin import RiskBin, samples, whole_risk
 from nest_megatron.validation.outcome import Basis, Judged, RowOutcome
 from nest_megatron.validation.regimes import REGIMES, RegimeName
 from nest_megatron.validation.rows import RowKind
@@ -246,6 +248,9 @@ def as_document(files: Sequence[Judged]) -> dict[str, object]:
             name: {str(basis): dataclasses.asdict(found) for basis, found in each.items()}
             for name, each in certainty_by_regime(files).items()
         },
+        "memory_risk": {
+            name: dataclasses.asdict(each) for name, each in risks_by_regime(files).items()
+        },
         "regime_definitions": {str(each.name): each.definition for each in REGIMES},
     }
 
@@ -287,6 +292,17 @@ def _certainty(
                 known[key] = choice_scores(layouts)
             scored.append(known[key])
     return Certainty(coverage=coverage_of(off) if off else None, choice=choice_summary(scored))
+
+
+def risks_by_regime(files: Iterable[Judged]) -> dict[str, RiskBin]:
+    """How many runs were expected to run out of memory, and how many did."""
+    runs = [o for each in files if each.file.kind is RowKind.THROUGHPUT for o in each.as_stated]
+    holding = {str(each.name): [o for o in runs if each.holds(o)] for each in REGIMES}
+    reserve = CostSettings().memory_reserve_bytes
+    risks = {
+        name: whole_risk(samples(held, reserve)) for name, held in {**holding, "all": runs}.items()
+    }
+    return {name: each for name, each in risks.items() if each.runs}
 
 
 def _file_document(file: FileScores) -> dict[str, object]:

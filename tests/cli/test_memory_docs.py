@@ -13,9 +13,8 @@ from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.memory import capacity_bytes
 from nest_megatron.cost_model.memory_flags import NOT_MODELLED, PRICED
 from nest_megatron.cost_model.memory_uncertainty import (
-    REPLICATED,
-    SHARDED,
     out_of_memory_probability,
+    shipped_peak_errors,
 )
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
@@ -101,7 +100,7 @@ def test_the_chances_are_those_of_the_page() -> None:
     limit = capacity_bytes(device, CostSettings())
     chances = [
         round(100 * out_of_memory_probability(capacity_bytes(device, settings), limit, error))
-        for error in (REPLICATED, SHARDED)
+        for error in shipped_peak_errors().values()
         for settings in (CostSettings(memory_margin=share) for share in (0.04, 0.1, 0.2))
     ]
     one, two, three, *sharded = chances

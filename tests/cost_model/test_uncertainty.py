@@ -44,7 +44,7 @@ def plan_of(
 @pytest.mark.parametrize("share", [0.001, 0.05, 0.25, 0.5, 0.75, 0.95, 0.999])
 def test_the_distribution_is_student_s(share: float) -> None:
     exact = stats.t(DEGREES_OF_FREEDOM)
-    assert student.quantile_of_two(share) == pytest.approx(exact.ppf(share), abs=1e-12)
+    assert student.quantile(share) == pytest.approx(exact.ppf(share), abs=1e-12)
 
 
 def test_an_interval_holds_its_prediction_and_grows_with_its_level() -> None:

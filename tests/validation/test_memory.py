@@ -34,6 +34,7 @@ from nest_megatron.validation.margin import (
     margin_point,
     risk_bins,
     samples,
+    whole_risk,
 )
 from nest_megatron.validation.memory import predicted_memory, workspace_bytes
 from nest_megatron.validation.models import ModelBook
@@ -256,3 +257,6 @@ def test_chances_stand_beside_what_became_of_the_runs() -> None:
     assert [(each.runs, each.out_of_memory) for each in bins if each.runs] == [(3, 0), (2, 2)]
     assert sum(each.runs for each in bins) == len(data)
     assert sum(each.expected for each in bins) == pytest.approx(3 * 0.1 + 2 * 0.6)
+    (whole,) = risk_bins(data, (0.0, 1.0))
+    assert whole == whole_risk(data)
+    assert whole.cells() == ("5", "30.0", "40.0", "1.5", "2")

@@ -61,19 +61,20 @@ def uncertainty_report(fit: UncertaintyFit) -> RenderableType:
 
 
 def peaks_report(fits: Mapping[str, PeakFit]) -> RenderableType:
-    """Errors of predicted peaks, and how many of a source left out lie in the intervals."""
-    columns = ("rows", "sources", "too low by %", "up %", "down %", "in 50 %", "in 90 %")
-    table = _table("peaks of memory", *columns)
+    """Errors of predicted peaks, and how they hold on sources left out."""
+    errors, held = ("too low by %", "up %", "down %"), ("in 50 %", "in 90 %")
+    runs = ("ran or ran out", "ran out", "expected")
+    table = _table("peaks of memory", "measured", "sources", *errors, *held, *runs)
     for name, fit in fits.items():
         error, inside = fit.error, fit.by_source_pct
+        ran, ran_out = fit.total("ran"), fit.total("ran_out")
         table.add_row(
             name,
-            str(error.runs),
-            str(error.sources),
-            f"{100 * error.median:.1f}",
-            f"{100 * error.above:.1f}",
-            f"{100 * error.below:.1f}",
+            str(fit.total("measured")),
+            str(len(fit.evidence)),
+            *(f"{100 * each:.1f}" for each in (error.median, error.above, error.below)),
             *(f"{inside[share]:.0f} %" for share in (50, 90)),
+            *(str(ran + ran_out), str(ran_out), f"{fit.expected_to_run_out:.1f}"),
         )
     return table
 

@@ -72,7 +72,8 @@ def regimes_section(judged: Sequence[Judged]) -> str:
             "of all runs in `regimes`) holds `as_planned` and `as_stated`, each with",
             table(("key", "what it counts"), _KEYS),
             "What a source or total holds beside them is as stated. `certainty` holds, by regime "
-            "and over all, what [intervals and choices](#intervals-and-choices) come to.",
+            "and over all, what [intervals and choices](#intervals-and-choices) come to; "
+            "`memory_risk` the chance to run out of memory beside what became of the runs.",
         )
     )
 

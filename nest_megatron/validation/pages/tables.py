@@ -20,6 +20,7 @@ from nest_megatron.validation.report import (
     certainty_by_regime,
     file_scores,
     regime_scores,
+    risks_by_regime,
 )
 from nest_megatron.validation.rows import RowKind
 from nest_megatron.validation.scores import NOISE, ErrorScores
@@ -58,6 +59,7 @@ def validation_report(judged: Sequence[Judged]) -> RenderableType:
     if any(each.as_stated.rows for each in regimes.values()):
         parts += _regime_tables(regimes)
         parts += _certainty_tables(judged)
+        parts += _risk_table(judged)
     parts.append(Text(_LEGEND, style="dim"))
     return Group(*parts)
 
@@ -92,6 +94,18 @@ def _certainty_tables(judged: Sequence[Judged]) -> Iterable[RenderableType]:
             style = "bold" if name == "all" else ""
             table.add_row(name, *_certainty_cells(each[basis]), style=style)
         yield table
+
+
+_RISK_HEADS = ("runs", "mean chance %", "ran out %", "expected", "ran out")
+
+
+def _risk_table(judged: Sequence[Judged]) -> Iterable[RenderableType]:
+    """The chance to run out of memory beside what became of the runs."""
+    yield Text("\nOut of memory, runs that state what they recompute, as stated", style="bold")
+    table = _empty_table("regime", _RISK_HEADS)
+    for name, each in risks_by_regime(judged).items():
+        table.add_row(name, *each.cells(), style="bold" if name == "all" else "")
+    yield table
 
 
 _CHOICE_HEADS = ("in 50 %", "in 90 %", "jobs", "nominal", "default", "list", "holds", "sure")

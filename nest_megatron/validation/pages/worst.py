@@ -19,6 +19,7 @@ from nest_megatron.validation.margin import (
 )
 from nest_megatron.validation.named_sets import whole_cell
 from nest_megatron.validation.outcome import Basis, Judged, RowOutcome
+from nest_megatron.validation.report import risks_by_regime
 from nest_megatron.validation.rows import RowKind
 
 NOT_EXPLAINED = "not explained"
@@ -122,8 +123,11 @@ def margin_section(judged: Sequence[Judged]) -> str:
             "Chosen without a source, and judged on it:",
             _left_out_table(data),
             "The chance to run out that is predicted for these runs ([memory.md](memory.md)), and "
-            "what became of them. Most runs that are published ran, so fewer end than expected:",
+            "what became of them. Runs of one source stand or fall together, and runs that end are "
+            "seldom published:",
             _risk_table(data),
+            "By regime, of files of runs:",
+            _regime_risk_table(judged),
         )
     )
 
@@ -140,6 +144,12 @@ def _risk_table(data: Sequence[Sample]) -> str:
     ]
     head = ("predicted chance", "runs", "expected to run out", "ran out")
     return table(head, rows, numeric=3)
+
+
+def _regime_risk_table(judged: Sequence[Judged]) -> str:
+    rows = [(name, *each.cells()) for name, each in risks_by_regime(judged).items()]
+    head = ("runs", "", "mean chance %", "ran out %", "expected to run out", "ran out")
+    return table(head, rows, numeric=5)
 
 
 def _runs_once(judged: Sequence[Judged]) -> list[RowOutcome]:
