@@ -95,7 +95,7 @@ def _told() -> Iterator[Callable[[str], None] | None]:
 
 
 def _check_chart(path: Path) -> None:
-    from nest_megatron.report.canvas import SUFFIXES
+    from nest_megatron.report.charts import SUFFIXES
 
     if path.suffix.lower() not in (*SUFFIXES, _HTML):
         raise UserInputError(
@@ -108,14 +108,13 @@ def _check_chart(path: Path) -> None:
 
 
 def _draw(rows: Sequence[Compared], path: Path, title: str) -> None:
-    from nest_megatron.report.canvas import write_picture
-    from nest_megatron.research.report.comparison_chart import comparison_canvas
+    from nest_megatron.research.report.comparison_chart import write_comparison
     from nest_megatron.research.report.comparison_page import comparison_page
 
     if path.suffix.lower() == _HTML:
         write_text(path, comparison_page(rows, title))
     else:
-        write_picture(comparison_canvas(rows, title), path, "--chart")
+        write_comparison(rows, path, title)
 
 
 def _show(inputs: Inputs, rows: Sequence[Compared], title: str, chart: Path | None) -> None:

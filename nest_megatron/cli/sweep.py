@@ -161,13 +161,10 @@ def _write(
         files.append("sweep.parquet")
     except ImportError:
         print(f"sweep.parquet needs pyarrow: {install_command('sweep')}", file=sys.stderr)
-    try:
-        from nest_megatron.report.sweep_chart import sweep_chart
+    from nest_megatron.report.sweep_chart import sweep_chart
 
-        write_bytes(folder / "sweep.svg", sweep_chart(rows))
-        files.append("sweep.svg")
-    except ImportError:
-        print(f"sweep.svg needs matplotlib: {install_command('report')}", file=sys.stderr)
+    write_bytes(folder / "sweep.svg", sweep_chart(rows))
+    files.append("sweep.svg")
     return (*(str(folder / name) for name in files),)
 
 

@@ -1,13 +1,12 @@
-"""The chart of a sweep: throughput over the values that vary. Needs matplotlib."""
+"""The chart of a sweep: throughput over the values that vary."""
 
 from __future__ import annotations
 
-import io
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nest_megatron.report.palette import PICTURE_STYLE, picture_metadata
+from nest_megatron.report.charts import render
 from nest_megatron.report.sweep_table import SweepRow, number_of
 
 _COLOURS = ("#2f6fb7", "#c98a00", "#1f8a70", "#b3364b", "#7d57b2", "#858b95")
@@ -24,25 +23,21 @@ def sweep_chart(rows: Sequence[SweepRow]) -> bytes:
     A job that does not fit, or has bad input, is a cross at the foot.
 
     Raises:
-        ImportError: without matplotlib.
+        UserInputError: without matplotlib.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
-
     axis = _axis(rows)
-    with matplotlib.rc_context(PICTURE_STYLE):
-        height = 4.2 if axis else 1.2 + 0.42 * len(rows)
-        figure = Figure(figsize=(7.5, height), layout="constrained")
-        axes = figure.subplots()
-        if axis is None:
-            _bars(axes, rows)
-        else:
-            _lines(axes, rows, axis)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-        stream = io.BytesIO()
-        figure.savefig(stream, format="svg", metadata=picture_metadata("svg"))
-    return stream.getvalue()
+    height = 4.2 if axis else 1.2 + 0.42 * len(rows)
+    return render(lambda figure: _draw(figure, rows, axis), (7.5, height), ".svg", what="sweep.svg")
+
+
+def _draw(figure: Any, rows: Sequence[SweepRow], axis: str | None) -> None:
+    figure.set_layout_engine("constrained")
+    axes = figure.subplots()
+    if axis is None:
+        _bars(axes, rows)
+    else:
+        _lines(axes, rows, axis)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _axis(rows: Sequence[SweepRow]) -> str | None:

@@ -1,24 +1,19 @@
 """Figures 5 to 7 as a picture: each planner's throughput over nest's, a panel a model.
 
-Lines are ours and open circles the paper's, each over its own nest. Needs matplotlib.
+Lines are ours and open circles the paper's, each over its own nest.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import require_folder, write_bytes
-from nest_megatron.packages import install_command
-from nest_megatron.report.palette import PICTURE_STYLE, picture_metadata
+from nest_megatron.report.charts import check_matplotlib, check_suffix, render
 from nest_megatron.research.paper.outcome import Report, Row
 
-SUFFIXES = (".png", ".svg")
-_STYLE = {**PICTURE_STYLE, "font.size": 8}
 _COLOURS = {
     "manual": "#858b95",
     "mcmc": "#c98a00",
@@ -41,13 +36,12 @@ def check_figure(name: str, path: Path) -> None:
         UserInputError: for a table, another suffix, a missing folder, or without matplotlib.
     """
     if not name.startswith("figure"):
-        raise _wrong(name, "it is a table", "Leave --chart out, or run a figure.")
-    if path.suffix not in SUFFIXES:
-        raise _wrong(str(path), "a picture is an .svg or a .png", "Rename it.")
+        raise UserInputError(
+            "--chart", value=name, limit="it is a table", fix="Leave --chart out, or run a figure."
+        )
+    check_suffix(path, "--chart")
     require_folder(path, "--chart")
-    if importlib.util.find_spec("matplotlib") is None:
-        fix = install_command("report")
-        raise _wrong(str(path), "the picture is drawn by matplotlib", fix)
+    check_matplotlib("--chart")
 
 
 def draw_figure(report: Report, path: Path) -> None:
@@ -57,24 +51,20 @@ def draw_figure(report: Report, path: Path) -> None:
         UserInputError: as ``check_figure``, or if the file cannot be written.
     """
     check_figure(report.name, path)
-    import matplotlib
-    from matplotlib.figure import Figure
-
     models = list(dict.fromkeys(row.job.model for row in report.rows))
-    with matplotlib.rc_context(_STYLE):
-        size = (max(_LEAST_WIDTH, _WIDTH * len(models)), _HEIGHT)
-        figure = Figure(figsize=size, layout="constrained")
-        panels = figure.subplots(1, len(models), squeeze=False)[0]
-        for axes, model in zip(panels, models, strict=True):
-            _panel(axes, model, [row for row in report.rows if row.job.model == model])
-        handles, names = panels[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
-        figure.suptitle(f"{report.title.partition(',')[0]}, over that of nest", fontsize=9)
-        stream = io.BytesIO()
-        figure.savefig(
-            stream, format=path.suffix[1:], dpi=_DPI, metadata=picture_metadata(path.suffix[1:])
-        )
-    write_bytes(path, stream.getvalue())
+    size = (max(_LEAST_WIDTH, _WIDTH * len(models)), _HEIGHT)
+    settings, draw = {"font.size": 8}, lambda figure: _draw(figure, report, models)
+    write_bytes(path, render(draw, size, path.suffix, dpi=_DPI, settings=settings))
+
+
+def _draw(figure: Any, report: Report, models: Sequence[str]) -> None:
+    figure.set_layout_engine("constrained")
+    panels = figure.subplots(1, len(models), squeeze=False)[0]
+    for axes, model in zip(panels, models, strict=True):
+        _panel(axes, model, [row for row in report.rows if row.job.model == model])
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
+    figure.suptitle(f"{report.title.partition(',')[0]}, over that of nest", fontsize=9)
 
 
 def _panel(axes: Any, model: str, rows: Sequence[Row]) -> None:
@@ -108,7 +98,3 @@ def _seen(points: Sequence[tuple[int, float | None]]) -> tuple[list[int], list[f
 
 def _place(row: Row, by_size: bool) -> int:
     return (row.job.micro_batch_size or 1) if by_size else row.job.num_gpus
-
-
-def _wrong(value: str, limit: str, fix: str) -> UserInputError:
-    return UserInputError("--chart", value=value, limit=limit, fix=fix)

@@ -1,16 +1,14 @@
-"""Pictures of ``accuracy.md``: predicted against measured, in small panels. Needs matplotlib."""
+"""Pictures of ``accuracy.md``: predicted against measured, in small panels."""
 
 from __future__ import annotations
 
-import io
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nest_megatron.errors import UserInputError
-from nest_megatron.packages import install_command
+from nest_megatron.report.charts import check_matplotlib, render
 from nest_megatron.units import GIB
 from nest_megatron.validation.outcome import Judged, RowOutcome
 from nest_megatron.validation.rows import RowKind
@@ -18,7 +16,7 @@ from nest_megatron.validation.scores import error_scores
 
 #: Panels in a row of a large picture.
 _ACROSS = (6, 5, 4)
-_STYLE = {"font.size": 8, "axes.linewidth": 0.6, "text.parse_math": False}
+_STYLE = {"font.size": 8, "axes.linewidth": 0.6}
 #: Shares around the line of agreement that are shaded, light and dark.
 _BANDS = ((0.2, "#eceef1"), (0.1, "#d7dbe2"))
 _DEVICES = {
@@ -62,30 +60,13 @@ class Picture:
     colours: Mapping[str, str]
 
 
-def require_matplotlib() -> None:
-    """Refuse to go on without matplotlib.
-
-    Raises:
-        UserInputError: if it is not installed.
-    """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise UserInputError(
-            "--docs",
-            value=None,
-            limit="its pictures are drawn by matplotlib, which is not installed",
-            fix=install_command("report"),
-        ) from error
-
-
 def pictures(judged: Sequence[Judged]) -> dict[str, bytes]:
     """Every picture that there are rows for, as planned, as PNG files by name.
 
     Raises:
         UserInputError: without matplotlib.
     """
-    require_matplotlib()
+    check_matplotlib("--docs")
     found = {
         "time": _picture(judged, (RowKind.THROUGHPUT,), "s", 1.0, lambda each: each.time),
         "memory": _picture(
@@ -127,27 +108,24 @@ def _group(each: RowOutcome) -> str:
 
 
 def _drawn(picture: Picture) -> bytes:
-    import matplotlib
-    from matplotlib.figure import Figure
+    across = panels_across(len(picture.panels))
+    down = -(-len(picture.panels) // across)
+    size = (2.3 * across + 0.5, 2.45 * down + 0.7)
+    return render(
+        lambda figure: _draw(figure, picture, down, across), size, ".png", settings=_STYLE
+    )
 
-    count = len(picture.panels)
-    across = panels_across(count)
-    down = -(-count // across)
-    with matplotlib.rc_context(_STYLE):
-        size = (2.3 * across + 0.5, 2.45 * down + 0.7)
-        drawing = Figure(figsize=size, dpi=110, layout="constrained")
-        grid = drawing.subplots(down, across, squeeze=False)
-        places = [axes for row in grid for axes in row]
-        for axes, (title, points) in zip(places, picture.panels.items(), strict=False):
-            _draw_panel(axes, title, points, picture.colours)
-        for axes in places[count:]:
-            axes.set_axis_off()
-        drawing.supxlabel(f"measured, {picture.unit}", fontsize=9)
-        drawing.supylabel(f"predicted, {picture.unit}", fontsize=9)
-        _legend(drawing, picture)
-        stream = io.BytesIO()
-        drawing.savefig(stream, format="png", metadata={"Software": None})
-    return stream.getvalue()
+
+def _draw(figure: Any, picture: Picture, down: int, across: int) -> None:
+    figure.set_layout_engine("constrained")
+    places = figure.subplots(down, across, squeeze=False).flatten()
+    for axes, (title, points) in zip(places, picture.panels.items(), strict=False):
+        _draw_panel(axes, title, points, picture.colours)
+    for axes in places[len(picture.panels) :]:
+        axes.set_axis_off()
+    figure.supxlabel(f"measured, {picture.unit}", fontsize=9)
+    figure.supylabel(f"predicted, {picture.unit}", fontsize=9)
+    _legend(figure, picture)
 
 
 def panels_across(count: int) -> int:
