@@ -23,32 +23,38 @@ MOVED_PACKAGES = {
 # installation; the plan records which backend solved it. Tests and CI set this to make sure.
 EXTENSION_REQUIRED = os.environ.get("NEST_MEGATRON_REQUIRE_EXTENSION", "0") != "0"
 
+# The compiled kernels: extension module -> source.
+KERNELS = {
+    "nest_megatron.solver._stage_dp": "cython_ext/_stage_dp.pyx",
+    "nest_megatron.cost_model._schedule": "cython_ext/_schedule.pyx",
+    "nest_megatron.research.nest_artifact._stage_boundaries": "cython_ext/_stage_boundaries.pyx",
+    "nest_megatron.research.nest_dp._recurrence": "cython_ext/_recurrence.pyx",
+}
+# Cython's directives, for every kernel; no source repeats them.
+DIRECTIVES = {
+    "language_level": 3,
+    "boundscheck": False,
+    "wraparound": False,
+    "initializedcheck": False,
+    "nonecheck": False,
+    "overflowcheck": False,
+    "cdivision": True,
+    "embedsignature": False,
+    "binding": False,
+}
 # Bit equality with the reference depends on these flags: never -ffast-math, never -march=native.
-STAGE_DP = Extension(
-    "nest_megatron.solver._stage_dp",
-    sources=["cython_ext/_stage_dp.pyx"],
-    depends=sorted(map(str, Path("cython_ext").glob("*.pxd"))),
-    extra_compile_args=["-O3", "-ffp-contract=off"],
-    optional=not EXTENSION_REQUIRED,
-)
-SCHEDULE = Extension(
-    "nest_megatron.cost_model._schedule",
-    sources=["cython_ext/_schedule.pyx"],
-    extra_compile_args=["-O3", "-ffp-contract=off"],
-    optional=not EXTENSION_REQUIRED,
-)
-NEST_CUTS = Extension(
-    "nest_megatron.research.nest_artifact._nest_cuts",
-    sources=["cython_ext/_nest_cuts.pyx"],
-    extra_compile_args=["-O3", "-ffp-contract=off"],
-    optional=not EXTENSION_REQUIRED,
-)
-RECURRENCE = Extension(
-    "nest_megatron.research.nest_dp._recurrence",
-    sources=["cython_ext/_recurrence.pyx"],
-    extra_compile_args=["-O3", "-ffp-contract=off"],
-    optional=not EXTENSION_REQUIRED,
-)
+C_FLAGS = ["-O3", "-ffp-contract=off"]
+
+# NEST_MEGATRON_DEBUG_KERNEL=1 builds kernels that check indices and memoryviews, with symbols and
+# the compiler's checks of undefined behaviour, overflow among it; results stay the same.
+if os.environ.get("NEST_MEGATRON_DEBUG_KERNEL", "0") != "0":
+    DIRECTIVES |= dict.fromkeys(("boundscheck", "initializedcheck", "nonecheck"), True)
+    C_FLAGS = ["-O1", "-g", "-ffp-contract=off", "-fsanitize=undefined", "-fno-sanitize-recover"]
+
+EXTENSIONS = [
+    Extension(name, sources=[source], extra_compile_args=C_FLAGS, optional=not EXTENSION_REQUIRED)
+    for name, source in KERNELS.items()
+]
 
 # One line that every start of Python runs: it looks at sys.argv, and mostly that is all.
 BOOT = Path("nest_megatron/boot.pth")
@@ -88,8 +94,8 @@ class EditableWithBoot(editable_wheel):
 setup(
     packages=[*find_packages(include=["nest_megatron", "nest_megatron.*"]), *MOVED_PACKAGES],
     package_dir=MOVED_PACKAGES,
-    ext_modules=[STAGE_DP, SCHEDULE, NEST_CUTS, RECURRENCE],
+    ext_modules=EXTENSIONS,
     cmdclass={"build_py": BuildWithBoot, "editable_wheel": EditableWithBoot},
     # Generated C goes under build/, so it is never committed and never in the sdist.
-    options={"build_ext": {"cython_c_in_temp": True}},
+    options={"build_ext": {"cython_c_in_temp": True, "cython_directives": DIRECTIVES}},
 )

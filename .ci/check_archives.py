@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 CATALOGUE = ("accelerator", "cluster", "model")
 SDIST_HOLDS = (
-    "cython_ext/_nest_cuts.pyx",
+    "cython_ext/_stage_boundaries.pyx",
     "cython_ext/_schedule.pyx",
     "cython_ext/_stage_dp.pyx",
     "docs/",
@@ -30,7 +30,7 @@ WHEEL_HOLDS = (
     "nest_megatron/report/templates/style.css",
     "nest_megatron/recipes/__init__.py",
     "nest_megatron/cost_model/_schedule.",
-    "nest_megatron/research/nest_artifact/_nest_cuts.",
+    "nest_megatron/research/nest_artifact/_stage_boundaries.",
     "nest_megatron/solver/_stage_dp.",
     *(f"nest_megatron/hydra_configs/{group}/" for group in CATALOGUE),
 )

@@ -1,7 +1,3 @@
-# cython: language_level=3
-# cython: boundscheck=False, wraparound=False, initializedcheck=False
-# cython: cdivision=True, nonecheck=False, overflowcheck=False
-# cython: embedsignature=False, binding=False
 """The recurrence in C: what ``nest_megatron.research.nest_dp.reference`` fills, bit for bit.
 
 Times are whole ticks and memory whole bytes in int64, so no order of additions or of candidates can
@@ -56,10 +52,6 @@ cdef struct Work:
     Py_ssize_t keeping
     Py_ssize_t option
     int64_t cap
-
-
-cdef inline int64_t larger(int64_t one, int64_t other) noexcept nogil:
-    return one if one > other else other
 
 
 cdef inline int64_t* state(
@@ -119,7 +111,7 @@ cdef void link_back(
     cdef int64_t* best
     for level in range(nearest, q.num_levels):
         found = q.send[(w.strategy * q.num_levels + level) * q.num_downsets + w.outer] + time
-        found = larger(found, before)
+        found = max(found, before)
         best = q.ending + level * (q.num_devices + 1) + end
         if found < w.cap and found < best[0]:
             best[0] = found
@@ -143,7 +135,7 @@ cdef void place_at(const Question* q, const Work* w, Py_ssize_t place) noexcept 
         before = state(q, w.stages - 1, after, w.inner)[place]
         if before < w.cap:
             going = q.send[(w.strategy * q.num_levels + after) * q.num_downsets + w.inner]
-            link_back(q, w, place, end, nearest, before, work + larger(again, going))
+            link_back(q, w, place, end, nearest, before, work + max(again, going))
 
 
 cdef bint is_reached(const Question* q, const Work* w) noexcept nogil:

@@ -1,7 +1,3 @@
-# cython: language_level=3
-# cython: boundscheck=False, wraparound=False, initializedcheck=False
-# cython: cdivision=True, nonecheck=False, overflowcheck=False
-# cython: embedsignature=False, binding=False
 """When a pipeline schedule ends, and its critical path.
 
 It returns what ``critical_path.summarize_reference`` returns.

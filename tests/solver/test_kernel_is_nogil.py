@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -12,14 +13,23 @@ import pytest
 
 pytest.importorskip("Cython", reason="Cython is not installed")
 
-SOURCES = Path(__file__).parents[2] / "cython_ext"
-DIRECTIVES = ("boundscheck=False", "wraparound=False", "initializedcheck=False", "cdivision=True")
-KERNELS = {
-    "cost_model": "_schedule",
-    "research.nest_artifact": "_nest_cuts",
-    "research.nest_dp": "_recurrence",
-    "solver": "_stage_dp",
-}
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "cython_ext").glob("*.p*"))
+
+
+def table_of_setup(name: str) -> dict[str, object]:
+    """A table of ``setup.py``, read without running it."""
+    assigned = {
+        target.id: node.value
+        for node in ast.parse((ROOT / "setup.py").read_text()).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    return dict(ast.literal_eval(assigned[name]))
+
+
+DIRECTIVES, KERNELS = table_of_setup("DIRECTIVES"), table_of_setup("KERNELS")
 WITH_GIL = {"solution_of", "claim", "grow"}
 TOUCHES_PYTHON = re.compile(r"\b(?:Py[A-Z]\w*|_Py\w+|__Pyx_\w+|__pyx_pf_\w+|malloc|calloc|free)\b")
 #: What Cython writes into every function, and what costs nothing.
@@ -30,13 +40,12 @@ HARMLESS = {"Py_ssize_t", "__Pyx_XDECREF", "__Pyx_RefNannyDeclarations"}
 def generated(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The C that Cython makes of the kernels."""
     place = tmp_path_factory.mktemp("kernel")
-    for source in (*SOURCES.glob("*.pyx"), *SOURCES.glob("*.pxd")):
-        shutil.copy(source, place)
-    command = [sys.executable, "-m", "cython", "-3", "--module-name"]
-    for room, name in KERNELS.items():
-        module = [f"nest_megatron.{room}.{name}", f"{name}.pyx"]
-        subprocess.run([*command, *module], cwd=place, check=True)
-    return "\n".join((place / f"{name}.c").read_text() for name in KERNELS.values())
+    options = [word for pair in DIRECTIVES.items() for word in ("-X", "=".join(map(str, pair)))]
+    for module, source in KERNELS.items():
+        shutil.copy(ROOT / str(source), place)
+        command = [sys.executable, "-m", "cython", *options, "--module-name", module]
+        subprocess.run([*command, Path(str(source)).name], cwd=place, check=True)
+    return "\n".join(path.read_text() for path in sorted(place.glob("*.c")))
 
 
 def functions_of(source: str) -> list[str]:
@@ -54,7 +63,7 @@ def bodies(generated: str, name: str) -> list[str]:
 
 
 def test_every_inner_function_declares_itself() -> None:
-    for path in sorted([*SOURCES.glob("*.pyx"), *SOURCES.glob("*.pxd")]):
+    for path in SOURCES:
         source = path.read_text()
         declared = re.findall(
             r"^cdef [^=\n]*?\b(\w+)\([^:]*?\) noexcept nogil:$", source, re.MULTILINE
@@ -64,7 +73,7 @@ def test_every_inner_function_declares_itself() -> None:
 
 def test_no_inner_function_touches_python(generated: str) -> None:
     seen = 0
-    for path in sorted([*SOURCES.glob("*.pyx"), *SOURCES.glob("*.pxd")]):
+    for path in SOURCES:
         for name in set(functions_of(path.read_text())) - WITH_GIL:
             found = bodies(generated, name)
             assert found, f"{name} is not in the generated C"
@@ -74,14 +83,26 @@ def test_no_inner_function_touches_python(generated: str) -> None:
     assert seen > 50
 
 
-@pytest.mark.parametrize("path", sorted(SOURCES.glob("*.p*")), ids=lambda path: path.name)
-def test_directives_stand_at_the_top(path: Path) -> None:
-    """Inline functions keep the directives of their own file, not of the one that uses them."""
-    table = path.read_text().split('"""')[0]
-    assert all(directive in table for directive in DIRECTIVES)
+def test_one_table_holds_the_directives() -> None:
+    unchecked = ("boundscheck", "wraparound", "initializedcheck", "nonecheck", "overflowcheck")
+    assert not any(DIRECTIVES[name] for name in unchecked)
+    assert DIRECTIVES["cdivision"] is True
+    repeated = [path.name for path in SOURCES if "# cython:" in path.read_text()]
+    assert not repeated
 
 
-@pytest.mark.parametrize("path", sorted(SOURCES.glob("*.p*")), ids=lambda path: path.name)
+def test_every_source_is_a_kernel() -> None:
+    assert [path.relative_to(ROOT).as_posix() for path in SOURCES] == sorted(
+        map(str, KERNELS.values())
+    )
+
+
+def test_maxima_are_the_language_s() -> None:
+    twin = re.compile(r"return (\w+) if \1 [<>] (\w+) else \2\b")
+    assert not [path.name for path in SOURCES if twin.search(path.read_text())]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_counts_and_indices_are_wide(path: Path) -> None:
     """A C ``int`` holds a status, bits or one of a few kinds; a count may pass 2**31."""
     source = path.read_text().split('"""', 2)[-1]
@@ -94,7 +115,7 @@ def test_counts_and_indices_are_wide(path: Path) -> None:
 
 def test_division_is_plain(generated: str) -> None:
     """In our functions; Cython's own, for what memoryviews could do, are not called."""
-    for source in (*SOURCES.glob("*.pyx"), *SOURCES.glob("*.pxd")):
+    for source in SOURCES:
         for name in functions_of(source.read_text()):
             text = "".join(bodies(generated, name))
             assert not re.search(r"__Pyx_(?:div|mod)_|ZeroDivisionError", text), name

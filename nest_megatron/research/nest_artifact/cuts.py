@@ -80,7 +80,7 @@ def cut_table(
 def has_kernel() -> bool:
     """Whether the compiled kernel is there; one warning says so if it is not."""
     try:
-        from nest_megatron.research.nest_artifact import _nest_cuts  # noqa: F401
+        from nest_megatron.research.nest_artifact import _stage_boundaries  # noqa: F401
     except ImportError:
         _log.warning("The compiled kernel is not built: the search of cuts is slower.")
         return False
@@ -95,14 +95,14 @@ def _fill_by_kernel(
     firsts: array[float],
     ends: array[int],
 ) -> None:
-    from nest_megatron.research.nest_artifact import _nest_cuts
+    from nest_megatron.research.nest_artifact import _stage_boundaries
 
     chain, links = instance.chains[width], links_of(instance, rule)
     layers, num_stages = chain.layers, deepest(instance, width)
     n, backward = len(layers), array("d", [layer.backward for layer in layers])
     forward = array("d", [layer.forward for layer in layers])
     scratch = len(firsts) + (3 + 2 * len(links)) * n * n + n
-    _nest_cuts.fill(
+    _stage_boundaries.fill(
         num_stages,
         forward,
         backward,
