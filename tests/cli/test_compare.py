@@ -50,7 +50,7 @@ def test_charts(tmp_path: Path, suffix: str) -> None:
     assert (done.code, done.err) == (0, "")
     assert f"Drawn into {path}." in done.out
     content = path.read_bytes()
-    marks = {".svg": b"phaze", ".html": b"data:image/svg+xml", ".png": b"\x89PNG"}
+    marks = {".svg": b"phaze", ".html": b'<div class="stack"', ".png": b"\x89PNG"}
     assert marks[suffix] in content
 
 

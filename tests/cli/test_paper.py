@@ -42,7 +42,7 @@ def test_settings_hold_for_every_planner() -> None:
         (("figure5", "--model", "bert"), "bert_large"),
         (("figure5", "--num-gpus", "65"), "no job"),
         (("table2", *SMALL[:2], "--chart", "x.svg"), "it is a table"),
-        (("figure7", *SMALL, "--chart", "x.pdf"), ".svg or a .png"),
+        (("figure7", *SMALL, "--chart", "x.pdf"), ".png, .svg"),
         (("figure8",), "figure8"),
         (("figure7", *SMALL, "nonsense=1"), "nonsense"),
     ],
