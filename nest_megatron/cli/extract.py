@@ -136,7 +136,7 @@ def check_drawing(draw: Path | None) -> None:
     Raises:
         UserInputError: for another suffix, or a folder that is missing.
     """
-    from nest_megatron.report.canvas import check_suffix
+    from nest_megatron.report.charts import check_suffix
 
     if draw is None:
         return
@@ -305,7 +305,7 @@ def _draw(
     if draw is None:
         return []
     from nest_megatron.cli.command_kinds import forced
-    from nest_megatron.report.operator_drawing import draw_layer
+    from nest_megatron.report.layer_chart import draw_layer
 
     if len(shown) == 1:
         paths = [draw]

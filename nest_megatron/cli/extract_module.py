@@ -31,7 +31,7 @@ def run_module(
     require_torch()
     graph = extract_chain(build(name), shapes)
     if draw is not None:
-        from nest_megatron.report.chain_drawing import draw_chain
+        from nest_megatron.report.chain_chart import draw_chain
 
         draw_chain(graph, draw)
     if as_json:
