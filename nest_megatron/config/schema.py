@@ -157,7 +157,7 @@ class LaunchConfig:
             configuration last names of fields, or dotted names.
         rendezvous_timeout_s: longest wait for other ranks beside the time for planning and
             measuring; Megatron's own ``--distributed-timeout-minutes`` if not given.
-        heartbeat_timeout_s: longest time without a sign of life of a rank, or of the store.
+        heartbeat_timeout_s: longest time without a heartbeat of a rank, or of the store.
     """
 
     free: list[str] = field(default_factory=list)

@@ -19,12 +19,13 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.launch import read_words
 from nest_megatron.errors import NestError, UserInputError, exit_code_of
 from nest_megatron.integrations.megatron_lm import rendezvous
-from nest_megatron.integrations.megatron_lm.agreement import Board, confirm, connect, share
-from nest_megatron.integrations.megatron_lm.ranks import Joined
-from nest_megatron.integrations.megatron_lm.rendezvous import NoAgreementError, Place, ports
+from nest_megatron.integrations.megatron_lm.agreement import broadcast, require_equal
+from nest_megatron.integrations.megatron_lm.ranks import Rendezvous
+from nest_megatron.integrations.megatron_lm.rendezvous import NoAgreementError, RankContext, ports
+from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore, connect
 from tests.cli.runs import environment
 
-pytest.importorskip("torch", reason="torch is not installed")
+torch = pytest.importorskip("torch", reason="torch is not installed")
 
 HERE = {"MASTER_ADDR": "localhost"}
 
@@ -34,22 +35,22 @@ def another_job(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test is a job of its own, so none meets the store of another or of another checkout."""
     HERE["SLURM_JOB_ID"] = f"{request.node.name} of {os.getpid()}"
     yield
-    for board in BOARDS:
-        board.rest()
+    for store in STORES:
+        store.stop_heartbeat()
 
 
-def place(rank: int, world_size: int = 3, **changes: Any) -> Place:
-    settings: dict[str, Any] = {"environment": {**HERE}, "patience_s": 20.0, **changes}
-    return Place(rank=rank, world_size=world_size, **settings)
+def context(rank: int, world_size: int = 3, **changes: Any) -> RankContext:
+    settings: dict[str, Any] = {"environment": {**HERE}, "rendezvous_timeout_s": 20.0, **changes}
+    return RankContext(rank=rank, world_size=world_size, **settings)
 
 
-#: Boards live as long as their processes; here, as long as the tests.
-BOARDS: list[Board] = []
+#: Stores live as long as their processes; here, as long as the tests.
+STORES: list[RendezvousStore] = []
 
 
-def join(*arguments: Any, **changes: Any) -> Board:
-    BOARDS.append(connect(place(*arguments, **changes)))
-    return BOARDS[-1]
+def join(*arguments: Any, **changes: Any) -> RendezvousStore:
+    STORES.append(connect(context(*arguments, **changes)))
+    return STORES[-1]
 
 
 def on_all_ranks(act: Callable[[int], str], world_size: int = 3) -> list[str]:
@@ -74,9 +75,9 @@ def test_rank_0_solves_and_all_have_the_answer() -> None:
             assert len(hosts()) == 3
             return "the plan"
 
-        board = join(rank)
-        answer = share(board, solve)
-        confirm(board, {"--lr": "0.1"})
+        store = join(rank)
+        answer = broadcast(store, solve)
+        require_equal(store, {"--lr": "0.1"})
         return answer
 
     assert on_all_ranks(act) == ["the plan"] * 3
@@ -94,7 +95,7 @@ def test_all_ranks_end_with_the_exit_code_of_rank_0() -> None:
 
     def act(rank: int) -> str:
         try:
-            return share(join(rank), solve)
+            return broadcast(join(rank), solve)
         except NestError as error:
             return f"{error.exit_code} {error}"
 
@@ -113,7 +114,7 @@ def test_all_ranks_end_as_the_one_with_a_fault(error: BaseException, code: int) 
 
     def act(rank: int) -> str:
         try:
-            return share(join(rank), solve)
+            return broadcast(join(rank), solve)
         except (ArithmeticError, NestError, OSError, SystemExit) as found:
             return str(exit_code_of(found))
 
@@ -125,7 +126,7 @@ def test_the_error_of_rank_0_ends_all_with_its_message() -> None:
         raise UserInputError("nest.cluster", value="x", limit="there is none", fix="Name one.")
 
     started = time.monotonic()
-    answers = on_all_ranks(lambda rank: share(join(rank), solve))
+    answers = on_all_ranks(lambda rank: broadcast(join(rank), solve))
     assert answers[0].startswith("UserInputError: nest.cluster")
     for answer in answers[1:]:
         assert answer.startswith("NoAgreementError: rank 0 (")
@@ -135,10 +136,10 @@ def test_the_error_of_rank_0_ends_all_with_its_message() -> None:
 
 def test_a_rank_with_other_settings_ends_all() -> None:
     def act(rank: int) -> str:
-        board = join(rank)
-        share(board, lambda _: "plan")
+        store = join(rank)
+        broadcast(store, lambda _: "plan")
         lr = "0.01" if rank == 2 else "0.1"
-        confirm(board, {"--lr": lr, "--seed": "1", **({"--new": "x"} if rank == 1 else {})})
+        require_equal(store, {"--lr": lr, "--seed": "1", **({"--new": "x"} if rank == 1 else {})})
         return "trains"
 
     answers = on_all_ranks(act)
@@ -153,8 +154,8 @@ def test_a_rank_that_never_comes_is_named() -> None:
     def act(rank: int) -> str:
         if rank == 2:
             return "absent"
-        board = join(rank, patience_s=2.0)
-        confirm(board, {"--lr": "0.1"})
+        store = join(rank, rendezvous_timeout_s=2.0)
+        require_equal(store, {"--lr": "0.1"})
         return "trains"
 
     for answer in on_all_ranks(act)[:2]:
@@ -171,44 +172,45 @@ def test_rank_0_that_falls_silent_is_given_up() -> None:
             release.wait(10)
             return "too late"
 
-        board = join(rank, 2, silence_s=1.5)
+        store = join(rank, 2, heartbeat_timeout_s=1.5)
         if rank == 0:
-            board.rest()
+            store.stop_heartbeat()
         try:
-            return share(board, solve)
+            return broadcast(store, solve)
         finally:
             if rank:
                 release.set()
 
-    assert "no sign of life from rank 0 (" in on_all_ranks(act, 2)[1]
+    assert "no heartbeat from rank 0 (" in on_all_ranks(act, 2)[1]
 
 
 def test_a_rank_that_falls_silent_after_it_came_is_given_up() -> None:
     def act(rank: int) -> str:
-        board = join(rank, silence_s=1.5)
-        confirm(board, {"--lr": "0.1"}, what="command")
+        store = join(rank, heartbeat_timeout_s=1.5)
+        require_equal(store, {"--lr": "0.1"}, what="command")
         if rank == 1:
-            board.rest()
+            store.stop_heartbeat()
             return "stopped"
-        confirm(board, {"--lr": "0.1"}, what="arguments")
+        require_equal(store, {"--lr": "0.1"}, what="arguments")
         return "trains"
 
     answers = on_all_ranks(act)
     assert answers[1] == "stopped"
     for answer in (answers[0], answers[2]):
-        assert "no sign of life from rank 1 (" in answer
+        assert "no heartbeat from rank 1 (" in answer
 
 
 DYING = """
 import os, signal, sys
-from nest_megatron.integrations.megatron_lm.agreement import connect, share
-from nest_megatron.integrations.megatron_lm.rendezvous import Place
-place = Place(rank=0, world_size=2, environment={here!r})
+from nest_megatron.integrations.megatron_lm.agreement import broadcast
+from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
+from nest_megatron.integrations.megatron_lm.rendezvous_store import connect
+context = RankContext(rank=0, world_size=2, environment={here!r})
 def solve(hosts):
     hosts()
     print("solving", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
-share(connect(place), solve)
+broadcast(connect(context), solve)
 """
 
 
@@ -217,8 +219,8 @@ def test_rank_0_killed_while_solving_ends_the_others() -> None:
     dying = subprocess.Popen([sys.executable, "-c", DYING.format(here=here)], env=environment())
     try:
         started = time.monotonic()
-        with pytest.raises(NoAgreementError, match=r"has ended|no sign of life|did not appear"):
-            share(join(1, 2, environment=here), lambda _: "never asked")
+        with pytest.raises(NoAgreementError, match=r"has ended|no heartbeat|did not appear"):
+            broadcast(join(1, 2, environment=here), lambda _: "never asked")
         assert time.monotonic() - started < 60
     finally:
         dying.kill()
@@ -227,9 +229,9 @@ def test_rank_0_killed_while_solving_ends_the_others() -> None:
 
 STOPPED = """
 import time
-from nest_megatron.integrations.megatron_lm.agreement import connect
-from nest_megatron.integrations.megatron_lm.rendezvous import Place
-board = connect(Place(rank=0, world_size=2, environment={here!r}))
+from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
+from nest_megatron.integrations.megatron_lm.rendezvous_store import connect
+store = connect(RankContext(rank=0, world_size=2, environment={here!r}))
 print("hosts", flush=True)
 time.sleep(600)
 """
@@ -246,15 +248,59 @@ def test_a_host_of_the_store_that_is_stopped_is_given_up(joined: bool) -> None:
     try:
         assert stopped.stdout is not None
         assert stopped.stdout.readline() == "hosts\n"
-        limits = {"environment": here, "silence_s": 2.0, "patience_s": 8.0}
-        board = join(1, 2, **limits) if joined else None
+        limits = {"environment": here, "heartbeat_timeout_s": 2.0, "rendezvous_timeout_s": 8.0}
+        store = join(1, 2, **limits) if joined else None
         stopped.send_signal(signal.SIGSTOP)
         said = "has not answered for 2 s" if joined else "did not appear .* rank 0 is stopped"
         with pytest.raises(NoAgreementError, match=said):
-            confirm(board or join(1, 2, **limits), {"--lr": "1"})
+            require_equal(store or join(1, 2, **limits), {"--lr": "1"})
     finally:
         stopped.kill()
         stopped.communicate()
+
+
+def test_a_rank_that_waits_calls_the_store_once_for_each_entry() -> None:
+    """Thousands of ranks wait while rank 0 plans, and the store serves them all."""
+    calls: list[str] = []
+
+    def counted(store: RendezvousStore) -> RendezvousStore:
+        original = store.store._call
+
+        def call(*arguments: Any) -> Any:
+            calls.append("call")
+            return original(*arguments)
+
+        store.store._call = call  # type: ignore[method-assign]
+        return store
+
+    def act(rank: int) -> str:
+        store = join(rank, 2, heartbeat_timeout_s=1.0)
+        if rank == 0:
+            return broadcast(store, lambda _: time.sleep(2.0) or "the plan")  # type: ignore[func-returns-value]
+        store.stop_heartbeat()  # it would send none, but for the time before it waits
+        answer = broadcast(counted(store), lambda _: "never asked")
+        assert len(calls) == 2 + store._entry, "two for its part, and one for each entry"
+        assert store._entry > 1, "rank 0 sent heartbeats meanwhile"
+        return answer
+
+    assert on_all_ranks(act, 2) == ["the plan"] * 2
+
+
+def test_rank_0_may_come_later_than_a_heartbeat() -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    agent = torch.distributed.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    here = {**HERE, "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)}
+
+    def act(rank: int) -> str:
+        if rank == 0:
+            time.sleep(2.0)
+        store = join(rank, 2, environment=here, heartbeat_timeout_s=0.5)
+        return broadcast(store, lambda _: "the plan")
+
+    assert on_all_ranks(act, 2) == ["the plan"] * 2
+    del agent
 
 
 def test_two_jobs_on_one_host_find_their_own_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +310,7 @@ def test_two_jobs_on_one_host_find_their_own_rank_0(monkeypatch: pytest.MonkeyPa
     def job(name: str) -> list[str]:
         here = {**HERE, "MASTER_PORT": name}
         return on_all_ranks(
-            lambda rank: share(join(rank, environment=here), lambda _: f"plan {name}")
+            lambda rank: broadcast(join(rank, environment=here), lambda _: f"plan {name}")
         )
 
     with ThreadPoolExecutor(2) as pool:
@@ -272,25 +318,25 @@ def test_two_jobs_on_one_host_find_their_own_rank_0(monkeypatch: pytest.MonkeyPa
 
 
 def test_ports_are_the_same_on_all_ranks_and_never_the_master_s() -> None:
-    tried = ports(place(0))
-    assert tried == ports(place(2))
+    tried = ports(context(0))
+    assert tried == ports(context(2))
     assert len(set(tried)) == len(tried) >= 15
     master = {**HERE, "MASTER_PORT": str(tried[0])}
-    assert tried[0] not in ports(place(0, environment=master))
-    assert ports(place(0, port=4242)) == (4242,)
+    assert tried[0] not in ports(context(0, environment=master))
+    assert ports(context(0, port=4242)) == (4242,)
 
 
 def test_no_free_port_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "ports", lambda _: (24_201,))
-    kept = connect(place(0))
+    kept = connect(context(0))
     with pytest.raises(UserInputError, match=r"nest\.port"):
-        connect(place(0))
-    assert kept.read("hello") == "yes"
+        connect(context(0))
+    assert kept.store.get(rendezvous.key_of(kept.context, "hello")) == "yes"
 
 
 def test_without_an_address_it_is_said() -> None:
     with pytest.raises(UserInputError, match="MASTER_ADDR"):
-        connect(place(1, environment={}))
+        connect(context(1, environment={}))
 
 
 def test_rank_0_may_search_longer_than_ranks_wait_for_each_other() -> None:
@@ -299,8 +345,8 @@ def test_rank_0_may_search_longer_than_ranks_wait_for_each_other() -> None:
         time.sleep(3)
         return "the plan"
 
-    limits = {"patience_s": 1.0, "planning_s": 30.0}
-    assert on_all_ranks(lambda rank: share(join(rank, **limits), solve)) == ["the plan"] * 3
+    limits = {"rendezvous_timeout_s": 1.0, "planning_s": 30.0}
+    assert on_all_ranks(lambda rank: broadcast(join(rank, **limits), solve)) == ["the plan"] * 3
 
 
 @pytest.mark.parametrize(
@@ -316,7 +362,7 @@ def test_the_command_says_how_long_rank_0_may_plan(
 ) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, **HERE})
     command = read_words(["+nest=auto", "nest.rendezvous_timeout_s=30", *words])
-    BOARDS.append(Joined().join(0, 2, command, 600.0))
-    found = BOARDS[-1].place
-    assert (found.patience_s, found.planning_s) == (30.0, planning_s)
+    STORES.append(Rendezvous().join(0, 2, command, 600.0))
+    found = STORES[-1].context
+    assert (found.rendezvous_timeout_s, found.planning_s) == (30.0, planning_s)
     assert compose(()).config.search.max_seconds == 60.0

@@ -11,16 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nest_megatron.errors import NestError, UserInputError
-from nest_megatron.integrations.megatron_lm.agreement import Board, connect, share
-from nest_megatron.integrations.megatron_lm.gathering import Check, gather
-from nest_megatron.integrations.megatron_lm.rendezvous import Place
+from nest_megatron.integrations.megatron_lm.agreement import Check, broadcast, gather
+from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
+from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore, connect
 
 pytest.importorskip("torch", reason="torch is not installed")
 
 HERE = {"MASTER_ADDR": "localhost"}
 WORLD = 3
-#: Boards live as long as their processes; here, as long as the tests.
-BOARDS: list[Board] = []
+#: Stores live as long as their processes; here, as long as the tests.
+STORES: list[RendezvousStore] = []
 
 
 @pytest.fixture(autouse=True)
@@ -28,30 +28,30 @@ def another_job(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test is a job of its own, so none meets the store of another or of another checkout."""
     HERE["SLURM_JOB_ID"] = f"{request.node.name} of {os.getpid()}"
     yield
-    for board in BOARDS:
-        board.rest()
+    for store in STORES:
+        store.stop_heartbeat()
 
 
-def join(rank: int, silence_s: float = 20.0) -> Board:
-    place = Place(
+def join(rank: int, heartbeat_timeout_s: float = 20.0) -> RendezvousStore:
+    context = RankContext(
         rank=rank,
         world_size=WORLD,
         environment={**HERE},
-        patience_s=20.0,
-        silence_s=silence_s,
+        rendezvous_timeout_s=20.0,
+        heartbeat_timeout_s=heartbeat_timeout_s,
     )
-    BOARDS.append(connect(place))
-    return BOARDS[-1]
+    STORES.append(connect(context))
+    return STORES[-1]
 
 
 def on_all_ranks(work: Callable[[int, Check], str], limit_s: float = 20.0) -> list[object]:
     """What each rank gathers, or the error that ends it, after the ranks have shared something."""
 
     def act(rank: int) -> object:
-        board = join(rank)
+        store = join(rank)
         try:
-            share(board, lambda _: "orders", what="orders")
-            return gather(board, lambda check: work(rank, check), what="parts", limit_s=limit_s)
+            broadcast(store, lambda _: "orders", what="orders")
+            return gather(store, lambda check: work(rank, check), what="parts", limit_s=limit_s)
         except NestError as error:
             return f"{type(error).__name__}: {error}"
 
@@ -104,14 +104,14 @@ def test_a_rank_that_falls_silent_is_given_up() -> None:
     release = threading.Event()
 
     def act(rank: int) -> object:
-        board = join(rank, silence_s=1.0)
-        share(board, lambda _: "orders", what="orders")
+        store = join(rank, heartbeat_timeout_s=1.0)
+        broadcast(store, lambda _: "orders", what="orders")
         if rank == 2:
-            board.rest()
+            store.stop_heartbeat()
             release.wait(15)
             return None
         try:
-            return gather(board, lambda _: "part", what="parts", limit_s=15.0)
+            return gather(store, lambda _: "part", what="parts", limit_s=15.0)
         except NestError as error:
             return str(error)
         finally:
@@ -119,7 +119,7 @@ def test_a_rank_that_falls_silent_is_given_up() -> None:
 
     with ThreadPoolExecutor(WORLD) as pool:
         answers = list(pool.map(act, range(WORLD)))
-    assert "no sign of life from rank 2 (" in str(answers[0])
+    assert "no heartbeat from rank 2 (" in str(answers[0])
     assert answers[1] == answers[0]
 
 

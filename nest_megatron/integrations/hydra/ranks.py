@@ -5,7 +5,7 @@ equal plans, but for two things that a host may have of its own: the time that e
 what lies on its disks and in its sockets. The first is refused. For the second, ranks under
 ``torchrun`` leave digests of their configuration and of their plan in the agent's store: whoever
 finds another there stops.
-Nobody waits for anybody, since an application may read its configuration on some ranks only.
+Ranks do not block, since an application may read its configuration on some ranks only.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def require_decided(plan: ParallelPlan, max_seconds: float) -> None:
 
 
 def require_same_plan(plan: ParallelPlan, job: str, environment: Mapping[str, str]) -> bool:
-    """Compare this rank's plan with the others', where there is a place to meet.
+    """Compare this rank's plan with the others', where there is a store.
 
     Args:
         job: a digest of the configuration, so that each of several jobs is compared with itself.
 
     Returns:
-        Whether there was such a place: the store of ``torchrun``.
+        Whether there is one: that of ``torchrun``.
 
     Raises:
         NoAgreementError: if another rank has arrived at another plan, with what differs.
@@ -79,13 +79,13 @@ def _require_like_first(
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
     from nest_megatron.integrations.megatron_lm.like_first import require_like_first
-    from nest_megatron.integrations.megatron_lm.rendezvous import Place, connect_store
+    from nest_megatron.integrations.megatron_lm.rendezvous import RankContext, connect_store
 
-    place = Place(
+    context = RankContext(
         rank=int(environment["RANK"]),
         world_size=int(environment["WORLD_SIZE"]),
         environment=environment,
-        patience_s=_TIMEOUT_S,
+        rendezvous_timeout_s=_TIMEOUT_S,
     )
-    require_like_first(connect_store(place), place, name, mine, **words)
+    require_like_first(connect_store(context), context, name, mine, **words)
     return True

@@ -23,8 +23,9 @@ from nest_megatron.errors import OK, UserInputError
 from nest_megatron.integrations.launched import fields_report
 from nest_megatron.integrations.megatron_bridge.read import FIELDS, read_recipe
 from nest_megatron.integrations.megatron_bridge.write import apply_plan
-from nest_megatron.integrations.megatron_lm.agreement import Board, confirm, share
-from nest_megatron.integrations.megatron_lm.ranks import Joined, ending_together, words_of
+from nest_megatron.integrations.megatron_lm.agreement import broadcast, require_equal
+from nest_megatron.integrations.megatron_lm.ranks import Rendezvous, ending_together, words_of
+from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.megatron_lm.same_job import fields, versions
 from nest_megatron.integrations.plan_output import plan_output
 from nest_megatron.integrations.plan_recipe import Freedom, pinned_recipe, plan_recipe
@@ -77,23 +78,25 @@ def planning(process: Process, on_plan: Callable[[], None]) -> Process:
         ours, rest = split_words(cli_overrides or [])
         config = process(config, config_filepath, rest or None)
         if ours:
-            joined = Joined()
-            with ending_together(joined):
+            rendezvous = Rendezvous()
+            with ending_together(rendezvous):
                 stated = [*_keys(rest), *_keys_of_file(config_filepath)]
-                run(config, read_words(ours), stated, joined)
+                run(config, read_words(ours), stated, rendezvous)
                 on_plan()
         return config
 
     return process_config_with_overrides
 
 
-def run(cfg: Any, words: LaunchWords, stated: Iterable[str], joined: Joined | None = None) -> None:
+def run(
+    cfg: Any, words: LaunchWords, stated: Iterable[str], rendezvous: Rendezvous | None = None
+) -> None:
     """Plan on rank 0 and write the plan into every rank's configuration.
 
     Args:
         cfg: the configuration with the user's own overrides in it.
         stated: fields that the user set themselves, which stay unless ``nest.free`` names them.
-        joined: told where the ranks meet.
+        rendezvous: told where the ranks meet.
 
     Raises:
         NestError: if no plan can be made or carried out.
@@ -105,16 +108,16 @@ def run(cfg: Any, words: LaunchWords, stated: Iterable[str], joined: Joined | No
     os.environ.update(rank_variables(os.environ))
     recipe = read_recipe(cfg)
     keep = kept_choices(stated, launch.free)
-    board = None
+    store = None
     if (recipe.num_gpus or 1) > 1 and "RANK" in os.environ and not launch.dry_run:
-        board = (joined or Joined()).join(
+        store = (rendezvous or Rendezvous()).join(
             int(os.environ["RANK"]), recipe.num_gpus or 1, words, _PATIENCE_S
         )
-    with contextlib.nullcontext() if board is None else board.telling():
-        if board is not None:
+    with contextlib.nullcontext() if store is None else store.propagating_errors():
+        if store is not None:
             own = fields(cfg, "", launch.may_differ)
-            confirm(board, {**versions(), **words_of(words), **own}, what="command")
-        _run(cfg, recipe, words, launch, keep, board)
+            require_equal(store, {**versions(), **words_of(words), **own}, what="command")
+        _run(cfg, recipe, words, launch, keep, store)
 
 
 def _run(
@@ -123,20 +126,20 @@ def _run(
     words: LaunchWords,
     launch: LaunchConfig,
     keep: tuple[str, ...],
-    board: Board | None,
+    store: RendezvousStore | None,
 ) -> None:
     def solve(_: object = None) -> str:
         return plan_file.dump(_find(recipe, words, launch, keep))
 
-    plan = plan_file.load(solve() if board is None else share(board, solve))
+    plan = plan_file.load(solve() if store is None else broadcast(store, solve))
     changes = apply_plan(cfg, plan, environment={} if launch.dry_run else None)
     told = connections(plan, os.environ)
     if os.environ.get("RANK", "0") == "0":
         show(fields_report(plan, changes, (*recipe.notes, *told)))
     if launch.dry_run:
         sys.exit(OK)
-    if board is not None:
-        confirm(board, fields(cfg, "", launch.may_differ), what="configuration")
+    if store is not None:
+        require_equal(store, fields(cfg, "", launch.may_differ), what="configuration")
 
 
 def connections(plan: ParallelPlan, variables: MutableMapping[str, str]) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from nest_megatron.config.launch import LaunchWords, Mode, read_launch, read_wor
 from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.errors import OK, NestError, UserInputError
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS
-from nest_megatron.integrations.megatron_lm.ranks import Joined, ending_together
+from nest_megatron.integrations.megatron_lm.ranks import Rendezvous, ending_together
 from nest_megatron.integrations.slurm import rank_variables
 from nest_megatron.report.failure import end, ending_on_errors
 
@@ -35,7 +35,7 @@ class Session:
 
     Args:
         argv: the script's own arguments.
-        joined: where the ranks meet.
+        rendezvous: where the ranks meet.
         decision: what rank 0 decided, once it has.
         groups_checked: Megatron's process groups were compared with the plan's.
     """
@@ -44,7 +44,7 @@ class Session:
     launch: LaunchConfig
     script: str
     argv: tuple[str, ...]
-    joined: Joined = field(default_factory=Joined)
+    rendezvous: Rendezvous = field(default_factory=Rendezvous)
     decision: Any = None
     groups_checked: bool = False
 
@@ -134,7 +134,7 @@ def _planning(validate: Callable[..., Any]) -> Callable[..., Any]:
         session = _session
         if session is None or session.decision is not None:
             return validate(args, defaults)
-        with ending_together(session.joined):
+        with ending_together(session.rendezvous):
             if session.launch.dry_run:
                 from nest_megatron.integrations.megatron_lm.dry_run import show
 

@@ -25,7 +25,7 @@ from nest_megatron.config.cluster_detection import (
 )
 from nest_megatron.config.launch import Mode
 from nest_megatron.errors import OK, NestError, RefusedByMegatronError, UserInputError
-from nest_megatron.integrations.megatron_lm.agreement import Board, Hosts, confirm, share
+from nest_megatron.integrations.megatron_lm.agreement import Hosts, broadcast, require_equal
 from nest_megatron.integrations.megatron_lm.decision import Decision, read_decision
 from nest_megatron.integrations.megatron_lm.groups import (
     check_groups,
@@ -46,7 +46,8 @@ from nest_megatron.integrations.megatron_lm.planning import (
     read_running_job,
 )
 from nest_megatron.integrations.megatron_lm.ranks import words_of
-from nest_megatron.integrations.megatron_lm.rendezvous import Place
+from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
+from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.megatron_lm.same_job import arguments, comparable, versions
 from nest_megatron.integrations.plan_output import plan_output
 from nest_megatron.parallel import plan_file
@@ -72,12 +73,12 @@ def run(
     Raises:
         NestError: if no plan can be made or carried out; nothing has touched a GPU then.
     """
-    board = _board(session, args)
-    if board is None:
+    store = _store(session, args)
+    if store is None:
         return _run(session, args, defaults, validate, None)
-    with board.telling():
-        confirm(board, _command(session, args, defaults), what="command")
-        return _run(session, args, defaults, validate, board)
+    with store.propagating_errors():
+        require_equal(store, _command(session, args, defaults), what="command")
+        return _run(session, args, defaults, validate, store)
 
 
 def _run(
@@ -85,9 +86,9 @@ def _run(
     args: Namespace,
     defaults: Mapping[str, Any],
     validate: Callable[..., Any],
-    board: Board | None,
+    store: RendezvousStore | None,
 ) -> Any:
-    job = _measured(session, args, defaults, board) if _measures(session) else None
+    job = _measured(session, args, defaults, store) if _measures(session) else None
 
     def solve(hosts: Hosts) -> str:
         found = find(session, args, defaults) if job is None else _decided(session, *job)
@@ -95,19 +96,19 @@ def _run(
         tell(session, outcome)
         return outcome.decision.to_text()
 
-    text = solve(lambda: ["localhost"]) if board is None else share(board, solve)
+    text = solve(lambda: ["localhost"]) if store is None else broadcast(store, solve)
     decision = session.decision = read_decision(text)
     if session.launch.stop_before_training:
-        if board is not None:
+        if store is not None:
             checksum = decision.plan.provenance.checksum
-            confirm(board, {"plan": checksum}, what="plan")  # nobody leaves before the others
+            require_equal(store, {"plan": checksum}, what="plan")  # no rank ends before the others
         sys.exit(OK)
     unplanned = copy.deepcopy(args)
     apply(args, decision)
     result = validated(validate, args, defaults, unplanned)
     require_planned(args, decision.plan)
-    if board is not None:
-        confirm(board, _arguments(session, args), what="arguments")
+    if store is not None:
+        require_equal(store, _arguments(session, args), what="arguments")
     return result
 
 
@@ -171,12 +172,12 @@ def _arguments(session: Session, args: Namespace) -> dict[str, str]:
     return arguments(args, flags, session.launch.may_differ)
 
 
-def _board(session: Session, args: Namespace) -> Board | None:
+def _store(session: Session, args: Namespace) -> RendezvousStore | None:
     """Where the ranks meet; ``None`` for a process that has no others."""
     if args.world_size == 1 or args.fake_process_group:
         return None
     timeout_s = 60.0 * (args.distributed_timeout_minutes or 10)
-    return session.joined.join(args.rank, args.world_size, session.words, timeout_s)
+    return session.rendezvous.join(args.rank, args.world_size, session.words, timeout_s)
 
 
 def find(session: Session, args: Namespace, defaults: Mapping[str, Any]) -> Outcome:
@@ -217,7 +218,7 @@ def _measures(session: Session) -> bool:
 
 
 def _measured(
-    session: Session, args: Namespace, defaults: Mapping[str, Any], board: Board | None
+    session: Session, args: Namespace, defaults: Mapping[str, Any], store: RendezvousStore | None
 ) -> tuple[RunningJob, Surroundings] | None:
     """The job and where it runs, with layer times measured just now, on rank 0; all take part."""
     from nest_megatron.integrations.megatron_lm.measure import measure_job, planned_with
@@ -229,7 +230,7 @@ def _measured(
         read.append((_read(session, args, defaults), _place(session, args)))
         return read[0]
 
-    measured = measure_job(job, board=board, defaults=defaults, free=session.launch.free)
+    measured = measure_job(job, store=store, defaults=defaults, free=session.launch.free)
     if not read:
         return None
     ((running, place),) = read
@@ -289,8 +290,8 @@ def _with_ranks(session: Session, outcome: Outcome, hosts: Hosts) -> Outcome:
         ranks = ranks_by_host(hosts())
     if ranks is None:
         return outcome
-    place = Place(rank=0, world_size=len(hosts()), environment=dict(os.environ))
-    check_permutation(ranks, place.world_size, zero_may_move=place.agent_hosts_store)
+    context = RankContext(rank=0, world_size=len(hosts()), environment=dict(os.environ))
+    check_permutation(ranks, context.world_size, zero_may_move=context.agent_hosts_store)
     plan = outcome.decision.plan
     note = "Ranks are numbered anew so that each host's are together."
     if isinstance(asked, list) or outcome.decision.ranks is not None:

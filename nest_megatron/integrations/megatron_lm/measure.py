@@ -17,8 +17,7 @@ from typing import Any
 from nest_megatron.config.cluster_detection import Surroundings
 from nest_megatron.config.request import require_seconds
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.agreement import Board, share
-from nest_megatron.integrations.megatron_lm.gathering import Check, gather
+from nest_megatron.integrations.megatron_lm.agreement import Check, broadcast, gather
 from nest_megatron.integrations.megatron_lm.measure_orders import (
     Answer,
     Orders,
@@ -42,6 +41,7 @@ from nest_megatron.integrations.megatron_lm.measure_store import (
 from nest_megatron.integrations.megatron_lm.measure_tasks import tasks_for
 from nest_megatron.integrations.megatron_lm.own_layers import job_arguments
 from nest_megatron.integrations.megatron_lm.planning import RunningJob, decide
+from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.profile.mode import ProfileMode
@@ -79,7 +79,7 @@ class Measured:
 def measure_job(
     job: Callable[[], Job],
     *,
-    board: Board | None = None,
+    store: RendezvousStore | None = None,
     defaults: Mapping[str, Any] | None = None,
     free: Iterable[str] = (),
     max_seconds: Seconds | None = None,
@@ -90,7 +90,7 @@ def measure_job(
 
     Args:
         job: the job and where it runs; called on rank 0 alone.
-        board: where the ranks meet.
+        store: where the ranks meet.
         defaults: what the script sets where the user says nothing.
         free: the user's flags that the search may change.
         max_seconds: for measuring; the configuration's ``profile.max_seconds`` if not given.
@@ -106,15 +106,15 @@ def measure_job(
         name.append(place.composed.config.profile.name)
         orders, known = _orders(running, place, defaults or {}, tuple(free), max_seconds)
         before.append(known)
-        _announce(orders, 1 if board is None else board.place.world_size)
+        _announce(orders, 1 if store is None else store.context.world_size)
         return orders.to_text()
 
-    text = plan_tasks(None) if board is None else share(board, plan_tasks, what=_TASKS)
+    text = plan_tasks(None) if store is None else broadcast(store, plan_tasks, what=_TASKS)
     orders = read_orders(text)
-    answers = _answers(orders, board) if orders.tasks else ()
-    if board is not None and board.place.rank:
+    answers = _answers(orders, store) if orders.tasks else ()
+    if store is not None and store.context.rank:
         return Measured()
-    with contextlib.nullcontext() if board is None else board.telling():
+    with contextlib.nullcontext() if store is None else store.propagating_errors():
         return _kept(orders, answers, name[0], before[0])
 
 
@@ -189,17 +189,17 @@ def _announce(orders: Orders, num_ranks: int) -> None:
         )
 
 
-def _answers(orders: Orders, board: Board | None) -> tuple[Answer, ...]:
+def _answers(orders: Orders, store: RendezvousStore | None) -> tuple[Answer, ...]:
     """What all ranks have measured; on ranks other than 0 nothing."""
-    if board is None:
+    if store is None:
         return (_own_part(orders, 0, 1, lambda: None),)
-    place = board.place
+    context = store.context
 
     def work(check: Check) -> str:
-        return _own_part(orders, place.rank, place.world_size, check).to_text()
+        return _own_part(orders, context.rank, context.world_size, check).to_text()
 
-    limit_s = orders.max_seconds + SPARE_S + place.patience_s
-    return tuple(map(read_answer, gather(board, work, what=_TIMINGS, limit_s=limit_s)))
+    limit_s = orders.max_seconds + SPARE_S + context.rendezvous_timeout_s
+    return tuple(map(read_answer, gather(store, work, what=_TIMINGS, limit_s=limit_s)))
 
 
 def _own_part(orders: Orders, rank: int, num_ranks: int, check: Check) -> Answer:

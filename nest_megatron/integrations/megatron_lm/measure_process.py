@@ -15,7 +15,7 @@ from typing import IO, TypeVar
 
 from nest_megatron.config.cluster_detection import processes_per_host
 from nest_megatron.errors import NestError
-from nest_megatron.integrations.megatron_lm.gathering import Check
+from nest_megatron.integrations.megatron_lm.agreement import Check
 from nest_megatron.integrations.megatron_lm.measure_orders import (
     Answer,
     ChildOrders,

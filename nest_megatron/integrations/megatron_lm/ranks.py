@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from nest_megatron.config.launch import LaunchWords, read_launch
 from nest_megatron.errors import exit_code_of, settings_typed_as
-from nest_megatron.integrations.megatron_lm.agreement import Board, connect
-from nest_megatron.integrations.megatron_lm.rendezvous import Place
+from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
+from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore, connect
 from nest_megatron.report.failure import ending_on_errors, is_first_of_host
 from nest_megatron.units import Seconds
 
@@ -22,12 +22,14 @@ _PLANNING_S = 60.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Joined:
+class Rendezvous:
     """Where this process meets the other ranks, once it does; kept, since rank 0 may host it."""
 
-    board: Board | None = None
+    store: RendezvousStore | None = None
 
-    def join(self, rank: int, world_size: int, words: LaunchWords, timeout_s: Seconds) -> Board:
+    def join(
+        self, rank: int, world_size: int, words: LaunchWords, timeout_s: Seconds
+    ) -> RendezvousStore:
         """Meet the other ranks.
 
         Args:
@@ -38,49 +40,49 @@ class Joined:
             NestError: if rank 0 is not found.
         """
         launch = read_launch(words)
-        place = Place(
+        context = RankContext(
             rank=rank,
             world_size=world_size,
             environment=dict(os.environ),
-            patience_s=launch.rendezvous_timeout_s or timeout_s,
+            rendezvous_timeout_s=launch.rendezvous_timeout_s or timeout_s,
             planning_s=_planning_s(words),
-            silence_s=launch.heartbeat_timeout_s,
+            heartbeat_timeout_s=launch.heartbeat_timeout_s,
             port=launch.port,
         )
-        self.board = connect(place)
-        return self.board
+        self.store = connect(context)
+        return self.store
 
-    def speaks(self) -> bool:
+    def prints_errors(self) -> bool:
         """Whether this rank says why it ends: one of each host, or each where none knows its own.
 
         Without a launcher every rank has a terminal or a log file to itself.
         """
-        if self.board is None:
+        if self.store is None:
             return is_first_of_host()
         started_alone = not {"LOCAL_RANK", "SLURM_LOCALID"} & os.environ.keys()
-        return started_alone or self.board.speaks()
+        return started_alone or self.store.prints_errors()
 
 
 @contextlib.contextmanager
-def ending_together(joined: Joined) -> Iterator[None]:
+def ending_together(rendezvous: Rendezvous) -> Iterator[None]:
     """End the process on any error inside, once every rank has said why.
 
     A launcher ends all processes of a host as soon as one has gone, and whoever is to print the
     reason may not have read it yet.
     """
     try:
-        with settings_typed_as("nest."), ending_on_errors(joined.speaks):
+        with settings_typed_as("nest."), ending_on_errors(rendezvous.prints_errors):
             yield
     except SystemExit as end:
-        if joined.board is not None:
-            joined.board.leave()
-            if joined.board.store.is_silent:  # its thread is in C++, and must not come back now
+        if rendezvous.store is not None:
+            rendezvous.store.exit_together()
+            if rendezvous.store.store.is_silent:  # its thread is in C++, and must not come back now
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(exit_code_of(end))
         raise
-    if joined.board is not None:
-        joined.board.rest()
+    if rendezvous.store is not None:
+        rendezvous.store.stop_heartbeat()
 
 
 def words_of(words: LaunchWords) -> dict[str, str]:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from nest_megatron.errors import NestError, UserInputError
@@ -20,8 +21,11 @@ from nest_megatron.units import Seconds
 
 #: Ports tried for a store of our own, below Linux's ephemeral range.
 _FIRST_PORT, _NUM_PORTS, _NUM_TRIES, _STRIDE = 25_000, 7_000, 16, 97
-#: Longest wait for one port's answer, and the pause between two rounds over all ports.
-_PROBE_S, _PAUSE_S = 5.0, 0.5
+#: Longest wait for one port's answer; the pause between two rounds over all ports, and how many
+#: rounds in one second all ranks take at most once they have waited a while.
+_PROBE_S, _PAUSE_S, _ROUNDS_PER_S = 5.0, 0.5, 2_000.0
+#: Within this the store says that the time of a blocking request is over.
+_ANSWER_S = 2.0
 
 #: Variables that tell one attempt of one job from all others.
 _OF_ATTEMPT = (
@@ -35,7 +39,7 @@ _OF_ATTEMPT = (
 
 
 class NoAgreementError(NestError):
-    """A rank failed, fell silent or did not come, or ranks were started differently."""
+    """A rank failed, sent no heartbeat or did not come, or ranks were started differently."""
 
 
 class LostStoreError(NoAgreementError):
@@ -47,25 +51,25 @@ class SilentStoreError(LostStoreError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where this process stands in its job.
+class RankContext:
+    """Which rank of which job this process is, and how long it waits for others.
 
     Args:
-        patience_s: longest wait for another rank.
+        rendezvous_timeout_s: longest wait for another rank.
         planning_s: how long rank 0 may plan meanwhile.
-        silence_s: longest time without a heartbeat of a rank that is awaited, or without an answer
-            of the store.
-        farewell_s: how long a rank that ends stays for the others to say why, too.
+        heartbeat_timeout_s: longest time without a heartbeat of a rank that is awaited, or without
+            an answer of the store.
+        grace_period_s: how long a rank that ends stays for the others to say why, too.
         port: of the store, where torchrun hosts none; several are tried if not given.
     """
 
     rank: int
     world_size: int
     environment: Mapping[str, str]
-    patience_s: Seconds = 600.0
+    rendezvous_timeout_s: Seconds = 600.0
     planning_s: Seconds = 0.0
-    silence_s: Seconds = 20.0
-    farewell_s: Seconds = 10.0
+    heartbeat_timeout_s: Seconds = 20.0
+    grace_period_s: Seconds = 10.0
     port: int | None = None
 
     @property
@@ -118,6 +122,28 @@ class TimedStore:
         """A value that is known to be there."""
         return bytes(self._call(lambda: self._store.get(key))).decode()
 
+    def wait_for(self, key: str, limit_s: Seconds) -> str | None:
+        """Block until a key has a value; ``None`` if it has none after a time."""
+
+        def blocking() -> Any:
+            self._store.set_timeout(timedelta(seconds=limit_s))
+            try:
+                return self._store.get(key)
+            finally:
+                self._store.set_timeout(timedelta(seconds=self._limit_s))
+
+        started = time.monotonic()
+        try:
+            return bytes(self._call(blocking, max(limit_s, self._limit_s), _ANSWER_S)).decode()
+        except LostStoreError as error:
+            if isinstance(error, SilentStoreError) or time.monotonic() - started < limit_s:
+                raise
+            return None
+
+    def append(self, key: str, text: str) -> None:
+        """Write text behind what is there."""
+        self._call(lambda: self._store.append(key, text))
+
     def multi_get(self, keys: Sequence[str]) -> list[str]:
         """Values that are known to be there."""
         found = self._call(lambda: self._store.multi_get(list(keys))) if keys else []
@@ -135,14 +161,16 @@ class TimedStore:
         """Write a value where ``expected`` stands (nothing: the empty text); what stands then."""
         return bytes(self._call(lambda: self._store.compare_set(key, expected, value))).decode()
 
-    def _call(self, operation: Callable[[], Any], limit_s: Seconds | None = None) -> Any:
+    def _call(
+        self, operation: Callable[[], Any], limit_s: Seconds | None = None, more_s: Seconds = 0.0
+    ) -> Any:
         import torch
 
         limit_s = self._limit_s if limit_s is None else limit_s
         answered: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._asked.put((operation, answered))
         try:
-            found = answered.get(timeout=0 if self.is_silent else limit_s)
+            found = answered.get(timeout=0 if self.is_silent else limit_s + more_s)
         except queue.Empty:
             self.is_silent = True
             raise SilentStoreError(
@@ -167,118 +195,120 @@ class TimedStore:
                 answered.put(error)
 
 
-def connect_store(place: Place) -> TimedStore:
+def connect_store(context: RankContext) -> TimedStore:
     """Join the store of this process's job.
 
     Raises:
         NoAgreementError: if rank 0's store cannot be found in time.
-        UserInputError: if no port is left for it, or nobody says where rank 0 is.
+        UserInputError: if no port is left for it, or nothing says where rank 0 is.
     """
-    if place.agent_hosts_store:
-        return _client(place, int(place.environment["MASTER_PORT"]), place.patience_s)
-    if "MASTER_ADDR" not in place.environment:
+    if context.agent_hosts_store:
+        return _client(
+            context, int(context.environment["MASTER_PORT"]), context.rendezvous_timeout_s
+        )
+    if "MASTER_ADDR" not in context.environment:
         raise UserInputError(
             "MASTER_ADDR",
             value=None,
-            limit=f"{place.world_size} ranks meet there",
+            limit=f"{context.world_size} ranks meet there",
             fix="Export it with rank 0's host, as for any launch without torchrun.",
         )
-    return _host(place) if place.rank == 0 else _find(place)
+    return _host(context) if context.rank == 0 else _find(context)
 
 
-def ports(place: Place) -> tuple[int, ...]:
+def ports(context: RankContext) -> tuple[int, ...]:
     """Ports to try for a store of our own, in order, the same on all ranks."""
-    if place.port is not None:
-        return (place.port,)
-    start = int(place.key, 16)
+    if context.port is not None:
+        return (context.port,)
+    start = int(context.key, 16)
     tried = [_FIRST_PORT + (start + _STRIDE * i) % _NUM_PORTS for i in range(_NUM_TRIES)]
-    master = place.environment.get("MASTER_PORT")
+    master = context.environment.get("MASTER_PORT")
     return tuple(port for port in tried if str(port) != master)
 
 
-def key_of(place: Place, name: str) -> str:
+def key_of(context: RankContext, name: str) -> str:
     """A name in the store, which several jobs may share."""
-    return f"nest/{place.key}/{name}"
+    return f"nest/{context.key}/{name}"
 
 
-def _host(place: Place) -> TimedStore:
-    for port in ports(place):
+def _host(context: RankContext) -> TimedStore:
+    for port in ports(context):
         try:
-            store = _joined(place, port, place.silence_s, is_master=True)
+            store = _joined(context, port, context.heartbeat_timeout_s, is_master=True)
         except LostStoreError:
             continue
-        store.set(key_of(place, "hello"), "yes")
+        store.set(key_of(context, "hello"), "yes")
         return store
     raise UserInputError(
         "nest.port",
-        value=place.port,
-        limit=f"none of the ports {', '.join(map(str, ports(place)))} is free on rank 0's host "
+        value=context.port,
+        limit=f"none of the ports {', '.join(map(str, ports(context)))} is free on rank 0's host "
         f"({socket.gethostname()})",
         fix="Give a free one with nest.port, or launch with torchrun.",
     )
 
 
-def _find(place: Place) -> TimedStore:
+def _find(context: RankContext) -> TimedStore:
     """The store of this job among those that may answer: another job may hold a port of ours."""
-    ended = time.monotonic() + place.patience_s
+    ended = time.monotonic() + context.rendezvous_timeout_s
     strange: dict[int, float] = {}
+    pause_s, longest_s = _PAUSE_S, max(_PAUSE_S, context.world_size / _ROUNDS_PER_S)
     while time.monotonic() < ended:
-        for port in ports(place):
+        for port in ports(context):
             if time.monotonic() < strange.get(port, 0.0):
                 continue
             try:
-                store = _greeted(place, port)
+                store = _greeted(context, port)
             except LostStoreError as error:  # one that says nothing is not asked all the time
-                pause = place.silence_s if isinstance(error, SilentStoreError) else 0.0
+                pause = context.heartbeat_timeout_s if isinstance(error, SilentStoreError) else 0.0
                 strange[port] = time.monotonic() + pause
                 continue
             if store is not None:
                 return store
-        time.sleep(_PAUSE_S)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_s)
     taken = (
         f"; port {', '.join(map(str, strange))} belongs to another program there, or rank 0 is "
         "stopped"
     )
     raise NoAgreementError(
-        f"rank 0 did not appear at {place.environment['MASTER_ADDR']} within "
-        f"{place.patience_s:g} s{taken if strange else ''}. Look at rank 0's own output: it may "
-        "have ended, or was started without +nest or with another nest.port, MASTER_ADDR or "
-        "MASTER_PORT"
+        f"rank 0 did not appear at {context.environment['MASTER_ADDR']} within "
+        f"{context.rendezvous_timeout_s:g} s{taken if strange else ''}. Look at rank 0's own "
+        "output: it may have ended, or was started without +nest or with another nest.port, "
+        "MASTER_ADDR or MASTER_PORT"
     )
 
 
-def _greeted(place: Place, port: int) -> TimedStore | None:
+def _greeted(context: RankContext, port: int) -> TimedStore | None:
     """The store at a port if it is this job's."""
-    address = place.environment["MASTER_ADDR"]
+    address = context.environment["MASTER_ADDR"]
     try:
         socket.create_connection((address, port), timeout=_PROBE_S).close()
     except OSError:
         return None
-    probe = _client(place, port, _PROBE_S)
-    return probe if probe.check([key_of(place, "hello")]) else None
+    probe = _client(context, port, _PROBE_S)
+    return probe if probe.check([key_of(context, "hello")]) else None
 
 
-def _client(place: Place, port: int, connect_s: Seconds) -> TimedStore:
-    return _joined(place, port, connect_s, is_master=False)
+def _client(context: RankContext, port: int, connect_s: Seconds) -> TimedStore:
+    return _joined(context, port, connect_s, is_master=False)
 
 
-def _joined(place: Place, port: int, connect_s: Seconds, *, is_master: bool) -> TimedStore:
-    from datetime import timedelta
-
+def _joined(context: RankContext, port: int, connect_s: Seconds, *, is_master: bool) -> TimedStore:
     import torch
 
-    address = place.environment["MASTER_ADDR"]
-    host = "torchrun's agent" if place.agent_hosts_store else "rank 0"
+    address = context.environment["MASTER_ADDR"]
+    host = "torchrun's agent" if context.agent_hosts_store else "rank 0"
     return TimedStore(
         lambda: torch.distributed.TCPStore(
             address,
             port,
-            world_size=place.world_size,
+            world_size=context.world_size,
             is_master=is_master,
             wait_for_workers=False,
             timeout=timedelta(seconds=connect_s),
         ),
-        limit_s=place.silence_s,
+        limit_s=context.heartbeat_timeout_s,
         connect_s=connect_s + 1.0,  # torch's own end of a connection comes first
         server=f"the store of {host} at {address}:{port}",
     )

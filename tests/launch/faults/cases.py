@@ -16,8 +16,8 @@ BOTH = (Launcher.TORCHRUN, Launcher.BY_HAND)
 ALONE = (Launcher.COMMAND,)
 #: torchrun ends all other ranks at once, and says which one was killed.
 _OF_TORCHRUN = r"exitcode\s*: -9"
-_TALK = "2 s + farewell"
-_SILENCE = "heartbeat + farewell"
+_TALK = "2 s + grace period"
+_SILENCE = "heartbeat + grace period"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ CASES = (
         name="rank 0 killed",
         what="rank 0 is killed (SIGKILL) while it plans",
         fault="0:plan:kill",
-        said=r"connection to the store of rank 0 .* was lost|no sign of life from rank 0|"
+        said=r"connection to the store of rank 0 .* was lost|no heartbeat from rank 0|"
         + _OF_TORCHRUN,
         bound=_SILENCE,
         silent=(0,),
@@ -77,7 +77,7 @@ CASES = (
         name="rank 1 killed",
         what="rank 1 is killed (SIGKILL) once it has the plan",
         fault="1:validate:kill",
-        said=rf"no sign of life from rank 1 \(\S+\) for 8 s|{_OF_TORCHRUN}",
+        said=rf"no heartbeat from rank 1 \(\S+\) for 8 s|{_OF_TORCHRUN}",
         bound=_SILENCE,
         silent=(1,),
     ),
@@ -86,7 +86,7 @@ CASES = (
         on_megatron=True,
         what="rank 0 is stopped (SIGSTOP) while it plans; by hand it hosts the store",
         fault="0:plan:stop",
-        said=r"has not answered for 8 s: the process is stopped|no sign of life from rank 0",
+        said=r"has not answered for 8 s: the process is stopped|no heartbeat from rank 0",
         bound=_SILENCE,
         silent=(0,),
     ),
@@ -94,7 +94,7 @@ CASES = (
         name="rank 1 stopped",
         what="rank 1 is stopped (SIGSTOP) once it has the plan",
         fault="1:validate:stop",
-        said=r"no sign of life from rank 1 \(\S+\) for 8 s",
+        said=r"no heartbeat from rank 1 \(\S+\) for 8 s",
         bound=_SILENCE,
         silent=(1,),
     ),
@@ -128,7 +128,7 @@ CASES = (
         what="rank 2 is never started",
         missing=(2,),
         said=r"1 of 3 ranks have not arrived: rank 2\. Arrived: ranks 0-1 \(\S+\)",
-        bound="rendezvous timeout + farewell",
+        bound="rendezvous timeout + grace period",
         launchers=(Launcher.BY_HAND,),
         rendezvous_s=RENDEZVOUS_S,
     ),
@@ -162,7 +162,7 @@ CASES = (
         what="rank 1 is started without +nest",
         fault="1:start:without +nest",
         said=r"1 of 3 ranks have not arrived: rank 1\. .* without \+nest never arrives",
-        bound="rendezvous timeout + farewell",
+        bound="rendezvous timeout + grace period",
         rendezvous_s=RENDEZVOUS_S,
         silent=(1,),
     ),
