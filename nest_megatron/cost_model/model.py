@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections import Counter
 
 from nest_megatron.cluster.records import Cluster, CollectiveKind
@@ -104,6 +106,13 @@ class CostModel:
         self._constants: dict[tuple[Degrees, int, ShardKey], Ticks] = {}
         self._links: dict[Degrees, tuple[int, ...]] = {}
         self._transfers: dict[tuple[Degrees, int, bool], tuple[Ticks, ...]] = {}
+
+    def with_memory_margin(self, share: float) -> CostModel:
+        """The model with another limit on memory, which no price depends on: prices are shared."""
+        other = copy.copy(self)
+        other.settings = dataclasses.replace(self.settings, memory_margin=share)
+        other.capacity_bytes = capacity_bytes(self.cluster.accelerator, other.settings)
+        return other
 
     def places(self, dims: ParallelDims) -> GroupPlaces:
         """Shapes of the groups inside a layer: tensor, context, expert, expert-tensor.

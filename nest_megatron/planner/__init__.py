@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from nest_megatron.cluster.records import Cluster
@@ -30,6 +31,7 @@ from nest_megatron.planner.assemble import (
 from nest_megatron.planner.choice import (
     choose_plan,
     is_within_tie,
+    needs_even_stages,
     runner_up,
     slowest_of_worth,
     worth_comparing,
@@ -71,6 +73,8 @@ __all__ = [
 _REPORT_SHARE, _REPORT_S = 0.1, 0.5
 #: Time to say why there is no plan and what would help: a share of all, or that many seconds.
 _ANALYSIS_SHARE, _ANALYSIS_S = 1 / 30, 2.0
+#: Layouts that leave more memory free and are compared with the fastest of all.
+_ROOMY_LAYOUTS = 4
 #: Share of the time after which a search without a plan looks for any.
 _SHORT_OF_TIME = 0.25
 #: Called with (candidates solved, best time so far in seconds or None, proven bound in seconds).
@@ -193,10 +197,11 @@ class _Searched(NamedTuple):
 def _search(
     request: PlanRequest, deadline: Deadline, on_progress: Progress | None = None
 ) -> _Searched:
-    """Search a request's space, and again among plans that leave more memory free.
+    """Search a request's space, and again where a plan may be worth more than the fastest ones.
 
-    The second search looks no further than what may be worth more than the first one's plans, and
-    is left out where that is nothing but ties.
+    These searches look no further than what may be taken instead of the plans that are known: among
+    plans that leave more memory free, unless the best known ties with what is proven; and among
+    plans with even stages, if none of them ties with the best.
     """
     searched = _search_within(request, deadline, on_progress)
     is_nominal = request.objective is Objective.NOMINAL and not request.shortlist
@@ -205,26 +210,51 @@ def _search(
     # Without the deadline, so that ranks that search each for itself choose alike.
     solve = solver_of(choose(request.backend), lambda: False)
     found = worth_comparing(request, searched.grids, searched.result.plans, solve)
-    asked, proven = roomier(request), searched.result.certificate.lower_bound
-    if asked is not None and not is_within_tie(request, searched.model, found, proven):
-        most = slowest_of_worth(request, searched.model, found)
-        more = _search_within(asked, deadline, slowest=most)
-        if more.result.plans:
-            found += worth_comparing(request, more.grids, more.result.plans, solve, most)
-        searched = searched._replace(seconds=searched.seconds + more.seconds)
+    roomy, proven = roomier(request), searched.result.certificate.lower_bound
+    if roomy is not None and not is_within_tie(request, searched.model, found, proven):
+        found += _worth_more(request, roomy, searched.model, found, deadline, _ROOMY_LAYOUTS)
+    if needs_even_stages(request, searched.model, found):
+        even = dataclasses.replace(request.space, even_stages=True)
+        asked = dataclasses.replace(roomy or request, space=even)
+        found += _worth_more(request, asked, searched.model, found, deadline, num_layouts=1)
     unique = {each.plan: each for each in found}
     return searched._replace(compared=tuple(unique.values()))
+
+
+def _worth_more(
+    request: PlanRequest,
+    asked: PlanRequest,
+    model: CostModel,
+    found: Sequence[Relative],
+    deadline: Deadline,
+    num_layouts: int,
+) -> list[Relative]:
+    """Plans of a narrower space that may be taken instead of those found.
+
+    Args:
+        asked: the request for plans of that space.
+        model: of the whole space.
+        num_layouts: the fastest that are looked at.
+    """
+    most = slowest_of_worth(request, model, found)
+    more = _search_within(asked, deadline, model=model, num_layouts=num_layouts, slowest=most)
+    solve = solver_of(choose(request.backend), lambda: False)
+    return worth_comparing(request, more.grids, more.result.plans, solve, most)
 
 
 def _search_within(
     request: PlanRequest,
     deadline: Deadline,
     on_progress: Progress | None = None,
+    model: CostModel | None = None,
+    num_layouts: int | None = None,
     slowest: Ticks = NO_THRESHOLD,
 ) -> _Searched:
     """Search a request's space until some time before a deadline.
 
     Args:
+        model: of the same job, that knows prices already.
+        num_layouts: to rank; ``None`` for as many as are compared and listed.
         slowest: plans that take longer are of no interest; some plan is if this is not said.
     """
 
@@ -232,7 +262,10 @@ def _search_within(
         assert on_progress is not None
         on_progress(solved, to_seconds(best), to_seconds(bound))
 
-    model = CostModel(request.spec, request.cluster, request.settings, request.times)
+    if model is None:
+        model = CostModel(request.spec, request.cluster, request.settings, request.times)
+    else:
+        model = model.with_memory_margin(request.settings.memory_margin)
     ends = deadline.without(min(_REPORT_S, _REPORT_SHARE * deadline.seconds))
     started = time.perf_counter()
     compared = 0 if request.objective is Objective.NOMINAL else request.num_compared
@@ -241,7 +274,7 @@ def _search_within(
         request.global_batch_size,
         request.space,
         solver_of(choose(request.backend), ends.passed),
-        num_layouts=max(request.num_alternatives + 1, compared),
+        num_layouts=num_layouts or max(request.num_alternatives + 1, compared),
         slowest=slowest,
         out_of_time=ends.passed,
         short_of_time=lambda: slowest == NO_THRESHOLD and ends.passed(_SHORT_OF_TIME),

@@ -32,6 +32,8 @@ from nest_megatron.units import Bytes, Seconds, Ticks, format_chance, format_gib
 
 #: Chance to run out of memory above which plans that need less are looked for.
 _COMFORTABLE = 0.02
+#: Relatives are looked for of the kept plans, then of those that tie with the best of them all.
+_ROUNDS = 2
 #: Share of the memory of a GPU of which more is no advantage: nothing runs out of memory there.
 _ENOUGH_FREE = 0.25
 #: What takes longer than the best is worth by more than this share is not looked at any closer: no
@@ -82,9 +84,8 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[object, ...]:
-        """The tie rule: what is sure to start, then what is simpler to run comes first."""
+        """The tie rule: what is simpler to run comes first."""
         return (
-            1 - self.out_of_memory < SURE,
             self.is_custom,
             self.virtual,
             -self.steps_free,
@@ -187,9 +188,18 @@ def values_of(
 def simplest_of_best(
     candidates: Sequence[Candidate], values: Sequence[Seconds], tie_percent: float
 ) -> int:
-    """Index of the simplest of the plans that tie with the best."""
+    """Index of the simplest of the plans that tie with the best.
+
+    What is simpler is taken for time, not for a risk: a tie runs out of memory no more often than
+    the best does, if not in less than one of ten starts.
+    """
     most = min(values) * (1 + tie_percent / 100)
-    ties = [number for number, value in enumerate(values) if value <= most]
+    risk = max(1 - SURE, candidates[values.index(min(values))].out_of_memory)
+    ties = [
+        number
+        for number, value in enumerate(values)
+        if value <= most and candidates[number].out_of_memory <= risk
+    ]
     return min(
         ties,
         key=lambda number: (
@@ -244,13 +254,20 @@ def worth_comparing(
         solve: the stage solver.
         slowest: what takes longer is worth less than what is already known.
     """
+    if not plans:
+        return []
     found = {plan: with_memory(grids, plan) for plan in plans}
     kept = list(found.values())
     slowest = min(slowest, slowest_of_worth(request, grids.model, kept))
-    for own in kept:
-        enough = bytes_with_risk(grids.model, own.plan.grid, _COMFORTABLE)
-        for each in relatives(grids, own, solve, slowest, enough):
-            found.setdefault(each.plan, each)
+    asked = kept
+    for _ in range(_ROUNDS):
+        for own in asked:
+            enough = bytes_with_risk(grids.model, own.plan.grid, _COMFORTABLE)
+            for each in relatives(grids, own, solve, slowest, enough):
+                found.setdefault(each.plan, each)
+        asked = [
+            each for each in _ties(request, grids.model, [*found.values()]) if each not in asked
+        ]
     return list(found.values())
 
 
@@ -259,7 +276,7 @@ def slowest_of_worth(request: PlanRequest, model: CostModel, found: Sequence[Rel
 
     No plan has less than its step under any objective.
     """
-    most = _least(request, model, found) * (1 + request.tie_percent / 100)
+    most = min(_priced(request, model, found)) * (1 + request.tie_percent / 100)
     return min(math.floor(min(most, NO_THRESHOLD)), NO_THRESHOLD - 1)
 
 
@@ -267,14 +284,31 @@ def is_within_tie(
     request: PlanRequest, model: CostModel, found: Sequence[Relative], bound: Ticks
 ) -> bool:
     """Whether the best of some plans ties with a step that no plan is faster than."""
-    return _least(request, model, found) <= bound * (1 + request.tie_percent / 100)
+    return min(_priced(request, model, found)) <= bound * (1 + request.tie_percent / 100)
 
 
-def _least(request: PlanRequest, model: CostModel, found: Sequence[Relative]) -> float:
-    """The least of the predicted steps, in ticks, with the price of running out of memory."""
+def needs_even_stages(request: PlanRequest, model: CostModel, found: Sequence[Relative]) -> bool:
+    """Whether no plan with stages that Megatron cuts by itself ties with the best."""
+    if request.space.even_stages or request.space.partition is not None:
+        return False
+    ties = _ties(request, model, found)
+    return not any(is_uniform(model.spec, _partition(each.plan)) for each in ties)
+
+
+def _ties(request: PlanRequest, model: CostModel, found: Sequence[Relative]) -> Iterator[Relative]:
+    """Those within a tie of the best, by their predicted steps."""
+    values = _priced(request, model, found)
+    most = min(values) * (1 + request.tie_percent / 100)
+    for each, value in zip(found, values, strict=True):
+        if value <= most:
+            yield each
+
+
+def _priced(request: PlanRequest, model: CostModel, found: Sequence[Relative]) -> list[float]:
+    """Predicted steps, in ticks, with the price of running out of memory."""
     steps = [float(each.plan.iteration) for each in found]
     chances = [out_of_memory(model, each.plan.grid, each.peak_bytes) for each in found]
-    return min(with_retries(steps, chances, request.failed_start_percent))
+    return with_retries(steps, chances, request.failed_start_percent)
 
 
 def _worth(
@@ -284,18 +318,14 @@ def _worth(
     plans: Sequence[SolvedGrid],
 ) -> Iterator[Relative]:
     """Those that may be chosen or are listed: the rest is not looked at any closer."""
-    most, kept = _least(request, model, found) * (1 + _CLOSE), set(plans)
+    most, kept = min(_priced(request, model, found)) * (1 + _CLOSE), set(plans)
     for each in found:
         if each.plan.iteration <= most or each.plan in kept:
             yield each
 
 
 def _candidate(request: PlanRequest, model: CostModel, found: Relative) -> Candidate:
-    solved, grid = found.plan, found.plan.grid
-    partition = StagePartition(
-        boundaries=solved.boundaries,
-        pipeline_model_parallel_size=grid.dims.pipeline_model_parallel_size,
-    )
+    solved, grid, partition = found.plan, found.plan.grid, _partition(found.plan)
     return Candidate(
         solved=solved,
         peak_memory_bytes=found.peak_bytes,
@@ -305,6 +335,11 @@ def _candidate(request: PlanRequest, model: CostModel, found: Relative) -> Candi
         is_custom=not is_uniform(model.spec, partition),
         changes=_changes(request, solved, partition),
     )
+
+
+def _partition(solved: SolvedGrid) -> StagePartition:
+    pp = solved.grid.dims.pipeline_model_parallel_size
+    return StagePartition(boundaries=solved.boundaries, pipeline_model_parallel_size=pp)
 
 
 def _changes(request: PlanRequest, solved: SolvedGrid, partition: StagePartition) -> int:
