@@ -1,15 +1,20 @@
-"""What the plans of 50 usual jobs leave free of a device's memory, and what more would cost.
+"""What the plans of 50 usual jobs leave free of memory, and what their less usual choices gain.
 
 Run from the project's root::
 
     python benchmarks/free_memory.py
 
 Each job is planned as `nest-megatron plan` plans it, and nominally (``search.objective=nominal``),
-which fills memory up to the limit of the device.
+which fills memory up to the limit of the device. Where the plan needs stages that Megatron does not
+cut by itself, or more than five virtual stages, the job is planned without as well: the gain is by
+how much the mean step, with the price of running out of memory, is longer then.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +25,11 @@ sys.path.insert(0, str(ROOT))
 from nest_megatron.config.compose import compose  # noqa: E402
 from nest_megatron.config.overrides import parse  # noqa: E402
 from nest_megatron.config.request import request_of  # noqa: E402
+from nest_megatron.parallel.layout import is_uniform  # noqa: E402
+from nest_megatron.parallel.objective import Objective  # noqa: E402
 from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
-from nest_megatron.planner import plan  # noqa: E402
+from nest_megatron.planner import PlanRequest, plan  # noqa: E402
+from nest_megatron.planner.request import TIE_PERCENT  # noqa: E402
 
 #: Models with the GPUs that they are planned for.
 MODELS = {
@@ -42,6 +50,8 @@ NUM_JOBS = 50
 BATCH = 4
 #: A plan with less free than this fills its memory.
 FULL = 0.05
+#: More virtual stages than these are unusual.
+MOST_VIRTUAL = 5
 
 
 def jobs() -> Iterator[tuple[str, str, int]]:
@@ -52,17 +62,41 @@ def jobs() -> Iterator[tuple[str, str, int]]:
                 yield model, cluster, num_gpus
 
 
-def planned(model: str, cluster: str, num_gpus: int, objective: str) -> ParallelPlan | None:
-    """The plan of a job, if one fits."""
+def request(model: str, cluster: str, num_gpus: int, **changes: object) -> PlanRequest:
+    """The request for a job."""
     words = [
         f"model={model}",
         f"cluster={cluster}",
         f"cluster.num_gpus={num_gpus}",
         f"train.global_batch_size={BATCH * num_gpus}",
-        f"search.objective={objective}",
     ]
-    found = plan(request_of(compose(parse(words))))
+    return dataclasses.replace(request_of(compose(parse(words))), **changes)  # type: ignore[arg-type]
+
+
+def planned(asked: PlanRequest) -> ParallelPlan | None:
+    """The plan of a request, if one fits."""
+    found = plan(asked)
     return found if isinstance(found, ParallelPlan) else None
+
+
+def least_s(asked: PlanRequest, **space: object) -> float:
+    """The least that a plan of a space is worth, ties aside; infinite if there is none."""
+    smaller = dataclasses.replace(asked.space, **space)  # type: ignore[arg-type]
+    found = planned(dataclasses.replace(asked, space=smaller, tie_percent=0.0, shortlist=False))
+    return math.inf if found is None or found.choice is None else found.choice.value_s
+
+
+def gains(asked: PlanRequest, found: ParallelPlan) -> tuple[float | None, float | None]:
+    """What layouts that a plan needs gain, and more than ``MOST_VIRTUAL`` stages, in per cent."""
+    is_even, layout, virtual = is_uniform(asked.spec, found.partition()), None, None
+    limits = {**asked.space.limits, "virtual_pipeline_model_parallel_size": MOST_VIRTUAL}
+    if not is_even:
+        layout = 100 * (least_s(asked, even_stages=True) / least_s(asked) - 1)
+    if found.grid().dims.virtual_pipeline_model_parallel_size > MOST_VIRTUAL:
+        # Fewer stages that need a layout are no simpler than more that need none.
+        fewer_s = least_s(asked, limits=limits, even_stages=is_even)
+        virtual = 100 * (fewer_s / least_s(asked, even_stages=is_even) - 1)
+    return layout, virtual
 
 
 def left(found: ParallelPlan) -> float:
@@ -73,31 +107,46 @@ def left(found: ParallelPlan) -> float:
 
 
 def main() -> int:
-    """Print a row for each job, and how many fill their memory."""
-    head = f"{'model':17} {'cluster':9} {'GPUs':>5}  {'left %':>7} {'nominal %':>9} {'slower %':>8}"
-    print(f"{head}  chance to run out %")
+    """Print a row for each job, and what they come to."""
+    names = f"{'left %':>7} {'nominal %':>9} {'slower %':>8} {'runs out %':>10} {'listed':>6}"
+    print(f"{'model':17} {'cluster':9} {'GPUs':>5}  {names} {'layout +%':>9} {'virtual +%':>10}")
     full = {"nominal": 0, "expected": 0}
-    count = 0
+    needed: dict[str, list[float]] = {
+        "a layout": [],
+        f"more than {MOST_VIRTUAL} virtual stages": [],
+    }
+    listed = []
     for model, cluster, num_gpus in jobs():
-        if count == NUM_JOBS:
+        if len(listed) == NUM_JOBS:
             break
-        nominal = planned(model, cluster, num_gpus, "nominal")
-        usual = planned(model, cluster, num_gpus, "expected")
+        asked = request(model, cluster, num_gpus, shortlist=True)
+        nominal = planned(dataclasses.replace(asked, objective=Objective.NOMINAL, shortlist=False))
+        usual = planned(asked)
         if nominal is None or usual is None:
             continue
-        count += 1
+        assert usual.shortlist is not None
+        assert usual.uncertainty is not None
+        listed.append(len(usual.shortlist.numbers))
         full["nominal"] += left(nominal) < FULL
         full["expected"] += left(usual) < FULL
         steps = [found.predicted.iteration_time_s for found in (nominal, usual)]
-        slower = 100 * (steps[1] / steps[0] - 1)
-        chance = usual.uncertainty.out_of_memory if usual.uncertainty else 0.0
+        gained = gains(asked, usual)
+        for what, value in zip(needed, gained, strict=True):
+            needed[what] += [] if value is None else [value]
+        layout, virtual = ("" if each is None else f"{each:.2f}" for each in gained)
         print(
             f"{model:17} {cluster:9} {num_gpus:>5}  {100 * left(usual):7.1f} "
-            f"{100 * left(nominal):9.1f} {slower:8.1f}  {100 * chance:.1f}",
+            f"{100 * left(nominal):9.1f} {100 * (steps[1] / steps[0] - 1):8.1f} "
+            f"{100 * usual.uncertainty.out_of_memory:10.1f} {listed[-1]:>6} "
+            f"{layout:>9} {virtual:>10}",
             flush=True,
         )
     for objective, number in full.items():
-        print(f"{objective}: {number} of {count} plans fill more than {100 * (1 - FULL):g} %")
+        print(f"{objective}: {number} of {len(listed)} plans fill more than {100 * (1 - FULL):g} %")
+    for what, values in needed.items():
+        little = sum(value <= TIE_PERCENT for value in values)
+        print(f"{len(values)} need {what}; {little} of them for no more than {TIE_PERCENT:g} %")
+    print(f"shortlists: {statistics.fmean(listed):.1f} plans in the mean, at most {max(listed)}")
     return 0
 
 

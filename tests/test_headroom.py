@@ -93,7 +93,7 @@ def test_where_nothing_leaves_a_tenth_a_tighter_plan_is_taken_and_says_so() -> N
 
 def test_the_price_of_more_is_searched_where_it_is_asked_for() -> None:
     priced = found(asked("memory.priced_margin=0.3"))
-    other = found(asked("memory.margin=0.3"))
+    other = found(asked("memory.margin=0.3", "search.objective=nominal"))
     ratio = other.predicted.iteration_time_s / priced.predicted.iteration_time_s
     assert ratio > 1
     headroom = told(priced)

@@ -2,7 +2,8 @@
 
 The predictive distributions of a job's plans, together, are one distribution of several dimensions
 (``uncertainty.covariance``). Chances are counted over draws from it, seeded, so that the same plans
-have the same chances.
+have the same chances. Plans that no measurement tells apart, because their steps differ by less
+than two runs of one plan do, count as equally fast: one of them stands for all.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import mul
+from operator import mul, or_
 
 from nest_megatron.cost_model.mechanisms import Mechanism
-from nest_megatron.cost_model.uncertainty import DEVIATION, Predictive, covariance
+from nest_megatron.cost_model.uncertainty import DEVIATION, RUN_NOISE, Predictive, covariance
 
+#: Plans whose steps differ by less are as fast as each other: two runs of one plan differ by that.
+AS_FAST = 2 * RUN_NOISE
 #: Draws; a chance of one half is counted to within two per cent.
 _DRAWS = 2_000
 #: Outcomes of a measurement that are tried, in standard deviations, with their weights: Gauss and
@@ -38,21 +41,17 @@ Matrix = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortlist:
-    """The fewest plans that hold the fastest with a chance of ``level``.
+    """Few plans that hold one as fast as the fastest, with a chance of ``level``.
 
     Args:
         plans: indices into the plans that were given, the likeliest first.
-        chances: of each plan that was given, to be the fastest of them.
+        chances: of each plan that was given, to be as fast as the fastest of them.
+        chance: that one of ``plans`` is.
     """
 
     plans: tuple[int, ...]
     chances: tuple[float, ...]
-    level: float
-
-    @property
-    def chance(self) -> float:
-        """That the fastest plan is among them."""
-        return math.fsum(self.chances[plan] for plan in self.plans)
+    chance: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +71,20 @@ class Measurement:
     shortlist_size: float
 
 
-def chances_of_best(plans: Sequence[Predictive]) -> tuple[float, ...]:
-    """Each plan's chance to be the fastest of all that are given."""
-    return _chances(_logs(plans), _covariances(plans), _DRAWS)
+def shortlist(plans: Sequence[Predictive], level: float = 0.9) -> Shortlist:
+    """Few plans of which one is as fast as the fastest, but for noise, with a chance of a level."""
+    draws = _as_fast(_logs(plans), _covariances(plans), _DRAWS)
+    chances = tuple(each.bit_count() / _DRAWS for each in draws)
+    chosen = _cover(draws, math.ceil(level * _DRAWS))
+    held = functools.reduce(or_, (draws[plan] for plan in chosen), 0)
+    return Shortlist(
+        plans=tuple(sorted(chosen, key=lambda plan: -chances[plan])),
+        chances=chances,
+        chance=held.bit_count() / _DRAWS,
+    )
 
 
-def shortlist(plans: Sequence[Predictive], level: float = 0.95) -> Shortlist:
-    """The fewest plans that hold the fastest with a chance of at least ``level``."""
-    chances = chances_of_best(plans)
-    return Shortlist(plans=_fewest(chances, level), chances=chances, level=level)
-
-
-def measurements(plans: Sequence[Predictive], level: float = 0.95) -> tuple[Measurement, ...]:
+def measurements(plans: Sequence[Predictive], level: float = 0.9) -> tuple[Measurement, ...]:
     """What could be measured to tell the plans apart, the most useful first.
 
     Each is judged by the expected gain of choosing after it (the knowledge gradient of Frazier,
@@ -167,13 +168,13 @@ def _size_after(
     sizes = (
         weight
         * len(
-            _fewest(
-                _chances(
+            _cover(
+                _as_fast(
                     [log + outcome * moved for log, moved in zip(logs, effect, strict=True)],
                     left,
                     _OUTCOME_DRAWS,
                 ),
-                level,
+                math.ceil(level * _OUTCOME_DRAWS),
             )
         )
         for outcome, weight in _OUTCOMES
@@ -189,14 +190,17 @@ def _covariances(plans: Sequence[Predictive]) -> Matrix:
     return [[covariance(a, b) for b in plans] for a in plans]
 
 
-def _chances(logs: Sequence[float], covariances: Matrix, draws: int) -> tuple[float, ...]:
-    """How often each plan is the fastest in draws from a normal distribution."""
+def _as_fast(logs: Sequence[float], covariances: Matrix, draws: int) -> list[int]:
+    """Draws from a normal distribution, as bits: set where a plan is as fast as the fastest."""
     root = _root(covariances)
-    counts = [0] * len(logs)
-    for normals in _drawn(len(logs), draws):
+    found = [0] * len(logs)
+    for number, normals in enumerate(_drawn(len(logs), draws)):
         steps = [log + sum(map(mul, row, normals)) for log, row in zip(logs, root, strict=True)]
-        counts[steps.index(min(steps))] += 1
-    return tuple(count / draws for count in counts)
+        most = min(steps) + AS_FAST
+        for plan, step in enumerate(steps):
+            if step <= most:
+                found[plan] |= 1 << number
+    return found
 
 
 @functools.lru_cache(maxsize=8)
@@ -220,12 +224,15 @@ def _root(matrix: Matrix) -> list[list[float]]:
     return root
 
 
-def _fewest(chances: Sequence[float], level: float) -> tuple[int, ...]:
-    """The likeliest plans that together reach a chance; of equal ones the first."""
-    held, chosen = 0.0, []
-    for plan in sorted(range(len(chances)), key=lambda index: -chances[index]):
-        chosen.append(plan)
-        held += chances[plan]
-        if held >= level:
-            break
+def _cover(draws: Sequence[int], wanted: int) -> tuple[int, ...]:
+    """Plans that together are as fast as the fastest in so many draws.
+
+    Each time the plan is taken that adds most (the greedy rule for covering); of equal ones the
+    first.
+    """
+    held, chosen = 0, []
+    while held.bit_count() < wanted:
+        added = [(each & ~held).bit_count() for each in draws]
+        chosen.append(added.index(max(added)))
+        held |= draws[chosen[-1]]
     return tuple(chosen)

@@ -86,14 +86,19 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortlist:
-    """The fewest plans that hold the fastest with a chance of 95 %.
+    """Few plans of which one is as fast as the fastest, with a chance of 90 %.
+
+    Plans are as fast as each other if two runs of one plan may differ by as much.
 
     Args:
         numbers: of runners-up, from 1; 0 is the plan itself. The likeliest first.
-        chances: of each of them, to be the fastest of the plan and its runners-up.
+        chances: of each of them, to be as fast as the fastest of the plan and its runners-up.
         measurements: what would tell most which of them is the fastest, the most useful first.
+        chance: that one of them is; ``None`` in files of earlier versions, whose chances, to be the
+            fastest, add up.
     """
 
     numbers: tuple[int, ...]
     chances: tuple[float, ...]
     measurements: tuple[str, ...]
+    chance: float | None = None

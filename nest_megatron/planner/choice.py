@@ -188,26 +188,31 @@ def values_of(
 def simplest_of_best(
     candidates: Sequence[Candidate], values: Sequence[Seconds], tie_percent: float
 ) -> int:
-    """Index of the simplest of the plans that tie with the best.
-
-    What is simpler is taken for time, not for a risk: a tie runs out of memory no more often than
-    the best does, if not in less than one of ten starts.
-    """
-    most = min(values) * (1 + tie_percent / 100)
-    risk = max(1 - SURE, candidates[values.index(min(values))].out_of_memory)
-    ties = [
-        number
-        for number, value in enumerate(values)
-        if value <= most and candidates[number].out_of_memory <= risk
-    ]
+    """Index of the simplest of the plans that tie with the best."""
+    chances = [each.out_of_memory for each in candidates]
     return min(
-        ties,
+        _ties(values, chances, tie_percent),
         key=lambda number: (
             *candidates[number].complexity,
             values[number],
             candidates[number].solved.rank,
         ),
     )
+
+
+def _ties(values: Sequence[float], chances: Sequence[float], tie_percent: float) -> list[int]:
+    """Indices of the plans that tie with the best.
+
+    What is simpler is taken for time, not for a risk: a tie runs out of memory no more often than
+    the best does, if not in less than one of ten starts.
+    """
+    least = min(values)
+    risk = max(1 - SURE, chances[values.index(least)])
+    return [
+        number
+        for number, (value, chance) in enumerate(zip(values, chances, strict=True))
+        if value <= least * (1 + tie_percent / 100) and chance <= risk
+    ]
 
 
 def _best_of_layouts(request: PlanRequest, candidates: Sequence[Candidate]) -> set[SolvedGrid]:
@@ -266,7 +271,7 @@ def worth_comparing(
             for each in relatives(grids, own, solve, slowest, enough):
                 found.setdefault(each.plan, each)
         asked = [
-            each for each in _ties(request, grids.model, [*found.values()]) if each not in asked
+            each for each in _tied(request, grids.model, [*found.values()]) if each not in asked
         ]
     return list(found.values())
 
@@ -291,24 +296,24 @@ def needs_even_stages(request: PlanRequest, model: CostModel, found: Sequence[Re
     """Whether no plan with stages that Megatron cuts by itself ties with the best."""
     if request.space.even_stages or request.space.partition is not None:
         return False
-    ties = _ties(request, model, found)
+    ties = _tied(request, model, found)
     return not any(is_uniform(model.spec, _partition(each.plan)) for each in ties)
 
 
-def _ties(request: PlanRequest, model: CostModel, found: Sequence[Relative]) -> Iterator[Relative]:
-    """Those within a tie of the best, by their predicted steps."""
-    values = _priced(request, model, found)
-    most = min(values) * (1 + request.tie_percent / 100)
-    for each, value in zip(found, values, strict=True):
-        if value <= most:
-            yield each
+def _tied(request: PlanRequest, model: CostModel, found: Sequence[Relative]) -> list[Relative]:
+    """Those that tie with the best, by their predicted steps."""
+    values, chances = _priced(request, model, found), _chances(model, found)
+    return [found[number] for number in _ties(values, chances, request.tie_percent)]
 
 
 def _priced(request: PlanRequest, model: CostModel, found: Sequence[Relative]) -> list[float]:
     """Predicted steps, in ticks, with the price of running out of memory."""
     steps = [float(each.plan.iteration) for each in found]
-    chances = [out_of_memory(model, each.plan.grid, each.peak_bytes) for each in found]
-    return with_retries(steps, chances, request.failed_start_percent)
+    return with_retries(steps, _chances(model, found), request.failed_start_percent)
+
+
+def _chances(model: CostModel, found: Sequence[Relative]) -> list[float]:
+    return [out_of_memory(model, each.plan.grid, each.peak_bytes) for each in found]
 
 
 def _worth(

@@ -53,7 +53,7 @@ def told_headroom(
     Args:
         compared: the plan was chosen among them: the fastest that leaves more free bounds the price
             from above.
-        find: the best plan of a request, for ``priced_headroom``.
+        find: the best plan of a request: the fastest that leaves ``priced_headroom`` free.
     """
     if request.headroom is None or request.objective is Objective.NOMINAL:
         return plan
@@ -65,8 +65,8 @@ def told_headroom(
     if priced is None:
         other_s = _fastest_leaving(more, model, compared)
     else:
-        asked = leaving(dataclasses.replace(request, headroom=None, offer=None), priced)
-        other = find(dataclasses.replace(asked, num_alternatives=0))
+        fastest = dataclasses.replace(request, objective=Objective.NOMINAL, num_alternatives=0)
+        other = find(leaving(dataclasses.replace(fastest, shortlist=False), priced))
         other_s = None if other is None else other.predicted.iteration_time_s
     found = Headroom(
         wanted=request.headroom,

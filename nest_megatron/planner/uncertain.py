@@ -16,11 +16,11 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.shortlist import Measurement, measurements, shortlist
 from nest_megatron.cost_model.uncertainty import Predictive
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.objective import Objective, Shortlist, Uncertainty
+from nest_megatron.parallel.objective import SURE, Objective, Shortlist, Uncertainty
 from nest_megatron.units import Bytes
 
-#: Chance with which the fastest plan is on a shortlist.
-LEVEL = 0.95
+#: Chance with which a plan as fast as the fastest is on a shortlist.
+LEVEL = SURE
 
 
 def described(known: Predictive, out_of_memory: float) -> Uncertainty:
@@ -69,10 +69,11 @@ def least_ratio(known: Predictive, objective: Objective) -> float:
 
 
 def shortlisted(plans: Sequence[Predictive]) -> Shortlist:
-    """The fewest of some plans that hold the fastest, and what to measure to know more."""
+    """Few plans of which one is as fast as the fastest, and what to measure to know more."""
     found = shortlist(plans, LEVEL)
     return Shortlist(
         numbers=found.plans,
+        chance=found.chance,
         chances=tuple(found.chances[number] for number in found.plans),
         measurements=tuple(_words(each) for each in measurements(plans, LEVEL)),
     )

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from nest_megatron.cost_model.shortlist import AS_FAST
 from nest_megatron.parallel.plan import Alternative, ParallelPlan
 from nest_megatron.report.fitting import FittingTable
 from nest_megatron.report.words import incomplete_ranking, range_words, ties
@@ -51,9 +52,11 @@ def shortlist_report(plan: ParallelPlan) -> RenderableType:
     """Which of a plan and its runners-up could be the fastest, and what would tell."""
     found = plan.shortlist
     assert found is not None, "a shortlist was asked for"
+    chance = sum(found.chances) if found.chance is None else found.chance
     said = (
-        f"The fastest of the plan and its {len(plan.alternatives)} runners-up is one of these "
-        f"with {100 * sum(found.chances):.0f} % (Best: the chance of each)."
+        f"With a chance of {100 * chance:.0f} % one of these is as fast as the fastest of the plan "
+        f"and its {len(plan.alternatives)} runners-up, but for the {100 * AS_FAST:.0f} % by which "
+        "two runs of one plan may differ. Best: the chance of each."
     )
     table = FittingTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
     for head in ("#", "Best", "Step", "9 of 10 runs", "GiB", "Runs out"):

@@ -12,7 +12,7 @@ from nest_megatron.cost_model import student
 from nest_megatron.cost_model.evidence import Level, Runs, confidence_of
 from nest_megatron.cost_model.features import Feature
 from nest_megatron.cost_model.mechanisms import Mechanism
-from nest_megatron.cost_model.shortlist import chances_of_best, measurements, shortlist
+from nest_megatron.cost_model.shortlist import AS_FAST, measurements, shortlist
 from nest_megatron.cost_model.uncertainty import (
     DEGREES_OF_FREEDOM,
     DEVIATION,
@@ -75,9 +75,10 @@ def test_layouts_that_lie_apart_differ_more() -> None:
 def test_probability_faster_is_what_draws_give() -> None:
     a = plan_of(10.0, {Mechanism.GEMM: 0.7, Mechanism.EXPERT: 0.3}, point=(0.0,))
     b = plan_of(10.3, {Mechanism.GEMM: 0.9, Mechanism.EXPERT: 0.1}, point=(1.0,))
-    chances = chances_of_best((a, b))
-    assert math.fsum(chances) == pytest.approx(1.0)
-    assert chances[0] == pytest.approx(probability_faster(a, b), abs=0.03)
+    faster, slower = shortlist((a, b)).chances
+    by = 1 - math.exp(-AS_FAST)
+    assert faster == pytest.approx(1 - probability_faster(b, a, by), abs=0.03)
+    assert slower == pytest.approx(1 - probability_faster(a, b, by), abs=0.03)
 
 
 def test_probability_of_a_gain() -> None:
@@ -91,10 +92,22 @@ def test_a_shortlist_is_the_fewest_plans_that_reach_its_level() -> None:
     shares = {Mechanism.GEMM: 1.0}
     plans = [plan_of(10.0 + 0.05 * i, shares, point=(3.0 * i,)) for i in range(6)]
     found = shortlist(plans, level=0.9)
-    assert found.chance >= 0.9 > found.chance - found.chances[found.plans[-1]]
+    assert found.chance >= 0.9
     assert shortlist(plans, level=0.9) == found
     slow = [plans[0], plan_of(40.0, shares, point=(3.0,))]
     assert shortlist(slow).plans == (0,)
+
+
+def test_plans_that_no_measurement_tells_apart_are_one_entry() -> None:
+    """Six plans that spend their time alike and lie near each other; 0.1 % lies between them."""
+    shares = {Mechanism.GEMM: 0.8, Mechanism.TENSOR: 0.2}
+    alike = [plan_of(10.0 + 0.01 * i, shares) for i in range(6)]
+    found = shortlist(alike)
+    assert found.plans == (0,)
+    assert found.chance == 1.0
+    assert min(found.chances) == 1.0
+    apart = plan_of(10.2, {Mechanism.GEMM: 0.5, Mechanism.EXPERT: 0.5}, point=(4.0,))
+    assert set(shortlist([*alike, apart]).plans) == {0, 6}
 
 
 def test_a_profile_of_what_tells_plans_apart_is_worth_most() -> None:
