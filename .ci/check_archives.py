@@ -7,8 +7,9 @@ from pathlib import Path, PurePosixPath
 
 CATALOGUE = ("accelerator", "cluster", "model")
 SDIST_HOLDS = (
-    "cython_ext/_stage_boundaries.pyx",
+    "cython_ext/_recurrence.pyx",
     "cython_ext/_schedule.pyx",
+    "cython_ext/_stage_boundaries.pyx",
     "cython_ext/_stage_dp.pyx",
     "docs/",
     "recipes/__init__.py",
@@ -31,6 +32,7 @@ WHEEL_HOLDS = (
     "nest_megatron/recipes/__init__.py",
     "nest_megatron/cost_model/_schedule.",
     "nest_megatron/research/nest_artifact/_stage_boundaries.",
+    "nest_megatron/research/nest_dp/_recurrence.",
     "nest_megatron/solver/_stage_dp.",
     *(f"nest_megatron/hydra_configs/{group}/" for group in CATALOGUE),
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import nest_megatron
 import nest_megatron.cost_model._schedule  # the compiled kernels are there and load
-import nest_megatron.research.nest_artifact._nest_cuts
+import nest_megatron.research.nest_artifact._stage_boundaries
 import nest_megatron.solver._stage_dp
 
 assert importlib.util.find_spec("torch") is None, "torch came with the installation"

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from nest_megatron.errors import UserInputError  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
-from nest_megatron.research.nest_artifact.cuts import cut_table  # noqa: E402
+from nest_megatron.research.nest_artifact.boundaries import boundary_table  # noqa: E402
 from nest_megatron.research.nest_artifact.instance_file import read_instance  # noqa: E402
 from nest_megatron.research.nest_artifact.placement_file import named_baseline  # noqa: E402
 from nest_megatron.research.nest_artifact.price import price  # noqa: E402
@@ -45,7 +45,7 @@ HEAD = """\
 # The artifact's plans and its baselines on the recorded instances: samples per unit of the
 # instances' time, in the artifact's formula. as_shipped: baselines as the artifact prices them.
 # one_rule: priced in the order of any other plan. best_cuts: the same degrees with the cuts that
-# suit them best. null: it does not run. degrees: stages, replicas, tensor width. Written by
+# suit them best. null: it does not run. degrees: stages, replicas, tensor degree. Written by
 #   python benchmarks/artifact_baselines.py FOLDER \
 #       --out nest_megatron/research/paper/data/artifact.yaml
 # on instances of scai-tech/Nest @3e163ad; the operators' schedule is CP-SAT's instead of Gurobi's.
@@ -70,7 +70,7 @@ def best_cuts(instance: Instance, baseline: Baseline) -> float | None:
     width, depth = baseline.tensor_model_parallel_size, baseline.num_stages
     if width not in instance.chains or depth > len(instance.chains[width].layers):
         return None
-    table = cut_table(instance, width, ONE_RULE)
+    table = boundary_table(instance, width, ONE_RULE)
     devices = instance.devices_per_stage(width)
     if depth * baseline.data_parallel_size * devices > instance.num_devices:
         return None
@@ -78,7 +78,7 @@ def best_cuts(instance: Instance, baseline: Baseline) -> float | None:
     for _, end in table.first_stages(depth):
         stages = tuple(
             Stage(first=first, end=last, num_devices=devices)
-            for first, last in pairwise(table.cuts(depth, end))
+            for first, last in pairwise(table.boundaries(depth, end))
         )
         placement = Placement(
             stages=stages,

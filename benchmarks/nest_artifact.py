@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from nest_megatron.errors import UserInputError  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
-from nest_megatron.research.nest_artifact.cuts import has_kernel  # noqa: E402
+from nest_megatron.research.nest_artifact.boundaries import has_kernel  # noqa: E402
 from nest_megatron.research.nest_artifact.instance_file import read_instance  # noqa: E402
 from nest_megatron.research.nest_artifact.placement_file import named_baseline, read_placement  # noqa: E402
 from nest_megatron.research.nest_artifact.price import price  # noqa: E402
@@ -230,8 +230,8 @@ PAGE = """\
 # NEST's published solver, and our artifact mode
 
 The authors' solver (scai-tech/Nest at 3e163ad) and `nest-megatron nest solve`, on the same inputs,
-in the same space (tensor width, replicas, stages, cuts; stages packed on the devices, the last one
-first) and by the artifact's own formula with all its peculiarities, which
+in the same space (tensor degree, replicas, stage boundaries; stages packed on the devices, the last
+one first) and by the artifact's own formula with all its peculiarities, which
 `nest_megatron/research/nest_artifact/rule.py` lists. Times per batch are in the instances' unit,
 which the authors take as milliseconds. The artifact's time is the lower of what it printed and its
 stage list priced again; its CPU seconds (-O2, user) and peak memory were recorded beside its

@@ -34,7 +34,7 @@ from nest_megatron.research.baselines.networks import on_flat_network  # noqa: E
 from nest_megatron.research.comparison import compare  # noqa: E402
 from nest_megatron.research.paper.figures import MODELS, SPINE_LEAF  # noqa: E402
 from nest_megatron.research.paper.outcome import Gain, Report, geometric_mean  # noqa: E402
-from nest_megatron.research.paper.published import Job  # noqa: E402
+from nest_megatron.research.paper.published import PaperJob  # noqa: E402
 from nest_megatron.research.report.paper_chart import draw_figure  # noqa: E402
 from nest_megatron.research.report.paper_notes import notes  # noqa: E402
 
@@ -47,7 +47,7 @@ COMMAND = "python benchmarks/planners.py --out docs/planners.md"
 
 def request_of(model: str, ratio: float) -> PlanRequest:
     """A model on the H100 cluster with so much oversubscription."""
-    job = Job(model=model, cluster=SPINE_LEAF, num_gpus=SIZE)
+    job = PaperJob(model=model, cluster=SPINE_LEAF, num_gpus=SIZE)
     return request_for(job, [f"cluster.oversubscription={ratio}"])
 
 

@@ -30,6 +30,7 @@ from nest_megatron.config.overrides import parse  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
 from nest_megatron.research.nest_artifact.instance_file import read_instance  # noqa: E402
+from nest_megatron.research.nest_artifact.search import NoSolution  # noqa: E402
 from nest_megatron.research.nest_dp.ablation import (  # noqa: E402
     GLOBAL_BATCH_SIZE,
     NUM_GPUS,
@@ -42,7 +43,7 @@ from nest_megatron.research.nest_dp.job import ResearchJob  # noqa: E402
 from nest_megatron.research.nest_dp.memory import Optimizer  # noqa: E402
 from nest_megatron.research.nest_dp.pipeline import has_kernel  # noqa: E402
 from nest_megatron.research.nest_dp.plan import described  # noqa: E402
-from nest_megatron.research.nest_dp.search import NoSolution, solve  # noqa: E402
+from nest_megatron.research.nest_dp.search import solve  # noqa: E402
 from nest_megatron.research.nest_dp.settings import research_job, split_research  # noqa: E402
 from nest_megatron.research.report.recurrence_words import zero_stages  # noqa: E402
 

@@ -8,7 +8,7 @@ that the caller made; everything else runs without the gil and allocates nothing
 from libc.stdint cimport int64_t
 
 cdef int64_t UNREACHABLE = 1LL << 61
-cdef Py_ssize_t FORWARD = 0, AGAIN = 1, BACKWARD = 2, SYNC = 3
+cdef Py_ssize_t FORWARD = 0, RECOMPUTE = 1, BACKWARD = 2, SYNC = 3
 
 
 cdef struct Question:
@@ -31,10 +31,10 @@ cdef struct Question:
     const int64_t* times  # [rows, 4, downsets] ticks
     const int64_t* least_work  # [strategies, downsets] ticks
     const int64_t* static_bytes  # [options, downsets]
-    const int64_t* keepings_first  # [strategies + 1]
-    const int64_t* recomputes  # [keepings]
-    const int64_t* kept  # [keepings, 3, downsets] bytes
-    const int64_t* peaks  # [keepings, pairs] bytes
+    const int64_t* policies_first  # [strategies + 1]
+    const int64_t* recomputes  # [policies]
+    const int64_t* kept  # [policies, 3, downsets] bytes
+    const int64_t* peaks  # [policies, pairs] bytes
     const int64_t* send  # [strategies, levels, downsets] ticks
     const int64_t* in_flight  # [most_stages + 1]
     const int64_t* caps  # [most_stages + 1] ticks
@@ -49,7 +49,7 @@ cdef struct Work:
     Py_ssize_t inner
     Py_ssize_t pair
     Py_ssize_t strategy
-    Py_ssize_t keeping
+    Py_ssize_t policy
     Py_ssize_t option
     int64_t cap
 
@@ -73,7 +73,7 @@ cdef inline int64_t sum_of(
 cdef int64_t memory_of(const Question* q, const Work* w) noexcept nogil:
     cdef Py_ssize_t d = q.num_downsets
     cdef const int64_t* static_bytes = q.static_bytes + w.option * d
-    cdef const int64_t* kept = q.kept + w.keeping * 3 * d
+    cdef const int64_t* kept = q.kept + w.policy * 3 * d
     cdef int64_t each = kept[d + w.outer] - kept[d + w.inner] + kept[2 * d + w.outer]
     return (
         q.reserved[w.option]
@@ -82,7 +82,7 @@ cdef int64_t memory_of(const Question* q, const Work* w) noexcept nogil:
         + kept[w.outer]
         - kept[w.inner]
         + (q.in_flight[w.stages] - 1) * each
-        + q.peaks[w.keeping * q.num_pairs + w.pair]
+        + q.peaks[w.policy * q.num_pairs + w.pair]
     )
 
 
@@ -121,21 +121,21 @@ cdef void place_at(const Question* q, const Work* w, Py_ssize_t place) noexcept 
     """One place of the stage, with every level of the link to the stage behind it."""
     cdef Py_ssize_t end = place + q.option_devices[w.option]
     cdef Py_ssize_t row = q.rows[w.option * q.num_devices + place], nearest = 0, after
-    cdef int64_t work, again = 0, before, going
+    cdef int64_t work, recomputed = 0, before, going
     if sum_of(q, w, row, SYNC) >= q.sync_cap:
         return
     work = sum_of(q, w, row, FORWARD) + sum_of(q, w, row, BACKWARD)
     if work >= w.cap:
         return
-    if q.recomputes[w.keeping]:
-        again = sum_of(q, w, row, AGAIN)
+    if q.recomputes[w.policy]:
+        recomputed = sum_of(q, w, row, RECOMPUTE)
     while q.ends[nearest * q.num_devices + place] < end:
         nearest += 1
     for after in range(nearest, q.num_levels):
         before = state(q, w.stages - 1, after, w.inner)[place]
         if before < w.cap:
             going = q.send[(w.strategy * q.num_levels + after) * q.num_downsets + w.inner]
-            link_back(q, w, place, end, nearest, before, work + max(again, going))
+            link_back(q, w, place, end, nearest, before, work + max(recomputed, going))
 
 
 cdef bint is_reached(const Question* q, const Work* w) noexcept nogil:
@@ -174,13 +174,13 @@ cdef bint is_worth(const Question* q, Work* w) noexcept nogil:
 
 cdef void try_pair(const Question* q, Work* w) noexcept nogil:
     """Every way to run the stage between two downsets."""
-    cdef Py_ssize_t strategy, keeping, place, taken
+    cdef Py_ssize_t strategy, policy, place, taken
     for strategy in range(q.num_strategies):
         w.strategy, taken = strategy, -1
         if not may_be_short(q, w):
             continue
-        for keeping in range(q.keepings_first[strategy], q.keepings_first[strategy + 1]):
-            w.keeping = keeping
+        for policy in range(q.policies_first[strategy], q.policies_first[strategy + 1]):
+            w.policy = policy
             if not take_first_that_fits(q, w) or w.option == taken:
                 continue
             taken = w.option
@@ -253,7 +253,7 @@ def fill(
     const int64_t[::1] times,
     const int64_t[::1] least_work,
     const int64_t[::1] static_bytes,
-    const int64_t[::1] keepings_first,
+    const int64_t[::1] policies_first,
     const int64_t[::1] recomputes,
     const int64_t[::1] kept,
     const int64_t[::1] peaks,
@@ -280,7 +280,7 @@ def fill(
     q.options_first, q.option_devices = &options_first[0], &option_devices[0]
     q.reserved, q.least_work = &reserved[0], &least_work[0]
     q.rows, q.times, q.static_bytes = &rows[0], &times[0], &static_bytes[0]
-    q.keepings_first, q.recomputes = &keepings_first[0], &recomputes[0]
+    q.policies_first, q.recomputes = &policies_first[0], &recomputes[0]
     q.kept, q.peaks, q.send = &kept[0], &peaks[0], &send[0]
     q.in_flight, q.caps, q.table, q.ending = &in_flight[0], &caps[0], &table[0], &scratch[0]
     with nogil:

@@ -68,7 +68,7 @@ def nest() -> None:
 @_without_option
 @json_option
 def nest_solve(instance: Path, **options: Any) -> int:
-    """Find the fastest plan in the artifact's space: tensor width, replicas, stages, cuts.
+    """Find the fastest plan in the artifact's space: tensor degree, replicas, stage boundaries.
 
     Exits with 1 where no plan fits.
     """

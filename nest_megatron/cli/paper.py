@@ -17,8 +17,8 @@ from nest_megatron.research.comparison import NEST, Compared, compare
 from nest_megatron.research.nest_dp.ablation import NUM_GPUS, table7_row
 from nest_megatron.research.nest_dp.memory import Optimizer
 from nest_megatron.research.paper import figures, tables
-from nest_megatron.research.paper.outcome import Outcome, Report
-from nest_megatron.research.paper.published import Job
+from nest_megatron.research.paper.outcome import PlannerResult, Report
+from nest_megatron.research.paper.published import PaperJob
 from nest_megatron.research.report.comparison import layout_words
 from nest_megatron.research.report.recurrence_words import research_words
 
@@ -87,7 +87,7 @@ def experiment(
             limit = "the paper's models are " + ", ".join(known)
             raise UserInputError("--model", value=model, limit=limit, fix=fix)
 
-    def keep(job: Job) -> bool:
+    def keep(job: PaperJob) -> bool:
         return job.model in (models or [job.model]) and job.num_gpus in (num_gpus or [job.num_gpus])
 
     run = _zero_runner(overrides) if name == "table7" else _runner(overrides)
@@ -102,8 +102,10 @@ def experiment(
     return report
 
 
-def _runner(overrides: Sequence[str]) -> Callable[[Job, Sequence[str]], Mapping[str, Outcome]]:
-    def run(job: Job, planners: Sequence[str]) -> Mapping[str, Outcome]:
+def _runner(
+    overrides: Sequence[str],
+) -> Callable[[PaperJob, Sequence[str]], Mapping[str, PlannerResult]]:
+    def run(job: PaperJob, planners: Sequence[str]) -> Mapping[str, PlannerResult]:
         fixed = job.micro_batch_size
         size = "" if fixed is None else f", micro batch {fixed}"
         if sys.stderr.isatty():
@@ -115,7 +117,7 @@ def _runner(overrides: Sequence[str]) -> Callable[[Job, Sequence[str]], Mapping[
     return run
 
 
-def request_for(job: Job, overrides: Sequence[str] = ()) -> PlanRequest:
+def request_for(job: PaperJob, overrides: Sequence[str] = ()) -> PlanRequest:
     """An experiment's job as every planner gets it; what the experiment fixes wins."""
     fixed = job.micro_batch_size
     settings = [
@@ -150,9 +152,9 @@ def _zero_runner(overrides: Sequence[str]) -> tables.ZeroRunner:
     return run
 
 
-def _outcome(compared: Compared) -> Outcome:
+def _outcome(compared: Compared) -> PlannerResult:
     plan = compared.plan
-    return Outcome(
+    return PlannerResult(
         iteration_time_s=None if plan is None else plan.predicted.iteration_time_s,
         layout=compared.reason if plan is None else " ".join(layout_words(plan)),
         seconds=compared.search_s,

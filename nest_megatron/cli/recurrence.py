@@ -12,9 +12,10 @@ from nest_megatron.config.request import read_backend
 from nest_megatron.errors import NOTHING_FITS, OK
 from nest_megatron.plain import to_plain
 from nest_megatron.report.console import say, show, show_json
+from nest_megatron.research.nest_artifact.search import NoSolution
 from nest_megatron.research.nest_dp.pipeline import has_kernel
 from nest_megatron.research.nest_dp.plan import described
-from nest_megatron.research.nest_dp.search import NoSolution, solve
+from nest_megatron.research.nest_dp.search import solve
 from nest_megatron.research.nest_dp.settings import research_job, split_research
 from nest_megatron.solver.backend import Backend
 

@@ -14,7 +14,7 @@ from nest_megatron.parallel.objective import SURE, Objective
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import EndedEarly, NoPlan, PlanRequest, plan
 from nest_megatron.planner.assemble import assemble, nothing_searched
-from nest_megatron.research.baselines.job import Choice, Job
+from nest_megatron.research.baselines.job import Choice, ComparisonJob
 from nest_megatron.research.baselines.registry import NAMES, Baseline, baselines_named
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.units import Seconds, format_gib, format_seconds
@@ -150,7 +150,7 @@ def _theirs(request: PlanRequest, baseline: Baseline) -> Compared:
     model, started = _model(request), time.perf_counter()
     deadline = request.deadline()
     choice = baseline.find(
-        Job(
+        ComparisonJob(
             model=model,
             global_batch_size=request.global_batch_size,
             space=request.space,

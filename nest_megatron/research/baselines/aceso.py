@@ -11,9 +11,9 @@ the micro batch, the layers computed again, layers to a neighbouring stage). The
 better is taken; where no single primitive helps, the search goes on from the best of their results
 for up to ``HOPS`` steps. States are never priced twice.
 
-Left out: widths and recomputation of its own for each stage, which Megatron does not launch. Given
-to it beyond the paper: raising and lowering expert parallelism. It has no ZeRO, no context
-parallelism and no virtual stages.
+Left out: tensor degrees and recomputation of its own for each stage, which Megatron does not
+launch. Given to it beyond the paper: raising and lowering expert parallelism. It has no ZeRO, no
+context parallelism and no virtual stages.
 
 Budget: ``EVALUATIONS`` priced layouts, divided evenly among the numbers of stages; nothing in it is
 random.
@@ -27,8 +27,8 @@ from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.baselines.bottleneck import Resource, bottleneck
-from nest_megatron.research.baselines.cuts import Boundaries
-from nest_megatron.research.baselines.job import Choice, Job, chosen, fastest, restricted
+from nest_megatron.research.baselines.job import Choice, ComparisonJob, chosen, fastest, restricted
+from nest_megatron.research.baselines.partitions import Boundaries
 from nest_megatron.research.baselines.walk import Layouts, State, nearest, pipeline_of, shard_of
 from nest_megatron.solver.ranking import SolvedGrid
 
@@ -65,7 +65,7 @@ _RELIEF: dict[Resource, tuple[tuple[str, int], ...]] = {
 }
 
 
-def find(job: Job, *, evaluations: int = EVALUATIONS) -> Choice:
+def find(job: ComparisonJob, *, evaluations: int = EVALUATIONS) -> Choice:
     """The best state that fits over all numbers of stages."""
     layouts = Layouts(job, restricted(job, _WITHOUT, zero_stages=(ZeroStage.NONE,)))
     starts = _starts(layouts)
@@ -105,14 +105,14 @@ class _Climb:
         """A state better than a score, some primitives away."""
         for resource in (worst := bottleneck(self.layouts.job.model, state)).resources:
             reached = []
-            for grid, cut in self._relieved(state, worst.stage, resource):
-                if (grid, cut) in self.seen:
+            for grid, boundaries in self._relieved(state, worst.stage, resource):
+                if (grid, boundaries) in self.seen:
                     continue
                 if self.left <= 0:
                     return None
                 self.left -= 1
-                self.seen.add((grid, cut))
-                reached.append(self.layouts.state(grid, cut))
+                self.seen.add((grid, boundaries))
+                reached.append(self.layouts.state(grid, boundaries))
                 if _score(reached[-1]) < than:
                     return reached[-1]
             if hops > 1:
@@ -127,7 +127,9 @@ class _Climb:
         """What each primitive makes of a state."""
         for name, direction in _RELIEF[resource]:
             if name == "layers":
-                yield from ((state.grid, cut) for cut in _lightened(state.boundaries, stage))
+                yield from (
+                    (state.grid, boundaries) for boundaries in _lightened(state.boundaries, stage)
+                )
             elif name == "recompute":
                 for setting in self._other_settings(state.grid, direction):
                     yield self.layouts.recomputed(state.grid, setting), state.boundaries
@@ -147,7 +149,7 @@ class _Climb:
         return [rest[step] for step in (0, 3, len(rest) - 1) if 0 <= step < len(rest)]
 
     def _other_shard(self, grid: Grid, name: str, direction: int) -> list[Grid]:
-        """The next larger or smaller value of one field; the experts' own width may follow."""
+        """The next larger or smaller value of one field; the experts' own degree may follow."""
         now = shard_of(grid)
         value = getattr(now, name)
         changed = [

@@ -6,16 +6,16 @@ Learning" (OSDI 2022), as NEST's paper estimates it.
 Kept: the cluster is a mesh of nodes by GPUs with one bandwidth inside a node and one between nodes.
 For each sub-mesh that can hold a stage, and each micro batch, the sharding inside it (tensor, data
 and expert degrees) is the one that communicates least, chosen without a look at memory. Stages are
-then cut for the shortest step, again without memory. There is one pipeline over all devices: the
-replicas of a stage lie inside its sub-mesh. Only the finished candidate is checked against memory
-and dropped if it does not fit; whatever else that sub-mesh could have held is not tried.
+then chosen for the shortest step, again without memory. There is one pipeline over all devices:
+the replicas of a stage lie inside its sub-mesh. Only the finished candidate is checked against
+memory and dropped if it does not fit; whatever else that sub-mesh could have held is not tried.
 
 Left out: a sharding of its own for each operator and sub-meshes of different size, which Megatron
 does not launch. The integer program over shardings is an exhaustive choice here. No ZeRO, no
 context parallelism, no virtual stages; recomputation is the user's switch there, and both settings
 are tried.
 
-Budget: the cut of each candidate looks at ``CUT_NODES`` partial partitions at most.
+Budget: the stages of each candidate are searched among ``PARTITION_NODES`` partial partitions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.baselines.job import (
     NOTHING_LEGAL,
     Choice,
-    Job,
+    ComparisonJob,
     restricted,
     solved,
 )
@@ -42,11 +42,11 @@ from nest_megatron.solver.search import UNLIMITED
 from nest_megatron.units import Seconds
 
 #: What is found by then is the best or next to it; without memory to prune it, a proof takes long.
-CUT_NODES = 100_000
+PARTITION_NODES = 100_000
 _WITHOUT = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
 
 
-def find(job: Job) -> Choice:
+def find(job: ComparisonJob) -> Choice:
     """The fastest candidate on the mesh that turns out to fit, priced on the real cluster."""
     mesh = on_two_level_mesh(job.model)
     candidates = sorted(_candidates(job, mesh), key=lambda plan: plan.rank)
@@ -61,8 +61,8 @@ def find(job: Job) -> Choice:
     return Choice(plan=None, reason=reason, candidates=len(candidates))
 
 
-def _candidates(job: Job, mesh: CostModel) -> Iterator[SolvedGrid]:
-    """For each sub-mesh and micro batch, the sharding of least traffic with its fastest cut."""
+def _candidates(job: ComparisonJob, mesh: CostModel) -> Iterator[SolvedGrid]:
+    """For each sub-mesh and micro batch, the sharding of least traffic with its fastest stages."""
     settings = (NO_RECOMPUTE, FULL_RECOMPUTE) if job.space.recompute is None else (None,)
     for setting in settings:
         for grids in _grids_by_submesh(job).values():
@@ -71,12 +71,12 @@ def _candidates(job: Job, mesh: CostModel) -> Iterator[SolvedGrid]:
                 min(grids, key=lambda grid: communication(mesh, grid)), recompute=recompute
             )
             problem = dataclasses.replace(mesh.problem(grid), capacity_bytes=UNLIMITED)
-            plan = solved(grid, job.solve_stages(problem, NO_THRESHOLD, CUT_NODES))
+            plan = solved(grid, job.solve_stages(problem, NO_THRESHOLD, PARTITION_NODES))
             if plan is not None:
                 yield plan
 
 
-def _grids_by_submesh(job: Job) -> dict[tuple[int, int], list[Grid]]:
+def _grids_by_submesh(job: ComparisonJob) -> dict[tuple[int, int], list[Grid]]:
     """Legal grids by the devices of a stage and the micro batch.
 
     A sub-mesh is whole nodes, or a part that divides one.

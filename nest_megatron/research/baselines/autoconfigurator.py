@@ -34,8 +34,8 @@ from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.plain import from_plain
-from nest_megatron.research.baselines.cuts import even_cut
-from nest_megatron.research.baselines.job import Choice, Job, chosen, fastest, restricted
+from nest_megatron.research.baselines.job import Choice, ComparisonJob, chosen, fastest, restricted
+from nest_megatron.research.baselines.partitions import even_partition
 from nest_megatron.research.baselines.walk import pipeline_of
 from nest_megatron.solver.grids import GridSpace
 
@@ -70,7 +70,7 @@ class Table:
     otherwise: Row
 
 
-def find(job: Job) -> Choice:
+def find(job: ComparisonJob) -> Choice:
     """The fastest candidate of the table that fits."""
     spec = job.model.spec
     if spec.multi_latent_attention:
@@ -78,8 +78,10 @@ def find(job: Job) -> Choice:
         return Choice(plan=None, reason=reason, candidates=0)
     row = row_for(spec, job.model.cluster.accelerator.memory_bytes)
     grids = list(_candidates(job, row))
-    cuts = [(grid, even_cut(spec, grid.dims.num_chunks)) for grid in grids]
-    best = fastest(job.price(grid, cut) for grid, cut in cuts if cut is not None)
+    partitions = [(grid, even_partition(spec, grid.dims.num_chunks)) for grid in grids]
+    best = fastest(
+        job.price(grid, boundaries) for grid, boundaries in partitions if boundaries is not None
+    )
     return chosen(best, len(grids), f"the fastest of the {len(grids)} candidates of its table")
 
 
@@ -101,7 +103,7 @@ def _table() -> Table:
     return from_plain(Table, yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
-def _candidates(job: Job, row: Row) -> Iterator[Grid]:
+def _candidates(job: ComparisonJob, row: Row) -> Iterator[Grid]:
     """Grids of the table that Megatron launches."""
     zeros = (ZeroStage.OPTIMIZER,)
     grids = job.grids(restricted(job, _GIVEN_BY_USER, zero_stages=zeros, recompute=NO_RECOMPUTE))

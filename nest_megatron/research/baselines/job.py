@@ -34,7 +34,7 @@ NOTHING_LEGAL = "Megatron launches none of the layouts that it may choose"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ComparisonJob:
     """A job to plan.
 
     Args:
@@ -58,7 +58,7 @@ class Job:
             raise UserInputError(
                 "stage layout",
                 value=self.space.partition.boundaries,
-                limit="planners are compared by the stages that they cut, too",
+                limit="planners are compared by their stages, too",
                 fix="Leave the layout out.",
             )
 
@@ -79,7 +79,7 @@ class Job:
         result = search.run()
         return (result.plans[0] if result.plans else None), result.certificate.candidates
 
-    def cut(self, grid: Grid) -> SolvedGrid | None:
+    def partitioned(self, grid: Grid) -> SolvedGrid | None:
         """A grid with its fastest partition, or ``None`` if none fits."""
         problem = self.model.problem(grid)
         return solved(grid, self.solve_stages(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT))
@@ -133,7 +133,7 @@ def fastest(plans: Iterable[SolvedGrid | None]) -> SolvedGrid | None:
 
 
 def restricted(
-    job: Job,
+    job: ComparisonJob,
     without: Iterable[str] = (),
     *,
     zero_stages: tuple[ZeroStage, ...] = tuple(ZeroStage),

@@ -32,8 +32,8 @@ from nest_megatron.parallel.recompute import (
     selective_recompute,
 )
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.research.baselines.cuts import even_cut
-from nest_megatron.research.baselines.job import Choice, Job, chosen, fastest, restricted
+from nest_megatron.research.baselines.job import Choice, ComparisonJob, chosen, fastest, restricted
+from nest_megatron.research.baselines.partitions import even_partition
 from nest_megatron.research.baselines.recipes import Recipe, published
 from nest_megatron.research.baselines.walk import pipeline_of, shard_of
 from nest_megatron.solver.ranking import SolvedGrid
@@ -49,7 +49,7 @@ _WIDEST = 8
 _Step = tuple[int, int, int]
 
 
-def find(job: Job) -> Choice:
+def find(job: ComparisonJob) -> Choice:
     """The nearest recipe that fits, else what the rule of thumb leads to."""
     model, cluster = job.model, job.model.cluster
     recipes = published(model.spec, cluster, model.settings.precision)
@@ -63,7 +63,7 @@ def find(job: Job) -> Choice:
     return chosen(plan, candidates, f"Megatron's rule of thumb{passed}")
 
 
-def _from_recipe(job: Job, recipe: Recipe) -> SolvedGrid | None:
+def _from_recipe(job: ComparisonJob, recipe: Recipe) -> SolvedGrid | None:
     """A recipe on this job, with the recomputation that suits it best."""
     space = job.space
     for name, value in recipe.degrees.items():
@@ -77,23 +77,23 @@ def _from_recipe(job: Job, recipe: Recipe) -> SolvedGrid | None:
     )
 
 
-def _laid_out(job: Job, grid: Grid, recompute: Recompute) -> SolvedGrid | None:
+def _laid_out(job: ComparisonJob, grid: Grid, recompute: Recompute) -> SolvedGrid | None:
     """A recipe's grid in even stages, in the fastest ones where the layers do not divide."""
     full = dataclasses.replace(grid, recompute=recompute)
-    cut = even_cut(job.model.spec, grid.dims.num_chunks)
-    return job.cut(full) if cut is None else job.price(full, cut)
+    boundaries = even_partition(job.model.spec, grid.dims.num_chunks)
+    return job.partitioned(full) if boundaries is None else job.price(full, boundaries)
 
 
-def _from_rule(job: Job) -> tuple[SolvedGrid | None, int]:
+def _from_rule(job: ComparisonJob) -> tuple[SolvedGrid | None, int]:
     """The first step that fits, by rising recomputation, and how many layouts were tried."""
     steps = _steps(job)
     tried = 0
     for recompute in _ladder(job, [grid for grids in steps.values() for grid in grids]):
         for step in sorted(steps):
             plans = [
-                job.price(dataclasses.replace(grid, recompute=recompute), cut)
+                job.price(dataclasses.replace(grid, recompute=recompute), boundaries)
                 for grid in steps[step]
-                if (cut := even_cut(job.model.spec, grid.dims.num_chunks)) is not None
+                if (boundaries := even_partition(job.model.spec, grid.dims.num_chunks)) is not None
             ]
             tried += len(plans)
             plan = fastest(_most_interleaved([p for p in plans if p is not None]))
@@ -112,19 +112,19 @@ def _most_interleaved(plans: list[SolvedGrid]) -> Iterator[SolvedGrid]:
         yield from (plan for plan in group if pipeline_of(plan.grid).virtual == most)
 
 
-def _steps(job: Job) -> dict[_Step, list[Grid]]:
+def _steps(job: ComparisonJob) -> dict[_Step, list[Grid]]:
     """Grids by step: tensor sizes up to a node's without stages, then stages with the largest."""
     grids = list(_families(job))
     node = job.model.cluster.gpus_per_node
-    widths = [shard_of(grid).tensor for grid in grids]
-    inside = (width for width in widths if width <= min(node, _WIDEST))
-    widest = max(inside, default=min(widths, default=1))
+    degrees = [shard_of(grid).tensor for grid in grids]
+    inside = (tp for tp in degrees if tp <= min(node, _WIDEST))
+    widest = max(inside, default=min(degrees, default=1))
     steps: defaultdict[_Step, list[Grid]] = defaultdict(list)
-    for grid, width in zip(grids, widths, strict=True):
+    for grid, tp in zip(grids, degrees, strict=True):
         pipeline = pipeline_of(grid)
-        advised = width <= widest and (pipeline.stages == 1 or width == widest)
+        advised = tp <= widest and (pipeline.stages == 1 or tp == widest)
         if advised and pipeline.virtual in _VIRTUAL:
-            steps[shard_of(grid).context, width, pipeline.stages].append(grid)
+            steps[shard_of(grid).context, tp, pipeline.stages].append(grid)
     return {step: _experts_in_node(grids, node) for step, grids in steps.items()}
 
 
@@ -132,22 +132,22 @@ def _experts_in_node(grids: list[Grid], node: int) -> list[Grid]:
     """Those that spread whole experts over most ranks of a node, and no farther."""
 
     def spread(grid: Grid) -> tuple[bool, int, int]:
-        experts, width = shard_of(grid).expert, shard_of(grid).expert_tensor
-        inside = experts * width <= node
-        return inside, -width, experts if inside else -experts
+        experts, degree = shard_of(grid).expert, shard_of(grid).expert_tensor
+        inside = experts * degree <= node
+        return inside, -degree, experts if inside else -experts
 
     best = max(map(spread, grids))
     return [grid for grid in grids if spread(grid) == best]
 
 
-def _families(job: Job) -> Iterator[Grid]:
+def _families(job: ComparisonJob) -> Iterator[Grid]:
     grids = job.grids(restricted(job, zero_stages=_ZERO))
     for shard in grids.shards():
         for grid in grids.grids(shard):
             yield from grids.families(grid)
 
 
-def _ladder(job: Job, grids: list[Grid]) -> list[Recompute]:
+def _ladder(job: ComparisonJob, grids: list[Grid]) -> list[Recompute]:
     """Recompute settings to try, the user's own if one is fixed."""
     if job.space.recompute is not None:
         return [job.space.recompute]

@@ -24,8 +24,8 @@ import math
 import random
 
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.research.baselines.cuts import Boundaries, shifted
-from nest_megatron.research.baselines.job import Choice, Job, chosen, fastest, restricted
+from nest_megatron.research.baselines.job import Choice, ComparisonJob, chosen, fastest, restricted
+from nest_megatron.research.baselines.partitions import Boundaries, shifted
 from nest_megatron.research.baselines.walk import (
     Layouts,
     State,
@@ -44,7 +44,7 @@ TEMPERATURE = 0.05
 MEMORY_PENALTY = 4.0
 
 
-def find(job: Job, *, seeds: int = SEEDS, steps: int = STEPS) -> Choice:
+def find(job: ComparisonJob, *, seeds: int = SEEDS, steps: int = STEPS) -> Choice:
     """The best state that fits of all walks."""
     layouts = Layouts(job, restricted(job, rank_orders=job.space.rank_orders))
     starts = [grid for shard in layouts.shards for grid in layouts.families(shard)]
@@ -86,8 +86,8 @@ class _Walk:
         """A state one move away, or ``None`` where the move drawn is not there."""
         grid, move = self.state.grid, self.rng.randrange(4)
         if move == 0:
-            cuts = self._other_cuts()
-            return self.layouts.state(grid, self.rng.choice(cuts)) if cuts else None
+            partitions = self._other_partitions()
+            return self.layouts.state(grid, self.rng.choice(partitions)) if partitions else None
         if move == 1:
             return self.layouts.state(self._with_some_recompute(grid))
         grids = self._other_shards() if move == 2 else self._other_pipelines()
@@ -97,7 +97,7 @@ class _Walk:
         return self.layouts.state(kept)
 
     def _other_shards(self) -> list[Grid]:
-        """One of the degrees or the micro batch changes; the experts' own width may follow."""
+        """One of the degrees or the micro batch changes; the experts' own degree may follow."""
         others = self.layouts.one_step_from(shard_of(self.state.grid))
         if not others:
             return []
@@ -117,8 +117,8 @@ class _Walk:
         settings = self.layouts.grids.recompute_settings(grid)
         return self.layouts.recomputed(grid, self.rng.choice(settings))
 
-    def _other_cuts(self) -> list[Boundaries]:
-        """Cuts with one unit moved; virtual stages stay balanced, as Megatron's own are."""
+    def _other_partitions(self) -> list[Boundaries]:
+        """Partitions with one unit moved; virtual stages stay balanced, as Megatron's own are."""
         if self.state.grid.dims.virtual_pipeline_model_parallel_size > 1:
             return []
         return shifted(self.layouts.job.model.spec, self.state.boundaries)

@@ -7,22 +7,23 @@ Kept: tensor, data and pipeline parallelism, uneven contiguous stages, 1F1B, rec
 layers or of none, memory inside the search, and an optimum. Its own search takes place on one flat
 network with the bandwidth inside a node; the plan is then priced on the real one.
 
-Left out: the search for the accelerator's architecture, and per-layer tensor widths, which Megatron
-does not launch. Given to it beyond the paper: the micro batch, and expert degrees, are searched
-where its runs take them as inputs. It has no ZeRO, no context parallelism and no virtual stages.
+Left out: the search for the accelerator's architecture, and per-layer tensor degrees, which
+Megatron does not launch. Given to it beyond the paper: the micro batch, and expert degrees, are
+searched where its runs take them as inputs. It has no ZeRO, no context parallelism and no virtual
+stages.
 """
 
 from __future__ import annotations
 
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.research.baselines.job import Choice, Job, chosen, fastest, restricted
+from nest_megatron.research.baselines.job import Choice, ComparisonJob, chosen, fastest, restricted
 from nest_megatron.research.baselines.networks import on_flat_network
 
 _WITHOUT = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
 
 
-def find(job: Job) -> Choice:
+def find(job: ComparisonJob) -> Choice:
     """The fastest plan on a flat network, priced on the real one."""
     flat, zeros = on_flat_network(job.model), (ZeroStage.NONE,)
     settings = (NO_RECOMPUTE, FULL_RECOMPUTE) if job.space.recompute is None else (None,)

@@ -13,8 +13,8 @@ from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import Recompute
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.research.baselines.cuts import Boundaries, balanced_cut
-from nest_megatron.research.baselines.job import Job
+from nest_megatron.research.baselines.job import ComparisonJob
+from nest_megatron.research.baselines.partitions import Boundaries, balanced_partition
 from nest_megatron.solver.one_partition import joined
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, StageSolution
 from nest_megatron.solver.ranking import SolvedGrid
@@ -72,7 +72,7 @@ class Layouts:
         priced: how many states have been priced.
     """
 
-    def __init__(self, job: Job, space: SearchSpace) -> None:
+    def __init__(self, job: ComparisonJob, space: SearchSpace) -> None:
         self.job = job
         self.grids = job.grids(space)
         self.shards = {shard_of(grid): grid for grid in self.grids.shards()}
@@ -89,7 +89,7 @@ class Layouts:
         return self._families[shard]
 
     def one_step_from(self, shard: Shard) -> list[Shard]:
-        """Shards with another degree or micro batch, whatever the experts' own width."""
+        """Shards with another degree or micro batch, whatever the experts' own degree."""
         if shard not in self._near:
             rest = [(other, differing(other[:-1], shard[:-1])) for other in self.shards]
             self._near[shard] = [other for other, n in rest if n <= 1 and other != shard]
@@ -102,19 +102,21 @@ class Layouts:
 
     def state(self, grid: Grid, boundaries: Boundaries | None = None) -> State:
         """A grid with a partition, the balanced one if none is given, and its price."""
-        cut = boundaries or balanced_cut(self.job.model.spec, grid.dims.num_chunks)
-        if (grid, cut) not in self._states:
-            self._states[grid, cut] = self._price(grid, cut)
+        boundaries = boundaries or balanced_partition(self.job.model.spec, grid.dims.num_chunks)
+        if (grid, boundaries) not in self._states:
+            self._states[grid, boundaries] = self._price(grid, boundaries)
             self.priced += 1
-        return self._states[grid, cut]
+        return self._states[grid, boundaries]
 
-    def _price(self, grid: Grid, cut: Boundaries) -> State:
-        one = joined(self.job.model.problem(grid), cut)
+    def _price(self, grid: Grid, boundaries: Boundaries) -> State:
+        one = joined(self.job.model.problem(grid), boundaries)
         found, missing = self._solve(one), 0
         if not found.boundaries:
             found = self._solve(dataclasses.replace(one, capacity_bytes=UNLIMITED))
             missing = _needed_bytes(one) - one.capacity_bytes
-        return State(grid=grid, boundaries=cut, iteration=found.iteration, missing_bytes=missing)
+        return State(
+            grid=grid, boundaries=boundaries, iteration=found.iteration, missing_bytes=missing
+        )
 
     def _solve(self, one: PipelineProblem) -> StageSolution:
         return self.job.solve_stages(one, NO_THRESHOLD, DEFAULT_NODE_LIMIT)

@@ -49,11 +49,11 @@ def read_instance(path: Path) -> Instance:
     """
     top = read_json(path, "instance")
     nodes, edges = top.inner("nodes"), top.inner("edges")
-    _check_same_widths(nodes, edges)
+    _check_same_degrees(nodes, edges)
     notes = [f"{name} is not read" for name in top.beyond(_TOP)]
     chains = {
-        whole(_as_number(width, nodes), nodes.place(width)): _chain(nodes, edges, width, notes)
-        for width in sorted(nodes.values, key=lambda width: (len(width), width))
+        whole(_as_number(tp, nodes), nodes.place(tp)): _chain(nodes, edges, tp, notes)
+        for tp in sorted(nodes.values, key=lambda tp: (len(tp), tp))
     }
     _check_same_nodes(chains)
     for name in ("bandwidth", "frequency"):  # priced nowhere in this mode, but part of the format
@@ -77,27 +77,31 @@ def read_instance(path: Path) -> Instance:
 
 def _as_number(text: str, nodes: Fields) -> int:
     if not text.isascii() or not text.isdigit() or text.startswith("0"):
-        raise wrong(nodes.place(text), text, "a tensor width must be a whole number of at least 1")
+        raise wrong(nodes.place(text), text, "a tensor degree must be a whole number of at least 1")
     return int(text)
 
 
-def _check_same_widths(nodes: Fields, edges: Fields) -> None:
+def _check_same_degrees(nodes: Fields, edges: Fields) -> None:
     if not nodes.values:
-        raise wrong("nodes", {}, "there is no tensor width in it")
+        raise wrong("nodes", {}, "there is no tensor degree in it")
     if set(nodes.values) != set(edges.values):
         given = sorted(edges.values)
-        raise wrong("edges", given, f"it must hold the widths of nodes, {sorted(nodes.values)}")
+        raise wrong(
+            "edges", given, f"it must hold the tensor degrees of nodes, {sorted(nodes.values)}"
+        )
 
 
 def _check_same_nodes(chains: dict[int, Chain]) -> None:
-    orders = {
-        width: tuple(layer.node_id for layer in chain.layers) for width, chain in chains.items()
-    }
+    orders = {tp: tuple(layer.node_id for layer in chain.layers) for tp, chain in chains.items()}
     first = next(iter(orders))
-    for width, order in orders.items():
+    for tp, order in orders.items():
         if order != orders[first]:
             differing = sorted(set(order) ^ set(orders[first])) or list(order)
-            raise wrong(f"nodes.{width}", differing, f"its nodes are not those of width {first}")
+            raise wrong(
+                f"nodes.{tp}",
+                differing,
+                f"its nodes are not those of tensor degree {first}",
+            )
 
 
 def _network(top: Fields, num_devices: int) -> Network:
@@ -130,31 +134,31 @@ def _optimizer(top: Fields) -> Optimizer:
     return Optimizer(name)
 
 
-def _chain(nodes: Fields, edges: Fields, width: str, notes: list[str]) -> Chain:
+def _chain(nodes: Fields, edges: Fields, tp: str, notes: list[str]) -> Chain:
     layers: dict[int, Layer] = {}
-    for fields in nodes.objects(width):
-        layer = _layer(fields, width)
+    for fields in nodes.objects(tp):
+        layer = _layer(fields, tp)
         if layer.node_id in layers:
             raise wrong(fields.place("id"), layer.node_id, "two nodes have this id")
         layers[layer.node_id] = layer
         notes.extend(f"nodes: {name} is not read" for name in fields.beyond(_NODE))
     if not 0 < len(layers) <= _MOST_LAYERS:
         limit = f"it must hold 1 to {_MOST_LAYERS:,} nodes"
-        raise wrong(nodes.place(width), len(layers), limit)
+        raise wrong(nodes.place(tp), len(layers), limit)
     pairs: dict[tuple[int, int], float] = {}
-    for fields in edges.objects(width):
+    for fields in edges.objects(tp):
         source, target, num_bytes = _edge(fields, layers)
         if (source, target) in pairs:
             raise wrong(fields.where, [source, target], "two edges join these nodes")
         pairs[source, target] = num_bytes
         notes.extend(f"edges: {name} is not read" for name in fields.beyond(_EDGE))
-    return chain_of(layers, [(*ends, size) for ends, size in pairs.items()], f"edges.{width}")
+    return chain_of(layers, [(*ends, size) for ends, size in pairs.items()], f"edges.{tp}")
 
 
-def _layer(fields: Fields, width: str) -> Layer:
-    if fields.flag("isTensorParallelized") and width == "1":
+def _layer(fields: Fields, tp: str) -> Layer:
+    if fields.flag("isTensorParallelized") and tp == "1":
         place = fields.place("isTensorParallelized")
-        raise wrong(place, True, "at tensor width 1 nothing is tensor parallel")
+        raise wrong(place, True, "at tensor degree 1 nothing is tensor parallel")
     return Layer(
         node_id=whole(fields.get("id"), fields.place("id"), least=None),
         forward=fields.number("optimalLatencyFw"),

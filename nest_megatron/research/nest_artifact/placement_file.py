@@ -36,13 +36,13 @@ def read_placement(
         top = top.inner("output")
     if "stages" not in top.values and "p" in top.values:
         return baseline_placement(instance, baseline_of(top, path.stem), rule), None
-    width = top.whole("tensorParallelDegree")
-    chain = _chain(instance, width, top.place("tensorParallelDegree"))
+    tp = top.whole("tensorParallelDegree")
+    chain = _chain(instance, tp, top.place("tensorParallelDegree"))
     stages = tuple(_stages(top, chain))
     placement = Placement(
         stages=stages,
         data_parallel_size=top.whole("dataParallelDegree"),
-        tensor_model_parallel_size=width,
+        tensor_model_parallel_size=tp,
         printed_devices=_printed_devices(top, len(chain.layers)),
     )
     given = top.values.get("finalTimePerBatch")
@@ -88,36 +88,36 @@ def named_baseline(instance: Instance, name: str, rule: ArtifactRule = AS_ARTIFA
 def baseline_placement(
     instance: Instance, baseline: Baseline, rule: ArtifactRule = AS_ARTIFACT
 ) -> Placement:
-    """A fixed plan as stages: its own cuts, or ceil(layers / p) layers a stage.
+    """A fixed plan as stages: its own boundaries, or ceil(layers / p) layers a stage.
 
     Raises:
-        UserInputError: where a stage is left empty or the tensor width is none of the instance's;
+        UserInputError: where a stage is left empty or the tensor degree is none of the instance's;
             the artifact's solver crashes on both.
     """
-    width = baseline.tensor_model_parallel_size
-    chain = _chain(instance, width, f"{baseline.name}.t")
+    tp = baseline.tensor_model_parallel_size
+    chain = _chain(instance, tp, f"{baseline.name}.t")
     if baseline.num_layers > len(chain.layers):
         limit = f"the instance has {len(chain.layers)} layers, its embedding among them"
         raise wrong(f"{baseline.name}.num_transformer_layers", baseline.num_layers, limit)
-    cuts = _baseline_cuts(baseline)
+    boundaries = _baseline_boundaries(baseline)
     if not rule.baseline_cuts_count_embedding:
         embeddings = sum(layer.node_id < 0 for layer in chain.layers)
-        cuts = [cut + embeddings for cut in cuts]
-    ends = [0, *(min(cut, len(chain.layers)) for cut in cuts[:-1]), len(chain.layers)]
+        boundaries = [at + embeddings for at in boundaries]
+    ends = [0, *(min(at, len(chain.layers)) for at in boundaries[:-1]), len(chain.layers)]
     for number, (first, end) in enumerate(pairwise(ends)):
         if end <= first:
             limit = f"stage {number} of {baseline.num_stages} would be empty"
             raise wrong(f"{baseline.name}.p", baseline.num_stages, limit, "Give fewer stages.")
-    devices = instance.devices_per_stage(width)
+    devices = instance.devices_per_stage(tp)
     return Placement(
         stages=tuple(Stage(first=a, end=b, num_devices=devices) for a, b in pairwise(ends)),
         data_parallel_size=baseline.data_parallel_size,
-        tensor_model_parallel_size=width,
+        tensor_model_parallel_size=tp,
         is_baseline=True,
     )
 
 
-def _baseline_cuts(baseline: Baseline) -> list[int]:
+def _baseline_boundaries(baseline: Baseline) -> list[int]:
     """Where each stage ends, in layers."""
     partition, count = baseline.layer_partition, baseline.num_stages
     if not partition:
@@ -129,11 +129,11 @@ def _baseline_cuts(baseline: Baseline) -> list[int]:
     return list(accumulate(partition))
 
 
-def _chain(instance: Instance, width: int, where: str) -> Chain:
-    if width not in instance.chains:
+def _chain(instance: Instance, tp: int, where: str) -> Chain:
+    if tp not in instance.chains:
         known = ", ".join(map(str, instance.chains))
-        raise wrong(where, width, f"the instance has tensor widths {known}", "Use one of them.")
-    return instance.chains[width]
+        raise wrong(where, tp, f"the instance has tensor degrees {known}", "Use one of them.")
+    return instance.chains[tp]
 
 
 def _stages(top: Fields, chain: Chain) -> list[Stage]:

@@ -65,7 +65,7 @@ def price(instance: Instance, placement: Placement, rule: ArtifactRule = AS_ARTI
     """What a plan costs, whether or not it is one that the search would look at.
 
     Args:
-        placement: its stages cover the chain of its tensor width, first to last.
+        placement: its stages cover the chain of its tensor degree, first to last.
     """
     chain = instance.chains[placement.tensor_model_parallel_size]
     devices = _devices(placement, rule)

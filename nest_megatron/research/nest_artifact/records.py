@@ -41,7 +41,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """The layers for one tensor width, in the only order that their edges allow.
+    """The layers for one tensor degree, in the only order that their edges allow.
 
     Args:
         incoming, outgoing: edges of each layer by its place in ``layers``; some may skip layers.
@@ -76,7 +76,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """A fixed plan that an instance carries: degrees, and cuts where they are not uniform."""
+    """A fixed plan that an instance carries: degrees, and uneven stages where it has them."""
 
     name: str
     num_stages: int
@@ -91,7 +91,7 @@ class Instance:
     """What the artifact's solver is given.
 
     Args:
-        chains: by tensor width.
+        chains: by tensor degree.
         num_micro_batches: of one batch, over all pipelines.
         notes: what the file holds and this format does not.
     """

@@ -1,4 +1,4 @@
-"""The cuts of one tensor width in plain Python: the dullest program that can be right.
+"""The stage boundaries of one tensor degree in plain Python: the dullest program that can be right.
 
 Loop order and ties, which the kernel follows: positions from the end, starts ascending, ends
 ascending; the first least bottleneck is kept.
@@ -19,34 +19,34 @@ from nest_megatron.research.nest_artifact.stage_cost import (
 )
 
 
-def cut_levels(instance: Instance, width: int, num_stages: int) -> list[int]:
+def link_levels(instance: Instance, tp: int, num_stages: int) -> list[int]:
     """The level of the link before the stage at each position from the end; [0] stands for none.
 
     Stages are packed: position s is on devices (s - 1) a to s a - 1.
     """
-    devices, between = instance.devices_per_stage(width), instance.network.level_between
+    devices, between = instance.devices_per_stage(tp), instance.network.level_between
     inner = [between((s - 1) * devices, s * devices) for s in range(1, num_stages)]
     return [0, *inner, 0]
 
 
 def fill(
     instance: Instance,
-    width: int,
+    tp: int,
     rule: ArtifactRule,
     most_weight_bytes: float,
     firsts: array[float],
     ends: array[int],
 ) -> None:
-    """Fill the two tables of a ``CutTable``.
+    """Fill the two tables of a ``BoundaryTable``.
 
     Args:
         most_weight_bytes: stages with more weights are left out.
         firsts: given infinite.
         ends: given 0.
     """
-    n = len(instance.chains[width].layers)
+    n = len(instance.chains[tp].layers)
     num_stages = len(firsts) // (n + 1) - 1
-    price = _Pricer(instance, width, rule, num_stages, most_weight_bytes)
+    price = _Pricer(instance, tp, rule, num_stages, most_weight_bytes)
     row = [price(x, n, 1) for x in range(n)]
     for x in range(n):
         ends[n + 1 + x] = n
@@ -69,15 +69,15 @@ class _Pricer:
     def __init__(
         self,
         instance: Instance,
-        width: int,
+        tp: int,
         rule: ArtifactRule,
         num_stages: int,
         most_weight_bytes: float,
     ) -> None:
         self.most_weight_bytes = most_weight_bytes
-        self.instance, self.chain, self.rule = instance, instance.chains[width], rule
+        self.instance, self.chain, self.rule = instance, instance.chains[tp], rule
         self.links = links_of(instance, rule)
-        self.levels = cut_levels(instance, width, num_stages)
+        self.levels = link_levels(instance, tp, num_stages)
         self.times: dict[tuple[int, int, int, int, bool], float] = {}
         self.positions: dict[tuple[int, int], int] = {}
 

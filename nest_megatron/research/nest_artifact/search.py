@@ -1,9 +1,9 @@
-"""The best plan of the artifact's own space: tensor width, depth, replicas and cuts.
+"""The best plan of the artifact's own space: tensor degree, depth, replicas and stage boundaries.
 
-Exact: for every tensor width and depth the cut table holds the least bottleneck for each first
-stage (whose weights are what the sum over replicas depends on; where a rule sums the heaviest stage
-there is a table for each weight that it may have), and every number of replicas is priced that
-could still win. Stages stand packed, the last one first; expert and context parallel
+Exact: for every tensor degree and depth the boundary table holds the least bottleneck for each
+first stage (whose weights are what the sum over replicas depends on; where a rule sums the heaviest
+stage there is a table for each weight that it may have), and every number of replicas is priced
+that could still win. Stages stand packed, the last one first; expert and context parallel
 degrees, micro batch and recompute are the instance's. ZeRO is not in it: the artifact prices its
 collectives by running a network simulator, and no recorded instance needs it.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
 
-from nest_megatron.research.nest_artifact.cuts import cut_table, deepest
+from nest_megatron.research.nest_artifact.boundaries import boundary_table, deepest
 from nest_megatron.research.nest_artifact.price import Price, price, sync_time
 from nest_megatron.research.nest_artifact.records import Chain, Instance, Placement, Stage
 from nest_megatron.research.nest_artifact.rule import AS_ARTIFACT, ArtifactRule
@@ -35,8 +35,8 @@ class NoSolution:
     """Why there is no plan.
 
     Args:
-        missing_bytes: what the largest layer lacks on its devices, alone in its stage and last; 0
-            where every layer fits so and it is stages or devices that are short.
+        missing_bytes: what the layer that is worst off lacks on its devices, alone in the last
+            stage; 0 where every layer fits so and it is stages or devices that are short.
     """
 
     reason: str
@@ -46,9 +46,9 @@ class NoSolution:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Best:
     time: float
-    width: int
+    tp: int
     replicas: int
-    cuts: tuple[int, ...]
+    boundaries: tuple[int, ...]
 
 
 def solve(
@@ -56,40 +56,49 @@ def solve(
 ) -> Solution | NoSolution:
     """The fastest plan under a rule, or why there is none.
 
-    Ties go to the smaller tensor width, then to fewer stages, then to more replicas.
+    Ties go to the smaller tensor degree, then to fewer stages, then to more replicas.
 
     Args:
-        compiled: as for ``cut_table``.
+        compiled: as for ``boundary_table``.
     """
     best: _Best | None = None
-    for width in instance.chains:
-        best = _best_of_width(instance, rule, width, best, compiled)
+    for tp in instance.chains:
+        best = _best_of_degree(instance, rule, tp, best, compiled)
     if best is None:
         return _no_solution(instance)
     placement = _placement(instance, best)
     return Solution(placement=placement, price=price(instance, placement, rule))
 
 
-def _best_of_width(
-    instance: Instance, rule: ArtifactRule, width: int, best: _Best | None, compiled: bool | None
+def _best_of_degree(
+    instance: Instance,
+    rule: ArtifactRule,
+    tp: int,
+    best: _Best | None,
+    compiled: bool | None,
 ) -> _Best | None:
-    if deepest(instance, width) == 0:
+    if deepest(instance, tp) == 0:
         return best
-    for most in _most_weights(instance.chains[width], rule):
-        table = cut_table(instance, width, rule, most_weight_bytes=most, compiled=compiled)
-        summed = _summed_weights(instance.chains[width], most)
+    for most in _most_weights(instance.chains[tp], rule):
+        table = boundary_table(instance, tp, rule, most_weight_bytes=most, compiled=compiled)
+        summed = _summed_weights(instance.chains[tp], most)
         found = False
-        for depth in range(1, deepest(instance, width) + 1):
+        for depth in range(1, deepest(instance, tp) + 1):
             front = _front(table.first_stages(depth), summed)
             found |= bool(front)
             limit = math.inf if best is None else best.time
-            stride = depth * instance.devices_per_stage(width)
+            stride = depth * instance.devices_per_stage(tp)
             for time, replicas, end in _improvements(
                 instance, rule, front, summed, stride, depth, limit
             ):
-                best = _Best(time=time, width=width, replicas=replicas, cuts=table.cuts(depth, end))
+                best = _Best(
+                    time=time,
+                    tp=tp,
+                    replicas=replicas,
+                    boundaries=table.boundaries(depth, end),
+                )
         if not found:
-            break  # with lighter stages there are no cuts either
+            break  # with lighter stages there are no boundaries either
     return best
 
 
@@ -150,24 +159,26 @@ def _improvements(
 
 
 def _placement(instance: Instance, best: _Best) -> Placement:
-    devices = instance.devices_per_stage(best.width)
+    devices = instance.devices_per_stage(best.tp)
     return Placement(
-        stages=tuple(Stage(first=a, end=b, num_devices=devices) for a, b in pairwise(best.cuts)),
+        stages=tuple(
+            Stage(first=a, end=b, num_devices=devices) for a, b in pairwise(best.boundaries)
+        ),
         data_parallel_size=best.replicas,
-        tensor_model_parallel_size=best.width,
+        tensor_model_parallel_size=best.tp,
     )
 
 
 def _no_solution(instance: Instance) -> NoSolution:
-    widths = [width for width in instance.chains if deepest(instance, width)]
-    if not widths:
+    degrees = [tp for tp in instance.chains if deepest(instance, tp)]
+    if not degrees:
         least = instance.devices_per_stage(min(instance.chains))
         reason = f"a stage takes {least} devices, and there are {instance.num_devices}"
         return NoSolution(reason=reason, missing_bytes=0.0)
-    missing, width, node_id = min(_largest_layer(instance, width) for width in widths)
+    missing, tp, node_id = min(_largest_layer(instance, tp) for tp in degrees)
     if missing > 0:
         return NoSolution(
-            reason=f"node {node_id} alone lacks {missing:.0f} bytes at tensor width {width}; the "
+            reason=f"node {node_id} alone lacks {missing:.0f} bytes at tensor degree {tp}; the "
             "artifact would try ZeRO now, priced by its network simulator, which is left out here",
             missing_bytes=missing,
         )
@@ -177,13 +188,13 @@ def _no_solution(instance: Instance) -> NoSolution:
     )
 
 
-def _largest_layer(instance: Instance, width: int) -> tuple[float, int, int]:
-    """What a width's largest layer lacks, alone in the last stage, the width, and its node."""
-    chain = instance.chains[width]
+def _largest_layer(instance: Instance, tp: int) -> tuple[float, int, int]:
+    """What the largest layer lacks at a tensor degree, alone in the last stage; degree; node."""
+    chain = instance.chains[tp]
     return max(
         (
             stage_memory(instance, chain, at, at + 1).resident - instance.memory_bytes,
-            width,
+            tp,
             layer.node_id,
         )
         for at, layer in enumerate(chain.layers)

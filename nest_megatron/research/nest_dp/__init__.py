@@ -6,6 +6,6 @@ and in so many stages, can be run, if the next stage is no farther away than a n
 
 What is exact: the least ``bottleneck * (micro batches + stages - 1) + slowest sum of gradients``
 over every division into nested downsets, every placement of the stages one after another with any
-devices left idle between them, every number of replicas and every strategy given. ``brute_force``
-prices that space plan by plan.
+devices left idle between them, every number of replicas and every strategy given. The tests
+price that space plan by plan.
 """

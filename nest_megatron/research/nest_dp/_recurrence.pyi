@@ -16,7 +16,7 @@ def fill(
     times: array[int],
     least_work: array[int],
     static: array[int],
-    keepings_first: array[int],
+    policies_first: array[int],
     recomputes: array[int],
     kept: array[int],
     peaks: array[int],

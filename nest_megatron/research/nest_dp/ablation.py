@@ -17,12 +17,13 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.research.nest_artifact.records import Instance
+from nest_megatron.research.nest_artifact.search import NoSolution
 from nest_megatron.research.nest_dp.artifact import artifact_problem
 from nest_megatron.research.nest_dp.job import Choices, Division, ResearchJob
 from nest_megatron.research.nest_dp.memory import MemoryRule, Optimizer
 from nest_megatron.research.nest_dp.pipeline import best_pipeline
 from nest_megatron.research.nest_dp.plan import ResearchPlan, described
-from nest_megatron.research.nest_dp.search import NoSolution, solve
+from nest_megatron.research.nest_dp.search import solve
 from nest_megatron.units import GIB, Bytes
 
 #: Models of Table 7 by their names in the catalogue, and the memory that it gives a device: binary

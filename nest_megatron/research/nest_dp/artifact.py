@@ -14,7 +14,7 @@ from nest_megatron.research.nest_artifact.records import Chain, Instance, Layer
 from nest_megatron.research.nest_dp.downsets import Downsets, LayerDag, downsets_of
 from nest_megatron.research.nest_dp.links import Replicas, level_ends
 from nest_megatron.research.nest_dp.records import (
-    Keeping,
+    CheckpointPolicy,
     NodeTimes,
     PricedStrategy,
     Problem,
@@ -79,7 +79,7 @@ def _strategy(
     return PricedStrategy(
         label="unsharded",
         options=tuple(_options(instance, ends, zero=zero)),
-        keepings=tuple(_keeping(chain, crossing, recompute=again) for again in (False, True)),
+        policies=tuple(_policy(chain, crossing, recompute=again) for again in (False, True)),
         send=tuple(
             tuple(to_ticks(_link_time(instance, level, num)) if num else 0 for num in crossing)
             for level in range(_levels(instance))
@@ -87,9 +87,9 @@ def _strategy(
     )
 
 
-def _keeping(chain: Chain, crossing: tuple[int, ...], *, recompute: bool) -> Keeping:
+def _policy(chain: Chain, crossing: tuple[int, ...], *, recompute: bool) -> CheckpointPolicy:
     n, kept = len(chain.layers), tuple(math.ceil(at.activation_bytes) for at in chain.layers)
-    return Keeping(
+    return CheckpointPolicy(
         recompute=recompute,
         first_bytes=kept,
         further_bytes=(0,) * n if recompute else kept,
@@ -129,7 +129,7 @@ def _option(
         zero_degree=degree,
         num_devices=degree,
         static_bytes=tuple(math.ceil(each * layer.weight_bytes) for layer in layers),
-        places=tuple(levels),
+        times_at=tuple(levels),
         times=tuple(_times(instance, stage, degree, level) for level in range(len(ends))),
     )
 
@@ -148,7 +148,7 @@ def _times(instance: Instance, stage: ZeroStage, degree: int, level: int) -> Nod
     backward = [layer.backward * _MILLISECOND for layer in layers]
     return NodeTimes(
         forward=tuple(map(to_ticks, map(sum, zip(forward, gather, strict=True)))),
-        again=tuple(map(to_ticks, forward)),
+        recompute=tuple(map(to_ticks, forward)),
         backward=tuple(map(to_ticks, map(sum, zip(backward, scatter, gather, strict=True)))),
         sync=(0,) * len(layers),
     )

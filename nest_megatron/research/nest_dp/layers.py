@@ -16,16 +16,16 @@ from nest_megatron.model.parameters import ParameterCount, unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.research.nest_dp.group_shapes import StageGroupShapes
 from nest_megatron.research.nest_dp.job import ResearchJob
 from nest_megatron.research.nest_dp.memory import (
     bytes_per_parameter,
+    checkpoint_policy,
     gradient_bytes,
-    keeping,
+    recompute_time,
     reserved_bytes,
-    time_again,
 )
-from nest_megatron.research.nest_dp.places import StagePlace
-from nest_megatron.research.nest_dp.records import Keeping, NodeTimes
+from nest_megatron.research.nest_dp.records import CheckpointPolicy, NodeTimes
 from nest_megatron.research.nest_dp.strategies import Strategy
 from nest_megatron.units import Bytes, Seconds, Ticks, to_ticks
 
@@ -41,7 +41,7 @@ class _Layer(NamedTuple):
 
 class _LayerTicks(NamedTuple):
     forward: Ticks
-    again: Ticks
+    recompute: Ticks
     backward: Ticks
     sync: Ticks
 
@@ -56,8 +56,8 @@ class LayerPrices:
         self._alone: GroupPlaces = ((1,) * len(job.cluster.levels),) * 4
         self._layers: dict[Strategy, tuple[_Layer, ...]] = {}
         self._distinct: dict[Strategy, tuple[tuple[_Layer, ...], tuple[int, ...]]] = {}
-        self._keepings: dict[Strategy, tuple[Keeping, ...]] = {}
-        self._held: dict[object, tuple[tuple[Bytes, ...], Bytes]] = {}
+        self._policies: dict[Strategy, tuple[CheckpointPolicy, ...]] = {}
+        self._static: dict[object, tuple[tuple[Bytes, ...], Bytes]] = {}
         self._times: dict[object, NodeTimes] = {}
 
     def shard(self, strategy: Strategy) -> LayerShard:
@@ -88,21 +88,23 @@ class LayerPrices:
             times = self._unit(strategy, layer, self._alone)
             seconds = times.whole_forward.compute + times.backward.compute
             if self.job.choices.recomputes == (True,):
-                seconds += time_again(self.job.choices.memory, layer.kind, times)
+                seconds += recompute_time(self.job.choices.memory, layer.kind, times)
             return max(0, to_ticks(seconds) - 3)
 
         return self._each(strategy, work)
 
-    def keepings(self, strategy: Strategy, entry_bytes: Sequence[int]) -> tuple[Keeping, ...]:
+    def policies(
+        self, strategy: Strategy, entry_bytes: Sequence[int]
+    ) -> tuple[CheckpointPolicy, ...]:
         """What is kept of each layer, without and with recomputation, as allowed.
 
         Args:
             entry_bytes: what crosses into each downset.
         """
-        if strategy not in self._keepings:
+        if strategy not in self._policies:
             choices, layers = self.job.choices, self.layers(strategy)
-            self._keepings[strategy] = tuple(
-                keeping(
+            self._policies[strategy] = tuple(
+                checkpoint_policy(
                     choices.memory,
                     [(layer.kind, self._unit(strategy, layer, self._alone)) for layer in layers],
                     entry_bytes,
@@ -111,36 +113,41 @@ class LayerPrices:
                 )
                 for recompute in choices.recomputes
             )
-        return self._keepings[strategy]
+        return self._policies[strategy]
 
-    def held(
+    def static_bytes(
         self, strategy: Strategy, zero: ZeroStage, degree: int
     ) -> tuple[tuple[Bytes, ...], Bytes]:
         """Bytes of each layer for as long as training runs, and those reserved beside them."""
         key = (strategy, zero, degree)
-        if key not in self._held:
+        if key not in self._static:
             choices, layers = self.job.choices, self.layers(strategy)
             each = bytes_per_parameter(
                 choices.memory, choices.optimizer, zero, degree, self.job.settings
             )
             most = max(layer.parameters.total for layer in layers)
             static = tuple(math.ceil(layer.parameters.total * each) for layer in layers)
-            self._held[key] = static, reserved_bytes(choices.memory, zero, most, self.job.settings)
-        return self._held[key]
+            self._static[key] = (
+                static,
+                reserved_bytes(choices.memory, zero, most, self.job.settings),
+            )
+        return self._static[key]
 
     def times(
-        self, strategy: Strategy, place: StagePlace, zero: ZeroStage, degree: int
+        self, strategy: Strategy, shapes: StageGroupShapes, zero: ZeroStage, degree: int
     ) -> NodeTimes:
         """Ticks of each layer where its groups lie."""
-        key = (strategy, place, zero, degree)
+        key = (strategy, shapes, zero, degree)
         if key not in self._times:
 
             def price(layer: _Layer) -> _LayerTicks:
-                return self._ticks(strategy, layer, place, zero, degree)
+                return self._ticks(strategy, layer, shapes, zero, degree)
 
             columns = zip(*self._each(strategy, price), strict=True)
-            forward, again, backward, sync = columns
-            self._times[key] = NodeTimes(forward=forward, again=again, backward=backward, sync=sync)
+            forward, recompute, backward, sync = columns
+            self._times[key] = NodeTimes(
+                forward=forward, recompute=recompute, backward=backward, sync=sync
+            )
         return self._times[key]
 
     def _each(self, strategy: Strategy, price: Callable[[_Layer], Value]) -> tuple[Value, ...]:
@@ -157,32 +164,37 @@ class LayerPrices:
         return self.model.unit_time(layer.kind, inner, self.shard(strategy))
 
     def _ticks(
-        self, strategy: Strategy, layer: _Layer, place: StagePlace, zero: ZeroStage, degree: int
+        self,
+        strategy: Strategy,
+        layer: _Layer,
+        shapes: StageGroupShapes,
+        zero: ZeroStage,
+        degree: int,
     ) -> _LayerTicks:
         """One layer; ZeRO scatters gradients and gathers weights for every micro batch."""
-        times, count = self._unit(strategy, layer, place.inner), layer.parameters
+        times, count = self._unit(strategy, layer, shapes.inner), layer.parameters
         rule = self.job.choices.memory
         scatter = gather = 0.0
         if zero >= ZeroStage.GRADIENTS:
             gradients = count.total * gradient_bytes(rule, self.job.settings)
-            scatter = self._collective(CollectiveKind.REDUCE_SCATTER, gradients, place.zero)
+            scatter = self._collective(CollectiveKind.REDUCE_SCATTER, gradients, shapes.zero)
         if zero >= ZeroStage.WEIGHTS:
             weights = count.total * WEIGHT_BYTES
-            gather = self._collective(CollectiveKind.ALL_GATHER, weights, place.zero)
+            gather = self._collective(CollectiveKind.ALL_GATHER, weights, shapes.zero)
         share = degree if zero >= ZeroStage.GRADIENTS else 1
         return _LayerTicks(
             forward=to_ticks(times.whole_forward.total + gather),
-            again=to_ticks(time_again(rule, layer.kind, times)),
+            recompute=to_ticks(recompute_time(rule, layer.kind, times)),
             backward=to_ticks(times.backward.total + scatter + gather),
-            sync=to_ticks(self._sync(count, place, share)),
+            sync=to_ticks(self._sync(count, shapes, share)),
         )
 
-    def _sync(self, count: ParameterCount, place: StagePlace, share: int) -> Seconds:
+    def _sync(self, count: ParameterCount, shapes: StageGroupShapes, share: int) -> Seconds:
         """The sum of a layer's gradients over all copies of its parameters."""
         width = gradient_bytes(self.job.choices.memory, self.job.settings) / share
         reduce = CollectiveKind.ALL_REDUCE
-        dense = self._collective(reduce, count.dense * width, place.dense)
-        return dense + self._collective(reduce, count.expert * width, place.expert)
+        dense = self._collective(reduce, count.dense * width, shapes.dense)
+        return dense + self._collective(reduce, count.expert * width, shapes.expert)
 
     def _collective(
         self, kind: CollectiveKind, num_bytes: float, shape: tuple[int, ...]

@@ -22,7 +22,7 @@ class Topology(Name):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Tier:
+class LinkLevel:
     """Blocks of devices, and the link between two stages that share one; known by identity.
 
     Args:
@@ -44,13 +44,15 @@ class Tier:
         return to_ticks(send_time(num_bytes, level))
 
 
-def tiers(cluster: Cluster, topology: Topology) -> tuple[Tier, ...]:
-    """Tiers from the nearest devices outwards; the last takes in the whole cluster."""
+def link_levels(cluster: Cluster, topology: Topology) -> tuple[LinkLevel, ...]:
+    """Levels from the nearest devices outwards; the last takes in the whole cluster."""
     sizes = cluster.group_sizes()
     if topology is Topology.LEVELS:
         pairs = zip(cluster.levels, sizes, strict=True)
-        return tuple(Tier(name=level.name, num_devices=size, level=level) for level, size in pairs)
-    found: list[Tier] = []
+        return tuple(
+            LinkLevel(name=level.name, num_devices=size, level=level) for level, size in pairs
+        )
+    found: list[LinkLevel] = []
     inner, hops = 1, 0
     for level, size in zip(cluster.levels, sizes, strict=True):
         extent = -(-size // inner)
@@ -61,7 +63,7 @@ def tiers(cluster: Cluster, topology: Topology) -> tuple[Tier, ...]:
 
 def _along(
     level: NetworkLevel, inner: int, extent: int, hops: int, topology: Topology
-) -> list[Tier]:
+) -> list[LinkLevel]:
     """Affinity classes that reach along one dimension, all inner ones being whole.
 
     A part of a dimension has no link around; the whole of a torus' has.
@@ -72,7 +74,7 @@ def _along(
         way = _longest_way(extent, topology) if reach == extent else reach - 1
         name = f"{level.name} {reach}"
         size = inner * reach
-        found.append(Tier(name=name, num_devices=size, level=level, hops=max(1, hops + way)))
+        found.append(LinkLevel(name=name, num_devices=size, level=level, hops=max(1, hops + way)))
     return found
 
 
@@ -95,11 +97,11 @@ def _prime_factors(number: int) -> list[int]:
     return found
 
 
-def send_ticks(found: tuple[Tier, ...], num_bytes: float) -> tuple[Ticks, ...]:
-    """A transfer over each tier, the slowest tier up to it counting."""
+def send_ticks(found: tuple[LinkLevel, ...], num_bytes: float) -> tuple[Ticks, ...]:
+    """A transfer over each level, the slowest level up to it counting."""
     ticks: list[Ticks] = []
-    for tier in found:
-        ticks.append(max([*ticks[-1:], tier.send(num_bytes)]))
+    for level in found:
+        ticks.append(max([*ticks[-1:], level.send(num_bytes)]))
     return tuple(ticks)
 
 
@@ -121,14 +123,14 @@ class Replicas:
         return sorted({place for some in places for place in some if place})
 
 
-def common_unit(blocks: Sequence[int], replicas: Replicas, widths: Sequence[int]) -> int:
+def common_unit(blocks: Sequence[int], replicas: Replicas, stage_devices: Sequence[int]) -> int:
     """The largest number of devices that every boundary and every stage is a multiple of.
 
     Stages may then begin at its multiples alone: a stage that begins between two can be moved to
     the lower one without leaving a block, and the devices left idle are not missed.
     """
     places = (place for block in set(blocks) for place in replicas.boundaries(block))
-    return math.gcd(*widths, *places)
+    return math.gcd(*stage_devices, *places)
 
 
 def stretches(block: int, replicas: Replicas, unit: int) -> tuple[int, ...]:

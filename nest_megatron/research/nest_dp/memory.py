@@ -25,7 +25,7 @@ from nest_megatron.model.spec import LayerKind
 from nest_megatron.names import Name
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.research.nest_dp.records import Keeping
+from nest_megatron.research.nest_dp.records import CheckpointPolicy
 from nest_megatron.units import Bytes, Seconds
 
 
@@ -78,14 +78,14 @@ def reserved_bytes(
     return 0 if rule is MemoryRule.PAPER else unsharded_bytes(most_parameters, zero, settings)
 
 
-def keeping(
+def checkpoint_policy(
     rule: MemoryRule,
     units: Sequence[tuple[LayerKind, UnitTimes]],
     entry_bytes: Sequence[float],
     *,
     recompute: bool,
     latent_attention: bool,
-) -> Keeping:
+) -> CheckpointPolicy:
     """What is kept of each layer.
 
     Args:
@@ -95,7 +95,7 @@ def keeping(
     n, nothing = len(units), (0,) * len(entry_bytes)
     if rule is MemoryRule.PAPER:
         saved = tuple(math.ceil(times.input_bytes + _saved(times)) for _, times in units)
-        return Keeping(
+        return CheckpointPolicy(
             recompute=recompute,
             first_bytes=saved,
             further_bytes=(0,) * n if recompute else saved,
@@ -105,7 +105,7 @@ def keeping(
     setting = FULL_RECOMPUTE if recompute else NO_RECOMPUTE
     runs = [run_unit(t, kind, setting, latent_attention=latent_attention) for kind, t in units]
     kept = tuple(math.ceil(run.saved_bytes) for run in runs)
-    return Keeping(
+    return CheckpointPolicy(
         recompute=recompute,
         first_bytes=kept,
         further_bytes=kept,
@@ -114,7 +114,7 @@ def keeping(
     )
 
 
-def time_again(rule: MemoryRule, kind: LayerKind, times: UnitTimes) -> Seconds:
+def recompute_time(rule: MemoryRule, kind: LayerKind, times: UnitTimes) -> Seconds:
     """A layer's forward pass where it is computed again: by the paper's rule all of a stage is."""
     if rule is MemoryRule.OURS and kind in (LayerKind.EMBEDDING, LayerKind.HEAD):
         return 0.0

@@ -15,7 +15,7 @@ from functools import cache
 
 from nest_megatron.research.nest_dp import reference
 from nest_megatron.research.nest_dp.records import UNREACHABLE, Pipeline, Problem
-from nest_megatron.research.nest_dp.tables import Room, Tables, empty_table, tables_of
+from nest_megatron.research.nest_dp.tables import Scratch, Tables, empty_table, tables_of
 from nest_megatron.research.nest_dp.trace import pipeline_of
 from nest_megatron.units import Ticks
 
@@ -26,7 +26,7 @@ def best_pipeline(
     problem: Problem,
     limit: Ticks = UNREACHABLE,
     *,
-    room: Room | None = None,
+    scratch: Scratch | None = None,
     compiled: bool | None = None,
 ) -> Pipeline | None:
     """The fastest pipeline whose step takes less than ``limit``, if there is one.
@@ -34,16 +34,16 @@ def best_pipeline(
     Ties go to fewer stages; ``trace`` says how stages are chosen.
 
     Args:
-        room: memory that further problems use again.
+        scratch: memory that further problems use again.
         compiled: whether the kernel or the reference fills the tables; they agree bit for bit. The
             kernel where it is built, if not given.
     """
-    t, room = tables_of(problem), room or Room()
+    t, scratch = tables_of(problem), scratch or Scratch()
     least_sync, sync_cap = _least_sync(problem), UNREACHABLE
     found: Pipeline | None = None
     while least_sync < sync_cap and least_sync < limit:
         caps = _caps(problem, limit - least_sync)
-        table = filled(t, caps, sync_cap, room, compiled=compiled)
+        table = filled(t, caps, sync_cap, scratch, compiled=compiled)
         depth = _best_depth(problem, t, table)
         if depth is None:
             break
@@ -60,7 +60,7 @@ def filled(
     t: Tables,
     caps: Sequence[Ticks],
     sync_cap: Ticks,
-    room: Room,
+    scratch: Scratch,
     *,
     compiled: bool | None = None,
 ) -> array[int]:
@@ -68,11 +68,11 @@ def filled(
 
     Args:
         caps: by number of stages; states count below this only.
-        room: where the kernel's table lies.
+        scratch: where the kernel's table lies.
         compiled: as for ``best_pipeline``.
     """
     if has_kernel() if compiled is None else compiled:
-        table = room.table(t)
+        table = scratch.table(t)
         _fill_by_kernel(t, array("q", caps), sync_cap, table)
         return table
     table = empty_table(t)
@@ -140,7 +140,7 @@ def _fill_by_kernel(t: Tables, caps: array[int], sync_cap: int, table: array[int
         t.times,
         t.least_work,
         t.static,
-        t.keepings_first,
+        t.policies_first,
         t.recomputes,
         t.kept,
         t.peaks,

@@ -17,7 +17,7 @@ class PlannedStage:
     Args:
         layers: names of the first and the last one.
         first_device: within a replica.
-        link_in: tier of the network between it and the stage before it; empty for the first stage.
+        link_in: level of the network between it and the stage before it; empty for the first stage.
         time_s: of one micro batch, links included.
         sync_s: of the sum of its gradients over their copies.
     """
@@ -101,10 +101,10 @@ def _stage(found: Solution, stage: Stage, *, is_first: bool) -> PlannedStage:
         strategy=strategy.label,
         zero_stage=int(option.zero_stage),
         zero_degree=option.zero_degree,
-        recompute=strategy.keepings[stage.keeping].recompute,
+        recompute=strategy.policies[stage.policy].recompute,
         first_device=stage.first_device * found.unit,
         num_devices=option.num_devices * found.unit,
-        link_in="" if is_first else found.tier_names[stage.level_in],
+        link_in="" if is_first else found.level_names[stage.level_in],
         time_s=to_seconds(stage.time),
         sync_s=to_seconds(stage.sync),
         memory_bytes=stage.memory_bytes,

@@ -13,18 +13,18 @@ from nest_megatron.model.operators import ACT
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.nest_dp.downsets import LayerDag, downsets_of
+from nest_megatron.research.nest_dp.group_shapes import GroupShapes
 from nest_megatron.research.nest_dp.job import ResearchJob
 from nest_megatron.research.nest_dp.layers import LayerPrices
 from nest_megatron.research.nest_dp.links import (
+    LinkLevel,
     Replicas,
-    Tier,
     common_unit,
     level_ends,
+    link_levels,
     send_ticks,
-    tiers,
 )
 from nest_megatron.research.nest_dp.memory import MemoryRule
-from nest_megatron.research.nest_dp.places import Places
 from nest_megatron.research.nest_dp.records import PricedStrategy, Problem, ZeroOption
 from nest_megatron.research.nest_dp.strategies import Strategy
 from nest_megatron.units import Bytes, Ticks
@@ -46,11 +46,11 @@ class Case:
 
 
 class Priced(NamedTuple):
-    """A problem, how many devices it counts as one, and its levels as tiers."""
+    """A problem, how many devices it counts as one, and its levels."""
 
     problem: Problem
     unit: int
-    tiers: tuple[Tier, ...]
+    link_levels: tuple[LinkLevel, ...]
 
 
 class Pricer:
@@ -60,11 +60,11 @@ class Pricer:
         self.job = job
         self.kinds = job.spec.layer_kinds()
         self.downsets = downsets_of(LayerDag.chain(node_names(self.kinds)))
-        self.tiers = tiers(job.cluster, job.choices.topology)
+        self.link_levels = link_levels(job.cluster, job.choices.topology)
         self.layers = LayerPrices(job)
-        self._places: dict[Replicas, Places] = {}
+        self._group_shapes: dict[Replicas, GroupShapes] = {}
         self._crossings: dict[Strategy, tuple[int, ...]] = {}
-        self._sent: dict[Strategy, dict[Tier, tuple[Ticks, ...]]] = {}
+        self._sent: dict[Strategy, dict[LinkLevel, tuple[Ticks, ...]]] = {}
 
     @cached_property
     def capacity_bytes(self) -> Bytes:
@@ -80,26 +80,29 @@ class Pricer:
         ZeRO divides over devices that the stage takes besides, so it changes nothing in the sum.
         """
         least = 0
-        held = [self.layers.held(strategy, ZeroStage.NONE, 1)[0] for strategy in case.strategies]
-        widths = [strategy.block.num_devices for strategy in case.strategies]
-        for layer in zip(*held, strict=True):
-            least += min(num * width for num, width in zip(layer, widths, strict=True))
+        static = [self.layers.static_bytes(s, ZeroStage.NONE, 1)[0] for s in case.strategies]
+        stage_devices = [strategy.block.num_devices for strategy in case.strategies]
+        for layer in zip(*static, strict=True):
+            least += min(num * width for num, width in zip(layer, stage_devices, strict=True))
         return least > case.replicas.stride * self.capacity_bytes
 
     def problem(self, case: Case, most_stages: int) -> Priced:
         """A case as a problem."""
-        widths = [strategy.block.num_devices for strategy in case.strategies]
+        stage_devices = [strategy.block.num_devices for strategy in case.strategies]
         sizes = self.job.cluster.group_sizes()
-        possible = [tier.num_devices for tier in self.tiers if self._may_link(tier, min(widths))]
-        unit = common_unit([*sizes, *possible], case.replicas, widths)
-        if case.replicas not in self._places:
-            self._places[case.replicas] = Places(sizes, case.replicas)
-        places = self._places[case.replicas]
-        ends = self._ends(case.replicas, unit, min(widths))
+        narrowest = min(stage_devices)
+        possible = [
+            level.num_devices for level in self.link_levels if self._may_link(level, narrowest)
+        ]
+        unit = common_unit([*sizes, *possible], case.replicas, stage_devices)
+        if case.replicas not in self._group_shapes:
+            self._group_shapes[case.replicas] = GroupShapes(sizes, case.replicas)
+        shapes = self._group_shapes[case.replicas]
+        ends = self._ends(case.replicas, unit, narrowest)
         problem = Problem(
             downsets=self.downsets,
             ends=tuple(ends.values()),
-            strategies=tuple(self._priced(s, places, unit, list(ends)) for s in case.strategies),
+            strategies=tuple(self._priced(s, shapes, unit, list(ends)) for s in case.strategies),
             num_microbatches=case.num_microbatches,
             schedule=self.job.choices.schedule,
             capacity_bytes=self.capacity_bytes,
@@ -108,31 +111,33 @@ class Pricer:
         )
         return Priced(problem, unit, tuple(ends))
 
-    def _ends(self, replicas: Replicas, unit: int, narrowest: int) -> dict[Tier, tuple[int, ...]]:
-        """Stretches of the tiers that a link can have.
+    def _ends(
+        self, replicas: Replicas, unit: int, narrowest: int
+    ) -> dict[LinkLevel, tuple[int, ...]]:
+        """Stretches of the levels that a link can have.
 
-        Left out are tiers too small for two stages, and of those that join the same devices all
+        Left out are levels too small for two stages, and of those that join the same devices all
         but the nearest.
         """
-        found: dict[Tier, tuple[int, ...]] = {}
-        blocks = [tier.num_devices for tier in self.tiers]
-        for tier, ends in zip(self.tiers, level_ends(blocks, replicas, unit), strict=True):
-            if self._may_link(tier, narrowest) and ends not in found.values():
-                found[tier] = ends
+        found: dict[LinkLevel, tuple[int, ...]] = {}
+        blocks = [level.num_devices for level in self.link_levels]
+        for level, ends in zip(self.link_levels, level_ends(blocks, replicas, unit), strict=True):
+            if self._may_link(level, narrowest) and ends not in found.values():
+                found[level] = ends
         return found
 
-    def _may_link(self, tier: Tier, narrowest: int) -> bool:
+    def _may_link(self, level: LinkLevel, narrowest: int) -> bool:
         """Whether a block of it holds two stages; the last one is always kept."""
-        return tier.num_devices >= 2 * narrowest or tier is self.tiers[-1]
+        return level.num_devices >= 2 * narrowest or level is self.link_levels[-1]
 
     def _priced(
-        self, strategy: Strategy, places: Places, unit: int, levels: Sequence[Tier]
+        self, strategy: Strategy, shapes: GroupShapes, unit: int, levels: Sequence[LinkLevel]
     ) -> PricedStrategy:
         return PricedStrategy(
             label=strategy.label(),
-            options=tuple(self._options(strategy, places, unit)),
-            keepings=self.layers.keepings(strategy, self._crossing(strategy)),
-            send=tuple(self._sends(strategy)[tier] for tier in levels),
+            options=tuple(self._options(strategy, shapes, unit)),
+            policies=self.layers.policies(strategy, self._crossing(strategy)),
+            send=tuple(self._sends(strategy)[level] for level in levels),
         )
 
     def _crossing(self, strategy: Strategy) -> tuple[int, ...]:
@@ -143,40 +148,38 @@ class Pricer:
             self._crossings[strategy] = tuple(self.downsets.cut_bytes([size] * len(self.kinds)))
         return self._crossings[strategy]
 
-    def _sends(self, strategy: Strategy) -> dict[Tier, tuple[Ticks, ...]]:
+    def _sends(self, strategy: Strategy) -> dict[LinkLevel, tuple[Ticks, ...]]:
         if strategy not in self._sent:
             crossing = self._crossing(strategy)
-            known = {size: send_ticks(self.tiers, size) for size in set(crossing)}
+            known = {size: send_ticks(self.link_levels, size) for size in set(crossing)}
             levels = zip(*(known[size] for size in crossing), strict=True)
-            self._sent[strategy] = dict(zip(self.tiers, levels, strict=True))
+            self._sent[strategy] = dict(zip(self.link_levels, levels, strict=True))
         return self._sent[strategy]
 
-    def _options(self, strategy: Strategy, places: Places, unit: int) -> Iterator[ZeroOption]:
+    def _options(self, strategy: Strategy, shapes: GroupShapes, unit: int) -> Iterator[ZeroOption]:
         """No ZeRO, then degrees 2, 4, 8, ... as devices allow, each from stage 1 to 3."""
-        width, devices = strategy.block.num_devices, places.replicas.stride
-        yield self._option(strategy, places, unit, ZeroStage.NONE, 1)
+        width, devices = strategy.block.num_devices, shapes.replicas.stride
+        yield self._option(strategy, shapes, unit, ZeroStage.NONE, 1)
         degree = 2
         while self.job.choices.zero and degree * width <= devices:
             for zero in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS, ZeroStage.WEIGHTS):
-                yield self._option(strategy, places, unit, zero, degree)
+                yield self._option(strategy, shapes, unit, zero, degree)
             degree *= 2
 
     def _option(
-        self, strategy: Strategy, places: Places, unit: int, zero: ZeroStage, degree: int
+        self, strategy: Strategy, shapes: GroupShapes, unit: int, zero: ZeroStage, degree: int
     ) -> ZeroOption:
         block = strategy.block
-        line = places.along(block, degree, unit)
-        static, reserved = self.layers.held(strategy, zero, degree)
+        line = shapes.along(block, degree, unit)
+        static, reserved = self.layers.static_bytes(strategy, zero, degree)
         return ZeroOption(
             zero_stage=zero,
             zero_degree=degree,
             num_devices=block.num_devices * degree // unit,
             static_bytes=static,
             reserved_bytes=reserved,
-            places=line.numbers,
-            times=tuple(
-                self.layers.times(strategy, place, zero, degree) for place in line.distinct
-            ),
+            times_at=line.numbers,
+            times=tuple(self.layers.times(strategy, each, zero, degree) for each in line.distinct),
         )
 
 

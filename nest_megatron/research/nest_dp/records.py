@@ -35,7 +35,7 @@ class NodeTimes:
     """
 
     forward: tuple[Ticks, ...]
-    again: tuple[Ticks, ...]
+    recompute: tuple[Ticks, ...]
     backward: tuple[Ticks, ...]
     sync: tuple[Ticks, ...]
 
@@ -48,20 +48,20 @@ class ZeroOption:
         num_devices: of a stage, in units of the problem; ``zero_degree`` times the strategy's own.
         static_bytes: of each node on one device, for as long as training runs.
         reserved_bytes: held on a device whatever the stage's nodes are.
-        places: for each first device of a stage, which of ``times`` holds there.
+        times_at: for each first device of a stage, which of ``times`` holds there.
     """
 
     zero_stage: ZeroStage
     zero_degree: int
     num_devices: int
     static_bytes: tuple[Bytes, ...]
-    places: tuple[int, ...]
+    times_at: tuple[int, ...]
     times: tuple[NodeTimes, ...]
     reserved_bytes: Bytes = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keeping:
+class CheckpointPolicy:
     """What a stage keeps for its backward passes.
 
     Args:
@@ -87,14 +87,14 @@ class PricedStrategy:
         label: for tables.
         options: ZeRO settings in the order in which memory asks for them, none first. A stage takes
             the first that fits where it stands.
-        keepings: without recomputation first, if both are allowed.
+        policies: without recomputation first, if both are allowed.
         send: [level][downset], ticks of the stage's devices to take in, or give back, what crosses
             into the downset. Never less on a higher level.
     """
 
     label: str
     options: tuple[ZeroOption, ...]
-    keepings: tuple[Keeping, ...]
+    policies: tuple[CheckpointPolicy, ...]
     send: tuple[tuple[Ticks, ...], ...]
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class Problem:
 
     @property
     def num_devices(self) -> int:
-        """Places for stages, in units of devices."""
+        """Devices of a replica, in units of the problem."""
         return len(self.ends[0])
 
     def __post_init__(self) -> None:
@@ -137,7 +137,7 @@ class Problem:
             levels = {len(self.downsets)}, len(self.ends)
             assert ({len(row) for row in strategy.send}, len(strategy.send)) == levels
             for option in strategy.options:
-                assert len(option.places) == self.num_devices, "a stage may begin anywhere"
+                assert len(option.times_at) == self.num_devices, "a stage may begin anywhere"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class Stage:
     nodes: tuple[int, ...]
     strategy: int
     option: int
-    keeping: int
+    policy: int
     first_device: int
     level_in: int
     time: Ticks

@@ -15,14 +15,14 @@ from typing import NamedTuple
 from nest_megatron.research.nest_dp.records import UNREACHABLE
 from nest_megatron.research.nest_dp.tables import Tables
 
-FORWARD, AGAIN, BACKWARD, SYNC = range(4)
+FORWARD, RECOMPUTE, BACKWARD, SYNC = range(4)
 
 
-class Choice(NamedTuple):
+class StageChoice(NamedTuple):
     """How a stage is run: its strategy, what it keeps, and the first ZeRO option that fits."""
 
     strategy: int
-    keeping: int
+    policy: int
     option: int
     memory_bytes: int
 
@@ -58,42 +58,48 @@ def _ending(
     return found
 
 
-def choices(t: Tables, stages: int, outer: int, pair: int) -> Iterator[Choice]:
-    """Every strategy, and for each way of keeping the first ZeRO option that fits.
+def choices(t: Tables, stages: int, outer: int, pair: int) -> Iterator[StageChoice]:
+    """Every strategy, and for each checkpoint policy the first ZeRO option that fits.
 
     Computing again is never faster, so it is left out where it comes to the same option.
     """
     for strategy in range(len(t.options_first) - 1):
         taken = -1
-        for keeping in range(t.keepings_first[strategy], t.keepings_first[strategy + 1]):
-            found = _first_that_fits(t, stages, outer, pair, strategy, keeping)
+        for policy in range(t.policies_first[strategy], t.policies_first[strategy + 1]):
+            found = _first_that_fits(t, stages, outer, pair, strategy, policy)
             if found is not None and found.option != taken:
                 yield found
                 taken = found.option
 
 
 def _first_that_fits(
-    t: Tables, stages: int, outer: int, pair: int, strategy: int, keeping: int
-) -> Choice | None:
+    t: Tables, stages: int, outer: int, pair: int, strategy: int, policy: int
+) -> StageChoice | None:
     for option in range(t.options_first[strategy], t.options_first[strategy + 1]):
-        memory = memory_of(t, stages, outer, pair, option, keeping)
+        memory = memory_of(t, stages, outer, pair, option, policy)
         if memory <= t.capacity_bytes:
-            return Choice(strategy, keeping, option, memory)
+            return StageChoice(strategy, policy, option, memory)
     return None
 
 
-def memory_of(t: Tables, stages: int, outer: int, pair: int, option: int, keeping: int) -> int:
+def memory_of(t: Tables, stages: int, outer: int, pair: int, option: int, policy: int) -> int:
     """Bytes on a device of the stage between two downsets, at its position from the end."""
     d, inner, further = t.num_downsets, t.nested[pair], t.in_flight[stages] - 1
     static = t.reserved[option] + t.static[option * d + outer] - t.static[option * d + inner]
-    base = keeping * 3 * d
+    base = policy * 3 * d
     first = t.kept[base + outer] - t.kept[base + inner]
     each = t.kept[base + d + outer] - t.kept[base + d + inner] + t.kept[base + 2 * d + outer]
-    return static + first + further * each + t.peaks[keeping * len(t.nested) + pair]
+    return static + first + further * each + t.peaks[policy * len(t.nested) + pair]
 
 
 def links(
-    t: Tables, stages: int, outer: int, pair: int, choice: Choice, place: int, table: array[int]
+    t: Tables,
+    stages: int,
+    outer: int,
+    pair: int,
+    choice: StageChoice,
+    place: int,
+    table: array[int],
 ) -> Iterator[tuple[int, int, int, int]]:
     """For all levels of both links: level in, level out, the stage's time, what lies behind it."""
     end, inner = place + t.option_devices[choice.option], t.nested[pair]
@@ -108,7 +114,7 @@ def links(
 
 
 def stage_time(
-    t: Tables, choice: Choice, outer: int, pair: int, place: int, level: int, after: int
+    t: Tables, choice: StageChoice, outer: int, pair: int, place: int, level: int, after: int
 ) -> int:
     """Ticks of one micro batch: input, forward, output's gradient, backward.
 
@@ -121,17 +127,17 @@ def stage_time(
     forward, backward = (
         _work(t, choice, kind, outer, inner, place) for kind in (FORWARD, BACKWARD)
     )
-    if t.recomputes[choice.keeping]:
-        going = max(going, _work(t, choice, AGAIN, outer, inner, place))
+    if t.recomputes[choice.policy]:
+        going = max(going, _work(t, choice, RECOMPUTE, outer, inner, place))
     return coming + forward + going + backward
 
 
-def sync_of(t: Tables, choice: Choice, outer: int, pair: int, place: int) -> int:
+def sync_of(t: Tables, choice: StageChoice, outer: int, pair: int, place: int) -> int:
     """Ticks of the sum of a stage's gradients over the replicas."""
     return _work(t, choice, SYNC, outer, t.nested[pair], place)
 
 
-def _work(t: Tables, choice: Choice, kind: int, outer: int, inner: int, place: int) -> int:
+def _work(t: Tables, choice: StageChoice, kind: int, outer: int, inner: int, place: int) -> int:
     row = t.rows[choice.option * t.num_devices + place]
     sums = (4 * row + kind) * t.num_downsets
     return t.times[sums + outer] - t.times[sums + inner]

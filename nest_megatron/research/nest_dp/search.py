@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.research.nest_artifact.search import NoSolution
 from nest_megatron.research.nest_dp.job import Division, ResearchJob
 from nest_megatron.research.nest_dp.links import Replicas
 from nest_megatron.research.nest_dp.pipeline import best_pipeline
 from nest_megatron.research.nest_dp.pricing import Case, Priced, Pricer
 from nest_megatron.research.nest_dp.records import UNREACHABLE, Pipeline, Problem
 from nest_megatron.research.nest_dp.strategies import Strategy, strategies
-from nest_megatron.research.nest_dp.tables import Room
+from nest_megatron.research.nest_dp.tables import Scratch
 from nest_megatron.units import Bytes, Ticks
 
 #: How far above the least bound each round looks.
@@ -30,7 +31,7 @@ class Solution:
 
     Args:
         unit: devices that the problem counts as one.
-        tier_names: of the problem's levels.
+        level_names: of the problem's levels.
         num_cases: pairs of strategies and replicas that are allowed; of these ``num_solved`` had a
             bound low enough to be solved.
     """
@@ -38,7 +39,7 @@ class Solution:
     case: Case
     problem: Problem
     unit: int
-    tier_names: tuple[str, ...]
+    level_names: tuple[str, ...]
     pipeline: Pipeline
     num_cases: int
     num_solved: int
@@ -51,19 +52,6 @@ class Solution:
             self.problem.strategies[s.strategy].options[s.option].num_devices for s in stages
         )
         return used * self.unit * self.case.replicas.count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoSolution:
-    """Why there is no plan.
-
-    Args:
-        missing_bytes: what the layer that is worst off lacks, alone on its devices; 0 if each fits
-            so and it is devices that are short.
-    """
-
-    reason: str
-    missing_bytes: Bytes
 
 
 def solve(job: ResearchJob, *, compiled: bool | None = None) -> Solution | NoSolution:
@@ -89,7 +77,7 @@ def solve(job: ResearchJob, *, compiled: bool | None = None) -> Solution | NoSol
                 case=case,
                 problem=priced.problem,
                 unit=priced.unit,
-                tier_names=tuple(tier.name for tier in priced.tiers),
+                level_names=tuple(level.name for level in priced.link_levels),
                 pipeline=pipeline,
                 num_cases=len(found),
                 num_solved=len(solved),
@@ -108,7 +96,7 @@ def _round(
     compiled: bool | None,
 ) -> _Best | None:
     best: _Best | None = None
-    room = Room()
+    scratch = Scratch()
     for case in found:
         if case.least_total >= limit:
             break
@@ -116,7 +104,7 @@ def _round(
             continue
         solved.add(case)
         priced = pricer.problem(case, _most_stages(pricer, case))
-        pipeline = best_pipeline(priced.problem, limit, room=room, compiled=compiled)
+        pipeline = best_pipeline(priced.problem, limit, scratch=scratch, compiled=compiled)
         if pipeline is not None:
             best, limit = (case, priced, pipeline), pipeline.total
     return best
@@ -236,10 +224,10 @@ def _lacking(problem: Problem, node: int, label: str) -> Bytes:
     return min(
         option.static_bytes[node]
         + option.reserved_bytes
-        + keeping.first_bytes[node]
-        + held * keeping.further_bytes[node]
-        + keeping.peak_bytes[node]
+        + policy.first_bytes[node]
+        + held * policy.further_bytes[node]
+        + policy.peak_bytes[node]
         - problem.capacity_bytes
         for option in strategy.options
-        for keeping in strategy.keepings
+        for policy in strategy.policies
     )

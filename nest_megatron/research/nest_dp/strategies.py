@@ -10,7 +10,7 @@ from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import rules
 from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.research.nest_dp.places import Block
+from nest_megatron.research.nest_dp.group_shapes import Block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,17 @@ from operator import add
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.research.nest_dp.downsets import Downsets
-from nest_megatron.research.nest_dp.records import UNREACHABLE, Keeping, Problem, ZeroOption
+from nest_megatron.research.nest_dp.records import (
+    UNREACHABLE,
+    CheckpointPolicy,
+    Problem,
+    ZeroOption,
+)
 
 #: Largest table of states that is filled.
 MOST_TABLE_BYTES = 2 << 30
 
-_KINDS = ("forward", "again", "backward", "sync")
+_KINDS = ("forward", "recompute", "backward", "sync")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +39,10 @@ class Tables:
         times: [rows, 4, downsets], sums of forward, again, backward and sync ticks.
         least_work: [strategies, downsets], sums of the fewest forward and backward ticks anywhere.
         static: [options, downsets], sums of bytes.
-        keepings_first: [strategies + 1].
-        recomputes: [keepings], 0 or 1.
-        kept: [keepings, 3, downsets], sums of first and further bytes, and the entry bytes.
-        peaks: [keepings, pairs], most working bytes of a stage's nodes.
+        policies_first: [strategies + 1].
+        recomputes: [policies], 0 or 1.
+        kept: [policies, 3, downsets], sums of first and further bytes, and the entry bytes.
+        peaks: [policies, pairs], most working bytes of a stage's nodes.
         send: [strategies, levels, downsets].
         in_flight: [most_stages + 1], by position from the end.
     """
@@ -57,7 +62,7 @@ class Tables:
     times: array[int]
     least_work: array[int]
     static: array[int]
-    keepings_first: array[int]
+    policies_first: array[int]
     recomputes: array[int]
     kept: array[int]
     peaks: array[int]
@@ -83,7 +88,7 @@ def tables_of(problem: Problem) -> Tables:
         UserInputError: if the table of states would be too large.
     """
     options = [option for s in problem.strategies for option in s.options]
-    keepings = [keeping for s in problem.strategies for keeping in s.keepings]
+    policies = [policy for s in problem.strategies for policy in s.policies]
     downsets = problem.downsets
     nested_first, nested = _pairs(downsets)
     rows, times = _times(problem, options)
@@ -103,10 +108,10 @@ def tables_of(problem: Problem) -> Tables:
         times=times,
         least_work=_flat(downsets.sums(least_work(s.options)) for s in problem.strategies),
         static=_flat(_sums(downsets, option.static_bytes) for option in options),
-        keepings_first=_starts(len(s.keepings) for s in problem.strategies),
-        recomputes=array("q", [keeping.recompute for keeping in keepings]),
-        kept=_kept(problem, keepings),
-        peaks=_flat(_peaks(downsets, keeping.peak_bytes) for keeping in keepings),
+        policies_first=_starts(len(s.policies) for s in problem.strategies),
+        recomputes=array("q", [policy.recompute for policy in policies]),
+        kept=_kept(problem, policies),
+        peaks=_flat(_peaks(downsets, policy.peak_bytes) for policy in policies),
         send=_flat(level for s in problem.strategies for level in s.send),
         in_flight=_in_flight(problem),
     )
@@ -144,7 +149,7 @@ def _times(problem: Problem, options: Sequence[ZeroOption]) -> tuple[array[int],
     rows, times, before = array("q"), array("q"), 0
     for option in options:
         last = problem.num_devices - option.num_devices
-        rows.extend(before + p if at <= last else -1 for at, p in enumerate(option.places))
+        rows.extend(before + p if at <= last else -1 for at, p in enumerate(option.times_at))
         for place in option.times:
             for kind in _KINDS:
                 times.extend(_sums(problem.downsets, getattr(place, kind)))
@@ -159,12 +164,12 @@ def least_work(options: Sequence[ZeroOption]) -> list[int]:
     return [min(ticks) for ticks in zip(*work, strict=True)]
 
 
-def _kept(problem: Problem, keepings: Sequence[Keeping]) -> array[int]:
+def _kept(problem: Problem, policies: Sequence[CheckpointPolicy]) -> array[int]:
     found = array("q")
-    for keeping in keepings:
-        found.extend(_sums(problem.downsets, keeping.first_bytes))
-        found.extend(_sums(problem.downsets, keeping.further_bytes))
-        found.extend(keeping.entry_bytes)
+    for policy in policies:
+        found.extend(_sums(problem.downsets, policy.first_bytes))
+        found.extend(_sums(problem.downsets, policy.further_bytes))
+        found.extend(policy.entry_bytes)
     return found
 
 
@@ -210,7 +215,7 @@ def _refuse_large(tables: Tables) -> None:
         )
 
 
-class Room:
+class Scratch:
     """Memory for tables, kept from one problem to the next; whoever fills a table writes it all."""
 
     def __init__(self) -> None:

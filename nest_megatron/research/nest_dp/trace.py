@@ -1,7 +1,7 @@
 """The plan behind a state of a filled table.
 
 Ties: the state's stage ends on the first device that gives the value; then the largest inner
-downset, the first strategy, keeping and level of the link behind it win, in the order of
+downset, the first strategy, policy and level of the link behind it win, in the order of
 ``reference``.
 """
 
@@ -11,7 +11,7 @@ from array import array
 from typing import NamedTuple
 
 from nest_megatron.research.nest_dp.records import Pipeline, Problem, Stage
-from nest_megatron.research.nest_dp.reference import Choice, choices, links, sync_of
+from nest_megatron.research.nest_dp.reference import StageChoice, choices, links, sync_of
 from nest_megatron.research.nest_dp.tables import Tables
 from nest_megatron.units import Ticks
 
@@ -25,7 +25,7 @@ class _State(NamedTuple):
 
 class _Step(NamedTuple):
     pair: int
-    choice: Choice
+    choice: StageChoice
     place: int
     after: int
     time: Ticks
@@ -86,7 +86,7 @@ def _stage(problem: Problem, t: Tables, state: _State, step: _Step) -> Stage:
         nodes=tuple(v for v in range(nodes.bit_length()) if nodes >> v & 1),
         strategy=choice.strategy,
         option=choice.option - t.options_first[choice.strategy],
-        keeping=choice.keeping - t.keepings_first[choice.strategy],
+        policy=choice.policy - t.policies_first[choice.strategy],
         first_device=step.place,
         level_in=state.level,
         time=step.time,

@@ -7,8 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from nest_megatron.research.paper import published
-from nest_megatron.research.paper.outcome import Gain, Outcome, Report, Row, Runner, geometric_mean
-from nest_megatron.research.paper.published import Cell, Job
+from nest_megatron.research.paper.outcome import (
+    Gain,
+    PlannerResult,
+    Report,
+    Row,
+    Runner,
+    geometric_mean,
+)
+from nest_megatron.research.paper.published import Cell, PaperJob
 
 #: The models of the paper, in its order.
 MODELS = ("bert_large", "llama2_7b", "llama3_70b", "mixtral_8x7b", "gpt3_175b")
@@ -17,7 +24,7 @@ NUM_GPUS = (64, 128, 256, 512, 1024)
 FAT_TREE, SPINE_LEAF = "tpuv4_fat_tree", "h100_spine_leaf"
 _BASE = "manual"
 
-Keep = Callable[[Job], bool]
+Keep = Callable[[PaperJob], bool]
 
 
 def figure5(run: Runner, keep: Keep = lambda job: True) -> Report:
@@ -27,7 +34,7 @@ def figure5(run: Runner, keep: Keep = lambda job: True) -> Report:
         keep: which jobs to run.
     """
     planners = ("manual", "mcmc", "alpa_e", "phaze", "nest")
-    jobs = [Job(model=m, cluster=FAT_TREE, num_gpus=n) for m in MODELS for n in NUM_GPUS]
+    jobs = [PaperJob(model=m, cluster=FAT_TREE, num_gpus=n) for m in MODELS for n in NUM_GPUS]
     return _report(
         "figure5",
         "Figure 5: throughput on the fat tree, relative to Manual at the smallest size it runs at",
@@ -43,7 +50,7 @@ def figure6(run: Runner, keep: Keep = lambda job: True) -> Report:
     planners = ("manual", "mcmc", "alpa_e", "phaze", "nest")
     models = ("bert_large", "llama2_7b", "llama3_70b")
     jobs = [
-        Job(model=model, cluster=FAT_TREE, num_gpus=256, micro_batch_size=size)
+        PaperJob(model=model, cluster=FAT_TREE, num_gpus=256, micro_batch_size=size)
         for model in models
         for size in (1, 2, 4, 8)
     ]
@@ -64,7 +71,7 @@ def figure7(run: Runner, keep: Keep = lambda job: True) -> Report:
     The authors print ratios of three jobs, to Manual on the same devices.
     """
     planners = ("manual", "mcmc", "mist", "phaze", "nest")
-    jobs = [Job(model=m, cluster=SPINE_LEAF, num_gpus=n) for m in MODELS for n in NUM_GPUS]
+    jobs = [PaperJob(model=m, cluster=SPINE_LEAF, num_gpus=n) for m in MODELS for n in NUM_GPUS]
     return _report(
         "figure7",
         "Figure 7: throughput on the H100 spine-leaf cluster, relative to Manual on as many GPUs",
@@ -79,7 +86,7 @@ def figure7(run: Runner, keep: Keep = lambda job: True) -> Report:
 def _report(
     name: str,
     title: str,
-    jobs: Iterable[Job],
+    jobs: Iterable[PaperJob],
     planners: Sequence[str],
     run: Runner,
     printed: Sequence[Cell],
@@ -102,7 +109,7 @@ def _report(
 
 
 def _rows(
-    outcomes: Mapping[Job, Mapping[str, Outcome]],
+    outcomes: Mapping[PaperJob, Mapping[str, PlannerResult]],
     planners: Sequence[str],
     printed: Sequence[Cell],
     *,
@@ -124,12 +131,14 @@ def _rows(
             )
 
 
-def _key(job: Job) -> tuple[str, int, int]:
+def _key(job: PaperJob) -> tuple[str, int, int]:
     """Experiments that fix no micro batch were printed for 1."""
     return job.model, job.num_gpus, job.micro_batch_size or 1
 
 
-def _base(job: Job, outcomes: Mapping[Job, Mapping[str, Outcome]]) -> Job | None:
+def _base(
+    job: PaperJob, outcomes: Mapping[PaperJob, Mapping[str, PlannerResult]]
+) -> PaperJob | None:
     """The smallest job of a model for which Manual has a plan."""
     same = [other for other in outcomes if other.model == job.model]
     found = [other for other in same if outcomes[other][_BASE].iteration_time_s is not None]
@@ -137,7 +146,9 @@ def _base(job: Job, outcomes: Mapping[Job, Mapping[str, Outcome]]) -> Job | None
 
 
 def _ours(
-    outcomes: Mapping[Job, Mapping[str, Outcome]], base: Job | None, outcome: Outcome
+    outcomes: Mapping[PaperJob, Mapping[str, PlannerResult]],
+    base: PaperJob | None,
+    outcome: PlannerResult,
 ) -> float | None:
     if base is None or outcome.iteration_time_s is None:
         return None
@@ -145,7 +156,7 @@ def _ours(
     return None if whole is None else whole / outcome.iteration_time_s
 
 
-def _artifact_base(job: Job) -> Job | None:
+def _artifact_base(job: PaperJob) -> PaperJob | None:
     found = [
         cell.job
         for cell in published.artifact().values()
@@ -156,7 +167,7 @@ def _artifact_base(job: Job) -> Job | None:
     return min(found, key=_key, default=None)
 
 
-def _artifact(job: Job, base: Job | None, planner: str) -> float | None:
+def _artifact(job: PaperJob, base: PaperJob | None, planner: str) -> float | None:
     cells = {_key(cell.job): cell for cell in _on(job.cluster)}
     cell, whole = cells.get(_key(job)), None if base is None else cells.get(_key(base))
     if cell is None or whole is None:
@@ -176,7 +187,9 @@ def _on(cluster: str) -> list[published.ArtifactCell]:
     return [cell for cell in published.artifact().values() if cell.job.cluster == cluster]
 
 
-def _gain(planner: str, cluster: str, outcomes: Mapping[Job, Mapping[str, Outcome]]) -> Gain:
+def _gain(
+    planner: str, cluster: str, outcomes: Mapping[PaperJob, Mapping[str, PlannerResult]]
+) -> Gain:
     """How our plans compare with a baseline's over all jobs of an experiment."""
     gains: list[float] = []
     only_ours = 0

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nest_megatron.research.paper.published import Job
+from nest_megatron.research.paper.published import PaperJob
 from nest_megatron.units import Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class PlannerResult:
     """What one planner's plan for a job costs on the shared cost model.
 
     Args:
@@ -30,7 +30,7 @@ class Outcome:
 
 
 #: Plans a job by each of some planners.
-Runner = Callable[[Job, Sequence[str]], Mapping[str, Outcome]]
+Runner = Callable[[PaperJob, Sequence[str]], Mapping[str, PlannerResult]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +41,12 @@ class Row:
         ours, artifact, paper: throughput over the figure's base.
     """
 
-    job: Job
+    job: PaperJob
     planner: str
     ours: float | None
     artifact: float | None
     paper: float | None
-    outcome: Outcome
+    outcome: PlannerResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ RULES = ("as_shipped", "one_rule", "best_cuts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Job:
+class PaperJob:
     """What a cell of a figure is about.
 
     Args:
@@ -39,7 +39,7 @@ class Cell:
         seconds: that the authors' solver took.
     """
 
-    job: Job
+    job: PaperJob
     throughputs: Mapping[str, float | None]
     seconds: float | None = None
 
@@ -49,12 +49,12 @@ class ArtifactCell:
     """What the artifact's formula says of a job.
 
     Args:
-        degrees: of its own plan: pipeline stages, replicas, tensor width.
+        degrees: of its own plan: pipeline stages, replicas, tensor degree.
         nest: its throughput, in samples per unit of the instance's time.
         baselines: by planner and rule.
     """
 
-    job: Job
+    job: PaperJob
     degrees: tuple[int, int, int]
     nest: float
     baselines: Mapping[str, Mapping[str, float | None]]
@@ -88,7 +88,7 @@ def rows(name: str) -> tuple[Mapping[str, Any], ...]:
 
 
 @cache
-def artifact() -> Mapping[Job, ArtifactCell]:
+def artifact() -> Mapping[PaperJob, ArtifactCell]:
     """What the artifact's formula says of its recorded instances, by job."""
     return {cell.job: cell for cell in map(_artifact_cell, _load("artifact")["cells"])}
 
@@ -111,8 +111,8 @@ def _cells(entries: list[dict[str, Any]], cluster: str) -> Iterator[Cell]:
         )
 
 
-def _job(fields: Mapping[str, Any], cluster: str) -> Job:
-    return Job(
+def _job(fields: Mapping[str, Any], cluster: str) -> PaperJob:
+    return PaperJob(
         model=fields["model"],
         cluster=cluster,
         num_gpus=fields["num_gpus"],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from nest_megatron.research.paper import published
 from nest_megatron.research.paper.figures import FAT_TREE, MODELS, SPINE_LEAF, Keep
 from nest_megatron.research.paper.outcome import Report, Runner
-from nest_megatron.research.paper.published import Job
+from nest_megatron.research.paper.published import PaperJob
 from nest_megatron.units import Bytes, format_seconds
 
 _TABLE2_GPUS = 512
@@ -21,7 +21,7 @@ def table2(run: Runner, keep: Keep = lambda job: True) -> Report:
     printed = {row["model"]: row for row in published.rows("table2")}
     cells = []
     for model in MODELS:
-        job = Job(model=model, cluster=FAT_TREE, num_gpus=_TABLE2_GPUS)
+        job = PaperJob(model=model, cluster=FAT_TREE, num_gpus=_TABLE2_GPUS)
         if not keep(job):
             continue
         planned = run(job, planners)
@@ -41,7 +41,7 @@ def table4(run: Runner, keep: Keep = lambda job: True) -> Report:
     """How long Mist's and our search take, on the H100 cluster."""
     cells = []
     for row in published.rows("minutes"):
-        job = Job(model=row["model"], cluster=SPINE_LEAF, num_gpus=_TABLE4_GPUS)
+        job = PaperJob(model=row["model"], cluster=SPINE_LEAF, num_gpus=_TABLE4_GPUS)
         if not keep(job):
             continue
         planned = run(job, ("mist", "nest"))
@@ -80,7 +80,7 @@ def table7(run: ZeroRunner, keep: Keep = lambda job: True) -> Report:
     cells = []
     for row in published.rows("zero"):
         model, memory = row["model"], _memory(int(row["memory_bytes"]))
-        if not keep(Job(model=model, cluster=FAT_TREE, num_gpus=_TABLE4_GPUS)):
+        if not keep(PaperJob(model=model, cluster=FAT_TREE, num_gpus=_TABLE4_GPUS)):
             continue
         printed = f"{row['num_devices']} devices, {{{row['degrees']}}}; {row['zero']}"
         for found in run(model):
@@ -95,7 +95,7 @@ def table7(run: ZeroRunner, keep: Keep = lambda job: True) -> Report:
     )
 
 
-def _artifact_degrees(job: Job, planner: str) -> str:
+def _artifact_degrees(job: PaperJob, planner: str) -> str:
     if planner != "nest":
         return ""
     for cell in published.artifact().values():

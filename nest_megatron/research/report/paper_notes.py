@@ -34,7 +34,7 @@ _COMMON = (
 
 _NOTE_2 = (
     "Ours is written as in Megatron (degrees of 1 left out, PP 4x7 with 7 virtual stages, MBS the "
-    "micro batch), the other two as stages, replicas, tensor width, sequence-parallel width, "
+    "micro batch), the other two as stages, replicas, tensor degree, sequence-parallel width, "
     "and for Mixtral expert and context width; Alpa's is its number of stages."
 )
 _NOTE_4 = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from nest_megatron.research.nest_artifact.search import NoSolution
 from nest_megatron.research.nest_dp.plan import ResearchPlan
-from nest_megatron.research.nest_dp.search import NoSolution
 
 
 def research_words(found: ResearchPlan | NoSolution) -> str:

@@ -13,7 +13,7 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.planner import check_launchable
-from nest_megatron.research.baselines.job import Job
+from nest_megatron.research.baselines.job import ComparisonJob
 from nest_megatron.solver.chunk_space import interleaved_partitions
 from nest_megatron.solver.ranking import SolvedGrid
 from nest_megatron.solver.space import SearchSpace
@@ -27,9 +27,9 @@ def job_of(
     batch: int,
     space: SearchSpace | None = None,
     settings: CostSettings | None = None,
-) -> Job:
+) -> ComparisonJob:
     """A job with a fresh cost model."""
-    return Job(
+    return ComparisonJob(
         model=CostModel(spec, machines, settings or CostSettings()),
         global_batch_size=batch,
         space=space or SearchSpace(),
@@ -39,7 +39,7 @@ def job_of(
 
 def named_job(
     name: str, machines: str, num_gpus: int, batch: int, space: SearchSpace | None = None
-) -> Job:
+) -> ComparisonJob:
     """A job of the catalogue, in the number format that its devices have."""
     found = cluster(machines, num_gpus)
     precision = Precision.BF16 if found.accelerator.supports(Precision.BF16) else Precision.FP16
@@ -53,11 +53,11 @@ def oversubscribed(machines: Cluster, times: float) -> Cluster:
     return dataclasses.replace(machines, levels=(*machines.levels[:-1], slower))
 
 
-def check_in_our_space(job: Job, plan: SolvedGrid) -> None:
+def check_in_our_space(job: ComparisonJob, plan: SolvedGrid) -> None:
     """Megatron launches it, it fits, our search covers it, and its price is right."""
-    grid, cut = plan.grid, plan.boundaries
+    grid, boundaries = plan.grid, plan.boundaries
     pp = grid.dims.pipeline_model_parallel_size
-    partition = StagePartition(boundaries=cut, pipeline_model_parallel_size=pp)
+    partition = StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
     check_launchable(job.model.spec, job.model.settings, grid, partition)
     grids = job.grids(job.space)
     bare = dataclasses.replace(grid, recompute=NO_RECOMPUTE)
@@ -65,8 +65,8 @@ def check_in_our_space(job: Job, plan: SolvedGrid) -> None:
     assert bare in [f for s in shards for g in grids.grids(s) for f in grids.families(g)]
     assert grid.recompute in grids.recompute_settings(grid)
     problem = job.model.problem(grid)
-    assert all(first < end for first, end in pairwise(cut))
-    assert problem.num_virtual == 1 or cut in set(interleaved_partitions(problem))
-    evaluation = evaluate(problem, cut)
+    assert all(first < end for first, end in pairwise(boundaries))
+    assert problem.num_virtual == 1 or boundaries in set(interleaved_partitions(problem))
+    evaluation = evaluate(problem, boundaries)
     assert evaluation.fits
     assert evaluation.iteration == plan.iteration

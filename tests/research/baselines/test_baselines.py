@@ -13,7 +13,7 @@ from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.baselines import aceso, mcmc
-from nest_megatron.research.baselines.job import NOTHING_FITS, Job
+from nest_megatron.research.baselines.job import NOTHING_FITS, ComparisonJob
 from nest_megatron.research.baselines.registry import BASELINES, Baseline, baselines_named
 from nest_megatron.solver.ranking import SolvedGrid
 from nest_megatron.solver.search import Search
@@ -42,7 +42,7 @@ QUICK = tuple(
 BY_NAME = pytest.mark.parametrize("baseline", QUICK, ids=lambda baseline: baseline.name)
 
 
-def ours(job: Job) -> SolvedGrid | None:
+def ours(job: ComparisonJob) -> SolvedGrid | None:
     search = Search(job.model, job.global_batch_size, job.space, KERNEL, num_layouts=1)
     result = search.run()
     assert result.certificate.optimal or not result.plans
@@ -92,7 +92,7 @@ def test_random_small_jobs(seed: int) -> None:
 
 @BY_NAME
 def test_a_space_of_one_plan_leaves_nothing_to_lose(baseline: Baseline) -> None:
-    """Degrees, ZeRO and recomputation are the user's; 32 even layers have one even cut."""
+    """Degrees, ZeRO and recomputation are the user's; 32 even layers have one even partition."""
     fixed = {
         "tensor_model_parallel_size": 2,
         "pipeline_model_parallel_size": 1,

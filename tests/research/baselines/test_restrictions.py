@@ -21,9 +21,9 @@ from nest_megatron.research.baselines import (
     phaze,
 )
 from nest_megatron.research.baselines.bottleneck import Resource, bottleneck
-from nest_megatron.research.baselines.cuts import balanced_cut, even_cut, shifted
 from nest_megatron.research.baselines.job import restricted
 from nest_megatron.research.baselines.networks import on_flat_network, on_two_level_mesh
+from nest_megatron.research.baselines.partitions import balanced_partition, even_partition, shifted
 from nest_megatron.research.baselines.recipes import published
 from nest_megatron.research.baselines.walk import Layouts, nearest, pipeline_of, shard_of
 from nest_megatron.solver.ranking import SolvedGrid
@@ -223,12 +223,12 @@ def test_autoconfigurator_follows_its_table() -> None:
 
 def test_cuts() -> None:
     llama = model("llama3_8b")
-    assert even_cut(llama, 4) == (0, 9, 17, 25, 34)
-    assert even_cut(llama, 17) == (0, *range(2, 34, 2), 34)  # ends count as layers
-    assert even_cut(llama, 5) is None
-    assert balanced_cut(llama, 5) == (0, 8, 15, 21, 27, 34)
-    assert balanced_cut(llama, 34) == tuple(range(35))
-    assert balanced_cut(llama, 1) == (0, 34)
+    assert even_partition(llama, 4) == (0, 9, 17, 25, 34)
+    assert even_partition(llama, 17) == (0, *range(2, 34, 2), 34)  # ends count as layers
+    assert even_partition(llama, 5) is None
+    assert balanced_partition(llama, 5) == (0, 8, 15, 21, 27, 34)
+    assert balanced_partition(llama, 34) == tuple(range(35))
+    assert balanced_partition(llama, 1) == (0, 34)
     assert set(shifted(llama, (0, 9, 34))) == {(0, 8, 34), (0, 10, 34)}
     assert shifted(llama, (0, 34)) == []
 

@@ -62,9 +62,7 @@ def instances(draw: st.DrawFn, most_layers: int = 5) -> Instance:
         num_devices *= fan_out
     rates = st.floats(min_value=1.0, max_value=50.0)
     return Instance(
-        chains={
-            width: draw(chains(num_layers)) for width in draw(st.sampled_from([(1,), (1, 2), (2,)]))
-        },
+        chains={tp: draw(chains(num_layers)) for tp in draw(st.sampled_from([(1,), (1, 2), (2,)]))},
         network=Network(
             fan_outs=fan_outs,
             bandwidths=tuple(draw(rates) for _ in fan_outs),

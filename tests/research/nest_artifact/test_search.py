@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nest_megatron.research.nest_artifact.brute_force import least_time
-from nest_megatron.research.nest_artifact.cuts import cut_table, deepest, has_kernel
+from nest_megatron.research.nest_artifact.boundaries import boundary_table, deepest, has_kernel
 from nest_megatron.research.nest_artifact.price import price
 from nest_megatron.research.nest_artifact.records import Instance
 from nest_megatron.research.nest_artifact.rule import AS_ARTIFACT, SWITCHES, ArtifactRule
 from nest_megatron.research.nest_artifact.search import NoSolution, Solution, solve
+from tests.research.nest_artifact.brute_force import least_time
 from tests.research.nest_artifact.instances import instances, recorded
 
 needs_kernel = pytest.mark.skipif(not has_kernel(), reason="the kernel is not built")
@@ -39,10 +39,10 @@ def test_no_plan_is_faster(compiled: bool, instance: Instance, rule: ArtifactRul
 @settings(max_examples=300, deadline=None)
 @given(instance=instances(most_layers=9), rule=rules, most=st.sampled_from([math.inf, 60.0, 90.0]))
 def test_the_kernel_is_the_reference(instance: Instance, rule: ArtifactRule, most: float) -> None:
-    for width in instance.chains:
-        if deepest(instance, width):
+    for tp in instance.chains:
+        if deepest(instance, tp):
             kernel, reference = (
-                cut_table(instance, width, rule, most_weight_bytes=most, compiled=compiled)
+                boundary_table(instance, tp, rule, most_weight_bytes=most, compiled=compiled)
                 for compiled in (True, False)
             )
             assert kernel == reference

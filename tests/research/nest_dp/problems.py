@@ -7,7 +7,7 @@ import random
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.nest_dp.downsets import Downsets, LayerDag, downsets_of
 from nest_megatron.research.nest_dp.records import (
-    Keeping,
+    CheckpointPolicy,
     NodeTimes,
     PricedStrategy,
     Problem,
@@ -72,8 +72,8 @@ def _strategy(
             for stage in (ZeroStage(0),) * (degree == 1) + tuple(ZeroStage)[1:] * (degree > 1)
             if degree * width <= len(ends[0]) or degree == 1
         ),
-        keepings=tuple(
-            _keeping(draw, n, crossing, recompute=recompute)
+        policies=tuple(
+            _policy(draw, n, crossing, recompute=recompute)
             for recompute in draw.choice([(False,), (True,), (False, True)])
         ),
         send=tuple(tuple(rate * num for num in crossing) for rate in rates),
@@ -95,7 +95,7 @@ def _option(
         zero_degree=degree,
         num_devices=width * degree,
         static_bytes=tuple(w * (share + (6 - share) // degree) // 2 for w in weights),
-        places=tuple(draw.randrange(len(times)) for _ in range(num_devices)),
+        times_at=tuple(draw.randrange(len(times)) for _ in range(num_devices)),
         times=times,
         reserved_bytes=draw.randint(0, 4) if stage == 3 else 0,
     )
@@ -105,15 +105,17 @@ def _times(draw: random.Random, n: int) -> NodeTimes:
     forward = tuple(draw.randint(1, 9) for _ in range(n))
     return NodeTimes(
         forward=forward,
-        again=forward,
+        recompute=forward,
         backward=tuple(draw.randint(1, 9) for _ in range(n)),
         sync=tuple(draw.randint(0, 12) for _ in range(n)),
     )
 
 
-def _keeping(draw: random.Random, n: int, crossing: tuple[int, ...], *, recompute: bool) -> Keeping:
+def _policy(
+    draw: random.Random, n: int, crossing: tuple[int, ...], *, recompute: bool
+) -> CheckpointPolicy:
     first = tuple(draw.randint(1, 6) for _ in range(n))
-    return Keeping(
+    return CheckpointPolicy(
         recompute=recompute,
         first_bytes=first,
         further_bytes=(0,) * n if recompute else first,

@@ -8,11 +8,10 @@ import pytest
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.research.nest_dp.brute_force import least_total
 from nest_megatron.research.nest_dp.downsets import Downsets, LayerDag, downsets_of
 from nest_megatron.research.nest_dp.pipeline import best_pipeline
 from nest_megatron.research.nest_dp.records import (
-    Keeping,
+    CheckpointPolicy,
     NodeTimes,
     Pipeline,
     PricedStrategy,
@@ -20,26 +19,27 @@ from nest_megatron.research.nest_dp.records import (
     Schedule,
     ZeroOption,
 )
+from tests.research.nest_dp.brute_force import least_total
 
 
 def option(n: int, devices: int, static: int = 1, work: int = 10, sync: int = 0) -> ZeroOption:
     """Equal nodes, everywhere alike; up to eight places."""
     times = NodeTimes(
-        forward=(work,) * n, again=(work,) * n, backward=(work,) * n, sync=(sync,) * n
+        forward=(work,) * n, recompute=(work,) * n, backward=(work,) * n, sync=(sync,) * n
     )
     return ZeroOption(
         zero_stage=ZeroStage.NONE,
         zero_degree=1,
         num_devices=devices,
         static_bytes=(static,) * n,
-        places=(0,) * 16,
+        times_at=(0,) * 16,
         times=(times,),
     )
 
 
-def keeping(downsets: Downsets, saved: int = 1, *, recompute: bool = False) -> Keeping:
+def policy(downsets: Downsets, saved: int = 1, *, recompute: bool = False) -> CheckpointPolicy:
     n = len(downsets.dag.names)
-    return Keeping(
+    return CheckpointPolicy(
         recompute=recompute,
         first_bytes=(saved,) * n,
         further_bytes=(0 if recompute else saved,) * n,
@@ -64,7 +64,7 @@ def problem(
         dataclasses.replace(
             s,
             options=tuple(
-                dataclasses.replace(o, places=o.places[: len(ends[0])]) for o in s.options
+                dataclasses.replace(o, times_at=o.times_at[: len(ends[0])]) for o in s.options
             ),
         )
         for s in strategies
@@ -78,7 +78,7 @@ def strategy(downsets: Downsets, rates: tuple[int, ...], *options: ZeroOption) -
     return PricedStrategy(
         label="",
         options=options,
-        keepings=(keeping(downsets),),
+        policies=(policy(downsets),),
         send=tuple(tuple(rate * num for num in crossing) for rate in rates),
     )
 
@@ -103,7 +103,7 @@ def test_devices_are_left_idle_where_a_stage_then_stays_inside_a_node() -> None:
         zero_degree=1,
         num_devices=2,
         static_bytes=(60, 60),
-        places=(0, 0, 1, 0, 0, 1),
+        times_at=(0, 0, 1, 0, 0, 1),
         times=(inside, across),
     )
     found = solved(
@@ -165,13 +165,15 @@ def test_the_slowest_sum_of_gradients_counts() -> None:
     """An even cut is best for the stages alone; a dear sum moves it."""
     downsets = chain(4)
     even = option(4, 1)
-    times = NodeTimes(forward=(10,) * 4, again=(0,) * 4, backward=(10,) * 4, sync=(500, 500, 0, 0))
+    times = NodeTimes(
+        forward=(10,) * 4, recompute=(0,) * 4, backward=(10,) * 4, sync=(500, 500, 0, 0)
+    )
     dear = ZeroOption(
         zero_stage=ZeroStage.NONE,
         zero_degree=1,
         num_devices=1,
         static_bytes=(1,) * 4,
-        places=(0, 0),
+        times_at=(0, 0),
         times=(times,),
     )
     ends = ((2, 2),)

@@ -10,24 +10,25 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.rank_order import GroupKind, group_shape
 from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.research.nest_artifact.search import NoSolution
 from nest_megatron.research.nest_dp.ablation import table7_row
-from nest_megatron.research.nest_dp.brute_force import least_total
+from nest_megatron.research.nest_dp.group_shapes import Block, GroupShapes
 from nest_megatron.research.nest_dp.job import Division, RecomputeChoice, ResearchJob
 from nest_megatron.research.nest_dp.links import (
     Replicas,
     Topology,
     common_unit,
+    link_levels,
     send_ticks,
     stretches,
-    tiers,
 )
 from nest_megatron.research.nest_dp.memory import MemoryRule, Optimizer
 from nest_megatron.research.nest_dp.pipeline import best_pipeline
-from nest_megatron.research.nest_dp.places import Block, Places
 from nest_megatron.research.nest_dp.plan import ResearchPlan, described
 from nest_megatron.research.nest_dp.pricing import Pricer
 from nest_megatron.research.nest_dp.records import PricedStrategy, Schedule
-from nest_megatron.research.nest_dp.search import NoSolution, Solution, cases, solve
+from nest_megatron.research.nest_dp.search import Solution, cases, solve
+from tests.research.nest_dp.brute_force import least_total
 from tests.research.nest_dp.jobs import research_job, tiny_job, with_memory
 
 
@@ -60,7 +61,7 @@ def test_the_outer_loops_lose_nothing(choices: dict[str, object]) -> None:
 def test_a_stage_that_fills_the_order_lies_as_megatron_lays_it() -> None:
     """The shapes of aligned groups are those of the rank order."""
     sizes = (8, 32, 64)
-    places = Places(sizes, Replicas(count=8, stride=8))
+    places = GroupShapes(sizes, Replicas(count=8, stride=8))
     found = places.of(Block(tp=2, cp=4, ep=1), 1, 0)
     dims = ParallelDims(tensor_model_parallel_size=2, context_parallel_size=4, data_parallel_size=8)
     kinds = (GroupKind.TP, GroupKind.CP, GroupKind.DP_CP)
@@ -81,7 +82,7 @@ def test_a_stage_that_fills_the_order_lies_as_megatron_lays_it() -> None:
 
 
 def test_a_group_across_two_nodes_is_priced_there() -> None:
-    places = Places((4, 16), Replicas(count=1, stride=16))
+    places = GroupShapes((4, 16), Replicas(count=1, stride=16))
     block = Block(tp=4, cp=1, ep=1)
     assert places.of(block, 1, 0).inner[0] == (4, 1)
     assert places.of(block, 1, 2).inner[0] == (2, 2)
@@ -123,7 +124,7 @@ def _spread(strategy: PricedStrategy, unit: int) -> PricedStrategy:
         dataclasses.replace(
             option,
             num_devices=option.num_devices * unit,
-            places=tuple(place for place in option.places for _ in range(unit)),
+            times_at=tuple(place for place in option.times_at for _ in range(unit)),
         )
         for option in strategy.options
     )
@@ -145,11 +146,11 @@ def test_replicas_that_do_not_divide_are_found_where_allowed() -> None:
 
 def test_classes_of_a_torus_and_a_mesh() -> None:
     cluster = research_job("model=llama3_8b", "cluster=torus_3d", "cluster.num_gpus=64").cluster
-    torus, mesh = (tiers(cluster, kind) for kind in (Topology.TORUS, Topology.MESH))
-    assert [tier.name for tier in torus] == ["x 2", "x 4", "y 2", "y 4", "z 2", "z 4"]
-    assert [tier.num_devices for tier in torus] == [2, 4, 8, 16, 32, 64]
-    assert [tier.hops for tier in torus] == [1, 2, 3, 4, 5, 6]
-    assert [tier.hops for tier in mesh] == [1, 3, 4, 6, 7, 9]
+    torus, mesh = (link_levels(cluster, kind) for kind in (Topology.TORUS, Topology.MESH))
+    assert [level.name for level in torus] == ["x 2", "x 4", "y 2", "y 4", "z 2", "z 4"]
+    assert [level.num_devices for level in torus] == [2, 4, 8, 16, 32, 64]
+    assert [level.hops for level in torus] == [1, 2, 3, 4, 5, 6]
+    assert [level.hops for level in mesh] == [1, 3, 4, 6, 7, 9]
     near, far = send_ticks(torus, 1e6)[0], send_ticks(torus, 1e6)[-1]
     assert near < far < send_ticks(mesh, 1e6)[-1]
     assert list(send_ticks(torus, 1e6)) == sorted(send_ticks(torus, 1e6))
@@ -182,7 +183,7 @@ def test_the_papers_account_of_memory() -> None:
     pricer = Pricer(job)
     strategy, stages = found.case.strategies[0], found.pipeline.stages
     layers = pricer.layers.layers(strategy)
-    kept = pricer.layers.keepings(strategy, (0,) * 7)[0].first_bytes
+    kept = pricer.layers.policies(strategy, (0,) * 7)[0].first_bytes
     for position, stage in zip((2, 1), stages, strict=True):
         weights = sum(layers[at].parameters.total for at in stage.nodes)
         activations = sum(kept[at] for at in stage.nodes)
@@ -236,5 +237,5 @@ def test_recomputation_is_a_choice_of_each_stage() -> None:
     assert isinstance(off, NoSolution)
     assert isinstance(auto, Solution)
     assert isinstance(on, Solution)
-    assert [stage.keeping for stage in auto.pipeline.stages] == [1, 0]
+    assert [stage.policy for stage in auto.pipeline.stages] == [1, 0]
     assert auto.pipeline.total <= on.pipeline.total

@@ -7,27 +7,29 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from nest_megatron.research.paper import figures, tables
-from nest_megatron.research.paper.outcome import Outcome, Runner, geometric_mean
-from nest_megatron.research.paper.published import Job
+from nest_megatron.research.paper.outcome import PlannerResult, Runner, geometric_mean
+from nest_megatron.research.paper.published import PaperJob
 
 
 def answering(times: Mapping[str, float | None]) -> Runner:
     """Planners whose plans take so long on 64 GPUs, and half of it on twice as many."""
 
-    def run(job: Job, planners: Sequence[str]) -> Mapping[str, Outcome]:
+    def run(job: PaperJob, planners: Sequence[str]) -> Mapping[str, PlannerResult]:
         share = 64 / job.num_gpus
 
-        def outcome(name: str) -> Outcome:
+        def outcome(name: str) -> PlannerResult:
             time = times.get(name, 4.0)
             step = None if time is None else time * share
-            return Outcome(iteration_time_s=step, layout="TP 1", seconds=0.5, worst_term="compute")
+            return PlannerResult(
+                iteration_time_s=step, layout="TP 1", seconds=0.5, worst_term="compute"
+            )
 
         return {name: outcome(name) for name in planners}
 
     return run
 
 
-def two_sizes(job: Job) -> bool:
+def two_sizes(job: PaperJob) -> bool:
     return job.model == "llama2_7b" and job.num_gpus in (64, 128)
 
 

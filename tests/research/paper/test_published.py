@@ -32,7 +32,7 @@ def test_the_gains_follow_from_the_printed_cells() -> None:
 
 def test_the_artifact_prices_its_baselines_higher_than_its_own_plans() -> None:
     """Known of Llama-2 on 64 devices: Manual is the same plan, and costs a quarter more."""
-    job = published.Job(
+    job = published.PaperJob(
         model="llama2_7b", cluster="tpuv4_fat_tree", num_gpus=64, micro_batch_size=1
     )
     cell = published.artifact()[job]

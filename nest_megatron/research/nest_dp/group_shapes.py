@@ -32,7 +32,7 @@ class Block:
         return self.tp * self.cp * self.ep
 
 
-class StagePlace(NamedTuple):
+class StageGroupShapes(NamedTuple):
     """Shapes of a stage's groups.
 
     ``inner`` are those inside a layer: tensor, context, expert, expert-tensor. ``zero`` divides
@@ -46,13 +46,13 @@ class StagePlace(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Places of a stage along a replica's devices: the distinct ones, and which one is where."""
+    """Shapes of a stage's groups along a replica: the distinct ones, and which is where."""
 
-    distinct: tuple[StagePlace, ...]
+    distinct: tuple[StageGroupShapes, ...]
     numbers: tuple[int, ...]
 
 
-class Places:
+class GroupShapes:
     """Shapes of stages in one cluster with one number of replicas; each is worked out once.
 
     Args:
@@ -63,12 +63,12 @@ class Places:
         self.sizes = sizes
         self.replicas = replicas
         self._period = sizes[-2] if len(sizes) > 1 else 1
-        self._known: dict[tuple[Block, int, int], StagePlace] = {}
+        self._known: dict[tuple[Block, int, int], StageGroupShapes] = {}
         self._lines: dict[tuple[Block, int, int], Line] = {}
         self._groups: dict[Block, _Groups] = {}
         self._fewest: dict[tuple[Groups, int], Shape] = {}
 
-    def of(self, block: Block, degree: int, first: int) -> StagePlace:
+    def of(self, block: Block, degree: int, first: int) -> StageGroupShapes:
         """The shapes of a stage that begins at a device of the first replica, and of its copies.
 
         Args:
@@ -89,14 +89,14 @@ class Places:
             self._lines[key] = Line(tuple(numbers), tuple(numbers[place] for place in lie))
         return self._lines[key]
 
-    def _shapes(self, block: Block, degree: int, first: int) -> StagePlace:
+    def _shapes(self, block: Block, degree: int, first: int) -> StageGroupShapes:
         if block not in self._groups:
             self._groups[block] = _Groups.of(block, self.replicas)
         groups, stride = self._groups[block], self.replicas.stride
         blocks = [first + at * block.num_devices for at in range(degree)]
         begins = [first + copy * stride for copy in range(self.replicas.count)]
         everywhere = [at + begin - first for at in blocks for begin in begins]
-        return StagePlace(
+        return StageGroupShapes(
             inner=tuple(self._worst(everywhere, inner) for inner in groups.inner),
             zero=self._worst(begins, _side_by_side(block, degree)),
             dense=self._worst(blocks, groups.dense),

@@ -1,4 +1,4 @@
-"""The cuts of one tensor width: a question, its answer, and who answers it."""
+"""The stage boundaries of one tensor degree: a question, its answer, and who answers it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CutTable:
-    """For every depth, the least bottleneck of the chain cut into so many stages.
+class BoundaryTable:
+    """For every depth, the least bottleneck of the chain divided into so many stages.
 
     Args:
         num_layers: of the chain.
@@ -33,12 +33,12 @@ class CutTable:
 
     def first_stages(self, depth: int) -> list[tuple[float, int]]:
         """Bottleneck and end of the first stage, for each end that can be had."""
-        width = self.num_layers + 1
-        row = self.firsts[depth * width : (depth + 1) * width]
+        size = self.num_layers + 1
+        row = self.firsts[depth * size : (depth + 1) * size]
         return [(value, end) for end, value in enumerate(row) if value < math.inf]
 
-    def cuts(self, depth: int, first_end: int) -> tuple[int, ...]:
-        """Where the stages begin and end: depth + 1 places from 0 to the number of layers."""
+    def boundaries(self, depth: int, first_end: int) -> tuple[int, ...]:
+        """Where the stages begin and end: depth + 1 numbers from 0 to that of layers."""
         found = [0, first_end]
         for position in range(depth - 1, 0, -1):
             found.append(self.ends[position * (self.num_layers + 1) + found[-1]])
@@ -51,29 +51,29 @@ def deepest(instance: Instance, tensor_model_parallel_size: int) -> int:
     return min(len(instance.chains[tensor_model_parallel_size].layers), devices)
 
 
-def cut_table(
+def boundary_table(
     instance: Instance,
-    width: int,
+    tp: int,
     rule: ArtifactRule,
     *,
     most_weight_bytes: float = math.inf,
     compiled: bool | None = None,
-) -> CutTable:
-    """All depths of one tensor width, stages packed on the devices, the last one first.
+) -> BoundaryTable:
+    """All depths of one tensor degree, stages packed on the devices, the last one first.
 
     Args:
         most_weight_bytes: stages with more weights are left out.
         compiled: whether the kernel or the reference answers; they agree bit for bit. The kernel
             where it is built, if not given.
     """
-    num_stages, num_layers = deepest(instance, width), len(instance.chains[width].layers)
-    places = (num_stages + 1) * (num_layers + 1)
-    firsts, ends = array("d", [math.inf]) * places, array("i", [0]) * places
+    num_stages, num_layers = deepest(instance, tp), len(instance.chains[tp].layers)
+    size = (num_stages + 1) * (num_layers + 1)
+    firsts, ends = array("d", [math.inf]) * size, array("i", [0]) * size
     if has_kernel() if compiled is None else compiled:
-        _fill_by_kernel(instance, width, rule, most_weight_bytes, firsts, ends)
+        _fill_by_kernel(instance, tp, rule, most_weight_bytes, firsts, ends)
     else:
-        reference.fill(instance, width, rule, most_weight_bytes, firsts, ends)
-    return CutTable(num_layers=num_layers, firsts=firsts, ends=ends)
+        reference.fill(instance, tp, rule, most_weight_bytes, firsts, ends)
+    return BoundaryTable(num_layers=num_layers, firsts=firsts, ends=ends)
 
 
 @cache
@@ -82,14 +82,14 @@ def has_kernel() -> bool:
     try:
         from nest_megatron.research.nest_artifact import _stage_boundaries  # noqa: F401
     except ImportError:
-        _log.warning("The compiled kernel is not built: the search of cuts is slower.")
+        _log.warning("The compiled kernel is not built: the search of stage boundaries is slower.")
         return False
     return True
 
 
 def _fill_by_kernel(
     instance: Instance,
-    width: int,
+    tp: int,
     rule: ArtifactRule,
     most_weight_bytes: float,
     firsts: array[float],
@@ -97,8 +97,8 @@ def _fill_by_kernel(
 ) -> None:
     from nest_megatron.research.nest_artifact import _stage_boundaries
 
-    chain, links = instance.chains[width], links_of(instance, rule)
-    layers, num_stages = chain.layers, deepest(instance, width)
+    chain, links = instance.chains[tp], links_of(instance, rule)
+    layers, num_stages = chain.layers, deepest(instance, tp)
     n, backward = len(layers), array("d", [layer.backward for layer in layers])
     forward = array("d", [layer.forward for layer in layers])
     scratch = len(firsts) + (3 + 2 * len(links)) * n * n + n
@@ -113,7 +113,7 @@ def _fill_by_kernel(
         array("d", [link.bandwidth for link in links]),
         array("d", [link.latency for link in links]),
         array("d", [link.factor for link in links]),
-        array("i", reference.cut_levels(instance, width, num_stages)),
+        array("i", reference.link_levels(instance, tp, num_stages)),
         instance.memory_bytes,
         instance.optimizer.state_bytes_per_weight_byte,
         most_weight_bytes,

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 
-from nest_megatron.research.nest_artifact.cuts import deepest
+from nest_megatron.research.nest_artifact.boundaries import deepest
 from nest_megatron.research.nest_artifact.price import price
 from nest_megatron.research.nest_artifact.records import Instance, Placement, Stage
 from nest_megatron.research.nest_artifact.rule import AS_ARTIFACT, ArtifactRule
 
 
 def placements(instance: Instance) -> Iterator[Placement]:
-    """Every tensor width, every cut of its chain, every number of replicas that devices allow."""
-    for width, chain in instance.chains.items():
-        devices, n = instance.devices_per_stage(width), len(chain.layers)
-        for depth in range(1, deepest(instance, width) + 1):
+    """Every tensor degree, division of its chain and number of replicas that devices allow."""
+    for tp, chain in instance.chains.items():
+        devices, n = instance.devices_per_stage(tp), len(chain.layers)
+        for depth in range(1, deepest(instance, tp) + 1):
             for inner in combinations(range(1, n), depth - 1):
                 stages = tuple(
                     Stage(first=first, end=end, num_devices=devices)
@@ -26,7 +26,7 @@ def placements(instance: Instance) -> Iterator[Placement]:
                     yield Placement(
                         stages=stages,
                         data_parallel_size=replicas,
-                        tensor_model_parallel_size=width,
+                        tensor_model_parallel_size=tp,
                     )
 
 

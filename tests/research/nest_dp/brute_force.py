@@ -12,7 +12,7 @@ from itertools import combinations
 
 from nest_megatron.research.nest_dp.records import (
     UNREACHABLE,
-    Keeping,
+    CheckpointPolicy,
     NodeTimes,
     PricedStrategy,
     Problem,
@@ -28,7 +28,7 @@ class Run:
     nodes: frozenset[int]
     strategy: PricedStrategy
     option: ZeroOption
-    keeping: Keeping
+    policy: CheckpointPolicy
     place: int
 
     @property
@@ -39,7 +39,7 @@ class Run:
     @property
     def times(self) -> NodeTimes:
         """Its nodes' times where it lies."""
-        return self.option.times[self.option.places[self.place]]
+        return self.option.times[self.option.times_at[self.place]]
 
 
 def least_total(problem: Problem) -> Ticks | None:
@@ -79,22 +79,22 @@ def _placed(
     if position == len(division):
         yield ()
         return
-    for strategy, option, keeping in _ways(problem, division, position):
+    for strategy, option, policy in _ways(problem, division, position):
         for place in range(free, problem.num_devices - option.num_devices + 1):
             nodes = division[position]
-            run = Run(nodes=nodes, strategy=strategy, option=option, keeping=keeping, place=place)
+            run = Run(nodes=nodes, strategy=strategy, option=option, policy=policy, place=place)
             for rest in _placed(problem, division, position + 1, run.end):
                 yield run, *rest
 
 
 def _ways(
     problem: Problem, division: Sequence[frozenset[int]], position: int
-) -> Iterator[tuple[PricedStrategy, ZeroOption, Keeping]]:
+) -> Iterator[tuple[PricedStrategy, ZeroOption, CheckpointPolicy]]:
     for strategy in problem.strategies:
-        for keeping in strategy.keepings:
+        for policy in strategy.policies:
             for option in strategy.options:
-                if _memory(problem, division, position, option, keeping) <= problem.capacity_bytes:
-                    yield strategy, option, keeping
+                if _memory(problem, division, position, option, policy) <= problem.capacity_bytes:
+                    yield strategy, option, policy
                     break
 
 
@@ -103,13 +103,13 @@ def _memory(
     division: Sequence[frozenset[int]],
     position: int,
     option: ZeroOption,
-    keeping: Keeping,
+    policy: CheckpointPolicy,
 ) -> int:
     nodes, rest = division[position], frozenset().union(*division[: position + 1])
     further = problem.schedule.in_flight(position + 1, problem.num_microbatches) - 1
-    each = sum(keeping.further_bytes[v] for v in nodes) + keeping.entry_bytes[_index(problem, rest)]
-    first = sum(option.static_bytes[v] + keeping.first_bytes[v] for v in nodes)
-    held = option.reserved_bytes + max(keeping.peak_bytes[v] for v in nodes)
+    each = sum(policy.further_bytes[v] for v in nodes) + policy.entry_bytes[_index(problem, rest)]
+    first = sum(option.static_bytes[v] + policy.first_bytes[v] for v in nodes)
+    held = option.reserved_bytes + max(policy.peak_bytes[v] for v in nodes)
     return first + further * each + held
 
 
@@ -143,6 +143,6 @@ def _time(
     send, times, nodes = run.strategy.send, run.times, run.nodes
     coming = 0 if before is None else send[before][_index(problem, behind | nodes)]
     going = 0 if after is None else send[after][_index(problem, behind)]
-    if run.keeping.recompute:
-        going = max(going, sum(times.again[v] for v in nodes))
+    if run.policy.recompute:
+        going = max(going, sum(times.recompute[v] for v in nodes))
     return coming + going + sum(times.forward[v] + times.backward[v] for v in nodes)

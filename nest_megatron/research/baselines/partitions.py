@@ -9,7 +9,7 @@ from nest_megatron.model.spec import TransformerSpec
 Boundaries = tuple[int, ...]
 
 
-def even_cut(spec: TransformerSpec, num_chunks: int) -> Boundaries | None:
+def even_partition(spec: TransformerSpec, num_chunks: int) -> Boundaries | None:
     """What Megatron makes without a layout: as many layers in each chunk.
 
     Where the layers do not divide, embedding and head count as a layer each
@@ -27,7 +27,7 @@ def even_cut(spec: TransformerSpec, num_chunks: int) -> Boundaries | None:
     return _boundaries(spec, [size - 1, *[size] * (num_chunks - 2), size - 1])
 
 
-def balanced_cut(spec: TransformerSpec, num_chunks: int) -> Boundaries:
+def balanced_partition(spec: TransformerSpec, num_chunks: int) -> Boundaries:
     """Layers as evenly as they go, bigger chunks first; only end chunks may hold none."""
     size, rest = divmod(spec.num_layers, num_chunks)
     if size:
@@ -40,14 +40,14 @@ def shifted(spec: TransformerSpec, boundaries: Boundaries) -> list[Boundaries]:
     """Every partition of a plain pipeline in which one unit has moved to a neighbouring stage."""
     found = []
     for at in range(1, len(boundaries) - 1):
-        for mark in (boundaries[at] - 1, boundaries[at] + 1):
-            marks = (*boundaries[:at], mark, *boundaries[at + 1 :])
-            if marks[at - 1] < mark < marks[at + 1] and marks[1] <= spec.num_layers + 1:
-                found.append(marks)
+        for boundary in (boundaries[at] - 1, boundaries[at] + 1):
+            moved = (*boundaries[:at], boundary, *boundaries[at + 1 :])
+            if moved[at - 1] < boundary < moved[at + 1] and moved[1] <= spec.num_layers + 1:
+                found.append(moved)
     return found
 
 
 def _boundaries(spec: TransformerSpec, layers: list[int]) -> Boundaries:
     """The embedding joins the first chunk; MTP layers and the head join the last."""
-    marks = [1 + count for count in accumulate(layers)]
-    return (0, *marks[:-1], len(spec.layer_kinds()))
+    ends = [1 + count for count in accumulate(layers)]
+    return (0, *ends[:-1], len(spec.layer_kinds()))
