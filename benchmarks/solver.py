@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from nest_megatron.config.compose import compose  # noqa: E402
 from nest_megatron.config.overrides import parse  # noqa: E402
-from nest_megatron.config.request import plan_request, read_inputs, read_space  # noqa: E402
+from nest_megatron.config.request import request_of  # noqa: E402
 from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
 from nest_megatron.planner import PlanRequest, plan  # noqa: E402
 from nest_megatron.solver.backend import Backend  # noqa: E402
@@ -39,7 +39,7 @@ def job(model: str, num_gpus: int, **changes: object) -> PlanRequest:
     """The request that is timed, as the command makes it: four sequences a GPU, everything free."""
     words = [f"model={model}", f"cluster={CLUSTER}", f"cluster.num_gpus={num_gpus}"]
     composed = compose(parse([*words, f"train.global_batch_size={max(512, 4 * num_gpus)}"]))
-    found = plan_request(composed.config, read_inputs(composed), read_space(composed.config))
+    found = request_of(composed, choose_execution=True)
     return dataclasses.replace(found, **changes)  # type: ignore[arg-type]
 
 

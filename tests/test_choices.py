@@ -13,7 +13,7 @@ from nest_megatron.config.choices import held_choices, installed_packages
 from nest_megatron.config.compose import compose
 from nest_megatron.config.launch import read_words
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.request import plan_request, read_inputs, read_space
+from nest_megatron.config.request import request_of
 from nest_megatron.cost_model.execution_flags import execution_of, execution_traits, time_notes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_limits import NUMERIC_FIELDS
@@ -66,7 +66,7 @@ LLAMA = LLAMA_WORDS.split()
 
 def planned(*words: str) -> ParallelPlan:
     composed = compose(parse([*EXPERTS, *words]))
-    request = plan_request(composed.config, read_inputs(composed), read_space(composed.config))
+    request = request_of(composed, choose_execution=True)
     found = plan(request)
     assert isinstance(found, ParallelPlan)
     return with_launch(found)
@@ -205,27 +205,27 @@ def test_graphs_around_experts_hold_what_has_fixed_shapes() -> None:
 @pytest.mark.parametrize("words", ["--sft", "--rampup-batch-size 32 32 1000", "--spec a b"])
 def test_steps_of_other_shapes_are_not_captured(words: str) -> None:
     argv = [*LLAMA, *words.split()]
-    _, job = read_job(read_argv("pretrain_gpt.py", argv, "0.16.1"))
+    job = read_job(read_argv("pretrain_gpt.py", argv, "0.16.1"))
     assert not job.capturable
-    _, plain = read_job(read_argv("pretrain_gpt.py", LLAMA, "0.16.1"))
+    plain = read_job(read_argv("pretrain_gpt.py", LLAMA, "0.16.1"))
     assert plain.capturable
     padded = read_argv("pretrain_gpt.py", [*LLAMA, "--moe-router-padding-for-fp8"], "0.16.1")
-    assert read_job(padded)[1].counts_on_host
+    assert read_job(padded).counts_on_host
 
 
 def test_a_deterministic_job_is_given_no_user_buffers() -> None:
     """0.20 refuses them: ``training/determinism.py``."""
     words = [*LLAMA, "--deterministic-mode"]
-    _, job = read_job(read_argv("pretrain_gpt.py", words, "0.20"))
+    job = read_job(read_argv("pretrain_gpt.py", words, "0.20"))
     assert job.closed == {"tp_comm_overlap"}
-    _, free = read_job(read_argv("pretrain_gpt.py", list(LLAMA), "0.20"))
+    free = read_job(read_argv("pretrain_gpt.py", list(LLAMA), "0.20"))
     assert not free.closed
 
 
 def test_packed_sequences_leave_no_room_for_some_choices() -> None:
     """The schedule of two micro batches would lose where sequences begin."""
-    _, packed = read_job(read_argv("pretrain_gpt.py", [*LLAMA, "--sft"], "0.16.1"))
-    _, plain = read_job(read_argv("pretrain_gpt.py", LLAMA, "0.16.1"))
+    packed = read_job(read_argv("pretrain_gpt.py", [*LLAMA, "--sft"], "0.16.1"))
+    plain = read_job(read_argv("pretrain_gpt.py", LLAMA, "0.16.1"))
     assert plain.closed == frozenset()
     setting = Setting(
         spec=catalogue.model("mixtral_8x7b"), accelerator="H100-SXM-80GB", closed=packed.closed

@@ -8,7 +8,7 @@ import pytest
 
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.request import plan_request, read_inputs, read_space
+from nest_megatron.config.request import request_of
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
@@ -47,8 +47,7 @@ ONE = COMMAND + (
 
 def asked(command: str) -> PlanRequest:
     composed = compose(parse(["cluster=dgx_h100"]))
-    request = read_request(command, composed, free=[], version="0.16.1")
-    return plan_request(composed.config, request.inputs, request.space)
+    return read_request(command, composed, free=[], version="0.16.1")[1]
 
 
 @pytest.mark.parametrize(("command", "count"), [(FIVE, 5), (ONE, 1)])
@@ -99,7 +98,7 @@ SEARCHED = ("model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=8")
 
 def refusal(*settings: str) -> str:
     composed = compose(parse([*SEARCHED, *settings]))
-    wanted = plan_request(composed.config, read_inputs(composed), read_space(composed.config))
+    wanted = request_of(composed, choose_execution=True)
     with pytest.raises(UserInputError) as raised:
         plan(wanted)
     return str(raised.value)

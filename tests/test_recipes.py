@@ -8,7 +8,7 @@ import pytest
 
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.request import plan_request, read_inputs, read_space
+from nest_megatron.config.request import request_of
 from nest_megatron.integrations.megatron_lm import rules
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_request
 from nest_megatron.parallel import plan_file
@@ -38,7 +38,7 @@ def test_a_recipe_is_the_plan_of_today(path: Path) -> None:
             ]
         )
     )
-    again = plan(plan_request(composed.config, read_inputs(composed), read_space(composed.config)))
+    again = plan(request_of(composed, choose_execution=True))
     assert isinstance(again, ParallelPlan)
     assert again.parallel == recipe.parallel
     assert again.predicted == recipe.predicted

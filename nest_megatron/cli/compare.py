@@ -10,16 +10,11 @@ from typing import Any
 
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse, refuse_sweeps
-from nest_megatron.config.request import (
-    Inputs,
-    plan_request,
-    read_inputs,
-    read_space,
-    with_own_choices,
-)
+from nest_megatron.config.request import request_of
 from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import require_folder, write_text
 from nest_megatron.plain import to_plain
+from nest_megatron.planner import PlanRequest
 from nest_megatron.report.console import say, show, show_json
 from nest_megatron.research.comparison import PLANNERS, Compared, compare
 
@@ -44,17 +39,16 @@ def run_compare(
             limit="a comparison writes no plan",
             fix="Use --chart for a picture, or `nest-megatron plan` for the plan.",
         )
-    inputs = with_own_choices(read_inputs(composed))  # as the other planners have them
-    request = plan_request(composed.config, inputs, read_space(composed.config))
+    request = request_of(composed)  # layers are carried out as the other planners have them
     with _told() as on_planner:
         rows = compare(request, names, on_planner)
-    title = f"{inputs.spec.name} on {inputs.cluster.describe()}, {inputs.cluster.name}"
+    title = f"{request.spec.name} on {request.cluster.describe()}, {request.cluster.name}"
     if chart is not None:
         _draw(rows, chart, title)
     if as_json:
-        show_json(_plain(inputs, rows))
+        show_json(_plain(request, rows))
     else:
-        _show(inputs, rows, title, chart)
+        _show(request, rows, title, chart)
     if rows[0].plan is not None:
         return OK
     return ENDED_EARLY if rows[0].ended_early else NOTHING_FITS
@@ -117,25 +111,25 @@ def _draw(rows: Sequence[Compared], path: Path, title: str) -> None:
         write_comparison(rows, path, title)
 
 
-def _show(inputs: Inputs, rows: Sequence[Compared], title: str, chart: Path | None) -> None:
+def _show(request: PlanRequest, rows: Sequence[Compared], title: str, chart: Path | None) -> None:
     from nest_megatron.report.terminal import notes_report
     from nest_megatron.research.report.comparison import comparison_report
 
     show(title, comparison_report(rows), "")
-    if inputs.notes:
-        show(notes_report(inputs.notes))
+    if request.notes:
+        show(notes_report(request.notes))
     if chart is not None:
         say(f"Drawn into {chart}.")
 
 
-def _plain(inputs: Inputs, rows: Sequence[Compared]) -> dict[str, Any]:
+def _plain(request: PlanRequest, rows: Sequence[Compared]) -> dict[str, Any]:
     return {
-        "model": inputs.spec.name,
-        "cluster": inputs.cluster.name,
-        "num_gpus": inputs.cluster.num_gpus,
-        "global_batch_size": inputs.global_batch_size,
+        "model": request.spec.name,
+        "cluster": request.cluster.name,
+        "num_gpus": request.cluster.num_gpus,
+        "global_batch_size": request.global_batch_size,
         "planners": [_plain_row(row) for row in rows],
-        "notes": list(inputs.notes),
+        "notes": list(request.notes),
     }
 
 

@@ -111,7 +111,7 @@ def complete_free(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Candidates for ``--free``: the flags that a plan sets, after the last comma."""
-    from nest_megatron.integrations.megatron_lm.job import PARALLEL_ARGUMENTS
+    from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS
 
     before, comma, last = incomplete.rpartition(",")
     names = [n for n in ("all", *PARALLEL_ARGUMENTS) if n.startswith(last)]

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.job import Job
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.target import read_settings
 from nest_megatron.errors import OK, UserInputError
@@ -100,9 +101,9 @@ def run_extract(
     settings = parse(overrides, config_dir)
     refuse_sweeps(settings)
     composed = compose(settings, config_dir)
-    read_settings(composed.config)  # refuses what the cost model would
     text = sys.stdin.read() if from_command == "-" else from_command
     spec, flags = read_model(composed, text, megatron_version)
+    read_settings(composed.config, Job(spec=spec))  # refuses what the cost model would
     shard = dataclasses.replace(read_shard(composed, spec, flags), flash_attention=not unfused)
     shown = [
         _closed_form(spec, kind, shard)

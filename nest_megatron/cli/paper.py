@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.request import read_inputs, request_of
+from nest_megatron.config.request import request_of
 from nest_megatron.errors import OK, UserInputError, nearest
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import PlanRequest
@@ -135,9 +135,9 @@ def _zero_runner(overrides: Sequence[str]) -> tables.ZeroRunner:
     def run(model: str) -> Sequence[tables.ZeroOutcome]:
         where = (f"cluster={figures.FAT_TREE}", f"cluster.num_gpus={NUM_GPUS}")
         composed = compose(parse([f"model={model}", *where, *overrides]))
-        inputs = read_inputs(composed)
+        request = request_of(composed)
         rows = [
-            table7_row(inputs.spec, inputs.cluster, inputs.settings, optimizer)
+            table7_row(request.spec, request.cluster, request.settings, optimizer)
             for optimizer in (Optimizer.SGD, Optimizer.ADAM)
         ]
         return [

@@ -7,11 +7,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.job import Job
 from nest_megatron.config.overrides import Setting, parse, refuse_sweeps, split_launcher
-from nest_megatron.config.request import plan_request, read_inputs, read_space
+from nest_megatron.config.request import request_of
 from nest_megatron.cost_model.memory import within_error
 from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import check_output, is_standard_output
@@ -19,13 +20,10 @@ from nest_megatron.integrations.megatron_lm.attach import with_launch
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
 from nest_megatron.plain import to_plain
-from nest_megatron.planner import EndedEarly, NoPlan, Progress
+from nest_megatron.planner import EndedEarly, NoPlan, PlanRequest, Progress
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.report.console import command_lines, say, show, show_json
 from nest_megatron.units import Seconds
-
-if TYPE_CHECKING:
-    from nest_megatron.integrations.megatron_lm.command_request import CommandRequest
 
 
 def run_plan(
@@ -89,10 +87,11 @@ def run_plan(
 
         text = sys.stdin.read() if from_command == "-" else from_command
         names = [name for name in free.split(",") if name.strip()]
-        request = read_request(text, composed, free=names, version=megatron_version)
+        job, request = read_request(text, composed, free=names, version=megatron_version)
         if strict:
-            _refuse_unknown(request)
-        return _plan_command(composed, request, begun_s, shortlist=shortlist, as_json=as_json)
+            _refuse_unknown(job)
+        request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
+        return _plan_command(composed, job, request, as_json=as_json)
     found, notes = plan_job(composed, begun_s, shortlist=shortlist)
     if not isinstance(found, ParallelPlan):
         return _refuse(found, notes, as_json=as_json)
@@ -120,14 +119,13 @@ def plan_job(
     from nest_megatron.cli.progress import progress
 
     begun_s = time.monotonic() if begun_s is None else begun_s
-    inputs = read_inputs(composed)
-    request = plan_request(composed.config, inputs, read_space(composed.config))
+    request = request_of(composed, choose_execution=True)
     request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
     with progress() as report:
         found = find_plan(request, on_progress or report)
     if isinstance(found, ParallelPlan):
-        found = with_launch(found, notes=inputs.notes)
-    return found, inputs.notes
+        found = with_launch(found, notes=request.notes)
+    return found, request.notes
 
 
 def run_estimate(*, overrides: Sequence[str], config_dir: Path | None, as_json: bool) -> int:
@@ -138,8 +136,7 @@ def run_estimate(*, overrides: Sequence[str], config_dir: Path | None, as_json: 
     refuse_sweeps(settings)
     composed = compose(settings, config_dir)
     check_out(composed)
-    inputs = read_inputs(composed)
-    found, notes = estimate_layout(composed, inputs)
+    found, notes = estimate_layout(composed)
     found = with_launch(found, notes=notes)
     _write(found, composed)
     if as_json:
@@ -170,44 +167,37 @@ def check_out(composed: Composed) -> None:
         check_output("out", Path(out), force=forced())
 
 
-def _refuse_unknown(request: CommandRequest) -> None:
+def _refuse_unknown(job: Job) -> None:
     """Refuse a command with flags that Megatron-LM does not have."""
-    flags = [word for word in request.command.unknown if word.startswith("--")]
+    assert job.command is not None
+    flags = [word for word in job.passthrough if word.startswith("--")]
     if flags:
         raise UserInputError(
             "--from",
             value=" ".join(flags),
-            limit=f"Megatron-LM {request.command.version} has no such flag",
-            fix=" ".join(request.command.notes) or "Correct it, or leave --strict out.",
+            limit=f"Megatron-LM {job.version} has no such flag",
+            fix=" ".join(job.command.notes) or "Correct it, or leave --strict out.",
         )
 
 
-def _plan_command(
-    composed: Composed,
-    request: CommandRequest,
-    begun_s: Seconds | None,
-    *,
-    shortlist: bool,
-    as_json: bool,
-) -> int:
+def _plan_command(composed: Composed, job: Job, request: PlanRequest, *, as_json: bool) -> int:
     from nest_megatron.cli.progress import progress
+    from nest_megatron.integrations.megatron_lm.typed import kept_flags
 
-    inputs = request.inputs
-    wanted = plan_request(composed.config, inputs, request.space)
-    wanted = dataclasses.replace(wanted, begun_s=begun_s, shortlist=shortlist)
     with progress() as report:
-        found = find_plan(wanted, report)
+        found = find_plan(request, report)
     if not isinstance(found, ParallelPlan):
-        return _refuse(found, inputs.notes, as_json=as_json)
-    if request.restored is not None:
-        request.restored.check(found, request.command.version)
-    found = plan_file.made_for(found, MEGATRON_LM, request.command.version, "plan --from")
-    found = with_launch(found, request.command, kept=request.kept_flags, notes=inputs.notes)
+        return _refuse(found, request.notes, as_json=as_json)
+    if job.restored is not None:
+        job.restored.check(found, job.version)
+    found = plan_file.made_for(found, MEGATRON_LM, job.version, "plan --from")
+    kept = kept_flags(job, request, composed.config)
+    found = with_launch(found, job.command, kept=kept, notes=request.notes)
     _write(found, composed)
     if as_json:
         show_json(to_plain(found))
     else:
-        _show_command(found, composed, request)
+        _show_command(found, composed, job, request)
     return OK
 
 
@@ -265,12 +255,15 @@ def _say_where(plan: ParallelPlan, composed: Composed) -> None:
         print(f"{verdict[0].upper()}{verdict[1:]}: peak memory per GPU.", file=sys.stderr)
 
 
-def _show_command(plan: ParallelPlan, composed: Composed, request: CommandRequest) -> None:
+def _show_command(plan: ParallelPlan, composed: Composed, job: Job, request: PlanRequest) -> None:
     from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten
+    from nest_megatron.integrations.megatron_lm.typed import kept_flags
     from nest_megatron.report.runners_up import shortlist_report
     from nest_megatron.report.terminal import changes_table, notes_report, plan_report
 
-    changes = rewritten(plan, request.command, request.kept_flags).changes
+    command = job.command
+    assert command is not None
+    changes = rewritten(plan, command, kept_flags(job, request, composed.config)).changes
     show(plan_report(plan), "")
     if plan.shortlist is not None:
         show(shortlist_report(plan), "")
@@ -283,14 +276,14 @@ def _show_command(plan: ParallelPlan, composed: Composed, request: CommandReques
         show("Your command is already the plan.")
     say("\nThe command\n")
     launch = plan.launch[LAUNCHER]
-    own = {**request.command.environment}
+    own = {**command.environment}
     unset = [name for name, value in launch.environment.items() if value is None]
     own |= {name: value for name, value in launch.environment.items() if value is not None}
     kept = [(name, value) for name, value in own.items() if name not in unset]
-    words = [*request.command.launcher, *filter(None, [request.command.script]), *launch.argv]
+    words = [*command.launcher, *filter(None, [command.script]), *launch.argv]
     say(command_lines(words, kept))
     say()
-    notes = [*request.inputs.notes, *(f"{name} must not be set." for name in unset)]
+    notes = [*request.notes, *(f"{name} must not be set." for name in unset)]
     if notes:
         show(notes_report(notes))
     _say_where(plan, composed)

@@ -1,21 +1,20 @@
-"""From a composed configuration to the records of the rooms below."""
+"""A job and a configuration as a planning request."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.choices import fields_of, has_fast_link, held_choices, stated_packages
 from nest_megatron.config.compose import Composed
+from nest_megatron.config.job import Job
 from nest_megatron.config.plausible import require_plausible
-from nest_megatron.config.schema import ParallelConfig, PlanConfig
+from nest_megatron.config.schema import PlanConfig, SearchConfig
+from nest_megatron.config.space import read_space
 from nest_megatron.config.target import (
-    NO_JOB,
     choice,
     fp8_recipe_of,
     read_execution,
@@ -28,26 +27,16 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.model.catalogue import spec_from_mapping
-from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.knobs import Setting, always_on, open_values, unknown_packages
 from nest_megatron.parallel.objective import Objective
-from nest_megatron.parallel.recompute import (
-    Recompute,
-    RecomputeGranularity,
-    RecomputeMethod,
-    RecomputeModule,
-)
-from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import PlanRequest
 from nest_megatron.planner.headroom import MOST_HEADROOM
-from nest_megatron.planner.request import DEFAULT_HEADROOM, NumericOffer, Offer
-from nest_megatron.profile.choose import Wanted, choose_times
-from nest_megatron.profile.lookup import LayerTimes
+from nest_megatron.planner.request import DEFAULT_HEADROOM, Offer
+from nest_megatron.profile.choose import Choice, Wanted, choose_times
 from nest_megatron.profile.mode import ProfileMode
 from nest_megatron.solver.backend import Backend
-from nest_megatron.solver.space import DEGREES, SearchSpace
+from nest_megatron.solver.space import SearchSpace
 
 #: Sequences of one optimizer step where nobody says: with 8,192 tokens each, the 4 Mi tokens a step
 #: that models of 70 B parameters and more are trained with.
@@ -62,123 +51,207 @@ _GRID_DEGREES = (
 _BATCH_DEGREES = ("data_parallel_size", "micro_batch_size")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """A job without its layout.
-
-    Args:
-        notes: what was assumed, one sentence each.
-        profile_notes: those of them that say which profiles were used and which were not.
-        not_modelled: flags of the job whose effect on memory is not known, as they are typed.
-        execution: how its layers are carried out, as its flags and its target say.
-        offer: another data-parallel sharding than the job's own.
-        numeric_offers: choices that change numbers, to be priced beside the plan.
-        choices: what decides which choices about speed there are; ``None`` leaves all as they are.
-        version: the Megatron-LM release whose rules the job's framework has.
-        save_interval: steps between checkpoints, where the job says.
-        own: the user's own parallel settings, by Megatron's names.
-    """
-
-    spec: TransformerSpec
-    cluster: Cluster
-    global_batch_size: int
-    settings: CostSettings
-    notes: tuple[str, ...] = ()
-    times: LayerTimes | None = None
-    profile_notes: tuple[str, ...] = ()
-    not_modelled: tuple[str, ...] = ()
-    execution: Execution = PLAIN
-    offer: Offer | None = None
-    numeric_offers: tuple[NumericOffer, ...] = ()
-    choices: Setting | None = None
-    version: str = "0.16.1"
-    save_interval: int | None = None
-    own: Mapping[str, object] = field(default_factory=dict)
-
-
-def read_inputs(composed: Composed) -> Inputs:
-    """Model, cluster, batch, assumptions and layer times of a job.
+def catalogue_job(composed: Composed) -> Job:
+    """A model of the catalogue as a job that states nothing else.
 
     Raises:
-        UserInputError: if one is missing or wrong.
+        UserInputError: if no model is given, or a setting of it is wrong.
+    """
+    target = read_target(composed.config)
+    return Job(
+        spec=read_spec(composed.config),
+        version=target.megatron_core,
+        can_state=fields_of(target),
+        notes=composed.notes,
+    )
+
+
+def request_of(
+    composed: Composed, space: SearchSpace | None = None, *, choose_execution: bool = False
+) -> PlanRequest:
+    """What to plan for a model and a cluster of the configuration.
+
+    Args:
+        space: what the search may choose; the configuration says it if not given.
+        choose_execution: a plan may choose how layers are carried out (``docs/knobs.md``), and does
+            not leave it to the framework.
+
+    Raises:
+        UserInputError: if something is missing or wrong.
+    """
+    job, cluster = catalogue_job(composed), read_cluster(composed.config)
+    space = read_space(composed.config) if space is None else space
+    return request_for(job, cluster, composed, space, choose_execution=choose_execution)
+
+
+def request_for(
+    job: Job,
+    cluster: Cluster,
+    composed: Composed,
+    space: SearchSpace,
+    *,
+    offer: Offer | None = None,
+    freed: Collection[str] = (),
+    choose_execution: bool = True,
+    prefix: str = "",
+    versions: Mapping[str, str] | None = None,
+) -> PlanRequest:
+    """What to plan for a job on a cluster.
+
+    Args:
+        space: what the search may choose.
+        offer: another data-parallel sharding than the job's own.
+        freed: Megatron's arguments that the job states and a plan may change.
+        choose_execution: a plan may choose how layers are carried out.
+        prefix: what stands before the names of settings where the user types them.
+        versions: of the running job; ``None`` on a laptop, where none are known.
+
+    Raises:
+        UserInputError: for a setting that is wrong, or if what is fixed cannot be laid over the
+            GPUs or the batch.
     """
     config = composed.config
-    batch, notes = config.train.global_batch_size, [*composed.notes]
-    if batch is None:
-        batch = DEFAULT_GLOBAL_BATCH_SIZE
-        notes.append(f"train.global_batch_size is not given; {batch} sequences are assumed.")
-    target = read_target(config)
-    if config.target is None:
-        notes.append(
-            f"No framework is named; {target.framework} is assumed (target={target.name})."
+    spec = with_seq_length(job.spec, config.train.seq_length)
+    job = dataclasses.replace(job, spec=spec)
+    batch, notes = _batch(config, job, cluster.num_gpus)
+    if config.checks.plausibility:
+        require_plausible(spec, cluster, batch)
+    check_quotients(space, cluster.num_gpus, batch)
+    name, target = cluster.accelerator.name, read_target(config, job.target)
+    settings = read_settings(config, job, name)
+    choices = Setting(
+        spec=spec,
+        accelerator=name,
+        fp8_recipe=fp8_recipe_of(settings),
+        packages=stated_packages(config, job.packages),
+        held=held_choices(config, job.fixed, freed),
+        has_engine=job.transformer_impl != "local",
+        capturable=job.capturable,
+        has_fast_link=has_fast_link(cluster.accelerator),
+        counts_on_host=job.counts_on_host,
+        can_state=job.can_state,
+        closed=job.closed,
+    )
+    execution = read_execution(config, job, name)
+    space = dataclasses.replace(space, execution=execution, version=target.megatron_core)
+    if choose_execution:
+        space = dataclasses.replace(
+            space, execution=always_on(execution, choices), executions=open_values(choices)
         )
-    elif target not in MEGATRON_LM:
-        notes.append(f"The plan is for {target.framework}; docs/nemo.md says how recipes take it.")
-    spec, cluster = read_spec(config), read_cluster(config)
-    name, has_experts = cluster.accelerator.name, spec.is_moe
-    settings = read_settings(config, NO_JOB, accelerator=name, has_experts=has_experts)
-    inputs = Inputs(
+    times = _times(config, job, cluster, settings, prefix=prefix, versions=versions)
+    search = config.search
+    headroom = DEFAULT_HEADROOM if config.memory.margin is None else config.memory.margin
+    return PlanRequest(
         spec=spec,
         cluster=cluster,
         global_batch_size=batch,
         settings=settings,
-        choices=Setting(
-            spec=spec,
-            accelerator=name,
-            fp8_recipe=fp8_recipe_of(settings),
-            packages=stated_packages(config),
-            held=held_choices(config),
-            has_fast_link=has_fast_link(cluster.accelerator),
-            can_state=fields_of(target),
-        ),
-        version=target.megatron_core,
-        execution=read_execution(config, NO_JOB, accelerator=name, has_experts=has_experts),
-        numeric_offers=read_numeric_offers(
-            config, NO_JOB, accelerator=name, has_experts=has_experts
-        ),
-        notes=tuple(notes),
+        space=space,
+        max_seconds=search.max_seconds,
+        num_alternatives=_num_alternatives(search),
+        backend=read_backend(search.backend),
+        times=times.times,
+        not_modelled=job.not_modelled,
+        offer=offer,
+        packages=unknown_packages(choices) if choose_execution else {},
+        numeric_offers=read_numeric_offers(config, job, name),
+        reliability=read_reliability(config, job.save_interval),
+        objective=choice("search.objective", search.objective, Objective),
+        tie_percent=search.tie_percent,
+        max_out_of_memory_percent=search.max_out_of_memory_percent,
+        failed_start_percent=search.failed_start_percent,
+        own=_own_settings(job),
+        headroom=headroom,
+        priced_headroom=read_priced_headroom(config, headroom),
+        notes=(*notes, *times.notes),
+        profile_notes=times.notes,
     )
-    return with_times(inputs, composed)
 
 
-def with_times(
-    inputs: Inputs,
-    composed: Composed,
+def _batch(config: PlanConfig, job: Job, num_gpus: int) -> tuple[int, list[str]]:
+    """The global batch size, and what was assumed of the job."""
+    notes, stated = list(job.notes), config.train.global_batch_size
+    batch = job.global_batch_size if stated is None else stated
+    if batch is None:
+        batch = _own_batch(job, num_gpus) or DEFAULT_GLOBAL_BATCH_SIZE
+        name = "train.global_batch_size" if job.target is None else "--global-batch-size"
+        notes.append(f"{name} is not given; {batch} sequences are assumed.")
+    if job.target is None:
+        notes += _target_notes(config)
+    if job.num_gpus not in (None, num_gpus):
+        notes.append(f"The launcher starts {job.num_gpus} ranks, but the plan is for {num_gpus}.")
+    return batch, notes
+
+
+def _target_notes(config: PlanConfig) -> Iterator[str]:
+    target = read_target(config)
+    if config.target is None:
+        yield f"No framework is named; {target.framework} is assumed (target={target.name})."
+    elif target not in MEGATRON_LM:
+        yield f"The plan is for {target.framework}; docs/nemo.md says how recipes take it."
+
+
+def _own_settings(job: Job) -> dict[str, object]:
+    """What the user says of the layout, the micro batch among it."""
+    said = {**job.fixed, "micro_batch_size": job.micro_batch_size}
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def _own_batch(job: Job, num_gpus: int) -> int | None:
+    """Megatron's batch where none is given: one micro batch on each replica of the user's layout.
+
+    Source: ``validate_args`` (0.16.1 :591).
+    """
+    if job.micro_batch_size is None or job.num_gpus is None:
+        return None
+    degrees = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    one_replica = math.prod(
+        int(job.fixed.get(name) or 1) for name in (*degrees, "context_parallel_size")
+    )
+    return job.micro_batch_size * max(1, num_gpus // one_replica)
+
+
+def _num_alternatives(search: SearchConfig) -> int:
+    if search.num_alternatives >= 0:
+        return search.num_alternatives
+    raise UserInputError(
+        "search.num_alternatives",
+        value=search.num_alternatives,
+        limit="it must be at least 0",
+        fix="Give the runners-up to list.",
+    )
+
+
+def _times(
+    config: PlanConfig,
+    job: Job,
+    cluster: Cluster,
+    settings: CostSettings,
     *,
-    prefix: str = "",
-    versions: Mapping[str, str] | None = None,
-) -> Inputs:
-    """The job with the layer times that it asks for.
-
-    Args:
-        prefix: what stands before ``profile.mode`` where the user types it.
-        versions: of the running job; ``None`` on a laptop, where none are known.
+    prefix: str,
+    versions: Mapping[str, str] | None,
+) -> Choice:
+    """The layer times that the configuration asks for, and what is to be said of them.
 
     Raises:
         UserInputError: if the profile asked for cannot be used.
     """
-    asked = composed.config.profile
+    asked = config.profile
     wanted = Wanted(
-        spec=inputs.spec,
-        accelerator=inputs.cluster.accelerator,
-        precision=inputs.settings.precision,
+        spec=job.spec,
+        accelerator=cluster.accelerator,
+        precision=settings.precision,
         versions=versions or {},
         prefix=prefix,
         command=(
             "--from <your script and its flags>"
             if prefix
-            else f"model={inputs.spec.name} cluster={inputs.cluster.name}"
+            else f"model={job.spec.name} cluster={cluster.name}"
         ),
     )
     mode = choice(f"{prefix}profile.mode", asked.mode, ProfileMode)
     require_seconds(f"{prefix}profile.max_seconds", asked.max_seconds)
-    chosen = choose_times(wanted, mode, asked.name)
-    return dataclasses.replace(
-        inputs,
-        times=chosen.times,
-        notes=(*inputs.notes, *chosen.notes),
-        profile_notes=chosen.notes,
-    )
+    return choose_times(wanted, mode, asked.name)
 
 
 def require_seconds(what: str, value: float) -> float:
@@ -251,24 +324,6 @@ def read_cluster(config: PlanConfig, num_gpus: int | None = None) -> Cluster:
     return cluster
 
 
-def read_space(config: PlanConfig) -> SearchSpace:
-    """What the search may choose.
-
-    Raises:
-        UserInputError: for a bad degree, or a choice that only ``estimate`` takes.
-    """
-    _refuse_estimate_only(config.parallel)
-    limits = {name: getattr(config.search, f"max_{name}") for name in DEGREES}
-    return SearchSpace(
-        fixed=fixed_degrees(config),
-        limits={name: value for name, value in limits.items() if value is not None},
-        rank_orders=_one_or_all(read_rank_order(config.parallel), RankOrder),
-        zero_stages=_one_or_all(read_zero(config.parallel), ZeroStage),
-        recompute=read_recompute(config.parallel),
-        use_all_gpus=config.search.use_all_gpus,
-    )
-
-
 def read_reliability(config: PlanConfig, save_interval: int | None = None) -> Reliability | None:
     """How often the job fails, where the configuration says.
 
@@ -295,69 +350,6 @@ def read_reliability(config: PlanConfig, save_interval: int | None = None) -> Re
     return Reliability(**said)
 
 
-def request_of(composed: Composed) -> PlanRequest:
-    """The layout of a composed job as a question, with nothing to say of it in between."""
-    inputs = with_own_choices(read_inputs(composed))
-    return plan_request(composed.config, inputs, read_space(composed.config))
-
-
-def with_own_choices(inputs: Inputs) -> Inputs:
-    """The job with its layers carried out as its framework does by itself."""
-    return dataclasses.replace(inputs, choices=None)
-
-
-def plan_request(config: PlanConfig, inputs: Inputs, space: SearchSpace) -> PlanRequest:
-    """The request that the planner takes.
-
-    Raises:
-        UserInputError: if what is fixed cannot be laid over the GPUs or the batch.
-    """
-    search = config.search
-    _check_products(inputs, space)
-    space = dataclasses.replace(space, execution=inputs.execution, version=inputs.version)
-    if inputs.choices is not None:
-        space = dataclasses.replace(
-            space,
-            execution=always_on(inputs.execution, inputs.choices),
-            executions=open_values(inputs.choices),
-        )
-    if search.num_alternatives < 0:
-        raise UserInputError(
-            "search.num_alternatives",
-            value=search.num_alternatives,
-            limit="it must be at least 0",
-            fix="Give the runners-up to list.",
-        )
-    return PlanRequest(
-        spec=inputs.spec,
-        cluster=inputs.cluster,
-        global_batch_size=inputs.global_batch_size,
-        settings=inputs.settings,
-        space=space,
-        max_seconds=search.max_seconds,
-        num_alternatives=search.num_alternatives,
-        backend=read_backend(search.backend),
-        times=inputs.times,
-        not_modelled=inputs.not_modelled,
-        offer=inputs.offer,
-        packages={} if inputs.choices is None else unknown_packages(inputs.choices),
-        numeric_offers=inputs.numeric_offers,
-        reliability=read_reliability(config, inputs.save_interval),
-        objective=choice("search.objective", search.objective, Objective),
-        tie_percent=search.tie_percent,
-        max_out_of_memory_percent=search.max_out_of_memory_percent,
-        failed_start_percent=search.failed_start_percent,
-        own=inputs.own,
-        headroom=(headroom := read_headroom(config)),
-        priced_headroom=read_priced_headroom(config, headroom),
-    )
-
-
-def read_headroom(config: PlanConfig) -> float:
-    """Share of each device that plans leave free which are compared with the fastest of all."""
-    return DEFAULT_HEADROOM if config.memory.margin is None else config.memory.margin
-
-
 def read_priced_headroom(config: PlanConfig, headroom: float) -> float | None:
     """A larger share whose price is searched.
 
@@ -375,9 +367,8 @@ def read_priced_headroom(config: PlanConfig, headroom: float) -> float | None:
     )
 
 
-def _check_products(inputs: Inputs, space: SearchSpace) -> None:
+def check_quotients(space: SearchSpace, gpus: int, batch: int) -> None:
     """Say it at once where fixed degrees and the GPUs, or the batch, have no whole quotient."""
-    gpus, batch = inputs.cluster.num_gpus, inputs.global_batch_size
     if space.use_all_gpus:
         _check_divides(space, _GRID_DEGREES, gpus, f"the {gpus} GPUs, which all take part")
     if batch > 0:
@@ -396,73 +387,6 @@ def _check_divides(space: SearchSpace, names: Iterable[str], whole: int, words: 
         )
 
 
-def fixed_degrees(config: PlanConfig) -> dict[str, int]:
-    """Degrees that the configuration fixes, the micro batch among them."""
-    values = {name: getattr(config.parallel, name, None) for name in DEGREES}
-    values["micro_batch_size"] = config.train.micro_batch_size
-    micro = config.train.micro_batch_size
-    if micro is not None and micro < 1:
-        raise UserInputError(
-            "train.micro_batch_size",
-            value=micro,
-            limit="it must be a whole number of at least 1",
-            fix="Give the sequences of one micro batch, or leave it out to search it.",
-        )
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def read_rank_order(parallel: ParallelConfig) -> RankOrder | None:
-    """The rank order, if fixed."""
-    name = parallel.rank_order
-    return None if name is None else choice("parallel.rank_order", name, RankOrder)
-
-
-def read_zero(parallel: ParallelConfig) -> ZeroStage | None:
-    """The ZeRO stage, if fixed."""
-    stage = parallel.zero_stage
-    if stage is None:
-        return None
-    if stage not in tuple(ZeroStage):
-        raise UserInputError(
-            "parallel.zero_stage", value=stage, limit="it is 0, 1, 2 or 3", fix="Give one of them."
-        )
-    return ZeroStage(stage)
-
-
-def read_recompute(parallel: ParallelConfig) -> Recompute | None:
-    """The recomputation, if fixed.
-
-    Raises:
-        UserInputError: if its parts do not belong together.
-    """
-    rest = (parallel.recompute_method, parallel.recompute_num_layers, parallel.recompute_modules)
-    if parallel.recompute_granularity is None:
-        if any(part is not None for part in rest):
-            raise UserInputError(
-                "parallel.recompute_granularity",
-                value=None,
-                limit="the other recompute settings need it",
-                fix="Add parallel.recompute_granularity=full or selective.",
-            )
-        return None
-    method, modules = parallel.recompute_method, parallel.recompute_modules or []
-    return Recompute(
-        granularity=choice(
-            "parallel.recompute_granularity", parallel.recompute_granularity, RecomputeGranularity
-        ),
-        method=method
-        if method is None
-        else choice("parallel.recompute_method", method, RecomputeMethod),
-        num_layers=parallel.recompute_num_layers,
-        modules=_modules(modules),
-    )
-
-
-def _modules(names: Iterable[str]) -> tuple[RecomputeModule, ...]:
-    wanted = {choice("parallel.recompute_modules", name, RecomputeModule) for name in names}
-    return tuple(module for module in RecomputeModule if module in wanted)
-
-
 def read_backend(name: str | None) -> Backend | None:
     """The solver's backend, if asked for by name."""
     known = [backend.value for backend in Backend]
@@ -474,27 +398,3 @@ def read_backend(name: str | None) -> Backend | None:
             fix=nearest(name, known),
         )
     return None if name is None else Backend(name)
-
-
-def _refuse_estimate_only(parallel: ParallelConfig) -> None:
-    if parallel.pipeline_model_parallel_layout is not None:
-        raise UserInputError(
-            "parallel.pipeline_model_parallel_layout",
-            value=parallel.pipeline_model_parallel_layout,
-            limit="plan finds the fastest layout itself",
-            fix="Leave it out, or use `nest-megatron estimate` to price this one.",
-        )
-    if parallel.sequence_parallel is False and parallel.tensor_model_parallel_size != 1:
-        raise UserInputError(
-            "parallel.sequence_parallel",
-            value=False,
-            limit="plan uses it wherever tensor parallelism is on: same time, less memory",
-            fix="Leave it out, or use `nest-megatron estimate` to price a layout without it.",
-        )
-
-
-Value = TypeVar("Value")
-
-
-def _one_or_all(value: Value | None, every: Iterable[Value]) -> tuple[Value, ...]:
-    return tuple(every) if value is None else (value,)

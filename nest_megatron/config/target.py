@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.config.job import Job
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import (
@@ -26,28 +25,7 @@ from nest_megatron.planner.request import NumericOffer
 Choice = TypeVar("Choice", bound=Name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobFlags:
-    """What a job says of how it runs.
-
-    Args:
-        precision: the number format where the configuration names none.
-        flags: by Megatron's names (``cost_model/memory_flags.py``).
-        target: the job's own framework; ``None`` where it names none.
-    """
-
-    precision: Precision = Precision.BF16
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    target: Target | None = None
-
-
-#: Of a model and a cluster alone.
-NO_JOB = JobFlags()
-
-
-def read_settings(
-    config: PlanConfig, job: JobFlags = NO_JOB, *, accelerator: str = "", has_experts: bool = False
-) -> CostSettings:
+def read_settings(config: PlanConfig, job: Job, accelerator: str = "") -> CostSettings:
     """The cost model's assumptions: the job's flags over its target's defaults, ``cost.*`` on top.
 
     Args:
@@ -62,27 +40,24 @@ def read_settings(
     said = {name: value for name, value in given.items() if value is not None}
     precision = read_precision(config, job.precision)
     return read_target(config, job.target).settings(
-        accelerator, precision, job.flags, has_experts=has_experts, **said
+        accelerator, precision, job.memory_flags, has_experts=job.spec.is_moe, **said
     )
 
 
-def read_execution(
-    config: PlanConfig, job: JobFlags = NO_JOB, *, accelerator: str, has_experts: bool
-) -> Execution:
+def read_execution(config: PlanConfig, job: Job, accelerator: str) -> Execution:
     """How layers are carried out: the job's flags over its target's defaults."""
     precision = read_precision(config, job.precision)
     return read_target(config, job.target).execution(
-        accelerator, precision, job.flags, has_experts=has_experts
+        accelerator, precision, job.memory_flags, has_experts=job.spec.is_moe
     )
 
 
-def read_numeric_offers(
-    config: PlanConfig, job: JobFlags = NO_JOB, *, accelerator: str, has_experts: bool
-) -> tuple[NumericOffer, ...]:
+def read_numeric_offers(config: PlanConfig, job: Job, accelerator: str) -> tuple[NumericOffer, ...]:
     """Choices that change numbers and that the job has not made."""
     target = read_target(config, job.target)
     precision = read_precision(config, job.precision)
-    said = {name: value for name, value in job.flags.items() if value is not None}
+    has_experts = job.spec.is_moe
+    said = {name: value for name, value in job.memory_flags.items() if value is not None}
     own = {**target.flags(accelerator, precision, has_experts=has_experts), **said}
     fields = NUMERIC_FIELDS.get(target.fitted, {})
     if target in MEGATRON_LM:
@@ -92,17 +67,13 @@ def read_numeric_offers(
         words = fields.get(knob.flags)
         if words is None or not knob.is_for(own, precision, accelerator, has_experts=has_experts):
             continue
-        flags = {**job.flags, **dict.fromkeys(knob.instead_of, False), **knob.values}
+        flags = {**job.memory_flags, **dict.fromkeys(knob.instead_of, False), **knob.values}
         asked = config
         if knob.precision is not None:
             train = dataclasses.replace(config.train, precision=knob.precision.value)
             asked = dataclasses.replace(config, train=train)
-        settings = read_settings(
-            asked,
-            dataclasses.replace(job, flags=flags),
-            accelerator=accelerator,
-            has_experts=has_experts,
-        )
+        changed = dataclasses.replace(job, memory_flags=flags)
+        settings = read_settings(asked, changed, accelerator)
         found.append(NumericOffer(knob=knob, settings=settings, words=words))
     return tuple(found)
 

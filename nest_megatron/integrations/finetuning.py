@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nest_megatron.config.job import Requirement
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, Wanted, class_names, find, value_or
-from nest_megatron.integrations.megatron_lm.checkpoint import Requirement
-from nest_megatron.parallel.knobs import CLOSED_BY_DETERMINISM, CLOSED_BY_LENGTHS
+from nest_megatron.parallel.knobs import closed_fields
 from nest_megatron.parallel.plan import ParallelPlan
 
 #: Data of supervised fine-tuning, by the classes of both frameworks.
@@ -30,6 +30,7 @@ _SFT_DATA = frozenset(
 _SPECS = ("packed_sequence_specs", "offline_packing_specs")
 #: Switches of packs that are made of the sequences of one micro batch.
 _IN_BATCH = ("pack_sequences_in_batch", "enable_in_batch_packing")
+_PER_TOKEN_LOSS = "calculate_per_token_loss"
 _MICRO, _CONTEXT = "micro_batch_size", "context_parallel_size"
 
 
@@ -39,7 +40,7 @@ def is_finetuning(data: Any) -> bool:
 
 
 def closed_choices(data: Any, config: Any) -> frozenset[str]:
-    """Fields of ``Execution`` that data and model leave no room for.
+    """Fields of ``Execution`` that data and model do not allow.
 
     Samples of fine-tuning are as long as they are, packed or not.
 
@@ -48,10 +49,7 @@ def closed_choices(data: Any, config: Any) -> frozenset[str]:
     """
     packs = any(value_or(data, name, False) for name in (*_IN_BATCH, "packing_buffer_size"))
     varies = is_finetuning(data) or packs or packed_sequence_size(data) is not None
-    ordered = value_or(config, "deterministic_mode", False)
-    return (CLOSED_BY_LENGTHS if varies else frozenset()) | (
-        CLOSED_BY_DETERMINISM if ordered else frozenset()
-    )
+    return closed_fields(value_or(config, "deterministic_mode", False), lengths=varies)
 
 
 def packed_sequence_size(data: Any) -> int | None:
@@ -64,13 +62,13 @@ def packed_sequence_size(data: Any) -> int | None:
 
 
 def data_requirements(
-    root: Any, data: str, micro_batch_size: int, per_token_loss: str
+    root: Any, data: str, micro_batch_size: int, model: str
 ) -> Mapping[str, Requirement]:
     """What the data fixes of a layout, by the names of its degrees.
 
     Args:
         data: path of the data's configuration.
-        per_token_loss: path of ``calculate_per_token_loss``.
+        model: path of the model's configuration.
 
     Raises:
         UserInputError: for packs of one micro batch that holds a single sequence.
@@ -90,14 +88,14 @@ def data_requirements(
     if packed_sequence_size(found) is not None and padded:
         why = "this framework pads the sequences of a pack for one context-parallel size"
         needs[_CONTEXT] = _need(_stated_cp(root), why, f"train without packing ({data})")
-    elif is_finetuning(found) and find(root, per_token_loss) is ABSENT:
+    elif is_finetuning(found) and find(root, f"{model}.{_PER_TOKEN_LOSS}") is ABSENT:
         why = "fine-tuning with context parallelism needs calculate_per_token_loss"
         needs[_CONTEXT] = _need(1, why, "upgrade the framework")
     return needs
 
 
 def finetuning_fields(
-    root: Any, plan: ParallelPlan, *, data: str, per_token_loss: str, averaging: str | None
+    root: Any, plan: ParallelPlan, *, data: str, model: str, averaging: str | None
 ) -> Iterator[Wanted]:
     """What context parallelism needs where a rank may hold masked tokens alone.
 
@@ -109,7 +107,7 @@ def finetuning_fields(
     if cp == 1 or not is_finetuning(found):
         return
     why = "with context parallelism a rank may hold masked tokens alone, so the loss is per token"
-    yield Wanted(path=per_token_loss, value=True, reason=why)
+    yield Wanted(path=f"{model}.{_PER_TOKEN_LOSS}", value=True, reason=why)
     if averaging is not None and find(root, averaging) is not ABSENT:
         yield Wanted(path=averaging, value=False, reason=why)
     for name in _SPECS:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nest_megatron.config.job import Requirement
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import find, value_or
 from nest_megatron.integrations.finetuning import is_finetuning
 from nest_megatron.integrations.megatron_lm.checkpoint import (
-    Requirement,
     SavedCheckpoint,
     check_loadable,
     read_checkpoint,

@@ -41,6 +41,20 @@ CLOSED_BY_LENGTHS = CLOSED_BY_PACKS | {"tp_comm_overlap"}
 CLOSED_BY_DETERMINISM = frozenset({"tp_comm_overlap"})
 
 
+def closed_fields(
+    deterministic: object, *, packs: bool = False, lengths: bool = False
+) -> frozenset[str]:
+    """Fields of ``Execution`` that a job does not allow.
+
+    Args:
+        deterministic: its ``deterministic_mode``.
+        packs: sequences are packed.
+        lengths: samples are of other lengths, packed or not.
+    """
+    closed = CLOSED_BY_LENGTHS if lengths else CLOSED_BY_PACKS if packs else frozenset()
+    return closed | (CLOSED_BY_DETERMINISM if deterministic else frozenset())
+
+
 class Package(Name):
     """What a choice needs that a machine may lack."""
 

@@ -95,6 +95,8 @@ class PlanRequest:
         headroom: the fastest plans that leave this share of each device free, the reserve apart,
             are compared with the fastest of all; ``None`` compares the latter alone.
         priced_headroom: a larger share whose price is searched too; ``None`` takes the runners-up.
+        notes: what was assumed of the job, one sentence each.
+        profile_notes: those of them that say which profiles were used and which were not.
     """
 
     spec: TransformerSpec
@@ -121,6 +123,8 @@ class PlanRequest:
     shortlist: bool = False
     headroom: float | None = DEFAULT_HEADROOM
     priced_headroom: float | None = None
+    notes: tuple[str, ...] = ()
+    profile_notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         batch = self.global_batch_size

@@ -11,12 +11,10 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import expand, parse
 from nest_megatron.config.request import (
-    plan_request,
-    read_inputs,
-    read_space,
-    with_own_choices,
+    request_of,
 )
 from nest_megatron.config.schema import SECTIONS, section_keys
+from nest_megatron.config.space import read_space
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import DEFAULT_TARGET
 from nest_megatron.planner import PlanRequest
@@ -48,8 +46,8 @@ def test_every_assumption_of_the_cost_model_can_be_set() -> None:
 
 def test_nothing_said_is_the_planners_own_default() -> None:
     composed = compose(parse(SMALL))
-    inputs, space = with_own_choices(read_inputs(composed)), read_space(composed.config)
-    request = plan_request(composed.config, dataclasses.replace(inputs, numeric_offers=()), space)
+    inputs, space = request_of(composed), read_space(composed.config)
+    request = dataclasses.replace(inputs, numeric_offers=(), notes=(), profile_notes=())
     plain = PlanRequest(
         space=SearchSpace(version=DEFAULT_TARGET.megatron_core),
         spec=inputs.spec,

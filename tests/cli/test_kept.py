@@ -9,25 +9,23 @@ import pytest
 
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.request import plan_request
 from nest_megatron.integrations.megatron_lm import flag_cost as kept
-from nest_megatron.integrations.megatron_lm.command_request import Wishes, read_request
+from nest_megatron.integrations.megatron_lm.command_request import read_request
 from nest_megatron.planner import PlanRequest
 from tests.integrations.test_sharding import WIDE, job
 
 
 def test_a_freed_choice_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     composed = compose(parse(["cluster=dgx_h100"]))
-    request = read_request(job(WIDE), composed, free=(), version="0.16.1")
-    assert plan_request(composed.config, request.inputs, request.space).offer is not None
+    read, request = read_request(job(WIDE), composed, free=(), version="0.16.1")
+    assert request.offer is not None
     asked: list[PlanRequest] = []
-    monkeypatch.setattr(kept, "ask", lambda *_: request)
+    monkeypatch.setattr(kept, "running_request", lambda *_: request)
     monkeypatch.setattr(kept, "find_plan", asked.append)
     searched: Any = SimpleNamespace(
-        running=None,
+        job=read,
         place=SimpleNamespace(composed=composed),
-        wishes=Wishes(),
-        request=SimpleNamespace(kept=()),
+        kept=(),
     )
     assert kept.costs(searched) == []
     (wanted,) = asked

@@ -13,7 +13,6 @@ from rich.console import Console
 from nest_megatron.cli.plan import without_plan
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.request import plan_request
 from nest_megatron.cost_model.memory import PEAK_ERROR
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.integrations.megatron_lm.command_request import read_request
@@ -44,14 +43,13 @@ def composed(*settings: str) -> Composed:
 
 
 def searched(command: str, *settings: str) -> ParallelPlan | NoPlan:
-    request = read_request(command, composed(*settings), free=(), version="0.16.1")
-    wanted = plan_request(composed(*settings).config, request.inputs, request.space)
+    _, wanted = read_request(command, composed(*settings), free=(), version="0.16.1")
     return find_plan(dataclasses.replace(wanted, num_alternatives=0))
 
 
 def traits_of(command: str) -> ExecutionTraits:
-    request = read_request(command, composed(), free=(), version="0.16.1")
-    return request.inputs.settings.traits
+    _, request = read_request(command, composed(), free=(), version="0.16.1")
+    return request.settings.traits
 
 
 def test_a_flag_that_is_not_modelled_qualifies_every_verdict() -> None:

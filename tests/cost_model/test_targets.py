@@ -6,10 +6,11 @@ import pytest
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.compose import compose
+from nest_megatron.config.job import Job
 from nest_megatron.config.layout import estimate_layout
 from nest_megatron.config.overrides import expand, parse
-from nest_megatron.config.request import Inputs, read_inputs
-from nest_megatron.config.target import read_target
+from nest_megatron.config.request import request_of
+from nest_megatron.config.target import read_execution, read_target
 from nest_megatron.cost_model.stored_settings import restored_settings, stored_settings
 from nest_megatron.cost_model.target_defaults import (
     BRIDGE_0_3,
@@ -25,7 +26,7 @@ from nest_megatron.cost_model.targets import Target, fitted_values
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import with_launch
 from nest_megatron.integrations.megatron_lm.command_request import read_request
-from nest_megatron.model.execution import PLAIN, FlexBackend, TokenDispatcher
+from nest_megatron.model.execution import PLAIN, Execution, FlexBackend, TokenDispatcher
 from nest_megatron.validation.frameworks import RULES
 from nest_megatron.validation.job import job_of
 from nest_megatron.validation.models import ModelBook
@@ -65,7 +66,7 @@ def test_a_plan_assumes_what_runs_of_its_framework_are_scored_by(
     target = FRAMEWORKS[framework]
     words = [f"model={model}", "cluster=dgx_h100", "cluster.num_gpus=64"]
     words += [f"train.precision={precision}", f"target={target.name}"]
-    planned = read_inputs(compose(parse(words))).settings
+    planned = request_of(compose(parse(words))).settings
     job = job_of(
         row(framework, name or "Mixtral-8x7B", precision), ModelBook.load(()), as_planned=True
     )
@@ -82,7 +83,7 @@ def test_every_default_names_its_source(target: Target) -> None:
 
 def test_a_plan_has_the_constants_that_were_fitted_to_its_framework() -> None:
     words = ["model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=8"]
-    inputs = read_inputs(compose(parse(words)))
+    inputs = request_of(compose(parse(words)))
     for name, value in fitted_values(DEFAULT_TARGET.fitted).items():
         assert getattr(inputs.settings, name) == value
     assert inputs.settings.target == DEFAULT_TARGET.name
@@ -91,7 +92,7 @@ def test_a_plan_has_the_constants_that_were_fitted_to_its_framework() -> None:
 
 def test_a_setting_of_the_user_wins() -> None:
     words = ["model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=8", "target=nemo_2.7"]
-    inputs = read_inputs(compose(parse([*words, "cost.compute_slowdown=1.5"])))
+    inputs = request_of(compose(parse([*words, "cost.compute_slowdown=1.5"])))
     assert inputs.settings.compute_slowdown == 1.5
     assert not any("No framework is named" in note for note in inputs.notes)
 
@@ -129,27 +130,34 @@ FLAGS = (
 )
 
 
-def job_inputs(flags: str, version: str = "0.16.1") -> Inputs:
+def read_flags(flags: str, version: str = "0.16.1") -> Job:
     composed = compose(parse(["cluster=dgx_h100"]))
-    return read_request(f"{FLAGS} {flags}", composed, free=(), version=version).inputs
+    return read_request(f"{FLAGS} {flags}", composed, free=(), version=version)[0]
+
+
+def execution_of_job(flags: str) -> Execution:
+    composed = compose(parse(["cluster=dgx_h100"]))
+    return read_execution(composed.config, read_flags(flags), "H100-SXM-80GB")
 
 
 def test_the_flags_of_a_command_are_priced() -> None:
     flags = "--moe-permute-fusion --tp-comm-overlap --moe-token-dispatcher-type flex"
-    execution = job_inputs(f"{flags} --moe-flex-dispatcher-backend hybridep").execution
+    execution = execution_of_job(f"{flags} --moe-flex-dispatcher-backend hybridep")
     assert execution.moe_permute_fusion
     assert execution.tp_comm_overlap
     assert execution.moe_flex_dispatcher_backend is FlexBackend.HYBRIDEP
 
 
 def test_a_command_that_names_no_dispatcher_gets_the_one_that_a_plan_writes() -> None:
-    assert job_inputs("").execution == PLAIN
-    stated = job_inputs("--moe-token-dispatcher-type allgather").execution
+    assert execution_of_job("") == PLAIN
+    stated = execution_of_job("--moe-token-dispatcher-type allgather")
     assert stated.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER
 
 
 def test_a_command_runs_on_its_own_release() -> None:
-    assert job_inputs("", "0.20").settings.target == "megatron_lm_0.20"
+    composed = compose(parse(["cluster=dgx_h100"]))
+    _, request = read_request(FLAGS, composed, free=(), version="0.20")
+    assert request.settings.target == "megatron_lm_0.20"
     composed = compose(parse(["cluster=dgx_h100", "target=nemo_2.7"]))
     with pytest.raises(UserInputError, match="the job runs on Megatron-LM"):
         read_request(FLAGS, composed, free=(), version="0.16.1")
@@ -185,7 +193,7 @@ def test_what_megatron_refuses_on_a_layout_is_not_priced(words: list[str], overl
             ]
         )
     )
-    plan, _ = estimate_layout(composed, read_inputs(composed))
+    plan, _ = estimate_layout(composed)
     assert plan.execution.overlap_moe_expert_parallel_comm is overlaps
 
 
@@ -193,8 +201,8 @@ def test_what_megatron_refuses_on_a_layout_is_not_priced(words: list[str], overl
 def test_a_command_of_megatron_is_written_for_megatron_alone(target: Target) -> None:
     words = ["model=llama3_8b", "cluster=dgx_h100", "cluster.num_gpus=8", f"target={target.name}"]
     composed = compose(parse([*words, "train.global_batch_size=8"]))
-    inputs = read_inputs(composed)
-    plan, _ = estimate_layout(composed, inputs)
+    inputs = request_of(composed)
+    plan, _ = estimate_layout(composed)
     assert bool(with_launch(plan).launch) is (target in MEGATRON_LM)
     assert any("docs/nemo.md" in note for note in inputs.notes) is (target not in MEGATRON_LM)
 

@@ -164,7 +164,7 @@ def test_megatrons_own_flags_are_refused_alike(flag: str) -> None:
 
 
 def test_megatrons_own_flags_are_noted_alike() -> None:
-    _, job = read_job(read_command(f"{BASE} --deterministic-mode"))
+    job = read_job(read_command(f"{BASE} --deterministic-mode"))
     assert any("deterministic_mode" in note for note in job.notes)
 
 

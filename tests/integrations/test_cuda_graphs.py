@@ -118,8 +118,8 @@ def test_recipes_recompute_no_whole_layer_beside_graphs(fields: dict[str, Any]) 
 
 
 def test_megatrons_own_flags_say_the_same() -> None:
-    _, job = read_job(read_command(f"{BASE} --cuda-graph-impl local"))
+    job = read_job(read_command(f"{BASE} --cuda-graph-impl local"))
     assert job.graphs is not None
     assert not job.graphs.allows_full_recompute()
-    _, job = read_job(read_command(BASE))
+    job = read_job(read_command(BASE))
     assert job.graphs is None

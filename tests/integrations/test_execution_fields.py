@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from nest_megatron.config.job import Job
 from nest_megatron.cost_model.target_limits import NEMO_LACKS
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
 from nest_megatron.integrations.execution_fields import execution_value
 from nest_megatron.integrations.megatron_bridge.hook import connections, kept_choices
-from nest_megatron.integrations.recipe import Recipe
 from nest_megatron.model.execution import (
     PLAIN,
     ContextTraffic,
@@ -116,7 +116,7 @@ class Bridge:
     def apply(self, job: Any, plan: ParallelPlan) -> tuple[Change, ...]:
         return megatron_bridge.apply_plan(job, plan, environment={})
 
-    def read(self, job: Any) -> Recipe:
+    def read(self, job: Any) -> Job:
         return megatron_bridge.read_recipe(job, environment={})
 
 
@@ -132,7 +132,7 @@ class Nemo:
     def apply(self, job: Any, plan: ParallelPlan) -> tuple[Change, ...]:
         return nemo.apply_plan(job, plan)
 
-    def read(self, job: Any) -> Recipe:
+    def read(self, job: Any) -> Job:
         return nemo.read_recipe(job)
 
 
@@ -145,11 +145,11 @@ ADAPTERS: dict[str, Bridge | Nemo] = {
 }
 
 
-def carried_out(found: Recipe) -> Execution:
+def carried_out(found: Job) -> Execution:
     """What a job means, as it is priced."""
-    job = found.job
-    execution = job.target.execution(
-        "H100-SXM-80GB", job.precision, job.memory_flags, has_experts=found.spec.is_moe
+    assert found.target is not None
+    execution = found.target.execution(
+        "H100-SXM-80GB", found.precision, found.memory_flags, has_experts=found.spec.is_moe
     )
     if found.spec.is_moe:
         return execution

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.config.job import Job
 from nest_megatron.cost_model.execution_flags import execution_of, execution_traits
 from nest_megatron.cost_model.memory_flags import not_modelled
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_bridge.read import read_recipe as read_bridge
-from nest_megatron.integrations.megatron_lm.job import MegatronJob
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.memory_fields import memory_fields
@@ -37,16 +37,16 @@ _STATES = {
 }
 
 
-def traits(job: MegatronJob) -> ExecutionTraits:
+def traits(job: Job) -> ExecutionTraits:
     return execution_traits(job.memory_flags, job.precision)
 
 
-def command(*flags: str, version: str = "0.16.1") -> MegatronJob:
+def command(*flags: str, version: str = "0.16.1") -> Job:
     text = (
         "pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
         " --max-position-embeddings 64 --tokenizer-type NullTokenizer --vocab-size 100"
     )
-    return read_job(read_command(" ".join([text, *flags]), version))[1]
+    return read_job(read_command(" ".join([text, *flags]), version))
 
 
 def changed(holder: Any, **values: object) -> None:
@@ -82,7 +82,7 @@ def test_nemo() -> None:
     changed(recipe.optim.config, **_STATES)
     changed(recipe.model.config, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
     recipe.trainer.strategy.num_distributed_optimizer_instances = 2
-    assert traits(read_nemo(recipe, vocab_size=128256).job) == NARROW
+    assert traits(read_nemo(recipe, vocab_size=128256)) == NARROW
 
 
 def test_megatron_bridge() -> None:
@@ -93,7 +93,7 @@ def test_megatron_bridge() -> None:
     changed(cfg.optimizer, **_STATES)
     changed(cfg.model, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
     cfg.ddp.num_distributed_optimizer_instances = 2
-    assert traits(read_bridge(cfg, vocab_size=128256, environment={}).job) == NARROW
+    assert traits(read_bridge(cfg, vocab_size=128256, environment={})) == NARROW
 
 
 @pytest.mark.parametrize(
@@ -101,12 +101,12 @@ def test_megatron_bridge() -> None:
     [
         command("--bf16"),
         command("--bf16", version="0.20"),
-        read_nemo(nemo(grad_reduce_in_fp32=True), vocab_size=128256).job,
-        read_bridge(bridge("bf16_mixed"), vocab_size=128256, environment={}).job,
+        read_nemo(nemo(grad_reduce_in_fp32=True), vocab_size=128256),
+        read_bridge(bridge("bf16_mixed"), vocab_size=128256, environment={}),
     ],
     ids=["megatron_lm", "megatron_lm 0.20", "nemo", "megatron_bridge"],
 )
-def test_jobs_that_say_nothing_are_the_default(job: MegatronJob) -> None:
+def test_jobs_that_say_nothing_are_the_default(job: Job) -> None:
     assert traits(job) == ExecutionTraits()
     assert not_modelled(job.memory_flags) == ()
 
@@ -115,12 +115,12 @@ def test_jobs_that_say_nothing_are_the_default(job: MegatronJob) -> None:
     "job",
     [
         command(),
-        read_nemo(nemo(precision="32"), vocab_size=128256).job,
-        read_bridge(bridge(None), vocab_size=128256, environment={}).job,
+        read_nemo(nemo(precision="32"), vocab_size=128256),
+        read_bridge(bridge(None), vocab_size=128256, environment={}),
     ],
     ids=["megatron_lm", "nemo", "megatron_bridge"],
 )
-def test_single_precision(job: MegatronJob) -> None:
+def test_single_precision(job: Job) -> None:
     assert job.precision is Precision.FP32
     found = traits(job)
     assert (found.params_bytes, found.gradient_bytes, found.optimizer_bytes) == (4, 4, 8)
@@ -136,7 +136,7 @@ def test_single_precision(job: MegatronJob) -> None:
     ],
 )
 def test_recipes_of_mixed_precision_by_name(name: str, gathered: bool, width: int) -> None:
-    job = read_bridge(bridge(name), vocab_size=128256, environment={}).job
+    job = read_bridge(bridge(name), vocab_size=128256, environment={})
     assert traits(job).fp8_weights == gathered
     assert traits(job).gradient_bytes == width
 
@@ -147,15 +147,15 @@ def test_recipes_of_mixed_precision_by_name(name: str, gathered: bool, width: in
         (command("--bf16 --fp4-format e2m1 --fp4-recipe nvfp4"), False),
         (command("--bf16 --fp4-format e2m1 --fp4-param-gather"), True),
         (command("--bf16 --fp4-format e2m1 --fp4-param-gather", version="0.20"), True),
-        (read_nemo(nemo(fp4="e2m1"), vocab_size=128256).job, False),
+        (read_nemo(nemo(fp4="e2m1"), vocab_size=128256), False),
         (
-            read_bridge(bridge("bf16_with_nvfp4_mixed"), vocab_size=128256, environment={}).job,
+            read_bridge(bridge("bf16_with_nvfp4_mixed"), vocab_size=128256, environment={}),
             False,
         ),
     ],
     ids=["0.16.1", "gathered", "0.20", "nemo", "megatron_bridge"],
 )
-def test_nvfp4(job: MegatronJob, gathered: bool) -> None:
+def test_nvfp4(job: Job, gathered: bool) -> None:
     assert job.precision is Precision.NVFP4
     assert traits(job).fp8_weights == gathered
     assert not_modelled(job.memory_flags) == ()
@@ -170,7 +170,7 @@ def test_what_is_not_modelled_is_found_wherever_it_lies() -> None:
     recipe = nemo()
     recipe.model.config.cuda_graph_impl = "local"
     recipe.trainer.strategy.ddp.nccl_ub = True
-    job = read_nemo(recipe, vocab_size=128256).job
+    job = read_nemo(recipe, vocab_size=128256)
     assert set(not_modelled(job.memory_flags)) == {"--cuda-graph-impl", "--use-nccl-ub"}
 
 
@@ -187,5 +187,5 @@ def test_overlaps_of_communication_are_read_where_each_framework_keeps_them() ->
     overlap = MegatronCommOverlapCallback(tp_comm_overlap=True)
     recipe.trainer.callbacks.append(overlap)
     cfg.comm_overlap = overlap
-    for job in (read_nemo(recipe).job, read_bridge(cfg).job, command("--tp-comm-overlap")):
+    for job in (read_nemo(recipe), read_bridge(cfg).job, command("--tp-comm-overlap")):
         assert execution_of(job.memory_flags).tp_comm_overlap

@@ -51,7 +51,7 @@ def test_a_launch_is_refused_before_its_tokenizer_is_built() -> None:
     ["--bf16 --fp8-format hybrid --fp8-param-gather", "--use-precision-aware-optimizer"],
 )
 def test_a_flag_that_divides_states_keeps_them_divided(flags: str) -> None:
-    read = read_job(read_command(job(f"--use-distributed-optimizer {flags}")))[1]
+    read = read_job(read_command(job(f"--use-distributed-optimizer {flags}")))
     every = (ZeroStage.NONE, ZeroStage.OPTIMIZER)
     assert for_optimizer(every, read) == (ZeroStage.OPTIMIZER,)
     with pytest.raises(UserInputError, match="refuses it without --use-distributed-optimizer"):
@@ -59,7 +59,7 @@ def test_a_flag_that_divides_states_keeps_them_divided(flags: str) -> None:
 
 
 def test_other_jobs_may_keep_states_whole() -> None:
-    read = read_job(read_command(job("--use-distributed-optimizer")))[1]
+    read = read_job(read_command(job("--use-distributed-optimizer")))
     assert for_optimizer((ZeroStage.NONE,), read) == (ZeroStage.NONE,)
 
 

@@ -22,7 +22,8 @@ BASE = (
 
 
 def test_llama() -> None:
-    spec, job = read_job(read_command(commands.LLAMA3_8B))
+    job = read_job(read_command(commands.LLAMA3_8B))
+    spec = job.spec
     assert (spec.hidden_size, spec.query_groups, spec.head_dim) == (4096, 8, 128)
     assert (spec.activation, spec.gated_linear_unit, spec.add_bias_linear) == ("silu", True, False)
     assert spec.apply_layernorm_1p
@@ -32,24 +33,26 @@ def test_llama() -> None:
     assert job.fp8_recipe == "delayed"
     assert job.zero is ZeroStage.OPTIMIZER
     assert job.memory_flags["grad_reduce_in_bf16"]
-    assert (job.world_size, job.global_batch_size, job.micro_batch_size) == (8, 128, 1)
+    assert (job.num_gpus, job.global_batch_size, job.micro_batch_size) == (8, 128, 1)
     assert job.fixed["tensor_model_parallel_size"] == 1
     assert "pipeline_model_parallel_size" not in job.fixed
 
 
 def test_mixtral() -> None:
-    spec, job = read_job(read_command(commands.MIXTRAL))
+    job = read_job(read_command(commands.MIXTRAL))
+    spec = job.spec
     assert spec.moe_layer_pattern == (1,) * 32
     assert (spec.num_experts, spec.expert_ffn_hidden_size) == (8, 14336)
     assert spec.position_embedding_type == "rope"
     assert job.moe_grouped_gemm
     assert job.fixed["expert_model_parallel_size"] == 8
-    assert job.world_size == 32
+    assert job.num_gpus == 32
     assert any("32000" in note for note in job.notes)
 
 
 def test_gpt3() -> None:
-    spec, job = read_job(read_command(commands.GPT3_175B))
+    job = read_job(read_command(commands.GPT3_175B))
+    spec = job.spec
     assert (spec.ffn_hidden_size, spec.query_groups, spec.vocab_size) == (49152, 96, 50257)
     assert (spec.activation, spec.add_bias_linear) == ("gelu", True)
     assert not spec.untie_embeddings_and_output_weights
@@ -58,17 +61,18 @@ def test_gpt3() -> None:
 
 
 def test_bert() -> None:
-    spec, job = read_job(read_command(commands.BERT_340M))
+    job = read_job(read_command(commands.BERT_340M))
+    spec = job.spec
     assert spec.family is ModelFamily.BERT
     assert spec.position_embedding_type == "learned_absolute"
-    assert job.world_size == 128
+    assert job.num_gpus == 128
 
 
 @pytest.mark.parametrize("spec", hand_models.ALL, ids=lambda spec: spec.name)
 def test_written_models_are_read_back(spec: object) -> None:
     argv = ["pretrain_bert.py" if spec is hand_models.BERT else "pretrain_gpt.py"]
     argv += [*model_argv(spec), "--bf16", "--micro-batch-size", "1"]  # type: ignore[arg-type]
-    read, _ = read_job(read_command(argv))
+    read = read_job(read_command(argv)).spec
     expected = {name: getattr(spec, name) for name in spec.__slots__}  # type: ignore[attr-defined]
     for name, value in expected.items():
         if name in ("name", "source", "max_position_embeddings"):
@@ -82,37 +86,37 @@ def test_written_models_are_read_back(spec: object) -> None:
     ("extra", "ffn"), [("", 3072), ("--swiglu", 2048), ("--ffn-hidden-size 100", 100)]
 )
 def test_default_ffn(extra: str, ffn: int) -> None:
-    assert read_job(read_command(BASE + extra))[0].ffn_hidden_size == ffn
+    assert read_job(read_command(BASE + extra)).spec.ffn_hidden_size == ffn
 
 
 def test_query_groups_count_only_with_the_switch() -> None:
-    assert read_job(read_command(BASE + "--num-query-groups 4"))[0].query_groups == 12
+    assert read_job(read_command(BASE + "--num-query-groups 4")).spec.query_groups == 12
     grouped = BASE + "--num-query-groups 4 --group-query-attention"
-    assert read_job(read_command(grouped))[0].query_groups == 4
+    assert read_job(read_command(grouped)).spec.query_groups == 4
 
 
 def test_expert_rhythm() -> None:
-    spec, _ = read_job(read_command(BASE + "--num-experts 4 --moe-layer-freq 2"))
+    spec = read_job(read_command(BASE + "--num-experts 4 --moe-layer-freq 2")).spec
     assert spec.moe_layer_pattern == (1, 0, 1, 0)
-    assert read_job(read_command(BASE + "--num-experts 0"))[0].num_experts is None
+    assert read_job(read_command(BASE + "--num-experts 0")).spec.num_experts is None
 
 
 def test_recompute() -> None:
-    _, job = read_job(read_command(BASE + "--recompute-activations"))
+    job = read_job(read_command(BASE + "--recompute-activations"))
     assert job.recompute is not None
     assert job.recompute.modules == (RecomputeModule.CORE_ATTN,)
     full = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
-    _, job = read_job(read_command(BASE + full))
+    job = read_job(read_command(BASE + full))
     assert job.recompute is not None
     assert job.recompute.granularity is RecomputeGranularity.FULL
     assert job.recompute.num_layers == 2
-    assert read_job(read_command(BASE))[1].recompute is None
+    assert read_job(read_command(BASE)).recompute is None
 
 
 def test_fsdp_defaults_differ_by_release() -> None:
     fsdp = BASE + "--use-megatron-fsdp"
-    assert read_job(read_command(fsdp, "0.16.1"))[1].zero is ZeroStage.NONE
-    assert read_job(read_command(fsdp, "0.20"))[1].zero is ZeroStage.WEIGHTS
+    assert read_job(read_command(fsdp, "0.16.1")).zero is ZeroStage.NONE
+    assert read_job(read_command(fsdp, "0.20")).zero is ZeroStage.WEIGHTS
 
 
 @pytest.mark.parametrize(
@@ -163,4 +167,4 @@ def test_what_is_missing_is_named(missing: str) -> None:
 
 def test_vocabulary_can_be_given() -> None:
     command = BASE.replace("--vocab-size 1000", "--tokenizer-type HuggingFaceTokenizer")
-    assert read_job(read_command(command), vocab_size=7)[0].vocab_size == 7
+    assert read_job(read_command(command), vocab_size=7).spec.vocab_size == 7

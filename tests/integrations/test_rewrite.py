@@ -8,7 +8,7 @@ from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_launch
-from nest_megatron.integrations.megatron_lm.job import PARALLEL_ARGUMENTS
+from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.parallel.plan import ParallelPlan
@@ -28,14 +28,15 @@ COMPANIONS = {
 
 def found_for(text: str) -> ParallelPlan:
     command = read_command(text)
-    spec, job = read_job(command)
+    job = read_job(command)
+    spec = job.spec
     cluster = compose(parse(["cluster=dgx_h100"])).config.cluster
     assert cluster is not None
     assert job.global_batch_size is not None
     found = plan(
         PlanRequest(
             spec=spec,
-            cluster=cluster_from_mapping(cluster, num_gpus=job.world_size),
+            cluster=cluster_from_mapping(cluster, num_gpus=job.num_gpus),
             global_batch_size=job.global_batch_size,
         )
     )

@@ -12,14 +12,13 @@ from rich.console import Console
 
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.request import plan_request
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_launch
 from nest_megatron.integrations.megatron_lm.command_request import read_request
 from nest_megatron.integrations.megatron_lm.namespace import require_planned
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
-from nest_megatron.integrations.plan_recipe import Freedom
+from nest_megatron.integrations.plan_recipe import free_parameters
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan
@@ -48,10 +47,10 @@ def planned(
 ) -> tuple[ParallelPlan, Mapping[str, object]]:
     composed = compose(parse(["cluster=dgx_h100", "search.num_alternatives=0", *settings]))
     names = free.split(",") if free else []
-    request = read_request(command, composed, free=names, version=version)
-    found = plan(plan_request(composed.config, request.inputs, request.space))
+    read, request = read_request(command, composed, free=names, version=version)
+    found = plan(request)
     assert isinstance(found, ParallelPlan)
-    argv = with_launch(found, request.command).launch[LAUNCHER].argv
+    argv = with_launch(found, read.command).launch[LAUNCHER].argv
     return found, read_command(["pretrain_gpt.py", *argv], version).values
 
 
@@ -267,7 +266,7 @@ def test_a_report_of_torch_fsdp2_says_that_it_is_zero_3() -> None:
 
 
 def test_no_note_moves_torch_fsdp2_to_megatron_fsdp() -> None:
-    _, read = read_job(read_command(job(TORCH_FSDP2)))
+    read = read_job(read_command(job(TORCH_FSDP2)))
     assert not [note for note in read.notes if "Megatron-FSDP" in note]
 
 
@@ -292,15 +291,15 @@ def test_muon_with_the_distributed_optimizer_is_named() -> None:
 
 
 def test_a_recipe_frees_its_sharding_only_where_it_says_so() -> None:
-    assert "use_megatron_fsdp" not in Freedom().wishes().free
-    assert "use_megatron_fsdp" in Freedom(free=("all",)).wishes().free
+    assert "use_megatron_fsdp" not in free_parameters().names
+    assert "use_megatron_fsdp" in free_parameters(("all",)).names
 
 
 def test_a_text_is_one_choice() -> None:
-    assert Freedom(free="all").wishes() == Freedom(free=("all",)).wishes()
-    assert Freedom(keep="zero_stage").wishes() == Freedom(keep=["zero_stage"]).wishes()
+    assert free_parameters("all") == free_parameters(("all",))
+    assert free_parameters(keep="zero_stage") == free_parameters(keep=["zero_stage"])
     with pytest.raises(UserInputError, match="free = 'zero': it is no choice"):
-        Freedom(free="zero")
+        free_parameters("zero")
 
 
 def test_a_plan_without_new_choices_is_written_as_before() -> None:

@@ -7,12 +7,13 @@ import dataclasses
 import pytest
 
 from nest_megatron.config.compose import compose
+from nest_megatron.config.job import ReadCommand
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.request import plan_request
 from nest_megatron.errors import NestError
 from nest_megatron.integrations.megatron_lm.attach import rewritten
-from nest_megatron.integrations.megatron_lm.command_request import CommandRequest, read_request
+from nest_megatron.integrations.megatron_lm.command_request import read_request
 from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.integrations.megatron_lm.typed import kept_flags
 from nest_megatron.integrations.megatron_lm.unchanged import require_kept
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan
@@ -36,19 +37,21 @@ TYPED = {
 }
 
 
-def asked(flags: str, free: str = "") -> tuple[CommandRequest, ParallelPlan]:
+def asked(flags: str, free: str = "") -> tuple[ReadCommand, frozenset[str], ParallelPlan]:
+    """A command, its flags that stay, and its plan."""
     composed = compose(parse(["cluster=dgx_h100", "search.num_alternatives=0"]))
     names = free.split(",") if free else []
-    request = read_request(job(flags), composed, free=names, version="0.16.1")
-    found = plan(plan_request(composed.config, request.inputs, request.space))
+    read, request = read_request(job(flags), composed, free=names, version="0.16.1")
+    found = plan(request)
     assert isinstance(found, ParallelPlan)
-    return request, found
+    assert read.command is not None
+    return read.command, kept_flags(read, request, composed.config), found
 
 
 @pytest.mark.parametrize(("flags", "layout"), TYPED.items())
 def test_stages_stay_as_they_were_typed(flags: str, layout: str) -> None:
-    request, found = asked(flags)
-    argv = rewritten(found, request.command, request.kept_flags).argv
+    command, kept, found = asked(flags)
+    argv = rewritten(found, command, kept).argv
     assert " ".join(flags.split()) in " ".join(argv).replace("'", "")
     assert argv.count("--pipeline-model-parallel-layout") == ("layout" in flags)
     assert found.parallel.pipeline_model_parallel_layout == layout
@@ -64,32 +67,32 @@ def test_stages_stay_as_they_were_typed(flags: str, layout: str) -> None:
     ],
 )
 def test_other_choices_stay_as_they_were_typed(flags: str) -> None:
-    request, found = asked(flags)
-    rewrite = rewritten(found, request.command, request.kept_flags)
+    command, kept, found = asked(flags)
+    rewrite = rewritten(found, command, kept)
     assert f" {flags}" in " ".join(rewrite.argv)
     assert not {change.flag for change in rewrite.changes} & set(flags.split())
 
 
 def test_what_is_freed_changes() -> None:
     flags = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
-    request, found = asked(flags, "stage_layout")
-    values = read_command(["s.py", *rewritten(found, request.command, request.kept_flags).argv])
+    command, kept, found = asked(flags, "stage_layout")
+    values = read_command(["s.py", *rewritten(found, command, kept).argv])
     assert values.values["pipeline_model_parallel_layout"]
     assert values.values["num_virtual_stages_per_pipeline_rank"] is None
     assert found.parallel.virtual_pipeline_model_parallel_size == 2
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    request, _ = asked(full, "recompute")
-    assert not any("recompute" in name for name in request.kept_flags)
+    _, kept, _ = asked(full, "recompute")
+    assert not any("recompute" in name for name in kept)
 
 
 def test_a_changed_flag_is_an_error_of_ours() -> None:
-    request, found = asked("--tensor-model-parallel-size 2 --recompute-activations")
-    rewrite = rewritten(found, request.command, request.kept_flags)
+    command, kept, found = asked("--tensor-model-parallel-size 2 --recompute-activations")
+    rewrite = rewritten(found, command, kept)
     argv = [word if word != "2" else "4" for word in rewrite.argv]
     broken = dataclasses.replace(rewrite, argv=tuple(argv))
     changed = r"--tensor-model-parallel-size 2 -> 4.*fault of nest"
     with pytest.raises(NestError, match=changed) as fault:
-        require_kept(broken, request.command, found, request.kept_flags)
+        require_kept(broken, command, found, kept)
     assert fault.value.exit_code == 70
     kept = {"recompute_activations"}
     none = dataclasses.replace(
@@ -99,4 +102,4 @@ def test_a_changed_flag_is_an_error_of_ours() -> None:
         ),
     )
     with pytest.raises(NestError, match="the recomputation is not none"):
-        require_kept(rewrite, request.command, none, kept)
+        require_kept(rewrite, command, none, kept)

@@ -37,7 +37,8 @@ def test_a_written_plan_is_read_back(name: str) -> None:
     sound = SOUND[name]
     script = "pretrain_bert.py" if sound.spec is hand_models.BERT else "pretrain_gpt.py"
     argv = [script, *model_argv(sound.spec), *parallel_argv(sound)]
-    spec, job = read_job(read_command(argv))
+    job = read_job(read_command(argv))
+    spec = job.spec
     assert spec.hidden_size == sound.spec.hidden_size
     assert job.precision is sound.precision
     assert job.fixed["tensor_model_parallel_size"] == sound.dims.tensor_model_parallel_size
@@ -112,7 +113,7 @@ def test_environment() -> None:
 def test_null_tokenizer_adds_a_row() -> None:
     argv = model_argv(LLAMA, tokenizer_type="NullTokenizer")
     assert argv[argv.index("--vocab-size") + 1] == "128255"
-    assert read_job(read_command([*argv, "--bf16"]))[0].vocab_size == LLAMA.vocab_size
+    assert read_job(read_command([*argv, "--bf16"])).spec.vocab_size == LLAMA.vocab_size
 
 
 def test_activations_without_a_flag_are_refused() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from nest_megatron.config.cluster_detection import Surroundings, surroundings
+from nest_megatron.config.job import Job
 from nest_megatron.config.overrides import Setting
 from nest_megatron.integrations.megatron_lm import vocabulary
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.planning import (
     Outcome,
-    RunningJob,
     decide,
     read_running_job,
 )
@@ -52,7 +52,7 @@ def pad_like_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "_build_tokenizer", lambda: build)
 
 
-def running(args: Namespace, argv: list[str], version: str = "0.16.1") -> RunningJob:
+def running(args: Namespace, argv: list[str], version: str = "0.16.1") -> Job:
     return read_running_job(args, {}, ("pretrain_gpt.py", argv), version)
 
 
@@ -67,7 +67,7 @@ def decided(
     version: str = "0.16.1",
     world_size: int = 64,
     cluster: str = "dgx_h100",
-) -> tuple[Namespace, RunningJob, Outcome]:
+) -> tuple[Namespace, Job, Outcome]:
     """A job from its flags to the decision."""
     args = namespace(argv, version, world_size)
     job = running(args, argv, version)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from nest_megatron.config.cluster_detection import Surroundings, surroundings
+from nest_megatron.config.job import Job
 from nest_megatron.config.launch import read_words
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm import measure, measure_process, measure_store
@@ -41,7 +42,7 @@ from nest_megatron.integrations.megatron_lm.measure_process import (
 )
 from nest_megatron.integrations.megatron_lm.measure_tasks import shape_of, tasks_for
 from nest_megatron.integrations.megatron_lm.own_layers import JobArguments, job_arguments
-from nest_megatron.integrations.megatron_lm.planning import RunningJob, decide
+from nest_megatron.integrations.megatron_lm.planning import decide
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.profile import store
@@ -76,14 +77,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "profiles"
 
 
-def job(*words: str, spec: Any = LLAMA) -> tuple[RunningJob, Surroundings]:
+def job(*words: str, spec: Any = LLAMA) -> tuple[Job, Surroundings]:
     argv = job_argv(spec, "--global-batch-size", "256")
     settings = read_words(["+nest=auto", "nest.cluster=dgx_h100", *words]).job
     place = surroundings(settings, 64, {}, dry_run=False)
     return running(namespace(argv), argv), place
 
 
-def measuring(*words: str) -> Callable[[], tuple[RunningJob, Surroundings]]:
+def measuring(*words: str) -> Callable[[], tuple[Job, Surroundings]]:
     return lambda: job("nest.profile.mode=measure", *words)
 
 
@@ -92,9 +93,7 @@ def tasks(*words: str, spec: Any = LLAMA) -> tuple[Task, ...]:
     outcome = decide(reads, place, free=(), alternative=0)
     assert outcome.searched is not None
     request = outcome.searched.request
-    return tasks_for(
-        outcome.decision.plan, request.inputs, request.space, Implementation.TRANSFORMER_ENGINE
-    )
+    return tasks_for(outcome.decision.plan, request, Implementation.TRANSFORMER_ENGINE)
 
 
 def timed(task: Task) -> Any:

@@ -115,7 +115,7 @@ def test_values_from_a_checkpoint_count_as_the_user_s() -> None:
     args = namespace(SMALL)
     args.tensor_model_parallel_size = 4
     job = running(args, SMALL)
-    assert job.job.fixed["tensor_model_parallel_size"] == 4
+    assert job.fixed["tensor_model_parallel_size"] == 4
 
 
 def test_the_batch_without_a_flag_is_megatron_s_own() -> None:

@@ -15,14 +15,15 @@ from typing import Any
 import yaml
 
 from nest_megatron.config.compose import compose
+from nest_megatron.config.job import ReadCommand
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.request import plan_request
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_launch
-from nest_megatron.integrations.megatron_lm.command_request import Wishes, request_for
+from nest_megatron.integrations.megatron_lm.command_request import job_request
 from nest_megatron.integrations.megatron_lm.namespace import recorded_version
-from nest_megatron.integrations.megatron_lm.parser import ReadCommand, read_command
+from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
+from nest_megatron.integrations.megatron_lm.typed import kept_flags
 from nest_megatron.planner import NoPlan, plan
 from tests.megatron_lm.ask import ask_megatron
 
@@ -163,20 +164,21 @@ def written(job: Job, version: str) -> Written:
     try:
         command = read_command([*launcher, "pretrain_gpt.py", *job.argv], version)
         try:
-            spec, read = read_job(command)
+            read = read_job(command)
         except UserInputError as error:
             if error.what != "--vocab-size":
                 raise
-            spec, read = read_job(command, vocab_size=_ROWS)
+            read = read_job(command, vocab_size=_ROWS)
         cluster = _cluster(composed, job)
         tp = command.values["tensor_model_parallel_size"]
-        request = request_for(
-            command, (spec.with_padded_vocab(tp), read), cluster, composed, Wishes()
-        )
-        found = plan(plan_request(composed.config, request.inputs, request.space))
+        read = dataclasses.replace(read, spec=read.spec.with_padded_vocab(tp))
+        request = job_request(read, cluster, composed)
+        found = plan(request)
         if isinstance(found, NoPlan):
             return Written(job=job, command=command, refused="nothing fits")
-        launch = with_launch(found, command, kept=request.kept_flags).launch[LAUNCHER]
+        launch = with_launch(
+            found, command, kept=kept_flags(read, request, composed.config)
+        ).launch[LAUNCHER]
     except NestError as error:
         return Written(job=job, refused=" ".join(str(error).split()))
     return Written(job=job, argv=launch.argv, environment=launch.environment, command=command)

@@ -42,7 +42,7 @@ def main() -> None:
     """Build every piece in every way."""
     asked = json.load(sys.stdin)
     command = read_argv(asked["script"], asked["argv"], asked["version"])
-    spec, _ = read_job(command)
+    spec = read_job(command).spec
     own = JobLayers(job_arguments(command, {"tokenizer_type": "GPT2BPETokenizer"}), Where.CPU)
     shard = LayerShard(**asked["shard"], flash_attention=False)
     ways = {"own": own, "no builders": without_builders(own), "framework": None}

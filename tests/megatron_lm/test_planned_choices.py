@@ -12,7 +12,7 @@ import pytest
 
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.request import plan_request, read_inputs, read_space
+from nest_megatron.config.request import request_of
 from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.model.execution import PLAIN, GraphImpl
 from nest_megatron.parallel.plan import ParallelPlan
@@ -52,7 +52,7 @@ EVERYWHERE = (
 def planned(job: str) -> ParallelPlan:
     words = f"target=megatron_lm_{checkout_version()} {EVERYWHERE} {NEED_ENGINE} {job}"
     composed = compose(parse(words.split()))
-    request = plan_request(composed.config, read_inputs(composed), read_space(composed.config))
+    request = request_of(composed, choose_execution=True)
     found = plan(request)
     assert isinstance(found, ParallelPlan)
     return found

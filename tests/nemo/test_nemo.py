@@ -50,7 +50,7 @@ def test_nemo_accepts_the_plan(name: str, num_nodes: int) -> None:
         return
     recipes.validate(source)
     assert plan_changes(source, plan) == ()
-    job = read_recipe(source).job
+    job = read_recipe(source)
     stated = {name: job.memory_flags.get(name) for name in ("tp_comm_overlap", *_OF_EXPERTS)}
     of_plan = {name: getattr(plan.execution, name) for name in stated}
     if not plan.model.is_moe:
@@ -90,9 +90,9 @@ def test_experts_of_deepseek_travel_as_planned() -> None:
     )
     names = [callback.__fn_or_cls__.__name__ for callback in source.trainer.callbacks]
     assert "DeepEPCallback" in names
-    assert read_recipe(source).job.memory_flags["moe_token_dispatcher_type"] == "flex"
+    assert read_recipe(source).memory_flags["moe_token_dispatcher_type"] == "flex"
     plan, _ = auto_recipe(source, cluster="dgx_h100")
-    job = read_recipe(source).job
+    job = read_recipe(source)
     assert job.memory_flags["moe_token_dispatcher_type"] == plan.execution.moe_token_dispatcher_type
     assert not plan.execution.overlap_moe_expert_parallel_comm
     recipes.validate(source)
@@ -116,7 +116,7 @@ def test_stale_overlap_settings_are_cleared() -> None:
     (callback,) = [c for c in source.trainer.callbacks if hasattr(c, "tp_comm_overlap_cfg")]
     assert callback.tp_comm_overlap_cfg is not None
     assert callback.defer_embedding_wgrad_compute
-    assert read_recipe(source).job.not_modelled == (), "what a plan takes back weighs on no memory"
+    assert read_recipe(source).not_modelled == (), "what a plan takes back weighs on no memory"
     auto_recipe(source, cluster="dgx_h100")
     assert callback.tp_comm_overlap_cfg is None
     assert not callback.defer_embedding_wgrad_compute

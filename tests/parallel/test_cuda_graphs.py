@@ -75,11 +75,11 @@ def test_what_may_not_be_computed_again(
 def test_a_search_keeps_to_them() -> None:
     composed = compose(parse(["cluster=dgx_h100"]))
     flags = "--global-batch-size 64 --cuda-graph-impl local --num-experts 8 --disable-bias-linear"
-    request = read_request(COMMAND + flags, composed, free=[], version="0.16.1")
+    _, request = read_request(COMMAND + flags, composed, free=[], version="0.16.1")
     assert not request.space.full_recompute
     assert RecomputeModule.MLP in request.space.without_modules  # hidden dropout is 0.1
     assert request.space.limits["expert_model_parallel_size"] == 1
-    newer = read_request(COMMAND + flags, composed, free=[], version="0.20")
+    _, newer = read_request(COMMAND + flags, composed, free=[], version="0.20")
     assert "expert_model_parallel_size" not in newer.space.limits
-    _, job = read_job(read_command(COMMAND + "--global-batch-size 64"))
+    job = read_job(read_command(COMMAND + "--global-batch-size 64"))
     assert job.graphs is None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeVar
 
+from nest_megatron.config.job import Job
 from nest_megatron.cost_model.execution_flags import execution_of
 from nest_megatron.cost_model.target_limits import OF_THE_JOB
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.field_mapping import planned_items
 from nest_megatron.integrations.hydra.view import AppView
-from nest_megatron.integrations.megatron_lm.job import MegatronJob
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.execution_rules import allowed_execution
@@ -46,9 +46,7 @@ _NEED_NO_FIELD = (
 _DEFAULTS: tuple[object, ...] = (None, False, 1, "no_shard", "", [])
 
 
-def space_of(
-    own: SearchSpace, view: AppView, spec: TransformerSpec, job: MegatronJob
-) -> SearchSpace:
+def space_of(own: SearchSpace, view: AppView, job: Job) -> SearchSpace:
     """The part of a search space that an application's fields can state.
 
     A choice without a field is held at what Megatron does by itself; one that is given by hand is
@@ -67,7 +65,7 @@ def space_of(
             limit="a layout given by hand leaves nothing to search for in a Hydra application",
             fix="Leave it out, or launch without nest.",
         )
-    fixed = {**_degrees(own, view, spec), **own.fixed}
+    fixed = {**_degrees(own, view, job.spec), **own.fixed}
     granularity_is_free = view.is_planned("recompute_granularity")
     with_modules = view.is_planned("recompute_modules")
     return dataclasses.replace(
@@ -83,7 +81,7 @@ def space_of(
     )
 
 
-def require_room(plan: ParallelPlan, view: AppView, job: MegatronJob) -> None:
+def require_room(plan: ParallelPlan, view: AppView, job: Job) -> None:
     """Refuse a plan that an application cannot carry out.
 
     Raises:
@@ -122,7 +120,7 @@ def planned_execution(view: AppView) -> frozenset[str]:
     return frozenset(name for name in names if view.is_planned(name))
 
 
-def _require_execution(plan: ParallelPlan, view: AppView, job: MegatronJob) -> None:
+def _require_execution(plan: ParallelPlan, view: AppView, job: Job) -> None:
     """What the application does not ask for is carried out as its own fields say."""
     grid = plan.grid()
     stated = allowed_execution(execution_of(job.memory_flags), grid)
@@ -140,7 +138,7 @@ def _require_execution(plan: ParallelPlan, view: AppView, job: MegatronJob) -> N
         )
 
 
-def zero_stages(view: AppView, job: MegatronJob) -> tuple[ZeroStage, ...]:
+def zero_stages(view: AppView, job: Job) -> tuple[ZeroStage, ...]:
     """The ways to share states among replicas that an application can be told, or has."""
     if view.is_planned("use_megatron_fsdp") and view.is_planned("data_parallel_sharding_strategy"):
         return tuple(ZeroStage)

@@ -12,8 +12,9 @@ from typing import Any
 from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.config.cluster_detection import Surroundings, processes_per_host, surroundings
 from nest_megatron.config.compose import compose
+from nest_megatron.config.job import FreeParameters, Job
 from nest_megatron.config.launch import Mode
-from nest_megatron.config.request import plan_request, with_times
+from nest_megatron.config.request import request_for
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.execution_fields import execution_items
 from nest_megatron.integrations.field_mapping import planned_items
@@ -26,9 +27,8 @@ from nest_megatron.integrations.hydra.ranks import require_decided
 from nest_megatron.integrations.hydra.read import read_app
 from nest_megatron.integrations.hydra.size import is_launched, num_gpus
 from nest_megatron.integrations.hydra.view import AppView
-from nest_megatron.integrations.megatron_lm.command_request import Wishes, job_request
-from nest_megatron.integrations.megatron_lm.job import MegatronJob
-from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.integrations.megatron_lm.search_space import job_space
+from nest_megatron.integrations.megatron_lm.typed import freed_flags
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan as find_plan
@@ -38,7 +38,7 @@ from nest_megatron.report.failure import require_plan
 #: Runners-up that are ranked unless ``search.num_alternatives`` says otherwise.
 _RUNNERS_UP = 3
 #: The application's own fields say which ZeRO stages it has (``room.zero_stages``).
-_FREE = Wishes(free=("use_megatron_fsdp",))
+_FREE = FreeParameters(names=("use_megatron_fsdp",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,21 +79,23 @@ def plan_app(view: AppView, environment: Mapping[str, str]) -> AppPlan:
 
 def _searched(
     view: AppView, size: int, environment: Mapping[str, str]
-) -> tuple[ParallelPlan, MegatronJob, tuple[str, ...]]:
+) -> tuple[ParallelPlan, Job, tuple[str, ...]]:
     place = _place(view, size, environment)
     composed = place.composed
-    spec, job = read_app(view, composed)
-    wishes = dataclasses.replace(_FREE, can_state=planned_execution(view))
-    inputs, own, _ = job_request((spec, job), place.cluster, composed, wishes)
-    inputs = dataclasses.replace(inputs, notes=(*inputs.notes, *place.notes))
-    space = space_of(own, view, spec, job)
-    wanted = plan_request(composed.config, with_times(inputs, composed), space)
+    job = dataclasses.replace(
+        read_app(view, composed), free=_FREE, can_state=planned_execution(view)
+    )
+    job = dataclasses.replace(job, notes=(*job.notes, *place.notes))
+    own, offer = job_space(job, composed.config)
+    space = space_of(own, view, job)
+    freed = freed_flags(job.free)
+    wanted = request_for(job, place.cluster, composed, space, offer=offer, freed=freed)
     if "search.num_alternatives" not in composed.given:
         wanted = dataclasses.replace(wanted, num_alternatives=_RUNNERS_UP)
-    found = require_plan(find_plan(wanted), inputs.notes)
+    found = require_plan(find_plan(wanted), wanted.notes)
     require_decided(found, wanted.max_seconds)
     found = plan_file.made_for(found, "a Hydra application", None, "+nest=auto")
-    return found, job, inputs.notes
+    return found, job, wanted.notes
 
 
 def _place(view: AppView, size: int, environment: Mapping[str, str]) -> Surroundings:
@@ -103,7 +105,7 @@ def _place(view: AppView, size: int, environment: Mapping[str, str]) -> Surround
 
 def _pinned(
     view: AppView, size: int, environment: Mapping[str, str]
-) -> tuple[ParallelPlan, MegatronJob, tuple[str, ...]]:
+) -> tuple[ParallelPlan, Job, tuple[str, ...]]:
     if view.settings.plan is None:
         raise UserInputError(
             "nest.plan",
@@ -112,25 +114,20 @@ def _pinned(
             fix="Name it: nest.plan=FILE (`nest-megatron pin` makes one).",
         )
     pinned = read_pinned(Path(view.settings.plan).expanduser())
-    spec, job = read_app(view, compose(view.settings.settings(None)))
-    require_same_job(pinned, _found(view, pinned, (spec, job), size, environment))
+    job = read_app(view, compose(view.settings.settings(None)))
+    require_same_job(pinned, _found(view, pinned, job, size, environment))
     who = f"Pinned {pinned.pin.created} by {pinned.pin.by}."
     return pinned.plan, job, (who,)
 
 
 def _found(
-    view: AppView,
-    pinned: PinnedPlan,
-    model_and_job: tuple[TransformerSpec, MegatronJob],
-    size: int,
-    environment: Mapping[str, str],
+    view: AppView, pinned: PinnedPlan, job: Job, size: int, environment: Mapping[str, str]
 ) -> Found:
     """What is known of the job that is about to run."""
-    spec, job = model_and_job
     named = view.settings.cluster is not None
     here = is_launched(environment)
     return Found(
-        spec=spec,
+        spec=job.spec,
         num_gpus=size,
         cluster=_place(view, size, environment).cluster if named else None,
         gpus=local_gpus() if here and not named else None,

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from nest_megatron.config.compose import Composed
+from nest_megatron.config.job import Job
 from nest_megatron.config.request import read_spec, with_seq_length
 from nest_megatron.cost_model.memory_flags import READ
 from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.integrations.architecture import CLASSIFIED, REFUSED
 from nest_megatron.integrations.hydra.assumed import assumptions, require_known_fields
 from nest_megatron.integrations.hydra.view import SPELLINGS, AppView
-from nest_megatron.integrations.megatron_lm.job import MegatronJob
 from nest_megatron.integrations.megatron_lm.read import job_from_values
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.plan import ParallelChoice
@@ -145,8 +145,8 @@ _PRECISIONS: Mapping[str, dict[str, bool]] = {
 }
 
 
-def read_app(view: AppView, composed: Composed) -> tuple[TransformerSpec, MegatronJob]:
-    """Model and job of an application.
+def read_app(view: AppView, composed: Composed) -> Job:
+    """The job of an application.
 
     Args:
         composed: the planning job's settings; a model named there is the application's.
@@ -164,21 +164,24 @@ def read_app(view: AppView, composed: Composed) -> tuple[TransformerSpec, Megatr
         return _named(read_spec(composed.config), values)
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         _require(values, name, view)
-    spec, job = job_from_values(values, explicit=())
-    job = dataclasses.replace(job, notes=(*job.notes, *assumptions(view, _KNOWN)))
+    job = job_from_values(values, explicit=())
     name = str(view.at("name") or "model")
     activation = view.value("activation")
     beyond_flags = {} if activation is None else _activation(activation)[1]
     source = "a Hydra application"
-    return dataclasses.replace(spec, **beyond_flags, name=name, source=source), job
+    return dataclasses.replace(
+        job,
+        spec=dataclasses.replace(job.spec, **beyond_flags, name=name, source=source),
+        notes=(*job.notes, *assumptions(view, _KNOWN)),
+    )
 
 
-def _named(spec: TransformerSpec, values: Mapping[str, Any]) -> tuple[TransformerSpec, MegatronJob]:
+def _named(spec: TransformerSpec, values: Mapping[str, Any]) -> Job:
     """A model of the catalogue with the application's batch, sequence and number format."""
     spec = with_seq_length(spec, values.get("seq_length"))
     own = {name: values[name] for name in _OF_THE_JOB if name in values}
-    _, job = job_from_values({**own, **_least_shape(spec)}, explicit=())
-    return spec, job
+    job = job_from_values({**own, **_least_shape(spec)}, explicit=())
+    return dataclasses.replace(job, spec=spec)
 
 
 def _values(view: AppView) -> dict[str, Any]:

@@ -11,6 +11,7 @@ Nothing of Megatron-Bridge or torch is loaded here: a configuration is read by i
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from nest_megatron.config.overrides import parse
 from nest_megatron.integrations.megatron_bridge.overlay import to_dotlist, to_yaml
 from nest_megatron.integrations.megatron_bridge.read import read_recipe
 from nest_megatron.integrations.megatron_bridge.write import apply_plan, plan_changes
-from nest_megatron.integrations.plan_recipe import Freedom, plan_recipe
+from nest_megatron.integrations.plan_recipe import free_parameters, plan_recipe
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import ParallelPlan
 
@@ -45,7 +46,7 @@ def auto_recipe(
 ) -> tuple[ParallelPlan, tuple[Change, ...]]:
     """Plan a configuration and write the plan into it.
 
-    A recipe sets every degree, and its defaults cannot be told from its user's wishes, so all of
+    A recipe sets every degree, and its defaults cannot be told from its user's settings, so all of
     them are free unless they are kept (``docs/decisions/006-what-a-recipe-keeps.md``).
 
     Args:
@@ -64,13 +65,11 @@ def auto_recipe(
     Raises:
         NothingFitsError: if no plan fits in memory, naming the missing bytes.
         SearchEndedError: if time ended the search before it had a plan.
-        UserInputError: for a job that cannot be planned, or a wish that cannot be kept.
+        UserInputError: for a job that cannot be planned, or a choice that cannot be kept.
     """
-    freedom = Freedom(free=free, keep=keep)
-    plan = plan_recipe(
-        read_recipe(cfg, vocab_size=vocab_size, environment=environment),
-        cluster=cluster,
-        overrides=parse(overrides),
-        freedom=freedom,
+    parameters = free_parameters(free, keep)
+    job = dataclasses.replace(
+        read_recipe(cfg, vocab_size=vocab_size, environment=environment), free=parameters
     )
+    plan = plan_recipe(job, cluster=cluster, overrides=parse(overrides))
     return plan, apply_plan(cfg, plan, environment=environment)

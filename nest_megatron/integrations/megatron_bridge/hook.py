@@ -8,6 +8,7 @@ in the log. Wrapped, it plans after the user's own overrides, and those stay as 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nest_megatron.config.choices import installed_packages
+from nest_megatron.config.job import Job
 from nest_megatron.config.launch import LaunchWords, Mode, read_launch, read_words, split_words
 from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.documents import read_yaml
@@ -28,8 +30,7 @@ from nest_megatron.integrations.megatron_lm.ranks import Rendezvous, ending_toge
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.megatron_lm.same_job import fields, versions
 from nest_megatron.integrations.plan_output import plan_output
-from nest_megatron.integrations.plan_recipe import Freedom, pinned_recipe, plan_recipe
-from nest_megatron.integrations.recipe import Recipe
+from nest_megatron.integrations.plan_recipe import free_parameters, pinned_recipe, plan_recipe
 from nest_megatron.integrations.slurm import rank_variables
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
@@ -122,7 +123,7 @@ def run(
 
 def _run(
     cfg: Any,
-    recipe: Recipe,
+    recipe: Job,
     words: LaunchWords,
     launch: LaunchConfig,
     keep: tuple[str, ...],
@@ -186,7 +187,7 @@ def kept_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...]:
 
 
 def _find(
-    recipe: Recipe, words: LaunchWords, launch: LaunchConfig, keep: tuple[str, ...]
+    recipe: Job, words: LaunchWords, launch: LaunchConfig, keep: tuple[str, ...]
 ) -> ParallelPlan:
     if words.mode is Mode.PINNED:
         return _pinned(recipe, launch)
@@ -194,21 +195,15 @@ def _find(
     given = [s.value for s in words.job if s.key == "out"]
     out = plan_output(given[-1] if given else None)
     sharding = {"all", "use_megatron_fsdp"}.intersection(launch.free)
-    freedom = Freedom(free=("all",) if sharding else None, keep=keep, option="nest.free")
-    plan = plan_recipe(
-        recipe,
-        cluster=None,
-        overrides=settings,
-        freedom=freedom,
-        choose=launch.alternative,
-        packages=installed_packages(),
-    )
+    free = free_parameters(("all",) if sharding else None, keep, "nest.free")
+    job = dataclasses.replace(recipe, free=free, packages=installed_packages())
+    plan = plan_recipe(job, cluster=None, overrides=settings, choose=launch.alternative)
     if out is not None:
         plan_file.write(plan, out)
     return plan
 
 
-def _pinned(recipe: Recipe, launch: LaunchConfig) -> ParallelPlan:
+def _pinned(recipe: Job, launch: LaunchConfig) -> ParallelPlan:
     if launch.plan is None:
         raise UserInputError(
             "nest.plan",

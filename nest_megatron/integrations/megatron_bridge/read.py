@@ -9,25 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.config.job import Job
 from nest_megatron.cost_model.target_defaults import BRIDGE_0_3, BRIDGE_2026
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.architecture import unpriced_fields
 from nest_megatron.integrations.execution_fields import BRIDGE_LACKS_LEVELS, ExecutionPlaces
-from nest_megatron.integrations.fields import ABSENT, find, value_or, whole
-from nest_megatron.integrations.finetuning import (
-    closed_choices,
-    data_requirements,
-    packed_sequence_size,
-)
+from nest_megatron.integrations.fields import ABSENT, find, value_or
+from nest_megatron.integrations.finetuning import packed_sequence_size
 from nest_megatron.integrations.memory_fields import memory_fields
-from nest_megatron.integrations.recipe import (
-    DEGREES,
-    RECOMPUTE,
-    JobFields,
-    Recipe,
-    recipe_of,
-)
+from nest_megatron.integrations.recipe import DEGREES, RECOMPUTE, job_of_fields
 from nest_megatron.integrations.restore import restored_by_bridge
 from nest_megatron.integrations.transformer_config import (
     refuse_adapters,
@@ -35,8 +26,6 @@ from nest_megatron.integrations.transformer_config import (
     spec_from_transformer_config,
 )
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.cuda_graphs import FIELDS as GRAPH_FIELDS
-from nest_megatron.parallel.cuda_graphs import cuda_graphs
 
 #: Item of a plan -> field of a ``ConfigContainer`` (0.3.1; HEAD has the same).
 FIELDS: Mapping[str, str] = {
@@ -49,7 +38,6 @@ FIELDS: Mapping[str, str] = {
     "micro_batch_size": "train.micro_batch_size",
     "global_batch_size": "train.global_batch_size",
 }
-PER_TOKEN_LOSS = "model.calculate_per_token_loss"
 _PARTS = ("model", "train", "optimizer", "ddp", "dist", "dataset", "checkpoint")
 #: Tokenizers that add a row of their own (``_NullTokenizer``: the end of a document).
 _ADDED_ROWS = {"NullTokenizer": 1}
@@ -60,7 +48,7 @@ def read_recipe(
     *,
     vocab_size: int | None = None,
     environment: Mapping[str, str] | None = None,
-) -> Recipe:
+) -> Job:
     """Read model, batch, sequence and layout from a configuration; nothing is changed.
 
     Args:
@@ -75,28 +63,21 @@ def read_recipe(
     """
     spec = read_spec(cfg, vocab_size)
     variables = os.environ if environment is None else environment
-    precision, fp8_recipe, params_dtype = _precision(cfg)
-    restored = restored_by_bridge(cfg)
-    micro = whole(cfg, FIELDS["micro_batch_size"])
-    notes = unpriced_fields(cfg.model)
-    sizes = JobFields(
-        global_batch_size=whole(cfg, FIELDS["global_batch_size"]),
-        micro_batch_size=micro,
-        num_gpus=_number(variables, "WORLD_SIZE", "SLURM_NTASKS"),
-        gpus_per_node=_number(variables, "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"),
-        precision=precision,
-        fp8_recipe=fp8_recipe,
+    return job_of_fields(
+        cfg,
+        FIELDS,
+        execution_places(cfg),
+        spec=spec,
+        data="dataset",
+        precision=_precision(cfg),
+        memory=_memory_fields(cfg),
         uses_fsdp=uses_fsdp(cfg),
-        memory_fields={**_memory_fields(cfg), "params_dtype": params_dtype},
-        places=execution_places(cfg),
-        closed=closed_choices(cfg.dataset, cfg.model),
+        restored=restored_by_bridge(cfg),
+        notes=unpriced_fields(cfg.model),
         target=installed_target(),
-        graphs=cuda_graphs({name: value_or(cfg.model, name, None) for name in GRAPH_FIELDS}),
-        restored=restored,
-        required=data_requirements(cfg, "dataset", micro, PER_TOKEN_LOSS),
-        notes=notes if restored is None else (*notes, restored.note()),
+        num_gpus=ranks(variables),
+        gpus_per_node=_number(variables, "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"),
     )
-    return recipe_of(cfg, spec, sizes, FIELDS)
 
 
 #: The release of Megatron-Bridge in NeMo Framework 26.06 (its ``docs/releases``).

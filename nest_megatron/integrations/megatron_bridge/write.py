@@ -23,7 +23,6 @@ from nest_megatron.integrations.fields import ABSENT, Wanted, carry_out, changes
 from nest_megatron.integrations.finetuning import finetuning_fields, packed_sequence_size
 from nest_megatron.integrations.megatron_bridge.read import (
     FIELDS,
-    PER_TOKEN_LOSS,
     execution_places,
     installed_target,
     ranks,
@@ -125,7 +124,7 @@ def _wanted(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
         cfg,
         plan,
         data="dataset",
-        per_token_loss=PER_TOKEN_LOSS,
+        model="model",
         averaging="ddp.average_in_collective",
     )
     if not isinstance(find(cfg, "mixed_precision"), str):  # a named recipe brings its own

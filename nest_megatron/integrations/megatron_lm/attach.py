@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
+from nest_megatron.config.job import ReadCommand
 from nest_megatron.cost_model.stored_settings import restored_settings
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.parser import VERSIONS, ReadCommand
+from nest_megatron.integrations.megatron_lm.parser import VERSIONS
 from nest_megatron.integrations.megatron_lm.rewrite import Rewrite, rewrite
 from nest_megatron.integrations.megatron_lm.rules import require_launchable
 from nest_megatron.integrations.megatron_lm.unchanged import require_kept

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nest_megatron.config.job import Requirement
 from nest_megatron.documents import read_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_bytes
@@ -69,16 +70,6 @@ class SavedCheckpoint:
     largest_buffer: int | None = None
     rng_shape: tuple[int, ...] | None = None
     arguments: _Values = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Requirement:
-    """A value that a plan must keep, and why; ``None`` is a value that cannot be read."""
-
-    value: int | bool | str | None
-    reason: str
-    fix: str
-    who: str = "the checkpoint to be loaded"
 
 
 def read_checkpoint(values: _Values) -> SavedCheckpoint | None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.job import VIRTUAL_STAGES
+from nest_megatron.integrations.megatron_lm.layout_arguments import VIRTUAL_STAGES
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.layout import parse_layout, uniform_partition
 from nest_megatron.parallel.partition import StagePartition

@@ -57,7 +57,7 @@ def show(
     _show_command(session, outcome)
     if asked_file(session) is not None:
         say(keep(session, plan))
-    if outcome.searched is not None and outcome.searched.request.kept:
+    if outcome.searched is not None and outcome.searched.kept:
         print_costs(outcome.searched)
     say("nest: dry run; nothing was started.")
 

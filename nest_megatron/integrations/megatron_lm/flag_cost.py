@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from nest_megatron.config.request import plan_request
+from nest_megatron.config.job import FreeParameters
 from nest_megatron.errors import NestError
-from nest_megatron.integrations.megatron_lm.command_request import Wishes
-from nest_megatron.integrations.megatron_lm.planning import Searched, ask
+from nest_megatron.integrations.megatron_lm.planning import Searched, running_request
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.units import Seconds
@@ -18,21 +17,19 @@ _PIPELINE = "pipeline_model_parallel_size"
 def costs(searched: Searched) -> list[tuple[str, Seconds]]:
     """The predicted step with each kept choice freed alone, and at last with all of them."""
     found = []
-    for choice in (*searched.request.kept, "all"):
+    for choice in (*searched.kept, "all"):
         names = {choice, "stage_layout"} if choice == _PIPELINE else {choice}
-        wishes = dataclasses.replace(searched.wishes, free=[*searched.wishes.free, *names])
-        step = _step(searched, wishes)
+        free = dataclasses.replace(searched.job.free, names=[*searched.job.free.names, *names])
+        step = _step(searched, free)
         if step is not None:
             found.append((choice, step))
     return found
 
 
-def _step(searched: Searched, wishes: Wishes) -> Seconds | None:
-    """The predicted step of the fastest plan under other wishes."""
-    place = searched.place
-    request = ask(searched.running, place, wishes)
-    wanted = plan_request(place.composed.config, request.inputs, request.space)
-    wanted = dataclasses.replace(wanted, num_alternatives=0, offer=None, num_compared=1)
+def _step(searched: Searched, free: FreeParameters) -> Seconds | None:
+    """The predicted step of the fastest plan where other settings may change."""
+    request = running_request(dataclasses.replace(searched.job, free=free), searched.place)
+    wanted = dataclasses.replace(request, num_alternatives=0, offer=None, num_compared=1)
     found = find_plan(wanted)
     if not isinstance(found, ParallelPlan):
         return None

@@ -23,6 +23,7 @@ from nest_megatron.config.cluster_detection import (
     processes_per_host,
     surroundings,
 )
+from nest_megatron.config.job import Job
 from nest_megatron.config.launch import Mode
 from nest_megatron.errors import OK, NestError, RefusedByMegatronError, UserInputError
 from nest_megatron.integrations.megatron_lm.agreement import Hosts, broadcast, require_equal
@@ -40,7 +41,6 @@ from nest_megatron.integrations.megatron_lm.namespace import (
 )
 from nest_megatron.integrations.megatron_lm.planning import (
     Outcome,
-    RunningJob,
     carry_out,
     decide,
     read_running_job,
@@ -187,13 +187,13 @@ def find(session: Session, args: Namespace, defaults: Mapping[str, Any]) -> Outc
         NestError: if there is none.
     """
     asked_file(session)
-    running = _read(session, args, defaults)
+    job = _read(session, args, defaults)
     if session.words.mode is Mode.PINNED:
-        return _pinned(session, running, args.world_size)
-    return _decided(session, running, _place(session, args))
+        return _pinned(session, job, args.world_size)
+    return _decided(session, job, _place(session, args))
 
 
-def _read(session: Session, args: Namespace, defaults: Mapping[str, Any]) -> RunningJob:
+def _read(session: Session, args: Namespace, defaults: Mapping[str, Any]) -> Job:
     from megatron.core import __version__ as release
 
     command_line = (session.script, session.argv)
@@ -205,9 +205,9 @@ def _place(session: Session, args: Namespace) -> Surroundings:
     return surroundings(session.words.job, args.world_size, os.environ, dry_run=dry_run)
 
 
-def _decided(session: Session, running: RunningJob, place: Surroundings) -> Outcome:
+def _decided(session: Session, job: Job, place: Surroundings) -> Outcome:
     launch = session.launch
-    return decide(running, place, free=launch.free, alternative=launch.alternative)
+    return decide(job, place, free=launch.free, alternative=launch.alternative)
 
 
 def _measures(session: Session) -> bool:
@@ -219,13 +219,13 @@ def _measures(session: Session) -> bool:
 
 def _measured(
     session: Session, args: Namespace, defaults: Mapping[str, Any], store: RendezvousStore | None
-) -> tuple[RunningJob, Surroundings] | None:
+) -> tuple[Job, Surroundings] | None:
     """The job and where it runs, with layer times measured just now, on rank 0; all take part."""
     from nest_megatron.integrations.megatron_lm.measure import measure_job, planned_with
 
-    read: list[tuple[RunningJob, Surroundings]] = []
+    read: list[tuple[Job, Surroundings]] = []
 
-    def job() -> tuple[RunningJob, Surroundings]:
+    def job() -> tuple[Job, Surroundings]:
         asked_file(session)
         read.append((_read(session, args, defaults), _place(session, args)))
         return read[0]
@@ -233,11 +233,11 @@ def _measured(
     measured = measure_job(job, store=store, defaults=defaults, free=session.launch.free)
     if not read:
         return None
-    ((running, place),) = read
-    return running, planned_with(place, measured)
+    ((found, place),) = read
+    return found, planned_with(place, measured)
 
 
-def _pinned(session: Session, running: RunningJob, world_size: int) -> Outcome:
+def _pinned(session: Session, job: Job, world_size: int) -> Outcome:
     if session.launch.plan is None:
         raise UserInputError(
             "nest.plan",
@@ -253,28 +253,28 @@ def _pinned(session: Session, running: RunningJob, world_size: int) -> Outcome:
         world_size = place.cluster.num_gpus
     elif dry_run and "WORLD_SIZE" not in os.environ:
         world_size = pinned.plan.placement.num_gpus
-    job = running.job
+    assert job.command is not None
     found = Found(
-        spec=running.spec,
+        spec=job.spec,
         num_gpus=world_size,
         cluster=place.cluster if named else None,
         gpus=None if named or dry_run else local_gpus(),
         gpus_per_host=None if dry_run else processes_per_host(os.environ),
         global_batch_size=job.global_batch_size,
         precision=job.precision,
-        tensor_model_parallel_size=running.command.values["tensor_model_parallel_size"],
+        tensor_model_parallel_size=job.command.values["tensor_model_parallel_size"],
         megatron_lm=job.version,
         memory_flags=job.memory_flags,
     )
     require_same_job(pinned, found)
     who = f"Pinned {pinned.pin.created} by {pinned.pin.by}."
-    return carry_out(_with_rows_of(running, pinned.plan), running.command, (who,))
+    return carry_out(_with_rows_of(job, pinned.plan), job.command, (who,))
 
 
-def _with_rows_of(running: RunningJob, plan: ParallelPlan) -> ParallelPlan:
+def _with_rows_of(job: Job, plan: ParallelPlan) -> ParallelPlan:
     """The plan with the embedding's rows that the job has by itself, where they can be split."""
-    rows = running.spec.vocab_size
-    if not running.spec.vocab_is_padded or rows % plan.parallel.tensor_model_parallel_size:
+    rows = job.spec.vocab_size
+    if not job.spec.vocab_is_padded or rows % plan.parallel.tensor_model_parallel_size:
         return plan
     model = dataclasses.replace(plan.model, vocab_size=rows, vocab_is_padded=True)
     return dataclasses.replace(plan, model=model)
@@ -321,7 +321,7 @@ def tell(session: Session, outcome: Outcome) -> None:
 
     show(launched_report(outcome.decision.plan, outcome.changes, outcome.notes))
     say(keep(session, outcome.decision.plan))
-    if outcome.searched is not None and outcome.searched.request.kept:
+    if outcome.searched is not None and outcome.searched.kept:
         threading.Thread(target=print_costs, args=(outcome.searched,), daemon=True).start()
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.config.cluster_detection import Surroundings
+from nest_megatron.config.job import Job
 from nest_megatron.config.request import require_seconds
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.agreement import Check, broadcast, gather
@@ -40,7 +41,7 @@ from nest_megatron.integrations.megatron_lm.measure_store import (
 )
 from nest_megatron.integrations.megatron_lm.measure_tasks import tasks_for
 from nest_megatron.integrations.megatron_lm.own_layers import job_arguments
-from nest_megatron.integrations.megatron_lm.planning import RunningJob, decide
+from nest_megatron.integrations.megatron_lm.planning import decide
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
@@ -52,9 +53,6 @@ from nest_megatron.report.console import say
 from nest_megatron.units import Seconds
 
 _TASKS, _TIMINGS = "list of what to measure", "timings"
-
-#: A job and where it runs.
-Job = tuple[RunningJob, Surroundings]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +75,7 @@ class Measured:
 
 
 def measure_job(
-    job: Callable[[], Job],
+    job: Callable[[], tuple[Job, Surroundings]],
     *,
     store: RendezvousStore | None = None,
     defaults: Mapping[str, Any] | None = None,
@@ -102,9 +100,9 @@ def measure_job(
     before: list[LayerProfile | None] = []
 
     def plan_tasks(_: object) -> str:
-        running, place = job()
+        found, place = job()
         name.append(place.composed.config.profile.name)
-        orders, known = _orders(running, place, defaults or {}, tuple(free), max_seconds)
+        orders, known = _orders(found, place, defaults or {}, tuple(free), max_seconds)
         before.append(known)
         _announce(orders, 1 if store is None else store.context.world_size)
         return orders.to_text()
@@ -119,7 +117,7 @@ def measure_job(
 
 
 def _orders(
-    running: RunningJob,
+    job: Job,
     place: Surroundings,
     defaults: Mapping[str, Any],
     free: tuple[str, ...],
@@ -130,20 +128,20 @@ def _orders(
     seconds = require_seconds(
         "nest.profile.max_seconds", asked.max_seconds if max_seconds is None else max_seconds
     )
-    implementation = _implementation(running)
+    implementation = _implementation(job)
     analytic = with_profile(place, ProfileMode.ANALYTIC)
-    outcome = decide(running, analytic, free=free, alternative=0)
+    outcome = decide(job, analytic, free=free, alternative=0)
     assert outcome.searched is not None
+    assert job.command is not None
     request = outcome.searched.request
-    inputs = request.inputs
-    tasks = tasks_for(outcome.decision.plan, inputs, request.space, implementation)
+    tasks = tasks_for(outcome.decision.plan, request, implementation)
     now = here(implementation)
-    known = stored_profile(inputs.spec, inputs.settings.precision, now)
+    known = stored_profile(request.spec, request.settings.precision, now)
     orders = Orders(
-        spec=inputs.spec,
-        precision=inputs.settings.precision,
-        tasks=missing(inputs.spec, tasks, known),
-        job=job_arguments(running.command, defaults),
+        spec=request.spec,
+        precision=request.settings.precision,
+        tasks=missing(request.spec, tasks, known),
+        job=job_arguments(job.command, defaults),
         implementation=implementation,
         where=now.where,
         max_seconds=seconds,
@@ -151,8 +149,8 @@ def _orders(
     return orders, known
 
 
-def _implementation(running: RunningJob) -> Implementation:
-    asked = running.job.transformer_impl
+def _implementation(job: Job) -> Implementation:
+    asked = job.transformer_impl
     if asked in tuple(Implementation):
         return Implementation(asked)
     raise UserInputError(

@@ -6,38 +6,37 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from nest_megatron.config.request import Inputs
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.plan import Alternative, ParallelChoice, ParallelPlan
+from nest_megatron.planner import PlanRequest
 from nest_megatron.profile.lookup import Point, point_of
 from nest_megatron.profile.records import Piece
 from nest_megatron.profile.session import Task, tasks_of
 from nest_megatron.solver.grids import GridSpace
-from nest_megatron.solver.space import SearchSpace
 
 #: A piece and the point that its time depends on.
 Shape = tuple[Piece, Point]
 
 
 def tasks_for(
-    plan: ParallelPlan, inputs: Inputs, space: SearchSpace, implementation: Implementation
+    plan: ParallelPlan, request: PlanRequest, implementation: Implementation
 ) -> tuple[Task, ...]:
     """Pieces and shapes in the order in which they are to be timed.
 
     Args:
         plan: the best plan without measurements, with its runners-up.
-        space: what the search may choose.
+        request: what was searched.
     """
     like = LayerShard(flash_attention=implementation is Implementation.TRANSFORMER_ENGINE)
     best = _planned(plan.parallel, plan.train.micro_batch_size, like)
-    near = sorted(set(_legal(inputs, space, like)), key=lambda shard: _distance(shard, best))
+    near = sorted(set(_legal(request, like)), key=lambda shard: _distance(shard, best))
     others = (_planned(other, other.micro_batch_size, like) for other in plan.alternatives)
     shapes: dict[Shape, Task] = {}
-    for task in map(_without_context, tasks_of(inputs.spec, (best, *others, *near))):
-        shapes.setdefault(shape_of(inputs.spec, task), task)  # several may have become one
+    for task in map(_without_context, tasks_of(request.spec, (best, *others, *near))):
+        shapes.setdefault(shape_of(request.spec, task), task)  # several may have become one
     return tuple(shapes.values())
 
 
@@ -72,11 +71,11 @@ def _planned(
     )
 
 
-def _legal(inputs: Inputs, space: SearchSpace, like: LayerShard) -> Iterator[LayerShard]:
+def _legal(request: PlanRequest, like: LayerShard) -> Iterator[LayerShard]:
     """Shapes that the search may choose and whose groups lie inside a node."""
-    model = CostModel(inputs.spec, inputs.cluster, inputs.settings)
-    node = inputs.cluster.gpus_per_node
-    for grid in GridSpace(model, inputs.global_batch_size, space).shards():
+    model = CostModel(request.spec, request.cluster, request.settings)
+    node = request.cluster.gpus_per_node
+    for grid in GridSpace(model, request.global_batch_size, request.space).shards():
         dims = grid.dims
         inside = max(dims.tensor_model_parallel_size, dims.expert_ranks) <= node
         if inside and dims.context_parallel_size == 1:

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from nest_megatron.config.job import ReadCommand
 from nest_megatron.errors import NestError
-from nest_megatron.integrations.megatron_lm.job import PARALLEL_ARGUMENTS
+from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS
 from nest_megatron.integrations.megatron_lm.parser import (
     VERSIONS,
-    ReadCommand,
     load_arguments,
     read_argv,
 )

@@ -21,8 +21,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from nest_megatron.integrations.megatron_lm.job import RECOMPUTE, VIRTUAL_STAGES
-from nest_megatron.integrations.megatron_lm.parser import ReadCommand, load_arguments
+from nest_megatron.config.job import ReadCommand
+from nest_megatron.integrations.megatron_lm.layout_arguments import RECOMPUTE, VIRTUAL_STAGES
+from nest_megatron.integrations.megatron_lm.parser import load_arguments
 from nest_megatron.megatron_core.groups import smallest_dims
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.megatron_core.units import Layers, local_layers, transformer_engine_layers

@@ -20,6 +20,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from nest_megatron.config.job import ReadCommand
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.integrations.megatron_lm.command_line import SplitCommand, split_command
 
@@ -40,41 +41,6 @@ class Argument:
     nargs: str | int | None = None
     choices: tuple[Any, ...] = ()
     default: Any = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadCommand:
-    """A training command, taken apart.
-
-    Args:
-        version: the Megatron release whose options were used.
-        environment: ``NAME=value`` assignments before the command.
-        launcher: everything before the script (``torchrun --nnodes 4 ...``).
-        script: path of the training script, empty if only flags were given.
-        argv: the script's arguments, without this package's own tokens.
-        values: every option of Megatron by destination, defaults filled in.
-        explicit: destinations that ``argv`` sets.
-        unknown: tokens of ``argv`` that Megatron does not know, in order; the user's own flags.
-        nest_tokens: this package's own tokens (``+nest=auto``, ``nest.free=[...]``).
-        notes: likely spelling mistakes and options of another release, one sentence each.
-        world_size: number of ranks, where the launcher's flags say it.
-    """
-
-    version: str
-    environment: Mapping[str, str]
-    launcher: tuple[str, ...]
-    script: str
-    argv: tuple[str, ...]
-    values: Mapping[str, Any]
-    explicit: frozenset[str]
-    unknown: tuple[str, ...]
-    nest_tokens: tuple[str, ...]
-    notes: tuple[str, ...]
-    world_size: int | None
-
-    def namespace(self) -> argparse.Namespace:
-        """The values as Megatron's parser would return them."""
-        return argparse.Namespace(**self.values)
 
 
 def read_command(command: str | Sequence[str], version: str = "0.16.1") -> ReadCommand:

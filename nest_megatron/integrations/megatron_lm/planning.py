@@ -10,29 +10,25 @@ from typing import Any
 
 from nest_megatron.config.choices import installed_packages
 from nest_megatron.config.cluster_detection import Surroundings
-from nest_megatron.config.request import plan_request, with_times
+from nest_megatron.config.job import FreeParameters, Job, ReadCommand
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_launch
 from nest_megatron.integrations.megatron_lm.checkpoint import (
     check_loadable,
     read_checkpoint,
     required,
 )
-from nest_megatron.integrations.megatron_lm.command_request import (
-    CommandRequest,
-    Wishes,
-    request_for,
-)
+from nest_megatron.integrations.megatron_lm.command_request import job_request
 from nest_megatron.integrations.megatron_lm.decision import Decision
-from nest_megatron.integrations.megatron_lm.job import MegatronJob
 from nest_megatron.integrations.megatron_lm.namespace import command_of, written_values
 from nest_megatron.integrations.megatron_lm.optimizer_rules import require_optimizer
-from nest_megatron.integrations.megatron_lm.parser import ReadCommand
-from nest_megatron.integrations.megatron_lm.read import job_from_values, refuse_unplannable
+from nest_megatron.integrations.megatron_lm.read import job_of, refuse_unplannable
 from nest_megatron.integrations.megatron_lm.rewrite import Change
+from nest_megatron.integrations.megatron_lm.search_space import fixed_choices
+from nest_megatron.integrations.megatron_lm.typed import kept_flags
 from nest_megatron.integrations.megatron_lm.vocabulary import padded_vocab_size
-from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
+from nest_megatron.planner import PlanRequest
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.report.failure import require_plan
@@ -43,27 +39,22 @@ _RUNNERS_UP = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunningJob:
-    """A job as Megatron has parsed it."""
-
-    command: ReadCommand
-    spec: TransformerSpec
-    job: MegatronJob
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """What was searched, to ask again with less kept.
+    """What was searched, to ask again with more of it free.
 
     Args:
         best_s: the predicted step of the best plan found, whichever runner-up was taken.
     """
 
-    running: RunningJob
+    job: Job
     place: Surroundings
-    wishes: Wishes
-    request: CommandRequest
+    request: PlanRequest
     best_s: Seconds
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The user's choices that the plan holds fixed, by their names in ``typed.LAYOUT``."""
+        return fixed_choices(self.job)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +76,8 @@ def read_running_job(
     defaults: Mapping[str, Any],
     command_line: tuple[str, Sequence[str]],
     version: str,
-) -> RunningJob:
-    """Model and job of the process that this runs in.
+) -> Job:
+    """The job of the process that this runs in.
 
     Args:
         args: Megatron's arguments before its validation.
@@ -104,21 +95,10 @@ def read_running_job(
     refuse_unplannable(values, script)  # before its tokenizer is built, which may take long
     require_optimizer(values, version)
     values["padded_vocab_size"] = padded_vocab_size(args, defaults)
-    spec, job = job_from_values(
-        values,
-        explicit=command.explicit,
-        script=script,
-        version=version,
-        world_size=args.world_size,
-        passthrough=command.unknown,
-        notes=command.notes,
-    )
-    return RunningJob(command=command, spec=spec, job=job)
+    return job_of(command, values)
 
 
-def decide(
-    running: RunningJob, place: Surroundings, *, free: Sequence[str], alternative: int
-) -> Outcome:
+def decide(job: Job, place: Surroundings, *, free: Sequence[str], alternative: int) -> Outcome:
     """Plan a running job.
 
     Args:
@@ -130,46 +110,37 @@ def decide(
         SearchEndedError: if time ended the search before it had a plan.
         UserInputError: if what is kept has no legal layout, or the checkpoint cannot take the plan.
     """
-    command = running.command
+    command = job.command
+    assert command is not None
     saved = read_checkpoint(command.values)
-    needed = {} if saved is None else required(saved, command.values, command.version)
-    wishes = Wishes(
-        free=tuple(free),
-        required=needed,
-        option="nest.free",
+    job = dataclasses.replace(
+        job,
+        free=FreeParameters(names=tuple(free), option="nest.free"),
+        required={} if saved is None else required(saved, command.values, command.version),
         packages=installed_packages(),
     )
-    request = ask(running, place, wishes)
-    inputs = request.inputs
-    wanted = plan_request(place.composed.config, inputs, request.space)
+    request = running_request(job, place)
+    asked = request
     if "search.num_alternatives" not in place.composed.given:
-        wanted = dataclasses.replace(wanted, num_alternatives=max(_RUNNERS_UP, alternative))
-    found = require_plan(find_plan(wanted, choose=alternative), inputs.notes)
+        asked = dataclasses.replace(request, num_alternatives=max(_RUNNERS_UP, alternative))
+    found = require_plan(find_plan(asked, choose=alternative), request.notes)
     if saved is not None:
         check_loadable(saved, found.parallel, command.values, command.version)
-    searched = Searched(
-        running=running,
-        place=place,
-        wishes=wishes,
-        request=request,
-        best_s=found.shortest_step_s,
-    )
+    searched = Searched(job=job, place=place, request=request, best_s=found.shortest_step_s)
     found = plan_file.made_for(found, MEGATRON_LM, command.version, "+nest=auto")
-    outcome = carry_out(found, command, inputs.notes, kept=request.kept_flags)
+    kept = kept_flags(job, request, place.composed.config)
+    outcome = carry_out(found, command, request.notes, kept=kept)
     return dataclasses.replace(outcome, searched=searched)
 
 
-def ask(running: RunningJob, place: Surroundings, wishes: Wishes) -> CommandRequest:
+def running_request(job: Job, place: Surroundings) -> PlanRequest:
     """What to search for a running job."""
     job = dataclasses.replace(
-        running.job, notes=(*running.job.notes, *place.notes), world_size=place.cluster.num_gpus
+        job, notes=(*job.notes, *place.notes), num_gpus=place.cluster.num_gpus
     )
-    model_and_job = (running.spec, job)
-    request = request_for(running.command, model_and_job, place.cluster, place.composed, wishes)
-    inputs = with_times(
-        request.inputs, place.composed, prefix="nest.", versions=installed_versions()
+    return job_request(
+        job, place.cluster, place.composed, prefix="nest.", versions=installed_versions()
     )
-    return dataclasses.replace(request, inputs=inputs)
 
 
 def carry_out(

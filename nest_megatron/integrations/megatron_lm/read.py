@@ -9,24 +9,25 @@ Source: ``megatron.training.arguments.validate_args`` and ``core_transformer_con
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.config.job import Job, ReadCommand
 from nest_megatron.cost_model.execution_flags import time_notes
 from nest_megatron.cost_model.memory_flags import memory_flags
 from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.integrations.architecture import REFUSED, unpriced
-from nest_megatron.integrations.megatron_lm.job import PARALLEL_ARGUMENTS, MegatronJob
+from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS
 from nest_megatron.integrations.megatron_lm.optimizer_rules import require_optimizer
-from nest_megatron.integrations.megatron_lm.parser import ReadCommand
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
-from nest_megatron.parallel.knobs import CLOSED_BY_DETERMINISM, CLOSED_BY_PACKS
+from nest_megatron.parallel.knobs import closed_fields
 from nest_megatron.parallel.plan import STRATEGIES
 from nest_megatron.parallel.recompute import (
     Recompute,
@@ -61,10 +62,8 @@ _DEFAULT_TOKENIZERS = {
 _STRATEGIES = {strategy: zero for zero, strategy in STRATEGIES.items()}
 
 
-def read_job(
-    command: ReadCommand, *, vocab_size: int | None = None
-) -> tuple[TransformerSpec, MegatronJob]:
-    """Model and job of a command that was read by ``parser.read_command``.
+def read_job(command: ReadCommand, *, vocab_size: int | None = None) -> Job:
+    """The job of a command that was read by ``parser.read_command``.
 
     Args:
         vocab_size: vocabulary of the tokenizer, where the command does not say it.
@@ -74,22 +73,31 @@ def read_job(
         UserInputError: if the command lacks a size, or its sizes contradict each other.
     """
     require_optimizer(command.values, command.version)
-    return job_from_values(
-        command.values,
+    return job_of(command, command.values, vocab_size=vocab_size)
+
+
+def job_of(
+    command: ReadCommand, values: Mapping[str, Any], *, vocab_size: int | None = None
+) -> Job:
+    """As ``read_job``, from ``vars()`` of the Namespace that Megatron itself parsed.
+
+    Args:
+        values: what stands for those of the command.
+    """
+    job = job_from_values(
+        values,
         explicit=command.explicit,
         script=command.script,
         version=command.version,
-        world_size=command.world_size,
-        passthrough=command.unknown,
-        notes=command.notes,
         vocab_size=vocab_size,
     )
-
-
-def _closed(values: Mapping[str, Any]) -> frozenset[str]:
-    """Fields of ``Execution`` that a job leaves no room for."""
-    packs = CLOSED_BY_PACKS if any(map(values.get, _PACKED)) else frozenset()
-    return packs | (CLOSED_BY_DETERMINISM if values.get("deterministic_mode") else frozenset())
+    return dataclasses.replace(
+        job,
+        num_gpus=command.world_size,
+        command=command,
+        passthrough=command.unknown,
+        notes=(*command.notes, *job.notes),
+    )
 
 
 def job_from_values(
@@ -98,50 +106,44 @@ def job_from_values(
     explicit: Collection[str],
     script: str = "",
     version: str = "0.16.1",
-    world_size: int | None = None,
-    passthrough: Sequence[str] = (),
-    notes: Sequence[str] = (),
     vocab_size: int | None = None,
-) -> tuple[TransformerSpec, MegatronJob]:
-    """As ``read_job``, from ``vars()`` of the Namespace that Megatron itself parsed."""
+) -> Job:
+    """A job from Megatron's arguments by destination.
+
+    Args:
+        explicit: those that the user sets.
+    """
     refuse_unplannable(values, script)
     _require_degrees(values)
     spec, assumed = _spec(values, script, vocab_size)
     precision = _precision(values)
     params = next((name for name in ("bf16", "fp16") if values.get(name)), "fp32")
     flags = memory_flags({**values, **_unsaid(values, explicit), "params_dtype": params})
-    job = MegatronJob(
+    return Job(
+        spec=spec,
         version=version,
         target=target_named(f"megatron_lm_{version}"),
         script=script,
         global_batch_size=values.get("global_batch_size"),
         batch_unit=_batch_unit(values),
         micro_batch_size=values.get("micro_batch_size"),
-        seq_length=spec.seq_length,
         precision=precision,
         fp8_recipe=values.get("fp8_recipe") or "delayed",
         transformer_impl=values.get("transformer_impl") or "transformer_engine",
-        attention_backend=_name(values.get("attention_backend") or "auto"),
         fixed=MappingProxyType({k: values.get(k) for k in PARALLEL_ARGUMENTS if k in explicit}),
         recompute=read_recompute(values),
         zero=_zero(values),
         sharding=_sharding(values),
         graphs=cuda_graphs(values),
         capturable=not any(map(values.get, _OTHER_SHAPES)),
-        closed=_closed(values),
+        closed=closed_fields(values.get("deterministic_mode"), packs=any(map(values.get, _PACKED))),
         counts_on_host=any(map(values.get, _COUNTED_ON_HOST)),
         ckpt_format=values.get("ckpt_format") if "ckpt_format" in explicit else None,
         save_interval=values.get("save_interval") if values.get("save") else None,
         memory_flags=flags,
         use_distributed_optimizer=bool(values.get("use_distributed_optimizer")),
-        overlap_grad_reduce=bool(values.get("overlap_grad_reduce")),
-        overlap_param_gather=bool(values.get("overlap_param_gather")),
-        moe_grouped_gemm=bool(values.get("moe_grouped_gemm")),
-        world_size=world_size,
-        passthrough=tuple(passthrough),
-        notes=(*notes, *assumed, *_job_notes(values), *time_notes(flags)),
+        notes=(*assumed, *_job_notes(values), *time_notes(flags)),
     )
-    return spec, job
 
 
 #: Arguments of jobs whose steps differ in shape (packed sequences, growing batches), or whose

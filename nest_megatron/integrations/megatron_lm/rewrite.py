@@ -8,10 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from nest_megatron.config.job import ReadCommand
 from nest_megatron.integrations.megatron_lm.cuts import CUTS
 from nest_megatron.integrations.megatron_lm.incompatible_options import COMPANIONS, contradicted
-from nest_megatron.integrations.megatron_lm.job import PARALLEL_ARGUMENTS, RECOMPUTE, VIRTUAL_STAGES
-from nest_megatron.integrations.megatron_lm.parser import Argument, ReadCommand, load_arguments
+from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    PARALLEL_ARGUMENTS,
+    RECOMPUTE,
+    VIRTUAL_STAGES,
+)
+from nest_megatron.integrations.megatron_lm.parser import Argument, load_arguments
 from nest_megatron.parallel.execution_argv import (
     EXECUTION_ARGUMENTS,
     EXECUTION_FIELDS,

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import NoReturn
 
+from nest_megatron.config.job import Job, Requirement
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.checkpoint import Requirement
-from nest_megatron.integrations.megatron_lm.job import MegatronJob
 from nest_megatron.parallel.rules import allows_optimizer
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 from nest_megatron.planner.request import Offer
@@ -30,26 +29,25 @@ _PIPELINE, _EXPERTS = "pipeline_model_parallel_size", "expert_model_parallel_siz
 
 
 def with_own_sharding(
-    space: SearchSpace, job: MegatronJob, freed: Collection[str], option: str
+    space: SearchSpace, job: Job, freed: Collection[str]
 ) -> tuple[SearchSpace, Offer | None]:
     """The space under the job's own sharding, and the space beside it that is only priced.
 
     Args:
         space: with every ZeRO stage that the configuration and the optimizer allow.
         freed: destinations that the search may change.
-        option: how the user frees them.
 
     Raises:
         UserInputError: if the job's own sharding contradicts its degrees or its checkpoint format.
     """
     if CKPT_FORMAT not in freed and not _saves(job.sharding, job.ckpt_format):
-        _refuse_format(job, option)
+        _refuse_format(job)
     held = {s: _held(job, s, freed) for s in _FORMATS if s is not job.sharding}
     every = space.zero_stages
     if not any(held.values()):
         return space, None
     others = tuple(zero for zero in every if held.get(zero.sharding))
-    offer = _offer(dataclasses.replace(space, zero_stages=others), job, held, option)
+    offer = _offer(dataclasses.replace(space, zero_stages=others), job, held)
     freely = tuple(zero for zero in every if held.get(zero.sharding) == [])
     if freely:  # from torch FSDP2 to what saves the format that is kept
         return dataclasses.replace(space, zero_stages=freely), offer
@@ -63,9 +61,8 @@ def with_own_sharding(
 
 def _offer(
     space: SearchSpace,
-    job: MegatronJob,
+    job: Job,
     held: Mapping[DataParallelSharding, list[str]],
-    option: str,
 ) -> Offer | None:
     if not space.zero_stages:
         return None
@@ -73,7 +70,7 @@ def _offer(
     return Offer(
         space=space,
         own=job.sharding,
-        free={sharding: _spelled(option, names) for sharding, names in held.items()},
+        free={sharding: _spelled(job.free.option, names) for sharding, names in held.items()},
         ckpt_format={s: kind for s, kind in _FORMATS.items() if not _saves(s, saved)},
     )
 
@@ -91,7 +88,7 @@ def loads(
     )
 
 
-def for_optimizer(zeros: Collection[ZeroStage], job: MegatronJob) -> tuple[ZeroStage, ...]:
+def for_optimizer(zeros: Collection[ZeroStage], job: Job) -> tuple[ZeroStage, ...]:
     """The stages that the job's optimizer and its flags run under.
 
     Raises:
@@ -122,7 +119,7 @@ def for_optimizer(zeros: Collection[ZeroStage], job: MegatronJob) -> tuple[ZeroS
     )
 
 
-def _needs_shared_states(job: MegatronJob) -> str | None:
+def _needs_shared_states(job: Job) -> str | None:
     """A flag of the job that asserts that replicas divide the optimizer's states.
 
     Source: ``validate_args`` (0.16.1 :652; 0.20 :1096), which a framework's recipe does not run;
@@ -144,8 +141,8 @@ def _saves(sharding: DataParallelSharding, ckpt_format: str | None) -> bool:
     return ckpt_format is None or sharding is not DataParallelSharding.MEGATRON_FSDP
 
 
-def _refuse_format(job: MegatronJob, option: str) -> NoReturn:
-    free = f"or free it with {_spelled(option, [CKPT_FORMAT])}."
+def _refuse_format(job: Job) -> NoReturn:
+    free = f"or free it with {_spelled(job.free.option, [CKPT_FORMAT])}."
     if job.sharding is DataParallelSharding.MEGATRON_FSDP:
         limit = "--use-megatron-fsdp saves fsdp_dtensor and no other format"
         fix = f"Use --ckpt-format fsdp_dtensor, drop --use-megatron-fsdp, {free}"
@@ -157,7 +154,7 @@ def _refuse_format(job: MegatronJob, option: str) -> NoReturn:
     raise UserInputError("--ckpt-format", value=job.ckpt_format, limit=limit, fix=fix)
 
 
-def _held(job: MegatronJob, other: DataParallelSharding, freed: Collection[str]) -> list[str]:
+def _held(job: Job, other: DataParallelSharding, freed: Collection[str]) -> list[str]:
     """What must be freed before another implementation may be taken; nothing if it may."""
     of_torch = job.sharding is DataParallelSharding.TORCH_FSDP2
     names = [] if IMPLEMENTATION[0] in freed else [IMPLEMENTATION[of_torch]]

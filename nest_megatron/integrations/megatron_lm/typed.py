@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from nest_megatron.config.compose import Composed
-from nest_megatron.config.request import fixed_degrees
+from nest_megatron.config.job import FreeParameters, Job
+from nest_megatron.config.schema import PlanConfig
+from nest_megatron.config.space import fixed_degrees
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.integrations.megatron_lm.cuts import CUTS
-from nest_megatron.integrations.megatron_lm.job import PARALLEL_ARGUMENTS, RECOMPUTE, VIRTUAL_STAGES
+from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    PARALLEL_ARGUMENTS,
+    RECOMPUTE,
+    VIRTUAL_STAGES,
+)
 from nest_megatron.integrations.megatron_lm.sharding import CKPT_FORMAT, IMPLEMENTATION, STAGE
 from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
+from nest_megatron.planner import PlanRequest
 from nest_megatron.solver.space import DEGREES
 
 #: Names that free several flags at once.
@@ -35,12 +39,8 @@ CHOICES = {**LAYOUT, **EXECUTION_ARGUMENTS}
 _TOGETHER = (RECOMPUTE, VIRTUAL_STAGES, *EXECUTION_ARGUMENTS.values())
 
 
-def freed_flags(free: Collection[str], option: str) -> frozenset[str]:
+def freed_flags(free: FreeParameters) -> frozenset[str]:
     """Destinations that the search may change.
-
-    Args:
-        free: names as the user gives them.
-        option: where they gave them, for messages.
 
     Raises:
         UserInputError: for a name that frees nothing.
@@ -51,11 +51,11 @@ def freed_flags(free: Collection[str], option: str) -> frozenset[str]:
         **CHOICES,
     }
     names: set[str] = set()
-    for name in free:
+    for name in free.names:
         plain = name.strip().lstrip("-").replace("-", "_")
         if plain not in known:
             raise UserInputError(
-                option,
+                free.option,
                 value=name,
                 limit="it is no flag that a plan sets",
                 fix=nearest(plain, known),
@@ -67,19 +67,16 @@ def freed_flags(free: Collection[str], option: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def kept_flags(
-    typed: Collection[str], freed: Collection[str], composed: Composed, *, cut: bool
-) -> frozenset[str]:
-    """Destinations whose flags stay in the command as they are.
+def kept_flags(job: Job, request: PlanRequest, config: PlanConfig) -> frozenset[str]:
+    """Destinations whose flags stay in the job's command as they are.
 
     Args:
-        typed: destinations that the command sets.
-        composed: settings of our own command line, which win over it.
-        cut: the command's own stages are held.
+        config: settings of our own command line, which win over it.
     """
-    parallel = composed.config.parallel
-    replaced = set(fixed_degrees(composed.config))
-    if not cut:
+    assert job.command is not None
+    parallel = config.parallel
+    replaced = set(fixed_degrees(config))
+    if request.space.partition is None:
         replaced.update((*CUTS, *VIRTUAL_STAGES))
     if parallel.rank_order is not None:
         replaced.add("use_tp_pp_dp_mapping")
@@ -88,4 +85,4 @@ def kept_flags(
     if parallel.zero_stage is not None:
         replaced.update((*STAGE, *IMPLEMENTATION, CKPT_FORMAT))
     ours = {*PARALLEL_ARGUMENTS, CKPT_FORMAT}
-    return frozenset(ours.intersection(typed) - replaced - set(freed))
+    return frozenset(ours.intersection(job.command.explicit) - replaced - freed_flags(job.free))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from nest_megatron.config.job import ReadCommand
 from nest_megatron.errors import FaultError
 from nest_megatron.integrations.megatron_lm.cuts import CUTS, stated_partition
 from nest_megatron.integrations.megatron_lm.incompatible_options import contradicted
-from nest_megatron.integrations.megatron_lm.job import RECOMPUTE, VIRTUAL_STAGES
-from nest_megatron.integrations.megatron_lm.parser import ReadCommand, read_argv
+from nest_megatron.integrations.megatron_lm.layout_arguments import RECOMPUTE, VIRTUAL_STAGES
+from nest_megatron.integrations.megatron_lm.parser import read_argv
 from nest_megatron.integrations.megatron_lm.read import read_recompute
 from nest_megatron.integrations.megatron_lm.rewrite import Rewrite
 from nest_megatron.parallel.plan import ParallelPlan

@@ -9,6 +9,7 @@ Nothing of NeMo, torch or Fiddle is loaded here: a recipe is read by the names o
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.overrides import parse
 from nest_megatron.integrations.nemo.read import read_recipe, require_language_models
 from nest_megatron.integrations.nemo.write import apply_plan, plan_changes
-from nest_megatron.integrations.plan_recipe import Freedom, plan_recipe
+from nest_megatron.integrations.plan_recipe import free_parameters, plan_recipe
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import ParallelPlan
 
@@ -40,7 +41,7 @@ def auto_recipe(
 ) -> tuple[ParallelPlan, tuple[Change, ...]]:
     """Plan a recipe and write the plan into it.
 
-    A recipe's factory sets every degree, and its defaults cannot be told from its user's wishes,
+    A recipe's factory sets every degree, and its defaults cannot be told from its user's settings,
     so all of them are free unless they are kept (``docs/decisions/006-what-a-recipe-keeps.md``).
 
     Args:
@@ -59,13 +60,9 @@ def auto_recipe(
     Raises:
         NothingFitsError: if no plan fits in memory, naming the missing bytes.
         SearchEndedError: if time ended the search before it had a plan.
-        UserInputError: for a recipe that cannot be planned, or a wish that cannot be kept.
+        UserInputError: for a recipe that cannot be planned, or a choice that cannot be kept.
     """
-    freedom = Freedom(free=free, keep=keep)
-    plan = plan_recipe(
-        read_recipe(recipe, vocab_size=vocab_size),
-        cluster=cluster,
-        overrides=parse(overrides),
-        freedom=freedom,
-    )
+    job = read_recipe(recipe, vocab_size=vocab_size)
+    job = dataclasses.replace(job, free=free_parameters(free, keep))
+    plan = plan_recipe(job, cluster=cluster, overrides=parse(overrides))
     return plan, apply_plan(recipe, plan, free=("num_gpus",))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.config.job import Job
 from nest_megatron.cost_model.target_defaults import NEMO
 from nest_megatron.cost_model.target_limits import NEMO_LACKS
 from nest_megatron.errors import UserInputError
@@ -16,19 +17,9 @@ from nest_megatron.integrations.execution_fields import (
     ExecutionPlaces,
 )
 from nest_megatron.integrations.fields import ABSENT, class_names, find, value_or, whole
-from nest_megatron.integrations.finetuning import (
-    closed_choices,
-    data_requirements,
-    packed_sequence_size,
-)
+from nest_megatron.integrations.finetuning import packed_sequence_size
 from nest_megatron.integrations.memory_fields import memory_fields
-from nest_megatron.integrations.recipe import (
-    DEGREES,
-    RECOMPUTE,
-    JobFields,
-    Recipe,
-    recipe_of,
-)
+from nest_megatron.integrations.recipe import DEGREES, RECOMPUTE, job_of_fields
 from nest_megatron.integrations.restore import restored_by_nemo
 from nest_megatron.integrations.transformer_config import (
     refuse_adapters,
@@ -37,8 +28,6 @@ from nest_megatron.integrations.transformer_config import (
 )
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.packages import install_command
-from nest_megatron.parallel.cuda_graphs import FIELDS as GRAPH_FIELDS
-from nest_megatron.parallel.cuda_graphs import cuda_graphs
 
 #: Item of a plan -> field of a recipe. Source: NeMo 2.7.3 ``nemo.lightning.MegatronStrategy``,
 #: which copies its own sizes over those of ``model.config`` before the model is built.
@@ -52,7 +41,6 @@ FIELDS: Mapping[str, str] = {
     "micro_batch_size": "data.micro_batch_size",
     "global_batch_size": "data.global_batch_size",
 }
-PER_TOKEN_LOSS = "model.config.calculate_per_token_loss"
 #: Rows of the tokenizer that NeMo's mock data builds where none is given.
 _MOCK_ROWS = {"MockDataModule": 50_257, "BERTMockDataModule": 30_522}
 _PRECISIONS = {
@@ -71,7 +59,7 @@ _DEEPEP: Mapping[str, object] = {
 }
 
 
-def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Recipe:
+def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Job:
     """Read model, batch, sequence, devices and layout from a recipe; nothing is changed.
 
     Args:
@@ -86,7 +74,6 @@ def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Recipe:
     spec, notes = read_spec(recipe, vocab_size)
     per_node, nodes = num_devices(recipe), value_or(recipe.trainer, "num_nodes", 1)
     plugin = _precision_plugin(recipe)
-    precision, fp8_recipe, params_dtype = _precision(recipe, plugin)
     strategy = recipe.trainer.strategy
     holders = (
         *(find(recipe, path) for path in overlap_paths(recipe)),
@@ -95,26 +82,22 @@ def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Recipe:
         recipe.optim.config,
         value_or(strategy, "ddp", None),
     )
-    restored = restored_by_nemo(recipe)
-    micro = _whole(recipe, FIELDS["micro_batch_size"])
-    sizes = JobFields(
-        global_batch_size=_whole(recipe, FIELDS["global_batch_size"]),
-        micro_batch_size=micro,
+    return job_of_fields(
+        recipe,
+        FIELDS,
+        execution_places(recipe),
+        spec=spec,
+        data="data",
+        precision=_precision(recipe, plugin),
+        memory=memory_fields(*holders, strategy),
+        uses_fsdp=value_or(strategy, "fsdp", None) == "megatron",
+        restored=restored_by_nemo(recipe),
+        notes=notes,
+        target=NEMO,
         num_gpus=per_node * nodes,
         gpus_per_node=per_node,
-        precision=precision,
-        fp8_recipe=fp8_recipe,
-        uses_fsdp=value_or(strategy, "fsdp", None) == "megatron",
-        memory_fields={**memory_fields(*holders, strategy), "params_dtype": params_dtype},
-        places=execution_places(recipe),
-        closed=closed_choices(recipe.data, recipe.model.config),
-        target=NEMO,
-        graphs=cuda_graphs({n: value_or(recipe.model.config, n, None) for n in GRAPH_FIELDS}),
-        restored=restored,
-        required=data_requirements(recipe, "data", micro, PER_TOKEN_LOSS),
-        notes=notes if restored is None else (*notes, restored.note()),
+        called="recipe",
     )
-    return recipe_of(recipe, spec, sizes, FIELDS)
 
 
 def overlap_paths(recipe: Any) -> tuple[str, ...]:

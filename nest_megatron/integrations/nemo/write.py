@@ -31,7 +31,6 @@ from nest_megatron.integrations.finetuning import finetuning_fields, packed_sequ
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
 from nest_megatron.integrations.nemo.read import (
     FIELDS,
-    PER_TOKEN_LOSS,
     execution_places,
     num_devices,
     overlap_paths,
@@ -113,7 +112,11 @@ def _wanted(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
     yield from _data_parallel(recipe, plan, ddp)
     averaging = None if isinstance(ddp, str) else f"{_STRATEGY}.ddp.average_in_collective"
     yield from finetuning_fields(
-        recipe, plan, data="data", per_token_loss=PER_TOKEN_LOSS, averaging=averaging
+        recipe,
+        plan,
+        data="data",
+        model="model.config",
+        averaging=averaging,
     )
     stage_type = (f"{_STRATEGY}.pipeline_dtype", "trainer.plugins.pipeline_dtype")
     yield from pipeline_type_field(recipe, plan, *stage_type)

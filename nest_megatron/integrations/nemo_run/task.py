@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nest_megatron.config.job import Job
 from nest_megatron.config.launch import Mode
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, attribute
 from nest_megatron.integrations.nemo import apply_plan, auto_recipe, read_recipe
 from nest_megatron.integrations.plan_recipe import pinned_recipe
-from nest_megatron.integrations.recipe import Recipe
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import ParallelPlan
 
@@ -126,7 +126,7 @@ def script_words(script: Any, wishes: TaskWishes) -> list[str]:
     return words if wishes.free is None else [*words, f"nest.free=[{','.join(wishes.free)}]"]
 
 
-def _require_size(job: Recipe, size: tuple[int, int] | None) -> None:
+def _require_size(job: Job, size: tuple[int, int] | None) -> None:
     if size is None or job.num_gpus in (None, size[0] * size[1]):
         return
     nodes, per_node = size

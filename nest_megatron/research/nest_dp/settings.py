@@ -6,13 +6,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nest_megatron.config.compose import Composed
-from nest_megatron.config.request import fixed_degrees, read_inputs
+from nest_megatron.config.request import request_of
 from nest_megatron.config.schema import PlanConfig
+from nest_megatron.config.space import fixed_degrees
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.research.nest_dp.job import Choices, Division, RecomputeChoice, ResearchJob
 from nest_megatron.research.nest_dp.links import Topology
 from nest_megatron.research.nest_dp.memory import MemoryRule, Optimizer
 from nest_megatron.research.nest_dp.records import Schedule
+from nest_megatron.solver.space import SearchSpace
 
 _PREFIX = "research."
 _SWITCH = {"true": True, "false": False}
@@ -90,7 +92,7 @@ def research_job(
         UserInputError: if something is missing or wrong, or fixed that the recurrence has not.
     """
     _refuse_unread(composed.given)
-    inputs, config = read_inputs(composed), composed.config
+    request, config = request_of(composed, SearchSpace()), composed.config
     limits = {name: getattr(config.search, f"max_{name}") for name in _FIXED}
     choices = Choices(
         **given,
@@ -98,14 +100,14 @@ def research_job(
         limits={name: value for name, value in limits.items() if value is not None},
     )
     job = ResearchJob(
-        spec=inputs.spec,
-        cluster=inputs.cluster,
-        settings=inputs.settings,
-        global_batch_size=inputs.global_batch_size,
+        spec=request.spec,
+        cluster=request.cluster,
+        settings=request.settings,
+        global_batch_size=request.global_batch_size,
         choices=choices,
-        times=inputs.times,
+        times=request.times,
     )
-    return job, inputs.notes
+    return job, request.notes
 
 
 def _refuse_unread(given: Iterable[str]) -> None:

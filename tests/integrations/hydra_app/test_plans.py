@@ -358,7 +358,7 @@ def test_settings_of_memory_are_read() -> None:
             model__fine_grained_activation_offloading=True,
         )
     )
-    _, job = read_app(view, compose(view.settings.settings(None)))
+    job = read_app(view, compose(view.settings.settings(None)))
     traits = execution_traits(job.memory_flags, job.precision)
     assert (traits.params_bytes, traits.optimizer_bytes) == (4, 4)
     assert not_modelled(job.memory_flags) == ("--fine-grained-activation-offloading",)
@@ -388,6 +388,6 @@ def test_a_plan_with_choices_that_the_application_does_not_make_is_refused(
     config = composed(model__tensor_model_parallel_size=4, model__ub_tp_comm_overlap=asks)
     plan = plans.PLANS.of(config).plan
     silent = view_of(composed())
-    _, job = read_app(silent, compose(silent.settings.settings(None)))
+    job = read_app(silent, compose(silent.settings.settings(None)))
     with pytest.raises(UserInputError, match="priced with True"):
         require_room(plan, silent, job)

@@ -35,10 +35,10 @@ def by_field(recipe: Any, plan: ParallelPlan) -> dict[str, tuple[object, object]
 def test_a_recipe_is_read() -> None:
     found = read_recipe(llama(num_nodes=4))
     assert (found.num_gpus, found.gpus_per_node) == (32, 8)
-    assert (found.global_batch_size, found.seq_length) == (512, 8192)
+    assert (found.global_batch_size, found.spec.seq_length) == (512, 8192)
     assert found.spec.num_query_groups == 8
     assert found.spec.vocab_size == catalogue.model("llama3_8b").vocab_size
-    assert found.degrees["tensor_model_parallel_size"] == 1
+    assert found.fixed["tensor_model_parallel_size"] == 1
 
 
 def test_without_a_tokenizer_mock_data_decides_and_says_so() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.config.request import read_inputs
+from nest_megatron.config.request import request_of
 from nest_megatron.research.nest_dp.job import Choices, ResearchJob
 
 TINY = ("model=llama3_8b", "model.num_layers=4", "train.global_batch_size=16")
@@ -16,7 +16,7 @@ TINY = ("model=llama3_8b", "model.num_layers=4", "train.global_batch_size=16")
 
 def research_job(*overrides: str, **choices: Any) -> ResearchJob:
     """A job of the catalogue."""
-    inputs = read_inputs(compose(parse(overrides)))
+    inputs = request_of(compose(parse(overrides)))
     return ResearchJob(
         spec=inputs.spec,
         cluster=inputs.cluster,

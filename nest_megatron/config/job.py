@@ -1,0 +1,166 @@
+"""A training job as its framework's configuration states it: the record that every reader makes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from nest_megatron.cluster.records import Precision
+from nest_megatron.cost_model.memory_flags import not_modelled, text
+from nest_megatron.cost_model.targets import Target
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.cuda_graphs import CudaGraphs
+from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.recompute import Recompute
+from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadCommand:
+    """A training command, taken apart.
+
+    Args:
+        version: the Megatron release whose options were used.
+        environment: ``NAME=value`` assignments before the command.
+        launcher: everything before the script (``torchrun --nnodes 4 ...``).
+        script: path of the training script, empty if only flags were given.
+        argv: the script's arguments, without this package's own tokens.
+        values: every option of Megatron by destination, defaults filled in.
+        explicit: destinations that ``argv`` sets.
+        unknown: tokens of ``argv`` that Megatron does not know, in order; the user's own flags.
+        nest_tokens: this package's own tokens (``+nest=auto``, ``nest.free=[...]``).
+        notes: likely spelling mistakes and options of another release, one sentence each.
+        world_size: number of ranks, where the launcher's flags say it.
+    """
+
+    version: str
+    environment: Mapping[str, str]
+    launcher: tuple[str, ...]
+    script: str
+    argv: tuple[str, ...]
+    values: Mapping[str, Any]
+    explicit: frozenset[str]
+    unknown: tuple[str, ...]
+    nest_tokens: tuple[str, ...]
+    notes: tuple[str, ...]
+    world_size: int | None
+
+    def namespace(self) -> argparse.Namespace:
+        """The values as Megatron's parser would return them."""
+        return argparse.Namespace(**self.values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirement:
+    """A value that a plan must keep, and why; ``None`` is a value that cannot be read."""
+
+    value: int | bool | str | None
+    reason: str
+    fix: str
+    who: str = "the checkpoint to be loaded"
+
+
+class Restored(Protocol):
+    """A checkpoint that a job restores (``integrations/restore.py``)."""
+
+    def check(self, plan: ParallelPlan, version: str) -> None:
+        """Raise if a plan's layout is one that the checkpoint cannot be loaded into."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeParameters:
+    """The user's own parallel settings that a plan may change.
+
+    Args:
+        names: of flags or of choices, or ``all``.
+        option: how the user gives them, for messages.
+    """
+
+    names: Collection[str] = ()
+    option: str = "--free"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A training job, without its cluster.
+
+    A model of the catalogue is a job that states nothing else.
+
+    Args:
+        target: the framework and release whose defaults fill what the job leaves open; ``None``
+            where it names none.
+        version: the release of Megatron-LM whose rules hold.
+        global_batch_size: ``None`` where the user leaves it to the framework.
+        batch_unit: what every batch on the way up is a multiple of (``--rampup-batch-size``).
+        fixed: the parallel settings that the job states, by Megatron's names.
+        free: those of them that a plan may change.
+        required: what a checkpoint or the data fixes, by the names of ``ParallelChoice``.
+        restored: the checkpoint that it starts from, where a plan is checked against it.
+        recompute: the job's recomputation, ``None`` if it states none.
+        zero: the job's ZeRO stage, ``None`` if it states none.
+        sharding: what divides states among its data-parallel ranks.
+        ckpt_format: the checkpoint format, ``None`` if it states none.
+        save_interval: steps between the checkpoints that it writes, if it writes any.
+        memory_flags: what memory and traffic depend on beside the layout, by Megatron's names
+            (``cost_model/memory_flags.py``).
+        on_blackwell: those of them that have other values there.
+        graphs: what of it CUDA graphs capture.
+        capturable: its layers are Megatron's own, and every step runs as many micro batches of the
+            same shapes, so that CUDA graphs could hold them.
+        closed: fields of ``Execution`` that it does not allow.
+        can_state: fields of ``Execution`` that the job can be told; ``None`` is all.
+        packages: packages of a choice that were found where it runs.
+        counts_on_host: numbers of tokens are read by the host before the exchange with experts.
+        num_gpus: ranks of the whole job, where it or its launcher says so.
+        gpus_per_node: processes on each host, where the job says so.
+        command: the command line that it was read from.
+        passthrough: flags that Megatron does not have, kept untouched.
+        notes: what was assumed or will be ignored, one sentence each.
+    """
+
+    spec: TransformerSpec
+    target: Target | None = None
+    version: str = "0.16.1"
+    script: str = ""
+    global_batch_size: int | None = None
+    batch_unit: int | None = None
+    micro_batch_size: int | None = None
+    precision: Precision = Precision.BF16
+    fp8_recipe: str = "delayed"
+    transformer_impl: str = "transformer_engine"
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    free: FreeParameters = FreeParameters()
+    required: Mapping[str, Requirement] = field(default_factory=dict)
+    restored: Restored | None = None
+    recompute: Recompute | None = None
+    zero: ZeroStage | None = None
+    sharding: DataParallelSharding = DataParallelSharding.DDP
+    ckpt_format: str | None = None
+    save_interval: int | None = None
+    memory_flags: Mapping[str, Any] = field(default_factory=dict)
+    on_blackwell: Mapping[str, Any] = field(default_factory=dict)
+    graphs: CudaGraphs | None = None
+    capturable: bool = True
+    closed: frozenset[str] = frozenset()
+    can_state: frozenset[str] | None = None
+    packages: tuple[str, ...] = ()
+    counts_on_host: bool = False
+    use_distributed_optimizer: bool = False
+    num_gpus: int | None = None
+    gpus_per_node: int | None = None
+    command: ReadCommand | None = None
+    passthrough: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def not_modelled(self) -> tuple[str, ...]:
+        """Flags whose effect on memory is not known here: Megatron's, and those that it lacks."""
+        own = (word.partition("=")[0] for word in self.passthrough if word.startswith("--"))
+        return tuple(dict.fromkeys((*not_modelled(self.memory_flags), *own)))
+
+    @property
+    def optimizer(self) -> str:
+        """Its optimizer, by Megatron's name."""
+        return text(self.memory_flags.get("optimizer") or "adam")

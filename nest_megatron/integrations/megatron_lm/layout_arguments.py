@@ -1,0 +1,42 @@
+"""Megatron-LM's arguments that state a layout."""
+
+from __future__ import annotations
+
+from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
+
+#: Arguments that say how many virtual stages a rank has.
+VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+#: Arguments that state the recomputation.
+RECOMPUTE = (
+    "recompute_granularity",
+    "recompute_activations",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "moe_layer_recompute",
+)
+#: Arguments that a plan may set; what a user gives of them stays fixed.
+PARALLEL_ARGUMENTS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "use_tp_pp_dp_mapping",
+    *VIRTUAL_STAGES,
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "micro_batch_size",
+    *RECOMPUTE,
+    "use_distributed_optimizer",
+    "use_megatron_fsdp",
+    "use_torch_fsdp2",
+    "data_parallel_sharding_strategy",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    *(name for names in EXECUTION_ARGUMENTS.values() for name in names),
+)
