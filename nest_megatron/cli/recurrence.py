@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse, refuse_sweeps
-from nest_megatron.config.request import read_backend
+from nest_megatron.config.space import read_backend
 from nest_megatron.errors import NOTHING_FITS, OK
 from nest_megatron.plain import to_plain
 from nest_megatron.report.console import say, show, show_json

@@ -13,7 +13,7 @@ from nest_megatron.config.compose import Composed
 from nest_megatron.config.job import Job
 from nest_megatron.config.plausible import require_plausible
 from nest_megatron.config.schema import PlanConfig, SearchConfig
-from nest_megatron.config.space import read_space
+from nest_megatron.config.space import read_backend, read_space
 from nest_megatron.config.target import (
     choice,
     fp8_recipe_of,
@@ -25,7 +25,7 @@ from nest_megatron.config.target import (
 from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM
-from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.errors import UserInputError
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.knobs import Setting, always_on, open_values, unknown_packages
@@ -35,7 +35,6 @@ from nest_megatron.planner.headroom import MOST_HEADROOM
 from nest_megatron.planner.request import DEFAULT_HEADROOM, Offer
 from nest_megatron.profile.choose import Choice, Wanted, choose_times
 from nest_megatron.profile.mode import ProfileMode
-from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.space import SearchSpace
 
 #: Sequences of one optimizer step where nobody says: with 8,192 tokens each, the 4 Mi tokens a step
@@ -385,16 +384,3 @@ def _check_divides(space: SearchSpace, names: Iterable[str], whole: int, words: 
             limit=f"it must divide {words}",
             fix="Change one of them, or leave one out to have it searched.",
         )
-
-
-def read_backend(name: str | None) -> Backend | None:
-    """The solver's backend, if asked for by name."""
-    known = [backend.value for backend in Backend]
-    if name is not None and name not in known:
-        raise UserInputError(
-            "search.backend",
-            value=name,
-            limit=f"it is one of {', '.join(known)}",
-            fix=nearest(name, known),
-        )
-    return None if name is None else Backend(name)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from nest_megatron.config.schema import ParallelConfig, PlanConfig
 from nest_megatron.config.target import choice
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.recompute import (
     Recompute,
@@ -16,6 +16,7 @@ from nest_megatron.parallel.recompute import (
     RecomputeModule,
 )
 from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.space import DEGREES, SearchSpace
 
 
@@ -119,6 +120,19 @@ def _refuse_estimate_only(parallel: ParallelConfig) -> None:
             limit="plan uses it wherever tensor parallelism is on: same time, less memory",
             fix="Leave it out, or use `nest-megatron estimate` to price a layout without it.",
         )
+
+
+def read_backend(name: str | None) -> Backend | None:
+    """The solver's backend, if asked for by name."""
+    known = [backend.value for backend in Backend]
+    if name is not None and name not in known:
+        raise UserInputError(
+            "search.backend",
+            value=name,
+            limit=f"it is one of {', '.join(known)}",
+            fix=nearest(name, known),
+        )
+    return None if name is None else Backend(name)
 
 
 Value = TypeVar("Value")
