@@ -10,9 +10,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from nest_megatron.errors import UnplannableModelError, UserInputError
+from nest_megatron.errors import UnplannableModelError
 from nest_megatron.integrations.architecture import refused_class, refused_field, refused_model
-from nest_megatron.integrations.fields import ABSENT, attribute, class_names, shown, value_or
+from nest_megatron.integrations.fields import class_names, shown, value_or
+from nest_megatron.model.arguments import SAME_NAMES, spec_from_arguments
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 
 #: Name of an activation function -> the name in a ``TransformerSpec``.
@@ -26,6 +27,22 @@ _ACTIVATIONS = {
     "quick_gelu": "quick_gelu",
     "squared_relu": "squared_relu",
 }
+
+#: What else the configuration names as Megatron's arguments do.
+_READ = (
+    "num_attention_heads",
+    "num_query_groups",
+    "layernorm_zero_centered_gamma",
+    "window_size",
+    "window_attn_skip_freq",
+    "mtp_num_layers",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_enable_expert_bias",
+)
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 #: Pattern in a class's name -> what this planner lacks to plan such a model: a better reason for
 #: families that are well known; any other that is not known is refused by ``architecture``.
@@ -72,27 +89,34 @@ def spec_from_transformer_config(
     Megatron-Bridge's ``GPTModelProvider``.
     """
     refuse_unplannable(config)
-    absolute = value_or(config, "position_embedding_type", "rope") == "learned_absolute"
-    longest = max(seq_length, value_or(config, "seq_length", 0)) if absolute else None
-    return TransformerSpec(
+    kind = value_or(config, "position_embedding_type", "rope")
+    longest = max(seq_length, value_or(config, "seq_length", 0))
+    values = {
+        **{name: value_or(config, name, None) for name in (*SAME_NAMES, *_READ)},
+        "group_query_attention": True,
+        "num_experts": value_or(config, "num_moe_experts", None),
+        "position_embedding_type": kind,
+        "max_position_embeddings": longest if kind == "learned_absolute" else None,
+        "rotary_base": int(value_or(config, "rotary_base", 10_000)),
+    }
+    if not values["multi_latent_attention"]:
+        values |= dict.fromkeys(_LATENT)
+    return spec_from_arguments(
+        values,
+        "model.{}".format,
         name=class_names(config)[0],
         family=_family(config),
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=value_or(config, "ffn_hidden_size", 4 * config.hidden_size),
         seq_length=seq_length,
-        max_position_embeddings=longest,
         vocab_size=vocab_size,
         vocab_is_padded=vocab_is_padded,
-        make_vocab_size_divisible_by=value_or(config, "make_vocab_size_divisible_by", 128),
-        position_embedding_type=value_or(config, "position_embedding_type", "rope"),
-        rotary_base=int(value_or(config, "rotary_base", 10_000)),
-        rotary_percent=value_or(config, "rotary_percent", 1.0),
-        **_attention(config),
-        **_blocks(config),
-        **_experts(config),
-        **_latent(config),
-        mtp_num_layers=value_or(config, "mtp_num_layers", 0) or None,
+        activation=_activation(config),
+        gated_linear_unit=value_or(config, "gated_linear_unit", False),
+        untie_embeddings_and_output_weights=not value_or(
+            config, "share_embeddings_and_output_weights", True
+        ),
         source="the framework's own configuration",
     )
 
@@ -144,45 +168,6 @@ def _family(config: Any) -> ModelFamily:
     return ModelFamily.BERT if bert else ModelFamily.GPT
 
 
-def _attention(config: Any) -> dict[str, Any]:
-    window = value_or(config, "window_size", None)
-    slides = window is not None and window[0] >= 0
-    skip = value_or(config, "window_attn_skip_freq", None) if slides else None
-    if skip is not None and not isinstance(skip, int):
-        raise _unplannable(
-            "model.window_attn_skip_freq",
-            skip,
-            "only a fixed rhythm of sliding and full layers is described",
-        )
-    return {
-        "num_attention_heads": config.num_attention_heads,
-        "num_query_groups": value_or(config, "num_query_groups", None),
-        "kv_channels": value_or(config, "kv_channels", None),
-        "add_qkv_bias": value_or(config, "add_qkv_bias", False),
-        "qk_layernorm": value_or(config, "qk_layernorm", False),
-        "softmax_type": value_or(config, "softmax_type", "vanilla"),
-        "attention_dropout": value_or(config, "attention_dropout", 0.1),
-        # Megatron counts the tokens to the left, without the token itself
-        "window_size": window[0] + 1 if slides else None,
-        "window_attn_skip_freq": skip,
-    }
-
-
-def _blocks(config: Any) -> dict[str, Any]:
-    return {
-        "normalization": value_or(config, "normalization", "LayerNorm"),
-        "layernorm_epsilon": value_or(config, "layernorm_epsilon", 1e-5),
-        "apply_layernorm_1p": value_or(config, "layernorm_zero_centered_gamma", False),
-        "activation": _activation(config),
-        "gated_linear_unit": value_or(config, "gated_linear_unit", False),
-        "add_bias_linear": value_or(config, "add_bias_linear", True),
-        "hidden_dropout": value_or(config, "hidden_dropout", 0.1),
-        "untie_embeddings_and_output_weights": not value_or(
-            config, "share_embeddings_and_output_weights", True
-        ),
-    }
-
-
 def _activation(config: Any) -> str:
     function = value_or(config, "activation_func", None)
     if function is None:
@@ -194,49 +179,6 @@ def _activation(config: Any) -> str:
             "model.activation_func", name, f"described are {', '.join(sorted(_ACTIVATIONS))}"
         )
     return _ACTIVATIONS[name]
-
-
-def _experts(config: Any) -> dict[str, Any]:
-    experts = value_or(config, "num_moe_experts", None)
-    if not experts:
-        return {}
-    return {
-        "num_experts": experts,
-        "moe_layer_pattern": _moe_pattern(config),
-        "moe_ffn_hidden_size": value_or(config, "moe_ffn_hidden_size", None),
-        "moe_router_topk": value_or(config, "moe_router_topk", 2),
-        "moe_shared_expert_intermediate_size": value_or(
-            config, "moe_shared_expert_intermediate_size", None
-        ),
-        "moe_router_enable_expert_bias": value_or(config, "moe_router_enable_expert_bias", False),
-    }
-
-
-def _moe_pattern(config: Any) -> tuple[int, ...]:
-    """Which layers have experts. Source: ``get_gpt_decoder_layer_specs``."""
-    frequency = value_or(config, "moe_layer_freq", 1)
-    if isinstance(frequency, int):
-        return tuple(int(i % frequency == 0) for i in range(config.num_layers))
-    if not isinstance(frequency, list | tuple):
-        raise UserInputError(
-            "model.moe_layer_freq",
-            value=frequency,
-            limit="it is a whole number or a list with one 0 or 1 a layer",
-            fix="Correct it.",
-        )
-    return tuple(frequency)
-
-
-def _latent(config: Any) -> dict[str, Any]:
-    if not value_or(config, "multi_latent_attention", False):
-        return {}
-    names = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-    given = {name: attribute(config, name) for name in names}
-    return {
-        "multi_latent_attention": True,
-        "q_lora_rank": value_or(config, "q_lora_rank", None),
-        **{name: value for name, value in given.items() if value is not ABSENT},
-    }
 
 
 def _unplannable(what: str, value: object, limit: str) -> UnplannableModelError:

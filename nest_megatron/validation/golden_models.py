@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from nest_megatron.model.arguments import MEGATRON_DEFAULTS, default_ffn_hidden_size
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.validation.model_names import HYBRID
 from nest_megatron.validation.model_shapes import BERT_VOCAB, Shape
-from nest_megatron.validation.model_table import CLASSIC, GPT2_VOCAB, whole
+from nest_megatron.validation.model_table import GPT2_VOCAB, whole
 from nest_megatron.validation.refusal import RefusedRowError
 
 #: The collection cuts a row's flags at this many characters.
@@ -60,7 +61,7 @@ def shape_of_test(row: Mapping[str, str]) -> Shape:
     flags = flags_of(row.get("extra_args", ""))
     _refuse_family(row, flags)
     style, notes = _style(row, flags)
-    mapping = {**CLASSIC, **style, **_sizes(row), **_experts(row), **_flagged(flags)}
+    mapping = {**MEGATRON_DEFAULTS, **style, **_sizes(row), **_experts(row), **_flagged(flags)}
     if row.get("mla") == "1":
         mapping["multi_latent_attention"] = True
     if mapping.get("multi_latent_attention"):
@@ -98,21 +99,17 @@ def _refuse_family(row: Mapping[str, str], flags: Mapping[str, str]) -> None:
 def _sizes(row: Mapping[str, str]) -> dict[str, Any]:
     hidden, seq = whole(row["hidden"]), whole(row["seq"])
     assert hidden is not None
+    inner = default_ffn_hidden_size(hidden, swiglu=row.get("swiglu") == "1")
     return {
         "num_layers": whole(row["layers"]),
         "hidden_size": hidden,
-        "ffn_hidden_size": whole(row.get("ffn")) or _inner_size(row, hidden),
+        "ffn_hidden_size": whole(row.get("ffn")) or inner,
         "num_attention_heads": whole(row["heads"]),
         "num_query_groups": whole(row.get("kv_groups")),
         "seq_length": seq,
         "max_position_embeddings": seq,
         "mtp_num_layers": whole(row.get("mtp_layers")),
     }
-
-
-def _inner_size(row: Mapping[str, str], hidden: int) -> int:
-    """Megatron's default: with a gate, two thirds of four times the width, in whole 64s."""
-    return 4 * hidden * 2 // 3 // 64 * 64 if row.get("swiglu") == "1" else 4 * hidden
 
 
 def _experts(row: Mapping[str, str]) -> dict[str, Any]:

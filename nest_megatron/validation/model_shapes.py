@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
+from nest_megatron.model.arguments import MEGATRON_DEFAULTS
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.validation.model_names import ModelName, size_in_billions
-from nest_megatron.validation.model_table import CLASSIC, GPT2_VOCAB, whole
+from nest_megatron.validation.model_table import GPT2_VOCAB, whole
 from nest_megatron.validation.refusal import RefusedRowError
 
 BERT_VOCAB = 30_522
@@ -151,7 +152,9 @@ def _style(row: Mapping[str, str], name: ModelName) -> tuple[dict[str, Any], tup
         notes.append(f"a vocabulary of {vocab}")
     if not whole(row.get("ffn")):
         notes.append("an MLP of four times the hidden size")
-    return {**CLASSIC, "vocab_size": vocab, "family": "bert" if bert else "gpt"}, tuple(notes)
+    return {**MEGATRON_DEFAULTS, "vocab_size": vocab, "family": "bert" if bert else "gpt"}, tuple(
+        notes
+    )
 
 
 def _layers(row: Mapping[str, str], name: ModelName, hidden: int, vocab: int) -> tuple[int, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nest_megatron.documents import parse_json, read_csv
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.arguments import MEGATRON_DEFAULTS
 
 NEEDED = ("name", "layers", "hidden", "heads")
 
@@ -37,17 +38,6 @@ _EXTRA: Mapping[str, str] = {
     "v_head_dim": "v_head_dim",
 }
 
-#: GPT-2 and its kin: what Megatron builds where no flag says otherwise.
-CLASSIC: Mapping[str, object] = {
-    "position_embedding_type": "learned_absolute",
-    "normalization": "LayerNorm",
-    "activation": "gelu",
-    "gated_linear_unit": False,
-    "add_bias_linear": True,
-    "hidden_dropout": 0.1,
-    "attention_dropout": 0.1,
-    "untie_embeddings_and_output_weights": False,
-}
 #: Vocabulary of the GPT-2 tokenizer; Megatron pads it.
 GPT2_VOCAB = 50_257
 
@@ -109,7 +99,7 @@ def mapping_of(row: Mapping[str, str], base: Mapping[str, object] | None) -> dic
 
 def _style(row: Mapping[str, str]) -> Mapping[str, object]:
     gated = row.get("gated_mlp", "").lower() in ("true", "1")
-    return {} if gated else CLASSIC
+    return {} if gated else MEGATRON_DEFAULTS
 
 
 def _completed(mapping: dict[str, object]) -> dict[str, object]:

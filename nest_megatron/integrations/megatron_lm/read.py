@@ -25,6 +25,7 @@ from nest_megatron.errors import UnplannableModelError, UserInputError
 from nest_megatron.integrations.architecture import REFUSED, unpriced
 from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS
 from nest_megatron.integrations.megatron_lm.optimizer_rules import require_optimizer
+from nest_megatron.model.arguments import spec_from_arguments
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
 from nest_megatron.parallel.knobs import closed_fields
@@ -170,7 +171,7 @@ def _require_degrees(values: Mapping[str, Any]) -> None:
         value = values.get(name)
         if name.endswith("_size") and isinstance(value, int) and value < 1:
             raise UserInputError(
-                f"--{name.replace('_', '-')}",
+                _flag(name),
                 value=value,
                 limit="it must be at least 1",
                 fix="Correct the flag, or leave it out.",
@@ -182,7 +183,7 @@ def refuse_unplannable(values: Mapping[str, Any], script: str) -> None:
     for name, reason in _REFUSED_ARGUMENTS.items():
         if values.get(name):
             raise UnplannableModelError(
-                f"--{name.replace('_', '-')}",
+                _flag(name),
                 value=values[name],
                 limit=reason,
                 fix="Launch this job without nest.",
@@ -204,61 +205,29 @@ def _spec(
 ) -> tuple[TransformerSpec, list[str]]:
     family = ModelFamily.BERT if "bert" in PurePath(script).stem else ModelFamily.GPT
     notes: list[str] = []
-    num_layers = _required(values, "num_layers", "encoder_num_layers")
-    seq_length = _required(values, "seq_length", "encoder_seq_length")
     activation, gated = _activation(values)
-    mla = bool(values.get("multi_latent_attention"))
-    grouped = bool(values.get("group_query_attention"))
-    experts = values.get("num_experts") or None
-    spec = TransformerSpec(
+    rotary = {"position_embedding_type": "rope"}
+    spec = spec_from_arguments(
+        {**values, **(rotary if values.get("use_rotary_position_embeddings") else {})},
+        _flag,
         name=PurePath(script).stem or family.value,
         family=family,
-        num_layers=num_layers,
+        num_layers=_required(values, "num_layers", "encoder_num_layers"),
         hidden_size=_required(values, "hidden_size"),
-        ffn_hidden_size=_ffn_hidden_size(values),
         num_attention_heads=_required(values, "num_attention_heads"),
-        num_query_groups=values.get("num_query_groups") if grouped else None,
-        kv_channels=values.get("kv_channels"),
-        seq_length=seq_length,
-        max_position_embeddings=values.get("max_position_embeddings"),
+        seq_length=_required(values, "seq_length", "encoder_seq_length"),
         vocab_size=vocab_size or _vocab_size(values, family, notes),
         vocab_is_padded=vocab_size is None and bool(values.get("padded_vocab_size")),
-        make_vocab_size_divisible_by=values.get("make_vocab_size_divisible_by", 128),
-        position_embedding_type=_position_embedding_type(values),
-        rotary_base=values.get("rotary_base", 10_000),
-        rotary_percent=values.get("rotary_percent", 1.0),
-        normalization=values.get("normalization", "LayerNorm"),
-        layernorm_epsilon=values.get("layernorm_epsilon", 1e-5),
-        apply_layernorm_1p=bool(
-            values.get("layernorm_zero_centered_gamma") or values.get("apply_layernorm_1p")
-        ),
         activation=activation,
         gated_linear_unit=gated,
-        add_bias_linear=bool(values.get("add_bias_linear", True)),
-        add_qkv_bias=bool(values.get("add_qkv_bias")),
-        qk_layernorm=bool(values.get("qk_layernorm")),
-        softmax_type=values.get("softmax_type", "vanilla"),
-        hidden_dropout=_or(values.get("hidden_dropout"), 0.1),
-        attention_dropout=_or(values.get("attention_dropout"), 0.1),
-        window_size=_window_size(values),
-        window_attn_skip_freq=_window_skip(values),
-        untie_embeddings_and_output_weights=bool(values.get("untie_embeddings_and_output_weights")),
-        num_experts=experts,
-        moe_layer_pattern=_moe_pattern(values, num_layers) if experts else (),
-        moe_ffn_hidden_size=values.get("moe_ffn_hidden_size") if experts else None,
-        moe_router_topk=values.get("moe_router_topk", 2),
-        moe_shared_expert_intermediate_size=values.get("moe_shared_expert_intermediate_size"),
-        moe_router_enable_expert_bias=bool(values.get("moe_router_enable_expert_bias")),
-        multi_latent_attention=mla,
-        q_lora_rank=values.get("q_lora_rank"),
-        kv_lora_rank=values.get("kv_lora_rank", 32),
-        qk_head_dim=values.get("qk_head_dim", 128),
-        qk_pos_emb_head_dim=values.get("qk_pos_emb_head_dim", 64),
-        v_head_dim=values.get("v_head_dim", 128),
-        mtp_num_layers=values.get("mtp_num_layers") or None,
         source="Megatron-LM arguments",
     )
     return spec, notes
+
+
+def _flag(name: str) -> str:
+    """An argument as it is typed."""
+    return f"--{name.replace('_', '-')}"
 
 
 def _required(values: Mapping[str, Any], *names: str) -> int:
@@ -266,19 +235,11 @@ def _required(values: Mapping[str, Any], *names: str) -> int:
         if values.get(name) is not None:
             return int(values[name])
     raise UserInputError(
-        f"--{names[0].replace('_', '-')}",
+        _flag(names[0]),
         value=None,
         limit="the model's shape needs it",
         fix="Add it to the command.",
     )
-
-
-def _ffn_hidden_size(values: Mapping[str, Any]) -> int:
-    given = values.get("ffn_hidden_size")
-    hidden = _required(values, "hidden_size")
-    if given is not None:
-        return int(given)
-    return int((4 * hidden * 2 / 3) / 64) * 64 if values.get("swiglu") else 4 * hidden
 
 
 def _vocab_size(values: Mapping[str, Any], family: ModelFamily, notes: list[str]) -> int:
@@ -301,12 +262,6 @@ def _vocab_size(values: Mapping[str, Any], family: ModelFamily, notes: list[str]
     )
 
 
-def _position_embedding_type(values: Mapping[str, Any]) -> str:
-    if values.get("use_rotary_position_embeddings"):
-        return "rope"
-    return str(values.get("position_embedding_type") or "learned_absolute")
-
-
 def _activation(values: Mapping[str, Any]) -> tuple[str, bool]:
     if values.get("swiglu"):
         return "silu", True
@@ -315,32 +270,6 @@ def _activation(values: Mapping[str, Any]) -> tuple[str, bool]:
     if values.get("quick_geglu"):
         return "quick_gelu", True
     return "gelu", False
-
-
-def _window_size(values: Mapping[str, Any]) -> int | None:
-    """Tokens in the window: Megatron counts those to the left, without the token itself."""
-    window = values.get("window_size")
-    return None if not window else int(window[0]) + 1
-
-
-def _window_skip(values: Mapping[str, Any]) -> int | None:
-    skip = values.get("window_attn_skip_freq")
-    if isinstance(skip, list):
-        raise UnplannableModelError(
-            "--window-attn-skip-freq",
-            value=skip,
-            limit="only a fixed rhythm of sliding and full layers is described",
-            fix="Give it as one number, or launch this job without nest.",
-        )
-    return skip if values.get("window_size") else None
-
-
-def _moe_pattern(values: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Which layers have experts. Source: ``get_gpt_decoder_layer_specs``."""
-    frequency = values.get("moe_layer_freq", 1)
-    if isinstance(frequency, int):
-        return tuple(int(i % frequency == 0) for i in range(num_layers))
-    return tuple(frequency)
 
 
 def _precision(values: Mapping[str, Any]) -> Precision:
@@ -407,10 +336,6 @@ def _sharding(values: Mapping[str, Any]) -> DataParallelSharding:
     if values.get("use_torch_fsdp2"):
         return DataParallelSharding.TORCH_FSDP2
     return DataParallelSharding.DDP
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def _batch_unit(values: Mapping[str, Any]) -> int | None:

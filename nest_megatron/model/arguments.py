@@ -1,0 +1,116 @@
+"""A model from Megatron's arguments, with Megatron's own defaults.
+
+Source: ``megatron.training.arguments.validate_args`` and ``core_transformer_config_from_args``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nest_megatron.errors import UnplannableModelError
+from nest_megatron.model.layer_pattern import moe_layer_pattern
+from nest_megatron.model.spec import TransformerSpec
+
+#: Megatron's defaults where a ``TransformerSpec`` has others.
+MEGATRON_DEFAULTS: Mapping[str, object] = {
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "activation": "gelu",
+    "gated_linear_unit": False,
+    "add_bias_linear": True,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "untie_embeddings_and_output_weights": False,
+}
+#: Arguments that are fields of a ``TransformerSpec`` as they are.
+SAME_NAMES = (
+    "kv_channels",
+    "max_position_embeddings",
+    "make_vocab_size_divisible_by",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "normalization",
+    "layernorm_epsilon",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "softmax_type",
+    "hidden_dropout",
+    "attention_dropout",
+    "untie_embeddings_and_output_weights",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+)
+_OF_EXPERTS = (
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_enable_expert_bias",
+)
+
+
+def spec_from_arguments(
+    values: Mapping[str, Any], spelled: Callable[[str], str], **fields: Any
+) -> TransformerSpec:
+    """The shape that Megatron gives a model.
+
+    Args:
+        values: Megatron's arguments by destination; what is absent or ``None`` is not given.
+        spelled: how the user writes an argument, for messages.
+        fields: fields of the spec that the reader knows better: at least ``name``, ``num_layers``,
+            ``hidden_size``, ``seq_length`` and ``vocab_size``.
+
+    Raises:
+        UnplannableModelError: for layers that alternate in another way than Megatron's number says.
+        UserInputError: if the shape is impossible.
+    """
+    found = {**MEGATRON_DEFAULTS, **_given(values, SAME_NAMES)}
+    inner = default_ffn_hidden_size(fields["hidden_size"], swiglu=bool(values.get("swiglu")))
+    found |= {
+        "ffn_hidden_size": values.get("ffn_hidden_size") or inner,
+        "num_attention_heads": values.get("num_attention_heads"),
+        "apply_layernorm_1p": bool(
+            values.get("layernorm_zero_centered_gamma") or values.get("apply_layernorm_1p")
+        ),
+        "mtp_num_layers": values.get("mtp_num_layers") or None,
+        **_window(values, spelled),
+    }
+    if values.get("group_query_attention"):
+        found["num_query_groups"] = values.get("num_query_groups")
+    if values.get("num_experts"):
+        found |= _given(values, ("num_experts", *_OF_EXPERTS))
+        frequency = values.get("moe_layer_freq")
+        found["moe_layer_pattern"] = moe_layer_pattern(
+            1 if frequency is None else frequency, fields["num_layers"]
+        )
+    return TransformerSpec(**{**found, **fields})
+
+
+def default_ffn_hidden_size(hidden_size: int, *, swiglu: bool) -> int:
+    """Megatron's inner size: with SwiGLU two thirds of four times the width, in whole 64s."""
+    return 4 * hidden_size * 2 // 3 // 64 * 64 if swiglu else 4 * hidden_size
+
+
+def _given(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: values[name] for name in names if values.get(name) is not None}
+
+
+def _window(values: Mapping[str, Any], spelled: Callable[[str], str]) -> dict[str, Any]:
+    """The sliding window: Megatron counts the tokens to the left, without the token itself."""
+    window, skip = values.get("window_size"), values.get("window_attn_skip_freq")
+    if not window or window[0] < 0:
+        return {}
+    if skip is not None and not isinstance(skip, int):
+        raise UnplannableModelError(
+            spelled("window_attn_skip_freq"),
+            value=skip,
+            limit="only a fixed rhythm of sliding and full layers is supported",
+            fix="Give it as one number, or launch this job without nest.",
+        )
+    return {"window_size": int(window[0]) + 1, "window_attn_skip_freq": skip}
