@@ -187,5 +187,5 @@ def test_overlaps_of_communication_are_read_where_each_framework_keeps_them() ->
     overlap = MegatronCommOverlapCallback(tp_comm_overlap=True)
     recipe.trainer.callbacks.append(overlap)
     cfg.comm_overlap = overlap
-    for job in (read_nemo(recipe), read_bridge(cfg).job, command("--tp-comm-overlap")):
+    for job in (read_nemo(recipe), read_bridge(cfg), command("--tp-comm-overlap")):
         assert execution_of(job.memory_flags).tp_comm_overlap

@@ -44,7 +44,6 @@ def test_mixtral() -> None:
     assert spec.moe_layer_pattern == (1,) * 32
     assert (spec.num_experts, spec.expert_ffn_hidden_size) == (8, 14336)
     assert spec.position_embedding_type == "rope"
-    assert job.moe_grouped_gemm
     assert job.fixed["expert_model_parallel_size"] == 8
     assert job.num_gpus == 32
     assert any("32000" in note for note in job.notes)

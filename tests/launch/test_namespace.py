@@ -90,7 +90,7 @@ def test_what_was_typed_stays() -> None:
     assert (chosen.tensor_model_parallel_size, chosen.pipeline_model_parallel_size) == (2, 2)
     assert outcome.searched is not None
     kept = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size"}
-    assert kept == set(outcome.searched.request.kept)
+    assert kept == set(outcome.searched.kept)
 
 
 def test_freed_flags_may_change() -> None:
