@@ -66,13 +66,24 @@ def read_yaml(path: Path, what: str, limits: Limits = DATA) -> Any:
     return parse_yaml(_text(path, what, limits), what, name=str(path), limits=limits)
 
 
-def read_json(path: Path, what: str, limits: Limits = JSON) -> Any:
+def read_json(path: Path, what: str, limits: Limits = JSON, *, unique_keys: bool = False) -> Any:
     """What a JSON file holds.
 
     Raises:
-        UserInputError: if it cannot be read, is no JSON, or is beyond the limits.
+        UserInputError: if it cannot be read, is no JSON, or is beyond the limits; with
+            ``unique_keys``, if an object repeats a key.
     """
-    return parse_json(_text(path, what, limits), what, name=str(path), limits=limits)
+    text, pairs = _text(path, what, limits), _unique if unique_keys else None
+    return parse_json(text, what, name=str(path), limits=limits, pairs=pairs)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in sorted(keys) if keys.count(key) > 1)
+        raise _refused("key", twice, "it stands twice in one object")
+    return found
 
 
 def read_csv(path: Path, what: str) -> tuple[tuple[str, ...], list[dict[str, str]]]:

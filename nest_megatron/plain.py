@@ -1,19 +1,57 @@
-"""Frozen records to plain data and back, strictly."""
+"""Frozen records to plain data and back, strictly: the one converter for YAML and JSON.
+
+cattrs builds the records and keeps the path of a value that does not fit; what a user reads of it
+is worded here (``docs/decisions/008-one-converter.md``).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import math
+import functools
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NewType, TypeVar
 
 from nest_megatron.errors import UserInputError, nearest
 
+if TYPE_CHECKING:
+    from cattrs import Converter
+
 Record = TypeVar("Record")
+Hook = Callable[[Any, Any], Any]
+
+#: Types of fields of another program's file, whose records check nothing themselves.
+Count = NewType("Count", int)
+Index = NewType("Index", int)
+Positive = NewType("Positive", float)
+NonNegative = NewType("NonNegative", float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Who wrote plain data: how strictly it is read, and what errors advise.
+
+    Args:
+        correct: what to do about a wrong value.
+        add: what to do about a missing field, with its ``{name}``.
+        whole_floats: 8e10 is taken as the whole number that it is.
+        is_foreign: another program's, which writes more fields than are read here, and 0 and 1 for
+            truth values.
+    """
+
+    correct: str = "Correct it or write the file again."
+    add: str = "The file is incomplete; write it again."
+    whole_floats: bool = False
+    is_foreign: bool = False
+
+
+#: Files that this package writes.
+OWN = Source()
 
 
 def to_plain(value: object) -> Any:
@@ -45,123 +83,232 @@ def _is_left_out(field: dataclasses.Field[Any], value: object) -> bool:
     return bool(field.metadata.get(_ADDED)) and getattr(value, field.name) == field.default
 
 
-def from_plain(kind: type[Record], value: object, where: str = "") -> Record:
+def from_plain(kind: type[Record], value: object, where: str = "", source: Source = OWN) -> Record:
     """Build a record from plain data.
 
     Args:
-        where: path of the value in its file, for errors.
+        where: path of the value in its file, or what it is, with a colon behind it; for errors.
 
     Raises:
         UserInputError: for a missing or unknown key, a value of the wrong type, or a number that
             is not finite; the record's own checks run as well.
     """
-    if not isinstance(value, Mapping):
-        raise _wrong(where, value, f"a mapping for {kind.__name__}")
-    fields = {f.name: f for f in dataclasses.fields(kind) if f.init}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(kind)
-    for key in value:
-        if key not in fields:
-            raise UserInputError(
-                f"{where}.{key}".lstrip("."),
-                value=value[key],
-                limit=f"{kind.__name__} has no such field",
-                fix=nearest(str(key), fields),
-            )
-    missing = [
-        name
-        for name, f in fields.items()
-        if name not in value
-        and f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise UserInputError(
-            where or kind.__name__,
-            value=sorted(map(str, value)),
-            limit=f"it lacks {', '.join(missing)}",
-            fix="The file is incomplete; write it again.",
-        )
-    return kind(
-        **{
-            name: _convert(hints[name], item, f"{where}.{name}".lstrip("."))
-            for name, item in value.items()
-        }
+    from cattrs.errors import BaseValidationError
+
+    try:
+        return _converter(source).structure(value, kind)
+    except (BaseValidationError, _WrongError) as error:
+        raise _reported(error, where, source) from None
+
+
+class _WrongError(Exception):
+    """A value that cannot be what its field asks for.
+
+    Args:
+        name: the field inside of the value that is wrong; empty for the value itself.
+        fix: empty for what the source advises.
+    """
+
+    def __init__(self, value: object, limit: str, *, name: str = "", fix: str = "") -> None:
+        super().__init__(limit)
+        self.value, self.limit, self.name, self.fix = value, limit, name, fix
+
+
+def _reported(error: BaseException, where: str, source: Source) -> BaseException:
+    """The first error as a user reads it; a record's own stays as it is."""
+    from cattrs.errors import BaseValidationError
+
+    path = _path(error)
+    while isinstance(error, BaseValidationError):
+        error = error.exceptions[0]
+        path += _path(error)
+    if not isinstance(error, _WrongError):
+        return error
+    path += f".{error.name}" if error.name else ""
+    joined = f"{where} {path.lstrip('.')}" if where.endswith(":") else f"{where}{path}".lstrip(".")
+    return UserInputError(
+        joined.rstrip(": ") or "file",
+        value=error.value,
+        limit=error.limit,
+        fix=error.fix or source.correct,
     )
 
 
-def _convert(hint: Any, value: object, where: str) -> Any:
-    """One value as its annotation asks for."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any or hint is object:
-        return value
-    if origin in (typing.Union, types.UnionType):
-        return _convert_union(arguments, value, where)
-    if origin is tuple:
-        return _convert_tuple(arguments, value, where)
-    if origin is not None and issubclass(origin, Mapping):
-        if not isinstance(value, Mapping):
-            raise _wrong(where, value, "a mapping")
-        key_hint, item_hint = arguments
+def _path(error: BaseException) -> str:
+    """Where an error was found; cattrs notes its place from the inside outwards."""
+    parts = []
+    for note in reversed(getattr(error, "__notes__", ())):
+        place = getattr(note, "name", getattr(note, "index", None))
+        parts.append(f"[{place}]" if isinstance(place, int) else f".{place}")
+    return "".join(parts)
+
+
+@functools.cache
+def _converter(source: Source) -> Converter:
+    """A converter of cattrs with a strict hook for each form of annotation that records have."""
+    from cattrs import Converter
+
+    converter = Converter()
+    scalar = functools.partial(_scalar, source)
+    for kind in (bool, int, float, str, Enum):  # an enumeration of texts is dispatched as a text
+        converter.register_structure_hook(kind, scalar)
+    converter.register_structure_hook_func(lambda hint: hint is object, lambda value, _: value)
+    for restricted, kind, least in (
+        (Count, int, 1),
+        (Index, int, 0),
+        (Positive, float, None),
+        (NonNegative, float, 0),
+    ):
+        converter.register_structure_hook(restricted, _restricted(scalar, kind, least))
+
+    for predicate, factory in (
+        (dataclasses.is_dataclass, functools.partial(_record_hook, source)),
+        (_is_tuple, _tuple_hook),
+        (_is_mapping, _mapping_hook),
+        (_is_union, _union_hook),
+    ):
+        converter.register_structure_hook_factory(predicate, functools.partial(factory, converter))
+    return converter
+
+
+def _is_tuple(hint: Any) -> bool:
+    return typing.get_origin(hint) is tuple
+
+
+def _is_mapping(hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def _record_hook(source: Source, converter: Converter, kind: Any) -> Hook:
+    """Reads a record's fields, after its keys are checked."""
+    from cattrs.gen import make_dict_structure_fn
+
+    build = make_dict_structure_fn(kind, converter)
+    fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
+
+    def structure(value: Any, _: Any) -> Any:
+        _require_mapping(value)
+        for key in value:
+            if key not in fields and not source.is_foreign:
+                limit, fix = "there is no such field", nearest(str(key), fields)
+                raise _WrongError(value[key], limit, name=str(key), fix=fix)
+        for name, field in fields.items():
+            if name not in value and field.default is field.default_factory:  # both are missing
+                limit, fix = "it is missing, and has no default", source.add.format(name=name)
+                raise _WrongError(None, limit, name=name, fix=fix)
+        return build(value, kind)
+
+    return structure
+
+
+def _tuple_hook(converter: Converter, hint: Any) -> Hook:
+    arguments = typing.get_args(hint)
+    is_open = arguments[-1] is Ellipsis
+
+    def structure(value: Any, _: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            raise _WrongError(value, "it must be a list")
+        kinds = arguments[:1] * len(value) if is_open else arguments
+        if len(value) != len(kinds):
+            raise _WrongError(value, f"it must be a list of {len(kinds)}")
+        pairs = enumerate(zip(kinds, value, strict=True))
+        return tuple(_item(converter, kind, item, at) for at, (kind, item) in pairs)
+
+    return structure
+
+
+def _mapping_hook(converter: Converter, hint: Any) -> Hook:
+    names, items = typing.get_args(hint)
+
+    def structure(value: Any, _: Any) -> Any:
+        _require_mapping(value)
         return {
-            _convert(key_hint, key, f"{where}.{key}"): _convert(item_hint, item, f"{where}.{key}")
+            _item(converter, names, key, str(key)): _item(converter, items, item, str(key))
             for key, item in value.items()
         }
-    if dataclasses.is_dataclass(hint):
-        return from_plain(hint, value, where)  # type: ignore[arg-type]
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return _convert_enum(hint, value, where)
-    return _convert_scalar(hint, value, where)
+
+    return structure
 
 
-def _convert_union(arguments: tuple[Any, ...], value: object, where: str) -> Any:
-    if value is None:
-        if type(None) in arguments:
-            return None
-        raise _wrong(where, value, "a value")
-    kinds = [kind for kind in arguments if kind is not type(None)]
-    for kind in kinds[:-1]:
-        try:
-            return _convert(kind, value, where)
-        except UserInputError:
-            continue
-    return _convert(kinds[-1], value, where)
+def _item(converter: Converter, kind: Any, value: Any, place: int | str) -> Any:
+    """An item of a collection; an error takes a note of its place, as cattrs notes a field's."""
+    from cattrs.errors import IterableValidationNote
 
-
-def _convert_tuple(arguments: tuple[Any, ...], value: object, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple):
-        raise _wrong(where, value, "a list")
-    if arguments[-1] is Ellipsis:
-        arguments = (arguments[0],) * len(value)
-    if len(value) != len(arguments):
-        raise _wrong(where, value, f"a list of {len(arguments)}")
-    pairs = enumerate(zip(arguments, value, strict=True))
-    return tuple(_convert(hint, item, f"{where}[{i}]") for i, (hint, item) in pairs)
-
-
-def _convert_enum(hint: type[Enum], value: object, where: str) -> Enum:
     try:
-        return hint(value)
+        return converter.structure(value, kind)
+    except Exception as error:
+        error.add_note(IterableValidationNote(f"at {place}", place, kind))
+        raise
+
+
+def _union_hook(converter: Converter, hint: Any) -> Hook:
+    """Tries the members of a union in order; the error is the last one's."""
+    kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+    optional = types.NoneType in typing.get_args(hint)
+
+    def structure(value: Any, _: Any) -> Any:
+        if value is None and optional:
+            return None
+        for kind in kinds[:-1]:
+            with contextlib.suppress(Exception):
+                return converter.structure(value, kind)
+        return converter.structure(value, kinds[-1])
+
+    return structure
+
+
+def _require_mapping(value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise _WrongError(value, "it must be a mapping of names to values")
+
+
+def _scalar(source: Source, value: Any, kind: Any) -> Any:
+    """A number, a truth value, a text or a member of an enumeration."""
+    if issubclass(kind, Enum):
+        return _member(kind, value)
+    if kind is bool and source.is_foreign and isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    wanted = f"it must be {_NAMES[kind]}"
+    if isinstance(value, bool) is not (kind is bool) or not isinstance(value, _ACCEPTED[kind]):
+        raise _WrongError(value, wanted)
+    if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
+        raise _WrongError(value, "it must be a finite number")
+    if (
+        kind is int
+        and isinstance(value, float)
+        and not (source.whole_floats and value.is_integer())
+    ):
+        raise _WrongError(value, wanted)
+    return kind(value)
+
+
+_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_ACCEPTED: Mapping[type, Any] = {bool: bool, int: int | float, float: int | float, str: str}
+
+
+def _member(kind: type[Enum], value: Any) -> Enum:
+    try:
+        return kind(value)
     except ValueError:
-        known = ", ".join(str(member.value) for member in hint)
-        raise _wrong(where, value, f"one of {known}") from None
+        known = [str(member.value) for member in kind]
+        fix = nearest(value, known) if isinstance(value, str) else ""
+        raise _WrongError(value, f"it must be one of {', '.join(known)}", fix=fix) from None
 
 
-def _convert_scalar(hint: Any, value: object, where: str) -> Any:
-    if isinstance(value, int) and abs(value) > sys.float_info.max:
-        raise _wrong(where, value, "a finite number")
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
-        raise _wrong(where, value, f"a value of type {hint.__name__}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise _wrong(where, value, "a finite number")
-    return value
+def _restricted(hook: Hook, kind: type, least: float | None) -> Hook:
+    """Numbers of at least so much, or above 0."""
 
+    def structure(value: Any, _: Any) -> Any:
+        found = hook(value, kind)
+        if least is None and found <= 0:
+            raise _WrongError(value, "it must be above 0")
+        if least is not None and found < least:
+            raise _WrongError(value, f"it must be at least {least}")
+        return found
 
-def _wrong(where: str, value: object, wanted: str) -> UserInputError:
-    return UserInputError(
-        where or "file",
-        value=value,
-        limit=f"it must be {wanted}",
-        fix="Correct it or write the file again.",
-    )
+    return structure

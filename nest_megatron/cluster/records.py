@@ -194,6 +194,8 @@ class Cluster:
                 limit="it must be a whole number of at least 1",
                 fix="Give the number of GPUs of the job.",
             )
+        if self.gpus_per_host is not None:
+            _require_number(f"cluster {self.name}: gpus_per_host", self.gpus_per_host)
         self._check_levels()
         if not self._part_of_nodes(self.num_gpus):
             raise self._uneven()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import types
-import typing
 from collections.abc import Mapping
 from typing import Any
 
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.model.layer_pattern import moe_layer_pattern
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.plain import Source, from_plain
 
 #: Values that the cost model knows how to price.
 CHOICES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
@@ -25,6 +24,10 @@ CHOICES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
     }
 )
 _MAY_BE_ZERO = ("mtp_num_layers", "hidden_dropout", "attention_dropout")
+_AT_MOST_ONE = ("rotary_percent", "hidden_dropout", "attention_dropout")
+_SOURCE = Source(
+    correct="Correct the model's description.", add="Add {name} to the model's description."
+)
 
 
 def known_keys() -> tuple[str, ...]:
@@ -33,9 +36,8 @@ def known_keys() -> tuple[str, ...]:
     They are the fields of ``TransformerSpec``, the pattern of expert layers written as Megatron's
     ``moe_layer_freq``.
     """
-    return tuple(
-        "moe_layer_freq" if name == "moe_layer_pattern" else name for name in _field_types()
-    )
+    names = (field.name for field in dataclasses.fields(TransformerSpec))
+    return tuple("moe_layer_freq" if name == "moe_layer_pattern" else name for name in names)
 
 
 def spec_from_mapping(mapping: Mapping[str, object]) -> TransformerSpec:
@@ -49,16 +51,19 @@ def spec_from_mapping(mapping: Mapping[str, object]) -> TransformerSpec:
         UserInputError: for an unknown or missing key, a value of the wrong type (numbers written as
             text included), a number that is NaN, infinite or not positive, or an impossible shape.
     """
-    model = f"model {mapping.get('name', '(no name)')}"
+    model = f"model {mapping.get('name', '(no name)')}:"
     _refuse_unknown(model, mapping)
-    _require_all(model, mapping)
-    values: dict[str, Any] = {
-        key: _checked(f"{model}: {key}", key, value)
-        for key, value in mapping.items()
-        if key != "moe_layer_freq"
-    }
-    values["moe_layer_pattern"] = _pattern(model, values, mapping.get("moe_layer_freq"))
-    return TransformerSpec(**values)
+    fields: dict[str, Any] = dict(mapping)
+    freq = fields.pop("moe_layer_freq", None)
+    if fields.get("num_experts") is None:
+        _refuse_pattern(model, freq)
+    elif isinstance(fields.get("num_layers"), int):  # what else it is, is refused below
+        pattern = moe_layer_pattern(1 if freq is None else freq, fields["num_layers"])
+        fields["moe_layer_pattern"] = pattern
+    spec = from_plain(TransformerSpec, fields, model, _SOURCE)
+    for field in dataclasses.fields(spec):
+        _check_value(f"{model} {field.name}", field.name, getattr(spec, field.name))
+    return spec
 
 
 def _refuse_unknown(model: str, mapping: Mapping[str, object]) -> None:
@@ -66,100 +71,32 @@ def _refuse_unknown(model: str, mapping: Mapping[str, object]) -> None:
     for key, value in mapping.items():
         if key not in known:
             raise UserInputError(
-                f"{model}: {key}",
+                f"{model} {key}",
                 value=value,
                 limit="there is no such field",
                 fix=nearest(str(key), known),
             )
 
 
-def _require_all(model: str, mapping: Mapping[str, object]) -> None:
-    for field in dataclasses.fields(TransformerSpec):
-        optional = field.default is not dataclasses.MISSING
-        if not optional and mapping.get(field.name) is None:
-            raise UserInputError(
-                f"{model}: {field.name}",
-                value=None,
-                limit="this field has no default",
-                fix=f"Add {field.name} to the model's description.",
-            )
-
-
-def _pattern(model: str, values: Mapping[str, object], freq: object) -> tuple[int, ...]:
-    num_layers = values["num_layers"]
-    assert isinstance(num_layers, int)
-    if values.get("num_experts") is not None:
-        return moe_layer_pattern(1 if freq is None else freq, num_layers)
+def _refuse_pattern(model: str, freq: object) -> None:
     if freq not in (None, 1):
         raise UserInputError(
-            f"{model}: moe_layer_freq",
+            f"{model} moe_layer_freq",
             value=freq,
             limit="it names expert layers but num_experts is not set",
             fix="Set num_experts, or drop moe_layer_freq.",
         )
-    return ()
 
 
-@functools.cache
-def _field_types() -> Mapping[str, tuple[type, bool]]:
-    """For each field its type, and whether it may be ``None``."""
-    hints = typing.get_type_hints(TransformerSpec)
-    table = {}
-    for field in dataclasses.fields(TransformerSpec):
-        members = typing.get_args(hints[field.name])
-        optional = type(None) in members
-        table[field.name] = (members[0] if optional else hints[field.name], optional)
-    return types.MappingProxyType(table)
-
-
-def _checked(what: str, key: str, value: object) -> object:
-    kind, optional = _field_types()[key]
-    if value is None and optional:
-        return None
-    if key in CHOICES:
-        return _choice(what, key, value)
-    if kind is bool:
-        return _of_type(what, value, isinstance(value, bool), "it must be true or false")
-    if kind is str:
-        return _of_type(what, value, isinstance(value, str), "it must be text")
-    if kind is float:
-        if key in _MAY_BE_ZERO and value == 0:
-            return 0.0
-        share = key == "rotary_percent" or key.endswith("_dropout")
-        return _positive_float(what, value, most=1.0 if share else math.inf)
-    return _whole(what, value, least=0 if key in _MAY_BE_ZERO else 1)
-
-
-def _choice(what: str, key: str, value: object) -> object:
-    if value not in CHOICES[key]:
-        raise UserInputError(
-            what,
-            value=value,
-            limit=f"it must be one of {', '.join(CHOICES[key])}",
-            fix=nearest(str(value), CHOICES[key]),
-        )
-    return ModelFamily(value) if key == "family" else str(value)
-
-
-def _of_type(what: str, value: object, right: bool, limit: str) -> object:
-    if not right:
-        raise UserInputError(what, value=value, limit=limit, fix="Correct the model's description.")
-    return value
-
-
-def _whole(what: str, value: object, *, least: int) -> object:
-    right = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    return _of_type(what, value, right, f"it must be a whole number of at least {least}")
-
-
-def _positive_float(what: str, value: object, *, most: float) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and 0.0 < value <= most and math.isfinite(value):  # type: ignore[operator,arg-type]
-        return float(value)  # type: ignore[arg-type]
-    limit = "above 0" if most == math.inf else f"above 0 and at most {most:g}"
-    raise UserInputError(
-        what,
-        value=value,
-        limit=f"it must be a finite number {limit}",
-        fix="Correct the model's description.",
-    )
+def _check_value(what: str, name: str, value: object) -> None:
+    """Refuse a text that is not known, and a number outside of what its field means."""
+    if name in CHOICES:
+        if value not in CHOICES[name]:
+            limit, fix = f"it must be one of {', '.join(CHOICES[name])}", CHOICES[name]
+            raise UserInputError(what, value=value, limit=limit, fix=nearest(str(value), fix))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        most = 1.0 if name in _AT_MOST_ONE else math.inf
+        if not (0 < value <= most or (value == 0 and name in _MAY_BE_ZERO)):
+            least = "of at least 0" if name in _MAY_BE_ZERO else "above 0"
+            limit = f"it must be a number {least}" + (" and at most 1" if most == 1.0 else "")
+            raise UserInputError(what, value=value, limit=limit, fix=_SOURCE.correct)

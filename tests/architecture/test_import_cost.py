@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "megatron", "nemo", "numpy", "hydra", "omegaconf", "fiddle")
+HEAVY = ("torch", "megatron", "nemo", "numpy", "hydra", "omegaconf", "fiddle", "cattrs")
 LOADED = "import sys, {module}; print(*[name for name in {heavy} if name in sys.modules])"
 
 

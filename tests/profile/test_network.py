@@ -66,7 +66,7 @@ def test_a_file_comes_back_as_it_was(profile: NetworkProfile, tmp_path: Path) ->
         ("schema: 1", "schema: true", "up to schema 1"),
         ("backend: nccl", "backend: mpi", "one of nccl"),
         ("message_bytes: 1024", "message_bytes: 1025", "does not match the contents"),
-        ("num_ranks: 2", "num_ranks: two", "of type int"),
+        ("num_ranks: 2", "num_ranks: two", "a whole number"),
         ("created:", "made:", "no such field"),
         ("name: test", "name: [", "not a readable YAML"),
     ],

@@ -7,11 +7,16 @@ there, and noted.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from nest_megatron.research.nest_artifact.fields import Fields, number, read_json, whole, wrong
+from nest_megatron.documents import read_json
+from nest_megatron.errors import UserInputError
+from nest_megatron.plain import Count, NonNegative, Positive, Source, from_plain
 from nest_megatron.research.nest_artifact.records import (
     Baseline,
     Chain,
@@ -22,23 +27,78 @@ from nest_megatron.research.nest_artifact.records import (
     Optimizer,
 )
 
-_TOP = {
-    *("ep_degree", "sp_enabled", "cp_degree", "maxMemoryPerDevice", "maxDevices", "bandwidth"),
-    *("bws", "latency_per_level", "devices_per_level", "frequency", "mbsInBatch", "nodes"),
-    *("edges", "activationRecomputation", "optimizerAlgorithm", "baselines"),
-}
-_NODE = {
-    *("id", "parameterSize", "activationSize", "optimalLatencyFw", "optimalLatencyBw"),
-    *("isTensorParallelized", "energy"),
-}
-_EDGE = {"sourceId", "destId", "communicationCost"}
-_BASELINE = {"p", "d", "t", "num_transformer_layers", "layer_partition"}
-
 #: More would take tables of hundreds of megabytes, or minutes.
 _MOST_LAYERS = 1_000
 _MOST_DEVICES = 1_000_000
+_FIX = "Correct it in the file."
+SOURCE = Source(correct=_FIX, add="Add it to the file.", whole_floats=True, is_foreign=True)
 
 _Edge = tuple[int, int, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileNode:
+    id: int
+    parameterSize: NonNegative
+    activationSize: NonNegative
+    optimalLatencyFw: NonNegative
+    optimalLatencyBw: NonNegative
+    isTensorParallelized: bool
+    energy: object = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileEdge:
+    sourceId: int
+    destId: int
+    communicationCost: NonNegative
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileBaseline:
+    """A fixed plan of the format."""
+
+    p: Count
+    d: Count
+    t: Count
+    num_transformer_layers: Count
+    layer_partition: tuple[Count, ...] | None = None
+
+    def named(self, name: str) -> Baseline:
+        """The plan under its name in the file."""
+        return Baseline(
+            name=name,
+            num_stages=self.p,
+            data_parallel_size=self.d,
+            tensor_model_parallel_size=self.t,
+            num_layers=self.num_transformer_layers,
+            layer_partition=self.layer_partition or (),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    ep_degree: Count
+    sp_enabled: bool
+    cp_degree: Count
+    maxMemoryPerDevice: Positive
+    maxDevices: Count
+    bandwidth: Positive  # this and frequency are priced nowhere in this mode
+    bws: tuple[Positive, ...]
+    latency_per_level: tuple[NonNegative, ...]
+    devices_per_level: tuple[Count, ...]
+    frequency: Positive
+    mbsInBatch: Count
+    nodes: Mapping[str, tuple[_FileNode, ...]]
+    edges: Mapping[str, tuple[_FileEdge, ...]]
+    activationRecomputation: bool
+    optimizerAlgorithm: Optimizer
+    baselines: Mapping[str, FileBaseline] | None = None
+
+
+def wrong(where: str, value: object, limit: str, fix: str = _FIX) -> UserInputError:
+    """The error for one value."""
+    return UserInputError(where, value=value, limit=limit, fix=fix)
 
 
 def read_instance(path: Path) -> Instance:
@@ -47,48 +107,56 @@ def read_instance(path: Path) -> Instance:
     Raises:
         UserInputError: for the first field that is missing or wrong, with its place.
     """
-    top = read_json(path, "instance")
-    nodes, edges = top.inner("nodes"), top.inner("edges")
-    _check_same_degrees(nodes, edges)
-    notes = [f"{name} is not read" for name in top.beyond(_TOP)]
-    chains = {
-        whole(_as_number(tp, nodes), nodes.place(tp)): _chain(nodes, edges, tp, notes)
-        for tp in sorted(nodes.values, key=lambda tp: (len(tp), tp))
-    }
+    document = read_json(path, "instance", unique_keys=True)
+    file = from_plain(_File, document, source=SOURCE)
+    _check_same_degrees(file)
+    if file.maxDevices > _MOST_DEVICES:
+        raise wrong("maxDevices", file.maxDevices, f"it must be at most {_MOST_DEVICES:,}")
+    degrees = sorted(file.nodes, key=lambda tp: (len(tp), tp))
+    chains = {_as_number(tp): _chain(file, tp) for tp in degrees}
     _check_same_nodes(chains)
-    for name in ("bandwidth", "frequency"):  # priced nowhere in this mode, but part of the format
-        top.number(name, above=True)
-    num_devices = top.whole("maxDevices", most=_MOST_DEVICES)
     return Instance(
         chains=chains,
-        network=_network(top, num_devices),
-        num_devices=num_devices,
-        memory_bytes=top.number("maxMemoryPerDevice", above=True),
-        num_micro_batches=top.whole("mbsInBatch"),
-        expert_model_parallel_size=top.whole("ep_degree"),
-        context_parallel_size=top.whole("cp_degree"),
-        sequence_parallel=top.flag("sp_enabled"),
-        recompute=top.flag("activationRecomputation"),
-        optimizer=_optimizer(top),
-        baselines=_baselines(top, notes),
-        notes=tuple(dict.fromkeys(notes)),
+        network=_network(file),
+        num_devices=file.maxDevices,
+        memory_bytes=file.maxMemoryPerDevice,
+        num_micro_batches=file.mbsInBatch,
+        expert_model_parallel_size=file.ep_degree,
+        context_parallel_size=file.cp_degree,
+        sequence_parallel=file.sp_enabled,
+        recompute=file.activationRecomputation,
+        optimizer=file.optimizerAlgorithm,
+        baselines={name: each.named(name) for name, each in (file.baselines or {}).items()},
+        notes=tuple(dict.fromkeys(_notes(document))),
     )
 
 
-def _as_number(text: str, nodes: Fields) -> int:
+def _notes(document: Mapping[str, Any]) -> Iterator[str]:
+    """Names that the format does not have."""
+    for prefix, objects, kind in (
+        ("", [document], _File),
+        ("nodes: ", itertools.chain.from_iterable(document["nodes"].values()), _FileNode),
+        ("edges: ", itertools.chain.from_iterable(document["edges"].values()), _FileEdge),
+        ("baselines: ", (document.get("baselines") or {}).values(), FileBaseline),
+    ):
+        known = {field.name for field in fields(kind)}
+        for each in objects:
+            yield from (f"{prefix}{name} is not read" for name in sorted(each.keys() - known))
+
+
+def _as_number(text: str) -> int:
     if not text.isascii() or not text.isdigit() or text.startswith("0"):
-        raise wrong(nodes.place(text), text, "a tensor degree must be a whole number of at least 1")
+        limit = "a tensor degree must be a whole number of at least 1"
+        raise wrong(f"nodes.{text}", text, limit)
     return int(text)
 
 
-def _check_same_degrees(nodes: Fields, edges: Fields) -> None:
-    if not nodes.values:
+def _check_same_degrees(file: _File) -> None:
+    if not file.nodes:
         raise wrong("nodes", {}, "there is no tensor degree in it")
-    if set(nodes.values) != set(edges.values):
-        given = sorted(edges.values)
-        raise wrong(
-            "edges", given, f"it must hold the tensor degrees of nodes, {sorted(nodes.values)}"
-        )
+    if set(file.nodes) != set(file.edges):
+        limit = f"it must hold the tensor degrees of nodes, {sorted(file.nodes)}"
+        raise wrong("edges", sorted(file.edges), limit)
 
 
 def _check_same_nodes(chains: dict[int, Chain]) -> None:
@@ -98,84 +166,55 @@ def _check_same_nodes(chains: dict[int, Chain]) -> None:
         if order != orders[first]:
             differing = sorted(set(order) ^ set(orders[first])) or list(order)
             raise wrong(
-                f"nodes.{tp}",
-                differing,
-                f"its nodes are not those of tensor degree {first}",
+                f"nodes.{tp}", differing, f"its nodes are not those of tensor degree {first}"
             )
 
 
-def _network(top: Fields, num_devices: int) -> Network:
-    fan_outs = tuple(
-        whole(value, f"devices_per_level[{at}]")
-        for at, value in enumerate(top.items("devices_per_level"))
-    )
-    if math.prod(fan_outs) != num_devices or not fan_outs:
-        limit = f"its product must be maxDevices, {num_devices}"
+def _network(file: _File) -> Network:
+    fan_outs, number = file.devices_per_level, len(file.devices_per_level)
+    if math.prod(fan_outs) != file.maxDevices or not fan_outs:
+        limit = f"its product must be maxDevices, {file.maxDevices}"
         raise wrong("devices_per_level", list(fan_outs), limit)
-    return Network(
-        fan_outs=fan_outs,
-        bandwidths=_per_level(top, "bws", len(fan_outs), above=True),
-        latencies=_per_level(top, "latency_per_level", len(fan_outs), above=False),
-    )
+    for name, values in (("bws", file.bws), ("latency_per_level", file.latency_per_level)):
+        if len(values) != number:
+            raise wrong(name, list(values), f"devices_per_level has {number} levels")
+    return Network(fan_outs=fan_outs, bandwidths=file.bws, latencies=file.latency_per_level)
 
 
-def _per_level(top: Fields, name: str, num_levels: int, *, above: bool) -> tuple[float, ...]:
-    values = top.items(name)
-    if len(values) != num_levels:
-        raise wrong(name, values, f"devices_per_level has {num_levels} levels")
-    return tuple(number(value, f"{name}[{at}]", above=above) for at, value in enumerate(values))
-
-
-def _optimizer(top: Fields) -> Optimizer:
-    name = top.get("optimizerAlgorithm")
-    known = [optimizer.value for optimizer in Optimizer]
-    if name not in known:
-        raise wrong("optimizerAlgorithm", name, f"it must be {' or '.join(known)}")
-    return Optimizer(name)
-
-
-def _chain(nodes: Fields, edges: Fields, tp: str, notes: list[str]) -> Chain:
+def _chain(file: _File, tp: str) -> Chain:
     layers: dict[int, Layer] = {}
-    for fields in nodes.objects(tp):
-        layer = _layer(fields, tp)
-        if layer.node_id in layers:
-            raise wrong(fields.place("id"), layer.node_id, "two nodes have this id")
-        layers[layer.node_id] = layer
-        notes.extend(f"nodes: {name} is not read" for name in fields.beyond(_NODE))
+    for at, node in enumerate(file.nodes[tp]):
+        place = f"nodes.{tp}[{at}]"
+        if node.id in layers:
+            raise wrong(f"{place}.id", node.id, "two nodes have this id")
+        if node.isTensorParallelized and tp == "1":
+            limit = "at tensor degree 1 nothing is tensor parallel"
+            raise wrong(f"{place}.isTensorParallelized", True, limit)
+        layers[node.id] = _layer(node)
     if not 0 < len(layers) <= _MOST_LAYERS:
-        limit = f"it must hold 1 to {_MOST_LAYERS:,} nodes"
-        raise wrong(nodes.place(tp), len(layers), limit)
+        raise wrong(f"nodes.{tp}", len(layers), f"it must hold 1 to {_MOST_LAYERS:,} nodes")
     pairs: dict[tuple[int, int], float] = {}
-    for fields in edges.objects(tp):
-        source, target, num_bytes = _edge(fields, layers)
-        if (source, target) in pairs:
-            raise wrong(fields.where, [source, target], "two edges join these nodes")
-        pairs[source, target] = num_bytes
-        notes.extend(f"edges: {name} is not read" for name in fields.beyond(_EDGE))
+    for at, edge in enumerate(file.edges[tp]):
+        place = f"edges.{tp}[{at}]"
+        for name in ("sourceId", "destId"):
+            if getattr(edge, name) not in layers:
+                limit = "there is no node with this id"
+                raise wrong(f"{place}.{name}", getattr(edge, name), limit)
+        ends = (edge.sourceId, edge.destId)
+        if ends in pairs:
+            raise wrong(place, list(ends), "two edges join these nodes")
+        pairs[ends] = edge.communicationCost
     return chain_of(layers, [(*ends, size) for ends, size in pairs.items()], f"edges.{tp}")
 
 
-def _layer(fields: Fields, tp: str) -> Layer:
-    if fields.flag("isTensorParallelized") and tp == "1":
-        place = fields.place("isTensorParallelized")
-        raise wrong(place, True, "at tensor degree 1 nothing is tensor parallel")
+def _layer(node: _FileNode) -> Layer:
     return Layer(
-        node_id=whole(fields.get("id"), fields.place("id"), least=None),
-        forward=fields.number("optimalLatencyFw"),
-        backward=fields.number("optimalLatencyBw"),
-        weight_bytes=fields.number("parameterSize"),
-        activation_bytes=fields.number("activationSize"),
+        node_id=node.id,
+        forward=node.optimalLatencyFw,
+        backward=node.optimalLatencyBw,
+        weight_bytes=node.parameterSize,
+        activation_bytes=node.activationSize,
     )
-
-
-def _edge(fields: Fields, layers: dict[int, Layer]) -> _Edge:
-    ends = []
-    for name in ("sourceId", "destId"):
-        end = whole(fields.get(name), fields.place(name), least=None)
-        if end not in layers:
-            raise wrong(fields.place(name), end, "there is no node with this id")
-        ends.append(end)
-    return ends[0], ends[1], fields.number("communicationCost")
 
 
 def chain_of(layers: dict[int, Layer], edges: Sequence[_Edge], where: str) -> Chain:
@@ -223,31 +262,3 @@ def _order(node_ids: list[int], edges: Sequence[_Edge], where: str) -> list[int]
     if len(order) < len(node_ids):
         raise wrong(where, sorted(set(node_ids) - set(order)), "these nodes stand in a cycle")
     return order
-
-
-def _baselines(top: Fields, notes: list[str]) -> dict[str, Baseline]:
-    if top.values.get("baselines") is None:
-        return {}
-    inner = top.inner("baselines")
-    found = {name: baseline_of(inner.inner(name), name) for name in inner.values}
-    for name in inner.values:
-        notes.extend(f"baselines: {key} is not read" for key in inner.inner(name).beyond(_BASELINE))
-    return found
-
-
-def baseline_of(fields: Fields, name: str) -> Baseline:
-    """A fixed plan of the format: p, d, t, num_transformer_layers, and perhaps layer_partition."""
-    partition: tuple[int, ...] = ()
-    if fields.values.get("layer_partition") is not None:
-        partition = tuple(
-            whole(value, f"{fields.place('layer_partition')}[{at}]")
-            for at, value in enumerate(fields.items("layer_partition"))
-        )
-    return Baseline(
-        name=name,
-        num_stages=fields.whole("p"),
-        data_parallel_size=fields.whole("d"),
-        tensor_model_parallel_size=fields.whole("t"),
-        num_layers=fields.whole("num_transformer_layers"),
-        layer_partition=partition,
-    )

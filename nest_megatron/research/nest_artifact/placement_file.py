@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from nest_megatron.documents import read_json
 from nest_megatron.errors import nearest
 from nest_megatron.files import write_text
-from nest_megatron.research.nest_artifact.fields import Fields, read_json, whole, wrong
-from nest_megatron.research.nest_artifact.instance_file import baseline_of
+from nest_megatron.plain import Count, Index, NonNegative, from_plain
+from nest_megatron.research.nest_artifact.instance_file import SOURCE, FileBaseline, wrong
 from nest_megatron.research.nest_artifact.records import Baseline, Chain, Instance, Placement, Stage
 from nest_megatron.research.nest_artifact.rule import AS_ARTIFACT, ArtifactRule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileStage:
+    devicesForStage: Count
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileOutput:
+    stages: tuple[_FileStage, ...]
+    dataParallelDegree: Count
+    tensorParallelDegree: Count
+    finalTimePerBatch: NonNegative | None = None
+    networkSkeleton: tuple[tuple[Index, tuple[Index, ...]], ...] | None = None
+
 
 _RENUMBER = "List each layer once, in the order of the chain, first stage first."
 
@@ -31,22 +48,22 @@ def read_placement(
     Raises:
         UserInputError: for the first field that is missing, wrong, or no part of the instance.
     """
-    top = read_json(path, "placement")
-    if "output" in top.values:
-        top = top.inner("output")
-    if "stages" not in top.values and "p" in top.values:
-        return baseline_placement(instance, baseline_of(top, path.stem), rule), None
-    tp = top.whole("tensorParallelDegree")
-    chain = _chain(instance, tp, top.place("tensorParallelDegree"))
-    stages = tuple(_stages(top, chain))
+    document, where = read_json(path, "placement", unique_keys=True), ""
+    if isinstance(document, dict) and "output" in document:
+        document, where = document["output"], "output"
+    if isinstance(document, dict) and "stages" not in document and "p" in document:
+        baseline = from_plain(FileBaseline, document, where, SOURCE).named(path.stem)
+        return baseline_placement(instance, baseline, rule), None
+    output, prefix = from_plain(_FileOutput, document, where, SOURCE), f"{where}.".lstrip(".")
+    tp = output.tensorParallelDegree
+    chain = _chain(instance, tp, f"{prefix}tensorParallelDegree")
     placement = Placement(
-        stages=stages,
-        data_parallel_size=top.whole("dataParallelDegree"),
+        stages=tuple(_stages(output, chain, f"{prefix}stages")),
+        data_parallel_size=output.dataParallelDegree,
         tensor_model_parallel_size=tp,
-        printed_devices=_printed_devices(top, len(chain.layers)),
+        printed_devices=_printed_devices(output, len(chain.layers), f"{prefix}networkSkeleton"),
     )
-    given = top.values.get("finalTimePerBatch")
-    return placement, None if given is None else top.number("finalTimePerBatch")
+    return placement, output.finalTimePerBatch
 
 
 def write_placement(path: Path, instance: Instance, placement: Placement, time: float) -> None:
@@ -91,7 +108,7 @@ def baseline_placement(
     """A fixed plan as stages: its own boundaries, or ceil(layers / p) layers a stage.
 
     Raises:
-        UserInputError: where a stage is left empty or the tensor degree is none of the instance's;
+        UserInputError: where a stage is left empty or the instance lacks the degree;
             the artifact's solver crashes on both.
     """
     tp = baseline.tensor_model_parallel_size
@@ -136,40 +153,32 @@ def _chain(instance: Instance, tp: int, where: str) -> Chain:
     return instance.chains[tp]
 
 
-def _stages(top: Fields, chain: Chain) -> list[Stage]:
-    order = [layer.node_id for layer in chain.layers]
+def _stages(output: _FileOutput, chain: Chain, where: str) -> list[Stage]:
+    order = tuple(layer.node_id for layer in chain.layers)
     found: list[Stage] = []
-    for fields in top.objects("stages"):
+    for at, stage in enumerate(output.stages):
         first = found[-1].end if found else 0
-        nodes = [whole(value, fields.place("nodes"), least=None) for value in fields.items("nodes")]
-        end = first + len(nodes)
-        if not nodes or nodes != order[first:end]:
+        end = first + len(stage.nodes)
+        if not stage.nodes or stage.nodes != order[first:end]:
             expected = order[first] if first < len(order) else "no further node"
             limit = f"it must be a run of the chain that begins with {expected}"
-            raise wrong(fields.place("nodes"), nodes, limit, _RENUMBER)
-        found.append(Stage(first=first, end=end, num_devices=fields.whole("devicesForStage")))
+            raise wrong(f"{where}[{at}].nodes", list(stage.nodes), limit, _RENUMBER)
+        found.append(Stage(first=first, end=end, num_devices=stage.devicesForStage))
     if not found or found[-1].end < len(order):
-        missing = order[found[-1].end if found else 0 :]
-        raise wrong(top.place("stages"), missing, "these nodes are in no stage", _RENUMBER)
+        missing = list(order[found[-1].end if found else 0 :])
+        raise wrong(where, missing, "these nodes are in no stage", _RENUMBER)
     return found
 
 
-def _printed_devices(top: Fields, num_layers: int) -> tuple[int, ...]:
+def _printed_devices(output: _FileOutput, num_layers: int, where: str) -> tuple[int, ...]:
     """The first listed device of each layer, layers counted along the chain."""
-    if top.values.get("networkSkeleton") is None:
+    if output.networkSkeleton is None:
         return ()
-    place, devices = top.place("networkSkeleton"), dict[int, int]()
-    for at, entry in enumerate(top.items("networkSkeleton")):
-        device, layers = _skeleton_entry(entry, f"{place}[{at}]")
+    devices: dict[int, int] = {}
+    for device, layers in output.networkSkeleton:
         for layer in layers:
             devices.setdefault(layer, device)
     if sorted(devices) != list(range(num_layers)):
         limit = f"it must hold the layers 0 to {num_layers - 1}"
-        raise wrong(place, sorted(devices), limit)
+        raise wrong(where, sorted(devices), limit)
     return tuple(devices[layer] for layer in range(num_layers))
-
-
-def _skeleton_entry(entry: object, where: str) -> tuple[int, Sequence[int]]:
-    if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[1], list):
-        raise wrong(where, entry, "it must be a device and a list of layers")
-    return whole(entry[0], where, least=0), [whole(each, where, least=0) for each in entry[1]]

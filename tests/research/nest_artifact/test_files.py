@@ -42,24 +42,28 @@ def test_what_is_read() -> None:
     [
         (("mbsInBatch",), 0, "mbsInBatch = 0: it must be at least 1"),
         (("mbsInBatch",), 1.5, "whole number"),
-        (("maxDevices",), "64", "maxDevices = '64': it must be a number"),
-        (("maxDevices",), 10**400, "it must be finite"),
+        (("maxDevices",), "64", "maxDevices = '64': it must be a whole number"),
+        (("maxDevices",), 10**400, "it must be a finite number"),
         (("maxDevices",), 10**7, "it must be at most 1,000,000"),
         (("nodes", "1"), [], "nodes.1 = 0: it must hold 1 to 1,000 nodes"),
         (("maxDevices",), 128, "its product must be maxDevices, 128"),
-        (("maxMemoryPerDevice",), float("nan"), "maxMemoryPerDevice = nan: it must be finite"),
+        (
+            ("maxMemoryPerDevice",),
+            float("nan"),
+            "maxMemoryPerDevice = nan: it must be a finite number",
+        ),
         (("bandwidth",), 0, "bandwidth = 0: it must be above 0"),
         (("bws",), [1e9], "devices_per_level has 3 levels"),
         (("bws", 1), -1.0, r"bws\[1\] = -1.0"),
         (("latency_per_level", 2), True, r"latency_per_level\[2\] = True"),
-        (("optimizerAlgorithm",), "Adagrad", "it must be SGD or Adam"),
+        (("optimizerAlgorithm",), "Adagrad", "it must be one of SGD, Adam"),
         (("sp_enabled",), "no", "it must be true or false"),
         (("nodes",), {}, "there is no tensor degree"),
         (("nodes", "2"), [], "it must hold the tensor degrees of nodes"),
         (("nodes", "1", 3, "id"), 1, r"nodes.1\[3\].id = 1: two nodes"),
         (("nodes", "1", 3, "parameterSize"), -5, r"nodes.1\[3\].parameterSize = -5"),
         (("nodes", "1", 3, "isTensorParallelized"), True, "nothing is tensor parallel"),
-        (("nodes", "1", 3), 7, r"nodes.1\[3\] = 7: it must be an object"),
+        (("nodes", "1", 3), 7, r"nodes.1\[3\] = 7: it must be a mapping"),
         (("edges", "1", 0, "destId"), 99, r"edges.1\[0\].destId = 99: there is no node"),
         (("edges", "1", 5, "destId"), 0, "two edges|cycle|no edges order"),
         (("edges", "1", 4), {"sourceId": 0, "destId": 1}, "communicationCost"),
@@ -86,7 +90,7 @@ def test_missing_fields_are_named(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "not readable JSON"), ("[1]", "must be an object"), ('{"a": 1, "a": 2}', "twice")],
+    [("", "not readable JSON"), ("[1]", "must be a mapping"), ('{"a": 1, "a": 2}', "twice")],
 )
 def test_what_is_no_instance(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "x.json").write_text(text, encoding="utf-8")
@@ -118,8 +122,8 @@ def test_an_instance_without_baselines(tmp_path: Path) -> None:
         (("stages",), [], "are in no stage"),
         (("stages", 0, "devicesForStage"), 0, r"output.stages\[0\].devicesForStage = 0"),
         (("tensorParallelDegree",), 2, "the instance has tensor degrees 1"),
-        (("dataParallelDegree",), None, "dataParallelDegree = None: it must be a number"),
-        (("networkSkeleton", 0), [7], "a device and a list"),
+        (("dataParallelDegree",), None, "dataParallelDegree = None: it must be a whole number"),
+        (("networkSkeleton", 0), [7], r"networkSkeleton\[0\] = \[7\]: it must be a list of 2"),
         (("networkSkeleton",), [[0, [1]]], "it must hold the layers 0 to 32"),
     ],
 )
