@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.cpu_job import WIDTH, Figures, Trial
 from benchmarks.cpu_ranks import DISTURBED
-from nest_megatron import __version__
+from nest_megatron.version import __version__
 from nest_megatron.cost_model.estimate import TERMS
 from nest_megatron.model.parameters import unit_parameters
 from nest_megatron.parallel.plan import ParallelPlan

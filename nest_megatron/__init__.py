@@ -1,3 +1,50 @@
-"""Plans for Megatron training jobs: the fastest layout that is expected to fit in memory."""
+"""Plans for Megatron training jobs: the fastest layout that is expected to fit in memory.
 
-__version__ = "0.1.0"
+>>> import nest_megatron
+>>> plan = nest_megatron.plan(
+...     model="llama3_8b", cluster="dgx_h100", num_gpus=16, global_batch_size=128
+... )
+>>> plan.parallel.tensor_model_parallel_size * plan.parallel.data_parallel_size
+16
+
+``docs/api.md`` describes each name. Importing the package loads nothing else: a name loads what it
+needs when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nest_megatron.version import __version__
+
+if TYPE_CHECKING:
+    from nest_megatron.api import Explanation as Explanation
+    from nest_megatron.api import Plan as Plan
+    from nest_megatron.api import clusters as clusters
+    from nest_megatron.api import estimate as estimate
+    from nest_megatron.api import load_plan as load_plan
+    from nest_megatron.api import models as models
+    from nest_megatron.api import plan as plan
+
+__all__ = [
+    "Explanation",
+    "Plan",
+    "__version__",
+    "clusters",
+    "estimate",
+    "load_plan",
+    "models",
+    "plan",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from nest_megatron import api
+
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

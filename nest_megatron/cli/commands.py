@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from nest_megatron import __version__
 from nest_megatron.cli.command_kinds import (
     FOLDER,
     INPUT,
@@ -28,6 +27,7 @@ from nest_megatron.cli.nest_commands import nest
 from nest_megatron.cli.network_commands import network
 from nest_megatron.cli.paper_commands import paper
 from nest_megatron.cli.profile_commands import profile, profiles
+from nest_megatron.version import __version__
 
 
 @click.group(

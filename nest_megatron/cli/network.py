@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 
-from nest_megatron import __version__
 from nest_megatron.catalogue_files import catalogue_names, catalogue_root
 from nest_megatron.cluster.records import Cluster, CollectiveKind
 from nest_megatron.errors import OK, UserInputError
@@ -23,6 +22,7 @@ from nest_megatron.profile.network import LevelFit, NetworkBackend, NetworkProfi
 from nest_megatron.profile.network_fit import fit_hosts
 from nest_megatron.profile.network_place import fit_cluster, measured_cluster
 from nest_megatron.report.console import say, show, show_json
+from nest_megatron.version import __version__
 
 _HEAD = """\
 # Written by nest-megatron {version}: the network of cluster={name} as measured, each level with its

@@ -6,7 +6,6 @@ import getpass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from nest_megatron import __version__
 from nest_megatron.errors import OK, PlanFileError, UserInputError
 from nest_megatron.files import read_text
 from nest_megatron.integrations.megatron_lm.attach import launch_request
@@ -17,6 +16,7 @@ from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
 from nest_megatron.plain import to_plain
 from nest_megatron.planner.pins import Pin, PinnedPlan, is_pinned, pinned_for, write_pinned
 from nest_megatron.report.console import say, show_json
+from nest_megatron.version import __version__
 
 
 def run_pin(

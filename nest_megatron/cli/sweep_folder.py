@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nest_megatron import __version__
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import Setting
 from nest_megatron.documents import read_json
 from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, UserInputError
 from nest_megatron.files import write_text
 from nest_megatron.plain import to_plain
+from nest_megatron.version import __version__
 
 _JOBS, _LIST = ".jobs", "list.json"
 #: What a sweep leaves in its folder beside the plans.

@@ -7,6 +7,7 @@ import importlib.resources
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.catalogue_files import catalogue_root
@@ -22,10 +23,11 @@ from nest_megatron.config.schema import PlanConfig
 from nest_megatron.documents import DESCRIPTION, check_yaml, read_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_text
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 
 _PRIMARY = "plan"
-_FILE_ENTRY = "_from_file"
+_OWN_ENTRY = "_described"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,24 +44,31 @@ class Composed:
     notes: tuple[str, ...] = ()
 
 
-def compose(settings: Sequence[Setting], config_dir: Path | None = None) -> Composed:
+def compose(
+    settings: Sequence[Setting],
+    config_dir: Path | None = None,
+    *,
+    described: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> Composed:
     """Compose checked overrides over ``hydra_configs/plan.yaml``.
 
     Args:
         config_dir: a folder of the user's own groups, searched beside the catalogue.
+        described: the model or the cluster as its fields, by group, instead of a name or a file.
 
     Raises:
         UserInputError: for a value of the wrong type, an unknown name or an unreadable file.
     """
     notes: list[str] = []
-    overrides = [_named(setting, config_dir, notes) for setting in settings]
+    overrides = [_described(group, fields) for group, fields in described.items()]
+    overrides += [_named(setting, config_dir, notes) for setting in settings]
     if config_dir is not None:
         overrides.append(f"hydra.searchpath=[{_folder_url(config_dir)}]")
         for setting in settings:
             _check_own(config_dir, setting.key, setting.value)
     with importlib.resources.as_file(catalogue_root()) as folder:
         config = _compose(str(folder.resolve()), overrides)
-    given = frozenset(setting.key for setting in settings)
+    given = frozenset((*described, *(setting.key for setting in settings)))
     return Composed(config=config, given=given, notes=tuple(notes))
 
 
@@ -97,14 +106,19 @@ def _named(setting: Setting, config_dir: Path | None, notes: list[str]) -> str:
         notes: what was not read of a file is added to them.
     """
     if setting.key in GROUPS and setting.value is not None and is_path(setting.value):
-        from hydra.core.config_store import ConfigStore
-
         path = Path(setting.value.strip("'\"")).expanduser()
         of_model = setting.key == "model"
-        node = _model_file(path, notes) if of_model else read_mapping("cluster", path)
-        ConfigStore.instance().store(name=_FILE_ENTRY, node=node, group=setting.key)
-        return f"{setting.key}={_FILE_ENTRY}"
+        fields = _model_file(path, notes) if of_model else read_mapping("cluster", path)
+        return _described(setting.key, fields)
     return hydra_form(setting, config_dir)
+
+
+def _described(group: str, fields: Mapping[str, Any]) -> str:
+    """An override that chooses a model or a cluster by its fields."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name=_OWN_ENTRY, node=fields, group=group)
+    return f"{group}={_OWN_ENTRY}"
 
 
 def _compose(folder: str, overrides: list[str]) -> PlanConfig:
@@ -181,6 +195,11 @@ def _hugging_face(path: Path, parsed: Mapping[str, object], notes: list[str]) ->
     spec, unread = read_hf_config(parsed, path.resolve().parent.name if generic else path.stem)
     if unread:
         notes.append(f"Not read of {path}: {', '.join(unread)}; the model is planned without.")
+    return model_fields(spec)
+
+
+def model_fields(spec: TransformerSpec) -> Mapping[str, Any]:
+    """A model's record as the fields of its description."""
     fields: dict[str, Any] = to_plain(spec)
     pattern = fields.pop("moe_layer_pattern")
     return {**fields, "moe_layer_freq": pattern} if pattern else fields

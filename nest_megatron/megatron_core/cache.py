@@ -15,7 +15,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from nest_megatron import __version__
 from nest_megatron.documents import read_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import write_text
@@ -25,6 +24,7 @@ from nest_megatron.model.one_layer import one_layer
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
 from nest_megatron.plain import from_plain, to_plain
+from nest_megatron.version import __version__
 
 #: A folder for the files, instead of the user's cache.
 FOLDER_VARIABLE = "NEST_MEGATRON_EXTRACT_CACHE"

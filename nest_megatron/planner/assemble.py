@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from nest_megatron import __version__
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.estimate import Estimate, estimate
 from nest_megatron.cost_model.goodput import Reliability, goodput
@@ -44,6 +43,7 @@ from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SearchResult, SolvedGrid
 from nest_megatron.solver.space import DEFAULT_LIMITS, SearchSpace
 from nest_megatron.units import to_seconds
+from nest_megatron.version import __version__
 
 #: Certificate of a search that time ended before it had a plan.
 ENDED_EARLY = "ended-early"

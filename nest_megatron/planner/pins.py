@@ -15,7 +15,6 @@ from typing import Any
 
 import yaml
 
-from nest_megatron import __version__
 from nest_megatron.cluster.discovery import LocalGpus, is_same_device
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.cost_model.execution_flags import execution_traits
@@ -31,6 +30,7 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
+from nest_megatron.version import __version__
 
 _HEAD = "# nest-megatron pinned plan, sha256 of all below: "
 #: Fields of a model that name it and change nothing.

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from nest_megatron import __version__
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.errors import ProfileError
 from nest_megatron.profile.collective_calls import Caller, first_reason
@@ -28,6 +27,7 @@ from nest_megatron.profile.network import (
 from nest_megatron.profile.network_fit import fit_hosts
 from nest_megatron.profile.network_place import apply
 from nest_megatron.profile.spread import middle_half, middle_out
+from nest_megatron.version import __version__
 
 __all__ = ["DEFAULT_SIZES", "apply", "measure"]
 

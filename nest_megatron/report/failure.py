@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from nest_megatron import __version__
 from nest_megatron.errors import (
     BAD_INPUT,
     ENDED_EARLY,
@@ -26,6 +25,7 @@ from nest_megatron.errors import (
     OneRankError,
     exit_code_of,
 )
+from nest_megatron.version import __version__
 
 if TYPE_CHECKING:
     from nest_megatron.parallel.plan import ParallelPlan

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from nest_megatron import __version__
 from nest_megatron.profile.installed import installed_versions
+from nest_megatron.version import __version__
 
 #: Megatron's arguments that may differ from rank to rank, with the reason; all others must not.
 MAY_DIFFER: Mapping[str, str] = MappingProxyType(

@@ -12,7 +12,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError
 
-from nest_megatron import __version__
+from nest_megatron.version import __version__
 from nest_megatron.config.compose import compose
 from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.memory_flags import not_modelled

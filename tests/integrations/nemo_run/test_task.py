@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nest_megatron import __version__
+from nest_megatron.version import __version__
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.nemo_run.task import TaskWishes, plan_recipe, script_words
 from nest_megatron.parallel.plan import ParallelPlan

@@ -1,0 +1,462 @@
+"""The Python API: what notebooks and scripts use, and the command line with them.
+
+Its names are those of ``nest_megatron``, which loads them when they are first used. Settings,
+results and errors are those of the command line; ``docs/api.md`` is made of the docstrings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.config.compose import Composed
+from nest_megatron.config.entries import cluster_entry, model_entry
+from nest_megatron.config.keywords import Source, compose_keywords
+from nest_megatron.config.layout import estimate_layout
+from nest_megatron.config.request import plan_request, read_inputs, read_space
+from nest_megatron.errors import UserInputError
+from nest_megatron.files import check_output, write_text
+from nest_megatron.integrations.fields import ABSENT, find
+from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_request, with_launch
+from nest_megatron.integrations.megatron_lm.write import parallel_argv
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.diff import Change
+from nest_megatron.parallel.plan import (
+    Alternative,
+    ParallelChoice,
+    ParallelPlan,
+    Placement,
+    Prediction,
+    SearchRecord,
+    TrainChoice,
+)
+from nest_megatron.plain import to_plain
+from nest_megatron.planner import Progress
+from nest_megatron.planner import plan as find_plan
+from nest_megatron.planner.pins import Pin, read_plan
+from nest_megatron.report.catalogue import Catalogue
+from nest_megatron.report.failure import require_plan
+from nest_megatron.units import Seconds, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from nest_megatron.profile.lookup import LayerTimes
+
+__all__ = [
+    "Catalogue",
+    "Explanation",
+    "Plan",
+    "clusters",
+    "estimate",
+    "load_plan",
+    "models",
+    "plan",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Plan:
+    """A layout of a training job with its prediction.
+
+    A notebook shows it as the tables that ``nest-megatron plan`` prints, and so does ``print``.
+
+    Attributes:
+        record: the whole plan, field by field as in its file.
+        notes: what was assumed, one sentence each.
+        pin: who froze it, where it was read from a pinned file.
+    """
+
+    record: ParallelPlan
+    notes: tuple[str, ...] = ()
+    pin: Pin | None = None
+
+    @property
+    def model(self) -> TransformerSpec:
+        """The model that was planned."""
+        return self.record.model
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that was planned for, at the job's size."""
+        return self.record.cluster
+
+    @property
+    def train(self) -> TrainChoice:
+        """The batch and the number format."""
+        return self.record.train
+
+    @property
+    def parallel(self) -> ParallelChoice:
+        """Degrees, stage layout, recomputation and sharding, by Megatron's names."""
+        return self.record.parallel
+
+    @property
+    def placement(self) -> Placement:
+        """The rank order, and where groups of ranks lie."""
+        return self.record.placement
+
+    @property
+    def predicted(self) -> Prediction:
+        """The predicted step by term, and the memory of each pipeline rank."""
+        return self.record.predicted
+
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """The runners-up."""
+        return self.record.alternatives
+
+    @property
+    def search(self) -> SearchRecord:
+        """What the search looked at, and what it proved."""
+        return self.record.search
+
+    def explain(self) -> Explanation:
+        """Why the plan is what it is: what ``nest-megatron explain`` prints.
+
+        >>> print(load_plan("recipes/mixtral_8x7b_dgx_h100_64.yaml").explain())
+        ... # doctest: +ELLIPSIS
+        mixtral_8x7b on 64 x H100-SXM-80GB (79.1 GiB), dgx_h100
+        ...
+        """
+        from nest_megatron.profile.choose import times_of
+
+        return Explanation(plan=self, times=times_of(self.record.provenance.profile, self.model))
+
+    def to_megatron_args(self, *, layout_only: bool = False) -> list[str]:
+        """The plan as flags of Megatron-LM's ``pretrain_gpt.py``.
+
+        Args:
+            layout_only: leave out the flags that describe the model.
+
+        Returns:
+            Words for a command line. Variables of the environment that go with them are in
+            ``plan.record.launch["megatron_lm"].environment``.
+
+        Raises:
+            UserInputError: for a plan of another framework, whose recipe takes it by ``apply``.
+
+        >>> args = load_plan("recipes/mixtral_8x7b_dgx_h100_64.yaml").to_megatron_args()
+        >>> args[args.index("--num-experts") + 1]
+        '8'
+        """
+        launch = self.record.launch.get(LAUNCHER)
+        if launch is None:
+            raise UserInputError(
+                "plan",
+                value=self.record.provenance.framework,
+                limit="the plan holds no command of Megatron-LM",
+                fix="Plan for target=megatron_lm_0.16.1, or give the recipe to Plan.apply.",
+            )
+        return parallel_argv(launch_request(self.record)) if layout_only else list(launch.argv)
+
+    def apply(self, recipe: Any) -> tuple[Change, ...]:
+        """Write the plan into a recipe of NeMo or a configuration of Megatron-Bridge, in place.
+
+        Args:
+            recipe: what ``llm.recipes.NAME.pretrain_recipe()`` of NeMo or a recipe of
+                Megatron-Bridge returns.
+
+        Returns:
+            Every field that has another value now, with the reason.
+
+        Raises:
+            UserInputError: for anything else, or a recipe that is not the planned job: another
+                model, batch or number of GPUs. Nothing is changed then.
+        """
+        if find(recipe, "trainer.strategy") not in (ABSENT, None):
+            from nest_megatron.integrations import nemo
+
+            return nemo.apply_plan(recipe, self.record)
+        if all(find(recipe, part) not in (ABSENT, None) for part in ("model", "ddp", "dist")):
+            from nest_megatron.integrations import megatron_bridge
+
+            return megatron_bridge.apply_plan(recipe, self.record)
+        raise UserInputError(
+            "recipe",
+            value=type(recipe).__name__,
+            limit="it is neither a recipe of NeMo nor a ConfigContainer of Megatron-Bridge",
+            fix="Give what pretrain_recipe() returns; Plan.to_megatron_args is for Megatron-LM.",
+        )
+
+    def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Write the plan file that ``load_plan`` and ``+nest=pinned`` read, whole or not at all.
+
+        Args:
+            path: the file; ``-`` is standard output.
+            force: replace a file that nest-megatron has not written.
+
+        Raises:
+            UserInputError: if it cannot be written, or holds something else.
+        """
+        check_output("path", Path(path), force=force)
+        plan_file.write(self.record, Path(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as numbers, text, lists and dicts: what ``--json`` prints."""
+        fields: dict[str, Any] = to_plain(self.record)
+        return fields
+
+    def report(self) -> Iterator[RenderableType]:
+        """The tables that ``nest-megatron plan`` prints, without the notes."""
+        from nest_megatron.report.runners_up import shortlist_report
+        from nest_megatron.report.terminal import plan_report
+
+        yield plan_report(self.record)
+        yield ""
+        if self.record.shortlist is not None:
+            yield shortlist_report(self.record)
+            yield ""
+
+    def __repr__(self) -> str:
+        chosen, train = self.parallel, self.train
+        degrees = f"TP {chosen.tensor_model_parallel_size} PP {chosen.pipeline_model_parallel_size}"
+        size = f"DP {chosen.data_parallel_size}, batch {train.global_batch_size}"
+        step = format_seconds(self.predicted.iteration_time_s)
+        where = self.cluster.describe()
+        return f"<Plan of {self.model.name} on {where}: {degrees} {size}, {step} a step>"
+
+    def __str__(self) -> str:
+        from nest_megatron.report.notebook import as_text
+
+        return as_text([self.__rich__()])
+
+    def __rich__(self) -> RenderableType:
+        from rich.console import Group
+
+        from nest_megatron.report.terminal import notes_report
+
+        return Group(*self.report(), notes_report(self.notes))
+
+    def _repr_html_(self) -> str:
+        from nest_megatron.report.notebook import as_html
+
+        return as_html([self.__rich__()])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Explanation:
+    """A plan with its reasons; a notebook shows the page of ``explain --html``.
+
+    Attributes:
+        plan: the plan.
+        times: the measured layer times that it was made with, where they are on this machine.
+    """
+
+    plan: Plan
+    times: LayerTimes | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``explain --json`` prints."""
+        from nest_megatron.report.words import proof
+
+        reasons = {
+            "certificate": proof(self.plan.record),
+            "alternative_term_differences_s": [each and dict(each) for each in self.differences()],
+        }
+        pinned = {} if self.plan.pin is None else {"pin": to_plain(self.plan.pin)}
+        return {**pinned, **self.plan.to_dict(), "explained": reasons}
+
+    def differences(self) -> tuple[Mapping[str, Seconds] | None, ...]:
+        """For each runner-up, by how much each term is longer than in the plan."""
+        from nest_megatron.report.differences import term_differences
+
+        return term_differences(self.plan.record, self.times)
+
+    def to_html(self) -> str:
+        """The report as one self-contained page."""
+        from nest_megatron.report.html import html_report
+
+        plan = self.plan.record
+        return html_report(plan, self.times, flags=parallel_argv(launch_request(plan)))
+
+    def write_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the page of ``to_html``."""
+        write_text(Path(path), self.to_html())
+
+    def write_timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write the schedule: a ``.json`` trace for Perfetto, or a ``.png`` or ``.svg`` picture."""
+        from nest_megatron.report.timeline import chrome_trace, draw_timeline
+
+        if Path(path).suffix == ".json":
+            write_text(Path(path), chrome_trace(self.plan.record, self.times))
+        else:
+            draw_timeline(self.plan.record, Path(path), self.times)
+
+    def report(self) -> Iterator[RenderableType]:
+        """The parts of what ``explain`` prints; a text is to be shown as it stands."""
+        from nest_megatron.integrations.explained import explanation
+
+        yield from explanation(self.plan.record, self.times, self.differences(), self.plan.pin)
+
+    def __repr__(self) -> str:
+        return f"<Explanation of {self.plan!r}>"
+
+    def __str__(self) -> str:
+        from nest_megatron.report.notebook import as_text
+
+        return as_text(self.report())
+
+    def __rich__(self) -> RenderableType:
+        from rich.console import Group
+
+        return Group(*self.report())
+
+    def _repr_html_(self) -> str:
+        from nest_megatron.report.notebook import framed
+
+        return framed(self.to_html(), repr(self.plan))
+
+
+def models() -> Catalogue[TransformerSpec]:
+    """The models of the catalogue by name.
+
+    >>> models()["llama3_8b"].hidden_size
+    4096
+    """
+    from nest_megatron.report.catalogue_tables import models_table
+
+    return Catalogue("model", model_entry, lambda found: models_table(list(found.values())))
+
+
+def clusters() -> Catalogue[Cluster]:
+    """The clusters of the catalogue by name, at the sizes that their files give.
+
+    >>> "dgx_h100" in clusters()
+    True
+    """
+    from nest_megatron.report.catalogue_tables import clusters_table
+
+    return Catalogue("cluster", cluster_entry, lambda found: clusters_table(list(found.items())))
+
+
+def plan(
+    *,
+    model: Source | TransformerSpec,
+    cluster: Source | Cluster,
+    num_gpus: int | None = None,
+    global_batch_size: int | None = None,
+    shortlist: bool = False,
+    config_dir: str | os.PathLike[str] | None = None,
+    **settings: object,
+) -> Plan:
+    """Find the plan that is expected to be the fastest and to fit in memory.
+
+    Args:
+        model: a name of ``models()``, the path of a YAML file or of a Hugging Face
+            ``config.json``, a record, or the fields of such a file.
+        cluster: a name of ``clusters()``, the path of a YAML file, a record, or its fields.
+        num_gpus: size of the job; the cluster's own if not given.
+        global_batch_size: sequences of one optimizer step; 512 if not given.
+        shortlist: also say which plans could be the fastest.
+        config_dir: a folder with ``model/``, ``cluster/`` or ``accelerator/`` files of yours.
+        settings: as ``nest-megatron plan`` takes them: by name where only one section has it
+            (``tensor_model_parallel_size=8``), or by section (``search={"max_seconds": 5}``).
+
+    Raises:
+        NothingFitsError: if no plan is predicted to fit in memory; ``error.refusal`` says what
+            lacks, and the nearest change that fits.
+        SearchEndedError: if time ended the search before it had a plan.
+        UserInputError: for a wrong setting, with the error that the command line prints.
+
+    >>> found = plan(model="llama3_8b", cluster="dgx_h100", num_gpus=16, global_batch_size=128)
+    >>> found.predicted.fits, found.train.global_batch_size
+    (True, 128)
+    """
+    given = {**_sizes(num_gpus, global_batch_size), **settings}
+    return plan_composed(compose_keywords(model, cluster, given, config_dir), shortlist=shortlist)
+
+
+def estimate(
+    *,
+    model: Source | TransformerSpec,
+    cluster: Source | Cluster,
+    num_gpus: int | None = None,
+    global_batch_size: int | None = None,
+    config_dir: str | os.PathLike[str] | None = None,
+    **settings: object,
+) -> Plan:
+    """Price one layout; nothing is searched, and what is not given is Megatron's default.
+
+    Args:
+        model: as for ``plan``.
+        cluster: as for ``plan``.
+        num_gpus: as for ``plan``.
+        global_batch_size: as for ``plan``.
+        config_dir: as for ``plan``.
+        settings: as for ``plan``.
+
+    Returns:
+        The layout as a plan; ``predicted.fits`` says whether it is predicted to fit in memory.
+
+    Raises:
+        UserInputError: for a layout that Megatron refuses, or a wrong setting.
+
+    >>> priced = estimate(
+    ...     model="llama3_8b", cluster="dgx_h100", num_gpus=16, tensor_model_parallel_size=2
+    ... )
+    >>> priced.parallel.data_parallel_size
+    8
+    """
+    given = {**_sizes(num_gpus, global_batch_size), **settings}
+    return estimate_composed(compose_keywords(model, cluster, given, config_dir))
+
+
+def _sizes(num_gpus: int | None, global_batch_size: int | None) -> dict[str, object]:
+    sizes = {"cluster.num_gpus": num_gpus, "train.global_batch_size": global_batch_size}
+    return {key: value for key, value in sizes.items() if value is not None}
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan file, pinned or not.
+
+    Raises:
+        PlanFileError: if it cannot be read, or was changed by hand.
+
+    >>> load_plan("recipes/mixtral_8x7b_dgx_h100_64.yaml").placement.num_gpus
+    64
+    """
+    record, pin = read_plan(Path(path))
+    return Plan(record=record, pin=pin)
+
+
+def plan_composed(
+    composed: Composed,
+    *,
+    begun_s: Seconds | None = None,
+    shortlist: bool = False,
+    on_progress: Progress | None = None,
+) -> Plan:
+    """Plan a composed job: what ``plan`` does, here and on the command line.
+
+    Args:
+        begun_s: when its ``search.max_seconds`` began (``time.monotonic``); ``None`` is now.
+        shortlist: as for ``plan``.
+        on_progress: called while the search runs.
+
+    Raises:
+        NestError: as ``plan`` does.
+    """
+    begun_s = time.monotonic() if begun_s is None else begun_s
+    inputs = read_inputs(composed)
+    request = plan_request(composed.config, inputs, read_space(composed.config))
+    request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
+    found = require_plan(find_plan(request, on_progress), inputs.notes)
+    return Plan(record=with_launch(found, notes=inputs.notes), notes=inputs.notes)
+
+
+def estimate_composed(composed: Composed) -> Plan:
+    """Price a composed layout: what ``estimate`` does, here and on the command line.
+
+    Raises:
+        UserInputError: as ``estimate`` does.
+    """
+    found, notes = estimate_layout(composed, read_inputs(composed))
+    return Plan(record=with_launch(found, notes=notes), notes=notes)
