@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from nest_megatron.cli.paper import experiment, request_for  # noqa: E402
+from nest_megatron.research.paper.experiments import experiment, request_for  # noqa: E402
 from nest_megatron.cost_model.model import CostModel  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.parallel.objective import Objective  # noqa: E402

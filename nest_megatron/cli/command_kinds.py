@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +114,67 @@ class Command(Examples):
 
 class Group(Examples, click.Group):
     """A group of commands with examples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A command that is imported when it is asked for.
+
+    Args:
+        module: the module of this package that holds it, under the command's own name.
+        help: the first sentence of its help, so that listing commands loads none.
+        needs: the optional package of ``nest_megatron`` that does its work.
+    """
+
+    module: str
+    help: str
+    needs: str | None = None
+
+    def is_here(self) -> bool:
+        """Whether the optional package that it needs is part of this installation."""
+        return self.needs is None or find_spec(f"nest_megatron.{self.needs}") is not None
+
+
+class LazyGroup(Group):
+    """A group that imports the module of a command when the command is asked for."""
+
+    def __init__(self, *args: Any, loaded: Mapping[str, Loaded], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.loaded = loaded
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        """Names of the commands whose packages are installed."""
+        return sorted(name for name, each in self.loaded.items() if each.is_here())
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        """Import a command.
+
+        Raises:
+            UsageError: if its package is not part of this installation.
+        """
+        if name not in self.loaded:
+            return None
+        each = self.loaded[name]
+        if not each.is_here():
+            raise click.UsageError(
+                f"{name} needs nest_megatron.{each.needs}, which this installation leaves out",
+                context,
+            )
+        found = getattr(import_module(f"nest_megatron.cli.{each.module}"), name)
+        assert isinstance(found, click.Command)
+        return found
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the table of commands without importing them."""
+        names = self.list_commands(context)
+        limit = formatter.width - 6 - max(map(len, names))
+        rows = [(name, self._about(name, limit)) for name in names]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def _about(self, name: str, limit: int) -> str:
+        """What a command is for, cut as click cuts its help."""
+        return click.Command(name, help=self.loaded[name].help).get_short_help_str(limit)
 
 
 #: Goes on with an example in the next line.

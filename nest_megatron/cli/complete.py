@@ -118,9 +118,8 @@ def complete_free(
     return [CompletionItem(f"{before}{comma}{name}") for name in names]
 
 
-def script(shell: str) -> str:
-    """The script that a shell evaluates."""
-    from nest_megatron.cli.commands import cli
+def script(shell: str, cli: click.Command) -> str:
+    """The script that a shell evaluates, for the whole command line."""
     from nest_megatron.errors import PROGRAM
 
     found = get_completion_class(shell)

@@ -1,87 +1,89 @@
-"""``explain``."""
+"""``nest-megatron explain`` and ``pin``: what is done with a plan file."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from nest_megatron.cost_model.stored_settings import restored_settings
-from nest_megatron.cost_model.target_defaults import MEGATRON_LM, target_named
+import click
+
+from nest_megatron.cli.command_kinds import OUTPUT, Command, json_option
 from nest_megatron.errors import OK
-from nest_megatron.files import write_text
-from nest_megatron.integrations.megatron_lm.attach import launch_request, launch_words
-from nest_megatron.integrations.megatron_lm.write import parallel_argv
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.plain import to_plain
-from nest_megatron.planner.pins import pinned_for, read_plan
-from nest_megatron.profile.choose import times_of
-from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.profile.records import ANALYTIC_NAME
-from nest_megatron.report.console import command_lines, say, show, show_json
-from nest_megatron.report.differences import term_differences
-from nest_megatron.report.words import proof
 
 
-def run_explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bool) -> int:
-    """Print a plan file with its reasons, and write the pages and pictures asked for."""
-    plan, pin = read_plan(path)
-    times = times_of(plan.provenance.profile, plan.model)
-    _write_pages(plan, times, html, timeline)
-    differences = term_differences(plan, times)
+@click.command(
+    cls=Command,
+    examples=(
+        "nest-megatron explain plan.yaml",
+        "nest-megatron explain plan.yaml --json",
+    ),
+)
+@click.argument("path", type=click.Path(path_type=Path), metavar="PLAN.YAML")
+@click.option("--html", type=OUTPUT, help="Write a page to look at and to send around.")
+@click.option(
+    "--timeline",
+    type=OUTPUT,
+    help="Write the schedule: a .json trace for Perfetto, or a .png or .svg picture.",
+)
+@json_option
+def explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bool) -> int:
+    """Read a plan file and say why it is what it is."""
+    from nest_megatron.api import load_plan
+    from nest_megatron.report.console import say, show, show_json
+
+    explained = load_plan(path).explain()
+    if html is not None:
+        explained.write_html(html)
+    if timeline is not None:
+        explained.write_timeline(timeline)
     if as_json:
-        reasons = {
-            "certificate": proof(plan),
-            "alternative_term_differences_s": [d and dict(d) for d in differences],
-        }
-        pinned = {} if pin is None else {"pin": to_plain(pin)}
-        show_json({**pinned, **to_plain(plan), "explained": reasons})
+        show_json(explained.to_dict())
         return OK
-    from nest_megatron.report.terminal import explain_report, notes_report
-
-    show(explain_report(plan, differences))
-    for name, launch in plan.launch.items():
-        kept = [(k, v) for k, v in launch.environment.items() if v is not None]
-        unset = [k for k, v in launch.environment.items() if v is None]
-        say(f"\nLaunch with {name}\n")
-        say(command_lines(launch_words(plan, launch.script, launch.argv), kept))
-        say()
-        notes = [*launch.notes, *(f"{variable} must not be set." for variable in unset)]
-        show(notes_report(notes))
-    _advise(plan, times)
-    if pin is not None:
-        said = f" ({pin.note})" if pin.note else ""
-        say(f"\nPinned {pin.created} by {pin.by}{said}, for {pinned_for(plan, pin.megatron_lm)}.")
+    for part in explained.report():
+        say(part) if isinstance(part, str) else show(part)
     return OK
 
 
-def _write_pages(
-    plan: ParallelPlan, times: LayerTimes | None, html: Path | None, timeline: Path | None
-) -> None:
-    if html is not None:
-        from nest_megatron.report.html import html_report
+@click.command(
+    cls=Command,
+    examples=(
+        "nest-megatron pin plan.yaml",
+        "nest-megatron pin plan.yaml --out pinned.yaml --by ada --note 'reviewed for run 7'",
+    ),
+)
+@click.argument("path", type=click.Path(path_type=Path), metavar="PLAN.YAML")
+@click.option("--out", type=OUTPUT, help="Write the pinned plan here instead of in its place.")
+@click.option("--by", metavar="NAME", help="Who has reviewed it; the user's name if not given.")
+@click.option("--note", metavar="TEXT", default="", help="Kept in the file.")
+@click.option(
+    "--release",
+    "--megatron-version",
+    "release",
+    metavar="RELEASE",
+    help="The Megatron-LM release that it may launch (0.16.1 or 0.20); by default the plan's own.",
+)
+@json_option
+def pin(
+    path: Path, *, out: Path | None, by: str | None, note: str, release: str | None, as_json: bool
+) -> int:
+    """Freeze a reviewed plan: it launches the job that it was made for, and no other.
 
-        write_text(html, html_report(plan, times, flags=parallel_argv(launch_request(plan))))
-    if timeline is not None and timeline.suffix == ".json":
-        from nest_megatron.report.timeline import chrome_trace
+    Launch with +nest=pinned nest.plan=FILE. The file is refused once a byte of it has changed.
+    """
+    from nest_megatron.integrations.pinning import pin_plan
+    from nest_megatron.plain import to_plain
+    from nest_megatron.planner.pins import pinned_for, write_pinned
+    from nest_megatron.report.console import say, show_json
 
-        write_text(timeline, chrome_trace(plan, times))
-    elif timeline is not None:
-        from nest_megatron.report.timeline import draw_timeline
-
-        draw_timeline(plan, timeline, times)
-
-
-def _advise(plan: ParallelPlan, times: LayerTimes | None) -> None:
-    profile = plan.provenance.profile
-    if times is None and profile != ANALYTIC_NAME:
-        say(
-            f"\nIts layer times ({profile}) are not in the profile store of this machine; what is "
-            "priced again here is priced from data sheets. Import the profile to see its own."
-        )
-    if plan.launch:
-        return
-    target = restored_settings(plan.provenance.settings).target
-    if target is None or target_named(target) in MEGATRON_LM:
-        say("\nThis plan holds no launch command; plan again with this version to get one.")
-        return
-    framework = target_named(target).framework
-    say(f"\nThe plan is for {framework}; docs/nemo.md says how recipes take it.")
+    pinned = pin_plan(path, by=by, note=note, release=release)
+    target, plan, made = out or path, pinned.plan, pinned.pin
+    write_pinned(pinned, target)
+    if as_json:
+        show_json({"pinned": str(target), **to_plain(made)})
+        return OK
+    say(
+        f"Pinned to {target}: {plan.model.name} on {plan.cluster.describe()}, global batch "
+        f"{plan.train.global_batch_size}, {plan.train.precision}, "
+        f"{pinned_for(plan, made.megatron_lm)}, nest-megatron {made.nest_megatron_version}."
+    )
+    say(f"Launch that job with +nest=pinned nest.plan={target}; any other is refused.")
+    return OK

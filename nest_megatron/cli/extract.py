@@ -1,49 +1,131 @@
-"""``extract``: the layers of a model of the catalogue; a module of the user's own is next door."""
+"""``nest-megatron extract``: the work of a model's layers, or of a module of the user's own."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
+import click
+
+from nest_megatron.cli.command_kinds import FOLDER, NEXT, OUTPUT, Command, forced, json_option
+from nest_megatron.cli.complete import complete_override
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.job import Job
 from nest_megatron.config.overrides import parse, refuse_sweeps
+from nest_megatron.config.shard import DEGREES, read_shard
 from nest_megatron.config.target import read_settings
 from nest_megatron.errors import OK, UserInputError
 from nest_megatron.files import check_output
 from nest_megatron.integrations.megatron_lm.command_request import read_model
 from nest_megatron.megatron_core import cache
+from nest_megatron.megatron_core.chain import extract_chain, require_torch
+from nest_megatron.megatron_core.installed import require_megatron
+from nest_megatron.megatron_core.user_module import build, read_inputs
 from nest_megatron.model.graph import LayerGraph
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.parameters import ParameterCount, unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
-from nest_megatron.packages import install_command
-from nest_megatron.parallel.degree_rules import DEGREE_RULES, violations
-from nest_megatron.parallel.dims import ParallelDims
-from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.plain import to_plain
 from nest_megatron.report.console import say, show, show_json
 
-_CLOSED_FORM = "closed form, Transformer Engine's layers"
-#: Settings that change what one rank does in a layer.
-_DEGREES = (
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
+
+@click.command(
+    cls=Command,
+    examples=(
+        "nest-megatron extract model=llama3_70b parallel.tensor_model_parallel_size=8",
+        "nest-megatron extract model=deepseek_v3 parallel.tensor_model_parallel_size=8"
+        + NEXT
+        + "parallel.expert_model_parallel_size=8 parallel.expert_tensor_parallel_size=1"
+        + NEXT
+        + "--layer moe --closed-form --draw moe.svg",
+        "nest-megatron extract --from 'pretrain_gpt.py <your flags>' --unfused",
+        "nest-megatron extract --module my_model:build --input 1,2048 --dtype int64"
+        + NEXT
+        + "--draw chain.svg",
+    ),
 )
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_override)
+@click.option(
+    "--layer",
+    type=click.Choice(["all", "embedding", "dense", "moe", "mtp", "head"]),
+    default="all",
+    show_default=True,
+    help="Which layer of the model; all is one of each kind.",
+)
+@click.option(
+    "--implementation",
+    type=click.Choice(["local", "transformer_engine"]),
+    default="local",
+    show_default=True,
+    help="Megatron's --transformer-impl: whose layers are built.",
+)
+@click.option(
+    "--unfused",
+    is_flag=True,
+    help="Attention in two products, which keeps its scores; fused attention keeps none.",
+)
+@click.option(
+    "--from",
+    "from_command",
+    metavar="COMMAND",
+    help="Your own Megatron-LM command, in quotes, instead of model; - reads standard input.",
+)
+@click.option(
+    "--megatron-version",
+    metavar="RELEASE",
+    default="0.16.1",
+    show_default=True,
+    help="With --from: the release whose flags the command uses (0.16.1 or 0.20).",
+)
+@click.option(
+    "--closed-form",
+    is_flag=True,
+    help="Print the formulas that the planner uses (Transformer Engine's layers); needs no torch.",
+)
+@click.option(
+    "--module",
+    metavar="PACKAGE.MODULE:NAME",
+    help="A model of your own: NAME takes nothing and returns a torch.nn.Module.",
+)
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="[KEYWORD=]1,2048",
+    help="With --module: the shape of an input; as often as there are inputs.",
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    metavar="TYPE",
+    help="With --module: number type, one for all inputs or one each (float32 if not given).",
+)
+@click.option(
+    "--draw", type=OUTPUT, help="Write a picture: .svg or .png, one for each layer that is printed."
+)
+@click.option("--config-dir", type=FOLDER, help="A folder with your own model/ files.")
+@json_option
+def extract(**options: Any) -> int:
+    """Show the work of one layer on one rank, as megatron-core's own modules do it.
+
+    Operators with their FLOPs and traffic, collectives with their groups, and bytes kept for the
+    backward pass, forward and backward; no GPU is needed. With --module, any PyTorch model is
+    traced with torch.fx into its chain of blocks, without memory for its weights.
+    """
+    return run_extract(**options)
+
+
+_CLOSED_FORM = "closed form, Transformer Engine's layers"
 _MATTERS = (
-    *(f"parallel.{name}" for name in (*_DEGREES, "sequence_parallel")),
+    *(f"parallel.{name}" for name in (*DEGREES, "sequence_parallel")),
     "train.micro_batch_size",
     "train.seq_length",
 )
@@ -85,8 +167,6 @@ def run_extract(
     """Print, and draw, the work of a model's layers or of a module's chain."""
     check_drawing(draw)
     if module is not None:
-        from nest_megatron.cli.extract_module import run_module
-
         _refuse_both(overrides, closed_form=closed_form)
         return run_module(module, inputs, dtypes, draw, as_json=as_json)
     if inputs or dtypes:
@@ -121,6 +201,34 @@ def run_extract(
     return OK
 
 
+def run_module(
+    name: str,
+    inputs: Sequence[str],
+    dtypes: Sequence[str],
+    draw: Path | None,
+    *,
+    as_json: bool,
+) -> int:
+    """Trace a module, print its chain, and draw it."""
+    shapes = read_inputs(inputs, dtypes)
+    require_torch()
+    graph = extract_chain(build(name), shapes)
+    if draw is not None:
+        from nest_megatron.report.chain_chart import draw_chain
+
+        draw_chain(graph, draw)
+    if as_json:
+        pictures = [] if draw is None else [str(draw)]
+        show_json({"module": name, "chain": to_plain(graph), "pictures": pictures})
+        return OK
+    from nest_megatron.report.operator_table import chain_report
+
+    show(chain_report(graph))
+    if draw is not None:
+        say(f"Wrote {draw}.")
+    return OK
+
+
 def _refuse_both(overrides: Sequence[str], *, closed_form: bool) -> None:
     if overrides or closed_form:
         raise UserInputError(
@@ -150,73 +258,6 @@ def check_drawing(draw: Path | None) -> None:
             limit=f"there is no folder {folder}",
             fix=f"mkdir -p {folder}",
         )
-
-
-def read_shard(
-    composed: Composed, spec: TransformerSpec, flags: Mapping[str, Any] = MappingProxyType({})
-) -> LayerShard:
-    """How the configuration divides a layer; what is not given is Megatron's default.
-
-    Args:
-        flags: a command's, which count where the configuration says nothing.
-
-    Raises:
-        UserInputError: for degrees that Megatron does not build this model with.
-    """
-    parallel, train = composed.config.parallel, composed.config.train
-    given = {name: _first(getattr(parallel, name), flags.get(name)) for name in _DEGREES}
-    degrees = {name: 1 if value is None else value for name, value in given.items()}
-    tp = degrees["tensor_model_parallel_size"]
-    if spec.num_experts is not None and given["expert_tensor_parallel_size"] is None:
-        degrees["expert_tensor_parallel_size"] = tp  # Megatron's own default
-    sequence_parallel = parallel.sequence_parallel
-    if sequence_parallel is None:
-        sequence_parallel = flags.get("sequence_parallel", tp > 1) and tp > 1
-    micro_batch_size = train.micro_batch_size
-    if micro_batch_size is None:
-        micro_batch_size = flags.get("micro_batch_size") or 1
-    shard = LayerShard(
-        tensor_model_parallel_size=tp,
-        context_parallel_size=degrees["context_parallel_size"],
-        expert_model_parallel_size=degrees["expert_model_parallel_size"],
-        expert_tensor_parallel_size=degrees["expert_tensor_parallel_size"],
-        micro_batch_size=micro_batch_size,
-        sequence_parallel=sequence_parallel,
-    )
-    _check(spec, shard)
-    return shard
-
-
-def _first(given: int | None, otherwise: int | None) -> int | None:
-    return otherwise if given is None else given
-
-
-def _check(spec: TransformerSpec, shard: LayerShard) -> None:
-    """Megatron's rules on degrees, on the smallest grid that holds them."""
-    if shard.micro_batch_size < 1:
-        raise UserInputError(
-            "train.micro_batch_size",
-            value=shard.micro_batch_size,
-            limit="it must be a whole number of at least 1",
-            fix="Give the sequences of one micro batch.",
-        )
-    degrees = {name: getattr(shard, name) for name in _DEGREES}
-    for name, value in degrees.items():
-        if value < 1:
-            ParallelDims(**{name: value})  # says what is wrong with it
-    experts = shard.expert_model_parallel_size * shard.expert_tensor_parallel_size
-    ranks = shard.tensor_model_parallel_size * shard.context_parallel_size
-    replicas = experts // math.gcd(experts, ranks)
-    request = LaunchRequest(
-        spec=spec,
-        dims=ParallelDims(**degrees, data_parallel_size=replicas),
-        micro_batch_size=shard.micro_batch_size,
-        global_batch_size=shard.micro_batch_size * replicas,
-        sequence_parallel=shard.sequence_parallel,
-        moe_grouped_gemm=spec.is_moe,
-    )
-    for _, broken in violations(request, DEGREE_RULES):
-        raise UserInputError(broken.what, value=broken.value, limit=broken.limit, fix=broken.fix)
 
 
 def _kinds(spec: TransformerSpec, layer: str) -> list[LayerKind]:
@@ -272,40 +313,11 @@ def _from_megatron(
     )
 
 
-def require_megatron(command: str = "extract") -> None:
-    """Refuse to go on without megatron-core.
-
-    Raises:
-        UserInputError: naming what to install, and what works without.
-    """
-    for name, package in (("torch", "torch"), ("megatron.core", "megatron-core")):
-        if not _is_installed(name):
-            raise UserInputError(
-                command,
-                value=None,
-                limit=f"layers are built by megatron-core, and {package} is not installed",
-                fix=install_command("megatron")
-                + (
-                    ", or add --closed-form to see the formulas that the planner uses."
-                    if command == "extract"
-                    else "."
-                ),
-            )
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # its parent is missing, or its import is blocked
-        return False
-
-
 def _draw(
     draw: Path | None, spec: TransformerSpec, shard: LayerShard, shown: Sequence[_Shown]
 ) -> list[Path]:
     if draw is None:
         return []
-    from nest_megatron.cli.command_kinds import forced
     from nest_megatron.report.layer_chart import draw_layer
 
     if len(shown) == 1:

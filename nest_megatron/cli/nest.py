@@ -1,125 +1,128 @@
-"""``nest solve`` and ``nest evaluate``."""
+"""``nest-megatron nest``; the work of its commands is in ``research``."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nest_megatron.errors import NOTHING_FITS, OK, UserInputError
-from nest_megatron.plain import to_plain
-from nest_megatron.report.console import say, show, show_json
-from nest_megatron.research.nest_artifact.instance_file import read_instance
-from nest_megatron.research.nest_artifact.placement_file import (
-    named_baseline,
-    read_placement,
-    write_placement,
+import click
+
+from nest_megatron.cli.command_kinds import NEXT, OUTPUT, Command, Group, job_options, json_option
+
+_INSTANCE = click.Path(path_type=Path)
+#: ``\b`` keeps the lines of a paragraph as they are.
+_PLAN_HELP = """Find the fastest plan of the paper's recurrence for a job of the catalogue.
+
+\b
+Beside the settings of `nest-megatron plan`, research.KEY=VALUE:
+  schedule            1f1b or gpipe
+  recompute           auto, on or off
+  zero                true or false: divide states over further devices
+  strategy_per_stage  true or false: stages may differ in their degrees
+  memory              ours or paper; with paper optimizer=adam or sgd
+  divide              exactly or loosely: replicas of devices and batches
+  topology            levels, torus or mesh: how the network is read
+  flash_attention     true or false
+
+Such a plan is not launched: Megatron has no such layouts. Exits with 1 where none fits.
+"""
+
+
+def _without_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--without",
+        metavar="SWITCH",
+        multiple=True,
+        help="Turn a peculiarity of the artifact's formula off; a wrong name lists them all.",
+    )(function)
+
+
+@click.group(
+    cls=Group,
+    examples=(
+        "nest-megatron nest solve bertlarge_128.json",
+        "nest-megatron nest evaluate bertlarge_128.json bertlarge_128.result.json",
+        "nest-megatron nest plan model=llama3_8b cluster=h100_spine_leaf",
+    ),
 )
-from nest_megatron.research.nest_artifact.price import Price, price
-from nest_megatron.research.nest_artifact.records import Instance, Placement
-from nest_megatron.research.nest_artifact.rule import ArtifactRule, rule_without
-from nest_megatron.research.nest_artifact.search import NoSolution, solve
+def nest() -> None:
+    """NEST itself: its published solver's instances, and its recurrence on any job.
+
+    ``solve`` and ``evaluate`` use the published formula: times per batch are in the instance's
+    unit, which its authors take as milliseconds. ``plan`` uses this project's cost model.
+    """
 
 
-def run_solve(path: Path, *, out: Path | None, without: Sequence[str], as_json: bool) -> int:
-    """Search an instance for its fastest plan."""
-    rule = rule_without(without)
-    instance = read_instance(path)
-    started = time.perf_counter()
-    found = solve(instance, rule)
-    seconds = time.perf_counter() - started
-    if isinstance(found, NoSolution):
-        return _tell_none(found, as_json=as_json)
-    if out is not None:
-        write_placement(out, instance, found.placement, found.price.time)
-    if as_json:
-        plain = _plain(instance, found.placement, found.price, rule)
-        show_json({**plain, "search_seconds": seconds, "written": out and str(out)})
-        return OK
-    _show(instance, found.placement, found.price, rule)
-    say(f"\nSearched in {1e3 * seconds:.2f} ms.")
-    if out is not None:
-        say(f"Wrote {out}.")
-    return OK
+@nest.command(
+    "solve",
+    cls=Command,
+    examples=(
+        "nest-megatron nest solve bertlarge_128.json",
+        "nest-megatron nest solve mixtral_64.json --out plan.json --json",
+        "nest-megatron nest solve llama2_64.json --without recomputed_forward_costs_backward",
+    ),
+)
+@click.argument("instance", type=_INSTANCE, metavar="INSTANCE.JSON")
+@click.option("--out", type=OUTPUT, help="Write the plan here, as the artifact writes its output.")
+@_without_option
+@json_option
+def nest_solve(instance: Path, **options: Any) -> int:
+    """Find the fastest plan in the artifact's space: tensor degree, replicas, stage boundaries.
+
+    Exits with 1 where no plan fits.
+    """
+    from nest_megatron.research.nest_artifact.run import run_solve
+
+    return run_solve(instance, **options)
 
 
-def run_evaluate(
-    path: Path,
-    placement_path: Path | None,
-    *,
-    baseline: str | None,
-    without: Sequence[str],
-    as_json: bool,
-) -> int:
-    """Price a plan that is given."""
-    rule = rule_without(without)
-    instance = read_instance(path)
-    placement, given = _placement(instance, placement_path, baseline, rule)
-    priced = price(instance, placement, rule)
-    code = NOTHING_FITS if priced.refusals else OK
-    if as_json:
-        plain = _plain(instance, placement, priced, rule)
-        show_json({**plain, "refusals": priced.refusals, "given_time_per_batch": given})
-        return code
-    _show(instance, placement, priced, rule)
-    if given is not None:
-        say(f"\nIts file gives {given:.10g}; here it is {priced.time / given:.10g} of that.")
-    return code
+@nest.command(
+    "plan",
+    cls=Command,
+    help=_PLAN_HELP,
+    examples=(
+        "nest-megatron nest plan model=llama3_8b cluster=h100_spine_leaf"
+        + NEXT
+        + "train.global_batch_size=256",
+        "nest-megatron nest plan model=llama3_8b cluster=h100_spine_leaf cluster.num_gpus=32"
+        + NEXT
+        + "research.schedule=gpipe research.recompute=on research.memory=paper --json",
+        "nest-megatron nest plan model=llama3_8b cluster=torus_3d research.topology=torus",
+    ),
+)
+@job_options()
+@json_option
+def nest_plan(**options: Any) -> int:
+    """Find the fastest plan of the paper's recurrence for a job of the catalogue."""
+    from nest_megatron.research.nest_dp.run import run_nest_plan
+
+    return run_nest_plan(**options)
 
 
-def _placement(
-    instance: Instance, path: Path | None, baseline: str | None, rule: ArtifactRule
-) -> tuple[Placement, float | None]:
-    """The one plan that the user names, and the time that its file gives."""
-    if path is not None and baseline is None:
-        return read_placement(path, instance, rule)
-    if baseline is not None and path is None:
-        return named_baseline(instance, baseline, rule), None
-    raise UserInputError(
-        "placement",
-        value=None if path is None else str(path),
-        limit="one plan is priced at a time",
-        fix="Give a file or --baseline NAME, not both.",
-    )
+@nest.command(
+    "evaluate",
+    cls=Command,
+    examples=(
+        "nest-megatron nest evaluate llama2_64.json llama2_64.result.json",
+        "nest-megatron nest evaluate llama2_64.json --baseline Manual",
+        "nest-megatron nest evaluate llama2_64.json --baseline Manual"
+        + NEXT
+        + "--without baselines_last_stage_first --without baseline_cuts_count_embedding --json",
+        "nest-megatron nest evaluate llama2_64.json --baseline MCMC --without all",
+    ),
+)
+@click.argument("instance", type=_INSTANCE, metavar="INSTANCE.JSON")
+@click.argument("placement", required=False, type=_INSTANCE, metavar="[PLACEMENT.JSON]")
+@click.option("--baseline", metavar="NAME", help="A baseline of the instance instead of a file.")
+@_without_option
+@json_option
+def nest_evaluate(instance: Path, placement: Path | None, **options: Any) -> int:
+    """Price a plan by the artifact's formula.
 
+    PLACEMENT.JSON is the artifact's output, a recorded result that holds one, or a baseline's p, d,
+    t and num_transformer_layers. Exits with 1 where the plan cannot run.
+    """
+    from nest_megatron.research.nest_artifact.run import run_evaluate
 
-def _plain(
-    instance: Instance, placement: Placement, priced: Price, rule: ArtifactRule
-) -> dict[str, Any]:
-    """What programs read; a time that no run can have is null."""
-    return {
-        "time_per_batch": priced.time_per_batch,
-        "degrees": {
-            "pipeline_model_parallel_size": len(placement.stages),
-            "data_parallel_size": placement.data_parallel_size,
-            "tensor_model_parallel_size": placement.tensor_model_parallel_size,
-            "expert_model_parallel_size": instance.expert_model_parallel_size,
-            "context_parallel_size": instance.context_parallel_size,
-        },
-        "terms": {
-            "slowest_stage": priced.slowest_stage,
-            "num_micro_batches": priced.num_micro_batches,
-            "sync": priced.sync,
-        },
-        "stages": [to_plain(stage) for stage in priced.stages],
-        "rule": to_plain(rule),
-        "notes": instance.notes,
-    }
-
-
-def _show(instance: Instance, placement: Placement, priced: Price, rule: ArtifactRule) -> None:
-    from nest_megatron.report.terminal import notes_report
-    from nest_megatron.research.report.nest_tables import nest_report
-
-    show(nest_report(instance, placement, priced, rule))
-    if instance.notes:
-        show(notes_report(instance.notes))
-
-
-def _tell_none(found: NoSolution, *, as_json: bool) -> int:
-    if as_json:
-        show_json({"no_plan": to_plain(found)})
-    else:
-        say(f"No plan: {found.reason}.")
-    return NOTHING_FITS
+    return run_evaluate(instance, placement, **options)

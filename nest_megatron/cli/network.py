@@ -1,4 +1,4 @@
-"""``network import`` and ``network show``."""
+"""``nest-megatron network``: clusters from measured collectives."""
 
 from __future__ import annotations
 
@@ -9,20 +9,98 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import click
 import yaml
 
 from nest_megatron.catalogue_files import catalogue_names, catalogue_root
+from nest_megatron.cli.command_kinds import NEXT, OUTPUT, Command, Group, json_option
+from nest_megatron.cli.complete import complete_catalogue
 from nest_megatron.cluster.records import Cluster, CollectiveKind
+from nest_megatron.config.entries import cluster_entry
 from nest_megatron.errors import OK, UserInputError
 from nest_megatron.files import read_text, write_text
 from nest_megatron.plain import to_plain
-from nest_megatron.profile import network
+from nest_megatron.profile import network as profiles
 from nest_megatron.profile.nccl_tests import read_logs
 from nest_megatron.profile.network import LevelFit, NetworkBackend, NetworkProfile
 from nest_megatron.profile.network_fit import fit_hosts
 from nest_megatron.profile.network_place import fit_cluster, measured_cluster
 from nest_megatron.report.console import say, show, show_json
 from nest_megatron.version import __version__
+
+
+@click.group(
+    cls=Group,
+    examples=(
+        "nest-megatron network import all_reduce_perf.log",
+        "nest-megatron network show network.yaml",
+    ),
+)
+def network() -> None:
+    """Measured networks: figures for a cluster from timed collectives."""
+
+
+@network.command(
+    "import",
+    cls=Command,
+    examples=(
+        "nest-megatron network import all_reduce_perf.log",
+        "nest-megatron network import inside.log over.log --cluster dgx_h100"
+        + NEXT
+        + "--out measured.yaml --profile network.yaml",
+        "nest-megatron network import network.yaml --cluster dgx_h100 --json",
+    ),
+)
+@click.argument(
+    "paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE..."
+)
+@click.option(
+    "--kind",
+    type=click.Choice(["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]),
+    help="What a log measures that does not say so; its file's name if not given.",
+)
+@click.option(
+    "--cluster",
+    "cluster_name",
+    metavar="NAME",
+    shell_complete=complete_catalogue("cluster"),
+    help="The cluster that was measured: from the catalogue, or a file.",
+)
+@click.option("--out", type=OUTPUT, help="Write that cluster here, its network as measured.")
+@click.option(
+    "--profile", "profile_out", type=OUTPUT, help="Keep the samples and their fit in this file."
+)
+@json_option
+def network_import(paths: tuple[Path, ...], **options: Any) -> int:
+    """Fit a network to the output of nccl-tests, or to a profile that was measured.
+
+    Reads all_reduce_perf, all_gather_perf, reduce_scatter_perf, alltoall_perf and sendrecv_perf,
+    one run a file or many. Plan on the result with nest-megatron plan cluster=./measured.yaml.
+    """
+    return run_import(paths, **options)
+
+
+@network.command(
+    "show",
+    cls=Command,
+    examples=("nest-megatron network show network.yaml",),
+)
+@click.argument("path", type=click.Path(path_type=Path), metavar="NETWORK.YAML")
+@json_option
+def network_show(path: Path, *, as_json: bool) -> int:
+    """Show a network profile: what was measured, and the figures fitted to it."""
+    profile = profiles.read(path)
+    if as_json:
+        show_json(to_plain(profile))
+        return OK
+    from nest_megatron.report.network_tables import levels_table, profile_lines, samples_table
+    from nest_megatron.report.terminal import notes_report
+
+    show(profile_lines(profile), levels_table(profile.fits), samples_table(profile.samples))
+    if profile.notes:
+        show(notes_report(profile.notes))
+    return OK
+
 
 _HEAD = """\
 # Written by nest-megatron {version}: the network of cluster={name} as measured, each level with its
@@ -65,40 +143,25 @@ def run_import(
         write_text(out, _cluster_text(found.cluster, cluster_name, out))
         written.append(out)
     if profile_out is not None:
-        network.write(found.profile, profile_out)
+        profiles.write(found.profile, profile_out)
         written.append(profile_out)
     _tell(found, written, as_json=as_json)
-    return OK
-
-
-def run_show(path: Path, *, as_json: bool) -> int:
-    """Show a network profile."""
-    profile = network.read(path)
-    if as_json:
-        show_json(to_plain(profile))
-        return OK
-    from nest_megatron.report.network_tables import levels_table, profile_lines, samples_table
-    from nest_megatron.report.terminal import notes_report
-
-    show(profile_lines(profile), levels_table(profile.fits), samples_table(profile.samples))
-    if profile.notes:
-        show(notes_report(profile.notes))
     return OK
 
 
 def _read(paths: Sequence[Path], kind: CollectiveKind | None) -> NetworkProfile:
     """One profile of all files: logs of nccl-tests, or a profile that was measured."""
     texts = [(str(path), read_text(path, "measurements")) for path in paths]
-    profiles = [network.load(text, name) for name, text in texts if network.is_profile(text)]
-    if profiles and len(texts) > 1:
+    found = [profiles.load(text, name) for name, text in texts if profiles.is_profile(text)]
+    if found and len(texts) > 1:
         raise UserInputError(
             "measurements",
             value=[name for name, _ in texts],
             limit="a network profile is imported alone",
             fix="Import it by itself, or the logs of nccl-tests.",
         )
-    if profiles:
-        return profiles[0]
+    if found:
+        return found[0]
     reading = read_logs(texts, kind)
     return NetworkProfile(
         name=paths[0].stem,
@@ -116,7 +179,7 @@ def _fit(profile: NetworkProfile, cluster_name: str | None) -> _Found:
         fitted = fit_hosts(profile.samples)
         profile = dataclasses.replace(profile, fits=fitted.fits)
         return _Found(profile=profile, fits=fitted.fits, notes=(*profile.notes, *fitted.notes))
-    described = _cluster(cluster_name)
+    described = cluster_entry(cluster_name)
     fitted = fit_cluster(profile, described)
     return _Found(
         profile=dataclasses.replace(profile, fits=fitted.fits),
@@ -125,15 +188,6 @@ def _fit(profile: NetworkProfile, cluster_name: str | None) -> _Found:
         described=described,
         cluster=measured_cluster(profile, described, fitted),
     )
-
-
-def _cluster(name: str) -> Cluster:
-    """A cluster of the catalogue, or of a file."""
-    from nest_megatron.config.compose import compose
-    from nest_megatron.config.overrides import parse
-    from nest_megatron.config.request import read_cluster
-
-    return read_cluster(compose(parse([f"cluster={name}"])).config)
 
 
 def _cluster_text(cluster: Cluster, name: str, out: Path) -> str:

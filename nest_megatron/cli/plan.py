@@ -1,294 +1,89 @@
-"""``plan`` and ``estimate``."""
+"""``nest-megatron plan`` and ``estimate``; their work is in ``cli/planning.py``."""
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from nest_megatron.config.compose import Composed, compose
-from nest_megatron.config.job import Job
-from nest_megatron.config.overrides import Setting, parse, refuse_sweeps, split_launcher
-from nest_megatron.config.request import request_of
-from nest_megatron.cost_model.memory import within_error
-from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
-from nest_megatron.files import check_output, is_standard_output
-from nest_megatron.integrations.megatron_lm.attach import with_launch
-from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
-from nest_megatron.plain import to_plain
-from nest_megatron.planner import EndedEarly, NoPlan, PlanRequest, Progress
-from nest_megatron.planner import plan as find_plan
-from nest_megatron.report.console import command_lines, say, show, show_json
-from nest_megatron.units import Seconds
+import click
+
+from nest_megatron.cli.command_kinds import NEXT, Command, job_options, json_option
+from nest_megatron.cli.complete import complete_free
 
 
-def run_plan(
-    *,
-    overrides: Sequence[str],
-    config_dir: Path | None,
-    from_command: str | None,
-    free: str,
-    megatron_version: str,
-    strict: bool,
-    multirun: bool,
-    shortlist: bool,
-    as_json: bool,
-    begun_s: Seconds | None = None,
-) -> int:
-    """Plan one job, or every job of a sweep, and print the result.
+@click.command(
+    cls=Command,
+    examples=(
+        "nest-megatron plan model=llama3_70b cluster=h100_spine_leaf cluster.num_gpus=1024"
+        + NEXT
+        + "train.global_batch_size=4096 out=plan.yaml",
+        "nest-megatron plan model=./config.json cluster=./mine.yaml parallel.zero_stage=1",
+        "nest-megatron plan model=mixtral_8x7b cluster=dgx_h100 search.max_seconds=10 --json",
+        "nest-megatron plan --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100 --free all",
+        "nest-megatron plan -m model=llama3_8b cluster=dgx_h100 train.global_batch_size=256,512",
+    ),
+)
+@job_options()
+@click.option(
+    "--from",
+    "from_command",
+    metavar="COMMAND",
+    help="Your own Megatron-LM command, in quotes; - reads it from standard input.",
+)
+@click.option(
+    "--free",
+    metavar="NAMES",
+    default="",
+    shell_complete=complete_free,
+    help="With --from: flags of yours that may change, separated by commas, or all.",
+)
+@click.option(
+    "--megatron-version",
+    metavar="RELEASE",
+    default="0.16.1",
+    show_default=True,
+    help="With --from: the release whose flags the command uses (0.16.1 or 0.20).",
+)
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="With --from: refuse flags that Megatron-LM does not have, instead of passing them on.",
+)
+@click.option("-m", "--multirun", is_flag=True, help="Plan every combination of a,b values.")
+@click.option(
+    "--shortlist",
+    is_flag=True,
+    help="Say which plans could be the fastest, and what to measure to know more.",
+)
+@json_option
+def plan(**options: Any) -> int:
+    """Find the plan that is expected to be the fastest and to fit in memory.
 
-    Args:
-        begun_s: when the command began (``time.monotonic``), for ``search.max_seconds``.
+    Settings are key=value; what is not given is searched. hydra_configs/plan.yaml explains each.
     """
-    overrides, launcher = split_launcher(overrides)
-    settings = parse(overrides, config_dir)
-    for option, given in (("--free", free), ("--strict", strict)):
-        if given and from_command is None:
-            raise UserInputError(
-                option,
-                value=given,
-                limit="it goes with --from",
-                fix="Add --from with your command.",
-            )
-    if multirun:
-        from nest_megatron.cli.sweep import run_sweep
+    from nest_megatron.cli.planning import run_plan
 
-        if shortlist:
-            raise UserInputError(
-                "--shortlist",
-                value="--multirun",
-                limit="it tells the plans of one job apart",
-                fix="Leave one of the two out.",
-            )
-        if from_command is not None:
-            raise UserInputError(
-                "--multirun",
-                value="--from",
-                limit="a command is planned by itself",
-                fix="Leave one of the two out.",
-            )
-        return run_sweep(settings, launcher, config_dir, as_json=as_json)
-    for setting in launcher:
-        raise UserInputError(
-            setting.key,
-            value=setting.value,
-            limit="a launcher runs the jobs of a sweep, and one job is planned",
-            fix="Add --multirun.",
-        )
-    refuse_sweeps(settings)
-    composed = compose(settings, config_dir)
-    check_out(composed)
-    if from_command is not None:
-        from nest_megatron.integrations.megatron_lm.command_request import read_request
-
-        text = sys.stdin.read() if from_command == "-" else from_command
-        names = [name for name in free.split(",") if name.strip()]
-        job, request = read_request(text, composed, free=names, version=megatron_version)
-        if strict:
-            _refuse_unknown(job)
-        request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
-        return _plan_command(composed, job, request, as_json=as_json)
-    found, notes = plan_job(composed, begun_s, shortlist=shortlist)
-    if not isinstance(found, ParallelPlan):
-        return _refuse(found, notes, as_json=as_json)
-    _write(found, composed)
-    if as_json:
-        show_json(to_plain(found))
-    else:
-        _show_plan(found, composed, notes)
-    return OK
+    return run_plan(**options, begun_s=click.get_current_context().obj)
 
 
-def plan_job(
-    composed: Composed,
-    begun_s: Seconds | None = None,
-    on_progress: Progress | None = None,
-    *,
-    shortlist: bool = False,
-) -> tuple[ParallelPlan | NoPlan | EndedEarly, tuple[str, ...]]:
-    """Plan a composed job; the notes say what was assumed.
+@click.command(
+    cls=Command,
+    examples=(
+        "nest-megatron estimate model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64"
+        + NEXT
+        + "parallel.tensor_model_parallel_size=4 parallel.pipeline_model_parallel_size=4"
+        + NEXT
+        + "parallel.context_parallel_size=2 train.micro_batch_size=1",
+    ),
+)
+@job_options()
+@json_option
+def estimate(**options: Any) -> int:
+    """Price one layout: iteration time by term, memory by stage. Nothing is searched.
 
-    Args:
-        begun_s: when its ``search.max_seconds`` began; ``None`` is now.
-        shortlist: whether to say which plans could be the fastest.
+    What is not given is Megatron's default: degrees of 1, the GPUs that are left replicate, the
+    distributed optimizer, an even split of the layers (the fastest split where they do not divide).
+    Exits with 1 where the layout is predicted not to fit in memory, with 0 where it may fit.
     """
-    from nest_megatron.cli.progress import progress
+    from nest_megatron.cli.planning import run_estimate
 
-    begun_s = time.monotonic() if begun_s is None else begun_s
-    request = request_of(composed, choose_execution=True)
-    request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
-    with progress() as report:
-        found = find_plan(request, on_progress or report)
-    if isinstance(found, ParallelPlan):
-        found = with_launch(found, notes=request.notes)
-    return found, request.notes
-
-
-def run_estimate(*, overrides: Sequence[str], config_dir: Path | None, as_json: bool) -> int:
-    """Price one layout and print the prediction."""
-    from nest_megatron.config.layout import estimate_layout
-
-    settings = parse(overrides, config_dir)
-    refuse_sweeps(settings)
-    composed = compose(settings, config_dir)
-    check_out(composed)
-    found, notes = estimate_layout(composed)
-    found = with_launch(found, notes=notes)
-    _write(found, composed)
-    if as_json:
-        show_json(to_plain(found))
-    else:
-        _show_plan(found, composed, notes)
-    return OK if _may_fit(found) else NOTHING_FITS
-
-
-def _may_fit(plan: ParallelPlan) -> bool:
-    """Whether the peak exceeds the limit at most by what such predictions are wrong."""
-    predicted = plan.predicted
-    return predicted.fits or within_error(predicted.peak_memory_bytes, predicted.capacity_bytes)
-
-
-def check_out(composed: Composed) -> None:
-    """Refuse an ``out`` that must not be written, before the search.
-
-    The command has checked the text that was typed; other settings may complete it.
-
-    Raises:
-        UserInputError: as ``check_output`` does.
-    """
-    from nest_megatron.cli.command_kinds import forced
-
-    out = composed.config.out
-    if out is not None:
-        check_output("out", Path(out), force=forced())
-
-
-def _refuse_unknown(job: Job) -> None:
-    """Refuse a command with flags that Megatron-LM does not have."""
-    assert job.command is not None
-    flags = [word for word in job.passthrough if word.startswith("--")]
-    if flags:
-        raise UserInputError(
-            "--from",
-            value=" ".join(flags),
-            limit=f"Megatron-LM {job.version} has no such flag",
-            fix=" ".join(job.command.notes) or "Correct it, or leave --strict out.",
-        )
-
-
-def _plan_command(composed: Composed, job: Job, request: PlanRequest, *, as_json: bool) -> int:
-    from nest_megatron.cli.progress import progress
-    from nest_megatron.integrations.megatron_lm.typed import kept_flags
-
-    with progress() as report:
-        found = find_plan(request, report)
-    if not isinstance(found, ParallelPlan):
-        return _refuse(found, request.notes, as_json=as_json)
-    if job.restored is not None:
-        job.restored.check(found, job.version)
-    found = plan_file.made_for(found, MEGATRON_LM, job.version, "plan --from")
-    kept = kept_flags(job, request, composed.config)
-    found = with_launch(found, job.command, kept=kept, notes=request.notes)
-    _write(found, composed)
-    if as_json:
-        show_json(to_plain(found))
-    else:
-        _show_command(found, composed, job, request)
-    return OK
-
-
-def without_plan(found: NoPlan | EndedEarly) -> tuple[int, dict[str, Any]]:
-    """The exit code of a job without a plan, and why there is none, for programs."""
-    if isinstance(found, NoPlan):
-        from nest_megatron.report.words import no_plan_verdict
-
-        said = no_plan_verdict(found.missing_bytes, found.capacity_bytes, found.search.not_modelled)
-        return NOTHING_FITS, {"no_plan": {"verdict": said, **to_plain(found)}}
-    return ENDED_EARLY, {"ended_early": to_plain(found)}
-
-
-def _refuse(found: NoPlan | EndedEarly, notes: Sequence[str], *, as_json: bool) -> int:
-    code, document = without_plan(found)
-    if as_json:
-        show_json(document)
-        return code
-    from nest_megatron.report.terminal import ended_report, no_plan_report, notes_report
-
-    report = no_plan_report(found) if isinstance(found, NoPlan) else ended_report(found)
-    show(report, notes_report(notes))
-    return code
-
-
-def _write(plan: ParallelPlan, composed: Composed) -> None:
-    if composed.config.out is not None:
-        plan_file.write(plan, Path(composed.config.out))
-
-
-def _show_plan(plan: ParallelPlan, composed: Composed, notes: Sequence[str]) -> None:
-    from nest_megatron.report.runners_up import shortlist_report
-    from nest_megatron.report.terminal import notes_report, plan_report
-
-    show(plan_report(plan), "")
-    if plan.shortlist is not None:
-        show(shortlist_report(plan), "")
-    if notes:
-        show(notes_report(notes))
-    _say_where(plan, composed)
-
-
-def _say_where(plan: ParallelPlan, composed: Composed) -> None:
-    out = composed.config.out
-    if out is not None and not is_standard_output(Path(out)):
-        shown = "prints the launch command" if plan.launch else "shows it again"
-        say(f"Written to {out}; `nest-megatron explain {out}` {shown}.")
-    predicted = plan.predicted
-    if not predicted.fits:
-        from nest_megatron.report.words import memory_verdict
-
-        verdict = memory_verdict(
-            predicted.peak_memory_bytes, predicted.capacity_bytes, plan.search.not_modelled
-        )
-        print(f"{verdict[0].upper()}{verdict[1:]}: peak memory per GPU.", file=sys.stderr)
-
-
-def _show_command(plan: ParallelPlan, composed: Composed, job: Job, request: PlanRequest) -> None:
-    from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten
-    from nest_megatron.integrations.megatron_lm.typed import kept_flags
-    from nest_megatron.report.runners_up import shortlist_report
-    from nest_megatron.report.terminal import changes_table, notes_report, plan_report
-
-    command = job.command
-    assert command is not None
-    changes = rewritten(plan, command, kept_flags(job, request, composed.config)).changes
-    show(plan_report(plan), "")
-    if plan.shortlist is not None:
-        show(shortlist_report(plan), "")
-    if changes:
-        show(
-            "Changes to your command\n",
-            changes_table((c.flag, c.before, c.after, c.reason) for c in changes),
-        )
-    else:
-        show("Your command is already the plan.")
-    say("\nThe command\n")
-    launch = plan.launch[LAUNCHER]
-    own = {**command.environment}
-    unset = [name for name, value in launch.environment.items() if value is None]
-    own |= {name: value for name, value in launch.environment.items() if value is not None}
-    kept = [(name, value) for name, value in own.items() if name not in unset]
-    words = [*command.launcher, *filter(None, [command.script]), *launch.argv]
-    say(command_lines(words, kept))
-    say()
-    notes = [*request.notes, *(f"{name} must not be set." for name in unset)]
-    if notes:
-        show(notes_report(notes))
-    _say_where(plan, composed)
-
-
-def describe(settings: Sequence[Setting]) -> str:
-    """Settings as they were typed."""
-    return " ".join(str(setting) for setting in settings)
+    return run_estimate(**options)

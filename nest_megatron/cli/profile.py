@@ -9,15 +9,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from nest_megatron.cli.extract import require_megatron
-from nest_megatron.cli.profile_ranks import Ranks, leave, measure_network, meet, ranks
+import click
+
+from nest_megatron.cli.command_kinds import FOLDER, NEXT, OUTPUT, Command, json_option
+from nest_megatron.cli.complete import complete_override
 from nest_megatron.cli.profile_tasks import Session, session
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.request import read_spec
 from nest_megatron.errors import OK, UserInputError
+from nest_megatron.megatron_core.installed import require_megatron
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.megatron_core.substitutes import quiet
 from nest_megatron.model.implementation import Implementation
@@ -26,12 +29,55 @@ from nest_megatron.plain import to_plain
 from nest_megatron.profile import network, store
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.profile.network import NetworkProfile
+from nest_megatron.profile.ranks import Ranks, leave, measure_network, meet, ranks
 from nest_megatron.profile.records import LayerProfile, Timing, default_name
 from nest_megatron.report.console import say, show, show_json
 
 if TYPE_CHECKING:
     from nest_megatron.profile.layer_timer import Measuring
     from nest_megatron.profile.session import Task
+
+
+@click.command(
+    cls=Command,
+    examples=(
+        "nest-megatron profile model=llama3_8b train.seq_length=128 --max-seconds 5",
+        "torchrun --nproc-per-node 8 -m nest_megatron.profile model=llama3_70b cluster=dgx_h100"
+        + NEXT
+        + "cluster.num_gpus=64",
+    ),
+)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_override)
+@click.option("--config-dir", type=FOLDER, help="A folder with your own model/ or cluster/ files.")
+@click.option(
+    "--max-seconds",
+    type=float,
+    default=120.0,
+    show_default=True,
+    help="Budget; shapes that the best plans need come first, the rest is interpolated.",
+)
+@click.option(
+    "--implementation",
+    type=click.Choice(["local", "transformer_engine"]),
+    help="Megatron's --transformer-impl; Transformer Engine's where it is installed.",
+)
+@click.option("--cpu", "on_cpu", is_flag=True, help="Time on the CPU, although there is a GPU.")
+@click.option("--again", is_flag=True, help="Time what is stored already, too.")
+@click.option(
+    "--collectives/--no-collectives",
+    default=True,
+    help="With several ranks: time the network between them, with a quarter of the budget.",
+)
+@click.option("--network-out", type=OUTPUT, help="Write the network's figures here.")
+@json_option
+def profile(**options: Any) -> int:
+    """Time a model's layers on the devices that are here, and the network between them.
+
+    In one process, or under torchrun: each rank times its share of the shapes on its own GPU.
+    Timings are stored (`nest-megatron profiles`) and used by plans for the same device and layers.
+    """
+    return run_profile(**options)
+
 
 #: Share of the budget that the network gets where there are several ranks.
 _NETWORK_SHARE = 0.25

@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nest_megatron.cli.profile_ranks import Ranks
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.request import request_of
@@ -19,6 +18,7 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.plan import Alternative, ParallelChoice, ParallelPlan
 from nest_megatron.planner import plan
 from nest_megatron.profile import store
+from nest_megatron.profile.ranks import Ranks
 from nest_megatron.profile.records import Machine, Timing, fingerprint, fingerprint_of
 from nest_megatron.profile.shapes import divides, usual_shards
 

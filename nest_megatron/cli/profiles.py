@@ -1,4 +1,4 @@
-"""``profiles list``, ``show``, ``export``, ``import`` and ``verify``."""
+"""``nest-megatron profiles``: measured layer times."""
 
 from __future__ import annotations
 
@@ -6,32 +6,48 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+import click
+
+from nest_megatron.cli.command_kinds import OUTPUT, Command, Group, json_option
+from nest_megatron.cli.complete import complete_profile
 from nest_megatron.errors import BAD_INPUT, OK, ProfileError
 from nest_megatron.plain import to_plain
+from nest_megatron.profile import store
 from nest_megatron.profile.records import LayerProfile, fingerprint_of
-from nest_megatron.profile.store import (
-    Entry,
-    all_entries,
-    export_profile,
-    faults,
-    find_entry,
-    import_profile,
-    profiles_folder,
-)
 from nest_megatron.report.console import error_fields, say, show, show_json
 
 
-def run_list(*, as_json: bool) -> int:
-    """List the profiles of the store and those shipped; broken files are named, not listed."""
-    entries = all_entries()
-    sound: list[tuple[Entry, LayerProfile]] = []
+@click.group(
+    cls=Group,
+    examples=(
+        "nest-megatron profiles list",
+        "nest-megatron profiles show llama3_8b-h100",
+        "nest-megatron profiles export llama3_8b-h100 --out profile.yaml",
+        "nest-megatron profiles import profile.yaml --name from_ada",
+        "nest-megatron profiles verify",
+    ),
+)
+def profiles() -> None:
+    """Measured layer times: list, show, export, import, verify.
+
+    They are kept in the user's cache folder, or in the one that NEST_MEGATRON_PROFILES names. Plans
+    use those of the job's device and layers (profile.mode, profile.name).
+    """
+
+
+@profiles.command("list", cls=Command, examples=("nest-megatron profiles list --json",))
+@json_option
+def list_profiles(*, as_json: bool) -> int:
+    """List the profiles of this machine's store, and those shipped."""
+    entries = store.all_entries()
+    sound: list[tuple[store.Entry, LayerProfile]] = []
     for entry in entries:
         with contextlib.suppress(ProfileError):
             sound.append((entry, entry.read()))
     broken = [entry.name for entry in entries if entry.name not in {e.name for e, _ in sound}]
     if as_json:
         documents = [_brief(entry, profile) for entry, profile in sound]
-        folder = str(profiles_folder())
+        folder = str(store.profiles_folder())
         show_json({"folder": folder, "profiles": documents, "broken": broken})
         return OK
     from nest_megatron.report.profile_tables import profiles_table
@@ -39,15 +55,18 @@ def run_list(*, as_json: bool) -> int:
     if sound:
         show(profiles_table([(profile, entry.shipped) for entry, profile in sound]))
     else:
-        say(f"There is no profile in {profiles_folder()}, and none is shipped.")
+        say(f"There is no profile in {store.profiles_folder()}, and none is shipped.")
     for name in broken:
         say(f"{name} is broken; `nest-megatron profiles verify {name}` says why.")
     return OK
 
 
-def run_show(name: str, *, as_json: bool) -> int:
-    """Show one profile: machine, model, timings."""
-    entry = find_entry(name)
+@profiles.command("show", cls=Command, examples=("nest-megatron profiles show llama3_8b-h100",))
+@click.argument("name", shell_complete=complete_profile)
+@json_option
+def show_profile(name: str, *, as_json: bool) -> int:
+    """Show a profile: its machine, its model, every timing."""
+    entry = store.find_entry(name)
     profile = entry.read()
     if as_json:
         show_json({**_brief(entry, profile), **to_plain(profile)})
@@ -58,9 +77,17 @@ def run_show(name: str, *, as_json: bool) -> int:
     return OK
 
 
-def run_export(name: str, *, out: Path, as_json: bool) -> int:
-    """Copy a profile to a file, for another machine."""
-    profile = export_profile(name, out)
+@profiles.command(
+    "export",
+    cls=Command,
+    examples=("nest-megatron profiles export llama3_8b-h100 --out profile.yaml",),
+)
+@click.argument("name", shell_complete=complete_profile)
+@click.option("--out", type=OUTPUT, required=True, help="The file to write.")
+@json_option
+def export_profile(name: str, *, out: Path, as_json: bool) -> int:
+    """Write a profile to a file, to plan with it on another machine."""
+    profile = store.export_profile(name, out)
     if as_json:
         show_json({"exported": profile.name, "out": str(out)})
         return OK
@@ -68,22 +95,40 @@ def run_export(name: str, *, out: Path, as_json: bool) -> int:
     return OK
 
 
-def run_import(path: Path, *, name: str | None, as_json: bool) -> int:
-    """Take in a profile that was measured elsewhere."""
-    profile = import_profile(path, name=name)
+@profiles.command(
+    "import",
+    cls=Command,
+    examples=("nest-megatron profiles import profile.yaml --name from_ada",),
+)
+@click.argument("path", type=click.Path(path_type=Path), metavar="FILE")
+@click.option("--name", help="Another name for it.")
+@json_option
+def import_profile(path: Path, *, name: str | None, as_json: bool) -> int:
+    """Take in a profile that was measured elsewhere.
+
+    Times measured here come before it, interpolated ones too.
+    """
+    profile = store.import_profile(path, name=name)
     if as_json:
-        show_json({"imported": profile.name, "folder": str(profiles_folder())})
+        show_json({"imported": profile.name, "folder": str(store.profiles_folder())})
         return OK
     say(
-        f"{profile.name} is in {profiles_folder()}: {len(profile.timings)} timings on "
+        f"{profile.name} is in {store.profiles_folder()}: {len(profile.timings)} timings on "
         f"{profile.machine.describe()}, below any that are measured here."
     )
     return OK
 
 
-def run_verify(name: str | None, *, as_json: bool) -> int:
-    """Read every profile, or one, and name those that are broken."""
-    checked = faults(name)
+@profiles.command(
+    "verify",
+    cls=Command,
+    examples=("nest-megatron profiles verify", "nest-megatron profiles verify llama3_8b-h100"),
+)
+@click.argument("name", required=False, shell_complete=complete_profile)
+@json_option
+def verify_profiles(name: str | None, *, as_json: bool) -> int:
+    """Check the files of all profiles, or of one; exits with 2 where one is broken."""
+    checked = store.faults(name)
     broken = [(entry, error) for entry, error in checked if error is not None]
     if as_json:
         documents = [{"name": entry.name, "error": error_fields(error)} for entry, error in broken]
@@ -95,7 +140,7 @@ def run_verify(name: str | None, *, as_json: bool) -> int:
     return BAD_INPUT if broken else OK
 
 
-def _brief(entry: Entry, profile: LayerProfile) -> dict[str, Any]:
+def _brief(entry: store.Entry, profile: LayerProfile) -> dict[str, Any]:
     """A profile without its timings."""
     return {
         "name": profile.name,

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nest_megatron.cli.plan import describe
 from nest_megatron.cli.sweep_folder import (
     SweepJob,
     SweepResult,
@@ -172,7 +171,7 @@ def _show(settings: Sequence[Setting], rows: Sequence[SweepRow], files: Sequence
     from nest_megatron.report.terminal import sweep_table
 
     same = [s for s in settings if s.key not in {"out", *swept(settings)}]
-    show(describe(same), sweep_table(row.shown() for row in rows))
+    show(" ".join(map(str, same)), sweep_table(row.shown() for row in rows))
     for key in without_effect(rows):
         say(f"\nnote: {key} changes nothing: the step takes as long with each of its values.")
     if files:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nest_megatron.catalogue_files import catalogue_root
+from nest_megatron.cli.planning import plan_with_progress, without_plan
 from nest_megatron.cli.sweep_folder import (
     SweepJob,
     SweepResult,
@@ -16,11 +17,11 @@ from nest_megatron.cli.sweep_folder import (
     read_job,
     write_result,
 )
+from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import Setting, first_line
 from nest_megatron.errors import BAD_INPUT, OK, UserInputError
-from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.plain import to_plain
 from nest_megatron.report.console import error_fields
+from nest_megatron.report.failure import NothingFitsError, SearchEndedError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -101,18 +102,14 @@ def run_one(config: DictConfig) -> int:
 
 
 def _planned(job: SweepJob, config_dir: Path | None) -> SweepResult:
-    from nest_megatron.cli.plan import plan_job, without_plan
-    from nest_megatron.config.compose import compose
-
     begun_s = time.monotonic()
     try:
-        found, _ = plan_job(compose(job.settings, config_dir), begun_s)
+        found = plan_with_progress(compose(job.settings, config_dir), begun_s)
     except UserInputError as error:
         return SweepResult(code=BAD_INPUT, document={"error": error_fields(error)})
-    if isinstance(found, ParallelPlan):
-        return SweepResult(code=OK, document={"plan": to_plain(found)})
-    code, document = without_plan(found)
-    return SweepResult(code=code, document=document)
+    except (NothingFitsError, SearchEndedError) as error:
+        return SweepResult(code=error.exit_code, document=without_plan(error))
+    return SweepResult(code=OK, document={"plan": found.to_dict()})
 
 
 def _launcher(settings: Sequence[Setting]) -> str:

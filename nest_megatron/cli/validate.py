@@ -1,134 +1,75 @@
-"""``validate``."""
+"""``nest-megatron validate`` and ``calibrate``; their work is in ``validation``."""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from nest_megatron.errors import OK
-from nest_megatron.files import write_text
-from nest_megatron.report.console import say, show, show_json
-from nest_megatron.validation.assess import Assessor
-from nest_megatron.validation.left_out import shipped_left_out
-from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.outcome import Judged, RowOutcome
-from nest_megatron.validation.report import as_document
-from nest_megatron.validation.rows import RowFile, RowKind, read_rows
+import click
 
-_COLUMNS = (
-    "file",
-    "row_id",
-    "source",
-    "model",
-    "gpu",
-    "n_gpus",
-    "predicted_s",
-    "measured_s",
-    "error_pct",
-    "predicted_bytes",
-    "measured_bytes",
-    "memory_error_pct",
-    "fits",
-    "outcome",
-    "refused",
-    "detail",
-    "assumptions",
-    "planned_s",
-    "planned_error_pct",
-    "planned_bytes",
-    "planned_fits",
-    "planned_assumptions",
+from nest_megatron.cli.command_kinds import FOLDER, INPUT, OUTPUT, Command, forced, json_option
+
+
+@click.command(
+    cls=Command,
+    examples=(
+        "nest-megatron validate throughput.csv comm_collectives.csv",
+        "nest-megatron validate runs.csv --models models.csv --rows predicted.csv",
+        "nest-megatron validate runs.csv --json",
+        "nest-megatron validate throughput.csv memory_peak.csv --docs docs",
+    ),
 )
+@click.argument(
+    "paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE.CSV..."
+)
+@click.option(
+    "--models", type=INPUT, multiple=True, help="Shapes of models that the catalogue lacks (CSV)."
+)
+@click.option("--rows", type=OUTPUT, help="Write every row with its prediction here (CSV).")
+@click.option(
+    "--docs", type=FOLDER, help="Write accuracy.md, with pictures, into this folder (matplotlib)."
+)
+@click.option(
+    "--left-out",
+    is_flag=True,
+    help="Predict each source with constants that were fitted without it.",
+)
+@json_option
+def validate(paths: tuple[Path, ...], **options: Any) -> int:
+    """Compare predictions with measured runs: errors, ranking of layouts, memory.
 
-
-def run_validate(
-    paths: Sequence[Path],
-    *,
-    models: Sequence[Path],
-    rows: Path | None,
-    docs: Path | None,
-    left_out: bool,
-    as_json: bool,
-) -> int:
-    """Predict the rows of some files and print how well.
-
-    Args:
-        left_out: predict each row by constants that were fitted without its source.
+    Reads throughput, peak memory, Megatron's golden values and collectives, told apart by their
+    columns (docs/accuracy.md). Each source and regime is scored as planned, with the settings that
+    a plan would assume, and as stated. Rows that cannot be predicted are counted by reason.
     """
-    files = [read_rows(path) for path in paths]
-    book = ModelBook.load(models)
-    judged = _judged(files, book, left_out=left_out)
-    unseen: Sequence[Judged] = ()
-    if docs is not None:
-        runs = [file for file in files if file.kind is RowKind.THROUGHPUT]
-        unseen = _judged(runs, book, left_out=True)
-    written = [*_write_docs(docs, judged, unseen), *_write_rows(rows, judged)]
-    if as_json:
-        show_json(as_document(judged))
-        return OK
-    from nest_megatron.validation.pages.tables import validation_report
+    from nest_megatron.validation.validate_run import run_validate
 
-    show(validation_report(judged))
-    for path in written:
-        say(f"Wrote {path}.")
-    return OK
+    return run_validate(paths, **options, force=forced())
 
 
-def _judged(files: Sequence[RowFile], book: ModelBook, *, left_out: bool) -> list[Judged]:
-    assessor = Assessor(book, left_out=shipped_left_out() if left_out else None)
-    return [assessor.judge(file) for file in files]
+@click.command(
+    cls=Command,
+    examples=(
+        "nest-megatron calibrate throughput.csv memory_peak.csv --out hydra_configs",
+        "nest-megatron calibrate comm_collectives.csv --no-cross-validation",
+    ),
+)
+@click.argument(
+    "paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE.CSV..."
+)
+@click.option("--out", type=FOLDER, help="Write the constants into this catalogue (hydra_configs).")
+@click.option(
+    "--cross-validation/--no-cross-validation",
+    "validate",
+    default=True,
+    help="Leave out each source and each model in turn.",
+)
+@json_option
+def calibrate(paths: tuple[Path, ...], **options: Any) -> int:
+    """Fit the cost model's constants to measured runs, and those of links to collectives.
 
+    Prints the constants, the errors, and those of sources and models that a fit has not seen.
+    """
+    from nest_megatron.validation.calibrate_run import run_calibrate
 
-def _write_docs(
-    folder: Path | None, judged: Sequence[Judged], unseen: Sequence[Judged]
-) -> list[Path]:
-    if folder is None:
-        return []
-    from nest_megatron.cli.command_kinds import forced
-    from nest_megatron.validation.pages.accuracy import write_accuracy
-
-    return write_accuracy(folder, judged, unseen, force=forced())
-
-
-def _write_rows(path: Path | None, judged: Sequence[Judged]) -> list[Path]:
-    if path is None:
-        return []
-    write_text(path, _rows_text(judged))
-    return [path]
-
-
-def _rows_text(judged: Sequence[Judged]) -> str:
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(_COLUMNS)
-    for each in judged:
-        pairs = zip(each.as_stated, each.as_planned, strict=True)
-        writer.writerows(_cells(each.file, *pair) for pair in pairs)
-    return stream.getvalue()
-
-
-def _cells(file: RowFile, outcome: RowOutcome, planned: RowOutcome) -> Iterator[object]:
-    row = outcome.row
-    yield file.path.name
-    yield from (row.get(column, "") for column in ("row_id", "source", "model", "gpu", "n_gpus"))
-    yield from (_number(outcome.predicted_s), _number(outcome.measured_s), _error(outcome.time))
-    yield from (outcome.predicted_bytes, outcome.measured_bytes, _error(outcome.memory))
-    yield _flag(outcome.fits)
-    yield row.get("outcome", "")
-    yield from (outcome.refused, outcome.detail, "; ".join(outcome.assumptions))
-    yield from (_number(planned.predicted_s), _error(planned.time), planned.predicted_bytes)
-    yield from (_flag(planned.fits), "; ".join(planned.assumptions))
-
-
-def _flag(value: bool | None) -> str:
-    return "" if value is None else str(value).lower()
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
-
-
-def _error(pair: tuple[float, float] | None) -> str:
-    return "" if pair is None else f"{100 * (pair[0] / pair[1] - 1):.2f}"
+    return run_calibrate(paths, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
@@ -16,6 +17,12 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 from nest_megatron.report.fitting import FittingTable
 from nest_megatron.units import format_gib, format_seconds
+
+
+def model_document(spec: TransformerSpec) -> dict[str, Any]:
+    """A model for programs."""
+    counts = {"parameters": total_parameters(spec), "active_parameters": active_parameters(spec)}
+    return {**to_plain(spec), **counts}
 
 
 def models_table(specs: Sequence[TransformerSpec]) -> RenderableType:

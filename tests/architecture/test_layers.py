@@ -23,13 +23,14 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"config"}),
     frozenset({"report"}),
     frozenset({"integrations"}),
+    frozenset({"api"}),
     frozenset({"research", "validation"}),
     frozenset({"cli"}),
     frozenset({"__main__", "profile.__main__"}),
 )
 #: Modules at the top that every package may use.
-BASE = {"", "boot", "deadline", "documents", "errors", "files", "names", "packages"}
-BASE |= {"plain", "units"}
+BASE = {"boot", "deadline", "documents", "errors", "files", "names", "packages"}
+BASE |= {"plain", "units", "version"}
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 
 HEAVY = {"torch", "megatron", "nemo", "nemo_run", "numpy"}
@@ -50,6 +51,8 @@ def package_of(module: str) -> str:
     first = inside.partition(".")[0]
     if inside in LAYER_OF:
         return inside
+    if not inside:  # what ``import nest_megatron`` gives, by the names of ``api``
+        return "api"
     return "base" if first in BASE else first
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 import pytest
 
-from nest_megatron.cli.compare_commands import compare as command
-from nest_megatron.cli.compare_commands import complete_setting
+from nest_megatron.cli.compare import compare as command
+from nest_megatron.cli.compare import complete_setting
 from tests.cli.runs import SMALL, run
 
 FEW = "planners=[manual,phaze,autoconfigurator]"

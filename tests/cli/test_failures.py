@@ -190,7 +190,7 @@ def test_a_fault_of_ours_is_said_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     def broken(**_: object) -> int:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr("nest_megatron.cli.plan.run_plan", broken)
+    monkeypatch.setattr("nest_megatron.cli.planning.run_plan", broken)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     done = run("plan", *SMALL)
     assert done.code == OUR_FAULT

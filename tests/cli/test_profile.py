@@ -17,7 +17,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from nest_megatron.cli import profile_tasks
-from nest_megatron.cli.profile_ranks import Ranks
+from nest_megatron.profile.ranks import Ranks
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import read_spec

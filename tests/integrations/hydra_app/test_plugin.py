@@ -111,7 +111,7 @@ def test_another_nest_may_use_megatron(tmp_path: Path) -> None:
     main = PLAIN.replace(
         "print(",
         "import megatron.core.parallel_state as state; "
-        "from nest_megatron.cli import hook; hook._require_plan(); print(",
+        "from nest_megatron.integrations.megatron_lm import hook; hook._require_plan(); print(",
     )
     run = run_app(make_app(tmp_path, "trees: 2", main), "+nest=birds")
     assert (run.code, run.out.splitlines()[-1]) == (0, "RUNS birds"), run.err

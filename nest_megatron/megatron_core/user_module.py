@@ -1,4 +1,4 @@
-"""``extract --module``: a PyTorch model of the user's own as a chain of blocks."""
+"""A PyTorch model of the user's own, by the name of what builds it."""
 
 from __future__ import annotations
 
@@ -9,41 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nest_megatron.errors import OK, UserInputError, nearest
-from nest_megatron.megatron_core.chain import extract_chain, require_torch
+from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.model.chain import TensorShape
-from nest_megatron.plain import to_plain
-from nest_megatron.report.console import say, show, show_json
 
 _FORM = "mypackage.mymodule:build"
-
-
-def run_module(
-    name: str,
-    inputs: Sequence[str],
-    dtypes: Sequence[str],
-    draw: Path | None,
-    *,
-    as_json: bool,
-) -> int:
-    """Trace a module, print its chain, and draw it."""
-    shapes = read_inputs(inputs, dtypes)
-    require_torch()
-    graph = extract_chain(build(name), shapes)
-    if draw is not None:
-        from nest_megatron.report.chain_chart import draw_chain
-
-        draw_chain(graph, draw)
-    if as_json:
-        pictures = [] if draw is None else [str(draw)]
-        show_json({"module": name, "chain": to_plain(graph), "pictures": pictures})
-        return OK
-    from nest_megatron.report.operator_table import chain_report
-
-    show(chain_report(graph))
-    if draw is not None:
-        say(f"Wrote {draw}.")
-    return OK
 
 
 def read_inputs(inputs: Sequence[str], dtypes: Sequence[str]) -> list[TensorShape]:

@@ -1,4 +1,4 @@
-"""``pin``."""
+"""Freeze a reviewed plan for the release of Megatron-LM that it launches."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ import getpass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from nest_megatron.errors import OK, PlanFileError, UserInputError
+from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.files import read_text
 from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, load_arguments
 from nest_megatron.integrations.megatron_lm.rules import require_launchable
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
-from nest_megatron.plain import to_plain
-from nest_megatron.planner.pins import Pin, PinnedPlan, is_pinned, pinned_for, write_pinned
-from nest_megatron.report.console import say, show_json
+from nest_megatron.planner.pins import Pin, PinnedPlan, is_pinned
 from nest_megatron.version import __version__
 
 
-def run_pin(
-    path: Path,
-    *,
-    out: Path | None,
-    by: str | None,
-    note: str,
-    release: str | None,
-    as_json: bool,
-) -> int:
-    """Freeze a plan file."""
+def pin_plan(
+    path: Path, *, by: str | None = None, note: str = "", release: str | None = None
+) -> PinnedPlan:
+    """The contents of a pinned file, of a plan file.
+
+    Args:
+        by: who has reviewed it; the user's name if not given.
+        note: kept in the file.
+        release: of Megatron-LM, which alone it may launch; the plan's own if not given.
+
+    Raises:
+        UserInputError: for a plan that is pinned already, that is not predicted to fit, or that
+            Megatron does not launch.
+    """
     text = read_text(path, "plan")
     if is_pinned(text):
         raise PlanFileError(
@@ -40,28 +42,14 @@ def run_pin(
     plan = plan_file.load(text, str(path))
     release = _release(plan, release)
     _require_launchable(plan, release)
-    pinned = PinnedPlan(
-        pin=Pin(
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            by=by or _user(),
-            note=note,
-            nest_megatron_version=__version__,
-            megatron_lm=release,
-        ),
-        plan=plan,
+    pin = Pin(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        by=by or _user(),
+        note=note,
+        nest_megatron_version=__version__,
+        megatron_lm=release,
     )
-    target = out or path
-    write_pinned(pinned, target)
-    if as_json:
-        show_json({"pinned": str(target), **to_plain(pinned.pin)})
-        return OK
-    say(
-        f"Pinned to {target}: {plan.model.name} on {plan.cluster.describe()}, global batch "
-        f"{plan.train.global_batch_size}, {plan.train.precision}, {pinned_for(plan, release)}, "
-        f"nest-megatron {__version__}."
-    )
-    say(f"Launch that job with +nest=pinned nest.plan={target}; any other is refused.")
-    return OK
+    return PinnedPlan(pin=pin, plan=plan)
 
 
 def _release(plan: ParallelPlan, given: str | None) -> str | None:

@@ -1,0 +1,125 @@
+"""``nest solve`` and ``nest evaluate``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nest_megatron.errors import NOTHING_FITS, OK, UserInputError
+from nest_megatron.plain import to_plain
+from nest_megatron.report.console import say, show, show_json
+from nest_megatron.research.nest_artifact.instance_file import read_instance
+from nest_megatron.research.nest_artifact.placement_file import (
+    named_baseline,
+    read_placement,
+    write_placement,
+)
+from nest_megatron.research.nest_artifact.price import Price, price
+from nest_megatron.research.nest_artifact.records import Instance, Placement
+from nest_megatron.research.nest_artifact.rule import ArtifactRule, rule_without
+from nest_megatron.research.nest_artifact.search import NoSolution, solve
+
+
+def run_solve(path: Path, *, out: Path | None, without: Sequence[str], as_json: bool) -> int:
+    """Search an instance for its fastest plan."""
+    rule = rule_without(without)
+    instance = read_instance(path)
+    started = time.perf_counter()
+    found = solve(instance, rule)
+    seconds = time.perf_counter() - started
+    if isinstance(found, NoSolution):
+        return _tell_none(found, as_json=as_json)
+    if out is not None:
+        write_placement(out, instance, found.placement, found.price.time)
+    if as_json:
+        plain = _plain(instance, found.placement, found.price, rule)
+        show_json({**plain, "search_seconds": seconds, "written": out and str(out)})
+        return OK
+    _show(instance, found.placement, found.price, rule)
+    say(f"\nSearched in {1e3 * seconds:.2f} ms.")
+    if out is not None:
+        say(f"Wrote {out}.")
+    return OK
+
+
+def run_evaluate(
+    path: Path,
+    placement_path: Path | None,
+    *,
+    baseline: str | None,
+    without: Sequence[str],
+    as_json: bool,
+) -> int:
+    """Price a plan that is given."""
+    rule = rule_without(without)
+    instance = read_instance(path)
+    placement, given = _placement(instance, placement_path, baseline, rule)
+    priced = price(instance, placement, rule)
+    code = NOTHING_FITS if priced.refusals else OK
+    if as_json:
+        plain = _plain(instance, placement, priced, rule)
+        show_json({**plain, "refusals": priced.refusals, "given_time_per_batch": given})
+        return code
+    _show(instance, placement, priced, rule)
+    if given is not None:
+        say(f"\nIts file gives {given:.10g}; here it is {priced.time / given:.10g} of that.")
+    return code
+
+
+def _placement(
+    instance: Instance, path: Path | None, baseline: str | None, rule: ArtifactRule
+) -> tuple[Placement, float | None]:
+    """The one plan that the user names, and the time that its file gives."""
+    if path is not None and baseline is None:
+        return read_placement(path, instance, rule)
+    if baseline is not None and path is None:
+        return named_baseline(instance, baseline, rule), None
+    raise UserInputError(
+        "placement",
+        value=None if path is None else str(path),
+        limit="one plan is priced at a time",
+        fix="Give a file or --baseline NAME, not both.",
+    )
+
+
+def _plain(
+    instance: Instance, placement: Placement, priced: Price, rule: ArtifactRule
+) -> dict[str, Any]:
+    """What programs read; a time that no run can have is null."""
+    return {
+        "time_per_batch": priced.time_per_batch,
+        "degrees": {
+            "pipeline_model_parallel_size": len(placement.stages),
+            "data_parallel_size": placement.data_parallel_size,
+            "tensor_model_parallel_size": placement.tensor_model_parallel_size,
+            "expert_model_parallel_size": instance.expert_model_parallel_size,
+            "context_parallel_size": instance.context_parallel_size,
+        },
+        "terms": {
+            "slowest_stage": priced.slowest_stage,
+            "num_micro_batches": priced.num_micro_batches,
+            "sync": priced.sync,
+        },
+        "stages": [to_plain(stage) for stage in priced.stages],
+        "rule": to_plain(rule),
+        "notes": instance.notes,
+    }
+
+
+def _show(instance: Instance, placement: Placement, priced: Price, rule: ArtifactRule) -> None:
+    from nest_megatron.report.terminal import notes_report
+    from nest_megatron.research.report.nest_tables import nest_report
+
+    show(nest_report(instance, placement, priced, rule))
+    if instance.notes:
+        show(notes_report(instance.notes))
+
+
+def _tell_none(found: NoSolution, *, as_json: bool) -> int:
+    if as_json:
+        show_json({"no_plan": to_plain(found)})
+    else:
+        say(f"No plan: {found.reason}.")
+    return NOTHING_FITS
