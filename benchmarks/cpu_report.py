@@ -9,7 +9,6 @@ from typing import Any
 
 from benchmarks.cpu_job import WIDTH, Figures, Trial
 from benchmarks.cpu_ranks import DISTURBED
-from nest_megatron.version import __version__
 from nest_megatron.cost_model.estimate import TERMS
 from nest_megatron.model.parameters import unit_parameters
 from nest_megatron.parallel.plan import ParallelPlan
@@ -19,6 +18,7 @@ from nest_megatron.profile.records import Machine
 from nest_megatron.report.markdown import figure, table
 from nest_megatron.units import GIB
 from nest_megatron.validation.scores import ErrorScores, error_scores, rank_scores
+from nest_megatron.version import __version__
 
 COMMAND = "python benchmarks/cpu_end_to_end.py --out docs/accuracy/cpu_end_to_end.md"
 

@@ -23,7 +23,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from nest_megatron.research.paper.experiments import experiment, request_for  # noqa: E402
 from nest_megatron.cost_model.model import CostModel  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.parallel.objective import Objective  # noqa: E402
@@ -32,6 +31,7 @@ from nest_megatron.planner import PlanRequest, estimate_plan, plan  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
 from nest_megatron.research.baselines.networks import on_flat_network  # noqa: E402
 from nest_megatron.research.comparison import compare  # noqa: E402
+from nest_megatron.research.paper.experiments import experiment, request_for  # noqa: E402
 from nest_megatron.research.paper.figures import MODELS, SPINE_LEAF  # noqa: E402
 from nest_megatron.research.paper.outcome import Gain, Report, geometric_mean  # noqa: E402
 from nest_megatron.research.paper.published import PaperJob  # noqa: E402

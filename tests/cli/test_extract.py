@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from nest_megatron.errors import BAD_INPUT, UserInputError
 from nest_megatron.megatron_core import installed
 from nest_megatron.megatron_core.user_module import read_inputs
-from nest_megatron.errors import BAD_INPUT, UserInputError
 from nest_megatron.model.chain import TensorShape
 from tests.cli.runs import Run, run
 

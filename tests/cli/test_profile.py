@@ -17,7 +17,6 @@ pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from nest_megatron.cli import profile_tasks
-from nest_megatron.profile.ranks import Ranks
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import read_spec
@@ -26,6 +25,7 @@ from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.profile import network, store
 from nest_megatron.profile.layer_timer import Measuring
+from nest_megatron.profile.ranks import Ranks
 from nest_megatron.profile.session import Task
 from tests.cli.runs import ROOT, Run, environment, run, spawn
 

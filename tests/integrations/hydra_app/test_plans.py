@@ -12,7 +12,6 @@ import pytest
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError
 
-from nest_megatron.version import __version__
 from nest_megatron.config.compose import compose
 from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.memory_flags import not_modelled
@@ -25,6 +24,7 @@ from nest_megatron.integrations.hydra.resolver import register
 from nest_megatron.integrations.hydra.size import num_gpus
 from nest_megatron.integrations.hydra.view import view_of
 from nest_megatron.planner.pins import Pin, PinnedPlan, write_pinned
+from nest_megatron.version import __version__
 from tests.cli.runs import ROOT
 from tests.integrations.hydra_app.apps import GPT
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.version import __version__
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.nemo_run.task import TaskWishes, plan_recipe, script_words
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner.pins import Pin, PinnedPlan, write_pinned
+from nest_megatron.version import __version__
 from tests import catalogue
 from tests.cli.runs import environment
 from tests.integrations.frameworks import MegatronCommOverlapCallback, nemo_recipe
