@@ -49,6 +49,14 @@ def compose_keywords(
             described[group] = fields
     folder = None if config_dir is None else Path(config_dir)
     parsed = parse(setting_texts({**named, **settings}), folder)
+    for setting in parsed if isinstance(cluster, Cluster) else ():
+        if setting.key == "cluster.oversubscription":
+            raise UserInputError(
+                setting.key,
+                value=setting.value,
+                limit="a record holds the bandwidth that its own oversubscription leaves",
+                fix="Give the cluster by its name or as the fields of its file.",
+            )
     refuse_sweeps(parsed)
     return compose(parsed, folder, described=described)
 

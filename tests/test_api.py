@@ -1,0 +1,271 @@
+"""The Python API: the same plans, and the same errors, as the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nest_megatron
+from nest_megatron.errors import NestError, UserInputError
+from nest_megatron.plain import to_plain
+from nest_megatron.report.failure import NothingFitsError
+from tests import catalogue
+from tests.cli.runs import ROOT, environment, run
+from tests.integrations.frameworks import bridge_config, nemo_recipe
+
+PUBLIC = ["Explanation", "Plan", "__version__", "clusters", "estimate", "load_plan", "models"]
+JOB: dict[str, Any] = {"num_gpus": 16, "global_batch_size": 128, "num_alternatives": 2}
+NAMES: dict[str, Any] = {"model": "llama3_8b", "cluster": "dgx_h100"}
+WORDS = (
+    "model=llama3_8b",
+    "cluster=dgx_h100",
+    "cluster.num_gpus=16",
+    "train.global_batch_size=128",
+    "search.num_alternatives=2",
+)
+
+
+@pytest.fixture(scope="module")
+def plan() -> nest_megatron.Plan:
+    return nest_megatron.plan(**NAMES, **JOB)
+
+
+def lasting(document: dict[str, Any]) -> dict[str, Any]:
+    """A plan without what differs between two runs."""
+    kept = {key: value for key, value in document.items() if key != "explained"}
+    own = ("created", "checksum")
+    kept["provenance"] = {k: v for k, v in kept["provenance"].items() if k not in own}
+    kept["search"] = {k: v for k, v in kept["search"].items() if k != "seconds"}
+    return kept
+
+
+def test_the_public_names_are_frozen() -> None:
+    assert sorted(nest_megatron.__all__) == [*PUBLIC, "plan"]
+    for name in nest_megatron.__all__:
+        assert getattr(nest_megatron, name) is not None
+        assert name in dir(nest_megatron)
+    with pytest.raises(AttributeError, match="no attribute 'plam'"):
+        _ = nest_megatron.plam
+
+
+def test_importing_the_package_loads_nothing_else() -> None:
+    code = (
+        "import sys; before = set(sys.modules); import nest_megatron;"
+        "print(*sorted(name for name in set(sys.modules) - before if 'nest' in name))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True
+    )
+    assert done.stdout.split() == ["nest_megatron", "nest_megatron.version"]
+
+
+def test_a_plan_loads_no_framework_and_no_page() -> None:
+    code = (
+        "import sys, nest_megatron as n; p = n.plan(model='llama3_8b', cluster='dgx_h100',"
+        " num_gpus=8, num_alternatives=0); assert p.predicted.fits; print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True
+    )
+    heavy = {"torch", "megatron", "nemo", "matplotlib", "nest_megatron.report.html"}
+    optional = {"nest_megatron.research", "nest_megatron.validation", "nest_megatron.cli"}
+    assert not set(done.stdout.split()) & (heavy | optional)
+
+
+def test_the_plan_is_that_of_the_command_line(plan: nest_megatron.Plan) -> None:
+    assert lasting(plan.to_dict()) == lasting(run("plan", *WORDS, "--json").json())
+
+
+def test_an_estimate_is_that_of_the_command_line() -> None:
+    priced = nest_megatron.estimate(**NAMES, **JOB, tensor_model_parallel_size=2)
+    document = run("estimate", *WORDS, "parallel.tensor_model_parallel_size=2", "--json").json()
+    assert lasting(priced.to_dict()) == lasting(document)
+
+
+def test_objects_names_paths_and_fields_are_accepted_alike(
+    plan: nest_megatron.Plan, tmp_path: Path
+) -> None:
+    model, cluster = nest_megatron.models()["llama3_8b"], nest_megatron.clusters()["dgx_h100"]
+    own = tmp_path / "model"
+    own.mkdir()
+    (own / "model.yaml").write_text((ROOT / "hydra_configs/model/llama3_8b.yaml").read_text())
+    for source in (model, own / "model.yaml", str(own / "model.yaml"), to_fields(model)):
+        found = nest_megatron.plan(model=source, cluster=cluster, **JOB)
+        assert lasting(found.to_dict()) == lasting(plan.to_dict()), source
+    found = nest_megatron.plan(model=model, cluster=to_plain(cluster), **JOB)
+    assert found.cluster == plan.cluster
+
+
+def to_fields(model: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = to_plain(model)
+    del fields["moe_layer_pattern"]
+    return fields
+
+
+@pytest.mark.parametrize("name", nest_megatron.models())
+def test_every_model_may_be_given_as_its_record(name: str) -> None:
+    from nest_megatron.config.keywords import compose_keywords
+    from nest_megatron.config.request import read_spec
+
+    spec = nest_megatron.models()[name]
+    assert read_spec(compose_keywords(spec, "dgx_h100", {}).config) == spec
+
+
+@pytest.mark.parametrize("name", nest_megatron.clusters())
+def test_every_cluster_may_be_given_as_its_record(name: str) -> None:
+    from nest_megatron.config.keywords import compose_keywords
+    from nest_megatron.config.request import read_cluster
+
+    cluster = nest_megatron.clusters()[name]
+    assert read_cluster(compose_keywords("llama3_8b", cluster, {}).config) == cluster
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"model": "llama3_8"}, ("model=llama3_8",)),
+        ({"precison": "bf16"}, ("precison=bf16",)),
+        ({"max_seconds": 5}, ("max_seconds=5",)),
+        ({"tensor_model_parallel_size": 3}, ("parallel.tensor_model_parallel_size=3",)),
+        ({"parallel": {"rank_order": "pp"}}, ("parallel.rank_order=pp",)),
+        ({"micro_batch_size": "1,2"}, ("train.micro_batch_size=1,2",)),
+        ({"num_gpus": -8}, ("cluster.num_gpus=-8",)),
+        ({"cluster.speed": 3}, ("cluster.speed=3",)),
+    ],
+)
+def test_errors_are_those_of_the_command_line(
+    keywords: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    said = run("plan", *WORDS, *words, "--json")
+    assert said.code == 2
+    with pytest.raises(UserInputError) as caught:
+        nest_megatron.plan(**{**NAMES, **JOB, **keywords})
+    error = said.json()["error"]
+    assert (caught.value.what, caught.value.limit, caught.value.fix) == (
+        error["what"],
+        error["limit"],
+        error["fix"],
+    )
+    assert caught.value.exit_code == said.code
+
+
+def test_a_job_that_fits_nowhere_is_an_error_with_the_refusal() -> None:
+    with pytest.raises(NothingFitsError) as caught:
+        nest_megatron.plan(model="llama3_70b", cluster="dgx_h100", num_gpus=8, global_batch_size=8)
+    assert caught.value.refusal.missing_bytes > 0
+    assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"out": "plan.yaml"}, "Plan.save"),
+        ({"model": 7}, "none of a name, a path"),
+        ({"cluster": nest_megatron.models}, "nest_megatron.clusters"),
+    ],
+)
+def test_what_only_a_call_can_get_wrong(keywords: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserInputError, match=words):
+        nest_megatron.plan(**{**NAMES, **keywords})
+
+
+def test_a_plan_is_saved_loaded_and_explained(plan: nest_megatron.Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    plan.save(path)
+    loaded = nest_megatron.load_plan(path)
+    assert loaded.record == plan.record
+    assert run("explain", str(path)).out == f"{loaded.explain()}\n"
+    assert run("explain", str(path), "--json").json() == loaded.explain().to_dict()
+    other = tmp_path / "notes.txt"
+    other.write_text("mine")
+    with pytest.raises(UserInputError):
+        plan.save(other)
+    plan.save(other, force=True)
+    with pytest.raises(NestError):
+        nest_megatron.load_plan(tmp_path / "absent.yaml")
+
+
+def test_printing_a_plan_is_what_the_command_prints(plan: nest_megatron.Plan) -> None:
+    def untimed(text: str) -> list[str]:
+        return " ".join(text.split()).partition(" in ")[0].split()
+
+    assert untimed(str(plan)) == untimed(run("plan", *WORDS).out)
+    assert repr(plan).startswith("<Plan of llama3_8b on 16 x H100-SXM-80GB")
+
+
+def test_a_notebook_shows_tables_and_pages(plan: nest_megatron.Plan) -> None:
+    shown = plan._repr_html_()
+    assert shown.startswith("<pre")
+    assert "Where the time goes" in shown
+    assert "<script" not in shown
+    page = plan.explain()._repr_html_()
+    assert page.startswith("<iframe")
+    assert 'sandbox=""' in page
+    assert "<html" not in page, "the page is escaped inside its frame"
+    assert "<pre" in nest_megatron.clusters()._repr_html_()
+
+
+def test_flags_are_those_of_the_launch_command(plan: nest_megatron.Plan) -> None:
+    flags = plan.to_megatron_args()
+    assert flags == list(plan.record.launch["megatron_lm"].argv)
+    layout = plan.to_megatron_args(layout_only=True)
+    assert set(layout) < set(flags)
+    assert "--hidden-size" not in layout
+    other = nest_megatron.plan(**NAMES, **JOB, target="nemo_2.7")
+    with pytest.raises(UserInputError, match="no command of Megatron-LM"):
+        other.to_megatron_args()
+
+
+@pytest.mark.parametrize("kind", ["nemo", "bridge"])
+def test_a_plan_is_applied_to_a_recipe(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK", "SLURM_NTASKS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    target = {"nemo": "nemo_2.7", "bridge": "megatron_bridge_0.3"}[kind]
+    spec = catalogue.model("llama3_8b")
+    own: dict[str, Any] = {"target": target, "keep": ["tp_comm_overlap"]}
+    found = nest_megatron.plan(model=spec, cluster="dgx_h100", **JOB, **own)
+    recipe = (
+        nemo_recipe(spec, num_nodes=2, batch=128)
+        if kind == "nemo"
+        else bridge_config(spec, batch=128)
+    )
+    changes = found.apply(recipe)
+    assert changes
+    assert all(change.reason for change in changes)
+    assert found.apply(recipe) == ()
+
+
+def test_a_plan_is_applied_to_nothing_else(plan: nest_megatron.Plan) -> None:
+    with pytest.raises(UserInputError, match="neither a recipe of NeMo"):
+        plan.apply({"model": "llama3_8b"})
+
+
+def test_the_catalogue_is_a_mapping() -> None:
+    clusters = nest_megatron.clusters()
+    assert "dgx_h100" in clusters
+    assert "dgx_h10" not in clusters
+    assert clusters.get("dgx_h10") is None
+    with pytest.raises(KeyError, match="dgx_h100"):
+        clusters["dgx_h10"]
+    assert len(clusters) == len(list(clusters.items()))
+
+
+def test_a_record_takes_other_settings_as_a_name_does() -> None:
+    cluster = nest_megatron.clusters()["h100_spine_leaf"]
+    slow: dict[str, Any] = {"cluster.gpus_per_host": 4, "seq_length": 2048}
+    named = nest_megatron.estimate(
+        model="llama3_8b", cluster="h100_spine_leaf", num_gpus=64, **slow
+    )
+    given = nest_megatron.estimate(model="llama3_8b", cluster=cluster, num_gpus=64, **slow)
+    assert given.predicted == named.predicted
+    assert given.cluster == named.cluster
+
+
+def test_a_record_holds_its_oversubscription_already() -> None:
+    cluster = nest_megatron.clusters()["h100_spine_leaf"]
+    with pytest.raises(UserInputError, match=r"cluster\.oversubscription"):
+        nest_megatron.plan(model="llama3_8b", cluster=cluster, **{"cluster.oversubscription": 4})
