@@ -15,7 +15,11 @@ from nest_megatron.plain import to_plain
 from nest_megatron.report.failure import NothingFitsError
 from tests import catalogue
 from tests.cli.runs import ROOT, environment, run
-from tests.integrations.frameworks import bridge_config, nemo_recipe
+from tests.integrations.frameworks import (
+    MegatronCommOverlapCallback,
+    bridge_config,
+    nemo_recipe,
+)
 
 PUBLIC = ["Explanation", "Plan", "__version__", "clusters", "estimate", "load_plan", "models"]
 JOB: dict[str, Any] = {"num_gpus": 16, "global_batch_size": 128, "num_alternatives": 2}
@@ -226,13 +230,12 @@ def test_a_plan_is_applied_to_a_recipe(kind: str, monkeypatch: pytest.MonkeyPatc
         monkeypatch.delenv(name, raising=False)
     target = {"nemo": "nemo_2.7", "bridge": "megatron_bridge_0.3"}[kind]
     spec = catalogue.model("llama3_8b")
-    own: dict[str, Any] = {"target": target, "keep": ["tp_comm_overlap"]}
-    found = nest_megatron.plan(model=spec, cluster="dgx_h100", **JOB, **own)
-    recipe = (
-        nemo_recipe(spec, num_nodes=2, batch=128)
-        if kind == "nemo"
-        else bridge_config(spec, batch=128)
-    )
+    found = nest_megatron.plan(model=spec, cluster="dgx_h100", **JOB, target=target)
+    if kind == "nemo":
+        recipe = nemo_recipe(spec, num_nodes=2, batch=128)
+        recipe.trainer.callbacks.append(MegatronCommOverlapCallback(tp_comm_overlap=True))
+    else:
+        recipe = bridge_config(spec, batch=128)
     changes = found.apply(recipe)
     assert changes
     assert all(change.reason for change in changes)
