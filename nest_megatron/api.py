@@ -19,7 +19,7 @@ from nest_megatron.config.compose import Composed
 from nest_megatron.config.entries import cluster_entry, model_entry
 from nest_megatron.config.keywords import Source, compose_keywords
 from nest_megatron.config.layout import estimate_layout
-from nest_megatron.config.request import plan_request, read_inputs, read_space
+from nest_megatron.config.request import request_of
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, write_text
 from nest_megatron.integrations.fields import ABSENT, find
@@ -445,11 +445,10 @@ def plan_composed(
         NestError: as ``plan`` does.
     """
     begun_s = time.monotonic() if begun_s is None else begun_s
-    inputs = read_inputs(composed)
-    request = plan_request(composed.config, inputs, read_space(composed.config))
+    request = request_of(composed, choose_execution=True)
     request = dataclasses.replace(request, begun_s=begun_s, shortlist=shortlist)
-    found = require_plan(find_plan(request, on_progress), inputs.notes)
-    return Plan(record=with_launch(found, notes=inputs.notes), notes=inputs.notes)
+    found = require_plan(find_plan(request, on_progress), request.notes)
+    return Plan(record=with_launch(found, notes=request.notes), notes=request.notes)
 
 
 def estimate_composed(composed: Composed) -> Plan:
@@ -458,5 +457,5 @@ def estimate_composed(composed: Composed) -> Plan:
     Raises:
         UserInputError: as ``estimate`` does.
     """
-    found, notes = estimate_layout(composed, read_inputs(composed))
+    found, notes = estimate_layout(composed)
     return Plan(record=with_launch(found, notes=notes), notes=notes)
