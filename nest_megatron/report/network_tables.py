@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from nest_megatron.cluster.records import Cluster, CollectiveKind
 from nest_megatron.profile.network import CollectiveSample, LevelFit, NetworkProfile, kinds_of
-from nest_megatron.report.fitting import FittingTable
+from nest_megatron.report.tables import FittingTable, figure_columns, name_columns
 from nest_megatron.units import GB, format_seconds
 
 #: Fields of a level for an all-reduce that is no ring, and what they are called here.
@@ -35,10 +33,9 @@ def levels_table(fits: Sequence[LevelFit], described: Cluster | None = None) -> 
         described: the cluster of whose nominal bandwidths the shares are; its own efficiencies are
             shown beside them.
     """
-    table = _table(["Level", "Collective"])
-    for head in ("Latency", "Startup", "GB/s", "Share", "Described", "Residual"):
-        if head != "Described" or described is not None:
-            table.add_column(head, justify="right", no_wrap=True)
+    beside = [] if described is None else ["Described"]
+    heads = ("Latency", "Startup", "GB/s", "Share", *beside, "Residual")
+    table = FittingTable(*name_columns("Level", "Collective"), *figure_columns(*heads))
     for fit in fits:
         for number, (name, kind, share) in enumerate(_shares(fit)):
             first = [fit.name, name, format_seconds(fit.latency_s), format_seconds(fit.startup_s)]
@@ -76,9 +73,8 @@ def _described(cluster: Cluster, name: str, words: str) -> str:
 
 def samples_table(samples: Sequence[CollectiveSample]) -> RenderableType:
     """A row for each kind and group, ranks on a host by hosts: the ends of its sizes."""
-    table = _table(["Collective"])
-    for head in ("Group", "Sizes", "Smallest", "Takes", "Largest", "Takes", "Spread"):
-        table.add_column(head, justify="right", no_wrap=True)
+    heads = ("Group", "Sizes", "Smallest", "Takes", "Largest", "Takes", "Spread")
+    table = FittingTable(*name_columns("Collective"), *figure_columns(*heads))
     for kind in kinds_of(samples):
         for shape in sorted({each.shape for each in samples if each.kind is kind}):
             own = [each for each in samples if each.kind is kind and each.shape == shape]
@@ -112,10 +108,3 @@ def _size(num_bytes: float) -> str:
             return f"{num_bytes:.4g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.4g} GiB"
-
-
-def _table(heads: Sequence[str]) -> Table:
-    table = FittingTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
-    for head in heads:
-        table.add_column(head, no_wrap=True)
-    return table

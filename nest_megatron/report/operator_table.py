@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from nest_megatron.model.chain import ChainBlock, ChainGraph
-from nest_megatron.model.graph import LayerCollective, LayerGraph, Part
-from nest_megatron.report.fitting import FittingTable
+from nest_megatron.model.graph import LayerCollective, LayerGraph, Operator, Part
 from nest_megatron.report.operator_flow import steps
+from nest_megatron.report.tables import (
+    FittingTable,
+    figure_columns,
+    heading,
+    name_columns,
+    word_columns,
+)
 
 #: Characters of a name that keep their line.
 _WIDE = 21
@@ -26,17 +30,17 @@ _KINDS = {"gemm": "gemm", "grouped_gemm": "grouped", "attention": "attn", "memor
 def layer_report(
     graph: LayerGraph, title: str, facts: Sequence[tuple[str, str]] = ()
 ) -> RenderableType:
-    """Everything of one layer: operators, collectives, kept bytes.
+    """Everything of one layer: operators, collectives, saved activations.
 
     Args:
         facts: lines under the title (parameters, provenance).
     """
     parts: list[RenderableType] = [Text(f"\n{title}", style="bold")]
     parts += [Text(f"  {name}: {value}", style="dim") for name, value in facts]
-    parts += [_heading("Operators (GFLOP and MB, forward and backward)"), operator_table(graph)]
+    parts += [heading("Operators (GFLOP and MB, forward and backward)"), operator_table(graph)]
     if graph.collectives:
-        parts += [_heading("Collectives"), collective_table(graph)]
-    parts += [_heading("Kept for the backward pass"), kept_table(graph)]
+        parts += [heading("Collectives"), collective_table(graph)]
+    parts += [heading("Saved for the backward pass"), saved_table(graph)]
     return Group(*parts)
 
 
@@ -44,36 +48,33 @@ def operator_table(graph: LayerGraph) -> Table:
     """Operators in the order of the forward pass, with totals."""
     parts, names = [op.part.value for op in graph.operators], [op.name for op in graph.operators]
     wide = {"Part": parts, "Operator": [name[:_NARROW] for name in names]}
-    table = _table("Part", "Operator", "Kind", wide=wide)
-    for head in ("GFLOP", "back", "MB", "back", "kern"):
-        table.add_column(head, justify="right", no_wrap=True)
+    table = FittingTable(
+        *_wide_columns("Part", "Operator", "Kind", wide=wide),
+        *figure_columns("GFLOP", "back", "MB", "back", "kern"),
+        pad_edge=False,
+    )
     previous: Part | None = None
     for op in (step.operator for step in steps(graph)):
         part = "" if op.part is previous else op.part.value
         previous = op.part
-        figures = (op.flops, op.backward_flops, op.bytes_moved, op.backward_bytes_moved)
         kind = _KINDS[op.kind.value]
-        table.add_row(part, op.name, kind, *_figures(figures), f"{op.num_kernels:,}")
-    whole = [
-        sum(op.flops for op in graph.operators),
-        sum(op.backward_flops for op in graph.operators),
-        sum(op.bytes_moved for op in graph.operators),
-        sum(op.backward_bytes_moved for op in graph.operators),
-    ]
+        table.add_row(part, op.name, kind, *_work_cells([op]), f"{op.num_kernels:,}")
     kernels = sum(op.num_kernels for op in graph.operators)
     table.add_section()
-    table.add_row("total", "", "", *_figures(whole), f"{kernels:,}", style="bold")
+    table.add_row("total", "", "", *_work_cells(graph.operators), f"{kernels:,}", style="bold")
     return table
 
 
 def collective_table(graph: LayerGraph) -> Table:
     """Collectives, forward ones first, with the bytes of all their calls."""
-    names = [each.name for each in graph.collectives]
-    table = _table("Collective", "Group", "Kind", wide={"Collective": names})
-    for head in ("MB", "x"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("pass", no_wrap=True)
-    table.add_column("hidden under", overflow="fold")
+    wide = {"Collective": [each.name for each in graph.collectives]}
+    table = FittingTable(
+        *_wide_columns("Collective", "Group", "Kind", wide=wide),
+        *figure_columns("MB", "x"),
+        *name_columns("pass"),
+        *word_columns("hidden under"),
+        pad_edge=False,
+    )
     for each in sorted(graph.collectives, key=lambda each: each.backward):
         table.add_row(*_collective_cells(each))
     table.add_section()
@@ -95,11 +96,9 @@ def _collective_cells(each: LayerCollective) -> tuple[str, ...]:
     )
 
 
-def kept_table(graph: LayerGraph) -> Table:
-    """Bytes that the layer keeps, by part, each storage once."""
-    table = _table("Part")
-    for head in ("MiB", "share"):
-        table.add_column(head, justify="right", no_wrap=True)
+def saved_table(graph: LayerGraph) -> Table:
+    """Bytes that the layer saves, by part, each storage once."""
+    table = FittingTable(*word_columns("Part"), *figure_columns("MiB", "share"), pad_edge=False)
     total = graph.total_saved_bytes()
     rows = {"the layer's input": graph.input_bytes, **_by_part(graph.saved_bytes)}
     for name, num_bytes in rows.items():
@@ -124,26 +123,25 @@ def chain_report(graph: ChainGraph) -> RenderableType:
     shapes = ", ".join(f"{list(each.sizes)} {each.dtype}" for each in graph.inputs)
     title = f"\n{graph.name} on {shapes}"
     parts: list[RenderableType] = [Text(title, style="bold")]
-    parts += [_heading("Blocks (one forward pass)"), block_table(graph)]
+    parts += [heading("Blocks (one forward pass)"), block_table(graph)]
     for kind, count in graph.kinds().items():
         block = next(block for block in graph.blocks if block.kind == kind)
         times = f", {count} of them" if count > 1 else ""
-        parts += [_heading(f"{kind}: {block.name}{times}"), _block_operators(graph, block)]
+        parts += [heading(f"{kind}: {block.name}{times}"), _block_operators(graph, block)]
     return Group(*parts)
 
 
 def block_table(graph: ChainGraph) -> Table:
     """The chain, neighbours of one kind in one row."""
-    table = _table("Block", "Kind")
-    for head in ("GFLOP", "MB", "params M", "kept MiB", "passed on MiB"):
-        table.add_column(head, justify="right", no_wrap=True)
+    heads = ("GFLOP", "MB", "params M", "saved MiB", "passed on MiB")
+    table = FittingTable(*word_columns("Block", "Kind"), *figure_columns(*heads), pad_edge=False)
     for run in graph.runs():
         table.add_row(_run_name(run), run[0].kind, *_block_cells(run))
     table.add_section()
     whole = sum(block.bytes_moved for block in graph.blocks)
     cells = (graph.flops() / _GIGA, whole / _MEGA, graph.parameters() / 1e6)
-    kept = _number(graph.saved_bytes() / _MIB)
-    table.add_row("total", "", *map(_number, cells), kept, "", style="bold")
+    saved = _number(graph.saved_bytes() / _MIB)
+    table.add_row("total", "", *map(_number, cells), saved, "", style="bold")
     return table
 
 
@@ -165,23 +163,28 @@ def _block_cells(run: Sequence[ChainBlock]) -> tuple[str, ...]:
 
 
 def _block_operators(graph: ChainGraph, block: ChainBlock) -> Table:
-    table = _table("Module", "Operator", "Kind")
-    for head in ("GFLOP", "MB", "out MiB", "kept MiB"):
-        table.add_column(head, justify="right", no_wrap=True)
+    heads = ("GFLOP", "MB", "out MiB", "saved MiB")
+    table = FittingTable(
+        *word_columns("Module", "Operator", "Kind"), *figure_columns(*heads), pad_edge=False
+    )
     inside = block.name.partition("#")[0]
     for op in graph.within(block):
         module = op.module.removeprefix(inside).removeprefix(".")
-        figures = (op.flops / _GIGA, op.bytes_moved / _MEGA, op.output_bytes / _MIB)
-        kept = _number(op.saved_bytes / _MIB)
+        numbers = (op.flops / _GIGA, op.bytes_moved / _MEGA, op.output_bytes / _MIB)
+        saved = _number(op.saved_bytes / _MIB)
         target = op.target.removeprefix("aten.")
-        table.add_row(module or ".", target, _KINDS[op.kind.value], *map(_number, figures), kept)
+        table.add_row(module or ".", target, _KINDS[op.kind.value], *map(_number, numbers), saved)
     return table
 
 
-def _figures(figures: Sequence[float]) -> tuple[str, ...]:
+def _work_cells(operators: Sequence[Operator]) -> tuple[str, ...]:
     """FLOPs forward and backward, bytes forward and backward, in the table's units."""
-    scales = (_GIGA, _GIGA, _MEGA, _MEGA)
-    return tuple(_number(value / scale) for value, scale in zip(figures, scales, strict=True))
+    return (
+        _number(sum(op.flops for op in operators) / _GIGA),
+        _number(sum(op.backward_flops for op in operators) / _GIGA),
+        _number(sum(op.bytes_moved for op in operators) / _MEGA),
+        _number(sum(op.backward_bytes_moved for op in operators) / _MEGA),
+    )
 
 
 def _number(value: float) -> str:
@@ -197,19 +200,13 @@ def _number(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
 
 
-def _heading(text: str) -> Text:
-    return Text(f"\n{text}", style="bold cyan")
-
-
-def _table(*heads: str, wide: Mapping[str, Sequence[str]] = MappingProxyType({})) -> Table:
-    """A table with text columns.
+def _wide_columns(*heads: str, wide: Mapping[str, Sequence[str]]) -> Iterator[Column]:
+    """Columns of text.
 
     Args:
         wide: by head, words that keep their line on a narrow terminal, up to a limit.
     """
-    table = FittingTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for head in heads:
         longest = max(map(len, wide.get(head, ())), default=0)
         least = max(len(head), min(longest, _WIDE)) if longest else None
-        table.add_column(head, overflow="fold", min_width=least)
-    return table
+        yield from word_columns(head, min_width=least)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
 from nest_megatron.cost_model.shortlist import AS_FAST
 from nest_megatron.parallel.plan import Alternative, ParallelPlan
-from nest_megatron.report.fitting import FittingTable
+from nest_megatron.report.tables import (
+    FittingTable,
+    figure_columns,
+    heading,
+    indented,
+    name_columns,
+    word_columns,
+)
 from nest_megatron.report.words import incomplete_ranking, range_words, ties
 from nest_megatron.units import GIB, format_chance, format_seconds
 
@@ -44,8 +49,8 @@ def alternatives_table(plan: ParallelPlan) -> RenderableType:
     rows = [_plan_degrees(plan), *(_degree_cells(plan, other) for other in plan.alternatives)]
     columns |= _unusual(plan, rows)
     table = _table(columns)
-    said = [words for words in (ties(plan), incomplete_ranking(plan.search)) if words]
-    return Group(table, *(Padding(Text(words), (0, 2)) for words in said))
+    said = filter(None, (ties(plan), incomplete_ranking(plan.search)))
+    return Group(table, *map(indented, said))
 
 
 def shortlist_report(plan: ParallelPlan) -> RenderableType:
@@ -58,20 +63,17 @@ def shortlist_report(plan: ParallelPlan) -> RenderableType:
         f"and its {len(plan.alternatives)} runners-up, but for the {100 * AS_FAST:.0f} % by which "
         "two runs of one plan may differ. Best: the chance of each."
     )
-    table = FittingTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
-    for head in ("#", "Best", "Step", "9 of 10 runs", "GiB", "Runs out"):
-        table.add_column(head, justify="left" if head == "#" else "right", no_wrap=True)
-    table.add_column("Layout", overflow="fold")
+    table = FittingTable(
+        *name_columns("#"),
+        *figure_columns("Best", "Step", "9 of 10 runs", "GiB", "Runs out"),
+        *word_columns("Layout"),
+    )
     for number, share in zip(found.numbers, found.chances, strict=True):
         table.add_row(*_shortlist_row(plan, number, share), style=None if number else "bold")
-    parts: list[RenderableType] = [
-        Text("\nWhich plans could be the fastest", style="bold cyan"),
-        Padding(Text(said), (0, 2)),
-        table,
-    ]
+    parts = [heading("Which plans could be the fastest"), indented(said), table]
     if found.measurements:
         parts.append(Text("What would tell most which of them is", style="bold cyan"))
-        parts += [Padding(Text(f"- {each}"), (0, 2)) for each in found.measurements]
+        parts += [indented(f"- {each}") for each in found.measurements]
     return Group(*parts)
 
 
@@ -105,7 +107,7 @@ def _unusual(plan: ParallelPlan, rows: Sequence[Mapping[str, str]]) -> dict[str,
 
 
 def _table(columns: Mapping[str, Sequence[str]]) -> FittingTable:
-    table = FittingTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold")
+    table = FittingTable()
     for head, cells in columns.items():
         # Recomputed modules are the one text that gives way on a narrow terminal.
         widest = max(map(len, (head, *cells)))

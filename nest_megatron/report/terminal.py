@@ -9,10 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -25,8 +23,16 @@ from nest_megatron.parallel.plan import (
 )
 from nest_megatron.parallel.zero import DataParallelSharding
 from nest_megatron.planner import EndedEarly, NoPlan, describe_grid
-from nest_megatron.report.fitting import FittingTable
 from nest_megatron.report.runners_up import alternatives_table, shortlist_report
+from nest_megatron.report.tables import (
+    FittingTable,
+    figure_columns,
+    heading,
+    indented,
+    name_columns,
+    pairs,
+    word_columns,
+)
 from nest_megatron.report.words import (
     MAX_SECONDS,
     TERM_WORDS,
@@ -61,10 +67,10 @@ _MEMORY_HEADS = {
 def plan_report(plan: ParallelPlan) -> RenderableType:
     """What ``plan`` and ``estimate`` print."""
     parts: list[RenderableType] = [summary(plan), _time_heading(plan), time_bars(plan)]
-    parts += [_heading("Memory of each pipeline rank, GiB"), memory_table(plan, short=True)]
+    parts += [heading("Memory of each pipeline rank, GiB"), memory_table(plan, short=True)]
     if plan.alternatives:
-        parts += [_heading("Runners-up"), alternatives_table(plan)]
-    parts += [_heading("Certificate"), Padding(Text(proof(plan)), (0, 2))]
+        parts += [heading("Runners-up"), alternatives_table(plan)]
+    parts += [heading("Certificate"), indented(proof(plan))]
     return Group(*parts)
 
 
@@ -78,15 +84,15 @@ def explain_report(
             ``None`` where it cannot be priced again.
     """
     parts: list[RenderableType] = [summary(plan), _time_heading(plan), time_bars(plan)]
-    parts += [_heading("Memory of each pipeline rank, GiB"), memory_table(plan, short=False)]
-    parts += [_heading("Communication groups by network level"), placement_table(plan)]
+    parts += [heading("Memory of each pipeline rank, GiB"), memory_table(plan, short=False)]
+    parts += [heading("Communication groups by network level"), placement_table(plan)]
     if plan.alternatives:
-        parts += [_heading("Why this one: what each runner-up loses"), alternatives_table(plan)]
+        parts += [heading("Why this one: what each runner-up loses"), alternatives_table(plan)]
         parts.append(_difference_lines(differences))
     if plan.shortlist is not None:
         parts.append(shortlist_report(plan))
-    parts += [_heading("Certificate"), Padding(Text(proof(plan)), (0, 2))]
-    parts += [_space_lines(plan.search), _heading("Provenance"), _provenance(plan)]
+    parts += [heading("Certificate"), indented(proof(plan))]
+    parts += [_space_lines(plan.search), heading("Provenance"), _provenance(plan)]
     return Group(*parts)
 
 
@@ -96,38 +102,38 @@ def summary(plan: ParallelPlan) -> RenderableType:
     grid = plan.grid()
     title = Text.assemble((plan.model.name, "bold"), " on ", (plan.cluster.describe(), "bold"))
     title.append(f", {plan.cluster.name}")
-    rows = [
+    rows: list[tuple[str, str | Text]] = [
         ("Iteration", _headline(plan)),
         ("Layout", _degrees(plan)),
         ("Batch", _batch(plan)),
         ("Memory", _memory_line(plan)),
-        ("Recompute", Text(grid.recompute.label())),
-        ("Sharding", Text(_sharding_words(plan))),
-        ("Rank order", Text(str(plan.placement.rank_order))),
+        ("Recompute", grid.recompute.label()),
+        ("Sharding", _sharding_words(plan)),
+        ("Rank order", str(plan.placement.rank_order)),
     ]
     if execution := plan.execution.words(experts=plan.model.is_moe):
-        rows.append(("Execution", Text(execution)))
+        rows.append(("Execution", execution))
     if chosen.pipeline_model_parallel_layout is not None:
-        rows.append(("Stages", Text(chosen.pipeline_model_parallel_layout)))
+        rows.append(("Stages", chosen.pipeline_model_parallel_layout))
     if (fastest := fastest_words(plan)) != "":
-        rows.append(("Preferred to", Text(fastest)))
-    rows.append(("Bound by", Text(predicted.binding_constraint)))
-    rows.append(("Basis", Text(basis(plan))))
+        rows.append(("Preferred to", fastest))
+    rows.append(("Bound by", predicted.binding_constraint))
+    rows.append(("Basis", basis(plan)))
     if plan.uncertainty is not None:
         rows[1:1] = [
-            ("Range", Text(f"{range_words(plan.uncertainty)} in 9 of 10 runs")),
-            ("Confidence", Text(confidence_words(plan.uncertainty))),
+            ("Range", f"{range_words(plan.uncertainty)} in 9 of 10 runs"),
+            ("Confidence", confidence_words(plan.uncertainty)),
         ]
     if plan.goodput is not None:
         gpus, step_s = plan.placement.num_gpus, predicted.iteration_time_s
-        rows.insert(1, ("Goodput", Text(goodput_words(plan.goodput, gpus, step_s))))
+        rows.insert(1, ("Goodput", goodput_words(plan.goodput, gpus, step_s)))
     if plan.headroom is not None:
         style = "yellow" if plan.headroom.is_tight else ""
         rows.append(("Left free", Text(headroom_words(plan.headroom), style=style)))
-    rows += [("Not taken", Text(offer)) for offer in plan.offers]
+    rows += [("Not taken", offer) for offer in plan.offers]
     if train.precision.value != "bf16":
-        rows.insert(3, ("Precision", Text(train.precision.value)))
-    return Group(title, _pairs(rows))
+        rows.insert(3, ("Precision", train.precision.value))
+    return Group(title, pairs(rows))
 
 
 def _headline(plan: ParallelPlan) -> Text:
@@ -206,7 +212,7 @@ def time_bars(plan: ParallelPlan) -> RenderableType:
                 format_seconds(seconds),
                 f"{100 * share:.1f} %",
             )
-    return Padding(table, (0, 2))
+    return indented(table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,16 +233,17 @@ class _Bar:
 def memory_table(plan: ParallelPlan, *, short: bool) -> RenderableType:
     """Memory of each pipeline rank by term; the short form leaves the middle ones out."""
     stages = plan.predicted.stages
-    names = [n for n in _MEMORY_HEADS if any(stage.memory_bytes.get(n) for stage in stages)]
-    table = _table("Rank")
-    table.add_column("Holds", overflow="fold", max_width=22)
-    for head in (*(_MEMORY_HEADS[name] for name in names), "Total", "Free", "Busy"):
-        table.add_column(head, justify="right")
+    held = [n for n in _MEMORY_HEADS if any(stage.memory_bytes.get(n) for stage in stages)]
+    table = FittingTable(
+        *name_columns("Rank"),
+        *word_columns("Holds", max_width=22),
+        *figure_columns(*(_MEMORY_HEADS[name] for name in held), "Total", "Free", "Busy"),
+    )
     previous = -1
     for rank in _shown_ranks(plan) if short else range(len(stages)):
         if rank > previous + 1:
             table.add_row(f"({rank - previous - 1} more)", *[""] * (len(table.columns) - 1))
-        table.add_row(*_memory_row(plan, rank, stages[rank], names))
+        table.add_row(*_memory_row(plan, rank, stages[rank], held))
         previous = rank
     return table
 
@@ -251,7 +258,7 @@ def _shown_ranks(plan: ParallelPlan) -> list[int]:
 
 
 def _memory_row(
-    plan: ParallelPlan, rank: int, stage: PredictedStage, names: Sequence[str]
+    plan: ParallelPlan, rank: int, stage: PredictedStage, held: Sequence[str]
 ) -> list[RenderableType]:
     total = sum(stage.memory_bytes.values())
     free = plan.predicted.capacity_bytes - total
@@ -259,7 +266,7 @@ def _memory_row(
     return [
         f"{rank}{mark}",
         _runs(stage.layers),
-        *(f"{stage.memory_bytes.get(name, 0) / GIB:.1f}" for name in names),
+        *(f"{stage.memory_bytes.get(name, 0) / GIB:.1f}" for name in held),
         Text(f"{total / GIB:.1f}", style="bold"),
         Text(f"{free / GIB:.1f}", style="red" if free < 0 else "default"),
         f"{100 * stage.busy_share:.0f}%",
@@ -281,32 +288,32 @@ def _difference_lines(differences: Sequence[Mapping[str, float] | None]) -> Rend
     for number, terms in enumerate(differences, start=1):
         words = "cannot be priced again" if terms is None else term_words(terms)
         table.add_row(f"{number}", Text(words))
-    return Padding(table, (0, 2))
+    return indented(table)
 
 
 def placement_table(plan: ParallelPlan) -> RenderableType:
     """The outermost network level that each kind of group crosses, and the ranks of the stages."""
-    rows = [(name, Text(level)) for name, level in plan.placement.group_levels.items()]
+    rows = list(plan.placement.group_levels.items())
     spans = [f"{ranks[0]}-{ranks[-1]}" for ranks in plan.placement.stage_ranks]
     shown = ", ".join([*spans[:4], "..."] if len(spans) > 5 else spans)
-    return _pairs([*rows, ("stage ranks", Text(shown))])
+    return pairs([*rows, ("stage ranks", shown)])
 
 
 def _space_lines(record: SearchRecord) -> RenderableType:
-    rows = [(name, Text(words)) for name, words in record.space.items()]
-    return Group(_heading("The space that was searched"), _pairs(rows)) if rows else Text("")
+    space = record.space
+    return Group(heading("The space that was searched"), pairs(space.items())) if space else Text()
 
 
 def _provenance(plan: ParallelPlan) -> RenderableType:
     made = plan.provenance
     settings = ", ".join(f"{name} {value}" for name, value in made.settings.items())
-    return _pairs(
+    return pairs(
         [
-            ("version", Text(f"nest-megatron {made.nest_megatron_version}, {made.created}")),
-            ("made for", Text(_made_for(plan))),
-            ("profile", Text(made.profile)),
-            ("hashes", Text(f"model {made.model_hash}, cluster {made.cluster_hash}")),
-            ("assumptions", Text(settings)),
+            ("version", f"nest-megatron {made.nest_megatron_version}, {made.created}"),
+            ("made for", _made_for(plan)),
+            ("profile", made.profile),
+            ("hashes", f"model {made.model_hash}, cluster {made.cluster_hash}"),
+            ("assumptions", settings),
         ]
     )
 
@@ -328,30 +335,28 @@ _INCOMPLETE = (
 def no_plan_report(refusal: NoPlan) -> RenderableType:
     """Nothing fits: by how much, where, and what helps."""
     most = "" if refusal.complete else "at most "
-    rows = [
-        ("Binding", Text("peak memory per GPU, of the plan that needs least")),
+    nearest = "Nearest plan" if refusal.complete else "Nearest seen"
+    rows: list[tuple[str, str | Text]] = [
+        ("Binding", "peak memory per GPU, of the plan that needs least"),
         ("Missing", Text(f"{most}{format_gib(refusal.missing_bytes)}", style="bold red")),
-        ("Needed", Text(f"{most}{format_gib(refusal.shortage.needed_bytes)}")),
-        ("Usable", Text(f"{format_gib(refusal.capacity_bytes)} on each GPU")),
-        (
-            "Nearest plan" if refusal.complete else "Nearest seen",
-            Text(describe_grid(refusal.shortage.grid)),
-        ),
+        ("Needed", f"{most}{format_gib(refusal.shortage.needed_bytes)}"),
+        ("Usable", f"{format_gib(refusal.capacity_bytes)} on each GPU"),
+        (nearest, describe_grid(refusal.shortage.grid)),
     ]
     verdict = no_plan_verdict(
         refusal.missing_bytes, refusal.capacity_bytes, refusal.search.not_modelled
     )
     title = Text(f"{verdict[0].upper()}{verdict[1:]}.", style="bold red")
-    remedies = [("-", Text(remedy)) for remedy in refusal.remedies]
+    remedies = [("-", remedy) for remedy in refusal.remedies]
     incomplete = _INCOMPLETE.format(typed_setting(MAX_SECONDS))
     return Group(
         title,
-        _pairs(rows),
-        _heading("Single changes that help"),
-        _pairs(remedies),
-        *([] if refusal.complete else [Padding(Text(incomplete), (0, 2))]),
-        _heading("What was tried"),
-        Padding(Text(certificate(refusal.search)), (0, 2)),
+        pairs(rows),
+        heading("Single changes that help"),
+        pairs(remedies),
+        *([] if refusal.complete else [indented(incomplete)]),
+        heading("What was tried"),
+        indented(certificate(refusal.search)),
     )
 
 
@@ -359,20 +364,20 @@ def ended_report(ended: EndedEarly) -> RenderableType:
     """Time ended the search before it had a plan: what is known, and what to do."""
     limit = typed_setting(MAX_SECONDS)
     rows = [
-        ("Limit", Text(f"{limit}={ended.max_seconds:g}")),
-        ("Lower bound", Text(f"no plan has a step below {format_seconds(ended.lower_bound_s)}")),
+        ("Limit", f"{limit}={ended.max_seconds:g}"),
+        ("Lower bound", f"no plan has a step below {format_seconds(ended.lower_bound_s)}"),
     ]
     advice = [
-        ("-", Text(f"a larger {limit}")),
-        ("-", Text("fewer choices: fix a degree (parallel.tensor_model_parallel_size=8)")),
+        ("-", f"a larger {limit}"),
+        ("-", "fewer choices: fix a degree (parallel.tensor_model_parallel_size=8)"),
     ]
     return Group(
         Text("The search ended before it found a plan.", style="bold yellow"),
-        _pairs(rows),
-        _heading("What helps"),
-        _pairs(advice),
-        _heading("What was tried"),
-        Padding(Text(certificate(ended.search)), (0, 2)),
+        pairs(rows),
+        heading("What helps"),
+        pairs(advice),
+        heading("What was tried"),
+        indented(certificate(ended.search)),
     )
 
 
@@ -383,12 +388,15 @@ def notes_report(notes: Iterable[str]) -> RenderableType:
 
 def sweep_table(rows: Iterable[Mapping[str, str]]) -> RenderableType:
     """One row a job: its number, what varies, and the plan."""
-    table = _table("#")
-    table.add_column("Job", overflow="fold")
-    for head in ("Iteration", "MFU", "Memory"):
-        table.add_column(head, justify="right", no_wrap=True, min_width=9 - 2 * (head == "MFU"))
-    table.add_column("Layout", overflow="fold")
-    table.add_column("Proof", no_wrap=True, min_width=7)
+    table = FittingTable(
+        *name_columns("#"),
+        *word_columns("Job"),
+        *figure_columns("Iteration", min_width=9),
+        *figure_columns("MFU", min_width=7),
+        *figure_columns("Memory", min_width=9),
+        *word_columns("Layout"),
+        *name_columns("Proof", min_width=7),
+    )
     heads = [str(column.header) for column in table.columns]
     for row in rows:
         table.add_row(*(row.get(head, "") for head in heads))
@@ -405,33 +413,13 @@ def changes_table(changes: Iterable[tuple[str, str | None, str | None, str]]) ->
             (_shown(before), "red"), " -> ", (_shown(after), "green"), (f"\n{reason}", "dim")
         )
         table.add_row(flag, told)
-    return Padding(table, (0, 2))
+    return indented(table)
 
 
 def _shown(value: str | None) -> str:
     return "absent" if value is None else value or "set"
 
 
-def _time_heading(plan: ParallelPlan) -> RenderableType:
+def _time_heading(plan: ParallelPlan) -> Text:
     rank, of_several = plan.predicted.critical_rank, len(plan.predicted.stages) > 1
-    return _heading(f"Where the time goes{f', on pipeline rank {rank}*' if of_several else ''}")
-
-
-def _heading(text: str) -> RenderableType:
-    return Text(f"\n{text}", style="bold cyan")
-
-
-def _pairs(rows: Sequence[tuple[str, Text]]) -> RenderableType:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, value)
-    return Padding(table, (0, 2))
-
-
-def _table(first: str, *, overflow: str = "ellipsis") -> Table:
-    table = FittingTable(box=SIMPLE_HEAD, pad_edge=True, padding=(0, 1, 0, 0), header_style="bold")
-    fold = overflow == "fold"
-    table.add_column(first, no_wrap=not fold, overflow="fold" if fold else "ellipsis")
-    return table
+    return heading(f"Where the time goes{f', on pipeline rank {rank}*' if of_several else ''}")

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from nest_megatron.errors import BAD_INPUT
 from nest_megatron.packages import install_command
-from nest_megatron.report.fitting import FittingTable
+from nest_megatron.report.tables import FittingTable
 from tests.cli.runs import ROOT, SMALL, run
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.report.fitting import FittingTable
+from nest_megatron.report.tables import (
+    FittingTable,
+    figure_columns,
+    heading,
+    name_columns,
+    pairs,
+    word_columns,
+)
 from nest_megatron.report.words import TERM_WORDS
 from nest_megatron.research.comparison import NEST, Compared
 from nest_megatron.units import GIB, format_seconds
@@ -26,8 +29,8 @@ def comparison_report(rows: Sequence[Compared]) -> RenderableType:
     ordered = fastest_first(rows)
     return Group(
         comparison_table(ordered),
-        Text("\nWhy each is where it is", style="bold cyan"),
-        _reasons(ordered),
+        heading("Why each is where it is"),
+        pairs((row.name, why(row)) for row in ordered),
     )
 
 
@@ -43,13 +46,13 @@ def fastest_first(rows: Sequence[Compared]) -> list[Compared]:
 
 def comparison_table(rows: Sequence[Compared]) -> RenderableType:
     """One row a planner."""
-    table = FittingTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("Planner", no_wrap=True)
-    for head in ("Step", "Tokens/s", "Of nest"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("Layout", overflow="fold")
-    for head in ("GiB", "Search"):
-        table.add_column(head, justify="right", no_wrap=True)
+    table = FittingTable(
+        *name_columns("Planner"),
+        *figure_columns("Step", "Tokens/s", "Of nest"),
+        *word_columns("Layout"),
+        *figure_columns("GiB", "Search"),
+        pad_edge=False,
+    )
     for row in rows:
         table.add_row(*_cells(row), style="bold" if row.name == NEST else "")
     return table
@@ -123,12 +126,3 @@ def _words(term: str) -> str:
 
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _reasons(rows: Sequence[Compared]) -> RenderableType:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(style="cyan", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for row in rows:
-        grid.add_row(row.name, Text(why(row)))
-    return Padding(grid, (0, 2))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from nest_megatron.report.fitting import FittingTable
+from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns
 from nest_megatron.research.nest_artifact.price import Price, StagePrice
 from nest_megatron.research.nest_artifact.records import Instance, Placement
 from nest_megatron.research.nest_artifact.rule import AS_ARTIFACT, SWITCHES, ArtifactRule
@@ -60,11 +59,11 @@ def _sum(price: Price) -> Text:
 
 def stages_table(stages: Sequence[StagePrice]) -> RenderableType:
     """A row for each stage, first to last; links as network levels, 0 the innermost."""
-    table = FittingTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("Stage", justify="right", no_wrap=True)
-    table.add_column("Nodes", no_wrap=True)
-    for head in ("Devices", "Time", "Memory", "Link in", "Link out"):
-        table.add_column(head, justify="right", no_wrap=True)
+    table = EdgelessTable(
+        *figure_columns("Stage"),
+        *name_columns("Nodes"),
+        *figure_columns("Devices", "Time", "Memory", "Link in", "Link out"),
+    )
     slowest = max(stage.time for stage in stages)
     for number, stage in enumerate(stages):
         table.add_row(

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from nest_megatron.report.fitting import FittingTable
+from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns, word_columns
 from nest_megatron.research.paper.outcome import Gain, Report, Row
 from nest_megatron.research.paper.published import RULES
 from nest_megatron.research.report.paper_notes import notes
@@ -28,7 +26,10 @@ def paper_report(report: Report) -> RenderableType:
         heading = Text("\nGeometric-mean gain of nest over each planner\n")
         parts += [_figure(report.rows), heading, gains(report.gains)]
     else:
-        table = _table(report.head, right=())
+        columns = [
+            (word_columns if name in _WIDE else name_columns)(name)[0] for name in report.head
+        ]
+        table = EdgelessTable(*columns)
         for cells in report.cells:
             table.add_row(*cells, style="bold" if "nest" in cells else "")
         parts.append(table)
@@ -39,7 +40,8 @@ def paper_report(report: Report) -> RenderableType:
 
 def _figure(rows: Sequence[Row]) -> RenderableType:
     """The rows of a figure, a block a job."""
-    table = _table(("planner", "layout", *_COLUMNS), right=_COLUMNS)
+    columns = (*name_columns("planner"), *word_columns("layout"), *figure_columns(*_COLUMNS))
+    table = EdgelessTable(*columns)
     for job, group in groupby(rows, key=lambda row: row.job):
         size = f", micro batch {job.micro_batch_size}" if job.micro_batch_size else ""
         table.add_row("", Text(f"{job.model}, {job.num_gpus} GPUs{size}", style="underline"))
@@ -52,25 +54,12 @@ def _figure(rows: Sequence[Row]) -> RenderableType:
 
 def gains(rows: Iterable[Gain]) -> RenderableType:
     """A row a baseline: ours, the artifact's by its own pricing and by one rule, the paper's."""
-    head = ("planner", "jobs", "ours", "least", "artifact", "one rule", "best cuts", "paper")
-    table = _table(head, right=head[1:])
+    heads = ("jobs", "ours", "least", "artifact", "one rule", "best cuts", "paper")
+    columns = (*name_columns("planner"), *figure_columns(*heads))
+    table = EdgelessTable(*columns)
     for gain in rows:
         recorded = (gain.artifact.get(rule) for rule in RULES)
         values = (gain.ours, gain.least, *recorded, gain.paper)
         jobs = str(gain.jobs) + (f" (+{gain.only_ours})" if gain.only_ours else "")
         table.add_row(gain.planner, jobs, *("" if v is None else f"{v:.2f}x" for v in values))
-    return table
-
-
-def _table(head: Iterable[str], right: Iterable[str]) -> Table:
-    table = FittingTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    aligned = set(right)
-    for name in head:
-        wide = name in _WIDE and name not in aligned
-        table.add_column(
-            name,
-            justify="right" if name in aligned else "left",
-            no_wrap=not wide,
-            overflow="fold",
-        )
     return table

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from nest_megatron.report.fitting import FittingTable
+from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns, word_columns
 from nest_megatron.research.nest_dp.plan import PlannedStage, ResearchPlan
 from nest_megatron.units import format_gib, format_seconds
 
@@ -47,15 +46,13 @@ def _sum(plan: ResearchPlan) -> Text:
 
 def stages_table(stages: Sequence[PlannedStage]) -> RenderableType:
     """A row for each stage, first to last."""
-    table = FittingTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     mixed = len({stage.strategy for stage in stages}) > 1
-    table.add_column("Stage", justify="right", no_wrap=True)
-    for head in ("Layers", *(["Strategy"] if mixed else [])):
-        table.add_column(head)
-    for head in ("Devices", "ZeRO", "Link in"):
-        table.add_column(head, no_wrap=True)
-    for head in ("Time", "Memory"):
-        table.add_column(head, justify="right", no_wrap=True)
+    table = EdgelessTable(
+        *figure_columns("Stage"),
+        *word_columns("Layers", *(["Strategy"] if mixed else [])),
+        *name_columns("Devices", "ZeRO", "Link in"),
+        *figure_columns("Time", "Memory"),
+    )
     slowest = max(stage.time_s for stage in stages)
     for number, stage in enumerate(stages):
         cells = [str(number), _layers(stage), *([stage.strategy] if mixed else [])]

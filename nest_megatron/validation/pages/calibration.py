@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from nest_megatron.report.fitting import FittingTable
+from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns
 from nest_megatron.validation.calibrate import Fit, HeldOut
 from nest_megatron.validation.calibration import PARAMETERS
 from nest_megatron.validation.fit_collectives import Fit as LinkFit
@@ -79,11 +78,8 @@ def peaks_report(fits: Mapping[str, PeakFit]) -> RenderableType:
     return table
 
 
-def _table(*columns: str) -> Table:
-    table = FittingTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
-    return table
+def _table(name: str, *figures: str) -> Table:
+    return EdgelessTable(*name_columns(name), *figure_columns(*figures))
 
 
 def _constants(fit: Fit) -> Table:

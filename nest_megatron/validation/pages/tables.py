@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from nest_megatron.report.fitting import FittingTable
+from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns
 from nest_megatron.validation.judging import Certainty
 from nest_megatron.validation.outcome import Basis, Judged
 from nest_megatron.validation.regimes import REGIMES, RegimeName
@@ -137,11 +136,8 @@ def _table(head: str, rows: Sequence[BothScores], basis: Basis) -> Table:
 
 
 def _empty_table(head: str, titles: Sequence[str]) -> Table:
-    table = FittingTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(head, no_wrap=True, max_width=_LONGEST)
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=True)
-    return table
+    columns = (*name_columns(head, max_width=_LONGEST), *figure_columns(*titles))
+    return EdgelessTable(*columns, padding=(0, 1, 0, 0))
 
 
 def _cells(each: Scores) -> tuple[str, ...]:

@@ -1,10 +1,12 @@
-"""Tables that lose nothing on a narrow terminal."""
+"""Tables for a terminal: one look for all, and nothing is lost on a narrow one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Column, Table
@@ -19,6 +21,17 @@ class FittingTable(Table):
 
     Too wide, its columns first give up their padding; then each row is printed as a list.
     """
+
+    def __init__(
+        self,
+        *columns: Column | str,
+        rows: Iterable[Sequence[RenderableType]] = (),
+        **options: Any,
+    ) -> None:
+        look = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "header_style": "bold", **options}
+        super().__init__(*columns, **look)
+        for row in rows:
+            self.add_row(*row)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Print the table, or the list where a column would be lost."""
@@ -51,6 +64,14 @@ class FittingTable(Table):
             yield Text("")
 
 
+class EdgelessTable(FittingTable):
+    """A table that begins and ends with its words."""
+
+    def __init__(self, *columns: Column, **options: Any) -> None:
+        look = {"show_edge": False, "pad_edge": False, "padding": (0, 1), **options}
+        super().__init__(*columns, **look)
+
+
 def _need(column: Column, console: Console, wide: ConsoleOptions) -> int:
     """Least width at which nothing of a column is lost."""
     cells = (column.header, *column.cells)
@@ -60,3 +81,38 @@ def _need(column: Column, console: Console, wide: ConsoleOptions) -> int:
     if column.min_width is not None:
         return column.min_width
     return min(natural, _CUT if column.no_wrap else _WORDS)
+
+
+def name_columns(*heads: str, **options: Any) -> list[Column]:
+    """Columns of names, each on one line."""
+    return [Column(head, no_wrap=True, **options) for head in heads]
+
+
+def word_columns(*heads: str, **options: Any) -> list[Column]:
+    """Columns of words, which wrap."""
+    return [Column(head, overflow="fold", **options) for head in heads]
+
+
+def figure_columns(*heads: str, **options: Any) -> list[Column]:
+    """Columns of figures, at the right."""
+    return [Column(head, justify="right", no_wrap=True, **options) for head in heads]
+
+
+def pairs(rows: Iterable[tuple[str, str | Text]]) -> RenderableType:
+    """Names beside what is said of them."""
+    table = Table.grid(
+        Column(style="cyan", no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0)
+    )
+    for name, value in rows:
+        table.add_row(name, Text(value) if isinstance(value, str) else value)
+    return indented(table)
+
+
+def indented(part: RenderableType | str) -> RenderableType:
+    """A part under a heading; a text as it stands."""
+    return Padding(Text(part) if isinstance(part, str) else part, (0, 2))
+
+
+def heading(text: str) -> Text:
+    """Of a section."""
+    return Text(f"\n{text}", style="bold cyan")
