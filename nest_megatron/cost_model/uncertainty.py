@@ -40,8 +40,8 @@ from nest_megatron.units import Seconds
 ANY = "any"
 #: Standard deviation between two runs of the same job (``validation.scores.NOISE`` apart at most).
 RUN_NOISE = 0.01
-#: Of a step's error; of two, three and four the one with which the shares of left-out runs inside
-#: the 50 and the 90 % interval are nearest to both (``validation/fit_uncertainty``).
+#: Of a step's error; of 1, 1.25, 1.5, 1.75, 2 and 3 the one with which left-out runs are most
+#: probable, scales fitted anew (``validation/fit_uncertainty``).
 DEGREES_OF_FREEDOM = 2
 #: What a standard deviation is in scales: as many runs lie within one of either.
 DEVIATION = quantile(NormalDist().cdf(1.0))
@@ -54,7 +54,7 @@ class Scales:
     Args:
         mechanisms: by mechanism, of its price.
         job: by feature of the job and ``any``, common to all plans of a job.
-        layout: by feature and ``any``, of one layout.
+        layout: by feature and ``any``, of one layout; ``a+b`` is of layouts with both features.
         layout_range: steps between layouts (``features.distance``) after which their errors are
             correlated by 1 / e.
     """
@@ -130,9 +130,17 @@ class Predictive:
         return f"{low:.4g} to {high:.4g} s in 9 of 10; {self.confidence.basis}"
 
 
+def applies(name: str, features: frozenset[Feature]) -> bool:
+    """Whether a scale is of plans with these features: it names one of them, several, or ``any``.
+
+    >>> applies("experts+fsdp", frozenset({Feature.EXPERTS}))
+    False
+    """
+    return name == ANY or features.issuperset(name.split("+"))
+
+
 def _together(scales: Mapping[str, float], features: frozenset[Feature]) -> float:
-    of_features = (scales[feature] for feature in features if feature in scales)
-    return math.hypot(scales[ANY], *of_features)
+    return math.hypot(*(scale for name, scale in scales.items() if applies(name, features)))
 
 
 def predictive(

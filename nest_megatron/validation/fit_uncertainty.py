@@ -35,6 +35,7 @@ from nest_megatron.cost_model.uncertainty import (
     Calibration,
     Predictive,
     Scales,
+    applies,
 )
 from nest_megatron.files import write_text
 from nest_megatron.validation.calibrate import LeftOut
@@ -74,7 +75,14 @@ _JOB_PRIORS = {
     Feature.LEGACY: 0.05,
     Feature.OTHER_DEVICE: 0.2,
 }
-_LAYOUT_PRIORS = {ANY: 0.03, Feature.EXPERTS: 0.05, Feature.SMALL_STEP: 0.05, Feature.LEGACY: 0.05}
+_LAYOUT_PRIORS: Mapping[str, float] = {
+    ANY: 0.03,
+    Feature.EXPERTS: 0.05,
+    Feature.SMALL_STEP: 0.05,
+    Feature.LEGACY: 0.05,
+    "experts+fsdp": 0.1,
+    "lora+small_step": 0.1,
+}
 _WIDTH = 0.7
 #: Ranges of layouts that are tried, in steps.
 _RANGES = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
@@ -90,7 +98,7 @@ _HEAD = """\
 # of one layout; layout_range: steps between layouts after which their errors are correlated by 1/e.
 # devices: fitted runs of each. runs: by features, how many and their mean absolute error, source
 # left out. coverage_pct: of those runs, the share inside the 50 and the 90 % interval, their
-# source left out of the scales as well: [runs, 50 %, 90 %].
+# source left out of the scales as well: [runs, 50 %, 90 %]; sources: the mean over sources.
 """
 
 
@@ -229,7 +237,7 @@ def _parts(runs: Sequence[Residual], layout_range: float) -> NDArray[np.float64]
 def _outer(runs: Sequence[Residual], feature: str) -> NDArray[np.float64]:
     import numpy as np
 
-    held = np.array([float(feature == ANY or feature in run.features) for run in runs])
+    held = np.array([float(applies(feature, run.features)) for run in runs])
     return np.outer(held, held)
 
 
@@ -256,11 +264,13 @@ class UncertaintyFit:
 
     Args:
         coverage: by feature and ``any``, each run's source left out of constants and scales.
+        coverage_of_sources: the mean over sources, their number in the place of the runs'.
     """
 
     scales: Scales
     residuals: tuple[Residual, ...]
     coverage: Mapping[str, Coverage]
+    coverage_of_sources: Coverage
 
     @property
     def devices(self) -> Counter[str]:
@@ -294,10 +304,12 @@ def fit_uncertainty(left_out: Iterable[LeftOut]) -> UncertaintyFit:
     """Fit scales to runs whose source was left out, and tell how well their intervals hold."""
     residuals = residuals_of(left_out)
     scales = fit_scales(residuals)
+    found = standardized(residuals, scales)
     return UncertaintyFit(
         scales=scales,
         residuals=tuple(residuals),
-        coverage=coverage_by_feature(standardized(residuals, scales)),
+        coverage=coverage_by_feature(found),
+        coverage_of_sources=coverage_by_source(found),
     )
 
 
@@ -340,6 +352,19 @@ def coverage_by_feature(found: Sequence[tuple[Residual, float]]) -> Mapping[str,
     return {name: coverage_of(off) for name, off in groups.items()}
 
 
+def coverage_by_source(found: Sequence[tuple[Residual, float]]) -> Coverage:
+    """Mean coverage over sources, however many runs they have."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for each, off in found:
+        groups[each.source].append(off)
+    shares = [coverage_of(off) for off in groups.values()]
+    return Coverage(
+        runs=len(shares),
+        within_50_pct=statistics.fmean(each.within_50_pct for each in shares),
+        within_90_pct=statistics.fmean(each.within_90_pct for each in shares),
+    )
+
+
 def write_uncertainty(path: Path, fit: UncertaintyFit) -> None:
     """Write the fit into a catalogue's ``calibration/``."""
     document = {
@@ -355,7 +380,7 @@ def write_uncertainty(path: Path, fit: UncertaintyFit) -> None:
         ],
         "coverage_pct": {
             name: [each.runs, round(each.within_50_pct, 1), round(each.within_90_pct, 1)]
-            for name, each in fit.coverage.items()
+            for name, each in {**fit.coverage, "sources": fit.coverage_of_sources}.items()
         },
     }
     text = yaml.safe_dump(document, sort_keys=False, width=100, default_flow_style=None)

@@ -11,11 +11,17 @@ import yaml
 
 from nest_megatron.cost_model.features import Feature
 from nest_megatron.cost_model.mechanisms import Mechanism
-from nest_megatron.cost_model.uncertainty import Scales, calibration_from, shipped_calibration
+from nest_megatron.cost_model.uncertainty import (
+    Scales,
+    applies,
+    calibration_from,
+    shipped_calibration,
+)
 from nest_megatron.validation.fit_uncertainty import (
     Residual,
     UncertaintyFit,
     coverage_by_feature,
+    coverage_by_source,
     fit_scales,
     standardized,
     write_uncertainty,
@@ -85,7 +91,12 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     runs = residuals(0.3)
     scales = fitted(runs)
     found = standardized(runs, scales)
-    fit = UncertaintyFit(scales=scales, residuals=tuple(runs), coverage=coverage_by_feature(found))
+    fit = UncertaintyFit(
+        scales=scales,
+        residuals=tuple(runs),
+        coverage=coverage_by_feature(found),
+        coverage_of_sources=coverage_by_source(found),
+    )
     path = tmp_path / "uncertainty.yaml"
     write_uncertainty(path, fit)
     read = calibration_from(yaml.safe_load(path.read_text(encoding="utf-8")))
@@ -96,16 +107,49 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert yaml.safe_load(path.read_text(encoding="utf-8")).keys() == shipped.keys()
 
 
+def binomial_reach(share: float, count: int) -> float:
+    """Points by which a share of so many runs is uncertain, at 95 %.
+
+    Runs of one source are alike, so that it is off by more; that is no excuse here.
+    """
+    return 196.0 * math.sqrt(share * (1.0 - share) / count)
+
+
+def misses(within: float, count: int, level: float, margin: float) -> bool:
+    """Whether a coverage in per cent lies off its level by more than the margin and its error."""
+    return abs(within - 100 * level) > margin + binomial_reach(level, count)
+
+
 def test_the_shipped_intervals_hold_on_left_out_sources() -> None:
+    """Within 5 points of the level over all runs, 10 by regime, but for the regimes named here."""
     record = yaml.safe_load(FILE.read_text(encoding="utf-8"))["coverage_pct"]
-    runs, within_50, within_90 = record["any"]
-    assert runs > 700
-    assert 43 <= within_50 <= 58
-    assert 85 <= within_90 <= 95
-    for name in ("dense", "experts", "fp8", "lora", "long_context", "large_scale", "small_step"):
-        _, within_50, within_90 = record[name]
-        assert 38 <= within_50 <= 62, name  # of few runs: one of 50 is two points
-        assert 80 <= within_90 <= 100, name
+    assert record["any"][0] > 700
+    margins = {"any": 5.0}
+    missed = {
+        name
+        for name, (count, *within) in record.items()
+        for level, share in zip((0.5, 0.9), within, strict=True)
+        if misses(share, count, level, margins.get(name, 10.0))
+    }
+    assert missed == {"expert_parallel_across_nodes"}  # too wide: 79 % inside the interval of 50 %
+
+
+def test_a_mean_over_sources_does_not_count_runs() -> None:
+    runs = [dataclasses.replace(r, source="large") for r in residuals(0.1)]
+    few = [dataclasses.replace(r, source="small") for r in runs[:2]]
+    off = [(r, 0.0) for r in runs] + [(r, 9.0) for r in few]
+    found = coverage_by_source(off)
+    assert (found.runs, found.within_50_pct, found.within_90_pct) == (2, 50.0, 50.0)
+
+
+def test_a_scale_of_two_features_is_of_layouts_that_have_both() -> None:
+    """Experts with FSDP are further off than either: 40 % where four fifths of the others hold."""
+    assert applies("any", frozenset())
+    assert applies("experts+fsdp", frozenset({Feature.EXPERTS, Feature.FSDP, Feature.FP8}))
+    assert not applies("experts+fsdp", frozenset({Feature.EXPERTS}))
+    layout = shipped_calibration().scales.layout
+    assert layout["experts+fsdp"] > 3 * layout["experts"]
+    assert layout["lora+small_step"] > layout["small_step"]
 
 
 def test_every_scale_that_a_plan_may_ask_for_is_shipped() -> None:
@@ -113,7 +157,7 @@ def test_every_scale_that_a_plan_may_ask_for_is_shipped() -> None:
     assert scales.mechanisms.keys() == set(Mechanism)
     assert all(0 < scale < 1 for scale in scales.mechanisms.values())
     assert {"any", "experts", "other_framework", "other_device"} <= scales.job.keys()
-    assert {"any", "experts", "small_step", "legacy"} == scales.layout.keys()
+    assert {"any", "experts", "small_step", "legacy"} < scales.layout.keys()
 
 
 def test_a_source_is_predicted_without_what_it_taught() -> None:

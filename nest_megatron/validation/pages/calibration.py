@@ -53,7 +53,7 @@ def uncertainty_report(fit: UncertaintyFit) -> RenderableType:
         for name, scale in found.items():
             scales.add_row(f"{kind}, {name}", f"{100 * scale:.1f}")
     table = _table("runs, source left out", "rows", "in 50 %", "in 90 %")
-    for name, each in fit.coverage.items():
+    for name, each in {**fit.coverage, "sources, mean": fit.coverage_of_sources}.items():
         inside = (f"{share:.0f} %" for share in (each.within_50_pct, each.within_90_pct))
         table.add_row(name, str(each.runs), *inside)
     return Group(scales, table)
