@@ -121,10 +121,9 @@ class Plan:
     def explain(self) -> Explanation:
         """Why the plan is what it is: what ``nest-megatron explain`` prints.
 
-        >>> print(load_plan("recipes/mixtral_8x7b_dgx_h100_64.yaml").explain())
-        ... # doctest: +ELLIPSIS
+        >>> explained = load_plan("recipes/mixtral_8x7b_dgx_h100_64.yaml").explain()
+        >>> print(str(explained).splitlines()[0])
         mixtral_8x7b on 64 x H100-SXM-80GB (79.1 GiB), dgx_h100
-        ...
         """
         from nest_megatron.profile.choose import times_of
 
@@ -187,7 +186,7 @@ class Plan:
         )
 
     def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write the plan file that ``load_plan`` and ``+nest=pinned`` read, whole or not at all.
+        """Write the plan file that ``load_plan`` and ``nest-megatron pin`` read.
 
         Args:
             path: the file; ``-`` is standard output.

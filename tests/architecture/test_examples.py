@@ -24,11 +24,13 @@ DOCUMENTS = with_examples([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted_name)
-def test_docstring_examples(path: Path) -> None:
+def test_docstring_examples(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     module = importlib.import_module(dotted_name(path))
     assert doctest.testmod(module).failed == 0
 
 
-def test_document_examples() -> None:
+def test_document_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     for path in DOCUMENTS:
         assert doctest.testfile(str(path), module_relative=False).failed == 0, path
