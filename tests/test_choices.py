@@ -83,7 +83,7 @@ def test_a_plan_writes_how_its_layers_were_priced() -> None:
     assert found.execution.moe_permute_fusion
     assert found.execution.tp_comm_overlap
     assert execution_of(flags) == found.execution
-    assert found.search.certificate == "optimal"
+    assert found.search.certificate in ("optimal", "chosen")
 
 
 def test_keep_forbids_single_choices() -> None:

@@ -248,6 +248,7 @@ def _say_where(plan: ParallelPlan, composed: Composed) -> None:
 
 
 def _show_command(plan: ParallelPlan, composed: Composed, job: Job, request: PlanRequest) -> None:
+    from nest_megatron.integrations.launched import change_rows
     from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten
     from nest_megatron.integrations.megatron_lm.typed import kept_flags
     from nest_megatron.report.runners_up import shortlist_report
@@ -262,7 +263,7 @@ def _show_command(plan: ParallelPlan, composed: Composed, job: Job, request: Pla
     if changes:
         show(
             "Changes to your command\n",
-            changes_table((c.flag, c.before, c.after, c.reason) for c in changes),
+            changes_table(change_rows(changes)),
         )
     else:
         show("Your command is already the plan.")

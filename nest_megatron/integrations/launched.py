@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nest_megatron.integrations.fields import shown
-from nest_megatron.integrations.megatron_lm.rewrite import Change
-from nest_megatron.parallel.diff import Change as FieldChange
+from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.terminal import changes_table, notes_report, summary
 from nest_megatron.report.words import proof
@@ -19,30 +18,14 @@ from nest_megatron.units import Seconds, format_seconds
 
 
 def launched_report(
-    plan: ParallelPlan, changes: Iterable[Change], notes: Sequence[str]
+    plan: ParallelPlan, changes: Iterable[Change], notes: Sequence[str] = (), what: str = "flags"
 ) -> RenderableType:
-    """The plan in a few lines, what it changes in the job's flags and why, and what was assumed."""
-    rows = [(change.flag, change.before, change.after, change.reason) for change in changes]
-    return _report(plan, rows, notes, "flags")
+    """The plan in a few lines, what it changes in the job and why, and what was assumed.
 
-
-def fields_report(
-    plan: ParallelPlan, changes: Iterable[FieldChange], notes: Sequence[str] = ()
-) -> RenderableType:
-    """The same for a job whose configuration has fields instead of flags."""
-    rows = [
-        (change.field, _shown(change.before), _shown(change.after), change.reason)
-        for change in changes
-    ]
-    return _report(plan, rows, notes, "fields")
-
-
-def _report(
-    plan: ParallelPlan,
-    rows: Sequence[tuple[str, str | None, str | None, str]],
-    notes: Sequence[str],
-    what: str,
-) -> RenderableType:
+    Args:
+        what: ``flags`` of a command, or ``fields`` of a configuration.
+    """
+    rows = change_rows(changes)
     parts: list[RenderableType] = [Text("nest: this job runs as"), Padding(summary(plan), (0, 2))]
     parts.append(Padding(Text(proof(plan)), (0, 2)))
     if rows:
@@ -52,6 +35,18 @@ def _report(
     if notes:
         parts.append(notes_report(notes))
     return Group(*parts)
+
+
+def fields_report(
+    plan: ParallelPlan, changes: Iterable[Change], notes: Sequence[str] = ()
+) -> RenderableType:
+    """The same for a job whose configuration has fields instead of flags."""
+    return launched_report(plan, changes, notes, "fields")
+
+
+def change_rows(changes: Iterable[Change]) -> list[tuple[str, str | None, str | None, str]]:
+    """Changes as ``changes_table`` takes them."""
+    return [(each.field, _shown(each.before), _shown(each.after), each.reason) for each in changes]
 
 
 def _shown(value: object) -> str | None:

@@ -12,6 +12,20 @@ MAX_LAYERS = 2_000
 _MAX_TEXT = 10_000
 
 
+def read_frequency(text: str) -> int | list[int]:
+    """A frequency in Megatron's notation: a whole number, or a list made by ``+`` and ``*``.
+
+    Raises:
+        UserInputError: if it is neither.
+    """
+    if len(text) > _MAX_TEXT:
+        raise _refused(text[:40] + "...", f"the text may have at most {_MAX_TEXT} characters")
+    try:
+        return _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise _refused(text, f"it cannot be read ({error})") from error
+
+
 class _MalformedError(ValueError):
     """The text is not in Megatron's notation."""
 
@@ -68,13 +82,7 @@ def _every_nth(period: int, num_layers: int) -> tuple[int, ...]:
 
 
 def _from_text(text: str, num_layers: int) -> tuple[int, ...]:
-    if len(text) > _MAX_TEXT:
-        raise _refused(text[:40] + "...", f"the text may have at most {_MAX_TEXT} characters")
-    try:
-        tree = ast.parse(text.strip(), mode="eval").body
-        value = _evaluate(tree)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise _refused(text, f"it cannot be read ({error})") from error
+    value = read_frequency(text)
     return _every_nth(value, num_layers) if isinstance(value, int) else tuple(value)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.plain import to_plain
 from nest_megatron.units import format_gib, format_seconds
 
 
@@ -33,62 +32,9 @@ def plan_values(plan: ParallelPlan) -> dict[str, object]:
     }
 
 
-def plan_diff(before: Mapping[str, object], after: ParallelPlan) -> tuple[Change, ...]:
-    """What a plan changes in a job.
-
-    Args:
-        before: the job's own parallel settings by Megatron's names. A field that is missing has
-            Megatron's default (1, off or unset), except the data-parallel size, the global and the
-            micro batch: those are compared only where the job gives them.
-
-    Returns:
-        The fields that differ in the plan's order, then the job's settings that the stage layout
-        replaces.
-    """
-    changes = []
-    for name, value in plan_values(after).items():
-        given = before.get(name, _default(name, value))
-        if _normal(given) != _normal(value):
-            changes.append(
-                Change(field=name, before=given, after=value, reason=reason(after, name))
-            )
-    for name, why in _REPLACED.items():
-        if before.get(name):
-            changes.append(Change(field=name, before=before[name], after=None, reason=why))
-    return tuple(changes)
-
-
 def reason(plan: ParallelPlan, field: str) -> str:
     """Why a plan sets a field as it does, in one sentence."""
     return _REASONS[field](plan)
-
-
-_DERIVED = ("global_batch_size", "micro_batch_size", "data_parallel_size")
-_REPLACED = dict.fromkeys(
-    (
-        "num_layers_per_virtual_pipeline_stage",
-        "num_virtual_stages_per_pipeline_rank",
-        "decoder_first_pipeline_num_layers",
-        "decoder_last_pipeline_num_layers",
-        "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split",
-    ),
-    "the plan states every stage itself",
-)
-
-
-def _default(name: str, value: object) -> object:
-    if name in _DERIVED:
-        return value
-    if isinstance(value, bool):
-        return False
-    return 1 if name.endswith("_parallel_size") and not name.startswith("virtual") else None
-
-
-def _normal(value: object) -> object:
-    """Enums, tuples and what means "unset" made comparable."""
-    plain = to_plain(value)
-    return None if plain == [] else plain
 
 
 def _tensor(plan: ParallelPlan) -> str:

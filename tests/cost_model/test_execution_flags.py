@@ -12,7 +12,7 @@ from nest_megatron.cost_model.execution_flags import execution_traits, time_note
 from nest_megatron.cost_model.memory_flags import memory_flags, not_modelled
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.parser import VERSIONS, argument_flags
+from nest_megatron.integrations.megatron_lm.parser import VERSIONS, load_arguments
 
 _LOOKS_LIKE_MEMORY = re.compile(
     "dtype|fp8|fp4|fp16|bf16|fp32|offload|precision|memory|recompute|checkpoint_activ|optimizer"
@@ -24,7 +24,8 @@ _PLACES = (table.PRICED, table.OF_THE_LAYOUT, table.NOT_MODELLED, table.NO_EFFEC
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_argument_that_looks_like_memory_has_one_place(version: str) -> None:
-    names = {name for name in argument_flags(version) if _LOOKS_LIKE_MEMORY.search(name)}
+    names = {each.dest for each in load_arguments(version)}
+    names = {name for name in names if _LOOKS_LIKE_MEMORY.search(name)}
     assert len(names) > 150
     places = {name: sum(name in place for place in _PLACES) for name in names}
     assert {name: count for name, count in places.items() if count != 1} == {}

@@ -16,7 +16,7 @@ from nest_megatron.planner import PlanRequest, plan
 from tests.integrations.commands import GPT3_175B, LLAMA3_8B, MIXTRAL
 
 COMMANDS = {"llama": LLAMA3_8B, "mixtral": MIXTRAL, "gpt3": GPT3_175B}
-COMPANIONS = {
+INCOMPATIBLE = {
     "global_batch_size",
     "ckpt_format",
     "moe_token_dispatcher_type",
@@ -65,7 +65,7 @@ def test_everything_else_stays(name: str) -> None:
     command = read_command(COMMANDS[name])
     argv = rewritten(found_for(COMMANDS[name]), command).argv
     again = read_command([command.script, *argv])
-    ours = COMPANIONS.union(PARALLEL_ARGUMENTS)
+    ours = INCOMPATIBLE.union(PARALLEL_ARGUMENTS)
     for key, value in command.values.items():
         assert key in ours or again.values[key] == value, key
     assert again.unknown == command.unknown
@@ -85,6 +85,6 @@ def test_every_change_has_a_flag_and_a_reason(name: str) -> None:
     changes = rewritten(found_for(COMMANDS[name]), read_command(COMMANDS[name])).changes
     assert changes
     for change in changes:
-        assert change.flag.startswith("--")
+        assert change.field.startswith("--")
         assert change.before != change.after
         assert change.reason

@@ -70,7 +70,7 @@ def test_other_choices_stay_as_they_were_typed(flags: str) -> None:
     command, kept, found = asked(flags)
     rewrite = rewritten(found, command, kept)
     assert f" {flags}" in " ".join(rewrite.argv)
-    assert not {change.flag for change in rewrite.changes} & set(flags.split())
+    assert not {change.field for change in rewrite.changes} & set(flags.split())
 
 
 def test_what_is_freed_changes() -> None:

@@ -56,7 +56,7 @@ def test_a_pipeline_always_has_a_layout() -> None:
     assert "--pipeline-model-parallel-layout" not in parallel_argv(request())
 
 
-def test_fsdp_comes_with_its_companions() -> None:
+def test_fsdp_comes_with_the_options_that_it_needs() -> None:
     argv = parallel_argv(request(grid=dims(dp=4), zero=ZeroStage.GRADIENTS))
     for flag in ("--use-megatron-fsdp", "--use-distributed-optimizer", "fsdp_dtensor"):
         assert flag in argv

@@ -44,7 +44,7 @@ _PREDICTORS = "model.mtp_num_layers"
 NVLINK_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 _EXPERT_DEGREES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 #: Options that only go with some layouts -> where a configuration has them.
-_COMPANIONS = {
+_INCOMPATIBLE = {
     **{name: f"model.{name}" for name in (*OF_THE_MODEL, "microbatch_group_size_per_vp_stage")},
     "num_distributed_optimizer_instances": "ddp.num_distributed_optimizer_instances",
     "fsdp_double_buffer": "ddp.fsdp_double_buffer",
@@ -130,7 +130,7 @@ def _wanted(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
     if not isinstance(find(cfg, "mixed_precision"), str):  # a named recipe brings its own
         stage_type = ("model.pipeline_dtype", "mixed_precision.pipeline_dtype")
         yield from pipeline_type_field(cfg, plan, *stage_type)
-    yield from contradicted_fields(cfg, plan, _COMPANIONS)
+    yield from contradicted_fields(cfg, plan, _INCOMPATIBLE)
     yield from _overlap(cfg, plan)
     yield from expert_fields(plan, "model")
     yield from execution_fields(cfg, plan, execution_places(cfg))

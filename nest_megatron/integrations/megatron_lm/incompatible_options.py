@@ -22,10 +22,11 @@ Contradicts = Callable[[ParallelPlan, Any], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Companion:
-    """An option that only goes with some layouts.
+class IncompatibleOption:
+    """Options that only go with some layouts.
 
     Args:
+        dests: destinations of the options.
         contradicts: whether a plan leaves no room for the user's value.
         reason: said beside the change.
         source: where Megatron refuses the two together.
@@ -34,7 +35,7 @@ class Companion:
         release: the only release that refuses the two together; ``None`` if all do.
     """
 
-    dest: str
+    dests: tuple[str, ...]
     contradicts: Contradicts
     reason: str
     source: str
@@ -47,11 +48,12 @@ def contradicted(
 ) -> dict[str, str]:
     """Options among the user's that the plan leaves no room for, with the reason for each."""
     return {
-        companion.dest: companion.reason
-        for companion in COMPANIONS
-        if companion.release in (None, version)
-        and bool(values.get(companion.dest, companion.turns_off)) is not companion.turns_off
-        and companion.contradicts(plan, values[companion.dest])
+        dest: option.reason
+        for option in INCOMPATIBLE_OPTIONS
+        for dest in option.dests
+        if option.release in (None, version)
+        and bool(values.get(dest, option.turns_off)) is not option.turns_off
+        and option.contradicts(plan, values[dest])
     }
 
 
@@ -167,182 +169,170 @@ def _divides_weights(plan: ParallelPlan, _: Any) -> bool:
 _VIRTUAL = "the plan has no virtual stages"
 _PIPELINE = "the plan has no pipeline"
 
-COMPANIONS: tuple[Companion, ...] = (
-    Companion(
-        dest="tp_comm_overlap",
+INCOMPATIBLE_OPTIONS: tuple[IncompatibleOption, ...] = (
+    IncompatibleOption(
+        dests=("tp_comm_overlap",),
         contradicts=_without_sequence_parallel,
         reason="it needs sequence parallelism",
         source="args:916",
     ),
-    Companion(
-        dest="defer_embedding_wgrad_compute",
+    IncompatibleOption(
+        dests=("defer_embedding_wgrad_compute",),
         contradicts=_without_pipeline,
         reason=_PIPELINE,
         source="mpc:426",
     ),
-    Companion(
-        dest="overlap_p2p_comm_warmup_flush",
+    IncompatibleOption(
+        dests=("overlap_p2p_comm_warmup_flush",),
         contradicts=_without_virtual_stages,
         reason=_VIRTUAL,
         source="mpc:452",
     ),
-    Companion(
-        dest="overlap_p2p_comm",
+    IncompatibleOption(
+        dests=("overlap_p2p_comm",),
         contradicts=_two_ranks_without_overlap,
         reason="virtual stages on two pipeline ranks need it",
         source="args:579",
         turns_off=True,
     ),
-    Companion(
-        dest="overlap_param_gather_with_optimizer_step",
+    IncompatibleOption(
+        dests=("overlap_param_gather_with_optimizer_step",),
         contradicts=_gathers_apart,
         reason="it needs virtual stages and overlapped gathering of weights",
         source="args:640",
     ),
-    Companion(
-        dest="microbatch_group_size_per_vp_stage",
+    IncompatibleOption(
+        dests=("microbatch_group_size_per_vp_stage",),
         contradicts=_group_size,
         reason="the plan's rounds of micro batches are of another size",
         source="schedules.py:995-1015 (run)",
     ),
-    Companion(
-        dest="distribute_saved_activations",
+    IncompatibleOption(
+        dests=("distribute_saved_activations",),
         contradicts=_saves_in_another_way,
         reason="sequence parallelism spreads them already",
         source="args:885",
     ),
-    Companion(
-        dest="hierarchical_context_parallel_sizes",
+    IncompatibleOption(
+        dests=("hierarchical_context_parallel_sizes",),
         contradicts=_other_product,
         reason="the plan has another context-parallel size",
         source="args:405",
     ),
-    Companion(
-        dest="cp_comm_type",
+    IncompatibleOption(
+        dests=("cp_comm_type",),
         contradicts=_hierarchical,
         reason="the plan has no context parallelism",
         source="args:407",
     ),
-    Companion(
-        dest="overlap_moe_expert_parallel_comm",
+    IncompatibleOption(
+        dests=("overlap_moe_expert_parallel_comm",),
         contradicts=_no_expert_overlap,
         reason="it needs expert parallelism, virtual stages and no full recomputation",
         source="tc:1858",
     ),
-    Companion(
-        dest="overlap_moe_expert_parallel_comm",
+    IncompatibleOption(
+        dests=("overlap_moe_expert_parallel_comm",),
         contradicts=_with_fsdp,
         reason="its schedule passes by the layers' forward, where Megatron-FSDP gathers weights",
         source="model_chunk_schedule_plan.py (0.20 combined_1f1b.py:68 allows it)",
         release="0.16.1",
     ),
-    Companion(
-        dest="delay_wgrad_compute",
+    IncompatibleOption(
+        dests=("delay_wgrad_compute",),
         contradicts=_no_expert_overlap,
         reason="it goes with --overlap-moe-expert-parallel-comm",
         source="tc:1872",
     ),
-    Companion(
-        dest="delay_wgrad_compute",
+    IncompatibleOption(
+        dests=("delay_wgrad_compute",),
         contradicts=_with_fsdp,
         reason="it goes with --overlap-moe-expert-parallel-comm",
         source="tc:1872",
         release="0.16.1",
     ),
-    Companion(
-        dest="moe_shared_expert_overlap",
+    IncompatibleOption(
+        dests=("moe_shared_expert_overlap",),
         contradicts=_recomputes_shared_experts,
         reason="the plan computes shared experts again",
         source="tc:1234",
     ),
-    Companion(
-        dest="moe_token_dispatcher_type",
+    IncompatibleOption(
+        dests=("moe_token_dispatcher_type",),
         contradicts=_flex_alone,
         reason="the flex dispatcher exchanges tokens among several ranks",
         source="moe/token_dispatcher.py:1346",
     ),
-    Companion(
-        dest="moe_flex_dispatcher_backend",
+    IncompatibleOption(
+        dests=("moe_flex_dispatcher_backend", "moe_enable_deepep"),
         contradicts=_alone,
         reason="the flex dispatcher exchanges tokens among several ranks",
         source="moe/token_dispatcher.py:1346",
     ),
-    Companion(
-        dest="moe_enable_deepep",
-        contradicts=_alone,
-        reason="the flex dispatcher exchanges tokens among several ranks",
-        source="moe/token_dispatcher.py:1346",
-    ),
-    Companion(
-        dest="cpu_offloading_num_layers",
+    IncompatibleOption(
+        dests=("cpu_offloading_num_layers",),
         contradicts=_keeps_layers,
         reason="whole layers are moved to the host without a pipeline and without recomputation",
         source="tc:1144, tc:1149",
     ),
-    Companion(
-        dest="fine_grained_activation_offloading",
+    IncompatibleOption(
+        dests=("fine_grained_activation_offloading",),
         contradicts=lambda plan, _: _fully_recomputes(plan),
         reason="the plan computes whole layers again, so nothing of them is kept",
         source="0.20 tc:2163 (run)",
     ),
-    Companion(
-        dest="num_distributed_optimizer_instances",
+    IncompatibleOption(
+        dests=("num_distributed_optimizer_instances",),
         contradicts=lambda plan, n: n > 1 and _uneven_instances(plan, n),
         reason="it does not divide the plan's replicas",
         source="parallel_state.py:833",
     ),
-    Companion(
-        dest="num_distributed_optimizer_instances",
+    IncompatibleOption(
+        dests=("num_distributed_optimizer_instances",),
         contradicts=_expert_instances,
         reason="Megatron-FSDP of 0.16.1 has no groups of experts within an instance",
         source="mcore_fsdp_adapter.py:206-221, megatron_fsdp.py:246",
         release="0.16.1",
     ),
-    Companion(
-        dest="ckpt_format",
+    IncompatibleOption(
+        dests=("ckpt_format",),
         contradicts=_other_checkpoints,
         reason="the plan's data-parallel sharding does not save that way",
         source="args:690, :1042",
     ),
-    Companion(
-        dest="fsdp_double_buffer",
+    IncompatibleOption(
+        dests=("fsdp_double_buffer",),
         contradicts=_without_fsdp,
         reason="it belongs to Megatron-FSDP",
         source="args:680",
     ),
-    Companion(
-        dest="fsdp_manual_registration",
+    IncompatibleOption(
+        dests=("fsdp_manual_registration",),
         contradicts=_without_fsdp,
         reason="it belongs to Megatron-FSDP",
         source="args:694",
     ),
-    Companion(
-        dest="init_model_with_meta_device",
+    IncompatibleOption(
+        dests=("init_model_with_meta_device",),
         contradicts=_without_any_fsdp,
         reason="without Megatron-FSDP weights of the meta device keep whatever memory holds",
         source="training.py:1266 (run)",
     ),
-    Companion(
-        dest="use_cpu_initialization",
+    IncompatibleOption(
+        dests=("use_cpu_initialization",),
         contradicts=_made_on_meta_device,
         reason="Megatron-FSDP makes the weights from the meta device, and cannot make the "
         "embedding's there with it",
         source="param_and_grad_buffer.py:2198 (run)",
     ),
-    Companion(
-        dest="check_weight_hash_across_dp_replicas_interval",
+    IncompatibleOption(
+        dests=("check_weight_hash_across_dp_replicas_interval",),
         contradicts=_divides_weights,
         reason="no replica holds all weights",
         source="args:684",
     ),
-    Companion(
-        dest="moe_single_grouped_weight",
-        contradicts=_with_fsdp,
-        reason="Megatron-FSDP shards the experts one by one",
-        source="0.20 args:1138",
-    ),
-    Companion(
-        dest="moe_single_grouped_bias",
+    IncompatibleOption(
+        dests=("moe_single_grouped_weight", "moe_single_grouped_bias"),
         contradicts=_with_fsdp,
         reason="Megatron-FSDP shards the experts one by one",
         source="0.20 args:1138",

@@ -8,11 +8,9 @@ untouched.
 from __future__ import annotations
 
 import argparse
-import ast
 import difflib
 import json
 import re
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,11 +21,11 @@ from typing import Any, NoReturn
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.integrations.megatron_lm.command_line import SplitCommand, split_command
+from nest_megatron.model.layer_pattern import read_frequency
 
 _DATA_FILES = {"0.16.1": "megatron_0_16_1.json", "0.20": "megatron_0_20.json"}
 VERSIONS = tuple(_DATA_FILES)
 _NEST_TOKEN = re.compile(r"^\+?\+?nest[.=]")
-_LARGEST_PATTERN = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,14 +111,6 @@ def known_flags(version: str) -> frozenset[str]:
     return frozenset(flag for argument in load_arguments(version) for flag in argument.flags)
 
 
-def argument_flags(version: str) -> Mapping[str, tuple[Argument, ...]]:
-    """Options of one release by destination (a few destinations have two options)."""
-    table: dict[str, tuple[Argument, ...]] = {}
-    for argument in load_arguments(version):
-        table[argument.dest] = (*table.get(argument.dest, ()), argument)
-    return table
-
-
 @cache
 def build_parser(version: str) -> argparse.ArgumentParser:
     """A parser with Megatron's options and no defaults (what was not given stays absent)."""
@@ -181,40 +171,6 @@ class _OnOff(argparse.Action):
         setattr(namespace, self.dest, not str(option_string).startswith("--no-"))
 
 
-def _pattern(text: str) -> int | list[int]:
-    """A layer pattern: ``2``, or a list expression such as ``([0]*3+[1]*58)``.
-
-    Source: ``megatron.training.arguments.moe_freq_type``; lists, ``+`` and ``*`` are evaluated.
-    """
-    if "[" not in text:
-        return int(text)
-    try:
-        value = _list_expression(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, RecursionError, MemoryError) as error:
-        raise argparse.ArgumentTypeError(f"{text} is no list of layers: {error}") from error
-    if isinstance(value, int):
-        raise argparse.ArgumentTypeError(f"{text} is no list of layers")
-    return value
-
-
-def _list_expression(node: ast.expr) -> int | list[int]:
-    value: Any
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        value = node.value
-    elif isinstance(node, ast.List):
-        value = [_list_expression(element) for element in node.elts]
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-        left, right = _list_expression(node.left), _list_expression(node.right)
-        sizes = [n if isinstance(n, int) else len(n) for n in (left, right)]
-        if sizes[0] * max(1, sizes[1]) > _LARGEST_PATTERN:
-            raise argparse.ArgumentTypeError("pattern too long")
-        is_sum = isinstance(node.op, ast.Add)
-        value = left + right if is_sum else left * right  # type: ignore[operator]
-    else:
-        raise argparse.ArgumentTypeError("only lists, + and * make a pattern")
-    return value  # type: ignore[no-any-return]
-
-
 def _tuple(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.strip("()").split(","))
 
@@ -225,7 +181,7 @@ _CONVERTERS: dict[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
     "bool": bool,
-    "pattern": _pattern,
+    "pattern": read_frequency,
     "tuple": _tuple,
 }
 
@@ -260,8 +216,3 @@ def _notes(unknown: tuple[str, ...], version: str) -> Iterable[str]:
             yield f"Megatron {version} has no flag {name}. Did you mean {close[0]}?"
         else:
             yield f"Megatron {version} has no flag {name}; it is passed on as it is."
-
-
-def join_command(tokens: Iterable[str]) -> str:
-    """Tokens as one shell command."""
-    return shlex.join(tokens)

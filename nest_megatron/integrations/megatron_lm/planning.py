@@ -22,11 +22,11 @@ from nest_megatron.integrations.megatron_lm.decision import Decision
 from nest_megatron.integrations.megatron_lm.namespace import command_of, written_values
 from nest_megatron.integrations.megatron_lm.optimizer_rules import require_optimizer
 from nest_megatron.integrations.megatron_lm.read import job_of, refuse_unplannable
-from nest_megatron.integrations.megatron_lm.rewrite import Change
 from nest_megatron.integrations.megatron_lm.search_space import fixed_choices
 from nest_megatron.integrations.megatron_lm.typed import kept_flags
 from nest_megatron.integrations.megatron_lm.vocabulary import padded_vocab_size
 from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
 from nest_megatron.planner import PlanRequest
 from nest_megatron.planner import plan as find_plan

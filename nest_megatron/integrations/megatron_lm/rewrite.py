@@ -10,13 +10,17 @@ from dataclasses import dataclass
 
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.integrations.megatron_lm.cuts import CUTS
-from nest_megatron.integrations.megatron_lm.incompatible_options import COMPANIONS, contradicted
+from nest_megatron.integrations.megatron_lm.incompatible_options import (
+    INCOMPATIBLE_OPTIONS,
+    contradicted,
+)
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
     RECOMPUTE,
     VIRTUAL_STAGES,
 )
 from nest_megatron.integrations.megatron_lm.parser import Argument, load_arguments
+from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.execution_argv import (
     EXECUTION_ARGUMENTS,
     EXECUTION_FIELDS,
@@ -47,19 +51,9 @@ WRITABLE = frozenset(
         *_WITH_LAYOUT,
         *_IF_ABSENT,
         _WITH_NEW_FSDP,
-        *(each.dest for each in COMPANIONS),
+        *(dest for each in INCOMPATIBLE_OPTIONS for dest in each.dests),
     }
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """One flag before and after; ``None`` is a flag that is not there, empty text a bare switch."""
-
-    flag: str
-    before: str | None
-    after: str | None
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +61,7 @@ class Rewrite:
     """A rewritten command's arguments, and what changed.
 
     Args:
+        changes: flags before and after; ``None`` is a flag that is absent, empty text a bare switch.
         written: destinations that the plan decided, those that it left out included.
     """
 
@@ -187,7 +182,7 @@ def _changes(
         assert shown is not None
         found.append(
             Change(
-                flag=shown.flag,
+                field=shown.flag,
                 before=None if old is None else old.value,
                 after=None if new is None else new.value,
                 reason=_reason(dest, new is None, plan, refused),

@@ -22,8 +22,8 @@ def require_kept(
 ) -> None:
     """Compare a rewritten command with what the user typed, and with the plan.
 
-    Options that the plan leaves no room for (``companions``) are taken back with their reason; any
-    other difference is a fault of this package.
+    Options that contradict the plan (``incompatible_options``) are taken back with their reason;
+    any other difference is a fault of this package.
 
     Args:
         kept: destinations that the user set and did not free.

@@ -48,7 +48,7 @@ from nest_megatron.parallel.plan import ParallelPlan
 
 _STRATEGY = "trainer.strategy"
 #: Options that only go with some layouts -> where a recipe has them.
-_COMPANIONS = {
+_INCOMPATIBLE = {
     **{name: f"model.config.{name}" for name in OF_THE_MODEL},
     "microbatch_group_size_per_vp_stage": f"{_STRATEGY}.microbatch_group_size_per_vp_stage",
     "num_distributed_optimizer_instances": f"{_STRATEGY}.num_distributed_optimizer_instances",
@@ -120,7 +120,7 @@ def _wanted(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
     )
     stage_type = (f"{_STRATEGY}.pipeline_dtype", "trainer.plugins.pipeline_dtype")
     yield from pipeline_type_field(recipe, plan, *stage_type)
-    yield from contradicted_fields(recipe, plan, _COMPANIONS)
+    yield from contradicted_fields(recipe, plan, _INCOMPATIBLE)
     yield from _overlap(recipe, plan)
     yield from expert_fields(plan, "model.config")
     yield from _execution(recipe, plan)
