@@ -88,7 +88,7 @@ class ProfileError(UserInputError):
 
 
 class UnplannableModelError(UserInputError):
-    """A model whose shape this planner does not describe (Mamba hybrids, vision, ...)."""
+    """A model whose shape this planner does not support (Mamba hybrids, vision, ...)."""
 
 
 _setting_prefix: ContextVar[str] = ContextVar("setting_prefix", default="")

@@ -43,9 +43,9 @@ _STANDARD_LAYERS = frozenset(
         "transformer_engine_layer_spec",
     }
 )
-#: Classes that build a model by code of their own, and build what this planner describes: the bases
+#: Classes that build a model by code of their own, and build what this planner supports: the bases
 #: of both frameworks, and families that only scale embeddings or angles, or warn of an old name.
-_DESCRIBED_CLASSES = frozenset(
+_SUPPORTED_CLASSES = frozenset(
     (
         "BertConfig",
         "DeepSeekConfig",
@@ -70,7 +70,7 @@ _DESCRIBED_CLASSES = frozenset(
     )
 )
 #: NeMo's models around them.
-_DESCRIBED_MODELS = frozenset(
+_SUPPORTED_MODELS = frozenset(
     (
         "Baichuan2Model",
         "BertModel",
@@ -122,7 +122,7 @@ def refused_class(config: Any) -> tuple[str, str] | None:
     """
     mro = getattr(getattr(config, "__fn_or_cls__", type(config)), "__mro__", ())
     for place, kind in enumerate(mro):
-        if kind.__name__ in _DESCRIBED_CLASSES or "__dataclass_fields__" not in vars(kind):
+        if kind.__name__ in _SUPPORTED_CLASSES or "__dataclass_fields__" not in vars(kind):
             continue
         stranger = next(
             (n for n in vars(kind).get("__annotations__", ()) if n not in CLASSIFIED), None
@@ -130,7 +130,7 @@ def refused_class(config: Any) -> tuple[str, str] | None:
         if stranger is not None:
             return kind.__name__, f"what its field {stranger} does to a model is not known here"
         if (method := _overridden(kind, mro[place + 1 : -1])) is not None:
-            return kind.__name__, f"its own {method} may build a model that is not described"
+            return kind.__name__, f"its own {method} may build a model that is not supported"
     return None
 
 
@@ -152,10 +152,10 @@ def refused_model(wrapper: Any) -> tuple[str, str] | None:
     """
     built = getattr(wrapper, "__fn_or_cls__", type(wrapper))
     for kind in getattr(built, "__mro__", (built,)):
-        if kind.__name__ in _DESCRIBED_MODELS:
+        if kind.__name__ in _SUPPORTED_MODELS:
             return None
         if kind.__module__.partition(".")[0] == "nemo":
-            return kind.__name__, "such a model is not described"
+            return kind.__name__, "such a model is not supported"
     return None
 
 

@@ -47,26 +47,26 @@ _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", 
 #: Pattern in a class's name -> what this planner lacks to plan such a model: a better reason for
 #: families that are well known; any other that is not known is refused by ``architecture``.
 _REFUSED_CLASSES: Mapping[str, str] = {
-    "Mamba": "state-space layers are not described",
-    "^SSM": "state-space layers are not described",
-    "NemotronH": "state-space layers are not described",
-    "Hyena": "convolution layers are not described",
+    "Mamba": "state-space layers are not supported",
+    "^SSM": "state-space layers are not supported",
+    "NemotronH": "state-space layers are not supported",
+    "Hyena": "convolution layers are not supported",
     "^T5": "encoder-decoder models have two stacks",
-    "Gemma2": "its extra norms and capped scores are not described",
-    "Gemma3": "its extra norms and two kinds of windows are not described",
-    "Llama4": "its chunked attention and two kinds of layers are not described",
-    "Qwen3Next": "linear-attention layers are not described",
+    "Gemma2": "its extra norms and capped scores are not supported",
+    "Gemma3": "its extra norms and two kinds of windows are not supported",
+    "Llama4": "its chunked attention and two kinds of layers are not supported",
+    "Qwen3Next": "linear-attention layers are not supported",
     "Heterogeneous": "every layer may have another shape",
-    "VL(Model|Config|Provider|$)": "vision towers are not described",
-    "Vision": "vision towers are not described",
-    "Llava": "vision towers are not described",
-    "Neva": "vision towers are not described",
-    "Ministral3": "vision towers are not described",
-    "Omni": "multimodal models are not described",
-    "Audio": "multimodal models are not described",
-    "Diffusion": "diffusion models are not described",
-    "^DiT": "diffusion models are not described",
-    "Flux": "diffusion models are not described",
+    "VL(Model|Config|Provider|$)": "vision towers are not supported",
+    "Vision": "vision towers are not supported",
+    "Llava": "vision towers are not supported",
+    "Neva": "vision towers are not supported",
+    "Ministral3": "vision towers are not supported",
+    "Omni": "multimodal models are not supported",
+    "Audio": "multimodal models are not supported",
+    "Diffusion": "diffusion models are not supported",
+    "^DiT": "diffusion models are not supported",
+    "Flux": "diffusion models are not supported",
     "Embedding": "embedding models have another head and another batch",
     "Reranker": "rerankers have another head and another batch",
 }
@@ -82,7 +82,7 @@ def spec_from_transformer_config(
         vocab_size: rows of the embedding; before padding, unless ``vocab_is_padded``.
 
     Raises:
-        UnplannableModelError: if this planner does not describe such a model, naming what it lacks.
+        UnplannableModelError: if this planner does not support such a model, naming what it lacks.
         UserInputError: if the shape is impossible.
 
     Source: ``megatron.core.transformer.transformer_config``, NeMo's ``GPTConfig``,
@@ -122,7 +122,7 @@ def spec_from_transformer_config(
 
 
 def refuse_unplannable(config: Any, *wrappers: Any) -> None:
-    """Raise for models that this planner does not describe.
+    """Raise for models that this planner does not support.
 
     Args:
         wrappers: what holds the config, such as NeMo's model class; looked at by name.
@@ -160,7 +160,7 @@ def refuse_adapters(adapters: Any, where: str) -> None:
     """
     if adapters is not None:
         name = class_names(adapters)[0]
-        raise _unplannable(where, name, "weights that are not trained are not described")
+        raise _unplannable(where, name, "weights that are not trained are not supported")
 
 
 def _family(config: Any) -> ModelFamily:
@@ -176,7 +176,7 @@ def _activation(config: Any) -> str:
     name = function if isinstance(function, str) else getattr(function, "__name__", repr(function))
     if name not in _ACTIVATIONS:
         raise _unplannable(
-            "model.activation_func", name, f"described are {', '.join(sorted(_ACTIVATIONS))}"
+            "model.activation_func", name, f"supported are {', '.join(sorted(_ACTIVATIONS))}"
         )
     return _ACTIVATIONS[name]
 

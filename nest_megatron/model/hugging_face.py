@@ -33,7 +33,7 @@ _ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
 #: Part of a ``model_type`` -> why such a model cannot be planned.
 _REFUSED: Mapping[str, str] = types.MappingProxyType(
     {
-        "gemma3n_text": "its embeddings in every layer are not described",
+        "gemma3n_text": "its embeddings in every layer are not supported",
         **dict.fromkeys(
             ("mamba", "rwkv", "xlstm", "recurrent_gemma"), "it is a state-space or recurrent model"
         ),
@@ -75,7 +75,7 @@ _REFUSED: Mapping[str, str] = types.MappingProxyType(
             "it is a vision or multimodal model",
         ),
         "cohere": "its attention and MLP work side by side, and its logits are scaled",
-        "gemma": "its scaled embeddings, extra norms and logit caps are not described",
+        "gemma": "its scaled embeddings, extra norms and logit caps are not supported",
     }
 )
 
@@ -139,7 +139,7 @@ def _model_type(mapping: Config, name: str) -> str:
 
 def _not_known(model_type: str) -> str:
     close = difflib.get_close_matches(model_type, _READERS, n=1, cutoff=0.75)
-    return "this architecture is not described" + (
+    return "this architecture is not supported" + (
         f" (the nearest name: {close[0]})" if close else ""
     )
 
@@ -241,7 +241,7 @@ def _qwen_window(f: ConfigFields) -> Shape:
     if not f.flag("use_sliding_window"):
         return {"window_size": None}
     if upper:
-        raise f.wrong("use_sliding_window", "a window on the upper layers only is not described")
+        raise f.wrong("use_sliding_window", "a window on the upper layers only is not supported")
     return {"window_size": window}
 
 
@@ -293,7 +293,7 @@ def _latent_attention(f: ConfigFields) -> Shape:
 def _gpt_oss(f: ConfigFields) -> Shape:
     window = f.get("sliding_window")
     if not f.flag("attention_bias", True):
-        raise f.wrong("attention_bias", "gpt-oss without biases is not described")
+        raise f.wrong("attention_bias", "gpt-oss without biases is not supported")
     return {
         **_decoder(f),
         "activation": "quick_gelu",  # the file says silu; the experts use a clamped quick GELU
@@ -311,7 +311,7 @@ def _gemma3_text(f: ConfigFields) -> Shape:
     """As the catalogue has it: the second norm after each block is left out (it weighs nothing)."""
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if f.get(cap) is not None:
-            raise f.wrong(cap, "capped scores and logits are not described")
+            raise f.wrong(cap, "capped scores and logits are not supported")
     return {
         **_decoder(f, "hidden_activation"),
         "rotary_base": _rotary_base(f, 1_000_000),
@@ -375,7 +375,7 @@ def _gpt2(f: ConfigFields) -> Shape:
 
 def _bert(f: ConfigFields) -> Shape:
     if f.get("position_embedding_type", "absolute") != "absolute":
-        raise f.wrong("position_embedding_type", "only absolute positions are described")
+        raise f.wrong("position_embedding_type", "only absolute positions are supported")
     return {
         "family": "bert",
         **_absolute(

@@ -119,7 +119,7 @@ def selective_recompute(modules: Iterable[str]) -> Recompute:
             raise UserInputError(
                 "recompute_modules",
                 value=name,
-                limit=f"the modules that are described are {', '.join(known)}",
+                limit=f"the modules that are supported are {', '.join(known)}",
                 fix=nearest(str(name), known),
             )
     return Recompute(

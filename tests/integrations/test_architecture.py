@@ -145,7 +145,7 @@ def test_a_user_may_stand_before_a_model_of_nemo() -> None:
     other = type("ReadsImages", (known,), {"__module__": "nemo.collections.vlm"})
     assert architecture.refused_model(mine()) is None
     assert architecture.refused_model(SimpleNamespace()) is None
-    assert architecture.refused_model(other()) == ("ReadsImages", "such a model is not described")
+    assert architecture.refused_model(other()) == ("ReadsImages", "such a model is not supported")
 
 
 @pytest.mark.parametrize(

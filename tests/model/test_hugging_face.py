@@ -286,8 +286,8 @@ def test_transformers_5_nests_the_rotary_base() -> None:
         ("cohere", "side by side"),
         ("cohere2", "side by side"),
         ("gemma3n_text", "embeddings in every layer"),
-        ("dbrx", "this architecture is not described. Supported"),
-        (None, "not described"),
+        ("dbrx", "this architecture is not supported. Supported"),
+        (None, "not supported"),
     ],
 )
 def test_unplannable_models_are_refused_with_what_is_supported(

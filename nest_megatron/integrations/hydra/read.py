@@ -97,15 +97,15 @@ _ACTIVATIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "fast-geglu": ("", {"activation": "gelu", "gated_linear_unit": True}),
 }
 _REFUSED: Mapping[str, str] = {
-    "fsdp": "torch's FSDP is not described",
+    "fsdp": "torch's FSDP is not supported",
     "num_micro_batches_with_partial_activation_checkpoints": "recomputation that changes from "
-    "micro batch to micro batch is not described",
+    "micro batch to micro batch is not supported",
     "activations_checkpoint_layers_per_pipeline": "recomputation that changes from stage to stage "
-    "is not described",
-    "drop_layers": "layers that are left out are not described",
+    "is not supported",
+    "drop_layers": "layers that are left out are not supported",
     "encoder": "encoder-decoder models have two stacks",
     "decoder": "encoder-decoder models have two stacks",
-    "hyena": "convolution layers are not described",
+    "hyena": "convolution layers are not supported",
 }
 #: What is read of an application whose model is named.
 _OF_THE_JOB = (
@@ -152,7 +152,7 @@ def read_app(view: AppView, composed: Composed) -> Job:
         composed: the planning job's settings; a model named there is the application's.
 
     Raises:
-        UnplannableModelError: for a model that this planner does not describe.
+        UnplannableModelError: for a model that this planner does not support.
         UserInputError: if a size is missing or impossible, naming where it could lie.
     """
     require_known_fields(view, _KNOWN, _OF_THE_MODEL)
@@ -241,7 +241,7 @@ def _activation(name: str) -> tuple[str, dict[str, Any]]:
         raise UnplannableModelError(
             "model.activation",
             value=name,
-            limit=f"described are {', '.join(_ACTIVATIONS)}",
+            limit=f"supported are {', '.join(_ACTIVATIONS)}",
             fix="Launch this job without nest.",
         )
     return _ACTIVATIONS[name]
@@ -261,7 +261,7 @@ def _refuse_unplannable(view: AppView) -> None:
         raise UnplannableModelError(
             f"{view.settings.root}.mcore_gpt",
             value=False,
-            limit="NeMo's own layers are not described, only megatron-core's",
+            limit="NeMo's own layers are not supported, only megatron-core's",
             fix="Set it to true, or launch this job without nest.",
         )
 

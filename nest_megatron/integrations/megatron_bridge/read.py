@@ -58,7 +58,7 @@ def read_recipe(
             process if not given.
 
     Raises:
-        UnplannableModelError: if this planner does not describe the model, naming what it lacks.
+        UnplannableModelError: if this planner does not support the model, naming what it lacks.
         UserInputError: if a field is missing or wrong.
     """
     spec = read_spec(cfg, vocab_size)
@@ -113,7 +113,7 @@ def read_spec(cfg: Any, vocab_size: int | None) -> TransformerSpec:
     """The model of a configuration.
 
     Raises:
-        UnplannableModelError: if this planner does not describe it.
+        UnplannableModelError: if this planner does not support it.
         UserInputError: if a field is missing or wrong.
     """
     _require_container(cfg)

@@ -1,7 +1,7 @@
 """From Megatron's arguments to a model and a job.
 
 Only what the user decided is read; what Megatron would derive (``ffn_hidden_size``, heads, kinds of
-layers) follows its own default rules. Models that this planner does not describe are refused by
+layers) follows its own default rules. Models that this planner does not support are refused by
 name.
 
 Source: ``megatron.training.arguments.validate_args`` and ``core_transformer_config_from_args``.
@@ -45,7 +45,7 @@ _REFUSED_ARGUMENTS = {
     "retro_add_retriever": "retrieval models have an encoder",
     "perform_rl_step": "an RL step is generation as well as training",
     "decoder_num_layers": "encoder-decoder models have two stacks",
-    "step_batch_size_schedule": "a batch that grows by a schedule is not described",
+    "step_batch_size_schedule": "a batch that grows by a schedule is not supported",
     "use_checkpoint_args": "the model's shape would come from a checkpoint; give the model's flags",
     "use_legacy_models": "legacy models have another code path",
 }
@@ -70,7 +70,7 @@ def read_job(command: ReadCommand, *, vocab_size: int | None = None) -> Job:
         vocab_size: vocabulary of the tokenizer, where the command does not say it.
 
     Raises:
-        UnplannableModelError: for a model that this planner does not describe.
+        UnplannableModelError: for a model that this planner does not support.
         UserInputError: if the command lacks a size, or its sizes contradict each other.
     """
     require_optimizer(command.values, command.version)
@@ -179,7 +179,7 @@ def _require_degrees(values: Mapping[str, Any]) -> None:
 
 
 def refuse_unplannable(values: Mapping[str, Any], script: str) -> None:
-    """Raise for models that this planner does not describe, naming the flag."""
+    """Raise for models that this planner does not support, naming the flag."""
     for name, reason in _REFUSED_ARGUMENTS.items():
         if values.get(name):
             raise UnplannableModelError(
@@ -195,7 +195,7 @@ def refuse_unplannable(values: Mapping[str, Any], script: str) -> None:
         raise UnplannableModelError(
             "training script",
             value=script if found in words else layer_spec,
-            limit="only GPT- and BERT-like models are described",
+            limit="only GPT- and BERT-like models are supported",
             fix="Launch this job without nest.",
         )
 

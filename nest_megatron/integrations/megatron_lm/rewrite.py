@@ -61,7 +61,7 @@ class Rewrite:
     """A rewritten command's arguments, and what changed.
 
     Args:
-        changes: flags before and after; ``None`` is a flag that is absent, empty text a bare switch.
+        changes: flags before and after; ``None`` is an absent flag, empty text a bare switch.
         written: destinations that the plan decided, those that it left out included.
     """
 

@@ -68,7 +68,7 @@ def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Job:
         vocab_size: of the tokenizer, where the recipe names one whose files are not here.
 
     Raises:
-        UnplannableModelError: if this planner does not describe the model, naming what it lacks.
+        UnplannableModelError: if this planner does not support the model, naming what it lacks.
         UserInputError: if a field is missing or wrong.
     """
     spec, notes = read_spec(recipe, vocab_size)
@@ -132,7 +132,7 @@ def read_spec(recipe: Any, vocab_size: int | None) -> tuple[TransformerSpec, tup
     """The model of a recipe, and what was assumed of it.
 
     Raises:
-        UnplannableModelError: if this planner does not describe it.
+        UnplannableModelError: if this planner does not support it.
         UserInputError: if a field is missing or wrong.
     """
     _require_recipe(recipe)

@@ -186,7 +186,7 @@ def refusals_section(judged: Sequence[Judged]) -> str:
     return "\n\n".join(
         (
             "## Rows that are refused",
-            "A row that says too little, or something that the model does not describe, is counted "
+            "A row that says too little, or something that the model does not support, is counted "
             "here and nowhere else. `--rows FILE` writes each with its reason.",
             table(("reason", "kind", "rows"), rows, numeric=1) if rows else "None.",
         )
