@@ -25,20 +25,20 @@ from nest_megatron.report.plan_facts import (
     setting_value,
 )
 from nest_megatron.report.schedule_view import ScheduleView, schedule_view, windows
+from nest_megatron.report.terminal import summary_rows
 from nest_megatron.report.timeline import legend, timeline_svg
 from nest_megatron.report.words import (
     MEMORY_WORDS,
     TERM_WORDS,
     certificate,
-    confidence_words,
-    fastest_words,
-    goodput_words,
-    headroom_words,
     memory_verdict,
     proof,
     range_words,
 )
 from nest_megatron.units import GIB, format_chance, format_gib, format_seconds, to_ticks
+
+#: Of the summary, what the page shows as figures at its top.
+_FIGURES = ("Iteration", "Range")
 
 
 def html_report(
@@ -63,7 +63,7 @@ def html_report(
         f"{train.precision.value}. Cluster {plan.cluster.name}.",
         figures=_figures(plan),
         verdict=_verdict(plan),
-        facts=_facts(plan),
+        facts=[row for row in summary_rows(plan) if row[0] not in _FIGURES],
         stages=stages(plan),
         terms=_terms(plan),
         memory=_memory(plan),
@@ -102,22 +102,6 @@ def _verdict(plan: ParallelPlan) -> str:
         predicted.peak_memory_bytes, predicted.capacity_bytes, plan.search.not_modelled
     )
     return f"In memory this layout {memory}. {proof(plan)}" if memory else proof(plan)
-
-
-def _facts(plan: ParallelPlan) -> Sequence[tuple[str, str]]:
-    """What the terminal says of a plan beside its figures, by the same names."""
-    predicted = plan.predicted
-    facts = [("Bound by", predicted.binding_constraint)]
-    if (fastest := fastest_words(plan)) != "":
-        facts.append(("Preferred to", fastest))
-    if plan.headroom is not None:
-        facts.append(("Left free", headroom_words(plan.headroom)))
-    facts += [("Not taken", offer) for offer in plan.offers]
-    if plan.goodput is not None:
-        gpus, step_s = plan.placement.num_gpus, predicted.iteration_time_s
-        facts.append(("Goodput", goodput_words(plan.goodput, gpus, step_s)))
-    told = "" if plan.uncertainty is None else f"{confidence_words(plan.uncertainty)}; "
-    return [*facts, ("Confidence", f"{told}times and memory are predictions of a cost model")]
 
 
 def _terms(plan: ParallelPlan) -> Sequence[Mapping[str, Any]]:

@@ -15,6 +15,7 @@ from nest_megatron.parallel.rank_order import GroupKind, group_of_rank, group_sh
 from nest_megatron.plain import to_plain
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.differences import term_differences
+from nest_megatron.report.runners_up import as_alternative, degree_cells
 from nest_megatron.report.words import incomplete_ranking, term_words, ties
 from nest_megatron.units import GB, format_gib, format_seconds
 
@@ -32,15 +33,6 @@ _GROUPS = (
     ("pp", "pipeline", GroupKind.PP),
     ("dp", "data", GroupKind.DP_CP),
     ("expert_dp", "expert data", GroupKind.EDP),
-)
-_DEGREES = (
-    ("TP", "tensor_model_parallel_size"),
-    ("PP", "pipeline_model_parallel_size"),
-    ("VPP", "virtual_pipeline_model_parallel_size"),
-    ("CP", "context_parallel_size"),
-    ("DP", "data_parallel_size"),
-    ("EP", "expert_model_parallel_size"),
-    ("ETP", "expert_tensor_parallel_size"),
 )
 
 
@@ -148,12 +140,7 @@ def runners_up(plan: ParallelPlan, times: LayerTimes | None = None) -> Mapping[s
     """Runners-up: what they lose, and what they do differently; columns all share are left out."""
     if not plan.alternatives:
         return None
-    own = Alternative.of(
-        plan.grid(),
-        pipeline_model_parallel_layout=plan.parallel.pipeline_model_parallel_layout,
-        iteration_time_s=plan.predicted.iteration_time_s,
-        slower_percent=0.0,
-    )
+    own = as_alternative(plan)
     best, others = _described(own), [_described(other) for other in plan.alternatives]
     differ = [name for name in best if any(other[name] != best[name] for other in others)]
     told = any(other.chance_slower is not None for other in plan.alternatives)
@@ -181,12 +168,4 @@ def _runner_up(
 
 
 def _described(other: Alternative) -> dict[str, str]:
-    return {
-        "GPUs": str(other.num_gpus),
-        **{short: _shown(getattr(other, name)) for short, name in _DEGREES},
-        "micro batch": str(other.micro_batch_size),
-        "ZeRO": str(other.zero_stage),
-        "recompute": other.recompute.replace("+", " + "),
-        "rank order": other.rank_order.value,
-        "stage layout": _shown(other.pipeline_model_parallel_layout),
-    }
+    return {**degree_cells(other), "Stages": _shown(other.pipeline_model_parallel_layout)}

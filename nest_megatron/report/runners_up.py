@@ -46,7 +46,10 @@ def alternatives_table(plan: ParallelPlan) -> RenderableType:
         columns["Sure"].append("" if sure is None else f"{100 * sure:.0f} %")
     if not any(columns["Sure"]):
         del columns["Sure"]
-    rows = [_plan_degrees(plan), *(_degree_cells(plan, other) for other in plan.alternatives)]
+    rows = [
+        degree_cells(as_alternative(plan)),
+        *(degree_cells(other) for other in plan.alternatives),
+    ]
     columns |= _unusual(plan, rows)
     table = _table(columns)
     said = filter(None, (ties(plan), incomplete_ranking(plan.search)))
@@ -81,7 +84,7 @@ def _shortlist_row(plan: ParallelPlan, number: int, share: float) -> list[str]:
     other = plan.alternatives[number - 1] if number else None
     known = plan.uncertainty if other is None else other.uncertainty
     predicted = plan.predicted if other is None else other
-    cells = _plan_degrees(plan) if other is None else _degree_cells(plan, other)
+    cells = degree_cells(as_alternative(plan)) if other is None else degree_cells(other)
     usual = {"GPUs": str(plan.cluster.num_gpus), **_USUAL}
     assert known is not None
     return [
@@ -123,7 +126,8 @@ def _table(columns: Mapping[str, Sequence[str]]) -> FittingTable:
     return table
 
 
-def _degree_cells(plan: ParallelPlan, other: Alternative) -> dict[str, str]:
+def degree_cells(other: Alternative) -> dict[str, str]:
+    """The layout of a runner-up by column."""
     return {
         "GPUs": str(other.num_gpus),
         "TP": str(other.tensor_model_parallel_size),
@@ -140,11 +144,11 @@ def _degree_cells(plan: ParallelPlan, other: Alternative) -> dict[str, str]:
     }
 
 
-def _plan_degrees(plan: ParallelPlan) -> dict[str, str]:
-    own = Alternative.of(
+def as_alternative(plan: ParallelPlan) -> Alternative:
+    """A plan as a runner-up to itself."""
+    return Alternative.of(
         plan.grid(),
-        pipeline_model_parallel_layout=None,
+        pipeline_model_parallel_layout=plan.parallel.pipeline_model_parallel_layout,
         iteration_time_s=plan.predicted.iteration_time_s,
         slower_percent=0.0,
     )
-    return _degree_cells(plan, own)

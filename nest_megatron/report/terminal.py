@@ -98,10 +98,14 @@ def explain_report(
 
 def summary(plan: ParallelPlan) -> RenderableType:
     """The plan in a few lines: the job, the layout, the prediction."""
+    title = Text.assemble((plan.model.name, "bold"), " on ", (plan.cluster.describe(), "bold"))
+    return Group(title.append(f", {plan.cluster.name}"), pairs(summary_rows(plan)))
+
+
+def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
+    """What a plan is, by name: its figures, its layout, and why this one."""
     predicted, chosen, train = plan.predicted, plan.parallel, plan.train
     grid = plan.grid()
-    title = Text.assemble((plan.model.name, "bold"), " on ", (plan.cluster.describe(), "bold"))
-    title.append(f", {plan.cluster.name}")
     rows: list[tuple[str, str | Text]] = [
         ("Iteration", _headline(plan)),
         ("Layout", _degrees(plan)),
@@ -133,7 +137,7 @@ def summary(plan: ParallelPlan) -> RenderableType:
     rows += [("Not taken", offer) for offer in plan.offers]
     if train.precision.value != "bf16":
         rows.insert(3, ("Precision", train.precision.value))
-    return Group(title, pairs(rows))
+    return rows
 
 
 def _headline(plan: ParallelPlan) -> Text:

@@ -136,7 +136,7 @@ REGIMES: tuple[Regime, ...] = (
     Regime(
         name=RegimeName.SMALL_STEP,
         definition=f"a measured step under {SMALL_STEP_S:g} s",
-        reason="launches, host work and latencies weigh as much as the work",
+        reason="launches, CPU overhead and latencies weigh as much as the work",
         holds=lambda each: 0 < _step_s(each) < SMALL_STEP_S,
     ),
     Regime(

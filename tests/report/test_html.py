@@ -19,7 +19,7 @@ from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
 from nest_megatron.report.charts import IDLE, INK
 from nest_megatron.report.html import html_report
 from nest_megatron.report.plan_facts import funnel_steps, setting_meanings
-from nest_megatron.report.terminal import plan_report
+from nest_megatron.report.terminal import plan_report, summary_rows
 from nest_megatron.units import GIB, to_ticks
 from tests.report.plans import SHAPES, hand_plan, searched_plan
 
@@ -233,3 +233,12 @@ def test_a_term_below_the_clocks_tick_is_not_listed() -> None:
     terms = {**plan.predicted.terms, "embedding_sync": 3.96e-13}
     noisy = dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, terms=terms))
     assert "embedding sync" not in html_report(noisy)
+
+
+def test_the_page_begins_with_what_the_terminal_says() -> None:
+    """The layout, the batch and what binds the plan stand under its figures."""
+    plan = searched_plan()
+    text = unescape(html_report(plan))
+    for name, words in summary_rows(plan)[2:]:
+        assert f"<dt>{name}</dt><dd>{words}</dd>" in text
+    assert "<dt>Layout</dt><dd>TP " in text
