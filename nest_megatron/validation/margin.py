@@ -64,7 +64,9 @@ class LeftOut:
     point: MarginPoint
 
 
-def samples(outcomes: Iterable[RowOutcome], reserve: Bytes) -> tuple[Sample, ...]:
+def samples(
+    outcomes: Iterable[RowOutcome], reserve: Bytes, *, stated: bool = True
+) -> tuple[Sample, ...]:
     """What the margin can learn from: runs with a predicted need and a known device.
 
     A run that ran and does not say what it computed again is predicted with a setting that fits,
@@ -73,6 +75,7 @@ def samples(outcomes: Iterable[RowOutcome], reserve: Bytes) -> tuple[Sample, ...
     Args:
         outcomes: rows of throughput and memory; ``needed_bytes`` and ``device_bytes`` are used.
         reserve: ``CostSettings.memory_reserve_bytes``.
+        stated: ``False`` for the rows that are left out.
     """
     return tuple(
         Sample(
@@ -85,7 +88,7 @@ def samples(outcomes: Iterable[RowOutcome], reserve: Bytes) -> tuple[Sample, ...
         if outcome.needed_bytes is not None
         and outcome.device_bytes
         and outcome.risk is not None
-        and (outcome.out_of_memory or states_recompute(outcome.row))
+        and (outcome.out_of_memory or states_recompute(outcome.row)) is stated
     )
 
 

@@ -295,13 +295,18 @@ def _certainty(
 
 
 def risks_by_regime(files: Iterable[Judged]) -> dict[str, RiskBin]:
-    """How many runs were expected to run out of memory, and how many did."""
+    """How many runs were expected to run out of memory, and how many did.
+
+    Regimes are of runs that say what they computed again; what the others are predicted with is a
+    guess, which they show to be wrong where they were expected to run out.
+    """
     runs = [o for each in files if each.file.kind is RowKind.THROUGHPUT for o in each.as_stated]
     holding = {str(each.name): [o for o in runs if each.holds(o)] for each in REGIMES}
     reserve = CostSettings().memory_reserve_bytes
     risks = {
         name: whole_risk(samples(held, reserve)) for name, held in {**holding, "all": runs}.items()
     }
+    risks["recompute not stated"] = whole_risk(samples(runs, reserve, stated=False))
     return {name: each for name, each in risks.items() if each.runs}
 
 

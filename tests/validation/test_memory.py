@@ -42,7 +42,9 @@ from nest_megatron.validation.outcome import Basis, RowOutcome
 from nest_megatron.validation.possible import states_recompute
 from nest_megatron.validation.predict import Predictor
 from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.report import risks_by_regime
 from nest_megatron.validation.rows import read_rows
+from tests.cli.test_validate import RUN, table
 
 DATA = Path(__file__).parent / "data"
 MIB = 2**20
@@ -198,6 +200,7 @@ def test_rows_whose_recomputation_is_chosen_to_fit_teach_no_margin() -> None:
     short = dataclasses.replace(ran, out_of_memory=True)
     stated = dataclasses.replace(ran, row={**row, "recompute": "full"})
     assert len(samples([ran, short, stated], 0)) == 2
+    assert len(samples([ran, short, stated], 0, stated=False)) == 1
 
 
 def _throughput_row(**cells: str) -> dict[str, str]:
@@ -260,3 +263,19 @@ def test_chances_stand_beside_what_became_of_the_runs() -> None:
     (whole,) = risk_bins(data, (0.0, 1.0))
     assert whole == whole_risk(data)
     assert whole.cells() == ("5", "30.0", "40.0", "1.5", "2")
+
+
+def test_the_chance_to_run_out_stands_beside_what_became_of_the_runs_of_a_regime(
+    tmp_path: Path,
+) -> None:
+    rows = (
+        {**RUN, "row_id": "a", "recompute": "none"},
+        {**RUN, "row_id": "b", "recompute": "none", "outcome": "oom"},
+        {**RUN, "row_id": "c", "recompute": "not stated"},
+    )
+    file = read_rows(table(tmp_path / "runs.csv", *rows))
+    found = risks_by_regime([Assessor(ModelBook.load()).judge(file)])
+    assert (found["dense"].runs, found["dense"].out_of_memory) == (2, 1)
+    assert found["all"] == found["dense"]
+    assert found["recompute not stated"].runs == 1
+    assert "moe" not in found

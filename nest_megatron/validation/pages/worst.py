@@ -126,7 +126,7 @@ def margin_section(judged: Sequence[Judged]) -> str:
             "what became of them. Runs of one source stand or fall together, and runs that end are "
             "seldom published:",
             _risk_table(data),
-            "By regime, of files of runs:",
+            "By regime, of files of runs; the last row has the runs that are left out above:",
             _regime_risk_table(judged),
         )
     )
