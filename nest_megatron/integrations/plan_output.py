@@ -1,4 +1,4 @@
-"""The file that a job's plan is kept in where the user names one: ``nest.out``."""
+"""Files of plans that a launched job names: ``nest.out`` and ``nest.plan``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output
+from nest_megatron.planner.pins import Pin
 
 WHAT = "nest.out"
 
@@ -34,3 +35,32 @@ def plan_output(named: str | None, inputs: Sequence[str | None] = ()) -> Path | 
             fix="Name a file in a folder that you may write to.",
         )
     return out
+
+
+def told_where(path: Path) -> str:
+    """What is said of a plan that was written."""
+    return f"nest: the full plan is in {path} (`nest-megatron explain` shows it)"
+
+
+def pinned_file(named: str | None) -> Path:
+    """The file of the plan that ``+nest=pinned`` launches.
+
+    Args:
+        named: the value of ``nest.plan``.
+
+    Raises:
+        UserInputError: if none is named.
+    """
+    if named is None:
+        raise UserInputError(
+            "nest.plan",
+            value=None,
+            limit="+nest=pinned launches a reviewed plan",
+            fix="Name it: nest.plan=FILE (`nest-megatron pin` makes one).",
+        )
+    return Path(named).expanduser()
+
+
+def pinned_by(pin: Pin) -> str:
+    """What is said of who pinned a plan."""
+    return f"Pinned {pin.created} by {pin.by}."

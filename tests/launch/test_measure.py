@@ -26,14 +26,6 @@ from nest_megatron.integrations.megatron_lm.measure import (
     planned_with,
     with_profile,
 )
-from nest_megatron.integrations.megatron_lm.measure_orders import (
-    Answer,
-    ChildOrders,
-    Orders,
-    Skipped,
-    read_answer,
-    read_orders,
-)
 from nest_megatron.integrations.megatron_lm.measure_process import (
     MeasuringError,
     measure_in_child,
@@ -41,6 +33,13 @@ from nest_megatron.integrations.megatron_lm.measure_process import (
     threads_for,
 )
 from nest_megatron.integrations.megatron_lm.measure_tasks import shape_of, tasks_for
+from nest_megatron.integrations.megatron_lm.messages import (
+    Answer,
+    Orders,
+    Skipped,
+    from_json,
+    to_json,
+)
 from nest_megatron.integrations.megatron_lm.own_layers import JobArguments, job_arguments
 from nest_megatron.integrations.megatron_lm.planning import decide
 from nest_megatron.megatron_core.stage import Where
@@ -248,16 +247,15 @@ def test_the_budget_reaches_the_child_and_is_shared_by_its_pieces(children: Chil
     measure_job(measuring("nest.profile.max_seconds=8"))
     (orders,) = children.orders
     assert orders.max_seconds == 8
-    told = ChildOrders(orders=orders, num_threads=1, parent=1)
-    assert told.piece_seconds == pytest.approx(max(0.2, 8 / len(orders.tasks)))
+    assert orders.piece_seconds == pytest.approx(max(0.2, 8 / len(orders.tasks)))
 
 
 def test_orders_and_answers_survive_the_way(children: Children) -> None:
     measure_job(measuring())
     (orders,) = children.orders
-    assert read_orders(orders.to_text()) == orders
+    assert from_json(Orders, to_json(orders)) == orders
     answer = children.measure(orders)
-    assert read_answer(answer.to_text()) == answer
+    assert from_json(Answer, to_json(answer)) == answer
 
 
 def test_a_job_s_arguments_are_those_it_states_or_has_from_elsewhere() -> None:
@@ -327,21 +325,15 @@ def test_a_child_ends_when_another_rank_fails(monkeypatch: pytest.MonkeyPatch) -
 
 
 PARENT = """
-import json, os, subprocess, sys
-from nest_megatron.plain import to_plain
-from nest_megatron.integrations.megatron_lm.measure_orders import ChildOrders
-from tests.launch.test_measure import orders_for
+import os, subprocess, sys
 code = '''
-import json, os, sys, time
+import sys, time
 from nest_megatron.integrations.megatron_lm.measure_child import end_with
-end_with(json.load(sys.stdin)["parent"])
+end_with(int(sys.argv[1]))
 print("ready", flush=True)
 time.sleep(60)
 '''
-told = ChildOrders(orders=orders_for(), num_threads=1, parent=os.getpid())
-child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True)
-child.stdin.write(json.dumps(to_plain(told)))
-child.stdin.close()
+child = subprocess.Popen([sys.executable, "-c", code, str(os.getpid())])
 print("child", child.pid, flush=True)
 child.wait()
 """

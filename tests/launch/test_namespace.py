@@ -12,8 +12,8 @@ import pytest
 
 from nest_megatron.errors import NestError, UnplannableModelError, UserInputError
 from nest_megatron.integrations.megatron_lm.attach import launch_request
-from nest_megatron.integrations.megatron_lm.decision import read_decision
 from nest_megatron.integrations.megatron_lm.launch import apply
+from nest_megatron.integrations.megatron_lm.messages import Decision, from_json, to_json
 from nest_megatron.integrations.megatron_lm.namespace import (
     command_of,
     recorded_version,
@@ -62,7 +62,7 @@ def test_every_model_comes_back_as_planned(name: str, version: str) -> None:
     assert not check(launch_request(plan, job.command))
 
     before = vars(copy.copy(args))
-    again = read_decision(decision.to_text())
+    again = from_json(Decision, to_json(decision))
     assert again == decision
     apply(args, again)
     changed = {name for name, value in vars(args).items() if before[name] != value}

@@ -85,8 +85,9 @@ def _tell(found: Any, view: Any) -> None:
 
 
 def _keep(found: Any, path: Path) -> None:
+    from nest_megatron.integrations.plan_output import told_where
     from nest_megatron.parallel import plan_file
     from nest_megatron.report.console import say
 
     plan_file.write(found.plan, path)
-    say(f"nest: the full plan is in {path} (`nest-megatron explain` shows it)")
+    say(told_where(path))

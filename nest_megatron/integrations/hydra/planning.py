@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +14,6 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.job import FreeParameters, Job
 from nest_megatron.config.launch import Mode
 from nest_megatron.config.request import request_for
-from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.execution_fields import execution_items
 from nest_megatron.integrations.field_mapping import planned_items
 from nest_megatron.integrations.hydra.expressible_space import (
@@ -29,6 +27,7 @@ from nest_megatron.integrations.hydra.size import is_launched, num_gpus
 from nest_megatron.integrations.hydra.view import AppView
 from nest_megatron.integrations.megatron_lm.search_space import job_space
 from nest_megatron.integrations.megatron_lm.typed import freed_flags
+from nest_megatron.integrations.plan_output import pinned_by, pinned_file
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import plan as find_plan
@@ -106,18 +105,10 @@ def _place(view: AppView, size: int, environment: Mapping[str, str]) -> Surround
 def _pinned(
     view: AppView, size: int, environment: Mapping[str, str]
 ) -> tuple[ParallelPlan, Job, tuple[str, ...]]:
-    if view.settings.plan is None:
-        raise UserInputError(
-            "nest.plan",
-            value=None,
-            limit="+nest=pinned launches a reviewed plan",
-            fix="Name it: nest.plan=FILE (`nest-megatron pin` makes one).",
-        )
-    pinned = read_pinned(Path(view.settings.plan).expanduser())
+    pinned = read_pinned(pinned_file(view.settings.plan))
     job = read_app(view, compose(view.settings.settings(None)))
     require_same_job(pinned, _found(view, pinned, job, size, environment))
-    who = f"Pinned {pinned.pin.created} by {pinned.pin.by}."
-    return pinned.plan, job, (who,)
+    return pinned.plan, job, (pinned_by(pinned.pin),)
 
 
 def _found(

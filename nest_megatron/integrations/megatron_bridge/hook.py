@@ -29,7 +29,7 @@ from nest_megatron.integrations.megatron_lm.agreement import broadcast, require_
 from nest_megatron.integrations.megatron_lm.ranks import Rendezvous, ending_together, words_of
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.megatron_lm.same_job import fields, versions
-from nest_megatron.integrations.plan_output import plan_output
+from nest_megatron.integrations.plan_output import pinned_file, plan_output
 from nest_megatron.integrations.plan_recipe import free_parameters, pinned_recipe, plan_recipe
 from nest_megatron.integrations.slurm import rank_variables
 from nest_megatron.parallel import plan_file
@@ -190,7 +190,7 @@ def _find(
     recipe: Job, words: LaunchWords, launch: LaunchConfig, keep: tuple[str, ...]
 ) -> ParallelPlan:
     if words.mode is Mode.PINNED:
-        return _pinned(recipe, launch)
+        return pinned_recipe(recipe, pinned_file(launch.plan))
     settings = tuple(setting for setting in words.job if setting.key != "out")
     given = [s.value for s in words.job if s.key == "out"]
     out = plan_output(given[-1] if given else None)
@@ -201,17 +201,6 @@ def _find(
     if out is not None:
         plan_file.write(plan, out)
     return plan
-
-
-def _pinned(recipe: Job, launch: LaunchConfig) -> ParallelPlan:
-    if launch.plan is None:
-        raise UserInputError(
-            "nest.plan",
-            value=None,
-            limit="+nest=pinned launches a reviewed plan",
-            fix="Name it: nest.plan=FILE (`nest-megatron pin` makes one).",
-        )
-    return pinned_recipe(recipe, Path(launch.plan))
 
 
 def _refuse_settings(words: LaunchWords) -> None:

@@ -9,7 +9,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nest_megatron.integrations.launched import launched_report
 from nest_megatron.integrations.megatron_lm.attach import (
@@ -19,18 +19,16 @@ from nest_megatron.integrations.megatron_lm.attach import (
 )
 from nest_megatron.integrations.megatron_lm.flag_cost import print_costs
 from nest_megatron.integrations.megatron_lm.launch import apply, asked_file, find, keep, validated
+from nest_megatron.integrations.megatron_lm.launched_job import LaunchedJob
 from nest_megatron.integrations.megatron_lm.namespace import require_planned
 from nest_megatron.integrations.megatron_lm.planning import Outcome
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.console import command_lines, say
 from nest_megatron.report.console import show as show_parts
 
-if TYPE_CHECKING:
-    from nest_megatron.integrations.megatron_lm.hook import Session
-
 
 def show(
-    session: Session,
+    launched: LaunchedJob,
     args: Namespace,
     defaults: Mapping[str, Any],
     validate: Callable[..., Any],
@@ -44,7 +42,7 @@ def show(
     """
     if os.environ.get("RANK", "0") != "0":
         return
-    outcome = find(session, args, defaults)
+    outcome = find(launched, args, defaults)
     plan = outcome.decision.plan
     show_parts(launched_report(plan, outcome.changes, outcome.notes))
     args.world_size = plan.placement.num_gpus
@@ -54,20 +52,20 @@ def show(
         validated(validate, args, defaults, unplanned)
     require_planned(args, plan)
     say("nest: Megatron's own validation accepts this.\n")
-    _show_command(session, outcome)
-    if asked_file(session) is not None:
-        say(keep(session, plan))
+    _show_command(launched, outcome)
+    if asked_file(launched) is not None:
+        say(keep(launched, plan))
     if outcome.searched is not None and outcome.searched.kept:
         print_costs(outcome.searched)
     say("nest: dry run; nothing was started.")
 
 
-def _show_command(session: Session, outcome: Outcome) -> None:
+def _show_command(launched: LaunchedJob, outcome: Outcome) -> None:
     plan = outcome.decision.plan
     launch = plan.launch[LAUNCHER]
     wanted = [(name, text) for name, text in launch.environment.items() if text is not None]
     say("nest: the same without nest\n")
-    say(command_lines(launch_words(plan, session.script, launch.argv), wanted))
+    say(command_lines(launch_words(plan, launched.script, launch.argv), wanted))
     for name, text in launch.environment.items():
         if text is None:
             say(f"  with {name} unset")

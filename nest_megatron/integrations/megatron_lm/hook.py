@@ -12,16 +12,15 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.boot import is_asked_for, settings_in
-from nest_megatron.config.launch import LaunchWords, Mode, read_launch, read_words, split_words
-from nest_megatron.config.schema import LaunchConfig
+from nest_megatron.config.launch import Mode, read_launch, read_words, split_words
 from nest_megatron.errors import OK, NestError, UserInputError
+from nest_megatron.integrations.megatron_lm.launched_job import LaunchedJob
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS
-from nest_megatron.integrations.megatron_lm.ranks import Rendezvous, ending_together
+from nest_megatron.integrations.megatron_lm.ranks import ending_together
 from nest_megatron.integrations.slurm import rank_variables
 from nest_megatron.report.failure import end, ending_on_errors
 
@@ -29,35 +28,15 @@ if TYPE_CHECKING:
     from nest_megatron.parallel.plan import ParallelPlan
 
 
-@dataclass(slots=True)
-class Session:
-    """This process's part in the planned job.
-
-    Args:
-        argv: the script's own arguments.
-        rendezvous: where the ranks meet.
-        decision: what rank 0 decided, once it has.
-        groups_checked: Megatron's process groups were compared with the plan's.
-    """
-
-    words: LaunchWords
-    launch: LaunchConfig
-    script: str
-    argv: tuple[str, ...]
-    rendezvous: Rendezvous = field(default_factory=Rendezvous)
-    decision: Any = None
-    groups_checked: bool = False
-
-
-_session: Session | None = None
+_job: LaunchedJob | None = None
 #: Megatron-Bridge's configuration was planned, or ``+nest=off`` asked for nothing.
 _bridge_is_settled = False
 
 
 def before_training() -> None:
     """Take our words off the command line, before Megatron's parser sees them."""
-    global _session  # noqa: PLW0603 - one process, one job
-    if _session is not None:
+    global _job  # noqa: PLW0603 - one process, one job
+    if _job is not None:
         return
     if not is_asked_for(sys.argv):
         with ending_on_errors():
@@ -74,7 +53,7 @@ def before_training() -> None:
             return
         _refuse_yaml(rest)
         os.environ.update(rank_variables(os.environ))
-        _session = Session(words=words, launch=launch, script=sys.argv[0], argv=tuple(rest))
+        _job = LaunchedJob(words=words, launch=launch, script=sys.argv[0], argv=tuple(rest))
 
 
 def _is_hydras_own() -> bool:
@@ -110,7 +89,7 @@ def _refuse_yaml(argv: Sequence[str]) -> None:
 
 def after_arguments(module: ModuleType) -> None:
     """Plan where Megatron validates its arguments."""
-    if _session is None:
+    if _job is None:
         return
     original = getattr(module, "validate_args", None)
     if original is None:
@@ -131,18 +110,18 @@ def _planning(validate: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(validate)
     def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) -> Any:
         defaults = {} if defaults is None else defaults
-        session = _session
-        if session is None or session.decision is not None:
+        job = _job
+        if job is None or job.decision is not None:
             return validate(args, defaults)
-        with ending_together(session.rendezvous):
-            if session.launch.dry_run:
+        with ending_together(job.rendezvous):
+            if job.launch.dry_run:
                 from nest_megatron.integrations.megatron_lm.dry_run import show
 
-                show(session, args, defaults, validate)
+                show(job, args, defaults, validate)
                 sys.exit(OK)
             from nest_megatron.integrations.megatron_lm.launch import run
 
-            return run(session, args, defaults, validate)
+            return run(job, args, defaults, validate)
 
     return validate_args
 
@@ -163,9 +142,9 @@ def after_bridge_overrides(module: ModuleType) -> None:
 def after_initialize(module: ModuleType) -> None:
     """Let what does not train come as far as the arguments without CUDA (0.16 asks first)."""
     original = getattr(module, "initialize_megatron", None)
-    if _session is None or original is None:
+    if _job is None or original is None:
         return
-    if not (_session.launch.dry_run or _session.launch.stop_before_training):
+    if not (_job.launch.dry_run or _job.launch.stop_before_training):
         return
 
     @functools.wraps(original)
@@ -179,25 +158,25 @@ def after_initialize(module: ModuleType) -> None:
 
 def after_training(module: ModuleType) -> None:
     """Compare the first steps with the prediction, on rank 0."""
-    session = _session
+    job = _job
     original = getattr(module, "train_step", None)
-    if session is None or session.launch.watch == 0 or original is None:
+    if job is None or job.launch.watch == 0 or original is None:
         return
-    module.train_step = _first_step(session, module, original)  # type: ignore[attr-defined]
+    module.train_step = _first_step(job, module, original)  # type: ignore[attr-defined]
 
 
 def _first_step(
-    session: Session, module: ModuleType, original: Callable[..., Any]
+    job: LaunchedJob, module: ModuleType, original: Callable[..., Any]
 ) -> Callable[..., Any]:
     """At the first step it is known which rank this is; only rank 0 keeps a wrapper."""
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         step = original
-        if session.decision is not None and os.environ.get("RANK", "0") == "0":
+        if job.decision is not None and os.environ.get("RANK", "0") == "0":
             from nest_megatron.integrations.megatron_lm.watch import expected, watched
 
-            step = watched(original, session.launch.watch, expected(session.decision.plan))
+            step = watched(original, job.launch.watch, expected(job.decision.plan))
         module.train_step = step  # type: ignore[attr-defined]
         return step(*args, **kwargs)
 
@@ -228,13 +207,12 @@ def after_parallel_state(module: ModuleType) -> None:
 
 def _plan_of_groups() -> ParallelPlan | None:
     """The plan that Megatron's groups are compared with, once in a job of Megatron-LM."""
-    if _session is None:
+    if _job is None:
         return _plan_of_hydra_application()
-    if _session.groups_checked or _session.decision is None:
+    if _job.groups_checked or _job.decision is None:
         return None
-    _session.groups_checked = True
-    plan: ParallelPlan = _session.decision.plan
-    return plan
+    _job.groups_checked = True
+    return _job.decision.plan
 
 
 def _plan_of_hydra_application() -> ParallelPlan | None:
@@ -278,7 +256,7 @@ def _require_plan() -> None:
     if _bridge_is_settled or _plan_of_hydra_application() is not None or _is_hydras_own():
         return
     asked = is_asked_for([word for word in sys.argv if not word.endswith("=off")])
-    if (asked and _session is None) or (_session is not None and _session.decision is None):
+    if (asked and _job is None) or (_job is not None and _job.decision is None):
         raise NestError(
             "the command asks for +nest, but nothing was planned: this program calls neither "
             "megatron.training.arguments.validate_args, where Megatron-LM "

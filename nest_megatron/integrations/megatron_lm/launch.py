@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.config.cluster_detection import (
@@ -27,12 +27,13 @@ from nest_megatron.config.job import Job
 from nest_megatron.config.launch import Mode
 from nest_megatron.errors import OK, NestError, RefusedByMegatronError, UserInputError
 from nest_megatron.integrations.megatron_lm.agreement import Hosts, broadcast, require_equal
-from nest_megatron.integrations.megatron_lm.decision import Decision, read_decision
 from nest_megatron.integrations.megatron_lm.groups import (
     check_groups,
     check_permutation,
     ranks_by_host,
 )
+from nest_megatron.integrations.megatron_lm.launched_job import LaunchedJob
+from nest_megatron.integrations.megatron_lm.messages import Decision, from_json, to_json
 from nest_megatron.integrations.megatron_lm.namespace import (
     flags_of,
     recorded_version,
@@ -49,18 +50,15 @@ from nest_megatron.integrations.megatron_lm.ranks import words_of
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.megatron_lm.same_job import arguments, comparable, versions
-from nest_megatron.integrations.plan_output import plan_output
+from nest_megatron.integrations.plan_output import pinned_by, pinned_file, plan_output, told_where
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner.pins import Found, read_pinned, require_same_job
 from nest_megatron.profile.mode import ProfileMode
 
-if TYPE_CHECKING:
-    from nest_megatron.integrations.megatron_lm.hook import Session
-
 
 def run(
-    session: Session,
+    launched: LaunchedJob,
     args: Namespace,
     defaults: Mapping[str, Any],
     validate: Callable[..., Any],
@@ -73,32 +71,32 @@ def run(
     Raises:
         NestError: if no plan can be made or carried out; nothing has touched a GPU then.
     """
-    store = _store(session, args)
+    store = _store(launched, args)
     if store is None:
-        return _run(session, args, defaults, validate, None)
+        return _run(launched, args, defaults, validate, None)
     with store.propagating_errors():
-        require_equal(store, _command(session, args, defaults), what="command")
-        return _run(session, args, defaults, validate, store)
+        require_equal(store, _command(launched, args, defaults), what="command")
+        return _run(launched, args, defaults, validate, store)
 
 
 def _run(
-    session: Session,
+    launched: LaunchedJob,
     args: Namespace,
     defaults: Mapping[str, Any],
     validate: Callable[..., Any],
     store: RendezvousStore | None,
 ) -> Any:
-    job = _measured(session, args, defaults, store) if _measures(session) else None
+    job = _measured(launched, args, defaults, store) if _measures(launched) else None
 
     def solve(hosts: Hosts) -> str:
-        found = find(session, args, defaults) if job is None else _decided(session, *job)
-        outcome = _with_ranks(session, found, hosts)
-        tell(session, outcome)
-        return outcome.decision.to_text()
+        found = find(launched, args, defaults) if job is None else _decided(launched, *job)
+        outcome = _with_ranks(launched, found, hosts)
+        tell(launched, outcome)
+        return to_json(outcome.decision)
 
     text = solve(lambda: ["localhost"]) if store is None else broadcast(store, solve)
-    decision = session.decision = read_decision(text)
-    if session.launch.stop_before_training:
+    decision = launched.decision = from_json(Decision, text)
+    if launched.launch.stop_before_training:
         if store is not None:
             checksum = decision.plan.provenance.checksum
             require_equal(store, {"plan": checksum}, what="plan")  # no rank ends before the others
@@ -108,7 +106,7 @@ def _run(
     result = validated(validate, args, defaults, unplanned)
     require_planned(args, decision.plan)
     if store is not None:
-        require_equal(store, _arguments(session, args), what="arguments")
+        require_equal(store, _arguments(launched, args), what="arguments")
     return result
 
 
@@ -155,70 +153,73 @@ def _place_and_words(error: Exception) -> tuple[object, ...]:
     return type(error), str(error), last.filename, last.lineno
 
 
-def _command(session: Session, args: Namespace, defaults: Mapping[str, Any]) -> dict[str, str]:
+def _command(launched: LaunchedJob, args: Namespace, defaults: Mapping[str, Any]) -> dict[str, str]:
     """What this rank was started with."""
     return {
         **versions(),
-        **words_of(session.words),
+        **words_of(launched.words),
         "defaults of the script": comparable(defaults),
-        **_arguments(session, args),
+        **_arguments(launched, args),
     }
 
 
-def _arguments(session: Session, args: Namespace) -> dict[str, str]:
+def _arguments(launched: LaunchedJob, args: Namespace) -> dict[str, str]:
     from megatron.core import __version__ as release
 
     flags = flags_of(recorded_version(release))
-    return arguments(args, flags, session.launch.may_differ)
+    return arguments(args, flags, launched.launch.may_differ)
 
 
-def _store(session: Session, args: Namespace) -> RendezvousStore | None:
+def _store(launched: LaunchedJob, args: Namespace) -> RendezvousStore | None:
     """Where the ranks meet; ``None`` for a process that has no others."""
     if args.world_size == 1 or args.fake_process_group:
         return None
     timeout_s = 60.0 * (args.distributed_timeout_minutes or 10)
-    return session.rendezvous.join(args.rank, args.world_size, session.words, timeout_s)
+    return launched.rendezvous.join(args.rank, args.world_size, launched.words, timeout_s)
 
 
-def find(session: Session, args: Namespace, defaults: Mapping[str, Any]) -> Outcome:
+def find(launched: LaunchedJob, args: Namespace, defaults: Mapping[str, Any]) -> Outcome:
     """A plan for the job of this process: searched, or pinned.
 
     Raises:
         NestError: if there is none.
     """
-    asked_file(session)
-    job = _read(session, args, defaults)
-    if session.words.mode is Mode.PINNED:
-        return _pinned(session, job, args.world_size)
-    return _decided(session, job, _place(session, args))
+    asked_file(launched)
+    job = _read(launched, args, defaults)
+    if launched.words.mode is Mode.PINNED:
+        return _pinned(launched, job, args.world_size)
+    return _decided(launched, job, _place(launched, args))
 
 
-def _read(session: Session, args: Namespace, defaults: Mapping[str, Any]) -> Job:
+def _read(launched: LaunchedJob, args: Namespace, defaults: Mapping[str, Any]) -> Job:
     from megatron.core import __version__ as release
 
-    command_line = (session.script, session.argv)
+    command_line = (launched.script, launched.argv)
     return read_running_job(args, defaults, command_line, recorded_version(release))
 
 
-def _place(session: Session, args: Namespace) -> Surroundings:
-    dry_run = session.launch.dry_run
-    return surroundings(session.words.job, args.world_size, os.environ, dry_run=dry_run)
+def _place(launched: LaunchedJob, args: Namespace) -> Surroundings:
+    dry_run = launched.launch.dry_run
+    return surroundings(launched.words.job, args.world_size, os.environ, dry_run=dry_run)
 
 
-def _decided(session: Session, job: Job, place: Surroundings) -> Outcome:
-    launch = session.launch
+def _decided(launched: LaunchedJob, job: Job, place: Surroundings) -> Outcome:
+    launch = launched.launch
     return decide(job, place, free=launch.free, alternative=launch.alternative)
 
 
-def _measures(session: Session) -> bool:
+def _measures(launched: LaunchedJob) -> bool:
     """Whether layers are to be measured first; said in the command itself, so all ranks know."""
-    said = [s.value for s in session.words.job if s.key == "profile.mode" and s.value is not None]
+    said = [s.value for s in launched.words.job if s.key == "profile.mode" and s.value is not None]
     asked = said[-1:] == [ProfileMode.MEASURE.value]
-    return asked and session.words.mode is Mode.AUTO and not session.launch.dry_run
+    return asked and launched.words.mode is Mode.AUTO and not launched.launch.dry_run
 
 
 def _measured(
-    session: Session, args: Namespace, defaults: Mapping[str, Any], store: RendezvousStore | None
+    launched: LaunchedJob,
+    args: Namespace,
+    defaults: Mapping[str, Any],
+    store: RendezvousStore | None,
 ) -> tuple[Job, Surroundings] | None:
     """The job and where it runs, with layer times measured just now, on rank 0; all take part."""
     from nest_megatron.integrations.megatron_lm.measure import measure_job, planned_with
@@ -226,30 +227,23 @@ def _measured(
     read: list[tuple[Job, Surroundings]] = []
 
     def job() -> tuple[Job, Surroundings]:
-        asked_file(session)
-        read.append((_read(session, args, defaults), _place(session, args)))
+        asked_file(launched)
+        read.append((_read(launched, args, defaults), _place(launched, args)))
         return read[0]
 
-    measured = measure_job(job, store=store, defaults=defaults, free=session.launch.free)
+    measured = measure_job(job, store=store, defaults=defaults, free=launched.launch.free)
     if not read:
         return None
     ((found, place),) = read
     return found, planned_with(place, measured)
 
 
-def _pinned(session: Session, job: Job, world_size: int) -> Outcome:
-    if session.launch.plan is None:
-        raise UserInputError(
-            "nest.plan",
-            value=None,
-            limit="+nest=pinned launches a reviewed plan",
-            fix="Name it: nest.plan=FILE (`nest-megatron pin` makes one).",
-        )
-    pinned = read_pinned(Path(session.launch.plan).expanduser())
-    dry_run = session.launch.dry_run
-    named = names_cluster(session.words.job)
+def _pinned(launched: LaunchedJob, job: Job, world_size: int) -> Outcome:
+    pinned = read_pinned(pinned_file(launched.launch.plan))
+    dry_run = launched.launch.dry_run
+    named = names_cluster(launched.words.job)
     if named:
-        place = surroundings(session.words.job, world_size, os.environ, dry_run=dry_run)
+        place = surroundings(launched.words.job, world_size, os.environ, dry_run=dry_run)
         world_size = place.cluster.num_gpus
     elif dry_run and "WORLD_SIZE" not in os.environ:
         world_size = pinned.plan.placement.num_gpus
@@ -267,8 +261,8 @@ def _pinned(session: Session, job: Job, world_size: int) -> Outcome:
         memory_flags=job.memory_flags,
     )
     require_same_job(pinned, found)
-    who = f"Pinned {pinned.pin.created} by {pinned.pin.by}."
-    return carry_out(_with_rows_of(job, pinned.plan), job.command, (who,))
+    plan = _with_rows_of(job, pinned.plan)
+    return carry_out(plan, job.command, (pinned_by(pinned.pin),))
 
 
 def _with_rows_of(job: Job, plan: ParallelPlan) -> ParallelPlan:
@@ -280,10 +274,10 @@ def _with_rows_of(job: Job, plan: ParallelPlan) -> ParallelPlan:
     return dataclasses.replace(plan, model=model)
 
 
-def _with_ranks(session: Session, outcome: Outcome, hosts: Hosts) -> Outcome:
+def _with_ranks(launched: LaunchedJob, outcome: Outcome, hosts: Hosts) -> Outcome:
     """The outcome with the ranks that processes take: as told, or each host's together."""
     ranks = outcome.decision.ranks
-    asked = session.launch.ranks
+    asked = launched.launch.ranks
     if isinstance(asked, list):
         ranks = tuple(asked)
     elif ranks is None and asked == "by_host":
@@ -313,25 +307,25 @@ def apply(args: Namespace, decision: Decision) -> None:
         os.environ["RANK"] = str(args.rank)
 
 
-def tell(session: Session, outcome: Outcome) -> None:
+def tell(launched: LaunchedJob, outcome: Outcome) -> None:
     """Say on rank 0 what will run and why, and keep the full plan in a file."""
     from nest_megatron.integrations.launched import launched_report
     from nest_megatron.integrations.megatron_lm.flag_cost import print_costs
     from nest_megatron.report.console import say, show
 
     show(launched_report(outcome.decision.plan, outcome.changes, outcome.notes))
-    say(keep(session, outcome.decision.plan))
+    say(keep(launched, outcome.decision.plan))
     if outcome.searched is not None and outcome.searched.kept:
         threading.Thread(target=print_costs, args=(outcome.searched,), daemon=True).start()
 
 
-def asked_file(session: Session) -> Path | None:
+def asked_file(launched: LaunchedJob) -> Path | None:
     """The file that the user wants the plan in, checked."""
-    given = [setting.value for setting in session.words.job if setting.key == "out"]
-    return plan_output(given[-1] if given else None, [session.launch.plan])
+    given = [setting.value for setting in launched.words.job if setting.key == "out"]
+    return plan_output(given[-1] if given else None, [launched.launch.plan])
 
 
-def keep(session: Session, plan: ParallelPlan) -> str:
+def keep(launched: LaunchedJob, plan: ParallelPlan) -> str:
     """Write the plan file; a cache that cannot be written is no reason to stop.
 
     Returns:
@@ -339,7 +333,7 @@ def keep(session: Session, plan: ParallelPlan) -> str:
     """
     from platformdirs import user_cache_path
 
-    asked = path = asked_file(session)
+    asked = path = asked_file(launched)
     try:
         if path is None:
             name = f"{plan.model.name}-{plan.provenance.checksum}.yaml"
@@ -350,7 +344,7 @@ def keep(session: Session, plan: ParallelPlan) -> str:
         if asked is not None:
             raise
         return f"nest: the full plan could not be kept ({error}); nest.out=FILE names a place."
-    return f"nest: the full plan is in {path} (`nest-megatron explain` shows it)"
+    return told_where(path)
 
 
 def compare_groups(plan: ParallelPlan, parallel_state: ModuleType) -> None:

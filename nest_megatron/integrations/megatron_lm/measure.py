@@ -19,13 +19,6 @@ from nest_megatron.config.job import Job
 from nest_megatron.config.request import require_seconds
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.agreement import Check, broadcast, gather
-from nest_megatron.integrations.megatron_lm.measure_orders import (
-    Answer,
-    Orders,
-    Skipped,
-    read_answer,
-    read_orders,
-)
 from nest_megatron.integrations.megatron_lm.measure_process import (
     SPARE_S,
     MeasuringError,
@@ -40,6 +33,13 @@ from nest_megatron.integrations.megatron_lm.measure_store import (
     untimed_file,
 )
 from nest_megatron.integrations.megatron_lm.measure_tasks import tasks_for
+from nest_megatron.integrations.megatron_lm.messages import (
+    Answer,
+    Orders,
+    Skipped,
+    from_json,
+    to_json,
+)
 from nest_megatron.integrations.megatron_lm.own_layers import job_arguments
 from nest_megatron.integrations.megatron_lm.planning import decide
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
@@ -105,10 +105,10 @@ def measure_job(
         orders, known = _orders(found, place, defaults or {}, tuple(free), max_seconds)
         before.append(known)
         _announce(orders, 1 if store is None else store.context.world_size)
-        return orders.to_text()
+        return to_json(orders)
 
     text = plan_tasks(None) if store is None else broadcast(store, plan_tasks, what=_TASKS)
-    orders = read_orders(text)
+    orders = from_json(Orders, text)
     answers = _answers(orders, store) if orders.tasks else ()
     if store is not None and store.context.rank:
         return Measured()
@@ -194,10 +194,11 @@ def _answers(orders: Orders, store: RendezvousStore | None) -> tuple[Answer, ...
     context = store.context
 
     def work(check: Check) -> str:
-        return _own_part(orders, context.rank, context.world_size, check).to_text()
+        return to_json(_own_part(orders, context.rank, context.world_size, check))
 
     limit_s = orders.max_seconds + SPARE_S + context.rendezvous_timeout_s
-    return tuple(map(read_answer, gather(store, work, what=_TIMINGS, limit_s=limit_s)))
+    parts = gather(store, work, what=_TIMINGS, limit_s=limit_s)
+    return tuple(from_json(Answer, part) for part in parts)
 
 
 def _own_part(orders: Orders, rank: int, num_ranks: int, check: Check) -> Answer:

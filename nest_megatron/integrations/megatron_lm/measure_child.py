@@ -1,42 +1,40 @@
 """A child process that times pieces of layers and ends.
 
 Whoever starts it must not touch CUDA itself yet, and has its memory back whole when this ends. The
-orders come as JSON on standard input; each line of standard output is JSON too: the machine, a
-timing, a piece that was skipped, and at last that all is done. What the frameworks print goes to
-standard error.
+orders come as JSON on standard input, and the answer goes to standard output once all is done. What
+the frameworks print goes to standard error.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import TextIO
 
-from nest_megatron.integrations.megatron_lm.measure_orders import ChildOrders, Skipped
+from nest_megatron.integrations.megatron_lm.messages import (
+    Answer,
+    Orders,
+    Skipped,
+    from_json,
+    to_json,
+)
 from nest_megatron.megatron_core.stage import Where
-from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.profile.layer_timer import Measuring
 from nest_megatron.profile.records import Timing
 from nest_megatron.profile.session import Task, run, this_machine
 
-#: Words of a line: what it holds.
-MACHINE, TIMING, SKIPPED, DONE = "machine", "timing", "skipped", "done"
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
 def main() -> None:
-    """Carry out the orders on standard input."""
-    told = from_plain(ChildOrders, json.load(sys.stdin))
-    end_with(told.parent)
+    """Carry out the orders on standard input; the parent and torch's threads are arguments."""
+    parent, num_threads = map(int, sys.argv[1:])
+    end_with(parent)
     with _own_output() as out:
-        for word, record in measured(told):
-            out.write(json.dumps({word: to_plain(record)}) + "\n")
-            out.flush()
+        out.write(to_json(measured(from_json(Orders, sys.stdin.read()), num_threads)))
     os._exit(0)  # a framework's own way out may take long, or fail
 
 
@@ -48,56 +46,57 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def measured(told: ChildOrders) -> Iterator[tuple[str, Any]]:
-    """Lines to write: the machine first, then a timing or the reason of each piece."""
+def measured(orders: Orders, num_threads: int) -> Answer:
+    """The timing, or the reason for none, of each piece that was begun in time.
+
+    Args:
+        num_threads: of torch, where the pieces run on the CPU.
+    """
     import torch
 
     from nest_megatron.integrations.megatron_lm.own_layers import JobLayers
 
-    orders = told.orders
     if orders.where is not Where.GPU:
-        torch.set_num_threads(told.num_threads)
+        torch.set_num_threads(num_threads)
     measuring = Measuring(
         where=orders.where,
         implementation=orders.implementation,
-        max_seconds=told.piece_seconds,
+        max_seconds=orders.piece_seconds,
         make_layers=JobLayers(orders.job, orders.where),
     )
-    yield MACHINE, this_machine(orders.where, orders.implementation)
+    machine = this_machine(orders.where, orders.implementation)
     until = time.monotonic() + orders.max_seconds
+    timings: list[Timing] = []
+    skipped: list[Skipped] = []
     for task in orders.tasks:
-        yield from _one(told, task, measuring, until)
-    yield DONE, None
+        done = _one(orders, task, measuring, until)
+        timings += (each for each in done if isinstance(each, Timing))
+        skipped += (each for each in done if isinstance(each, Skipped))
+    return Answer(machine=machine, timings=tuple(timings), skipped=tuple(skipped))
 
 
-def _one(
-    told: ChildOrders, task: Task, measuring: Measuring, until: float
-) -> Iterator[tuple[str, Timing | Skipped]]:
+def _one(orders: Orders, task: Task, measuring: Measuring, until: float) -> list[Timing | Skipped]:
     """One piece; what cannot be built says so, and the others are timed all the same.
 
     After an error of CUDA itself nothing more runs in a process, so that one ends it.
     """
-    too_large: list[str] = []
+    done: list[Timing | Skipped] = []
+
+    def skip(_: object, reason: str) -> None:
+        done.append(Skipped(task=task, reason=reason, is_too_large=True))
+
     try:
-        for timing in run(
-            told.orders.spec,
-            [task],
-            measuring,
-            until=until,
-            on_skip=lambda _, reason: too_large.append(reason),
-        ):
-            yield TIMING, timing
+        done += run(orders.spec, [task], measuring, until=until, on_skip=skip)
     except Exception as error:  # whatever Megatron has against this shape
         if "CUDA error" in str(error):
             raise
         words = str(error).strip().splitlines() or [type(error).__name__]
-        yield SKIPPED, Skipped(task=task, reason=words[0], is_too_large=False)
-    for reason in too_large:
-        yield SKIPPED, Skipped(task=task, reason=reason, is_too_large=True)
+        done.append(Skipped(task=task, reason=words[0], is_too_large=False))
+    return done
 
 
 def _own_output() -> TextIO:
-    """Standard output for our lines alone; what others print goes to standard error."""
+    """Standard output for the answer alone; what others print goes to standard error."""
     sys.stdout.flush()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

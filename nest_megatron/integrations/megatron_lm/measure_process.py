@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import dataclasses
 import os
 import subprocess
 import sys
@@ -11,23 +11,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO
 
 from nest_megatron.config.cluster_detection import processes_per_host
 from nest_megatron.errors import NestError
 from nest_megatron.integrations.megatron_lm.agreement import Check
-from nest_megatron.integrations.megatron_lm.measure_orders import (
-    Answer,
-    ChildOrders,
-    Orders,
-    Skipped,
-)
+from nest_megatron.integrations.megatron_lm.messages import Answer, Orders, from_json, to_json
 from nest_megatron.megatron_core.stage import Where
-from nest_megatron.plain import from_plain, to_plain
-from nest_megatron.profile.records import Machine, Timing
 from nest_megatron.units import Seconds
-
-Record = TypeVar("Record")
 
 _COMMAND = (sys.executable, "-m", "nest_megatron.integrations.megatron_lm.measure_child")
 #: Time for what the budget leaves out: imports from a slow disk, and a last piece that was begun.
@@ -70,46 +61,37 @@ def measure_in_child(
     Raises:
         MeasuringError: if the child dies or takes too long, with its last words.
     """
-    threads = threads_for(environment)
-    told = ChildOrders(orders=orders, num_threads=threads, parent=os.getpid())
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         given, out, err = (
             stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
             for _ in range(3)
         )
-        json.dump(to_plain(told), given)
+        given.write(to_json(orders))
         given.seek(0)
-        child = stack.enter_context(
-            _started(given, out, err, child_environment(orders, environment))
-        )
+        command = [*_COMMAND, str(os.getpid()), str(threads_for(environment))]
+        variables = child_environment(orders, environment)
+        child = stack.enter_context(_started(command, (given, out, err), variables))
         _wait(child, check, started + orders.max_seconds + spare_s, err)
         out.seek(0)
-        lines = [json.loads(line) for line in out if line.endswith("\n")]
-        if child.returncode or not lines or "done" not in lines[-1]:
+        answer = out.read()
+        if child.returncode or not answer:
             raise MeasuringError(f"{_end(child.returncode)}{_last_words(err)}")
-    return _answer(lines, time.monotonic() - started)
-
-
-def _answer(lines: Sequence[Mapping[str, object]], seconds: Seconds) -> Answer:
-    """A child's lines as one record."""
-    (machine,) = _records(Machine, lines, "machine")
-    timings, skipped = _records(Timing, lines, "timing"), _records(Skipped, lines, "skipped")
-    return Answer(machine=machine, timings=timings, skipped=skipped, seconds=seconds)
-
-
-def _records(
-    kind: type[Record], lines: Sequence[Mapping[str, object]], word: str
-) -> tuple[Record, ...]:
-    return tuple(from_plain(kind, line[word], word) for line in lines if word in line)
+    found = from_json(Answer, answer)
+    return dataclasses.replace(found, seconds=time.monotonic() - started)
 
 
 @contextlib.contextmanager
 def _started(
-    given: IO[str], out: IO[str], err: IO[str], environment: Mapping[str, str]
+    command: Sequence[str], files: tuple[IO[str], IO[str], IO[str]], environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A running child, which is gone in the end."""
-    child = subprocess.Popen(_COMMAND, stdin=given, stdout=out, stderr=err, env=dict(environment))
+    """A running child, which is gone in the end.
+
+    Args:
+        files: its standard input, output and error.
+    """
+    given, out, err = files
+    child = subprocess.Popen(command, stdin=given, stdout=out, stderr=err, env=dict(environment))
     try:
         yield child
     finally:

@@ -13,8 +13,8 @@ from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.cluster.records import Precision
 from nest_megatron.documents import read_json
 from nest_megatron.errors import ProfileError
-from nest_megatron.integrations.megatron_lm.measure_orders import Answer, Orders, Skipped
 from nest_megatron.integrations.megatron_lm.measure_tasks import Shape, shape_of
+from nest_megatron.integrations.megatron_lm.messages import Answer, Orders, Skipped
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.shard import LayerShard

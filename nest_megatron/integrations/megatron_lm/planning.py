@@ -18,7 +18,7 @@ from nest_megatron.integrations.megatron_lm.checkpoint import (
     required,
 )
 from nest_megatron.integrations.megatron_lm.command_request import job_request
-from nest_megatron.integrations.megatron_lm.decision import Decision
+from nest_megatron.integrations.megatron_lm.messages import Decision
 from nest_megatron.integrations.megatron_lm.namespace import command_of, written_values
 from nest_megatron.integrations.megatron_lm.optimizer_rules import require_optimizer
 from nest_megatron.integrations.megatron_lm.read import job_of, refuse_unplannable

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from nest_megatron.integrations.launched import fields_report
+from nest_megatron.integrations.plan_output import told_where
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.console import say, show
@@ -24,7 +25,7 @@ def say_task(
     show(fields_report(plan, changes))
     for sentence in told:
         say(f"nest: {sentence}")
-    say(f"nest: the full plan is in {path} (`nest-megatron explain` shows it)")
+    say(told_where(path))
 
 
 def say_factory(plan: ParallelPlan, changes: Iterable[Change]) -> None:

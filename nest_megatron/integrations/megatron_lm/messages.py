@@ -1,31 +1,52 @@
-"""What a job's ranks and their children are told to measure, and what they answer, as JSON."""
+"""What the ranks of a job and their children tell each other, as records and as JSON."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.integrations.megatron_lm.own_layers import JobArguments
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.profile.records import Machine, Timing
 from nest_megatron.profile.session import Task
 from nest_megatron.units import Seconds
+
+Message = TypeVar("Message", "Decision", "Orders", "Answer")
 
 #: Longest with one piece; a session of many pieces and little time gives each less.
 _LONGEST_PIECE_S, _SHORTEST_PIECE_S = 10.0, 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A plan in the form that a rank carries out: from rank 0 to all.
+
+    Args:
+        values: what to set in Megatron's arguments, by destination.
+        environment: variables to set, ``None`` to unset.
+        ranks: new global rank of each launched rank; ``None`` leaves them.
+    """
+
+    plan: ParallelPlan
+    values: Mapping[str, Any]
+    environment: Mapping[str, str | None]
+    ranks: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """A session of measuring, the same for all ranks.
+    """A session of measuring: from rank 0 to all, and from each to its child.
 
     Args:
         spec: the whole model.
-        tasks: all pieces to time, in order; each rank takes its share.
+        tasks: all pieces to time, in order; a rank's child has the rank's share alone.
         job: what the layers are made from.
         max_seconds: after this no further piece is begun.
     """
@@ -38,34 +59,10 @@ class Orders:
     where: Where
     max_seconds: Seconds
 
-    def to_text(self) -> str:
-        """The orders as JSON."""
-        return json.dumps(to_plain(self))
-
-
-def read_orders(text: str) -> Orders:
-    """The orders of ``Orders.to_text``."""
-    return from_plain(Orders, json.loads(text))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChildOrders:
-    """What one child is told.
-
-    Args:
-        orders: with this rank's share of the tasks alone.
-        num_threads: of torch, where the pieces run on the CPU.
-        parent: the process that started it; the child ends with it.
-    """
-
-    orders: Orders
-    num_threads: int
-    parent: int
-
     @property
     def piece_seconds(self) -> Seconds:
         """Time for the repetitions of one piece."""
-        each = self.orders.max_seconds / max(1, len(self.orders.tasks))
+        each = self.max_seconds / max(1, len(self.tasks))
         return min(_LONGEST_PIECE_S, max(_SHORTEST_PIECE_S, each))
 
 
@@ -84,7 +81,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a rank has measured.
+    """What a rank has measured: from its child to the rank, and on to rank 0.
 
     Args:
         machine: ``None`` of a rank that had nothing to do.
@@ -96,11 +93,12 @@ class Answer:
     skipped: tuple[Skipped, ...] = ()
     seconds: Seconds = 0.0
 
-    def to_text(self) -> str:
-        """The answer as JSON."""
-        return json.dumps(to_plain(self))
+
+def to_json(message: Decision | Orders | Answer) -> str:
+    """A message as text."""
+    return json.dumps(to_plain(message))
 
 
-def read_answer(text: str) -> Answer:
-    """The answer of ``Answer.to_text``."""
-    return from_plain(Answer, json.loads(text))
+def from_json(kind: type[Message], text: str) -> Message:
+    """The message that ``to_json`` wrote."""
+    return from_plain(kind, json.loads(text))
