@@ -16,12 +16,15 @@ from nest_megatron.profile import store
 def empty_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Empty stores for this process and those it starts; a test that fills one names its own.
 
-    Layers are extracted once for all tests.
+    Layers are extracted once for all tests, those of other processes of the same run included.
     """
     before = dict(os.environ)
     folder = tmp_path_factory.mktemp("stores")
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
     os.environ[store.FOLDER_VARIABLE] = str(folder / "profiles")
-    os.environ[cache.FOLDER_VARIABLE] = str(folder / "extract")
+    os.environ[cache.FOLDER_VARIABLE] = str(shared / "extract")
     yield folder
     for name in (store.FOLDER_VARIABLE, cache.FOLDER_VARIABLE):
         os.environ.pop(name)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs the pinned tools, and the project with its compiled kernel, into .venv-test (kept between
-# runs), then runs every check. Arguments go to pytest: bash tests/run.sh tests/solver -k ties
+# runs), then runs every check but the tests marked slow, in two processes. Arguments go to pytest:
+#   bash tests/run.sh tests/solver -k ties       bash tests/run.sh -m slow       bash tests/run.sh -n 0 -x
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 exec </dev/null
@@ -25,9 +26,12 @@ check ruff format --check .
 check codespell
 check cython-lint cython_ext
 check mypy
+check check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+check check-jsonschema --quiet --builtin-schema vendor.github-issue-forms \
+  .github/ISSUE_TEMPLATE/[!c]*.yml
 [ ${#failed[@]} -eq 0 ] || printf '== failed: %s\n' "${failed[@]}"
 
 # Last, so that its closing line is the last line.
 echo "== pytest"
-pytest "$@" || failed+=(pytest)
+pytest -n 2 --dist worksteal -m "not slow" "$@" || failed+=(pytest)
 exit $((${#failed[@]} > 0))
