@@ -227,6 +227,8 @@ step. Default: what is planned where nothing is said ([choice.md](choice.md)).
 * The default gives up **{given_up:.1f} %** of predicted step against the nominal plan in the mean,
   {most:.1f} % at most, more than {limit:g} % in {above} of {jobs} jobs (goal: none). For it the
   mean chance to run out of memory falls from {nominal_risk:.0f} to {default_risk:.1f} %.
+* Of the {starting} jobs whose nominal plan more likely starts than not, it gives up
+  {starting_given_up:.1f} % in the mean, more than {limit:g} % in {starting_above}.
 * Its gain over the published layout is above {gain:.0f} % with a chance of {sure:.0f} in 10 in
   **{doubted} of {jobs}** jobs (goal: at most {share:g} %); by its prediction alone in {alone}.
 """
@@ -241,6 +243,7 @@ def document(
         options: that the command was given.
     """
     given_up = [each.given_up_pct for each in found]
+    starting = [each.given_up_pct for each in found if each.risks[0] <= 0.5]
     lines = [
         HEAD.format(
             command=f"{COMMAND.format(**options)} --out docs/published_choices.md",
@@ -250,6 +253,9 @@ def document(
             most=max(given_up),
             limit=MOST_GIVEN_UP_PCT,
             above=sum(each > MOST_GIVEN_UP_PCT for each in given_up),
+            starting=len(starting),
+            starting_given_up=statistics.fmean(starting),
+            starting_above=sum(each > MOST_GIVEN_UP_PCT for each in starting),
             nominal_risk=100 * statistics.fmean(each.risks[0] for each in found),
             default_risk=100 * statistics.fmean(each.risks[1] for each in found),
             gain=100 * GAIN,
