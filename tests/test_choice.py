@@ -23,7 +23,7 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import PlanRequest, plan
 from nest_megatron.planner import choice as choosing
 from nest_megatron.planner.choice import Candidate, choose_plan, worth_comparing
-from nest_megatron.planner.request import NUM_COMPARED
+from nest_megatron.planner.request import DEFAULT_HEADROOM, NUM_COMPARED
 from nest_megatron.planner.retries import FAILED_START_PERCENT
 from nest_megatron.report.html import html_report
 from nest_megatron.report.terminal import plan_report
@@ -385,3 +385,18 @@ def test_a_sweep_has_no_shortlist() -> None:
     done = run("plan", "-m", *NAMED, "train.global_batch_size=128,256", "--shortlist")
     assert done.code == 2
     assert "--shortlist" in done.err
+
+
+def test_a_layout_is_needed_only_where_it_gains_more_than_the_tie() -> None:
+    """The best plan of Llama 2 13B needs a layout, and one that needs none costs 0.3 % more."""
+    asked = dataclasses.replace(request("llama2_13b", 16), headroom=DEFAULT_HEADROOM)
+    even = dataclasses.replace(asked.space, even_stages=True)
+    best, simple = (
+        found(dataclasses.replace(asked, space=space, tie_percent=0.0)).choice
+        for space in (asked.space, even)
+    )
+    assert best is not None
+    assert simple is not None
+    taken = found(asked)
+    needs_layout = not is_uniform(asked.spec, taken.partition())
+    assert needs_layout == (simple.value_s > 1.01 * best.value_s)

@@ -131,3 +131,18 @@ def test_free_memory_that_was_wanted_is_no_limit_of_the_device() -> None:
         *(request.spec, request.cluster, request.settings, usual.grid(), usual.partition())
     )
     assert again.predicted == usual.predicted
+
+
+def test_roomier_plans_are_searched_only_where_they_may_be_worth_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = []
+    search = Search.run
+    monkeypatch.setattr(Search, "run", lambda self: runs.append(self) or search(self))
+    easy = found(asked("cluster=b200"))
+    assert easy.choice is not None
+    assert easy.choice.slower_percent == 0
+    assert len(runs) == 1
+    found(asked(*FULL))
+    device, roomy = runs[1:3]
+    assert roomy.model.capacity_bytes < device.model.capacity_bytes

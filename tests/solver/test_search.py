@@ -153,11 +153,13 @@ def ends_after(asked: int) -> Callable[[], bool]:
     return lambda: next(left, None) is None
 
 
-def timed(seed: int, **clocks: Callable[[], bool]) -> Search:
+def timed(seed: int, *, slowest: int = NO_THRESHOLD, **clocks: Callable[[], bool]) -> Search:
     rng = random.Random(seed)
     model = CostModel(small_spec(rng), small_cluster(rng), small_settings())
     solve = backend.solver_of(backend.choose(), clocks.get("out_of_time"))
-    return Search(model, rng.choice([4, 8, 12]), SMALL_SPACE, solve, num_layouts=4, **clocks)
+    return Search(
+        model, rng.choice([4, 8, 12]), SMALL_SPACE, solve, num_layouts=4, slowest=slowest, **clocks
+    )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -185,6 +187,14 @@ def test_a_first_plan_changes_no_answer(seed: int) -> None:
     assert found.certificate.optimal == whole.certificate.optimal
     assert found.certificate.candidates == whole.certificate.candidates
     assert found.certificate.illegal == whole.certificate.illegal
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_plans_that_are_of_no_interest_are_left_out(seed: int) -> None:
+    whole = timed(seed).run().plans
+    slowest = whole[len(whole) // 2].iteration if whole else 0
+    found = timed(seed, slowest=slowest).run().plans
+    assert list(found) == [plan for plan in whole if plan.iteration <= slowest]
 
 
 @pytest.mark.parametrize("seed", range(20))
