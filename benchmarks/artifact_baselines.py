@@ -26,9 +26,9 @@ from nest_megatron.research.nest_artifact.boundaries import boundary_table  # no
 from nest_megatron.research.nest_artifact.instance_file import read_instance  # noqa: E402
 from nest_megatron.research.nest_artifact.placement_file import named_baseline  # noqa: E402
 from nest_megatron.research.nest_artifact.price import price  # noqa: E402
-from nest_megatron.research.nest_artifact.records import Baseline, Instance, Placement, Stage  # noqa: E402
+from nest_megatron.research.nest_artifact.records import FixedPlan, Instance, Stage, StagePlacement  # noqa: E402
 from nest_megatron.research.nest_artifact.rule import AS_ARTIFACT, rule_without  # noqa: E402
-from nest_megatron.research.nest_artifact.search import Solution, solve  # noqa: E402
+from nest_megatron.research.nest_artifact.search import ArtifactSolution, solve  # noqa: E402
 
 #: The catalogue's names of the artifact's models. Its "bert" and "bertlarge" are two traces of one.
 MODELS = {
@@ -52,7 +52,7 @@ HEAD = """\
 """
 
 
-def times(instance: Instance, baseline: Baseline) -> dict[str, float | None]:
+def times(instance: Instance, baseline: FixedPlan) -> dict[str, float | None]:
     """A fixed plan's time per batch under each rule."""
     found: dict[str, float | None] = {}
     for name, rule in (("as_shipped", AS_ARTIFACT), ("one_rule", ONE_RULE)):
@@ -65,7 +65,7 @@ def times(instance: Instance, baseline: Baseline) -> dict[str, float | None]:
     return found
 
 
-def best_cuts(instance: Instance, baseline: Baseline) -> float | None:
+def best_cuts(instance: Instance, baseline: FixedPlan) -> float | None:
     """The time of a fixed plan's degrees with the best cuts for them."""
     width, depth = baseline.tensor_model_parallel_size, baseline.num_stages
     if width not in instance.chains or depth > len(instance.chains[width].layers):
@@ -80,7 +80,7 @@ def best_cuts(instance: Instance, baseline: Baseline) -> float | None:
             Stage(first=first, end=last, num_devices=devices)
             for first, last in pairwise(table.boundaries(depth, end))
         )
-        placement = Placement(
+        placement = StagePlacement(
             stages=stages,
             data_parallel_size=baseline.data_parallel_size,
             tensor_model_parallel_size=width,
@@ -104,7 +104,7 @@ def cells(folder: Path) -> Iterator[dict[str, Any]]:
 def cell(instance: Instance, micro_batch_size: int) -> dict[str, Any]:
     """The artifact's plan and its baselines on one instance."""
     found = solve(instance)
-    assert isinstance(found, Solution)
+    assert isinstance(found, ArtifactSolution)
     placement = found.placement
     width = placement.tensor_model_parallel_size
     degrees = [len(placement.stages), placement.data_parallel_size, width]

@@ -36,7 +36,7 @@ from nest_megatron.research.nest_artifact.placement_file import named_baseline, 
 from nest_megatron.research.nest_artifact.price import price  # noqa: E402
 from nest_megatron.research.nest_artifact.records import Instance  # noqa: E402
 from nest_megatron.research.nest_artifact.rule import rule_without  # noqa: E402
-from nest_megatron.research.nest_artifact.search import Solution, solve  # noqa: E402
+from nest_megatron.research.nest_artifact.search import ArtifactSolution, solve  # noqa: E402
 
 MIB = 2**20
 HEAD = ("setup", "instance", "p, d, t", "artifact's time", "ours", "ratio")
@@ -60,7 +60,7 @@ def one(path: Path, num_devices: int | None) -> dict[str, Any]:
     found = solve(instance)
     done = time.process_time()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    assert isinstance(found, Solution)
+    assert isinstance(found, ArtifactSolution)
     placement = found.placement
     row = {
         "setup": path.parent.name,

@@ -14,7 +14,7 @@ from nest_megatron.parallel.objective import SURE, Objective
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import EndedEarly, NoPlan, PlanRequest, plan
 from nest_megatron.planner.assemble import assemble, nothing_searched
-from nest_megatron.research.baselines.job import Choice, ComparisonJob
+from nest_megatron.research.baselines.job import BaselineChoice, ComparisonJob
 from nest_megatron.research.baselines.registry import NAMES, Baseline, baselines_named
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.units import Seconds, format_gib, format_seconds
@@ -173,7 +173,9 @@ def _theirs(request: PlanRequest, baseline: Baseline) -> Compared:
     )
 
 
-def _assembled(request: PlanRequest, model: CostModel, choice: Choice) -> ParallelPlan | None:
+def _assembled(
+    request: PlanRequest, model: CostModel, choice: BaselineChoice
+) -> ParallelPlan | None:
     if choice.plan is None:
         return None
     return assemble(model, request.settings, choice.plan, (), nothing_searched())

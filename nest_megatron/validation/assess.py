@@ -18,7 +18,7 @@ from nest_megatron.validation.job import Job, job_of
 from nest_megatron.validation.judging import candidate_of
 from nest_megatron.validation.left_out import LeftOutConstants
 from nest_megatron.validation.measured import (
-    Work,
+    StepWork,
     measured_memory,
     measured_time,
     ran_out_of_memory,
@@ -170,11 +170,11 @@ def job_time(row: Row, job: Job, prediction: Prediction) -> Seconds:
     return measured_time(row, work)
 
 
-def _work(job: Job, prediction: Prediction) -> Work:
+def _work(job: Job, prediction: Prediction) -> StepWork:
     """What turns a row's rates into times."""
     accelerator, spec = job.cluster.accelerator, job.spec
     sequences = job.grids[0].global_batch_size
-    return Work(
+    return StepWork(
         sequences=sequences,
         seq_length=job.spec.seq_length,
         model_flops=prediction.model_flops,

@@ -21,8 +21,7 @@ from nest_megatron.validation.calibrate import (
 )
 from nest_megatron.validation.calibration import PARAMETERS
 from nest_megatron.validation.calibration_files import catalogue_values, write_calibration
-from nest_megatron.validation.fit_collectives import Errors, fit_links
-from nest_megatron.validation.fit_collectives import Fit as LinkFit
+from nest_megatron.validation.fit_collectives import Errors, LinkFit, fit_links
 from nest_megatron.validation.fit_memory import PeakFit, fit_peaks, peak_evidence, write_peaks
 from nest_megatron.validation.fit_samples import read_samples
 from nest_megatron.validation.fit_stragglers import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +114,12 @@ def _of(owner: str, values: Values) -> dict[str, float]:
     return {key.removeprefix(start): v for key, v in values.items() if key.startswith(start)}
 
 
+def _parameter(
+    owner: str, name: str, prior: float, width: float, low: float, high: float
+) -> Parameter:
+    return Parameter(owner=owner, name=name, prior=prior, width=width, low=low, high=high)
+
+
 def _device(
     generation: str,
     gemm: tuple[float, float, float],
@@ -122,7 +128,7 @@ def _device(
     memory: float,
     floor: float,
     host: float | None = None,
-) -> tuple[Parameter, ...]:
+) -> Iterator[Parameter]:
     """Parameters of one generation.
 
     Args:
@@ -130,35 +136,16 @@ def _device(
         fp8: prior of 8-bit products, if the generation has them.
         host: prior of the time that its hosts take to launch a kernel; ``None`` is not fitted.
     """
-
-    def parameter(name: str, prior: float, width: float, low: float, high: float) -> Parameter:
-        return Parameter(owner=generation, name=name, prior=prior, width=width, low=low, high=high)
-
     prior, low, high = gemm
-    found = [
-        parameter("gemm_efficiency.bf16", prior, 0.06, low, high),
-        parameter("attention_efficiency", attention, 0.1, 0.2, 0.8),
-        parameter("memory_efficiency", memory, 0.06, 0.5, 1.0),
-        parameter("kernel_floor_s", floor, 0.5 * floor, 1e-6, 4e-5),
-        parameter("grouped_gemm_share", 0.8, 0.1, 0.4, 1.0),
-    ]
+    yield _parameter(generation, "gemm_efficiency.bf16", prior, 0.06, low, high)
+    yield _parameter(generation, "attention_efficiency", attention, 0.1, 0.2, 0.8)
+    yield _parameter(generation, "memory_efficiency", memory, 0.06, 0.5, 1.0)
+    yield _parameter(generation, "kernel_floor_s", floor, 0.5 * floor, 1e-6, 4e-5)
+    yield _parameter(generation, "grouped_gemm_share", 0.8, 0.1, 0.4, 1.0)
     if fp8 is not None:
-        found.append(parameter("gemm_efficiency.fp8", fp8, 0.06, 0.35, 0.85))
+        yield _parameter(generation, "gemm_efficiency.fp8", fp8, 0.06, 0.35, 0.85)
     if host is not None:
-        found.append(parameter("host_kernel_s", host, 1e-5, 1e-6, 1e-4))
-    return tuple(found)
-
-
-def _of_framework(
-    owner: str, name: str, prior: float, width: float, high: float = 1.0
-) -> Parameter:
-    return Parameter(owner=owner, name=name, prior=prior, width=width, low=0.0, high=high)
-
-
-def _slowdown(owner: str, prior: float, width: float) -> Parameter:
-    return Parameter(
-        owner=owner, name="compute_slowdown", prior=prior, width=width, low=0.8, high=2.5
-    )
+        yield _parameter(generation, "host_kernel_s", host, 1e-5, 1e-6, 1e-4)
 
 
 #: Frameworks whose kernels differ from those of NeMo, which is taken as 1: prior and width. Those
@@ -177,26 +164,16 @@ _SLOWDOWNS = (
 #: gradient norm and overflow check, the first kernels of an empty queue, losses, logging, data.
 _MEGATRON = ("nemo", "megatron_lm", "megatron_core", "megatron_bridge", "megatron_bridge_2026")
 
-
-def _floor(owner: str) -> Parameter:
-    return Parameter(
-        owner=owner, name="iteration_floor_s", prior=0.015, width=0.01, low=0.0, high=0.1
-    )
-
-
 #: What switches of ``Execution`` do, whichever framework sets them. Priors: user buffers pipeline
 #: all but a product's first and last piece; parts of an exchange are of unequal size in training;
 #: DeepEP and HybridEP are taken as one and a half times as fast as NCCL's exchange, an estimate;
 #: fp8 has twice the peak of 16 bits in attention.
-_MECHANISMS = tuple(
-    Parameter(owner=EXECUTION, name=name, prior=prior, width=width, low=low, high=high)
-    for name, prior, width, low, high in (
-        ("tp_overlap", 0.7, 0.15, 0.0, 1.0),
-        ("ep_overlap", 0.85, 0.1, 0.0, 1.0),
-        ("alltoall_slowdown", 1.15, 0.05, 0.5, 4.0),
-        ("flex_slowdown", 0.65, 0.05, 0.4, 3.0),
-        ("fp8_attention_speedup", 1.4, 0.2, 1.0, 2.0),
-    )
+_MECHANISMS = (
+    ("tp_overlap", 0.7, 0.15, 0.0, 1.0),
+    ("ep_overlap", 0.85, 0.1, 0.0, 1.0),
+    ("alltoall_slowdown", 1.15, 0.05, 0.5, 4.0),
+    ("flex_slowdown", 0.65, 0.05, 0.4, 3.0),
+    ("fp8_attention_speedup", 1.4, 0.2, 1.0, 2.0),
 )
 
 #: Priors: kernels of truth/kernel_efficiency.csv and best products of truth/hardware.csv.
@@ -207,12 +184,12 @@ PARAMETERS: tuple[Parameter, ...] = (
     *_device("b200", (0.55, 0.4, 0.79), 0.6, 0.5, 0.8, 4e-6, 3e-5),
     *_device("gb200", (0.6, 0.4, 0.79), 0.6, 0.5, 0.8, 4e-6, 3e-5),
     *_device("blackwell_ultra", (0.65, 0.4, 0.79), 0.65, 0.55, 0.8, 4e-6, 3e-5),
-    *_MECHANISMS,
-    _of_framework("megatron_legacy", "host_kernel_s", 4e-5, 3e-5, 2e-4),
-    _of_framework("nemo_cudnn_8", "attention_slowdown", 1.4, 0.2, 2.5),
-    *(_slowdown(*each) for each in _SLOWDOWNS),
-    *(_floor(name) for name in _MEGATRON),
-    Parameter(owner="deepspeed", name="dp_slowdown", prior=4.0, width=3.0, low=1.0, high=20.0),
+    *(_parameter(EXECUTION, *each) for each in _MECHANISMS),
+    _parameter("megatron_legacy", "host_kernel_s", 4e-5, 3e-5, 0.0, 2e-4),
+    _parameter("nemo_cudnn_8", "attention_slowdown", 1.4, 0.2, 0.0, 2.5),
+    *(_parameter(name, "compute_slowdown", at, std, 0.8, 2.5) for name, at, std in _SLOWDOWNS),
+    *(_parameter(name, "iteration_floor_s", 0.015, 0.01, 0.0, 0.1) for name in _MEGATRON),
+    _parameter("deepspeed", "dp_slowdown", 4.0, 3.0, 1.0, 20.0),
 )
 
 #: Everything that a parameter belongs to.

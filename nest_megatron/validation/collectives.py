@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
@@ -12,6 +11,7 @@ from nest_megatron.cost_model.communication import collective_time, ring_step_ti
 from nest_megatron.validation.gpu_names import accelerator_name
 from nest_megatron.validation.machines import RACK_GPUS, largest_part, network_levels
 from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.rows import Row, number, whole
 
 #: Names of collectives in the tables, without punctuation.
 _KINDS = {
@@ -34,7 +34,7 @@ class CollectiveRow:
     measured_s: float
 
 
-def predict_collective(row: Mapping[str, str]) -> tuple[float, float]:
+def predict_collective(row: Row) -> tuple[float, float]:
     """Predicted and measured seconds of one row.
 
     Args:
@@ -57,16 +57,16 @@ def row_time(row: CollectiveRow, levels: tuple[NetworkLevel, ...]) -> float:
     return collective_time(row.kind, row.message_bytes, row.shape, levels)
 
 
-def parse_collective(row: Mapping[str, str]) -> CollectiveRow:
+def parse_collective(row: Row) -> CollectiveRow:
     """Read a row; see ``predict_collective``."""
     kind = _kind(row.get("collective", ""))
-    size = _number(row, "size_bytes")
+    size = number(row, "size_bytes")
     if size is None:
         raise RefusedRowError("no message size", f"row {row.get('row_id', '')}")
     ranks, nodes, used = (
-        _whole(row, "n_ranks"),
-        _whole(row, "nodes"),
-        _whole(row, "gpus_per_node_used"),
+        _count(row, "n_ranks"),
+        _count(row, "nodes"),
+        _count(row, "gpus_per_node_used"),
     )
     if ranks < 2 or nodes * used < ranks or ranks % nodes:
         raise RefusedRowError(
@@ -82,9 +82,7 @@ def parse_collective(row: Mapping[str, str]) -> CollectiveRow:
     )
 
 
-def _place(
-    row: Mapping[str, str], ranks: int, nodes: int
-) -> tuple[tuple[NetworkLevel, ...], tuple[int, ...]]:
+def _place(row: Row, ranks: int, nodes: int) -> tuple[tuple[NetworkLevel, ...], tuple[int, ...]]:
     name, _ = accelerator_name(row.get("gpu", ""))
     words = f"{row.get('intra_fabric', '')} ; {row.get('inter_fabric', '')}"
     if nodes > 1 and not row.get("inter_fabric") and not _is_rack(row):
@@ -111,13 +109,13 @@ def _shape(levels: tuple[NetworkLevel, ...], inside: int, outside: int) -> tuple
     return (*shape, inside, outside)
 
 
-def _is_rack(row: Mapping[str, str]) -> bool:
+def _is_rack(row: Row) -> bool:
     return row.get("gpu", "").upper().startswith(("GB200", "GB300"))
 
 
-def _machine_node(row: Mapping[str, str]) -> int | None:
+def _machine_node(row: Row) -> int | None:
     """GPUs of the whole node: eight, unless all that it has were used."""
-    used = _whole(row, "gpus_per_node_used")
+    used = _count(row, "gpus_per_node_used")
     if row.get("gpu", "").upper().startswith("V100"):
         return 4 if used <= 4 else 8
     return None
@@ -130,15 +128,15 @@ def _kind(name: str) -> CollectiveKind:
     return kind
 
 
-def _measured_s(row: Mapping[str, str], kind: CollectiveKind, size: float, ranks: int) -> float:
+def _measured_s(row: Row, kind: CollectiveKind, size: float, ranks: int) -> float:
     """Seconds of the row: its time, or the size over its algorithm or bus bandwidth."""
-    micros = _number(row, "time_us")
+    micros = number(row, "time_us")
     if micros:
         return micros * 1e-6
-    algorithm = _number(row, "algbw_GBps")
+    algorithm = number(row, "algbw_GBps")
     if algorithm:
         return size / (algorithm * 1e9)
-    bus = _number(row, "busbw_GBps")
+    bus = number(row, "busbw_GBps")
     if bus:
         return size * _bus_factor(kind, ranks) / (bus * 1e9)
     raise RefusedRowError("neither a time nor a bandwidth", f"row {row.get('row_id', '')}")
@@ -151,21 +149,8 @@ def _bus_factor(kind: CollectiveKind, ranks: int) -> float:
     return (2 if kind is CollectiveKind.ALL_REDUCE else 1) * (ranks - 1) / ranks
 
 
-def _number(row: Mapping[str, str], column: str) -> float | None:
-    text = (row.get(column) or "").strip()
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        raise RefusedRowError("not a number", f"{column}: {text!r}") from None
-    if not math.isfinite(value) or value < 0:
-        raise RefusedRowError("not a number", f"{column}: {text!r}")
-    return value
-
-
-def _whole(row: Mapping[str, str], column: str) -> int:
-    value = _number(row, column)
-    if value is None or value < 1 or value != int(value):
+def _count(row: Row, column: str) -> int:
+    value = whole(row, column)
+    if not value:
         raise RefusedRowError("ranks or nodes not stated", f"{column}: {row.get(column)!r}")
-    return int(value)
+    return value

@@ -19,9 +19,9 @@ from typing import Any
 
 from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
 from nest_megatron.validation.collectives import CollectiveRow, row_time
-from nest_megatron.validation.links import Link, link_of_level
+from nest_megatron.validation.links import LinkTechnology, link_of_level
 
-Links = Mapping[str, Link]
+Links = Mapping[str, LinkTechnology]
 
 #: Messages that errors are told of: below, the choice of protocol rules, not the link.
 LEAST_BYTES = 1_000_000
@@ -49,11 +49,12 @@ _EVALUATIONS, _AGAIN = 60, 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
+class LinkParameter:
     """One number to fit, which several technologies may share.
 
     Args:
-        field: a field of ``Link``, or a key of the efficiencies (``ring`` is all but exchanges).
+        field: a field of ``LinkTechnology``, or a key of the efficiencies (``ring`` is all but
+            exchanges).
         low, usual, high: bounds, and the value that it is pulled to.
         family: parameters with the same one are pulled to its mean, and that to the usual value.
     """
@@ -65,11 +66,11 @@ class Parameter:
     high: float
     family: str | None = None
 
-    def put(self, links: Links, value: float) -> dict[str, Link]:
+    def put(self, links: Links, value: float) -> dict[str, LinkTechnology]:
         """The technologies with this value in its place."""
         return {**links, **{name: self._put(links[name], value) for name in self.links}}
 
-    def _put(self, link: Link, value: float) -> Link:
+    def _put(self, link: LinkTechnology, value: float) -> LinkTechnology:
         if self.field not in _KINDS:
             changed: dict[str, Any] = {self.field: value}
             return dataclasses.replace(link, **changed)
@@ -104,7 +105,7 @@ _SHARES = {
 }
 
 
-def _family(name: str, *lines: str) -> tuple[Parameter, ...]:
+def _family(name: str, *lines: str) -> tuple[LinkParameter, ...]:
     """From lines like ``latency_s: nvlink3, nvlink4 nvlink5``: a comma parts, a blank ties."""
     found = []
     for line in lines:
@@ -112,7 +113,7 @@ def _family(name: str, *lines: str) -> tuple[Parameter, ...]:
         ties = [tuple(group.split()) for group in groups.split(",")]
         low, usual, high = (_TIMES[name] | _SHARES[name])[field]
         found += [
-            Parameter(
+            LinkParameter(
                 field=field,
                 links=tie,
                 low=low,
@@ -153,7 +154,7 @@ PARAMETERS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class CollectiveSample:
     """A row for fitting.
 
     Args:
@@ -188,7 +189,7 @@ class Errors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class LinkFit:
     """What a fit gives.
 
     Args:
@@ -197,7 +198,7 @@ class Fit:
     """
 
     links: Links
-    samples: tuple[Sample, ...]
+    samples: tuple[CollectiveSample, ...]
     errors: tuple[float, ...]
     left_out: tuple[float, ...]
 
@@ -221,11 +222,11 @@ class Fit:
         """Number of rows of each source that cross a technology."""
         return dict(sorted(Counter(s.source for s in self.samples if name in s.crossed).items()))
 
-    def _by(self, key: Callable[[Sample], str]) -> dict[str, Errors]:
+    def _by(self, key: Callable[[CollectiveSample], str]) -> dict[str, Errors]:
         names = sorted({key(sample) for sample in self.samples if sample.is_large})
         return {name: self._means(lambda s, at=name: key(s) == at) for name in names}  # type: ignore[misc]
 
-    def _means(self, wanted: Callable[[Sample], bool]) -> Errors:
+    def _means(self, wanted: Callable[[CollectiveSample], bool]) -> Errors:
         places = [i for i, s in enumerate(self.samples) if s.is_large and wanted(s)]
         return Errors(
             rows=len(places),
@@ -234,7 +235,9 @@ class Fit:
         )
 
 
-def fit_links(start: Links, samples: Sequence[Sample], *, cross_validate: bool = True) -> Fit:
+def fit_links(
+    start: Links, samples: Sequence[CollectiveSample], *, cross_validate: bool = True
+) -> LinkFit:
     """Fit all technologies, and cross-validate by leaving out one cluster at a time."""
     whole = _Problem(start, samples)
     values = whole.solve(whole.usual, _EVALUATIONS)
@@ -247,7 +250,7 @@ def fit_links(start: Links, samples: Sequence[Sample], *, cross_validate: bool =
             if sample.cluster == cluster:
                 left_out[i] = error(refitted, sample)
     links = whole.links(values)
-    return Fit(
+    return LinkFit(
         links=links,
         samples=tuple(samples),
         errors=tuple(error(links, sample) for sample in samples),
@@ -255,12 +258,12 @@ def fit_links(start: Links, samples: Sequence[Sample], *, cross_validate: bool =
     )
 
 
-def error(links: Links, sample: Sample) -> float:
+def error(links: Links, sample: CollectiveSample) -> float:
     """Predicted over measured time, less 1."""
     return _predicted(links, sample) / sample.row.measured_s - 1
 
 
-def _predicted(links: Links, sample: Sample) -> float:
+def _predicted(links: Links, sample: CollectiveSample) -> float:
     levels = tuple(_with_link(level, links) for level in sample.row.levels)
     return row_time(sample.row, levels)
 
@@ -281,7 +284,7 @@ class _Problem:
     The variables are the logarithms of the parameters, then of the families' means.
     """
 
-    def __init__(self, start: Links, samples: Sequence[Sample]) -> None:
+    def __init__(self, start: Links, samples: Sequence[CollectiveSample]) -> None:
         self._start, self._samples = start, samples
         self._families = sorted({p.family for p in PARAMETERS if p.family})
         firsts = (next(p for p in PARAMETERS if p.family == name) for name in self._families)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.validation.collectives import CollectiveRow, parse_collective
-from nest_megatron.validation.fit_collectives import Sample
+from nest_megatron.validation.fit_collectives import CollectiveSample
 from nest_megatron.validation.links import links
 from nest_megatron.validation.refusal import RefusedRowError
 
@@ -27,7 +27,7 @@ _VTRAIN = {"A100": ("nvlink3", 300e9), "V100": ("nvlink2_mesh", 150e9)}
 _SIMUMAX = {"b200": ("nvlink5", 900e9), "a100_pcie": ("pcie", 31e9)}
 
 
-def read_samples(folder: Path) -> tuple[Sample, ...]:
+def read_samples(folder: Path) -> tuple[CollectiveSample, ...]:
     """Samples of all tables in a folder like ``shared/truth``; absent tables are skipped."""
     readers = {
         "comm_collectives.csv": _collectives,
@@ -35,7 +35,7 @@ def read_samples(folder: Path) -> tuple[Sample, ...]:
         "comm_busbw_ratio_simai.csv": _simai,
         "comm_fitted_models.csv": _simumax,
     }
-    samples: list[Sample] = []
+    samples: list[CollectiveSample] = []
     for name, read in readers.items():
         if (folder / name).is_file():
             with (folder / name).open(encoding="utf-8", newline="") as file:
@@ -43,7 +43,7 @@ def read_samples(folder: Path) -> tuple[Sample, ...]:
     return tuple(samples)
 
 
-def _collectives(rows: Iterator[Mapping[str, str]]) -> Iterator[Sample]:
+def _collectives(rows: Iterator[Mapping[str, str]]) -> Iterator[CollectiveSample]:
     for row in rows:
         try:
             parsed = parse_collective(row)
@@ -53,10 +53,10 @@ def _collectives(rows: Iterator[Mapping[str, str]]) -> Iterator[Sample]:
             source = row["source"]
             weight = _PROFILER_WEIGHT if "profiler" in row.get("software", "").lower() else 1.0
             cluster = f"{source} {row['gpu']}"
-            yield Sample(row=parsed, source=source, cluster=cluster, weight=weight)
+            yield CollectiveSample(row=parsed, source=source, cluster=cluster, weight=weight)
 
 
-def _vtrain(rows: Iterator[Mapping[str, str]]) -> Iterator[Sample]:
+def _vtrain(rows: Iterator[Mapping[str, str]]) -> Iterator[CollectiveSample]:
     """Powers of two of a table that goes up in steps of 1 MiB."""
     for row in rows:
         mebibytes = int(row["size_bytes"]) >> 20
@@ -71,10 +71,12 @@ def _vtrain(rows: Iterator[Mapping[str, str]]) -> Iterator[Sample]:
             measured_s=float(row["time_us_outofplace"]) * 1e-6,
         )
         cluster = f"vtrain-lut {row['gpu']}"
-        yield Sample(row=parsed, source="vtrain-lut", cluster=cluster, weight=_VTRAIN_WEIGHT)
+        yield CollectiveSample(
+            row=parsed, source="vtrain-lut", cluster=cluster, weight=_VTRAIN_WEIGHT
+        )
 
 
-def _simai(rows: Iterator[Mapping[str, str]]) -> Iterator[Sample]:
+def _simai(rows: Iterator[Mapping[str, str]]) -> Iterator[CollectiveSample]:
     """Rings over the adapters of whole nodes, read as gathers on H100 nodes with 8 x 400 Gb/s."""
     levels = (
         links()["nvlink4"].level("node", 8, 450e9),
@@ -94,10 +96,10 @@ def _simai(rows: Iterator[Mapping[str, str]]) -> Iterator[Sample]:
             measured_s=sent / (float(row["ratio_of_peak_busbw"]) * 8 * 50e9),
         )
         source = "simai-ratio"
-        yield Sample(row=parsed, source=source, cluster=source, weight=_SIMAI_WEIGHT)
+        yield CollectiveSample(row=parsed, source=source, cluster=source, weight=_SIMAI_WEIGHT)
 
 
-def _simumax(rows: Iterator[Mapping[str, str]]) -> Iterator[Sample]:
+def _simumax(rows: Iterator[Mapping[str, str]]) -> Iterator[CollectiveSample]:
     """What SimuMax's lines through its measurements say of large messages inside a node."""
     kinds = {"all2all": CollectiveKind.ALL_TO_ALL} | {kind.value: kind for kind in CollectiveKind}
     seen = set()
@@ -121,7 +123,7 @@ def _simumax(rows: Iterator[Mapping[str, str]]) -> Iterator[Sample]:
                 levels=(links()[link].level("node", 8, rate),),
                 measured_s=share * size / reached,
             )
-            yield Sample(
+            yield CollectiveSample(
                 row=parsed,
                 source="simumax-system-config",
                 cluster=f"simumax {name}",

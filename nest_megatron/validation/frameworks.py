@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from nest_megatron.cost_model.target_defaults import (
     BRIDGE_0_3,
@@ -24,7 +25,7 @@ from nest_megatron.cost_model.targets import Default, Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class FrameworkRule:
     """The target of the frameworks and GPUs that two patterns match, from a release on.
 
     Args:
@@ -60,8 +61,8 @@ def _rule(
     since: tuple[int, int] = (0, 0),
     splits_local_batch: bool = False,
     flash_attention_2: bool = False,
-) -> Rule:
-    return Rule(
+) -> FrameworkRule:
+    return FrameworkRule(
         framework=re.compile(framework, re.IGNORECASE),
         gpu=re.compile(gpu, re.IGNORECASE),
         target=target,
@@ -69,6 +70,19 @@ def _rule(
         splits_local_batch=splits_local_batch,
         flash_attention_2=flash_attention_2,
     )
+
+
+def _defaults(source: str, flags: Mapping[str, object], gpu: str = "") -> tuple[Default, ...]:
+    """Defaults that one file sets, for devices whose names match."""
+    return tuple(
+        Default(argument=argument, value=value, source=source, gpu=gpu)
+        for argument, value in flags.items()
+    )
+
+
+def _over(target: Target, *defaults: Default, **changes: Any) -> Target:
+    """A target with further defaults, which count before its own."""
+    return dataclasses.replace(target, defaults=(*defaults, *target.defaults), **changes)
 
 
 def _target(
@@ -84,10 +98,7 @@ def _target(
         framework=name,
         reason=reason,
         fitted=name,
-        defaults=tuple(
-            Default(argument=argument, value=value, source=source)
-            for argument, value in flags.items()
-        ),
+        defaults=_defaults(source, flags),
         cost=cost or {},
     )
 
@@ -182,30 +193,19 @@ _SWIFT = dataclasses.replace(
     cost={**_TRL.cost, "loss_chunk_tokens": 2048},
 )
 #: NeMo AutoModel: PyTorch's FSDP2 under Transformer Engine's layers, DeepEP or HybridEP.
-_AUTOMODEL = dataclasses.replace(
+_AUTOMODEL = _over(
     _FSDP,
+    *_defaults(
+        "NeMo AutoModel: examples/llm_benchmark/deepseek/*_gb200.yaml",
+        {"moe_flex_dispatcher_backend": "hybridep"},
+        gpu="GB",
+    ),
+    *_defaults(
+        "NeMo AutoModel 0.2: nemo_automodel/components/moe/layers.py",
+        {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"},
+    ),
     name="automodel",
     framework="NeMo AutoModel",
-    defaults=(
-        Default(
-            argument="moe_flex_dispatcher_backend",
-            value="hybridep",
-            source="NeMo AutoModel: examples/llm_benchmark/deepseek/*_gb200.yaml",
-            gpu="GB",
-        ),
-        *(
-            Default(
-                argument=argument,
-                value=value,
-                source="NeMo AutoModel 0.2: nemo_automodel/components/moe/layers.py",
-            )
-            for argument, value in (
-                ("moe_token_dispatcher_type", "flex"),
-                ("moe_flex_dispatcher_backend", "deepep"),
-            )
-        ),
-        *_FSDP.defaults,
-    ),
     cost={**_NARROW, "loss_bytes": 8},
 )
 _JAX = _fully_sharded("jax", "MaxText of 2024: MaxText/max_utils.py", loss_bytes=14)
@@ -220,27 +220,20 @@ _NEMO_OLD = dataclasses.replace(
     ),
 )
 
-_BRIDGE_26_04 = dataclasses.replace(
+_BRIDGE_26_04 = _over(
     BRIDGE_0_3,
+    *_defaults(
+        "Megatron-Bridge 26.04: scripts/performance/configs/deepseek/"
+        "deepseek_workload_base_configs.py",
+        {
+            "moe_token_dispatcher_type": "flex",
+            "moe_flex_dispatcher_backend": "hybridep",
+            "moe_shared_expert_overlap": False,
+        },
+    ),
     name="megatron_bridge_26.04",
     framework="Megatron-Bridge 26.04",
     reason=BRIDGE_0_3.reason + "; on B200 and B300 as well",
-    defaults=(
-        *(
-            Default(
-                argument=argument,
-                value=value,
-                source="Megatron-Bridge 26.04: scripts/performance/configs/deepseek/"
-                "deepseek_workload_base_configs.py",
-            )
-            for argument, value in (
-                ("moe_token_dispatcher_type", "flex"),
-                ("moe_flex_dispatcher_backend", "hybridep"),
-                ("moe_shared_expert_overlap", False),
-            )
-        ),
-        *BRIDGE_0_3.defaults,
-    ),
 )
 
 _NANOTRON = _target(
@@ -263,93 +256,65 @@ _INTERNEVO = dataclasses.replace(
     fitted="nanotron",
 )
 #: Of the runs and tests that its developers publish.
-MEGATRON_CORE = dataclasses.replace(
+MEGATRON_CORE = _over(
     MEGATRON_LM_0_16,
+    *_defaults(
+        "Megatron-LM README of 2024-07: weak scaling of GPT models",
+        {
+            "tp_comm_overlap": True,
+            "moe_permute_fusion": True,
+            "moe_shared_expert_overlap": True,
+            "num_layers_per_virtual_pipeline_stage": 1,
+        },
+    ),
     name="megatron_core",
     framework="megatron-core's developers' own runs",
     reason="user buffers, interleaved pipelines",
     fitted="megatron_core",
-    defaults=(
-        *(
-            Default(
-                argument=argument,
-                value=value,
-                source="Megatron-LM README of 2024-07: weak scaling of GPT models",
-            )
-            for argument, value in (
-                ("tp_comm_overlap", True),
-                ("moe_permute_fusion", True),
-                ("moe_shared_expert_overlap", True),
-                ("num_layers_per_virtual_pipeline_stage", 1),
-            )
-        ),
-        *MEGATRON_LM_0_16.defaults,
-    ),
 )
 
 
-def _recipes_for_experts(source: str) -> tuple[Default, ...]:
+def _recipes_for_experts(source: str) -> Iterator[Default]:
     """The dispatchers that the developers' recipes for expert models choose, by device."""
-    return tuple(
-        Default(argument=argument, value=value, source=source, gpu=gpu)
-        for gpu, backend in (("GB[23]00", "hybridep"), ("H[12]00|B[23]00", "deepep"))
-        for argument, value in (
-            ("moe_token_dispatcher_type", "flex"),
-            ("moe_flex_dispatcher_backend", backend),
-            ("moe_permute_fusion", True),
-            ("moe_router_fusion", True),
-        )
-    )
+    for gpu, backend in (("GB[23]00", "hybridep"), ("H[12]00|B[23]00", "deepep")):
+        flags = {
+            "moe_token_dispatcher_type": "flex",
+            "moe_flex_dispatcher_backend": backend,
+            "moe_permute_fusion": True,
+            "moe_router_fusion": True,
+        }
+        yield from _defaults(source, flags, gpu)
 
 
-_MEGATRON_CORE_DEV = dataclasses.replace(
+_MEGATRON_CORE_DEV = _over(
     MEGATRON_CORE,
+    *_recipes_for_experts("Megatron-MoE-ModelZoo of 2026-05: best_practice"),
     name="megatron_core_dev",
     framework="megatron-core's developers' own runs, dev branch",
-    defaults=(
-        *_recipes_for_experts("Megatron-MoE-ModelZoo of 2026-05: best_practice"),
-        *MEGATRON_CORE.defaults,
-    ),
 )
-_MEGATRON_LM_DEV = dataclasses.replace(
+_MEGATRON_LM_DEV = _over(
     MEGATRON_LM_0_20,
+    *_recipes_for_experts("Megatron-LM dev of 2026-08: examples/moe_recipes"),
     name="megatron_lm_dev",
     framework="Megatron-LM, dev branch",
-    defaults=(
-        *_recipes_for_experts("Megatron-LM dev of 2026-08: examples/moe_recipes"),
-        *MEGATRON_LM_0_20.defaults,
-    ),
 )
-_MEGATRON_FSDP = dataclasses.replace(
+_MEGATRON_FSDP = _over(
     MEGATRON_LM_0_20,
+    *_defaults(
+        "Megatron-LM main at 0.20: megatron/core/distributed/fsdp/src/README.md, "
+        "distributed_data_parallel_config.py",
+        {
+            "use_megatron_fsdp": True,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "megatron_fsdp_main_grads_dtype": "auto",
+        },
+    ),
     name="megatron_fsdp",
     framework="Megatron-LM 0.20 with --use-megatron-fsdp",
-    defaults=(
-        *(
-            Default(
-                argument=argument,
-                value=value,
-                source="Megatron-LM main at 0.20: megatron/core/distributed/fsdp/src/README.md, "
-                "distributed_data_parallel_config.py",
-            )
-            for argument, value in (
-                ("use_megatron_fsdp", True),
-                ("data_parallel_sharding_strategy", "optim_grads_params"),
-                ("megatron_fsdp_main_grads_dtype", "auto"),
-            )
-        ),
-        *MEGATRON_LM_0_20.defaults,
-    ),
 )
-_MEGATRON_FSDP_BUFFERS = dataclasses.replace(
+_MEGATRON_FSDP_BUFFERS = _over(
     _MEGATRON_FSDP,
-    defaults=(
-        *(
-            Default(argument=argument, value=True, source="the framework's name in the row")
-            for argument in ("nccl_ub", "fsdp_double_buffer")
-        ),
-        *_MEGATRON_FSDP.defaults,
-    ),
+    *_defaults("the framework's name in the row", {"nccl_ub": True, "fsdp_double_buffer": True}),
 )
 _OTHER = _target(
     "other",
@@ -364,7 +329,7 @@ _CONTAINER = r"nvidia release|hugectr"
 #: Releases before 24.05, whose attention is cuDNN 8's.
 _NEMO_CUDNN_8 = dataclasses.replace(_NEMO_OLD, name="nemo_cudnn_8", fitted="nemo_cudnn_8")
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[FrameworkRule, ...] = (
     _rule(r"megatron-?deepspeed", _DEEPSPEED_PIPELINE),
     _rule(r"megatron-lm(?!.*\bTE\b)", _LEGACY, gpu=r"^(V100|A100)"),
     _rule(r"^deepspeed", _DEEPSPEED),
@@ -401,7 +366,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def rule_of(framework: str, gpu: str) -> Rule:
+def rule_of(framework: str, gpu: str) -> FrameworkRule:
     """The rule for a framework on a GPU.
 
     >>> rule_of("NeMo 24.07", "H100-80GB").target.name

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from nest_megatron.model.arguments import MEGATRON_DEFAULTS, default_ffn_hidden_size
-from nest_megatron.model.catalogue import spec_from_mapping
+from nest_megatron.model.arguments import SAME_NAMES, spec_from_arguments
+from nest_megatron.model.spec import ModelFamily
 from nest_megatron.validation.model_names import HYBRID
 from nest_megatron.validation.model_shapes import BERT_VOCAB, Shape
 from nest_megatron.validation.model_table import GPT2_VOCAB, whole
@@ -24,27 +24,12 @@ _REFUSED: Mapping[str, str] = {
     "mimo": "more than a language model",
     "multimodal": "more than a language model",
 }
-_WHOLE = (
-    "kv_channels",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "moe_shared_expert_intermediate_size",
-    "make_vocab_size_divisible_by",
-    "rotary_base",
-)
-_REAL = ("rotary_percent", "hidden_dropout", "attention_dropout")
-_TEXT = ("position_embedding_type", "normalization", "softmax_type")
-_TRUE = (
-    "untie_embeddings_and_output_weights",
-    "qk_layernorm",
-    "add_qkv_bias",
-    "multi_latent_attention",
-    "moe_router_enable_expert_bias",
-    "apply_layernorm_1p",
-)
+#: Flags that are read; what columns state (``max_position_embeddings`` with ``seq``) is not.
+_KNOWN = {*SAME_NAMES, "moe_shared_expert_intermediate_size", "moe_router_enable_expert_bias"}
+_KNOWN |= {"apply_layernorm_1p"}
+_KNOWN -= {"max_position_embeddings", "add_bias_linear"}
+_REAL = ("layernorm_epsilon", "rotary_percent", "hidden_dropout", "attention_dropout")
+_SWITCHES = {"True": True, "False": False}
 
 
 def shape_of_test(row: Mapping[str, str]) -> Shape:
@@ -61,15 +46,26 @@ def shape_of_test(row: Mapping[str, str]) -> Shape:
     flags = flags_of(row.get("extra_args", ""))
     _refuse_family(row, flags)
     style, notes = _style(row, flags)
-    mapping = {**MEGATRON_DEFAULTS, **style, **_sizes(row), **_experts(row), **_flagged(flags)}
-    if row.get("mla") == "1":
-        mapping["multi_latent_attention"] = True
-    if mapping.get("multi_latent_attention"):
-        mapping["num_query_groups"] = None
-    mapping["family"] = "bert" if row.get("family") == "bert" else "gpt"
-    mapping["name"] = row.get("test_case") or "megatron_test"
-    mapping["source"] = f"{row.get('repo', '')} {row.get('path', '')}".strip()
-    return Shape(spec=spec_from_mapping(mapping), assumptions=notes)
+    arguments = {**_arguments(row), **style, **_typed(flags)}
+    if arguments["multi_latent_attention"]:
+        arguments["group_query_attention"] = False
+    fields = {name: arguments.pop(name) for name in _FIELDS if name in arguments}
+    spec = spec_from_arguments(
+        arguments,
+        spelled=str,
+        name=row.get("test_case") or "megatron_test",
+        num_layers=whole(row["layers"]),
+        hidden_size=whole(row["hidden"]),
+        seq_length=whole(row["seq"]),
+        family=ModelFamily.BERT if row.get("family") == "bert" else ModelFamily.GPT,
+        source=f"{row.get('repo', '')} {row.get('path', '')}".strip(),
+        **fields,
+    )
+    return Shape(spec=spec, assumptions=notes)
+
+
+#: Fields of the spec that no argument of Megatron names.
+_FIELDS = ("vocab_size", "activation", "gated_linear_unit")
 
 
 def flags_of(text: str) -> dict[str, str]:
@@ -96,44 +92,37 @@ def _refuse_family(row: Mapping[str, str], flags: Mapping[str, str]) -> None:
         raise RefusedRowError("shape not stated", row.get("test_case", ""))
 
 
-def _sizes(row: Mapping[str, str]) -> dict[str, Any]:
-    hidden, seq = whole(row["hidden"]), whole(row["seq"])
-    assert hidden is not None
-    inner = default_ffn_hidden_size(hidden, swiglu=row.get("swiglu") == "1")
+def _arguments(row: Mapping[str, str]) -> dict[str, Any]:
+    """What the columns of a row say, by Megatron's arguments."""
     return {
-        "num_layers": whole(row["layers"]),
-        "hidden_size": hidden,
-        "ffn_hidden_size": whole(row.get("ffn")) or inner,
+        "ffn_hidden_size": whole(row.get("ffn")),
         "num_attention_heads": whole(row["heads"]),
+        "group_query_attention": True,
         "num_query_groups": whole(row.get("kv_groups")),
-        "seq_length": seq,
-        "max_position_embeddings": seq,
+        "max_position_embeddings": whole(row["seq"]),
         "mtp_num_layers": whole(row.get("mtp_layers")),
-    }
-
-
-def _experts(row: Mapping[str, str]) -> dict[str, Any]:
-    experts = whole(row.get("experts"))
-    if not experts:
-        return {}
-    return {
-        "num_experts": experts,
+        "multi_latent_attention": row.get("mla") == "1",
+        "swiglu": row.get("swiglu") == "1",
+        "num_experts": whole(row.get("experts")),
         "moe_router_topk": whole(row.get("topk")) or 2,
         "moe_ffn_hidden_size": whole(row.get("moe_ffn")),
-        "moe_layer_freq": row.get("moe_layer_freq") or 1,
+        "moe_layer_freq": row.get("moe_layer_freq") or None,
     }
 
 
-def _flagged(flags: Mapping[str, str]) -> dict[str, Any]:
-    fields: dict[str, Any] = {key: whole(flags[key]) for key in _WHOLE if key in flags}
-    fields |= {key: float(flags[key]) for key in _REAL if key in flags}
-    fields |= {key: flags[key] for key in _TEXT if key in flags}
-    fields |= {key: True for key in _TRUE if flags.get(key) == "True"}
+def _typed(flags: Mapping[str, str]) -> dict[str, Any]:
+    """Flags that a reader of shapes knows, as the values that Megatron makes of them."""
+    known = {name: text for name, text in flags.items() if name in _KNOWN}
+    found: dict[str, Any] = {
+        name: _SWITCHES.get(text, text if whole(text) is None else whole(text))
+        for name, text in known.items()
+    }
+    found |= {name: float(flags[name]) for name in _REAL if name in flags}
     if flags.get("disable_bias_linear") == "True":
-        fields["add_bias_linear"] = False
+        found["add_bias_linear"] = False
     if flags.get("squared_relu") == "True":
-        fields["activation"] = "squared_relu"
-    return fields
+        found["activation"] = "squared_relu"
+    return found
 
 
 def _style(

@@ -26,7 +26,7 @@ from nest_megatron.parallel.recompute import (
     selective_recompute,
 )
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.validation.frameworks import Rule, rule_of
+from nest_megatron.validation.frameworks import FrameworkRule, rule_of
 from nest_megatron.validation.machines import MachineMatch, machine_of_runs
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.possible import planned_grids, possible_grids
@@ -142,7 +142,7 @@ def _grid(
     row: Row,
     spec: TransformerSpec,
     gpus: int,
-    defaults: tuple[Rule, Mapping[str, Any]],
+    defaults: tuple[FrameworkRule, Mapping[str, Any]],
     notes: list[str],
 ) -> Grid:
     rule, flags = defaults

@@ -17,7 +17,7 @@ _SOURCE = "calibration/links.yaml: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class LinkTechnology:
     """One technology: the fields of ``NetworkLevel`` that do not depend on the machine."""
 
     name: str
@@ -43,12 +43,14 @@ class Link:
         return NetworkLevel(num_devices=num_devices, bandwidth_bytes_per_s=bandwidth, **figures)
 
 
-#: Keys of an entry of links.yaml that are fields of ``Link``; the others tell of the fit.
-PARAMETERS = tuple(f.name for f in dataclasses.fields(Link) if f.name not in ("name", "source"))
+#: Keys of an entry of links.yaml that are fields of ``LinkTechnology``; the others tell of the fit.
+PARAMETERS = tuple(
+    f.name for f in dataclasses.fields(LinkTechnology) if f.name not in ("name", "source")
+)
 
 
 @cache
-def links() -> Mapping[str, Link]:
+def links() -> Mapping[str, LinkTechnology]:
     """All technologies of ``hydra_configs/calibration/links.yaml``, by name."""
     path = catalogue_root().joinpath("calibration", "links.yaml")
     entries: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -56,15 +58,15 @@ def links() -> Mapping[str, Link]:
 
 
 def link_of_level(level: NetworkLevel) -> str:
-    """Technology of a level that ``Link.level`` made."""
+    """Technology of a level that ``LinkTechnology.level`` made."""
     return level.source.removeprefix(_SOURCE)
 
 
-def link_from_mapping(name: str, entry: Mapping[str, Any]) -> Link:
+def link_from_mapping(name: str, entry: Mapping[str, Any]) -> LinkTechnology:
     """One entry of the file; what is not a parameter is left out."""
     figures = {key: entry[key] for key in PARAMETERS if key in entry}
     figures["efficiency"] = {
         CollectiveKind(kind): share for kind, share in figures["efficiency"].items()
     }
     figures["ring_shares"] = tuple(figures.get("ring_shares", ()))
-    return Link(name=name, **figures)
+    return LinkTechnology(name=name, **figures)

@@ -10,12 +10,12 @@ from pathlib import Path
 import yaml
 
 from nest_megatron.files import write_text
-from nest_megatron.validation.fit_collectives import PARAMETERS, Fit
+from nest_megatron.validation.fit_collectives import PARAMETERS, LinkFit
 from nest_megatron.validation.links import PARAMETERS as FIELDS
-from nest_megatron.validation.links import Link
+from nest_megatron.validation.links import LinkTechnology
 
 _HEAD = """\
-# Link technologies: what each reaches of its rate. Written by links_file.py of
+# LinkTechnology technologies: what each reaches of its rate. Written by links_file.py of
 # nest_megatron/validation from a fit to the public rows (fit_collectives.py); read by links.py. The
 # parameters are fields of NetworkLevel.
 # fitted: parameters that the rows determine, some shared with other technologies; note tells of
@@ -31,7 +31,7 @@ _FIGURES = re.compile(
 )
 
 
-def write_links(path: Path, fit: Fit) -> None:
+def write_links(path: Path, fit: LinkFit) -> None:
     """Replace the file, notes kept."""
     old: Mapping[str, Mapping[str, object]] = yaml.safe_load(path.read_text(encoding="utf-8"))
     notes = {name: str(entry.get("note", "")) for name, entry in old.items()}
@@ -46,7 +46,7 @@ _CLUSTERS_HEAD = """\
 """
 
 
-def write_left_out(path: Path, fit: Fit) -> None:
+def write_left_out(path: Path, fit: LinkFit) -> None:
     """Write how wrong an unseen cluster is, for the documentation."""
     entries = {
         name: {
@@ -60,7 +60,7 @@ def write_left_out(path: Path, fit: Fit) -> None:
     write_text(path, _CLUSTERS_HEAD + text)
 
 
-def write_clusters(folder: Path, links: Mapping[str, Link]) -> Iterator[Path]:
+def write_clusters(folder: Path, links: Mapping[str, LinkTechnology]) -> Iterator[Path]:
     """Put the figures into the clusters of a catalogue, wherever a level names its technology."""
     for path in sorted(folder.glob("*.yaml")):
         old = path.read_text(encoding="utf-8")
@@ -70,7 +70,7 @@ def write_clusters(folder: Path, links: Mapping[str, Link]) -> Iterator[Path]:
             yield path
 
 
-def _figures(found: re.Match[str], links: Mapping[str, Link]) -> str:
+def _figures(found: re.Match[str], links: Mapping[str, LinkTechnology]) -> str:
     link, indent = links[found["name"]], found["indent"]
     lines = [found["head"]]
     for field in FIELDS:
@@ -82,7 +82,7 @@ def _figures(found: re.Match[str], links: Mapping[str, Link]) -> str:
     return "".join(lines)
 
 
-def _entry(link: Link, fit: Fit, note: str) -> Iterator[str]:
+def _entry(link: LinkTechnology, fit: LinkFit, note: str) -> Iterator[str]:
     yield f"{link.name}:"
     for field in FIELDS:
         value = getattr(link, field)

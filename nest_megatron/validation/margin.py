@@ -21,7 +21,7 @@ TOLERATED = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class MarginSample:
     """A run as the margin sees it.
 
     Args:
@@ -57,7 +57,7 @@ class MarginPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut:
+class LeftOutMargin:
     """The margin that all other sources ask for, and what it does to the source left out."""
 
     source: str
@@ -66,7 +66,7 @@ class LeftOut:
 
 def samples(
     outcomes: Iterable[RowOutcome], reserve: Bytes, *, stated: bool = True
-) -> tuple[Sample, ...]:
+) -> tuple[MarginSample, ...]:
     """What the margin can learn from: runs with a predicted need and a known device.
 
     A run that ran and does not say what it computed again is predicted with a setting that fits,
@@ -78,7 +78,7 @@ def samples(
         stated: ``False`` for the rows that are left out.
     """
     return tuple(
-        Sample(
+        MarginSample(
             source=outcome.source,
             fill=(outcome.needed_bytes + reserve) / outcome.device_bytes,
             risk=outcome.risk,
@@ -117,7 +117,7 @@ class RiskBin:
 RISKS = (0.0, 0.01, 0.05, 0.2, 0.5, 0.9, 1.0)
 
 
-def risk_bins(data: Sequence[Sample], bounds: Sequence[float] = RISKS) -> tuple[RiskBin, ...]:
+def risk_bins(data: Sequence[MarginSample], bounds: Sequence[float] = RISKS) -> tuple[RiskBin, ...]:
     """Runs by their predicted chance, and how many of them did run out of memory."""
     bins = []
     for low, high in pairwise(bounds):
@@ -134,13 +134,13 @@ def risk_bins(data: Sequence[Sample], bounds: Sequence[float] = RISKS) -> tuple[
     return tuple(bins)
 
 
-def whole_risk(data: Sequence[Sample]) -> RiskBin:
+def whole_risk(data: Sequence[MarginSample]) -> RiskBin:
     """All runs, whatever their chance."""
     (found,) = risk_bins(data, (0.0, 1.0))
     return found
 
 
-def margin_point(data: Iterable[Sample], margin: float) -> MarginPoint:
+def margin_point(data: Iterable[MarginSample], margin: float) -> MarginPoint:
     """Count what one margin refuses."""
     verdicts = [(each.out_of_memory, each.fill > 1.0 - margin) for each in data]
     return MarginPoint(
@@ -152,12 +152,12 @@ def margin_point(data: Iterable[Sample], margin: float) -> MarginPoint:
     )
 
 
-def margin_curve(data: Sequence[Sample]) -> tuple[MarginPoint, ...]:
+def margin_curve(data: Sequence[MarginSample]) -> tuple[MarginPoint, ...]:
     """The trade-off over all margins of ``MARGINS``."""
     return tuple(margin_point(data, margin) for margin in MARGINS)
 
 
-def best_margin(data: Sequence[Sample]) -> MarginPoint:
+def best_margin(data: Sequence[MarginSample]) -> MarginPoint:
     """The margin that catches the most while it refuses at most ``TOLERATED`` of what ran.
 
     Where even the smallest margin refuses more, the smallest is taken; of equal ones the largest,
@@ -168,11 +168,11 @@ def best_margin(data: Sequence[Sample]) -> MarginPoint:
     return max(allowed, key=lambda each: (each.out_of_memory_share, each.margin))
 
 
-def left_out(data: Sequence[Sample]) -> tuple[LeftOut, ...]:
+def left_out(data: Sequence[MarginSample]) -> tuple[LeftOutMargin, ...]:
     """Choose the margin without a source and score it on that source, for each source."""
     names = dict.fromkeys(each.source for each in data)
     return tuple(
-        LeftOut(
+        LeftOutMargin(
             source=name,
             point=margin_point(
                 [each for each in data if each.source == name],

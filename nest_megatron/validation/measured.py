@@ -15,7 +15,7 @@ _UNITS = {"b": 1, "mib": 2**20, "gib": 2**30, "gb": 10**9}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class StepWork:
     """What turns a rate into a time: the sequences of a step, its operations, its GPUs.
 
     Args:
@@ -33,7 +33,7 @@ class Work:
     peak_flops_per_s: float
 
 
-def measured_time(row: Row, work: Work) -> Seconds:
+def measured_time(row: Row, work: StepWork) -> Seconds:
     """Seconds of a step: as printed, or from tokens per second, operations per second or MFU.
 
     Raises:
@@ -56,7 +56,7 @@ def measured_time(row: Row, work: Work) -> Seconds:
     raise RefusedRowError("no time measured", f"outcome {row.get('outcome', '')!r}")
 
 
-def _counted_flops(row: Row, work: Work) -> float:
+def _counted_flops(row: Row, work: StepWork) -> float:
     """Operations of a step as the source counts them."""
     kind = row.get("tflops_kind", "").lower()
     if kind.startswith("8*n"):
@@ -191,7 +191,7 @@ def ran_out_of_memory(row: Row) -> bool:
 _TOLERATED = 2.5
 
 
-def require_consistent(row: Row, work: Work) -> None:
+def require_consistent(row: Row, work: StepWork) -> None:
     """Refuse a row whose printed time and printed rate speak of different jobs.
 
     Raises:
@@ -208,7 +208,7 @@ def require_consistent(row: Row, work: Work) -> None:
         raise RefusedRowError("printed time and rate disagree", detail)
 
 
-def _require_possible(row: Row, work: Work) -> None:
+def _require_possible(row: Row, work: StepWork) -> None:
     """Frozen weights leave at least two thirds of the operations."""
     seconds = measured_time(row, work)
     least = work.model_flops * 2 / 3 / work.num_gpus / work.peak_flops_per_s

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from nest_megatron.names import Name
 from nest_megatron.validation.outcome import Judged, RowOutcome
 from nest_megatron.validation.report import BothScores, Scores, both_scores
-from nest_megatron.validation.rows import Row, RowKind
+from nest_megatron.validation.rows import Row, RowKind, number_or_zero
 
 
 class Measure(Name):
@@ -67,12 +67,6 @@ class NamedSet:
     note: str = ""
 
 
-def whole_cell(row: Row, column: str) -> int:
-    """A cell as a whole number; 0 where it is empty or none."""
-    text = row.get(column, "").strip()
-    return int(text) if text.isdigit() else 0
-
-
 def _source(*names: str) -> Callable[[Row], bool]:
     return lambda row: row.get("source", "") in names
 
@@ -91,13 +85,14 @@ _BLACKWELL_OR_HOPPER = ("H100", "H200", "B200", "B300", "GB200", "GB300")
 
 def _dense_bf16(row: Row) -> bool:
     sixteen = row.get("precision", "").upper().startswith("BF16")
-    return _NVIDIA(row) and sixteen and whole_cell(row, "ep") <= 1 and row["gpu"].startswith("H100")
+    dense = number_or_zero(row, "ep") <= 1
+    return _NVIDIA(row) and sixteen and dense and row["gpu"].startswith("H100")
 
 
 def _moe_or_fp8(row: Row) -> bool:
     eight = "FP8" in row.get("precision", "").upper()
     known = row.get("gpu", "").startswith(_BLACKWELL_OR_HOPPER)
-    return _NVIDIA(row) and known and (eight or whole_cell(row, "ep") > 1)
+    return _NVIDIA(row) and known and (eight or number_or_zero(row, "ep") > 1)
 
 
 _TIME, _GOLDEN = RowKind.THROUGHPUT, RowKind.MEMORY_GOLDEN
@@ -107,7 +102,7 @@ SETS: tuple[NamedSet, ...] = (
         key="vtrain_many_nodes",
         name="vTrain, several nodes (64 GPUs and more)",
         kind=_TIME,
-        holds=lambda row: _VTRAIN(row) and whole_cell(row, "n_gpus") >= 64,
+        holds=lambda row: _VTRAIN(row) and number_or_zero(row, "n_gpus") >= 64,
         goals=(
             Goal(measure=Measure.ERROR, value=8, others=(("Calculon", 19.6), ("vTrain", 14.7))),
             Goal(measure=Measure.REGRET, value=1, others=(("Calculon", 1.3),)),
@@ -117,7 +112,7 @@ SETS: tuple[NamedSet, ...] = (
         key="vtrain_one_node",
         name="vTrain, one node (2 to 8 GPUs)",
         kind=_TIME,
-        holds=lambda row: _VTRAIN(row) and whole_cell(row, "n_gpus") <= 8,
+        holds=lambda row: _VTRAIN(row) and number_or_zero(row, "n_gpus") <= 8,
         goals=(
             Goal(measure=Measure.ERROR, value=8, others=(("Calculon", 38.9), ("vTrain", 8.4))),
             Goal(measure=Measure.REGRET, value=3, others=(("Calculon", 10.0),)),
@@ -127,7 +122,7 @@ SETS: tuple[NamedSet, ...] = (
         key="bloom_search",
         name="the search for BLOOM's layout (384 A100)",
         kind=_TIME,
-        holds=lambda row: _BLOOM(row) and whole_cell(row, "n_gpus") == 384,
+        holds=lambda row: _BLOOM(row) and number_or_zero(row, "n_gpus") == 384,
         goals=(
             Goal(measure=Measure.ERROR, value=12, others=(("Calculon", 32.6),)),
             Goal(measure=Measure.REGRET, value=3, others=(("Calculon", 7.7),)),
@@ -192,7 +187,7 @@ SETS: tuple[NamedSet, ...] = (
         key="collectives",
         name="collectives of 1 MB and more",
         kind=RowKind.COLLECTIVES,
-        holds=lambda row: whole_cell(row, "size_bytes") >= 1_000_000,
+        holds=lambda row: number_or_zero(row, "size_bytes") >= 1_000_000,
         goals=(Goal(measure=Measure.ERROR, value=15),),
     ),
 )

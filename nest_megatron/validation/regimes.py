@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from nest_megatron.names import Name
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.validation.outcome import RowOutcome
-from nest_megatron.validation.refusal import RefusedRowError
-from nest_megatron.validation.rows import number
+from nest_megatron.validation.rows import number_or_zero
 
 #: Measured step below which launches and latencies weigh as much as the work, in seconds.
 SMALL_STEP_S = 1.0
@@ -58,10 +57,7 @@ class Regime:
 
 
 def _number(each: RowOutcome, column: str) -> float:
-    try:
-        return number(each.row, column) or 0.0
-    except RefusedRowError:
-        return 0.0
+    return number_or_zero(each.row, column)
 
 
 def _is_moe(each: RowOutcome) -> bool:

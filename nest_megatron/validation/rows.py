@@ -105,6 +105,14 @@ def number(row: Row, column: str) -> float | None:
     return value
 
 
+def number_or_zero(row: Row, column: str) -> float:
+    """A cell as a number; 0 where it is empty or cannot be read."""
+    try:
+        return number(row, column) or 0.0
+    except RefusedRowError:
+        return 0.0
+
+
 def refuse_misprints(row: Row) -> None:
     """Refuse a row with a figure beyond anything that has been run.
 

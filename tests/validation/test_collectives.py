@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.cost_model.communication import collective_time
 from nest_megatron.validation.collectives import parse_collective, predict_collective
-from nest_megatron.validation.fit_collectives import Sample, fit_links
+from nest_megatron.validation.fit_collectives import CollectiveSample, fit_links
 from nest_megatron.validation.fit_samples import read_samples
 from nest_megatron.validation.links import links
 from nest_megatron.validation.links_file import write_clusters, write_links
@@ -74,7 +74,7 @@ def test_the_bus_bandwidth_gives_the_time() -> None:
         ({"gpu": "?"}, "unknown GPU"),
         ({"inter_fabric": ""}, "network between the nodes not stated"),
         ({"nodes": ""}, "ranks or nodes not stated"),
-        ({"size_bytes": "nan"}, "not a number"),
+        ({"size_bytes": "nan"}, "a number cannot be read"),
     ],
 )
 def test_rows_that_say_too_little_are_refused(changes: dict[str, str], reason: str) -> None:
@@ -107,13 +107,15 @@ def test_more_bytes_never_take_less(
 
 
 @pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sample, ...]:
+def samples(tmp_path_factory: pytest.TempPathFactory) -> tuple[CollectiveSample, ...]:
     folder = tmp_path_factory.mktemp("truth")
     (folder / "comm_collectives.csv").write_bytes(DATA.read_bytes())
     return read_samples(folder)
 
 
-def test_a_fit_finds_back_what_made_the_rows(tmp_path: Path, samples: tuple[Sample, ...]) -> None:
+def test_a_fit_finds_back_what_made_the_rows(
+    tmp_path: Path, samples: tuple[CollectiveSample, ...]
+) -> None:
     """Refitting the rows leaves their error where the calibration file has it, or lower."""
     pytest.importorskip("scipy")
     fit = fit_links(links(), samples, cross_validate=False)
@@ -126,7 +128,7 @@ def test_a_fit_finds_back_what_made_the_rows(tmp_path: Path, samples: tuple[Samp
     assert path.read_text(encoding="utf-8").count('note: "kept"') == len(fit.links)
 
 
-def test_a_cluster_left_out_is_told_by_its_family(samples: tuple[Sample, ...]) -> None:
+def test_a_cluster_left_out_is_told_by_its_family(samples: tuple[CollectiveSample, ...]) -> None:
     """Each cluster is predicted without its rows, by what the others say of such links."""
     pytest.importorskip("scipy")
     wanted = ("gcp-a3mega-user-log", "stas00-ml-engineering", "azure-ai-benchmarking-guide")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nest_megatron.validation.measured import (
-    Work,
+    StepWork,
     counts_whole_attention,
     measured_time,
     require_consistent,
@@ -15,7 +15,7 @@ from nest_megatron.validation.measured import (
 from nest_megatron.validation.refusal import RefusedRowError
 
 #: Half of the operations are the causal half of attention, a tenth is the head.
-WORK = Work(
+WORK = StepWork(
     sequences=1,
     seq_length=1,
     model_flops=1e15,

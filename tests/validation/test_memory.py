@@ -27,7 +27,7 @@ from nest_megatron.validation.gpu_names import accelerator
 from nest_megatron.validation.job import job_of
 from nest_megatron.validation.machines import machine
 from nest_megatron.validation.margin import (
-    Sample,
+    MarginSample,
     best_margin,
     left_out,
     margin_curve,
@@ -171,9 +171,9 @@ def test_optimizer_states_are_divided_within_an_instance() -> None:
     )
 
 
-def _samples(source: str, ran: list[float], short: list[float]) -> list[Sample]:
-    return [Sample(source=source, fill=f, risk=0.1, out_of_memory=False) for f in ran] + [
-        Sample(source=source, fill=f, risk=0.6, out_of_memory=True) for f in short
+def _samples(source: str, ran: list[float], short: list[float]) -> list[MarginSample]:
+    return [MarginSample(source=source, fill=f, risk=0.1, out_of_memory=False) for f in ran] + [
+        MarginSample(source=source, fill=f, risk=0.6, out_of_memory=True) for f in short
     ]
 
 

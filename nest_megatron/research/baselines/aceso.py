@@ -27,7 +27,13 @@ from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.baselines.bottleneck import Resource, bottleneck
-from nest_megatron.research.baselines.job import Choice, ComparisonJob, chosen, fastest, restricted
+from nest_megatron.research.baselines.job import (
+    BaselineChoice,
+    ComparisonJob,
+    chosen,
+    fastest,
+    restricted,
+)
 from nest_megatron.research.baselines.partitions import Boundaries
 from nest_megatron.research.baselines.walk import Layouts, State, nearest, pipeline_of, shard_of
 from nest_megatron.solver.ranking import SolvedGrid
@@ -65,7 +71,7 @@ _RELIEF: dict[Resource, tuple[tuple[str, int], ...]] = {
 }
 
 
-def find(job: ComparisonJob, *, evaluations: int = EVALUATIONS) -> Choice:
+def find(job: ComparisonJob, *, evaluations: int = EVALUATIONS) -> BaselineChoice:
     """The best state that fits over all numbers of stages."""
     layouts = Layouts(job, restricted(job, _WITHOUT, zero_stages=(ZeroStage.NONE,)))
     starts = _starts(layouts)

@@ -30,7 +30,7 @@ from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.baselines.job import (
     NOTHING_LEGAL,
-    Choice,
+    BaselineChoice,
     ComparisonJob,
     restricted,
     solved,
@@ -46,7 +46,7 @@ PARTITION_NODES = 100_000
 _WITHOUT = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
 
 
-def find(job: ComparisonJob) -> Choice:
+def find(job: ComparisonJob) -> BaselineChoice:
     """The fastest candidate on the mesh that turns out to fit, priced on the real cluster."""
     mesh = on_two_level_mesh(job.model)
     candidates = sorted(_candidates(job, mesh), key=lambda plan: plan.rank)
@@ -55,10 +55,10 @@ def find(job: ComparisonJob) -> Choice:
         if plan is not None:
             lost = f"; {dropped} faster ones do not" if dropped else ""
             reason = f"the fastest of least traffic that fits{lost}"
-            return Choice(plan=plan, reason=reason, candidates=len(candidates))
+            return BaselineChoice(plan=plan, reason=reason, candidates=len(candidates))
     none_fits = "the shardings that communicate least do not fit in memory, with any stages"
     reason = none_fits if candidates else NOTHING_LEGAL
-    return Choice(plan=None, reason=reason, candidates=len(candidates))
+    return BaselineChoice(plan=None, reason=reason, candidates=len(candidates))
 
 
 def _candidates(job: ComparisonJob, mesh: CostModel) -> Iterator[SolvedGrid]:

@@ -34,7 +34,13 @@ from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.plain import from_plain
-from nest_megatron.research.baselines.job import Choice, ComparisonJob, chosen, fastest, restricted
+from nest_megatron.research.baselines.job import (
+    BaselineChoice,
+    ComparisonJob,
+    chosen,
+    fastest,
+    restricted,
+)
 from nest_megatron.research.baselines.partitions import even_partition
 from nest_megatron.research.baselines.walk import pipeline_of
 from nest_megatron.solver.grids import GridSpace
@@ -44,7 +50,7 @@ _LARGE_MEMORY_BYTES = 60 * 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class DegreeRow:
     """What is tried for models of up to so many parameters.
 
     Args:
@@ -66,16 +72,16 @@ class Row:
 class Table:
     """The rows in order, and what is kept where none applies."""
 
-    rows: tuple[Row, ...]
-    otherwise: Row
+    rows: tuple[DegreeRow, ...]
+    otherwise: DegreeRow
 
 
-def find(job: ComparisonJob) -> Choice:
+def find(job: ComparisonJob) -> BaselineChoice:
     """The fastest candidate of the table that fits."""
     spec = job.model.spec
     if spec.multi_latent_attention:
         reason = "it does not take models with latent attention"
-        return Choice(plan=None, reason=reason, candidates=0)
+        return BaselineChoice(plan=None, reason=reason, candidates=0)
     row = row_for(spec, job.model.cluster.accelerator.memory_bytes)
     grids = list(_candidates(job, row))
     partitions = [(grid, even_partition(spec, grid.dims.num_chunks)) for grid in grids]
@@ -85,7 +91,7 @@ def find(job: ComparisonJob) -> Choice:
     return chosen(best, len(grids), f"the fastest of the {len(grids)} candidates of its table")
 
 
-def row_for(spec: TransformerSpec, memory_bytes: int) -> Row:
+def row_for(spec: TransformerSpec, memory_bytes: int) -> DegreeRow:
     """The row of the table for a model on a device."""
     memory_gb = 80 if memory_bytes >= _LARGE_MEMORY_BYTES else 40
     billions = total_parameters(spec) / 1e9
@@ -103,7 +109,7 @@ def _table() -> Table:
     return from_plain(Table, yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
-def _candidates(job: ComparisonJob, row: Row) -> Iterator[Grid]:
+def _candidates(job: ComparisonJob, row: DegreeRow) -> Iterator[Grid]:
     """Grids of the table that Megatron launches."""
     zeros = (ZeroStage.OPTIMIZER,)
     grids = job.grids(restricted(job, _GIVEN_BY_USER, zero_stages=zeros, recompute=NO_RECOMPUTE))
@@ -115,7 +121,7 @@ def _candidates(job: ComparisonJob, row: Row) -> Iterator[Grid]:
                     yield from _with_virtual_stages(grids, grid)
 
 
-def _allows(row: Row, grid: Grid, num_layers: int) -> bool:
+def _allows(row: DegreeRow, grid: Grid, num_layers: int) -> bool:
     dims = grid.dims
     pp = dims.pipeline_model_parallel_size
     product = dims.tensor_model_parallel_size * pp

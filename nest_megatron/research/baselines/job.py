@@ -99,7 +99,7 @@ class ComparisonJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class BaselineChoice:
     """What a baseline chose.
 
     Args:
@@ -113,11 +113,11 @@ class Choice:
     candidates: int
 
 
-def chosen(plan: SolvedGrid | None, candidates: int, reason: str) -> Choice:
+def chosen(plan: SolvedGrid | None, candidates: int, reason: str) -> BaselineChoice:
     """A choice among so many candidates; the reason is for the plan, where there is one."""
     if plan is None:
         reason = NOTHING_FITS if candidates else NOTHING_LEGAL
-    return Choice(plan=plan, reason=reason, candidates=candidates)
+    return BaselineChoice(plan=plan, reason=reason, candidates=candidates)
 
 
 def solved(grid: Grid, found: StageSolution) -> SolvedGrid | None:

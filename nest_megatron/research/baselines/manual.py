@@ -32,7 +32,13 @@ from nest_megatron.parallel.recompute import (
     selective_recompute,
 )
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.research.baselines.job import Choice, ComparisonJob, chosen, fastest, restricted
+from nest_megatron.research.baselines.job import (
+    BaselineChoice,
+    ComparisonJob,
+    chosen,
+    fastest,
+    restricted,
+)
 from nest_megatron.research.baselines.partitions import even_partition
 from nest_megatron.research.baselines.recipes import Recipe, published
 from nest_megatron.research.baselines.walk import pipeline_of, shard_of
@@ -49,7 +55,7 @@ _WIDEST = 8
 _Step = tuple[int, int, int]
 
 
-def find(job: ComparisonJob) -> Choice:
+def find(job: ComparisonJob) -> BaselineChoice:
     """The nearest recipe that fits, else what the rule of thumb leads to."""
     model, cluster = job.model, job.model.cluster
     recipes = published(model.spec, cluster, model.settings.precision)

@@ -24,7 +24,13 @@ import math
 import random
 
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.research.baselines.job import Choice, ComparisonJob, chosen, fastest, restricted
+from nest_megatron.research.baselines.job import (
+    BaselineChoice,
+    ComparisonJob,
+    chosen,
+    fastest,
+    restricted,
+)
 from nest_megatron.research.baselines.partitions import Boundaries, shifted
 from nest_megatron.research.baselines.walk import (
     Layouts,
@@ -44,7 +50,7 @@ TEMPERATURE = 0.05
 MEMORY_PENALTY = 4.0
 
 
-def find(job: ComparisonJob, *, seeds: int = SEEDS, steps: int = STEPS) -> Choice:
+def find(job: ComparisonJob, *, seeds: int = SEEDS, steps: int = STEPS) -> BaselineChoice:
     """The best state that fits of all walks."""
     layouts = Layouts(job, restricted(job, rank_orders=job.space.rank_orders))
     starts = [grid for shard in layouts.shards for grid in layouts.families(shard)]

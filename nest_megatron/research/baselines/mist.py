@@ -16,13 +16,13 @@ Given to it beyond the paper: expert degrees. It has no context parallelism and 
 
 from __future__ import annotations
 
-from nest_megatron.research.baselines.job import Choice, ComparisonJob, chosen, restricted
+from nest_megatron.research.baselines.job import BaselineChoice, ComparisonJob, chosen, restricted
 from nest_megatron.research.baselines.networks import on_flat_network
 
 _WITHOUT = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
 
 
-def find(job: ComparisonJob) -> Choice:
+def find(job: ComparisonJob) -> BaselineChoice:
     """The fastest plan on a flat network, priced on the real one."""
     best, candidates = job.search(on_flat_network(job.model), restricted(job, _WITHOUT))
     return chosen(job.priced(best), candidates, "the fastest on a network without levels")

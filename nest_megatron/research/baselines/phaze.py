@@ -17,13 +17,19 @@ from __future__ import annotations
 
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.research.baselines.job import Choice, ComparisonJob, chosen, fastest, restricted
+from nest_megatron.research.baselines.job import (
+    BaselineChoice,
+    ComparisonJob,
+    chosen,
+    fastest,
+    restricted,
+)
 from nest_megatron.research.baselines.networks import on_flat_network
 
 _WITHOUT = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
 
 
-def find(job: ComparisonJob) -> Choice:
+def find(job: ComparisonJob) -> BaselineChoice:
     """The fastest plan on a flat network, priced on the real one."""
     flat, zeros = on_flat_network(job.model), (ZeroStage.NONE,)
     settings = (NO_RECOMPUTE, FULL_RECOMPUTE) if job.space.recompute is None else (None,)

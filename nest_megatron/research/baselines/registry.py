@@ -16,13 +16,13 @@ from nest_megatron.research.baselines import (
     mist,
     phaze,
 )
-from nest_megatron.research.baselines.job import Choice, ComparisonJob
+from nest_megatron.research.baselines.job import BaselineChoice, ComparisonJob
 
 
 class Find(Protocol):
     """A planner: a pure function of the job."""
 
-    def __call__(self, job: ComparisonJob, /) -> Choice:
+    def __call__(self, job: ComparisonJob, /) -> BaselineChoice:
         """The plan that the method chooses, or why it finds none."""
 
 

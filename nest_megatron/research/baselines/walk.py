@@ -33,7 +33,7 @@ class Shard(NamedTuple):
     expert_tensor: int
 
 
-class Pipeline(NamedTuple):
+class PipelineShape(NamedTuple):
     """The rest of a grid without its recomputation."""
 
     stages: int
@@ -147,10 +147,10 @@ def shard_of(grid: Grid) -> Shard:
     )
 
 
-def pipeline_of(grid: Grid) -> Pipeline:
+def pipeline_of(grid: Grid) -> PipelineShape:
     """The rest of a grid."""
     dims = grid.dims
-    return Pipeline(
+    return PipelineShape(
         dims.pipeline_model_parallel_size,
         dims.virtual_pipeline_model_parallel_size,
         dims.rank_order,

@@ -18,9 +18,9 @@ from nest_megatron.documents import read_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.plain import Count, NonNegative, Positive, Source, from_plain
 from nest_megatron.research.nest_artifact.records import (
-    Baseline,
     Chain,
     Edges,
+    FixedPlan,
     Instance,
     Layer,
     Network,
@@ -64,9 +64,9 @@ class FileBaseline:
     num_transformer_layers: Count
     layer_partition: tuple[Count, ...] | None = None
 
-    def named(self, name: str) -> Baseline:
+    def named(self, name: str) -> FixedPlan:
         """The plan under its name in the file."""
-        return Baseline(
+        return FixedPlan(
             name=name,
             num_stages=self.p,
             data_parallel_size=self.d,

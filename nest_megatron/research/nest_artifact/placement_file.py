@@ -13,7 +13,13 @@ from nest_megatron.errors import nearest
 from nest_megatron.files import write_text
 from nest_megatron.plain import Count, Index, NonNegative, from_plain
 from nest_megatron.research.nest_artifact.instance_file import SOURCE, FileBaseline, wrong
-from nest_megatron.research.nest_artifact.records import Baseline, Chain, Instance, Placement, Stage
+from nest_megatron.research.nest_artifact.records import (
+    Chain,
+    FixedPlan,
+    Instance,
+    Stage,
+    StagePlacement,
+)
 from nest_megatron.research.nest_artifact.rule import AS_ARTIFACT, ArtifactRule
 
 
@@ -37,7 +43,7 @@ _RENUMBER = "List each layer once, in the order of the chain, first stage first.
 
 def read_placement(
     path: Path, instance: Instance, rule: ArtifactRule = AS_ARTIFACT
-) -> tuple[Placement, float | None]:
+) -> tuple[StagePlacement, float | None]:
     """A plan for an instance, and the time per batch that its file gives, if it gives one.
 
     Args:
@@ -57,7 +63,7 @@ def read_placement(
     output, prefix = from_plain(_FileOutput, document, where, SOURCE), f"{where}.".lstrip(".")
     tp = output.tensorParallelDegree
     chain = _chain(instance, tp, f"{prefix}tensorParallelDegree")
-    placement = Placement(
+    placement = StagePlacement(
         stages=tuple(_stages(output, chain, f"{prefix}stages")),
         data_parallel_size=output.dataParallelDegree,
         tensor_model_parallel_size=tp,
@@ -66,7 +72,7 @@ def read_placement(
     return placement, output.finalTimePerBatch
 
 
-def write_placement(path: Path, instance: Instance, placement: Placement, time: float) -> None:
+def write_placement(path: Path, instance: Instance, placement: StagePlacement, time: float) -> None:
     """Write a plan as the artifact's solver writes its output."""
     chain = instance.chains[placement.tensor_model_parallel_size]
     document = {
@@ -78,7 +84,7 @@ def write_placement(path: Path, instance: Instance, placement: Placement, time: 
     write_text(path, json.dumps(document, indent=1) + "\n")
 
 
-def stages_as_plain(chain: Chain, placement: Placement) -> list[dict[str, Any]]:
+def stages_as_plain(chain: Chain, placement: StagePlacement) -> list[dict[str, Any]]:
     """Stages in the artifact's words."""
     return [
         {
@@ -89,7 +95,9 @@ def stages_as_plain(chain: Chain, placement: Placement) -> list[dict[str, Any]]:
     ]
 
 
-def named_baseline(instance: Instance, name: str, rule: ArtifactRule = AS_ARTIFACT) -> Placement:
+def named_baseline(
+    instance: Instance, name: str, rule: ArtifactRule = AS_ARTIFACT
+) -> StagePlacement:
     """A baseline that the instance carries.
 
     Raises:
@@ -103,8 +111,8 @@ def named_baseline(instance: Instance, name: str, rule: ArtifactRule = AS_ARTIFA
 
 
 def baseline_placement(
-    instance: Instance, baseline: Baseline, rule: ArtifactRule = AS_ARTIFACT
-) -> Placement:
+    instance: Instance, baseline: FixedPlan, rule: ArtifactRule = AS_ARTIFACT
+) -> StagePlacement:
     """A fixed plan as stages: its own boundaries, or ceil(layers / p) layers a stage.
 
     Raises:
@@ -126,7 +134,7 @@ def baseline_placement(
             limit = f"stage {number} of {baseline.num_stages} would be empty"
             raise wrong(f"{baseline.name}.p", baseline.num_stages, limit, "Give fewer stages.")
     devices = instance.devices_per_stage(tp)
-    return Placement(
+    return StagePlacement(
         stages=tuple(Stage(first=a, end=b, num_devices=devices) for a, b in pairwise(ends)),
         data_parallel_size=baseline.data_parallel_size,
         tensor_model_parallel_size=tp,
@@ -134,7 +142,7 @@ def baseline_placement(
     )
 
 
-def _baseline_boundaries(baseline: Baseline) -> list[int]:
+def _baseline_boundaries(baseline: FixedPlan) -> list[int]:
     """Where each stage ends, in layers."""
     partition, count = baseline.layer_partition, baseline.num_stages
     if not partition:

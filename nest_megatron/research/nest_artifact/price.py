@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from nest_megatron.research.nest_artifact.records import Chain, Instance, Placement, Stage
+from nest_megatron.research.nest_artifact.records import Chain, Instance, Stage, StagePlacement
 from nest_megatron.research.nest_artifact.rule import AS_ARTIFACT, ArtifactRule
 from nest_megatron.research.nest_artifact.stage_cost import (
     links_of,
@@ -61,7 +61,7 @@ class Price:
         return None if self.refusals else self.time
 
 
-def price(instance: Instance, placement: Placement, rule: ArtifactRule = AS_ARTIFACT) -> Price:
+def price(instance: Instance, placement: StagePlacement, rule: ArtifactRule = AS_ARTIFACT) -> Price:
     """What a plan costs, whether or not it is one that the search would look at.
 
     Args:
@@ -110,14 +110,14 @@ def sync_time(
     return unit_of(rule) * total
 
 
-def _in_costed_order(placement: Placement, rule: ArtifactRule) -> tuple[Stage, ...]:
+def _in_costed_order(placement: StagePlacement, rule: ArtifactRule) -> tuple[Stage, ...]:
     """First to last, or the reverse for a baseline."""
     if placement.is_baseline and rule.baselines_last_stage_first:
         return placement.stages[::-1]
     return placement.stages
 
 
-def _devices(placement: Placement, rule: ArtifactRule) -> Sequence[int]:
+def _devices(placement: StagePlacement, rule: ArtifactRule) -> Sequence[int]:
     """The first device of each layer: as printed, or packed, the last stage first."""
     if placement.printed_devices and rule.links_from_printed_placement:
         return placement.printed_devices
@@ -165,7 +165,7 @@ def _price_stages(
 
 
 def _refusals(
-    instance: Instance, placement: Placement, priced: Sequence[StagePrice]
+    instance: Instance, placement: StagePlacement, priced: Sequence[StagePrice]
 ) -> Iterator[str]:
     """Why the artifact refuses such a plan."""
     needed = instance.devices_per_stage(placement.tensor_model_parallel_size)

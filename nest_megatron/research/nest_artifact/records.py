@@ -75,7 +75,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Baseline:
+class FixedPlan:
     """A fixed plan that an instance carries: degrees, and uneven stages where it has them."""
 
     name: str
@@ -106,7 +106,7 @@ class Instance:
     sequence_parallel: bool
     recompute: bool
     optimizer: Optimizer
-    baselines: dict[str, Baseline]
+    baselines: dict[str, FixedPlan]
     notes: tuple[str, ...] = ()
 
     def devices_per_stage(self, tensor_model_parallel_size: int) -> int:
@@ -125,7 +125,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class StagePlacement:
     """A plan: stages first to last, and degrees.
 
     Args:

@@ -17,7 +17,7 @@ from nest_megatron.research.nest_artifact.placement_file import (
     write_placement,
 )
 from nest_megatron.research.nest_artifact.price import Price, price
-from nest_megatron.research.nest_artifact.records import Instance, Placement
+from nest_megatron.research.nest_artifact.records import Instance, StagePlacement
 from nest_megatron.research.nest_artifact.rule import ArtifactRule, rule_without
 from nest_megatron.research.nest_artifact.search import NoSolution, solve
 
@@ -70,7 +70,7 @@ def run_evaluate(
 
 def _placement(
     instance: Instance, path: Path | None, baseline: str | None, rule: ArtifactRule
-) -> tuple[Placement, float | None]:
+) -> tuple[StagePlacement, float | None]:
     """The one plan that the user names, and the time that its file gives."""
     if path is not None and baseline is None:
         return read_placement(path, instance, rule)
@@ -85,7 +85,7 @@ def _placement(
 
 
 def _plain(
-    instance: Instance, placement: Placement, priced: Price, rule: ArtifactRule
+    instance: Instance, placement: StagePlacement, priced: Price, rule: ArtifactRule
 ) -> dict[str, Any]:
     """What programs read; a time that no run can have is null."""
     return {
@@ -108,7 +108,7 @@ def _plain(
     }
 
 
-def _show(instance: Instance, placement: Placement, priced: Price, rule: ArtifactRule) -> None:
+def _show(instance: Instance, placement: StagePlacement, priced: Price, rule: ArtifactRule) -> None:
     from nest_megatron.report.terminal import notes_report
     from nest_megatron.research.report.nest_tables import nest_report
 

@@ -17,16 +17,16 @@ from itertools import accumulate, combinations, pairwise
 
 from nest_megatron.research.nest_artifact.boundaries import boundary_table, deepest
 from nest_megatron.research.nest_artifact.price import Price, price, sync_time
-from nest_megatron.research.nest_artifact.records import Chain, Instance, Placement, Stage
+from nest_megatron.research.nest_artifact.records import Chain, Instance, Stage, StagePlacement
 from nest_megatron.research.nest_artifact.rule import AS_ARTIFACT, ArtifactRule
 from nest_megatron.research.nest_artifact.stage_cost import stage_memory, weights_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
+class ArtifactSolution:
     """The best plan and its price."""
 
-    placement: Placement
+    placement: StagePlacement
     price: Price
 
 
@@ -53,7 +53,7 @@ class _Best:
 
 def solve(
     instance: Instance, rule: ArtifactRule = AS_ARTIFACT, *, compiled: bool | None = None
-) -> Solution | NoSolution:
+) -> ArtifactSolution | NoSolution:
     """The fastest plan under a rule, or why there is none.
 
     Ties go to the smaller tensor degree, then to fewer stages, then to more replicas.
@@ -67,7 +67,7 @@ def solve(
     if best is None:
         return _no_solution(instance)
     placement = _placement(instance, best)
-    return Solution(placement=placement, price=price(instance, placement, rule))
+    return ArtifactSolution(placement=placement, price=price(instance, placement, rule))
 
 
 def _best_of_degree(
@@ -158,9 +158,9 @@ def _improvements(
                 yield time, replicas, end
 
 
-def _placement(instance: Instance, best: _Best) -> Placement:
+def _placement(instance: Instance, best: _Best) -> StagePlacement:
     devices = instance.devices_per_stage(best.tp)
-    return Placement(
+    return StagePlacement(
         stages=tuple(
             Stage(first=a, end=b, num_devices=devices) for a, b in pairwise(best.boundaries)
         ),

@@ -16,7 +16,7 @@ _MILLISECONDS = 1000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class StageLink:
     """A network level between two stages.
 
     Args:
@@ -33,16 +33,16 @@ class Link:
         return self.factor * (num_bytes / self.bandwidth + self.latency)
 
 
-def links_of(instance: Instance, rule: ArtifactRule) -> tuple[Link, ...]:
+def links_of(instance: Instance, rule: ArtifactRule) -> tuple[StageLink, ...]:
     """The levels as transfers between stages see them, innermost first."""
     network, unit = instance.network, unit_of(rule)
-    links: list[Link] = []
+    links: list[StageLink] = []
     for level, given in enumerate(network.bandwidths):
         falls = links and rule.pipeline_bandwidth_never_rises
         bandwidth = min(given, links[-1].bandwidth) if falls else given
         ways = 2.0 if level else 1.0
         links.append(
-            Link(bandwidth=bandwidth, latency=network.latencies[level], factor=ways * unit)
+            StageLink(bandwidth=bandwidth, latency=network.latencies[level], factor=ways * unit)
         )
     return tuple(links)
 
@@ -52,7 +52,7 @@ def unit_of(rule: ArtifactRule) -> float:
     return 1.0 if rule.seconds_added_to_milliseconds else _MILLISECONDS
 
 
-def forward_time(chain: Chain, first: int, end: int, link: Link) -> float:
+def forward_time(chain: Chain, first: int, end: int, link: StageLink) -> float:
     """The forward pass, inputs from other stages arriving over ``link`` from time 0 on."""
     finished = 0.0
     for at in range(first, end):
@@ -64,7 +64,9 @@ def forward_time(chain: Chain, first: int, end: int, link: Link) -> float:
     return finished
 
 
-def backward_time(chain: Chain, first: int, end: int, link: Link, begins: float = 0.0) -> float:
+def backward_time(
+    chain: Chain, first: int, end: int, link: StageLink, begins: float = 0.0
+) -> float:
     """The backward pass, not before ``begins``; gradients arrive over ``link`` from time 0 on."""
     finished = begins
     for at in range(end - 1, first - 1, -1):
@@ -88,7 +90,7 @@ def stage_time(
     chain: Chain,
     first: int,
     end: int,
-    links: tuple[Link, Link],
+    links: tuple[StageLink, StageLink],
     rule: ArtifactRule,
     *,
     recompute: bool,

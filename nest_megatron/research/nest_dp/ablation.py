@@ -19,7 +19,7 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.research.nest_artifact.records import Instance
 from nest_megatron.research.nest_artifact.search import NoSolution
 from nest_megatron.research.nest_dp.artifact import artifact_problem
-from nest_megatron.research.nest_dp.job import Choices, Division, ResearchJob
+from nest_megatron.research.nest_dp.job import Division, ResearchChoices, ResearchJob
 from nest_megatron.research.nest_dp.memory import MemoryRule, Optimizer
 from nest_megatron.research.nest_dp.pipeline import best_pipeline
 from nest_megatron.research.nest_dp.plan import ResearchPlan, described
@@ -59,7 +59,7 @@ def table7_row(
         cluster=_with_memory(cluster, memory),
         settings=settings,
         global_batch_size=GLOBAL_BATCH_SIZE,
-        choices=Choices(
+        choices=ResearchChoices(
             memory=MemoryRule.PAPER,
             optimizer=optimizer,
             divide=Division.LOOSELY,

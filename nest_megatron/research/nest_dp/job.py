@@ -32,7 +32,7 @@ class Division(Name):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
+class ResearchChoices:
     """What may be chosen, and by which rules.
 
     Args:
@@ -82,7 +82,7 @@ class ResearchJob:
     cluster: Cluster
     settings: CostSettings
     global_batch_size: int
-    choices: Choices = Choices()
+    choices: ResearchChoices = ResearchChoices()
     times: LayerTimes | None = None
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from nest_megatron.research.nest_dp import reference
-from nest_megatron.research.nest_dp.records import UNREACHABLE, Pipeline, Problem
+from nest_megatron.research.nest_dp.records import UNREACHABLE, FoundPipeline, Problem
 from nest_megatron.research.nest_dp.tables import Scratch, Tables, empty_table, tables_of
 from nest_megatron.research.nest_dp.trace import pipeline_of
 from nest_megatron.units import Ticks
@@ -28,7 +28,7 @@ def best_pipeline(
     *,
     scratch: Scratch | None = None,
     compiled: bool | None = None,
-) -> Pipeline | None:
+) -> FoundPipeline | None:
     """The fastest pipeline whose step takes less than ``limit``, if there is one.
 
     Ties go to fewer stages; ``trace`` says how stages are chosen.
@@ -40,7 +40,7 @@ def best_pipeline(
     """
     t, scratch = tables_of(problem), scratch or Scratch()
     least_sync, sync_cap = _least_sync(problem), UNREACHABLE
-    found: Pipeline | None = None
+    found: FoundPipeline | None = None
     while least_sync < sync_cap and least_sync < limit:
         caps = _caps(problem, limit - least_sync)
         table = filled(t, caps, sync_cap, scratch, compiled=compiled)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nest_megatron.research.nest_dp.job import ResearchJob
-from nest_megatron.research.nest_dp.records import Stage
-from nest_megatron.research.nest_dp.search import Solution
+from nest_megatron.research.nest_dp.records import FoundStage
+from nest_megatron.research.nest_dp.search import RecurrenceSolution
 from nest_megatron.units import Bytes, Seconds, to_seconds
 
 
@@ -43,7 +43,7 @@ class ResearchPlan:
     Args:
         num_microbatches: of one replica.
         device_stride: devices from one replica's first to the next one's.
-        num_cases, num_solved: as in ``Solution``.
+        num_cases, num_solved: as in ``RecurrenceSolution``.
     """
 
     model: str
@@ -64,7 +64,7 @@ class ResearchPlan:
     num_solved: int
 
 
-def described(job: ResearchJob, found: Solution) -> ResearchPlan:
+def described(job: ResearchJob, found: RecurrenceSolution) -> ResearchPlan:
     """The plan of a solution."""
     pipeline, problem = found.pipeline, found.problem
     return ResearchPlan(
@@ -87,12 +87,12 @@ def described(job: ResearchJob, found: Solution) -> ResearchPlan:
     )
 
 
-def _stages(found: Solution) -> tuple[PlannedStage, ...]:
+def _stages(found: RecurrenceSolution) -> tuple[PlannedStage, ...]:
     stages = enumerate(found.pipeline.stages)
     return tuple(_stage(found, stage, is_first=not at) for at, stage in stages)
 
 
-def _stage(found: Solution, stage: Stage, *, is_first: bool) -> PlannedStage:
+def _stage(found: RecurrenceSolution, stage: FoundStage, *, is_first: bool) -> PlannedStage:
     strategy = found.problem.strategies[stage.strategy]
     option, nodes = strategy.options[stage.option], found.problem.downsets.dag.names
     return PlannedStage(

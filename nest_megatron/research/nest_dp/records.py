@@ -141,7 +141,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class FoundStage:
     """A stage of a found pipeline.
 
     Args:
@@ -164,14 +164,14 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
+class FoundPipeline:
     """A found pipeline, first stage to last.
 
     Args:
         total: time of a step.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[FoundStage, ...]
     bottleneck: Ticks
     sync: Ticks
     total: Ticks

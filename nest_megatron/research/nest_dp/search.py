@@ -16,7 +16,7 @@ from nest_megatron.research.nest_dp.job import Division, ResearchJob
 from nest_megatron.research.nest_dp.links import Replicas
 from nest_megatron.research.nest_dp.pipeline import best_pipeline
 from nest_megatron.research.nest_dp.pricing import Case, Priced, Pricer
-from nest_megatron.research.nest_dp.records import UNREACHABLE, Pipeline, Problem
+from nest_megatron.research.nest_dp.records import UNREACHABLE, FoundPipeline, Problem
 from nest_megatron.research.nest_dp.strategies import Strategy, strategies
 from nest_megatron.research.nest_dp.tables import Scratch
 from nest_megatron.units import Bytes, Ticks
@@ -26,7 +26,7 @@ _ROUNDS = (1.05, 1.2, 1.5, 2.0, 4.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
+class RecurrenceSolution:
     """The best plan.
 
     Args:
@@ -40,7 +40,7 @@ class Solution:
     problem: Problem
     unit: int
     level_names: tuple[str, ...]
-    pipeline: Pipeline
+    pipeline: FoundPipeline
     num_cases: int
     num_solved: int
 
@@ -54,7 +54,7 @@ class Solution:
         return used * self.unit * self.case.replicas.count
 
 
-def solve(job: ResearchJob, *, compiled: bool | None = None) -> Solution | NoSolution:
+def solve(job: ResearchJob, *, compiled: bool | None = None) -> RecurrenceSolution | NoSolution:
     """The fastest plan, or why there is none.
 
     Ties go to the case with the lower bound, then to fewer replicas.
@@ -73,7 +73,7 @@ def solve(job: ResearchJob, *, compiled: bool | None = None) -> Solution | NoSol
         best = _round(pricer, found, limit, solved, compiled)
         if best is not None:
             case, priced, pipeline = best
-            return Solution(
+            return RecurrenceSolution(
                 case=case,
                 problem=priced.problem,
                 unit=priced.unit,
@@ -85,7 +85,7 @@ def solve(job: ResearchJob, *, compiled: bool | None = None) -> Solution | NoSol
     return _no_solution(pricer, found)
 
 
-_Best = tuple[Case, Priced, Pipeline]
+_Best = tuple[Case, Priced, FoundPipeline]
 
 
 def _round(

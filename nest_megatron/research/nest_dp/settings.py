@@ -10,7 +10,12 @@ from nest_megatron.config.request import request_of
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.config.space import fixed_degrees
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.research.nest_dp.job import Choices, Division, RecomputeChoice, ResearchJob
+from nest_megatron.research.nest_dp.job import (
+    Division,
+    RecomputeChoice,
+    ResearchChoices,
+    ResearchJob,
+)
 from nest_megatron.research.nest_dp.links import Topology
 from nest_megatron.research.nest_dp.memory import MemoryRule, Optimizer
 from nest_megatron.research.nest_dp.records import Schedule
@@ -94,7 +99,7 @@ def research_job(
     _refuse_unread(composed.given)
     request, config = request_of(composed, SearchSpace()), composed.config
     limits = {name: getattr(config.search, f"max_{name}") for name in _FIXED}
-    choices = Choices(
+    choices = ResearchChoices(
         **given,
         fixed=_fixed(config),
         limits={name: value for name, value in limits.items() if value is not None},

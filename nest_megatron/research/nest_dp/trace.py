@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
-from nest_megatron.research.nest_dp.records import Pipeline, Problem, Stage
+from nest_megatron.research.nest_dp.records import FoundPipeline, FoundStage, Problem
 from nest_megatron.research.nest_dp.reference import StageChoice, choices, links, sync_of
 from nest_megatron.research.nest_dp.tables import Tables
 from nest_megatron.units import Ticks
@@ -33,7 +33,7 @@ class _Step(NamedTuple):
 
 def pipeline_of(
     problem: Problem, t: Tables, table: array[int], stages: int, sync_cap: int, steps: int
-) -> Pipeline:
+) -> FoundPipeline:
     """The pipeline of so many stages that the whole graph's state stands for.
 
     Args:
@@ -41,14 +41,14 @@ def pipeline_of(
         steps: times that the bottleneck is paid in a step of training.
     """
     state = _State(stages, t.num_levels - 1, t.num_downsets - 1, t.num_devices)
-    found: list[Stage] = []
+    found: list[FoundStage] = []
     while state.stages:
         end = _first_end(t, table, state)
         step = _step(t, table, state, end, sync_cap)
         found.append(_stage(problem, t, state, step))
         state = _State(state.stages - 1, step.after, t.nested[step.pair], step.place)
     bottleneck, sync = max(s.time for s in found), max(s.sync for s in found)
-    return Pipeline(
+    return FoundPipeline(
         stages=tuple(found),
         bottleneck=bottleneck,
         sync=sync,
@@ -79,10 +79,10 @@ def _step(t: Tables, table: array[int], state: _State, end: int, sync_cap: int) 
     raise AssertionError("a state of the table has a stage that gives its value")
 
 
-def _stage(problem: Problem, t: Tables, state: _State, step: _Step) -> Stage:
+def _stage(problem: Problem, t: Tables, state: _State, step: _Step) -> FoundStage:
     choice, masks = step.choice, problem.downsets.masks
     nodes = masks[state.outer] & ~masks[t.nested[step.pair]]
-    return Stage(
+    return FoundStage(
         nodes=tuple(v for v in range(nodes.bit_length()) if nodes >> v & 1),
         strategy=choice.strategy,
         option=choice.option - t.options_first[choice.strategy],

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from nest_megatron.research.paper import published
 from nest_megatron.research.paper.outcome import (
+    FigureRow,
     Gain,
     PlannerResult,
     Report,
-    Row,
     Runner,
     geometric_mean,
 )
@@ -114,14 +114,14 @@ def _rows(
     printed: Sequence[Cell],
     *,
     same_size: bool,
-) -> Iterator[Row]:
+) -> Iterator[FigureRow]:
     by_job = {_key(cell.job): cell for cell in printed}
     for job, planned in outcomes.items():
         base = job if same_size else _base(job, outcomes)
         artifact_base = job if same_size else _artifact_base(job)
         cell = by_job.get(_key(job))
         for planner in planners:
-            yield Row(
+            yield FigureRow(
                 job=job,
                 planner=planner,
                 ours=_ours(outcomes, base, planned[planner]),
@@ -224,7 +224,7 @@ def _means(gains: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     return {rule: mean for rule, mean in means.items() if mean is not None}
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: FigureRow) -> tuple[str, ...]:
     job = row.job
     size = "" if job.micro_batch_size is None else str(job.micro_batch_size)
     ratios = [_ratio(value) for value in (row.ours, row.artifact, row.paper)]

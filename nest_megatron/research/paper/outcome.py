@@ -34,7 +34,7 @@ Runner = Callable[[PaperJob, Sequence[str]], Mapping[str, PlannerResult]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class FigureRow:
     """One planner on one job; ``None`` is no plan, or no figure.
 
     Args:
@@ -87,7 +87,7 @@ class Report:
     title: str
     head: tuple[str, ...]
     cells: tuple[tuple[str, ...], ...]
-    rows: tuple[Row, ...] = ()
+    rows: tuple[FigureRow, ...] = ()
     gains: tuple[Gain, ...] = ()
 
 

@@ -9,13 +9,13 @@ from rich.text import Text
 
 from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns
 from nest_megatron.research.nest_artifact.price import Price, StagePrice
-from nest_megatron.research.nest_artifact.records import Instance, Placement
+from nest_megatron.research.nest_artifact.records import Instance, StagePlacement
 from nest_megatron.research.nest_artifact.rule import AS_ARTIFACT, SWITCHES, ArtifactRule
 from nest_megatron.units import format_gib
 
 
 def nest_report(
-    instance: Instance, placement: Placement, price: Price, rule: ArtifactRule
+    instance: Instance, placement: StagePlacement, price: Price, rule: ArtifactRule
 ) -> RenderableType:
     """A plan's time per batch, degrees and stages, and what is wrong with it, if anything is."""
     parts: list[RenderableType] = [_headline(price), _degrees(instance, placement), _sum(price)]
@@ -35,7 +35,7 @@ def _headline(price: Price) -> Text:
     return Text.assemble(("Time per batch ", "bold"), (f"{price.time:.10g}", "bold"), words)
 
 
-def _degrees(instance: Instance, placement: Placement) -> Text:
+def _degrees(instance: Instance, placement: StagePlacement) -> Text:
     stages, replicas = placement.stages, placement.data_parallel_size
     used = replicas * sum(stage.num_devices for stage in stages)
     degrees = {

@@ -12,7 +12,7 @@ from typing import Any
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import require_folder, write_bytes
 from nest_megatron.report.charts import check_matplotlib, check_suffix, render
-from nest_megatron.research.paper.outcome import Report, Row
+from nest_megatron.research.paper.outcome import FigureRow, Report
 
 _COLOURS = {
     "manual": "#858b95",
@@ -67,7 +67,7 @@ def _draw(figure: Any, report: Report, models: Sequence[str]) -> None:
     figure.suptitle(f"{report.title.partition(',')[0]}, over that of nest", fontsize=9)
 
 
-def _panel(axes: Any, model: str, rows: Sequence[Row]) -> None:
+def _panel(axes: Any, model: str, rows: Sequence[FigureRow]) -> None:
     by_size = len({row.job.num_gpus for row in rows}) == 1
     best = {row.job: row for row in rows if row.planner == "nest"}
     for planner in dict.fromkeys(row.planner for row in rows):
@@ -96,5 +96,5 @@ def _seen(points: Sequence[tuple[int, float | None]]) -> tuple[list[int], list[f
     return [x for x, _ in found], [y for _, y in found]
 
 
-def _place(row: Row, by_size: bool) -> int:
+def _place(row: FigureRow, by_size: bool) -> int:
     return (row.job.micro_batch_size or 1) if by_size else row.job.num_gpus

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns, word_columns
-from nest_megatron.research.paper.outcome import Gain, Report, Row
+from nest_megatron.research.paper.outcome import FigureRow, Gain, Report
 from nest_megatron.research.paper.published import RULES
 from nest_megatron.research.report.paper_notes import notes
 
@@ -38,7 +38,7 @@ def paper_report(report: Report) -> RenderableType:
     return Group(*parts)
 
 
-def _figure(rows: Sequence[Row]) -> RenderableType:
+def _figure(rows: Sequence[FigureRow]) -> RenderableType:
     """The rows of a figure, a block a job."""
     columns = (*name_columns("planner"), *word_columns("layout"), *figure_columns(*_COLUMNS))
     table = EdgelessTable(*columns)

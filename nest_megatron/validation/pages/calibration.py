@@ -12,7 +12,7 @@ from rich.text import Text
 from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns
 from nest_megatron.validation.calibrate import Fit, HeldOut
 from nest_megatron.validation.calibration import PARAMETERS
-from nest_megatron.validation.fit_collectives import Fit as LinkFit
+from nest_megatron.validation.fit_collectives import LinkFit
 from nest_megatron.validation.fit_memory import PeakFit
 from nest_megatron.validation.fit_stragglers import StragglerFit
 from nest_megatron.validation.fit_uncertainty import UncertaintyFit

@@ -15,7 +15,7 @@ from nest_megatron.report.markdown import figure, table
 from nest_megatron.validation import row_settings
 from nest_megatron.validation.calibration import PARAMETERS
 from nest_megatron.validation.columns import COLUMNS
-from nest_megatron.validation.frameworks import RULES, Rule
+from nest_megatron.validation.frameworks import RULES, FrameworkRule
 from nest_megatron.validation.rows import RowKind
 
 Entries = Mapping[str, Mapping[str, Any]]
@@ -160,7 +160,7 @@ def _sources_of_defaults() -> Iterator[tuple[str, ...]]:
             yield target.name, default.words(), default.source
 
 
-def _since(rule: Rule) -> str:
+def _since(rule: FrameworkRule) -> str:
     return " since {}.{:02}".format(*rule.since) if any(rule.since) else ""
 
 

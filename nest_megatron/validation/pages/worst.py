@@ -10,17 +10,16 @@ from nest_megatron.report.markdown import table
 from nest_megatron.units import GIB
 from nest_megatron.validation.margin import (
     MarginPoint,
-    Sample,
+    MarginSample,
     best_margin,
     left_out,
     margin_curve,
     risk_bins,
     samples,
 )
-from nest_megatron.validation.named_sets import whole_cell
 from nest_megatron.validation.outcome import Basis, Judged, RowOutcome
 from nest_megatron.validation.report import risks_by_regime
-from nest_megatron.validation.rows import RowKind
+from nest_megatron.validation.rows import RowKind, number_or_zero
 
 NOT_EXPLAINED = "not explained"
 #: Rows of runs, of memory and of collectives that are shown.
@@ -37,7 +36,7 @@ def worst_section(judged: Sequence[Judged], reasons: Mapping[str, str]) -> str:
     peaks = [*_of(judged, RowKind.MEMORY_PEAK), *_of(judged, RowKind.MEMORY_GOLDEN)]
     memory = ranked(peaks, lambda each: each.memory)
     large = [
-        o for o in _of(judged, RowKind.COLLECTIVES) if whole_cell(o.row, "size_bytes") >= _SMALL
+        o for o in _of(judged, RowKind.COLLECTIVES) if number_or_zero(o.row, "size_bytes") >= _SMALL
     ]
     parts = ["## The worst rows", "By the factor between prediction, as planned, and measurement."]
     for title, rows, most, unit in (
@@ -96,7 +95,7 @@ def subject(each: RowOutcome) -> str:
     """What a row is about: model and GPUs, or a collective."""
     row = each.row
     if "collective" in row:
-        size = whole_cell(row, "size_bytes") / 2**20
+        size = number_or_zero(row, "size_bytes") / 2**20
         return f"{row['collective']}, {row['n_ranks']} {row['gpu']}, {size:.4g} MiB"
     name = row.get("model") or row.get("test_case", "")
     return ", ".join(
@@ -132,7 +131,7 @@ def margin_section(judged: Sequence[Judged]) -> str:
     )
 
 
-def _risk_table(data: Sequence[Sample]) -> str:
+def _risk_table(data: Sequence[MarginSample]) -> str:
     rows = [
         (
             f"{100 * each.low:g} to {100 * each.high:g} %",
@@ -160,7 +159,7 @@ def _runs_once(judged: Sequence[Judged]) -> list[RowOutcome]:
     return runs + [o for o in peaks if o.row.get("throughput_row", "") not in known]
 
 
-def _margin_table(data: Sequence[Sample], taken: float) -> str:
+def _margin_table(data: Sequence[MarginSample], taken: float) -> str:
     best = best_margin(data).margin
     rows = [
         (_mark(point, best, taken), *_counts(point))
@@ -189,7 +188,7 @@ def _counts(point: MarginPoint) -> tuple[str, str]:
     )
 
 
-def _left_out_table(data: Sequence[Sample]) -> str:
+def _left_out_table(data: Sequence[MarginSample]) -> str:
     rows = [
         (each.source, f"{100 * each.point.margin:.0f} %", *_counts(each.point))
         for each in left_out(data)

@@ -7,11 +7,11 @@ from itertools import combinations, pairwise
 
 from nest_megatron.research.nest_artifact.boundaries import deepest
 from nest_megatron.research.nest_artifact.price import price
-from nest_megatron.research.nest_artifact.records import Instance, Placement, Stage
+from nest_megatron.research.nest_artifact.records import Instance, Stage, StagePlacement
 from nest_megatron.research.nest_artifact.rule import AS_ARTIFACT, ArtifactRule
 
 
-def placements(instance: Instance) -> Iterator[Placement]:
+def placements(instance: Instance) -> Iterator[StagePlacement]:
     """Every tensor degree, division of its chain and number of replicas that devices allow."""
     for tp, chain in instance.chains.items():
         devices, n = instance.devices_per_stage(tp), len(chain.layers)
@@ -23,7 +23,7 @@ def placements(instance: Instance) -> Iterator[Placement]:
                 )
                 most = min(instance.num_devices // (depth * devices), instance.num_micro_batches)
                 for replicas in range(1, most + 1):
-                    yield Placement(
+                    yield StagePlacement(
                         stages=stages,
                         data_parallel_size=replicas,
                         tensor_model_parallel_size=tp,

@@ -11,7 +11,7 @@ from nest_megatron.research.nest_artifact.instance_file import read_instance
 from nest_megatron.research.nest_artifact.placement_file import named_baseline, read_placement
 from nest_megatron.research.nest_artifact.price import price
 from nest_megatron.research.nest_artifact.rule import rule_without
-from nest_megatron.research.nest_artifact.search import Solution, solve
+from nest_megatron.research.nest_artifact.search import ArtifactSolution, solve
 from tests.research.nest_artifact.instances import FOLDER
 
 INPUTS = sorted(path for path in FOLDER.rglob("*.json") if not path.stem.endswith(".result"))
@@ -26,7 +26,7 @@ def test_recorded_results(path: Path) -> None:
     assert price(instance, placement).time_per_batch == given
     listed = price(instance, placement, rule_without(["links_from_printed_placement"]))
     found = solve(instance)
-    assert isinstance(found, Solution)
+    assert isinstance(found, ArtifactSolution)
     assert given is not None
     assert found.price.time <= min(given, listed.time)
     printed = json.loads(result.read_text(encoding="utf-8"))["output"]["baselineResults"] or {}

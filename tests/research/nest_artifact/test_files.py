@@ -11,7 +11,7 @@ import pytest
 from nest_megatron.errors import UserInputError
 from nest_megatron.research.nest_artifact.instance_file import read_instance
 from nest_megatron.research.nest_artifact.placement_file import baseline_placement, read_placement
-from nest_megatron.research.nest_artifact.records import Baseline, Optimizer
+from nest_megatron.research.nest_artifact.records import FixedPlan, Optimizer
 from tests.research.nest_artifact.instances import DATA, plain, recorded
 
 
@@ -161,7 +161,7 @@ def test_a_baseline_in_a_file(tmp_path: Path) -> None:
 def test_baselines_that_make_no_stages(
     num_stages: int, num_layers: int, partition: tuple[int, ...], words: str
 ) -> None:
-    baseline = Baseline(
+    baseline = FixedPlan(
         name="mine",
         num_stages=num_stages,
         data_parallel_size=1,

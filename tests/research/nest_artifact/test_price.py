@@ -14,14 +14,14 @@ from nest_megatron.research.nest_artifact.placement_file import (
     write_placement,
 )
 from nest_megatron.research.nest_artifact.price import price, sync_time
-from nest_megatron.research.nest_artifact.records import Instance, Placement, Stage
+from nest_megatron.research.nest_artifact.records import Instance, Stage, StagePlacement
 from nest_megatron.research.nest_artifact.rule import (
     AS_ARTIFACT,
     SWITCHES,
     ArtifactRule,
     rule_without,
 )
-from nest_megatron.research.nest_artifact.search import Solution, solve
+from nest_megatron.research.nest_artifact.search import ArtifactSolution, solve
 from tests.research.nest_artifact.instances import DATA, recorded
 
 NAMES = ("llama2_64", "bertlarge_128", "llama3_128")
@@ -62,7 +62,7 @@ def test_a_stage_list_that_is_not_the_plan_that_was_costed() -> None:
     assert given is not None
     assert listed.time / given == pytest.approx(1.337, abs=1e-3)
     found = solve(instance)
-    assert isinstance(found, Solution)
+    assert isinstance(found, ArtifactSolution)
     assert found.price.time == given
 
 
@@ -83,13 +83,13 @@ def test_under_one_rule_the_baseline_is_the_plan() -> None:
     assert [stage.position for stage in as_printed.stages] == list(range(1, 9))
 
 
-def two_stages(instance: Instance) -> Placement:
+def two_stages(instance: Instance) -> StagePlacement:
     n = len(instance.chains[1].layers)
     stages = (
         Stage(first=0, end=4, num_devices=1),
         Stage(first=4, end=n, num_devices=1),
     )
-    return Placement(stages=stages, data_parallel_size=32, tensor_model_parallel_size=1)
+    return StagePlacement(stages=stages, data_parallel_size=32, tensor_model_parallel_size=1)
 
 
 @pytest.mark.parametrize("name", [s for s in SWITCHES if not s.startswith("baseline")])
@@ -141,7 +141,7 @@ def test_refusals_are_named() -> None:
     instance = recorded("llama2_64")
     n = len(instance.chains[1].layers)
     whole = Stage(first=0, end=n, num_devices=1)
-    placement = Placement(stages=(whole,), data_parallel_size=65, tensor_model_parallel_size=1)
+    placement = StagePlacement(stages=(whole,), data_parallel_size=65, tensor_model_parallel_size=1)
     found = price(dataclasses.replace(instance, context_parallel_size=2), placement)
     assert found.time_per_batch is None
     text = " ".join(found.refusals)
@@ -160,7 +160,7 @@ def test_all_turns_everything_off() -> None:
 def test_a_plan_written_is_read_again(tmp_path) -> None:  # type: ignore[no-untyped-def]
     instance = recorded("mixtral_64")
     found = solve(instance)
-    assert isinstance(found, Solution)
+    assert isinstance(found, ArtifactSolution)
     write_placement(tmp_path / "plan.json", instance, found.placement, found.price.time)
     read, given = read_placement(tmp_path / "plan.json", instance)
     assert read == found.placement

@@ -13,7 +13,7 @@ from nest_megatron.research.nest_artifact.boundaries import boundary_table, deep
 from nest_megatron.research.nest_artifact.price import price
 from nest_megatron.research.nest_artifact.records import Instance
 from nest_megatron.research.nest_artifact.rule import AS_ARTIFACT, SWITCHES, ArtifactRule
-from nest_megatron.research.nest_artifact.search import NoSolution, Solution, solve
+from nest_megatron.research.nest_artifact.search import ArtifactSolution, NoSolution, solve
 from tests.research.nest_artifact.brute_force import least_time
 from tests.research.nest_artifact.instances import instances, recorded
 
@@ -30,7 +30,7 @@ def test_no_plan_is_faster(compiled: bool, instance: Instance, rule: ArtifactRul
     if least is None:
         assert isinstance(found, NoSolution)
         return
-    assert isinstance(found, Solution)
+    assert isinstance(found, ArtifactSolution)
     assert found.price.time_per_batch == least
     assert price(instance, found.placement, rule) == found.price
 
@@ -77,7 +77,7 @@ def test_too_few_devices() -> None:
 def test_the_heaviest_stage_summed() -> None:
     rule = dataclasses.replace(AS_ARTIFACT, sync_first_stage_only=False)
     found, first = solve(recorded("llama2_64"), rule), solve(recorded("llama2_64"))
-    assert isinstance(found, Solution)
-    assert isinstance(first, Solution)
+    assert isinstance(found, ArtifactSolution)
+    assert isinstance(first, ArtifactSolution)
     assert found.price.sync > first.price.sync
     assert found.price.time <= price(recorded("llama2_64"), first.placement, rule).time

@@ -9,7 +9,7 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
-from nest_megatron.research.nest_dp.job import Choices, ResearchJob
+from nest_megatron.research.nest_dp.job import ResearchChoices, ResearchJob
 
 TINY = ("model=llama3_8b", "model.num_layers=4", "train.global_batch_size=16")
 
@@ -22,7 +22,7 @@ def research_job(*overrides: str, **choices: Any) -> ResearchJob:
         cluster=inputs.cluster,
         settings=inputs.settings,
         global_batch_size=inputs.global_batch_size,
-        choices=Choices(**choices),
+        choices=ResearchChoices(**choices),
     )
 
 

@@ -12,8 +12,8 @@ from nest_megatron.research.nest_dp.downsets import Downsets, LayerDag, downsets
 from nest_megatron.research.nest_dp.pipeline import best_pipeline
 from nest_megatron.research.nest_dp.records import (
     CheckpointPolicy,
+    FoundPipeline,
     NodeTimes,
-    Pipeline,
     PricedStrategy,
     Problem,
     Schedule,
@@ -83,7 +83,7 @@ def strategy(downsets: Downsets, rates: tuple[int, ...], *options: ZeroOption) -
     )
 
 
-def solved(question: Problem) -> Pipeline:
+def solved(question: Problem) -> FoundPipeline:
     found = best_pipeline(question)
     assert found is not None
     assert found.total == least_total(question)

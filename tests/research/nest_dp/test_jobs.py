@@ -27,14 +27,14 @@ from nest_megatron.research.nest_dp.pipeline import best_pipeline
 from nest_megatron.research.nest_dp.plan import ResearchPlan, described
 from nest_megatron.research.nest_dp.pricing import Pricer
 from nest_megatron.research.nest_dp.records import PricedStrategy, Schedule
-from nest_megatron.research.nest_dp.search import Solution, cases, solve
+from nest_megatron.research.nest_dp.search import RecurrenceSolution, cases, solve
 from tests.research.nest_dp.brute_force import least_total
 from tests.research.nest_dp.jobs import research_job, tiny_job, with_memory
 
 
-def solved(job: ResearchJob) -> Solution:
+def solved(job: ResearchJob) -> RecurrenceSolution:
     found = solve(job)
-    assert isinstance(found, Solution)
+    assert isinstance(found, RecurrenceSolution)
     return found
 
 
@@ -235,7 +235,7 @@ def test_recomputation_is_a_choice_of_each_stage() -> None:
         for choice in (RecomputeChoice.OFF, RecomputeChoice.AUTO, RecomputeChoice.ON)
     )
     assert isinstance(off, NoSolution)
-    assert isinstance(auto, Solution)
-    assert isinstance(on, Solution)
+    assert isinstance(auto, RecurrenceSolution)
+    assert isinstance(on, RecurrenceSolution)
     assert [stage.policy for stage in auto.pipeline.stages] == [1, 0]
     assert auto.pipeline.total <= on.pipeline.total
