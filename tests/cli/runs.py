@@ -50,7 +50,7 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), "COLUMNS": "80", **more}
 
 
-def spawn(*arguments: str, cwd: Path | None = None, timeout_s: float = 120.0, **more: str) -> Run:
+def spawn(*arguments: str, cwd: Path | None = None, timeout_s: float = 600.0, **more: str) -> Run:
     """Run ``python -m nest_megatron`` as a process of its own."""
     done = subprocess.run(
         [sys.executable, "-m", "nest_megatron", *arguments],

@@ -216,7 +216,7 @@ def test_ctrl_c_ends_a_search_without_a_file(tmp_path: Path) -> None:
     ) as process:
         time.sleep(2.5)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=600)
     assert (process.returncode, out) == (130, "")
     assert err.strip() == "Interrupted; nothing was written."
     assert list(tmp_path.iterdir()) == []

@@ -122,7 +122,7 @@ def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     words = (*JOB, "cluster.num_gpus=8,16,24,32,40,48,56,64")
     process = start("plan", "-m", *words, f"out={out}")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not (out / ".jobs").is_dir() or len(results(out)) < 2:
         assert process.poll() is None
         assert time.monotonic() < deadline
@@ -140,12 +140,12 @@ def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
 def test_an_interrupted_sweep_says_how_far_it_came(tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     process = start("plan", "-m", *JOB, "cluster.num_gpus=range(8,512,8)", f"out={out}")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not (out / ".jobs").is_dir() or not results(out):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "of 63 jobs are done; the same command goes on from there" in errors
 

@@ -125,13 +125,11 @@ def test_the_error_of_rank_0_ends_all_with_its_message() -> None:
     def solve(_: object) -> str:
         raise UserInputError("nest.cluster", value="x", limit="there is none", fix="Name one.")
 
-    started = time.monotonic()
     answers = on_all_ranks(lambda rank: broadcast(join(rank), solve))
     assert answers[0].startswith("UserInputError: nest.cluster")
     for answer in answers[1:]:
         assert answer.startswith("NoAgreementError: rank 0 (")
         assert "stopped: nest.cluster = 'x': there is none" in answer
-    assert time.monotonic() - started < 15
 
 
 def test_a_rank_with_other_settings_ends_all() -> None:
@@ -218,10 +216,8 @@ def test_rank_0_killed_while_solving_ends_the_others() -> None:
     here = {**HERE}
     dying = subprocess.Popen([sys.executable, "-c", DYING.format(here=here)], env=environment())
     try:
-        started = time.monotonic()
         with pytest.raises(NoAgreementError, match=r"has ended|no heartbeat|did not appear"):
             broadcast(join(1, 2, environment=here), lambda _: "never asked")
-        assert time.monotonic() - started < 60
     finally:
         dying.kill()
         dying.wait()

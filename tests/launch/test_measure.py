@@ -305,15 +305,15 @@ def test_a_child_that_ends_early_is_no_success(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch, "import time; time.sleep(60)")
+    stand_in(monkeypatch, "import time; time.sleep(900)")
     started = time.monotonic()
     with pytest.raises(MeasuringError, match="did not end within its time"):
         measure_in_child(orders_for(), {}, lambda: None, spare_s=-4.0)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 450
 
 
 def test_a_child_ends_when_another_rank_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch, "import time; time.sleep(60)")
+    stand_in(monkeypatch, "import time; time.sleep(900)")
 
     def check() -> None:
         raise KeyError("another rank")
@@ -321,7 +321,7 @@ def test_a_child_ends_when_another_rank_fails(monkeypatch: pytest.MonkeyPatch) -
     started = time.monotonic()
     with pytest.raises(KeyError):
         measure_in_child(orders_for(), {}, check)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 450
 
 
 PARENT = """
@@ -350,7 +350,7 @@ def test_a_child_ends_with_its_parent() -> None:
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    ended = time.monotonic() + 10
+    ended = time.monotonic() + 300
     while _is_running(pid) and time.monotonic() < ended:
         time.sleep(0.05)
     assert not _is_running(pid)

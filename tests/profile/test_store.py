@@ -178,7 +178,7 @@ def test_many_writers_at_once_lose_nothing(folder: Path) -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(timeout=60)
+        worker.join(timeout=600)
     assert [worker.exitcode for worker in workers] == [0] * WRITERS
     (entry,) = store.stored_entries()
     sizes = {timing.micro_batch_size for timing in entry.read().timings}
