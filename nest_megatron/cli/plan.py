@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -55,14 +56,20 @@ from nest_megatron.cli.complete import complete_free
     help="Say which plans could be the fastest, and what to measure to know more.",
 )
 @json_option
-def plan(**options: Any) -> int:
+def plan(multirun: bool, **options: Any) -> int:
     """Find the plan that is expected to be the fastest and to fit in memory.
 
     Settings are key=value; what is not given is searched. hydra_configs/plan.yaml explains each.
     """
     from nest_megatron.cli.planning import run_plan
 
-    return run_plan(**options, begun_s=click.get_current_context().obj)
+    sweep: Callable[..., int] | None = None
+    if multirun:
+        from nest_megatron.cli.sweep import run_sweep
+
+        sweep = run_sweep
+    begun_s = click.get_current_context().obj
+    return run_plan(**options, run_sweep=sweep, begun_s=begun_s)
 
 
 @click.command(

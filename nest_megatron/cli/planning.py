@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def run_plan(
     free: str,
     megatron_version: str,
     strict: bool,
-    multirun: bool,
+    run_sweep: Callable[..., int] | None,
     shortlist: bool,
     as_json: bool,
     begun_s: Seconds | None = None,
@@ -45,16 +45,14 @@ def run_plan(
     """Plan one job, or every job of a sweep, and print the result.
 
     Args:
+        run_sweep: plans the jobs of a sweep; ``None`` where one job is asked for.
         begun_s: when the command began (``time.monotonic``), for ``search.max_seconds``.
     """
     overrides, launcher = split_launcher(overrides)
     settings = parse(overrides, config_dir)
-    _refuse_options(
-        {"--free": free, "--strict": strict}, from_command, multirun=multirun, shortlist=shortlist
-    )
-    if multirun:
-        from nest_megatron.cli.sweep import run_sweep
-
+    of_commands, multirun = {"--free": free, "--strict": strict}, run_sweep is not None
+    _refuse_options(of_commands, from_command, multirun=multirun, shortlist=shortlist)
+    if run_sweep is not None:
         return run_sweep(settings, launcher, config_dir, as_json=as_json)
     _refuse_launcher(launcher)
     refuse_sweeps(settings)

@@ -18,8 +18,6 @@ Graph = dict[str, set[str]]
 #: Imports that close a cycle and are still to be removed: who imports what.
 KNOWN: set[tuple[str, str]] = {
     ("cost_model.stage_problems", "cost_model.model"),
-    ("cli.complete", "cli.commands"),
-    ("cli.plan", "cli.sweep"),
 }
 
 
