@@ -7,7 +7,6 @@ modules fills the same ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nest_megatron.names import Name
@@ -122,7 +121,7 @@ class LayerCollective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGraph:
-    """All work of one unit on one rank for one micro batch.
+    """All work of one unit, or of a block of it, on one rank for one micro batch.
 
     Args:
         input_bytes: the unit's own input, kept for the backward pass in every recompute mode.
@@ -133,10 +132,10 @@ class LayerGraph:
     """
 
     operators: tuple[Operator, ...]
-    collectives: tuple[LayerCollective, ...]
-    input_bytes: float
-    saved_bytes: tuple[tuple[Part, float], ...]
-    working_bytes: float
+    collectives: tuple[LayerCollective, ...] = ()
+    input_bytes: float = 0.0
+    saved_bytes: tuple[tuple[Part, float], ...] = ()
+    working_bytes: float = 0.0
     offloaded_bytes: float = 0.0
 
     def __add__(self, other: LayerGraph) -> LayerGraph:
@@ -173,8 +172,3 @@ class LayerGraph:
     def total_saved_bytes(self) -> float:
         """Bytes kept for the backward pass without recomputation."""
         return self.input_bytes + sum(num for _, num in self.saved_bytes)
-
-    def saved_in(self, parts: Iterable[Part]) -> float:
-        """Bytes kept by the given parts."""
-        wanted = frozenset(parts)
-        return sum(num for part, num in self.saved_bytes if part in wanted)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from nest_megatron.model.graph import Part
 from nest_megatron.model.operators import layer_graph
-from nest_megatron.model.operators.pieces import ACT, FP32
+from nest_megatron.model.operators.common import ACT, FP32
 from nest_megatron.model.parameters import ParameterCount, layer_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec

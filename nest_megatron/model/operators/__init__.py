@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from nest_megatron.model.graph import LayerGraph
 from nest_megatron.model.operators.attention import attention_graph
+from nest_megatron.model.operators.common import ACT
 from nest_megatron.model.operators.ends import around_mtp_graph, embedding_graph, head_graph
 from nest_megatron.model.operators.feed_forward import feed_forward_graph
-from nest_megatron.model.operators.pieces import ACT
 from nest_megatron.model.parameters import last_layer_kind
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec

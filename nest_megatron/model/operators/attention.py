@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +16,8 @@ from nest_megatron.model.graph import (
     Part,
 )
 from nest_megatron.model.operators.captured import captured_layer
-from nest_megatron.model.operators.offload import offloaded_attention
-from nest_megatron.model.operators.pieces import (
+from nest_megatron.model.operators.common import (
     FP32,
-    Pieces,
     column_parallel,
     dropout_mask,
     gathered_block,
@@ -27,20 +26,16 @@ from nest_megatron.model.operators.pieces import (
     streaming,
     tensor_gather,
 )
+from nest_megatron.model.operators.offload import offloaded_attention
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 
 
 def attention_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """The first half of a decoder layer: norm, self-attention, residual."""
-    pieces = (_latent_attention if spec.multi_latent_attention else _attention)(spec, shard)
-    graph = LayerGraph(
-        operators=pieces.operators,
-        collectives=pieces.collectives,
-        input_bytes=shard.tokens_between_blocks(spec) * spec.hidden_size * shard.activation_bytes,
-        saved_bytes=pieces.saved,
-        working_bytes=0.0,
-    )
+    graph = (_latent_attention if spec.multi_latent_attention else _attention)(spec, shard)
+    size = shard.tokens_between_blocks(spec) * spec.hidden_size * shard.activation_bytes
+    graph = dataclasses.replace(graph, input_bytes=size)
     return offloaded_attention(captured_layer(graph, shard), spec, shard)
 
 
@@ -56,7 +51,7 @@ def _attention_span(spec: TransformerSpec) -> float:
 
 def _core_attention(
     spec: TransformerSpec, shard: LayerShard, query_dim: int, value_dim: int, kv_heads: float
-) -> Pieces:
+) -> LayerGraph:
     """Attention, and the ring exchange of keys and values under context parallelism.
 
     Flash attention keeps no scores and computes them again in the backward pass: five products to
@@ -84,7 +79,11 @@ def _core_attention(
         has_weight=False,
     )
     traffic = tuple(_context_traffic(shard, query_bytes, kv_bytes))
-    return Pieces((operator,), traffic, ((Part.CORE_ATTENTION, tokens * heads * FP32),))
+    return LayerGraph(
+        operators=(operator,),
+        collectives=traffic,
+        saved_bytes=((Part.CORE_ATTENTION, tokens * heads * FP32),),
+    )
 
 
 def _attention_calls(shard: LayerShard) -> int:
@@ -158,7 +157,7 @@ def _context_call(
 
 def _unfused_attention(
     spec: TransformerSpec, shard: LayerShard, query_dim: int, value_dim: int
-) -> Pieces:
+) -> LayerGraph:
     """Attention as two batched products around a softmax, the whole square of scores in memory.
 
     Forward, a score is written by the first product, read and written by the fused scale, mask and
@@ -174,7 +173,7 @@ def _unfused_attention(
     scores = tokens * heads * spec.seq_length
     dropout = spec.attention_dropout > 0
     flops = 2.0 * scores * (query_dim + value_dim)
-    products = Operator(
+    gemms = Operator(
         name="core_attention",
         part=part,
         kind=OperatorKind.GEMM,
@@ -196,7 +195,8 @@ def _unfused_attention(
         back += scores * (2 * act + 6 * FP32)
         kernels += 8
     softmax = streaming("softmax", part, moved, backward=back / moved, kernels=kernels)
-    return Pieces((products, softmax), (), ((part, scores * (2 * act + 1 if dropout else act)),))
+    saved = scores * (2 * act + 1 if dropout else act)
+    return LayerGraph(operators=(gemms, softmax), saved_bytes=((part, saved),))
 
 
 def _softmax_is_fused(spec: TransformerSpec, matrices: float) -> bool:
@@ -208,7 +208,7 @@ def _softmax_is_fused(spec: TransformerSpec, matrices: float) -> bool:
     return matrices % 4 == 0 and spec.seq_length % 4 == 0 and 16 < spec.seq_length <= 4096
 
 
-def _attention(spec: TransformerSpec, shard: LayerShard) -> Pieces:
+def _attention(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """Grouped-query self-attention with its input norm."""
     act = shard.activation_bytes
     tp = shard.tensor_model_parallel_size
@@ -243,8 +243,10 @@ def _attention(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     collectives = list(gathered_block(spec, shard, Part.QKV, Part.PROJECTION, "qkv", "projection"))
     if spec.query_groups < tp:
         collectives += _split_group_gather(spec, shard, tokens)
-    pieces = Pieces(tuple(operators), tuple(collectives), tuple(saved))
-    return pieces + _core_attention(spec, shard, head_dim, head_dim, kv_heads)
+    around = LayerGraph(
+        operators=tuple(operators), collectives=tuple(collectives), saved_bytes=tuple(saved)
+    )
+    return around + _core_attention(spec, shard, head_dim, head_dim, kv_heads)
 
 
 def _split_group_gather(
@@ -265,7 +267,7 @@ def _split_group_gather(
     ]
 
 
-def _latent_attention(spec: TransformerSpec, shard: LayerShard) -> Pieces:
+def _latent_attention(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """Multi-latent attention: low-rank down projections, then up projections split by heads."""
     act = shard.activation_bytes
     tp = shard.tensor_model_parallel_size
@@ -302,8 +304,8 @@ def _latent_attention(spec: TransformerSpec, shard: LayerShard) -> Pieces:
         dropout_mask(spec, local),
     )
     collectives = tuple(_latent_traffic(spec, shard))
-    pieces = Pieces(tuple(operators), collectives, saved)
-    return pieces + _core_attention(spec, shard, query_dim, spec.v_head_dim, heads)
+    around = LayerGraph(operators=tuple(operators), collectives=collectives, saved_bytes=saved)
+    return around + _core_attention(spec, shard, query_dim, spec.v_head_dim, heads)
 
 
 def _latent_traffic(spec: TransformerSpec, shard: LayerShard) -> Iterator[LayerCollective]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Part
-from nest_megatron.model.operators.pieces import (
+from nest_megatron.model.operators.common import (
     FP32,
     column_parallel,
     dispatch_buffer_bytes,

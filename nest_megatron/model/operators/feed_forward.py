@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from nest_megatron.model.execution import TokenDispatcher
@@ -13,30 +14,23 @@ from nest_megatron.model.graph import (
     OperatorKind,
     Part,
 )
-from nest_megatron.model.operators.offload import offloaded_feed_forward
-from nest_megatron.model.operators.pieces import (
+from nest_megatron.model.operators.common import (
     FP32,
-    Pieces,
     dispatch_buffer_bytes,
     dropout_mask,
     gathered_block,
     gemm,
     streaming,
 )
+from nest_megatron.model.operators.offload import offloaded_feed_forward
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
 
 
 def feed_forward_graph(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) -> LayerGraph:
     """The second half of a decoder layer: norm, MLP or experts, residual."""
-    pieces = (_moe if kind is LayerKind.MOE else _mlp)(spec, shard)
-    graph = LayerGraph(
-        operators=pieces.operators,
-        collectives=pieces.collectives,
-        input_bytes=0.0,
-        saved_bytes=pieces.saved,
-        working_bytes=_working_bytes(spec, kind, shard),
-    )
+    graph = (_moe if kind is LayerKind.MOE else _mlp)(spec, shard)
+    graph = dataclasses.replace(graph, working_bytes=_working_bytes(spec, kind, shard))
     return offloaded_feed_forward(graph, spec, kind, shard)
 
 
@@ -80,7 +74,7 @@ def _activation_bytes(spec: TransformerSpec, shard: LayerShard) -> int:
     return halves * shard.activation_bytes
 
 
-def _mlp(spec: TransformerSpec, shard: LayerShard) -> Pieces:
+def _mlp(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """Dense MLP with its norm."""
     tokens, local = shard.tokens(spec), shard.tokens_between_blocks(spec)
     ffn = spec.ffn_hidden_size / shard.tensor_model_parallel_size
@@ -97,35 +91,34 @@ def _mlp(spec: TransformerSpec, shard: LayerShard) -> Pieces:
         (Part.MLP, tokens * (_activation_bytes(spec, shard) + shard.input_bytes) * ffn),
     )
     collectives = tuple(gathered_block(spec, shard, Part.MLP, Part.MLP, "fc1", "fc2"))
-    return Pieces(operators, collectives, saved)
+    return LayerGraph(operators=operators, collectives=collectives, saved_bytes=saved)
 
 
-def _moe(spec: TransformerSpec, shard: LayerShard) -> Pieces:
+def _moe(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """Routed experts behind an all-to-all, with the shared expert if there is one.
 
     Routing is taken as balanced; an imbalance factor belongs to the cost model.
     """
     local = shard.tokens_between_blocks(spec)
     hidden_bytes = local * spec.hidden_size * shard.activation_bytes
-    pieces = Pieces(
-        (
+    graph = LayerGraph(
+        operators=(
             streaming("mlp_norm", Part.MLP_NORM, 2 * hidden_bytes),
             streaming("mlp_residual", Part.RESIDUAL, 3 * hidden_bytes, backward=0.67),
         ),
-        (),
-        (
+        saved_bytes=(
             (Part.RESIDUAL, hidden_bytes),
             dropout_mask(spec, local),
             (Part.MLP_NORM, hidden_bytes),
         ),
     )
-    pieces += _router(spec, shard, local) + _experts(spec, shard) + _dispatch(spec, shard)
+    graph += _router(spec, shard, local) + _experts(spec, shard) + _dispatch(spec, shard)
     if spec.moe_shared_expert_intermediate_size:
-        pieces += _shared_experts(spec, shard)
-    return pieces
+        graph += _shared_experts(spec, shard)
+    return graph
 
 
-def _router(spec: TransformerSpec, shard: LayerShard, local: float) -> Pieces:
+def _router(spec: TransformerSpec, shard: LayerShard, local: float) -> LayerGraph:
     experts = spec.num_experts or 0
     scores = local * experts * FP32
     passes, kernels = (2, 2) if shard.execution.moe_router_fusion else (4, 20)
@@ -133,11 +126,12 @@ def _router(spec: TransformerSpec, shard: LayerShard, local: float) -> Pieces:
         gemm(shard, "router", Part.ROUTER, local, spec.hidden_size, experts, fp8=False),
         streaming("top_k", Part.ROUTER, passes * scores, kernels=kernels),
     )
-    return Pieces(operators, (), ((Part.ROUTER, 2 * scores + local * experts),))
+    saved = ((Part.ROUTER, 2 * scores + local * experts),)
+    return LayerGraph(operators=operators, saved_bytes=saved)
 
 
-def _experts(spec: TransformerSpec, shard: LayerShard) -> Pieces:
-    """Grouped products of this rank's experts over the tokens routed to them."""
+def _experts(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+    """Grouped GEMMs of this rank's experts over the tokens routed to them."""
     act = shard.activation_bytes
     etp = shard.expert_tensor_parallel_size
     routed = shard.tokens_between_blocks(spec) * spec.moe_router_topk * etp
@@ -165,13 +159,13 @@ def _experts(spec: TransformerSpec, shard: LayerShard) -> Pieces:
         (Part.EXPERTS, routed * inside),
         (Part.EXPERT_ACTIVATION, routed * ffn * kept),
     )
-    return Pieces(operators, (), saved)
+    return LayerGraph(operators=operators, saved_bytes=saved)
 
 
 def _grouped_gemm(
     shard: LayerShard, name: str, rows: float, inner: float, columns: float, num_experts: int
 ) -> Operator:
-    """One product for each local expert, in one grouped kernel."""
+    """One GEMM for each local expert, in one grouped kernel."""
     act = shard.activation_bytes
     flops = 2.0 * rows * inner * columns
     activations = rows * (inner + columns) * act
@@ -191,7 +185,7 @@ def _grouped_gemm(
     )
 
 
-def _dispatch(spec: TransformerSpec, shard: LayerShard) -> Pieces:
+def _dispatch(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """Tokens sorted by expert, brought to the ranks that hold them, and back."""
     local = shard.tokens_between_blocks(spec)
     token_bytes = spec.hidden_size * shard.activation_bytes
@@ -207,11 +201,13 @@ def _dispatch(spec: TransformerSpec, shard: LayerShard) -> Pieces:
         for name, launches in (("permute", kernels + counting), ("unpermute", kernels))
     )
     if how.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER:
-        return Pieces(operators, tuple(_gathered_tokens(shard, local * token_bytes)), ())
-    return Pieces(operators, tuple(_exchanged_tokens(spec, shard, routed_bytes)), ())
+        traffic = _gathered_tokens(shard, local * token_bytes)
+    else:
+        traffic = _tokens_to_experts(spec, shard, routed_bytes)
+    return LayerGraph(operators=operators, collectives=tuple(traffic))
 
 
-def _exchanged_tokens(
+def _tokens_to_experts(
     spec: TransformerSpec, shard: LayerShard, size: float
 ) -> Iterator[LayerCollective]:
     """All-to-all of tokens to experts and back, gather over expert tensor ranks."""
@@ -256,7 +252,7 @@ def _gather_and_scatter(
         )
 
 
-def _shared_experts(spec: TransformerSpec, shard: LayerShard) -> Pieces:
+def _shared_experts(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     ffn = (spec.moe_shared_expert_intermediate_size or 0) / shard.tensor_model_parallel_size
     tokens = shard.tokens(spec)
     part = Part.SHARED_EXPERTS
@@ -264,4 +260,5 @@ def _shared_experts(spec: TransformerSpec, shard: LayerShard) -> Pieces:
     collectives = tuple(gathered_block(spec, shard, part, part, "shared_fc1", "shared_fc2"))
     hidden_bytes = shard.tokens_between_blocks(spec) * spec.hidden_size * shard.cast_bytes
     inside = tokens * (_activation_bytes(spec, shard) + shard.input_bytes) * ffn
-    return Pieces(operators, collectives, ((part, inside + hidden_bytes),))
+    saved = ((part, inside + hidden_bytes),)
+    return LayerGraph(operators=operators, collectives=collectives, saved_bytes=saved)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from nest_megatron.model.execution import FlexBackend
 from nest_megatron.model.graph import Group, LayerCollective, Operator, OperatorKind, Part
@@ -12,22 +11,6 @@ from nest_megatron.model.spec import TransformerSpec
 
 ACT = 2  # bytes of an activation element, but for single precision
 FP32 = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """A stretch of a layer: its operators, its collectives and what it keeps."""
-
-    operators: tuple[Operator, ...] = ()
-    collectives: tuple[LayerCollective, ...] = ()
-    saved: tuple[tuple[Part, float], ...] = ()
-
-    def __add__(self, other: Pieces) -> Pieces:
-        return Pieces(
-            self.operators + other.operators,
-            self.collectives + other.collectives,
-            self.saved + other.saved,
-        )
 
 
 def dropout_mask(spec: TransformerSpec, local: float) -> tuple[Part, float]:
