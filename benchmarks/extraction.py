@@ -28,12 +28,16 @@ import yaml
 from nest_megatron.files import write_text
 from nest_megatron.megatron_core import cache
 from nest_megatron.model.catalogue import spec_from_mapping
-from nest_megatron.model.local import local_layer
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
 from nest_megatron.report.markdown import table
 
-MODELS = Path(__file__).resolve().parents[1] / "hydra_configs" / "model"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.megatron_core.local_layers import local_layer  # noqa: E402
+
+MODELS = ROOT / "hydra_configs" / "model"
 #: Model, and the most seconds that its extraction may take.
 TIMED = {"llama3_70b": 10.0, "deepseek_v3": 20.0}
 COMPARED = (
@@ -177,8 +181,8 @@ included. From the cache neither is loaded.
 
 ## Agreement
 
-The closed forms of the local layers (`nest_megatron/model/local.py`) against what megatron-core's
-own modules do under fake tensors: TP 1, 2, 4 and 8, with and without sequence parallelism, with
+The closed forms of the local layers (`tests/megatron_core/local_layers.py`) against what
+megatron-core's own modules do under fake tensors: TP 1, 2, 4 and 8, with and without sequence parallelism, with
 fused attention and with attention in two products. FLOPs are of the forward and of the backward
 pass; kept bytes are what autograd holds between the two, each storage once.
 `tests/megatron_core/test_agreement.py` fails beyond 0, 1 and 2 %.

@@ -69,7 +69,7 @@ from nest_megatron.report.console import say, show, show_json
 @click.option(
     "--unfused",
     is_flag=True,
-    help="Attention in two products, which keeps its scores; fused attention keeps none.",
+    help="Attention in two GEMMs, which keeps its scores; fused attention keeps none.",
 )
 @click.option(
     "--from",
@@ -120,7 +120,26 @@ def extract(**options: Any) -> int:
     backward pass, forward and backward; no GPU is needed. With --module, any PyTorch model is
     traced with torch.fx into its chain of blocks, without memory for its weights.
     """
-    return run_extract(**options)
+    return run_extract(_Options(**options))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """What the command line says; each field is an option's name."""
+
+    overrides: Sequence[str]
+    layer: str
+    implementation: str
+    unfused: bool
+    closed_form: bool
+    from_command: str | None
+    megatron_version: str
+    module: str | None
+    inputs: Sequence[str]
+    dtypes: Sequence[str]
+    draw: Path | None
+    config_dir: Path | None
+    as_json: bool
 
 
 _CLOSED_FORM = "closed form, Transformer Engine's layers"
@@ -148,51 +167,21 @@ class _Shown:
     provenance: Mapping[str, str] = field(default_factory=dict)
 
 
-def run_extract(
-    *,
-    overrides: Sequence[str],
-    layer: str,
-    implementation: str,
-    unfused: bool,
-    closed_form: bool,
-    from_command: str | None,
-    megatron_version: str,
-    module: str | None,
-    inputs: Sequence[str],
-    dtypes: Sequence[str],
-    draw: Path | None,
-    config_dir: Path | None,
-    as_json: bool,
-) -> int:
+def run_extract(options: _Options) -> int:
     """Print, and draw, the work of a model's layers or of a module's chain."""
-    check_drawing(draw)
-    if module is not None:
-        _refuse_both(overrides, closed_form=closed_form)
-        return run_module(module, inputs, dtypes, draw, as_json=as_json)
-    if inputs or dtypes:
-        option = "--input" if inputs else "--dtype"
-        raise UserInputError(
-            option,
-            value=", ".join(inputs or dtypes),
-            limit="it goes with --module",
-            fix="Add --module, or leave it out: a model's own sizes are train.micro_batch_size "
-            "and train.seq_length.",
-        )
-    settings = parse(overrides, config_dir)
-    refuse_sweeps(settings)
-    composed = compose(settings, config_dir)
-    text = sys.stdin.read() if from_command == "-" else from_command
-    spec, flags = read_model(composed, text, megatron_version)
-    read_settings(composed.config, Job(spec=spec))  # refuses what the cost model would
-    shard = dataclasses.replace(read_shard(composed, spec, flags), flash_attention=not unfused)
+    check_drawing(options.draw)
+    _refuse_mixed(options)
+    if options.module is not None:
+        return run_module(options.module, options)
+    composed, spec, shard = _asked(options)
     shown = [
         _closed_form(spec, kind, shard)
-        if closed_form
-        else _from_megatron(spec, kind, shard, implementation)
-        for kind in _kinds(spec, layer)
+        if options.closed_form
+        else _from_megatron(spec, kind, shard, options.implementation)
+        for kind in _kinds(spec, options.layer)
     ]
-    written = _draw(draw, spec, shard, shown)
-    if as_json:
+    written = _draw(options.draw, spec, shard, shown)
+    if options.as_json:
         show_json(_document(composed, spec, shard, shown, written))
     else:
         _print(composed, spec, shard, shown)
@@ -201,23 +190,29 @@ def run_extract(
     return OK
 
 
-def run_module(
-    name: str,
-    inputs: Sequence[str],
-    dtypes: Sequence[str],
-    draw: Path | None,
-    *,
-    as_json: bool,
-) -> int:
+def _asked(options: _Options) -> tuple[Composed, TransformerSpec, LayerShard]:
+    """The model whose layers are wanted, and how they are divided."""
+    settings = parse(options.overrides, options.config_dir)
+    refuse_sweeps(settings)
+    composed = compose(settings, options.config_dir)
+    text = sys.stdin.read() if options.from_command == "-" else options.from_command
+    spec, flags = read_model(composed, text, options.megatron_version)
+    read_settings(composed.config, Job(spec=spec))  # refuses what the cost model would
+    shard = read_shard(composed, spec, flags)
+    return composed, spec, dataclasses.replace(shard, flash_attention=not options.unfused)
+
+
+def run_module(name: str, options: _Options) -> int:
     """Trace a module, print its chain, and draw it."""
-    shapes = read_inputs(inputs, dtypes)
+    draw = options.draw
+    shapes = read_inputs(options.inputs, options.dtypes)
     require_torch()
     graph = extract_chain(build(name), shapes)
     if draw is not None:
         from nest_megatron.report.chain_chart import draw_chain
 
         draw_chain(graph, draw)
-    if as_json:
+    if options.as_json:
         pictures = [] if draw is None else [str(draw)]
         show_json({"module": name, "chain": to_plain(graph), "pictures": pictures})
         return OK
@@ -229,13 +224,23 @@ def run_module(
     return OK
 
 
-def _refuse_both(overrides: Sequence[str], *, closed_form: bool) -> None:
-    if overrides or closed_form:
+def _refuse_mixed(options: _Options) -> None:
+    """Refuse options of a module beside a model's, and the other way round."""
+    if options.module is not None and (options.overrides or options.closed_form):
         raise UserInputError(
             "--module",
-            value=" ".join(overrides) or "--closed-form",
+            value=" ".join(options.overrides) or "--closed-form",
             limit="a module of your own has no settings and no formulas",
             fix="Leave them out; what --module names builds the model as you want it.",
+        )
+    given = options.inputs or options.dtypes
+    if options.module is None and given:
+        raise UserInputError(
+            "--input" if options.inputs else "--dtype",
+            value=", ".join(given),
+            limit="it goes with --module",
+            fix="Add --module, or leave it out: a model's own sizes are train.micro_batch_size "
+            "and train.seq_length.",
         )
 
 

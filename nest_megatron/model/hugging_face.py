@@ -30,66 +30,30 @@ _ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
     }
 )
 
-#: Part of a ``model_type`` -> why such a model cannot be planned.
-_REFUSED: Mapping[str, str] = types.MappingProxyType(
-    {
-        "gemma3n_text": "its embeddings in every layer are not supported",
-        **dict.fromkeys(
-            ("mamba", "rwkv", "xlstm", "recurrent_gemma"), "it is a state-space or recurrent model"
-        ),
-        **dict.fromkeys(
-            (
-                "jamba",
-                "zamba",
-                "bamba",
-                "nemotron_h",
-                "falcon_h1",
-                "hybrid",
-                "qwen3_next",
-                "qwen3_5",
-                "kimi_linear",
-                "minimax",
-                "lfm2",
-            ),
-            "it mixes attention with state-space, linear-attention or convolution layers",
-        ),
-        **dict.fromkeys(
-            ("t5", "bart", "pegasus", "marian", "whisper", "encoder-decoder", "m2m"),
-            "it is an encoder-decoder model",
-        ),
-        **dict.fromkeys(
-            (
-                "vit",
-                "clip",
-                "siglip",
-                "llava",
-                "vision",
-                "_vl",
-                "mllama",
-                "pixtral",
-                "paligemma",
-                "llama4",
-                "gemma3",
-                "omni",
-            ),
-            "it is a vision or multimodal model",
-        ),
-        "cohere": "its attention and MLP work side by side, and its logits are scaled",
-        "gemma": "its scaled embeddings, extra norms and logit caps are not supported",
-    }
+#: Words in a ``model_type``, and why such a model cannot be planned; the first one counts.
+_REFUSED: tuple[tuple[str, str], ...] = (
+    ("gemma3n_text", "its embeddings in every layer are not supported"),
+    ("mamba rwkv xlstm recurrent_gemma", "it is a state-space or recurrent model"),
+    (
+        "jamba zamba bamba nemotron_h falcon_h1 hybrid qwen3_next qwen3_5 kimi_linear minimax lfm2",
+        "it mixes attention with state-space, linear-attention or convolution layers",
+    ),
+    (
+        "t5 bart pegasus marian whisper encoder-decoder m2m",
+        "it is an encoder-decoder model",
+    ),
+    (
+        "vit clip siglip llava vision _vl mllama pixtral paligemma llama4 gemma3 omni",
+        "it is a vision or multimodal model",
+    ),
+    ("cohere", "its attention and MLP work side by side, and its logits are scaled"),
+    ("gemma", "its scaled embeddings, extra norms and logit caps are not supported"),
 )
 
 
 def supported_model_types() -> tuple[str, ...]:
     """The ``model_type`` values that can be read, sorted."""
     return tuple(sorted(_READERS))
-
-
-def spec_from_hf_config(
-    mapping: Config, name: str, *, seq_length: int | None = None
-) -> TransformerSpec:
-    """As ``read_hf_config``, the model alone."""
-    return read_hf_config(mapping, name, seq_length=seq_length)[0]
 
 
 def read_hf_config(
@@ -107,7 +71,7 @@ def read_hf_config(
         The model, and the keys that were not read and may say something of its shape.
 
     Raises:
-        UnplannableModelError: if the architecture is none that this planner describes, or the file
+        UnplannableModelError: if the architecture is none that this planner supports, or the file
             sets a field of it that is not read.
         UserInputError: if a field is missing, misspelt or has an impossible value.
 
@@ -131,7 +95,7 @@ def _model_type(mapping: Config, name: str) -> str:
         return model_type
     text = str(model_type)
     reason = next(
-        (why for part, why in _REFUSED.items() if part in text),
+        (why for words, why in _REFUSED if any(word in text for word in words.split())),
         _not_known(text),
     )
     raise _unplannable(name, model_type, reason)

@@ -29,8 +29,8 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.write import precision_argv
 from nest_megatron.model.execution import PLAIN
 from nest_megatron.model.graph import Part
-from nest_megatron.model.operators.feed_forward import feed_forward_graph
 from nest_megatron.model.operators.common import gemm
+from nest_megatron.model.operators.feed_forward import feed_forward_graph
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.zero import ZeroStage

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,19 @@ from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.hugging_face import (
     DEFAULT_SEQ_LENGTH,
     read_hf_config,
-    spec_from_hf_config,
     supported_model_types,
 )
 from nest_megatron.model.spec import TransformerSpec
 
 MODELS = Path(__file__).parents[2] / "hydra_configs" / "model"
+
+
+def spec_from_hf_config(
+    config: Mapping[str, object], name: str, *, seq_length: int | None = None
+) -> TransformerSpec:
+    """The model alone."""
+    return read_hf_config(config, name, seq_length=seq_length)[0]
+
 
 LLAMA3_70B: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],

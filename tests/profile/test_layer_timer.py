@@ -10,7 +10,6 @@ import pytest
 
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
-from nest_megatron.model.local import local_layer
 from nest_megatron.model.parameters import unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
@@ -19,6 +18,7 @@ from nest_megatron.profile.layer_timer import Measuring, time_piece
 from nest_megatron.profile.records import Piece, pieces_of
 from nest_megatron.profile.session import Task, run, share_of, tasks_of
 from tests import catalogue
+from tests.megatron_core.local_layers import local_layer
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")

@@ -1,8 +1,8 @@
-"""The decoder layers of ``--transformer-impl local`` in closed form: parameters, FLOPs, kept bytes.
+"""Decoder layers of ``--transformer-impl local`` in closed form: parameters, FLOPs, activations.
 
 These are megatron-core's plain torch layers, with attention either fused (no scores are kept) or in
-two products. ``extract`` reads the same figures from the modules themselves, and
-``tests/megatron_core/test_agreement.py`` holds the two together, so that a release which changes a
+two GEMMs. ``extract`` reads the same figures from the modules themselves, and
+``test_agreement.py`` holds the two together, so that a release which changes a
 layer is noticed. Jobs run with Transformer Engine, whose form is ``model/operators``: the two are
 never fitted to each other.
 """
