@@ -163,7 +163,7 @@ def document() -> str:
         ["Model", "Units", "Cold s", "Asked", "From the cache ms"], list(times()), numeric=3
     )
     compared = table(
-        ["Model", "Layer", "Shards", "Parameters", "FLOPs: worst %", "Kept bytes: worst %"],
+        ["Model", "Layer", "Shards", "Parameters", "FLOPs: worst %", "Saved activations: worst %"],
         list(agreement()),
         numeric=4,
     )
@@ -182,9 +182,9 @@ included. From the cache neither is loaded.
 ## Agreement
 
 The closed forms of the local layers (`tests/megatron_core/local_layers.py`) against what
-megatron-core's own modules do under fake tensors: TP 1, 2, 4 and 8, with and without sequence parallelism, with
-fused attention and with attention in two products. FLOPs are of the forward and of the backward
-pass; kept bytes are what autograd holds between the two, each storage once.
+megatron-core's own modules do under fake tensors: TP 1, 2, 4 and 8, with and without
+sequence parallelism, with fused attention and with attention in two GEMMs. FLOPs are of the
+forward and of the backward pass; saved activations are what autograd holds between the two, each storage once.
 `tests/megatron_core/test_agreement.py` fails beyond 0, 1 and 2 %.
 
 {compared}

@@ -116,8 +116,8 @@ from nest_megatron.report.console import say, show, show_json
 def extract(**options: Any) -> int:
     """Show the work of one layer on one rank, as megatron-core's own modules do it.
 
-    Operators with their FLOPs and traffic, collectives with their groups, and bytes kept for the
-    backward pass, forward and backward; no GPU is needed. With --module, any PyTorch model is
+    Operators with their FLOPs and traffic, collectives with their groups, and bytes of saved
+    activations, forward and backward; no GPU is needed. With --module, any PyTorch model is
     traced with torch.fx into its chain of blocks, without memory for its weights.
     """
     return run_extract(_Options(**options))
@@ -156,7 +156,7 @@ class _Shown:
 
     Args:
         count: how many the model has.
-        recompute: bytes kept under each setting that was tried.
+        recompute: saved activations under each setting that was tried.
     """
 
     kind: LayerKind

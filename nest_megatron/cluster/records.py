@@ -15,7 +15,7 @@ from nest_megatron.units import format_gib
 
 
 class Precision(Name):
-    """Number format of the matrix products; float32 runs on the matrix units as TF32."""
+    """Number format of the GEMMs; float32 runs on the matrix units as TF32."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -25,7 +25,7 @@ class Precision(Name):
 
     @property
     def is_quantized(self) -> bool:
-        """Products of layers run below 16 bits, on operands that are cast for them."""
+        """GEMMs of layers run below 16 bits, on operands that are cast for them."""
         return self in (Precision.FP8, Precision.NVFP4)
 
 
@@ -46,9 +46,9 @@ class Accelerator:
     Args:
         memory_bytes: device memory that a framework can allocate from.
         peak_flops_per_s: dense matrix peak for each number format.
-        gemm_efficiency: largest share of that peak that a well-shaped matrix product reaches.
+        gemm_efficiency: largest share of that peak that a well-shaped GEMM reaches.
         attention_efficiency: share of the bf16 peak that fused attention reaches on long sequences.
-        grouped_gemm_share: what a grouped product reaches of a single one's efficiency.
+        grouped_gemm_share: what a grouped GEMM reaches of a single one's efficiency.
         attention_ramp_rows: query rows (tokens times heads) with which it reaches half of that.
         memory_bandwidth_bytes_per_s: peak device-memory bandwidth.
         memory_efficiency: share of it that streaming kernels reach.
@@ -98,7 +98,7 @@ class Accelerator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkLevel:
-    """One tier of the network; level 0 joins the devices of one node.
+    """One level of the network; level 0 joins the devices of one node.
 
     Args:
         name: ``node``, ``leaf``, ``spine``, ...
@@ -111,8 +111,8 @@ class NetworkLevel:
         startup_s: time that every call takes before its first byte moves.
         ramp: how far messages of middling size fall short: a transfer of ``t`` seconds after
             latencies of ``a`` takes ``ramp * sqrt(a * t)`` longer (2 for pieces of the best size).
-        reduction_efficiency: share of the bandwidth that an all-reduce reaches whose sums the
-            switch forms (NVLS, SHARP); ``None`` where the switch cannot.
+        reduction_efficiency: share of the bandwidth that an all-reduce reaches by in-network
+            reduction (NVLS, SHARP); ``None`` where the switch cannot.
         tree_efficiency: share of the bandwidth that an all-reduce reaches over a tree of groups;
             that of ``efficiency`` if ``None``.
         chain_share: what is left of the rate of a transfer in a ring that crosses more than two

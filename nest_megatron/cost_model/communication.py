@@ -18,7 +18,7 @@ With fan-outs ``n_l``, ``N`` members in all and a message of ``S`` bytes a devic
   another node, so that the links inside carry ``1 - 1 / n_0`` of the rings;
 - all-reduce: what is faster of a ring (a scatter and a gather) and of a tree, where each node sums
   first and sends one sum: twice ``S / (n_0 ... n_{l-1}) * (1 - 1 / (n_l n_{l+1} ...))``. Where the
-  switch sums (NVLS, SHARP) a device sends its message once, and one sum: ``S * (1 + 1 / n_l)``;
+  network reduces (NVLS, SHARP) a device sends its message once, and one sum: ``S * (1 + 1 / n_l)``;
 - exchange: every peer gets its own part, so the parts of all peers beyond level ``l - 1`` pass
   level ``l``.
 """
@@ -40,7 +40,7 @@ DEFAULT_EFFICIENCY = 0.8
 PIECE_BYTES = 16 * 2**19
 #: What a member's own part, copied to its place, takes of the time of one that comes over the link.
 OWN_PART = 0.1
-#: What a tree reaches inside a node, where no switch sums, of what a ring does: a device that sums
+#: What a tree reaches inside a node without in-network reduction, of what a ring does: a device sums
 #: and passes on in both directions. From Azure's two nodes of eight A100, where rings are chosen.
 TREE_INSIDE = 0.8
 

@@ -139,7 +139,7 @@ def _kinds(operators: Sequence[ChainOperator], runs: Sequence[_Run], module: Any
 
 
 def _kept(work: ChainWork, runs: Sequence[_Run], block: Callable[[str], str]) -> list[float]:
-    """Bytes kept for each block's backward pass; a call in pieces has them all at its first."""
+    """Bytes of each block's saved activations; a call in pieces has them all at its first."""
     by_call: defaultdict[_Call, float] = defaultdict(float)
     for place, num_bytes in work.kept:
         by_call[_call(place, block)] += num_bytes

@@ -14,7 +14,7 @@ def as_on_a_gpu() -> Iterator[None]:
     """Let dropout be one operator, and attention stay fused under dropout.
 
     torch on a CPU, which fake tensors pretend to be on, makes dropout of four operators, and
-    attention with dropout of two products with the whole square of scores in memory. A GPU does
+    attention with dropout of two GEMMs with the whole square of scores in memory. A GPU does
     neither, so what is kept for the backward pass would be wrong.
     """
     from torch.nn import functional

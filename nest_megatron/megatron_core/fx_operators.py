@@ -229,7 +229,7 @@ def _attention_flops(node: Any) -> int:
 
 
 def _grouped_flops(node: Any) -> int:
-    """A product for each group: whatever the split, every row meets one matrix."""
+    """A GEMM for each group: whatever the split, every row meets one matrix."""
     left, right = (argument.meta["val"].shape for argument in node.args[:2])
     rows = left.numel() // left[-1]
     return int(2 * rows * left[-1] * right[-1])

@@ -57,7 +57,7 @@ def extract_layer(
     Args:
         recompute: settings to try besides none; all of ``recompute_settings`` if not given.
         shard: how the layer is divided; with ``flash_attention`` attention keeps no scores, without
-            it is megatron-core's own, in two products.
+            it is megatron-core's own, in two GEMMs.
 
     Raises:
         UserInputError: for what these modules cannot be built for, naming it.

@@ -71,7 +71,7 @@ class Call:
 
     Args:
         group: name that torch gave the process group.
-        is_async: it was not waited for at once, so that a product runs beside it.
+        is_async: it was not waited for at once, so that a GEMM runs beside it.
     """
 
     path: str
@@ -89,7 +89,7 @@ class Record:
     Args:
         work: by module path and kind of operator.
         recomputed: the same, of what the backward pass ran a second time.
-        saved: bytes kept for the backward pass, by the path that kept them first.
+        saved: bytes of saved activations, by the path that kept them first.
         input_bytes: of these, the unit's own input.
     """
 
@@ -303,7 +303,7 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: An
     name = func._schema.name
     if name == "nest::flash_forward":
         return _attention_flops(*args)
-    if name == "nest::flash_backward":  # five products to the forward pass's two
+    if name == "nest::flash_backward":  # five GEMMs to the forward pass's two
         _, query, key, value, _, _, span = args
         return 2.5 * _attention_flops(query, key, value, span)
     count = flop_registry.get(func._overloadpacket)
@@ -311,6 +311,6 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: An
 
 
 def _attention_flops(query: Any, _: Any, value: Any, span: float) -> float:
-    """Of two products over all pairs of a query and the keys that it attends to."""
+    """Of two GEMMs over all pairs of a query and the keys that it attends to."""
     tokens, batch, heads, width = query.shape
     return float(2 * tokens * span * batch * heads * (width + value.shape[-1]))

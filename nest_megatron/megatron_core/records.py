@@ -15,7 +15,7 @@ class RecomputedLayer:
 
     Args:
         saved_bytes: kept from the forward to the backward pass, the layer's input included.
-        recomputed_flops: of the products that the backward pass does again.
+        recomputed_flops: of the GEMMs that the backward pass does again.
         recomputed_bytes_moved: memory traffic of all that it does again.
     """
 

@@ -134,7 +134,7 @@ def fused_kernels(*, flash: bool, context_ranks: int = 1) -> Iterator[None]:
     """Where only shapes are known, keep what a GPU's kernels keep, not what the CPU's do.
 
     Args:
-        flash: attention keeps no scores; else it is megatron-core's own, in two products.
+        flash: attention keeps no scores; else it is megatron-core's own, in two GEMMs.
         context_ranks: that hold the rest of a sequence; only fused attention knows of others.
     """
     import megatron.core.tensor_parallel.random as megatron_random

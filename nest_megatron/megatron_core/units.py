@@ -150,7 +150,7 @@ def _rotary(layers: Layers) -> Any:
 
 
 def _mask(layers: Layers) -> Any:
-    """The causal mask, which attention in two products needs."""
+    """The causal mask, which attention in two GEMMs needs."""
     import torch
 
     if layers.shard.flash_attention:

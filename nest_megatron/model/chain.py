@@ -138,7 +138,7 @@ class ChainGraph:
         return sum(op.parameters for op in self.operators)
 
     def saved_bytes(self) -> float:
-        """Bytes kept for the backward pass."""
+        """Bytes of saved activations."""
         return math.fsum(block.saved_bytes for block in self.blocks)
 
     def within(self, block: ChainBlock) -> tuple[ChainOperator, ...]:

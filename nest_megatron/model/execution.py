@@ -69,8 +69,8 @@ class Execution:
         overlap_moe_expert_parallel_comm: the exchange of one micro batch runs beside the compute
             of another (1F1B).
         delay_wgrad_compute: weight gradients fill what that overlap leaves idle.
-        use_transformer_engine_op_fuser: the experts' products and activation in fused kernels.
-        tp_comm_overlap: tensor-parallel traffic runs beside the products that need it, in user
+        use_transformer_engine_op_fuser: the experts' GEMMs and activation in fused kernels.
+        tp_comm_overlap: tensor-parallel traffic runs beside the GEMMs that need it, in user
             buffers.
         hierarchical_context_parallel_sizes: ranks that exchange heads, and rings of such groups,
             with ``a2a+p2p``; empty with any other.

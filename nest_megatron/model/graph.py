@@ -63,14 +63,14 @@ class Operator:
         backward_bytes_moved: the same for the backward pass, accumulation of weight gradients
             included.
         num_kernels: kernels launched forward; the backward pass launches twice as many.
-        fp8: the product runs in fp8 where the job asks for it.
+        fp8: the GEMM runs in fp8 where the job asks for it.
         parallel_rows: of attention: query rows over all heads, which the device works on side by
             side; few of them leave processors idle.
-        aligned: of a product: every dimension is a multiple of 8, as matrix units ask for in 16
+        aligned: of a GEMM: every dimension is a multiple of 8, as matrix units ask for in 16
             bits.
-        has_weight: of a product: one factor is a weight, whose gradient the backward pass makes.
-        num_products: of a grouped product: how many products it is made of.
-        input_elements, output_elements: of a product that may run in fp8: what is cast for it, its
+        has_weight: of a GEMM: one factor is a weight, whose gradient the backward pass makes.
+        num_products: of a grouped GEMM: how many GEMMs it is made of.
+        input_elements, output_elements: of a GEMM that may run in fp8: what is cast for it, its
             input on the way forward and its output's gradient on the way back.
     """
 
@@ -96,7 +96,7 @@ class LayerCollective:
     """Communication inside a layer, in one direction of the pass.
 
     Args:
-        kind: a name of ``cluster.CollectiveKind``, kept as text so that this room needs no other.
+        kind: a name of ``cluster.CollectiveKind``, as text: this package imports no other.
         message_bytes: size of the whole (gathered, reduced or exchanged) tensor on one rank.
         backward: issued in the backward pass.
         hidden_under: operator whose time may hide it, or "" if it stands in the open.
@@ -125,7 +125,7 @@ class LayerGraph:
 
     Args:
         input_bytes: the unit's own input, kept for the backward pass in every recompute mode.
-        saved_bytes: bytes kept for the backward pass, by part, each storage once.
+        saved_bytes: bytes of saved activations, by part, each storage once.
         working_bytes: largest extra memory while the unit's backward pass runs.
         offloaded_bytes: of what is kept, sent to the host in the forward pass and fetched for the
             backward pass; not among ``saved_bytes``.
@@ -163,12 +163,12 @@ class LayerGraph:
         return sum(op.flops for op in self.operators)
 
     def saved_by_part(self) -> dict[Part, float]:
-        """Bytes kept for the backward pass by part, the input apart."""
+        """Bytes of saved activations by part, the input apart."""
         kept: dict[Part, float] = {}
         for part, num in self.saved_bytes:
             kept[part] = kept.get(part, 0.0) + num
         return kept
 
     def total_saved_bytes(self) -> float:
-        """Bytes kept for the backward pass without recomputation."""
+        """Bytes of saved activations without recomputation."""
         return self.input_bytes + sum(num for _, num in self.saved_bytes)

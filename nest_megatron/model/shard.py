@@ -19,9 +19,9 @@ class LayerShard:
         flash_attention: the device runs attention that keeps no score matrix.
         loss_bytes: memory of one logit while the cross entropy is worked out, forward or back.
         activation_bytes: width of activations and of the weights beside them.
-        kept_input_bytes: width of the input that a product inside a layer keeps for its weight's
+        kept_input_bytes: width of the input that a GEMM inside a layer keeps for its weight's
             gradient; ``None`` is that of activations. Transformer Engine keeps it in fp8 where the
-            product runs in fp8.
+            GEMM runs in fp8.
         execution: what carries the work out.
         fused_activation: a gated activation keeps its input alone.
         loss_chunk_tokens: tokens whose logits exist at once; 0 is all of a micro batch.
@@ -47,7 +47,7 @@ class LayerShard:
 
     @property
     def input_bytes(self) -> float:
-        """Bytes that a product keeps of an element of its input."""
+        """Bytes that a GEMM keeps of an element of its input."""
         return self.kept_input_bytes or self.activation_bytes
 
     @property

@@ -157,21 +157,21 @@ KNOBS: tuple[Knob, ...] = (
         flag="--delay-wgrad-compute",
         choice="delay_wgrad_compute",
         reason="weight gradients fill what the overlapped exchange leaves idle",
-        costs="inputs of products are kept longer; not priced by itself: the public runs that "
+        costs="inputs of GEMMs are kept longer; not priced by itself: the public runs that "
         "overlap the exchange have it too, so what that hides is of both",
     ),
     Knob(
         name="use_transformer_engine_op_fuser",
         flag="--use-transformer-engine-op-fuser",
         choice="use_transformer_engine_op_fuser",
-        reason="the experts' products and activation are fused kernels",
+        reason="the experts' GEMMs and activation are fused kernels",
         costs="experimental in 0.20, absent from 0.16.1: left to the job",
     ),
     Knob(
         name="tp_comm_overlap",
         flag="--tp-comm-overlap",
         choice="tp_comm_overlap",
-        reason="tensor-parallel traffic runs beside the products that need it",
+        reason="tensor-parallel traffic runs beside the GEMMs that need it",
         costs="user buffers on each rank, and some SMs",
         always=True,
     ),
@@ -330,7 +330,7 @@ _EXCHANGING_DEVICE = re.compile(r"(GH|GB|[HB])\d", re.IGNORECASE)
 #: Devices whose NVLink spans hosts, for which DeepEP has no kernels.
 #: Source: ``TransformerConfig.moe_flex_dispatcher_backend``; Megatron-Bridge refuses it there.
 _SPANNING_DEVICE = re.compile(r"GB\d", re.IGNORECASE)
-#: Scalings of fp8 whose products Transformer Engine does not run beside traffic in user buffers.
+#: Scalings of fp8 whose GEMMs Transformer Engine does not run beside traffic in user buffers.
 _WITHOUT_BUFFERS = ("blockwise", "mxfp8")
 
 
@@ -348,7 +348,7 @@ def _is_open(knob: Knob, setting: Setting) -> bool:
     missing = {
         "moe_flex_dispatcher_backend": _EXCHANGING_DEVICE.match(setting.accelerator) is None,
         "moe_shared_expert_overlap": not spec.moe_shared_expert_intermediate_size,
-        # latent attention has products of its own, for which no buffers are made
+        # latent attention has GEMMs of its own, for which no buffers are made
         "tp_comm_overlap": spec.multi_latent_attention or setting.fp8_recipe in _WITHOUT_BUFFERS,
         "cp_comm_type": spec.multi_latent_attention,
         "hierarchical_context_parallel_sizes": spec.multi_latent_attention,

@@ -27,7 +27,7 @@ class NumericKnob:
         values: the same by Megatron's names, as ``cost_model/execution_flags.py`` reads them.
         family: of those of one family only the best is offered.
         precisions: number formats of jobs that it goes with.
-        precision: the number format that products then have; ``None`` is the job's own.
+        precision: the number format that GEMMs then have; ``None`` is the job's own.
         devices: pattern of the accelerators' names on which Transformer Engine has it.
         of_sharded_optimizer: it needs the distributed optimizer.
         of_adam: it needs Adam.
@@ -89,10 +89,10 @@ def _moments(width: str) -> NumericKnob:
 
 
 def _fp8(number_format: str, recipe: str, devices: str, how: str) -> NumericKnob:
-    """Products of layers in fp8, of a 16-bit job or of one with another recipe."""
+    """GEMMs of layers in fp8, of a 16-bit job or of one with another recipe."""
     return NumericKnob(
         flags=f"--fp8-format {number_format} --fp8-recipe {recipe}",
-        changes=f"products of layers run in fp8, {how}",
+        changes=f"GEMMs of layers run in fp8, {how}",
         family="format",
         values=MappingProxyType({"fp8_recipe": recipe}),
         precisions=(Precision.BF16, Precision.FP8),
@@ -116,7 +116,7 @@ NUMERIC_KNOBS: tuple[NumericKnob, ...] = (
     _fp8("e4m3", "mxfp8", _BLACKWELL, "with a scale for each 32 elements"),
     NumericKnob(
         flags="--fp4-format e2m1 --fp4-recipe nvfp4",
-        changes="products of layers run in four bits, in place of any fp8",
+        changes="GEMMs of layers run in four bits, in place of any fp8",
         family="format",
         values=MappingProxyType({"fp8_recipe": None}),
         precisions=(Precision.BF16, Precision.FP8),

@@ -44,7 +44,7 @@ class LocalLayer:
     saved_bytes: tuple[tuple[Part, float], ...]
 
     def total_saved_bytes(self) -> float:
-        """Bytes kept without recomputation, the layer's input included."""
+        """Bytes of saved activations without recomputation, the layer's input included."""
         return self.input_bytes + sum(num for _, num in self.saved_bytes)
 
 

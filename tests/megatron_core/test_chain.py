@@ -1,4 +1,4 @@
-"""A module of the user's own as a chain: figures to the digit, edges, blocks, kept bytes."""
+"""A module of the user's own as a chain: figures to the digit, edges, blocks, saved activations."""
 
 from __future__ import annotations
 

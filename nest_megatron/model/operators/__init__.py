@@ -37,7 +37,7 @@ def layer_graph(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) -> La
         shard: how the layer is divided.
 
     Returns:
-        Operators, collectives and kept bytes of one rank for one micro batch.
+        Operators, collectives and saved activations of one rank for one micro batch.
     """
     if kind is LayerKind.EMBEDDING:
         return embedding_graph(spec, shard)

@@ -54,7 +54,7 @@ def _core_attention(
 ) -> LayerGraph:
     """Attention, and the ring exchange of keys and values under context parallelism.
 
-    Flash attention keeps no scores and computes them again in the backward pass: five products to
+    Flash attention keeps no scores and computes them again in the backward pass: five GEMMs to
     the forward pass's two.
     """
     act = shard.activation_bytes
@@ -158,11 +158,11 @@ def _context_call(
 def _unfused_attention(
     spec: TransformerSpec, shard: LayerShard, query_dim: int, value_dim: int
 ) -> LayerGraph:
-    """Attention as two batched products around a softmax, the whole square of scores in memory.
+    """Attention as two batched GEMMs around a softmax, the whole square of scores in memory.
 
-    Forward, a score is written by the first product, read and written by the fused scale, mask and
+    Forward, a score is written by the first GEMM, read and written by the fused scale, mask and
     softmax, and read by the second; dropout reads and writes it again with a byte of mask. The
-    backward pass makes two gradients for each product and goes through dropout and softmax once.
+    backward pass makes two gradients for each GEMM and goes through dropout and softmax once.
     Kept for it: probabilities, and with dropout the mask and the dropped-out probabilities (the
     five bytes a score of arXiv 2205.05198, section 4.1).
     """
@@ -202,7 +202,7 @@ def _unfused_attention(
 def _softmax_is_fused(spec: TransformerSpec, matrices: float) -> bool:
     """Whether one kernel scales, masks and takes the softmax of so many matrices of scores.
 
-    Else PyTorch's own do, in 32 bits: a cast, a product, the mask, its filling, the softmax and a
+    Else PyTorch's own do, in 32 bits: a cast, the scaling, the mask, its filling, the softmax and a
     cast back (``FusedScaleMaskSoftmax.is_kernel_available``, ``forward_torch_softmax``).
     """
     return matrices % 4 == 0 and spec.seq_length % 4 == 0 and 16 < spec.seq_length <= 4096

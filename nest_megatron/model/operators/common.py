@@ -1,4 +1,4 @@
-"""What all layers' work is made of: products, streaming kernels, tensor-parallel collectives."""
+"""What all layers' work is made of: GEMMs, streaming kernels, tensor-parallel collectives."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def gemm(
     *,
     fp8: bool = True,
 ) -> Operator:
-    """A product of ``rows x inner`` activations with an ``inner x columns`` weight."""
+    """A GEMM of ``rows x inner`` activations with an ``inner x columns`` weight."""
     width = shard.activation_bytes
     flops = 2.0 * rows * inner * columns
     activations = rows * (inner + columns) * width
@@ -129,7 +129,7 @@ def row_parallel(
 def _call(
     name: str, part: Part, kind: str, num_bytes: float, *, backward: bool = False, under: str = ""
 ) -> LayerCollective:
-    """A collective of the tensor group; what is hidden under a product is backward traffic."""
+    """A collective of the tensor group; what is hidden under a GEMM is backward traffic."""
     return LayerCollective(
         name=name,
         part=part,

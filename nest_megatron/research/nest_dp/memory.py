@@ -89,7 +89,7 @@ def checkpoint_policy(
     """What is kept of each layer.
 
     Args:
-        units: the layers, their times and kept bytes without recomputation.
+        units: the layers, their times and saved activations without recomputation.
         entry_bytes: what crosses into each downset.
     """
     n, nothing = len(units), (0,) * len(entry_bytes)
