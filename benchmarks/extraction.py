@@ -184,7 +184,8 @@ included. From the cache neither is loaded.
 The closed forms of the local layers (`tests/megatron_core/local_layers.py`) against what
 megatron-core's own modules do under fake tensors: TP 1, 2, 4 and 8, with and without
 sequence parallelism, with fused attention and with attention in two GEMMs. FLOPs are of the
-forward and of the backward pass; saved activations are what autograd holds between the two, each storage once.
+forward and of the backward pass; saved activations are what autograd holds between the two, each
+storage once.
 `tests/megatron_core/test_agreement.py` fails beyond 0, 1 and 2 %.
 
 {compared}

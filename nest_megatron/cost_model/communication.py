@@ -40,8 +40,8 @@ DEFAULT_EFFICIENCY = 0.8
 PIECE_BYTES = 16 * 2**19
 #: What a member's own part, copied to its place, takes of the time of one that comes over the link.
 OWN_PART = 0.1
-#: What a tree reaches inside a node without in-network reduction, of what a ring does: a device sums
-#: and passes on in both directions. From Azure's two nodes of eight A100, where rings are chosen.
+#: What a tree reaches inside a node without in-network reduction, of what a ring does: devices sum
+#: and pass on in both directions. From Azure's two nodes of eight A100, where rings are chosen.
 TREE_INSIDE = 0.8
 
 
