@@ -149,7 +149,7 @@ def inline_svg(draw: Callable[[Any], None], size: tuple[float, float], title: st
     drawn = text[text.index('<g id="figure_1">') :]
     for colour, name in PAGE_COLOURS.items():
         drawn = drawn.replace(colour, name)
-    drawn = re.sub(r"(\d\.\d\d)\d+", r"\1", drawn)
+    drawn = re.sub(r"(\d\.\d)\d+|(?<=\d) \n(?=[A-Z])", r"\1", drawn)  # half the size
     return Markup(f'<svg {box[0]} role="img" aria-label="{escape(title)}">{drawn}')
 
 

@@ -7,6 +7,7 @@ import io
 import re
 import subprocess
 import sys
+from functools import cache
 from html import unescape
 from html.parser import HTMLParser
 
@@ -28,6 +29,12 @@ EVIL = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>&amp;"
 NUM_ASSUMPTIONS = len(stored_settings(CostSettings()))
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "xlink:href", "background"}
 LOADERS = {"script", "link", "img", "iframe", "object", "embed", "base", "form", "image", "use"}
+
+
+@cache
+def page_of(shape: str) -> str:
+    """The page of a plan, written once."""
+    return html_report(SHAPES[shape]())
 
 
 class Page(HTMLParser):
@@ -74,7 +81,7 @@ class Page(HTMLParser):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_stage_is_there(shape: str) -> None:
     plan = SHAPES[shape]()
-    rows = Page(html_report(plan)).table("Pipeline ranks")
+    rows = Page(page_of(shape)).table("Pipeline ranks")
     assert [row[0] for row in rows] == [str(rank) for rank in range(len(plan.predicted.stages))]
     letters = "".join(row[2] for row in rows)
     layers = sum(int(n or 1) for n in re.findall(r"t(?:×(\d+))?", letters))
@@ -84,7 +91,7 @@ def test_every_stage_is_there(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_nothing_is_loaded_and_nothing_runs(shape: str) -> None:
-    text = html_report(SHAPES[shape]())
+    text = page_of(shape)
     page = Page(text)
     assert not {tag for tag, _ in page.tags} & LOADERS
     for _, attributes in page.tags:
@@ -110,7 +117,7 @@ def test_names_are_escaped() -> None:
 
 
 def test_tables_are_accessible() -> None:
-    page = Page(html_report(searched_plan()))
+    page = Page(page_of("searched"))
     tags = [tag for tag, _ in page.tags]
     assert tags.count("table") == tags.count("caption") == len(page.tables)
     assert all(attributes.get("scope") for tag, attributes in page.tags if tag == "th")
@@ -165,7 +172,7 @@ def test_every_setting_has_a_meaning() -> None:
 def test_bars_of_memory_say_what_they_are(shape: str) -> None:
     """A tooltip of memory names memory, not the term of the step with the same key."""
     plan = SHAPES[shape]()
-    page = Page(html_report(plan))
+    page = Page(page_of(shape))
     tips = [attributes.get("title") or "" for tag, attributes in page.tags if tag == "span"]
     for rank, stage in enumerate(plan.predicted.stages):
         held = stage.memory_bytes["optimizer"] / GIB
@@ -174,7 +181,7 @@ def test_bars_of_memory_say_what_they_are(shape: str) -> None:
 
 
 def test_the_field_s_words_are_used() -> None:
-    text = html_report(searched_plan())
+    text = page_of("searched")
     for words in ("peak memory per GPU", "Communication groups by network level", "Bound by"):
         assert words in text
     for words in ("waiting (bubble)", "host work", "Where groups lie", "Sharing"):
