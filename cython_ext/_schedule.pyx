@@ -322,13 +322,13 @@ cdef int grow(History* h, int64_t p, int64_t period) except -1:
     return 0
 
 
-def run(int64_t p, int64_t v, int64_t m, times, releases, tails):
+def run(int64_t p, int64_t v, int64_t m, times, releases, reductions):
     """Simulate a schedule; the caller has checked the shape, and that no sum leaves int64.
 
     Args:
         times: an array of [4, p * v] ticks, of each chunk: forward pass, backward pass, transfer of
             the activation, transfer of the gradient.
-        releases, tails: arrays of [p] ticks: before the first and after the last pass of a rank.
+        releases, reductions: [p] ticks before the first and after the last pass of a rank.
 
     Returns:
         ``(ends, first_rank, last_rank, counts)``: when each rank's last pass ends; the ranks on
@@ -342,7 +342,7 @@ def run(int64_t p, int64_t v, int64_t m, times, releases, tails):
     ends = array("q", releases) + array("q", bytes(16 * p))
     counts, saved = (array("q", bytes(32 * p * v)) for _ in range(2))
     spare = array("q", bytes(8 * (9 * p + 4 * p * s.period)))
-    cdef const int64_t[::1] each = times, after = tails
+    cdef const int64_t[::1] each = times, after = reductions
     cdef int64_t[::1] clocks = ends, kept = spare, on_path = counts, earlier = saved
     cdef State now = State(0, -1, s.period, &clocks[0], &clocks[p], &clocks[2 * p])
     cdef History h = History(NULL, 0, 0, NULL, 0, 0)

@@ -72,10 +72,10 @@ cdef struct PathBound:
     int64_t* so_far     # INOUT, [p + 1]: length over the stages chosen so far, ticks
     int64_t* forward    # [p]: passes on the path
     int64_t* backward   # [p]
-    Py_ssize_t head_rank
-    int head_kind       # 0: no head, 1: the least, 2: the rest
-    Py_ssize_t tail_rank
-    int tail_kind
+    Py_ssize_t gather_rank
+    int gather_kind       # 0: no gather, 1: unhidden, 2: hideable
+    Py_ssize_t reduction_rank
+    int reduction_kind
     Py_ssize_t optimizer_rank
 
 cdef struct Need:
@@ -90,23 +90,23 @@ cdef struct Work:
     bint all_fit             # whether all partitions fit, seen without a look at any
     int64_t* send_forward    # [p * v], ticks
     int64_t* send_backward   # [p * v], ticks
-    # Prefix sums over units, [n + 1]; the ``again_`` ones hold block minus plain, layers only.
+    # Prefix sums over units, [n + 1]; the ``recomputed_`` ones hold block minus plain, layers only.
     int64_t* forward
     int64_t* backward
-    int64_t* again_backward
-    int64_t* head_least
-    int64_t* head_rest
-    int64_t* tail_least
-    int64_t* tail_rest
+    int64_t* recomputed_backward
+    int64_t* gather_unhidden
+    int64_t* gather_hideable
+    int64_t* reduce_unhidden
+    int64_t* reduce_hideable
     int64_t* optimizer
     int64_t* static_bytes
     int64_t* saved
-    int64_t* again_saved
+    int64_t* recomputed_saved
     int64_t* working         # [levels, n]: largest of 2**level units from each, bytes
     int64_t* block_working   # [levels, n]
     int32_t* log2            # [n + 1]
-    int32_t* again_first     # [n + 1]: first layer of a chunk that starts here
-    int32_t* again_end       # [n + 1]: end of the layers that such a chunk computes again
+    int32_t* recomputed_first     # [n + 1]: first layer of a chunk that starts here
+    int32_t* recomputed_end       # [n + 1]: end of the layers that such a chunk recomputes
     # Sums over stages, [p + 1], ticks.
     int64_t* sent_forward
     int64_t* sent_backward
@@ -155,8 +155,8 @@ cdef struct Work:
     int64_t* time_backward   # [p * v]
     int64_t* delay_forward   # [p * v]
     int64_t* delay_backward  # [p * v]
-    int64_t* head
-    int64_t* tail
+    int64_t* gather
+    int64_t* reduction
     int64_t* end_forward
     int64_t* end_backward
     int64_t* step_forward
@@ -170,7 +170,7 @@ cdef struct Work:
     int64_t* row_first       # [m + p]
     int64_t* row_count       # [m + p]
     int64_t num_records
-    Py_ssize_t path_head, path_tail, path_optimizer
+    Py_ssize_t path_gather, path_reduction, path_optimizer
     # Virtual stages.
     int64_t* saved_chunk     # [p * v], bytes
     int32_t* members         # [num_members, p * v + 1]
@@ -179,12 +179,12 @@ cdef struct Work:
     int64_t next_member
 
 
-cdef inline Py_ssize_t again_until(const Work* w, Py_ssize_t x, Py_ssize_t y) noexcept nogil:
-    """End of the layers of units ``x .. y`` that are computed again."""
-    cdef Py_ssize_t end = w.again_end[x]
+cdef inline Py_ssize_t recomputed_until(const Work* w, Py_ssize_t x, Py_ssize_t y) noexcept nogil:
+    """End of the layers of units ``x .. y`` that are recomputed."""
+    cdef Py_ssize_t end = w.recomputed_end[x]
     if end > y:
         end = y
-    return end if end > w.again_first[x] else w.again_first[x]
+    return end if end > w.recomputed_first[x] else w.recomputed_first[x]
 
 
 cdef inline int64_t sum_forward(const Work* w, Py_ssize_t x, Py_ssize_t y) noexcept nogil:
@@ -194,14 +194,16 @@ cdef inline int64_t sum_forward(const Work* w, Py_ssize_t x, Py_ssize_t y) noexc
 cdef inline int64_t sum_backward(const Work* w, Py_ssize_t x, Py_ssize_t y) noexcept nogil:
     cdef int64_t total = w.backward[y] - w.backward[x]
     if w.block:
-        total += w.again_backward[again_until(w, x, y)] - w.again_backward[w.again_first[x]]
+        total += w.recomputed_backward[recomputed_until(w, x, y)]
+        total -= w.recomputed_backward[w.recomputed_first[x]]
     return total
 
 
 cdef inline int64_t sum_saved(const Work* w, Py_ssize_t x, Py_ssize_t y) noexcept nogil:
     cdef int64_t total = w.saved[y] - w.saved[x]
     if w.block:
-        total += w.again_saved[again_until(w, x, y)] - w.again_saved[w.again_first[x]]
+        total += w.recomputed_saved[recomputed_until(w, x, y)]
+        total -= w.recomputed_saved[w.recomputed_first[x]]
     return total
 
 
@@ -220,7 +222,7 @@ cdef inline int64_t most_working(const Work* w, Py_ssize_t x, Py_ssize_t y) noex
     cdef int64_t most
     if not w.block:
         return largest_between(w, w.working, x, y)
-    first, end = w.again_first[x], again_until(w, x, y)
+    first, end = w.recomputed_first[x], recomputed_until(w, x, y)
     most = -1
     if first > x:
         most = largest_between(w, w.working, x, first)
@@ -243,12 +245,14 @@ cdef inline int64_t stage_backward(
     return sum_backward(w, x, y) + w.send_backward[k]
 
 
-cdef inline int64_t stage_head(const Work* w, Py_ssize_t x, Py_ssize_t y) noexcept nogil:
-    return max(w.head_least[y] - w.head_least[x], w.head_rest[y] - w.head_rest[x], 0)
+cdef inline int64_t stage_gather(const Work* w, Py_ssize_t x, Py_ssize_t y) noexcept nogil:
+    cdef int64_t unhidden = w.gather_unhidden[y] - w.gather_unhidden[x]
+    return max(unhidden, w.gather_hideable[y] - w.gather_hideable[x], 0)
 
 
-cdef inline int64_t stage_tail(const Work* w, Py_ssize_t x, Py_ssize_t y) noexcept nogil:
-    return max(w.tail_least[y] - w.tail_least[x], w.tail_rest[y] - w.tail_rest[x], 0)
+cdef inline int64_t stage_reduction(const Work* w, Py_ssize_t x, Py_ssize_t y) noexcept nogil:
+    cdef int64_t unhidden = w.reduce_unhidden[y] - w.reduce_unhidden[x]
+    return max(unhidden, w.reduce_hideable[y] - w.reduce_hideable[x], 0)
 
 
 cdef inline Py_ssize_t node_of(const Work* w, Py_ssize_t k, Py_ssize_t x) noexcept nogil:
@@ -339,18 +343,18 @@ cdef void tabulate_after(Work* w) noexcept nogil:
                 here[x] = w.backward[n] - w.backward[x] + w.sent_backward[p] - w.sent_backward[k]
                 continue
             best = NO_THRESHOLD
-            split = again_until(w, x, n)
-            own = w.backward[x] + w.again_backward[w.again_first[x]] - w.send_backward[k]
+            split = recomputed_until(w, x, n)
+            own = w.backward[x] + w.recomputed_backward[w.recomputed_first[x]] - w.send_backward[k]
             low = w.scratch_end[x + 1]
             while low <= end and low < split:
                 if behind[low] < NO_THRESHOLD:
-                    rest = w.backward[low] + w.again_backward[low] + behind[low]
+                    rest = w.backward[low] + w.recomputed_backward[low] + behind[low]
                     best = min(best, rest)
                 low += 1
             if low < split:
                 low = split
             while low <= end:
-                rest = w.backward[low] + w.again_backward[split] + behind[low]
+                rest = w.backward[low] + w.recomputed_backward[split] + behind[low]
                 best = min(best, rest)
                 low += 1
             here[x] = best - own
@@ -404,10 +408,10 @@ cdef inline int64_t stage_bound(
     const Work* w, Py_ssize_t k, Py_ssize_t x, Py_ssize_t y, int64_t forward, int64_t backward
 ) noexcept nogil:
     """Longest of the paths that pass through stage ``k`` alone, with units ``x .. y``; ticks."""
-    cdef int64_t ends = max(stage_tail(w, x, y), w.before[node_of(w, k, x)])
+    cdef int64_t ends = max(stage_reduction(w, x, y), w.before[node_of(w, k, x)])
     cdef int64_t returned = w.all_forward + backward + w.after[node_of(w, k + 1, y)]
     cdef int64_t wait = max(0, w.m - w.p + k)
-    cdef int64_t started = max(stage_head(w, x, y), w.forward[x] + w.sent_forward[k])
+    cdef int64_t started = max(stage_gather(w, x, y), w.forward[x] + w.sent_forward[k])
     cdef int64_t longest = max(
         returned + (w.m - 1) * backward + wait * forward,
         started + w.m * (forward + backward),
@@ -479,13 +483,13 @@ cdef int64_t simulate_rows(Work* w, const int32_t* boundaries) noexcept nogil:
     for i in range(p):
         w.time_forward[i] = stage_forward(w, i, boundaries[i], boundaries[i + 1])
         w.time_backward[i] = stage_backward(w, i, boundaries[i], boundaries[i + 1])
-        w.head[i] = stage_head(w, boundaries[i], boundaries[i + 1])
-        w.tail[i] = stage_tail(w, boundaries[i], boundaries[i + 1])
+        w.gather[i] = stage_gather(w, boundaries[i], boundaries[i + 1])
+        w.reduction[i] = stage_reduction(w, boundaries[i], boundaries[i + 1])
         value = w.optimizer[boundaries[i + 1]] - w.optimizer[boundaries[i]]
         if value > slowest:
             slowest = value
             w.path_optimizer = i
-        w.end_backward[i] = w.head[i]
+        w.end_backward[i] = w.gather[i]
         w.end_forward[i] = 0
     w.num_records = 0
     row = 1 - p
@@ -511,10 +515,10 @@ cdef int64_t simulate_rows(Work* w, const int32_t* boundaries) noexcept nogil:
                 w.row_count[w.num_records - 1] += skipped
                 row += skipped
     for i in range(p):
-        here = w.end_backward[i] + w.tail[i]
+        here = w.end_backward[i] + w.reduction[i]
         if here > latest:
             latest = here
-            w.path_tail = i
+            w.path_reduction = i
     return w.constant + latest + slowest
 
 
@@ -528,7 +532,7 @@ cdef void partial_row(Work* w, int64_t row, uint8_t* choice) noexcept nogil:
         bits = 0
         if 0 <= row + p - 1 - i < m:
             start = clock
-            bits = BY_PREVIOUS if start > w.head[i] else BY_NOTHING
+            bits = BY_PREVIOUS if start > w.gather[i] else BY_NOTHING
             if i > 0 and w.end_forward[i - 1] >= clock:
                 start, bits = w.end_forward[i - 1], BY_SOURCE
             clock = w.end_forward[i] = start + w.time_forward[i]
@@ -540,7 +544,7 @@ cdef void partial_row(Work* w, int64_t row, uint8_t* choice) noexcept nogil:
                 start = w.end_backward[i + 1]
                 bits |= BY_SOURCE << 2
             else:
-                bits |= (BY_PREVIOUS if start > w.head[i] else BY_NOTHING) << 2
+                bits |= (BY_PREVIOUS if start > w.gather[i] else BY_NOTHING) << 2
             clock = start + w.time_backward[i]
         w.end_backward[i] = clock
         choice[i] = <uint8_t>bits
@@ -557,14 +561,14 @@ cdef inline bint full_row(Work* w, uint8_t* choice, const uint8_t* last) noexcep
     behind = -NO_THRESHOLD
     for i in range(p - 1, -1, -1):
         start = w.end_backward[i]
-        bits = BY_PREVIOUS if start > w.head[i] else BY_NOTHING
+        bits = BY_PREVIOUS if start > w.gather[i] else BY_NOTHING
         if i > 0 and w.end_forward[i - 1] >= start:
             start, bits = w.end_forward[i - 1], BY_SOURCE
         forward = clock = start + w.time_forward[i]
         if behind >= clock or i == p - 1:
             clock = max(clock, behind)
             bits |= BY_SOURCE << 2
-        elif clock <= w.head[i]:
+        elif clock <= w.gather[i]:
             bits |= BY_NOTHING << 2
         backward = behind = clock + w.time_backward[i]
         start = forward - w.end_forward[i]
@@ -623,7 +627,7 @@ cdef void walk_back(Work* w) noexcept nogil:
     Of two passes that a pass waited for, the one on the other rank is followed. In a run of equal
     rows the walk soon repeats itself; then whole rounds are counted at once.
     """
-    cdef Py_ssize_t p = w.p, rank = w.path_tail
+    cdef Py_ssize_t p = w.p, rank = w.path_reduction
     cdef int bits
     cdef int64_t m = w.m, row = m - 1, first, rounds, marked_row = 0
     cdef int64_t record = w.num_records - 1, steps = 0
@@ -683,7 +687,7 @@ cdef void walk_back(Work* w) noexcept nogil:
             else:
                 row = m - p + rank
                 is_forward = True
-    w.path_head = rank
+    w.path_gather = rank
 
 
 # Why branches died, so that later prefixes need not die there again. One chunk a rank.
@@ -821,16 +825,16 @@ cdef inline int64_t weight_of(
     cdef int64_t weight
     cdef Py_ssize_t y = cell.end
     weight = bound.forward[k] * cell.forward + bound.backward[k] * cell.backward
-    if k == bound.head_rank:
-        if bound.head_kind == 1:
-            weight += w.head_least[y] - w.head_least[x]
-        elif bound.head_kind == 2:
-            weight += w.head_rest[y] - w.head_rest[x]
-    if k == bound.tail_rank:
-        if bound.tail_kind == 1:
-            weight += w.tail_least[y] - w.tail_least[x]
-        elif bound.tail_kind == 2:
-            weight += w.tail_rest[y] - w.tail_rest[x]
+    if k == bound.gather_rank:
+        if bound.gather_kind == 1:
+            weight += w.gather_unhidden[y] - w.gather_unhidden[x]
+        elif bound.gather_kind == 2:
+            weight += w.gather_hideable[y] - w.gather_hideable[x]
+    if k == bound.reduction_rank:
+        if bound.reduction_kind == 1:
+            weight += w.reduce_unhidden[y] - w.reduce_unhidden[x]
+        elif bound.reduction_kind == 2:
+            weight += w.reduce_hideable[y] - w.reduce_hideable[x]
     if k == bound.optimizer_rank:
         weight += cell.optimizer
     return weight
@@ -850,12 +854,16 @@ cdef void add_path_bound(Work* w, const int32_t* boundaries, Py_ssize_t depth) n
     forget_path_bound(w, w.num_path_bounds % w.max_path_bounds)
     w.num_path_bounds += 1
     walk_back(w)
-    bound.head_rank, bound.tail_rank = w.path_head, w.path_tail
+    bound.gather_rank, bound.reduction_rank = w.path_gather, w.path_reduction
     bound.optimizer_rank = w.path_optimizer
-    x, y = boundaries[bound.head_rank], boundaries[bound.head_rank + 1]
-    bound.head_kind = active(w.head_least[y] - w.head_least[x], w.head_rest[y] - w.head_rest[x])
-    x, y = boundaries[bound.tail_rank], boundaries[bound.tail_rank + 1]
-    bound.tail_kind = active(w.tail_least[y] - w.tail_least[x], w.tail_rest[y] - w.tail_rest[x])
+    x, y = boundaries[bound.gather_rank], boundaries[bound.gather_rank + 1]
+    bound.gather_kind = active(
+        w.gather_unhidden[y] - w.gather_unhidden[x], w.gather_hideable[y] - w.gather_hideable[x]
+    )
+    x, y = boundaries[bound.reduction_rank], boundaries[bound.reduction_rank + 1]
+    bound.reduction_kind = active(
+        w.reduce_unhidden[y] - w.reduce_unhidden[x], w.reduce_hideable[y] - w.reduce_hideable[x]
+    )
     for k in range(p):
         bound.forward[k] = w.count_forward[k]
         bound.backward[k] = w.count_backward[k]
@@ -1192,9 +1200,10 @@ cdef bint layout_fits(Work* w, const int32_t* boundaries) noexcept nogil:
 
 
 cdef int64_t price_rank(Work* w, const int32_t* boundaries, Py_ssize_t rank) noexcept nogil:
-    """Fill the simulator's times, head and tail of a rank; its optimizer step, ticks."""
+    """Fill the simulator's times, gather and reduction of a rank; its optimizer step, ticks."""
     cdef Py_ssize_t p = w.p, i, k, x, y
-    cdef int64_t least_head = 0, rest_head = 0, least_tail = 0, rest_tail = 0, optimizer = 0
+    cdef int64_t unhidden_gather = 0, hideable_gather = 0
+    cdef int64_t unhidden_reduce = 0, hideable_reduce = 0, optimizer = 0
     for i in range(w.v):
         k = i * p + rank
         x, y = boundaries[k], boundaries[k + 1]
@@ -1207,13 +1216,13 @@ cdef int64_t price_rank(Work* w, const int32_t* boundaries, Py_ssize_t rank) noe
         else:
             w.time_forward[k] += w.send_forward[k]
             w.time_backward[k] += w.send_backward[k]
-        least_head += w.head_least[y] - w.head_least[x]
-        rest_head += w.head_rest[y] - w.head_rest[x]
-        least_tail += w.tail_least[y] - w.tail_least[x]
-        rest_tail += w.tail_rest[y] - w.tail_rest[x]
+        unhidden_gather += w.gather_unhidden[y] - w.gather_unhidden[x]
+        hideable_gather += w.gather_hideable[y] - w.gather_hideable[x]
+        unhidden_reduce += w.reduce_unhidden[y] - w.reduce_unhidden[x]
+        hideable_reduce += w.reduce_hideable[y] - w.reduce_hideable[x]
         optimizer += w.optimizer[y] - w.optimizer[x]
-    w.head[rank] = max(0, max(least_head, rest_head))
-    w.tail[rank] = max(0, max(least_tail, rest_tail))
+    w.gather[rank] = max(0, max(unhidden_gather, hideable_gather))
+    w.reduction[rank] = max(0, max(unhidden_reduce, hideable_reduce))
     return optimizer
 
 
@@ -1240,7 +1249,7 @@ cdef int64_t work_bound(Work* w, const int32_t* boundaries, int64_t limit) noexc
             k = i * p + rank
             work += w.time_forward[k] + w.time_backward[k]
         work *= w.m
-        work += max(w.head[rank], reach) + max(w.tail[rank], drain)
+        work += max(w.gather[rank], reach) + max(w.reduction[rank], drain)
         longest = max(longest, work)
         bound = w.constant + longest + slowest
         if bound >= limit:
@@ -1266,7 +1275,7 @@ cdef int64_t simulate_layout(Work* w, int64_t slowest) noexcept nogil:
     full = -1
     # end_backward: the rank's clock; end_forward, step_backward: latest arrivals at its neighbours.
     for rank in range(p):
-        w.end_backward[rank] = w.head[rank]
+        w.end_backward[rank] = w.gather[rank]
         w.end_forward[rank] = w.step_backward[rank] = 0
     last = total - 1 + lag
     mark = lag + group
@@ -1294,7 +1303,7 @@ cdef int64_t simulate_layout(Work* w, int64_t slowest) noexcept nogil:
         u += 1
     value = 0
     for rank in range(p):
-        value = max(value, w.end_backward[rank] + w.tail[rank])
+        value = max(value, w.end_backward[rank] + w.reduction[rank])
     return w.constant + value + slowest
 
 
@@ -1440,26 +1449,26 @@ cdef void lay_out(Work* w, Arena* arena, Py_ssize_t num_levels) noexcept nogil:
     w.send_backward = take_wide(arena, chunks)
     w.forward = take_wide(arena, n + 1)
     w.backward = take_wide(arena, n + 1)
-    w.again_backward = take_wide(arena, n + 1)
-    w.head_least = take_wide(arena, n + 1)
-    w.head_rest = take_wide(arena, n + 1)
-    w.tail_least = take_wide(arena, n + 1)
-    w.tail_rest = take_wide(arena, n + 1)
+    w.recomputed_backward = take_wide(arena, n + 1)
+    w.gather_unhidden = take_wide(arena, n + 1)
+    w.gather_hideable = take_wide(arena, n + 1)
+    w.reduce_unhidden = take_wide(arena, n + 1)
+    w.reduce_hideable = take_wide(arena, n + 1)
     w.optimizer = take_wide(arena, n + 1)
     w.static_bytes = take_wide(arena, n + 1)
     w.saved = take_wide(arena, n + 1)
-    w.again_saved = take_wide(arena, n + 1)
+    w.recomputed_saved = take_wide(arena, n + 1)
     w.working = take_wide(arena, num_levels * n)
     w.block_working = take_wide(arena, num_levels * n if w.block else 0)
     w.scratch = take_wide(arena, n + 2)
     w.scratch_end = take_narrow(arena, n + 2)
     w.log2 = take_narrow(arena, n + 2)
-    w.again_first = take_narrow(arena, n + 1)
-    w.again_end = take_narrow(arena, n + 1)
+    w.recomputed_first = take_narrow(arena, n + 1)
+    w.recomputed_end = take_narrow(arena, n + 1)
     w.time_forward = take_wide(arena, chunks)
     w.time_backward = take_wide(arena, chunks)
-    w.head = take_wide(arena, p)
-    w.tail = take_wide(arena, p)
+    w.gather = take_wide(arena, p)
+    w.reduction = take_wide(arena, p)
     if w.v > 1:
         w.delay_forward = take_wide(arena, chunks)
         w.delay_backward = take_wide(arena, chunks)
@@ -1545,9 +1554,9 @@ cdef void finish_tables(Work* w, Py_ssize_t num_levels) noexcept nogil:
                     w.block_working[(level - 1) * n + x + half],
                 )
     for x in range(n + 1):
-        w.again_first[x] = max(x, 1)
-        w.again_end[x] = max(
-            w.again_first[x], min(w.again_first[x] + w.block, w.num_layers + 1)
+        w.recomputed_first[x] = max(x, 1)
+        w.recomputed_end[x] = max(
+            w.recomputed_first[x], min(w.recomputed_first[x] + w.block, w.num_layers + 1)
         )
     if w.v == 1:
         w.sent_forward[0] = w.sent_backward[0] = 0
@@ -1561,23 +1570,24 @@ cdef void add_units(Work* w, const uint8_t* kinds, const int64_t* costs) noexcep
     cdef Py_ssize_t x
     cdef const int64_t* c
     cdef bint layer
-    w.forward[0] = w.backward[0] = w.again_backward[0] = w.head_least[0] = w.head_rest[0] = 0
-    w.tail_least[0] = w.tail_rest[0] = w.optimizer[0] = w.static_bytes[0] = 0
-    w.saved[0] = w.again_saved[0] = 0
+    w.forward[0] = w.backward[0] = w.recomputed_backward[0] = 0
+    w.gather_unhidden[0] = w.gather_hideable[0] = 0
+    w.reduce_unhidden[0] = w.reduce_hideable[0] = w.optimizer[0] = w.static_bytes[0] = 0
+    w.saved[0] = w.recomputed_saved[0] = 0
     for x in range(w.n):
         c = costs + kinds[x] * NUM_FIELDS
         layer = 1 <= x <= w.num_layers
         w.forward[x + 1] = w.forward[x] + c[0]
         w.backward[x + 1] = w.backward[x] + c[1]
-        w.again_backward[x + 1] = w.again_backward[x] + (c[2] - c[1] if layer else 0)
-        w.head_least[x + 1] = w.head_least[x] + c[3]
-        w.head_rest[x + 1] = w.head_rest[x] + c[4]
-        w.tail_least[x + 1] = w.tail_least[x] + c[5]
-        w.tail_rest[x + 1] = w.tail_rest[x] + c[6]
+        w.recomputed_backward[x + 1] = w.recomputed_backward[x] + (c[2] - c[1] if layer else 0)
+        w.gather_unhidden[x + 1] = w.gather_unhidden[x] + c[3]
+        w.gather_hideable[x + 1] = w.gather_hideable[x] + c[4]
+        w.reduce_unhidden[x + 1] = w.reduce_unhidden[x] + c[5]
+        w.reduce_hideable[x + 1] = w.reduce_hideable[x] + c[6]
         w.optimizer[x + 1] = w.optimizer[x] + c[7]
         w.static_bytes[x + 1] = w.static_bytes[x] + c[8]
         w.saved[x + 1] = w.saved[x] + c[9]
-        w.again_saved[x + 1] = w.again_saved[x] + (c[10] - c[9] if layer else 0)
+        w.recomputed_saved[x + 1] = w.recomputed_saved[x] + (c[10] - c[9] if layer else 0)
         w.working[x] = c[11]
         if w.block:
             w.block_working[x] = c[12]

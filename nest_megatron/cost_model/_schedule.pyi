@@ -6,5 +6,5 @@ def run(
     m: int,
     times: array[int],
     releases: array[int],
-    tails: array[int],
+    reductions: array[int],
 ) -> tuple[tuple[int, ...], int, int, tuple[int, ...]]: ...

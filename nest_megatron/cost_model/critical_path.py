@@ -3,7 +3,7 @@
 From the end of the step backwards: a pass began when its rank was free or, if that was earlier,
 when its input arrived. In the first case the path goes on with the rank's previous pass, in the
 second, by way of the transfer, with the pass that made the input. The path has no gap: release of
-its first rank, passes, transfers and the last rank's tail are as long as the schedule.
+its first rank, passes, transfers and the last rank's reduction are as long as the schedule.
 
 The compiled form skips what repeats, so neither its time nor its memory grows with the micro
 batches; ``summarize_reference`` runs every pass and keeps a byte of each.
@@ -85,7 +85,7 @@ def summarize(
     m: int,
     chunks: Sequence[ChunkTimes],
     releases: Sequence[Ticks],
-    tails: Sequence[Ticks],
+    reductions: Sequence[Ticks],
 ) -> ScheduleSummary:
     """When a schedule ends and its critical path, compiled where that is built and fits int64.
 
@@ -94,17 +94,17 @@ def summarize(
             1 and divides ``m``.
         chunks: ``p * v`` chunks along the model.
         releases: time before which each rank cannot start.
-        tails: time that each rank takes after its last pass. Of ranks that end at the same time,
-            the path ends on the first.
+        reductions: time that each rank takes after its last pass. Of ranks that end at the same
+            time, the path ends on the first.
     """
     columns = [getattr(chunk, name) for name in ChunkTimes.__slots__ for chunk in chunks]
-    most = (m + 4) * sum(columns) + sum(releases) + sum(tails)
+    most = (m + 4) * sum(columns) + sum(releases) + sum(reductions)
     if most > _MOST or not has_kernel():
-        return summarize_reference(p, v, m, chunks, releases, tails)
+        return summarize_reference(p, v, m, chunks, releases, reductions)
     from nest_megatron.cost_model import _schedule
 
     ends, first, last, counts = _schedule.run(
-        p, v, m, array("q", columns), array("q", releases), array("q", tails)
+        p, v, m, array("q", columns), array("q", releases), array("q", reductions)
     )
     return ScheduleSummary(ends=ends, path=_path(first, last, counts))
 
@@ -126,7 +126,7 @@ def summarize_reference(
     m: int,
     chunks: Sequence[ChunkTimes],
     releases: Sequence[Ticks],
-    tails: Sequence[Ticks],
+    reductions: Sequence[Ticks],
 ) -> ScheduleSummary:
     """``summarize`` in plain Python: runs every pass, and walks the path pass by pass."""
     ends, waited = [0] * p, [bytearray() for _ in range(p)]
@@ -134,7 +134,7 @@ def summarize_reference(
         rank = done.op.chunk % p
         ends[rank] = done.end
         waited[rank].append(done.waited)
-    whole = [end + tail for end, tail in zip(ends, tails, strict=True)]
+    whole = [end + reduction for end, reduction in zip(ends, reductions, strict=True)]
     last = rank = whole.index(max(whole))
     place, count = 2 * m * v - 1, len(chunks)
     counts = [0] * (4 * count)

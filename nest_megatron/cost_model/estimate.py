@@ -165,15 +165,17 @@ def _waits(evaluation: Evaluation, rank: int) -> dict[str, Ticks]:
     """What a rank waits for in a step, by the critical path; together all that it waits.
 
     Before its first pass the rank waits for the weights that the path's first rank gathers, after
-    its tail for the gradients that the path's last rank reduces. Of the rest, transfers on the path
-    that run beside the work of their senders are pipeline communication. What is left are passes
-    of other ranks, mostly before the rank's first and after its last: the pipeline's bubble.
+    its reduction for the gradients that the path's last rank reduces. Of the rest, transfers on
+    the path that run beside the work of their senders are pipeline communication. What is left are
+    passes of other ranks, mostly before the rank's first and after its last: the pipeline bubble.
     """
-    path, heads, tails = evaluation.path, evaluation.heads, evaluation.tails
-    own = heads[rank] + evaluation.busy[rank] + tails[rank]
+    path, gathers, reductions = evaluation.path, evaluation.gathers, evaluation.reductions
+    own = gathers[rank] + evaluation.busy[rank] + reductions[rank]
     waited = evaluation.finish - own
-    gathered = max(0, min(heads[path.first_rank], evaluation.first_start(rank)) - heads[rank])
-    reduced = min(tails[path.last_rank], evaluation.finish - evaluation.ends[rank] - tails[rank])
+    gathered = max(0, min(gathers[path.first_rank], evaluation.first_start(rank)) - gathers[rank])
+    reduced = min(
+        reductions[path.last_rank], evaluation.finish - evaluation.ends[rank] - reductions[rank]
+    )
     sent = min(path.sent(evaluation.chunks), waited - gathered - reduced)
     return {
         "dp_communication": gathered + reduced,
@@ -195,7 +197,7 @@ def mean_terms(model: CostModel, grid: Grid, partition: StagePartition) -> dict[
         terms = _rank_terms(problem, evaluation, partition, kinds, rank)
         for name, spent in terms.items():
             mean[name] += spent / problem.num_stages
-    own = map(sum, zip(evaluation.heads, evaluation.busy, evaluation.tails, strict=True))
+    own = map(sum, zip(evaluation.gathers, evaluation.busy, evaluation.reductions, strict=True))
     waited = evaluation.finish * problem.num_stages - sum(own)
     mean["pipeline_bubble"] = to_seconds(waited) / problem.num_stages
     return mean | _after_schedule(model, grid, problem, evaluation)
@@ -208,7 +210,7 @@ def _rank_terms(
     kinds: Sequence[UnitKind],
     rank: int,
 ) -> dict[str, Seconds]:
-    """What one rank does in a step: its head, its passes and its tail."""
+    """What one rank does in a step: its gather, its passes and its reduction."""
     m = problem.num_microbatches
     terms = dict.fromkeys(TERMS, 0.0)
     units = 0
@@ -232,7 +234,7 @@ def _rank_terms(
     unhidden = to_seconds(evaluation.busy[rank]) - sum(terms.values())
     rounded = abs(unhidden) < 2 * m * to_seconds(units)
     terms["compute" if rounded else "dp_communication"] += unhidden
-    terms["dp_communication"] += to_seconds(evaluation.heads[rank] + evaluation.tails[rank])
+    terms["dp_communication"] += to_seconds(evaluation.gathers[rank] + evaluation.reductions[rank])
     return terms
 
 

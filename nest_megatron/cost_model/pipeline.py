@@ -5,12 +5,13 @@ Times are ticks, memory is bytes; both are whole numbers, so every sum and compa
 
 The iteration time of a partition is::
 
-    constant + max over ranks (end of its last pass + tail) + max over ranks (optimizer step)
+    constant + max over ranks (end of its last pass + reduction) + max over ranks (optimizer step)
 
-where a rank starts after its *head* (the gather of updated weights that its first forward passes
-cannot hide), the passes run as ``schedule.run`` runs them, and its *tail* is the gradient
-reduction that its last backward passes cannot hide. Head and tail are each the larger of two sums
-over the rank's units: what can never be hidden, and what remains when the overlap is used up.
+where a rank starts after its exposed parameter *gather* (of updated weights, what its first forward
+passes cannot hide), the passes run as ``schedule.run`` runs them, and its exposed gradient
+*reduction* is what its last backward passes cannot hide. Each is the larger of two sums over the
+rank's units: what can never be hidden (``unhidden``), and what remains of all of it when the
+overlap is used up (``hideable``).
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class UnitCost(NamedTuple):
     forward: Ticks
     backward: Ticks
     block_backward: Ticks
-    head_least: Ticks
-    head_rest: Ticks
-    tail_least: Ticks
-    tail_rest: Ticks
+    gather_unhidden: Ticks
+    gather_hideable: Ticks
+    reduce_unhidden: Ticks
+    reduce_hideable: Ticks
     optimizer: Ticks
     static_bytes: Bytes
     saved_bytes: Bytes
@@ -94,10 +95,10 @@ class ChunkCost:
 
     forward: Ticks
     backward: Ticks
-    head_least: Ticks
-    head_rest: Ticks
-    tail_least: Ticks
-    tail_rest: Ticks
+    gather_unhidden: Ticks
+    gather_hideable: Ticks
+    reduce_unhidden: Ticks
+    reduce_hideable: Ticks
     optimizer: Ticks
     static_bytes: Bytes
     saved_bytes: Bytes
@@ -126,9 +127,9 @@ class Evaluation:
         chunks: times of every chunk in the schedule.
         ends: end of each rank's last pass, in ticks.
         busy: all passes of each rank, in ticks.
-        finish: when the last rank is through, its tail included, in ticks.
+        finish: when the last rank is through, its reduction included, in ticks.
         path: critical path of the schedule.
-        heads, tails, optimizers: those of every rank, in ticks.
+        gathers, reductions, optimizers: those of every rank, in ticks.
         memory: that of every rank at its peak.
         fits: whether every rank stays within the capacity.
     """
@@ -139,15 +140,15 @@ class Evaluation:
     busy: tuple[Ticks, ...]
     finish: Ticks
     path: CriticalPath
-    heads: tuple[Ticks, ...]
-    tails: tuple[Ticks, ...]
+    gathers: tuple[Ticks, ...]
+    reductions: tuple[Ticks, ...]
     optimizers: tuple[Ticks, ...]
     memory: tuple[RankMemory, ...]
     fits: bool
 
     @property
     def critical_rank(self) -> int:
-        """The rank that is busy longest, and so waits least, its head and tail included.
+        """The rank that is busy longest, and so waits least, its gather and reduction included.
 
         Of several the one that the critical path lies on longest, then the first.
         """
@@ -155,7 +156,7 @@ class Evaluation:
         return max(
             range(p),
             key=lambda rank: (
-                self.heads[rank] + self.busy[rank] + self.tails[rank],
+                self.gathers[rank] + self.busy[rank] + self.reductions[rank],
                 self.path.on_rank(self.chunks, rank, p),
                 -rank,
             ),
@@ -163,9 +164,9 @@ class Evaluation:
 
     def first_start(self, rank: int) -> Ticks:
         """When the first pass of a rank starts: once the first micro batch has come so far."""
-        start = self.heads[0]
-        for before, head in zip(self.chunks, self.heads[1 : rank + 1], strict=False):
-            start = max(head, start + before.forward + before.forward_delay)
+        start = self.gathers[0]
+        for before, gather in zip(self.chunks, self.gathers[1 : rank + 1], strict=False):
+            start = max(gather, start + before.forward + before.forward_delay)
         return start
 
 
@@ -178,10 +179,10 @@ def chunk_cost(problem: PipelineProblem, first: int, end: int) -> ChunkCost:
     return ChunkCost(
         forward=sum(cost[u].forward for u in units),
         backward=sum(cost[u].block_backward if u in again else cost[u].backward for u in units),
-        head_least=sum(cost[u].head_least for u in units),
-        head_rest=sum(cost[u].head_rest for u in units),
-        tail_least=sum(cost[u].tail_least for u in units),
-        tail_rest=sum(cost[u].tail_rest for u in units),
+        gather_unhidden=sum(cost[u].gather_unhidden for u in units),
+        gather_hideable=sum(cost[u].gather_hideable for u in units),
+        reduce_unhidden=sum(cost[u].reduce_unhidden for u in units),
+        reduce_hideable=sum(cost[u].reduce_hideable for u in units),
         optimizer=sum(cost[u].optimizer for u in units),
         static_bytes=sum(cost[u].static_bytes for u in units),
         saved_bytes=sum(
@@ -206,11 +207,11 @@ def evaluate(
     chunks = [chunk_cost(problem, a, b) for a, b in pairwise(boundaries)]
     times = tuple(chunk_times(problem, k, chunk) for k, chunk in enumerate(chunks))
     ranks = [chunks[rank::p] for rank in range(p)]
-    heads = tuple(_larger(r, "head_least", "head_rest") for r in ranks)
-    tails = tuple(_larger(r, "tail_least", "tail_rest") for r in ranks)
+    gathers = tuple(_larger(r, "gather_unhidden", "gather_hideable") for r in ranks)
+    reductions = tuple(_larger(r, "reduce_unhidden", "reduce_hideable") for r in ranks)
     optimizers = tuple(sum(c.optimizer for c in r) for r in ranks)
-    found = run(p, v, m, times, heads, tails)
-    finish = max(end + tail for end, tail in zip(found.ends, tails, strict=True))
+    found = run(p, v, m, times, gathers, reductions)
+    finish = max(end + reduction for end, reduction in zip(found.ends, reductions, strict=True))
     memory = [rank_memory(problem, rank, held) for rank, held in enumerate(ranks)]
     return Evaluation(
         iteration=problem.constant + finish + max(optimizers),
@@ -219,8 +220,8 @@ def evaluate(
         busy=tuple(m * sum(c.forward + c.backward for c in times[r::p]) for r in range(p)),
         finish=finish,
         path=found.path,
-        heads=heads,
-        tails=tails,
+        gathers=gathers,
+        reductions=reductions,
         optimizers=optimizers,
         memory=tuple(memory),
         fits=max(rank.total for rank in memory) <= problem.capacity_bytes,
@@ -230,7 +231,7 @@ def evaluate(
 def timeline(problem: PipelineProblem, evaluation: Evaluation) -> tuple[tuple[TimedOp, ...], ...]:
     """All passes of every rank in the schedule of a partition, as it was evaluated."""
     p, v, m = problem.num_stages, problem.num_virtual, problem.num_microbatches
-    return simulate(p, v, m, evaluation.chunks, evaluation.heads)
+    return simulate(p, v, m, evaluation.chunks, evaluation.gathers)
 
 
 def _larger(chunks: Sequence[ChunkCost], least: str, rest: str) -> Ticks:

@@ -36,13 +36,13 @@ class StageProblems:
         recompute: Recompute,
         *,
         capacity_bytes: Bytes | None = None,
-        least_tails: bool = False,
+        hidden_reduce: bool = False,
     ) -> PipelineProblem:
         """Everything that a stage partition of the grid is judged by.
 
         Args:
             capacity_bytes: memory that a rank may use, if not what its device has.
-            least_tails: as ``unit_cost`` takes it for each unit.
+            hidden_reduce: as ``unit_cost`` takes it for each unit.
         """
         dims = self.grid.dims
         forward, backward = self._sends
@@ -52,7 +52,7 @@ class StageProblems:
             num_virtual=dims.virtual_pipeline_model_parallel_size,
             num_microbatches=self.grid.num_microbatches,
             unit_kinds=self._sequence,
-            costs=self._unit_costs(recompute, least_tails),
+            costs=self._unit_costs(recompute, hidden_reduce),
             num_layers=self.model.spec.num_layers,
             block_num_layers=(recompute.num_layers or 0) if block else 0,
             send_forward=forward,
@@ -62,10 +62,10 @@ class StageProblems:
             constant=self._constant,
         )
 
-    def _unit_costs(self, recompute: Recompute, least_tails: bool) -> tuple[UnitCost, ...]:
+    def _unit_costs(self, recompute: Recompute, hidden_reduce: bool) -> tuple[UnitCost, ...]:
         """Costs of the distinct units; how many layers a block holds changes none."""
         covered, elsewhere = split_block(recompute)
-        key = (covered, least_tails)
+        key = (covered, hidden_reduce)
         if key not in self._costs:
             dims, count = self.grid.dims, self.grid.num_microbatches
             p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
@@ -79,7 +79,7 @@ class StageProblems:
                     self.model.settings,
                     window,
                     early_share=share,
-                    least_tail=least_tails,
+                    hidden_reduce=hidden_reduce,
                 )
                 for kind, replica in zip(
                     self.model.kinds_under(self.grid, covered, elsewhere),

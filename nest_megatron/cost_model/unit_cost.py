@@ -88,8 +88,8 @@ class ReplicaCost(NamedTuple):
     shard_backward_s: Seconds
     exposed_forward_s: Seconds
     exposed_backward_s: Seconds
-    head_least: Ticks
-    tail_least: Ticks
+    gather_unhidden: Ticks
+    reduce_unhidden: Ticks
     optimizer: Ticks
     static: StaticBytes
     static_bytes: Bytes
@@ -239,8 +239,8 @@ def replica_cost(
         shard_backward_s=fetch + sent,
         exposed_forward_s=prices.first_bucket * fetch + copies[0] * copy_s,
         exposed_backward_s=prices.first_bucket * (fetch + sent) + copies[1] * copy_s,
-        head_least=to_ticks(prices.first_bucket * gather),
-        tail_least=to_ticks(prices.first_bucket * reduce),
+        gather_unhidden=to_ticks(prices.first_bucket * gather),
+        reduce_unhidden=to_ticks(prices.first_bucket * reduce),
         optimizer=to_ticks(count.dense * prices.dense_step + count.expert * prices.expert_step),
         static=static,
         static_bytes=int(static.total),
@@ -279,7 +279,7 @@ def unit_cost(
     window: float,
     *,
     early_share: float = 0.0,
-    least_tail: bool = False,
+    hidden_reduce: bool = False,
 ) -> UnitCost:
     """One unit in ticks and bytes, data-parallel traffic included.
 
@@ -287,24 +287,24 @@ def unit_cost(
         replica: of the unit's parameters.
         window: passes of the unit beside which traffic between replicas can run.
         early_share: what passes ahead of the schedule add to what is kept.
-        least_tail: hide as much of the gradient reduction as any recompute setting can hide.
+        hidden_reduce: hide as much of the gradient reduction as any recompute setting can hide.
             Recomputation lengthens passes and hides more behind them; with the first counted as
             none and the second as all, a partition takes no longer than under any setting.
     """
     if replica.shard_backward_s or replica.exposed_backward_s:
         unit = _beside_shards(unit, replica, settings)
     overlap, more = settings.dp_overlap * window, 1.0 + early_share
-    tail_rest = replica.tail_least
-    if not least_tail:
-        tail_rest = _signed_ticks(replica.reduce_s - overlap * unit.backward_s)
+    reduce_hideable = replica.reduce_unhidden
+    if not hidden_reduce:
+        reduce_hideable = _signed_ticks(replica.reduce_s - overlap * unit.backward_s)
     return UnitCost(  # by place, since a search makes hundreds of thousands
         unit.forward,
         unit.backward,
         unit.block_backward,
-        replica.head_least,
+        replica.gather_unhidden,
         _signed_ticks(replica.gather_s - overlap * unit.forward_s),
-        replica.tail_least,
-        tail_rest,
+        replica.reduce_unhidden,
+        reduce_hideable,
         replica.optimizer,
         replica.static_bytes,
         math.ceil(more * unit.saved_bytes),

@@ -132,11 +132,11 @@ def _spans(
     problem: PipelineProblem, evaluation: Evaluation, rank: int, passes: Sequence[TimedOp]
 ) -> tuple[Span, ...]:
     """Gather, passes, reduction, optimizer and the rest of one rank, as far as they take time."""
-    ends = [end + tail for end, tail in zip(evaluation.ends, evaluation.tails, strict=True)]
+    ends = [end + tail for end, tail in zip(evaluation.ends, evaluation.reductions, strict=True)]
     step = max(ends)  # every rank waits for the last one's gradients (norm, overflow check)
     after = step + max(evaluation.optimizers)
     around = (
-        (SpanKind.PARAMETER_GATHER, 0, evaluation.heads[rank]),
+        (SpanKind.PARAMETER_GATHER, 0, evaluation.gathers[rank]),
         (SpanKind.GRADIENT_REDUCTION, evaluation.ends[rank], ends[rank]),
         (SpanKind.OPTIMIZER, step, step + evaluation.optimizers[rank]),
         (SpanKind.OTHER, after, after + problem.constant),

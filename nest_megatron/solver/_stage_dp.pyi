@@ -17,7 +17,7 @@ def solve(
     constant: int,
     threshold: int,
     node_limit: int,
-    max_cuts: int,
+    max_path_bounds: int,
     nogoods_after: int,
     max_nogoods: int,
     max_needs: int,

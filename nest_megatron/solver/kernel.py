@@ -60,7 +60,7 @@ def solve(
             problem.constant,
             threshold,
             node_limit,
-            learning.max_cuts,
+            learning.max_path_bounds,
             learning.nogoods_after,
             learning.max_nogoods,
             learning.max_needs,

@@ -69,20 +69,20 @@ class Learning:
     """What the search keeps of what it has seen: how long a proof takes, never what it says.
 
     Args:
-        max_cuts: critical paths kept; the oldest makes room.
+        max_path_bounds: critical paths kept; the oldest is replaced.
         nogoods_after: partial partitions after which the search also keeps why branches died.
             Most problems are solved before, without the bookkeeping.
-        max_nogoods: reasons kept of each (stage, first unit); the oldest makes room.
+        max_nogoods: reasons kept of each (stage, first unit); the oldest is replaced.
         max_needs: conditions that a reason may have and still be kept.
     """
 
-    max_cuts: int = 256
+    max_path_bounds: int = 256
     nogoods_after: int = 1_000
     max_nogoods: int = 16
     max_needs: int = 64
 
     def __post_init__(self) -> None:
-        assert min(self.max_cuts, self.max_nogoods) >= 1
+        assert min(self.max_path_bounds, self.max_nogoods) >= 1
         assert min(self.nogoods_after, self.max_needs) >= 0
 
 

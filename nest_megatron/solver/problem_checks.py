@@ -12,7 +12,7 @@ MOST = 1 << 59
 #: Units that one problem may have: solvers keep their numbers in int32.
 _MOST_UNITS = (1 << 31) - 2
 #: The two fields that may be negative: overlap beyond what there was to hide.
-_SIGNED = frozenset({"head_rest", "tail_rest"})
+_SIGNED = frozenset({"gather_hideable", "reduce_hideable"})
 
 
 def check_shape(problem: PipelineProblem, threshold: Ticks, node_limit: int) -> None:
@@ -103,7 +103,11 @@ def _largest_sums(problem: PipelineProblem) -> tuple[Ticks, int]:
     work = sum(u.forward + u.backward + u.block_backward for u in units)
     work += sum(problem.send_forward) + sum(problem.send_backward)
     edges = sum(
-        u.head_least + abs(u.head_rest) + u.tail_least + abs(u.tail_rest) + u.optimizer
+        u.gather_unhidden
+        + abs(u.gather_hideable)
+        + u.reduce_unhidden
+        + abs(u.reduce_hideable)
+        + u.optimizer
         for u in units
     )
     kept = sum(u.saved_bytes + u.block_saved_bytes for u in units)

@@ -11,13 +11,13 @@ With one chunk a rank:
    units ``x ..`` on stages ``k ..``. Its value at the origin bounds every partition from below; the
    partition that attains it, simulated, bounds the answer from above.
 4. *Search.* Depth first over the stages' ends, largest stage first, through stages whose bound is
-   below the threshold. Each simulated partition leaves a *cut*: its critical path, as a sum over
-   stages, is a lower bound for every partition; the least it can still grow by is tabulated by a
-   dynamic program over (stage, unit). A branch dies when any cut reaches the threshold.
+   below the threshold. Each simulated partition leaves a *path bound*: its critical path, as a sum
+   over stages, is a lower bound for every partition; the least it can still grow by is tabulated by
+   a dynamic program over (stage, unit). A branch dies when any path bound reaches the threshold.
 5. *Nogoods.* In a search that takes long, a (stage, unit) below which all died keeps how long each
-   cut at fault must be there for all to die again; a prefix that meets this dies on arrival
-   (``nogoods.py``). A branch that several cuts kill is charged to one that asks nothing new of
-   its level, or else to the one with the largest margin, the first in the ring of several.
+   path bound at fault must be there for all to die again; a prefix that meets this dies on arrival
+   (``nogoods.py``). A branch that several path bounds kill is charged to one that asks nothing new
+   of its level, or else to the one with the largest margin, the first in the ring of several.
 
 The makespan is the longest path of a graph whose node weights are sums over units, so each path
 bounds it from below, whatever the partition; ticks are whole numbers, so no rounding can spoil a
@@ -27,7 +27,7 @@ With virtual stages the declared space is a list; its members are bounded by eac
 and simulated while they may win.
 
 A search that the node limit ends still proves something: the bottleneck at the origin, and of every
-cut the least length it can have. A node limit of 0 ends it before anything is simulated.
+path bound the least length it can have. A node limit of 0 ends it before anything is simulated.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ from nest_megatron.cost_model.pipeline import (
     fits_in_memory,
 )
 from nest_megatron.solver.chunk_space import Boundaries, interleaved_partitions
-from nest_megatron.solver.cuts import Cut, critical_path
 from nest_megatron.solver.nogoods import Needs, Nogoods
 from nest_megatron.solver.outcome import (
     DEFAULT_LEARNING,
@@ -58,6 +57,7 @@ from nest_megatron.solver.outcome import (
     StageSolution,
     Status,
 )
+from nest_megatron.solver.path_bounds import PathBound, critical_path
 from nest_megatron.units import Ticks
 
 _evaluate = partial(evaluate, run=summarize_reference)
@@ -107,8 +107,8 @@ class _Search:
         self.costs: dict[tuple[int, int], ChunkCost] = {}
         self.best: Boundaries = ()
         self.iteration = NO_THRESHOLD
-        self.nodes = self.simulations = self.num_cuts = 0
-        self.cuts: list[Cut] = []
+        self.nodes = self.simulations = self.num_path_bounds = 0
+        self.path_bounds: list[PathBound] = []
         self.path = [0] * (self.p + 1)
 
     def run(self) -> StageSolution:
@@ -214,11 +214,11 @@ class _Search:
         """Longest of the paths that pass through stage ``k`` alone, with units ``x .. y``."""
         cost = self._cost(x, y)
         forward, backward = self._forward(k, x, y), self._backward(k, x, y)
-        ends = max(cost.tail_least, cost.tail_rest, 0, self.before[k][x])
+        ends = max(cost.reduce_unhidden, cost.reduce_hideable, 0, self.before[k][x])
         first_return = self.all_forward + backward + self.after[k + 1][y]
         after_return = (self.m - 1) * backward + max(0, self.m - self.p + k) * forward
         reached = (self._cost(0, x).forward if x else 0) + sum(self.problem.send_forward[:k])
-        started = max(cost.head_least, cost.head_rest, 0, reached)
+        started = max(cost.gather_unhidden, cost.gather_hideable, 0, reached)
         work = self.m * (forward + backward)
         optimizer = max(cost.optimizer, self.least_optimizer)
         longest = max(first_return + after_return, started + work) + ends
@@ -229,16 +229,16 @@ class _Search:
 
         One that takes as long may come earlier, so the search must beat a tick more.
         """
-        marks = [0]
+        boundaries = [0]
         for k in range(self.p):
-            x, target = marks[-1], self.bottleneck[0][0]
-            marks.append(next(y for y in self.fit[k, x] if self.bound[k, x, y] <= target))
-        evaluation = _evaluate(self.problem, tuple(marks))
+            x, target = boundaries[-1], self.bottleneck[0][0]
+            boundaries.append(next(y for y in self.fit[k, x] if self.bound[k, x, y] <= target))
+        evaluation = _evaluate(self.problem, tuple(boundaries))
         self.simulations += 1
         if evaluation.iteration < self.threshold:
-            self.iteration, self.best = evaluation.iteration, tuple(marks)
+            self.iteration, self.best = evaluation.iteration, tuple(boundaries)
             self.threshold = evaluation.iteration + 1
-        self._add_cut(evaluation, marks, depth=0)
+        self._add_path_bound(evaluation, boundaries, depth=0)
 
     def _descend(self, k: int) -> bool:
         """Try every end of stage ``k``; false if the node limit or the time ended the search."""
@@ -267,31 +267,31 @@ class _Search:
         return pauses and self.out_of_time()
 
     def _cut_off(self, k: int, x: int, y: int) -> bool:
-        """Whether a cut proves that nothing below this branch wins; extends the sums so far."""
+        """Whether a path bound proves that nothing below wins; extends the sums so far."""
         margins = []
-        for cut in self.cuts:
-            cut.so_far[k + 1] = cut.so_far[k] + self._weight(cut, k, x, y)
-            margins.append(cut.so_far[k + 1] + cut.remaining[k + 1][y] - self.threshold)
+        for bound in self.path_bounds:
+            bound.so_far[k + 1] = bound.so_far[k] + self._weight(bound, k, x, y)
+            margins.append(bound.so_far[k + 1] + bound.remaining[k + 1][y] - self.threshold)
         most = max(margins)
         if most < 0:
             return False
-        pairs = zip(self.cuts, margins, strict=True)
-        needs = {cut.number: cut.so_far[k] - margin for cut, margin in pairs if margin >= 0}
+        pairs = zip(self.path_bounds, margins, strict=True)
+        needs = {bound.number: bound.so_far[k] - margin for bound, margin in pairs if margin >= 0}
         if not self.nogoods.asks_already(k, needs):
-            number = self.cuts[margins.index(most)].number
+            number = self.path_bounds[margins.index(most)].number
             self.nogoods.ask(k, {number: needs[number]})
         return True
 
     def _known_dead(self, k: int, x: int) -> bool:
         """Whether all died below stage ``k`` at ``x`` once, and must again after this prefix."""
-        lengths = {cut.number: cut.so_far[k] for cut in self.cuts}
+        lengths = {bound.number: bound.so_far[k] for bound in self.path_bounds}
         needs = self.nogoods.met(k, x, lengths)
         self._ask_above(k, needs)
         return needs is not None
 
     def _ask_above(self, k: int, needs: Needs | None) -> None:
         """What stage ``k`` needs of the prefix before it, asked one stage earlier."""
-        weight = {cut.number: cut.so_far[k] - cut.so_far[k - 1] for cut in self.cuts}
+        weight = {bound.number: bound.so_far[k] - bound.so_far[k - 1] for bound in self.path_bounds}
         asked = (needs or {}).items()
         self.nogoods.ask(k - 1, {number: length - weight[number] for number, length in asked})
 
@@ -301,37 +301,37 @@ class _Search:
         if evaluation.iteration < self.threshold:
             self.iteration, self.best = evaluation.iteration, tuple(self.path)
             self.threshold = evaluation.iteration
-        self._add_cut(evaluation, self.path, depth=self.p)
-        cut = self.cuts[(self.num_cuts - 1) % self.learning.max_cuts]
-        margin = cut.so_far[self.p] - self.threshold
-        self.nogoods.ask(self.p - 1, {cut.number: cut.so_far[self.p - 1] - margin})
+        self._add_path_bound(evaluation, self.path, depth=self.p)
+        bound = self.path_bounds[(self.num_path_bounds - 1) % self.learning.max_path_bounds]
+        margin = bound.so_far[self.p] - self.threshold
+        self.nogoods.ask(self.p - 1, {bound.number: bound.so_far[self.p - 1] - margin})
 
-    def _add_cut(self, evaluation: Evaluation, marks: list[int], depth: int) -> None:
+    def _add_path_bound(self, evaluation: Evaluation, boundaries: list[int], depth: int) -> None:
         """Keep the critical path of a simulated partition; the oldest makes room."""
-        cut = critical_path(self.problem, evaluation, marks, number=self.num_cuts)
-        cut.remaining = [[NO_THRESHOLD] * (self.n + 1) for _ in range(self.p + 1)]
-        cut.remaining[self.p][self.n] = 0
+        bound = critical_path(self.problem, evaluation, boundaries, number=self.num_path_bounds)
+        bound.remaining = [[NO_THRESHOLD] * (self.n + 1) for _ in range(self.p + 1)]
+        bound.remaining[self.p][self.n] = 0
         for k in range(self.p - 1, -1, -1):
             for x in self._starts(k):
                 for y in self.fit[k, x] if self.before[k][x] < NO_THRESHOLD else ():
                     if self.bound[k, x, y] < self.threshold:
-                        rest = self._weight(cut, k, x, y) + cut.remaining[k + 1][y]
-                        cut.remaining[k][x] = min(cut.remaining[k][x], rest)
-        self.lower = max(self.lower, cut.constant + cut.remaining[0][0])
-        cut.so_far = [cut.constant] * (self.p + 1)
+                        rest = self._weight(bound, k, x, y) + bound.remaining[k + 1][y]
+                        bound.remaining[k][x] = min(bound.remaining[k][x], rest)
+        self.lower = max(self.lower, bound.constant + bound.remaining[0][0])
+        bound.so_far = [bound.constant] * (self.p + 1)
         for k in range(depth):
-            weight = self._weight(cut, k, self.path[k], self.path[k + 1])
-            cut.so_far[k + 1] = cut.so_far[k] + weight
-        if self.num_cuts < self.learning.max_cuts:
-            self.cuts.append(cut)
+            weight = self._weight(bound, k, self.path[k], self.path[k + 1])
+            bound.so_far[k + 1] = bound.so_far[k] + weight
+        if self.num_path_bounds < self.learning.max_path_bounds:
+            self.path_bounds.append(bound)
         else:
-            self.cuts[self.num_cuts % self.learning.max_cuts] = cut
-            self.nogoods.forget_cut(self.num_cuts - self.learning.max_cuts)
-        self.num_cuts += 1
+            self.path_bounds[self.num_path_bounds % self.learning.max_path_bounds] = bound
+            self.nogoods.forget_path_bound(self.num_path_bounds - self.learning.max_path_bounds)
+        self.num_path_bounds += 1
 
-    def _weight(self, cut: Cut, k: int, x: int, y: int) -> Ticks:
-        """What stage ``k`` with units ``x .. y`` adds to a cut."""
-        return cut.weight(self.problem, k, self._cost(x, y))
+    def _weight(self, bound: PathBound, k: int, x: int, y: int) -> Ticks:
+        """What stage ``k`` with units ``x .. y`` adds to a path bound."""
+        return bound.weight(self.problem, k, self._cost(x, y))
 
 
 def _solve_interleaved(
@@ -396,10 +396,10 @@ def _work_bound(problem: PipelineProblem, boundaries: Boundaries) -> Ticks:
     longest = reach = drain = 0
     for rank in range(p):
         held = chunks[rank::p]
-        head = max(sum(c.head_least for c in held), sum(c.head_rest for c in held))
-        tail = max(sum(c.tail_least for c in held), sum(c.tail_rest for c in held))
+        gather = max(sum(c.gather_unhidden for c in held), sum(c.gather_hideable for c in held))
+        reduction = max(sum(c.reduce_unhidden for c in held), sum(c.reduce_hideable for c in held))
         work = m * sum(t.forward + t.backward for t in times[rank::p])
-        longest = max(longest, max(head, reach) + work + max(tail, drain))
+        longest = max(longest, max(gather, reach) + work + max(reduction, drain))
         reach += times[rank].forward + times[rank].forward_delay
         drain += times[rank].backward + times[rank + 1].backward_delay
     optimizer = max(sum(c.optimizer for c in chunks[rank::p]) for rank in range(p))

@@ -331,8 +331,8 @@ class Search:
         reduction, so the least that any setting can leave of it counts.
         """
         virtual = stages.grid.dims.virtual_pipeline_model_parallel_size > 1
-        most, least_tails = UNLIMITED, self.only_one or virtual
-        return stages.problem(recompute, capacity_bytes=most, least_tails=least_tails)
+        most, hidden_reduce = UNLIMITED, self.only_one or virtual
+        return stages.problem(recompute, capacity_bytes=most, hidden_reduce=hidden_reduce)
 
     def _solve_blocks(self, node: Node) -> None:
         """Blocks of full recomputation, smallest first.

@@ -31,7 +31,7 @@ transfers = st.sampled_from([0, 0.3, 1, 5])
 def job(
     shape: Shape, scale: int, transfer: float, seed: int
 ) -> tuple[list[ChunkTimes], list[int], list[int]]:
-    """Chunks, heads and tails: all random, or nearly equal chunks, whose ranks drift apart."""
+    """Chunks, gathers, reductions: all random, or nearly equal chunks, whose ranks drift apart."""
     rng, (p, v, _) = random.Random(seed), shape
     usual, uneven = [rng.randint(0, scale) for _ in range(2)], rng.choice([0.0, 0.2, 1.0])
 
@@ -49,27 +49,30 @@ def job(
         )
         for _ in range(p * v)
     ]
-    heads, tails = ([rng.randint(0, 5 * scale) for _ in range(p)] for _ in range(2))
-    return chunks, heads, tails
+    gathers, reductions = ([rng.randint(0, 5 * scale) for _ in range(p)] for _ in range(2))
+    return chunks, gathers, reductions
 
 
 def length(
-    found: ScheduleSummary, chunks: Sequence[ChunkTimes], heads: Sequence[int], tails: Sequence[int]
+    found: ScheduleSummary,
+    chunks: Sequence[ChunkTimes],
+    gathers: Sequence[int],
+    reductions: Sequence[int],
 ) -> int:
     path = found.path
-    passes = sum(path.on_rank(chunks, rank, len(heads)) for rank in range(len(heads)))
-    return heads[path.first_rank] + passes + path.sent(chunks) + tails[path.last_rank]
+    passes = sum(path.on_rank(chunks, rank, len(gathers)) for rank in range(len(gathers)))
+    return gathers[path.first_rank] + passes + path.sent(chunks) + reductions[path.last_rank]
 
 
 @settings(max_examples=300, deadline=None)
 @given(shape=shapes, scale=scales, transfer=transfers, seed=st.integers(0, 10**6))
 def test_compiled_and_plain_agree(shape: Shape, scale: int, transfer: float, seed: int) -> None:
     pytest.importorskip("nest_megatron.cost_model._schedule", reason="the kernel is not built")
-    chunks, heads, tails = job(shape, scale, transfer, seed)
-    found = summarize(*shape, chunks, heads, tails)
-    assert found == summarize_reference(*shape, chunks, heads, tails)
-    finish = max(end + tail for end, tail in zip(found.ends, tails, strict=True))
-    assert length(found, chunks, heads, tails) == finish
+    chunks, gathers, reductions = job(shape, scale, transfer, seed)
+    found = summarize(*shape, chunks, gathers, reductions)
+    assert found == summarize_reference(*shape, chunks, gathers, reductions)
+    finish = max(end + reduction for end, reduction in zip(found.ends, reductions, strict=True))
+    assert length(found, chunks, gathers, reductions) == finish
 
 
 @pytest.mark.parametrize("shape", [(5, 1, 700), (4, 3, 480), (3, 2, 600)], ids=str)
@@ -77,18 +80,18 @@ def test_compiled_and_plain_agree(shape: Shape, scale: int, transfer: float, see
 def test_long_schedules_agree(shape: Shape, transfer: float) -> None:
     """Long enough for ranks that drift apart, and for rounds of several periods."""
     for seed in range(4):
-        chunks, heads, tails = job(shape, 1000, transfer, seed)
-        found = summarize(*shape, chunks, heads, tails)
-        assert found == summarize_reference(*shape, chunks, heads, tails), seed
+        chunks, gathers, reductions = job(shape, 1000, transfer, seed)
+        found = summarize(*shape, chunks, gathers, reductions)
+        assert found == summarize_reference(*shape, chunks, gathers, reductions), seed
 
 
 @settings(deadline=None)
 @given(shape=shapes, transfer=transfers, seed=st.integers(0, 10**6))
 def test_plain_path_is_a_chain_of_the_timeline(shape: Shape, transfer: float, seed: int) -> None:
     """Read off all passes with their times, without what ``summarize_reference`` kept of them."""
-    chunks, heads, tails = job(shape, 1000, transfer, seed)
-    found = summarize_reference(*shape, chunks, heads, tails)
-    timeline = simulate(*shape, chunks, heads)
+    chunks, gathers, reductions = job(shape, 1000, transfer, seed)
+    found = summarize_reference(*shape, chunks, gathers, reductions)
+    timeline = simulate(*shape, chunks, gathers)
     assert found.ends == tuple(passes[-1].end for passes in timeline)
     start = {timed.op: timed.start for passes in timeline for timed in passes}
     end = {timed.op: timed.end for passes in timeline for timed in passes}
@@ -99,7 +102,7 @@ def test_plain_path_is_a_chain_of_the_timeline(shape: Shape, transfer: float, se
     while op is not None:
         seen[op.chunk + (0 if op.is_forward else len(chunks))] += 1
         first, free = op.chunk % shape[0], before.get(op)
-        free_at = end[free] if free else heads[first]
+        free_at = end[free] if free else gathers[first]
         op = free if start[op] == free_at else source_of(op, len(chunks))
     assert tuple(seen) == found.path.forward + found.path.backward
     assert first == found.path.first_rank
@@ -118,30 +121,30 @@ def test_neither_memory_nor_length_grows_with_micro_batches() -> None:
     pytest.importorskip("nest_megatron.cost_model._schedule", reason="the kernel is not built")
     peaks = []
     for m in (512, 8192, 2**20):
-        chunks, heads, tails = job((32, 4, m), 10**6, 0.3, seed=1)
+        chunks, gathers, reductions = job((32, 4, m), 10**6, 0.3, seed=1)
         tracemalloc.start()
-        found = summarize(32, 4, m, chunks, heads, tails)
+        found = summarize(32, 4, m, chunks, gathers, reductions)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-        finish = max(end + tail for end, tail in zip(found.ends, tails, strict=True))
-        assert length(found, chunks, heads, tails) == finish
+        finish = max(end + reduction for end, reduction in zip(found.ends, reductions, strict=True))
+        assert length(found, chunks, gathers, reductions) == finish
     assert max(peaks) < 4 * 2**20
 
 
 def test_plain_form_keeps_a_byte_of_a_pass() -> None:
-    chunks, heads, tails = job((8, 1, 4000), 1000, 0, seed=1)
+    chunks, gathers, reductions = job((8, 1, 4000), 1000, 0, seed=1)
     tracemalloc.start()
-    summarize_reference(8, 1, 4000, chunks, heads, tails)
+    summarize_reference(8, 1, 4000, chunks, gathers, reductions)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 3 * (2 * 8 * 4000)
 
 
 def test_without_the_kernel_the_plain_form_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    chunks, heads, tails = job((4, 2, 8), 1000, 0.3, seed=1)
-    expected = summarize(4, 2, 8, chunks, heads, tails)
+    chunks, gathers, reductions = job((4, 2, 8), 1000, 0.3, seed=1)
+    expected = summarize(4, 2, 8, chunks, gathers, reductions)
     monkeypatch.setattr(critical_path, "has_kernel", lambda: False)
-    assert summarize(4, 2, 8, chunks, heads, tails) == expected
+    assert summarize(4, 2, 8, chunks, gathers, reductions) == expected
 
 
 def test_what_leaves_int64_is_left_to_the_plain_form() -> None:

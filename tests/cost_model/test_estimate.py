@@ -137,15 +137,17 @@ def random_problem(seed: int) -> PipelineProblem:
     rng = random.Random(seed)
     p, v = rng.randint(2, 5), rng.randint(1, 3)
     chunks = p * v
-    heads, tails = ([rng.randint(-5, 30) for _ in range(chunks)] for _ in range(2))
+    gathers, reductions = ([rng.randint(-5, 30) for _ in range(chunks)] for _ in range(2))
     return PipelineProblem(
         num_stages=p,
         num_virtual=v,
         num_microbatches=p * rng.randint(1, 4),
         unit_kinds=bytes(range(chunks)),
         costs=tuple(
-            UnitCost(rng.randint(0, 9), rng.randint(0, 18), 0, 0, head, 0, tail, 5, 1, 1, 1, 1, 1)
-            for head, tail in zip(heads, tails, strict=True)
+            UnitCost(
+                rng.randint(0, 9), rng.randint(0, 18), 0, 0, gather, 0, reduction, 5, 1, 1, 1, 1, 1
+            )
+            for gather, reduction in zip(gathers, reductions, strict=True)
         ),
         num_layers=chunks - 1,
         block_num_layers=0,
@@ -163,14 +165,14 @@ def test_what_a_rank_waits_is_its_idle_time_in_the_timeline(seed: int) -> None:
     evaluation = evaluate(problem, tuple(range(problem.num_chunks + 1)))
     idle = []
     for rank, passes in enumerate(timeline(problem, evaluation)):
-        waits, ends = _waits(evaluation, rank), passes[-1].end + evaluation.tails[rank]
-        busy = evaluation.heads[rank] + sum(timed.end - timed.start for timed in passes)
-        idle.append(evaluation.finish - busy - evaluation.tails[rank])
+        waits, ends = _waits(evaluation, rank), passes[-1].end + evaluation.reductions[rank]
+        busy = evaluation.gathers[rank] + sum(timed.end - timed.start for timed in passes)
+        idle.append(evaluation.finish - busy - evaluation.reductions[rank])
         assert sum(waits.values()) == idle[rank]
         assert min(waits.values()) >= 0
-        gathers = evaluation.heads[evaluation.path.first_rank]
-        reduces_from = evaluation.finish - evaluation.tails[evaluation.path.last_rank]
-        before = max(0, min(gathers, passes[0].start) - evaluation.heads[rank])
+        gathers = evaluation.gathers[evaluation.path.first_rank]
+        reduces_from = evaluation.finish - evaluation.reductions[evaluation.path.last_rank]
+        before = max(0, min(gathers, passes[0].start) - evaluation.gathers[rank])
         assert waits["dp_communication"] == before + evaluation.finish - max(ends, reduces_from)
     assert idle[evaluation.critical_rank] == min(idle)
 
@@ -178,7 +180,7 @@ def test_what_a_rank_waits_is_its_idle_time_in_the_timeline(seed: int) -> None:
 def test_who_waits_for_another_rank_names_what_it_does() -> None:
     """Two ranks, one micro batch: fill, a slow transfer, and the gradients of the first rank."""
     layer = UnitCost(10, 20, 20, 0, 0, 0, 0, 5, 1, 1, 1, 1, 1)
-    first = layer._replace(forward=4, backward=6, head_least=50, tail_least=70)
+    first = layer._replace(forward=4, backward=6, gather_unhidden=50, reduce_unhidden=70)
     problem = PipelineProblem(
         num_stages=2,
         num_virtual=1,
@@ -230,7 +232,7 @@ def test_zero_divides_the_optimizer_states() -> None:
 
 
 def test_virtual_stages_shrink_the_bubble() -> None:
-    """Not to a fifth: what the last rank's larger head makes the others wait stays."""
+    """Not to a fifth: what the last rank's larger gather makes the others wait stays."""
     assert predicted(vpp=5).terms["pipeline_bubble"] < predicted().terms["pipeline_bubble"] / 2
 
 

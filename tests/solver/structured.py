@@ -12,10 +12,10 @@ PLAIN = UnitCost(
     forward=10,
     backward=20,
     block_backward=30,
-    head_least=0,
-    head_rest=0,
-    tail_least=0,
-    tail_rest=0,
+    gather_unhidden=0,
+    gather_hideable=0,
+    reduce_unhidden=0,
+    reduce_hideable=0,
     optimizer=0,
     static_bytes=5,
     saved_bytes=2,
@@ -77,10 +77,10 @@ def _unit(layers: float, forward: int, edges: bool) -> UnitCost:
         forward=time,
         backward=2 * time,
         block_backward=3 * time,
-        head_least=sync // 40,
-        head_rest=sync - time * 4 // 5 if edges else 0,
-        tail_least=sync // 20,
-        tail_rest=2 * sync - time * 8 // 5 if edges else 0,
+        gather_unhidden=sync // 40,
+        gather_hideable=sync - time * 4 // 5 if edges else 0,
+        reduce_unhidden=sync // 20,
+        reduce_hideable=2 * sync - time * 8 // 5 if edges else 0,
         optimizer=sync // 2,
         static_bytes=500 + time // 10,
         saved_bytes=100,
@@ -124,10 +124,10 @@ def edge_problem(seed: int) -> PipelineProblem:
         cost._replace(
             forward=rng.choice([0, cost.forward, 1]),
             backward=rng.choice([0, cost.backward]),
-            head_least=rng.choice([0, 5, 300]),
-            head_rest=rng.choice([-500, -50, 0, 40, 300]),
-            tail_least=rng.choice([0, 5, 300]),
-            tail_rest=rng.choice([-500, -50, 0, 40, 300]),
+            gather_unhidden=rng.choice([0, 5, 300]),
+            gather_hideable=rng.choice([-500, -50, 0, 40, 300]),
+            reduce_unhidden=rng.choice([0, 5, 300]),
+            reduce_hideable=rng.choice([-500, -50, 0, 40, 300]),
             optimizer=rng.choice([0, 0, 200]),
         )
         for cost in problem.costs
@@ -147,8 +147,8 @@ def long_problem(seed: int) -> PipelineProblem:
         PLAIN._replace(
             forward=scale + rng.randint(0, 2),
             backward=2 * scale + rng.randint(0, 2),
-            head_rest=rng.choice([0, 5 * scale]),
-            tail_rest=rng.choice([0, 5 * scale]),
+            gather_hideable=rng.choice([0, 5 * scale]),
+            reduce_hideable=rng.choice([0, 5 * scale]),
         )
         for _ in range(4)
     )

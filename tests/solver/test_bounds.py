@@ -85,7 +85,7 @@ def test_blocks_add_to_every_bound(name: str) -> None:
             )
             plain, again = (
                 SOLVE(
-                    stages.problem(setting, capacity_bytes=UNLIMITED, least_tails=True),
+                    stages.problem(setting, capacity_bytes=UNLIMITED, hidden_reduce=True),
                     NO_THRESHOLD,
                     0,
                 ).lower_bound

@@ -108,7 +108,7 @@ def test_counts_and_indices_are_wide(path: Path) -> None:
     source = path.read_text().split('"""', 2)[-1]
     declared = re.findall(r"^ +(?:cdef )?int ([\w, =-]+)", source, re.MULTILINE)
     names = [re.split(r"\W", name)[0] for names in declared for name in names.split(", ")]
-    assert set(names) <= {"status", "bits", "head_kind", "tail_kind"}
+    assert set(names) <= {"status", "bits", "gather_kind", "reduction_kind"}
     narrow = re.findall(r"^ +int32_t\*? (num_\w+|\w+_made|row_\w+|cursor|live\w*)", source, re.M)
     assert set(narrow) <= {"num_devices"}
 

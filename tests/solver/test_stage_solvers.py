@@ -22,8 +22,8 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.solver import backend, brute_force, reference
 from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.chunk_space import partitions
-from nest_megatron.solver.cuts import Cut, critical_path
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, Learning, Status
+from nest_megatron.solver.path_bounds import PathBound, critical_path
 from tests.solver.problems import random_problem
 from tests.solver.structured import (
     PLAIN,
@@ -43,12 +43,13 @@ SMALL: tuple[Generator, ...] = (random_problem, tie_problem, edge_problem)
 BATCH = 100
 
 NO_NOGOODS = Learning(nogoods_after=DEFAULT_NODE_LIMIT)
-#: Nogoods from the first node on; and so little room that cuts and nogoods make room all the time.
+#: Nogoods from the first node on; and so few that path bounds and nogoods are replaced all the
+#: time.
 LEARNINGS = (
     Learning(nogoods_after=0),
-    Learning(nogoods_after=2, max_cuts=1, max_nogoods=1, max_needs=1),
-    Learning(nogoods_after=0, max_cuts=3, max_nogoods=2, max_needs=2),
-    Learning(nogoods_after=5, max_cuts=6, max_nogoods=1, max_needs=4),
+    Learning(nogoods_after=2, max_path_bounds=1, max_nogoods=1, max_needs=1),
+    Learning(nogoods_after=0, max_path_bounds=3, max_nogoods=2, max_needs=2),
+    Learning(nogoods_after=5, max_path_bounds=6, max_nogoods=1, max_needs=4),
 )
 
 
@@ -225,7 +226,7 @@ def random_partition(problem: PipelineProblem, rng: random.Random) -> tuple[int,
     return (0, *sorted(inner), problem.num_units)
 
 
-def length_of(problem: PipelineProblem, cut: Cut, marks: tuple[int, ...]) -> int:
+def length_of(problem: PipelineProblem, cut: PathBound, marks: tuple[int, ...]) -> int:
     stages = enumerate(pairwise(marks))
     return cut.constant + sum(cut.weight(problem, k, chunk_cost(problem, *xy)) for k, xy in stages)
 
@@ -296,9 +297,9 @@ def test_long_schedules(boundaries: tuple[int, ...], microbatches: int) -> None:
         num_microbatches=microbatches,
         unit_kinds=bytes([0, 1, 1, 2]),
         costs=(
-            PLAIN._replace(forward=1000, head_rest=3000),
-            PLAIN._replace(forward=1003 - boundaries[1], tail_rest=-5),
-            PLAIN._replace(forward=1001, backward=19, tail_least=2500),
+            PLAIN._replace(forward=1000, gather_hideable=3000),
+            PLAIN._replace(forward=1003 - boundaries[1], reduce_hideable=-5),
+            PLAIN._replace(forward=1001, backward=19, reduce_unhidden=2500),
         ),
         num_layers=2,
         block_num_layers=0,
@@ -352,7 +353,7 @@ BAD_PROBLEMS = {
     "negative send": replaced(send_backward=(0, 1, -1, 1)),
     "sum leaves int64": replaced(costs=(PLAIN._replace(backward=1 << 54),) * 4),
     "value leaves int64": replaced(costs=(PLAIN._replace(static_bytes=1 << 70),) * 4),
-    "rest leaves int64": replaced(costs=(PLAIN._replace(tail_rest=-(1 << 63)),) * 4),
+    "rest leaves int64": replaced(costs=(PLAIN._replace(reduce_hideable=-(1 << 63)),) * 4),
     "capacity leaves int64": replaced(capacity_bytes=1 << 63),
     "layers": replaced(num_layers=12),
 }

@@ -67,6 +67,8 @@ def _time(
         for one in (kinds[index].run.forward, kinds[index].run.backward):
             inside += one.tp + one.cp + one.ep
     sent = problem.send_forward[stage] + problem.send_backward[stage]
-    edges = max(0, cost.head_least, cost.head_rest) + max(0, cost.tail_least, cost.tail_rest)
+    edges = max(0, cost.gather_unhidden, cost.gather_hideable) + max(
+        0, cost.reduce_unhidden, cost.reduce_hideable
+    )
     between = to_seconds(sent) + to_seconds(edges) / problem.num_microbatches
     return to_seconds(cost.forward + cost.backward) - inside, inside + between

@@ -1,4 +1,4 @@
-"""Cuts: the critical path of one simulated partition, as a lower bound on every other."""
+"""Path bounds: the critical path of a simulated partition, as a lower bound on all others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nest_megatron.units import Ticks
 
 
 @dataclass(slots=True)
-class Cut:
+class PathBound:
     """A critical path as weights of each stage's sums: a lower bound on every partition.
 
     ``remaining[k][x]`` is the least it can grow by from there on, ``so_far[k]`` its length over the
@@ -27,8 +27,8 @@ class Cut:
     number: int
     forward: list[int]
     backward: list[int]
-    head: tuple[int, str]
-    tail: tuple[int, str]
+    gather: tuple[int, str]
+    reduction: tuple[int, str]
     optimizer: int
     constant: Ticks
     remaining: list[list[Ticks]] = field(default_factory=list)
@@ -38,25 +38,28 @@ class Cut:
         """What stage ``k`` adds to the path if it holds the units of ``cost``."""
         weight = self.forward[k] * (cost.forward + problem.send_forward[k])
         weight += self.backward[k] * (cost.backward + problem.send_backward[k])
-        for rank, name in (self.head, self.tail):
+        for rank, name in (self.gather, self.reduction):
             if rank == k and name:
                 weight += int(getattr(cost, name))
         return weight + (cost.optimizer if self.optimizer == k else 0)
 
 
 def critical_path(
-    problem: PipelineProblem, evaluation: Evaluation, marks: list[int], number: int
-) -> Cut:
+    problem: PipelineProblem, evaluation: Evaluation, boundaries: list[int], number: int
+) -> PathBound:
     """The longest path of a simulated schedule, read backwards from the last pass to end.
 
     Of two passes that a pass waited for, the one on the other rank is followed.
     """
     p, m = problem.num_stages, problem.num_microbatches
-    costs = [chunk_cost(problem, a, b) for a, b in pairwise(marks)]
+    costs = [chunk_cost(problem, a, b) for a, b in pairwise(boundaries)]
     ranks = timeline(problem, evaluation)
     passes = {timed.op: timed for rank in ranks for timed in rank}
     previous = {later.op: earlier.op for rank in ranks for earlier, later in pairwise(rank)}
-    ends = [end + tail for end, tail in zip(evaluation.ends, evaluation.tails, strict=True)]
+    ends = [
+        end + reduction
+        for end, reduction in zip(evaluation.ends, evaluation.reductions, strict=True)
+    ]
     last = ends.index(max(ends))
     forward, backward = [0] * p, [0] * p
     op: Op | None = Op(False, last, m - 1)
@@ -69,21 +72,21 @@ def critical_path(
         if source is not None and passes[source].end == start:
             op = source
         else:
-            op = previous.get(op) if start > evaluation.heads[rank] else None
+            op = previous.get(op) if start > evaluation.gathers[rank] else None
     slowest = evaluation.optimizers.index(max(evaluation.optimizers))
-    return Cut(
+    return PathBound(
         number=number,
         forward=forward,
         backward=backward,
-        head=(rank, _active(costs[rank], "head")),
-        tail=(last, _active(costs[last], "tail")),
+        gather=(rank, _active(costs[rank], "gather")),
+        reduction=(last, _active(costs[last], "reduce")),
         optimizer=slowest,
         constant=problem.constant,
     )
 
 
 def _active(cost: ChunkCost, name: str) -> str:
-    """Which of the two sums of a head or tail counts, or "" if neither is above zero."""
-    least, rest = f"{name}_least", f"{name}_rest"
-    larger = least if getattr(cost, least) >= getattr(cost, rest) else rest
+    """Which of the two sums of a gather or reduction counts, or "" if neither is above zero."""
+    unhidden, hideable = f"{name}_unhidden", f"{name}_hideable"
+    larger = unhidden if getattr(cost, unhidden) >= getattr(cost, hideable) else hideable
     return larger if getattr(cost, larger) > 0 else ""
