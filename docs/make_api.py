@@ -109,7 +109,7 @@ def _body(function: object) -> str:
         elif heading and heading[1] in _SECTIONS:
             inside = True
             lines += [f"**{heading[1]}**", ""]
-        elif inside and (item := re.fullmatch(r"    (\w+): (.*)", line)):
+        elif inside and (item := re.fullmatch(r"    ([\w, ]+): (.*)", line)):
             lines.append(f"* `{item[1]}`: {item[2]}")
         elif inside and line.startswith("        "):
             lines.append(f"  {line.strip()}")

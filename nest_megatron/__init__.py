@@ -18,13 +18,7 @@ from typing import TYPE_CHECKING
 from nest_megatron.version import __version__
 
 if TYPE_CHECKING:
-    from nest_megatron.api import Explanation as Explanation
-    from nest_megatron.api import Plan as Plan
-    from nest_megatron.api import clusters as clusters
-    from nest_megatron.api import estimate as estimate
-    from nest_megatron.api import load_plan as load_plan
-    from nest_megatron.api import models as models
-    from nest_megatron.api import plan as plan
+    from nest_megatron.api import Explanation, Plan, clusters, estimate, load_plan, models, plan
 
 __all__ = [
     "Explanation",

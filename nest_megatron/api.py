@@ -385,12 +385,7 @@ def estimate(
     """Price one layout; nothing is searched, and what is not given is Megatron's default.
 
     Args:
-        model: as for ``plan``.
-        cluster: as for ``plan``.
-        num_gpus: as for ``plan``.
-        global_batch_size: as for ``plan``.
-        config_dir: as for ``plan``.
-        settings: as for ``plan``.
+        model, cluster, num_gpus, global_batch_size, config_dir, settings: as for ``plan``.
 
     Returns:
         The layout as a plan; ``predicted.fits`` says whether it is predicted to fit in memory.

@@ -56,17 +56,13 @@ def run_sweep(
         if has_folder:
             _check_files(folder, jobs)
         write_list(folder, jobs, config_dir)
-        left = [number for number, job in enumerate(jobs) if not is_done(folder, job)]
-        if len(left) < len(jobs):
-            print(f"{len(jobs) - len(left)} of {len(jobs)} jobs are done.", file=sys.stderr)
         try:
-            if left:
-                launch(folder, jobs, left, launcher)
+            _run_left(folder, jobs, launcher)
         except KeyboardInterrupt:
             _say_how_far(folder, jobs, has_folder=has_folder)
             return INTERRUPTED
-        results = [read_result(folder, job) for job in jobs]
-        done = [(job, r) for job, r in zip(jobs, results, strict=True) if r is not None]
+        results = [(job, read_result(folder, job)) for job in jobs]
+        done = [(job, result) for job, result in results if result is not None]
         rows = [_row(number, job, result) for number, (job, result) in enumerate(done)]
         files = _write(folder, rows, jobs, done) if has_folder else ()
     if as_json:
@@ -82,6 +78,15 @@ def run_sweep(
             "say why, and the same command runs them again"
         )
     return max(result.code for _, result in done)
+
+
+def _run_left(folder: Path, jobs: Sequence[SweepJob], launcher: Sequence[Setting]) -> None:
+    """Run the jobs of which the folder holds no result."""
+    left = [number for number, job in enumerate(jobs) if not is_done(folder, job)]
+    if len(left) < len(jobs):
+        print(f"{len(jobs) - len(left)} of {len(jobs)} jobs are done.", file=sys.stderr)
+    if left:
+        launch(folder, jobs, left, launcher)
 
 
 def _jobs(settings: Sequence[Setting], config_dir: Path | None) -> list[SweepJob]:

@@ -33,6 +33,8 @@ for _wheel in ("torch", "megatron.core"):
     if not _has(_wheel):
         pytest.skip(f"{_wheel} is not installed", allow_module_level=True)
 
+pytestmark = pytest.mark.slow
+
 #: Layouts add the same 32-bit numbers in different orders: measured, losses differ by 2e-7 and
 #: gradient norms by 1e-6. Trained wrongly on purpose (gradients of norms or of the embedding's
 #: copies not summed, experts' scaled, replicas fed alike), norms differ by 6e-3 and more.

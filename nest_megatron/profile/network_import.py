@@ -1,0 +1,125 @@
+"""A described cluster with the network that was measured on it, and the file that holds it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nest_megatron.catalogue_files import catalogue_names, catalogue_root
+from nest_megatron.cluster.records import Cluster, CollectiveKind
+from nest_megatron.errors import UserInputError
+from nest_megatron.files import read_text
+from nest_megatron.plain import to_plain
+from nest_megatron.profile import network
+from nest_megatron.profile.nccl_tests import read_logs
+from nest_megatron.profile.network import LevelFit, NetworkBackend, NetworkProfile
+from nest_megatron.profile.network_fit import fit_hosts
+from nest_megatron.profile.network_place import fit_cluster, measured_cluster
+from nest_megatron.version import __version__
+
+_HEAD = """\
+# Written by nest-megatron {version}: the network of cluster={name} as measured, each level with its
+# source. Plan on it with nest-megatron plan cluster=./{file}.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedNetwork:
+    """Measurements with their fit; ``cluster`` is the measured one, ``described`` the named one."""
+
+    profile: NetworkProfile
+    fits: tuple[LevelFit, ...]
+    notes: tuple[str, ...]
+    described: Cluster | None = None
+    cluster: Cluster | None = None
+
+
+def read_measurements(paths: Sequence[Path], kind: CollectiveKind | None) -> NetworkProfile:
+    """One profile of all files: logs of nccl-tests, or a profile that was measured.
+
+    Raises:
+        UserInputError: for a file that is neither, or a profile beside other files.
+    """
+    texts = [(str(path), read_text(path, "measurements")) for path in paths]
+    found = [network.load(text, name) for name, text in texts if network.is_profile(text)]
+    if found and len(texts) > 1:
+        raise UserInputError(
+            "measurements",
+            value=[name for name, _ in texts],
+            limit="a network profile is imported alone",
+            fix="Import it by itself, or the logs of nccl-tests.",
+        )
+    if found:
+        return found[0]
+    reading = read_logs(texts, kind)
+    return NetworkProfile(
+        name=paths[0].stem,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        source=f"nccl-tests: {', '.join(path.name for path in paths)}",
+        backend=NetworkBackend.IMPORTED,
+        versions={"nest-megatron": __version__, **reading.versions},
+        samples=reading.samples,
+        notes=reading.notes,
+    )
+
+
+def fit_network(profile: NetworkProfile, described: Cluster | None) -> FittedNetwork:
+    """Fit the levels of a described cluster, or of the hosts that were measured."""
+    if described is None:
+        fitted = fit_hosts(profile.samples)
+        profile = dataclasses.replace(profile, fits=fitted.fits)
+        return FittedNetwork(
+            profile=profile, fits=fitted.fits, notes=(*profile.notes, *fitted.notes)
+        )
+    fitted = fit_cluster(profile, described)
+    return FittedNetwork(
+        profile=dataclasses.replace(profile, fits=fitted.fits),
+        fits=fitted.fits,
+        notes=(*profile.notes, *fitted.notes),
+        described=described,
+        cluster=measured_cluster(profile, described, fitted),
+    )
+
+
+def cluster_text(cluster: Cluster, name: str, out: Path) -> str:
+    """A cluster's file: the accelerator by reference where it can be, and the measured levels."""
+    fields: dict[str, Any] = to_plain(cluster)
+    fields["description"] = f"{cluster.description or cluster.name}, network measured"
+    fields["levels"] = [_given(level) for level in fields["levels"]]
+    defaults = _defaults(name)
+    if defaults:
+        del fields["accelerator"]
+        fields = {"defaults": defaults, **fields}
+    body = yaml.safe_dump(_given(fields), sort_keys=False, width=100, allow_unicode=True)
+    return _HEAD.format(version=__version__, name=name, file=out.name) + str(body)
+
+
+def _defaults(name: str) -> list[Any]:
+    """How a cluster of the catalogue names its accelerator, so that the new file follows it."""
+    if name not in catalogue_names("cluster"):
+        return []
+    path = catalogue_root().joinpath("cluster", f"{name}.yaml")
+    found: list[Any] = yaml.safe_load(path.read_text(encoding="utf-8")).get("defaults", [])
+    return found
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that say something; the outermost level's ``num_devices`` is null on purpose."""
+    return {
+        key: _rounded(value)
+        for key, value in fields.items()
+        if value not in (None, [], "") or key == "num_devices"
+    }
+
+
+def _rounded(value: Any) -> Any:
+    """Measured numbers with the digits that they are worth."""
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
