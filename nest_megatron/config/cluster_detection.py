@@ -31,8 +31,8 @@ _ASSUMED_CLUSTERS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """Where a job runs.
+class JobCluster:
+    """The cluster that a job runs on, and the settings of its planning.
 
     Args:
         composed: the planning job's settings, cluster included.
@@ -49,13 +49,13 @@ def names_cluster(settings: Sequence[Setting]) -> bool:
     return any(setting.key == "cluster" for setting in settings)
 
 
-def surroundings(
+def find_cluster(
     settings: Sequence[Setting],
     world_size: int,
     environment: Mapping[str, str],
     *,
     dry_run: bool,
-) -> Surroundings:
+) -> JobCluster:
     """Find the cluster of this process.
 
     Args:
@@ -77,7 +77,7 @@ def _named(
     environment: Mapping[str, str],
     *,
     dry_run: bool,
-) -> Surroundings:
+) -> JobCluster:
     composed = compose(settings)
     cluster = _sized(composed, world_size, environment, dry_run=dry_run)
     gpus, notes = local_gpus(), []
@@ -89,7 +89,7 @@ def _named(
             f"The launcher starts {per_host} processes on each host, {cluster.name} has {hosts} "
             "GPUs on each; groups may lie on more hosts than was planned."
         )
-    return Surroundings(cluster=cluster, composed=composed, notes=tuple(notes))
+    return JobCluster(cluster=cluster, composed=composed, notes=tuple(notes))
 
 
 def _discovered(
@@ -98,7 +98,7 @@ def _discovered(
     environment: Mapping[str, str],
     *,
     dry_run: bool,
-) -> Surroundings:
+) -> JobCluster:
     gpus = local_gpus()
     if gpus is None:
         raise UserInputError(
@@ -116,7 +116,7 @@ def _discovered(
     if per_host != cluster.launch_gpus_per_host and not is_rack:
         cluster = with_hosts_of(cluster, per_host)
     note = f"This host has {gpus.describe()}; between hosts the network of {name} is assumed."
-    return Surroundings(
+    return JobCluster(
         cluster=cluster,
         composed=composed,
         notes=(f"{note} Name yours with nest.cluster.",),

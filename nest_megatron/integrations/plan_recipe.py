@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.cluster_detection import names_cluster, surroundings
+from nest_megatron.config.cluster_detection import find_cluster, names_cluster
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.job import FreeParameters, Job
 from nest_megatron.config.overrides import Setting
@@ -169,5 +169,5 @@ def _place(
             limit="none is given, and this host shows no NVIDIA GPU",
             fix="Give for example cluster='dgx_h100' (`nest-megatron clusters` lists them).",
         )
-    place = surroundings(settings, job.num_gpus or 0, {}, dry_run=True)
+    place = find_cluster(settings, job.num_gpus or 0, {}, dry_run=True)
     return place.cluster, place.composed, place.notes

@@ -10,7 +10,7 @@ import pytest
 
 from nest_megatron.cluster.discovery import LocalGpus, local_gpus, with_hosts_of
 from nest_megatron.config import cluster_detection as rooms
-from nest_megatron.config.cluster_detection import surroundings
+from nest_megatron.config.cluster_detection import find_cluster
 from nest_megatron.config.overrides import Setting
 from nest_megatron.errors import UserInputError
 from tests import catalogue
@@ -42,7 +42,7 @@ def test_each_device_is_known(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     found(monkeypatch, gpus(name))
     _, cluster, accelerator = DEVICES[name]
     per_host, per_node = ("4", 64) if name == "NVIDIA GB200" else ("8", 8)
-    place = surroundings([], 128, {"LOCAL_WORLD_SIZE": per_host}, dry_run=False)
+    place = find_cluster([], 128, {"LOCAL_WORLD_SIZE": per_host}, dry_run=False)
     assert (place.cluster.name, place.cluster.accelerator.name) == (cluster, accelerator)
     assert (place.cluster.num_gpus, place.cluster.gpus_per_node) == (128, per_node)
     assert "is assumed" in place.notes[0]
@@ -52,37 +52,37 @@ def test_each_device_is_known(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_other_devices_are_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found(monkeypatch, gpus(name))
     with pytest.raises(UserInputError, match=name):
-        surroundings([], 8, {}, dry_run=False)
+        find_cluster([], 8, {}, dry_run=False)
 
 
 def test_a_cluster_of_other_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found(monkeypatch, gpus("NVIDIA A100-SXM4-80GB"))
     named = [Setting(key="cluster", value="dgx_h100")]
     with pytest.raises(UserInputError, match=r"H100-SXM-80GB.*NVIDIA A100"):
-        surroundings(named, 8, {}, dry_run=False)
-    assert surroundings(named, 8, {}, dry_run=True).cluster.name == "dgx_h100"
+        find_cluster(named, 8, {}, dry_run=False)
+    assert find_cluster(named, 8, {}, dry_run=True).cluster.name == "dgx_h100"
 
 
 def test_the_launcher_s_size_is_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     found(monkeypatch, None)
     named = [Setting(key="cluster", value="dgx_h100")]
     sized = [*named, Setting(key="cluster.num_gpus", value="64")]
-    assert surroundings(named, 32, {}, dry_run=False).cluster.num_gpus == 32
+    assert find_cluster(named, 32, {}, dry_run=False).cluster.num_gpus == 32
     with pytest.raises(UserInputError, match="started 32 ranks"):
-        surroundings(sized, 32, {}, dry_run=False)
-    assert surroundings(sized, 1, {}, dry_run=True).cluster.num_gpus == 64
+        find_cluster(sized, 32, {}, dry_run=False)
+    assert find_cluster(sized, 1, {}, dry_run=True).cluster.num_gpus == 64
 
 
 def test_another_number_of_processes_a_host_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     found(monkeypatch, None)
     named = [Setting(key="cluster", value="dgx_h100")]
-    place = surroundings(named, 32, {"LOCAL_WORLD_SIZE": "4"}, dry_run=False)
+    place = find_cluster(named, 32, {"LOCAL_WORLD_SIZE": "4"}, dry_run=False)
     assert "starts 4 processes on each host" in place.notes[0]
 
 
 def test_hosts_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
     found(monkeypatch, gpus("NVIDIA H100 80GB HBM3", count=4))
-    place = surroundings([], 16, {}, dry_run=False)
+    place = find_cluster([], 16, {}, dry_run=False)
     assert [level.num_devices for level in place.cluster.levels] == [4, 128, None]
     cluster = catalogue.cluster("dgx_h100", 64)
     assert [level.num_devices for level in with_hosts_of(cluster, 4).levels] == [4, 128, None]

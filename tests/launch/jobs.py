@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.config.cluster_detection import Surroundings, surroundings
+from nest_megatron.config.cluster_detection import JobCluster, find_cluster
 from nest_megatron.config.job import Job
 from nest_megatron.config.overrides import Setting
 from nest_megatron.integrations.megatron_lm import vocabulary
@@ -56,9 +56,9 @@ def running(args: Namespace, argv: list[str], version: str = "0.16.1") -> Job:
     return read_running_job(args, {}, ("pretrain_gpt.py", argv), version)
 
 
-def place(cluster: str = "dgx_h100", world_size: int = 64) -> Surroundings:
+def place(cluster: str = "dgx_h100", world_size: int = 64) -> JobCluster:
     named = [Setting(key="cluster", value=cluster)]
-    return surroundings(named, world_size, {}, dry_run=False)
+    return find_cluster(named, world_size, {}, dry_run=False)
 
 
 def decided(

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.config.cluster_detection import Surroundings, surroundings
+from nest_megatron.config.cluster_detection import JobCluster, find_cluster
 from nest_megatron.config.job import Job
 from nest_megatron.config.launch import read_words
 from nest_megatron.errors import UserInputError
@@ -76,14 +76,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "profiles"
 
 
-def job(*words: str, spec: Any = LLAMA) -> tuple[Job, Surroundings]:
+def job(*words: str, spec: Any = LLAMA) -> tuple[Job, JobCluster]:
     argv = job_argv(spec, "--global-batch-size", "256")
     settings = read_words(["+nest=auto", "nest.cluster=dgx_h100", *words]).job
-    place = surroundings(settings, 64, {}, dry_run=False)
+    place = find_cluster(settings, 64, {}, dry_run=False)
     return running(namespace(argv), argv), place
 
 
-def measuring(*words: str) -> Callable[[], tuple[Job, Surroundings]]:
+def measuring(*words: str) -> Callable[[], tuple[Job, JobCluster]]:
     return lambda: job("nest.profile.mode=measure", *words)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.config.cluster_detection import Surroundings, surroundings
+from nest_megatron.config.cluster_detection import JobCluster, find_cluster
 from nest_megatron.config.launch import read_words
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.planning import Outcome, decide
@@ -34,9 +34,9 @@ def measured_here(name: str) -> LayerProfile:
     return dataclasses.replace(whole_profile(name), machine=machine)
 
 
-def place(*words: str) -> Surroundings:
+def place(*words: str) -> JobCluster:
     settings = read_words(["+nest=auto", "nest.cluster=dgx_h100", *words]).job
-    return surroundings(settings, 64, {}, dry_run=False)
+    return find_cluster(settings, 64, {}, dry_run=False)
 
 
 def decided(*words: str) -> Outcome:

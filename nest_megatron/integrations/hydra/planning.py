@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.cluster.discovery import local_gpus
-from nest_megatron.config.cluster_detection import Surroundings, processes_per_host, surroundings
+from nest_megatron.config.cluster_detection import JobCluster, find_cluster, processes_per_host
 from nest_megatron.config.compose import compose
 from nest_megatron.config.job import FreeParameters, Job
 from nest_megatron.config.launch import Mode
@@ -97,9 +97,9 @@ def _searched(
     return found, job, wanted.notes
 
 
-def _place(view: AppView, size: int, environment: Mapping[str, str]) -> Surroundings:
+def _place(view: AppView, size: int, environment: Mapping[str, str]) -> JobCluster:
     settings = view.settings.settings(size)
-    return surroundings(settings, size, environment, dry_run=not is_launched(environment))
+    return find_cluster(settings, size, environment, dry_run=not is_launched(environment))
 
 
 def _pinned(

@@ -18,10 +18,10 @@ from typing import Any
 
 from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.config.cluster_detection import (
-    Surroundings,
+    JobCluster,
+    find_cluster,
     names_cluster,
     processes_per_host,
-    surroundings,
 )
 from nest_megatron.config.job import Job
 from nest_megatron.config.launch import Mode
@@ -198,12 +198,12 @@ def _read(launched: LaunchedJob, args: Namespace, defaults: Mapping[str, Any]) -
     return read_running_job(args, defaults, command_line, recorded_version(release))
 
 
-def _place(launched: LaunchedJob, args: Namespace) -> Surroundings:
+def _place(launched: LaunchedJob, args: Namespace) -> JobCluster:
     dry_run = launched.launch.dry_run
-    return surroundings(launched.words.job, args.world_size, os.environ, dry_run=dry_run)
+    return find_cluster(launched.words.job, args.world_size, os.environ, dry_run=dry_run)
 
 
-def _decided(launched: LaunchedJob, job: Job, place: Surroundings) -> Outcome:
+def _decided(launched: LaunchedJob, job: Job, place: JobCluster) -> Outcome:
     launch = launched.launch
     return decide(job, place, free=launch.free, alternative=launch.alternative)
 
@@ -220,13 +220,13 @@ def _measured(
     args: Namespace,
     defaults: Mapping[str, Any],
     store: RendezvousStore | None,
-) -> tuple[Job, Surroundings] | None:
+) -> tuple[Job, JobCluster] | None:
     """The job and where it runs, with layer times measured just now, on rank 0; all take part."""
     from nest_megatron.integrations.megatron_lm.measure import measure_job, planned_with
 
-    read: list[tuple[Job, Surroundings]] = []
+    read: list[tuple[Job, JobCluster]] = []
 
-    def job() -> tuple[Job, Surroundings]:
+    def job() -> tuple[Job, JobCluster]:
         asked_file(launched)
         read.append((_read(launched, args, defaults), _place(launched, args)))
         return read[0]
@@ -243,7 +243,7 @@ def _pinned(launched: LaunchedJob, job: Job, world_size: int) -> Outcome:
     dry_run = launched.launch.dry_run
     named = names_cluster(launched.words.job)
     if named:
-        place = surroundings(launched.words.job, world_size, os.environ, dry_run=dry_run)
+        place = find_cluster(launched.words.job, world_size, os.environ, dry_run=dry_run)
         world_size = place.cluster.num_gpus
     elif dry_run and "WORLD_SIZE" not in os.environ:
         world_size = pinned.plan.placement.num_gpus

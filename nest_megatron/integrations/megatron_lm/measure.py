@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nest_megatron.config.cluster_detection import Surroundings
+from nest_megatron.config.cluster_detection import JobCluster
 from nest_megatron.config.job import Job
 from nest_megatron.config.request import require_seconds
 from nest_megatron.errors import UserInputError
@@ -75,7 +75,7 @@ class Measured:
 
 
 def measure_job(
-    job: Callable[[], tuple[Job, Surroundings]],
+    job: Callable[[], tuple[Job, JobCluster]],
     *,
     store: RendezvousStore | None = None,
     defaults: Mapping[str, Any] | None = None,
@@ -118,7 +118,7 @@ def measure_job(
 
 def _orders(
     job: Job,
-    place: Surroundings,
+    place: JobCluster,
     defaults: Mapping[str, Any],
     free: tuple[str, ...],
     max_seconds: Seconds | None,
@@ -161,7 +161,7 @@ def _implementation(job: Job) -> Implementation:
     )
 
 
-def with_profile(place: Surroundings, mode: ProfileMode, name: str | None = None) -> Surroundings:
+def with_profile(place: JobCluster, mode: ProfileMode, name: str | None = None) -> JobCluster:
     """The same place, its layer times from elsewhere."""
     config = place.composed.config
     profile = dataclasses.replace(config.profile, mode=mode.value, name=name)
@@ -171,7 +171,7 @@ def with_profile(place: Surroundings, mode: ProfileMode, name: str | None = None
     return dataclasses.replace(place, composed=composed)
 
 
-def planned_with(place: Surroundings, measured: Measured) -> Surroundings:
+def planned_with(place: JobCluster, measured: Measured) -> JobCluster:
     """Where the job runs, with the layer times that were measured, and what is to be told."""
     name = None if measured.profile is None else measured.profile.name
     place = with_profile(place, ProfileMode.AUTO, name)

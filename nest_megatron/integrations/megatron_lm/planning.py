@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.config.choices import installed_packages
-from nest_megatron.config.cluster_detection import Surroundings
+from nest_megatron.config.cluster_detection import JobCluster
 from nest_megatron.config.job import FreeParameters, Job, ReadCommand
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_launch
 from nest_megatron.integrations.megatron_lm.checkpoint import (
@@ -47,7 +47,7 @@ class Searched:
     """
 
     job: Job
-    place: Surroundings
+    place: JobCluster
     request: PlanRequest
     best_s: Seconds
 
@@ -98,7 +98,7 @@ def read_running_job(
     return job_of(command, values)
 
 
-def decide(job: Job, place: Surroundings, *, free: Sequence[str], alternative: int) -> Outcome:
+def decide(job: Job, place: JobCluster, *, free: Sequence[str], alternative: int) -> Outcome:
     """Plan a running job.
 
     Args:
@@ -133,7 +133,7 @@ def decide(job: Job, place: Surroundings, *, free: Sequence[str], alternative: i
     return dataclasses.replace(outcome, searched=searched)
 
 
-def running_request(job: Job, place: Surroundings) -> PlanRequest:
+def running_request(job: Job, place: JobCluster) -> PlanRequest:
     """What to search for a running job."""
     job = dataclasses.replace(
         job, notes=(*job.notes, *place.notes), num_gpus=place.cluster.num_gpus
