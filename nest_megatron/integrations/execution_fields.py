@@ -14,7 +14,7 @@ from typing import Any
 from nest_megatron.cost_model.execution_flags import execution_of
 from nest_megatron.cost_model.target_limits import NEMO_LACKS, OF_THE_JOB
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.fields import ABSENT, Wanted, find
+from nest_megatron.integrations.fields import ABSENT, FieldValue, find
 from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.incompatible_options import contradicted
 from nest_megatron.model.execution import PLAIN, ContextTraffic, Execution, GraphImpl
@@ -109,7 +109,9 @@ def _first(value: Any) -> Any:
     return value[0] if isinstance(value, list | tuple) and value else value
 
 
-def execution_fields(root: Any, plan: ParallelPlan, places: ExecutionPlaces) -> Iterator[Wanted]:
+def execution_fields(
+    root: Any, plan: ParallelPlan, places: ExecutionPlaces
+) -> Iterator[FieldValue]:
     """What carries layers out as they were priced, where the configuration means otherwise.
 
     Raises:
@@ -132,7 +134,7 @@ def execution_fields(root: Any, plan: ParallelPlan, places: ExecutionPlaces) -> 
                 reason = refused.get(argument) or _reason(wanted, meant, name, places)
                 value = execution_value(wanted, argument, places.version)
                 for path in places.paths(root, argument):
-                    yield Wanted(path=path, value=value, reason=reason)
+                    yield FieldValue(path=path, value=value, reason=reason)
 
 
 def _differs(wanted: Execution, meant: Execution, stated: Mapping[str, Any], name: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.fields import ABSENT, Wanted, find
+from nest_megatron.integrations.fields import ABSENT, FieldValue, find
 from nest_megatron.integrations.megatron_lm.attach import launch_request, require_placed
 from nest_megatron.integrations.megatron_lm.incompatible_options import contradicted
 from nest_megatron.integrations.megatron_lm.rules import require_launchable
@@ -101,7 +101,7 @@ def is_even(plan: ParallelPlan) -> bool:
     return is_uniform(plan.model, plan.partition())
 
 
-def layout_fields(plan: ParallelPlan, table: Mapping[str, str]) -> Iterator[Wanted]:
+def layout_fields(plan: ParallelPlan, table: Mapping[str, str]) -> Iterator[FieldValue]:
     """The plan's items in the fields of a framework, and the other ways to cut stages cleared.
 
     Args:
@@ -109,10 +109,12 @@ def layout_fields(plan: ParallelPlan, table: Mapping[str, str]) -> Iterator[Want
     """
     for item, value in planned_items(plan).items():
         if item in table:
-            yield Wanted(path=table[item], value=value, reason=_reason(plan, item))
+            yield FieldValue(path=table[item], value=value, reason=_reason(plan, item))
     for item, value in _CUTS.items():
         if item in table:
-            yield Wanted(path=table[item], value=value, reason="the plan states every stage itself")
+            yield FieldValue(
+                path=table[item], value=value, reason="the plan states every stage itself"
+            )
 
 
 def _reason(plan: ParallelPlan, item: str) -> str:
@@ -124,7 +126,7 @@ def _reason(plan: ParallelPlan, item: str) -> str:
 
 def contradicted_fields(
     root: Any, plan: ParallelPlan, table: Mapping[str, str]
-) -> Iterator[Wanted]:
+) -> Iterator[FieldValue]:
     """The job's own options that leave no room for the plan, taken back.
 
     Args:
@@ -134,7 +136,7 @@ def contradicted_fields(
     present = {name: value for name, value in values.items() if value not in (ABSENT, None, "")}
     for name, why in contradicted(plan, present).items():
         if name in RESETS:
-            yield Wanted(path=table[name], value=RESETS[name], reason=why)
+            yield FieldValue(path=table[name], value=RESETS[name], reason=why)
 
 
 def fsdp_fields(
@@ -146,7 +148,7 @@ def fsdp_fields(
     averaging: str | None,
     model: str,
     gradients: str | None = None,
-) -> Iterator[Wanted]:
+) -> Iterator[FieldValue]:
     """What goes with Megatron-FSDP, and its checkpoint format taken back where it is not used.
 
     Args:
@@ -160,34 +162,34 @@ def fsdp_fields(
     """
     if plan.parallel.use_megatron_fsdp:
         form = "the one format that Megatron-FSDP saves, without a second process"
-        yield Wanted(path=ckpt_format, value=_FSDP_FORMAT, reason=form)
-        yield Wanted(path=async_save, value=False, reason=form)
+        yield FieldValue(path=ckpt_format, value=_FSDP_FORMAT, reason=form)
+        yield FieldValue(path=async_save, value=False, reason=form)
         if averaging is not None:
             alone = "Megatron-FSDP averages by itself"
-            yield Wanted(path=averaging, value=False, reason=alone)
+            yield FieldValue(path=averaging, value=False, reason=alone)
         fused = "Megatron-FSDP keeps its gradients apart"
-        yield Wanted(path=f"{model}.gradient_accumulation_fusion", value=False, reason=fused)
+        yield FieldValue(path=f"{model}.gradient_accumulation_fusion", value=False, reason=fused)
         if initializes_on_meta_device(plan.model):
             built = "weights are made shard by shard; without it every GPU holds the whole model"
-            yield Wanted(path=f"{model}.init_model_with_meta_device", value=True, reason=built)
+            yield FieldValue(path=f"{model}.init_model_with_meta_device", value=True, reason=built)
         if gradients is not None and find(root, gradients) is not ABSENT:
             yield from _wide_gradients(plan, gradients)
     elif find(root, ckpt_format) == _FSDP_FORMAT:
         form = "only Megatron-FSDP saves that way"
-        yield Wanted(path=ckpt_format, value="torch_dist", reason=form)
+        yield FieldValue(path=ckpt_format, value="torch_dist", reason=form)
 
 
-def _wide_gradients(plan: ParallelPlan, path: str) -> Iterator[Wanted]:
+def _wide_gradients(plan: ParallelPlan, path: str) -> Iterator[FieldValue]:
     """Megatron-FSDP of 0.20 keeps gradients in the width of the weights unless told otherwise."""
     request = launch_request(plan)
     if request.gradient_bytes == 4 and request.precision is not Precision.FP32:
         import torch
 
         why = "gradients stay in float32, as they are now"
-        yield Wanted(path=path, value=torch.float32, reason=why)
+        yield FieldValue(path=path, value=torch.float32, reason=why)
 
 
-def expert_fields(plan: ParallelPlan, prefix: str) -> Iterator[Wanted]:
+def expert_fields(plan: ParallelPlan, prefix: str) -> Iterator[FieldValue]:
     """How experts work, as it was priced.
 
     Args:
@@ -195,10 +197,12 @@ def expert_fields(plan: ParallelPlan, prefix: str) -> Iterator[Wanted]:
     """
     if plan.model.is_moe:
         why = "one kernel for all local experts, as was priced"
-        yield Wanted(path=f"{prefix}.moe_grouped_gemm", value=True, reason=why)
+        yield FieldValue(path=f"{prefix}.moe_grouped_gemm", value=True, reason=why)
 
 
-def pipeline_type_field(root: Any, plan: ParallelPlan, path: str, *others: str) -> Iterator[Wanted]:
+def pipeline_type_field(
+    root: Any, plan: ParallelPlan, path: str, *others: str
+) -> Iterator[FieldValue]:
     """The number format between stages, where the job gives none.
 
     Args:
@@ -213,7 +217,7 @@ def pipeline_type_field(root: Any, plan: ParallelPlan, path: str, *others: str) 
     formats = {Precision.FP16: torch.float16, Precision.FP32: torch.float32}
     exchanged = formats.get(plan.train.precision, torch.bfloat16)
     why = "stages exchange activations in the format of training"
-    yield Wanted(path=path, value=exchanged, reason=why)
+    yield FieldValue(path=path, value=exchanged, reason=why)
 
 
 def require_plannable(plan: ParallelPlan, version: str) -> None:

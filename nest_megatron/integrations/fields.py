@@ -26,7 +26,7 @@ _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class FieldValue:
     """A field as a plan wants it.
 
     Args:
@@ -115,7 +115,7 @@ def _is_plain(value: Any) -> bool:
     return plain or type(value).__module__ == "torch"
 
 
-def changes(root: Any, wanted: Iterable[Wanted]) -> tuple[Change, ...]:
+def changes(root: Any, wanted: Iterable[FieldValue]) -> tuple[Change, ...]:
     """What differs from what is wanted; nothing is set.
 
     Raises:
@@ -181,7 +181,7 @@ def _comparable(value: Any) -> Any:
     return value
 
 
-def _no_field(wanted: Wanted) -> UserInputError:
+def _no_field(wanted: FieldValue) -> UserInputError:
     return UserInputError(
         wanted.path,
         value=wanted.value,

@@ -11,7 +11,7 @@ from typing import Any
 
 from nest_megatron.config.job import Requirement
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.fields import ABSENT, Wanted, class_names, find, value_or
+from nest_megatron.integrations.fields import ABSENT, FieldValue, class_names, find, value_or
 from nest_megatron.parallel.knobs import closed_fields
 from nest_megatron.parallel.plan import ParallelPlan
 
@@ -96,7 +96,7 @@ def data_requirements(
 
 def finetuning_fields(
     root: Any, plan: ParallelPlan, *, data: str, model: str, averaging: str | None
-) -> Iterator[Wanted]:
+) -> Iterator[FieldValue]:
     """What context parallelism needs where a rank may hold masked tokens alone.
 
     Args:
@@ -107,15 +107,15 @@ def finetuning_fields(
     if cp == 1 or not is_finetuning(found):
         return
     why = "with context parallelism a rank may hold masked tokens alone, so the loss is per token"
-    yield Wanted(path=f"{model}.{_PER_TOKEN_LOSS}", value=True, reason=why)
+    yield FieldValue(path=f"{model}.{_PER_TOKEN_LOSS}", value=True, reason=why)
     if averaging is not None and find(root, averaging) is not ABSENT:
-        yield Wanted(path=averaging, value=False, reason=why)
+        yield FieldValue(path=averaging, value=False, reason=why)
     for name in _SPECS:
         path = f"{data}.{name}.pad_seq_to_mult"
         stated = find(root, path)
         if stated is not ABSENT and (stated or 1) % (2 * cp):
             why = f"{cp} context-parallel ranks hold two parts of every sequence of a pack"
-            yield Wanted(path=path, value=2 * cp, reason=why)
+            yield FieldValue(path=path, value=2 * cp, reason=why)
 
 
 def _several(what: str, micro_batch_size: int) -> int:

@@ -19,7 +19,7 @@ from nest_megatron.integrations.field_mapping import (
     require_same_job,
     require_same_model,
 )
-from nest_megatron.integrations.fields import ABSENT, Wanted, carry_out, changes, find
+from nest_megatron.integrations.fields import ABSENT, FieldValue, carry_out, changes, find
 from nest_megatron.integrations.finetuning import finetuning_fields, packed_sequence_size
 from nest_megatron.integrations.megatron_bridge.read import (
     FIELDS,
@@ -104,17 +104,17 @@ def plan_changes(
     return changes(cfg, _wanted(cfg, plan))
 
 
-def _wanted(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
+def _wanted(cfg: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     length, why = plan.train.seq_length, "the sequences that were planned for"
     packed = packed_sequence_size(cfg.dataset) is not None  # the length is that of a pack
     for path in () if packed else ("dataset.seq_length", "model.seq_length"):
         if find(cfg, path) is not ABSENT:
-            yield Wanted(path=path, value=length, reason=why)
+            yield FieldValue(path=path, value=length, reason=why)
     yield from layout_fields(plan, FIELDS)
     if find(cfg, "dataset.micro_batch_size") is not ABSENT:  # Energon's data keep a copy
         micro, why = plan.train.micro_batch_size, "the data and training state the same size"
-        yield Wanted(path="dataset.micro_batch_size", value=micro, reason=why)
-    yield Wanted(
+        yield FieldValue(path="dataset.micro_batch_size", value=micro, reason=why)
+    yield FieldValue(
         path="ddp.use_distributed_optimizer",
         value=plan.parallel.use_distributed_optimizer,
         reason=reason(plan, "use_distributed_optimizer"),
@@ -137,10 +137,10 @@ def _wanted(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
     yield from _nvlink_ranks(cfg, plan)
     if plan.execution.overlap_moe_expert_parallel_comm and find(cfg, _PREDICTORS) == 0:
         why = "with the overlapped exchange Megatron-Bridge 0.3 takes 1 or nothing"
-        yield Wanted(path=_PREDICTORS, value=None, reason=why)
+        yield FieldValue(path=_PREDICTORS, value=None, reason=why)
 
 
-def _nvlink_ranks(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
+def _nvlink_ranks(cfg: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     """Take out a number of ranks that was for another group; HybridEP finds it by itself."""
     variables = find(cfg, "env_vars")
     stated = [find(cfg, FIELDS[name]) for name in _EXPERT_DEGREES]
@@ -148,10 +148,10 @@ def _nvlink_ranks(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
     if isinstance(variables, Mapping) and NVLINK_RANKS in variables and stated != planned:
         others = {name: value for name, value in variables.items() if name != NVLINK_RANKS}
         why = f"{NVLINK_RANKS} was for another group of experts; HybridEP finds it by itself"
-        yield Wanted(path="env_vars", value=others, reason=why)
+        yield FieldValue(path="env_vars", value=others, reason=why)
 
 
-def _fsdp(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
+def _fsdp(cfg: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     """Megatron-FSDP and what goes with it. Source: ``ConfigContainer.validate``."""
     fsdp, why = plan.parallel.use_megatron_fsdp, reason(plan, "use_megatron_fsdp")
     if fsdp and not uses_fsdp(cfg) and find(cfg, "model._pre_wrap_hooks") not in (ABSENT, None, []):
@@ -164,7 +164,7 @@ def _fsdp(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
         )
     if fsdp or uses_fsdp(cfg):
         for path in ("dist.use_megatron_fsdp", "ddp.use_megatron_fsdp"):
-            yield Wanted(path=path, value=fsdp, reason=why)
+            yield FieldValue(path=path, value=fsdp, reason=why)
     yield from fsdp_fields(
         cfg,
         plan,
@@ -176,7 +176,7 @@ def _fsdp(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
     )
 
 
-def _overlap(cfg: Any, plan: ParallelPlan) -> Iterator[Wanted]:
+def _overlap(cfg: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     same = keeps_shapes(cfg, plan, FIELDS, "model.seq_length")
     yield from stale_fields(cfg, plan, "model", same_shapes=same)
     if find(cfg, "comm_overlap") in (ABSENT, None):

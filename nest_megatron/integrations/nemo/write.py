@@ -21,7 +21,7 @@ from nest_megatron.integrations.field_mapping import (
     require_same_model,
 )
 from nest_megatron.integrations.fields import (
-    Wanted,
+    FieldValue,
     carry_out,
     changes,
     find,
@@ -101,7 +101,7 @@ def plan_changes(
     return changes(recipe, _wanted(recipe, plan))
 
 
-def _wanted(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
+def _wanted(recipe: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     yield from _machines(recipe, plan)
     yield from _sequence(recipe, plan)
     ddp = find(recipe, f"{_STRATEGY}.ddp")
@@ -126,7 +126,7 @@ def _wanted(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
     yield from _execution(recipe, plan)
 
 
-def _machines(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
+def _machines(recipe: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     """Nodes and their GPUs; whole nodes stay as the recipe has them."""
     gpus, per_node = plan.placement.num_gpus, num_devices(recipe)
     per_node = min(per_node, gpus)
@@ -138,30 +138,30 @@ def _machines(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
             fix="Set trainer.devices to the size of a node, and plan for whole nodes.",
         )
     why = "the GPUs that were planned for"
-    yield Wanted(path="trainer.num_nodes", value=gpus // per_node, reason=why)
+    yield FieldValue(path="trainer.num_nodes", value=gpus // per_node, reason=why)
     if per_node != num_devices(recipe):
-        yield Wanted(path="trainer.devices", value=per_node, reason=why)
+        yield FieldValue(path="trainer.devices", value=per_node, reason=why)
 
 
-def _sequence(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
+def _sequence(recipe: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     """The data's length is the job's; the model's own follows where context parallelism asks."""
     length, why = plan.train.seq_length, "the sequences that were planned for"
     if packed_sequence_size(recipe.data) is None:  # else the length is that of a pack
-        yield Wanted(path="data.seq_length", value=length, reason=why)
+        yield FieldValue(path="data.seq_length", value=length, reason=why)
     cp = plan.parallel.context_parallel_size
     if cp > 1 and value_or(recipe.model.config, "seq_length", length) % (2 * cp):
-        yield Wanted(path="model.config.seq_length", value=length, reason=why)
+        yield FieldValue(path="model.config.seq_length", value=length, reason=why)
 
 
-def _data_parallel(recipe: Any, plan: ParallelPlan, ddp: Any) -> Iterator[Wanted]:
+def _data_parallel(recipe: Any, plan: ParallelPlan, ddp: Any) -> Iterator[FieldValue]:
     chosen = plan.parallel
     fsdp, why = chosen.use_megatron_fsdp, reason(plan, "use_megatron_fsdp")
     if isinstance(ddp, str):
         why_ddp = "the plan's time counts on gradients and weights that travel beside the work"
-        yield Wanted(path=f"{_STRATEGY}.ddp", value=_ddp_config(recipe, plan), reason=why_ddp)
+        yield FieldValue(path=f"{_STRATEGY}.ddp", value=_ddp_config(recipe, plan), reason=why_ddp)
     else:
-        yield Wanted(path=f"{_STRATEGY}.ddp.use_megatron_fsdp", value=fsdp, reason=why)
-    yield Wanted(path=f"{_STRATEGY}.fsdp", value="megatron" if fsdp else None, reason=why)
+        yield FieldValue(path=f"{_STRATEGY}.ddp.use_megatron_fsdp", value=fsdp, reason=why)
+    yield FieldValue(path=f"{_STRATEGY}.fsdp", value="megatron" if fsdp else None, reason=why)
     yield from fsdp_fields(
         recipe,
         plan,
@@ -196,7 +196,7 @@ def _ddp_config(recipe: Any, plan: ParallelPlan) -> Any:
     )
 
 
-def _overlap(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
+def _overlap(recipe: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     same = keeps_shapes(recipe, plan, FIELDS, "data.seq_length")
     paths = overlap_paths(recipe)
     for path in paths:
@@ -206,7 +206,7 @@ def _overlap(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
         yield from link_fields(plan, "model.config")
 
 
-def _execution(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
+def _execution(recipe: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     """How layers are carried out, without the callback that would change it as training starts."""
     places = execution_places(recipe)
     found = tuple(execution_fields(recipe, plan, places))
@@ -217,4 +217,4 @@ def _execution(recipe: Any, plan: ParallelPlan) -> Iterator[Wanted]:
     yield from execution_fields(recipe, plan, dataclasses.replace(places, forced={}))
     others = [each for each in recipe.trainer.callbacks if not turns_on_deepep(each)]
     why = "the plan states the dispatcher itself, which this callback would replace"
-    yield Wanted(path="trainer.callbacks", value=others, reason=why)
+    yield FieldValue(path="trainer.callbacks", value=others, reason=why)
