@@ -14,7 +14,7 @@ from nest_megatron.config.overrides import Setting
 from nest_megatron.integrations.megatron_lm import vocabulary
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.planning import (
-    Outcome,
+    LaunchPlan,
     decide,
     read_running_job,
 )
@@ -67,7 +67,7 @@ def decided(
     version: str = "0.16.1",
     world_size: int = 64,
     cluster: str = "dgx_h100",
-) -> tuple[Namespace, Job, Outcome]:
+) -> tuple[Namespace, Job, LaunchPlan]:
     """A job from its flags to the decision."""
     args = namespace(argv, version, world_size)
     job = running(args, argv, version)

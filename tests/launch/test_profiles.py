@@ -10,7 +10,7 @@ import pytest
 from nest_megatron.config.cluster_detection import JobCluster, find_cluster
 from nest_megatron.config.launch import read_words
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.planning import Outcome, decide
+from nest_megatron.integrations.megatron_lm.planning import LaunchPlan, decide
 from nest_megatron.profile import store
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.profile.records import LayerProfile
@@ -39,7 +39,7 @@ def place(*words: str) -> JobCluster:
     return find_cluster(settings, 64, {}, dry_run=False)
 
 
-def decided(*words: str) -> Outcome:
+def decided(*words: str) -> LaunchPlan:
     argv = job_argv(LLAMA, "--global-batch-size", "256")
     args = namespace(argv)
     return decide(running(args, argv), place(*words), free=(), alternative=0)

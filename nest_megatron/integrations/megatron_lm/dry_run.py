@@ -21,7 +21,7 @@ from nest_megatron.integrations.megatron_lm.flag_cost import print_costs
 from nest_megatron.integrations.megatron_lm.launch import apply, asked_file, find, keep, validated
 from nest_megatron.integrations.megatron_lm.launched_job import LaunchedJob
 from nest_megatron.integrations.megatron_lm.namespace import require_planned
-from nest_megatron.integrations.megatron_lm.planning import Outcome
+from nest_megatron.integrations.megatron_lm.planning import LaunchPlan
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.console import command_lines, say
 from nest_megatron.report.console import show as show_parts
@@ -60,7 +60,7 @@ def show(
     say("nest: dry run; nothing was started.")
 
 
-def _show_command(launched: LaunchedJob, outcome: Outcome) -> None:
+def _show_command(launched: LaunchedJob, outcome: LaunchPlan) -> None:
     plan = outcome.decision.plan
     launch = plan.launch[LAUNCHER]
     wanted = [(name, text) for name, text in launch.environment.items() if text is not None]

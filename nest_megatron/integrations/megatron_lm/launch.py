@@ -41,7 +41,7 @@ from nest_megatron.integrations.megatron_lm.namespace import (
     write,
 )
 from nest_megatron.integrations.megatron_lm.planning import (
-    Outcome,
+    LaunchPlan,
     carry_out,
     decide,
     read_running_job,
@@ -178,7 +178,7 @@ def _store(launched: LaunchedJob, args: Namespace) -> RendezvousStore | None:
     return launched.rendezvous.join(args.rank, args.world_size, launched.words, timeout_s)
 
 
-def find(launched: LaunchedJob, args: Namespace, defaults: Mapping[str, Any]) -> Outcome:
+def find(launched: LaunchedJob, args: Namespace, defaults: Mapping[str, Any]) -> LaunchPlan:
     """A plan for the job of this process: searched, or pinned.
 
     Raises:
@@ -203,7 +203,7 @@ def _place(launched: LaunchedJob, args: Namespace) -> JobCluster:
     return find_cluster(launched.words.job, args.world_size, os.environ, dry_run=dry_run)
 
 
-def _decided(launched: LaunchedJob, job: Job, place: JobCluster) -> Outcome:
+def _decided(launched: LaunchedJob, job: Job, place: JobCluster) -> LaunchPlan:
     launch = launched.launch
     return decide(job, place, free=launch.free, alternative=launch.alternative)
 
@@ -238,7 +238,7 @@ def _measured(
     return found, planned_with(place, measured)
 
 
-def _pinned(launched: LaunchedJob, job: Job, world_size: int) -> Outcome:
+def _pinned(launched: LaunchedJob, job: Job, world_size: int) -> LaunchPlan:
     pinned = read_pinned(pinned_file(launched.launch.plan))
     dry_run = launched.launch.dry_run
     named = names_cluster(launched.words.job)
@@ -274,7 +274,7 @@ def _with_rows_of(job: Job, plan: ParallelPlan) -> ParallelPlan:
     return dataclasses.replace(plan, model=model)
 
 
-def _with_ranks(launched: LaunchedJob, outcome: Outcome, hosts: Hosts) -> Outcome:
+def _with_ranks(launched: LaunchedJob, outcome: LaunchPlan, hosts: Hosts) -> LaunchPlan:
     """The outcome with the ranks that processes take: as told, or each host's together."""
     ranks = outcome.decision.ranks
     asked = launched.launch.ranks
@@ -307,7 +307,7 @@ def apply(args: Namespace, decision: Decision) -> None:
         os.environ["RANK"] = str(args.rank)
 
 
-def tell(launched: LaunchedJob, outcome: Outcome) -> None:
+def tell(launched: LaunchedJob, outcome: LaunchPlan) -> None:
     """Say on rank 0 what will run and why, and keep the full plan in a file."""
     from nest_megatron.integrations.launched import launched_report
     from nest_megatron.integrations.megatron_lm.flag_cost import print_costs

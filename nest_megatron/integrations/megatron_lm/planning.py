@@ -58,7 +58,7 @@ class Searched:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class LaunchPlan:
     """A decision with what a user is told of it.
 
     Args:
@@ -98,7 +98,7 @@ def read_running_job(
     return job_of(command, values)
 
 
-def decide(job: Job, place: JobCluster, *, free: Sequence[str], alternative: int) -> Outcome:
+def decide(job: Job, place: JobCluster, *, free: Sequence[str], alternative: int) -> LaunchPlan:
     """Plan a running job.
 
     Args:
@@ -149,7 +149,7 @@ def carry_out(
     notes: tuple[str, ...],
     *,
     kept: Collection[str] = (),
-) -> Outcome:
+) -> LaunchPlan:
     """A plan as what every rank sets in Megatron's arguments.
 
     Args:
@@ -166,4 +166,4 @@ def carry_out(
         environment=plan.launch[LAUNCHER].environment,
         ranks=plan.placement.rank_permutation,
     )
-    return Outcome(decision=decision, changes=rewrite.changes, notes=notes)
+    return LaunchPlan(decision=decision, changes=rewrite.changes, notes=notes)
