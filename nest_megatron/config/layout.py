@@ -88,9 +88,9 @@ def even_partition(request: PlanRequest, grid: Grid) -> StagePartition:
             limit=f"every stage holds a unit, and the model has {units}",
             fix="Use fewer stages.",
         )
-    marks = tuple(k * units // chunks for k in range(chunks + 1))
+    boundaries = tuple(k * units // chunks for k in range(chunks + 1))
     pp = grid.dims.pipeline_model_parallel_size
-    return StagePartition(boundaries=marks, pipeline_model_parallel_size=pp)
+    return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
 
 
 def _this_grid(space: SearchSpace, grid: Grid) -> SearchSpace:

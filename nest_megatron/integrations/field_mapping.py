@@ -24,8 +24,8 @@ from nest_megatron.parallel.rules import (
 )
 from nest_megatron.plain import to_plain
 
-#: Fields that state where stages are cut, and their values where the plan says it.
-_CUTS: Mapping[str, object] = {
+#: Fields that state the stage boundaries, and their values where the plan says it.
+_STAGE_FIELDS: Mapping[str, object] = {
     "num_layers_in_first_pipeline_stage": None,
     "num_layers_in_last_pipeline_stage": None,
     "account_for_embedding_in_pipeline_split": False,
@@ -81,7 +81,7 @@ _OF_EXPERTS = ("moe_layer_pattern", "expert_ffn_hidden_size", "moe_router_topk")
 def planned_items(plan: ParallelPlan) -> dict[str, Any]:
     """What a plan sets, by item, in plain values.
 
-    The layout is left out where the cut is the even one that megatron-core makes by itself.
+    The layout is left out where stages are the even ones that megatron-core makes by itself.
     """
     items: dict[str, Any] = to_plain(plan_values(plan))
     del items["data_parallel_size"]  # it follows from the number of ranks
@@ -97,12 +97,12 @@ def planned_items(plan: ParallelPlan) -> dict[str, Any]:
 
 
 def is_even(plan: ParallelPlan) -> bool:
-    """Whether megatron-core cuts the layers like the plan where it is told degrees alone."""
+    """Whether megatron-core divides the layers like the plan where it is told degrees alone."""
     return is_uniform(plan.model, plan.partition())
 
 
 def layout_fields(plan: ParallelPlan, table: Mapping[str, str]) -> Iterator[FieldValue]:
-    """The plan's items in the fields of a framework, and the other ways to cut stages cleared.
+    """The plan's items in the fields of a framework, and the other ways to state stages cleared.
 
     Args:
         table: item -> path.
@@ -110,7 +110,7 @@ def layout_fields(plan: ParallelPlan, table: Mapping[str, str]) -> Iterator[Fiel
     for item, value in planned_items(plan).items():
         if item in table:
             yield FieldValue(path=table[item], value=value, reason=_reason(plan, item))
-    for item, value in _CUTS.items():
+    for item, value in _STAGE_FIELDS.items():
         if item in table:
             yield FieldValue(
                 path=table[item], value=value, reason="the plan states every stage itself"

@@ -19,8 +19,8 @@ from nest_megatron.config.job import Requirement
 from nest_megatron.documents import read_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import read_bytes
-from nest_megatron.integrations.megatron_lm.cuts import user_partition
 from nest_megatron.integrations.megatron_lm.inert_pickle import Inert, InertUnpickler
+from nest_megatron.integrations.megatron_lm.stage_options import user_partition
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.layout import expand_layout, layout_string, uniform_partition
 from nest_megatron.parallel.plan import ParallelChoice
@@ -50,7 +50,7 @@ class SavedCheckpoint:
         weights_only: a release, or loaded for fine-tuning because ``--load`` is still empty.
         num_optimizers: 2 where experts have an optimizer of their own.
         largest_buffer: parameters of the largest gradient buffer (``dp_reshardable`` only).
-        rng_shape: how the random states are cut, (pp, tp) or (pp, tp, dp).
+        rng_shape: how the random states are sharded, (pp, tp) or (pp, tp, dp).
         arguments: those it was saved with, by destination; empty if unreadable.
     """
 
@@ -122,7 +122,7 @@ def required(saved: SavedCheckpoint, values: _Values, version: str) -> Mapping[s
     Megatron-FSDP: args a:690, :1050; b:1169, :1676. Distributed optimizer: do a:1748, dc/mapping.py
     :133, optimizer.py:820; do b:2047, dc/mapping.py:129 (run, both ways). Legacy files are named by
     TP, PP and EP rank, their layers and experts by local number (a ckpt:191-199; b:266-274): with
-    another cut, VPP or EP weights stay random in silence, for a failed strict load is repeated
+    other stages, VPP or EP weights stay random in silence, for a failed strict load is repeated
     without (a ckpt:1759-1777; b:2909-2949) (run). ``_FIXED_LAYOUT``: TP, PP a ckpt:1594; b:2649;
     the rest do a:1779, :2001; b:2078 (run).
     """
@@ -191,25 +191,27 @@ def _check_format(saved: SavedCheckpoint, values: _Values, old: bool) -> None:
 
 
 def _check_rng(saved: SavedCheckpoint, choice: ParallelChoice, values: _Values, old: bool) -> None:
-    """Random states are asked for, with TP and PP as saved, by a key that says how they are cut.
+    """Random states are asked for, with TP and PP as saved, by a key that says their shards.
 
-    Source: a ckpt:358-383 (expert parallelism cuts them by replica), :1560; b:493-504, :2574;
+    Source: a ckpt:358-383 (expert parallelism shards them by replica), :1560; b:493-504, :2574;
     fsdp_dtensor a ckpt:384, :1691; b:505, :2775: a new TP rank finds none (run).
     """
     unsaved = saved.weights_only or saved.arguments.get("no_save_rng")
     if unsaved or any(map(values.get, ("finetune", "freeze_all_layers", "no_load_rng"))):
         return
     asked = [choice.pipeline_model_parallel_size, choice.tensor_model_parallel_size]
-    cut = [saved.pipeline_model_parallel_size, saved.tensor_model_parallel_size]
+    stored = [saved.pipeline_model_parallel_size, saved.tensor_model_parallel_size]
     if saved.format == "fsdp_dtensor":
-        broken = values.get("strict_fsdp_dtensor_load", True) and asked[1] > (cut[1] or asked[1])
+        broken = values.get("strict_fsdp_dtensor_load", True) and asked[1] > (stored[1] or asked[1])
     else:
-        same, cut = asked == cut, list(saved.rng_shape or ())
+        same, stored = asked == stored, list(saved.rng_shape or ())
         if old and choice.expert_model_parallel_size > 1:
             asked.append(choice.data_parallel_size * choice.context_parallel_size)
-        broken = same and saved.rng_shape is not None and asked != cut
+        broken = same and saved.rng_shape is not None and asked != stored
     if broken:
-        _refuse("random states [pp, tp, dp]", asked, f"they were saved {cut}", "add --no-load-rng")
+        _refuse(
+            "random states [pp, tp, dp]", asked, f"they were saved {stored}", "add --no-load-rng"
+        )
 
 
 def _check_opt(saved: SavedCheckpoint, choice: ParallelChoice, values: _Values, old: bool) -> None:
@@ -217,7 +219,7 @@ def _check_opt(saved: SavedCheckpoint, choice: ParallelChoice, values: _Values, 
 
     ``flattened_range`` is gone (dc/mapping.py a:133; b:129) (run). Experts have an optimizer of
     their own with EP (tensor_parallel/layers.py a:886), in 0.20 also with an ETP other than TP (b
-    :1033); one state is not cut in two nor two joined (optimizer.py a:1216; b:1605) (run).
+    :1033); one state is not divided in two nor two joined (optimizer.py a:1216; b:1605) (run).
     """
     kind, count = saved.distrib_optim_sharding_type, saved.num_optimizers
     if saved.use_distributed_optimizer and kind not in ("fully_reshardable", *_FIXED_LAYOUT):
@@ -265,7 +267,7 @@ def _describe(folder: Path, iteration: int, weights_only: bool, values: _Values)
     if kind == "torch_dist" and "content_metadata" not in state and arguments.get(_DIST_OPT):
         parallel = arguments.get("ckpt_fully_parallel_save")  # a ckpt:1585, b:2621: before 0.13
         sharding = "fully_sharded_model_space" if parallel else "dp_zero_gather_scatter"
-    cuts = [tuple(map(int, m[1].split("."))) for m in map(_RNG_KEY.fullmatch, sizes) if m]
+    shapes = [tuple(map(int, m[1].split("."))) for m in map(_RNG_KEY.fullmatch, sizes) if m]
     buffers: dict[str, int] = {}
     for bucket in filter(None, map(_BUCKET_KEY.fullmatch, sizes)):
         buffers[bucket[1]] = buffers.get(bucket[1], 0) + sizes[bucket[0]][0]
@@ -280,7 +282,7 @@ def _describe(folder: Path, iteration: int, weights_only: bool, values: _Values)
         distrib_optim_sharding_type=sharding,
         num_optimizers=sum(not isinstance(n, str) for n in parts) or 1 if parts else None,
         largest_buffer=max(buffers.values(), default=None),
-        rng_shape=next(iter(cuts), None),
+        rng_shape=next(iter(shapes), None),
         arguments=arguments,
     )
 
@@ -310,10 +312,10 @@ def _layout(arguments: _Values) -> str | None:
     try:
         depth, mtp = arguments["num_layers"], arguments.get("mtp_num_layers") or None
         spec = replace(_MODEL, num_layers=depth, mtp_num_layers=mtp)
-        cut = user_partition(spec, arguments, pp) or uniform_partition(spec, pp, vpp)
+        partition = user_partition(spec, arguments, pp) or uniform_partition(spec, pp, vpp)
     except (UserInputError, LookupError, TypeError):
         return None
-    return layout_string(spec, cut)
+    return layout_string(spec, partition)
 
 
 def _format(folder: Path) -> str:
@@ -333,7 +335,7 @@ def _format(folder: Path) -> str:
 
 
 def _read(folder: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sizes of what is stored, by key, and the state that is not cut among the ranks."""
+    """Sizes of what is stored, by key, and the state that is not sharded among the ranks."""
     sizes, places = {}, {}
     if (folder / ".metadata").is_file():
         index = vars(InertUnpickler(io.BytesIO((folder / ".metadata").read_bytes())).load())

@@ -27,7 +27,7 @@ _SRUN_SHORT = {"-n": "--ntasks", "-N": "--nodes"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitCommand:
-    """A command cut into its parts; see ``parser.ReadCommand`` for the fields."""
+    """A command in its parts; see ``parser.ReadCommand`` for the fields."""
 
     environment: tuple[tuple[str, str], ...]
     launcher: tuple[str, ...]
@@ -37,7 +37,7 @@ class SplitCommand:
 
 
 def split_command(command: str | Sequence[str]) -> SplitCommand:
-    """Cut a training command into environment, launcher, script and script arguments.
+    """Split a training command into environment, launcher, script and script arguments.
 
     >>> parts = split_command("A=1 torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py --bf16")
     >>> parts.script, parts.argv, parts.world_size

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from nest_megatron.config.job import ReadCommand
-from nest_megatron.integrations.megatron_lm.cuts import CUTS
 from nest_megatron.integrations.megatron_lm.incompatible_options import (
     INCOMPATIBLE_OPTIONS,
     contradicted,
@@ -20,6 +19,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
     VIRTUAL_STAGES,
 )
 from nest_megatron.integrations.megatron_lm.parser import Argument, load_arguments
+from nest_megatron.integrations.megatron_lm.stage_options import STAGE_OPTIONS
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.execution_argv import (
     EXECUTION_ARGUMENTS,
@@ -42,7 +42,7 @@ _IF_ABSENT = ("moe_grouped_gemm",)
 _WITH_NEW_FSDP = "gradient_accumulation_fusion"
 
 #: Several spellings of one choice: where the user's own stays, none is added.
-_STATEMENTS = (RECOMPUTE, (*CUTS, *VIRTUAL_STAGES), *EXECUTION_ARGUMENTS.values())
+_STATEMENTS = (RECOMPUTE, (*STAGE_OPTIONS, *VIRTUAL_STAGES), *EXECUTION_ARGUMENTS.values())
 
 #: Every destination that a plan may write. Nothing else of a job is ever changed.
 WRITABLE = frozenset(
@@ -199,7 +199,7 @@ def _is_default(dest: str, value: str, plan: ParallelPlan) -> bool:
 
 
 def _options(argv: Sequence[str], version: str) -> list[_Option]:
-    """An argument vector cut into options; a word of an unknown flag has no destination."""
+    """An argument vector as options; a word of an unknown flag has no destination."""
     table = {flag: a for a in load_arguments(version) for flag in a.flags}
     options, at = [], 0
     while at < len(argv):

@@ -172,7 +172,7 @@ def _partition_shape(request: LaunchRequest) -> Violation | None:
 
 
 def _bad_partition(value: object, limit: str) -> Violation:
-    return Violation(what="partition", value=value, limit=limit, fix="Cut the model again.")
+    return Violation(what="partition", value=value, limit=limit, fix="Divide the model again.")
 
 
 def _layout(request: LaunchRequest) -> Violation | None:

@@ -10,7 +10,6 @@ from nest_megatron.config.job import Job, Requirement
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.config.space import read_space
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.cuts import CUTS, stated_partition
 from nest_megatron.integrations.megatron_lm.layout_arguments import RECOMPUTE, VIRTUAL_STAGES
 from nest_megatron.integrations.megatron_lm.rules import MODULES_OF_ENGINE
 from nest_megatron.integrations.megatron_lm.sharding import (
@@ -20,6 +19,7 @@ from nest_megatron.integrations.megatron_lm.sharding import (
     loads,
     with_own_sharding,
 )
+from nest_megatron.integrations.megatron_lm.stage_options import STAGE_OPTIONS, stated_partition
 from nest_megatron.integrations.megatron_lm.typed import LAYOUT, freed_flags
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
@@ -108,7 +108,7 @@ def _space(
     if job.graphs is not None:
         own = _with_graphs(own, job, alone=not kept.get(_EXPERTS))
     fixed = {name: int(kept[name]) for name in DEGREES if kept.get(name) is not None}
-    partition = _kept_cut(spec, kept, fixed, freed)
+    partition = _fixed_stages(spec, kept, fixed, freed)
     if partition is not None:
         pp = partition.pipeline_model_parallel_size
         fixed |= {_PIPELINE: pp, _VIRTUAL: partition.num_chunks // pp}
@@ -155,22 +155,22 @@ def _with_graphs(space: SearchSpace, job: Job, *, alone: bool) -> SearchSpace:
     )
 
 
-def _kept_cut(
+def _fixed_stages(
     spec: TransformerSpec,
     kept: Mapping[str, Any],
     fixed: Mapping[str, int],
     freed: frozenset[str],
 ) -> StagePartition | None:
     """The user's own stages, where they state any."""
-    stated = [name for name in CUTS if kept.get(name)]
+    stated = [name for name in STAGE_OPTIONS if kept.get(name)]
     virtual = [name for name in VIRTUAL_STAGES if kept.get(name)]
-    if virtual and not stated and not freed.intersection(CUTS):
-        stated = virtual if _PIPELINE in fixed else []  # Megatron cuts evenly
+    if virtual and not stated and not freed.intersection(STAGE_OPTIONS):
+        stated = virtual if _PIPELINE in fixed else []  # Megatron divides evenly
     if stated and _PIPELINE in freed:
         raise UserInputError(
             f"--{stated[0].replace('_', '-')}",
             value=kept[stated[0]],
-            limit="it cuts the model for one number of pipeline ranks, and that number is freed",
+            limit="it divides the model for one number of pipeline ranks, and that number is freed",
             fix="Free stage_layout as well, or keep the number.",
         )
     return stated_partition(spec, kept, fixed.get(_PIPELINE, 1)) if stated else None

@@ -6,13 +6,13 @@ from nest_megatron.config.job import FreeParameters, Job
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.config.space import fixed_degrees
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.integrations.megatron_lm.cuts import CUTS
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
     RECOMPUTE,
     VIRTUAL_STAGES,
 )
 from nest_megatron.integrations.megatron_lm.sharding import CKPT_FORMAT, IMPLEMENTATION, STAGE
+from nest_megatron.integrations.megatron_lm.stage_options import STAGE_OPTIONS
 from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
 from nest_megatron.planner import PlanRequest
 from nest_megatron.solver.space import DEGREES
@@ -21,7 +21,7 @@ from nest_megatron.solver.space import DEGREES
 FAMILIES = {
     "all": (*PARALLEL_ARGUMENTS, CKPT_FORMAT),
     "virtual_pipeline_model_parallel_size": VIRTUAL_STAGES,
-    "stage_layout": CUTS,
+    "stage_layout": STAGE_OPTIONS,
     "recompute": RECOMPUTE,
     "zero_stage": STAGE,
     "use_megatron_fsdp": IMPLEMENTATION,
@@ -77,7 +77,7 @@ def kept_flags(job: Job, request: PlanRequest, config: PlanConfig) -> frozenset[
     parallel = config.parallel
     replaced = set(fixed_degrees(config))
     if request.space.partition is None:
-        replaced.update((*CUTS, *VIRTUAL_STAGES))
+        replaced.update((*STAGE_OPTIONS, *VIRTUAL_STAGES))
     if parallel.rank_order is not None:
         replaced.add("use_tp_pp_dp_mapping")
     if parallel.recompute_granularity is not None:

@@ -7,12 +7,12 @@ from typing import Any
 
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.errors import FaultError
-from nest_megatron.integrations.megatron_lm.cuts import CUTS, stated_partition
 from nest_megatron.integrations.megatron_lm.incompatible_options import contradicted
 from nest_megatron.integrations.megatron_lm.layout_arguments import RECOMPUTE, VIRTUAL_STAGES
 from nest_megatron.integrations.megatron_lm.parser import read_argv
 from nest_megatron.integrations.megatron_lm.read import read_recompute
 from nest_megatron.integrations.megatron_lm.rewrite import Rewrite
+from nest_megatron.integrations.megatron_lm.stage_options import STAGE_OPTIONS, stated_partition
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
 
@@ -55,7 +55,7 @@ def _other_meanings(
     values: Mapping[str, Any], plan: ParallelPlan, kept: Collection[str]
 ) -> Iterator[str]:
     """Kept flags that Megatron would read as another layout than the plan's."""
-    if set(kept) & {*CUTS, *VIRTUAL_STAGES}:
+    if set(kept) & {*STAGE_OPTIONS, *VIRTUAL_STAGES}:
         pp = plan.parallel.pipeline_model_parallel_size
         if stated_partition(plan.model, values, pp) not in (None, plan.partition()):
             yield f"the stages are not {plan.parallel.pipeline_model_parallel_layout}"

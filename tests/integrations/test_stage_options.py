@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.cuts import CUTS, user_partition
+from nest_megatron.integrations.megatron_lm.stage_options import STAGE_OPTIONS, user_partition
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.layout import layout_string
 from nest_megatron.parallel.partition import StagePartition
@@ -22,7 +22,7 @@ from tests.parallel.cut_models import cut_models, make_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated")
 
-LAYOUT, FIRST, LAST, EMBEDDING, LOSS = CUTS
+LAYOUT, FIRST, LAST, EMBEDDING, LOSS = STAGE_OPTIONS
 LAYERS_A_STAGE = "num_layers_per_virtual_pipeline_stage"
 STAGES_A_RANK = "num_virtual_stages_per_pipeline_rank"
 

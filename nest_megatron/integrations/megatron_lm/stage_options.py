@@ -25,8 +25,8 @@ _LOSS = "account_for_loss_in_pipeline_split"
 _LAYERS_A_STAGE = "num_layers_per_virtual_pipeline_stage"
 _STAGES_A_RANK = "num_virtual_stages_per_pipeline_rank"
 
-#: Arguments that state where the stages are cut.
-CUTS = (_LAYOUT, _FIRST, _LAST, _EMBEDDING, _LOSS)
+#: Arguments that state the stage boundaries.
+STAGE_OPTIONS = (_LAYOUT, _FIRST, _LAST, _EMBEDDING, _LOSS)
 
 #: Arguments with those that may not stand beside them.
 _EXCLUDED: Mapping[str, tuple[str, ...]] = {
@@ -43,12 +43,12 @@ def user_partition(
     """The stages that a user's own flags make of a model.
 
     Args:
-        values: Megatron's arguments by destination name. Those of ``CUTS`` state the cut; the two
-            on virtual stages only say how many of them a rank has. What is absent, ``None`` or
-            false is not given.
+        values: Megatron's arguments by destination name. Those of ``STAGE_OPTIONS`` state the
+            boundaries; the two on virtual stages only say how many of them a rank has. What is
+            absent, ``None`` or false is not given.
 
     Returns:
-        ``None`` if no cut is stated.
+        ``None`` if no boundaries are stated.
 
     Raises:
         UserInputError: for what Megatron refuses:
@@ -67,7 +67,7 @@ def user_partition(
             Also for what it takes and should not: a stage without a unit (issue 1852), first and
             last layers that leave some layer to no rank or to two, and both of them for one rank.
     """
-    if not any(_is_given(values, name) for name in CUTS):
+    if not any(_is_given(values, name) for name in STAGE_OPTIONS):
         return None
     pp = pipeline_model_parallel_size
     if pp < 1:
@@ -84,7 +84,7 @@ def stated_partition(
 ) -> StagePartition | None:
     """As ``user_partition``, and the even stages that a number of virtual ones makes by itself."""
     virtual = any(values.get(name) for name in VIRTUAL_STAGES)
-    if not virtual or any(_is_given(values, name) for name in CUTS):
+    if not virtual or any(_is_given(values, name) for name in STAGE_OPTIONS):
         return user_partition(spec, values, pipeline_model_parallel_size)
     _check_exclusions(values)
     partition = _split(spec, values, pipeline_model_parallel_size)
@@ -93,7 +93,7 @@ def stated_partition(
 
 
 def _split(spec: TransformerSpec, values: Mapping[str, Any], pp: int) -> StagePartition:
-    """The cut that first and last layers, or the account-for flags, make."""
+    """The stages that first and last layers, or the account-for flags, make."""
     virtual = _virtual_size(spec, values, pp)
     first, last = values.get(_FIRST), values.get(_LAST)
     if virtual > 1 and pp == 2 and first is not None and last is not None:
