@@ -67,7 +67,7 @@ class SearchSpace:
             otherwise the global batch itself.
 
     Raises:
-        UserInputError: for a degree that is none, and for wishes that contradict each other.
+        UserInputError: for a degree that is none, and for settings that contradict each other.
     """
 
     fixed: Mapping[str, int] = field(default_factory=dict)

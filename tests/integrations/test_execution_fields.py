@@ -197,12 +197,12 @@ def test_what_is_left_to_the_job_is_its_own(adapter: Bridge | Nemo, name: str) -
     assert carried_out(adapter.read(job)) == PLAIN
 
 
-def auto(adapter: Bridge | Nemo, job: Any, *words: str, **wishes: Any) -> tuple[Any, Any]:
+def auto(adapter: Bridge | Nemo, job: Any, *words: str, **settings: Any) -> tuple[Any, Any]:
     overrides = [*_GPUS, "search.num_alternatives=0", *words]
     if isinstance(adapter, Nemo):
-        return nemo.auto_recipe(job, cluster="dgx_h100", overrides=overrides, **wishes)
+        return nemo.auto_recipe(job, cluster="dgx_h100", overrides=overrides, **settings)
     return megatron_bridge.auto_recipe(
-        job, cluster="dgx_h100", overrides=overrides, environment={}, **wishes
+        job, cluster="dgx_h100", overrides=overrides, environment={}, **settings
     )
 
 
@@ -216,13 +216,13 @@ def test_choices_are_searched_written_and_kept(adapter: Bridge | Nemo) -> None:
     (line,) = (change for change in changes if change.field.endswith(".moe_permute_fusion"))
     assert (line.before, line.after) == (False, True)
     assert "one kernel" in line.reason
-    for words, wishes in (
+    for words, settings in (
         (("search.keep=[moe_permute_fusion,cp_comm_type]",), {}),
         ((), {"keep": ["moe_permute_fusion"]}),
         ((), {"free": ["tensor_model_parallel_size", "pipeline_model_parallel_size"]}),
     ):
         kept_job = adapter.job(plan, {"moe_token_dispatcher_type": "alltoall"})
-        kept, changes = auto(adapter, kept_job, *words, **wishes)
+        kept, changes = auto(adapter, kept_job, *words, **settings)
         assert not kept.execution.moe_permute_fusion
         assert not any("moe_permute_fusion" in change.field for change in changes)
 

@@ -64,13 +64,13 @@ def _bridge(**data: Any) -> Any:
     return cfg
 
 
-def _planned(cfg: Any, **wishes: Any) -> ParallelPlan:
+def _planned(cfg: Any, **settings: Any) -> ParallelPlan:
     plan, _ = megatron_bridge.auto_recipe(
         cfg,
         cluster="dgx_h100",
-        overrides=[SIZE, *wishes.pop("overrides", ())],
+        overrides=[SIZE, *settings.pop("overrides", ())],
         environment={},
-        **wishes,
+        **settings,
     )
     return plan
 
@@ -98,16 +98,16 @@ def test_packs_of_one_batch_keep_its_size() -> None:
 
 def test_samples_of_other_lengths_get_no_user_buffers() -> None:
     fixed = ["parallel.tensor_model_parallel_size=4", "parallel.context_parallel_size=2"]
-    wishes = {"free": ["all"], "overrides": [*fixed, "search.num_alternatives=0"]}
-    found = _planned(_bridge(seq_length=2048), **wishes).execution
+    settings = {"free": ["all"], "overrides": [*fixed, "search.num_alternatives=0"]}
+    found = _planned(_bridge(seq_length=2048), **settings).execution
     assert not found.tp_comm_overlap
     assert found.cp_comm_type == "p2p"
     pretrained = bridge_config(catalogue.model("llama3_8b"), batch=128)
     pretrained.checkpoint.load = pretrained.checkpoint.pretrained_checkpoint = None
-    assert _planned(pretrained, **wishes).execution.tp_comm_overlap
+    assert _planned(pretrained, **settings).execution.tp_comm_overlap
     stated = _bridge(seq_length=2048)
     stated.model.tp_comm_overlap = True  # its user's own
-    assert _planned(stated, **wishes).execution.tp_comm_overlap
+    assert _planned(stated, **settings).execution.tp_comm_overlap
 
 
 def test_another_micro_batch_than_the_data_need_is_refused_with_the_reason() -> None:

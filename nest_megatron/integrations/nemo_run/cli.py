@@ -13,7 +13,7 @@ import nemo_run as run
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.nemo_run.plugin import NestPlugin
-from nest_megatron.integrations.nemo_run.task import TaskWishes, names, plan_recipe
+from nest_megatron.integrations.nemo_run.task import TaskOptions, names, plan_recipe
 from nest_megatron.integrations.nemo_run.tell import say_factory
 
 _RECIPES = "nemo.collections.llm.recipes"
@@ -52,13 +52,13 @@ def nest_auto(
         NestError: if there is no such recipe, or no plan for it.
     """
     task = _pretrain_recipe(recipe)(num_nodes=num_nodes, num_gpus_per_node=num_gpus_per_node)
-    wishes = TaskWishes(
+    options = TaskOptions(
         cluster=cluster,
         overrides=names(overrides) or (),
         keep=names(keep) or (),
         vocab_size=vocab_size,
     )
-    plan, changes = plan_recipe(task, wishes, None)
+    plan, changes = plan_recipe(task, options, None)
     say_factory(plan, changes)
     return task
 

@@ -15,7 +15,7 @@ import nemo_run as run
 from nemo_run.run import api
 
 from nest_megatron.integrations.nemo_run.environment import adapt, stated_layout
-from nest_megatron.integrations.nemo_run.task import TaskWishes, names, plan_recipe, script_words
+from nest_megatron.integrations.nemo_run.task import TaskOptions, names, plan_recipe, script_words
 from nest_megatron.integrations.nemo_run.tell import say_script, say_task
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
@@ -36,7 +36,7 @@ class NestPlugin(run.Plugin):
 
     ``run.run(recipe, executor=executor, plugins=[NestPlugin(cluster="dgx_h100")])``
 
-    Args: as ``TaskWishes``.
+    Args: as ``TaskOptions``.
     """
 
     __hash__ = object.__hash__  # the base class compares fields, and so has none
@@ -50,17 +50,17 @@ class NestPlugin(run.Plugin):
     vocab_size: Optional[int] = None
 
     def __post_init__(self) -> None:
-        self.wishes()
+        self.options()
         _watch_direct_runs()
         _waiting.add(self)
 
-    def wishes(self) -> TaskWishes:
+    def options(self) -> TaskOptions:
         """What is wanted, checked.
 
         Raises:
             UserInputError: if it contradicts itself.
         """
-        return TaskWishes(
+        return TaskOptions(
             mode=self.mode,
             cluster=self.cluster,
             plan=self.plan,
@@ -78,12 +78,12 @@ class NestPlugin(run.Plugin):
         """
         _waiting.discard(self)
         if isinstance(task, run.Script):
-            words = script_words(task, self.wishes())
+            words = script_words(task, self.options())
             task.args.extend(words)
             say_script(task.path, words)
             return
         before = stated_layout(task)
-        plan, changes = plan_recipe(task, self.wishes(), _size(executor))
+        plan, changes = plan_recipe(task, self.options(), _size(executor))
         variables = getattr(executor, "env_vars", None)
         told = [] if variables is None else adapt(variables, before, plan)
         say_task(plan, changes, _keep(plan, executor), told)

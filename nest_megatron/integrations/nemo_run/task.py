@@ -20,7 +20,7 @@ _MODES = (Mode.AUTO.value, Mode.PINNED.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskWishes:
+class TaskOptions:
     """What a user wants of a task's plan.
 
     Args:
@@ -63,7 +63,7 @@ class TaskWishes:
 
 
 def plan_recipe(
-    recipe: Any, wishes: TaskWishes, size: tuple[int, int] | None
+    recipe: Any, options: TaskOptions, size: tuple[int, int] | None
 ) -> tuple[ParallelPlan, tuple[Change, ...]]:
     """Write a plan into a recipe.
 
@@ -82,29 +82,29 @@ def plan_recipe(
             "Plan its configuration before: "
             "nest_megatron.integrations.megatron_bridge.auto_recipe.",
         )
-    job = read_recipe(recipe, vocab_size=wishes.vocab_size)
+    job = read_recipe(recipe, vocab_size=options.vocab_size)
     _require_size(job, size)
-    if wishes.mode == Mode.AUTO:
+    if options.mode == Mode.AUTO:
         return auto_recipe(
             recipe,
-            cluster=wishes.cluster,
-            overrides=wishes.overrides,
-            free=wishes.free,
-            keep=wishes.keep,
-            vocab_size=wishes.vocab_size,
+            cluster=options.cluster,
+            overrides=options.overrides,
+            free=options.free,
+            keep=options.keep,
+            vocab_size=options.vocab_size,
         )
-    plan = pinned_recipe(job, Path(str(wishes.plan)))
+    plan = pinned_recipe(job, Path(str(options.plan)))
     return plan, apply_plan(recipe, plan)
 
 
-def script_words(script: Any, wishes: TaskWishes) -> list[str]:
+def script_words(script: Any, options: TaskOptions) -> list[str]:
     """The words that make a script plan itself as it starts: Megatron-LM's, or Megatron-Bridge's.
 
     Args:
         script: a ``run.Script``.
 
     Raises:
-        UserInputError: for a script that takes no words, or a wish that they cannot say.
+        UserInputError: for a script that takes no words, or an option that they cannot say.
     """
     if not script.path or "python" not in script.entrypoint:
         raise _wrong(
@@ -113,17 +113,17 @@ def script_words(script: Any, wishes: TaskWishes) -> list[str]:
             "only a Python script with a path takes +nest=auto",
             "Give run.Script(path=..., entrypoint='python'), or plan in the script itself.",
         )
-    if wishes.keep or wishes.vocab_size:
+    if options.keep or options.vocab_size:
         raise _wrong(
             "keep, vocab_size",
-            wishes.keep or wishes.vocab_size,
+            options.keep or options.vocab_size,
             "a script keeps what its own words say, and knows its tokenizer",
             "Leave them out; free=[...] names what may change.",
         )
-    said = {"cluster": wishes.cluster, "plan": wishes.plan}
-    words = [f"+nest={wishes.mode}", *(f"nest.{k}={v}" for k, v in said.items() if v is not None)]
-    words += [f"nest.{override}" for override in wishes.overrides]
-    return words if wishes.free is None else [*words, f"nest.free=[{','.join(wishes.free)}]"]
+    said = {"cluster": options.cluster, "plan": options.plan}
+    words = [f"+nest={options.mode}", *(f"nest.{k}={v}" for k, v in said.items() if v is not None)]
+    words += [f"nest.{override}" for override in options.overrides]
+    return words if options.free is None else [*words, f"nest.free=[{','.join(options.free)}]"]
 
 
 def _require_size(job: Job, size: tuple[int, int] | None) -> None:

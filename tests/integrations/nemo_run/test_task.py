@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.nemo_run.task import TaskWishes, plan_recipe, script_words
+from nest_megatron.integrations.nemo_run.task import TaskOptions, plan_recipe, script_words
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner.pins import Pin, PinnedPlan, write_pinned
 from nest_megatron.version import __version__
@@ -21,7 +21,7 @@ from tests import catalogue
 from tests.cli.runs import environment
 from tests.integrations.frameworks import MegatronCommOverlapCallback, nemo_recipe
 
-ON_DGX = TaskWishes(cluster="dgx_h100", vocab_size=128_256)
+ON_DGX = TaskOptions(cluster="dgx_h100", vocab_size=128_256)
 LLAMA = catalogue.model("llama3_8b")
 
 
@@ -29,7 +29,7 @@ def recipe(*, num_nodes: int = 1) -> Any:
     return nemo_recipe(LLAMA, num_nodes=num_nodes, batch=128)
 
 
-def pinned(plan: ParallelPlan, folder: Path) -> TaskWishes:
+def pinned(plan: ParallelPlan, folder: Path) -> TaskOptions:
     pin = Pin(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         by="ada",
@@ -39,7 +39,7 @@ def pinned(plan: ParallelPlan, folder: Path) -> TaskWishes:
     )
     path = folder / "pinned.yaml"
     write_pinned(PinnedPlan(pin=pin, plan=plan), path)
-    return TaskWishes(mode="pinned", plan=str(path), vocab_size=128_256)
+    return TaskOptions(mode="pinned", plan=str(path), vocab_size=128_256)
 
 
 def test_a_recipe_gets_the_plan() -> None:
@@ -67,22 +67,22 @@ def test_choices_of_a_pinned_plan_are_written_and_kept_ones_stay(tmp_path: Path)
         return made
 
     fixed = ("parallel.tensor_model_parallel_size=4", "search.num_alternatives=0")
-    wishes = dataclasses.replace(ON_DGX, overrides=fixed)
-    plan, changes = plan_recipe(task(), wishes, (1, 8))
+    options = dataclasses.replace(ON_DGX, overrides=fixed)
+    plan, changes = plan_recipe(task(), options, (1, 8))
     assert plan.execution.tp_comm_overlap
     assert "trainer.callbacks[0].tp_comm_overlap" in [change.field for change in changes]
     fresh = task()
     plan_recipe(fresh, pinned(plan, tmp_path), (1, 8))
     assert fresh.trainer.callbacks[0].tp_comm_overlap is True
-    held = dataclasses.replace(wishes, keep=("tp_comm_overlap",))
+    held = dataclasses.replace(options, keep=("tp_comm_overlap",))
     assert not plan_recipe(task(), held, (1, 8))[0].execution.tp_comm_overlap
 
 
 def test_a_pinned_plan_refuses_any_other_task(tmp_path: Path) -> None:
     plan, _ = plan_recipe(recipe(), ON_DGX, None)
-    wishes, other = pinned(plan, tmp_path), recipe(num_nodes=2)
+    options, other = pinned(plan, tmp_path), recipe(num_nodes=2)
     with pytest.raises(UserInputError, match="number of GPUs is 16, pinned 8"):
-        plan_recipe(other, wishes, (2, 8))
+        plan_recipe(other, options, (2, 8))
     assert other == recipe(num_nodes=2)
 
 
@@ -101,41 +101,41 @@ def script(**more: Any) -> Any:
 
 
 def test_a_script_gets_words() -> None:
-    wishes = TaskWishes(
+    options = TaskOptions(
         cluster="dgx_h100", overrides=("search.max_seconds=9",), free=("recompute", "zero_stage")
     )
-    assert script_words(script(), wishes) == [
+    assert script_words(script(), options) == [
         "+nest=auto",
         "nest.cluster=dgx_h100",
         "nest.search.max_seconds=9",
         "nest.free=[recompute,zero_stage]",
     ]
-    reviewed = TaskWishes(mode="pinned", plan="/plans/a.yaml")
+    reviewed = TaskOptions(mode="pinned", plan="/plans/a.yaml")
     assert script_words(script(), reviewed) == ["+nest=pinned", "nest.plan=/plans/a.yaml"]
 
 
 @pytest.mark.parametrize("other", [{"path": "", "inline": "python x"}, {"entrypoint": "bash"}])
 def test_scripts_that_take_no_words_are_refused(other: dict[str, str]) -> None:
     with pytest.raises(UserInputError, match="only a Python script"):
-        script_words(script(**other), TaskWishes())
+        script_words(script(**other), TaskOptions())
 
 
 def test_a_script_keeps_by_itself() -> None:
     with pytest.raises(UserInputError, match="keeps what its own words say"):
-        script_words(script(), TaskWishes(keep=("recompute",)))
+        script_words(script(), TaskOptions(keep=("recompute",)))
 
 
 @pytest.mark.parametrize(
-    ("wishes", "said"),
+    ("options", "said"),
     [
         ({"mode": "atuo"}, "auto or pinned"),
         ({"mode": "pinned"}, "reviewed plan"),
         ({"plan": "x.yaml"}, "mode='pinned'"),
     ],
 )
-def test_wishes_that_contradict_themselves(wishes: dict[str, str], said: str) -> None:
+def test_wishes_that_contradict_themselves(options: dict[str, str], said: str) -> None:
     with pytest.raises(UserInputError, match=said):
-        TaskWishes(**wishes)  # type: ignore[arg-type]
+        TaskOptions(**options)  # type: ignore[arg-type]
 
 
 def test_importing_the_door_loads_no_nemo_run() -> None:
