@@ -29,6 +29,7 @@ WHEEL_HOLDS = (
     "nest_megatron/py.typed",
     "nest_megatron/report/templates/plan.html",
     "nest_megatron/report/templates/style.css",
+    "nest_megatron/research/report/templates/comparison.html",
     "nest_megatron/recipes/__init__.py",
     "nest_megatron/cost_model/_schedule.",
     "nest_megatron/research/nest_artifact/_stage_boundaries.",

@@ -4,6 +4,7 @@ import importlib.resources
 import importlib.util
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import nest_megatron
@@ -21,6 +22,12 @@ for group in ("accelerator", "cluster", "model"):
 command = Path(sys.executable).with_name("nest-megatron")
 models = subprocess.run([command, "models"], check=True, capture_output=True, text=True).stdout
 assert "llama3_70b" in models, models
+with tempfile.TemporaryDirectory() as folder:
+    job = ["model=bert_large", "cluster=dgx_h100", "cluster.num_gpus=8", "out=plan.yaml"]
+    subprocess.run([command, "plan", *job], check=True, capture_output=True, cwd=folder)
+    page = ["explain", "plan.yaml", "--html", "plan.html"]
+    subprocess.run([command, *page], check=True, capture_output=True, cwd=folder)
+    assert "<svg" in Path(folder, "plan.html").read_text(encoding="utf-8")
 # The boot line wakes up for +nest alone.
 loaded = "import sys; print('nest_megatron.boot' in sys.modules)"
 for words, expected in (([], "False"), (["+nest=auto"], "True")):

@@ -199,7 +199,8 @@ def without_plan(error: NothingFitsError | SearchEndedError) -> dict[str, Any]:
 
 
 def _refuse(error: NothingFitsError | SearchEndedError, *, as_json: bool) -> int:
-    from nest_megatron.report.terminal import ended_report, no_plan_report, notes_report
+    from nest_megatron.report.no_plan import ended_report, no_plan_report
+    from nest_megatron.report.terminal import notes_report
 
     if as_json:
         show_json(without_plan(error))

@@ -112,11 +112,13 @@ def _print(error: Exception) -> None:
 
     rank = os.environ.get("RANK", "0")
     if isinstance(error, NothingFitsError):
-        from nest_megatron.report.terminal import no_plan_report, notes_report
+        from nest_megatron.report.no_plan import no_plan_report
+        from nest_megatron.report.terminal import notes_report
 
         show(no_plan_report(error.refusal), notes_report(error.notes))
     elif isinstance(error, SearchEndedError):
-        from nest_megatron.report.terminal import ended_report, notes_report
+        from nest_megatron.report.no_plan import ended_report
+        from nest_megatron.report.terminal import notes_report
 
         show(ended_report(error.ended), notes_report(error.notes))
     elif isinstance(error, NestError):

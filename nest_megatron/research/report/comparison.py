@@ -54,11 +54,12 @@ def comparison_table(rows: Sequence[Compared]) -> RenderableType:
         pad_edge=False,
     )
     for row in rows:
-        table.add_row(*_cells(row), style="bold" if row.name == NEST else "")
+        table.add_row(*cells(row), style="bold" if row.name == NEST else "")
     return table
 
 
-def _cells(row: Compared) -> list[str]:
+def cells(row: Compared) -> list[str]:
+    """A planner by the columns of the table."""
     search = f"{row.search_s:.2f} s"
     if row.plan is None:
         return [row.name, "-", "-", "-", "no plan", "-", search]

@@ -9,9 +9,9 @@ from nest_megatron.report.charts import TERM_COLOURS, ink_on
 from nest_megatron.report.page import render_page
 from nest_megatron.report.words import TERM_WORDS
 from nest_megatron.research.comparison import Compared
-from nest_megatron.research.report.comparison import fastest_first, layout_words, tokens_per_s, why
+from nest_megatron.research.report.comparison import cells, fastest_first, why
 from nest_megatron.research.report.comparison_chart import seen_terms
-from nest_megatron.units import format_gib, format_seconds
+from nest_megatron.units import format_seconds
 
 
 def comparison_page(rows: Sequence[Compared], title: str) -> str:
@@ -46,18 +46,7 @@ def _bar(row: Compared, longest: float) -> Mapping[str, Any]:
 
 
 def _cells(row: Compared) -> list[str]:
-    search = f"{row.search_s:.2f} s"
-    if row.plan is None:
-        return [row.name, row.title, "-", why(row), "-", "-", "-", "-", search]
-    predicted, share = row.plan.predicted, row.relative_throughput
-    return [
-        row.name,
-        row.title,
-        ", ".join(layout_words(row.plan)),
-        why(row),
-        format_seconds(predicted.iteration_time_s),
-        f"{tokens_per_s(row.plan):,.0f}",
-        "-" if share is None else f"{100 * share:.1f} %",
-        format_gib(predicted.peak_memory_bytes),
-        search,
-    ]
+    """What the terminal says of a planner, with what it is and why it is there."""
+    name, step, tokens, share, layout, gib, search = cells(row)
+    layout = layout.replace("\n", ", ")
+    return [name, row.title, layout, why(row), step, tokens, share, gib, search]
