@@ -26,15 +26,37 @@ def launched_report(
         what: ``flags`` of a command, or ``fields`` of a configuration.
     """
     rows = change_rows(changes)
-    parts: list[RenderableType] = [Text("nest: this job runs as"), Padding(summary(plan), (0, 2))]
-    parts.append(Padding(Text(proof(plan)), (0, 2)))
     if rows:
-        parts += [Text(f"nest: changes to its {what}"), changes_table(rows)]
-    else:
-        parts.append(Text(f"nest: its {what} are already the plan"))
-    if notes:
-        parts.append(notes_report(notes))
-    return Group(*parts)
+        return _report(plan, [Text(f"nest: changes to its {what}"), changes_table(rows)], notes)
+    return _report(plan, [Text(f"nest: its {what} are already the plan")], notes)
+
+
+def values_report(
+    plan: ParallelPlan, rows: Iterable[tuple[str, str, str]], notes: Sequence[str]
+) -> RenderableType:
+    """The same for an application whose fields ask for the plan.
+
+    Args:
+        rows: field, value and reason.
+    """
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for path, value, why in rows:
+        table.add_row(path, Text.assemble((value, "green"), (f"\n{why}", "dim")))
+    return _report(plan, [Text("nest: values of its fields"), Padding(table, (0, 2))], notes)
+
+
+def _report(
+    plan: ParallelPlan, changes: Iterable[RenderableType], notes: Sequence[str]
+) -> RenderableType:
+    lines = (summary(plan), Text(proof(plan)))
+    return Group(
+        Text("nest: this job runs as"),
+        *(Padding(each, (0, 2)) for each in lines),
+        *changes,
+        *([notes_report(notes)] if notes else []),
+    )
 
 
 def fields_report(

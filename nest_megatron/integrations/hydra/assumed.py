@@ -1,4 +1,4 @@
-"""What an application does not say of its model, and fields that nobody reads: never in silence."""
+"""What is assumed of a model where an application says nothing, and fields that are not read."""
 
 from __future__ import annotations
 

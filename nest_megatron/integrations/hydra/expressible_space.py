@@ -1,4 +1,4 @@
-"""What an application has room for: the search space that its fields can state, and no more."""
+"""The search space that an application's fields can state, and no more."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def space_of(own: SearchSpace, view: AppView, job: Job) -> SearchSpace:
     )
 
 
-def require_room(plan: ParallelPlan, view: AppView, job: Job) -> None:
+def require_expressible(plan: ParallelPlan, view: AppView, job: Job) -> None:
     """Refuse a plan that an application cannot carry out.
 
     Raises:

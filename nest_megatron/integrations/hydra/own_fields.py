@@ -16,7 +16,7 @@ def planned_fields(view: AppView) -> tuple[str, ...]:
 
 
 def require_own_fields(view: AppView, own: Mapping[str, Any]) -> tuple[str, ...]:
-    """Refuse to plan where nobody would read the plan.
+    """Refuse to plan where the application would not read the plan.
 
     Args:
         own: the application's configuration as it is without the group ``nest``.

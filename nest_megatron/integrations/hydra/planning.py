@@ -18,7 +18,7 @@ from nest_megatron.integrations.execution_fields import execution_items
 from nest_megatron.integrations.field_mapping import planned_items
 from nest_megatron.integrations.hydra.expressible_space import (
     planned_execution,
-    require_room,
+    require_expressible,
     space_of,
 )
 from nest_megatron.integrations.hydra.ranks import require_decided
@@ -36,7 +36,7 @@ from nest_megatron.report.failure import require_plan
 
 #: Runners-up that are ranked unless ``search.num_alternatives`` says otherwise.
 _RUNNERS_UP = 3
-#: The application's own fields say which ZeRO stages it has (``room.zero_stages``).
+#: The application's own fields say which ZeRO stages it has (``zero_stages``).
 _FREE = FreeParameters(names=("use_megatron_fsdp",))
 
 
@@ -66,7 +66,7 @@ def plan_app(view: AppView, environment: Mapping[str, str]) -> AppPlan:
         plan, job, notes = _pinned(view, size, environment)
     else:
         plan, job, notes = _searched(view, size, environment)
-    require_room(plan, view, job)
+    require_expressible(plan, view, job)
     values = {
         **planned_items(plan),
         **execution_items(plan),

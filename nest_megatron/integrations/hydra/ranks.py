@@ -10,14 +10,31 @@ Ranks do not block, since an application may read its configuration on some rank
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Mapping
 
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import OneRankError, UserInputError
 from nest_megatron.integrations.field_mapping import planned_items
 from nest_megatron.integrations.hydra.view import AppView
+from nest_megatron.integrations.megatron_lm.rendezvous import (
+    NoAgreementError,
+    RankContext,
+    TimedStore,
+    connect_store,
+    key_of,
+)
+from nest_megatron.integrations.megatron_lm.same_job import differences, fields, versions
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.plan_file import digest
 
 _TIMEOUT_S = 60.0
+#: Longest wait for the values of the rank that came first, which says them before anything else.
+_LONGEST_S = 5.0
+
+
+class DifferentRankError(NoAgreementError, OneRankError):
+    """This rank differs from the first, and the others have not been told."""
 
 
 def require_decided(plan: ParallelPlan, max_seconds: float) -> None:
@@ -66,8 +83,6 @@ def require_same_job(view: AppView, number: object, environment: Mapping[str, st
     Args:
         number: of the job among those that this process runs.
     """
-    from nest_megatron.integrations.megatron_lm.same_job import fields, versions
-
     may_differ = (*view.settings.may_differ, "nest.out")
     mine = {**versions(), **fields(view.raw, "", may_differ)}
     return _require_like_first(environment, f"configuration of job {number}", mine)
@@ -78,14 +93,42 @@ def _require_like_first(
 ) -> bool:
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
-    from nest_megatron.integrations.megatron_lm.like_first import require_like_first
-    from nest_megatron.integrations.megatron_lm.rendezvous import RankContext, connect_store
-
     context = RankContext(
         rank=int(environment["RANK"]),
         world_size=int(environment["WORLD_SIZE"]),
         environment=environment,
         rendezvous_timeout_s=_TIMEOUT_S,
     )
-    require_like_first(connect_store(context), context, name, mine, **words)
+    _compare_with_first(connect_store(context), context, name, mine, **words)
     return True
+
+
+def _compare_with_first(
+    store: TimedStore, context: RankContext, name: str, mine: Mapping[str, str], **words: str
+) -> None:
+    """Compare this rank's values with those of whichever rank came first; ranks do not block.
+
+    Args:
+        mine: this rank's values, by the name that a user knows.
+        words: ``head`` and ``advice`` of the message.
+
+    Raises:
+        DifferentRankError: if they differ, with both values of each name.
+    """
+    own, key = digest(dict(mine)), key_of(context, name)
+    if store.add(f"{key}/{own}/count", 1) == 1:
+        note = {"rank": context.rank, "host": socket.gethostname(), "values": dict(mine)}
+        store.set(f"{key}/{own}", json.dumps(note))
+    first = store.compare_set(key, "", own)
+    if first == own:
+        return
+    said = store.wait_for(f"{key}/{first}", _LONGEST_S)
+    if said is None:
+        raise DifferentRankError(
+            f"rank {context.rank} differs from the rank that came first, and that one ended before "
+            "it said its values; look at its own output"
+        )
+    other = json.loads(said)
+    of_ranks = {other["rank"]: other["values"], context.rank: mine}
+    hosts = {other["rank"]: other["host"], context.rank: socket.gethostname()}
+    raise DifferentRankError(differences(of_ranks, hosts, **words))

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
 from nest_megatron.integrations.hydra.planning import AppPlan
 from nest_megatron.integrations.hydra.view import AppView
+from nest_megatron.integrations.launched import values_report
 from nest_megatron.parallel.diff import plan_values, reason
 from nest_megatron.parallel.knobs import KNOBS
-from nest_megatron.report.terminal import notes_report, summary
-from nest_megatron.report.words import proof
 
 
 def app_report(found: AppPlan, view: AppView) -> RenderableType:
@@ -27,22 +21,7 @@ def app_report(found: AppPlan, view: AppView) -> RenderableType:
         for item, why in reasons.items()
         if view.is_planned(item) and (path := view.place(item)) is not None
     ]
-    parts: list[RenderableType] = [Text("nest: this job runs as"), Padding(summary(plan), (0, 2))]
-    parts.append(Padding(Text(proof(plan)), (0, 2)))
-    parts += [Text("nest: values of its fields"), _values_table(rows)]
-    if found.notes:
-        parts.append(notes_report(found.notes))
-    return Group(*parts)
-
-
-def _values_table(rows: Iterable[tuple[str, str, str]]) -> RenderableType:
-    """Fields and values, the reason under each."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for path, value, why in rows:
-        table.add_row(path, Text.assemble((value, "green"), (f"\n{why}", "dim")))
-    return Padding(table, (0, 2))
+    return values_report(plan, rows, found.notes)
 
 
 def _shown(value: object) -> str:

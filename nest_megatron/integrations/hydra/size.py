@@ -32,7 +32,7 @@ def num_gpus(view: AppView, environment: Mapping[str, str]) -> int:
     """Ranks of the job: said by the user, by the application's trainer, or by its launcher.
 
     Raises:
-        UserInputError: if nobody says it, or two of them disagree.
+        UserInputError: if none of them says it, or two disagree.
     """
     said = {
         "nest.num_gpus": view.settings.num_gpus,

@@ -7,7 +7,6 @@ in the log. Wrapped, it plans after the user's own overrides, and those stay as 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -25,7 +24,11 @@ from nest_megatron.errors import OK, UserInputError
 from nest_megatron.integrations.launched import fields_report
 from nest_megatron.integrations.megatron_bridge.read import FIELDS, read_recipe
 from nest_megatron.integrations.megatron_bridge.write import apply_plan
-from nest_megatron.integrations.megatron_lm.agreement import broadcast, require_equal
+from nest_megatron.integrations.megatron_lm.agreement import (
+    broadcast,
+    propagating_errors,
+    require_equal,
+)
 from nest_megatron.integrations.megatron_lm.ranks import Rendezvous, ending_together, words_of
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.megatron_lm.same_job import fields, versions
@@ -114,10 +117,9 @@ def run(
         store = (rendezvous or Rendezvous()).join(
             int(os.environ["RANK"]), recipe.num_gpus or 1, words, _PATIENCE_S
         )
-    with contextlib.nullcontext() if store is None else store.propagating_errors():
-        if store is not None:
-            own = fields(cfg, "", launch.may_differ)
-            require_equal(store, {**versions(), **words_of(words), **own}, what="command")
+    with propagating_errors(store):
+        own = fields(cfg, "", launch.may_differ)
+        require_equal(store, {**versions(), **words_of(words), **own}, what="command")
         _run(cfg, recipe, words, launch, keep, store)
 
 
@@ -129,18 +131,17 @@ def _run(
     keep: tuple[str, ...],
     store: RendezvousStore | None,
 ) -> None:
-    def solve(_: object = None) -> str:
+    def solve(_: object) -> str:
         return plan_file.dump(_find(recipe, words, launch, keep))
 
-    plan = plan_file.load(solve() if store is None else broadcast(store, solve))
+    plan = plan_file.load(broadcast(store, solve))
     changes = apply_plan(cfg, plan, environment={} if launch.dry_run else None)
     told = connections(plan, os.environ)
     if os.environ.get("RANK", "0") == "0":
         show(fields_report(plan, changes, (*recipe.notes, *told)))
     if launch.dry_run:
         sys.exit(OK)
-    if store is not None:
-        require_equal(store, fields(cfg, "", launch.may_differ), what="configuration")
+    require_equal(store, fields(cfg, "", launch.may_differ), what="configuration")
 
 
 def connections(plan: ParallelPlan, variables: MutableMapping[str, str]) -> tuple[str, ...]:

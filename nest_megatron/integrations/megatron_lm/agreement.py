@@ -10,6 +10,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from nest_megatron.integrations.megatron_lm.rendezvous import NoAgreementError
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
@@ -25,7 +26,14 @@ Hosts = Callable[[], Sequence[str]]
 Check = Callable[[], None]
 
 
-def broadcast(store: RendezvousStore, solve: Callable[[Hosts], str], *, what: str = "plan") -> str:
+def propagating_errors(store: RendezvousStore | None) -> AbstractContextManager[None]:
+    """Tell the other ranks, if there are any, what ends this one in here."""
+    return nullcontext() if store is None else store.propagating_errors()
+
+
+def broadcast(
+    store: RendezvousStore | None, solve: Callable[[Hosts], str], *, what: str = "plan"
+) -> str:
     """Rank 0's answer, on every rank.
 
     Args:
@@ -35,6 +43,8 @@ def broadcast(store: RendezvousStore, solve: Callable[[Hosts], str], *, what: st
     Raises:
         NoAgreementError: on the other ranks, with rank 0's reason.
     """
+    if store is None:
+        return solve(lambda: [socket.gethostname()])
     with store.propagating_errors():
         store.bring(socket.gethostname())
         if store.context.rank:
@@ -46,7 +56,7 @@ def broadcast(store: RendezvousStore, solve: Callable[[Hosts], str], *, what: st
 
 
 def require_equal(
-    store: RendezvousStore, mine: Mapping[str, str], *, what: str = "settings"
+    store: RendezvousStore | None, mine: Mapping[str, str], *, what: str = "settings"
 ) -> None:
     """Return once every rank has arrived with the same values as rank 0.
 
@@ -60,6 +70,8 @@ def require_equal(
         NoAgreementError: on all ranks if any differs, with both values of each name, or if one does
             not arrive.
     """
+    if store is None:
+        return
     with store.propagating_errors():
         own = digest(dict(mine))
         if store.context.rank == 0:
@@ -92,7 +104,7 @@ def _collect_equal(store: RendezvousStore, mine: Mapping[str, str], what: str) -
 
 
 def gather(
-    store: RendezvousStore, work: Callable[[Check], str], *, what: str, limit_s: Seconds
+    store: RendezvousStore | None, work: Callable[[Check], str], *, what: str, limit_s: Seconds
 ) -> tuple[str, ...]:
     """Every rank's part, in the order of ranks, on rank 0; nothing elsewhere.
 
@@ -104,6 +116,8 @@ def gather(
     Raises:
         NoAgreementError: on all other ranks, with the reason of the one that failed.
     """
+    if store is None:
+        return (work(lambda: None),)
     with store.propagating_errors():
         store.bring(work(_at_intervals(store.raise_failure, store.interval_s)))
         if store.context.rank:

@@ -7,8 +7,8 @@ import copy
 import io
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from nest_megatron.integrations.launched import launched_report
@@ -22,6 +22,7 @@ from nest_megatron.integrations.megatron_lm.launch import apply, asked_file, fin
 from nest_megatron.integrations.megatron_lm.launched_job import LaunchedJob
 from nest_megatron.integrations.megatron_lm.namespace import require_planned
 from nest_megatron.integrations.megatron_lm.planning import LaunchPlan
+from nest_megatron.integrations.megatron_lm.stand_in import stand_in_device
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.console import command_lines, say
 from nest_megatron.report.console import show as show_parts
@@ -72,23 +73,11 @@ def _show_command(launched: LaunchedJob, outcome: LaunchPlan) -> None:
     say()
 
 
-@contextlib.contextmanager
-def _device_of(plan: ParallelPlan) -> Iterator[None]:
+def _device_of(plan: ParallelPlan) -> AbstractContextManager[None]:
     """Stand in for the planned device where there is none: Megatron asks for its generation."""
     import torch
 
     if torch.cuda.is_available():
-        yield
-        return
-    major = device_architecture(plan)
-    memory = plan.cluster.accelerator.memory_bytes
-    device = SimpleNamespace(
-        name=plan.cluster.accelerator.name, major=major, minor=0, total_memory=memory
-    )
-    kept = torch.cuda.get_device_properties, torch.cuda.get_device_capability
-    torch.cuda.get_device_properties = lambda *_: device
-    torch.cuda.get_device_capability = lambda *_: (major, 0)
-    try:
-        yield
-    finally:
-        torch.cuda.get_device_properties, torch.cuda.get_device_capability = kept
+        return contextlib.nullcontext()
+    device = plan.cluster.accelerator
+    return stand_in_device(device.name, device_architecture(plan), device.memory_bytes)

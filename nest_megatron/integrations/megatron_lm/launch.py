@@ -26,7 +26,12 @@ from nest_megatron.config.cluster_detection import (
 from nest_megatron.config.job import Job
 from nest_megatron.config.launch import Mode
 from nest_megatron.errors import OK, NestError, RefusedByMegatronError, UserInputError
-from nest_megatron.integrations.megatron_lm.agreement import Hosts, broadcast, require_equal
+from nest_megatron.integrations.megatron_lm.agreement import (
+    Hosts,
+    broadcast,
+    propagating_errors,
+    require_equal,
+)
 from nest_megatron.integrations.megatron_lm.groups import (
     check_groups,
     check_permutation,
@@ -72,9 +77,7 @@ def run(
         NestError: if no plan can be made or carried out; nothing has touched a GPU then.
     """
     store = _store(launched, args)
-    if store is None:
-        return _run(launched, args, defaults, validate, None)
-    with store.propagating_errors():
+    with propagating_errors(store):
         require_equal(store, _command(launched, args, defaults), what="command")
         return _run(launched, args, defaults, validate, store)
 
@@ -94,19 +97,16 @@ def _run(
         tell(launched, outcome)
         return to_json(outcome.decision)
 
-    text = solve(lambda: ["localhost"]) if store is None else broadcast(store, solve)
-    decision = launched.decision = from_json(Decision, text)
+    decision = launched.decision = from_json(Decision, broadcast(store, solve))
     if launched.launch.stop_before_training:
-        if store is not None:
-            checksum = decision.plan.provenance.checksum
-            require_equal(store, {"plan": checksum}, what="plan")  # no rank ends before the others
+        checksum = decision.plan.provenance.checksum
+        require_equal(store, {"plan": checksum}, what="plan")  # no rank ends before the others
         sys.exit(OK)
     unplanned = copy.deepcopy(args)
     apply(args, decision)
     result = validated(validate, args, defaults, unplanned)
     require_planned(args, decision.plan)
-    if store is not None:
-        require_equal(store, _arguments(launched, args), what="arguments")
+    require_equal(store, _arguments(launched, args), what="arguments")
     return result
 
 

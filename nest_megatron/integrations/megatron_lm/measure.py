@@ -7,7 +7,6 @@ the store has is not measured again.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +17,12 @@ from nest_megatron.config.cluster_detection import JobCluster
 from nest_megatron.config.job import Job
 from nest_megatron.config.request import require_seconds
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.agreement import Check, broadcast, gather
+from nest_megatron.integrations.megatron_lm.agreement import (
+    Check,
+    broadcast,
+    gather,
+    propagating_errors,
+)
 from nest_megatron.integrations.megatron_lm.measure_process import (
     SPARE_S,
     MeasuringError,
@@ -42,6 +46,7 @@ from nest_megatron.integrations.megatron_lm.messages import (
 )
 from nest_megatron.integrations.megatron_lm.own_layers import job_arguments
 from nest_megatron.integrations.megatron_lm.planning import decide
+from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
@@ -107,12 +112,11 @@ def measure_job(
         _announce(orders, 1 if store is None else store.context.world_size)
         return to_json(orders)
 
-    text = plan_tasks(None) if store is None else broadcast(store, plan_tasks, what=_TASKS)
-    orders = from_json(Orders, text)
+    orders = from_json(Orders, broadcast(store, plan_tasks, what=_TASKS))
     answers = _answers(orders, store) if orders.tasks else ()
     if store is not None and store.context.rank:
         return Measured()
-    with contextlib.nullcontext() if store is None else store.propagating_errors():
+    with propagating_errors(store):
         return _kept(orders, answers, name[0], before[0])
 
 
@@ -189,9 +193,7 @@ def _announce(orders: Orders, num_ranks: int) -> None:
 
 def _answers(orders: Orders, store: RendezvousStore | None) -> tuple[Answer, ...]:
     """What all ranks have measured; on ranks other than 0 nothing."""
-    if store is None:
-        return (_own_part(orders, 0, 1, lambda: None),)
-    context = store.context
+    context = RankContext(rank=0, world_size=1, environment={}) if store is None else store.context
 
     def work(check: Check) -> str:
         return to_json(_own_part(orders, context.rank, context.world_size, check))
@@ -274,7 +276,7 @@ def _notes(orders: Orders, measured: Measured, num_processes: int) -> Iterable[s
     if refused:
         yield (
             f"Could not be timed: {_count(refused)}, {_words(refused)} ({refused[0].reason}). "
-            f"Nobody tries again unless {untimed_file(profile)} is removed."
+            f"They are not tried again unless {untimed_file(profile)} is removed."
         )
     if left > 0:
         yield (

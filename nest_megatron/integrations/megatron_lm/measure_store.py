@@ -111,9 +111,9 @@ def missing(
 
 
 def untimed_file(profile: LayerProfile) -> Path:
-    """Where it is kept what could not be timed for a profile, so that nobody tries it each time."""
-    mark = fingerprint(profile.machine, profile.model, profile.precision)
-    return store.profiles_folder() / f".untimed-{mark}.json"
+    """The file of what could not be timed for a profile, which is not tried each time."""
+    identity = fingerprint(profile.machine, profile.model, profile.precision)
+    return store.profiles_folder() / f".untimed-{identity}.json"
 
 
 def untimed(profile: LayerProfile) -> tuple[Skipped, ...]:

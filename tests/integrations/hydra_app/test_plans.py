@@ -17,7 +17,7 @@ from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.memory_flags import not_modelled
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.hydra import planning, plans, ranks
-from nest_megatron.integrations.hydra.expressible_space import require_room
+from nest_megatron.integrations.hydra.expressible_space import require_expressible
 from nest_megatron.integrations.hydra.plans import Plans
 from nest_megatron.integrations.hydra.read import read_app
 from nest_megatron.integrations.hydra.resolver import register
@@ -390,4 +390,4 @@ def test_a_plan_with_choices_that_the_application_does_not_make_is_refused(
     silent = view_of(composed())
     job = read_app(silent, compose(silent.settings.settings(None)))
     with pytest.raises(UserInputError, match="priced with True"):
-        require_room(plan, silent, job)
+        require_expressible(plan, silent, job)
