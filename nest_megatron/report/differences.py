@@ -1,4 +1,4 @@
-"""What each runner-up loses, by pricing it again."""
+"""What each runner-up loses, term by term."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def _differences(
     plan: ParallelPlan, other: Alternative, times: LayerTimes | None
 ) -> Mapping[str, float] | None:
     try:
-        again = _priced(plan, other, times)
+        priced = _priced(plan, other, times)
     except UserInputError:
         return None
-    told, found = other.iteration_time_s, again.predicted.iteration_time_s
+    told, found = other.iteration_time_s, priced.predicted.iteration_time_s
     if abs(found - told) > 1e-6 * told:
         return None
     terms = plan.predicted.terms
-    return {name: s - terms.get(name, 0.0) for name, s in again.predicted.terms.items()}
+    return {name: s - terms.get(name, 0.0) for name, s in priced.predicted.terms.items()}
 
 
 def _priced(plan: ParallelPlan, other: Alternative, times: LayerTimes | None) -> ParallelPlan:

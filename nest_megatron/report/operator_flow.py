@@ -13,7 +13,7 @@ from nest_megatron.model.graph import LayerCollective, LayerGraph, Operator, Par
 #: The closed forms write the second residual and what follows the experts before their place.
 _FROM_EXPERTS = "unpermute"
 _LATE = (_FROM_EXPERTS, "mlp_residual")
-#: Collectives that bring a product its input; all others carry its output on.
+#: Collectives that bring a GEMM its input; all others carry its output on.
 _INWARDS = ("all_gather", "send_recv")
 
 
@@ -54,7 +54,7 @@ def _in_order(operators: Sequence[Operator]) -> tuple[Operator, ...]:
     if recorded and not any(op.name == _FROM_EXPERTS for op in operators):
         return tuple(operators)
     order = {part: at for at, part in enumerate(Part)}
-    order[Part.EXPERT_ACTIVATION] = order[Part.EXPERTS]  # between their two products
+    order[Part.EXPERT_ACTIVATION] = order[Part.EXPERTS]  # between their two GEMMs
 
     def place(op: Operator) -> tuple[int, int]:
         late = _LATE.index(op.name) + 1 if op.name in _LATE else 0

@@ -90,5 +90,5 @@ def timings_table(timings: Sequence[Timing]) -> RenderableType:
         )
         for timing in timings
     )
-    heads = (*_DEGREES, "Forward", "Backward", "Spread", "Kept GiB")
-    return FittingTable(*name_columns("Piece"), *figure_columns(*heads), rows=rows)
+    heads = (*_DEGREES, "Forward", "Backward", "Spread", "Saved GiB")
+    return FittingTable(*name_columns("Layer block"), *figure_columns(*heads), rows=rows)

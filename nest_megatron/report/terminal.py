@@ -76,7 +76,7 @@ def explain_report(
 
     Args:
         differences: for each runner-up, seconds that each term takes more than in the plan, or
-            ``None`` where it cannot be priced again.
+            ``None`` where it cannot be priced by this version.
     """
     parts: list[RenderableType] = [summary(plan), _time_heading(plan), time_bars(plan)]
     parts += [heading("Memory of each pipeline rank, GiB"), memory_table(plan, short=False)]
@@ -216,7 +216,7 @@ def time_bars(plan: ParallelPlan) -> RenderableType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bar:
-    """A share of the width that is left for bars, in whole marks, which survive plain text."""
+    """A share of the width that is left for bars, in whole characters, which survive plain text."""
 
     share: float
     style: str
@@ -252,8 +252,8 @@ def _shown_ranks(plan: ParallelPlan) -> list[int]:
     if len(stages) <= _SHORT_ROWS:
         return list(range(len(stages)))
     last, totals = len(stages) - 1, [sum(stage.memory_bytes.values()) for stage in stages]
-    fullest = totals.index(max(totals))
-    return sorted({0, 1, 2, fullest, plan.predicted.critical_rank, last - 1, last})
+    highest = totals.index(max(totals))
+    return sorted({0, 1, 2, highest, plan.predicted.critical_rank, last - 1, last})
 
 
 def _memory_row(
@@ -285,7 +285,7 @@ def _runs(layers: Iterable[str]) -> str:
 def _difference_lines(differences: Sequence[Mapping[str, float] | None]) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     for number, terms in enumerate(differences, start=1):
-        words = "cannot be priced again" if terms is None else term_words(terms)
+        words = "cannot be priced by this version" if terms is None else term_words(terms)
         table.add_row(f"{number}", Text(words))
     return indented(table)
 

@@ -100,8 +100,8 @@ def layout_words(plan: ParallelPlan) -> list[str]:
     }
     shown = " ".join(f"{name} {value}" for name, value in degrees.items() if value != "1")
     batch = f"MBS {grid.micro_batch_size} ZeRO-{int(grid.zero)}"
-    again = grid.recompute.label()
-    parts = (shown, batch, "" if again == "none" else f"recompute {again}")
+    recompute = grid.recompute.label()
+    parts = (shown, batch, "" if recompute == "none" else f"recompute {recompute}")
     return [part for part in parts if part]
 
 

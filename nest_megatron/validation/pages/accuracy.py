@@ -254,5 +254,5 @@ def _own_runs_section(sentence: str) -> str:
     return f"""\
 ## {_OWN_RUNS_TITLE}
 
-Pieces of layers and collectives profiled on a machine, layouts predicted from that profile and then
+Layer blocks and collectives profiled on a machine, layouts predicted from that profile and then
 trained there for real. {sentence} Layout by layout: [{OWN_RUNS}]({OWN_RUNS})."""

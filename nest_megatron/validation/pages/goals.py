@@ -155,8 +155,8 @@ def _verdicts(
         goal=60,
         least=True,
         behind=lambda: (
-            f"Of {ended} runs {len(missed)} are predicted to fit. The peak is that of the fullest "
-            "GPU, without what lies outside the allocator:",
+            f"Of {ended} runs {len(missed)} are predicted to fit. The peak is the highest of "
+            "all GPUs, without what lies outside the allocator:",
             _peaks_table(missed, reasons),
         ),
     )

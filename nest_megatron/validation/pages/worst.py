@@ -116,8 +116,8 @@ def margin_section(judged: Sequence[Judged]) -> str:
             f"A plan is called infeasible where its predicted peak and {reserve:g} GiB outside the "
             "allocator exceed the device's memory less a margin. A larger margin catches more of "
             "the runs that ended out of memory, and refuses more that ran; the default is "
-            f"{100 * settings.memory_margin:g} %. Runs that do not say what they computed "
-            "again are left out (the fastest setting that fits is taken for them).",
+            f"{100 * settings.memory_margin:g} %. Runs that do not say what they "
+            "recomputed are left out (the fastest setting that fits is taken for them).",
             _margin_table(data, settings.memory_margin),
             "Chosen without a source, and judged on it:",
             _left_out_table(data),
