@@ -32,7 +32,9 @@ COMMUNICATOR_BYTES = 650 * GIB // 1000
 #: For each other rank in reach of NVLink that NCCL exchanges tokens with: eight H100 take 3.3 GB
 #: more after their first all-to-all (NVIDIA/nccl issue 1685). NCCL opens 32 channels to each peer,
 #: with buffers of 10 and 2 MiB each, LL, LL128 and Simple (``ncclTopoGetNchannels``,
-#: ``computeBuffSizes``, ``p2pRecvSetup``). Measured with seven peers; read in the source for more.
+#: ``computeBuffSizes``, ``p2pRecvSetup``), each its own (issue 2294). Measured with seven peers;
+#: read in the source for more. EP 64 on a rack of GB200 ran out of memory, and smaller buffers were
+#: tried for it (marin-community/marin issue 8077).
 EXCHANGE_BYTES = 440 * GIB // 1000
 #: For each such rank where others of the group are across the network, which leaves two channels;
 #: and 16 chunks of 128 KiB of 32 channels both ways for all others (``ncclTopoComputeP2pChannels``,
