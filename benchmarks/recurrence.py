@@ -25,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.authors_layers import authors_row  # noqa: E402
 from nest_megatron.config.compose import compose  # noqa: E402
 from nest_megatron.config.overrides import parse  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
@@ -36,7 +37,6 @@ from nest_megatron.research.nest_dp.ablation import (  # noqa: E402
     NUM_GPUS,
     TABLE_7,
     AblationRow,
-    authors_row,
     table7_row,
 )
 from nest_megatron.research.nest_dp.job import ResearchJob  # noqa: E402
@@ -312,7 +312,7 @@ takes its option so, and with them its sizes come to the table's degrees.) The t
 * BERT-Large: 25 stages, 10 replicas, 980 devices; embedding ZeRO-2 over 2, the rest ZeRO-3 over 4.
 
 With the layers of the authors' artifact, as many replicas as the table has, and SGD as in all of
-its runs (`research/nest_dp/artifact.py`):
+its runs (`benchmarks/authors_layers.py`):
 
 {own}
 

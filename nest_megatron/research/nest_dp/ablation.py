@@ -1,11 +1,10 @@
 """The paper's ablation of ZeRO under small memory (appendix C.3, Table 7).
 
 A stage takes further devices only so that its states are divided over them; without that, no plan
-fits. ``authors_row`` takes the layers of the authors' artifact, ``table7_row`` those of the
-catalogue: there no layer holds the language-model head but the last, what is kept is what a
-backward pass needs (the artifact adds up the outputs of all traced operators), and sums of
-gradients are priced. In both a stage takes the first ZeRO setting that fits where it stands; the
-artifact takes one that would fit at every place of a pipeline.
+fits. Layers are those of the catalogue: no layer holds the language-model head but the last, what
+is kept is what a backward pass needs (the artifact adds up the outputs of all traced operators),
+and sums of gradients are priced. A stage takes the first ZeRO setting that fits where it stands;
+the artifact takes one that would fit at every position of a pipeline.
 """
 
 from __future__ import annotations
@@ -16,12 +15,9 @@ from dataclasses import dataclass
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.research.nest_artifact.records import Instance
 from nest_megatron.research.nest_artifact.search import NoSolution
-from nest_megatron.research.nest_dp.artifact import artifact_problem
 from nest_megatron.research.nest_dp.job import Division, ResearchChoices, ResearchJob
 from nest_megatron.research.nest_dp.memory import MemoryRule, Optimizer
-from nest_megatron.research.nest_dp.pipeline import best_pipeline
 from nest_megatron.research.nest_dp.plan import ResearchPlan, described
 from nest_megatron.research.nest_dp.search import solve
 from nest_megatron.units import GIB, Bytes
@@ -77,41 +73,6 @@ def table7_row(
         optimizer=optimizer,
         without=_answer(_with_zero(job, allowed=False)),
         with_zero=_answer(_with_zero(job, allowed=True)),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuthorsRow:
-    """What is found for the authors' layers.
-
-    Args:
-        fits_without: there is a plan without ZeRO.
-        settings: ZeRO stage and degree of each stage, first to last; empty if there is no plan.
-        num_devices: over all replicas.
-    """
-
-    fits_without: bool
-    settings: tuple[tuple[int, int], ...]
-    num_devices: int
-
-
-def authors_row(instance: Instance, memory_bytes: Bytes, replicas: int) -> AuthorsRow:
-    """One row for an instance of the artifact on ``NUM_GPUS`` devices.
-
-    Args:
-        replicas: as many as the table has.
-    """
-    without, problem = (
-        artifact_problem(instance, NUM_GPUS, replicas, memory_bytes, zero=zero)
-        for zero in (False, True)
-    )
-    found = best_pipeline(problem)
-    stages = () if found is None else found.stages
-    options = [problem.strategies[0].options[stage.option] for stage in stages]
-    return AuthorsRow(
-        fits_without=best_pipeline(without) is not None,
-        settings=tuple((int(option.zero_stage), option.zero_degree) for option in options),
-        num_devices=replicas * sum(option.num_devices for option in options),
     )
 
 

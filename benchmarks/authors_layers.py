@@ -2,17 +2,21 @@
 
 Layer latencies are taken as milliseconds and links in seconds, both as what they are. A ZeRO
 collective is a ring over the level where its group lies. Sums of gradients are left out.
+``recurrence.py`` prints the paper's Table 7 with them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.nest_artifact.records import Chain, Instance, Layer
+from nest_megatron.research.nest_dp.ablation import NUM_GPUS
 from nest_megatron.research.nest_dp.downsets import Downsets, LayerDag, downsets_of
 from nest_megatron.research.nest_dp.links import Replicas, level_ends
+from nest_megatron.research.nest_dp.pipeline import best_pipeline
 from nest_megatron.research.nest_dp.records import (
     CheckpointPolicy,
     NodeTimes,
@@ -24,6 +28,41 @@ from nest_megatron.research.nest_dp.records import (
 from nest_megatron.units import Bytes, Seconds, to_ticks
 
 _MILLISECOND = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuthorsRow:
+    """What is found for the authors' layers.
+
+    Args:
+        fits_without: there is a plan without ZeRO.
+        settings: ZeRO stage and degree of each stage, first to last; empty if there is no plan.
+        num_devices: over all replicas.
+    """
+
+    fits_without: bool
+    settings: tuple[tuple[int, int], ...]
+    num_devices: int
+
+
+def authors_row(instance: Instance, memory_bytes: Bytes, replicas: int) -> AuthorsRow:
+    """One row for an instance of the artifact on ``NUM_GPUS`` devices.
+
+    Args:
+        replicas: as many as the table has.
+    """
+    without, problem = (
+        artifact_problem(instance, NUM_GPUS, replicas, memory_bytes, zero=zero)
+        for zero in (False, True)
+    )
+    found = best_pipeline(problem)
+    stages = () if found is None else found.stages
+    options = [problem.strategies[0].options[stage.option] for stage in stages]
+    return AuthorsRow(
+        fits_without=best_pipeline(without) is not None,
+        settings=tuple((int(option.zero_stage), option.zero_degree) for option in options),
+        num_devices=replicas * sum(option.num_devices for option in options),
+    )
 
 
 def artifact_problem(
