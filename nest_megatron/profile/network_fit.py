@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
 from nest_megatron.errors import ProfileError
-from nest_megatron.profile.least_squares import jacobian, minimize
 from nest_megatron.profile.network import CollectiveSample, LevelFit, kinds_of
 from nest_megatron.profile.network_routes import (
     DEFAULT_EFFICIENCY,
@@ -37,10 +36,12 @@ MIN_SAMPLES, MIN_SIZES, MIN_RANGE = 4, 3, 8
 _PULL = 0.1
 #: A residual that a reader is warned of: public measurements of quiet machines stay below it.
 _LOOSE = 0.3
-#: Misses beyond this count by their size, those below by its square.
+#: Residuals beyond this count by their size, those below by its square.
 _SOFT = 0.1
 #: Change of a time's logarithm with a bandwidth's, below which a time tells nothing of it.
 _TELLS = 0.3
+#: Where a fit ends, and by how much a number is moved to see what tells of it.
+_TOLERANCE, _STEP = 1e-12, 1e-5
 #: Smallest and largest value.
 _BOUNDS = {
     "latency_s": (2e-7, 1e-1),
@@ -186,17 +187,14 @@ def _fit_level(
     def logs(numbers: Sequence[float]) -> list[float]:
         return _logs(timed, (*levels[:index], _put(level, figures, numbers), *levels[index + 1 :]))
 
-    def misses(numbers: Sequence[float]) -> list[float]:
+    def residuals(numbers: Sequence[float]) -> list[float]:
         pull = [_PULL * (n - f.start) for n, f in zip(numbers, figures, strict=True)]
         return [_softened(log) for log in logs(numbers)] + pull
 
-    starts = [figure.start for figure in figures]
-    low, high = zip(*(figure.bounds for figure in figures), strict=True)
-    numbers = minimize(misses, starts, low, high)
-    rows = jacobian(logs, numbers, logs(numbers), high)
+    numbers = _least_squares(residuals, figures)
     told = {
-        figure.field: max(map(abs, row))
-        for figure, row in zip(figures, rows, strict=True)
+        figure.field: _sensitivity(logs, numbers, at, figure.bounds[1])
+        for at, figure in enumerate(figures)
         if figure.is_rate
     }
     untold = {name for name, change in told.items() if change < _TELLS}
@@ -214,6 +212,33 @@ def _fit_level(
     unknown = [kind for kind in kinds_of(own) if kind not in fit.measured_kinds]
     notes = [_untold_note(level.name, kind, own) for kind in unknown]
     return new, fit, [*notes, *_loose_note(fit)]
+
+
+def _least_squares(
+    residuals: Callable[[Sequence[float]], list[float]], figures: Sequence[_Figure]
+) -> list[float]:
+    """The numbers between their bounds at which the sum of squared residuals is least."""
+    from scipy.optimize import least_squares
+
+    found = least_squares(
+        lambda numbers: residuals(numbers.tolist()),
+        [figure.start for figure in figures],
+        bounds=tuple(zip(*(figure.bounds for figure in figures), strict=True)),
+        method="dogbox",  # a figure may lie on its bound
+        ftol=_TOLERANCE,
+        xtol=_TOLERANCE,
+        gtol=_TOLERANCE,
+    )
+    return [float(number) for number in found.x]
+
+
+def _sensitivity(
+    logs: Callable[[Sequence[float]], list[float]], numbers: Sequence[float], at: int, high: float
+) -> float:
+    """Largest change of a time's logarithm with one number; below its upper bound."""
+    step = _STEP if numbers[at] + _STEP <= high else -_STEP
+    moved = logs([*numbers[:at], numbers[at] + step, *numbers[at + 1 :]])
+    return max(abs(new - old) / _STEP for new, old in zip(moved, logs(numbers), strict=True))
 
 
 def _figures(level: NetworkLevel, timed: Sequence[_Timed]) -> Iterator[_Figure]:
@@ -259,9 +284,9 @@ def _logs(timed: Sequence[_Timed], levels: Sequence[NetworkLevel]) -> list[float
     ]
 
 
-def _softened(miss: float) -> float:
-    """Its square grows as the miss itself where that is large: one bad sample does not rule."""
-    return math.copysign(_SOFT * math.sqrt(2 * (math.hypot(1, miss / _SOFT) - 1)), miss)
+def _softened(log: float) -> float:
+    """Its square grows as the residual itself where that is large: one bad sample does not rule."""
+    return math.copysign(_SOFT * math.sqrt(2 * (math.hypot(1, log / _SOFT) - 1)), log)
 
 
 def _record(

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nest_megatron.errors import OK, UserInputError
-from nest_megatron.packages import install_command
 from nest_megatron.report.console import say, show, show_json
 from nest_megatron.validation.calibrate import (
     Fit,
@@ -45,7 +44,6 @@ from nest_megatron.validation.samples import samples_of
 
 def run_calibrate(paths: Sequence[Path], *, out: Path | None, validate: bool, as_json: bool) -> int:
     """Fit the cost model's constants, print how well they carry over, and write them."""
-    _require_scipy()
     files = [read_rows(path) for path in paths]
     folders = {file.path.parent for file in files if file.kind is RowKind.COLLECTIVES}
     samples = thinned(samples_of(files, ModelBook.load()))
@@ -194,18 +192,6 @@ def _peaks(fits: Mapping[str, PeakFit]) -> dict[str, object]:
 def _errors(errors: Errors) -> dict[str, float | None]:
     left_out = None if math.isnan(errors.left_out) else errors.left_out
     return {"rows": errors.rows, "error": errors.fitted, "left_out": left_out}
-
-
-def _require_scipy() -> None:
-    try:
-        import scipy.optimize  # noqa: F401
-    except ImportError as error:
-        raise UserInputError(
-            "calibrate",
-            value=None,
-            limit="it needs SciPy, which is not installed",
-            fix=install_command("calibrate"),
-        ) from error
 
 
 def _document(

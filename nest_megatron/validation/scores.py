@@ -129,16 +129,6 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
     """Rank correlation, ties sharing their mean rank; ``None`` where one side is constant."""
     if len(set(left)) < 2 or len(set(right)) < 2:
         return None
-    return statistics.correlation(_ranks(left), _ranks(right))
+    from scipy.stats import rankdata
 
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    """Mean rank of each value.
-
-    >>> _ranks([3.0, 1.0, 3.0])
-    [1.5, 0.0, 1.5]
-    """
-    ordered = sorted(values)
-    first = {value: index for index, value in reversed(list(enumerate(ordered)))}
-    count = {value: ordered.count(value) for value in first}
-    return [first[value] + (count[value] - 1) / 2 for value in values]
+    return statistics.correlation(rankdata(left).tolist(), rankdata(right).tolist())

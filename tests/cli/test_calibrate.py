@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,11 +63,3 @@ def test_rows_without_a_time_teach_nothing(tmp_path: Path) -> None:
     done = run("calibrate", str(path))
     assert done.code == 2
     assert "nest-megatron validate" in done.err
-
-
-def test_without_scipy_the_package_is_named(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    done = run("calibrate", str(runs))
-    assert done.code == 2
-    assert "pip install 'numpy" in done.err

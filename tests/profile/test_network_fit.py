@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
 from nest_megatron.errors import ProfileError
-from nest_megatron.profile.least_squares import minimize
 from nest_megatron.profile.network_fit import fit_hosts, fit_levels, predicted
 from tests.profile.networks import LEVELS, NETWORK, NODE, SIZES, priced, samples
 
@@ -172,12 +171,3 @@ def test_a_faster_machine_than_described_is_refused() -> None:
     slow = dataclasses.replace(NODE, bandwidth_bytes_per_s=1e11)
     with pytest.raises(ProfileError, match=r"more than 1\.5 times"):
         fit_levels(samples(shapes=[(8, 1)]), (slow, NETWORK))
-
-
-def test_least_squares_finds_the_end_of_a_bent_valley() -> None:
-    def rosenbrock(values: object) -> list[float]:
-        x, y = values  # type: ignore[misc]
-        return [10 * (y - x * x), 1 - x]
-
-    assert minimize(rosenbrock, [-1.2, 1], [-5, -5], [5, 5]) == pytest.approx([1, 1])
-    assert minimize(rosenbrock, [-1.2, 1], [-5, -5], [0.5, 5]) == pytest.approx([0.5, 0.25])
