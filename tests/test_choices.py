@@ -28,8 +28,8 @@ from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS, execution
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.knobs import (
     KNOBS,
+    KnobConditions,
     Package,
-    Setting,
     always_on,
     choices_of_execution,
     knob_table,
@@ -227,7 +227,7 @@ def test_packed_sequences_leave_no_room_for_some_choices() -> None:
     packed = read_job(read_argv("pretrain_gpt.py", [*LLAMA, "--sft"], "0.16.1"))
     plain = read_job(read_argv("pretrain_gpt.py", LLAMA, "0.16.1"))
     assert plain.closed == frozenset()
-    setting = Setting(
+    setting = KnobConditions(
         spec=catalogue.model("mixtral_8x7b"), accelerator="H100-SXM-80GB", closed=packed.closed
     )
     values = open_values(setting)
@@ -266,7 +266,7 @@ def test_nccl_ep_is_read_and_priced_as_hybridep_with_a_note() -> None:
 
 @pytest.mark.parametrize(("device", "deepep"), [("H100-SXM-80GB", True), ("GB200-186GB", False)])
 def test_deepep_is_not_for_nvlink_across_hosts(device: str, deepep: bool) -> None:
-    setting = Setting(
+    setting = KnobConditions(
         spec=catalogue.model("mixtral_8x7b"), accelerator=device, packages=frozenset(Package)
     )
     values = open_values(setting)["moe_flex_dispatcher_backend"]
@@ -278,7 +278,7 @@ def test_deepep_is_not_for_nvlink_across_hosts(device: str, deepep: bool) -> Non
 
 
 def test_a_field_that_the_job_lacks_is_not_chosen() -> None:
-    setting = Setting(spec=catalogue.model("mixtral_8x7b"), accelerator="H100-SXM-80GB")
+    setting = KnobConditions(spec=catalogue.model("mixtral_8x7b"), accelerator="H100-SXM-80GB")
     narrow = dataclasses.replace(setting, can_state=frozenset({"moe_permute_fusion"}))
     assert open_values(narrow) == {}
     assert always_on(Execution(), narrow) == Execution(moe_permute_fusion=True)

@@ -28,7 +28,7 @@ from nest_megatron.cost_model.target_defaults import MEGATRON_LM
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.knobs import Setting, always_on, open_values, unknown_packages
+from nest_megatron.parallel.knobs import KnobConditions, always_on, open_values, unknown_packages
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.planner import PlanRequest
 from nest_megatron.planner.headroom import MOST_HEADROOM
@@ -118,7 +118,7 @@ def request_for(
     check_quotients(space, cluster.num_gpus, batch)
     name, target = cluster.accelerator.name, read_target(config, job.target)
     settings = read_settings(config, job, name)
-    choices = Setting(
+    choices = KnobConditions(
         spec=spec,
         accelerator=name,
         fp8_recipe=fp8_recipe_of(settings),

@@ -231,7 +231,7 @@ _BY_NAME = {knob.name: knob for knob in KNOBS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class KnobConditions:
     """What decides which choices there are, beside the layout.
 
     Args:
@@ -263,24 +263,24 @@ class Setting:
     closed: frozenset[str] = frozenset()
 
 
-def always_on(given: Execution, setting: Setting) -> Execution:
+def always_on(given: Execution, conditions: KnobConditions) -> Execution:
     """The job's own, with everything on that never costs time.
 
     Kernels that the device lacks give way where the user does not hold them.
     """
     backend = given.moe_flex_dispatcher_backend
-    if not _runs_on(backend, setting) and "token_dispatcher" not in setting.held:
+    if not _runs_on(backend, conditions) and "token_dispatcher" not in conditions.held:
         given = dataclasses.replace(
             given,
             moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
             moe_flex_dispatcher_backend=None,
         )
-    names = [knob.name for knob in KNOBS if knob.always and _is_open(knob, setting)]
+    names = [knob.name for knob in KNOBS if knob.always and _is_open(knob, conditions)]
     fields: dict[str, Any] = dict.fromkeys(names, True)
     return dataclasses.replace(given, **fields)
 
 
-def open_values(setting: Setting) -> dict[str, tuple[Any, ...]]:
+def open_values(conditions: KnobConditions) -> dict[str, tuple[Any, ...]]:
     """Fields of ``Execution`` that a plan may choose, with their values."""
     found = {}
     for knob in KNOBS:
@@ -288,13 +288,13 @@ def open_values(setting: Setting) -> dict[str, tuple[Any, ...]]:
             value
             for value in knob.values
             if knob.needs.get(value) is None
-            or (knob.needs[value] in setting.packages and _runs_on(value, setting))
+            or (knob.needs[value] in conditions.packages and _runs_on(value, conditions))
         )
-        if values and _is_open(knob, setting):
+        if values and _is_open(knob, conditions):
             found[knob.name] = values
     if "cuda_graph_scope" in found:
-        found["cuda_graph_scope"] = (_captured(setting), ())
-    if _OFFLOADED in found.get("offload_modules", ()) and not setting.spec.is_moe:
+        found["cuda_graph_scope"] = (_captured(conditions), ())
+    if _OFFLOADED in found.get("offload_modules", ()) and not conditions.spec.is_moe:
         found["offload_modules"] = (_OFFLOADED_DENSE, ())
     backends = found.get("moe_flex_dispatcher_backend", ())
     if all(backend is None for backend in backends):  # no package of one is known to be there
@@ -306,22 +306,22 @@ def open_values(setting: Setting) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def _captured(setting: Setting) -> tuple[str, ...]:
+def _captured(conditions: KnobConditions) -> tuple[str, ...]:
     """Modules of a model with experts whose shapes are fixed (0.16.1 tc:1747-1778)."""
-    dense = () if all(setting.spec.moe_layer_pattern) else ("mlp",)
-    prepared = () if setting.counts_on_host else ("moe_preprocess",)
+    dense = () if all(conditions.spec.moe_layer_pattern) else ("mlp",)
+    prepared = () if conditions.counts_on_host else ("moe_preprocess",)
     return ("attn", *dense, "moe_router", *prepared)
 
 
-def unknown_packages(setting: Setting) -> dict[FlexBackend, Package]:
+def unknown_packages(conditions: KnobConditions) -> dict[FlexBackend, Package]:
     """Backends of the exchange that a plan would try if their package were known to be there."""
     (knob,) = (knob for knob in KNOBS if knob.name == "moe_flex_dispatcher_backend")
-    if not _is_open(knob, setting):
+    if not _is_open(knob, conditions):
         return {}
     return {
         backend: knob.needs[backend]
         for backend in (FlexBackend.DEEPEP, FlexBackend.HYBRIDEP)
-        if knob.needs[backend] not in setting.packages and _runs_on(backend, setting)
+        if knob.needs[backend] not in conditions.packages and _runs_on(backend, conditions)
     }
 
 
@@ -334,30 +334,30 @@ _SPANNING_DEVICE = re.compile(r"GB\d", re.IGNORECASE)
 _WITHOUT_BUFFERS = ("blockwise", "mxfp8")
 
 
-def _runs_on(backend: object, setting: Setting) -> bool:
+def _runs_on(backend: object, conditions: KnobConditions) -> bool:
     deepep = backend is FlexBackend.DEEPEP
-    return not (deepep and _SPANNING_DEVICE.match(setting.accelerator))
+    return not (deepep and _SPANNING_DEVICE.match(conditions.accelerator))
 
 
-def _is_open(knob: Knob, setting: Setting) -> bool:
+def _is_open(knob: Knob, conditions: KnobConditions) -> bool:
     """Whether the choice exists for a job on a device, and is not the user's own."""
-    spec = setting.spec
-    stated = setting.can_state is None or knob.name in setting.can_state
-    if not stated or knob.name in setting.closed:
+    spec = conditions.spec
+    stated = conditions.can_state is None or knob.name in conditions.can_state
+    if not stated or knob.name in conditions.closed:
         return False
     missing = {
-        "moe_flex_dispatcher_backend": _EXCHANGING_DEVICE.match(setting.accelerator) is None,
+        "moe_flex_dispatcher_backend": _EXCHANGING_DEVICE.match(conditions.accelerator) is None,
         "moe_shared_expert_overlap": not spec.moe_shared_expert_intermediate_size,
         # latent attention has GEMMs of its own, for which no buffers are made
-        "tp_comm_overlap": spec.multi_latent_attention or setting.fp8_recipe in _WITHOUT_BUFFERS,
+        "tp_comm_overlap": spec.multi_latent_attention or conditions.fp8_recipe in _WITHOUT_BUFFERS,
         "cp_comm_type": spec.multi_latent_attention,
         "hierarchical_context_parallel_sizes": spec.multi_latent_attention,
-        "offload_modules": not setting.has_fast_link or spec.family is not ModelFamily.GPT,
-        "cuda_graph_impl": not setting.capturable or spec.family is not ModelFamily.GPT,
+        "offload_modules": not conditions.has_fast_link or spec.family is not ModelFamily.GPT,
+        "cuda_graph_impl": not conditions.capturable or spec.family is not ModelFamily.GPT,
         # the whole layer, where nothing in it has shapes of its own
-        "cuda_graph_scope": not setting.capturable or not spec.is_moe,
+        "cuda_graph_scope": not conditions.capturable or not spec.is_moe,
     }
-    if not setting.has_engine or knob.choice in setting.held:
+    if not conditions.has_engine or knob.choice in conditions.held:
         return False
     return not missing.get(knob.name, False) and (spec.is_moe or not knob.of_experts)
 
