@@ -124,11 +124,11 @@ def refused_class(config: Any) -> tuple[str, str] | None:
     for place, kind in enumerate(mro):
         if kind.__name__ in _SUPPORTED_CLASSES or "__dataclass_fields__" not in vars(kind):
             continue
-        stranger = next(
+        unknown = next(
             (n for n in vars(kind).get("__annotations__", ()) if n not in CLASSIFIED), None
         )
-        if stranger is not None:
-            return kind.__name__, f"what its field {stranger} does to a model is not known here"
+        if unknown is not None:
+            return kind.__name__, f"what its field {unknown} does to a model is not known here"
         if (method := _overridden(kind, mro[place + 1 : -1])) is not None:
             return kind.__name__, f"its own {method} may build a model that is not supported"
     return None

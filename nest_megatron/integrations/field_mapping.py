@@ -127,7 +127,7 @@ def _reason(plan: ParallelPlan, item: str) -> str:
 def contradicted_fields(
     root: Any, plan: ParallelPlan, table: Mapping[str, str]
 ) -> Iterator[FieldValue]:
-    """The job's own options that leave no room for the plan, taken back.
+    """The job's own options that contradict the plan, taken back.
 
     Args:
         table: option -> path; only those of ``RESETS`` are looked at.

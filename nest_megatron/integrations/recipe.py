@@ -11,22 +11,15 @@ from nest_megatron.config.job import Job
 from nest_megatron.cost_model.execution_flags import time_notes
 from nest_megatron.cost_model.memory_flags import memory_flags
 from nest_megatron.cost_model.targets import Target
-from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.execution_fields import ExecutionPlaces, stated_execution, unforced
 from nest_megatron.integrations.fields import ABSENT, find, value_or, whole
 from nest_megatron.integrations.finetuning import closed_choices, data_requirements
+from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zero
 from nest_megatron.integrations.overlap import TAKEN_BACK
 from nest_megatron.integrations.restore import Restored
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.cuda_graphs import FIELDS as GRAPH_FIELDS
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
-from nest_megatron.parallel.plan import STRATEGIES
-from nest_megatron.parallel.recompute import (
-    Recompute,
-    RecomputeGranularity,
-    RecomputeMethod,
-    selective_recompute,
-)
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
 #: Items that megatron-core's ``ModelParallelConfig`` or a strategy around it holds.
@@ -71,7 +64,6 @@ _ARGUMENTS = {
 }
 _OF_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-_STRATEGIES = {strategy: zero for zero, strategy in STRATEGIES.items()}
 
 
 def job_of_fields(
@@ -134,8 +126,8 @@ def job_of_fields(
             **data_requirements(root, data, micro, places.model),
         },
         restored=restored,
-        recompute=_recompute(stated),
-        zero=_zero(stated, uses_fsdp=uses_fsdp),
+        recompute=read_recompute(stated),
+        zero=read_zero({**stated, "use_megatron_fsdp": uses_fsdp}) or ZeroStage.NONE,
         sharding=DataParallelSharding.MEGATRON_FSDP if uses_fsdp else DataParallelSharding.DDP,
         memory_flags=flags,
         on_blackwell=unforced(root, places),
@@ -170,30 +162,3 @@ def layout_text(layout: Any) -> str | None:
         "".join(_LETTERS[str(getattr(unit, "name", unit)).strip().lower()] for unit in stage)
         for stage in layout
     )
-
-
-def _recompute(stated: Mapping[str, Any]) -> Recompute | None:
-    granularity = stated.get("recompute_granularity")
-    if granularity is None:
-        return None
-    if granularity != RecomputeGranularity.FULL:
-        return selective_recompute(stated.get("recompute_modules") or ["core_attn"])
-    method = stated.get("recompute_method")
-    if method is None:
-        raise UserInputError(
-            "recompute_method",
-            value=None,
-            limit="full recomputation needs one",
-            fix="Set uniform or block, or free recompute.",
-        )
-    return Recompute(
-        granularity=RecomputeGranularity.FULL,
-        method=RecomputeMethod(method),
-        num_layers=stated.get("recompute_num_layers"),
-    )
-
-
-def _zero(stated: Mapping[str, Any], *, uses_fsdp: bool) -> ZeroStage:
-    if uses_fsdp:
-        return _STRATEGIES[stated.get("data_parallel_sharding_strategy") or "no_shard"]
-    return ZeroStage.OPTIMIZER if stated.get("use_distributed_optimizer") else ZeroStage.NONE

@@ -27,7 +27,7 @@ class IncompatibleOption:
 
     Args:
         dests: destinations of the options.
-        contradicts: whether a plan leaves no room for the user's value.
+        contradicts: whether a plan contradicts the user's value.
         reason: said beside the change.
         source: where Megatron refuses the two together.
         turns_off: the option is a switch that turns something off, so it is given where the value
@@ -46,7 +46,7 @@ class IncompatibleOption:
 def contradicted(
     plan: ParallelPlan, values: Mapping[str, Any], version: str = "0.16.1"
 ) -> dict[str, str]:
-    """Options among the user's that the plan leaves no room for, with the reason for each."""
+    """Options among the user's that the plan contradicts, with the reason for each."""
     return {
         dest: option.reason
         for option in INCOMPATIBLE_OPTIONS

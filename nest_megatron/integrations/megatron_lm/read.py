@@ -133,7 +133,7 @@ def job_from_values(
         transformer_impl=values.get("transformer_impl") or "transformer_engine",
         fixed=MappingProxyType({k: values.get(k) for k in PARALLEL_ARGUMENTS if k in explicit}),
         recompute=read_recompute(values),
-        zero=_zero(values),
+        zero=read_zero(values),
         sharding=_sharding(values),
         graphs=cuda_graphs(values),
         capturable=not any(map(values.get, _OTHER_SHAPES)),
@@ -314,7 +314,8 @@ def read_recompute(values: Mapping[str, Any]) -> Recompute | None:
     return selective_recompute(modules)
 
 
-def _zero(values: Mapping[str, Any]) -> ZeroStage | None:
+def read_zero(values: Mapping[str, Any]) -> ZeroStage | None:
+    """The user's ZeRO stage, ``None`` if they said nothing of it."""
     if values.get("use_megatron_fsdp"):
         return _STRATEGIES[values.get("data_parallel_sharding_strategy") or "no_shard"]
     if values.get("use_torch_fsdp2"):
