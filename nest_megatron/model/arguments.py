@@ -47,7 +47,8 @@ SAME_NAMES = (
     "qk_pos_emb_head_dim",
     "v_head_dim",
 )
-_OF_EXPERTS = (
+#: Those of a model with experts, beside their number and which layers have them.
+EXPERT_NAMES = (
     "moe_ffn_hidden_size",
     "moe_router_topk",
     "moe_shared_expert_intermediate_size",
@@ -84,7 +85,7 @@ def spec_from_arguments(
     if values.get("group_query_attention"):
         found["num_query_groups"] = values.get("num_query_groups")
     if values.get("num_experts"):
-        found |= _given(values, ("num_experts", *_OF_EXPERTS))
+        found |= _given(values, ("num_experts", *EXPERT_NAMES))
         frequency = values.get("moe_layer_freq")
         found["moe_layer_pattern"] = moe_layer_pattern(
             1 if frequency is None else frequency, fields["num_layers"]

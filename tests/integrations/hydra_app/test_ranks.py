@@ -82,6 +82,6 @@ def test_a_rank_with_another_configuration_stops_all(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode != 0
-    assert done.stdout.count("TRAINS") <= 1  # nobody waits, so rank 0 may be on its way
+    assert done.stdout.count("TRAINS") <= 1  # ranks do not block, so rank 0 may be on its way
     assert "model.optim.lr" in done.stderr
     assert "0.5 on rank 1" in done.stderr
