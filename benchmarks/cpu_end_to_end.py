@@ -7,8 +7,8 @@ Run from the project's root, on a quiet machine with two cores and megatron-core
 It takes six minutes on quiet cores, says on standard error what it has done, waits up to
 ``--patience`` in all for other processes to leave the cores, and ends after ``--max-seconds``.
 
-Two processes with one thread each time gloo's collectives, and the pieces of a small GPT in turns
-with real training of the layouts of ``cpu_job.py`` (megatron-core over gloo). From the pieces and
+Two processes with one thread each time gloo's collectives, and the blocks of a small GPT in turns
+with real training of the layouts of ``cpu_job.py`` (megatron-core over gloo). From the blocks and
 the collectives alone the cost model predicts every layout, and the planner chooses among all that
 are legal. Nothing is fitted to the steps that were measured.
 """
@@ -65,7 +65,7 @@ class Turns:
     """What was timed in turns.
 
     Args:
-        timings: of the pieces.
+        timings: of the blocks.
         runs: of each layout, by name, every turn.
         figures: of the cores after all.
     """
@@ -79,9 +79,9 @@ class Turns:
 def in_turns(
     trial: Trial, plans: Mapping[str, ParallelPlan], folder: Path, limits: Limits
 ) -> Turns:
-    """Train the layouts, with some pieces timed before each.
+    """Train the layouts, with some blocks timed before each.
 
-    A core's speed drifts, and more when it was idle before: timed first, pieces would be faster
+    A core's speed drifts, and more when it was idle before: timed first, blocks would be faster
     than the same work is in training.
     """
     tasks = tasks_of(trial.spec, tuple(trial.shards()))
@@ -89,16 +89,16 @@ def in_turns(
     turn = [
         call
         for (name, plan), share in zip(plans.items(), shares, strict=True)
-        for call in (Call("pieces", (trial, share)), _training(trial, plan, name))
+        for call in (Call("blocks", (trial, share)), _training(trial, plan, name))
     ]
     *found, figures = on_two_ranks(folder, [*(trial.rounds * turn), Call("figures")], limits)
-    pieces, runs, count = found[0::2], found[1::2], len(plans)
+    blocks, runs, count = found[0::2], found[1::2], len(plans)
     turns = [
-        [timing for ranks in pieces[first : first + count] for timing in _slower(ranks)]
-        for first in range(0, len(pieces), count)
+        [timing for ranks in blocks[first : first + count] for timing in _slower(ranks)]
+        for first in range(0, len(blocks), count)
     ]
     return Turns(
-        machine=pieces[0][0][0],
+        machine=blocks[0][0][0],
         timings=quicker_timings(turns),
         runs={name: runs[index::count] for index, name in enumerate(plans)},
         figures=slower_figures(figures),
@@ -201,7 +201,7 @@ def run(trial: Trial, folder: Path, limits: Limits | None = None) -> Outcome:
     before, network = slower_figures(figures), networks[0]
     settings = settings_of(before)
     cluster = cluster_of(before, network, memory_bytes())
-    limits.tell(f"2. pieces and {len(trial.layouts)} layouts in turns, {trial.rounds} times")
+    limits.tell(f"2. blocks and {len(trial.layouts)} layouts in turns, {trial.rounds} times")
     turns = in_turns(trial, estimated(trial, cluster, settings, None), folder, limits)
     times = stored_times(trial, turns)
     plans, best = (f(trial, cluster, settings, times) for f in (estimated, chosen))

@@ -78,10 +78,10 @@ class Trial:
     """What is measured, predicted and run.
 
     Args:
-        micro_batch_sizes: those that pieces are timed with, and that the planner may choose.
-        rounds: how often all pieces and all layouts have their turn. The quicker turn counts, of
-            pieces as of layouts, so that what disturbs the machine for a while does not.
-        passes: timed passes of each piece in a turn.
+        micro_batch_sizes: those that blocks are timed with, and that the planner may choose.
+        rounds: how often all blocks and all layouts have their turn. The quicker turn counts, of
+            blocks as of layouts, so that what disturbs the machine for a while does not.
+        passes: timed passes of each block in a turn.
         network_s: time for the collectives.
         largest_bytes: of their messages.
         warm_up, steps: optimizer steps of a layout's turn before those that count, and those.

@@ -287,11 +287,11 @@ class _Place:
         return dist.group.WORLD
 
 
-def _pieces(place: _Place, trial: Trial, tasks: Sequence[Task]) -> tuple[Machine, list[Timing]]:
-    """Some pieces, each timed by both ranks at the same time."""
+def _blocks(place: _Place, trial: Trial, tasks: Sequence[Task]) -> tuple[Machine, list[Timing]]:
+    """Some blocks, each timed by both ranks at the same time."""
     from nest_megatron.megatron_core.stage import Where
     from nest_megatron.model.implementation import Implementation
-    from nest_megatron.profile.layer_timer import Measuring, time_piece
+    from nest_megatron.profile.layer_timer import Measuring, time_block
     from nest_megatron.profile.session import this_machine
     from tests.training.job import CHANGES
 
@@ -307,7 +307,7 @@ def _pieces(place: _Place, trial: Trial, tasks: Sequence[Task]) -> tuple[Machine
     timings = []
     for task in tasks:
         place.meet()
-        timings.append(time_piece(trial.spec, task.piece, task.shard, measuring))
+        timings.append(time_block(trial.spec, task.block, task.shard, measuring))
     return this_machine(Where.CPU, Implementation.LOCAL), timings
 
 
@@ -421,7 +421,7 @@ def _peak_memory() -> int:
 _STATES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "pieces": _pieces,
+    "blocks": _blocks,
     "network": _network,
     "figures": _figures,
     "train": _train,

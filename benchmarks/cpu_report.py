@@ -27,7 +27,7 @@ LEFT_OUT = """\
 ## What the prediction leaves out
 
 * The machine's own drift: the speed of a virtual core changes by up to a sixth from minute to
-  minute. Timed before all layouts instead of in turns with them, pieces were 11 % too fast.
+  minute. Timed before all layouts instead of in turns with them, blocks were 11 % too fast.
 * Waiting inside tensor-parallel layers: gloo's threads have no core of their own. By itself a call
   of half a megabyte takes 0.2 to 0.5 ms as a rule, but up to one in four takes 4 ms. The profile
   keeps the median; a step with hundreds of calls pays the mean, about 1.3 ms each as timers inside
@@ -249,10 +249,10 @@ def _machine_section(outcome: Outcome) -> str:
 
 Written by `{COMMAND}`; do not edit it.
 
-Two processes with one thread each timed gloo's collectives, then the pieces of the model and whole
+Two processes with one thread each timed gloo's collectives, then the blocks of the model and whole
 layouts in turns, as a core's speed drifts: trained with megatron-core over gloo, in each turn the
-median of {trial.steps} steps after {trial.warm_up}, each step as the slower rank had it. Pieces and
-layouts had {trial.rounds} turns, of which the quicker counts. From pieces and collectives alone the
+median of {trial.steps} steps after {trial.warm_up}, each step as the slower rank had it. Blocks and
+layouts had {trial.rounds} turns, of which the quicker counts. From blocks and collectives alone the
 cost model predicted each layout, and the planner chose among all that are legal. Nothing is fitted
 to the steps.
 

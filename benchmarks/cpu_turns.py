@@ -22,7 +22,7 @@ def slower_figures(found: Sequence[Figures]) -> Figures:
 
 
 def slower_timings(ranks: Sequence[Sequence[Timing]]) -> tuple[Timing, ...]:
-    """Each piece as the slower rank ran it, times in each direction apart."""
+    """Each block as the slower rank ran it, times in each direction apart."""
     times = ("forward_s", "backward_s", "recompute_s", "optimizer_s", "spread")
     return tuple(
         dataclasses.replace(
@@ -33,7 +33,7 @@ def slower_timings(ranks: Sequence[Sequence[Timing]]) -> tuple[Timing, ...]:
 
 
 def quicker_timings(turns: Sequence[Sequence[Timing]]) -> tuple[Timing, ...]:
-    """Each piece in its quicker turn."""
+    """Each block in its quicker turn."""
     return tuple(
         min(each, key=lambda timing: timing.forward_s + timing.backward_s)
         for each in zip(*turns, strict=True)

@@ -58,7 +58,7 @@ def to_plain(value: object) -> Any:
     """Records, enums, tuples and mappings as dicts, lists, numbers and text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (f for f in dataclasses.fields(value) if f.init and not _is_left_out(f, value))
-        return {f.name: to_plain(getattr(value, f.name)) for f in fields}
+        return {_key(f): to_plain(getattr(value, f.name)) for f in fields}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
@@ -76,7 +76,17 @@ def added(default: Any) -> Any:
     return dataclasses.field(default=default, metadata={_ADDED: True})
 
 
-_ADDED = "added"
+def written_as(name: str) -> Any:
+    """A field that files have under another name, which released ones gave it."""
+    return dataclasses.field(metadata={_WRITTEN_AS: name})
+
+
+_ADDED, _WRITTEN_AS = "added", "written_as"
+
+
+def _key(field: dataclasses.Field[Any]) -> str:
+    name: str = field.metadata.get(_WRITTEN_AS, field.name)
+    return name
 
 
 def _is_left_out(field: dataclasses.Field[Any], value: object) -> bool:
@@ -120,8 +130,8 @@ def _reported(error: BaseException, where: str, source: Source) -> BaseException
 
     path = _path(error)
     while isinstance(error, BaseValidationError):
-        error = error.exceptions[0]
-        path += _path(error)
+        kind, error = error.cl, error.exceptions[0]
+        path += _path(error, kind)
     if not isinstance(error, _WrongError):
         return error
     path += f".{error.name}" if error.name else ""
@@ -134,11 +144,21 @@ def _reported(error: BaseException, where: str, source: Source) -> BaseException
     )
 
 
-def _path(error: BaseException) -> str:
-    """Where an error was found; cattrs notes its place from the inside outwards."""
+def _path(error: BaseException, kind: Any = None) -> str:
+    """Where an error was found; cattrs notes its place from the inside outwards.
+
+    Args:
+        kind: the record in whose fields it was.
+    """
+    keys = (
+        {f.name: _key(f) for f in dataclasses.fields(kind)}
+        if dataclasses.is_dataclass(kind)
+        else {}
+    )
     parts = []
     for note in reversed(getattr(error, "__notes__", ())):
-        place = getattr(note, "name", getattr(note, "index", None))
+        name = getattr(note, "name", None)
+        place = getattr(note, "index", None) if name is None else keys.get(name, name)
         parts.append(f"[{place}]" if isinstance(place, int) else f".{place}")
     return "".join(parts)
 
@@ -186,10 +206,11 @@ def _is_union(hint: Any) -> bool:
 
 def _record_hook(source: Source, converter: Converter, kind: Any) -> Hook:
     """Reads a record's fields, after its keys are checked."""
-    from cattrs.gen import make_dict_structure_fn
+    from cattrs.gen import make_dict_structure_fn, override
 
-    build = make_dict_structure_fn(kind, converter)
-    fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
+    fields = {_key(f): f for f in dataclasses.fields(kind) if f.init}
+    renamed: Any = {f.name: override(rename=key) for key, f in fields.items() if key != f.name}
+    build = make_dict_structure_fn(kind, converter, **renamed)
 
     def structure(value: Any, _: Any) -> Any:
         _require_mapping(value)

@@ -10,7 +10,7 @@ from enum import Enum
 import pytest
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.plain import Source, added, from_plain, to_plain
+from nest_megatron.plain import Source, added, from_plain, to_plain, written_as
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,3 +100,17 @@ def test_a_description_may_write_whole_numbers_as_floats() -> None:
 def test_a_file_of_another_program_may_hold_more() -> None:
     fields = {"name": "a", "colour": "red", "is_new": 1}
     assert from_plain(Part, fields, source=Source(is_foreign=True)) == Part(name="a", is_new=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renamed:
+    block: int = written_as("piece")
+
+
+def test_a_renamed_field_keeps_its_name_in_files() -> None:
+    assert to_plain(Renamed(block=3)) == {"piece": 3}
+    assert from_plain(Renamed, {"piece": 3}) == Renamed(block=3)
+    with pytest.raises(UserInputError, match=r"block = 3: there is no such field\. .*piece"):
+        from_plain(Renamed, {"block": 3})
+    with pytest.raises(UserInputError, match=r"piece = 'x': it must be a whole number"):
+        from_plain(Renamed, {"piece": "x"})

@@ -95,7 +95,7 @@ def run_profile(
     network_out: Path | None,
     as_json: bool,
 ) -> int:
-    """Time the pieces of a model's layers, and the collectives between the ranks."""
+    """Time the layer blocks of a model, and the collectives between the ranks."""
     started = time.monotonic()
     if not max_seconds > 0:
         raise UserInputError(
@@ -186,7 +186,7 @@ def _time(job: Session, measuring: Measuring, until: float) -> tuple[list[Timing
 
     def skip(task: Task, why: str) -> None:
         shard = task.shard
-        words = f"{task.piece} at tp {shard.tensor_model_parallel_size}"
+        words = f"{task.block} at tp {shard.tensor_model_parallel_size}"
         skipped.append(f"{words}, micro batch {shard.micro_batch_size}: {why}")
 
     timings: list[Timing] = []

@@ -99,7 +99,7 @@ def _shape(task: Task) -> tuple[object, ...]:
     """What tells timings apart (``Timing.shape``)."""
     shard = task.shard
     return (
-        task.piece,
+        task.block,
         shard.tensor_model_parallel_size,
         shard.context_parallel_size,
         shard.expert_model_parallel_size,

@@ -6,14 +6,14 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.graph_times import GraphTimes, graph_times
 from nest_megatron.cost_model.keys import GroupPlaces, dense_shape
 from nest_megatron.cost_model.layer_cost import UnitTimes, unit_times
-from nest_megatron.cost_model.measured import MeasuredTimes, piece_graph
+from nest_megatron.cost_model.measured import MeasuredTimes, block_graph
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.graph import Group
 from nest_megatron.model.parameters import last_layer_kind
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.profile.records import Piece, Source, pieces_of
+from nest_megatron.profile.records import LayerBlock, Source, blocks_of
 from nest_megatron.units import Seconds, Ticks, to_ticks
 
 _GROUPS = (Group.TENSOR, Group.CONTEXT, Group.EXPERT, Group.EXPERT_TENSOR)
@@ -44,31 +44,33 @@ class BlockTimes:
         self._times: dict[tuple[_Shape, _Way, Seconds], UnitTimes] = {}
         self._graph_times: dict[tuple[_Shape, _Way], GraphTimes] = {}
 
-    def sources(self, shard: LayerShard) -> dict[Piece, Source]:
+    def sources(self, shard: LayerShard) -> dict[LayerBlock, Source]:
         """Where the compute time of each of the model's blocks comes from."""
-        return {p: self._measured.scale(p, shard).source for p in pieces_of(self.spec)}
+        return {p: self._measured.scale(p, shard).source for p in blocks_of(self.spec)}
 
     def of_unit(
         self, kind: LayerKind, places: GroupPlaces, shard: LayerShard
     ) -> tuple[UnitTimes, ...]:
         """The blocks of a unit."""
         if kind is LayerKind.EMBEDDING:
-            return (self.outside_experts(Piece.EMBEDDING, places, shard),)
+            return (self.outside_experts(LayerBlock.EMBEDDING, places, shard),)
         if kind is LayerKind.HEAD:
-            return (self.outside_experts(Piece.HEAD, places, shard),)
+            return (self.outside_experts(LayerBlock.HEAD, places, shard),)
         if kind is LayerKind.MTP:
-            around = self.outside_experts(Piece.MTP, places, shard)
+            around = self.outside_experts(LayerBlock.MTP, places, shard)
             layer = self.of_unit(last_layer_kind(self.spec), places, shard)
             return (around, *(self.spec.num_mtp_layers * layer))
-        attention = self.outside_experts(Piece.ATTENTION, places, shard)
+        attention = self.outside_experts(LayerBlock.ATTENTION, places, shard)
         return (attention, self._feed_forward(kind, places, shard))
 
-    def outside_experts(self, piece: Piece, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
+    def outside_experts(
+        self, block: LayerBlock, places: GroupPlaces, shard: LayerShard
+    ) -> UnitTimes:
         """A block that depends on no expert degree."""
-        shape = (piece, *dense_shape(places, shard))
+        shape = (block, *dense_shape(places, shard))
         key = (shape, shard.execution.outside_experts, 0.0)
         if key not in self._times:
-            self._times[key] = self._price(piece, shape, places, shard)
+            self._times[key] = self._price(block, shape, places, shard)
         return self._times[key]
 
     def _feed_forward(self, kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
@@ -88,17 +90,17 @@ class BlockTimes:
         )
         beside = 0.0
         if has_experts and how.overlap_moe_expert_parallel_comm:
-            attention = self.outside_experts(Piece.ATTENTION, places, shard)
+            attention = self.outside_experts(LayerBlock.ATTENTION, places, shard)
             beside = attention.whole_forward.compute + attention.backward.compute
         key = (shape, how.of_experts if has_experts else how.outside_experts, beside)
         if key not in self._times:
-            piece = Piece.EXPERTS if has_experts else Piece.DENSE
-            self._times[key] = self._price(piece, shape, places, shard, beside)
+            block = LayerBlock.EXPERTS if has_experts else LayerBlock.DENSE
+            self._times[key] = self._price(block, shape, places, shard, beside)
         return self._times[key]
 
     def _price(
         self,
-        piece: Piece,
+        block: LayerBlock,
         shape: tuple[object, ...],
         places: GroupPlaces,
         shard: LayerShard,
@@ -108,7 +110,7 @@ class BlockTimes:
         key = (shape, execution.of_graph)
         if key not in self._graph_times:
             shapes = dict(zip(_GROUPS, places, strict=True))
-            graph, scale = piece_graph(self.spec, piece, shard), self._measured.scale(piece, shard)
+            graph, scale = block_graph(self.spec, block, shard), self._measured.scale(block, shard)
             self._graph_times[key] = graph_times(
                 graph, shapes, self.cluster, self.settings, scale, execution
             )

@@ -25,7 +25,7 @@ UnitKey = tuple[object, ...]
 
 
 def dense_shape(places: GroupPlaces, shard: LayerShard) -> tuple[object, ...]:
-    """What a piece without experts depends on beside how it is carried out."""
+    """What a block without experts depends on beside how it is carried out."""
     return (
         *places[:2],
         shard.tensor_model_parallel_size,

@@ -1,4 +1,4 @@
-"""How far measured layer times lie from analytic ones, for every piece in every shape."""
+"""How far measured layer times lie from analytic ones, for every block in every shape."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from nest_megatron.model.operators import (
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
 from nest_megatron.profile.lookup import Found, LayerTimes, Point, point_of, shard_of
-from nest_megatron.profile.records import Piece, Source, Timing
+from nest_megatron.profile.records import LayerBlock, Source, Timing
 from nest_megatron.units import Seconds
 
-_GRAPHS: dict[Piece, Callable[[TransformerSpec, LayerShard], LayerGraph]] = {
-    Piece.ATTENTION: attention_graph,
-    Piece.DENSE: lambda spec, shard: feed_forward_graph(spec, LayerKind.DENSE, shard),
-    Piece.EXPERTS: lambda spec, shard: feed_forward_graph(spec, LayerKind.MOE, shard),
-    Piece.EMBEDDING: embedding_graph,
-    Piece.MTP: around_mtp_graph,
-    Piece.HEAD: head_graph,
+_GRAPHS: dict[LayerBlock, Callable[[TransformerSpec, LayerShard], LayerGraph]] = {
+    LayerBlock.ATTENTION: attention_graph,
+    LayerBlock.DENSE: lambda spec, shard: feed_forward_graph(spec, LayerKind.DENSE, shard),
+    LayerBlock.EXPERTS: lambda spec, shard: feed_forward_graph(spec, LayerKind.MOE, shard),
+    LayerBlock.EMBEDDING: embedding_graph,
+    LayerBlock.MTP: around_mtp_graph,
+    LayerBlock.HEAD: head_graph,
 }
 
 
 class Scale(NamedTuple):
-    """What a piece's analytic compute time is multiplied by, in each direction."""
+    """What a block's analytic compute time is multiplied by, in each direction."""
 
     forward: float = 1.0
     backward: float = 1.0
     source: Source = Source.ANALYTIC
 
 
-#: Of a piece that no timing speaks for.
+#: Of a block that no timing speaks for.
 AS_ANALYTIC = Scale()
 
 
-def piece_graph(spec: TransformerSpec, piece: Piece, shard: LayerShard) -> LayerGraph:
-    """The work of a piece in closed form."""
-    return _GRAPHS[piece](spec, shard)
+def block_graph(spec: TransformerSpec, block: LayerBlock, shard: LayerShard) -> LayerGraph:
+    """The work of a block in closed form."""
+    return _GRAPHS[block](spec, shard)
 
 
 class MeasuredTimes:
-    """Scales of a job's pieces, each worked out once.
+    """Scales of a job's blocks, each worked out once.
 
     A timing's ratio is taken against the analytic time of the same operators under the same
     settings, balanced routing excepted: an imbalance factor lengthens measured times too.
@@ -68,16 +68,16 @@ class MeasuredTimes:
         self.cluster = cluster
         self.settings = settings
         self.times = times
-        self._scales: dict[tuple[Piece, Point], Scale] = {}
+        self._scales: dict[tuple[LayerBlock, Point], Scale] = {}
         self._ratios: dict[Timing, tuple[float, float]] = {}
 
-    def scale(self, piece: Piece, shard: LayerShard) -> Scale:
-        """The scale of a piece in a shape."""
+    def scale(self, block: LayerBlock, shard: LayerShard) -> Scale:
+        """The scale of a block in a shape."""
         if self.times is None:
             return AS_ANALYTIC
-        key = (piece, point_of(self.spec, piece, shard))
+        key = (block, point_of(self.spec, block, shard))
         if key not in self._scales:
-            self._scales[key] = self._joined(self.times.find(piece, shard), shard)
+            self._scales[key] = self._joined(self.times.find(block, shard), shard)
         return self._scales[key]
 
     def _joined(self, found: Found, shard: LayerShard) -> Scale:
@@ -97,7 +97,7 @@ class MeasuredTimes:
     def _ratio(self, timing: Timing, shard: LayerShard) -> tuple[float, float]:
         """Measured over analytic time of a timing's own shape, forward and backward."""
         if timing not in self._ratios:
-            graph = piece_graph(self.spec, timing.piece, shard_of(timing, shard))
+            graph = block_graph(self.spec, timing.block, shard_of(timing, shard))
             forward, backward = self._analytic(graph)
             self._ratios[timing] = (timing.forward_s / forward, timing.backward_s / backward)
         return self._ratios[timing]

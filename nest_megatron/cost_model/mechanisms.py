@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 
 from nest_megatron.cost_model.compute import operator_times
 from nest_megatron.cost_model.estimate import critical_terms
-from nest_megatron.cost_model.measured import piece_graph
+from nest_megatron.cost_model.measured import block_graph
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.model.graph import OperatorKind
 from nest_megatron.model.parameters import last_layer_kind
@@ -23,7 +23,7 @@ from nest_megatron.names import Name
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.rank_order import GroupKind, group_level
-from nest_megatron.profile.records import Piece, Source
+from nest_megatron.profile.records import LayerBlock, Source
 from nest_megatron.units import Seconds
 
 
@@ -110,9 +110,9 @@ def _unit_times(model: CostModel, grid: Grid, kind: LayerKind) -> dict[Mechanism
     device, settings = model.cluster.accelerator, model.settings
     imbalance = settings.expert_load(grid.dims.expert_model_parallel_size)
     spent: dict[Mechanism, Seconds] = defaultdict(float)
-    for piece in _pieces_of(model.spec, kind):
-        profiled = sources.get(piece, Source.ANALYTIC) is not Source.ANALYTIC
-        for op in piece_graph(model.spec, piece, shard).operators:
+    for block in _blocks_of(model.spec, kind):
+        profiled = sources.get(block, Source.ANALYTIC) is not Source.ANALYTIC
+        for op in block_graph(model.spec, block, shard).operators:
             seconds = math.fsum(operator_times(op, device, settings))
             seconds *= imbalance if op.kind is OperatorKind.GROUPED_GEMM else 1.0
             if profiled:
@@ -124,14 +124,14 @@ def _unit_times(model: CostModel, grid: Grid, kind: LayerKind) -> dict[Mechanism
     return spent
 
 
-def _pieces_of(spec: TransformerSpec, kind: LayerKind) -> Iterator[Piece]:
-    ends = {LayerKind.EMBEDDING: Piece.EMBEDDING, LayerKind.HEAD: Piece.HEAD}
+def _blocks_of(spec: TransformerSpec, kind: LayerKind) -> Iterator[LayerBlock]:
+    ends = {LayerKind.EMBEDDING: LayerBlock.EMBEDDING, LayerKind.HEAD: LayerBlock.HEAD}
     if kind in ends:
         yield ends[kind]
     elif kind is LayerKind.MTP:
-        yield Piece.MTP
+        yield LayerBlock.MTP
         for _ in range(spec.num_mtp_layers):
-            yield from _pieces_of(spec, last_layer_kind(spec))
+            yield from _blocks_of(spec, last_layer_kind(spec))
     else:
-        yield Piece.ATTENTION
-        yield Piece.EXPERTS if kind is LayerKind.MOE else Piece.DENSE
+        yield LayerBlock.ATTENTION
+        yield LayerBlock.EXPERTS if kind is LayerKind.MOE else LayerBlock.DENSE

@@ -56,7 +56,7 @@ from nest_megatron.parallel.rank_order import (
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.profile.records import Piece, Source
+from nest_megatron.profile.records import LayerBlock, Source
 from nest_megatron.units import Seconds, Ticks, to_ticks
 
 #: Groups of dense layers or of experts: which, two degrees, the world's size.
@@ -73,7 +73,7 @@ class CostModel:
 
     Args:
         times: measured times of the model's layers. They replace the analytic compute time of the
-            pieces that they speak for, and the optimizer's; memory and communication stay in
+            blocks that they speak for, and the optimizer's; memory and communication stay in
             closed form.
     """
 
@@ -163,7 +163,7 @@ class CostModel:
     ) -> tuple[Ticks, Ticks]:
         """Forward and backward ticks that a unit takes at least, to within one tick of ``run``.
 
-        Without recomputation the unit's pieces are added up unjoined, which is what makes it cheap
+        Without recomputation the unit's blocks are added up unjoined, which is what makes it cheap
         to ask for every shard of a large search.
         """
         if recompute == NO_RECOMPUTE and not shard.execution.offloads:
@@ -177,9 +177,9 @@ class CostModel:
     ) -> tuple[Ticks, Ticks]:
         """The same for what expert degrees do not change, without recomputation."""
         if kind is LayerKind.MOE:
-            return least_sum((self._blocks.outside_experts(Piece.ATTENTION, places, shard),))
+            return least_sum((self._blocks.outside_experts(LayerBlock.ATTENTION, places, shard),))
         if kind is LayerKind.MTP:
-            return least_sum((self._blocks.outside_experts(Piece.MTP, places, shard),))
+            return least_sum((self._blocks.outside_experts(LayerBlock.MTP, places, shard),))
         return self.least_time(kind, places, shard, NO_RECOMPUTE)
 
     def shard(self, grid: Grid) -> LayerShard:
@@ -334,8 +334,8 @@ class CostModel:
         reduce = CollectiveKind.ALL_REDUCE
         return collective_time(reduce, size, shape, self.cluster.levels)
 
-    def sources(self, grid: Grid) -> dict[Piece, Source]:
-        """Where the compute time of each of the model's pieces comes from."""
+    def sources(self, grid: Grid) -> dict[LayerBlock, Source]:
+        """Where the compute time of each of the model's blocks comes from."""
         return self._blocks.sources(self.shard(grid))
 
     def replica_costs(self, dims: ParallelDims, zero: ZeroStage) -> tuple[ReplicaCost, ...]:

@@ -110,7 +110,7 @@ def with_goodput(plan: ParallelPlan, reliability: Reliability | None) -> Paralle
 
 
 def describe_times(model: CostModel, grid: Grid) -> str:
-    """Where the layer times of a layout come from: a profile, and its pieces by source.
+    """Where the layer times of a layout come from: a profile, and its blocks by source.
 
     Example: ``llama3_8b-h200: 3 measured, 1 interpolated``.
     """

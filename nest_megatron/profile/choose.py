@@ -22,8 +22,8 @@ from nest_megatron.profile.profile_file import LAYERS
 from nest_megatron.profile.records import (
     LayerProfile,
     Machine,
+    blocks_of,
     layer_shape,
-    pieces_of,
     shape_digest,
 )
 from nest_megatron.profile.store import Entry, all_entries, find_entry
@@ -83,7 +83,7 @@ def choose_times(wanted: Wanted, mode: ProfileMode, name: str | None = None) -> 
         name: the profile to use, whatever machine it is from.
 
     Raises:
-        UserInputError: if the one named cannot be used, or ``require`` finds a piece untimed.
+        UserInputError: if the one named cannot be used, or ``require`` finds a block untimed.
     """
     if mode is ProfileMode.MEASURE:
         raise UserInputError(
@@ -234,9 +234,9 @@ def _refuse_name(wanted: Wanted, name: str | None) -> None:
 
 
 def _require_all(wanted: Wanted, choice: Choice) -> None:
-    """Refuse times that leave a piece of the model to the data sheets."""
-    timed = frozenset() if choice.times is None else choice.times.pieces()
-    untimed = [piece.value for piece in pieces_of(wanted.spec) if piece not in timed]
+    """Refuse times that leave a block of the model to the data sheets."""
+    timed = frozenset() if choice.times is None else choice.times.blocks()
+    untimed = [block.value for block in blocks_of(wanted.spec) if block not in timed]
     if not untimed:
         return
     unused = f" ({' '.join(choice.notes)})" if choice.notes else ""

@@ -1,6 +1,6 @@
-"""Times pieces of a model's layers, built from megatron-core's own modules, on this device.
+"""Times layer blocks of a model, built from megatron-core's own modules, on this device.
 
-A piece is built with the real shapes of one rank, in a process group whose other ranks do not
+A block is built with the real shapes of one rank, in a process group whose other ranks do not
 exist: what it would communicate costs nothing here, and is priced by the cost model where it would
 really run. Routing is balanced. Nothing waits for the device inside a timed stretch: on a GPU,
 events are put into the stream and read when all is done.
@@ -21,18 +21,18 @@ from nest_megatron.megatron_core.units import Layers, Stretch, Unit, build
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
-from nest_megatron.profile.records import Piece, Timing
+from nest_megatron.profile.records import LayerBlock, Timing
 from nest_megatron.profile.spread import middle_half
 from nest_megatron.units import Seconds
 
-#: What is built for each piece, and how much of it is run.
+#: What is built for each block, and how much of it is run.
 _UNITS = {
-    Piece.ATTENTION: (LayerKind.DENSE, Stretch.ATTENTION),
-    Piece.DENSE: (LayerKind.DENSE, Stretch.FEED_FORWARD),
-    Piece.EXPERTS: (LayerKind.MOE, Stretch.FEED_FORWARD),
-    Piece.EMBEDDING: (LayerKind.EMBEDDING, Stretch.WHOLE),
-    Piece.MTP: (LayerKind.MTP, Stretch.AROUND),
-    Piece.HEAD: (LayerKind.HEAD, Stretch.WHOLE),
+    LayerBlock.ATTENTION: (LayerKind.DENSE, Stretch.ATTENTION),
+    LayerBlock.DENSE: (LayerKind.DENSE, Stretch.FEED_FORWARD),
+    LayerBlock.EXPERTS: (LayerKind.MOE, Stretch.FEED_FORWARD),
+    LayerBlock.EMBEDDING: (LayerKind.EMBEDDING, Stretch.WHOLE),
+    LayerBlock.MTP: (LayerKind.MTP, Stretch.AROUND),
+    LayerBlock.HEAD: (LayerKind.HEAD, Stretch.WHOLE),
 }
 
 #: Passes that are made however long they take: a spread needs two.
@@ -41,13 +41,13 @@ _FEWEST = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measuring:
-    """How pieces are timed.
+    """How blocks are timed.
 
     Args:
         where: the CPU, for real, or this process's GPU.
         warm_up: passes before the first that counts.
         repetitions: most passes that count; at least ``least`` are made, if time allows.
-        max_seconds: no further pass is begun after so long with one piece.
+        max_seconds: no further pass is begun after so long with one block.
         steady: spread at which the passes so far are enough.
         changes: fields of megatron-core's configuration that the job sets otherwise.
         make_layers: makes the layers as the job's own script does, instead of the implementation's.
@@ -64,15 +64,15 @@ class Measuring:
     make_layers: Callable[[TransformerSpec, LayerShard], Any] | None = None
 
 
-def time_piece(
-    spec: TransformerSpec, piece: Piece, shard: LayerShard, measuring: Measuring
+def time_block(
+    spec: TransformerSpec, block: LayerBlock, shard: LayerShard, measuring: Measuring
 ) -> Timing:
-    """Time one piece in one shape on one rank.
+    """Time one block in one shape on one rank.
 
     Raises:
-        MemoryError: if the piece does not fit on this device in this shape.
+        MemoryError: if the block does not fit on this device in this shape.
     """
-    kind, stretch = _UNITS[piece]
+    kind, stretch = _UNITS[block]
     inside = staged(
         spec,
         kind,
@@ -85,18 +85,20 @@ def time_piece(
     with _memory_errors(), inside as layers:
         watch = _GpuWatch() if measuring.where is Where.GPU else _CpuWatch()
         unit = _built(layers, kind, stretch, watch)
-        timing = _timed(unit, piece, shard, measuring, watch)
-    copies = {Piece.MTP: spec.num_mtp_layers, Piece.HEAD: 1 + spec.num_mtp_layers}
-    return _repeated_piece(timing, copies.get(piece, 1))
+        timing = _timed(unit, block, shard, measuring, watch)
+    copies = {LayerBlock.MTP: spec.num_mtp_layers, LayerBlock.HEAD: 1 + spec.num_mtp_layers}
+    return _repeated_block(timing, copies.get(block, 1))
 
 
-def _repeated_piece(timing: Timing, copies: int) -> Timing:
-    """A piece that a micro batch passes several times: MTP layers, and the head after each."""
+def _repeated_block(timing: Timing, copies: int) -> Timing:
+    """A block that a micro batch passes several times: MTP layers, and the head after each."""
     if copies == 1:
         return timing
     repeated = ("forward_s", "backward_s", "recompute_s", "saved_bytes")
     more = {name: copies * getattr(timing, name) for name in repeated}
-    if timing.piece is Piece.MTP:  # each has weights of its own; the head is the same each time
+    if (
+        timing.block is LayerBlock.MTP
+    ):  # each has weights of its own; the head is the same each time
         more |= {name: copies * getattr(timing, name) for name in ("optimizer_s", "parameters")}
     return dataclasses.replace(timing, **more)
 
@@ -123,7 +125,7 @@ def _built(layers: Layers, kind: LayerKind, stretch: Stretch, watch: _Watch) -> 
 
 
 def _timed(
-    unit: Unit, piece: Piece, shard: LayerShard, measuring: Measuring, watch: _Watch
+    unit: Unit, block: LayerBlock, shard: LayerShard, measuring: Measuring, watch: _Watch
 ) -> Timing:
     import torch
 
@@ -155,7 +157,7 @@ def _timed(
     without, forward, backward = zip(*passes, strict=True)
     both = [f + b for f, b in zip(forward, backward, strict=True)]
     return Timing(
-        piece=piece,
+        block=block,
         tensor_model_parallel_size=shard.tensor_model_parallel_size,
         context_parallel_size=shard.context_parallel_size,
         expert_model_parallel_size=shard.expert_model_parallel_size,

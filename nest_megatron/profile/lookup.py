@@ -1,7 +1,7 @@
-"""Which timings speak for a piece in a shape: its own, or its neighbours' with weights.
+"""Which timings speak for a block in a shape: its own, or its neighbours' with weights.
 
 The rule where a shape was not measured: the ratio of measured to analytic time is carried over from
-the nearest measured shapes of the same piece, at most ``NUM_NEIGHBOURS``. Shapes lie in a space
+the nearest measured shapes of the same block, at most ``NUM_NEIGHBOURS``. Shapes lie in a space
 whose axes are the logarithms of tensor-parallel size, tokens of a rank, context-parallel size,
 expert-parallel size and expert-tensor-parallel size, and a step for sequence parallelism; the
 logarithms of the ratios are averaged with weights of one over the squared distance. The closed form
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.profile.records import LayerProfile, Piece, Source, Timing
+from nest_megatron.profile.records import LayerBlock, LayerProfile, Source, Timing
 from nest_megatron.units import Seconds
 
 #: Measured shapes that an interpolation draws from: the corners around a shape that lies between
@@ -26,8 +26,8 @@ NUM_NEIGHBOURS = 4
 
 #: Stands between the names of several profiles; no name holds a space.
 NAMES_BETWEEN = " + "
-#: What a piece's compute time depends on: tensor, context, expert, expert-tensor size, tokens of a
-#: rank, sequence parallelism; 1 where the piece does not depend on it.
+#: What a block's compute time depends on: tensor, context, expert, expert-tensor size, tokens of a
+#: rank, sequence parallelism; 1 where the block does not depend on it.
 Point = tuple[int, int, int, int, float, bool]
 
 
@@ -41,7 +41,7 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What stands behind a piece's time in one shape; no neighbours is analytic."""
+    """What stands behind a block's time in one shape; no neighbours is analytic."""
 
     source: Source
     neighbours: tuple[Neighbour, ...] = ()
@@ -59,8 +59,8 @@ class LayerTimes:
 
     spec: TransformerSpec
     profiles: tuple[LayerProfile, ...]
-    _own: dict[Piece, _Table] = field(init=False, repr=False, compare=False)
-    _imported: dict[Piece, _Table] = field(init=False, repr=False, compare=False)
+    _own: dict[LayerBlock, _Table] = field(init=False, repr=False, compare=False)
+    _imported: dict[LayerBlock, _Table] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, imported in (("_own", False), ("_imported", True)):
@@ -72,15 +72,15 @@ class LayerTimes:
         """The profiles' names."""
         return NAMES_BETWEEN.join(profile.name for profile in self.profiles)
 
-    def pieces(self) -> frozenset[Piece]:
-        """Pieces that some profile has a timing of."""
+    def blocks(self) -> frozenset[LayerBlock]:
+        """Blocks that some profile has a timing of."""
         return frozenset(self._own) | frozenset(self._imported)
 
     def optimizer_step(self) -> Seconds | None:
         """Seconds of an optimizer step for one parameter, or ``None`` where none was timed.
 
-        Large pieces count most: a step runs over all of a rank's parameters at once, so what a
-        small piece loses to its launches is not lost there.
+        Large blocks count most: a step runs over all of a rank's parameters at once, so what a
+        small block loses to its launches is not lost there.
         """
         for imported in (False, True):
             chosen = (p for p in self.profiles if p.imported is imported)
@@ -90,17 +90,17 @@ class LayerTimes:
                 return seconds / sum(timing.parameters for timing in timed)
         return None
 
-    def find(self, piece: Piece, shard: LayerShard) -> Found:
-        """What speaks for a piece in a shape, by precedence."""
-        point = point_of(self.spec, piece, shard)
-        own = self._own.get(piece)
+    def find(self, block: LayerBlock, shard: LayerShard) -> Found:
+        """What speaks for a block in a shape, by precedence."""
+        point = point_of(self.spec, block, shard)
+        own = self._own.get(block)
         if own is not None:
             exact = own.exact.get(point)
             if exact is not None:
                 whole = Neighbour(timing=exact, weight=1.0)
                 return Found(source=Source.MEASURED, neighbours=(whole,))
             return Found(source=Source.INTERPOLATED, neighbours=own.nearest(point))
-        foreign = self._imported.get(piece)
+        foreign = self._imported.get(block)
         if foreign is None:
             return Found(source=Source.ANALYTIC)
         return Found(source=Source.IMPORTED, neighbours=foreign.nearest(point))
@@ -108,7 +108,7 @@ class LayerTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Table:
-    """One piece's timings by point."""
+    """One block's timings by point."""
 
     exact: dict[Point, Timing]
     places: tuple[tuple[tuple[float, ...], Timing], ...]
@@ -130,17 +130,17 @@ class _Table:
         )
 
 
-def point_of(spec: TransformerSpec, piece: Piece, shard: LayerShard) -> Point:
-    """What a piece's compute time depends on in a shape.
+def point_of(spec: TransformerSpec, block: LayerBlock, shard: LayerShard) -> Point:
+    """What a block's compute time depends on in a shape.
 
     Attention alone tells context parallelism from a shorter micro batch; all else sees a rank's
     tokens, as ``CostModel`` prices it.
     """
     tp = shard.tensor_model_parallel_size
-    has_experts = piece is Piece.EXPERTS
+    has_experts = block is LayerBlock.EXPERTS
     return (
         tp,
-        shard.context_parallel_size if piece is Piece.ATTENTION else 1,
+        shard.context_parallel_size if block is LayerBlock.ATTENTION else 1,
         shard.expert_model_parallel_size if has_experts else 1,
         shard.expert_tensor_parallel_size if has_experts else 1,
         shard.tokens(spec),
@@ -149,7 +149,7 @@ def point_of(spec: TransformerSpec, piece: Piece, shard: LayerShard) -> Point:
 
 
 def shard_of(timing: Timing, like: LayerShard) -> LayerShard:
-    """How a timing's piece was divided; what no timing holds is that of another shard."""
+    """How a timing's block was divided; what no timing holds is that of another shard."""
     return LayerShard(
         tensor_model_parallel_size=timing.tensor_model_parallel_size,
         context_parallel_size=timing.context_parallel_size,
@@ -167,18 +167,18 @@ def _place(point: Point) -> tuple[float, ...]:
     return (*(math.log2(size) for size in sizes), float(sequence_parallel))
 
 
-def _tables(spec: TransformerSpec, profiles: Iterable[LayerProfile]) -> dict[Piece, _Table]:
-    """Timings by piece and point; of several for a point the first profile's first."""
-    points: dict[Piece, dict[Point, Timing]] = {}
+def _tables(spec: TransformerSpec, profiles: Iterable[LayerProfile]) -> dict[LayerBlock, _Table]:
+    """Timings by block and point; of several for a point the first profile's first."""
+    points: dict[LayerBlock, dict[Point, Timing]] = {}
     anything = LayerShard()
     for profile in profiles:
         for timing in profile.timings:
-            point = point_of(spec, timing.piece, shard_of(timing, anything))
-            points.setdefault(timing.piece, {}).setdefault(point, timing)
+            point = point_of(spec, timing.block, shard_of(timing, anything))
+            points.setdefault(timing.block, {}).setdefault(point, timing)
     return {
-        piece: _Table(
+        block: _Table(
             exact=exact,
             places=tuple((_place(point), timing) for point, timing in exact.items()),
         )
-        for piece, exact in points.items()
+        for block, exact in points.items()
     }

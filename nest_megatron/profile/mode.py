@@ -9,7 +9,7 @@ class ProfileMode(Name):
     """Where layer times may come from.
 
     ``auto`` takes a stored profile if there is one, else data sheets; ``measure`` measures what is
-    missing first; ``require`` refuses a plan with a piece that no timing speaks for; ``analytic``
+    missing first; ``require`` refuses a plan with a block that no timing speaks for; ``analytic``
     uses data sheets alone.
     """
 

@@ -11,7 +11,7 @@ from typing import Any
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.profile.network import NetworkProfile
 
-#: Longest wait for the other ranks, which may still be timing their last piece.
+#: Longest wait for the other ranks, which may still be timing their last block.
 _PATIENCE = timedelta(minutes=10)
 
 

@@ -1,4 +1,4 @@
-"""What a layer profile holds: pieces of a layer timed on a machine, and what makes two alike."""
+"""What a layer profile holds: blocks of a layer timed on a machine, and what makes two alike."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.names import Name
 from nest_megatron.parallel.plan_file import digest
+from nest_megatron.plain import written_as
 from nest_megatron.units import Bytes, Seconds, format_gib
 
 #: Version of the file format; a reader refuses newer ones.
@@ -27,7 +28,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,120}")
 _VOCABULARY_STEP = 1024
 
 
-class Piece(Name):
+class LayerBlock(Name):
     """A part of the model that is timed by itself.
 
     A decoder layer is its attention half and its dense or expert half, norm and residual included.
@@ -43,7 +44,7 @@ class Piece(Name):
 
 
 class Source(Name):
-    """Where a piece's time comes from, the most trusted first."""
+    """Where a block's time comes from, the most trusted first."""
 
     MEASURED = "measured"
     INTERPOLATED = "interpolated"
@@ -53,7 +54,7 @@ class Source(Name):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """One piece in one shape, on one rank, for one micro batch.
+    """One block in one shape, on one rank, for one micro batch.
 
     Times are of the device's own work: collectives are taken out while measuring, because the cost
     model prices them by where the group lies. The sequence length is that of the profile's model.
@@ -61,7 +62,7 @@ class Timing:
     Args:
         recompute_s: a forward pass that keeps nothing and the forward pass again; kept for
             comparison, the cost model derives it from ``forward_s``.
-        optimizer_s: one optimizer step over the piece's parameters.
+        optimizer_s: one optimizer step over the block's parameters.
         spread: relative inter-quartile range of one forward and backward pass.
         peak_memory_bytes: peak over what was allocated before; 0 where the device does not say.
 
@@ -69,7 +70,7 @@ class Timing:
         ProfileError: naming the field that is no number or out of range.
     """
 
-    piece: Piece
+    block: LayerBlock = written_as("piece")
     tensor_model_parallel_size: int
     context_parallel_size: int
     expert_model_parallel_size: int
@@ -105,16 +106,16 @@ class Timing:
             return
         number = "whole number" if whole else "finite number"
         raise ProfileError(
-            f"{self.piece}: {name}",
+            f"{self.block}: {name}",
             value=value,
             limit=f"it must be a {number} {'of at least' if zero_allowed else 'above'} 0",
-            fix="Measure the piece again.",
+            fix="Measure the block again.",
         )
 
     @property
     def shape(self) -> tuple[object, ...]:
         """What tells two timings of a profile apart."""
-        return (self.piece, *(getattr(self, name) for name in _DEGREES), self.sequence_parallel)
+        return (self.block, *(getattr(self, name) for name in _DEGREES), self.sequence_parallel)
 
 
 _DEGREES = (
@@ -128,7 +129,7 @@ _DEGREES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the pieces ran on; ``None`` is not installed, or not known.
+    """What the blocks ran on; ``None`` is not installed, or not known.
 
     Args:
         graphics_mhz, memory_mhz: clocks as they were found; told, never compared.
@@ -198,9 +199,9 @@ class LayerProfile:
             if shape in shapes[:index]:
                 raise _bad_field(f"timings[{index}]", shape, "this shape is there already")
 
-    def pieces(self) -> frozenset[Piece]:
-        """Pieces that have a timing."""
-        return frozenset(timing.piece for timing in self.timings)
+    def blocks(self) -> frozenset[LayerBlock]:
+        """Blocks that have a timing."""
+        return frozenset(timing.block for timing in self.timings)
 
 
 def require_name(name: str) -> str:
@@ -300,15 +301,15 @@ COMPARED = (
 )
 
 
-def pieces_of(spec: TransformerSpec) -> tuple[Piece, ...]:
-    """The pieces that a model is made of."""
+def blocks_of(spec: TransformerSpec) -> tuple[LayerBlock, ...]:
+    """The blocks that a model is made of."""
     pattern = spec.moe_layer_pattern or (0,)
     has = {
-        Piece.DENSE: not all(pattern),
-        Piece.EXPERTS: spec.is_moe,
-        Piece.MTP: spec.num_mtp_layers > 0,
+        LayerBlock.DENSE: not all(pattern),
+        LayerBlock.EXPERTS: spec.is_moe,
+        LayerBlock.MTP: spec.num_mtp_layers > 0,
     }
-    return tuple(piece for piece in Piece if has.get(piece, True))
+    return tuple(block for block in LayerBlock if has.get(block, True))
 
 
 def shape_digest(spec: TransformerSpec, precision: Precision) -> str:

@@ -11,30 +11,30 @@ from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.profile.layer_timer import Measuring, time_piece
+from nest_megatron.profile.layer_timer import Measuring, time_block
 from nest_megatron.profile.lookup import Point, point_of
-from nest_megatron.profile.records import Machine, Piece, Timing, pieces_of
+from nest_megatron.profile.records import LayerBlock, Machine, Timing, blocks_of
 from nest_megatron.units import Seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One piece to time in one shape."""
+    """One block to time in one shape."""
 
-    piece: Piece
+    block: LayerBlock
     shard: LayerShard
 
 
 def tasks_of(spec: TransformerSpec, shards: Sequence[LayerShard]) -> tuple[Task, ...]:
-    """What the given shards need timed, the first shards' pieces first, each shape once.
+    """What the given shards need timed, the first shards' blocks first, each shape once.
 
     Attention under context parallelism is left out: one rank by itself sees no other's keys.
     """
-    seen: dict[tuple[Piece, Point], Task] = {}
+    seen: dict[tuple[LayerBlock, Point], Task] = {}
     for shard in shards:
-        for piece in pieces_of(spec):
-            if piece is not Piece.ATTENTION or shard.context_parallel_size == 1:
-                seen.setdefault((piece, point_of(spec, piece, shard)), Task(piece, shard))
+        for block in blocks_of(spec):
+            if block is not LayerBlock.ATTENTION or shard.context_parallel_size == 1:
+                seen.setdefault((block, point_of(spec, block, shard)), Task(block, shard))
     return tuple(seen.values())
 
 
@@ -63,13 +63,13 @@ def run(
             return
         within = dataclasses.replace(measuring, max_seconds=min(measuring.max_seconds, left))
         try:
-            yield time_piece(spec, task.piece, task.shard, within)
+            yield time_block(spec, task.block, task.shard, within)
         except MemoryError:
             on_skip(task, "it does not fit on this device")
 
 
 def this_machine(where: Where, implementation: Implementation) -> Machine:
-    """What pieces run on here.
+    """What blocks run on here.
 
     Raises:
         RuntimeError: by torch, if there is no GPU to ask.

@@ -81,7 +81,7 @@ def timings_table(timings: Sequence[Timing]) -> RenderableType:
     """One timing a row."""
     rows = (
         (
-            timing.piece.value + (" SP" if timing.sequence_parallel else ""),
+            timing.block.value + (" SP" if timing.sequence_parallel else ""),
             *(str(getattr(timing, name)) for name in _DEGREES.values()),
             format_seconds(timing.forward_s),
             format_seconds(timing.backward_s),

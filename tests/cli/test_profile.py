@@ -42,7 +42,7 @@ MODEL = {
 #: a command that is given more than its caller waits for fails on a machine that needs it.
 AMPLE_S, LIMIT_S = 1800, 2400
 AMPLE = ("--max-seconds", str(AMPLE_S))
-#: Four pieces, at tensor sizes of 1, 2 and 4, with micro batches of 1, 2 and 4.
+#: Four blocks, at tensor sizes of 1, 2 and 4, with micro batches of 1, 2 and 4.
 NUM_SHAPES = 4 * 3 * 3
 
 

@@ -24,7 +24,7 @@ from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.profile.records import Piece
+from nest_megatron.profile.records import LayerBlock
 from tests import catalogue
 
 HYBRIDEP = Execution(
@@ -121,13 +121,13 @@ def test_a_graph_is_priced_once_for_all_that_only_hides_traffic(
 ) -> None:
     """Searched with them, overlaps multiply candidates and no operators."""
     made = []
-    whole = block_times.piece_graph
+    whole = block_times.block_graph
 
-    def counted(spec: TransformerSpec, piece: Piece, shard: LayerShard) -> LayerGraph:
-        made.append(piece)
-        return whole(spec, piece, shard)
+    def counted(spec: TransformerSpec, block: LayerBlock, shard: LayerShard) -> LayerGraph:
+        made.append(block)
+        return whole(spec, block, shard)
 
-    monkeypatch.setattr(block_times, "piece_graph", counted)
+    monkeypatch.setattr(block_times, "block_graph", counted)
     settings = CostSettings(ep_overlap=0.7)
     cluster = catalogue.cluster("dgx_h100", num_gpus=64)
     model = CostModel(catalogue.model("deepseek_v3"), cluster, settings)
@@ -142,5 +142,5 @@ def test_a_graph_is_priced_once_for_all_that_only_hides_traffic(
         grid = dataclasses.replace(plain, execution=execution)
         unit = model.unit_time(LayerKind.MOE, model.places(dims), model.shard(grid))
         times.add(unit.backward.total)
-    assert sorted(made) == [Piece.ATTENTION, Piece.EXPERTS]
+    assert sorted(made) == [LayerBlock.ATTENTION, LayerBlock.EXPERTS]
     assert len(times) == 3

@@ -15,7 +15,7 @@ from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import estimate_plan
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.profile.records import Piece, Timing
+from nest_megatron.profile.records import LayerBlock, Timing
 from tests import catalogue
 from tests.profile.profiles import profile, timing
 
@@ -46,9 +46,9 @@ def test_of_its_memory_traffic_where_nothing_was_timed() -> None:
     assert optimizer_step(accelerator, SETTINGS, untimed) == pytest.approx(30.0 / rate)
 
 
-def test_timed_pieces_count_by_their_parameters() -> None:
-    small = timing(Piece.ATTENTION, optimizer_s=1e-3, parameters=1_000)
-    large = timing(Piece.DENSE, optimizer_s=1e-2, parameters=10_999_000)
+def test_timed_blocks_count_by_their_parameters() -> None:
+    small = timing(LayerBlock.ATTENTION, optimizer_s=1e-3, parameters=1_000)
+    large = timing(LayerBlock.DENSE, optimizer_s=1e-2, parameters=10_999_000)
     step = optimizer_step(CLUSTER.accelerator, SETTINGS, times(small, large))
     assert step == pytest.approx(1e-9, rel=1e-6)
 

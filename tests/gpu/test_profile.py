@@ -7,8 +7,8 @@ import pytest
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.profile.layer_timer import Measuring, time_piece
-from nest_megatron.profile.records import Piece
+from nest_megatron.profile.layer_timer import Measuring, time_block
+from nest_megatron.profile.records import LayerBlock
 from nest_megatron.profile.session import this_machine
 from tests import catalogue
 
@@ -24,10 +24,12 @@ MEASURING = Measuring(where=Where.GPU, implementation=Implementation.LOCAL)
 SHARD = LayerShard(tensor_model_parallel_size=8, sequence_parallel=True, flash_attention=False)
 
 
-@pytest.mark.parametrize("piece", [Piece.ATTENTION, Piece.DENSE, Piece.EMBEDDING, Piece.HEAD])
-def test_two_runs_agree(piece: Piece) -> None:
+@pytest.mark.parametrize(
+    "block", [LayerBlock.ATTENTION, LayerBlock.DENSE, LayerBlock.EMBEDDING, LayerBlock.HEAD]
+)
+def test_two_runs_agree(block: LayerBlock) -> None:
     spec = catalogue.model("llama3_8b")
-    first, second = (time_piece(spec, piece, SHARD, MEASURING) for _ in range(2))
+    first, second = (time_block(spec, block, SHARD, MEASURING) for _ in range(2))
     assert first.forward_s == pytest.approx(second.forward_s, rel=0.03)
     assert first.backward_s == pytest.approx(second.backward_s, rel=0.03)
     assert first.peak_memory_bytes > 0

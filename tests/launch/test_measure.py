@@ -47,7 +47,7 @@ from nest_megatron.model.implementation import Implementation
 from nest_megatron.profile import store
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.profile.mode import ProfileMode
-from nest_megatron.profile.records import Piece
+from nest_megatron.profile.records import LayerBlock
 from nest_megatron.profile.session import Task
 from tests import catalogue
 from tests.cli.runs import environment
@@ -107,7 +107,7 @@ def timed(task: Task) -> Any:
             "micro_batch_size",
         )
     }
-    return timing(task.piece, **degrees)
+    return timing(task.block, **degrees)
 
 
 class Children:
@@ -137,11 +137,11 @@ def test_the_best_plan_comes_first_then_what_is_near() -> None:
     reads, place = job("nest.profile.mode=analytic")
     plan = decide(reads, place, free=(), alternative=0).decision.plan
     first = found[:4]
-    assert [task.piece for task in first] == [
-        Piece.ATTENTION,
-        Piece.DENSE,
-        Piece.EMBEDDING,
-        Piece.HEAD,
+    assert [task.block for task in first] == [
+        LayerBlock.ATTENTION,
+        LayerBlock.DENSE,
+        LayerBlock.EMBEDDING,
+        LayerBlock.HEAD,
     ]
     for task in first:
         tp = task.shard.tensor_model_parallel_size
@@ -158,7 +158,7 @@ def test_each_shape_once_within_a_node_and_whole_sequences_for_attention() -> No
     assert {task.shard.expert_model_parallel_size for task in found} >= {1, 2, 4, 8}
     for task in found:
         assert task.shard.tensor_model_parallel_size <= 8
-        if task.piece is Piece.ATTENTION:
+        if task.block is LayerBlock.ATTENTION:
             assert task.shard.context_parallel_size == 1
 
 
@@ -172,7 +172,7 @@ def test_the_plan_rests_on_what_was_measured(children: Children) -> None:
     assert len(children.orders) == 1
     assert len(measured.timings) == len(children.orders[0].tasks)
     (note,) = measured.notes
-    assert note.startswith(f"Measured {len(measured.timings)} pieces of this job's layers in 12 s")
+    assert note.startswith(f"Measured {len(measured.timings)} blocks of this job's layers in 12 s")
     assert str(store.profiles_folder()) in note
     reads, place = job("nest.profile.mode=measure")
     outcome = decide(reads, planned_with(place, measured), free=(), alternative=0)
@@ -203,7 +203,7 @@ def test_what_was_not_reached_is_measured_next_time(children: Children) -> None:
 
 
 def test_what_does_not_fit_is_not_tried_again(children: Children) -> None:
-    children.refuses = lambda task: task.piece is Piece.HEAD
+    children.refuses = lambda task: task.block is LayerBlock.HEAD
     first = measure_job(measuring())
     assert "Too large for the device" in first.notes[1]
     assert "head (tp " in first.notes[1]
@@ -243,11 +243,11 @@ def test_a_budget_that_is_none_is_refused(seconds: str) -> None:
     assert caught.value.what == "nest.profile.max_seconds"
 
 
-def test_the_budget_reaches_the_child_and_is_shared_by_its_pieces(children: Children) -> None:
+def test_the_budget_reaches_the_child_and_is_shared_by_its_blocks(children: Children) -> None:
     measure_job(measuring("nest.profile.max_seconds=8"))
     (orders,) = children.orders
     assert orders.max_seconds == 8
-    assert orders.piece_seconds == pytest.approx(max(0.2, 8 / len(orders.tasks)))
+    assert orders.block_seconds == pytest.approx(max(0.2, 8 / len(orders.tasks)))
 
 
 def test_orders_and_answers_survive_the_way(children: Children) -> None:

@@ -1,6 +1,6 @@
 """Builds a job's layers in a process of its own.
 
-Standard input holds a command's arguments; standard output is a JSON object: for each piece and
+Standard input holds a command's arguments; standard output is a JSON object: for each block and
 each way of making layers, the parameters and some fields of the configuration.
 """
 
@@ -19,7 +19,7 @@ from nest_megatron.megatron_core.units import Layers, build
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
 from nest_megatron.profile.layer_timer import _UNITS
-from nest_megatron.profile.records import pieces_of
+from nest_megatron.profile.records import blocks_of
 
 #: Taken from the configuration, to see that the job's own flags reach the layers.
 FIELDS = ("bias_activation_fusion", "recompute_granularity", "num_layers", "seq_length", "fp8")
@@ -39,7 +39,7 @@ def without_builders(make: JobLayers) -> MakeLayers:
 
 
 def main() -> None:
-    """Build every piece in every way."""
+    """Build every block in every way."""
     asked = json.load(sys.stdin)
     command = read_argv(asked["script"], asked["argv"], asked["version"])
     spec = read_job(command).spec
@@ -47,17 +47,17 @@ def main() -> None:
     shard = LayerShard(**asked["shard"], flash_attention=False)
     ways = {"own": own, "no builders": without_builders(own), "framework": None}
     found: dict[str, dict[str, Any]] = {}
-    for piece in pieces_of(spec):
-        kind, stretch = _UNITS[piece]
+    for block in blocks_of(spec):
+        kind, stretch = _UNITS[block]
         for way, make in ways.items():
-            found.setdefault(piece.value, {})[way] = built(spec, kind, shard, stretch, make)
+            found.setdefault(block.value, {})[way] = built(spec, kind, shard, stretch, make)
     print("BUILT", json.dumps(found))
 
 
 def built(
     spec: TransformerSpec, kind: LayerKind, shard: LayerShard, stretch: Any, make: Any
 ) -> dict[str, Any]:
-    """Parameters of a piece, and fields of its configuration."""
+    """Parameters of a block, and fields of its configuration."""
     with staged(spec, kind, shard, where=Where.CPU, make_layers=make) as layers:
         module = build(layers, kind, stretch=stretch).module
         config = {name: getattr(layers.config, name, None) for name in FIELDS}

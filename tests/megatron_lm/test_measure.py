@@ -12,7 +12,7 @@ import pytest
 
 from nest_megatron.parallel import plan_file
 from nest_megatron.profile import profile_file, store
-from nest_megatron.profile.records import LayerProfile, Piece
+from nest_megatron.profile.records import LayerBlock, LayerProfile
 from tests.megatron_lm.training import (
     DENSE,
     EXPERTS,
@@ -57,7 +57,12 @@ def test_two_ranks_measure_train_and_remember(tmp_path: Path) -> None:
     assert "in 2 processes on the CPU" in " ".join(first.out.split())
     profile = the_profile(tmp_path)
     assert profile.machine.is_cpu
-    assert profile.pieces() == {Piece.ATTENTION, Piece.DENSE, Piece.EMBEDDING, Piece.HEAD}
+    assert profile.blocks() == {
+        LayerBlock.ATTENTION,
+        LayerBlock.DENSE,
+        LayerBlock.EMBEDDING,
+        LayerBlock.HEAD,
+    }
     assert plan_file.read(path).provenance.profile.startswith(f"{profile.name}: ")
 
     second = launch(tmp_path, 2, DENSE, *words)
@@ -73,13 +78,13 @@ def test_experts_are_measured_in_one_process(tmp_path: Path) -> None:
     assert trained.code == 0, trained.out[-3000:]
     assert len(trained.losses) == 3
     assert "to measure, in 1 process," in trained.out
-    assert Piece.EXPERTS in the_profile(tmp_path).pieces()
+    assert LayerBlock.EXPERTS in the_profile(tmp_path).blocks()
 
 
 def test_layers_that_cannot_be_built_end_all_ranks_with_the_reason(tmp_path: Path) -> None:
     trained = launch(tmp_path, 2, [*DENSE, "--spec", "no_such_module", "layer"])
     assert trained.code == 1
-    assert "no piece of this job's layers could be timed" in trained.out
+    assert "no block of this job's layers could be timed" in trained.out
     assert "initializing torch distributed" not in trained.out
     assert not list((tmp_path / "profiles").glob("*.yaml"))
 
@@ -111,6 +116,11 @@ def test_a_script_s_layers_are_measured_without_training(tmp_path: Path, ranks: 
     assert done.code == 0, done.out[-3000:]
     assert not done.losses
     profile = the_profile(tmp_path)
-    assert profile.pieces() == {Piece.ATTENTION, Piece.DENSE, Piece.EMBEDDING, Piece.HEAD}
+    assert profile.blocks() == {
+        LayerBlock.ATTENTION,
+        LayerBlock.DENSE,
+        LayerBlock.EMBEDDING,
+        LayerBlock.HEAD,
+    }
     planned = plan_file.read(tmp_path / "p.yaml")
     assert planned.provenance.profile.startswith(f"{profile.name}: ")

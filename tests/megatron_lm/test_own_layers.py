@@ -55,7 +55,7 @@ def version() -> str:
 
 
 def built(argv: list[str], shard: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Pieces by name, and ways of making them."""
+    """Layer blocks by name, and ways of making them."""
     asked = {
         "script": str(Path(HOME) / "pretrain_gpt.py"),
         "argv": argv,
@@ -92,18 +92,18 @@ def test_they_are_the_model_s_whatever_the_job_s_layout(model: str) -> None:
     shard = dict(SHARDS["divided"])
     if model == "experts":
         shard |= {"expert_model_parallel_size": 2}
-    for piece, ways in built(argv, shard).items():
+    for block, ways in built(argv, shard).items():
         numbers = {way: fields["parameters"] for way, fields in ways.items()}
-        assert len(set(numbers.values())) == 1, (piece, numbers)
+        assert len(set(numbers.values())) == 1, (block, numbers)
         assert ways["own"]["num_layers"] == 1
         assert ways["own"]["recompute_granularity"] is None
 
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_shapes_of_a_job_that_says_nothing_of_them(shard: str) -> None:
-    for piece, ways in built([*DENSE, *TRAINING, *ON_CPU], SHARDS[shard]).items():
+    for block, ways in built([*DENSE, *TRAINING, *ON_CPU], SHARDS[shard]).items():
         numbers = {way: fields["parameters"] for way, fields in ways.items()}
-        assert len(set(numbers.values())) == 1, (piece, numbers)
+        assert len(set(numbers.values())) == 1, (block, numbers)
 
 
 def test_the_job_s_own_flags_reach_the_layers() -> None:

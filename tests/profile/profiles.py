@@ -10,11 +10,11 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.profile.records import (
     Implementation,
+    LayerBlock,
     LayerProfile,
     Machine,
-    Piece,
     Timing,
-    pieces_of,
+    blocks_of,
 )
 from tests import catalogue
 
@@ -45,8 +45,8 @@ CPU = dataclasses.replace(
 )
 
 
-def timing(piece: Piece = Piece.ATTENTION, **changes: object) -> Timing:
-    """One shape of a piece: a millisecond forward, two backward, unless told otherwise."""
+def timing(block: LayerBlock = LayerBlock.ATTENTION, **changes: object) -> Timing:
+    """One shape of a block: a millisecond forward, two backward, unless told otherwise."""
     fields: dict[str, object] = {
         "tensor_model_parallel_size": 1,
         "context_parallel_size": 1,
@@ -64,7 +64,7 @@ def timing(piece: Piece = Piece.ATTENTION, **changes: object) -> Timing:
         "saved_bytes": 1 << 20,
         "peak_memory_bytes": 1 << 22,
     }
-    return Timing(piece=piece, **{**fields, **changes})  # type: ignore[arg-type]
+    return Timing(block=block, **{**fields, **changes})  # type: ignore[arg-type]
 
 
 def profile(
@@ -92,19 +92,19 @@ def profile(
 def whole_profile(
     name: str = "llama3_8b-h100", spec: TransformerSpec | None = None
 ) -> LayerProfile:
-    """A profile with a few shapes of every piece of a model."""
+    """A profile with a few shapes of every block of a model."""
     spec = catalogue.model("llama3_8b") if spec is None else spec
     shapes = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2)]
     timings = (
         timing(
-            piece,
+            block,
             tensor_model_parallel_size=tp,
             sequence_parallel=tp > 1,
             micro_batch_size=micro,
             forward_s=4e-3 * micro / tp,
             backward_s=9e-3 * micro / tp,
         )
-        for piece in pieces_of(spec)
+        for block in blocks_of(spec)
         for tp, micro in shapes
     )
     return profile(timings, name=name, spec=spec)
@@ -112,14 +112,14 @@ def whole_profile(
 
 def random_timings(rng: random.Random, spec: TransformerSpec) -> Iterator[Timing]:
     """Times without rhyme or reason: not monotone in any degree, some shapes left out."""
-    for piece in pieces_of(spec):
+    for block in blocks_of(spec):
         for tp in (1, 2, 4):
             for micro in (1, 2):
-                for ep in (1, 2) if piece is Piece.EXPERTS else (1,):
+                for ep in (1, 2) if block is LayerBlock.EXPERTS else (1,):
                     if rng.random() < 0.4:
                         continue
                     yield timing(
-                        piece,
+                        block,
                         tensor_model_parallel_size=tp,
                         sequence_parallel=tp > 1,
                         micro_batch_size=micro,

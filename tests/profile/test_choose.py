@@ -12,7 +12,7 @@ from nest_megatron.errors import ProfileError, UserInputError
 from nest_megatron.profile import profile_file, store
 from nest_megatron.profile.choose import Wanted, choose_times, differences, times_of
 from nest_megatron.profile.mode import ProfileMode
-from nest_megatron.profile.records import Piece
+from nest_megatron.profile.records import LayerBlock
 from tests import catalogue
 from tests.profile.profiles import CPU, H100, H200, profile, timing, whole_profile
 
@@ -116,8 +116,8 @@ def test_other_layers_are_refused_even_by_name(changes: dict[str, object], said:
         choose_times(wanted(**changes), AUTO, "mine")
 
 
-def test_require_names_the_pieces_and_the_command() -> None:
-    store.record(profile([timing(), timing(Piece.HEAD)], name="some"))
+def test_require_names_the_blocks_and_the_command() -> None:
+    store.record(profile([timing(), timing(LayerBlock.HEAD)], name="some"))
     asked = wanted(command="model=llama3_8b cluster=dgx_h100", prefix="nest.")
     with pytest.raises(UserInputError) as caught:
         choose_times(asked, REQUIRE)

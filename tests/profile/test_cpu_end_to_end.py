@@ -22,7 +22,7 @@ from benchmarks.cpu_report import Outcome
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.profile.records import Piece
+from nest_megatron.profile.records import LayerBlock
 from nest_megatron.profile.store import FOLDER_VARIABLE, stored_entries
 
 if find_spec("torch") is None or find_spec("megatron") is None:
@@ -68,8 +68,8 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER_VARIABLE, str(folder / "profiles"))
         found = run(SMALL, folder)
-        assert [entry.read().pieces() for entry in stored_entries()] == [
-            {Piece.ATTENTION, Piece.DENSE, Piece.EMBEDDING, Piece.HEAD}
+        assert [entry.read().blocks() for entry in stored_entries()] == [
+            {LayerBlock.ATTENTION, LayerBlock.DENSE, LayerBlock.EMBEDDING, LayerBlock.HEAD}
         ]
     return found
 
@@ -83,7 +83,7 @@ def test_it_ends_with_its_time_and_says_how_far_it_came(tmp_path: Path) -> None:
 
 
 def test_every_time_was_measured(outcome: Outcome) -> None:
-    """No piece of any layout, the planner's among them, is taken from a data sheet."""
+    """No block of any layout, the planner's among them, is taken from a data sheet."""
     for row in outcome.rows.values():
         assert row.plan.provenance.profile.endswith(": 4 measured")
     assert outcome.optimizer_step_s > 0

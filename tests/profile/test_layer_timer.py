@@ -1,4 +1,4 @@
-"""Pieces of layers, timed for real on this CPU."""
+"""Layer blocks, timed for real on this CPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from nest_megatron.model.parameters import unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
 from nest_megatron.profile import layer_timer
-from nest_megatron.profile.layer_timer import Measuring, time_piece
-from nest_megatron.profile.records import Piece, pieces_of
+from nest_megatron.profile.layer_timer import Measuring, time_block
+from nest_megatron.profile.records import LayerBlock, blocks_of
 from nest_megatron.profile.session import Task, run, share_of, tasks_of
 from tests import catalogue
 from tests.megatron_core.local_layers import local_layer
@@ -78,29 +78,29 @@ def shard(tp: int = 1, ep: int = 1, micro_batch_size: int = 1) -> LayerShard:
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 4)])
 @pytest.mark.parametrize("spec", [DENSE, EXPERTS], ids=["dense", "experts"])
-def test_every_piece_is_timed_and_holds_its_weights(
+def test_every_block_is_timed_and_holds_its_weights(
     spec: TransformerSpec, tp: int, ep: int
 ) -> None:
     ep = ep if spec.is_moe else 1
-    timings = {piece: time_piece(spec, piece, shard(tp, ep), QUICK) for piece in pieces_of(spec)}
+    timings = {block: time_block(spec, block, shard(tp, ep), QUICK) for block in blocks_of(spec)}
     assert all(t.forward_s > 0 and t.backward_s > 0 for t in timings.values())
     assert all(t.recompute_s > t.forward_s for t in timings.values())
-    held = {piece: timing.parameters for piece, timing in timings.items()}
-    kinds = {LayerKind.DENSE: Piece.DENSE, LayerKind.MOE: Piece.EXPERTS}
-    for kind, piece in kinds.items():
+    held = {block: timing.parameters for block, timing in timings.items()}
+    kinds = {LayerKind.DENSE: LayerBlock.DENSE, LayerKind.MOE: LayerBlock.EXPERTS}
+    for kind, block in kinds.items():
         if kind in spec.layer_kinds():
             whole = local_layer(spec, kind, shard(tp, ep)).parameters
-            assert held[Piece.ATTENTION] + held[piece] == whole.total, kind
+            assert held[LayerBlock.ATTENTION] + held[block] == whole.total, kind
     counts = dict(
         zip(spec.layer_kinds(), unit_parameters(spec, tp, ep, 1, single_stage=True), strict=True)
     )
-    assert held[Piece.EMBEDDING] == counts[LayerKind.EMBEDDING].total
+    assert held[LayerBlock.EMBEDDING] == counts[LayerKind.EMBEDDING].total
 
 
 def test_experts_are_as_many_as_their_ranks_hold() -> None:
     spec = EXPERTS
-    few = time_piece(spec, Piece.EXPERTS, shard(1, 4), QUICK).parameters
-    many = time_piece(spec, Piece.EXPERTS, shard(1, 1), QUICK).parameters
+    few = time_block(spec, LayerBlock.EXPERTS, shard(1, 4), QUICK).parameters
+    many = time_block(spec, LayerBlock.EXPERTS, shard(1, 1), QUICK).parameters
     assert many - few == 6 * 3 * spec.hidden_size * 32
 
 
@@ -119,7 +119,7 @@ def test_nothing_waits_for_the_device_inside_a_pass(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(layer_timer, "_CpuWatch", Watch)
     never_steady = dataclasses.replace(QUICK, steady=-1.0, repetitions=5, least=5, warm_up=0)
-    time_piece(DENSE, Piece.DENSE, shard(), never_steady)
+    time_block(DENSE, LayerBlock.DENSE, shard(), never_steady)
     passes = order[: order.index("read 5")]
     assert passes == ["mark"] * (5 * 4)
 
@@ -127,26 +127,26 @@ def test_nothing_waits_for_the_device_inside_a_pass(monkeypatch: pytest.MonkeyPa
 def test_tasks_are_shared_out_and_each_shape_is_timed_once() -> None:
     shards = [shard(2), shard(1), shard(2)]
     tasks = tasks_of(DENSE, shards)
-    assert len(tasks) == 2 * len(pieces_of(DENSE))
-    assert {task.shard for task in tasks[: len(pieces_of(DENSE))]} == {shard(2)}
+    assert len(tasks) == 2 * len(blocks_of(DENSE))
+    assert {task.shard for task in tasks[: len(blocks_of(DENSE))]} == {shard(2)}
     shares = [share_of(tasks, rank, 3) for rank in range(3)]
     assert sorted(map(repr, sum(shares, ()))) == sorted(map(repr, tasks))
 
 
 def test_attention_is_not_timed_under_context_parallelism() -> None:
     apart = dataclasses.replace(shard(), context_parallel_size=2)
-    assert Piece.ATTENTION not in {task.piece for task in tasks_of(DENSE, [apart])}
+    assert LayerBlock.ATTENTION not in {task.block for task in tasks_of(DENSE, [apart])}
 
 
 def test_what_does_not_fit_is_told_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = layer_timer.time_piece
+    real = layer_timer.time_block
 
-    def full(spec: Any, piece: Piece, *rest: Any) -> Any:
-        if piece is Piece.DENSE:
+    def full(spec: Any, block: LayerBlock, *rest: Any) -> Any:
+        if block is LayerBlock.DENSE:
             raise MemoryError("the device is full")
-        return real(spec, piece, *rest)
+        return real(spec, block, *rest)
 
-    monkeypatch.setattr("nest_megatron.profile.session.time_piece", full)
+    monkeypatch.setattr("nest_megatron.profile.session.time_block", full)
     told: list[Task] = []
     timings = list(
         run(
@@ -157,13 +157,13 @@ def test_what_does_not_fit_is_told_and_the_rest_goes_on(monkeypatch: pytest.Monk
             on_skip=lambda task, _: told.append(task),
         )
     )
-    assert [task.piece for task in told] == [Piece.DENSE]
-    assert Piece.DENSE not in {timing.piece for timing in timings}
-    assert len(timings) == len(pieces_of(DENSE)) - 1
+    assert [task.block for task in told] == [LayerBlock.DENSE]
+    assert LayerBlock.DENSE not in {timing.block for timing in timings}
+    assert len(timings) == len(blocks_of(DENSE)) - 1
 
 
 def test_the_process_is_left_as_it_was() -> None:
     before = (torch.cuda.current_device, torch.nn.functional.dropout)
-    time_piece(DENSE, Piece.ATTENTION, shard(2), QUICK)
+    time_block(DENSE, LayerBlock.ATTENTION, shard(2), QUICK)
     assert (torch.cuda.current_device, torch.nn.functional.dropout) == before
     assert not torch.distributed.is_initialized()

@@ -18,7 +18,7 @@ from nest_megatron.parallel.layout import uniform_partition
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import PlanRequest, estimate_plan, plan
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.profile.records import LayerProfile, Piece, Source
+from nest_megatron.profile.records import LayerBlock, LayerProfile, Source
 from nest_megatron.solver import backend
 from nest_megatron.solver.search import Search
 from tests import catalogue
@@ -53,13 +53,15 @@ def compute_of(model: CostModel, kind: LayerKind, grid: Grid) -> tuple[float, fl
 
 def test_precedence() -> None:
     own = profile([timing(micro_batch_size=2)], name="own")
-    foreign = profile([timing(), timing(Piece.HEAD)], name="foreign", imported=True)
+    foreign = profile([timing(), timing(LayerBlock.HEAD)], name="foreign", imported=True)
     times = times_of(foreign, own)
-    assert times.find(Piece.ATTENTION, LayerShard(micro_batch_size=2)).source is Source.MEASURED
-    assert times.find(Piece.ATTENTION, LayerShard()).source is Source.INTERPOLATED
-    assert times.find(Piece.HEAD, LayerShard()).source is Source.IMPORTED
-    assert times.find(Piece.DENSE, LayerShard()).source is Source.ANALYTIC
-    (near,) = times.find(Piece.ATTENTION, LayerShard()).neighbours
+    assert (
+        times.find(LayerBlock.ATTENTION, LayerShard(micro_batch_size=2)).source is Source.MEASURED
+    )
+    assert times.find(LayerBlock.ATTENTION, LayerShard()).source is Source.INTERPOLATED
+    assert times.find(LayerBlock.HEAD, LayerShard()).source is Source.IMPORTED
+    assert times.find(LayerBlock.DENSE, LayerShard()).source is Source.ANALYTIC
+    (near,) = times.find(LayerBlock.ATTENTION, LayerShard()).neighbours
     assert near.timing.micro_batch_size == 2
 
 
@@ -86,7 +88,7 @@ def test_parts_keep_their_proportions() -> None:
 
 def dense_parts(model: CostModel, grid: Grid) -> dict[str, float]:
     """Forward compute time of a dense MLP half by part."""
-    _, dense = model._pieces(LayerKind.DENSE, model.places(grid.dims), model.shard(grid))
+    _, dense = model._blocks.of_unit(LayerKind.DENSE, model.places(grid.dims), model.shard(grid))
     return {part: time.compute for part, time in dense.forward.items()}
 
 
@@ -120,13 +122,13 @@ def test_interpolation_carries_the_ratio_over(grid: Grid) -> None:
     timings = []
     for tp, micro in ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2)):
         shape = one_stage(tp, micro=micro)
-        pieces = analytic._pieces(
+        blocks = analytic._blocks.of_unit(
             LayerKind.DENSE, analytic.places(shape.dims), analytic.shard(shape)
         )
-        for piece, priced in zip((Piece.ATTENTION, Piece.DENSE), pieces, strict=True):
+        for block, priced in zip((LayerBlock.ATTENTION, LayerBlock.DENSE), blocks, strict=True):
             timings.append(
                 timing(
-                    piece,
+                    block,
                     tensor_model_parallel_size=tp,
                     sequence_parallel=tp > 1,
                     micro_batch_size=micro,
@@ -137,13 +139,13 @@ def test_interpolation_carries_the_ratio_over(grid: Grid) -> None:
     model = CostModel(LLAMA, NODE, CostSettings(), times_of(profile(timings)))
     plain = compute_of(analytic, LayerKind.DENSE, grid)
     assert compute_of(model, LayerKind.DENSE, grid) == pytest.approx([2 * s for s in plain])
-    assert model.sources(grid)[Piece.ATTENTION] is Source.INTERPOLATED
-    assert model.sources(grid)[Piece.HEAD] is Source.ANALYTIC
+    assert model.sources(grid)[LayerBlock.ATTENTION] is Source.INTERPOLATED
+    assert model.sources(grid)[LayerBlock.HEAD] is Source.ANALYTIC
 
 
 def test_an_interpolation_lies_between_its_neighbours_and_next_to_the_nearest() -> None:
     timings = [timing(micro_batch_size=size, forward_s=size * 1e-3) for size in (1, 2, 4, 64)]
-    found = times_of(profile(timings)).find(Piece.ATTENTION, LayerShard(micro_batch_size=3))
+    found = times_of(profile(timings)).find(LayerBlock.ATTENTION, LayerShard(micro_batch_size=3))
     weights = {near.timing.micro_batch_size: near.weight for near in found.neighbours}
     assert sum(weights.values()) == pytest.approx(1.0)
     assert weights[4] > weights[2] > weights[1] > weights[64]
@@ -151,11 +153,11 @@ def test_an_interpolation_lies_between_its_neighbours_and_next_to_the_nearest() 
 
 def test_all_but_attention_see_the_tokens_of_a_rank_alone() -> None:
     """As the cost model prices them: a shape's key there and here must merge the same shapes."""
-    times = times_of(profile([timing(piece, micro_batch_size=2) for piece in Piece]))
+    times = times_of(profile([timing(block, micro_batch_size=2) for block in LayerBlock]))
     halved = LayerShard(micro_batch_size=4, context_parallel_size=2)
-    for piece in Piece:
-        expected = Source.INTERPOLATED if piece is Piece.ATTENTION else Source.MEASURED
-        assert times.find(piece, halved).source is expected
+    for block in LayerBlock:
+        expected = Source.INTERPOLATED if block is LayerBlock.ATTENTION else Source.MEASURED
+        assert times.find(block, halved).source is expected
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -200,7 +202,9 @@ def test_both_backends_find_the_same_under_a_profile(seed: int) -> None:
 
 
 def test_a_plan_says_what_stands_behind_its_times() -> None:
-    made = profile((t for t in whole_profile().timings if t.piece is not Piece.HEAD), name="most")
+    made = profile(
+        (t for t in whole_profile().timings if t.block is not LayerBlock.HEAD), name="most"
+    )
     request = PlanRequest(spec=LLAMA, cluster=NODE, global_batch_size=64, times=times_of(made))
     found = plan(request)
     assert isinstance(found, ParallelPlan)

@@ -13,12 +13,12 @@ from nest_megatron.model.spec import LayerKind, TransformerSpec
 from nest_megatron.profile.records import (
     COMPARED,
     NOT_SHAPING,
+    LayerBlock,
     Machine,
-    Piece,
+    blocks_of,
     default_name,
     fingerprint,
     layer_shape,
-    pieces_of,
     require_name,
 )
 from tests import catalogue
@@ -117,13 +117,13 @@ def test_clocks_are_told_and_not_compared() -> None:
 
 
 @pytest.mark.parametrize("name", catalogue.CORE)
-def test_pieces_are_those_of_the_layer_sequence(name: str) -> None:
+def test_blocks_are_those_of_the_layer_sequence(name: str) -> None:
     spec = catalogue.model(name)
-    kinds, pieces = set(spec.layer_kinds()), set(pieces_of(spec))
-    assert (LayerKind.DENSE in kinds) == (Piece.DENSE in pieces)
-    assert (LayerKind.MOE in kinds) == (Piece.EXPERTS in pieces)
-    assert (LayerKind.MTP in kinds) == (Piece.MTP in pieces)
-    assert {Piece.ATTENTION, Piece.EMBEDDING, Piece.HEAD} <= pieces
+    kinds, blocks = set(spec.layer_kinds()), set(blocks_of(spec))
+    assert (LayerKind.DENSE in kinds) == (LayerBlock.DENSE in blocks)
+    assert (LayerKind.MOE in kinds) == (LayerBlock.EXPERTS in blocks)
+    assert (LayerKind.MTP in kinds) == (LayerBlock.MTP in blocks)
+    assert {LayerBlock.ATTENTION, LayerBlock.EMBEDDING, LayerBlock.HEAD} <= blocks
 
 
 def test_default_names_are_names() -> None:

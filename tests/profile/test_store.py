@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nest_megatron.errors import ProfileError, UserInputError
 from nest_megatron.profile import profile_file, store
-from nest_megatron.profile.records import Piece
+from nest_megatron.profile.records import LayerBlock
 from tests import catalogue
 from tests.profile.profiles import H200, profile, timing, whole_profile
 
@@ -81,18 +81,18 @@ def test_an_edited_field_is_named(before: str, after: str, named: str) -> None:
 
 
 def test_timings_are_merged_and_the_newest_stay(folder: Path) -> None:
-    first = profile([timing(), timing(Piece.HEAD)], name="first")
+    first = profile([timing(), timing(LayerBlock.HEAD)], name="first")
     assert store.record(first) == first
     later = "2026-05-02T10:00:00+00:00"
-    again = profile([timing(forward_s=7.0), timing(Piece.DENSE)], name="second", created=later)
+    again = profile([timing(forward_s=7.0), timing(LayerBlock.DENSE)], name="second", created=later)
     found = store.record(again)
     assert [entry.name for entry in store.stored_entries()] == ["first"]
     assert found == store.find_entry("first").read()
     assert (found.name, found.created) == ("first", later)
-    assert {t.piece: t.forward_s for t in found.timings} == {
-        Piece.ATTENTION: 7.0,
-        Piece.HEAD: 1e-3,
-        Piece.DENSE: 1e-3,
+    assert {t.block: t.forward_s for t in found.timings} == {
+        LayerBlock.ATTENTION: 7.0,
+        LayerBlock.HEAD: 1e-3,
+        LayerBlock.DENSE: 1e-3,
     }
     stale = profile([timing(forward_s=9.0)], name="first", created="2026-04-01T10:00:00+00:00")
     assert store.record(stale) == found
@@ -116,7 +116,7 @@ def test_imported_times_never_mix_with_measured_ones(tmp_path: Path) -> None:
     assert not store.find_entry("mine").read().imported
     original = store.find_entry("mine").read()
     assert dataclasses.replace(found, name="mine", imported=False) == original
-    store.record(profile([timing(Piece.HEAD)], name="new"))
+    store.record(profile([timing(LayerBlock.HEAD)], name="new"))
     assert len(store.find_entry("mine").read().timings) == 2
     assert len(store.find_entry("theirs").read().timings) == 1
 
@@ -130,7 +130,7 @@ def test_a_broken_file_is_named_and_not_written_over(folder: Path) -> None:
     assert entry.name == "mine"
     assert "timings[0]" in str(error)
     with pytest.raises(ProfileError, match=re.escape("timings[0]")):
-        store.record(profile([timing(Piece.HEAD)], name="more"))
+        store.record(profile([timing(LayerBlock.HEAD)], name="more"))
     assert path.read_text() == damaged
 
 

@@ -1,6 +1,6 @@
 """``nest.profile.mode=measure``: time this very job's layers on this machine, then plan with them.
 
-Rank 0 plans from data sheets and says which pieces in which shapes matter; every rank times its
+Rank 0 plans from data sheets and says which blocks in which shapes matter; every rank times its
 share in a child process; the timings meet at rank 0, which keeps them in the profile store. What
 the store has is not measured again.
 """
@@ -67,7 +67,7 @@ class Measured:
     Args:
         profile: as it is stored now, timings of earlier runs among it.
         timings: those taken now.
-        skipped: pieces that could not be timed now.
+        skipped: blocks that could not be timed now.
         notes: for the report, one sentence each.
         seconds: of the slowest rank.
     """
@@ -229,7 +229,7 @@ def _kept(
     skipped = tuple(one for answer in answers for one in answer.skipped)
     if stored is None and orders.tasks:
         why = skipped[0].reason if skipped else f"nothing was done within {orders.max_seconds:g} s"
-        raise MeasuringError(f"no piece of this job's layers could be timed: {why}")
+        raise MeasuringError(f"no block of this job's layers could be timed: {why}")
     seconds = max((answer.seconds for answer in answers), default=0.0)
     measured = Measured(profile=stored, timings=timings, skipped=skipped, seconds=seconds)
     return dataclasses.replace(measured, notes=tuple(_notes(orders, measured, len(answers))))
@@ -261,7 +261,7 @@ def _notes(orders: Orders, measured: Measured, num_processes: int) -> Iterable[s
     if not orders.tasks:
         known = len(untimed(profile))
         words = f", or known not to be timed ({_count(range(known))})" if known else ""
-        yield f"Nothing was measured: all pieces are timed already{words}; {kept}."
+        yield f"Nothing was measured: all blocks are timed already{words}; {kept}."
         return
     device = "the CPU" if orders.where is Where.CPU else profile.machine.device_name
     yield (
@@ -285,15 +285,15 @@ def _notes(orders: Orders, measured: Measured, num_processes: int) -> Iterable[s
         )
 
 
-def _count(pieces: Iterable[object]) -> str:
-    count = len(tuple(pieces))
-    return f"{count} piece{'' if count == 1 else 's'}"
+def _count(blocks: Iterable[object]) -> str:
+    count = len(tuple(blocks))
+    return f"{count} block{'' if count == 1 else 's'}"
 
 
 def _words(skipped: list[Skipped]) -> str:
-    """The first of some pieces, by name and shape."""
+    """The first of some blocks, by name and shape."""
     shown = [
-        f"{one.task.piece.value} (tp {one.task.shard.tensor_model_parallel_size}, micro batch "
+        f"{one.task.block.value} (tp {one.task.shard.tensor_model_parallel_size}, micro batch "
         f"{one.task.shard.micro_batch_size})"
         for one in skipped[:3]
     ]

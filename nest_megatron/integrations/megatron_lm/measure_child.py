@@ -1,4 +1,4 @@
-"""A child process that times pieces of layers and ends.
+"""A child process that times layer blocks and ends.
 
 Whoever starts it must not touch CUDA itself yet, and has its memory back whole when this ends. The
 orders come as JSON on standard input, and the answer goes to standard output once all is done. What
@@ -47,10 +47,10 @@ def end_with(parent: int) -> None:
 
 
 def measured(orders: Orders, num_threads: int) -> Answer:
-    """The timing, or the reason for none, of each piece that was begun in time.
+    """The timing, or the reason for none, of each block that was begun in time.
 
     Args:
-        num_threads: of torch, where the pieces run on the CPU.
+        num_threads: of torch, where the blocks run on the CPU.
     """
     import torch
 
@@ -61,7 +61,7 @@ def measured(orders: Orders, num_threads: int) -> Answer:
     measuring = Measuring(
         where=orders.where,
         implementation=orders.implementation,
-        max_seconds=orders.piece_seconds,
+        max_seconds=orders.block_seconds,
         make_layers=JobLayers(orders.job, orders.where),
     )
     machine = this_machine(orders.where, orders.implementation)
@@ -76,7 +76,7 @@ def measured(orders: Orders, num_threads: int) -> Answer:
 
 
 def _one(orders: Orders, task: Task, measuring: Measuring, until: float) -> list[Timing | Skipped]:
-    """One piece; what cannot be built says so, and the others are timed all the same.
+    """One block; what cannot be built says so, and the others are timed all the same.
 
     After an error of CUDA itself nothing more runs in a process, so that one ends it.
     """

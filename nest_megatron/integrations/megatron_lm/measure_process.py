@@ -21,7 +21,7 @@ from nest_megatron.megatron_core.stage import Where
 from nest_megatron.units import Seconds
 
 _COMMAND = (sys.executable, "-m", "nest_megatron.integrations.megatron_lm.measure_child")
-#: Time for what the budget leaves out: imports from a slow disk, and a last piece that was begun.
+#: Time for what the budget leaves out: imports from a slow disk, and a last block that was begun.
 SPARE_S = 300.0
 _PAUSE_S = 0.25
 _LAST_WORDS = 15
@@ -51,7 +51,7 @@ class MeasuringError(NestError):
 def measure_in_child(
     orders: Orders, environment: Mapping[str, str], check: Check, *, spare_s: Seconds = SPARE_S
 ) -> Answer:
-    """Time the pieces of some orders in a process of its own.
+    """Time the blocks of some orders in a process of its own.
 
     Args:
         orders: with this rank's share of the tasks alone.

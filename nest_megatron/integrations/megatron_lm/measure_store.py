@@ -104,7 +104,7 @@ def missing(
         return tuple(tasks)
     anything = LayerShard()
     known: set[Shape] = {
-        shape_of(spec, Task(timing.piece, shard_of(timing, anything))) for timing in profile.timings
+        shape_of(spec, Task(timing.block, shard_of(timing, anything))) for timing in profile.timings
     }
     known |= {shape_of(spec, skipped.task) for skipped in untimed(profile)}
     return tuple(task for task in tasks if shape_of(spec, task) not in known)

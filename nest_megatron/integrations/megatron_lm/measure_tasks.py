@@ -13,18 +13,18 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.plan import Alternative, ParallelChoice, ParallelPlan
 from nest_megatron.planner import PlanRequest
 from nest_megatron.profile.lookup import Point, point_of
-from nest_megatron.profile.records import Piece
+from nest_megatron.profile.records import LayerBlock
 from nest_megatron.profile.session import Task, tasks_of
 from nest_megatron.solver.grids import GridSpace
 
-#: A piece and the point that its time depends on.
-Shape = tuple[Piece, Point]
+#: A block and the point that its time depends on.
+Shape = tuple[LayerBlock, Point]
 
 
 def tasks_for(
     plan: ParallelPlan, request: PlanRequest, implementation: Implementation
 ) -> tuple[Task, ...]:
-    """Pieces and shapes in the order in which they are to be timed.
+    """Layer blocks and shapes in the order in which they are to be timed.
 
     Args:
         plan: the best plan without measurements, with its runners-up.
@@ -41,8 +41,8 @@ def tasks_for(
 
 
 def shape_of(spec: TransformerSpec, task: Task) -> Shape:
-    """What tells two tasks apart: the piece, and what its time depends on."""
-    return task.piece, point_of(spec, task.piece, task.shard)
+    """What tells two tasks apart: the block, and what its time depends on."""
+    return task.block, point_of(spec, task.block, task.shard)
 
 
 def _without_context(task: Task) -> Task:
@@ -51,9 +51,9 @@ def _without_context(task: Task) -> Task:
     A context rank has its share of the queries and meets all keys, which a shorter sequence does
     not show; what is measured of a whole one carries over in proportion.
     """
-    if task.piece is not Piece.ATTENTION:
+    if task.block is not LayerBlock.ATTENTION:
         return task
-    return Task(task.piece, dataclasses.replace(task.shard, context_parallel_size=1))
+    return Task(task.block, dataclasses.replace(task.shard, context_parallel_size=1))
 
 
 def _planned(

@@ -20,8 +20,8 @@ from nest_megatron.units import Seconds
 
 Message = TypeVar("Message", "Decision", "Orders", "Answer")
 
-#: Longest with one piece; a session of many pieces and little time gives each less.
-_LONGEST_PIECE_S, _SHORTEST_PIECE_S = 10.0, 0.2
+#: Longest with one block; a session of many blocks and little time gives each less.
+_LONGEST_BLOCK_S, _SHORTEST_BLOCK_S = 10.0, 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +46,9 @@ class Orders:
 
     Args:
         spec: the whole model.
-        tasks: all pieces to time, in order; a rank's child has the rank's share alone.
+        tasks: all blocks to time, in order; a rank's child has the rank's share alone.
         job: what the layers are made from.
-        max_seconds: after this no further piece is begun.
+        max_seconds: after this no further block is begun.
     """
 
     spec: TransformerSpec
@@ -60,15 +60,15 @@ class Orders:
     max_seconds: Seconds
 
     @property
-    def piece_seconds(self) -> Seconds:
-        """Time for the repetitions of one piece."""
+    def block_seconds(self) -> Seconds:
+        """Time for the repetitions of one block."""
         each = self.max_seconds / max(1, len(self.tasks))
-        return min(_LONGEST_PIECE_S, max(_SHORTEST_PIECE_S, each))
+        return min(_LONGEST_BLOCK_S, max(_SHORTEST_BLOCK_S, each))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """A piece that was not timed, and why.
+    """A block that was not timed, and why.
 
     Args:
         is_too_large: it does not fit on the device.

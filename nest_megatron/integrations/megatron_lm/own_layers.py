@@ -84,7 +84,7 @@ _NOT_OF_A_LAYER = {
         "moe_enable_deepep",
         "moe_flex_dispatcher_backend",
     ),
-    "kernels launched as one, which a single piece is not": (
+    "kernels launched as one, which a single block is not": (
         "cuda_graph_impl",
         "cuda_graph_scope",
         "cuda_graph_modules",
