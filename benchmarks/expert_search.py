@@ -19,11 +19,11 @@ from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace, divisors
 from nest_megatron.units import to_seconds
 from nest_megatron.validation.assess import job_time
-from nest_megatron.validation.job import Job, job_of
+from nest_megatron.validation.job import RowJob, job_of
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.predict import (
-    Prediction,
     Predictor,
+    RowPrediction,
     iteration_ticks,
     measured_partition,
 )
@@ -42,8 +42,8 @@ class Published:
     """A measured run of a whole model, and what is predicted for it."""
 
     row: Row
-    job: Job
-    prediction: Prediction
+    job: RowJob
+    prediction: RowPrediction
     measured_s: float
 
 

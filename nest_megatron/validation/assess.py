@@ -14,7 +14,7 @@ from nest_megatron.planner.choice import Candidate
 from nest_megatron.units import Bytes, Seconds
 from nest_megatron.validation.collectives import predict_collective
 from nest_megatron.validation.golden import golden_job
-from nest_megatron.validation.job import Job, job_of
+from nest_megatron.validation.job import RowJob, job_of
 from nest_megatron.validation.judging import candidate_of
 from nest_megatron.validation.left_out import LeftOutConstants
 from nest_megatron.validation.measured import (
@@ -30,7 +30,7 @@ from nest_megatron.validation.measured import (
 from nest_megatron.validation.memory import predicted_golden, predicted_memory
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Basis, Judged, RowOutcome
-from nest_megatron.validation.predict import Prediction, Predictor
+from nest_megatron.validation.predict import Predictor, RowPrediction
 from nest_megatron.validation.refusal import RefusedRowError
 from nest_megatron.validation.rows import Row, RowFile, RowKind, number, refuse_misprints
 
@@ -86,7 +86,7 @@ class Assessor:
             candidate=self._candidate(job, prediction),
         )
 
-    def _candidate(self, job: Job, prediction: Prediction) -> Candidate:
+    def _candidate(self, job: RowJob, prediction: RowPrediction) -> Candidate:
         """A prediction as a plan that may be chosen; both bases often share it."""
         key = id(prediction)
         if key not in self._candidates:
@@ -122,13 +122,13 @@ class Assessor:
             assumptions=job.assumptions,
         )
 
-    def _job(self, row: Row, basis: Basis) -> Job:
+    def _job(self, row: Row, basis: Basis) -> RowJob:
         require_fixed_sequences(row)
         job = job_of(row, self.book, as_planned=basis is Basis.AS_PLANNED)
         return job if self.left_out is None else self.left_out.applied(row.get("source", ""), job)
 
 
-def _memory(row: Row, job: Job, prediction: Prediction, measured: Bytes | None) -> RowOutcome:
+def _memory(row: Row, job: RowJob, prediction: RowPrediction, measured: Bytes | None) -> RowOutcome:
     """What a row of throughput or of peak memory says of memory."""
     out_of_memory, grid = ran_out_of_memory(row), prediction.grid
     limit, peak = _allocatable(job, grid), max(prediction.stage_memory)
@@ -148,7 +148,7 @@ def _memory(row: Row, job: Job, prediction: Prediction, measured: Bytes | None) 
     )
 
 
-def _allocatable(job: Job, grid: Grid) -> Bytes:
+def _allocatable(job: RowJob, grid: Grid) -> Bytes:
     """What PyTorch's allocator could give out to a job."""
     outside = outside_bytes(job.spec, grid, job.cluster)
     return allocatable_bytes(job.cluster.accelerator, job.settings, outside)
@@ -159,7 +159,7 @@ def _collective(row: Row, _: Basis) -> RowOutcome:
     return RowOutcome(row=row, predicted_s=predicted, measured_s=measured)
 
 
-def job_time(row: Row, job: Job, prediction: Prediction) -> Seconds:
+def job_time(row: Row, job: RowJob, prediction: RowPrediction) -> Seconds:
     """Measured time of a step, from whatever the row prints.
 
     Raises:
@@ -170,7 +170,7 @@ def job_time(row: Row, job: Job, prediction: Prediction) -> Seconds:
     return measured_time(row, work)
 
 
-def _work(job: Job, prediction: Prediction) -> StepWork:
+def _work(job: RowJob, prediction: RowPrediction) -> StepWork:
     """What turns a row's rates into times."""
     accelerator, spec = job.cluster.accelerator, job.spec
     sequences = job.grids[0].global_batch_size

@@ -26,7 +26,7 @@ from nest_megatron.validation.calibration import (
     generation_of,
     with_values,
 )
-from nest_megatron.validation.job import Job
+from nest_megatron.validation.job import RowJob
 from nest_megatron.validation.predict import Predictor
 
 #: Residuals beyond this (in logarithms) count less and less: some rows are misprints.
@@ -45,7 +45,7 @@ class Sample:
 
     source: str
     model: str
-    job: Job
+    job: RowJob
     measured_s: float
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 
 from nest_megatron.cluster.records import Accelerator, Cluster, Precision
 from nest_megatron.cost_model.targets import EXECUTION
-from nest_megatron.validation.job import Job
+from nest_megatron.validation.job import RowJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ def generation_of(accelerator: str) -> str | None:
 Values = Mapping[str, float]
 
 
-def with_values(job: Job, values: Values, clusters: dict[int, Cluster] | None = None) -> Job:
+def with_values(job: RowJob, values: Values, clusters: dict[int, Cluster] | None = None) -> RowJob:
     """A job under other constants.
 
     Args:

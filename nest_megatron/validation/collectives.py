@@ -72,7 +72,7 @@ def parse_collective(row: Row) -> CollectiveRow:
         raise RefusedRowError(
             "ranks do not fit the nodes", f"{ranks} ranks on {nodes} nodes of {used}"
         )
-    levels, shape = _place(row, ranks, nodes)
+    levels, shape = _levels_and_shape(row, ranks, nodes)
     return CollectiveRow(
         kind=kind,
         message_bytes=size,
@@ -82,7 +82,9 @@ def parse_collective(row: Row) -> CollectiveRow:
     )
 
 
-def _place(row: Row, ranks: int, nodes: int) -> tuple[tuple[NetworkLevel, ...], tuple[int, ...]]:
+def _levels_and_shape(
+    row: Row, ranks: int, nodes: int
+) -> tuple[tuple[NetworkLevel, ...], tuple[int, ...]]:
     name, _ = accelerator_name(row.get("gpu", ""))
     words = f"{row.get('intra_fabric', '')} ; {row.get('inter_fabric', '')}"
     if nodes > 1 and not row.get("inter_fabric") and not _is_rack(row):

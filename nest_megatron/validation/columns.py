@@ -23,7 +23,7 @@ class Column:
     meaning: str
 
 
-_PLACE = (
+_MACHINE = (
     Column("row_id, source", "", "name of the row, and who published it; for the tables only"),
     Column("model", "", "a name of `nest-megatron models`, or one whose shape the row states"),
     Column(
@@ -103,7 +103,7 @@ _COLLECTIVES = (
 
 #: What each kind of file holds.
 COLUMNS: Mapping[RowKind, tuple[Column, ...]] = {
-    RowKind.THROUGHPUT: (*_PLACE, *_LAYOUT, *_TIME, *_MEMORY),
+    RowKind.THROUGHPUT: (*_MACHINE, *_LAYOUT, *_TIME, *_MEMORY),
     RowKind.MEMORY_PEAK: (
         Column("throughput_row", "", "`row_id` of the same run in a file of throughput, if any"),
         Column("(all columns of throughput)", "", "read alike; no time is needed"),

@@ -45,7 +45,7 @@ _SMALL = 0.25
 _INSIDE = 1e-3
 _STEP = 1e-3
 #: Evaluations of a fit, and of one that starts from another one's end.
-_EVALUATIONS, _AGAIN = 60, 15
+_EVALUATIONS, _REFIT_EVALUATIONS = 60, 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,8 +244,8 @@ def fit_links(
     left_out = [math.nan] * len(samples)
     for cluster in sorted({sample.cluster for sample in samples}) if cross_validate else ():
         others = [sample for sample in samples if sample.cluster != cluster]
-        again = _Problem(start, others)
-        refitted = again.links(again.solve(values, _AGAIN))
+        others_only = _Problem(start, others)
+        refitted = others_only.links(others_only.solve(values, _REFIT_EVALUATIONS))
         for i, sample in enumerate(samples):
             if sample.cluster == cluster:
                 left_out[i] = error(refitted, sample)

@@ -20,7 +20,7 @@ import yaml
 from nest_megatron.files import write_text
 from nest_megatron.units import Seconds
 from nest_megatron.validation.assess import job_time
-from nest_megatron.validation.job import Job, job_of
+from nest_megatron.validation.job import RowJob, job_of
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.predict import Predictor
 from nest_megatron.validation.refusal import RefusedRowError
@@ -134,7 +134,7 @@ def scalings_of(files: Iterable[RowFile], book: ModelBook) -> list[Scaling]:
     return [scaling for scaling in scalings if scaling.speaks]
 
 
-def _point(row: Row, job: Job, predictors: tuple[Predictor, Predictor]) -> Point:
+def _point(row: Row, job: RowJob, predictors: tuple[Predictor, Predictor]) -> Point:
     """A row with its step without stragglers, and the difference that one second makes."""
     settings = [dataclasses.replace(job.settings, straggler_delay_s=delay) for delay in (0.0, 1.0)]
     without, late = (

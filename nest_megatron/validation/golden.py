@@ -27,7 +27,7 @@ from nest_megatron.parallel.recompute import (
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.validation.frameworks import MEGATRON_CORE
 from nest_megatron.validation.golden_models import flags_of
-from nest_megatron.validation.job import Job, replicas_of
+from nest_megatron.validation.job import RowJob, replicas_of
 from nest_megatron.validation.machines import machine_of_runs
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.refusal import RefusedRowError
@@ -42,7 +42,7 @@ _PRECISIONS = {"bf16": Precision.BF16, "fp16": Precision.FP16}
 _SWITCHES = {"True": True, "False": False}
 
 
-def golden_job(row: Row, book: ModelBook) -> Job:
+def golden_job(row: Row, book: ModelBook) -> RowJob:
     """Read a row of golden values.
 
     Raises:
@@ -53,7 +53,7 @@ def golden_job(row: Row, book: ModelBook) -> Job:
     _refuse_unmodelled(row)
     gpus, per_node, notes = _gpus(row)
     virtual = _virtual(row)
-    place = machine_of_runs(
+    machine = machine_of_runs(
         row.get("gpu") or _USUAL_GPU, gpus, per_node, "", flash_attention=not _keeps_scores(row)
     )
     try:
@@ -61,11 +61,11 @@ def golden_job(row: Row, book: ModelBook) -> Job:
         partition = _partition(row, match.spec, grid.dims)
     except UserInputError as error:
         raise RefusedRowError("layout is impossible", str(error)) from error
-    return Job(
+    return RowJob(
         spec=match.spec,
-        cluster=place.cluster,
+        cluster=machine.cluster,
         grids=(grid,),
-        settings=_settings(row, flags, place.cluster.accelerator.name),
+        settings=_settings(row, flags, machine.cluster.accelerator.name),
         target=MEGATRON_CORE,
         assumptions=(*match.assumptions, *notes),
         partition=partition,

@@ -60,15 +60,15 @@ def accelerator_name(gpu: str) -> tuple[str, tuple[str, ...]]:
     if len(families) != 1 or " OR " in text:
         raise RefusedRowError("unknown GPU", f"{gpu!r} names no one part of the catalogue")
     parts = dict(_PARTS)[families[0]]
-    named = [(mark, name) for mark, name in parts if mark and _has(text, families[0], mark)]
-    pcie = [name for mark, name in named if mark == "PCIE"]
+    named = [(word, name) for word, name in parts if word and _has(text, families[0], word)]
+    pcie = [name for word, name in named if word == "PCIE"]
     if pcie:
         return pcie[0], ()
     if named:
         return named[0][1], ()
-    mark, usual = parts[0]
-    assumed = f"the memory of {families[0]} is not stated; {mark} GB assumed"
-    return usual, ((assumed,) if mark else ())
+    word, usual = parts[0]
+    assumed = f"the memory of {families[0]} is not stated; {word} GB assumed"
+    return usual, ((assumed,) if word else ())
 
 
 _BLACKWELL = ("b200_sxm_180gb", "gb200_186gb", "b300_sxm_288gb", "gb300_288gb")
@@ -88,9 +88,9 @@ def _blackwell(gpu: str) -> tuple[str, tuple[str, ...]]:
     return near[0], (f"{gpu} is {near[0]} by its memory",)
 
 
-def _has(text: str, family: str, mark: str) -> bool:
+def _has(text: str, family: str, word: str) -> bool:
     rest = text.partition(family)[2]
-    return re.search(rf"\b{mark}(?!\d)", rest) is not None
+    return re.search(rf"\b{word}(?!\d)", rest) is not None
 
 
 @cache

@@ -41,7 +41,7 @@ from nest_megatron.validation.rows import Row, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class RowJob:
     """A job that somebody measured, ready for the cost model.
 
     Args:
@@ -67,7 +67,7 @@ class Job:
     pipeline_runs: int = 1
 
 
-def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> Job:
+def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
     """Read a row.
 
     Args:
@@ -85,11 +85,11 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> Job:
     recipe = NO_SETTINGS if as_planned else settings_of(row)
     numbers = {**_format(row), **_moments(row)}
     stated = {**recipe.flags, **numbers, **({} if as_planned else stated_in_words(row))}
-    place, precision = _place(row, rule.target, gpus)
-    name = place.cluster.accelerator.name
+    machine, precision = _machine(row, rule.target, gpus)
+    name = machine.cluster.accelerator.name
     defaults = rule.target.flags(name, precision, has_experts=match.spec.is_moe)
     flags = {**defaults, **stated}
-    notes = [*match.assumptions, *place.assumptions, f"defaults of {rule.target.name}"]
+    notes = [*match.assumptions, *machine.assumptions, f"defaults of {rule.target.name}"]
     try:
         grid = _grid(row, match.spec, gpus, (rule, flags), notes)
         if as_planned:
@@ -108,9 +108,9 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> Job:
         **_task(row),
         **_offload(row),
     )
-    return Job(
+    return RowJob(
         spec=match.spec,
-        cluster=place.cluster,
+        cluster=machine.cluster,
         grids=grids,
         settings=settings,
         target=rule.target,
@@ -129,13 +129,13 @@ def _moments(row: Row) -> Mapping[str, Any]:
     return {"use_precision_aware_optimizer": True, **types}
 
 
-def _place(row: Row, target: Target, gpus: int) -> tuple[MachineMatch, Precision]:
+def _machine(row: Row, target: Target, gpus: int) -> tuple[MachineMatch, Precision]:
     """The machine of a row, and its number format."""
     name = row.get("gpu", "")
     fused = target.flags(name, Precision.BF16).get("attention_backend") != "unfused"
     per_node, network = whole(row, "gpus_per_node"), row.get("network", "")
-    place = machine_of_runs(name, gpus, per_node, network, flash_attention=fused)
-    return place, _precision(row, place.cluster)
+    machine = machine_of_runs(name, gpus, per_node, network, flash_attention=fused)
+    return machine, _precision(row, machine.cluster)
 
 
 def _grid(

@@ -23,14 +23,14 @@ from nest_megatron.planner.retries import FAILED_START_PERCENT
 from nest_megatron.planner.uncertain import LEVEL, out_of_memory
 from nest_megatron.solver.ranking import SolvedGrid
 from nest_megatron.units import Seconds, to_ticks
-from nest_megatron.validation.predict import Prediction
+from nest_megatron.validation.predict import RowPrediction
 from nest_megatron.validation.scores import NOISE, Coverage
 
 #: Chance from which an order of two layouts counts as sure.
 _SURE = 0.9
 
 
-def candidate_of(model: CostModel, prediction: Prediction) -> Candidate:
+def candidate_of(model: CostModel, prediction: RowPrediction) -> Candidate:
     """A measured run as a plan that a search may choose; no settings of a user speak for it."""
     grid, partition = prediction.grid, prediction.partition
     seconds, peak = prediction.iteration_time_s, max(prediction.stage_memory)

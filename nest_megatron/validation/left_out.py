@@ -18,7 +18,7 @@ from nest_megatron.documents import LOADER
 from nest_megatron.files import write_text
 from nest_megatron.validation.calibrate import Fit, constants_without
 from nest_megatron.validation.calibration import Values, with_values
-from nest_megatron.validation.job import Job
+from nest_megatron.validation.job import RowJob
 
 #: Constants that move by less than this share are left as they are.
 _MOVED = 0.003
@@ -39,7 +39,7 @@ class LeftOutConstants:
     _clusters: dict[str, dict[int, Cluster]] = field(default_factory=dict)
     _known: list[Cluster] = field(default_factory=list)  # keeps them, and so their identity
 
-    def applied(self, source: str, job: Job) -> Job:
+    def applied(self, source: str, job: RowJob) -> RowJob:
         """A job of a source; as it is where the source was not fitted."""
         values = self.by_source.get(source)
         if not values:

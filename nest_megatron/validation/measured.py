@@ -65,8 +65,8 @@ def _counted_flops(row: Row, work: StepWork) -> float:
             raise RefusedRowError("no time measured", "TFLOP/s by 8*N*tokens without params_b")
         return 8 * size * 1e9 * work.sequences * work.seq_length
     flops = work.model_flops + (work.attention_flops if counts_whole_attention(row) else 0.0)
-    computed_again = "hardware" in kind or "recompute" in kind
-    return flops + (flops - work.head_flops) / 3 if computed_again else flops
+    recomputed = "hardware" in kind or "recompute" in kind
+    return flops + (flops - work.head_flops) / 3 if recomputed else flops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

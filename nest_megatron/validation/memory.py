@@ -5,8 +5,8 @@ from __future__ import annotations
 from nest_megatron.cluster.records import Accelerator
 from nest_megatron.units import Bytes
 from nest_megatron.validation.golden import is_local
-from nest_megatron.validation.job import Job
-from nest_megatron.validation.predict import Prediction
+from nest_megatron.validation.job import RowJob
+from nest_megatron.validation.predict import RowPrediction
 from nest_megatron.validation.rows import Row
 
 _MIB = 2**20
@@ -48,7 +48,7 @@ def workspace_bytes(
     return _CUBLAS_HANDLES * cublas + own * (1 + _GROUPED_STREAMS * grouped)
 
 
-def predicted_memory(row: Row, job: Job, prediction: Prediction) -> Bytes | None:
+def predicted_memory(row: Row, job: RowJob, prediction: RowPrediction) -> Bytes | None:
     """Peak bytes of the GPU that the row speaks of; ``None`` where they follow from a choice.
 
     A job that may have had several micro batches, or may have computed several things again, was
@@ -72,7 +72,7 @@ def predicted_memory(row: Row, job: Job, prediction: Prediction) -> Bytes | None
     return round(peak * _CACHED) + job.settings.memory_reserve_bytes
 
 
-def predicted_golden(row: Row, job: Job, prediction: Prediction) -> Bytes:
+def predicted_golden(row: Row, job: RowJob, prediction: RowPrediction) -> Bytes:
     """Peak bytes that PyTorch's allocator gave out on the last pipeline stage."""
     return prediction.stage_memory[-1] + workspace_bytes(
         job.cluster.accelerator,

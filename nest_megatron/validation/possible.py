@@ -55,10 +55,12 @@ def possible_grids(
             ``recompute_granularity`` among them says that dense models run without recomputation.
         recipe: one more thing that the run may have been where it is not certain.
     """
-    again = _recomputes(row, spec, grid, recipe, keeps_dense="recompute_granularity" in defaults)
+    recomputes = _recomputes(
+        row, spec, grid, recipe, keeps_dense="recompute_granularity" in defaults
+    )
     usual = dataclasses.replace(grid, execution=execution_of(defaults))
     for size in _micro_batches(row, grid):
-        for recompute in again:
+        for recompute in recomputes:
             for each in dict.fromkeys((grid,) if recipe.certain else (grid, usual)):
                 found = dataclasses.replace(each, micro_batch_size=size, recompute=recompute)
                 yield found if recipe.certain else _as_it_runs(found)

@@ -17,7 +17,7 @@ from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.solver.backend import solve
 from nest_megatron.solver.one_partition import joined
 from nest_megatron.units import Bytes, Seconds, Ticks, to_seconds
-from nest_megatron.validation.job import Job
+from nest_megatron.validation.job import RowJob
 from nest_megatron.validation.refusal import RefusedRowError
 
 #: More memory than any device has.
@@ -25,7 +25,7 @@ _NO_LIMIT = 1 << 55
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class RowPrediction:
     """What the cost model says of a job.
 
     Args:
@@ -54,9 +54,9 @@ class Predictor:
     """Predicts jobs; what jobs share (a model on a cluster) is priced once, and a job as well."""
 
     _models: dict[object, CostModel] = field(default_factory=dict)
-    _predictions: dict[object, Prediction] = field(default_factory=dict)
+    _predictions: dict[object, RowPrediction] = field(default_factory=dict)
 
-    def predict(self, job: Job) -> Prediction:
+    def predict(self, job: RowJob) -> RowPrediction:
         """Time and memory of a job.
 
         Raises:
@@ -68,7 +68,7 @@ class Predictor:
             self._predictions[whole] = self._predict(job, model)
         return self._predictions[whole]
 
-    def model(self, job: Job) -> CostModel:
+    def model(self, job: RowJob) -> CostModel:
         """The cost model of a job, shared with jobs that differ in their layout alone."""
         key = _key(job)
         if key not in self._models:
@@ -76,7 +76,7 @@ class Predictor:
         return self._models[key]
 
     @staticmethod
-    def _predict(job: Job, model: CostModel) -> Prediction:
+    def _predict(job: RowJob, model: CostModel) -> RowPrediction:
         problems = [
             (grid, _of_one_run(model.problem(grid), job.pipeline_runs)) for grid in job.grids
         ]
@@ -95,7 +95,7 @@ class Predictor:
         ]
         ticks, best = min((iteration_ticks(problems[i][1], partition), i) for i in fitting)
         grid, problem = problems[best]
-        return Prediction(
+        return RowPrediction(
             iteration_time_s=to_seconds(
                 job.pipeline_runs * (ticks - problem.constant) + problem.constant
             ),
@@ -108,7 +108,7 @@ class Predictor:
         )
 
 
-def _key(job: Job) -> tuple[object, ...]:
+def _key(job: RowJob) -> tuple[object, ...]:
     return job.spec, id(job.cluster), job.settings  # the model keeps the cluster alive
 
 
@@ -122,7 +122,7 @@ def _kept(grid: Grid) -> Grid:
     return dataclasses.replace(grid, recompute=NO_RECOMPUTE)
 
 
-def measured_partition(job: Job, problem: PipelineProblem) -> StagePartition:
+def measured_partition(job: RowJob, problem: PipelineProblem) -> StagePartition:
     """The stages of a job: as named, or even, or else the fastest that there are.
 
     Megatron divides layers evenly; where they do not divide, embedding and loss count as layers
@@ -157,13 +157,13 @@ def _balanced(problem: PipelineProblem) -> StagePartition:
         problem, capacity_bytes=_NO_LIMIT, num_microbatches=few, block_num_layers=0
     )
     try:
-        marks = solve(question, node_limit=_MOST_NODES).boundaries
+        boundaries = solve(question, node_limit=_MOST_NODES).boundaries
     except UserInputError as error:
         raise RefusedRowError("schedule is impossible", str(error)) from error
-    if not marks:
+    if not boundaries:
         units, chunks = problem.num_units, problem.num_chunks
-        marks = tuple(-(-units * k // chunks) for k in range(chunks + 1))
-    return StagePartition(boundaries=marks, pipeline_model_parallel_size=problem.num_stages)
+        boundaries = tuple(-(-units * k // chunks) for k in range(chunks + 1))
+    return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=problem.num_stages)
 
 
 def iteration_ticks(problem: PipelineProblem, partition: StagePartition) -> Ticks:

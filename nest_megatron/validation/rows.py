@@ -27,7 +27,7 @@ class RowKind(Name):
 
 
 #: Columns by which a kind is known; the first kind whose columns are all there counts.
-_MARKS = {
+_COLUMNS = {
     RowKind.COLLECTIVES: {"collective", "n_ranks", "size_bytes"},
     RowKind.MEMORY_GOLDEN: {"mem_max_allocated_gib", "test_case"},
     RowKind.MEMORY_PEAK: {"throughput_row", "peak_mem", "model"},
@@ -54,10 +54,10 @@ def read_rows(path: Path) -> RowFile:
     columns = set(names)
     if not rows:
         raise _unreadable(path, "it has no rows")
-    for kind, marks in _MARKS.items():
-        if marks <= columns:
+    for kind, needed in _COLUMNS.items():
+        if needed <= columns:
             return RowFile(path=path, kind=kind, rows=tuple(joined(path, rows)))
-    wanted = "; ".join(f"{kind}: {', '.join(sorted(marks))}" for kind, marks in _MARKS.items())
+    wanted = "; ".join(f"{kind}: {', '.join(sorted(needed))}" for kind, needed in _COLUMNS.items())
     raise _unreadable(path, f"its columns are of no known kind ({wanted})")
 
 

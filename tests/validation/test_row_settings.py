@@ -10,7 +10,7 @@ import pytest
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.execution import GraphImpl, TokenDispatcher
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, selective_recompute
-from nest_megatron.validation.job import Job, job_of
+from nest_megatron.validation.job import RowJob, job_of
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.refusal import RefusedRowError
 from nest_megatron.validation.row_settings import NO_SETTINGS, settings_of
@@ -59,7 +59,7 @@ def read(folder: Path, **settings: str) -> Row:
     return read_rows(path).rows[0]
 
 
-def job(row: Row, *, as_planned: bool = False) -> Job:
+def job(row: Row, *, as_planned: bool = False) -> RowJob:
     return job_of(row, ModelBook.load(()), as_planned=as_planned)
 
 
