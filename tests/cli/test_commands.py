@@ -58,26 +58,42 @@ def commands_below(name: str, command: click.Command) -> Iterator[tuple[str, cli
             yield from commands_below(f"{name} {inner}".strip(), below)
 
 
-@pytest.mark.parametrize("command", sorted(set(shown_commands())))
-def test_examples_run(command: str, small_plan: Path, tmp_path: Path) -> None:
-    (tmp_path / "plan.yaml").write_text(small_plan.read_text())
-    (tmp_path / "config.json").write_text(
+#: What takes seconds of a core: fits, other planners, and layers that megatron-core builds.
+LONG = ("calibrate", "compare", "paper", "profile model", "extract")
+
+
+def marked(command: str) -> object:
+    is_long = command.removeprefix("nest-megatron ").startswith(LONG)
+    return pytest.param(command, marks=pytest.mark.slow if is_long else ())
+
+
+@pytest.fixture(scope="module")
+def named_files(small_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that examples name."""
+    folder = tmp_path_factory.mktemp("named")
+    (folder / "plan.yaml").write_text(small_plan.read_text())
+    (folder / "config.json").write_text(
         '{"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 8, "vocab_size": 32000,'
         ' "num_attention_heads": 8, "intermediate_size": 4096, "max_position_embeddings": 2048}'
     )
-    write_measurements(tmp_path)
-    write_networks(tmp_path)
-    shutil.copytree(
-        ROOT / "tests" / "research" / "nest_artifact" / "data", tmp_path, dirs_exist_ok=True
-    )
-    mine = (ROOT / "hydra_configs" / "cluster" / "custom.yaml").read_text()
-    (tmp_path / "mine.yaml").write_text(mine)
+    write_measurements(folder)
+    write_networks(folder)
+    write_module(folder)
+    write_profiles(folder)
+    artifact = ROOT / "tests" / "research" / "nest_artifact" / "data"
+    shutil.copytree(artifact, folder, dirs_exist_ok=True)
+    shutil.copy(ROOT / "hydra_configs" / "cluster" / "custom.yaml", folder / "mine.yaml")
+    return folder
+
+
+@pytest.mark.parametrize("command", [marked(each) for each in sorted(set(shown_commands()))])
+def test_examples_run(command: str, named_files: Path, tmp_path: Path) -> None:
+    shutil.copytree(named_files, tmp_path, dirs_exist_ok=True)
     shell = command.partition(">")[0] if "completion" in command else command
     words = shlex.split(shell.replace("\\\n", " "), comments=True)
     if "--from" in words:
         words[words.index("--from") + 1] = MIXTRAL
-    write_module(tmp_path)
-    store, cache = write_profiles(tmp_path), tmp_path / "cache"
+    store, cache = tmp_path / "store", tmp_path / "cache"
     folders = {"NEST_MEGATRON_PROFILES": str(store), "NEST_MEGATRON_EXTRACT_CACHE": str(cache)}
     done = spawn(*words[1:], cwd=tmp_path, **folders)
     assert (done.code, done.err) == (0, "")

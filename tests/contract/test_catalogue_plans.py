@@ -91,7 +91,13 @@ def _name(index: int) -> str:
     return "-".join([model, cluster, str(num_gpus), *(f"{k}={v}" for k, v in fixed.items())])
 
 
-every_job = pytest.mark.parametrize("index", range(len(JOBS)), ids=_name)
+def _marked(index: int) -> object:
+    """Searches of many GPUs take seconds each."""
+    is_large = JOBS[index][2] > 256
+    return pytest.param(index, id=_name(index), marks=pytest.mark.slow if is_large else ())
+
+
+every_job = pytest.mark.parametrize("index", [_marked(index) for index in range(len(JOBS))])
 
 
 def test_every_core_model_is_here_twice() -> None:

@@ -46,7 +46,10 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.20"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in MODELS],
+)
 def test_every_model_comes_back_as_planned(name: str, version: str) -> None:
     spec = catalogue.model(name)
     gpus = 1024 if name in LARGE else 64

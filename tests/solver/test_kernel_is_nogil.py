@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("Cython", reason="Cython is not installed")
 
+pytestmark = pytest.mark.slow  # Cython translates every kernel anew
+
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "cython_ext").glob("*.p*"))
 

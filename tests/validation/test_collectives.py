@@ -113,6 +113,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> tuple[CollectiveSample,
     return read_samples(folder)
 
 
+@pytest.mark.slow
 def test_a_fit_finds_back_what_made_the_rows(
     tmp_path: Path, samples: tuple[CollectiveSample, ...]
 ) -> None:
@@ -128,6 +129,7 @@ def test_a_fit_finds_back_what_made_the_rows(
     assert path.read_text(encoding="utf-8").count('note: "kept"') == len(fit.links)
 
 
+@pytest.mark.slow
 def test_a_cluster_left_out_is_told_by_its_family(samples: tuple[CollectiveSample, ...]) -> None:
     """Each cluster is predicted without its rows, by what the others say of such links."""
     pytest.importorskip("scipy")
