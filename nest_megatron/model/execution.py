@@ -65,8 +65,8 @@ class Execution:
         moe_flex_dispatcher_backend: of the ``flex`` dispatcher, ``None`` with any other.
         moe_permute_fusion: tokens are sorted by expert in one kernel.
         moe_router_fusion: scores, groups and top-k of the router in one kernel.
-        moe_shared_expert_overlap: the shared expert runs beside the exchange of tokens.
-        overlap_moe_expert_parallel_comm: the exchange of one micro batch runs beside the compute
+        moe_shared_expert_overlap: the shared expert runs beside the all-to-all of tokens.
+        overlap_moe_expert_parallel_comm: the all-to-all of one micro batch runs beside the compute
             of another (1F1B).
         delay_wgrad_compute: weight gradients fill what that overlap leaves idle.
         use_transformer_engine_op_fuser: the experts' GEMMs and activation in fused kernels.

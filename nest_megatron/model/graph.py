@@ -101,7 +101,7 @@ class LayerCollective:
         backward: issued in the backward pass.
         hidden_under: operator whose time may hide it, or "" if it stands in the open.
         num_calls: how many such calls.
-        copies: of an exchange: how many members each of its tokens goes to.
+        copies: of an all-to-all: how many members each of its tokens goes to.
         within: the group is divided into groups of so many neighbours, which run it each (0: not).
         across: the members so many ranks apart run it (0: all members).
     """

@@ -65,7 +65,7 @@ def _virtual_if_pipelined(request: LaunchRequest) -> bool:
 
 
 def _exchanges(request: LaunchRequest) -> bool:
-    """There is an exchange of tokens, by a dispatcher that the schedule can split."""
+    """There is an all-to-all of tokens, by a dispatcher that the schedule can split."""
     gathers = request.execution.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER
     return request.spec.is_moe and request.dims.expert_model_parallel_size > 1 and not gathers
 
@@ -108,7 +108,7 @@ def _overlaps_shared(request: LaunchRequest) -> bool:
 
 
 def _heads_divide(request: LaunchRequest) -> bool:
-    """Each rank of the exchange has whole heads and whole query groups."""
+    """Each rank of the all-to-all has whole heads and whole query groups."""
     how, tp = request.execution, request.dims.tensor_model_parallel_size
     size = request.dims.context_parallel_size
     if how.cp_comm_type is ContextTraffic.A2A_P2P and how.hierarchical_context_parallel_sizes:
@@ -302,7 +302,7 @@ EXECUTION_RULES: tuple[Rule, ...] = (
         "moe_shared_expert_overlap",
         "tc:1090, tc:1232, tc:1886",
         _overlaps_shared,
-        "tokens go by alltoall (by flex too on 0.20), the exchange overlaps nothing else, and "
+        "tokens go by alltoall (by flex too on 0.20), the all-to-all overlaps nothing else, and "
         "shared experts are not computed again",
     ),
     _rule(

@@ -25,8 +25,8 @@ def of_every_layout(execution: Execution) -> Execution:
 def allowed_execution(execution: Execution, grid: Grid) -> Execution:
     """What of it Megatron takes on a layout; what does nothing there is left out.
 
-    The exchange of tokens runs beside another micro batch's work where there is one: several expert
-    ranks, virtual stages in a pipeline, and no experts that are computed again.
+    The all-to-all of tokens runs beside another micro batch's work where there is one: several
+    expert ranks, virtual stages in a pipeline, and no experts that are computed again.
     """
     dims, again = grid.dims, grid.recompute
     if not _exchanges_beside(grid):
@@ -56,7 +56,7 @@ _SHARED = ("moe_shared_expert_overlap",)
 _LAYERS = ("cpu_offloading_num_layers",)
 _MODULES = ("offload_modules",)
 _GRAPHS = ("cuda_graph_impl", "cuda_graph_scope")
-#: Modules of experts outside their exchange, and those that a schedule calls by itself.
+#: Modules of experts outside their all-to-all, and those that a schedule calls by itself.
 _ROUTER = frozenset({"moe_router", "moe_preprocess"})
 _FEED_FORWARD = frozenset({"mlp"})
 
@@ -65,7 +65,7 @@ def _with_scope(execution: Execution, again: Recompute) -> Execution:
     """The modules that Megatron captures, less those that it refuses to.
 
     The router is not captured where the module ``moe`` is computed again (0.16.1 tc:1790), and no
-    feed-forward half where the exchange of tokens runs beside another micro batch (tc:1898).
+    feed-forward half where the all-to-all of tokens runs beside another micro batch (tc:1898).
     """
     if execution.cuda_graph_impl is not GraphImpl.TRANSFORMER_ENGINE:
         return execution

@@ -105,7 +105,7 @@ KNOBS: tuple[Knob, ...] = (
         name="moe_token_dispatcher_type",
         flag="--moe-token-dispatcher-type",
         choice="token_dispatcher",
-        reason="the exchange of tokens that was priced",
+        reason="the token dispatcher that was priced",
         costs="flex runs its kernels on 16 to 20 SMs and keeps buffers on each rank",
         values=(TokenDispatcher.FLEX, TokenDispatcher.ALLTOALL),
     ),
@@ -156,9 +156,9 @@ KNOBS: tuple[Knob, ...] = (
         name="delay_wgrad_compute",
         flag="--delay-wgrad-compute",
         choice="delay_wgrad_compute",
-        reason="weight gradients fill what the overlapped exchange leaves idle",
+        reason="weight gradients fill what the overlapped all-to-all leaves idle",
         costs="inputs of GEMMs are kept longer; not priced by itself: the public runs that "
-        "overlap the exchange have it too, so what that hides is of both",
+        "overlap the all-to-all have it too, so what that hides is of both",
     ),
     Knob(
         name="use_transformer_engine_op_fuser",
@@ -244,7 +244,7 @@ class KnobConditions:
         capturable: CUDA graphs can hold the layers: they are Megatron's own, and every step runs as
             many micro batches of the same shapes.
         has_fast_link: the link to the host is no PCIe, over which copies outlast computing again.
-        counts_on_host: the host waits for numbers of tokens before their exchange
+        counts_on_host: the host waits for numbers of tokens before their all-to-all
             (``--moe-router-padding-for-fp8``, a capacity factor).
         can_state: fields of ``Execution`` that the launched job can be told; ``None`` is all.
         closed: those of them that the job leaves no room for.
@@ -314,7 +314,7 @@ def _captured(conditions: KnobConditions) -> tuple[str, ...]:
 
 
 def unknown_packages(conditions: KnobConditions) -> dict[FlexBackend, Package]:
-    """Backends of the exchange that a plan would try if their package were known to be there."""
+    """Backends of the dispatcher that a plan would try if their package were known to be there."""
     (knob,) = (knob for knob in KNOBS if knob.name == "moe_flex_dispatcher_backend")
     if not _is_open(knob, conditions):
         return {}

@@ -74,7 +74,7 @@ def routes(
     if kind is CollectiveKind.SEND_RECV:
         return tuple((Leg(c.place, 1.0, float(c.fan_out > 2), kind),) for c in crossings)
     if kind is CollectiveKind.ALL_TO_ALL:
-        return (tuple(_exchange(c, size) for c in crossings),)
+        return (tuple(_all_to_all(c, size) for c in crossings),)
     if kind is CollectiveKind.ALL_REDUCE:
         ring = tuple(_ring(c, kind, size, rounds=2) for c in crossings)
         return (ring, tuple(_tree(c) for c in crossings))
@@ -136,7 +136,7 @@ def _tree(crossing: _Crossing) -> Leg:
     return leg._replace(share=share / links, pieces=pieces / links, rate=CollectiveKind.ALL_REDUCE)
 
 
-def _exchange(crossing: _Crossing, size: int) -> Leg:
+def _all_to_all(crossing: _Crossing, size: int) -> Leg:
     """Peers of the node are reached inside it; all others through the node's adapters."""
     last = crossing.fan_out if crossing.place == 0 else size
     share = (last - crossing.before) / size / crossing.links
