@@ -272,3 +272,33 @@ def test_a_record_holds_its_oversubscription_already() -> None:
     cluster = nest_megatron.clusters()["h100_spine_leaf"]
     with pytest.raises(UserInputError, match=r"cluster\.oversubscription"):
         nest_megatron.plan(model="llama3_8b", cluster=cluster, **{"cluster.oversubscription": 4})
+
+
+TYPED = """\
+import nest_megatron
+
+plan = nest_megatron.plan(model="llama3_8b", cluster="dgx_h100", num_gpus=8, zero_stage=1)
+step: float = plan.predicted.iteration_time_s
+flags: list[str] = plan.to_megatron_args()
+names: list[str] = sorted(nest_megatron.models())
+reveal_type(nest_megatron.clusters()["dgx_h100"])
+wrong: int = plan.explain()
+nest_megatron.plan(model=7, cluster="dgx_h100")
+"""
+
+
+@pytest.mark.slow
+def test_mypy_sees_the_types(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TYPED)
+    settings = ["--strict", "--follow-imports", "silent", "--cache-dir", str(tmp_path / "cache")]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *settings, "script.py"],
+        capture_output=True,
+        text=True,
+        env={**environment(), "MYPYPATH": str(ROOT)},
+        cwd=tmp_path,
+        check=False,
+    )
+    said = [line.partition(": ")[0] for line in done.stdout.splitlines() if ": error: " in line]
+    assert said == ["script.py:8", "script.py:9"], done.stdout
+    assert "nest_megatron.cluster.records.Cluster" in done.stdout
