@@ -25,6 +25,7 @@ from nest_megatron.cost_model.estimate import estimate  # noqa: E402
 from nest_megatron.cost_model.model import CostModel  # noqa: E402
 from nest_megatron.cost_model.pipeline import evaluate  # noqa: E402
 from nest_megatron.cost_model.settings import CostSettings  # noqa: E402
+from nest_megatron.cost_model.stage_problems import stage_problem  # noqa: E402
 from nest_megatron.parallel.dims import ParallelDims  # noqa: E402
 from nest_megatron.parallel.grid import Grid  # noqa: E402
 from nest_megatron.parallel.partition import StagePartition  # noqa: E402
@@ -57,7 +58,7 @@ def one(num_microbatches: int, *, reference: bool) -> str:
     )
     stages = DIMS.pipeline_model_parallel_size
     cut = StagePartition(boundaries=tuple(range(129)), pipeline_model_parallel_size=stages)
-    problem, before = model.problem(grid), peak_mb()
+    problem, before = stage_problem(model, grid), peak_mb()
     wall, cpu = time.perf_counter(), time.process_time()
     if reference:
         iteration = evaluate(problem, cut.boundaries, summarize_reference).iteration / 1e12

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import uniform_partition
 from nest_megatron.parallel.partition import StagePartition
@@ -165,12 +166,14 @@ def compared(run: Published, seconds: float) -> Compared:
     best = result.plans[0]
     pp = best.grid.dims.pipeline_model_parallel_size
     cut = StagePartition(boundaries=best.boundaries, pipeline_model_parallel_size=pp)
-    theirs = estimate(model, grid, measured_partition(job, model.problem(job.grids[0]))).terms
+    theirs = estimate(
+        model, grid, measured_partition(job, stage_problem(model, job.grids[0]))
+    ).terms
     ours = estimate(model, best.grid, cut)
     return Compared(
         published=run,
         best=best.grid,
-        best_s=to_seconds(iteration_ticks(model.problem(best.grid), cut)),
+        best_s=to_seconds(iteration_ticks(stage_problem(model, best.grid), cut)),
         saved={name: theirs[name] - ours.terms[name] for name in theirs},
         filled=max(stage.peak_memory_bytes for stage in ours.stages) / ours.capacity_bytes,
         uneven=job.spec.num_layers % best.grid.dims.num_chunks != 0,
@@ -185,7 +188,7 @@ def _best_even(run: Published, model: CostModel) -> float:
     The published division counts too, so that the published layout is always among them.
     """
     job, grid = run.job, run.prediction.grid
-    cuts = [measured_partition(job, model.problem(job.grids[0])), *_even_cuts(run)]
+    cuts = [measured_partition(job, stage_problem(model, job.grids[0])), *_even_cuts(run)]
     times = [run.prediction.iteration_time_s]
     for cut in dict.fromkeys(cuts):
         space = dataclasses.replace(space_of(run), partition=cut)

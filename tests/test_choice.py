@@ -14,6 +14,7 @@ from rich.console import Console, RenderableType
 
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import evaluate
+from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.launched import launched_report
 from nest_megatron.parallel import plan_file
@@ -234,7 +235,7 @@ def test_relatives_are_plans_of_the_space(model: str, num_gpus: int) -> None:
     others = [*relatives(grids, own, solve, slowest, cost.capacity_bytes // 2)]
     assert len({each.plan for each in (own, *others)}) == 1 + len(others) > 1
     for each in (own, *others):
-        answer = evaluate(cost.problem(each.plan.grid), each.plan.boundaries)
+        answer = evaluate(stage_problem(cost, each.plan.grid), each.plan.boundaries)
         assert answer.iteration == each.plan.iteration <= slowest
         assert answer.fits
         assert max(rank.total for rank in answer.memory) == each.peak_bytes

@@ -9,6 +9,7 @@ from nest_megatron.cost_model.compute import sixteen_bit
 from nest_megatron.cost_model.memory import StaticBytes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import Evaluation, PipelineProblem, chunk_cost, evaluate
+from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.unit_cost import UnitKind
 from nest_megatron.model.graph import OperatorKind
 from nest_megatron.model.operators import layer_graph
@@ -108,7 +109,7 @@ def _flops_per_sequence(spec: TransformerSpec, kinds: Collection[OperatorKind]) 
 
 def estimate(model: CostModel, grid: Grid, partition: StagePartition) -> Estimate:
     """Predict time and memory of a grid with a stage partition."""
-    problem = model.problem(grid)
+    problem = stage_problem(model, grid)
     evaluation = evaluate(problem, partition.boundaries)
     _, kinds = model.unit_kinds(grid)
     iteration = to_seconds(evaluation.iteration)
@@ -155,7 +156,7 @@ def critical_terms(
     model: CostModel, grid: Grid, partition: StagePartition
 ) -> tuple[int, dict[str, Seconds]]:
     """The pipeline rank that is busy longest, and the terms of an ``Estimate``."""
-    problem, (_, kinds) = model.problem(grid), model.unit_kinds(grid)
+    problem, (_, kinds) = stage_problem(model, grid), model.unit_kinds(grid)
     evaluation = evaluate(problem, partition.boundaries)
     terms = _terms(model, grid, problem, evaluation, partition, kinds)
     return evaluation.critical_rank, terms
@@ -190,7 +191,7 @@ def mean_terms(model: CostModel, grid: Grid, partition: StagePartition) -> dict[
     The terms of an ``Estimate`` are about the rank that is busy longest; here the bubble is what
     the ranks wait on average, for whatever reason.
     """
-    problem, (_, kinds) = model.problem(grid), model.unit_kinds(grid)
+    problem, (_, kinds) = stage_problem(model, grid), model.unit_kinds(grid)
     evaluation = evaluate(problem, partition.boundaries)
     mean = dict.fromkeys(TERMS, 0.0)
     for rank in range(problem.num_stages):

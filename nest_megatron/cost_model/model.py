@@ -29,9 +29,7 @@ from nest_megatron.cost_model.layer_cost import (
     run_unit,
 )
 from nest_megatron.cost_model.memory import capacity_bytes, kept_input_bytes
-from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.cost_model.stragglers import straggler_wait
 from nest_megatron.cost_model.unit_cost import (
     ReplicaCost,
@@ -264,10 +262,6 @@ class CostModel:
             layer = ParameterCount(held.dense // layers, held.expert // layers)
             self._traffic[key] = replica_traffic(dims, zero, self.cluster, layer, self.settings)
         return self._traffic[key]
-
-    def problem(self, grid: Grid) -> PipelineProblem:
-        """Everything that a stage partition of this grid is judged by."""
-        return StageProblems(self, grid).problem(grid.recompute)
 
     def _structure(self, dims: ParallelDims) -> _Structure:
         """Distinct units by kind and parameters, where each stands, and all parameters."""

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from nest_megatron.cost_model.keys import split_block
+from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost
 from nest_megatron.cost_model.unit_cost import overlap_window, unit_cost
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import Recompute, RecomputeMethod
 from nest_megatron.units import Bytes
-
-if TYPE_CHECKING:
-    from nest_megatron.cost_model.model import CostModel
 
 
 class StageProblems:
@@ -88,6 +84,11 @@ class StageProblems:
                 )
             )
         return self._costs[key]
+
+
+def stage_problem(model: CostModel, grid: Grid) -> PipelineProblem:
+    """Everything that a stage partition of a grid is judged by, under its own recomputation."""
+    return StageProblems(model, grid).problem(grid.recompute)
 
 
 def early_forward_share(p: int, v: int, num_microbatches: int) -> float:

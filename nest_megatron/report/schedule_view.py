@@ -10,6 +10,7 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import Evaluation, PipelineProblem, evaluate, timeline
 from nest_megatron.cost_model.schedule import TimedOp
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.stored_settings import restored_settings
 from nest_megatron.names import Name
 from nest_megatron.parallel.plan import ParallelPlan
@@ -83,7 +84,7 @@ def schedule_view(plan: ParallelPlan, times: LayerTimes | None = None) -> Schedu
         UserInputError: if the plan was made with settings that this version does not know.
     """
     model = CostModel(plan.model, plan.cluster, settings_of(plan), times)
-    problem = model.problem(plan.grid())
+    problem = stage_problem(model, plan.grid())
     evaluation = evaluate(problem, plan.partition().boundaries)
     return ScheduleView(
         ranks=tuple(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from nest_megatron.cost_model.estimate import attention_flops_per_sequence, model_flops_per_sequence
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
+from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import uniform_partition
@@ -78,7 +79,7 @@ class Predictor:
     @staticmethod
     def _predict(job: RowJob, model: CostModel) -> RowPrediction:
         problems = [
-            (grid, _of_one_run(model.problem(grid), job.pipeline_runs)) for grid in job.grids
+            (grid, _of_one_run(stage_problem(model, grid), job.pipeline_runs)) for grid in job.grids
         ]
         partition = measured_partition(job, problems[0][1])
         memory = [stage_memory(problem, partition) for _, problem in problems]

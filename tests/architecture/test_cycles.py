@@ -9,16 +9,9 @@ from __future__ import annotations
 
 from graphlib import CycleError, TopologicalSorter
 
-import pytest
-
 from tests.architecture.imports import SOURCES, dotted_name, imports_of
 
 Graph = dict[str, set[str]]
-
-#: Imports that close a cycle and are still to be removed: who imports what.
-KNOWN: set[tuple[str, str]] = {
-    ("cost_model.stage_problems", "cost_model.model"),
-}
 
 
 def import_graph() -> Graph:
@@ -54,19 +47,5 @@ def cycle_in(graph: Graph) -> list[str]:
     return []
 
 
-def without(graph: Graph, edges: set[tuple[str, str]]) -> Graph:
-    """The graph without some imports."""
-    return {
-        name: {found for found in imported if (name, found) not in edges}
-        for name, imported in graph.items()
-    }
-
-
 def test_no_module_imports_itself_through_others() -> None:
-    assert not cycle_in(without(import_graph(), KNOWN))
-
-
-@pytest.mark.parametrize("edge", sorted(KNOWN), ids=" -> ".join)
-def test_known_cycles_are_still_there(edge: tuple[str, str]) -> None:
-    """One that is removed leaves the table, so that it cannot come back."""
-    assert cycle_in(without(import_graph(), KNOWN - {edge})), f"take {edge} out of KNOWN"
+    assert not cycle_in(import_graph())

@@ -18,6 +18,7 @@ from nest_megatron.cost_model.estimate import (
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost, evaluate, timeline
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.parameters import active_parameters
 from nest_megatron.parallel.dims import ParallelDims
@@ -260,7 +261,7 @@ def test_a_format_that_the_gpu_lacks_is_refused() -> None:
         sequence_parallel=False,
     )
     with pytest.raises(UserInputError, match="fp16"):
-        model.problem(grid)
+        stage_problem(model, grid)
 
 
 @pytest.mark.parametrize("name", ["llama3_70b", "gpt3_175b", "mixtral_8x7b", "deepseek_v3"])

@@ -11,6 +11,7 @@ from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.memory import static_bytes, stays_whole
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.stored_settings import restored_settings, stored_settings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM_0_20
 from nest_megatron.cost_model.traits import ExecutionTraits
@@ -55,7 +56,7 @@ def priced(settings: CostSettings, model: str, zero: ZeroStage) -> tuple[Estimat
     spec = catalogue.model(model)
     cost = CostModel(spec, catalogue.cluster("dgx_h100", 32), settings)
     partition = uniform_partition(spec, 2, 1)
-    problem = cost.problem(grid)
+    problem = stage_problem(cost, grid)
     held = [
         sum(
             problem.costs[problem.unit_kinds[unit]].static_bytes

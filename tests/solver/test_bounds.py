@@ -8,7 +8,7 @@ import pytest
 
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.stage_problems import StageProblems
+from nest_megatron.cost_model.stage_problems import StageProblems, stage_problem
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
     Recompute,
@@ -46,7 +46,7 @@ def test_bounds_are_below_every_candidate(name: str) -> None:
                 settings = grids.recompute_settings(family)
                 for recompute in settings[:: 1 + len(settings) // 3]:
                     candidate = dataclasses.replace(family, recompute=recompute)
-                    problem = model.problem(candidate)
+                    problem = stage_problem(model, candidate)
                     roomy = dataclasses.replace(problem, capacity_bytes=UNLIMITED)
                     found = SOLVE(roomy, NO_THRESHOLD, 20_000)
                     assert bounds.even(shard) <= found.iteration

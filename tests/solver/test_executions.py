@@ -12,6 +12,7 @@ import pytest
 
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.execution import (
     PLAIN,
@@ -125,7 +126,7 @@ def test_what_is_left_out_is_no_better(seed: int) -> None:
     ):
         for recompute in grids.recompute_settings(family):
             for way in accepted(asked, dataclasses.replace(family, recompute=recompute)):
-                best = min(best, brute_force.solve(asked.model.problem(way), best).iteration)
+                best = min(best, brute_force.solve(stage_problem(asked.model, way), best).iteration)
     plans = asked.run().plans
     assert best == (plans[0].iteration if plans else NO_THRESHOLD)
 
@@ -185,7 +186,7 @@ def test_bounds_hold_whatever_is_chosen(free: dict[str, Any], settings: CostSett
         for family in (f for grid in grids.grids(shard) for f in grids.families(grid)):
             for recompute in grids.recompute_settings(family)[::9]:
                 candidate = dataclasses.replace(family, recompute=recompute)
-                problem = model.problem(candidate)
+                problem = stage_problem(model, candidate)
                 roomy = dataclasses.replace(problem, capacity_bytes=UNLIMITED)
                 found = KERNEL(roomy, NO_THRESHOLD, 2_000)
                 assert max(even, bounds.pipeline(candidate, recompute)) <= found.iteration
@@ -249,7 +250,7 @@ def test_an_overlapped_exchange_keeps_one_forward_pass_more() -> None:
             expert_model_parallel_size=8,
         )
         grid = Grid(dims=dims, global_batch_size=512, micro_batch_size=1, sequence_parallel=False)
-        plain = model.problem(grid)
-        overlapped = model.problem(dataclasses.replace(grid, execution=OVERLAPPING))
+        plain = stage_problem(model, grid)
+        overlapped = stage_problem(model, dataclasses.replace(grid, execution=OVERLAPPING))
         for one, more in zip(plain.costs, overlapped.costs, strict=True):
             assert more.saved_bytes == math.ceil(one.saved_bytes * (1 + 1 / alive))

@@ -11,6 +11,7 @@ import pytest
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost, evaluate
+from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.partition import StagePartition
@@ -110,7 +111,9 @@ def price_everything(everything: Search) -> tuple[list[SolvedGrid], int, int]:
                 assert family.dims.num_chunks == partition.num_chunks
                 for recompute in everything.grids.recompute_settings(family):
                     candidate = dataclasses.replace(family, recompute=recompute)
-                    cost = evaluate(everything.model.problem(candidate), partition.boundaries)
+                    cost = evaluate(
+                        stage_problem(everything.model, candidate), partition.boundaries
+                    )
                     count += 1
                     infeasible += not cost.fits
                     plan = SolvedGrid(
@@ -297,7 +300,7 @@ def test_what_does_not_fit_is_said_with_the_least_it_needs() -> None:
     short = least_memory(search(dense_spec(), cluster, 8, space))
     assert short is not None
     model = search(dense_spec(), cluster, 8, space).model
-    cost = evaluate(model.problem(short.grid), (0, 2, 3, 6, 8))
+    cost = evaluate(stage_problem(model, short.grid), (0, 2, 3, 6, 8))
     assert max(rank.total for rank in cost.memory) == short.needed_bytes
 
 

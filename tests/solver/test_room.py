@@ -11,6 +11,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem, evaluate
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.deadline import Deadline
 from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity, RecomputeMethod
 from nest_megatron.planner import NoPlan, PlanRequest, plan, shortage
@@ -37,7 +38,9 @@ def least_of_everything(asked: Search) -> int:
         for grid in asked.grids.grids(shard)
         for family in asked.grids.families(grid)
         for recompute in asked.grids.recompute_settings(family)
-        for problem in [asked.model.problem(dataclasses.replace(family, recompute=recompute))]
+        for problem in [
+            stage_problem(asked.model, dataclasses.replace(family, recompute=recompute))
+        ]
         for cut in partitions(problem)
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
 from nest_megatron.solver import backend, brute_force
 from nest_megatron.solver.outcome import NO_THRESHOLD
@@ -28,7 +29,7 @@ def look_at_everything(everything: Search) -> tuple[list[SolvedGrid], int]:
                 for recompute in everything.grids.recompute_settings(family):
                     count += 1
                     candidate = dataclasses.replace(family, recompute=recompute)
-                    found = brute_force.solve(everything.model.problem(candidate))
+                    found = brute_force.solve(stage_problem(everything.model, candidate))
                     if found.boundaries:
                         plan = SolvedGrid(
                             grid=candidate,

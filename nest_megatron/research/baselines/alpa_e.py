@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
@@ -70,7 +71,7 @@ def _candidates(job: ComparisonJob, mesh: CostModel) -> Iterator[SolvedGrid]:
             grid = dataclasses.replace(
                 min(grids, key=lambda grid: communication(mesh, grid)), recompute=recompute
             )
-            problem = dataclasses.replace(mesh.problem(grid), capacity_bytes=UNLIMITED)
+            problem = dataclasses.replace(stage_problem(mesh, grid), capacity_bytes=UNLIMITED)
             plan = solved(grid, job.solve_stages(problem, NO_THRESHOLD, PARTITION_NODES))
             if plan is not None:
                 yield plan

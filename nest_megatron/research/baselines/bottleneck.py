@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
+from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.names import Name
 from nest_megatron.research.baselines.walk import State
 from nest_megatron.units import Seconds, to_seconds
@@ -33,7 +34,7 @@ def bottleneck(model: CostModel, state: State) -> Bottleneck:
     Args:
         state: a layout without virtual stages.
     """
-    problem = model.problem(state.grid)
+    problem = stage_problem(model, state.grid)
     stages = range(problem.num_stages)
     if state.missing_bytes:
         stage = max(stages, key=lambda rank: _memory(problem, state, rank))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.grid import Grid
@@ -81,7 +82,7 @@ class ComparisonJob:
 
     def partitioned(self, grid: Grid) -> SolvedGrid | None:
         """A grid with its fastest partition, or ``None`` if none fits."""
-        problem = self.model.problem(grid)
+        problem = stage_problem(self.model, grid)
         return solved(grid, self.solve_stages(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT))
 
     def priced(self, plan: SolvedGrid | None) -> SolvedGrid | None:
@@ -95,7 +96,9 @@ class ComparisonJob:
             pipeline_model_parallel_size=grid.dims.pipeline_model_parallel_size,
         )
         judge = judging(self.solve_stages, partition)
-        return solved(grid, judge(self.model.problem(grid), NO_THRESHOLD, DEFAULT_NODE_LIMIT))
+        return solved(
+            grid, judge(stage_problem(self.model, grid), NO_THRESHOLD, DEFAULT_NODE_LIMIT)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
+from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import Recompute
@@ -109,7 +110,7 @@ class Layouts:
         return self._states[grid, boundaries]
 
     def _price(self, grid: Grid, boundaries: Boundaries) -> State:
-        one = joined(self.job.model.problem(grid), boundaries)
+        one = joined(stage_problem(self.job.model, grid), boundaries)
         found, missing = self._solve(one), 0
         if not found.boundaries:
             found = self._solve(dataclasses.replace(one, capacity_bytes=UNLIMITED))

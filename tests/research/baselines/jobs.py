@@ -9,6 +9,7 @@ from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import evaluate
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
@@ -64,7 +65,7 @@ def check_in_our_space(job: ComparisonJob, plan: SolvedGrid) -> None:
     shards = (shard for shard in grids.shards() if job.model.shard(shard) == job.model.shard(grid))
     assert bare in [f for s in shards for g in grids.grids(s) for f in grids.families(g)]
     assert grid.recompute in grids.recompute_settings(grid)
-    problem = job.model.problem(grid)
+    problem = stage_problem(job.model, grid)
     assert all(first < end for first, end in pairwise(boundaries))
     assert problem.num_virtual == 1 or boundaries in set(interleaved_partitions(problem))
     evaluation = evaluate(problem, boundaries)

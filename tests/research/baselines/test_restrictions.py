@@ -8,6 +8,7 @@ import pytest
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.pipeline import evaluate
+from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, RecomputeGranularity
 from nest_megatron.parallel.zero import ZeroStage
@@ -241,7 +242,7 @@ def test_what_is_missing_is_what_the_whole_schedule_lacks() -> None:
     for shard in list(layouts.shards)[::7]:
         for grid in layouts.families(shard)[::9]:
             state = layouts.state(grid)
-            problem = job.model.problem(grid)
+            problem = stage_problem(job.model, grid)
             needed = max(rank.total for rank in evaluate(problem, state.boundaries).memory)
             assert state.missing_bytes == max(0, needed - problem.capacity_bytes)
             lacking += state.missing_bytes > 0
