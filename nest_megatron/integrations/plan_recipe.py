@@ -8,8 +8,8 @@ from pathlib import Path
 
 from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.cluster_detection import find_cluster, names_cluster
-from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.cluster_detection import JobCluster, find_cluster, names_cluster
+from nest_megatron.config.compose import compose
 from nest_megatron.config.job import FreeParameters, Job
 from nest_megatron.config.overrides import Setting
 from nest_megatron.errors import UserInputError, nearest
@@ -114,12 +114,12 @@ def plan_recipe(
         UserInputError: for a setting that cannot be kept, or an unknown one.
     """
     settings = _settings(job, cluster, overrides)
-    place, composed, notes = _place(job, cluster, settings)
-    job = dataclasses.replace(job, notes=(*job.notes, *notes))
-    if job.on_blackwell and is_blackwell(place.accelerator.name):
+    place = _place(job, cluster, settings)
+    job = dataclasses.replace(job, notes=(*job.notes, *place.notes))
+    if job.on_blackwell and is_blackwell(place.cluster.accelerator.name):
         job = dataclasses.replace(job, memory_flags={**job.memory_flags, **job.on_blackwell})
-    request = job_request(job, place, composed)
-    if "search.num_alternatives" not in composed.given:
+    request = job_request(job, place.cluster, place.composed)
+    if "search.num_alternatives" not in place.composed.given:
         request = dataclasses.replace(request, num_alternatives=max(_RUNNERS_UP, choose))
     found = require_plan(find_plan(request, choose=choose), request.notes)
     if job.restored is not None:
@@ -155,13 +155,11 @@ def _settings(
     return (*settings, Setting(key=_NUM_GPUS, value=str(job.num_gpus)))
 
 
-def _place(
-    job: Job, cluster: str | Cluster | None, settings: Sequence[Setting]
-) -> tuple[Cluster, Composed, tuple[str, ...]]:
-    """The cluster at the job's size, with the settings and what was assumed."""
+def _place(job: Job, cluster: str | Cluster | None, settings: Sequence[Setting]) -> JobCluster:
+    """The cluster at the job's size."""
     if isinstance(cluster, Cluster):
-        size = job.num_gpus or cluster.num_gpus
-        return cluster.resized(size), compose(settings), ()
+        sized = cluster.resized(job.num_gpus or cluster.num_gpus)
+        return JobCluster(cluster=sized, composed=compose(settings), notes=())
     if not names_cluster(settings) and local_gpus() is None:
         raise UserInputError(
             "cluster",
@@ -169,5 +167,4 @@ def _place(
             limit="none is given, and this host shows no NVIDIA GPU",
             fix="Give for example cluster='dgx_h100' (`nest-megatron clusters` lists them).",
         )
-    place = find_cluster(settings, job.num_gpus or 0, {}, dry_run=True)
-    return place.cluster, place.composed, place.notes
+    return find_cluster(settings, job.num_gpus or 0, {}, dry_run=True)
