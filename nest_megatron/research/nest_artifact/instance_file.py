@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -244,21 +245,19 @@ def _frozen(edges: Iterable[Iterable[tuple[int, float]]]) -> tuple[Edges, ...]:
 
 def _order(node_ids: list[int], edges: Sequence[_Edge], where: str) -> list[int]:
     """The only topological order."""
-    waiting = dict.fromkeys(node_ids, 0)
-    after: dict[int, list[int]] = {node_id: [] for node_id in node_ids}
+    before: dict[int, list[int]] = {node_id: [] for node_id in node_ids}
     for source, target, _ in edges:
-        waiting[target] += 1
-        after[source].append(target)
-    ready, order = [node_id for node_id in node_ids if not waiting[node_id]], list[int]()
-    while ready:
+        before[target].append(source)
+    graph, order = TopologicalSorter(before), list[int]()
+    try:
+        graph.prepare()
+    except CycleError as error:
+        raise wrong(where, sorted(set(error.args[1])), "these nodes stand in a cycle") from error
+    while graph:
+        ready = graph.get_ready()
         if len(ready) > 1:
             limit = "no edges order these nodes, and the layers must form a chain"
             raise wrong(where, sorted(ready), limit, "Join branches into one node.")
-        order.append(ready.pop())
-        for target in after[order[-1]]:
-            waiting[target] -= 1
-            if not waiting[target]:
-                ready.append(target)
-    if len(order) < len(node_ids):
-        raise wrong(where, sorted(set(node_ids) - set(order)), "these nodes stand in a cycle")
+        order += ready
+        graph.done(*ready)
     return order
