@@ -32,18 +32,17 @@ from nest_megatron.parallel.knobs import (
     Package,
     always_on,
     choices_of_execution,
-    knob_table,
     open_values,
     unknown_packages,
 )
 from nest_megatron.parallel.layout import uniform_partition
-from nest_megatron.parallel.left_knobs import LEFT_KNOBS, left_table
-from nest_megatron.parallel.numeric_knobs import NUMERIC_KNOBS, numeric_table
+from nest_megatron.parallel.numeric_knobs import NUMERIC_KNOBS
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import estimate_plan, plan
 from tests import catalogue
 from tests.integrations.requests import CARRIED
+from tests.knob_tables import LEFT_KNOBS, knob_table, left_table, numeric_table
 
 EXPERTS = (
     "model=mixtral_8x7b",

@@ -370,18 +370,3 @@ def execution_reason(name: str) -> str:
 def choices_of_execution() -> tuple[str, ...]:
     """Names by which such choices are kept and freed."""
     return tuple(dict.fromkeys(knob.choice for knob in KNOBS))
-
-
-def knob_table() -> str:
-    """The choices that leave numbers alone, as ``docs/knobs.md`` lists them."""
-    rows = ["| Flag | `keep`, `free` | A plan | Why | What it costs | Needs |", "|---" * 6 + "|"]
-    for knob in KNOBS:
-        does = "searches it" if knob.values else "leaves it to the job"
-        does = "has it on" if knob.always else does
-        needs = ", ".join(
-            f"`{package}`" if isinstance(value, tuple) else f"`{package}` for `{value}`"
-            for value, package in knob.needs.items()
-        )
-        flag, name = f"`{knob.flag}`", f"`{knob.choice}`"
-        rows.append(f"| {flag} | {name} | {does} | {knob.reason} | {knob.costs} | {needs} |")
-    return "\n".join(rows)

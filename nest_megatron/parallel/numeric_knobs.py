@@ -13,8 +13,8 @@ from typing import Any
 
 from nest_megatron.cluster.records import Precision
 
-_HOPPER = r"G?H\d"
-_BLACKWELL = r"G?B\d"
+HOPPER = r"G?H\d"
+BLACKWELL = r"G?B\d"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +111,9 @@ NUMERIC_KNOBS: tuple[NumericKnob, ...] = (
     ),
     _moments("bf16"),
     _moments("fp8"),
-    _fp8("hybrid", "tensorwise", f"{_HOPPER}|{_BLACKWELL}", "with one scale for each tensor"),
-    _fp8("e4m3", "blockwise", _HOPPER, "with a scale for each block of 128 elements"),
-    _fp8("e4m3", "mxfp8", _BLACKWELL, "with a scale for each 32 elements"),
+    _fp8("hybrid", "tensorwise", f"{HOPPER}|{BLACKWELL}", "with one scale for each tensor"),
+    _fp8("e4m3", "blockwise", HOPPER, "with a scale for each block of 128 elements"),
+    _fp8("e4m3", "mxfp8", BLACKWELL, "with a scale for each 32 elements"),
     NumericKnob(
         flags="--fp4-format e2m1 --fp4-recipe nvfp4",
         changes="GEMMs of layers run in four bits, in place of any fp8",
@@ -121,7 +121,7 @@ NUMERIC_KNOBS: tuple[NumericKnob, ...] = (
         values=MappingProxyType({"fp8_recipe": None}),
         precisions=(Precision.BF16, Precision.FP8),
         precision=Precision.NVFP4,
-        devices=_BLACKWELL,
+        devices=BLACKWELL,
     ),
     NumericKnob(
         flags="--fp8-param-gather",
@@ -141,22 +141,3 @@ NUMERIC_KNOBS: tuple[NumericKnob, ...] = (
     # No Transformer Engine's cross entropy: Megatron-LM 0.20 refuses it as unstable
     # (``validate_args``).
 )
-
-
-def numeric_table() -> str:
-    """The choices that change numbers, as ``docs/knobs.md`` lists them."""
-    head = ["| Flags | What they change | Where |", "|---|---|---|"]
-    rows = (f"| `{knob.flags}` | {knob.changes} | {_where(knob)} |" for knob in NUMERIC_KNOBS)
-    return "\n".join([*head, *rows])
-
-
-def _where(knob: NumericKnob) -> str:
-    names = {_HOPPER: "Hopper", _BLACKWELL: "Blackwell"}
-    devices = [name for pattern, name in names.items() if pattern in knob.devices]
-    needs = {
-        "experts": knob.of_experts,
-        "Adam": knob.of_adam,
-        "the distributed optimizer": knob.of_sharded_optimizer,
-    }
-    jobs = [] if len(knob.precisions) == 3 else [f"{'/'.join(knob.precisions)} jobs"]
-    return ", ".join([*jobs, *devices, *(need for need, asked in needs.items() if asked)])

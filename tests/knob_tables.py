@@ -1,16 +1,16 @@
-"""Choices of Megatron about speed that a plan leaves to the job, beside those of ``Execution``.
-
-``docs/knobs.md`` shows the table; a test keeps it true.
-"""
+"""The tables of ``docs/knobs.md``, as the code and this file's list of left choices make them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nest_megatron.parallel.knobs import KNOBS
+from nest_megatron.parallel.numeric_knobs import BLACKWELL, HOPPER, NUMERIC_KNOBS, NumericKnob
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftKnob:
-    """A choice that a plan neither makes nor changes.
+    """A choice about speed, beside those of ``Execution``, that a plan leaves to the job.
 
     Args:
         flag: Megatron-LM's.
@@ -63,3 +63,37 @@ def left_table() -> str:
     head = ["| Flag | What is priced | Why a plan leaves it alone |", "|---|---|---|"]
     rows = (f"| `{knob.flag}` | {knob.price} | {knob.why} |" for knob in LEFT_KNOBS)
     return "\n".join([*head, *rows])
+
+
+def knob_table() -> str:
+    """The choices that leave numbers alone, as ``docs/knobs.md`` lists them."""
+    rows = ["| Flag | `keep`, `free` | A plan | Why | What it costs | Needs |", "|---" * 6 + "|"]
+    for knob in KNOBS:
+        does = "searches it" if knob.values else "leaves it to the job"
+        does = "has it on" if knob.always else does
+        needs = ", ".join(
+            f"`{package}`" if isinstance(value, tuple) else f"`{package}` for `{value}`"
+            for value, package in knob.needs.items()
+        )
+        flag, name = f"`{knob.flag}`", f"`{knob.choice}`"
+        rows.append(f"| {flag} | {name} | {does} | {knob.reason} | {knob.costs} | {needs} |")
+    return "\n".join(rows)
+
+
+def numeric_table() -> str:
+    """The choices that change numbers, as ``docs/knobs.md`` lists them."""
+    head = ["| Flags | What they change | Where |", "|---|---|---|"]
+    rows = (f"| `{knob.flags}` | {knob.changes} | {_where(knob)} |" for knob in NUMERIC_KNOBS)
+    return "\n".join([*head, *rows])
+
+
+def _where(knob: NumericKnob) -> str:
+    names = {HOPPER: "Hopper", BLACKWELL: "Blackwell"}
+    devices = [name for pattern, name in names.items() if pattern in knob.devices]
+    needs = {
+        "experts": knob.of_experts,
+        "Adam": knob.of_adam,
+        "the distributed optimizer": knob.of_sharded_optimizer,
+    }
+    jobs = [] if len(knob.precisions) == 3 else [f"{'/'.join(knob.precisions)} jobs"]
+    return ", ".join([*jobs, *devices, *(need for need, asked in needs.items() if asked)])
