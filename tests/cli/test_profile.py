@@ -104,6 +104,7 @@ def test_no_more_threads_than_cores_that_the_process_may_use() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_what_was_timed_is_not_timed_again(model: str) -> None:
     first = timed(model, *AMPLE, "--json")
     assert first.code == 0, first.err
@@ -123,6 +124,7 @@ def test_a_budget_that_runs_out_leaves_the_rest_to_interpolate(model: str) -> No
     assert found["left_to_interpolate"] > 0
 
 
+@pytest.mark.slow
 def test_ranks_share_the_shapes_and_time_the_network(model: str, tmp_path: Path) -> None:
     done = under_torchrun(tmp_path, model, *AMPLE, "--no-collectives", "--json")
     assert done.code == 0, done.err
@@ -143,6 +145,7 @@ def test_ranks_share_the_shapes_and_time_the_network(model: str, tmp_path: Path)
     assert network.read(out).samples
 
 
+@pytest.mark.slow
 def test_plans_on_a_profile_that_is_named(model: str, tmp_path: Path) -> None:
     name = timed(model, *AMPLE, "--json").json()["profile"]
     asked = ("plan", model, "cluster=dgx_h100", "cluster.num_gpus=8", "train.global_batch_size=8")

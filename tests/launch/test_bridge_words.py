@@ -62,6 +62,7 @@ def test_the_script_is_planned(script: Path) -> None:
     assert "trains with TP 4" in done.stdout
 
 
+@pytest.mark.slow
 def test_ranks_with_other_settings_are_named(script: Path) -> None:
     """By hand, so each has words of its own; the batch of rank 1 would be another."""
     with socket.socket() as probe:

@@ -105,6 +105,7 @@ def test_a_group_of_that_name_may_be_built_on_ours(tmp_path: Path) -> None:
     assert "mode: auto" in run.out
 
 
+@pytest.mark.slow
 def test_another_nest_may_use_megatron(tmp_path: Path) -> None:
     """The words of a command that are not ours are not missed where Megatron's groups are made."""
     pytest.importorskip("megatron.core")

@@ -43,6 +43,7 @@ def test_a_rank_with_another_plan_stops() -> None:
     del store
 
 
+@pytest.mark.slow
 def test_ranks_under_torchrun_train_with_one_plan(tmp_path: Path) -> None:
     script = make_app(tmp_path, main=MAIN)
     words = ("trainer.devices=2", "trainer.num_nodes=1", "model.num_layers=2", *AUTO)
@@ -62,6 +63,7 @@ def test_ranks_under_torchrun_train_with_one_plan(tmp_path: Path) -> None:
     assert done.stdout.count("nest: this job runs as") == 1
 
 
+@pytest.mark.slow
 def test_a_rank_with_another_configuration_stops_all(tmp_path: Path) -> None:
     """It has the same plan, and would train with another learning rate beside the others."""
     main = MAIN.replace("import hydra", "import os, sys, hydra", 1).replace(
