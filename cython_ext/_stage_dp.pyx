@@ -1667,7 +1667,7 @@ def solve(
 ):
     """Solve one stage problem; the arguments are the fields of a ``PipelineProblem``.
 
-    The caller has checked the shape (``door.check_shape``): there are at least ``p * v`` units,
+    The caller has checked the shape (``problem_checks.check_shape``): there are at least ``p * v`` units,
     ``p`` divides ``m`` where ``v > 1``, every kind has its costs, every chunk its sends.
 
     Args:
