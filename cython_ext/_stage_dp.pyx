@@ -1667,8 +1667,8 @@ def solve(
 ):
     """Solve one stage problem; the arguments are the fields of a ``PipelineProblem``.
 
-    The caller has checked the shape (``problem_checks.check_shape``): there are at least ``p * v`` units,
-    ``p`` divides ``m`` where ``v > 1``, every kind has its costs, every chunk its sends.
+    The caller has checked the shape (``problem_checks.check_shape``): there are at least ``p * v``
+    units, ``p`` divides ``m`` where ``v > 1``, every kind has its costs, every chunk its sends.
 
     Args:
         unit_kinds: for each unit its index into ``costs``.
