@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster that was planned for, at the job's size."""
+        """The cluster at the job's size."""
         return self.record.cluster
 
     @property
@@ -216,11 +216,19 @@ class Plan:
 
     def __repr__(self) -> str:
         chosen, train = self.parallel, self.train
-        degrees = f"TP {chosen.tensor_model_parallel_size} PP {chosen.pipeline_model_parallel_size}"
-        size = f"DP {chosen.data_parallel_size}, batch {train.global_batch_size}"
+        degrees = {
+            "TP": chosen.tensor_model_parallel_size,
+            "PP": chosen.pipeline_model_parallel_size,
+            "VPP": chosen.virtual_pipeline_model_parallel_size or 1,
+            "CP": chosen.context_parallel_size,
+            "EP": chosen.expert_model_parallel_size,
+            "DP": chosen.data_parallel_size,
+        }
+        words = [f"{k} {v}" for k, v in degrees.items() if v > 1] or ["one rank"]
+        size = f"{' '.join(words)}, batch {train.global_batch_size}"
         step = format_seconds(self.predicted.iteration_time_s)
         where = self.cluster.describe()
-        return f"<Plan of {self.model.name} on {where}: {degrees} {size}, {step} a step>"
+        return f"<Plan of {self.model.name} on {where}: {size}, {step} a step>"
 
     def __str__(self) -> str:
         from nest_megatron.report.notebook import as_text

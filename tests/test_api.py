@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -199,6 +201,8 @@ def test_printing_a_plan_is_what_the_command_prints(plan: nest_megatron.Plan) ->
 
     assert untimed(str(plan)) == untimed(run("plan", *WORDS).out)
     assert repr(plan).startswith("<Plan of llama3_8b on 16 x H100-SXM-80GB")
+    degrees = dict(re.findall(r"\b(TP|PP|CP|DP) (\d+)", repr(plan)))
+    assert math.prod(map(int, degrees.values())) == 16, "no degree is left out"
 
 
 def test_a_notebook_shows_tables_and_pages(plan: nest_megatron.Plan) -> None:
