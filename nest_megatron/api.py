@@ -43,7 +43,7 @@ from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.pins import Pin, read_plan
 from nest_megatron.report.catalogue import Catalogue
 from nest_megatron.report.failure import require_plan
-from nest_megatron.units import Seconds, format_seconds
+from nest_megatron.units import Seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -215,20 +215,9 @@ class Plan:
             yield ""
 
     def __repr__(self) -> str:
-        chosen, train = self.parallel, self.train
-        degrees = {
-            "TP": chosen.tensor_model_parallel_size,
-            "PP": chosen.pipeline_model_parallel_size,
-            "VPP": chosen.virtual_pipeline_model_parallel_size or 1,
-            "CP": chosen.context_parallel_size,
-            "EP": chosen.expert_model_parallel_size,
-            "DP": chosen.data_parallel_size,
-        }
-        words = [f"{k} {v}" for k, v in degrees.items() if v > 1] or ["one rank"]
-        size = f"{' '.join(words)}, batch {train.global_batch_size}"
-        step = format_seconds(self.predicted.iteration_time_s)
-        where = self.cluster.describe()
-        return f"<Plan of {self.model.name} on {where}: {size}, {step} a step>"
+        from nest_megatron.report.notebook import short_form
+
+        return f"<Plan of {short_form(self.record)}>"
 
     def __str__(self) -> str:
         from nest_megatron.report.notebook import as_text

@@ -7,8 +7,12 @@ import io
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from nest_megatron.units import format_seconds
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from nest_megatron.parallel.plan import ParallelPlan
 
 #: The font of the terminal's tables.
 _PRE = (
@@ -48,3 +52,20 @@ def as_html(parts: Iterable[RenderableType]) -> str:
 def framed(page: str, title: str, height_px: int = 900) -> str:
     """A whole page as a frame of a notebook, which keeps its styles and its policy to itself."""
     return _FRAME.format(title=html.escape(title), page=html.escape(page), height_px=height_px)
+
+
+def short_form(plan: ParallelPlan) -> str:
+    """A plan in one line: the job, every degree above 1, the step."""
+    chosen = plan.parallel
+    degrees = {
+        "TP": chosen.tensor_model_parallel_size,
+        "PP": chosen.pipeline_model_parallel_size,
+        "VPP": chosen.virtual_pipeline_model_parallel_size or 1,
+        "CP": chosen.context_parallel_size,
+        "EP": chosen.expert_model_parallel_size,
+        "DP": chosen.data_parallel_size,
+    }
+    words = [f"{name} {size}" for name, size in degrees.items() if size > 1] or ["one rank"]
+    step = format_seconds(plan.predicted.iteration_time_s)
+    job = f"{plan.model.name} on {plan.cluster.describe()}"
+    return f"{job}: {' '.join(words)}, batch {plan.train.global_batch_size}, {step} a step"
