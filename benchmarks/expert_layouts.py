@@ -58,7 +58,7 @@ MEANING = {
         " arithmetic; where that is charged too high, large micro batches look too good"
     ),
     "recomputation": (
-        "ours fits without what the experts compute again: the memory model is the suspect, or"
+        "ours fits without what the experts recompute: the memory model is the suspect, or"
         " what a row leaves out was taken for more recomputation than it did"
     ),
     "pipeline bubble": (

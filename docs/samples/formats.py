@@ -1,4 +1,4 @@
-"""Predicted beside measured times of a layer's products in each number format.
+"""Predicted beside measured times of a layer's GEMMs in each number format.
 
 Both are those of tests/cost_model/test_formats.py.
 

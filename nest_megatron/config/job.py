@@ -112,7 +112,7 @@ class Job:
         closed: fields of ``Execution`` that it does not allow.
         can_state: fields of ``Execution`` that the job can be told; ``None`` is all.
         packages: packages of a choice that were found where it runs.
-        counts_on_host: numbers of tokens are read by the host before the exchange with experts.
+        counts_on_host: numbers of tokens are read by the host before the all-to-all of experts.
         num_gpus: ranks of the whole job, where it or its launcher says so.
         gpus_per_node: processes on each host, where the job says so.
         command: the command line that it was read from.

@@ -15,18 +15,18 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.model.graph import Operator, OperatorKind
 from nest_megatron.units import Seconds
 
-#: Exponent that joins arithmetic and traffic. Of 1, 1.25, 1.5, 2 and 4 the one with which products
+#: Exponent that joins arithmetic and traffic. Of 1, 1.25, 1.5, 2 and 4 the one with which GEMMs
 #: that accumulate float32 gradients and all others of SimuMax's tables (697 on A100 and B200) are
 #: missed to the same side by the same share; above it the mean error hardly falls.
 _JOINT = 1.25
 
 _PRODUCTS = (OperatorKind.GEMM, OperatorKind.GROUPED_GEMM)
-#: What each further product of a grouped one adds: SimuMax's 94 grouped products on B200 (20 to 256
+#: What each further product of a grouped one adds: SimuMax's 94 grouped GEMMs on B200 (20 to 256
 #: experts of 128 to 9,832 tokens) are missed by 8.5 % in the mean with it, by 13 % without.
 _PRODUCT_S = 3e-6
 #: Share of the peak that a 16-bit product reaches which the matrix units refuse. BLOOM's search on
 #: A100 (bigscience chronicles, tr11): heads of 108 instead of 144 cost 38.6 s of a step of 118 s,
-#: all of it in the products of unfused attention.
+#: all of it in the GEMMs of unfused attention.
 UNALIGNED_EFFICIENCY = 0.033
 
 
@@ -36,7 +36,7 @@ def operator_times(
     """Forward and backward time of an operator, in seconds.
 
     Args:
-        settings: the job's number format (products that stay in 16 bits use the 16-bit peak), and
+        settings: the job's number format (GEMMs that stay in 16 bits use the 16-bit peak), and
             whether weights have gradients.
 
     Raises:
@@ -52,7 +52,7 @@ def operator_times(
     gradients = 0.5 if is_frozen else 1.0  # of the input alone, or of the weight too
     bandwidth = accelerator.memory_bandwidth_bytes_per_s * accelerator.memory_efficiency
     floor = accelerator.kernel_floor_s * operator.num_kernels
-    floor += _PRODUCT_S * (operator.num_products - 1)
+    floor += _PRODUCT_S * (operator.num_gemms - 1)
     forward = floor + _joined(operator.flops / rate, operator.bytes_moved / bandwidth)
     backward = 2 * floor + _joined(
         operator.backward_flops / rate, operator.backward_bytes_moved / bandwidth
@@ -95,7 +95,7 @@ def _flops_rate(operator: Operator, accelerator: Accelerator, settings: CostSett
             fix=f"Use {sixteen_bit(accelerator)}.",
         )
     share = accelerator.gemm_efficiency[used] if operator.aligned else UNALIGNED_EFFICIENCY
-    if operator.kind is OperatorKind.GROUPED_GEMM and operator.num_products > 1:
+    if operator.kind is OperatorKind.GROUPED_GEMM and operator.num_gemms > 1:
         share *= accelerator.grouped_gemm_share
     if used.is_quantized:
         share *= gemm_share(accelerator.name, settings.traits.fp8_recipe)

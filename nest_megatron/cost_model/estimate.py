@@ -87,7 +87,7 @@ class Estimate:
 def model_flops_per_sequence(model: CostModel) -> Flops:
     """Forward and backward operations of one sequence, recomputation not counted.
 
-    Matrix products and the causal half of attention; backward counts twice the forward.
+    GEMMs and the causal half of attention; backward counts twice the forward.
     """
     products = (OperatorKind.GEMM, OperatorKind.GROUPED_GEMM, OperatorKind.ATTENTION)
     return _flops_per_sequence(model.spec, products)

@@ -163,7 +163,7 @@ def time_notes(flags: Mapping[str, Any]) -> tuple[str, ...]:
     if flags.get("ddp_num_buckets"):
         notes.append("--ddp-num-buckets: buckets are priced in the size that Megatron chooses.")
     if text(flags.get("optimizer") or "adam") in ("muon", "dist_muon"):
-        notes.append("Muon: its states are counted, the time of its products is not.")
+        notes.append("Muon: its states are counted, the time of its GEMMs is not.")
     is_flex = text(flags.get("moe_token_dispatcher_type") or "") == TokenDispatcher.FLEX
     if is_flex and text(flags.get("moe_flex_dispatcher_backend") or "") == FlexBackend.NCCLEP:
         notes.append(

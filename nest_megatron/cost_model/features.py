@@ -105,7 +105,7 @@ def _features(
     return (feature for feature, holds in held.items() if holds)
 
 
-#: How much is computed again, as a coordinate.
+#: How much is recomputed, as a coordinate.
 _RECOMPUTED = {
     RecomputeGranularity.NONE: 0.0,
     RecomputeGranularity.SELECTIVE: 1.0,

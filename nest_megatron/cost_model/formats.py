@@ -100,7 +100,7 @@ _BLACKWELL = re.compile(r"G?B[23]00", re.IGNORECASE)
 
 
 def format_of(precision: Precision, recipe: Fp8Recipe) -> NumberFormat | None:
-    """The format of products in layers; ``None`` for those of 16 and 32 bits."""
+    """The format of GEMMs in layers; ``None`` for those of 16 and 32 bits."""
     if precision is Precision.NVFP4:
         return FORMATS[Fp8Recipe.NVFP4]
     return FORMATS[recipe] if precision is Precision.FP8 else None
@@ -117,7 +117,7 @@ def expert_alignment(settings: CostSettings, execution: Execution) -> int:
 def gemm_share(accelerator: str, recipe: Fp8Recipe) -> float:
     """Rate of a product over that of ``gemm_efficiency``.
 
-    Blackwell has no products with blockwise scales and runs those of MXFP8 in their place
+    Blackwell has no GEMMs with blockwise scales and runs those of MXFP8 in their place
     (Transformer Engine, ``fp8_blockwise_scaling``).
     """
     if recipe is Fp8Recipe.BLOCKWISE and _BLACKWELL.match(accelerator):
@@ -126,7 +126,7 @@ def gemm_share(accelerator: str, recipe: Fp8Recipe) -> float:
 
 
 def fp8_layouts(accelerator: str, recipe: Fp8Recipe) -> int:
-    """Layouts of a matrix that products need: row by row, and column by column.
+    """Layouts of a matrix that GEMMs need: row by row, and column by column.
 
     Hopper multiplies one layout alone. Blackwell takes both, so one copy serves under a scale for
     the whole tensor; scales of blocks run along rows or columns and need two.
@@ -151,5 +151,5 @@ def uneven_sides(
 
 
 def beside_buffers(recipe: Fp8Recipe) -> bool:
-    """Whether products run beside traffic in user buffers: not those with scales of blocks."""
+    """Whether GEMMs run beside traffic in user buffers: not those with scales of blocks."""
     return recipe not in (Fp8Recipe.BLOCKWISE, Fp8Recipe.MXFP8)

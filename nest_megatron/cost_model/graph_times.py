@@ -62,7 +62,7 @@ def graph_times(
     Args:
         shapes: where the layer's groups lie.
         scale: what a profile makes of the operators' time, all in proportion, so that parts which
-            are computed again and what hides under an operator follow. A measured time contains
+            are recomputed and what hides under an operator follow. A measured time contains
             its launches, so the host's floor is not asked for.
         execution: of which only what changes a graph is read.
     """

@@ -115,10 +115,10 @@ class UnitRun:
     working_bytes: float
 
 
-#: What each module of selective recomputation computes again, and what it then need not keep.
+#: What each module of selective recomputation recomputes, and what it then need not keep.
 #: Source: the checkpointing calls of megatron-core 0.16.1 (attention.py, transformer_layer.py,
 #: moe_layer.py, mlp.py, multi_latent_attention.py) with Transformer Engine's fused modules.
-_COMPUTED_AGAIN: Mapping[RecomputeModule, frozenset[Part]] = {
+_RECOMPUTED: Mapping[RecomputeModule, frozenset[Part]] = {
     RecomputeModule.CORE_ATTN: frozenset({Part.CORE_ATTENTION}),
     RecomputeModule.LAYERNORM: frozenset({Part.INPUT_NORM, Part.MLP_NORM}),
     RecomputeModule.MLA_UP_PROJ: frozenset({Part.MLA_UP}),
@@ -137,7 +137,7 @@ _COMPUTED_AGAIN: Mapping[RecomputeModule, frozenset[Part]] = {
 }
 
 
-def parts_computed_again(
+def recomputed_parts(
     recompute: Recompute, kind: LayerKind, *, latent_attention: bool
 ) -> frozenset[Part]:
     """Parts of one layer that selective recomputation covers.
@@ -149,7 +149,7 @@ def parts_computed_again(
     modules = set(recompute.modules)
     if kind is LayerKind.MOE:
         modules.discard(RecomputeModule.MLP)
-    parts = frozenset().union(*(_COMPUTED_AGAIN[module] for module in modules))
+    parts = frozenset().union(*(_RECOMPUTED[module] for module in modules))
     if RecomputeModule.LAYERNORM in modules:
         if not latent_attention:
             parts -= {Part.INPUT_NORM}
@@ -167,7 +167,7 @@ def run_unit(
     inputs_on_host: bool = False,
     norm_stays: bool = False,
 ) -> UnitRun:
-    """A unit under a recompute setting; embedding and head are never computed again.
+    """A unit under a recompute setting; embedding and head are never recomputed.
 
     ``full`` is taken as it acts on a layer that it covers; ``uniform`` keeps one input for each
     group of layers and holds a group's activations while it works backwards through it.
@@ -202,7 +202,7 @@ def run_unit(
             # the next layer's input comes back from the host beside this one's
             + (times.input_bytes if inputs_on_host else -times.input_bytes),
         )
-    again = parts_computed_again(recompute, kind, latent_attention=latent_attention)
+    again = recomputed_parts(recompute, kind, latent_attention=latent_attention)
     if norm_stays:
         again -= {Part.MLP_NORM}
     dropped = sum(num for part, num in times.saved_bytes.items() if part in again)
@@ -229,7 +229,7 @@ def unit_times(
     Args:
         times: of the unit's graph.
         execution: what carries the unit out.
-        beside_s: compute of the same layer outside the graph, which the exchange of tokens can run
+        beside_s: compute of the same layer outside the graph, which the token all-to-all can run
             beside as well.
     """
     forward = {part: _only_compute(seconds) for part, seconds in times.forward.items()}
@@ -310,9 +310,9 @@ def _host_time(
 
 
 def norm_stays(execution: Execution) -> bool:
-    """Whether Megatron keeps the norm before experts though it was to be computed again.
+    """Whether Megatron keeps the norm before experts though it was to be recomputed.
 
-    Its output leaves the graph of the router at a fixed address, unless the exchange of tokens is
+    Its output leaves the graph of the router at a fixed address, unless the token all-to-all is
     prepared inside (``can_recompute_pre_mlp_layernorm_for_cudagraph``).
     """
     scope = execution.cuda_graph_scope
@@ -324,8 +324,8 @@ def norm_stays(execution: Execution) -> bool:
 
 def _launches(operator: Operator, is_fp8: bool) -> float:
     """Kernels that the host launches for an operator, those launched from C++ in part."""
-    casts = operator.num_products if is_fp8 and operator.fp8 else 0
-    return operator.num_kernels + _PRODUCT_LAUNCH * (operator.num_products - 1 + casts)
+    casts = operator.num_gemms if is_fp8 and operator.fp8 else 0
+    return operator.num_kernels + _PRODUCT_LAUNCH * (operator.num_gemms - 1 + casts)
 
 
 def _held_by_graphs(execution: Execution) -> frozenset[Part]:
@@ -368,7 +368,7 @@ def _exposed(
 def _own_time(
     call: LayerCollective, seconds: Seconds, settings: CostSettings, execution: Execution
 ) -> Seconds:
-    """Time of a collective, less what its own overlap with products hides."""
+    """Time of a collective, less what its own overlap with GEMMs hides."""
     if call.group is Group.TENSOR and execution.tp_comm_overlap:
         return seconds * (1.0 - settings.tp_overlap)
     if call.part is not Part.DISPATCH:

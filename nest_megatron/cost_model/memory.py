@@ -153,7 +153,7 @@ def divides_states(zero: ZeroStage, settings: CostSettings) -> bool:
 
 
 def quantized_bytes(settings: CostSettings) -> float:
-    """Width of a weight of a product in the format of products, scales included."""
+    """Width of a weight of a product in the format of GEMMs, scales included."""
     found = format_of(settings.precision, settings.traits.fp8_recipe)
     return settings.traits.params_bytes if found is None else found.weight_bytes
 

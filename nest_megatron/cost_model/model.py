@@ -290,7 +290,7 @@ class CostModel:
         return seconds + self._embedding_time(grid.dims)
 
     def straggler_time(self, grid: Grid) -> Seconds:
-        """What a step waits for the slowest replica; what is computed again counts as no work."""
+        """What a step waits for the slowest replica; what is recomputed counts as no work."""
         dims, key = grid.dims, self.shard_key(grid)
         if key not in self._work:
             places, shard = self.places(dims), self.shard(grid)

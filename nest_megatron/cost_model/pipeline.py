@@ -30,7 +30,7 @@ class UnitCost(NamedTuple):
     """What one unit of the layer sequence costs on its rank, for one micro batch where it applies.
 
     The ``block_`` fields hold for a layer among the first ``block_num_layers`` of its chunk, which
-    full ``block`` recomputation computes again.
+    full ``block`` recomputation recomputes.
     """
 
     forward: Ticks
@@ -57,7 +57,7 @@ class PipelineProblem:
         unit_kinds: for each unit, in order, its index into ``costs``.
         costs: the distinct kinds of unit.
         num_layers: transformer layers; they are the units ``1 .. num_layers``.
-        block_num_layers: layers at the head of each chunk that are computed again (0: none).
+        block_num_layers: layers at the head of each chunk that are recomputed (0: none).
         send_forward: time to send an activation from each of the ``p * v`` chunks to the next one.
         send_backward: time to send a gradient from each chunk to the previous one.
         overlap_p2p: transfers run beside the work of the sending rank; else they take its time.

@@ -16,16 +16,16 @@ class CostSettings:
     """What the cost model takes for granted.
 
     Args:
-        precision: number format of the matrix products.
+        precision: number format of the GEMMs.
         expert_imbalance: busiest expert rank's tokens over the mean; 1 is balanced routing.
         compute_slowdown: time of the device's work over what its calibrated kernels need: kernels
             that a framework does not fuse, gaps between them.
         attention_slowdown: time of attention over what the device's calibrated kernels need: older
             kernels, rings that do not overlap.
         fp8_attention_speedup: rate of attention in fp8 over that in 16 bits.
-        tp_overlap: share of tensor-parallel traffic that runs beside the products which need it,
+        tp_overlap: share of tensor-parallel traffic that runs beside the GEMMs which need it,
             with user buffers (``--tp-comm-overlap``).
-        ep_overlap: share of the exchange of tokens with experts that runs beside another micro
+        ep_overlap: share of the token all-to-all with experts that runs beside another micro
             batch's work, with ``--overlap-moe-expert-parallel-comm``.
         alltoall_slowdown: time of that exchange over what the network's own tables of all-to-all
             say: parts of unequal size, and the dispatcher's kernels.

@@ -42,14 +42,14 @@ class ExecutionTraits:
         params_bytes: width of weights and activations (``params_dtype``).
         fp8_recipe: how the scales of fp8 numbers are found. What is said of fp8 here holds for
             NVFP4 as well, in its width (``formats.FORMATS``).
-        fp8_attention: attention's own products run in fp8 (``--fp8-dot-product-attention``).
-        fp8_weights: weights of products are kept in fp8 alone (``--fp8-param-gather``), with their
+        fp8_attention: attention's own GEMMs run in fp8 (``--fp8-dot-product-attention``).
+        fp8_weights: weights of GEMMs are kept in fp8 alone (``--fp8-param-gather``), with their
             transpose, not beside 16-bit ones.
         fp8_gather: those weights are gathered in fp8 as well; the distributed optimizer gathers
             16-bit ones for MXFP8.
-        fp8_inputs: products in fp8 keep their input in fp8 for the weight's gradient, which is
+        fp8_inputs: GEMMs in fp8 keep their input in fp8 for the weight's gradient, which is
             worked out in fp8 as well (not with ``--no-fp8-wgrad``, nor in torchao).
-        fp8_weight_copies: layouts in which products in fp8 need a weight: itself and its transpose,
+        fp8_weight_copies: layouts in which GEMMs in fp8 need a weight: itself and its transpose,
             or itself alone where the device multiplies both (``formats.fp8_layouts``).
         fp8_transpose_cache: transposes of fp8 weights are kept between micro batches (not with
             ``disable_parameter_transpose_cache``, where the backward pass makes them anew).

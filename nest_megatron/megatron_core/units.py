@@ -105,7 +105,7 @@ def build(
 
     Args:
         layers: their ``config`` is the one of a model with a single decoder layer of this kind.
-        recompute: what to compute again; of it only ``full`` is carried out here, the rest is in
+        recompute: what to recompute; of it only ``full`` is carried out here, the rest is in
             the configuration.
 
     Raises:

@@ -69,7 +69,7 @@ class Operator:
         aligned: of a GEMM: every dimension is a multiple of 8, as matrix units ask for in 16
             bits.
         has_weight: of a GEMM: one factor is a weight, whose gradient the backward pass makes.
-        num_products: of a grouped GEMM: how many GEMMs it is made of.
+        num_gemms: of a grouped GEMM: how many GEMMs it is made of.
         input_elements, output_elements: of a GEMM that may run in fp8: what is cast for it, its
             input on the way forward and its output's gradient on the way back.
     """
@@ -86,7 +86,7 @@ class Operator:
     parallel_rows: float = math.inf
     aligned: bool = True
     has_weight: bool = True
-    num_products: int = 1
+    num_gemms: int = 1
     input_elements: float = 0.0
     output_elements: float = 0.0
 

@@ -53,7 +53,7 @@ class CudaGraphs:
         return self.impl == _WHOLE_STEP
 
     def without_modules(self, spec: TransformerSpec) -> frozenset[RecomputeModule]:
-        """Modules that may not be computed again (tc:1790-1822 / tc:2863-2907)."""
+        """Modules that may not be recomputed (tc:1790-1822 / tc:2863-2907)."""
         attention = spec.attention_dropout != 0.0 and self.captures("attn")
         hidden = spec.hidden_dropout != 0.0
         router = self.impl == "transformer_engine" and "moe_router" in self.scope

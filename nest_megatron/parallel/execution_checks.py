@@ -260,7 +260,7 @@ EXECUTION_RULES: tuple[Rule, ...] = (
         _OVERLAP,
         "tc:1871, model_chunk_schedule_plan.py (run; 0.20 tc:3030)",
         _recomputes_no_experts,
-        "neither whole layers nor the module moe may be computed again",
+        "neither whole layers nor the module moe may be recomputed",
     ),
     _rule(
         "expert_overlap_precision",
@@ -303,7 +303,7 @@ EXECUTION_RULES: tuple[Rule, ...] = (
         "tc:1090, tc:1232, tc:1886",
         _overlaps_shared,
         "tokens go by alltoall (by flex too on 0.20), the all-to-all overlaps nothing else, and "
-        "shared experts are not computed again",
+        "shared experts are not recomputed",
     ),
     _rule(
         "tensor_overlap",
@@ -370,6 +370,6 @@ EXECUTION_RULES: tuple[Rule, ...] = (
         "offload_modules",
         "tc:1269, 0.20 tc:2163",
         _modules_are_kept,
-        "what is computed again, or moved with its layer, is not there to be moved",
+        "what is recomputed, or moved with its layer, is not there to be moved",
     ),
 )

@@ -26,7 +26,7 @@ def allowed_execution(execution: Execution, grid: Grid) -> Execution:
     """What of it Megatron takes on a layout; what does nothing there is left out.
 
     The all-to-all of tokens runs beside another micro batch's work where there is one: several
-    expert ranks, virtual stages in a pipeline, and no experts that are computed again.
+    expert ranks, virtual stages in a pipeline, and no experts that are recomputed.
     """
     dims, again = grid.dims, grid.recompute
     if not _exchanges_beside(grid):
@@ -64,7 +64,7 @@ _FEED_FORWARD = frozenset({"mlp"})
 def _with_scope(execution: Execution, again: Recompute) -> Execution:
     """The modules that Megatron captures, less those that it refuses to.
 
-    The router is not captured where the module ``moe`` is computed again (0.16.1 tc:1790), and no
+    The router is not captured where the module ``moe`` is recomputed (0.16.1 tc:1790), and no
     feed-forward half where the all-to-all of tokens runs beside another micro batch (tc:1898).
     """
     if execution.cuda_graph_impl is not GraphImpl.TRANSFORMER_ENGINE:

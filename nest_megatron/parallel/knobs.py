@@ -141,7 +141,7 @@ KNOBS: tuple[Knob, ...] = (
         flag="--moe-shared-expert-overlap",
         choice="moe_shared_expert_overlap",
         reason="the shared experts run while tokens travel",
-        costs="shared experts cannot be computed again",
+        costs="shared experts cannot be recomputed",
         values=(True, False),
     ),
     Knob(
@@ -219,7 +219,7 @@ KNOBS: tuple[Knob, ...] = (
         name="offload_modules",
         flag="--fine-grained-activation-offloading --offload-modules",
         choice="activation_offloading",
-        reason="inputs of these modules wait on the host, so that less is computed again",
+        reason="inputs of these modules wait on the host, so that less is recomputed",
         costs="copies over the host's link, beside the passes where they are shorter, and pinned "
         "memory there",
         values=(_OFFLOADED, ()),
@@ -243,7 +243,7 @@ class KnobConditions:
         has_engine: the layers are Transformer Engine's.
         capturable: CUDA graphs can hold the layers: they are Megatron's own, and every step runs as
             many micro batches of the same shapes.
-        has_fast_link: the link to the host is no PCIe, over which copies outlast computing again.
+        has_fast_link: the link to the host is no PCIe, over which copies outlast recomputing.
         counts_on_host: the host waits for numbers of tokens before their all-to-all
             (``--moe-router-padding-for-fp8``, a capacity factor).
         can_state: fields of ``Execution`` that the launched job can be told; ``None`` is all.

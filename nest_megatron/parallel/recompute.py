@@ -1,4 +1,4 @@
-"""What the backward pass computes again instead of keeping."""
+"""What the backward pass recomputes instead of keeping."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Recompute:
     """One recomputation setting.
 
     Args:
-        modules: for ``selective``, the modules computed again, in Megatron's order.
+        modules: for ``selective``, the modules recomputed, in Megatron's order.
         method: for ``full``, ``uniform`` (every group of ``num_layers`` layers keeps its input) or
-            ``block`` (the first ``num_layers`` layers of each virtual stage are computed again).
+            ``block`` (the first ``num_layers`` layers of each virtual stage are recomputed).
     """
 
     granularity: RecomputeGranularity = RecomputeGranularity.NONE
@@ -104,7 +104,7 @@ FULL_RECOMPUTE = Recompute(
 
 
 def selective_recompute(modules: Iterable[str]) -> Recompute:
-    """Some modules computed again, put in Megatron's order.
+    """Some modules recomputed, put in Megatron's order.
 
     Raises:
         UserInputError: for a name that is no module, with the nearest, or if there is none.

@@ -1,4 +1,4 @@
-"""From a request to a plan: price, search, explain. The only room that knows all rooms below."""
+"""From a request to a plan: price, search, explain. The only package that knows all those below."""
 
 from __future__ import annotations
 

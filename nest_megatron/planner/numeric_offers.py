@@ -62,7 +62,7 @@ def with_numeric_offers(plan: ParallelPlan, request: PlanRequest) -> ParallelPla
     """The plan with those choices that would gain something, the best first.
 
     Each is one evaluation of the cost model: the layout stays, so another one may gain more. Of
-    choices of one family (formats of products) the best is said.
+    choices of one family (formats of GEMMs) the best is said.
     """
     worth = [priced for priced in _all(plan, request) if priced.is_worth_it]
     worth.sort(key=lambda priced: (priced.iteration_time_s, -priced.freed_bytes))

@@ -81,7 +81,7 @@ class PlanRequest:
             search, the plan says how far from the optimum it can be at most.
         begun_s: when that time began (``time.monotonic``); ``None`` is when planning begins.
         offer: another sharding to be priced by ``offers.with_offer``.
-        packages: backends of the exchange of tokens whose package is not known to be there.
+        packages: backends of the token all-to-all whose package is not known to be there.
         numeric_offers: choices that change numbers, for ``numeric_offers.with_numeric_offers``.
         reliability: how often the job fails; ``None`` says nothing of goodput.
         objective: what the plan has least of, among those that the search keeps.

@@ -80,9 +80,9 @@ def shortlisted(plans: Sequence[Predictive]) -> Shortlist:
 
 
 _PIECES = {
-    Mechanism.GEMM: "matrix products",
+    Mechanism.GEMM: "GEMMs",
     Mechanism.ATTENTION: "attention",
-    Mechanism.GROUPED_GEMM: "the experts' grouped products",
+    Mechanism.GROUPED_GEMM: "the experts' grouped GEMMs",
     Mechanism.MEMORY_BOUND: "norms, activations and other kernels that memory bounds",
     Mechanism.LAUNCH: "the time to launch kernels",
     Mechanism.OPTIMIZER: "the optimizer step",

@@ -1,7 +1,7 @@
 """What a collective sends through each level, and in how many hops.
 
 The algebra of ``cost_model.communication`` as a fit needs it: hops and bytes are counted once
-for a sample and do not depend on the figures that are fitted. This room lies below the cost
+for a sample and do not depend on the figures that are fitted. This package lies below the cost
 model and cannot ask it; ``tests/profile/test_network_routes.py`` holds the two together.
 """
 

@@ -157,7 +157,7 @@ class Bounds:
         Of the chunks of ``chunk_space``, all but the first and the last hold ``q`` layers or one
         more, and those two at most ``q + 1`` layers each; so with ``n`` layers in ``c`` chunks
         ``q >= (n + 1) / c - 1``. A rank has ``v - 1`` chunks besides the first or the last, and
-        computes ``min(q, block)`` layers again in each of them for every micro batch. Bounds of
+        recomputes ``min(q, block)`` layers in each of them for every micro batch. Bounds of
         grids with virtual stages hold all work of one rank, or the mean over all ranks, and nothing
         else in them (way in and out, head, least tail, optimizer) gets shorter by recomputation.
         """

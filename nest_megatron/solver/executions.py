@@ -95,7 +95,7 @@ class Executions:
     def fastest_of_shard(self, shard: Grid) -> tuple[Execution, ...]:
         """No way of a shard is faster than some of these, which Megatron need not accept.
 
-        What hides the exchange of tokens is switched on together: the better of both is priced. So
+        What hides the token all-to-all is switched on together: the better of both is priced. So
         is all that graphs hold.
         """
         if self.is_fixed:

@@ -347,7 +347,7 @@ def laid_out(grid: Grid, virtual: int, zero: ZeroStage) -> Grid:
 
 
 def _keeping_least(settings: Iterable[Recompute], kinds: RecomputeKinds) -> Iterator[Recompute]:
-    """Nothing computed again, and whole layers or else every module: more modules keep less."""
+    """Nothing recomputed, and whole layers or else every module: more modules keep less."""
     yield NO_RECOMPUTE
     allowed = [recompute for recompute in settings if kind_of(recompute) in kinds]
     modules = {module for recompute in allowed for module in recompute.modules}

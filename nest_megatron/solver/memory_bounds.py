@@ -1,7 +1,7 @@
 """Lower bounds on the memory of the fullest GPU, with no stage problem and no step priced.
 
 A rank that holds a layer takes at least ``w``, what computing one layer again takes, whatever is
-computed again: the layer's activations are there at once, kept or made anew. Beside it lie the
+recomputed: the layer's activations are there at once, kept or made anew. Beside it lie the
 states of its units and, for each of ``l_r`` micro batches on their way, the inputs of its layers.
 With ``s`` bytes of states and ``a`` of inputs a unit, ``C`` bytes hold at most
 ``(C - w) / (s + l_r a)`` units on rank ``r``, and the ranks together have to hold them all.
@@ -99,7 +99,7 @@ class MemoryBounds:
         return self._pipelines[key]
 
     def of_family(self, grid: Grid, sizes: tuple[int, ...] = ()) -> float:
-        """A grid with its virtual stages and ZeRO stage, whatever is computed again.
+        """A grid with its virtual stages and ZeRO stage, whatever is recomputed.
 
         Args:
             sizes: it has one of these numbers of virtual stages, and not its own.
@@ -158,7 +158,7 @@ class MemoryBounds:
     ) -> tuple[float, float]:
         """Kept and at work; embedding and head may have a rank for themselves.
 
-        What sets of modules do not keep they need at work, as much as with nothing computed again.
+        What sets of modules do not keep they need at work, as much as with nothing recomputed.
         """
         runs = [self.model.run(kind, places, shard, recompute) for recompute in settings]
         kept = min(run.saved_bytes for run in runs)

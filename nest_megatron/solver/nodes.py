@@ -11,7 +11,7 @@ faster):
 * *members*: the number of virtual stages and the ZeRO stage on top, with the stage solver's own
   lower bound, in unlimited memory and without recomputation, which only make a partition slower.
 * *blocks*: full recomputation of the first layers of each chunk, block sizes rising lazily; the
-  bound holds what every rank computes again at least.
+  bound holds what every rank recomputes at least.
 * *variant*: another recompute setting on top, judged by the stage solver.
 """
 

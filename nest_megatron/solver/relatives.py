@@ -2,7 +2,7 @@
 
 The search keeps the fastest plan of a layout. What it leaves out of the same layout is a little
 slower and may be worth more: stages that Megatron cuts by itself, fewer virtual stages, a smaller
-micro batch, one more module that is computed again.
+micro batch, one more module that is recomputed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nest_megatron.units import Bytes, Ticks
 
 #: Partial partitions that are looked at for the stages of a relative.
 _MOST_NODES = 1 << 12
-#: Shares of a chunk's layers that a relative computes again as a whole.
+#: Shares of a chunk's layers that a relative recomputes as a whole.
 _BLOCKS = (1 / 8, 1 / 4)
 
 
@@ -120,7 +120,7 @@ def _as_carried_out(grids: GridSpace, grid: Grid, recompute: Recompute) -> Itera
 
 
 def _less_memory(grids: GridSpace, grid: Grid) -> Iterator[Grid]:
-    """A grid with half the micro batch, the next ZeRO stage, or more that is computed again."""
+    """A grid with half the micro batch, the next ZeRO stage, or more that is recomputed."""
     half, rest = divmod(grid.micro_batch_size, 2)
     sizes = grids.space.values("micro_batch_size", grids.batch_unit, grids.model.cluster)
     if not rest and half in sizes:

@@ -283,7 +283,7 @@ class Search:
 
         Only the largest sets are asked; of a smaller one inside a large one that fits nothing is
         known until its turn comes. The one partition of a space is cheap to ask for every set, and
-        sure: working memory can grow at a peak where the chunk computed again keeps nothing.
+        sure: working memory can grow at a peak where the chunk recomputed keeps nothing.
 
         Args:
             settings: with their modules and bounds, the largest sets of modules first.

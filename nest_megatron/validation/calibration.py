@@ -132,8 +132,8 @@ def _device(
     """Parameters of one generation.
 
     Args:
-        gemm: prior of 16-bit products, and its bounds.
-        fp8: prior of 8-bit products, if the generation has them.
+        gemm: prior of 16-bit GEMMs, and its bounds.
+        fp8: prior of 8-bit GEMMs, if the generation has them.
         host: prior of the time that its hosts take to launch a kernel; ``None`` is not fitted.
     """
     prior, low, high = gemm
@@ -176,7 +176,7 @@ _MECHANISMS = (
     ("fp8_attention_speedup", 1.4, 0.2, 1.0, 2.0),
 )
 
-#: Priors: kernels of truth/kernel_efficiency.csv and best products of truth/hardware.csv.
+#: Priors: kernels of truth/kernel_efficiency.csv and best GEMMs of truth/hardware.csv.
 PARAMETERS: tuple[Parameter, ...] = (
     *_device("volta", (0.65, 0.35, 0.9), None, 0.4, 0.85, 5e-6),
     *_device("ampere", (0.8, 0.5, 0.88), None, 0.47, 0.86, 5e-6),

@@ -316,7 +316,7 @@ def _recompute(row: Row, dims: ParallelDims, notes: list[str]) -> Recompute:
     words = [word for word in re.split(r"[\s,()\[\]+]+", text) if word in _MODULES]
     if "torchtitan" in row.get("framework", "").lower():
         words = ["mlp"]
-        notes.append("every second product is computed again, taken as the MLP")
+        notes.append("every second product is recomputed, taken as the MLP")
     if not words:
         words = ["core_attn"]
         notes.append("core attention recomputed")

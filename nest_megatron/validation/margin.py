@@ -69,7 +69,7 @@ def samples(
 ) -> tuple[MarginSample, ...]:
     """What the margin can learn from: runs with a predicted need and a known device.
 
-    A run that ran and does not say what it computed again is predicted with a setting that fits,
+    A run that ran and does not say what it recomputed is predicted with a setting that fits,
     so that its verdict follows from the margin instead of testing it; such rows are left out.
 
     Args:

@@ -21,7 +21,7 @@ class StepWork:
     Args:
         model_flops: of one step, with the causal half of attention.
         attention_flops: that half.
-        head_flops: the part of the product with the vocabulary, which is never computed again.
+        head_flops: the part of the product with the vocabulary, which is never recomputed.
     """
 
     sequences: int

@@ -18,7 +18,7 @@ _CUBLAS_LARGE = 32 * _MIB
 _CUBLAS_SMALL = 8 * _MIB + 128 * 1024
 #: Workspace of Transformer Engine, from Hopper on and before (``get_cublas_workspace_size_bytes``).
 _ENGINE_LARGE, _ENGINE_SMALL = 32 * _MIB, 4 * _MIB
-#: Streams of Transformer Engine's grouped products.
+#: Streams of Transformer Engine's grouped GEMMs.
 _GROUPED_STREAMS = 4
 _BEFORE_HOPPER = ("v100", "a100", "a800", "mi")
 
@@ -36,7 +36,7 @@ def workspace_bytes(
     Args:
         deterministic: ``CUBLAS_WORKSPACE_CONFIG`` is set as deterministic runs set it.
         engine: layers are Transformer Engine's; Megatron's own take another handle of cuBLAS.
-        grouped: experts run as grouped products, on streams with a workspace each.
+        grouped: experts run as grouped GEMMs, on streams with a workspace each.
     """
     name = accelerator.name.lower()
     hopper = name.startswith(("h100", "h20", "h800", "gh200"))

@@ -27,7 +27,7 @@ from nest_megatron.validation.rows import Row, number
 _MICRO_BATCHES = (1, 2, 4, 8)
 
 _MODULES = RecomputeModule
-#: Modules that recipes compute again, from little to much.
+#: Modules that recipes recompute, from little to much.
 _EXPERTS = (
     (_MODULES.MOE_ACT,),
     (_MODULES.MOE_ACT, _MODULES.LAYERNORM),
@@ -89,12 +89,12 @@ def _as_it_runs(grid: Grid) -> Grid:
     return dataclasses.replace(grid, execution=allowed_execution(grid.execution, grid))
 
 
-#: A setting of recomputation, or a module that is computed again.
+#: A setting of recomputation, or a module that is recomputed.
 _SETTING = re.compile(r"none|full|selective|per-op|offload|attn|norm|act\b|mlp|moe|expert|up_proj")
 
 
 def states_recompute(row: Row) -> bool:
-    """Whether a row says what is computed again."""
+    """Whether a row says what is recomputed."""
     stated = row.get("recompute", "").strip().lower()
     return bool(_SETTING.search(stated)) and not stated.startswith("not stated")
 

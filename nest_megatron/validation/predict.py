@@ -87,7 +87,7 @@ class Predictor:
         fitting = [i for i, need in enumerate(needs) if need <= problems[i][1].capacity_bytes]
         if not fitting:
             fitting = [needs.index(min(needs))]
-        # Computing something again is never faster than keeping all, where that fits.
+        # Recomputing something is never faster than keeping all, where that fits.
         whole = {_kept(job.grids[i]) for i in fitting if job.grids[i].recompute == NO_RECOMPUTE}
         fitting = [
             i
@@ -119,7 +119,7 @@ def _of_one_run(problem: PipelineProblem, runs: int) -> PipelineProblem:
 
 
 def _kept(grid: Grid) -> Grid:
-    """The grid with nothing computed again."""
+    """The grid with nothing recomputed."""
     return dataclasses.replace(grid, recompute=NO_RECOMPUTE)
 
 

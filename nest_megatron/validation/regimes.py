@@ -90,19 +90,19 @@ REGIMES: tuple[Regime, ...] = (
     Regime(
         name=RegimeName.DENSE,
         definition="models without experts",
-        reason="products of large matrices decide their time",
+        reason="GEMMs of large matrices decide their time",
         holds=lambda each: not _is_moe(each),
     ),
     Regime(
         name=RegimeName.MOE,
         definition="models with experts; of a model that is not known, EP above 1",
-        reason="the exchange of tokens and small grouped products decide their time",
+        reason="the token all-to-all and small grouped GEMMs decide their time",
         holds=_is_moe,
     ),
     Regime(
         name=RegimeName.FP8,
         definition="precision holds fp8 (also MXFP8); neither fp4 nor 16 bits",
-        reason="casts, copies of the weights, and products that no longer fill the GPU",
+        reason="casts, copies of the weights, and GEMMs that no longer fill the GPU",
         holds=lambda each: "fp8" in each.row.get("precision", "").lower(),
     ),
     Regime(

@@ -297,7 +297,7 @@ def _certainty(
 def risks_by_regime(files: Iterable[Judged]) -> dict[str, RiskBin]:
     """How many runs were expected to run out of memory, and how many did.
 
-    Regimes are of runs that say what they computed again; what the others are predicted with is a
+    Regimes are of runs that say what they recomputed; what the others are predicted with is a
     guess, which they show to be wrong where they were expected to run out.
     """
     runs = [o for each in files if each.file.kind is RowKind.THROUGHPUT for o in each.as_stated]

@@ -233,7 +233,7 @@ def _flags(said: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
 
 
 def _recompute(said: Mapping[str, str]) -> Recompute | None:
-    """What the recipe computes again; modules that are not supported here are left out."""
+    """What the recipe recomputes; modules that are not supported here are left out."""
     granularity = said.get("recompute_granularity")
     if granularity == "full":
         return Recompute(

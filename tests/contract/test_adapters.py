@@ -86,7 +86,7 @@ LEGAL: dict[str, Callable[[], ParallelPlan]] = {
     "context parallel": lambda: laid_out(cp=2),
     "weights shared": lambda: laid_out(zero=ZeroStage.WEIGHTS),
     "nothing shared": lambda: laid_out(tp=2, zero=ZeroStage.NONE),
-    "computed again": lambda: laid_out(recompute=FULL_RECOMPUTE),
+    "recomputed": lambda: laid_out(recompute=FULL_RECOMPUTE),
     "experts": lambda: laid_out("mixtral_8x7b", ep=8),
     "experts in a pipeline": lambda: laid_out("mixtral_8x7b", tp=2, pp=4, vpp=2, ep=8),
 }

@@ -33,7 +33,7 @@ def built(spec: TransformerSpec, models: list[Any]) -> dict[str, Any]:
 class Forwards:
     """Counts how often layers, their attention and their routers are computed.
 
-    Recomputation computes them again. It also notes the rows of a layer's output, of which sequence
+    Recomputation recomputes them. It also notes the rows of a layer's output, of which sequence
     parallelism leaves each tensor rank a share.
     """
 

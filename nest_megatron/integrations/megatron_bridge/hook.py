@@ -160,11 +160,11 @@ def connections(plan: ParallelPlan, variables: MutableMapping[str, str]) -> tupl
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return (
-            f"{_CONNECTIONS}=1 keeps the exchange of tokens from overlapping, and CUDA has "
+            f"{_CONNECTIONS}=1 keeps the token all-to-all from overlapping, and CUDA has "
             "started: launch the job with 32.",
         )
     variables[_CONNECTIONS] = "32"
-    return (f"{_CONNECTIONS}=32 instead of 1: the exchange of tokens overlaps.",)
+    return (f"{_CONNECTIONS}=32 instead of 1: the token all-to-all overlaps.",)
 
 
 def kept_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...]:

@@ -232,8 +232,8 @@ def _reason(dest: str, removed: bool, plan: ParallelPlan, refused: Mapping[str, 
 
 _REMOVED = {
     "sequence_parallel": "needs tensor parallelism",
-    "recompute_granularity": "everything fits without computing again",
-    "recompute_activations": "everything fits without computing again",
+    "recompute_granularity": "everything fits without recomputing",
+    "recompute_activations": "everything fits without recomputing",
     "use_tp_pp_dp_mapping": "the other rank order is faster",
     "use_distributed_optimizer": "the optimizer state fits on every replica",
     "num_layers_per_virtual_pipeline_stage": "the layout states the virtual stages",

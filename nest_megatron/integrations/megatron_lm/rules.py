@@ -37,7 +37,7 @@ _MODULES_OF_EXPERTS = {
     RecomputeModule.MOE_ACT,
     RecomputeModule.SHARED_EXPERTS,
 }
-#: Modules that only Transformer Engine's layers compute again.
+#: Modules that only Transformer Engine's layers recompute.
 MODULES_OF_ENGINE = {
     RecomputeModule.LAYERNORM,
     RecomputeModule.MOE_ACT,

@@ -54,7 +54,7 @@ def _core_attention(
 ) -> LayerGraph:
     """Attention, and the ring exchange of keys and values under context parallelism.
 
-    Flash attention keeps no scores and computes them again in the backward pass: five GEMMs to
+    Flash attention keeps no scores and recomputes them in the backward pass: five GEMMs to
     the forward pass's two.
     """
     act = shard.activation_bytes

@@ -179,7 +179,7 @@ def _grouped_gemm(
         backward_flops=2 * flops,
         backward_bytes_moved=2 * activations + weight * (act + 2 * FP32),
         fp8=True,
-        num_products=1 if shard.execution.use_transformer_engine_op_fuser else num_experts,
+        num_gemms=1 if shard.execution.use_transformer_engine_op_fuser else num_experts,
         input_elements=rows * inner,
         output_elements=rows * columns,
     )

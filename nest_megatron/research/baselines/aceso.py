@@ -7,7 +7,7 @@ Kept: for each number of stages the search starts from a balanced layout (replic
 1). It finds the stage that holds the others up, or whose memory lacks most, and ranks what that
 stage is short of: memory, computation, communication. A table names the primitives that relieve
 each resource by putting the load on another (raise or lower tensor parallelism against replicas,
-the micro batch, the layers computed again, layers to a neighbouring stage). The first state that is
+the micro batch, the layers recomputed, layers to a neighbouring stage). The first state that is
 better is taken; where no single primitive helps, the search goes on from the best of their results
 for up to ``HOPS`` steps. States are never priced twice.
 
@@ -45,7 +45,7 @@ _WIDTH = 3
 _WITHOUT = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
 
 #: Primitives that relieve a resource, as the paper's table has them: fields of ``Shard`` that rise
-#: or fall, layers that move out of the stage, layers that are computed again.
+#: or fall, layers that move out of the stage, layers that are recomputed.
 _RELIEF: dict[Resource, tuple[tuple[str, int], ...]] = {
     Resource.MEMORY: (
         ("recompute", 1),
@@ -144,7 +144,7 @@ class _Climb:
                     yield grid, state.boundaries
 
     def _other_settings(self, grid: Grid, direction: int) -> list[Recompute]:
-        """One layer more or fewer computed again, four of them, and as far as it goes."""
+        """One layer more or fewer recomputed, four of them, and as far as it goes."""
         ladder = [
             setting
             for setting in self.layouts.grids.recompute_settings(grid)

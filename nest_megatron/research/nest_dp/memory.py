@@ -3,10 +3,10 @@
 The paper's (its section 3.3, as its artifact computes it): ``2 W + O + A + (s - 1) S`` with weights
 and gradients of 2 bytes a parameter, Adam's states of 12 bytes or none for SGD, the activations
 ``A`` of one micro batch, and for every further one in flight ``S``: all of ``A``, or where the
-stage is computed again its input alone. All of the device may be used.
+stage is recomputed its input alone. All of the device may be used.
 
 Ours: what Megatron holds (``cost_model/memory.py``), each layer keeping its own input where it is
-computed again, with the working memory of the largest layer, in what the reserve and margin leave.
+recomputed, with the working memory of the largest layer, in what the reserve and margin leave.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def checkpoint_policy(
 
 
 def recompute_time(rule: MemoryRule, kind: LayerKind, times: UnitTimes) -> Seconds:
-    """A layer's forward pass where it is computed again: by the paper's rule all of a stage is."""
+    """A layer's forward pass where it is recomputed: by the paper's rule all of a stage is."""
     if rule is MemoryRule.OURS and kind in (LayerKind.EMBEDDING, LayerKind.HEAD):
         return 0.0
     return times.whole_forward.total

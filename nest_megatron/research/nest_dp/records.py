@@ -30,7 +30,7 @@ class NodeTimes:
     """Ticks of each node for one micro batch, its groups lying in one kind of place.
 
     Args:
-        again: of the forward pass where it is computed again.
+        again: of the forward pass where it is recomputed.
         sync: of the sum of its gradients over the replicas, once a step.
     """
 

@@ -118,7 +118,7 @@ def stage_time(
 ) -> int:
     """Ticks of one micro batch: input, forward, output's gradient, backward.
 
-    A gradient from the next stage arrives while the forward pass is computed again.
+    A gradient from the next stage arrives while the forward pass is recomputed.
     """
     inner = t.nested[pair]
     send = choice.strategy * t.num_levels
