@@ -36,7 +36,7 @@ def told(answer: ParallelPlan) -> Headroom:
 
 
 def left(answer: ParallelPlan) -> float:
-    """Share of the fullest GPU beside the peak and the reserve of 2 GiB."""
+    """Share of the GPU with the highest peak beside the peak and the reserve of 2 GiB."""
     taken = answer.predicted.peak_memory_bytes + 2 * 2**30
     return 1 - taken / answer.cluster.accelerator.memory_bytes
 

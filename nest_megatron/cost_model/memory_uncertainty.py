@@ -69,7 +69,7 @@ def out_of_memory_probability(peak_bytes: float, limit_bytes: float, error: Peak
     """Chance that a job needs more than there is.
 
     Args:
-        peak_bytes: predicted, of the fullest GPU.
+        peak_bytes: predicted, the highest of all GPUs.
         limit_bytes: what can be given out (``device_memory.allocatable_bytes``).
 
     >>> round(out_of_memory_probability(70e9, 75e9, peak_error(ZeroStage.OPTIMIZER)), 3)

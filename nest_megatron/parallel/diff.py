@@ -49,8 +49,8 @@ def _pipeline(plan: ParallelPlan) -> str:
     size, predicted = plan.parallel.pipeline_model_parallel_size, plan.predicted
     full = f"{format_gib(predicted.peak_memory_bytes)} of {format_gib(predicted.capacity_bytes)}"
     if size == 1:
-        return f"all layers fit on every GPU: the fullest holds {full}"
-    return f"the layers are divided into {size} stages; the fullest GPU holds {full}"
+        return f"all layers fit on every GPU, with a peak of {full}"
+    return f"the layers are divided into {size} stages, with a peak of {full} per GPU"
 
 
 def _virtual(plan: ParallelPlan) -> str:

@@ -254,7 +254,7 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headroom:
-    """Memory that a plan leaves free on its fullest GPU, the reserve apart.
+    """Memory that a plan leaves free on the GPU with the highest peak, the reserve apart.
 
     Args:
         wanted: share of a GPU's memory; plans that leave it free were compared with the fastest.

@@ -65,7 +65,7 @@ class Candidate:
 
     @property
     def free_bytes(self) -> Bytes:
-        """Memory that is left on the fullest GPU."""
+        """Memory that is left at the highest peak."""
         return self.capacity_bytes - self.peak_memory_bytes
 
     def step_s(self, objective: Objective) -> Seconds:

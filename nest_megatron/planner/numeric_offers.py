@@ -30,7 +30,7 @@ class _Priced:
     Args:
         fits: within the GPUs' memory, as far as the plan may fill it.
         faster_percent: over the plan.
-        freed_percent: of the fullest GPU's memory in the plan.
+        freed_percent: of a GPU's memory at the highest peak in the plan.
     """
 
     offer: NumericOffer
@@ -53,7 +53,7 @@ class _Priced:
             faster = f"make this layout {self.faster_percent:.1f} % faster"
             gains.append(f"{faster} ({format_seconds(self.iteration_time_s)})")
         if self.freed_percent >= LEAST_GAIN_PERCENT:
-            gains.append(f"free {format_gib(self.freed_bytes)} on the fullest GPU")
+            gains.append(f"free {format_gib(self.freed_bytes)} of peak memory per GPU")
         gain = " and ".join(gains)
         return f"{self.offer.words} would {gain}. It changes numbers: {self.offer.knob.changes}"
 

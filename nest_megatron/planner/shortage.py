@@ -30,7 +30,7 @@ class NoPlan:
     """Nothing fits: how far off the nearest plan is, and what would make it fit.
 
     Args:
-        missing_bytes: what the nearest plan lacks on its fullest GPU.
+        missing_bytes: what the nearest plan lacks on the GPU with the highest peak.
         nearest: that plan's degrees, in words.
         remedies: changes that were tried and make some plan fit.
         complete: false if time ended the analysis: some other plan may lack less, and other changes

@@ -1,4 +1,4 @@
-"""Lower bounds on the memory of the fullest GPU, with no stage problem and no step priced.
+"""Lower bounds on the highest memory peak, with no stage problem and no step priced.
 
 A rank that holds a layer takes at least ``w``, what computing one layer again takes, whatever is
 recomputed: the layer's activations are there at once, kept or made anew. Beside it lie the

@@ -22,7 +22,7 @@ _STATES, _SHARD, _FAMILY = range(3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
-    """The plan that needs least memory on its fullest GPU, and how much that is."""
+    """The plan that needs least memory on the GPU with the highest peak, and how much that is."""
 
     grid: Grid
     needed_bytes: Bytes
@@ -54,7 +54,7 @@ def _has_plan(search: Search, family: Grid) -> bool:
 
 
 def least_memory(search: Search, out_of_time: OutOfTime = lambda: False) -> Shortage | None:
-    """Over all plans of the search's space, the one whose fullest GPU needs least.
+    """Over all plans of the search's space, the one whose highest peak is least.
 
     Args:
         search: a search of the job; its own run does not matter.

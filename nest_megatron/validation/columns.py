@@ -74,7 +74,9 @@ _TIME = (
 _MEMORY = (
     Column("peak_mem", "see next", "of one GPU"),
     Column("peak_mem_unit", "", "B, MiB, GiB or GB; `nvidia-smi` in it counts the whole process"),
-    Column("peak_mem_scope", "", "`rank-0` is the first stage; all else the fullest GPU"),
+    Column(
+        "peak_mem_scope", "", "`rank-0` is the first stage; all else the GPU with the highest peak"
+    ),
     Column("outcome", "", "`oom` for a run that ended for want of memory"),
 )
 _GOLDEN = (

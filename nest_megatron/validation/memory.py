@@ -54,9 +54,10 @@ def predicted_memory(row: Row, job: RowJob, prediction: RowPrediction) -> Bytes 
     A job that may have had several micro batches, or may have computed several things again, was
     taken to be the fastest of those that fit; its peak says nothing of the formula.
 
-    Rank 0 is on the first pipeline stage; everything else is taken as the fullest GPU. What a
-    process takes as a whole (``nvidia-smi``, "device memory") holds what the allocator caches too,
-    and the reserve outside it. torchtitan prints what the allocator holds (``max_reserved_gib``).
+    Rank 0 is on the first pipeline stage; everything else is taken as the GPU with the highest
+    peak. What a process takes as a whole (``nvidia-smi``, "device memory") holds what the allocator
+    caches too, and the reserve outside it. torchtitan prints what the allocator holds
+    (``max_reserved_gib``).
     """
     if len({(grid.micro_batch_size, grid.recompute) for grid in job.grids}) > 1:
         return None

@@ -75,7 +75,7 @@ class RowOutcome:
     Args:
         predicted_s, measured_s: seconds of a step, or of a collective.
         predicted_bytes, measured_bytes: peak memory of the GPU that the source speaks of.
-        needed_bytes: predicted peak of the fullest GPU, reserve and margin not counted.
+        needed_bytes: highest predicted peak of all GPUs, reserve and margin not counted.
         allocatable_bytes: what PyTorch's allocator can give out of a GPU's memory.
         device_bytes: memory of one GPU.
         risk: predicted chance that the run ends out of memory.

@@ -253,7 +253,7 @@ def _across(group: str) -> Callable[[ParallelPlan], str]:
 def _recompute(plan: ParallelPlan) -> str:
     predicted = plan.predicted
     peak, capacity = format_gib(predicted.peak_memory_bytes), format_gib(predicted.capacity_bytes)
-    return f"so that the fullest GPU holds {peak} of {capacity}"
+    return f"so that peak memory per GPU is {peak} of {capacity}"
 
 
 def _microbatches(plan: ParallelPlan) -> str:

@@ -49,7 +49,7 @@ class State:
 
     Args:
         iteration: predicted step, whatever memory says.
-        missing_bytes: what the fullest GPU lacks; 0 if all fit.
+        missing_bytes: what the GPU with the highest peak lacks; 0 if all fit.
     """
 
     grid: Grid
