@@ -48,7 +48,8 @@ def exit_code_of(error: BaseException) -> int:
 _ECHOED = 200
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
+    """A text as an error repeats it: the start of a long one."""
     return text if len(text) <= _ECHOED else f"{text[: _ECHOED - 3]}..."
 
 
@@ -64,11 +65,11 @@ class UserInputError(NestError, ValueError):
     """
 
     def __init__(self, what: str, *, value: object, limit: str, fix: str) -> None:
-        self.what = _shortened(what)
-        self.value = _shortened(value) if isinstance(value, str) else value
+        self.what = shortened(what)
+        self.value = shortened(value) if isinstance(value, str) else value
         self.limit = limit
         self.fix = fix
-        super().__init__(f"{self.what} = {_shortened(repr(self.value))}: {limit}. {fix}")
+        super().__init__(f"{self.what} = {shortened(repr(self.value))}: {limit}. {fix}")
 
 
 class OneRankError(NestError):

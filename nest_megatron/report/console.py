@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, shortened
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -111,7 +111,7 @@ def print_error(error: Exception, *, as_json: bool) -> None:
     if not isinstance(error, UserInputError):
         print(f"error: {error}", file=sys.stderr)
         return
-    given = "" if error.value is None else f" = {_short(error.value)}"
+    given = "" if error.value is None else f" = {shortened(str(error.value))}"
     print(f"error: {error.what}{given}: {error.limit}.\n       {error.fix}", file=sys.stderr)
 
 
@@ -136,11 +136,6 @@ def error_fields(error: Exception) -> dict[str, Any]:
         "limit": error.limit,
         "fix": error.fix,
     }
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= _LINE else f"{text[: _LINE - 3]}..."
 
 
 def _finite(value: Any) -> Any:

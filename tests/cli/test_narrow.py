@@ -77,7 +77,7 @@ def test_each_row_of_the_readmes_sweep_is_another_plan() -> None:
 
 
 def test_hints_name_packages_that_an_index_has() -> None:
-    assert install_command("report") == "pip install 'matplotlib>=3.8'"
+    assert install_command("sweep") == "pip install 'hydra-joblib-launcher>=1.2' 'pyarrow>=14'"
     assert "torch>=2.6" in install_command("megatron")
     assert "checkout" in install_command("no-such-extra")
 

@@ -102,7 +102,7 @@ def test_freed_flags_may_change() -> None:
     _, _, freed = decided([*SMALL, *words], "all")
     times = [o.decision.plan.predicted.iteration_time_s for o in (held, freed)]
     assert times[1] < times[0]
-    assert any(change.flag == "--tensor-model-parallel-size" for change in freed.changes)
+    assert any(change.field == "--tensor-model-parallel-size" for change in freed.changes)
 
 
 def test_a_user_s_own_cut_stays() -> None:
@@ -148,7 +148,7 @@ def test_options_without_room_are_dropped_with_a_reason() -> None:
     apply(args, outcome.decision)
     assert not args.tp_comm_overlap
     assert not args.defer_embedding_wgrad_compute
-    reasons = {change.flag: change.reason for change in outcome.changes}
+    reasons = {change.field: change.reason for change in outcome.changes}
     assert reasons["--tp-comm-overlap"] == "it needs sequence parallelism"
     assert reasons["--defer-embedding-wgrad-compute"] == "the plan has no pipeline"
 
