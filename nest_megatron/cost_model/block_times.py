@@ -1,19 +1,32 @@
-"""Times of a unit's layer blocks on one rank; each depends on fewer degrees than the whole unit."""
+"""Times of a unit's layer blocks on one rank; each depends on fewer degrees than the whole unit.
+
+Where a profile timed a block, its analytic compute time is scaled by what was measured over it.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.cost_model.graph_times import GraphTimes, graph_times
+from nest_megatron.cost_model.compute import operator_times
+from nest_megatron.cost_model.graph_times import GraphTimes, Scale, graph_times
 from nest_megatron.cost_model.keys import GroupPlaces, dense_shape
 from nest_megatron.cost_model.layer_cost import UnitTimes, unit_times
-from nest_megatron.cost_model.measured import MeasuredTimes, block_graph
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.model.graph import Group
+from nest_megatron.model.graph import Group, LayerGraph
+from nest_megatron.model.operators import (
+    around_mtp_graph,
+    attention_graph,
+    embedding_graph,
+    feed_forward_graph,
+    head_graph,
+)
 from nest_megatron.model.parameters import last_layer_kind
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
-from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.profile.records import LayerBlock, Source, blocks_of
+from nest_megatron.profile.lookup import LayerTimes, Point, point_of, shard_of
+from nest_megatron.profile.records import LayerBlock, Source, Timing, blocks_of
 from nest_megatron.units import Seconds, Ticks, to_ticks
 
 _GROUPS = (Group.TENSOR, Group.CONTEXT, Group.EXPERT, Group.EXPERT_TENSOR)
@@ -21,10 +34,39 @@ _GROUPS = (Group.TENSOR, Group.CONTEXT, Group.EXPERT, Group.EXPERT_TENSOR)
 _Shape = tuple[object, ...]
 #: What it depends on of how the layers are carried out (``Execution.of_graph`` and the like).
 _Way = tuple[object, ...]
+_GRAPHS: dict[LayerBlock, Callable[[TransformerSpec, LayerShard], LayerGraph]] = {
+    LayerBlock.ATTENTION: attention_graph,
+    LayerBlock.DENSE: lambda spec, shard: feed_forward_graph(spec, LayerKind.DENSE, shard),
+    LayerBlock.EXPERTS: lambda spec, shard: feed_forward_graph(spec, LayerKind.MOE, shard),
+    LayerBlock.EMBEDDING: embedding_graph,
+    LayerBlock.MTP: around_mtp_graph,
+    LayerBlock.HEAD: head_graph,
+}
+_UNITS = {
+    LayerKind.EMBEDDING: (LayerBlock.EMBEDDING,),
+    LayerKind.HEAD: (LayerBlock.HEAD,),
+    LayerKind.DENSE: (LayerBlock.ATTENTION, LayerBlock.DENSE),
+    LayerKind.MOE: (LayerBlock.ATTENTION, LayerBlock.EXPERTS),
+}
+
+
+def block_graph(spec: TransformerSpec, block: LayerBlock, shard: LayerShard) -> LayerGraph:
+    """The work of a block in closed form."""
+    return _GRAPHS[block](spec, shard)
+
+
+def unit_blocks(spec: TransformerSpec, kind: LayerKind) -> tuple[LayerBlock, ...]:
+    """The blocks that a unit of a model consists of."""
+    if kind is LayerKind.MTP:
+        return (LayerBlock.MTP, *(spec.num_mtp_layers * _UNITS[last_layer_kind(spec)]))
+    return _UNITS[kind]
 
 
 class BlockTimes:
     """Times of a job's layer blocks, each worked out once.
+
+    A timing's ratio is taken against the analytic time of the same operators under the same
+    settings, balanced routing excepted: an imbalance factor lengthens measured times too.
 
     Args:
         times: measured times of the model's layers.
@@ -40,82 +82,93 @@ class BlockTimes:
         self.spec = spec
         self.cluster = cluster
         self.settings = settings
-        self._measured = MeasuredTimes(spec, cluster, settings, times)
+        self.times = times
+        self._units = {kind: unit_blocks(spec, kind) for kind in LayerKind}
         self._times: dict[tuple[_Shape, _Way, Seconds], UnitTimes] = {}
         self._graph_times: dict[tuple[_Shape, _Way], GraphTimes] = {}
+        self._scales: dict[tuple[LayerBlock, Point], Scale] = {}
+        self._ratios: dict[Timing, tuple[float, float]] = {}
 
     def sources(self, shard: LayerShard) -> dict[LayerBlock, Source]:
         """Where the compute time of each of the model's blocks comes from."""
-        return {p: self._measured.scale(p, shard).source for p in blocks_of(self.spec)}
+        return {block: self._scale(block, shard).source for block in blocks_of(self.spec)}
 
     def of_unit(
         self, kind: LayerKind, places: GroupPlaces, shard: LayerShard
     ) -> tuple[UnitTimes, ...]:
         """The blocks of a unit."""
-        if kind is LayerKind.EMBEDDING:
-            return (self.outside_experts(LayerBlock.EMBEDDING, places, shard),)
-        if kind is LayerKind.HEAD:
-            return (self.outside_experts(LayerBlock.HEAD, places, shard),)
-        if kind is LayerKind.MTP:
-            around = self.outside_experts(LayerBlock.MTP, places, shard)
-            layer = self.of_unit(last_layer_kind(self.spec), places, shard)
-            return (around, *(self.spec.num_mtp_layers * layer))
-        attention = self.outside_experts(LayerBlock.ATTENTION, places, shard)
-        return (attention, self._feed_forward(kind, places, shard))
+        return tuple(self.of_block(block, places, shard) for block in self._units[kind])
 
-    def outside_experts(
-        self, block: LayerBlock, places: GroupPlaces, shard: LayerShard
-    ) -> UnitTimes:
-        """A block that depends on no expert degree."""
-        shape = (block, *dense_shape(places, shard))
-        key = (shape, shard.execution.outside_experts, 0.0)
-        if key not in self._times:
-            self._times[key] = self._price(block, shape, places, shard)
-        return self._times[key]
+    def of_block(self, block: LayerBlock, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
+        """A block; without experts it depends on no expert degree.
 
-    def _feed_forward(self, kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
-        """Second half of a layer; of micro batch and context size only the tokens matter.
-
-        Measured times follow: ``profile.lookup.point_of`` knows no more of the two either.
+        To a layer's second half, of micro batch and context size only the tokens matter. Measured
+        times follow: ``profile.lookup.point_of`` knows no more of the two either.
         """
-        has_experts, how = kind is LayerKind.MOE, shard.execution
-        expert = (shard.expert_model_parallel_size, shard.expert_tensor_parallel_size, places[2:])
-        shape = (
-            kind,
-            shard.tokens(self.spec),
-            shard.tensor_model_parallel_size,
-            shard.sequence_parallel,
-            places[0],
-            expert if has_experts else (),
-        )
-        beside = 0.0
-        if has_experts and how.overlap_moe_expert_parallel_comm:
-            attention = self.outside_experts(LayerBlock.ATTENTION, places, shard)
-            beside = attention.whole_forward.compute + attention.backward.compute
-        key = (shape, how.of_experts if has_experts else how.outside_experts, beside)
+        execution, beside_s = shard.execution, 0.0
+        way: _Way = execution.outside_experts
+        shape: _Shape = (block, *dense_shape(places, shard))
+        if block in (LayerBlock.DENSE, LayerBlock.EXPERTS):
+            tp, tokens = shard.tensor_model_parallel_size, shard.tokens(self.spec)
+            shape = (block, tokens, tp, shard.sequence_parallel, places[0])
+        if block is LayerBlock.EXPERTS:
+            ep, etp = shard.expert_model_parallel_size, shard.expert_tensor_parallel_size
+            way, shape = execution.of_experts, (*shape, ep, etp, places[2:])
+            if execution.overlap_moe_expert_parallel_comm:
+                attention = self.of_block(LayerBlock.ATTENTION, places, shard)
+                beside_s = attention.whole_forward.compute + attention.backward.compute
+        key = (shape, way, beside_s)
         if key not in self._times:
-            block = LayerBlock.EXPERTS if has_experts else LayerBlock.DENSE
-            self._times[key] = self._price(block, shape, places, shard, beside)
+            times = self._priced_graph(block, shape, places, shard)
+            accelerator = self.cluster.accelerator
+            self._times[key] = unit_times(times, accelerator, self.settings, execution, beside_s)
         return self._times[key]
 
-    def _price(
-        self,
-        block: LayerBlock,
-        shape: tuple[object, ...],
-        places: GroupPlaces,
-        shard: LayerShard,
-        beside_s: Seconds = 0.0,
-    ) -> UnitTimes:
-        execution = shard.execution
-        key = (shape, execution.of_graph)
+    def _priced_graph(
+        self, block: LayerBlock, shape: _Shape, places: GroupPlaces, shard: LayerShard
+    ) -> GraphTimes:
+        key = (shape, shard.execution.of_graph)
         if key not in self._graph_times:
-            shapes = dict(zip(_GROUPS, places, strict=True))
-            graph, scale = block_graph(self.spec, block, shard), self._measured.scale(block, shard)
             self._graph_times[key] = graph_times(
-                graph, shapes, self.cluster, self.settings, scale, execution
+                block_graph(self.spec, block, shard),
+                dict(zip(_GROUPS, places, strict=True)),
+                self.cluster,
+                self.settings,
+                self._scale(block, shard),
+                shard.execution,
             )
-        times, accelerator = self._graph_times[key], self.cluster.accelerator
-        return unit_times(times, accelerator, self.settings, execution, beside_s)
+        return self._graph_times[key]
+
+    def _scale(self, block: LayerBlock, shard: LayerShard) -> Scale:
+        """The mean of the neighbours' ratios, which for a shape's own timing is its ratio."""
+        if self.times is None:
+            return Scale()
+        key = (block, point_of(self.spec, block, shard))
+        if key not in self._scales:
+            found = self.times.find(block, shard)
+            ratios = [self._ratio(near.timing, shard) for near in found.neighbours] or [(1.0, 1.0)]
+            if len(ratios) > 1:
+                weights = [near.weight for near in found.neighbours]
+                sides = zip(*ratios, strict=True)
+                forward, backward = (_weighted_mean(side, weights) for side in sides)
+                ratios = [(forward, backward)]
+            self._scales[key] = Scale(*ratios[0], found.source)
+        return self._scales[key]
+
+    def _ratio(self, timing: Timing, shard: LayerShard) -> tuple[float, float]:
+        """Measured over analytic time of a timing's own shape, forward and backward."""
+        if timing not in self._ratios:
+            graph = block_graph(self.spec, timing.block, shard_of(timing, shard))
+            accelerator, settings = self.cluster.accelerator, self.settings
+            both = [operator_times(op, accelerator, settings) for op in graph.operators]
+            forward, backward = map(math.fsum, zip(*both, strict=True))
+            self._ratios[timing] = (timing.forward_s / forward, timing.backward_s / backward)
+        return self._ratios[timing]
+
+
+def _weighted_mean(ratios: tuple[float, ...], weights: list[float]) -> float:
+    """The geometric mean."""
+    return math.exp(math.fsum(w * math.log(r) for w, r in zip(weights, ratios, strict=True)))
 
 
 def least_sum(blocks: tuple[UnitTimes, ...]) -> tuple[Ticks, Ticks]:

@@ -1,13 +1,16 @@
 """Features of a run by which predictions are wrong to different extents, and layouts as points.
 
-A prediction is trusted as far as runs with the same features were predicted well.
+A prediction is trusted as far as measured runs with the same features were predicted well.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
+from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.model.execution import TokenDispatcher
 from nest_megatron.names import Name
@@ -20,49 +23,35 @@ from nest_megatron.units import Seconds
 class Feature(Name):
     """What sets a run apart from a dense model in 16 bits on Megatron, inside one node."""
 
-    EXPERTS = "experts"
-    FP8 = "fp8"
-    LORA = "lora"
-    LONG_CONTEXT = "long_context"
-    OTHER_FRAMEWORK = "other_framework"
-    LEGACY = "legacy"
-    OTHER_DEVICE = "other_device"
-    LARGE_SCALE = "large_scale"
-    SMALL_STEP = "small_step"
-    FSDP = "fsdp"
-    TENSOR_NETWORK = "tensor_parallel_across_nodes"
-    CONTEXT = "context_parallel"
-    EXPERT = "expert_parallel"
-    EXPERT_NETWORK = "expert_parallel_across_nodes"
+    words: str
 
-    @property
-    def words(self) -> str:
-        """For people."""
-        return _WORDS[self]
+    def __new__(cls, name: str, words: str) -> Feature:
+        """A feature with its words for people."""
+        member = str.__new__(cls, name)
+        member._value_, member.words = name, words
+        return member
+
+    EXPERTS = "experts", "experts"
+    FP8 = "fp8", "fp8"
+    LORA = "lora", "LoRA"
+    LONG_CONTEXT = "long_context", "long sequences"
+    OTHER_FRAMEWORK = "other_framework", "kernels that are not Megatron's"
+    LEGACY = "legacy", "Megatron of 2022 and before"
+    OTHER_DEVICE = "other_device", "a device of no fitted runs"
+    LARGE_SCALE = "large_scale", "1,024 GPUs and more"
+    SMALL_STEP = "small_step", "steps under 1 s"
+    FSDP = "fsdp", "FSDP"
+    TENSOR_NETWORK = "tensor_parallel_across_nodes", "TP across nodes"
+    CONTEXT = "context_parallel", "CP"
+    EXPERT = "expert_parallel", "EP inside nodes"
+    EXPERT_NETWORK = "expert_parallel_across_nodes", "EP across nodes"
 
 
-_WORDS = {
-    Feature.EXPERTS: "experts",
-    Feature.FP8: "fp8",
-    Feature.LORA: "LoRA",
-    Feature.LONG_CONTEXT: "long sequences",
-    Feature.OTHER_FRAMEWORK: "kernels that are not Megatron's",
-    Feature.LEGACY: "Megatron of 2022 and before",
-    Feature.OTHER_DEVICE: "a device of no fitted runs",
-    Feature.LARGE_SCALE: "1,024 GPUs and more",
-    Feature.SMALL_STEP: "steps under 1 s",
-    Feature.FSDP: "FSDP",
-    Feature.TENSOR_NETWORK: "TP across nodes",
-    Feature.CONTEXT: "CP",
-    Feature.EXPERT: "EP inside nodes",
-    Feature.EXPERT_NETWORK: "EP across nodes",
-}
 #: The same limits as those of ``validation.regimes``.
 LONG_SEQUENCE, LARGE_SCALE_GPUS, SMALL_STEP_S = 32_768, 1_024, 1.0
 #: The target of rows of old releases (``validation.frameworks``), and how names of targets begin
 #: that run Megatron's kernels.
-_LEGACY = "megatron_legacy"
-_MEGATRON = ("megatron", "nemo")
+_LEGACY, _MEGATRON = "megatron_legacy", ("megatron", "nemo")
 
 
 def features_of(
@@ -74,19 +63,13 @@ def features_of(
         step_s: its predicted step.
         devices: names of accelerators that were fitted.
     """
-    return frozenset(_features(model, grid, step_s, devices))
-
-
-def _features(
-    model: CostModel, grid: Grid, step_s: Seconds, devices: frozenset[str]
-) -> Iterator[Feature]:
     dims, settings, spec = grid.dims, model.settings, model.spec
-    crosses = {
-        kind: group_level(dims, kind, model.cluster.group_sizes()) > 0
+    tp_crosses, ep_crosses = (
+        group_level(dims, kind, model.cluster.group_sizes()) > 0
         for kind in (GroupKind.TP, GroupKind.EP)
-    }
+    )
     spread = dims.expert_model_parallel_size > 1
-    held = {
+    holds = {
         Feature.EXPERTS: spec.is_moe,
         Feature.FP8: settings.precision.is_quantized,
         Feature.LORA: settings.traits.frozen_weights,
@@ -97,25 +80,21 @@ def _features(
         Feature.LARGE_SCALE: dims.world_size >= LARGE_SCALE_GPUS,
         Feature.SMALL_STEP: step_s < SMALL_STEP_S,
         Feature.FSDP: grid.zero.is_fsdp,
-        Feature.TENSOR_NETWORK: crosses[GroupKind.TP],
+        Feature.TENSOR_NETWORK: tp_crosses,
         Feature.CONTEXT: dims.context_parallel_size > 1,
-        Feature.EXPERT: spread and not crosses[GroupKind.EP],
-        Feature.EXPERT_NETWORK: spread and crosses[GroupKind.EP],
+        Feature.EXPERT: spread and not ep_crosses,
+        Feature.EXPERT_NETWORK: spread and ep_crosses,
     }
-    return (feature for feature, holds in held.items() if holds)
+    return frozenset(feature for feature, held in holds.items() if held)
 
 
-#: How much is recomputed, as a coordinate.
-_RECOMPUTED = {
-    RecomputeGranularity.NONE: 0.0,
-    RecomputeGranularity.SELECTIVE: 1.0,
-    RecomputeGranularity.FULL: 2.0,
-}
-_DISPATCHERS = {
-    TokenDispatcher.ALLGATHER: 0.0,
-    TokenDispatcher.ALLTOALL: 1.0,
-    TokenDispatcher.FLEX: 2.0,
-}
+#: Places along the axes of recomputation and of dispatchers, one step apart.
+_RECOMPUTED = (
+    RecomputeGranularity.NONE,
+    RecomputeGranularity.SELECTIVE,
+    RecomputeGranularity.FULL,
+)
+_DISPATCHERS = (TokenDispatcher.ALLGATHER, TokenDispatcher.ALLTOALL, TokenDispatcher.FLEX)
 
 
 def coordinates(grid: Grid) -> tuple[float, ...]:
@@ -136,9 +115,9 @@ def coordinates(grid: Grid) -> tuple[float, ...]:
     )
     return (
         *map(math.log2, doublings),
-        _RECOMPUTED[grid.recompute.granularity],
+        float(_RECOMPUTED.index(grid.recompute.granularity)),
         float(grid.zero.is_fsdp),
-        _DISPATCHERS[execution.moe_token_dispatcher_type],
+        float(_DISPATCHERS.index(execution.moe_token_dispatcher_type)),
         float(execution.overlap_moe_expert_parallel_comm),
         float(execution.tp_comm_overlap),
     )
@@ -151,3 +130,84 @@ def distance(a: tuple[float, ...], b: tuple[float, ...]) -> float:
     3.0
     """
     return math.fsum(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+#: Runs from which a prediction may be called certain, and under which it is not; per cent off.
+_MANY, _FEW = 20, 5
+_NEAR_PCT, _FAR_PCT = 10.0, 20.0
+#: Features in which a run has to equal a plan to be like it; others it may have beside.
+_KINDS = frozenset(
+    {
+        Feature.EXPERTS,
+        Feature.FP8,
+        Feature.LORA,
+        Feature.FSDP,
+        Feature.SMALL_STEP,
+        Feature.OTHER_FRAMEWORK,
+        Feature.LEGACY,
+        Feature.OTHER_DEVICE,
+    }
+)
+
+
+class Level(Name):
+    """How far a prediction can be trusted."""
+
+    HIGH = "high"
+    MEDIUM = "medium"
+    LOW = "low"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """Measured runs with the same features.
+
+    Args:
+        error_pct: mean absolute error of their predictions by a fit without their source.
+    """
+
+    features: frozenset[Feature]
+    runs: int
+    error_pct: float
+
+    @classmethod
+    def from_plain(cls, cell: Mapping[str, Any]) -> Runs:
+        """From an entry of ``calibration/uncertainty.yaml``."""
+        features = frozenset(map(Feature, cell["features"]))
+        return cls(features=features, runs=cell["runs"], error_pct=cell["error_pct"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confidence:
+    """How far a prediction can be trusted, and why.
+
+    Args:
+        kind: the plan's features, in words.
+        runs: measured runs that have them.
+        error_pct: mean absolute error of their predictions; 0 without runs.
+    """
+
+    level: Level
+    kind: str
+    runs: int
+    error_pct: float
+
+
+def confidence_of(
+    evidence: tuple[Runs, ...], features: frozenset[Feature], precision: Precision
+) -> Confidence:
+    """What the runs that have all features of a plan are worth."""
+    like = [
+        each
+        for each in evidence
+        if features <= each.features and features & _KINDS == each.features & _KINDS
+    ]
+    runs = sum(each.runs for each in like)
+    error = math.fsum(each.runs * each.error_pct for each in like) / runs if runs else 0.0
+    level = Level.HIGH if runs >= _MANY and error <= _NEAR_PCT else Level.MEDIUM
+    if runs < _FEW or error > _FAR_PCT:
+        level = Level.LOW
+    model = "experts" if Feature.EXPERTS in features else "dense"
+    others = [each.words for each in Feature if each in features - {Feature.EXPERTS, Feature.FP8}]
+    kind = ", ".join([f"{model} {precision}", *others])
+    return Confidence(level=level, kind=kind, runs=runs, error_pct=error)

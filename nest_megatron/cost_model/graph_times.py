@@ -13,7 +13,6 @@ from typing import NamedTuple
 from nest_megatron.cluster.records import Cluster, CollectiveKind
 from nest_megatron.cost_model.communication import collective_time, ring_step_time, split_group
 from nest_megatron.cost_model.compute import operator_times
-from nest_megatron.cost_model.measured import Scale
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.execution import Execution
 from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Part
@@ -25,6 +24,14 @@ ROUTED = frozenset({Part.DISPATCH, Part.EXPERTS, Part.EXPERT_ACTIVATION})
 
 #: Shape of each group inside a layer: its fan-out at each network level.
 GroupShapes = Mapping[Group, tuple[int, ...]]
+
+
+class Scale(NamedTuple):
+    """What a block's analytic compute time is multiplied by, in each direction."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+    source: Source = Source.ANALYTIC
 
 
 class GraphTimes(NamedTuple):

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
+from nest_megatron.cost_model.block_times import block_graph, unit_blocks
 from nest_megatron.cost_model.compute import operator_times
 from nest_megatron.cost_model.estimate import critical_terms
-from nest_megatron.cost_model.measured import block_graph
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.model.graph import OperatorKind
-from nest_megatron.model.parameters import last_layer_kind
-from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.model.spec import LayerKind
 from nest_megatron.names import Name
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.rank_order import GroupKind, group_level
-from nest_megatron.profile.records import LayerBlock, Source
+from nest_megatron.profile.records import Source
 from nest_megatron.units import Seconds
 
 
@@ -110,7 +109,7 @@ def _unit_times(model: CostModel, grid: Grid, kind: LayerKind) -> dict[Mechanism
     device, settings = model.cluster.accelerator, model.settings
     imbalance = settings.expert_load(grid.dims.expert_model_parallel_size)
     spent: dict[Mechanism, Seconds] = defaultdict(float)
-    for block in _blocks_of(model.spec, kind):
+    for block in unit_blocks(model.spec, kind):
         profiled = sources.get(block, Source.ANALYTIC) is not Source.ANALYTIC
         for op in block_graph(model.spec, block, shard).operators:
             seconds = math.fsum(operator_times(op, device, settings))
@@ -122,16 +121,3 @@ def _unit_times(model: CostModel, grid: Grid, kind: LayerKind) -> dict[Mechanism
             spent[Mechanism.LAUNCH] += min(floor, seconds)
             spent[_OF_KIND[op.kind]] += max(0.0, seconds - floor)
     return spent
-
-
-def _blocks_of(spec: TransformerSpec, kind: LayerKind) -> Iterator[LayerBlock]:
-    ends = {LayerKind.EMBEDDING: LayerBlock.EMBEDDING, LayerKind.HEAD: LayerBlock.HEAD}
-    if kind in ends:
-        yield ends[kind]
-    elif kind is LayerKind.MTP:
-        yield LayerBlock.MTP
-        for _ in range(spec.num_mtp_layers):
-            yield from _blocks_of(spec, last_layer_kind(spec))
-    else:
-        yield LayerBlock.ATTENTION
-        yield LayerBlock.EXPERTS if kind is LayerKind.MOE else LayerBlock.DENSE

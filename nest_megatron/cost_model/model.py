@@ -175,9 +175,9 @@ class CostModel:
     ) -> tuple[Ticks, Ticks]:
         """The same for what expert degrees do not change, without recomputation."""
         if kind is LayerKind.MOE:
-            return least_sum((self._blocks.outside_experts(LayerBlock.ATTENTION, places, shard),))
+            return least_sum((self._blocks.of_block(LayerBlock.ATTENTION, places, shard),))
         if kind is LayerKind.MTP:
-            return least_sum((self._blocks.outside_experts(LayerBlock.MTP, places, shard),))
+            return least_sum((self._blocks.of_block(LayerBlock.MTP, places, shard),))
         return self.least_time(kind, places, shard, NO_RECOMPUTE)
 
     def shard(self, grid: Grid) -> LayerShard:

@@ -35,22 +35,16 @@ def num_warmup(p: int, v: int, m: int, rank: int) -> int:
     return min(warmup, m * v)
 
 
-def rank_order_of_work(p: int, v: int, m: int, rank: int) -> list[Op]:
-    """All passes of one pipeline rank in the order in which Megatron runs them.
+def pass_at(p: int, v: int, m: int, rank: int, place: int) -> Op:
+    """The pass that a rank runs after ``place`` others, in Megatron's order.
 
     Args:
         p, v, m: pipeline ranks, chunks on each rank, micro batches; with ``v > 1``, ``p`` divides
             ``m``.
-        rank: pipeline rank.
 
     Source: ``forward_backward_no_pipelining``, ``..._without_interleaving``,
     ``..._with_interleaving`` with groups of ``p`` micro batches.
     """
-    return [pass_at(p, v, m, rank, place) for place in range(2 * m * v)]
-
-
-def pass_at(p: int, v: int, m: int, rank: int, place: int) -> Op:
-    """The pass that a rank runs after ``place`` others."""
     warmup, total = num_warmup(p, v, m, rank), m * v
     if place < warmup:
         return _pass(p, v, rank, place, is_forward=True)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.cost_model.traits import ExecutionTraits
-from nest_megatron.errors import UserInputError
+from nest_megatron.cost_model.traits import ExecutionTraits, ranged, require_ranges
+from nest_megatron.plain import from_plain
 from nest_megatron.units import GIB
+
+
+def _name_of(field: str) -> str:
+    """The key by which a user sets a field."""
+    section = "memory" if field.startswith("memory_") else "cost"
+    return f"{section}.{field.removeprefix('memory_')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,58 +68,28 @@ class CostSettings:
     """
 
     precision: Precision = Precision.BF16
-    expert_imbalance: float = 1.0
-    compute_slowdown: float = 1.0
-    attention_slowdown: float = 1.0
-    fp8_attention_speedup: float = 1.0
-    tp_overlap: float = 0.0
-    ep_overlap: float = 0.0
-    alltoall_slowdown: float = 1.0
-    flex_slowdown: float = 1.0
-    dp_slowdown: float = 1.0
-    host_kernel_s: float | None = None
-    dp_overlap: float = 0.9
-    overlap_slowdown: float = 0.12
-    optimizer_bytes_per_parameter: float = 30.0
-    memory_reserve_bytes: int = 2 * GIB
-    memory_margin: float = 0.04
-    straggler_delay_s: float = 0.027
-    iteration_floor_s: float = 0.005
-    traits: ExecutionTraits = field(default_factory=ExecutionTraits)
+    expert_imbalance: float = ranged(1.0, 1.0)
+    compute_slowdown: float = ranged(1.0, 0.1, 10.0)
+    attention_slowdown: float = ranged(1.0, 0.1, 10.0)
+    fp8_attention_speedup: float = ranged(1.0, 0.1, 10.0)
+    tp_overlap: float = ranged(0.0, 0.0, 1.0)
+    ep_overlap: float = ranged(0.0, 0.0, 1.0)
+    alltoall_slowdown: float = ranged(1.0, 0.1, 100.0)
+    flex_slowdown: float = ranged(1.0, 0.1, 100.0)
+    dp_slowdown: float = ranged(1.0, 1.0, 100.0)
+    host_kernel_s: float | None = ranged(None, 0.0, 1.0)
+    dp_overlap: float = ranged(0.9, 0.0, 1.0)
+    overlap_slowdown: float = ranged(0.12, 0.0, 1.0)
+    optimizer_bytes_per_parameter: float = ranged(30.0, 0.0, 1e3)
+    memory_reserve_bytes: int = ranged(2 * GIB, 0, 1 << 50)
+    memory_margin: float = ranged(0.04, 0.0, 0.9)
+    straggler_delay_s: float = ranged(0.027, 0.0, 10.0)
+    iteration_floor_s: float = ranged(0.005, 0.0, 1e3)
+    traits: ExecutionTraits = dataclasses.field(default_factory=ExecutionTraits)
     target: str | None = None
 
     def __post_init__(self) -> None:
-        ranges = {
-            "expert_imbalance": (1.0, math.inf),
-            "compute_slowdown": (0.1, 10.0),
-            "attention_slowdown": (0.1, 10.0),
-            "fp8_attention_speedup": (0.1, 10.0),
-            "tp_overlap": (0.0, 1.0),
-            "ep_overlap": (0.0, 1.0),
-            "alltoall_slowdown": (0.1, 100.0),
-            "flex_slowdown": (0.1, 100.0),
-            "dp_slowdown": (1.0, 100.0),
-            "host_kernel_s": (0.0, 1.0),
-            "dp_overlap": (0.0, 1.0),
-            "overlap_slowdown": (0.0, 1.0),
-            "optimizer_bytes_per_parameter": (0.0, 1e3),
-            "memory_reserve_bytes": (0, 1 << 50),
-            "memory_margin": (0.0, 0.9),
-            "straggler_delay_s": (0.0, 10.0),
-            "iteration_floor_s": (0.0, 1e3),
-        }
-        for name, (low, high) in ranges.items():
-            value = getattr(self, name)
-            if name == "host_kernel_s" and value is None:
-                continue
-            if not (isinstance(value, int | float) and low <= value <= high):
-                section = "memory" if name.startswith("memory_") else "cost"
-                raise UserInputError(
-                    f"{section}.{name.removeprefix('memory_')}",
-                    value=value,
-                    limit=f"it lies between {low:g} and {high:g}",
-                    fix="Leave it out to take the documented default.",
-                )
+        require_ranges(self, _name_of)
 
     def expert_load(self, num_ranks: int) -> float:
         """Tokens of the busiest of some expert ranks over the mean.
@@ -123,3 +101,52 @@ class CostSettings:
         if capacity is None:
             return routed
         return capacity if self.traits.pads_to_capacity else min(routed, capacity)
+
+
+#: What stands before the name of a trait.
+_TRAITS = "traits."
+
+
+def stored_settings(settings: CostSettings) -> dict[str, float | str]:
+    """All settings as a plan file has them: traits that are not the defaults as ``traits.NAME``."""
+    stored = {
+        field.name: _stored(getattr(settings, field.name))
+        for field in dataclasses.fields(settings)
+        if field.name != "traits" and getattr(settings, field.name) is not None
+    }
+    for field in dataclasses.fields(settings.traits):
+        value = getattr(settings.traits, field.name)
+        if value != field.default:
+            stored[_TRAITS + field.name] = _stored(value)
+    return stored
+
+
+def restored_settings(stored: Mapping[str, float | str]) -> CostSettings:
+    """The settings that were stored; a plan file keeps all numbers as floats.
+
+    Raises:
+        UserInputError: for a setting that this version does not know.
+    """
+    traits = {
+        name.removeprefix(_TRAITS): value
+        for name, value in stored.items()
+        if name.startswith(_TRAITS)
+    }
+    others = {name: value for name, value in stored.items() if not name.startswith(_TRAITS)}
+    plain = _in_kind(CostSettings, others)
+    plain["traits"] = _in_kind(ExecutionTraits, traits)
+    return from_plain(CostSettings, plain, "provenance.settings")
+
+
+def _stored(value: object) -> float | str:
+    return float(value) if isinstance(value, int | float) else str(value)
+
+
+def _in_kind(record: Any, stored: Mapping[str, float | str]) -> dict[str, object]:
+    """Floats as the whole numbers and switches that the record's defaults are."""
+    plain: dict[str, object] = dict(stored)
+    for field in dataclasses.fields(record):
+        value = stored.get(field.name)
+        if isinstance(field.default, int) and isinstance(value, float) and value.is_integer():
+            plain[field.name] = type(field.default)(value)
+    return plain

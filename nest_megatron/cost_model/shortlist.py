@@ -121,7 +121,7 @@ def _effects(
     """By how much one standard deviation of each measurement's outcome moves each plan."""
     mechanisms = sorted({mechanism for plan in plans for mechanism in plan.shares})
     for mechanism in mechanisms:
-        deviation = DEVIATION * plans[0].scales.of_mechanism(mechanism)
+        deviation = DEVIATION * plans[0].scales.mechanisms[mechanism]
         if mechanism in _PROFILABLE:
             yield mechanism, None, [deviation * plan.shares.get(mechanism, 0.0) for plan in plans]
     for plan, row in enumerate(covariances):

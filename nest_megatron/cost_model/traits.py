@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
@@ -18,6 +21,40 @@ class Fp8Recipe(Name):
     MXFP8 = "mxfp8"
     CUSTOM = "custom"
     NVFP4 = "nvfp4"
+
+
+def ranged(default: Any, low: float, high: float = math.inf) -> Any:
+    """A field whose numbers lie between two limits, the lower one among them."""
+    return dataclasses.field(default=default, metadata={_RANGE: (low, high)})
+
+
+_RANGE = "range"
+
+
+def require_ranges(record: Any, name_of: Callable[[str], str] = str) -> None:
+    """Check a record's ``ranged`` fields; ``None`` passes where it is the default.
+
+    Args:
+        name_of: what a user calls a field.
+
+    Raises:
+        UserInputError: naming the field that is out of range.
+    """
+    for field in dataclasses.fields(record):
+        value, limits = getattr(record, field.name), field.metadata.get(_RANGE)
+        if limits is None or (value is None and field.default is None):
+            continue
+        low, high = limits
+        if not (isinstance(value, int | float) and low <= value <= high and value < math.inf):
+            limit = f"lies between {low:g} and {high:g}"
+            if high == math.inf:
+                limit = f"must be at least {low:g} and finite"
+            raise UserInputError(
+                name_of(field.name),
+                value=value,
+                limit=f"it {limit}",
+                fix="Leave it out to take the documented default.",
+            )
 
 
 #: A float32 master weight and the two moments of Adam.
@@ -99,31 +136,31 @@ class ExecutionTraits:
     async_tensor_traffic: bool = True
     scatter_between_stages: bool = False
     flash_attention: bool = True
-    params_bytes: int = 2
+    params_bytes: int = ranged(2, 1)
     fp8_recipe: Fp8Recipe = Fp8Recipe.DELAYED
     fp8_attention: bool = False
     fp8_weights: bool = False
     fp8_gather: bool = False
     fp8_inputs: bool = True
-    fp8_weight_copies: int = 2
+    fp8_weight_copies: int = ranged(2, 1)
     fp8_transpose_cache: bool = True
     keep_fp8_transpose_cache: bool = False
-    gradient_bytes: int = 4
-    loss_bytes: int = 6
-    optimizer_bytes: float = ADAM_BYTES
+    gradient_bytes: int = ranged(4, 1)
+    loss_bytes: int = ranged(6, 1)
+    optimizer_bytes: float = ranged(ADAM_BYTES, 0)
     matrix_optimizer_bytes: float | None = None
     optimizer_offload_fraction: float = 0.0
     overlaps_optimizer_copies: bool = False
-    optimizer_instances: int = 1
-    ddp_bucket_size: int = 0
+    optimizer_instances: int = ranged(1, 1)
+    ddp_bucket_size: int = ranged(0, 0)
     layer_wise_optimizer: bool = False
     fused_activation: bool = True
     torch_fsdp2: bool = False
-    communication_unit_size: int = 0
+    communication_unit_size: int = ranged(0, 0)
     fsdp_double_buffer: bool = False
     nccl_ub: bool = False
     keeps_stage_outputs: bool = False
-    loss_chunk_tokens: int = 0
+    loss_chunk_tokens: int = ranged(0, 0)
     expert_capacity_factor: float | None = None
     pads_to_capacity: bool = False
     offloads_layer_inputs: bool = False
@@ -137,25 +174,7 @@ class ExecutionTraits:
                 limit="it must be above 0 and finite",
                 fix="Leave it out to drop no tokens.",
             )
-        for field, low in (
-            ("params_bytes", 1),
-            ("gradient_bytes", 1),
-            ("loss_bytes", 1),
-            ("optimizer_bytes", 0),
-            ("optimizer_instances", 1),
-            ("fp8_weight_copies", 1),
-            ("loss_chunk_tokens", 0),
-            ("communication_unit_size", 0),
-            ("ddp_bucket_size", 0),
-        ):
-            value = getattr(self, field)
-            if not low <= value < math.inf:
-                raise UserInputError(
-                    field,
-                    value=value,
-                    limit=f"it must be at least {low} and finite",
-                    fix="Leave it out to take the default.",
-                )
+        require_ranges(self)
 
     @property
     def optimizer_traffic_bytes(self) -> float:

@@ -10,27 +10,34 @@ The logarithm of measured over predicted time is a sum of independent errors:
 
 Each has a scale that was fitted to runs whose source was left out
 (``validation/fit_uncertainty``, ``hydra_configs/calibration/uncertainty.yaml``). A step's error
-follows Student's t distribution with two degrees of freedom (``student``). Its long tails belong to
-whole jobs, which may be misread or run on a strange network: what two layouts of one job differ by
-is normally distributed.
+follows Student's t distribution with two degrees of freedom. Its long tails belong to whole jobs,
+which may be misread or run on a strange network: what two layouts of one job differ by is normally
+distributed.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import yaml
 
 from nest_megatron.catalogue_files import catalogue_root
-from nest_megatron.cost_model.evidence import Confidence, Evidence, Runs, confidence_of
-from nest_megatron.cost_model.features import Feature, coordinates, distance, features_of
-from nest_megatron.cost_model.mechanisms import Mechanism, Shares, shares
+from nest_megatron.cost_model.features import (
+    Confidence,
+    Feature,
+    Runs,
+    confidence_of,
+    coordinates,
+    distance,
+    features_of,
+)
+from nest_megatron.cost_model.mechanisms import Shares, shares
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.student import quantile
 from nest_megatron.documents import LOADER
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
@@ -43,6 +50,28 @@ RUN_NOISE = 0.01
 #: Of a step's error; of 1, 1.25, 1.5, 1.75, 2 and 3 the one with which left-out runs are most
 #: probable, scales fitted anew (``validation/fit_uncertainty``).
 DEGREES_OF_FREEDOM = 2
+
+
+def cumulative(t: float) -> float:
+    """Chance of a value of at most ``t`` under Student's t with two degrees of freedom.
+
+    >>> cumulative(0.0), round(cumulative(2.919986), 4)
+    (0.5, 0.95)
+    """
+    if math.isinf(t):
+        return 1.0 if t > 0 else 0.0
+    return 0.5 + 0.5 * t / math.sqrt(2.0 + t * t)
+
+
+def quantile(share: float) -> float:
+    """The value that a share of all values is at most, above 0 and below 1; the same distribution.
+
+    >>> round(quantile(0.95), 6), quantile(0.5)
+    (2.919986, 0.0)
+    """
+    return (2.0 * share - 1.0) / math.sqrt(2.0 * share * (1.0 - share))
+
+
 #: What a standard deviation is in scales: as many runs lie within one of either.
 DEVIATION = quantile(NormalDist().cdf(1.0))
 
@@ -63,10 +92,6 @@ class Scales:
     job: Mapping[str, float]
     layout: Mapping[str, float]
     layout_range: float
-
-    def of_mechanism(self, mechanism: Mechanism) -> float:
-        """Scale of a mechanism's price."""
-        return self.mechanisms[mechanism]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,17 +120,13 @@ class Predictive:
         return _together(self.scales.layout, self.features)
 
     @property
-    def job_scale(self) -> float:
-        """Scale of the error that all plans of the job have in common."""
-        return _together(self.scales.job, self.features)
-
-    @property
     def scale(self) -> float:
         """Scale of the whole error, of one run's noise as well."""
         by_mechanism = (
-            share * self.scales.of_mechanism(mechanism) for mechanism, share in self.shares.items()
+            share * self.scales.mechanisms[mechanism] for mechanism, share in self.shares.items()
         )
-        return math.hypot(*by_mechanism, self.job_scale, self.layout_scale, RUN_NOISE)
+        job_scale = _together(self.scales.job, self.features)
+        return math.hypot(*by_mechanism, job_scale, self.layout_scale, RUN_NOISE)
 
     def quantile_s(self, share: float) -> Seconds:
         """The step that a share of outcomes stays under."""
@@ -123,11 +144,6 @@ class Predictive:
         The distribution itself has no mean, because of its tails.
         """
         return self.median_s * (1.0 + (DEVIATION * self.scale) ** 2 / 2.0)
-
-    def words(self) -> str:
-        """The interval and what it rests on, for people."""
-        low, high = self.interval(0.9)
-        return f"{low:.4g} to {high:.4g} s in 9 of 10; {self.confidence.basis}"
 
 
 def applies(name: str, features: frozenset[Feature]) -> bool:
@@ -174,7 +190,7 @@ def covariance(a: Predictive, b: Predictive) -> float:
     What all plans of a job have in common moves no comparison.
     """
     common = math.fsum(
-        share * b.shares.get(mechanism, 0.0) * a.scales.of_mechanism(mechanism) ** 2
+        share * b.shares.get(mechanism, 0.0) * a.scales.mechanisms[mechanism] ** 2
         for mechanism, share in a.shares.items()
     )
     near = math.exp(-distance(a.point, b.point) / a.scales.layout_range)
@@ -208,7 +224,7 @@ class Calibration:
     """
 
     scales: Scales
-    evidence: Evidence
+    evidence: tuple[Runs, ...]
     devices: frozenset[str]
 
 
@@ -219,12 +235,10 @@ def shipped_calibration() -> Calibration:
     return calibration_from(yaml.load(path.read_text(encoding="utf-8"), Loader=LOADER))
 
 
-def calibration_from(document: Mapping[str, object]) -> Calibration:
+def calibration_from(document: Mapping[str, Any]) -> Calibration:
     """A calibration from its file."""
-    scales: Mapping[str, object] = document["scales"]  # type: ignore[assignment]
-    cells: Sequence[Mapping[str, object]] = document["runs"]  # type: ignore[assignment]
     return Calibration(
-        scales=Scales(**scales),  # type: ignore[arg-type]
-        evidence=tuple(Runs.from_plain(cell) for cell in cells),
-        devices=frozenset(document["devices"]),  # type: ignore[call-overload]
+        scales=Scales(**document["scales"]),
+        evidence=tuple(Runs.from_plain(cell) for cell in document["runs"]),
+        devices=frozenset(document["devices"]),
     )

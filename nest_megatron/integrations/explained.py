@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from nest_megatron.cost_model.stored_settings import restored_settings
+from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM, target_named
 from nest_megatron.integrations.megatron_lm.attach import launch_words
 from nest_megatron.parallel.plan import ParallelPlan

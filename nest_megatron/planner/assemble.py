@@ -11,8 +11,7 @@ from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.estimate import Estimate, estimate
 from nest_megatron.cost_model.goodput import Reliability, goodput
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.stored_settings import stored_settings
+from nest_megatron.cost_model.settings import CostSettings, stored_settings
 from nest_megatron.cost_model.uncertainty import predictive, probability_faster
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder

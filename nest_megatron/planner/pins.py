@@ -19,8 +19,7 @@ from nest_megatron.cluster.discovery import LocalGpus, is_same_device
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.memory import parameter_bytes
-from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.stored_settings import restored_settings
+from nest_megatron.cost_model.settings import CostSettings, restored_settings
 from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.cost_model.unit_cost import replicas

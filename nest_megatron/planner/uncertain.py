@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from nest_megatron.cost_model.device_memory import allocatable_bytes, outside_bytes
-from nest_megatron.cost_model.mechanisms import Mechanism
-from nest_megatron.cost_model.memory_uncertainty import (
+from nest_megatron.cost_model.device_memory import (
+    allocatable_bytes,
     headroom_for,
     out_of_memory_probability,
+    outside_bytes,
     peak_error,
 )
+from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.shortlist import Measurement, measurements, shortlist
 from nest_megatron.cost_model.uncertainty import Predictive

@@ -9,9 +9,8 @@ from typing import NamedTuple
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import Evaluation, PipelineProblem, evaluate, timeline
 from nest_megatron.cost_model.schedule import TimedOp
-from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.settings import CostSettings, restored_settings
 from nest_megatron.cost_model.stage_problems import stage_problem
-from nest_megatron.cost_model.stored_settings import restored_settings
 from nest_megatron.names import Name
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.profile.lookup import LayerTimes

@@ -6,8 +6,12 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from nest_megatron.cost_model.device_memory import allocatable_bytes, outside_bytes
-from nest_megatron.cost_model.memory_uncertainty import out_of_memory_probability, peak_error
+from nest_megatron.cost_model.device_memory import (
+    allocatable_bytes,
+    out_of_memory_probability,
+    outside_bytes,
+    peak_error,
+)
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.planner.choice import Candidate

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from nest_megatron.cost_model.memory_uncertainty import PeakError
+from nest_megatron.cost_model.device_memory import PeakError
 from nest_megatron.files import write_text
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.validation.assess import Assessor
@@ -244,7 +244,7 @@ def _loss(
 ) -> float:
     """Negative logarithm of the likelihood of a median and the logarithms of two scales.
 
-    Density of a measured peak, chance of at most a bound, and of more than one (``student``).
+    Density of a measured peak, chance of at most a bound, and of more than one.
     """
     import numpy as np
 

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 import yaml
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.cost_model.evidence import Runs, confidence_of
 from nest_megatron.cost_model.features import (
     Feature,
+    Runs,
+    confidence_of,
     coordinates,
     distance,
     features_of,

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from nest_megatron.cost_model import student
+from nest_megatron.cost_model import uncertainty
 
 #: Two layouts of one job whose measured times differ by no more are as fast as each other: the same
 #: layout run twice differs by 1 to 2 % where sources print both.
@@ -75,7 +75,7 @@ def coverage_of(errors: Sequence[float]) -> Coverage:
     """
 
     def within(level: float) -> float:
-        limit = student.quantile(0.5 + level / 2.0)
+        limit = uncertainty.quantile(0.5 + level / 2.0)
         return 100.0 * sum(abs(error) <= limit for error in errors) / len(errors)
 
     return Coverage(runs=len(errors), within_50_pct=within(0.5), within_90_pct=within(0.9))

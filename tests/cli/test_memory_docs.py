@@ -8,14 +8,15 @@ import pytest
 
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
-from nest_megatron.cost_model.device_memory import CONTEXT_BYTES, communicator_bytes
-from nest_megatron.cost_model.estimate import estimate
-from nest_megatron.cost_model.memory import capacity_bytes
-from nest_megatron.cost_model.memory_flags import NOT_MODELLED, PRICED
-from nest_megatron.cost_model.memory_uncertainty import (
+from nest_megatron.cost_model.device_memory import (
+    CONTEXT_BYTES,
+    communicator_bytes,
     out_of_memory_probability,
     shipped_peak_errors,
 )
+from nest_megatron.cost_model.estimate import estimate
+from nest_megatron.cost_model.memory import capacity_bytes
+from nest_megatron.cost_model.memory_flags import NOT_MODELLED, PRICED
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.integrations.megatron_lm.command_request import read_request

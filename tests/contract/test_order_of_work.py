@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nest_megatron.cost_model.schedule import rank_order_of_work
+from nest_megatron.cost_model.schedule import pass_at
 from tests.contract.megatron_schedule import recorded_order
 
 SHAPES = [
@@ -31,6 +31,6 @@ def test_order_is_megatrons(p: int, v: int, m: int) -> None:
     for rank in range(p):
         ours = [
             ("F" if op.is_forward else "B", op.chunk // p, op.microbatch)
-            for op in rank_order_of_work(p, v, m, rank)
+            for op in (pass_at(p, v, m, rank, place) for place in range(2 * m * v))
         ]
         assert ours == [tuple(step) for step in recorded_order(p, v, m, rank)]

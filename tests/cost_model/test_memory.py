@@ -10,9 +10,8 @@ from nest_megatron.cost_model.estimate import Estimate, estimate
 from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.memory import static_bytes, stays_whole
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.settings import CostSettings, restored_settings, stored_settings
 from nest_megatron.cost_model.stage_problems import stage_problem
-from nest_megatron.cost_model.stored_settings import restored_settings, stored_settings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM_0_20
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.errors import UserInputError

@@ -9,19 +9,17 @@ import pytest
 from scipy.stats import t
 
 from nest_megatron.cost_model.device_memory import (
+    PeakError,
     allocatable_bytes,
     communicator_bytes,
     exchange_bytes,
-    outside_bytes,
-)
-from nest_megatron.cost_model.memory import capacity_bytes
-from nest_megatron.cost_model.memory_uncertainty import (
-    PeakError,
     headroom_for,
     out_of_memory_probability,
+    outside_bytes,
     peak_error,
     shipped_peak_errors,
 )
+from nest_megatron.cost_model.memory import capacity_bytes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.execution import Execution, FlexBackend, TokenDispatcher
 from nest_megatron.parallel.dims import ParallelDims

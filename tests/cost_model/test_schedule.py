@@ -13,9 +13,9 @@ from nest_megatron.cost_model.schedule import (
     ChunkTimes,
     Op,
     num_warmup,
+    pass_at,
     peak_live_chunks,
     place_of,
-    rank_order_of_work,
     simulate,
 )
 
@@ -25,6 +25,11 @@ shapes = st.one_of(
         lambda shape: (shape[0], shape[1], shape[0] * shape[2])
     ),
 )
+
+
+def rank_order_of_work(p: int, v: int, m: int, rank: int) -> list[Op]:
+    """All passes of one pipeline rank."""
+    return [pass_at(p, v, m, rank, place) for place in range(2 * m * v)]
 
 
 def random_chunks(count: int, seed: int) -> list[ChunkTimes]:

@@ -11,7 +11,7 @@ from nest_megatron.config.layout import estimate_layout
 from nest_megatron.config.overrides import expand, parse
 from nest_megatron.config.request import request_of
 from nest_megatron.config.target import read_execution, read_target
-from nest_megatron.cost_model.stored_settings import restored_settings, stored_settings
+from nest_megatron.cost_model.settings import restored_settings, stored_settings
 from nest_megatron.cost_model.target_defaults import (
     BRIDGE_0_3,
     BRIDGE_2026,

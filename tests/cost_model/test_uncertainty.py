@@ -8,9 +8,7 @@ import pytest
 from scipy import stats
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.cost_model import student
-from nest_megatron.cost_model.evidence import Level, Runs, confidence_of
-from nest_megatron.cost_model.features import Feature
+from nest_megatron.cost_model.features import Feature, Level, Runs, confidence_of
 from nest_megatron.cost_model.mechanisms import Mechanism
 from nest_megatron.cost_model.shortlist import AS_FAST, measurements, shortlist
 from nest_megatron.cost_model.uncertainty import (
@@ -19,6 +17,7 @@ from nest_megatron.cost_model.uncertainty import (
     Predictive,
     difference_deviation,
     probability_faster,
+    quantile,
     shipped_calibration,
 )
 
@@ -44,7 +43,7 @@ def plan_of(
 @pytest.mark.parametrize("share", [0.001, 0.05, 0.25, 0.5, 0.75, 0.95, 0.999])
 def test_the_distribution_is_student_s(share: float) -> None:
     exact = stats.t(DEGREES_OF_FREEDOM)
-    assert student.quantile(share) == pytest.approx(exact.ppf(share), abs=1e-12)
+    assert quantile(share) == pytest.approx(exact.ppf(share), abs=1e-12)
 
 
 def test_an_interval_holds_its_prediction_and_grows_with_its_level() -> None:
@@ -128,9 +127,9 @@ def test_confidence_counts_runs_like_the_plan() -> None:
     )
     plain = confidence_of(evidence, frozenset(), Precision.BF16)
     assert (plain.level, plain.runs) == (Level.HIGH, 64)
-    assert plain.basis == "dense bf16, tested on 64 runs like it"
     across = frozenset({Feature.EXPERTS, Feature.EXPERT_NETWORK})
     experts = confidence_of(evidence, across, Precision.BF16)
-    assert experts.reason == "low: experts bf16, EP across nodes, 3 runs like it, 40 % off"
+    assert (experts.level, experts.runs, round(experts.error_pct)) == (Level.LOW, 3, 40)
+    assert (plain.kind, experts.kind) == ("dense bf16", "experts bf16, EP across nodes")
     lora = confidence_of(evidence, frozenset({Feature.LORA}), Precision.BF16)
     assert (lora.level, lora.runs) == (Level.LOW, 0)

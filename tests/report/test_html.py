@@ -14,8 +14,7 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.stored_settings import stored_settings
+from nest_megatron.cost_model.settings import CostSettings, stored_settings
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
 from nest_megatron.report.charts import IDLE, INK
 from nest_megatron.report.html import html_report

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from scipy.stats import binom
 
-from nest_megatron.cost_model.memory_uncertainty import shipped_peak_errors
+from nest_megatron.cost_model.device_memory import shipped_peak_errors
 from nest_megatron.validation.fit_memory import Peaks, fit_peaks, peak_evidence, write_peaks
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.rows import read_rows

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from nest_megatron.config.job import ReadCommand
-from nest_megatron.cost_model.stored_settings import restored_settings
+from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS
 from nest_megatron.integrations.megatron_lm.rewrite import Rewrite, rewrite
