@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nest_megatron.cost_model.compute import sixteen_bit
 from nest_megatron.cost_model.memory import StaticBytes
@@ -107,12 +109,27 @@ def _flops_per_sequence(spec: TransformerSpec, kinds: Collection[OperatorKind]) 
     return 3.0 * sum(by_kind[kind] for kind in spec.layer_kinds())
 
 
-def estimate(model: CostModel, grid: Grid, partition: StagePartition) -> Estimate:
-    """Predict time and memory of a grid with a stage partition."""
+class _Evaluated(NamedTuple):
+    """A grid with a stage partition, priced and simulated."""
+
+    model: CostModel
+    grid: Grid
+    partition: StagePartition
+    problem: PipelineProblem
+    evaluation: Evaluation
+    kinds: Sequence[UnitKind]
+
+
+def _evaluated(model: CostModel, grid: Grid, partition: StagePartition) -> _Evaluated:
     problem = stage_problem(model, grid)
     evaluation = evaluate(problem, partition.boundaries)
-    _, kinds = model.unit_kinds(grid)
-    iteration = to_seconds(evaluation.iteration)
+    return _Evaluated(model, grid, partition, problem, evaluation, model.unit_kinds(grid)[1])
+
+
+def estimate(model: CostModel, grid: Grid, partition: StagePartition) -> Estimate:
+    """Predict time and memory of a grid with a stage partition."""
+    found = _evaluated(model, grid, partition)
+    iteration = to_seconds(found.evaluation.iteration)
     gpus = grid.dims.world_size
     tokens = grid.global_batch_size * model.spec.seq_length
     flops = grid.global_batch_size * model_flops_per_sequence(model)
@@ -125,41 +142,47 @@ def estimate(model: CostModel, grid: Grid, partition: StagePartition) -> Estimat
         tokens_per_s_per_gpu=tokens / iteration / gpus,
         model_tflops_per_gpu=achieved / 1e12,
         mfu=achieved / accelerator.peak_flops_per_s[used],
-        terms=_terms(model, grid, problem, evaluation, partition, kinds),
-        critical_rank=evaluation.critical_rank,
-        stages=tuple(
-            _stage(model, grid, problem, evaluation, partition, kinds, rank)
-            for rank in range(grid.dims.pipeline_model_parallel_size)
-        ),
-        capacity_bytes=problem.capacity_bytes,
-        fits=evaluation.fits,
+        terms=_terms(found),
+        critical_rank=found.evaluation.critical_rank,
+        stages=tuple(_stage(found, r) for r in range(grid.dims.pipeline_model_parallel_size)),
+        capacity_bytes=found.problem.capacity_bytes,
+        fits=found.evaluation.fits,
     )
-
-
-def _terms(
-    model: CostModel,
-    grid: Grid,
-    problem: PipelineProblem,
-    evaluation: Evaluation,
-    partition: StagePartition,
-    kinds: Sequence[UnitKind],
-) -> dict[str, Seconds]:
-    """Where the time goes: what the critical rank does, and what it waits for."""
-    rank = evaluation.critical_rank
-    terms = _rank_terms(problem, evaluation, partition, kinds, rank)
-    for name, waited in _waits(evaluation, rank).items():
-        terms[name] += to_seconds(waited)
-    return terms | _after_schedule(model, grid, problem, evaluation)
 
 
 def critical_terms(
     model: CostModel, grid: Grid, partition: StagePartition
 ) -> tuple[int, dict[str, Seconds]]:
     """The pipeline rank that is busy longest, and the terms of an ``Estimate``."""
-    problem, (_, kinds) = stage_problem(model, grid), model.unit_kinds(grid)
-    evaluation = evaluate(problem, partition.boundaries)
-    terms = _terms(model, grid, problem, evaluation, partition, kinds)
-    return evaluation.critical_rank, terms
+    found = _evaluated(model, grid, partition)
+    return found.evaluation.critical_rank, _terms(found)
+
+
+def mean_terms(model: CostModel, grid: Grid, partition: StagePartition) -> dict[str, Seconds]:
+    """Where the time of all GPUs goes: the terms of every pipeline rank, averaged.
+
+    The terms of an ``Estimate`` are about the rank that is busy longest; here the bubble is what
+    the ranks wait on average, for whatever reason.
+    """
+    found = _evaluated(model, grid, partition)
+    evaluation, num_stages = found.evaluation, found.problem.num_stages
+    mean = dict.fromkeys(TERMS, 0.0)
+    for rank in range(num_stages):
+        for name, spent in _rank_terms(found, rank).items():
+            mean[name] += spent / num_stages
+    own = map(sum, zip(evaluation.gathers, evaluation.busy, evaluation.reductions, strict=True))
+    waited = evaluation.finish * num_stages - sum(own)
+    mean["pipeline_bubble"] = to_seconds(waited) / num_stages
+    return mean | _after_schedule(found)
+
+
+def _terms(found: _Evaluated) -> dict[str, Seconds]:
+    """Where the time goes: what the critical rank does, and what it waits for."""
+    rank = found.evaluation.critical_rank
+    terms = _rank_terms(found, rank)
+    for name, waited in _waits(found.evaluation, rank).items():
+        terms[name] += to_seconds(waited)
+    return terms | _after_schedule(found)
 
 
 def _waits(evaluation: Evaluation, rank: int) -> dict[str, Ticks]:
@@ -185,42 +208,18 @@ def _waits(evaluation: Evaluation, rank: int) -> dict[str, Ticks]:
     }
 
 
-def mean_terms(model: CostModel, grid: Grid, partition: StagePartition) -> dict[str, Seconds]:
-    """Where the time of all GPUs goes: the terms of every pipeline rank, averaged.
-
-    The terms of an ``Estimate`` are about the rank that is busy longest; here the bubble is what
-    the ranks wait on average, for whatever reason.
-    """
-    problem, (_, kinds) = stage_problem(model, grid), model.unit_kinds(grid)
-    evaluation = evaluate(problem, partition.boundaries)
-    mean = dict.fromkeys(TERMS, 0.0)
-    for rank in range(problem.num_stages):
-        terms = _rank_terms(problem, evaluation, partition, kinds, rank)
-        for name, spent in terms.items():
-            mean[name] += spent / problem.num_stages
-    own = map(sum, zip(evaluation.gathers, evaluation.busy, evaluation.reductions, strict=True))
-    waited = evaluation.finish * problem.num_stages - sum(own)
-    mean["pipeline_bubble"] = to_seconds(waited) / problem.num_stages
-    return mean | _after_schedule(model, grid, problem, evaluation)
-
-
-def _rank_terms(
-    problem: PipelineProblem,
-    evaluation: Evaluation,
-    partition: StagePartition,
-    kinds: Sequence[UnitKind],
-    rank: int,
-) -> dict[str, Seconds]:
+def _rank_terms(found: _Evaluated, rank: int) -> dict[str, Seconds]:
     """What one rank does in a step: its gather, its passes and its reduction."""
+    problem, evaluation = found.problem, found.evaluation
     m = problem.num_microbatches
     terms = dict.fromkeys(TERMS, 0.0)
     units = 0
     for index in range(rank, problem.num_chunks, problem.num_stages):
-        chunk = partition.chunk(index)
+        chunk = found.partition.chunk(index)
         covered = [u for u in chunk if 1 <= u <= problem.num_layers][: problem.block_num_layers]
         for unit in chunk:
-            kind = kinds[problem.unit_kinds[unit]]
-            run = kind.block_run if unit in covered else kind.run
+            kind = found.kinds[problem.unit_kinds[unit]]
+            run = (kind.block if unit in covered else kind.own).run
             terms["recompute"] += m * run.recompute.total
             for name in ("tp", "cp", "ep"):
                 spent = getattr(run.forward, name) + getattr(run.backward, name)
@@ -239,58 +238,39 @@ def _rank_terms(
     return terms
 
 
-def _after_schedule(
-    model: CostModel, grid: Grid, problem: PipelineProblem, evaluation: Evaluation
-) -> dict[str, Seconds]:
+def _after_schedule(found: _Evaluated) -> dict[str, Seconds]:
     """What follows the schedule: all ranks take as long as the slowest."""
-    constant = to_seconds(problem.constant)
-    host = min(model.settings.iteration_floor_s, constant)
-    waited = min(model.straggler_time(grid), constant - host)
+    constant = to_seconds(found.problem.constant)
+    host = min(found.model.settings.iteration_floor_s, constant)
+    waited = min(found.model.straggler_time(found.grid), constant - host)
     return {
         "embedding_sync": constant - host - waited,
         "stragglers": waited,
-        "optimizer": to_seconds(max(evaluation.optimizers)),
+        "optimizer": to_seconds(max(found.evaluation.optimizers)),
         "host": host,
     }
 
 
-def _stage(
-    model: CostModel,
-    grid: Grid,
-    problem: PipelineProblem,
-    evaluation: Evaluation,
-    partition: StagePartition,
-    kinds: Sequence[UnitKind],
-    rank: int,
-) -> StageEstimate:
-    chunks = partition.chunks_of_rank(rank)
+def _stage(found: _Evaluated, rank: int) -> StageEstimate:
+    problem, evaluation = found.problem, found.evaluation
+    chunks = found.partition.chunks_of_rank(rank)
     costs = [chunk_cost(problem, chunk.start, chunk.stop) for chunk in chunks]
-    units = [kinds[problem.unit_kinds[u]] for chunk in chunks for u in chunk]
+    places = [problem.unit_kinds[u] for chunk in chunks for u in chunk]
+    replicas = found.model.replica_costs(found.grid.dims, found.grid.zero)
+    static = functools.reduce(StaticBytes.plus, (replicas[place].static for place in places))
     peak = evaluation.memory[rank]
-    memory = _static_split(model, grid, [problem.unit_kinds[u] for chunk in chunks for u in chunk])
-    memory |= {"activations": peak.activation, "working": peak.working}
     return StageEstimate(
         rank=rank,
-        layers=tuple(_describe([kinds[problem.unit_kinds[u]].kind for u in c]) for c in chunks),
+        layers=tuple(
+            _describe([found.kinds[problem.unit_kinds[u]].kind for u in c]) for c in chunks
+        ),
         forward_s=to_seconds(sum(c.forward for c in costs)),
         backward_s=to_seconds(sum(c.backward for c in costs)),
         busy_share=evaluation.busy[rank] / evaluation.iteration,
-        parameters=sum(unit.parameters.total for unit in units),
-        memory=memory,
+        parameters=sum(found.kinds[place].parameters.total for place in places),
+        memory={name: int(num) for name, num in static._asdict().items()}
+        | {"activations": peak.activation, "working": peak.working},
     )
-
-
-def _static_split(model: CostModel, grid: Grid, units: Sequence[int]) -> dict[str, Bytes]:
-    """Weights, gradients and optimizer states of a rank, as its partition was judged by.
-
-    Args:
-        units: which of the distinct units each one of the rank is.
-    """
-    held = model.replica_costs(grid.dims, grid.zero)
-    total = StaticBytes(0, 0, 0)
-    for unit in units:
-        total = total.plus(held[unit].static)
-    return {name: int(num) for name, num in total._asdict().items()}
 
 
 def _describe(kinds: Sequence[LayerKind]) -> str:

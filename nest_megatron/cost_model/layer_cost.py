@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -38,12 +40,7 @@ class PassTime(NamedTuple):
 
     def plus(self, other: PassTime) -> PassTime:
         """Both, term by term."""
-        return PassTime(
-            self.compute + other.compute,
-            self.tp + other.tp,
-            self.cp + other.cp,
-            self.ep + other.ep,
-        )
+        return PassTime(*map(operator.add, self, other))
 
     @property
     def total(self) -> Seconds:
@@ -74,28 +71,25 @@ class UnitTimes:
     offloaded_bytes: float = 0.0
 
     def __add__(self, other: UnitTimes) -> UnitTimes:
-        parts = self.forward.keys() | other.forward.keys()
-        saved = self.saved_bytes.keys() | other.saved_bytes.keys()
+        parts = sorted(self.forward.keys() | other.forward.keys())
+        saved = sorted(self.saved_bytes.keys() | other.saved_bytes.keys())
+        nothing = PassTime()
         return UnitTimes(
             forward={
-                part: _both(self.forward.get(part), other.forward.get(part))
-                for part in sorted(parts)
+                part: self.forward.get(part, nothing).plus(other.forward.get(part, nothing))
+                for part in parts
             },
             whole_forward=self.whole_forward.plus(other.whole_forward),
             backward=self.backward.plus(other.backward),
             input_bytes=self.input_bytes + other.input_bytes,
             saved_bytes={
                 part: self.saved_bytes.get(part, 0.0) + other.saved_bytes.get(part, 0.0)
-                for part in sorted(saved)
+                for part in saved
             },
             working_bytes=max(self.working_bytes, other.working_bytes),
             launch_s=self.launch_s + other.launch_s,
             offloaded_bytes=self.offloaded_bytes + other.offloaded_bytes,
         )
-
-
-def _both(one: PassTime | None, other: PassTime | None) -> PassTime:
-    return one.plus(other) if one and other else one or other or PassTime()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,33 +179,27 @@ def run_unit(
         saved_bytes=saved,
         working_bytes=times.working_bytes,
     )
-    if recompute.granularity is RecomputeGranularity.NONE or kind in (
-        LayerKind.EMBEDDING,
-        LayerKind.HEAD,
-    ):
+    is_layer = kind not in (LayerKind.EMBEDDING, LayerKind.HEAD)
+    if recompute.granularity is RecomputeGranularity.NONE or not is_layer:
         return nothing
     if recompute.granularity is RecomputeGranularity.FULL:
         group = recompute.num_layers or 1 if recompute.method is RecomputeMethod.UNIFORM else 1
-        return UnitRun(
-            forward=whole,
-            backward=times.backward,
+        # the next layer's input comes back from the host beside this one's
+        more = times.input_bytes if inputs_on_host else -times.input_bytes
+        return dataclasses.replace(
+            nothing,
             recompute=whole,
             saved_bytes=0.0 if inputs_on_host else times.input_bytes / group,
-            working_bytes=times.working_bytes
-            + group * saved
-            # the next layer's input comes back from the host beside this one's
-            + (times.input_bytes if inputs_on_host else -times.input_bytes),
+            working_bytes=times.working_bytes + group * saved + more,
         )
     again = recomputed_parts(recompute, kind, latent_attention=latent_attention)
     if norm_stays:
         again -= {Part.MLP_NORM}
     dropped = sum(num for part, num in times.saved_bytes.items() if part in again)
-    return UnitRun(
-        forward=whole,
-        backward=times.backward,
-        recompute=functools.reduce(
-            PassTime.plus, (t for p, t in times.forward.items() if p in again), PassTime()
-        ),
+    repeated = (t for p, t in times.forward.items() if p in again)
+    return dataclasses.replace(
+        nothing,
+        recompute=functools.reduce(PassTime.plus, repeated, PassTime()),
         saved_bytes=saved - dropped,
         working_bytes=times.working_bytes + dropped,
     )

@@ -92,7 +92,7 @@ def _compute_shares(model: CostModel, grid: Grid, partition: StagePartition, ran
     for index, count in held.items():
         unit = kinds[index]
         inside = _unit_times(model, grid, unit.kind)
-        whole = unit.run.forward.compute + unit.run.backward.compute
+        whole = unit.own.run.forward.compute + unit.own.run.backward.compute
         known = math.fsum(inside.values())
         # The host may take longer to launch than the device to run.
         rest = Mechanism.PROFILED if Mechanism.PROFILED in inside else Mechanism.LAUNCH

@@ -12,6 +12,7 @@ _build_model_and_main_param_groups`` (states), of megatron-core 0.16.1 and 0.20.
 from __future__ import annotations
 
 import math
+import operator
 from typing import NamedTuple
 
 from nest_megatron.cluster.records import Accelerator
@@ -48,15 +49,11 @@ class StaticBytes(NamedTuple):
 
     def times(self, count: float) -> StaticBytes:
         """The same for several parameters."""
-        return StaticBytes(self.weights * count, self.gradients * count, self.optimizer * count)
+        return StaticBytes(*(each * count for each in self))
 
     def plus(self, other: StaticBytes) -> StaticBytes:
         """Both, term by term."""
-        return StaticBytes(
-            self.weights + other.weights,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
-        )
+        return StaticBytes(*map(operator.add, self, other))
 
     def rounded(self) -> StaticBytes:
         """In whole bytes that add up to the rounded total."""

@@ -37,8 +37,8 @@ from nest_megatron.cost_model.unit_cost import (
     memory_time,
     optimizer_step,
     parameter_prices,
+    passes,
     replica_cost,
-    unit_kind,
 )
 from nest_megatron.model.parameters import ParameterCount, unit_parameters
 from nest_megatron.model.shard import LayerShard
@@ -236,9 +236,11 @@ class CostModel:
             kinds = []
             for kind, count in self.distinct_units(grid.dims):
                 again = elsewhere if kind is LayerKind.MTP else covered
-                run = self.run(kind, places, shard, elsewhere)
-                block = run if again == elsewhere else self.run(kind, places, shard, again)
-                kinds.append(unit_kind(kind, count, run, block))
+                own = passes(self.run(kind, places, shard, elsewhere))
+                block = own
+                if again != elsewhere:
+                    block = passes(self.run(kind, places, shard, again))
+                kinds.append(UnitKind(kind, count, own, block))
             self._kinds[key] = tuple(kinds)
         return self._kinds[key]
 

@@ -27,7 +27,7 @@ from nest_megatron.units import Bytes, Ticks
 
 
 class UnitCost(NamedTuple):
-    """What one unit of the layer sequence costs on its rank, for one micro batch where it applies.
+    """What a unit of the layer sequence, or a chunk, costs its rank; passes of one micro batch.
 
     The ``block_`` fields hold for a layer among the first ``block_num_layers`` of its chunk, which
     full ``block`` recomputation recomputes.
@@ -87,22 +87,6 @@ class PipelineProblem:
     def num_chunks(self) -> int:
         """Virtual stages in the whole pipeline."""
         return self.num_stages * self.num_virtual
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkCost:
-    """One chunk's sums over its units."""
-
-    forward: Ticks
-    backward: Ticks
-    gather_unhidden: Ticks
-    gather_hideable: Ticks
-    reduce_unhidden: Ticks
-    reduce_hideable: Ticks
-    optimizer: Ticks
-    static_bytes: Bytes
-    saved_bytes: Bytes
-    working_bytes: Bytes
 
 
 class RankMemory(NamedTuple):
@@ -170,27 +154,31 @@ class Evaluation:
         return start
 
 
-def chunk_cost(problem: PipelineProblem, first: int, end: int) -> ChunkCost:
-    """Sums over units ``first .. end``; the first layers follow the ``block_`` fields if asked."""
+def chunk_cost(problem: PipelineProblem, first: int, end: int) -> UnitCost:
+    """Units ``first .. end`` as one, whose ``block_`` fields equal its own.
+
+    The first layers follow their ``block_`` fields if the problem asks for it.
+    """
     units = range(first, end)
     layers = [u for u in units if 1 <= u <= problem.num_layers]
-    again = frozenset(layers[: problem.block_num_layers])
-    cost = {u: problem.costs[problem.unit_kinds[u]] for u in units}
-    return ChunkCost(
-        forward=sum(cost[u].forward for u in units),
-        backward=sum(cost[u].block_backward if u in again else cost[u].backward for u in units),
-        gather_unhidden=sum(cost[u].gather_unhidden for u in units),
-        gather_hideable=sum(cost[u].gather_hideable for u in units),
-        reduce_unhidden=sum(cost[u].reduce_unhidden for u in units),
-        reduce_hideable=sum(cost[u].reduce_hideable for u in units),
-        optimizer=sum(cost[u].optimizer for u in units),
-        static_bytes=sum(cost[u].static_bytes for u in units),
-        saved_bytes=sum(
-            cost[u].block_saved_bytes if u in again else cost[u].saved_bytes for u in units
+    in_block = frozenset(layers[: problem.block_num_layers])
+    costs = [problem.costs[problem.unit_kinds[u]] for u in units]
+    backward, saved, working = zip(
+        *(
+            (cost.block_backward, cost.block_saved_bytes, cost.block_working_bytes)
+            if unit in in_block
+            else (cost.backward, cost.saved_bytes, cost.working_bytes)
+            for unit, cost in zip(units, costs, strict=True)
         ),
-        working_bytes=max(
-            cost[u].block_working_bytes if u in again else cost[u].working_bytes for u in units
-        ),
+        strict=True,
+    )
+    return UnitCost(*map(sum, zip(*costs, strict=True)))._replace(
+        backward=sum(backward),
+        block_backward=sum(backward),
+        saved_bytes=sum(saved),
+        block_saved_bytes=sum(saved),
+        working_bytes=max(working),
+        block_working_bytes=max(working),
     )
 
 
@@ -234,25 +222,24 @@ def timeline(problem: PipelineProblem, evaluation: Evaluation) -> tuple[tuple[Ti
     return simulate(p, v, m, evaluation.chunks, evaluation.gathers)
 
 
-def _larger(chunks: Sequence[ChunkCost], least: str, rest: str) -> Ticks:
+def _larger(chunks: Sequence[UnitCost], least: str, rest: str) -> Ticks:
     sums = [sum(int(getattr(c, name)) for c in chunks) for name in (least, rest)]
     return max(0, *sums)
 
 
-def chunk_times(problem: PipelineProblem, index: int, chunk: ChunkCost) -> ChunkTimes:
+def chunk_times(problem: PipelineProblem, index: int, chunk: UnitCost) -> ChunkTimes:
     """A chunk's place in the schedule: its transfers either take its rank's time or run beside."""
-    forward, backward = problem.send_forward[index], problem.send_backward[index]
-    if problem.overlap_p2p:
-        return ChunkTimes(
-            forward=chunk.forward,
-            backward=chunk.backward,
-            forward_delay=forward,
-            backward_delay=backward,
-        )
-    return ChunkTimes(forward=chunk.forward + forward, backward=chunk.backward + backward)
+    sent = problem.send_forward[index], problem.send_backward[index]
+    busy, beside = ((0, 0), sent) if problem.overlap_p2p else (sent, (0, 0))
+    return ChunkTimes(
+        forward=chunk.forward + busy[0],
+        backward=chunk.backward + busy[1],
+        forward_delay=beside[0],
+        backward_delay=beside[1],
+    )
 
 
-def rank_memory(problem: PipelineProblem, rank: int, chunks: Sequence[ChunkCost]) -> RankMemory:
+def rank_memory(problem: PipelineProblem, rank: int, chunks: Sequence[UnitCost]) -> RankMemory:
     """Peak memory of one pipeline rank that holds the given chunks."""
     p, v, m = problem.num_stages, problem.num_virtual, problem.num_microbatches
     activation = max(

@@ -52,27 +52,29 @@ class ParameterPrices(NamedTuple):
     byte_s: Seconds
 
 
-class UnitKind(NamedTuple):
-    """A distinct unit of a grid: its passes in ticks and bytes, its parameters on one rank.
+class Passes(NamedTuple):
+    """A unit's run in seconds, ticks and bytes; what is recomputed counts as ``backward``."""
 
-    Replicas aside, so that grids which run it alike share it. ``block_run`` and the ``block_``
-    fields hold among the layers that block recomputation covers.
+    run: UnitRun
+    forward_s: Seconds
+    backward_s: Seconds
+    forward: Ticks
+    backward: Ticks
+    saved_bytes: Bytes
+    working_bytes: Bytes
+
+
+class UnitKind(NamedTuple):
+    """A distinct unit of a grid: its passes, its parameters on one rank.
+
+    Replicas aside, so that grids which run it alike share it. ``block`` holds among the layers that
+    block recomputation covers.
     """
 
     kind: LayerKind
     parameters: ParameterCount
-    run: UnitRun
-    block_run: UnitRun
-    forward_s: Seconds
-    backward_s: Seconds
-    block_backward_s: Seconds
-    forward: Ticks
-    backward: Ticks
-    block_backward: Ticks
-    saved_bytes: Bytes
-    block_saved_bytes: Bytes
-    working_bytes: Bytes
-    block_working_bytes: Bytes
+    own: Passes
+    block: Passes
 
 
 class ReplicaCost(NamedTuple):
@@ -177,28 +179,17 @@ def overlap_window(dims: ParallelDims, num_microbatches: int) -> float:
     return (min(p, num_microbatches) * (v - 1) + 1) / v
 
 
-def unit_kind(
-    kind: LayerKind, parameters: ParameterCount, run: UnitRun, block_run: UnitRun
-) -> UnitKind:
-    """A unit's passes in ticks and bytes."""
-    forward = run.forward.total
-    backward = run.backward.total + run.recompute.total
-    block_backward = block_run.backward.total + block_run.recompute.total
-    return UnitKind(
-        kind=kind,
-        parameters=parameters,
+def passes(run: UnitRun) -> Passes:
+    """A unit's run on the solver's clock."""
+    forward, backward = run.forward.total, run.backward.total + run.recompute.total
+    return Passes(
         run=run,
-        block_run=block_run,
         forward_s=forward,
         backward_s=backward,
-        block_backward_s=block_backward,
         forward=to_ticks(forward),
         backward=to_ticks(backward),
-        block_backward=to_ticks(block_backward),
         saved_bytes=round(run.saved_bytes),
-        block_saved_bytes=round(block_run.saved_bytes),
         working_bytes=round(run.working_bytes),
-        block_working_bytes=round(block_run.working_bytes),
     )
 
 
@@ -291,42 +282,40 @@ def unit_cost(
             Recomputation lengthens passes and hides more behind them; with the first counted as
             none and the second as all, a partition takes no longer than under any setting.
     """
+    own, block = unit.own, unit.block
     if replica.shard_backward_s or replica.exposed_backward_s:
-        unit = _beside_shards(unit, replica, settings)
+        own, block = (_beside_shards(each, replica, settings) for each in (own, block))
     overlap, more = settings.dp_overlap * window, 1.0 + early_share
     reduce_hideable = replica.reduce_unhidden
     if not hidden_reduce:
-        reduce_hideable = _signed_ticks(replica.reduce_s - overlap * unit.backward_s)
+        reduce_hideable = _signed_ticks(replica.reduce_s - overlap * own.backward_s)
     return UnitCost(  # by place, since a search makes hundreds of thousands
-        unit.forward,
-        unit.backward,
-        unit.block_backward,
+        own.forward,
+        own.backward,
+        block.backward,
         replica.gather_unhidden,
-        _signed_ticks(replica.gather_s - overlap * unit.forward_s),
+        _signed_ticks(replica.gather_s - overlap * own.forward_s),
         replica.reduce_unhidden,
         reduce_hideable,
         replica.optimizer,
         replica.static_bytes,
-        math.ceil(more * unit.saved_bytes),
-        math.ceil(more * unit.block_saved_bytes),
-        unit.working_bytes + replica.unsharded_bytes,
-        unit.block_working_bytes + replica.unsharded_bytes,
+        math.ceil(more * own.saved_bytes),
+        math.ceil(more * block.saved_bytes),
+        own.working_bytes + replica.unsharded_bytes,
+        block.working_bytes + replica.unsharded_bytes,
     )
 
 
-def _beside_shards(unit: UnitKind, replica: ReplicaCost, settings: CostSettings) -> UnitKind:
+def _beside_shards(one: Passes, replica: ReplicaCost, settings: CostSettings) -> Passes:
     """Passes beside which shards travel, in each micro batch."""
-    sent, late = replica.shard_backward_s, replica.exposed_backward_s
-    forward = _beside(settings, unit.forward_s, replica.shard_forward_s) + replica.exposed_forward_s
-    backward = _beside(settings, unit.backward_s, sent) + late
-    block_backward = _beside(settings, unit.block_backward_s, sent) + late
-    return unit._replace(
+    forward = _beside(settings, one.forward_s, replica.shard_forward_s) + replica.exposed_forward_s
+    backward = _beside(settings, one.backward_s, replica.shard_backward_s)
+    backward += replica.exposed_backward_s
+    return one._replace(
         forward_s=forward,
         backward_s=backward,
-        block_backward_s=block_backward,
         forward=to_ticks(forward),
         backward=to_ticks(backward),
-        block_backward=to_ticks(block_backward),
     )
 
 

@@ -164,7 +164,7 @@ class Bounds:
         layers, chunks = self.model.spec.num_layers, grid.dims.num_chunks
         again = min(-(-(layers + 1) // chunks) - 1, block.num_layers or 0)
         kinds = self.model.kinds_under(grid, *split_block(block))
-        dearer = [k.block_backward - k.backward for k in kinds if k.kind in LAYERS]
+        dearer = [k.block.backward - k.own.backward for k in kinds if k.kind in LAYERS]
         inner = grid.dims.virtual_pipeline_model_parallel_size - 1
         return grid.num_microbatches * inner * again * max(0, min(dearer))
 

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from nest_megatron.cost_model.pipeline import ChunkCost, PipelineProblem, UnitCost, chunk_cost
+from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost, chunk_cost
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.layout import uniform_partition
@@ -117,23 +117,5 @@ def _chunks(problem: PipelineProblem, boundaries: tuple[int, ...]) -> Iterator[U
     for first, end in pairwise(boundaries):
         key = (problem.unit_kinds[first:end], first == 0, max(0, end - 1 - problem.num_layers))
         if key not in known:
-            known[key] = _as_unit(chunk_cost(problem, first, end))
+            known[key] = chunk_cost(problem, first, end)
         yield known[key]
-
-
-def _as_unit(chunk: ChunkCost) -> UnitCost:
-    return UnitCost(
-        forward=chunk.forward,
-        backward=chunk.backward,
-        block_backward=chunk.backward,
-        gather_unhidden=chunk.gather_unhidden,
-        gather_hideable=chunk.gather_hideable,
-        reduce_unhidden=chunk.reduce_unhidden,
-        reduce_hideable=chunk.reduce_hideable,
-        optimizer=chunk.optimizer,
-        static_bytes=chunk.static_bytes,
-        saved_bytes=chunk.saved_bytes,
-        block_saved_bytes=chunk.saved_bytes,
-        working_bytes=chunk.working_bytes,
-        block_working_bytes=chunk.working_bytes,
-    )

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from nest_megatron.cost_model.pipeline import (
-    ChunkCost,
     Evaluation,
     PipelineProblem,
+    UnitCost,
     chunk_cost,
     timeline,
 )
@@ -34,7 +34,7 @@ class PathBound:
     remaining: list[list[Ticks]] = field(default_factory=list)
     so_far: list[Ticks] = field(default_factory=list)
 
-    def weight(self, problem: PipelineProblem, k: int, cost: ChunkCost) -> Ticks:
+    def weight(self, problem: PipelineProblem, k: int, cost: UnitCost) -> Ticks:
         """What stage ``k`` adds to the path if it holds the units of ``cost``."""
         weight = self.forward[k] * (cost.forward + problem.send_forward[k])
         weight += self.backward[k] * (cost.backward + problem.send_backward[k])
@@ -85,7 +85,7 @@ def critical_path(
     )
 
 
-def _active(cost: ChunkCost, name: str) -> str:
+def _active(cost: UnitCost, name: str) -> str:
     """Which of the two sums of a gather or reduction counts, or "" if neither is above zero."""
     unhidden, hideable = f"{name}_unhidden", f"{name}_hideable"
     larger = unhidden if getattr(cost, unhidden) >= getattr(cost, hideable) else hideable

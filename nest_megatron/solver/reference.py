@@ -37,9 +37,9 @@ from itertools import pairwise
 
 from nest_megatron.cost_model.critical_path import summarize_reference
 from nest_megatron.cost_model.pipeline import (
-    ChunkCost,
     Evaluation,
     PipelineProblem,
+    UnitCost,
     chunk_cost,
     chunk_times,
     evaluate,
@@ -104,7 +104,7 @@ class _Search:
         self.threshold, self.node_limit, self.learning = threshold, node_limit, learning
         self.out_of_time = out_of_time
         self.nogoods = Nogoods(self.p, learning)
-        self.costs: dict[tuple[int, int], ChunkCost] = {}
+        self.costs: dict[tuple[int, int], UnitCost] = {}
         self.best: Boundaries = ()
         self.iteration = NO_THRESHOLD
         self.nodes = self.simulations = self.num_path_bounds = 0
@@ -139,7 +139,7 @@ class _Search:
             simulations=self.simulations,
         )
 
-    def _cost(self, x: int, y: int) -> ChunkCost:
+    def _cost(self, x: int, y: int) -> UnitCost:
         if (x, y) not in self.costs:
             self.costs[x, y] = chunk_cost(self.problem, x, y)
         return self.costs[x, y]

@@ -217,7 +217,7 @@ def test_inputs_of_layers_on_the_host_leave_two_of_them() -> None:
             recompute=FULL_RECOMPUTE,
         )
         _, kinds = model.unit_kinds(grid)
-        runs.append(next(each.run for each in kinds if each.kind is LayerKind.DENSE))
+        runs.append(next(each.own.run for each in kinds if each.kind is LayerKind.DENSE))
     plain, moved = runs
     assert moved.saved_bytes == 0 < plain.saved_bytes
     assert moved.working_bytes == plain.working_bytes + 2 * plain.saved_bytes

@@ -103,7 +103,7 @@ def communication(model: CostModel, grid: Grid) -> Seconds:
     inside = between = 0.0
     for index in sequence:
         unit = kinds[index]
-        for one in (unit.run.forward, unit.run.backward):
+        for one in (unit.own.run.forward, unit.own.run.backward):
             inside += one.tp + one.cp + one.ep
         between += traffic.reduce(unit.parameters) + traffic.sum(unit.parameters)
         between += traffic.gather(unit.kind, unit.parameters)

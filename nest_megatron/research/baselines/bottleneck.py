@@ -65,7 +65,8 @@ def _time(
     sequence, kinds = model.unit_kinds(state.grid)
     inside = 0.0
     for index in sequence[first:end]:
-        for one in (kinds[index].run.forward, kinds[index].run.backward):
+        run = kinds[index].own.run
+        for one in (run.forward, run.backward):
             inside += one.tp + one.cp + one.ep
     sent = problem.send_forward[stage] + problem.send_backward[stage]
     edges = max(0, cost.gather_unhidden, cost.gather_hideable) + max(
