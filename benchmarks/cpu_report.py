@@ -98,9 +98,7 @@ class Outcome:
     @property
     def errors(self) -> ErrorScores:
         """Errors over all layouts."""
-        found = error_scores(self.pairs)
-        assert found is not None
-        return found
+        return error_scores(self.pairs)
 
     @property
     def spearman(self) -> float | None:

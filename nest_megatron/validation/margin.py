@@ -56,14 +56,6 @@ class MarginPoint:
         return self.out_of_memory_refused / self.out_of_memory if self.out_of_memory else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOutMargin:
-    """The margin that all other sources ask for, and what it does to the source left out."""
-
-    source: str
-    point: MarginPoint
-
-
 def samples(
     outcomes: Iterable[RowOutcome], reserve: Bytes, *, stated: bool = True
 ) -> tuple[MarginSample, ...]:
@@ -106,38 +98,36 @@ class RiskBin:
     out_of_memory: int
     expected: float
 
-    def cells(self) -> tuple[str, ...]:
-        """Runs, mean chance and share that ran out in per cent, and both as numbers of runs."""
-        shares = (100.0 * each / self.runs for each in (self.expected, self.out_of_memory))
-        counts = (f"{self.expected:.1f}", str(self.out_of_memory))
-        return str(self.runs), *(f"{share:.1f}" for share in shares), *counts
+    @property
+    def mean_chance_pct(self) -> float:
+        """Mean predicted chance."""
+        return 100.0 * self.expected / self.runs
+
+    @property
+    def ran_out_pct(self) -> float:
+        """Share of the runs that did run out."""
+        return 100.0 * self.out_of_memory / self.runs
 
 
 #: Bounds of the bins.
 RISKS = (0.0, 0.01, 0.05, 0.2, 0.5, 0.9, 1.0)
 
 
-def risk_bins(data: Sequence[MarginSample], bounds: Sequence[float] = RISKS) -> tuple[RiskBin, ...]:
-    """Runs by their predicted chance, and how many of them did run out of memory."""
-    bins = []
-    for low, high in pairwise(bounds):
-        own = [each for each in data if low <= each.risk < high or each.risk == high == 1.0]
-        bins.append(
-            RiskBin(
-                low=low,
-                high=high,
-                runs=len(own),
-                out_of_memory=sum(each.out_of_memory for each in own),
-                expected=sum(each.risk for each in own),
-            )
-        )
-    return tuple(bins)
+def risk_bin(data: Iterable[MarginSample], low: float = 0.0, high: float = 1.0) -> RiskBin:
+    """The runs of one range of chances, and how many of them did run out of memory."""
+    own = [each for each in data if low <= each.risk < high or each.risk == high == 1.0]
+    return RiskBin(
+        low=low,
+        high=high,
+        runs=len(own),
+        out_of_memory=sum(each.out_of_memory for each in own),
+        expected=sum(each.risk for each in own),
+    )
 
 
-def whole_risk(data: Sequence[MarginSample]) -> RiskBin:
-    """All runs, whatever their chance."""
-    (found,) = risk_bins(data, (0.0, 1.0))
-    return found
+def risk_bins(data: Sequence[MarginSample]) -> tuple[RiskBin, ...]:
+    """Runs by their predicted chance."""
+    return tuple(risk_bin(data, low, high) for low, high in pairwise(RISKS))
 
 
 def margin_point(data: Iterable[MarginSample], margin: float) -> MarginPoint:
@@ -168,16 +158,12 @@ def best_margin(data: Sequence[MarginSample]) -> MarginPoint:
     return max(allowed, key=lambda each: (each.out_of_memory_share, each.margin))
 
 
-def left_out(data: Sequence[MarginSample]) -> tuple[LeftOutMargin, ...]:
-    """Choose the margin without a source and score it on that source, for each source."""
-    names = dict.fromkeys(each.source for each in data)
-    return tuple(
-        LeftOutMargin(
-            source=name,
-            point=margin_point(
-                [each for each in data if each.source == name],
-                best_margin([each for each in data if each.source != name]).margin,
-            ),
+def left_out(data: Sequence[MarginSample]) -> dict[str, MarginPoint]:
+    """By source, what the margin that all other sources ask for does to it."""
+    return {
+        name: margin_point(
+            [each for each in data if each.source == name],
+            best_margin([each for each in data if each.source != name]).margin,
         )
-        for name in names
-    )
+        for name in dict.fromkeys(each.source for each in data)
+    }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from nest_megatron.names import Name
-from nest_megatron.validation.outcome import Judged, RowOutcome
+from nest_megatron.report.markdown import figure
+from nest_megatron.validation.outcome import Judged
 from nest_megatron.validation.report import BothScores, Scores, both_scores
 from nest_megatron.validation.rows import Row, RowKind, number_or_zero
 
@@ -26,12 +26,8 @@ class Measure(Name):
             return found.regret_mean_pct
         if self is Measure.SPEARMAN:
             return found.spearman_mean
-        errors = (found.memory or found.errors) if self is Measure.MEMORY else found.errors
-        return errors.mape_pct if errors else None
-
-    def meets(self, value: float, goal: float) -> bool:
-        """Whether a value is as good as a goal; only the rank correlation is better when larger."""
-        return value >= goal if self is Measure.SPEARMAN else value <= goal
+        in_memory = found.memory.mape_pct if self is Measure.MEMORY else None
+        return found.errors.mape_pct if in_memory is None else in_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +41,31 @@ class Goal:
     measure: Measure
     value: float
     others: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def limit(self) -> str:
+        """The goal in a table; only a rank correlation is better when larger."""
+        return f"{'≥' if self.measure is Measure.SPEARMAN else '≤'} {self.value:g}"
+
+    @property
+    def others_text(self) -> str:
+        """Who else was scored, in a table."""
+        return ", ".join(f"{who} {other:g}" for who, other in self.others)
+
+    def is_met(self, found: Scores) -> bool:
+        """Whether some scores are as good as the goal."""
+        value = self.measure.of(found)
+        if value is None:
+            return False
+        return value >= self.value if self.measure is Measure.SPEARMAN else value <= self.value
+
+    def reached(self, found: Scores) -> str:
+        """What some scores reach, with the digits that tell it from the goal."""
+        value = self.measure.of(found)
+        if value is None:
+            return "none"
+        close = abs(value - self.value) < 0.05  # would be rounded to the goal
+        return figure(value, 2 if close or self.measure is Measure.SPEARMAN else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,15 +214,16 @@ SETS: tuple[NamedSet, ...] = (
 )
 
 
-def _belongs(named: NamedSet, outcome: RowOutcome) -> bool:
-    return named.holds(outcome.row)
-
-
 def scored_sets(judged: Iterable[Judged]) -> Iterator[tuple[NamedSet, BothScores]]:
     """Every set that has rows in some files, with its scores."""
     files = list(judged)
     for each in SETS:
-        members = [file for file in files if file.file.kind is each.kind]
-        found = both_scores(each.key, each.kind, members, functools.partial(_belongs, each))
-        if found.as_stated.rows:
-            yield each, found
+        pairs = [
+            pair
+            for file in files
+            if file.file.kind is each.kind
+            for pair in file.pairs
+            if each.holds(pair[0].row)
+        ]
+        if pairs:
+            yield each, both_scores(each.key, each.kind, pairs)

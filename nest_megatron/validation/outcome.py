@@ -13,35 +13,13 @@ from nest_megatron.validation.rows import Row, RowFile
 
 #: Columns that rows of one job share; they differ in how the job was laid out.
 GROUP_COLUMNS = (
-    "source",
-    "model",
-    "layers",
-    "hidden",
-    "ffn",
-    "heads",
-    "task",
-    "gpu",
-    "n_gpus",
-    "network",
-    "seq",
-    "gbs",
-    "precision",
-    "framework",
+    *("source", "model", "layers", "hidden", "ffn", "heads", "task", "gpu", "n_gpus", "network"),
+    *("seq", "gbs", "precision", "framework"),
 )
 _RELEASE = re.compile(r"\d+\.\d+")
 #: Columns in which the layouts of one job differ; rows that agree in all of them are one layout.
 LAYOUT_COLUMNS = (
-    "mbs",
-    "ga",
-    "tp",
-    "pp",
-    "vp",
-    "cp",
-    "ep",
-    "etp",
-    "fsdp",
-    "zero",
-    "seq_parallel",
+    *("mbs", "ga", "tp", "pp", "vp", "cp", "ep", "etp", "fsdp", "zero", "seq_parallel"),
     "recompute",
 )
 
@@ -156,6 +134,10 @@ class RowOutcome:
         return (*same, "" if is_released else self.row.get("commit", ""))
 
 
+#: A row as it is stated, and as planned.
+Pair = tuple[RowOutcome, RowOutcome]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
     """A file and what became of its rows, predicted both ways, in the order of the file."""
@@ -167,3 +149,8 @@ class Judged:
     def on(self, basis: Basis) -> Sequence[RowOutcome]:
         """The outcomes of one way."""
         return self.as_stated if basis is Basis.AS_STATED else self.as_planned
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """Each row both ways."""
+        return tuple(zip(self.as_stated, self.as_planned, strict=True))

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.validation.judging import Certainty, ChoiceScores, choice_scores, choice_summary
-from nest_megatron.validation.margin import RiskBin, samples, whole_risk
-from nest_megatron.validation.outcome import Basis, Judged, RowOutcome
-from nest_megatron.validation.regimes import REGIMES, RegimeName
+from nest_megatron.validation.margin import RiskBin, risk_bin, samples
+from nest_megatron.validation.outcome import Basis, Judged, Pair, RowOutcome
+from nest_megatron.validation.regimes import REGIMES
 from nest_megatron.validation.rows import RowKind
 from nest_megatron.validation.scores import (
     Coverage,
@@ -47,8 +46,8 @@ class Scores:
     rows: int
     predicted: int
     refused: Mapping[str, int]
-    errors: ErrorScores | None
-    memory: ErrorScores | None
+    errors: ErrorScores
+    memory: ErrorScores
     coverage: Coverage | None
     groups: tuple[RankScores, ...]
     out_of_memory: tuple[int, int]
@@ -83,7 +82,7 @@ class BothScores:
     """The same rows on both bases.
 
     Args:
-        name: a source, ``total``, or a regime.
+        name: a source, ``total``, a regime, or ``all``.
     """
 
     name: str
@@ -97,53 +96,55 @@ class BothScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileScores:
-    """Scores of one file."""
+    """Scores of one file: by source, of all its rows, and by regime (with ``all``)."""
 
     path: Path
     kind: RowKind
     sources: tuple[BothScores, ...]
     total: BothScores
-    regimes: Mapping[RegimeName, BothScores]
+    regimes: Mapping[str, BothScores]
 
 
 def file_scores(judged: Judged) -> FileScores:
     """Score a file by source, in the order in which sources appear, in all, and by regime."""
     kind = judged.file.kind
-    names = dict.fromkeys(each.source for each in judged.as_stated)
+    sources: dict[str, list[Pair]] = defaultdict(list)
+    for pair in judged.pairs:
+        sources[pair[0].source].append(pair)
     return FileScores(
         path=judged.file.path,
         kind=kind,
-        sources=tuple(
-            both_scores(name, kind, [judged], functools.partial(_is_of, name)) for name in names
-        ),
-        total=both_scores("total", kind, [judged], lambda _: True),
-        regimes=regime_scores(kind, [judged]),
+        sources=tuple(both_scores(name, kind, pairs) for name, pairs in sources.items()),
+        total=both_scores("total", kind, judged.pairs),
+        regimes=regime_scores([judged], kind),
     )
 
 
-def _is_of(source: str, each: RowOutcome) -> bool:
-    return each.source == source
-
-
-def regime_scores(kind: RowKind, files: Iterable[Judged]) -> Mapping[RegimeName, BothScores]:
-    """Scores of every regime over all rows of one kind; without rows, of none.
+def pairs_by_regime(
+    files: Iterable[Judged], kind: RowKind = RowKind.THROUGHPUT
+) -> dict[str, list[Pair]]:
+    """Rows of one kind by the regimes that they belong to as they are stated, and ``all``.
 
     Collectives belong to no regime.
     """
-    members = [file for file in files if file.file.kind is kind is not RowKind.COLLECTIVES]
-    return {each.name: both_scores(each.name, kind, members, each.holds) for each in REGIMES}
+    pairs = [pair for file in files if file.file.kind is kind for pair in file.pairs]
+    known = [] if kind is RowKind.COLLECTIVES else pairs
+    return {
+        **{each.name: [pair for pair in known if each.holds(pair[0])] for each in REGIMES},
+        "all": pairs,
+    }
 
 
-def both_scores(
-    name: str, kind: RowKind, files: Iterable[Judged], holds: Callable[[RowOutcome], bool]
-) -> BothScores:
-    """Score the rows of which something holds as they are stated."""
-    pairs = [
-        pair
-        for file in files
-        for pair in zip(file.as_stated, file.as_planned, strict=True)
-        if holds(pair[0])
-    ]
+def regime_scores(
+    files: Iterable[Judged], kind: RowKind = RowKind.THROUGHPUT
+) -> dict[str, BothScores]:
+    """Scores of every regime over all rows of one kind, and of ``all``."""
+    found = pairs_by_regime(files, kind)
+    return {name: both_scores(name, kind, pairs) for name, pairs in found.items()}
+
+
+def both_scores(name: str, kind: RowKind, pairs: Sequence[Pair]) -> BothScores:
+    """Score rows on both bases."""
     return BothScores(
         name=name,
         as_stated=scores(kind, [stated for stated, _ in pairs]),
@@ -153,84 +154,27 @@ def both_scores(
 
 def scores(kind: RowKind, outcomes: Sequence[RowOutcome]) -> Scores:
     """Score some rows of one kind."""
+    times = error_scores([o.time for o in outcomes if o.time])
+    memory = error_scores([o.memory for o in outcomes if o.memory])
     is_memory = kind in _MEMORY_KINDS
-    times = [o.time for o in outcomes if o.time is not None]
-    memory = [o.memory for o in outcomes if o.memory is not None]
-    off = [o.standardized_error for o in outcomes if o.standardized_error is not None]
     return Scores(
         rows=len(outcomes),
         predicted=sum(not o.refused for o in outcomes),
         refused=dict(Counter(o.refused for o in outcomes if o.refused).most_common()),
-        errors=error_scores(memory if is_memory else times),
-        memory=None if is_memory else error_scores(memory),
-        coverage=coverage_of(off) if off else None,
-        groups=group_scores(outcomes) if kind is RowKind.THROUGHPUT else (),
+        errors=memory if is_memory else times,
+        memory=ErrorScores() if is_memory else memory,
+        coverage=_coverage(outcomes),
+        groups=tuple(job.scores for job in measured_jobs(outcomes))
+        if kind is RowKind.THROUGHPUT
+        else (),
         out_of_memory=_infeasible(o for o in outcomes if o.out_of_memory),
         ran=_infeasible(o for o in outcomes if o.ran),
     )
 
 
-def group_scores(outcomes: Iterable[RowOutcome]) -> tuple[RankScores, ...]:
-    """Ranking of each job that was measured in at least two layouts."""
-    return tuple(each.scores for each in measured_jobs(outcomes))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredJob:
-    """A job that was measured in at least two layouts.
-
-    Args:
-        rows: all its runs.
-        layouts: predicted and measured seconds, by the layouts' columns.
-    """
-
-    rows: tuple[RowOutcome, ...]
-    layouts: Mapping[tuple[str, ...], tuple[float, float]]
-
-    @property
-    def row(self) -> RowOutcome:
-        """Its first row."""
-        return self.rows[0]
-
-    @property
-    def candidates(self) -> list[tuple[Candidate, float]]:
-        """Each layout at its fastest prediction, with its fastest measured step."""
-        found: dict[tuple[str, ...], Candidate] = {}
-        for each in self.rows:
-            known = found.get(each.layout)
-            step = each.candidate
-            if step and (known is None or step.solved.iteration < known.solved.iteration):
-                found[each.layout] = step
-        return [(plan, self.layouts[layout][1]) for layout, plan in found.items()]
-
-    @property
-    def scores(self) -> RankScores:
-        """How well its layouts are ranked."""
-        return rank_scores(list(self.layouts.values()))
-
-
-def measured_jobs(outcomes: Iterable[RowOutcome]) -> tuple[MeasuredJob, ...]:
-    """The jobs that were measured in at least two layouts.
-
-    A layout that was measured several times, or with settings that no column has, counts once, by
-    its fastest run and its fastest prediction: who chooses a layout runs it at its best.
-    """
-    groups: dict[tuple[str, ...], list[RowOutcome]] = defaultdict(list)
-    for each in outcomes:
-        if each.time is not None:
-            groups[each.group].append(each)
-    jobs = (MeasuredJob(rows=tuple(rows), layouts=_layouts(rows)) for rows in groups.values())
-    return tuple(job for job in jobs if len(job.layouts) > 1)
-
-
-def _layouts(rows: Iterable[RowOutcome]) -> dict[tuple[str, ...], tuple[float, float]]:
-    found: dict[tuple[str, ...], tuple[float, float]] = {}
-    for each in rows:
-        if each.time is not None:
-            predicted, measured = each.time
-            known = found.get(each.layout, each.time)
-            found[each.layout] = min(predicted, known[0]), min(measured, known[1])
-    return found
+def _coverage(outcomes: Iterable[RowOutcome]) -> Coverage | None:
+    off = [o.standardized_error for o in outcomes if o.standardized_error is not None]
+    return coverage_of(off) if off else None
 
 
 def _infeasible(outcomes: Iterable[RowOutcome]) -> tuple[int, int]:
@@ -239,11 +183,58 @@ def _infeasible(outcomes: Iterable[RowOutcome]) -> tuple[int, int]:
     return len(verdicts), verdicts.count(False)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredJob:
+    """A job that was measured in at least two layouts.
+
+    A layout that was measured several times, or with settings that no column has, counts once, by
+    its fastest run and its fastest prediction: who chooses a layout runs it at its best.
+
+    Args:
+        row: one of its runs.
+        layouts: predicted and measured seconds, by the layouts' columns.
+        candidates: each layout at its fastest prediction, with its fastest measured step.
+    """
+
+    row: RowOutcome
+    layouts: Mapping[tuple[str, ...], tuple[float, float]]
+    candidates: Sequence[tuple[Candidate, float]]
+
+    @property
+    def scores(self) -> RankScores:
+        """How well its layouts are ranked."""
+        return rank_scores(list(self.layouts.values()))
+
+
+def measured_jobs(outcomes: Iterable[RowOutcome]) -> tuple[MeasuredJob, ...]:
+    """The jobs that were measured in at least two layouts."""
+    jobs: dict[tuple[str, ...], dict[tuple[str, ...], list[RowOutcome]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for each in outcomes:
+        if each.time:
+            jobs[each.group][each.layout].append(each)
+    return tuple(_measured_job(layouts) for layouts in jobs.values() if len(layouts) > 1)
+
+
+def _measured_job(layouts: Mapping[tuple[str, ...], Sequence[RowOutcome]]) -> MeasuredJob:
+    times: dict[tuple[str, ...], tuple[float, float]] = {}
+    candidates = []
+    for layout, runs in layouts.items():
+        predicted, measured = zip(*(each.time for each in runs if each.time), strict=True)
+        times[layout] = min(predicted), min(measured)
+        plans = [each.candidate for each in runs if each.candidate]
+        if plans:
+            fastest = min(plans, key=lambda plan: plan.solved.iteration)
+            candidates.append((fastest, times[layout][1]))
+    return MeasuredJob(row=next(iter(layouts.values()))[0], layouts=times, candidates=candidates)
+
+
 def as_document(files: Sequence[Judged]) -> dict[str, object]:
     """For ``--json``: every file, and the regimes over all files of throughput."""
     return {
         "files": [_file_document(file_scores(file)) for file in files],
-        "regimes": _regimes(regime_scores(RowKind.THROUGHPUT, files)),
+        "regimes": _regimes(regime_scores(files)),
         "certainty": {
             name: {str(basis): dataclasses.asdict(found) for basis, found in each.items()}
             for name, each in certainty_by_regime(files).items()
@@ -251,26 +242,19 @@ def as_document(files: Sequence[Judged]) -> dict[str, object]:
         "memory_risk": {
             name: dataclasses.asdict(each) for name, each in risks_by_regime(files).items()
         },
-        "regime_definitions": {str(each.name): each.definition for each in REGIMES},
+        "regime_definitions": {each.name: each.definition for each in REGIMES},
     }
 
 
 def certainty_by_regime(files: Iterable[Judged]) -> dict[str, dict[Basis, Certainty]]:
     """Intervals of all runs and choices among measured layouts, by regime and over all."""
-    pairs = [
-        pair
-        for file in files
-        if file.file.kind is RowKind.THROUGHPUT
-        for pair in zip(file.as_stated, file.as_planned, strict=True)
-    ]
-    holding = {str(each.name): [p for p in pairs if each.holds(p[0])] for each in REGIMES}
     known: dict[tuple[int, ...], ChoiceScores] = {}
     return {
         name: {
-            Basis.AS_STATED: _certainty([stated for stated, _ in held], known),
-            Basis.AS_PLANNED: _certainty([planned for _, planned in held], known),
+            Basis.AS_STATED: _certainty([stated for stated, _ in pairs], known),
+            Basis.AS_PLANNED: _certainty([planned for _, planned in pairs], known),
         }
-        for name, held in {**holding, "all": pairs}.items()
+        for name, pairs in pairs_by_regime(files).items()
     }
 
 
@@ -282,16 +266,14 @@ def _certainty(
     Args:
         known: scores of jobs by the identity of their layouts, as most regimes share their jobs.
     """
-    off = [o.standardized_error for o in outcomes if o.standardized_error is not None]
     scored = []
     for job in measured_jobs(outcomes):
-        layouts = job.candidates
-        key = tuple(id(candidate) for candidate, _ in layouts)
-        if len(layouts) > 1:
+        key = tuple(id(candidate) for candidate, _ in job.candidates)
+        if len(key) > 1:
             if key not in known:
-                known[key] = choice_scores(layouts)
+                known[key] = choice_scores(job.candidates)
             scored.append(known[key])
-    return Certainty(coverage=coverage_of(off) if off else None, choice=choice_summary(scored))
+    return Certainty(coverage=_coverage(outcomes), choice=choice_summary(scored))
 
 
 def risks_by_regime(files: Iterable[Judged]) -> dict[str, RiskBin]:
@@ -300,13 +282,10 @@ def risks_by_regime(files: Iterable[Judged]) -> dict[str, RiskBin]:
     Regimes are of runs that say what they recomputed; what the others are predicted with is a
     guess, which they show to be wrong where they were expected to run out.
     """
-    runs = [o for each in files if each.file.kind is RowKind.THROUGHPUT for o in each.as_stated]
-    holding = {str(each.name): [o for o in runs if each.holds(o)] for each in REGIMES}
     reserve = CostSettings().memory_reserve_bytes
-    risks = {
-        name: whole_risk(samples(held, reserve)) for name, held in {**holding, "all": runs}.items()
-    }
-    risks["recompute not stated"] = whole_risk(samples(runs, reserve, stated=False))
+    runs = {n: [o for o, _ in pairs] for n, pairs in pairs_by_regime(files).items()}
+    risks = {name: risk_bin(samples(own, reserve)) for name, own in runs.items()}
+    risks["recompute not stated"] = risk_bin(samples(runs["all"], reserve, stated=False))
     return {name: each for name, each in risks.items() if each.runs}
 
 
@@ -320,61 +299,50 @@ def _file_document(file: FileScores) -> dict[str, object]:
     }
 
 
-def _regimes(regimes: Mapping[RegimeName, BothScores]) -> dict[str, object]:
-    return {str(name): _bases(each) for name, each in regimes.items()}
+def _regimes(regimes: Mapping[str, BothScores]) -> dict[str, object]:
+    return {each.name: _bases(regimes[each.name]) for each in REGIMES}
 
 
 def _document(each: BothScores) -> dict[str, object]:
     """One source or total; what is not inside a basis is as stated."""
     stated = each.as_stated
+    memory = dataclasses.asdict(stated.memory)
     return {
         "source": each.name,
         "rows": stated.rows,
         "predicted": stated.predicted,
         "refused": dict(stated.refused),
-        **_errors(stated.errors),
+        **dataclasses.asdict(stated.errors),
         "groups": len(stated.groups),
         "spearman_mean": stated.spearman_mean,
         "regret_mean_pct": stated.regret_mean_pct,
         "regret_max_pct": stated.regret_max_pct,
-        "memory": None if stated.memory is None else _errors(stated.memory),
-        "out_of_memory": _verdicts(stated.out_of_memory),
-        "ran": _verdicts(stated.ran),
+        "memory": None if memory["mape_pct"] is None else memory,
+        "out_of_memory": dict(zip(("rows", "infeasible"), stated.out_of_memory, strict=True)),
+        "ran": dict(zip(("rows", "infeasible"), stated.ran, strict=True)),
         **_bases(each),
     }
 
 
-def _bases(each: BothScores) -> dict[str, object]:
-    return {str(basis): _basis_document(each.on(basis)) for basis in Basis}
-
-
-def _basis_document(each: Scores) -> dict[str, float | None]:
-    """The figures of one basis; docs/accuracy.md says what each one counts."""
+def _bases(both: BothScores) -> dict[str, object]:
+    """The figures of each basis; docs/accuracy.md says what each one counts."""
     return {
-        "rows": each.rows,
-        "predicted": each.predicted,
-        "refused": each.rows - each.predicted,
-        **_errors(each.errors),
-        "coverage_50_pct": each.coverage.within_50_pct if each.coverage else None,
-        "coverage_90_pct": each.coverage.within_90_pct if each.coverage else None,
-        "ran_called_infeasible": each.ran[1],
-        "ran": each.ran[0],
-        "oom_caught": each.out_of_memory[1],
-        "oom": each.out_of_memory[0],
-        "groups": len(each.groups),
-        "regret_mean_pct": each.regret_mean_pct,
-        "regret_max_pct": each.regret_max_pct,
-        "pairs_in_order_pct": each.pairs_in_order_pct,
-    }
-
-
-def _verdicts(counts: tuple[int, int]) -> dict[str, int]:
-    return {"rows": counts[0], "infeasible": counts[1]}
-
-
-def _errors(errors: ErrorScores | None) -> dict[str, float | None]:
-    return {
-        "mape_pct": errors.mape_pct if errors else None,
-        "median_signed_pct": errors.median_signed_pct if errors else None,
-        "p90_abs_pct": errors.p90_abs_pct if errors else None,
+        str(basis): {
+            "rows": each.rows,
+            "predicted": each.predicted,
+            "refused": each.rows - each.predicted,
+            **dataclasses.asdict(each.errors),
+            "coverage_50_pct": each.coverage.within_50_pct if each.coverage else None,
+            "coverage_90_pct": each.coverage.within_90_pct if each.coverage else None,
+            "ran_called_infeasible": each.ran[1],
+            "ran": each.ran[0],
+            "oom_caught": each.out_of_memory[1],
+            "oom": each.out_of_memory[0],
+            "groups": len(each.groups),
+            "regret_mean_pct": each.regret_mean_pct,
+            "regret_max_pct": each.regret_max_pct,
+            "pairs_in_order_pct": each.pairs_in_order_pct,
+        }
+        for basis in Basis
+        for each in (both.on(basis),)
     }

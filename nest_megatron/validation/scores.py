@@ -16,7 +16,7 @@ NOISE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorScores:
-    """Relative errors of predictions, in per cent.
+    """Relative errors of predictions, in per cent; ``None`` where nothing was predicted.
 
     Args:
         mape_pct: mean of the absolute errors.
@@ -24,19 +24,19 @@ class ErrorScores:
         p90_abs_pct: nine of ten errors are smaller.
     """
 
-    mape_pct: float
-    median_signed_pct: float
-    p90_abs_pct: float
+    mape_pct: float | None = None
+    median_signed_pct: float | None = None
+    p90_abs_pct: float | None = None
 
 
-def error_scores(pairs: Sequence[tuple[float, float]]) -> ErrorScores | None:
-    """Score pairs of predicted and measured figures; ``None`` without pairs.
+def error_scores(pairs: Sequence[tuple[float, float]]) -> ErrorScores:
+    """Score pairs of predicted and measured figures.
 
     >>> error_scores([(11.0, 10.0), (9.0, 10.0), (10.0, 10.0)]).median_signed_pct
     0.0
     """
     if not pairs:
-        return None
+        return ErrorScores()
     errors = [100.0 * (predicted / measured - 1.0) for predicted, measured in pairs]
     sizes = sorted(map(abs, errors))
     return ErrorScores(

@@ -32,9 +32,9 @@ from nest_megatron.validation.margin import (
     left_out,
     margin_curve,
     margin_point,
+    risk_bin,
     risk_bins,
     samples,
-    whole_risk,
 )
 from nest_megatron.validation.memory import predicted_memory, workspace_bytes
 from nest_megatron.validation.models import ModelBook
@@ -188,7 +188,7 @@ def test_the_margin_catches_most_while_it_refuses_few() -> None:
 
 def test_a_source_is_scored_with_the_margin_of_the_others() -> None:
     data = _samples("one", [0.5] * 100, [0.9]) + _samples("two", [0.88] * 100, [0.95])
-    scored = {each.source: each.point for each in left_out(data)}
+    scored = left_out(data)
     assert scored["one"].margin == pytest.approx(0.12)
     assert scored["two"].ran_share == 1.0
 
@@ -260,9 +260,10 @@ def test_chances_stand_beside_what_became_of_the_runs() -> None:
     assert [(each.runs, each.out_of_memory) for each in bins if each.runs] == [(3, 0), (2, 2)]
     assert sum(each.runs for each in bins) == len(data)
     assert sum(each.expected for each in bins) == pytest.approx(3 * 0.1 + 2 * 0.6)
-    (whole,) = risk_bins(data, (0.0, 1.0))
-    assert whole == whole_risk(data)
-    assert whole.cells() == ("5", "30.0", "40.0", "1.5", "2")
+    whole = risk_bin(data)
+    assert (whole.runs, whole.out_of_memory) == (5, 2)
+    figures = (whole.mean_chance_pct, whole.ran_out_pct, whole.expected)
+    assert figures == pytest.approx((30.0, 40.0, 1.5))
 
 
 def test_the_chance_to_run_out_stands_beside_what_became_of_the_runs_of_a_regime(

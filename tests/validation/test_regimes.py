@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nest_megatron.validation.outcome import RowOutcome
-from nest_megatron.validation.regimes import REGIMES, RegimeName
+from nest_megatron.validation.regimes import REGIMES
 
 DENSE = {"model": "Llama 3.1 8B", "framework": "NeMo 24.09", "precision": "BF16", "n_gpus": "8"}
 
@@ -14,11 +14,11 @@ def regimes(is_moe: bool | None = False, zero: int | None = 1, **cells: str) -> 
     row = {**DENSE, **cells}
     measured = float(row.get("iter_time_s") or 9.0)
     each = RowOutcome(row=row, is_moe=is_moe, zero=zero, measured_s=measured)
-    return {regime.name for regime in REGIMES if regime.holds(each)} - {RegimeName.DENSE}
+    return {regime.name for regime in REGIMES if regime.holds(each)} - {"dense"}
 
 
 def test_every_regime_is_defined_once_with_a_reason() -> None:
-    assert [each.name for each in REGIMES] == list(RegimeName)
+    assert len({each.name for each in REGIMES}) == len(REGIMES)
     assert all(each.definition and each.reason for each in REGIMES)
 
 

@@ -12,9 +12,15 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from nest_megatron.validation.outcome import RowOutcome
-from nest_megatron.validation.report import group_scores, scores
+from nest_megatron.validation.report import scores
 from nest_megatron.validation.rows import RowKind
-from nest_megatron.validation.scores import error_scores, quantile, rank_scores, spearman
+from nest_megatron.validation.scores import (
+    ErrorScores,
+    error_scores,
+    quantile,
+    rank_scores,
+    spearman,
+)
 
 FEW = st.integers(min_value=1, max_value=4).map(float)  # few values: many ties
 MANY = st.floats(min_value=0.01, max_value=1e6)
@@ -38,11 +44,10 @@ def test_quantiles_are_scipys(values: list[float], share: float) -> None:
 
 def test_errors_have_a_sign_and_a_size() -> None:
     found = error_scores([(12.0, 10.0), (9.0, 10.0), (10.0, 10.0), (5.0, 10.0)])
-    assert found is not None
     assert found.mape_pct == pytest.approx((20 + 10 + 0 + 50) / 4)
     assert found.median_signed_pct == pytest.approx(-5)
     assert found.p90_abs_pct == pytest.approx(41)
-    assert error_scores([]) is None
+    assert error_scores([]) == ErrorScores()
 
 
 @given(st.lists(st.tuples(MANY, MANY), min_size=2, max_size=20))
@@ -91,7 +96,7 @@ def test_runs_of_one_layout_count_once_and_other_shapes_are_other_jobs() -> None
         _outcome(1.2, 1.1, tp="2"),
         _outcome(0.5, 9.0, tp="4", layers="8"),  # another model
     ]
-    (found,) = group_scores(rows)
+    (found,) = scores(RowKind.THROUGHPUT, rows).groups
     assert (found.regret_pct, found.pairs, found.pairs_in_order) == (0.0, 1, 1)
 
 
@@ -102,7 +107,7 @@ def test_pages_of_two_quarters_are_two_releases(framework: str, groups: int) -> 
         _outcome(1.0, 1.0, tp="1", commit="a1", framework=framework),
         _outcome(1.2, 1.1, tp="2", commit="b2", framework=framework),
     ]
-    assert len(group_scores(rows)) == groups
+    assert len(scores(RowKind.THROUGHPUT, rows).groups) == groups
 
 
 def test_ties_by_noise_are_no_pairs_and_equal_predictions_are_wrong() -> None:
@@ -118,7 +123,7 @@ def test_an_estimate_of_the_author_is_no_run_that_ran() -> None:
 
 def test_scores_of_nothing_are_empty() -> None:
     found = scores(RowKind.THROUGHPUT, [])
-    assert found.errors is None
+    assert found.errors == ErrorScores()
     assert found.spearman_mean is found.regret_mean_pct is found.regret_max_pct is None
 
 
@@ -126,5 +131,5 @@ def test_the_mean_is_that_of_the_sizes() -> None:
     draw = random.Random(1)
     pairs = [(draw.uniform(1, 2), draw.uniform(1, 2)) for _ in range(100)]
     found = error_scores(pairs)
-    assert found is not None
+    assert found.mape_pct is not None
     assert math.isclose(found.mape_pct, statistics.fmean(100 * abs(p / m - 1) for p, m in pairs))

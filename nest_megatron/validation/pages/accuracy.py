@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, read_text, write_bytes, write_text
-from nest_megatron.validation.outcome import Judged
-from nest_megatron.validation.pages.goals import goals_section
-from nest_megatron.validation.pages.pictures import pictures
-from nest_megatron.validation.pages.reference import (
-    columns_section,
-    constants_section,
-    links_section,
-    targets_section,
+from nest_megatron.report.markdown import figure
+from nest_megatron.units import GIB
+from nest_megatron.validation.judging import Certainty
+from nest_megatron.validation.named_sets import scored_sets
+from nest_megatron.validation.outcome import Basis, Judged
+from nest_megatron.validation.pages.goals import goals_reached
+from nest_megatron.validation.pages.pictures import CAPTIONS, pictures
+from nest_megatron.validation.pages.reference import reference
+from nest_megatron.validation.pages.worst import margin_figures, subject, worst_rows
+from nest_megatron.validation.regimes import REGIMES
+from nest_megatron.validation.report import (
+    BothScores,
+    MeasuredJob,
+    certainty_by_regime,
+    file_scores,
+    regime_scores,
+    risks_by_regime,
 )
-from nest_megatron.validation.pages.regimes import all_runs, regimes_section, regimes_table
-from nest_megatron.validation.pages.scores import (
-    errors_section,
-    files_section,
-    refusals_section,
-    sets_section,
-    sets_table,
-)
-from nest_megatron.validation.pages.uncertainty import uncertainty_section
-from nest_megatron.validation.pages.worst import margin_section, worst_section
-from nest_megatron.validation.report import regime_scores
 from nest_megatron.validation.rows import RowKind
+from nest_megatron.validation.scores import NOISE
 
 #: Hand-written reasons, beside the page.
 NOTES = "accuracy_notes.yaml"
+NOT_EXPLAINED = "not explained"
 PAGE, PICTURES, EXPERTS = "accuracy.md", "accuracy", "expert_layouts.md"
 #: What is written anew of the README beside the folder of the page, where it has these lines.
 README = "README.md"
@@ -107,25 +109,16 @@ def write_accuracy(
     readme = folder.parent / README
     lines = readme_text(readme, judged)
     drawn = pictures(judged)
-    text = page(
-        judged,
-        read_notes(folder / NOTES),
-        list(drawn),
-        _bold_sentence(folder / EXPERTS),
-        _bold_sentence(folder / OWN_RUNS),
-        uncertainty_section(unseen),
-    )
+    experts, own_runs = (_bold_sentence(folder / name) for name in (EXPERTS, OWN_RUNS))
+    text = page(judged, read_notes(folder / NOTES), list(drawn), experts, own_runs, unseen)
     (folder / PICTURES).mkdir(exist_ok=True)
-    for name, content in drawn.items():
-        write_bytes(folder / PICTURES / f"{name}.png", content)
+    images = {folder / PICTURES / f"{name}.png": content for name, content in drawn.items()}
+    for path, content in images.items():
+        write_bytes(path, content)
     if lines:
         write_text(readme, lines)
     write_text(folder / PAGE, text)
-    return [
-        *([readme] if lines else []),
-        *(folder / PICTURES / f"{name}.png" for name in drawn),
-        folder / PAGE,
-    ]
+    return [*([readme] if lines else []), *images, folder / PAGE]
 
 
 def readme_text(path: Path, judged: Sequence[Judged]) -> str:
@@ -135,18 +128,14 @@ def readme_text(path: Path, judged: Sequence[Judged]) -> str:
     _, end, after = rest.partition(END)
     if not begin or not end:
         return ""
-    regimes = regime_scores(RowKind.THROUGHPUT, judged)
-    body = "\n\n".join(
-        (
-            "Step time of published runs, predicted *as planned*: with the settings that the "
-            "planner assumes or chooses, not with those that a recipe turned out to have. The "
-            'worst regimes first; "as stated" knows the settings.',
-            regimes_table(regimes, all_runs(judged)),
-            "The same for rows that others have predicted:",
-            sets_table(judged),
-        )
+    regimes = regime_scores(judged)
+    body = _rendered(
+        "readme.md.j2",
+        Notes(),
+        regimes=[*_worst_first(regimes), regimes["all"]],
+        sets=list(scored_sets(judged)),
     )
-    return f"{before}{begin}\n{body}\n{end}{after}"
+    return f"{before}{begin}\n{body}{end}{after}"
 
 
 def page(
@@ -155,7 +144,7 @@ def page(
     drawn: Sequence[str],
     experts: str,
     own_runs: str,
-    intervals: str = "",
+    unseen: Sequence[Judged] = (),
 ) -> str:
     """The text of the page.
 
@@ -163,72 +152,110 @@ def page(
         drawn: names of the pictures.
         experts: a sentence on the layouts that experts published, "" without one.
         own_runs: a sentence on runs of our own, "" without one.
-        intervals: the section on intervals and choices.
+        unseen: files of runs, predicted without their source: for the section on intervals.
     """
-    sections = (
-        _head(judged, own_runs),
-        regimes_section(judged),
-        goals_section(judged, notes.rows, notes.goals),
-        intervals,
-        files_section(judged),
-        sets_section(judged),
-        _pictures_section(drawn),
-        errors_section(judged),
-        worst_section(judged, notes.rows),
-        _not_captured_section(notes.not_captured),
-        _experts_section(experts),
-        _own_runs_section(own_runs),
-        margin_section(judged),
-        refusals_section(judged),
-        constants_section(),
-        links_section(),
-        targets_section(),
-        columns_section(),
+    names = [each.file.path.name for each in judged]
+    runs = [each for each in judged if each.file.kind is RowKind.THROUGHPUT]
+    regimes = regime_scores(judged)
+    certainty = certainty_by_regime(unseen)
+    peaks = [o for each in runs for o in each.as_planned if o.measured_bytes is not None]
+    refused = Counter((o.refused, each.file.kind) for each in judged for o in each.as_stated)
+    settings = CostSettings()
+    return _rendered(
+        "accuracy.md.j2",
+        notes,
+        command=shlex.join(["nest-megatron", "validate", *names, "--docs", "docs"]),
+        notes_file=NOTES,
+        regimes=[*_worst_first(regimes), regimes["all"]] if runs else [],
+        goals=list(goals_reached(judged, regimes)),
+        certainty={n: each for n, each in certainty.items() if each[Basis.AS_STATED].coverage},
+        missed_intervals=list(_missed_intervals(certainty)),
+        files=[file_scores(each) for each in judged],
+        sets=list(scored_sets(judged)),
+        drawn=drawn,
+        captions=CAPTIONS,
+        peaks=len(peaks),
+        unscored_peaks=sum(each.predicted_bytes is None for each in peaks),
+        worst=list(worst_rows(judged)),
+        experts=experts,
+        experts_page=EXPERTS,
+        own_runs=own_runs,
+        own_runs_page=OWN_RUNS,
+        margin=margin_figures(judged),
+        reserve_gib=settings.memory_reserve_bytes / GIB,
+        default_margin=settings.memory_margin,
+        risks=risks_by_regime(judged),
+        refusals=[(key, count) for key, count in refused.most_common() if key[0]],
+        **reference(),
     )
-    return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _head(judged: Sequence[Judged], own_runs: str) -> str:
-    command = shlex.join(
-        ["nest-megatron", "validate", *(each.file.path.name for each in judged), "--docs", "docs"]
+def _rendered(template: str, notes: Notes, **values: object) -> str:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader(__name__.rpartition(".")[0]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=_cell,
+        autoescape=False,  # Markdown: ``_cell`` escapes what ends a cell
     )
-    ours = f", but for [one section](#{_OWN_RUNS_TITLE.lower().replace(' ', '-')})"
-    return f"""\
-# Accuracy
-
-How well the cost model predicts runs that others measured and published: step time, peak memory,
-the ranking of layouts of one job, and single collectives. Nothing here was measured by
-us{ours if own_runs else ""}. Written by the command below, run in the folder of the files with the
-folder of this page at its end; do not edit it (reasons by hand are in `{NOTES}`).
-
-    {command}
-
-**Error** is 100 (predicted / measured - 1) per cent: above 0 the prediction is too large. MAPE is
-the mean of its size, p90 what nine of ten rows stay under. **Regret** compares layouts of one job
-(same source, model and shape, GPUs, network, batch, sequence, number format, framework and
-release): how much slower the layout that we would choose ran than the fastest that was measured.
-**Rank correlation** is Spearman's, the mean over such jobs."""
+    environment.filters |= {
+        "figure": figure,
+        "job": _job,
+        "one_line": _one_line,
+        "percent": lambda share: None if share is None else 100 * share,
+        "reason": lambda each: _one_line(notes.rows.get(each.row.get("row_id", ""), NOT_EXPLAINED)),
+        "seconds": lambda pair: f"{pair[1]:.4g} ({pair[0]:.4g})",
+        "share": lambda counts: f"{counts[1]} of {counts[0]}" if counts[0] else "",
+        "subject": subject,
+        "worst_first": _worst_first,
+    }
+    scales = {"s": 1.0, "ms": 1e-3, "GiB": float(GIB)}
+    shared = {"notes": notes, "scales": scales, "definitions": REGIMES, "noise": NOISE}
+    return environment.get_template(template).render(**shared, **values)
 
 
-_CAPTIONS = {
-    "time": "Step time, one panel a source; the bands are 10 and 20 % around agreement.",
-    "memory": "Peak memory of one GPU, predicted against measured.",
-    "collectives": "Collectives, predicted against measured, all sizes.",
-}
+def _cell(value: object) -> object:
+    """A value as a template shows it: ``None`` as nothing, and no bar or line that ends a cell."""
+    if isinstance(value, str):
+        return value.replace("|", "\\|").replace("\n", " ")
+    return "" if value is None else value
 
 
-def _pictures_section(drawn: Sequence[str]) -> str:
-    if not drawn:
-        return ""
-    shown = (f"{_CAPTIONS[name]}\n\n![{_CAPTIONS[name]}]({PICTURES}/{name}.png)" for name in drawn)
-    return "\n\n".join(("## Predicted against measured", *shown))
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
-def _not_captured_section(texts: Sequence[str]) -> str:
-    if not texts:
-        return ""
-    items = "\n".join(f"* {' '.join(text.split())}" for text in texts)
-    return f"## What the model does not capture\n\n{items}"
+def _job(job: MeasuredJob) -> str:
+    row = job.row.row
+    parts = (("gbs", "batch"), ("seq", "sequence"), ("precision", ""))
+    said = (f"{word} {row[column]}".strip() for column, word in parts if row.get(column))
+    return ", ".join((subject(job.row), *said))
+
+
+def _worst_first(regimes: Mapping[str, BothScores]) -> list[BothScores]:
+    """Regimes that have predictions."""
+    errors = {each.name: regimes[each.name].as_planned.errors.mape_pct for each in REGIMES}
+    known = {name: error for name, error in errors.items() if error is not None}
+    return [regimes[name] for name in sorted(known, key=lambda name: -known[name])]
+
+
+#: Levels of intervals in per cent, and how far all runs as stated and those of a regime may be off.
+_LEVELS = {"within_50_pct": 50.0, "within_90_pct": 90.0}
+_POINTS, _REGIME_POINTS = 5.0, 10.0
+
+
+def _missed_intervals(found: Mapping[str, Mapping[Basis, Certainty]]) -> Iterator[str]:
+    """What misses the goals of intervals."""
+    for name, each in found.items():
+        covered = each[Basis.AS_STATED].coverage
+        for key, level in _LEVELS.items() if covered else ():
+            share = float(getattr(covered, key))
+            if abs(share - level) > (_POINTS if name == "all" else _REGIME_POINTS):
+                yield f"{name} ({share:.1f} % in the interval of {level:.0f} %)"
 
 
 def _bold_sentence(path: Path) -> str:
@@ -237,22 +264,3 @@ def _bold_sentence(path: Path) -> str:
         return ""
     lines = read_text(path, "page").splitlines()
     return next((line.strip("* ") for line in lines if line.startswith("**")), "")
-
-
-def _experts_section(sentence: str) -> str:
-    if not sentence:
-        return ""
-    return f"## Layouts that experts published\n\n{sentence} Row by row: [{EXPERTS}]({EXPERTS})."
-
-
-_OWN_RUNS_TITLE = "Runs of our own"
-
-
-def _own_runs_section(sentence: str) -> str:
-    if not sentence:
-        return ""
-    return f"""\
-## {_OWN_RUNS_TITLE}
-
-Layer blocks and collectives profiled on a machine, layouts predicted from that profile and then
-trained there for real. {sentence} Layout by layout: [{OWN_RUNS}]({OWN_RUNS})."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from nest_megatron.report.markdown import figure
 from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns
 from nest_megatron.validation.judging import Certainty
+from nest_megatron.validation.margin import RiskBin
 from nest_megatron.validation.outcome import Basis, Judged
-from nest_megatron.validation.regimes import REGIMES, RegimeName
+from nest_megatron.validation.regimes import REGIMES
 from nest_megatron.validation.report import (
     BothScores,
-    FileScores,
     Scores,
     certainty_by_regime,
     file_scores,
@@ -22,9 +23,11 @@ from nest_megatron.validation.report import (
     risks_by_regime,
 )
 from nest_megatron.validation.rows import RowKind
-from nest_megatron.validation.scores import NOISE, ErrorScores
+from nest_megatron.validation.scores import NOISE
 
 _HEADS = ("rows", "MAPE", "med", "p90", "mem", "regret", "pairs", "ran", "OOM")
+_CHOICE_HEADS = ("in 50 %", "in 90 %", "jobs", "nominal", "default", "list", "holds", "sure")
+_RISK_HEADS = ("runs", "mean chance %", "ran out %", "expected", "ran out")
 _LONGEST = 16
 #: What leads: a plan is made without knowing what its settings will be.
 _ORDER = (Basis.AS_PLANNED, Basis.AS_STATED)
@@ -49,123 +52,90 @@ def validation_report(judged: Sequence[Judged]) -> RenderableType:
     parts: list[RenderableType] = []
     for file in map(file_scores, judged):
         parts.append(Text(f"\n{file.path} ({file.kind})", style="bold"))
-        parts += _file_tables(file)
+        rows = (*file.sources, file.total)
+        if file.kind is RowKind.COLLECTIVES:
+            parts.append(_table("source", rows, Basis.AS_STATED))
+        else:
+            parts += _on_both("source", rows)
         parts += [
             Text(f"  refused {count:4d}: {reason}")
             for reason, count in file.total.as_stated.refused.items()
         ]
-    regimes = regime_scores(RowKind.THROUGHPUT, judged)
-    if any(each.as_stated.rows for each in regimes.values()):
-        parts += _regime_tables(regimes)
-        parts += _certainty_tables(judged)
-        parts += _risk_table(judged)
+    regimes = regime_scores(judged)
+    if regimes["all"].as_stated.rows:
+        parts.append(Text("\nRegimes of all runs (throughput)", style="bold"))
+        parts += _on_both("regime", [regimes[each.name] for each in REGIMES])
+        parts.append(Text())
+        parts += [Text(f"  {each.name}: {each.definition}", style="dim") for each in REGIMES]
+        parts += _certainty_and_risk(judged)
     parts.append(Text(_LEGEND, style="dim"))
     return Group(*parts)
 
 
-def _file_tables(file: FileScores) -> Iterable[RenderableType]:
-    if file.kind is RowKind.COLLECTIVES:
-        yield _table("source", (*file.sources, file.total), Basis.AS_STATED)
-        return
+def _on_both(head: str, rows: Sequence[BothScores]) -> Iterator[RenderableType]:
     for basis in _ORDER:
         yield Text(f"\n{basis.words}", style="italic")
-        yield _table("source", (*file.sources, file.total), basis)
+        yield _table(head, rows, basis)
 
 
-def _regime_tables(regimes: Mapping[RegimeName, BothScores]) -> Iterable[RenderableType]:
-    yield Text("\nRegimes of all runs (throughput)", style="bold")
-    for basis in _ORDER:
-        yield Text(f"\n{basis.words}", style="italic")
-        yield _table("regime", tuple(regimes.values()), basis)
-    yield Text()
-    for each in REGIMES:
-        yield Text(f"  {each.name}: {each.definition}", style="dim")
-
-
-def _certainty_tables(judged: Sequence[Judged]) -> Iterable[RenderableType]:
-    """Whether intervals hold, and what choosing by them comes to."""
+def _certainty_and_risk(judged: Sequence[Judged]) -> Iterator[RenderableType]:
+    """Whether intervals hold, what choosing by them comes to, and the chance to run out."""
     yield Text("\nIntervals and choices, all runs (throughput)", style="bold")
     found = certainty_by_regime(judged)
     for basis in _ORDER:
         yield Text(f"\n{basis.words}", style="italic")
-        table = _empty_table("regime", _CHOICE_HEADS)
-        for name, each in found.items():
-            style = "bold" if name == "all" else ""
-            table.add_row(name, *_certainty_cells(each[basis]), style=style)
-        yield table
-
-
-_RISK_HEADS = ("runs", "mean chance %", "ran out %", "expected", "ran out")
-
-
-def _risk_table(judged: Sequence[Judged]) -> Iterable[RenderableType]:
-    """The chance to run out of memory beside what became of the runs."""
+        rows = ((name, _certainty_cells(each[basis])) for name, each in found.items())
+        yield _rows("regime", _CHOICE_HEADS, rows)
     yield Text("\nOut of memory, runs that state what they recompute, as stated", style="bold")
-    table = _empty_table("regime", _RISK_HEADS)
-    for name, each in risks_by_regime(judged).items():
-        table.add_row(name, *each.cells(), style="bold" if name == "all" else "")
-    yield table
+    risks = risks_by_regime(judged)
+    yield _rows("regime", _RISK_HEADS, ((name, _risk(each)) for name, each in risks.items()))
 
 
-_CHOICE_HEADS = ("in 50 %", "in 90 %", "jobs", "nominal", "default", "list", "holds", "sure")
+def _table(head: str, rows: Iterable[BothScores], basis: Basis) -> Table:
+    return _rows(head, _HEADS, ((each.name, _cells(each.on(basis))) for each in rows))
+
+
+def _rows(head: str, titles: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> Table:
+    columns = (*name_columns(head, max_width=_LONGEST), *figure_columns(*titles))
+    table = EdgelessTable(*columns, padding=(0, 1, 0, 0))
+    for name, cells in rows:
+        table.add_row(name, *cells, style="bold" if name in ("total", "all") else "")
+    return table
 
 
 def _certainty_cells(each: Certainty) -> tuple[str, ...]:
     covered, choice = each.coverage, each.choice
-    shares = (covered.within_50_pct, covered.within_90_pct) if covered else ()
-    inside = tuple(f"{share:.0f}" for share in shares) or ("", "")
-    if choice is None:
-        return (*inside, *("",) * 6)
     return (
-        *inside,
-        str(choice.jobs),
-        f"{choice.nominal_regret_pct:.1f}",
-        f"{choice.default_regret_pct:.1f}",
-        f"{choice.shortlist_size:.1f}",
-        f"{choice.shortlist_holds_pct:.0f}",
-        "" if choice.sure_right_pct is None else f"{choice.sure_right_pct:.0f}",
+        figure(covered.within_50_pct if covered else None, 0),
+        figure(covered.within_90_pct if covered else None, 0),
+        str(choice.jobs) if choice else "",
+        figure(choice.nominal_regret_pct if choice else None),
+        figure(choice.default_regret_pct if choice else None),
+        figure(choice.shortlist_size if choice else None),
+        figure(choice.shortlist_holds_pct if choice else None, 0),
+        figure(choice.sure_right_pct if choice else None, 0),
     )
 
 
-def _table(head: str, rows: Sequence[BothScores], basis: Basis) -> Table:
-    table = _empty_table(head, _HEADS)
-    for each in rows:
-        style = "bold" if each.name == "total" else ""
-        table.add_row(each.name, *_cells(each.on(basis)), style=style)
-    return table
-
-
-def _empty_table(head: str, titles: Sequence[str]) -> Table:
-    columns = (*name_columns(head, max_width=_LONGEST), *figure_columns(*titles))
-    return EdgelessTable(*columns, padding=(0, 1, 0, 0))
+def _risk(each: RiskBin) -> tuple[str, ...]:
+    figures = map(figure, (each.mean_chance_pct, each.ran_out_pct, each.expected))
+    return (str(each.runs), *figures, str(each.out_of_memory))
 
 
 def _cells(each: Scores) -> tuple[str, ...]:
+    errors = each.errors
+    regret = f"{figure(each.regret_mean_pct)} {figure(each.regret_max_pct, 0)}"
     return (
         f"{each.predicted}/{each.rows}",
-        *_error_cells(each.errors),
-        f"{each.memory.mape_pct:.1f}" if each.memory else "",
-        _regret(each),
-        "" if each.pairs_in_order_pct is None else f"{each.pairs_in_order_pct:.0f}",
+        figure(errors.mape_pct),
+        figure(errors.median_signed_pct, signed=True),
+        figure(errors.p90_abs_pct),
+        figure(each.memory.mape_pct),
+        regret if each.groups else "",
+        figure(each.pairs_in_order_pct, 0),
         _share(each.ran),
         _share(each.out_of_memory),
     )
-
-
-def _error_cells(errors: ErrorScores | None) -> tuple[str, str, str]:
-    if errors is None:
-        return "", "", ""
-    return (
-        f"{errors.mape_pct:.1f}",
-        f"{errors.median_signed_pct:+.1f}",
-        f"{errors.p90_abs_pct:.1f}",
-    )
-
-
-def _regret(each: Scores) -> str:
-    if each.regret_mean_pct is None or each.regret_max_pct is None:
-        return ""
-    return f"{each.regret_mean_pct:.1f} {each.regret_max_pct:.0f}"
 
 
 def _share(counts: tuple[int, int]) -> str:
