@@ -206,6 +206,11 @@ class TransformerSpec:
         """Number of multi-token-prediction layers."""
         return self.mtp_num_layers or 0
 
+    @property
+    def num_units(self) -> int:
+        """Number of units in the layer sequence."""
+        return len(self.layer_kinds())
+
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
         """Vocabulary rows after Megatron's padding, which depends on the tensor-parallel size.
 

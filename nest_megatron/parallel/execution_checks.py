@@ -22,14 +22,14 @@ from nest_megatron.model.execution import (
     TokenDispatcher,
 )
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
-from nest_megatron.parallel.degree_rules import Rule, Violation
+from nest_megatron.parallel.degree_rules import Rule, rule, violations
 from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeModule
 from nest_megatron.parallel.rules import LaunchRequest
 
 #: Modules that ``--offload-modules`` takes outside experts, and inside.
-_OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
-_OFFLOADED_OF_EXPERTS = ("expert_fc1", "moe_act", "fused_group_mlp")
-_OF_0_20 = ("fused_group_mlp", "gdp_qkv")
+_OFFLOADED = {"attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"}
+_OFFLOADED_OF_EXPERTS = {"expert_fc1", "moe_act", "fused_group_mlp"}
+_OF_0_20 = {"fused_group_mlp", "gdp_qkv"}
 #: Groups that DeepEP has buffer sizes for. Source: deepseek-ai/DeepEP, deep_ep/buffer.py
 #: (``Buffer.get_dispatch_config``); its first releases lack 48 and 96.
 DEEPEP_RANKS = frozenset({2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160})
@@ -37,11 +37,23 @@ DEEPEP_RANKS = frozenset({2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160})
 
 def allows_execution(request: LaunchRequest) -> bool:
     """Whether Megatron accepts how a request's layers are carried out."""
-    return all(rule.check(request) is None for rule in EXECUTION_RULES)
+    return not any(violations(request, EXECUTION_RULES))
 
 
-def _of_0_16(request: LaunchRequest) -> bool:
-    return request.version.startswith("0.16")
+def _rule(
+    name: str, field: str, source: str, holds: Callable[[LaunchRequest], bool], limit: str
+) -> Rule:
+    """A rule on a field, asked only where it is not at Megatron's default."""
+    return rule(
+        name,
+        source,
+        lambda request: (
+            getattr(request.execution, field) == getattr(PLAIN, field) or holds(request)
+        ),
+        what=field,
+        limit=limit,
+        fix="Leave it out, or change the layout.",
+    )
 
 
 def _engine(request: LaunchRequest) -> bool:
@@ -52,33 +64,10 @@ def _recomputes_layers(request: LaunchRequest) -> bool:
     return request.recompute.granularity is RecomputeGranularity.FULL
 
 
-def allows_deepep(request: LaunchRequest) -> bool:
-    """DeepEP has buffers for as many ranks."""
-    deepep = request.execution.moe_flex_dispatcher_backend is FlexBackend.DEEPEP
-    return not deepep or request.dims.expert_ranks in DEEPEP_RANKS
-
-
-def _virtual_if_pipelined(request: LaunchRequest) -> bool:
-    dims = request.dims
-    pp, vpp = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
-    return pp == 1 or vpp > 1
-
-
-def _exchanges(request: LaunchRequest) -> bool:
-    """There is an all-to-all of tokens, by a dispatcher that the schedule can split."""
-    gathers = request.execution.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER
-    return request.spec.is_moe and request.dims.expert_model_parallel_size > 1 and not gathers
-
-
-def _recomputes_no_experts(request: LaunchRequest) -> bool:
-    whole = RecomputeModule.MOE in request.recompute.modules
-    return not _recomputes_layers(request) and not whole
-
-
 def _few_mtp_layers(request: LaunchRequest) -> bool:
     """At most one; on 0.16.1 it needs a pipeline."""
     layers = request.spec.num_mtp_layers
-    alone = _of_0_16(request) and request.dims.pipeline_model_parallel_size == 1
+    alone = request.is_0_16 and request.dims.pipeline_model_parallel_size == 1
     return layers == 0 or (layers == 1 and not alone)
 
 
@@ -88,23 +77,19 @@ def _graphs_beside_overlap(request: LaunchRequest) -> bool:
         return True
     if how.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE:
         return bool(how.cuda_graph_scope) and not {"moe", "mlp"} & set(how.cuda_graph_scope)
-    return not _of_0_16(request)
-
-
-def _fsdp_beside_overlap(request: LaunchRequest) -> bool:
-    return not (_of_0_16(request) and request.zero.is_fsdp)
+    return not request.is_0_16
 
 
 def _overlaps_shared(request: LaunchRequest) -> bool:
     how = request.execution
     if not request.spec.moe_shared_expert_intermediate_size:
         return True  # the flag says nothing
-    kinds = [TokenDispatcher.ALLTOALL]
-    if not _of_0_16(request):
-        kinds.append(TokenDispatcher.FLEX)
-    again = RecomputeModule.SHARED_EXPERTS in request.recompute.modules
-    alone = not how.overlap_moe_expert_parallel_comm
-    return how.moe_token_dispatcher_type in kinds and alone and not again
+    kinds = (TokenDispatcher.ALLTOALL, TokenDispatcher.FLEX)[: 1 if request.is_0_16 else 2]
+    return (
+        how.moe_token_dispatcher_type in kinds
+        and not how.overlap_moe_expert_parallel_comm
+        and RecomputeModule.SHARED_EXPERTS not in request.recompute.modules
+    )
 
 
 def _heads_divide(request: LaunchRequest) -> bool:
@@ -120,31 +105,26 @@ def _heads_divide(request: LaunchRequest) -> bool:
     return heads % size == 0 and groups % size == 0
 
 
-def _has_levels(request: LaunchRequest) -> bool:
-    how, cp = request.execution, request.dims.context_parallel_size
-    sizes = how.hierarchical_context_parallel_sizes
-    if how.cp_comm_type is not ContextTraffic.A2A_P2P:
-        return True
-    return len(sizes) == 2 and math.prod(sizes) == cp
-
-
 def _levels_match(request: LaunchRequest) -> bool:
     sizes = request.execution.hierarchical_context_parallel_sizes
     return math.prod(sizes) == request.dims.context_parallel_size
 
 
-def planned_graphs(request: LaunchRequest) -> CudaGraphs | None:
-    """The graphs of a request: the job's own, or those of its execution."""
+def _has_levels(request: LaunchRequest) -> bool:
     how = request.execution
-    if request.cuda_graphs is not None or how.cuda_graph_impl is GraphImpl.NONE:
-        return request.cuda_graphs
-    return CudaGraphs(impl=how.cuda_graph_impl.value, scope=frozenset(how.cuda_graph_scope))
+    if how.cp_comm_type is not ContextTraffic.A2A_P2P:
+        return True
+    return len(how.hierarchical_context_parallel_sizes) == 2 and _levels_match(request)
 
 
 def _graphs_allow_layout(request: LaunchRequest) -> bool:
-    graphs, ep = planned_graphs(request), request.dims.expert_model_parallel_size
-    assert graphs is not None
+    """The job's own graphs, or those of its execution."""
+    how = request.execution
+    graphs = request.cuda_graphs or CudaGraphs(
+        impl=how.cuda_graph_impl.value, scope=frozenset(how.cuda_graph_scope)
+    )
     recomputes = graphs.allows_recompute(request.spec, request.recompute)
+    ep = request.dims.expert_model_parallel_size
     return recomputes and graphs.allows_experts(ep, request.version)
 
 
@@ -168,36 +148,19 @@ def _moves_layers(request: LaunchRequest) -> bool:
 
 def _modules_exist(request: LaunchRequest) -> bool:
     modules = set(request.execution.offload_modules)
-    known = {*_OFFLOADED, *_OFFLOADED_OF_EXPERTS, *_OF_0_20}
-    known -= set(_OF_0_20) if _of_0_16(request) else set()
+    known = _OFFLOADED | _OFFLOADED_OF_EXPERTS | _OF_0_20
+    known -= _OF_0_20 if request.is_0_16 else set()
     alone = "attn_proj" in modules and "core_attn" not in modules
-    of_experts = modules.intersection(_OFFLOADED_OF_EXPERTS)
-    has = request.spec.is_moe or not of_experts
+    has = request.spec.is_moe or not modules & _OFFLOADED_OF_EXPERTS
     return modules <= known and not alone and has and _engine(request)
 
 
-def _modules_are_kept(request: LaunchRequest) -> bool:
-    modules, again = set(request.execution.offload_modules), set(request.recompute.modules)
-    inside = RecomputeModule.MOE in again and modules.intersection(_OFFLOADED_OF_EXPERTS)
+def _modules_are_saved(request: LaunchRequest) -> bool:
+    modules, recomputed = set(request.execution.offload_modules), request.recompute.modules
+    inside = RecomputeModule.MOE in recomputed and modules & _OFFLOADED_OF_EXPERTS
     whole = request.execution.cpu_offloading_num_layers > 0
     return not (_recomputes_layers(request) or whole or inside)
 
-
-def _rule(
-    name: str, field: str, source: str, holds: Callable[[LaunchRequest], bool], limit: str
-) -> Rule:
-    """A rule on a field, asked only where it is not at Megatron's default."""
-
-    def check(request: LaunchRequest) -> Violation | None:
-        value = getattr(request.execution, field)
-        if value == getattr(PLAIN, field) or holds(request):
-            return None
-        return Violation(what=field, value=value, limit=limit, fix=_FIX)
-
-    return Rule(name=name, source=source, check=check)
-
-
-_FIX = "Leave it out, or change the layout."
 
 _OVERLAP = "overlap_moe_expert_parallel_comm"
 EXECUTION_RULES: tuple[Rule, ...] = (
@@ -226,7 +189,10 @@ EXECUTION_RULES: tuple[Rule, ...] = (
         "deepep_ranks",
         "moe_flex_dispatcher_backend",
         "moe/fused_a2a.py:56, DeepEP's buffer.py (run)",
-        allows_deepep,
+        lambda request: (
+            request.execution.moe_flex_dispatcher_backend is not FlexBackend.DEEPEP
+            or request.dims.expert_ranks in DEEPEP_RANKS
+        ),
         f"DeepEP has buffers for {', '.join(map(str, sorted(DEEPEP_RANKS)))} expert ranks",
     ),
     _rule(
@@ -234,10 +200,8 @@ EXECUTION_RULES: tuple[Rule, ...] = (
         "moe_flex_dispatcher_backend",
         "0.20 tc:898, token_dispatcher.py:1853",
         lambda request: (
-            not (
-                _of_0_16(request)
-                and request.execution.moe_flex_dispatcher_backend is FlexBackend.NCCLEP
-            )
+            not request.is_0_16
+            or request.execution.moe_flex_dispatcher_backend is not FlexBackend.NCCLEP
         ),
         "0.16.1 has no NCCL EP",
     ),
@@ -245,21 +209,30 @@ EXECUTION_RULES: tuple[Rule, ...] = (
         "expert_overlap_exchange",
         _OVERLAP,
         "tc:1863-1869",
-        _exchanges,
+        lambda request: (
+            request.spec.is_moe
+            and request.dims.expert_model_parallel_size > 1
+            and request.execution.moe_token_dispatcher_type is not TokenDispatcher.ALLGATHER
+        ),
         "it needs expert parallelism, and the alltoall or the flex dispatcher",
     ),
     _rule(
         "expert_overlap_pipeline",
         _OVERLAP,
         "tc:1857",
-        _virtual_if_pipelined,
+        lambda request: (
+            request.dims.pipeline_model_parallel_size == 1
+            or request.dims.virtual_pipeline_model_parallel_size > 1
+        ),
         "with a pipeline it needs virtual stages",
     ),
     _rule(
         "expert_overlap_recompute",
         _OVERLAP,
         "tc:1871, model_chunk_schedule_plan.py (run; 0.20 tc:3030)",
-        _recomputes_no_experts,
+        lambda request: (
+            not _recomputes_layers(request) and RecomputeModule.MOE not in request.recompute.modules
+        ),
         "neither whole layers nor the module moe may be recomputed",
     ),
     _rule(
@@ -287,7 +260,7 @@ EXECUTION_RULES: tuple[Rule, ...] = (
         "expert_overlap_fsdp",
         _OVERLAP,
         "model_chunk_schedule_plan.py (run)",
-        _fsdp_beside_overlap,
+        lambda request: not (request.is_0_16 and request.zero.is_fsdp),
         "0.16.1's schedule passes by the layers' forward, where Megatron-FSDP gathers weights",
     ),
     _rule(
@@ -369,7 +342,7 @@ EXECUTION_RULES: tuple[Rule, ...] = (
         "offloaded_again",
         "offload_modules",
         "tc:1269, 0.20 tc:2163",
-        _modules_are_kept,
+        _modules_are_saved,
         "what is recomputed, or moved with its layer, is not there to be moved",
     ),
 )

@@ -1,7 +1,6 @@
 """What Megatron accepts, as fast predicates on degrees: whole numbers in, yes or no out.
 
-A search asks these; ``degree_rules`` states the same rules in words for a user. Rules that only
-matter when a command is written (checkpoint format, number formats, layout) live in the launcher.
+A search asks these; ``degree_rules`` states the same rules in words for a user.
 """
 
 from __future__ import annotations
@@ -54,12 +53,21 @@ class LaunchRequest:
     version: str = "0.16.1"
     execution: Execution = PLAIN
 
+    def __getitem__(self, name: str) -> object:
+        """A field of the job, its degrees, its model or its execution, by Megatron's name."""
+        records = (self, self.dims, self.spec, self.execution)
+        return next(getattr(record, name) for record in records if hasattr(record, name))
+
     @property
     def num_microbatches(self) -> int:
         """Micro batches of one step on each rank, 0 if they do not come out whole."""
-        return num_microbatches(
-            self.global_batch_size, self.micro_batch_size, self.dims.data_parallel_size
-        )
+        dp = self.dims.data_parallel_size
+        return num_microbatches(self.global_batch_size, self.micro_batch_size, dp)
+
+    @property
+    def is_0_16(self) -> bool:
+        """Whether the release is 0.16.1."""
+        return self.version.startswith("0.16")
 
 
 def divides_heads(spec: TransformerSpec, tp: int) -> bool:
@@ -128,11 +136,6 @@ def allows_context_parallel(spec: TransformerSpec, cp: int, *, fused: bool = Tru
     return cp == 1 or (fused and plain and spec.family is ModelFamily.GPT)
 
 
-def allows_sequence_parallel(spec: TransformerSpec, tp: int, sequence_parallel: bool) -> bool:
-    """Sequence parallelism needs tp above 1; experts under tp need sequence parallelism."""
-    return tp > 1 if sequence_parallel else tp == 1 or not spec.is_moe
-
-
 def allows_rank_order(spec: TransformerSpec, dims: ParallelDims) -> bool:
     """With data parallelism outermost and a pipeline, dense and expert replicas must be as many.
 
@@ -169,9 +172,9 @@ def allows_interleaving(pp: int, vpp: int, microbatches: int) -> bool:
     return vpp == 1 or (pp > 1 and microbatches >= pp and microbatches % pp == 0)
 
 
-def allows_zero(zero: ZeroStage, pp: int, vpp: int) -> bool:
+def allows_zero(zero: ZeroStage, num_chunks: int) -> bool:
     """Megatron-FSDP runs without a pipeline."""
-    return not zero.is_fsdp or (pp == 1 and vpp == 1)
+    return not zero.is_fsdp or num_chunks == 1
 
 
 def initializes_on_meta_device(spec: TransformerSpec) -> bool:
@@ -230,23 +233,3 @@ def mtp_chunk(spec: TransformerSpec, partition: StagePartition) -> int | None:
         return None
     unit = kinds.index(LayerKind.MTP)
     return next(k for k in range(partition.num_chunks) if unit in partition.chunk(k))
-
-
-def is_legal_grid(spec: TransformerSpec, dims: ParallelDims, *, sequence_parallel: bool) -> bool:
-    """Whether Megatron builds this model on this grid: all rules that need degrees alone."""
-    tp, cp = dims.tensor_model_parallel_size, dims.context_parallel_size
-    etp, pp = dims.expert_tensor_parallel_size, dims.pipeline_model_parallel_size
-    return (
-        divides_heads(spec, tp)
-        and divides_dense_mlp(spec, tp)
-        and divides_vocab(spec, tp)
-        and divides_experts(spec, dims.expert_model_parallel_size, etp)
-        and allows_expert_bias(spec, etp)
-        and reduces_expert_gradients(spec, tp, dims.expert_model_parallel_size, etp)
-        and divides_sequence(spec.seq_length, tp, cp, sequence_parallel)
-        and allows_context_parallel(spec, cp)
-        and allows_sequence_parallel(spec, tp, sequence_parallel)
-        and allows_rank_order(spec, dims)
-        and (dims.virtual_pipeline_model_parallel_size == 1 or pp > 1)
-        and dims.num_chunks <= len(spec.layer_kinds())
-    )

@@ -270,7 +270,7 @@ class GridSpace:
         allowed, pp = self.space.zero_stages, dims.pipeline_model_parallel_size
         if replicas(dims) == (1, 1) and ZeroStage.NONE in allowed:
             return [ZeroStage.NONE]
-        legal = [zero for zero in allowed if rules.allows_zero(zero, pp, 1)]
+        legal = [zero for zero in allowed if rules.allows_zero(zero, pp)]
         if self.space.sharding is None and not rules.initializes_on_meta_device(self.model.spec):
             return [zero for zero in legal if not zero.is_fsdp]
         return legal

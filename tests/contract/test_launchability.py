@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.parallel.degree_rules import is_legal_grid
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.layout import parse_layout, uniform_partition
 from nest_megatron.parallel.partition import StagePartition
@@ -17,7 +18,6 @@ from nest_megatron.parallel.recompute import (
     RecomputeGranularity,
     RecomputeMethod,
 )
-from nest_megatron.parallel.rules import is_legal_grid
 from tests.contract import megatron_model
 from tests.contract.hand_models import BERT, DEEPSEEK, GPT_OSS, LLAMA, MIXTRAL, NEMOTRON
 

@@ -6,7 +6,8 @@ import pytest
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.rules import RULES, check, require_launchable
-from nest_megatron.parallel.rules import is_legal_grid, launched_expert_tensor_size
+from nest_megatron.parallel.degree_rules import is_legal_grid
+from nest_megatron.parallel.rules import launched_expert_tensor_size
 from tests.contract.hand_models import LLAMA, MIXTRAL
 from tests.integrations.requests import BROKEN, SECOND, SOUND, dims
 

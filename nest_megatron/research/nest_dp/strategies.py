@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel import rules
+from nest_megatron.parallel.degree_rules import is_legal_grid
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.research.nest_dp.group_shapes import Block
 
@@ -120,4 +120,4 @@ def _is_legal(spec: TransformerSpec, tp: int, cp: int, ep: int, sequence_paralle
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=tp if spec.is_moe else 1,
     )
-    return rules.is_legal_grid(spec, dims, sequence_parallel=sequence_parallel)
+    return is_legal_grid(spec, dims, sequence_parallel=sequence_parallel)
