@@ -123,7 +123,7 @@ def request_for(
         accelerator=name,
         fp8_recipe=fp8_recipe_of(settings),
         packages=stated_packages(config, job.packages),
-        held=held_choices(config, job.fixed, freed),
+        fixed=held_choices(config, job.fixed, freed),
         has_engine=job.transformer_impl != "local",
         capturable=job.capturable,
         has_fast_link=has_fast_link(cluster.accelerator),

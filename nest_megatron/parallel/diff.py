@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.units import format_gib, format_seconds
 
 
@@ -23,10 +24,9 @@ class Change:
 
 def plan_values(plan: ParallelPlan) -> dict[str, object]:
     """Everything that a plan sets in a job, by Megatron's names."""
-    train = plan.train
     return {
-        "global_batch_size": train.global_batch_size,
-        "micro_batch_size": train.micro_batch_size,
+        "global_batch_size": plan.train.global_batch_size,
+        "micro_batch_size": plan.train.micro_batch_size,
         **{f.name: getattr(plan.parallel, f.name) for f in dataclasses.fields(plan.parallel)},
         "use_tp_pp_dp_mapping": plan.placement.use_tp_pp_dp_mapping,
     }
@@ -34,7 +34,12 @@ def plan_values(plan: ParallelPlan) -> dict[str, object]:
 
 def reason(plan: ParallelPlan, field: str) -> str:
     """Why a plan sets a field as it does, in one sentence."""
-    return _REASONS[field](plan)
+    said = _REASONS[field]
+    if isinstance(said, str):
+        return said
+    if callable(said):
+        return said(plan)
+    return said[bool(getattr(plan.parallel, field))]
 
 
 def _tensor(plan: ParallelPlan) -> str:
@@ -70,11 +75,9 @@ def _context(plan: ParallelPlan) -> str:
 
 
 def _data(plan: ParallelPlan) -> str:
-    grid = plan.grid()
-    sequences = grid.num_microbatches * grid.micro_batch_size
-    return (
-        f"replicas that fill {plan.placement.num_gpus} GPUs; each sees {sequences} sequences a step"
-    )
+    sequences = plan.grid().num_microbatches * plan.train.micro_batch_size
+    gpus = plan.placement.num_gpus
+    return f"replicas that fill {gpus} GPUs; each sees {sequences} sequences a step"
 
 
 def _experts(plan: ParallelPlan) -> str:
@@ -83,10 +86,8 @@ def _experts(plan: ParallelPlan) -> str:
         return "the model has no experts"
     if size == 1:
         return f"every rank holds all {experts} experts, so tokens stay where they are"
-    level = plan.placement.group_levels["ep"]
-    return (
-        f"every rank holds {experts // size} of {experts} experts; tokens travel within one {level}"
-    )
+    held = f"every rank holds {experts // size} of {experts} experts"
+    return f"{held}; tokens travel within one {plan.placement.group_levels['ep']}"
 
 
 def _expert_tensor(plan: ParallelPlan) -> str:
@@ -96,19 +97,10 @@ def _expert_tensor(plan: ParallelPlan) -> str:
     return "every expert is whole on its GPU" if size == 1 else f"an expert is cut over {size} GPUs"
 
 
-def _sequence(plan: ParallelPlan) -> str:
-    if plan.parallel.sequence_parallel:
-        return (
-            "norms and residuals keep a share of the sequence each, which saves activation memory"
-        )
-    return "there is no tensor group to divide the sequence over"
-
-
 def _layout(plan: ParallelPlan) -> str:
-    stages = plan.predicted.stages
-    if len(stages) == 1:
+    times = [stage.forward_s + stage.backward_s for stage in plan.predicted.stages]
+    if len(times) == 1:
         return "there is one stage"
-    times = [stage.forward_s + stage.backward_s for stage in stages]
     over = 100 * (max(times) * len(times) / sum(times) - 1)
     return f"balanced by time, within memory; the slowest stage is {over:.1f} % above the mean"
 
@@ -120,40 +112,26 @@ def _recompute(plan: ParallelPlan) -> str:
     return f"computing these activations again costs {spent} a step and frees their memory"
 
 
-def _optimizer(plan: ParallelPlan) -> str:
-    if plan.parallel.use_distributed_optimizer:
-        return "replicas divide the optimizer states instead of copying them"
-    return "the optimizer states fit as copies"
-
-
 def _fsdp(plan: ParallelPlan) -> str:
     if not plan.parallel.use_megatron_fsdp:
         return "weights and gradients fit without being divided over the replicas"
-    what = "gradients" if int(plan.grid().zero) == 2 else "gradients and weights"
+    only = plan.grid().zero == ZeroStage.GRADIENTS
+    what = "gradients" if only else "gradients and weights"
     return f"replicas divide {what} as well, which frees memory"
-
-
-def _gather(plan: ParallelPlan) -> str:
-    if plan.parallel.overlap_param_gather:
-        return "updated weights arrive while the first forward passes run"
-    return "there are no divided weights to gather"
 
 
 def _mapping(plan: ParallelPlan) -> str:
     if plan.parallel.pipeline_model_parallel_size == 1:
         return "without a pipeline both orders of ranks are the same"
-    levels = plan.placement.group_levels
+    levels, several = plan.placement.group_levels, plan.parallel.data_parallel_size > 1
     inner = "pipelines" if plan.placement.rank_order is RankOrder.TP_CP_EP_PP_DP else "replicas"
-    replicas = (
-        f", data-parallel groups the {levels['dp']}" if plan.parallel.data_parallel_size > 1 else ""
-    )
-    return (
-        f"neighbouring ranks belong to {inner}: the pipeline crosses the {levels['pp']}{replicas}"
-    )
+    said = f"neighbouring ranks belong to {inner}: the pipeline crosses the {levels['pp']}"
+    return f"{said}, data-parallel groups the {levels['dp']}" if several else said
 
 
-_REASONS: dict[str, Callable[[ParallelPlan], str]] = {
-    "global_batch_size": lambda plan: "the batch that the plan was made for",
+#: Field -> the sentence, a function that says it, or the sentences where it is off and on.
+_REASONS: dict[str, str | tuple[str, str] | Callable[[ParallelPlan], str]] = {
+    "global_batch_size": "the batch that the plan was made for",
     "micro_batch_size": lambda plan: (
         f"a replica works through {plan.grid().num_microbatches} of these a step, one after another"
     ),
@@ -164,17 +142,26 @@ _REASONS: dict[str, Callable[[ParallelPlan], str]] = {
     "data_parallel_size": _data,
     "expert_model_parallel_size": _experts,
     "expert_tensor_parallel_size": _expert_tensor,
-    "sequence_parallel": _sequence,
+    "sequence_parallel": (
+        "there is no tensor group to divide the sequence over",
+        "norms and residuals keep a share of the sequence each, which saves activation memory",
+    ),
     "pipeline_model_parallel_layout": _layout,
     "recompute_granularity": _recompute,
     "recompute_method": _recompute,
     "recompute_num_layers": _recompute,
     "recompute_modules": _recompute,
-    "use_distributed_optimizer": _optimizer,
+    "use_distributed_optimizer": (
+        "the optimizer states fit as copies",
+        "replicas divide the optimizer states instead of copying them",
+    ),
     "use_megatron_fsdp": _fsdp,
-    "use_torch_fsdp2": lambda plan: "the job's own sharding stays",
+    "use_torch_fsdp2": "the job's own sharding stays",
     "data_parallel_sharding_strategy": _fsdp,
-    "overlap_grad_reduce": lambda plan: "gradients are summed while the last backward passes run",
-    "overlap_param_gather": _gather,
+    "overlap_grad_reduce": "gradients are summed while the last backward passes run",
+    "overlap_param_gather": (
+        "there are no divided weights to gather",
+        "updated weights arrive while the first forward passes run",
+    ),
     "use_tp_pp_dp_mapping": _mapping,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
@@ -16,6 +17,18 @@ class RankOrder(Name):
 
     TP_CP_EP_DP_PP = "tp-cp-ep-dp-pp"
     TP_CP_EP_PP_DP = "tp-cp-ep-pp-dp"
+
+
+#: Fields of ``ParallelDims`` that are degrees.
+DEGREES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "data_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +56,9 @@ class ParallelDims:
     rank_order: RankOrder = RankOrder.TP_CP_EP_DP_PP
 
     def __post_init__(self) -> None:
-        for field in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "context_parallel_size",
-            "data_parallel_size",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-        ):
+        for field in DEGREES:
             value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if type(value) is not int or value < 1:
                 raise UserInputError(
                     f"parallel.{field}",
                     value=value,
@@ -69,6 +74,19 @@ class ParallelDims:
                 fix="Lower one of the two, or raise the data-parallel size.",
             )
 
+    @classmethod
+    def of(cls, record: Any, rank_order: RankOrder) -> ParallelDims:
+        """The degrees of a record that has them as Megatron's flags have them."""
+        given = {name: getattr(record, name) for name in DEGREES}
+        values = {name: value for name, value in given.items() if value is not None}
+        return cls(**values, rank_order=rank_order)
+
+    def flags(self) -> dict[str, Any]:
+        """The degrees as Megatron's flags have them: ``None`` for one virtual stage."""
+        values = {name: getattr(self, name) for name in DEGREES}
+        virtual = self.virtual_pipeline_model_parallel_size
+        return {**values, "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None}
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""
@@ -77,9 +95,8 @@ class ParallelDims:
     @property
     def ranks_per_stage(self) -> int:
         """Ranks that hold the same layers: ``tp * cp * dp``."""
-        return (
-            self.tensor_model_parallel_size * self.context_parallel_size * self.data_parallel_size
-        )
+        tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
+        return tp * cp * self.data_parallel_size
 
     @property
     def expert_ranks(self) -> int:

@@ -12,14 +12,22 @@ from nest_megatron.model.execution import PLAIN, Execution, GraphImpl
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity, RecomputeModule
 
+_FULL = RecomputeGranularity.FULL
+#: Modules of experts outside their all-to-all, and those that a schedule calls by itself.
+_ROUTER = frozenset({"moe_router", "moe_preprocess"})
+_FEED_FORWARD = frozenset({"mlp"})
+
 
 def of_every_layout(execution: Execution) -> Execution:
     """What of it Megatron takes whatever the layout."""
-    if not execution.overlap_moe_expert_parallel_comm:
+    return _without(execution, "overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
+
+
+def _without(execution: Execution, *names: str) -> Execution:
+    changed = {name for name in names if getattr(execution, name) != getattr(PLAIN, name)}
+    if not changed:
         return execution
-    return dataclasses.replace(
-        execution, overlap_moe_expert_parallel_comm=False, delay_wgrad_compute=False
-    )
+    return dataclasses.replace(execution, **{name: getattr(PLAIN, name) for name in changed})
 
 
 def allowed_execution(execution: Execution, grid: Grid) -> Execution:
@@ -28,40 +36,32 @@ def allowed_execution(execution: Execution, grid: Grid) -> Execution:
     The all-to-all of tokens runs beside another micro batch's work where there is one: several
     expert ranks, virtual stages in a pipeline, and no experts that are recomputed.
     """
-    dims, again = grid.dims, grid.recompute
-    if not _exchanges_beside(grid):
+    dims, recompute = grid.dims, grid.recompute
+    pipelined, full = dims.pipeline_model_parallel_size > 1, recompute.granularity is _FULL
+    experts_recomputed = full or RecomputeModule.MOE in recompute.modules
+    plain_schedule = pipelined and dims.virtual_pipeline_model_parallel_size == 1
+    if dims.expert_model_parallel_size == 1 or plain_schedule or experts_recomputed:
         execution = of_every_layout(execution)
-    execution = _with_scope(execution, again)
-    idle = {
-        _TENSOR: dims.tensor_model_parallel_size == 1,
-        _CONTEXT: dims.context_parallel_size == 1,
-        _DISPATCHER: dims.expert_ranks == 1 and execution.is_node_limited,
-        _SHARED: RecomputeModule.SHARED_EXPERTS in again.modules
+    execution = _with_scope(execution, recompute)
+    idle: dict[tuple[str, ...], bool] = {
+        ("tp_comm_overlap",): dims.tensor_model_parallel_size == 1,
+        ("cp_comm_type", "hierarchical_context_parallel_sizes"): dims.context_parallel_size == 1,
+        ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend"): dims.expert_ranks == 1
+        and execution.is_node_limited,
+        ("moe_shared_expert_overlap",): RecomputeModule.SHARED_EXPERTS in recompute.modules
         or execution.overlap_moe_expert_parallel_comm,
-        _LAYERS: dims.pipeline_model_parallel_size > 1
-        or again.granularity is not RecomputeGranularity.NONE,
-        _MODULES: again.granularity is RecomputeGranularity.FULL,
-        _GRAPHS: again.granularity is RecomputeGranularity.FULL
+        ("cpu_offloading_num_layers",): pipelined
+        or recompute.granularity is not RecomputeGranularity.NONE,
+        ("offload_modules",): full,
+        ("cuda_graph_impl", "cuda_graph_scope"): full
         and execution.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE,
     }
-    fields = [name for names, is_idle in idle.items() if is_idle for name in names]
-    plain = {name: getattr(PLAIN, name) for name in fields}
-    return dataclasses.replace(execution, **plain) if plain else execution
+    return _without(
+        execution, *(name for names, is_idle in idle.items() if is_idle for name in names)
+    )
 
 
-_TENSOR = ("tp_comm_overlap",)
-_CONTEXT = ("cp_comm_type", "hierarchical_context_parallel_sizes")
-_DISPATCHER = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
-_SHARED = ("moe_shared_expert_overlap",)
-_LAYERS = ("cpu_offloading_num_layers",)
-_MODULES = ("offload_modules",)
-_GRAPHS = ("cuda_graph_impl", "cuda_graph_scope")
-#: Modules of experts outside their all-to-all, and those that a schedule calls by itself.
-_ROUTER = frozenset({"moe_router", "moe_preprocess"})
-_FEED_FORWARD = frozenset({"mlp"})
-
-
-def _with_scope(execution: Execution, again: Recompute) -> Execution:
+def _with_scope(execution: Execution, recompute: Recompute) -> Execution:
     """The modules that Megatron captures, less those that it refuses to.
 
     The router is not captured where the module ``moe`` is recomputed (0.16.1 tc:1790), and no
@@ -69,7 +69,7 @@ def _with_scope(execution: Execution, again: Recompute) -> Execution:
     """
     if execution.cuda_graph_impl is not GraphImpl.TRANSFORMER_ENGINE:
         return execution
-    left_out = _ROUTER if RecomputeModule.MOE in again.modules else frozenset()
+    left_out = _ROUTER if RecomputeModule.MOE in recompute.modules else frozenset()
     if execution.overlap_moe_expert_parallel_comm:
         left_out |= _FEED_FORWARD
     scope = tuple(name for name in execution.cuda_graph_scope if name not in left_out)
@@ -77,11 +77,3 @@ def _with_scope(execution: Execution, again: Recompute) -> Execution:
         return execution
     impl = execution.cuda_graph_impl if scope else PLAIN.cuda_graph_impl
     return dataclasses.replace(execution, cuda_graph_impl=impl, cuda_graph_scope=scope)
-
-
-def _exchanges_beside(grid: Grid) -> bool:
-    dims, again = grid.dims, grid.recompute
-    plain = dims.pipeline_model_parallel_size > 1 and dims.virtual_pipeline_model_parallel_size == 1
-    full = again.granularity is RecomputeGranularity.FULL
-    experts = RecomputeModule.MOE in again.modules
-    return dims.expert_model_parallel_size > 1 and not (plain or full or experts)

@@ -26,7 +26,7 @@ from nest_megatron.names import Name
 #: batches is not told where sequences begin (``forward_step`` of ``pretrain_gpt.py`` and of
 #: Megatron-Bridge's ``gpt_step.py``); of attention only the ring takes them in every release of
 #: Transformer Engine (``context_parallel.py``, ``thd``).
-CLOSED_BY_PACKS = frozenset(
+_CLOSED_BY_PACKS = frozenset(
     {
         "overlap_moe_expert_parallel_comm",
         "delay_wgrad_compute",
@@ -34,11 +34,9 @@ CLOSED_BY_PACKS = frozenset(
         "hierarchical_context_parallel_sizes",
     }
 )
-#: Those that samples of other lengths leave no room for: user buffers have one size.
-CLOSED_BY_LENGTHS = CLOSED_BY_PACKS | {"tp_comm_overlap"}
-#: Fields whose traffic is summed in no fixed order: Megatron-LM 0.20 refuses them with
+#: User buffers have one size, and sum in no fixed order: Megatron-LM 0.20 refuses them with
 #: ``--deterministic-mode`` (``training/determinism.py``), and 0.16.1 loses what it promises.
-CLOSED_BY_DETERMINISM = frozenset({"tp_comm_overlap"})
+_USER_BUFFERS = frozenset({"tp_comm_overlap"})
 
 
 def closed_fields(
@@ -51,8 +49,8 @@ def closed_fields(
         packs: sequences are packed.
         lengths: samples are of other lengths, packed or not.
     """
-    closed = CLOSED_BY_LENGTHS if lengths else CLOSED_BY_PACKS if packs else frozenset()
-    return closed | (CLOSED_BY_DETERMINISM if deterministic else frozenset())
+    closed = _CLOSED_BY_PACKS if packs or lengths else frozenset()
+    return closed | (_USER_BUFFERS if deterministic or lengths else frozenset())
 
 
 class Package(Name):
@@ -70,10 +68,11 @@ class Knob:
 
     Args:
         name: field of ``Execution``.
-        flag: Megatron-LM's.
-        choice: the name by which it is kept or freed (``nest.keep``, ``nest.free``).
         reason: said beside the change.
         costs: what it takes.
+        group: the name by which it is fixed or freed (``nest.keep``, ``nest.free``), where that is
+            not the field's.
+        spelled: Megatron-LM's flag, where it is not the field's name.
         always: on wherever it can be: it never costs time.
         values: what a plan may choose beside what the job has; none where it is left to the job,
             or on always.
@@ -81,13 +80,23 @@ class Knob:
     """
 
     name: str
-    flag: str
-    choice: str
     reason: str
     costs: str
+    group: str = ""
+    spelled: str = ""
     always: bool = False
     values: tuple[Any, ...] = ()
-    needs: Mapping[object, Package] = field(default_factory=dict)
+    needs: Mapping[Any, Package] = field(default_factory=dict)
+
+    @property
+    def choice(self) -> str:
+        """The name by which it is fixed or freed."""
+        return self.group or self.name
+
+    @property
+    def flag(self) -> str:
+        """Megatron-LM's."""
+        return self.spelled or f"--{self.name.replace('_', '-')}"
 
     @property
     def of_experts(self) -> bool:
@@ -100,101 +109,84 @@ class Knob:
 _OFFLOADED = ("core_attn", "attn_proj", "expert_fc1")
 _OFFLOADED_DENSE = ("qkv_linear", "core_attn", "attn_proj")
 
+#: Kernels of the flex dispatcher that a plan may choose, and what they need.
+_PACKAGES = MappingProxyType(
+    {FlexBackend.DEEPEP: Package.DEEP_EP, FlexBackend.HYBRIDEP: Package.HYBRID_EP}
+)
+
 KNOBS: tuple[Knob, ...] = (
     Knob(
         name="moe_token_dispatcher_type",
-        flag="--moe-token-dispatcher-type",
-        choice="token_dispatcher",
+        group="token_dispatcher",
         reason="the token dispatcher that was priced",
         costs="flex runs its kernels on 16 to 20 SMs and keeps buffers on each rank",
         values=(TokenDispatcher.FLEX, TokenDispatcher.ALLTOALL),
     ),
     Knob(
         name="moe_flex_dispatcher_backend",
-        flag="--moe-flex-dispatcher-backend",
-        choice="token_dispatcher",
+        group="token_dispatcher",
         reason="a token goes to each node once, however many of its experts are there",
         costs="as above",
-        values=(FlexBackend.DEEPEP, FlexBackend.HYBRIDEP, None),
-        needs=MappingProxyType(
-            {FlexBackend.DEEPEP: Package.DEEP_EP, FlexBackend.HYBRIDEP: Package.HYBRID_EP}
-        ),
+        values=(*_PACKAGES, None),
+        needs=_PACKAGES,
     ),
     Knob(
         name="moe_permute_fusion",
-        flag="--moe-permute-fusion",
-        choice="moe_permute_fusion",
         reason="tokens are sorted by expert in one kernel",
         costs="nothing",
         always=True,
     ),
     Knob(
         name="moe_router_fusion",
-        flag="--moe-router-fusion",
-        choice="moe_router_fusion",
         reason="scores and top-k of the router are one kernel",
         costs="nothing",
         always=True,
     ),
     Knob(
         name="moe_shared_expert_overlap",
-        flag="--moe-shared-expert-overlap",
-        choice="moe_shared_expert_overlap",
         reason="the shared experts run while tokens travel",
         costs="shared experts cannot be recomputed",
         values=(True, False),
     ),
     Knob(
         name="overlap_moe_expert_parallel_comm",
-        flag="--overlap-moe-expert-parallel-comm",
-        choice="overlap_moe_expert_parallel_comm",
         reason="tokens of one micro batch travel while another computes",
         costs="one more micro batch in memory; a pipeline needs virtual stages",
         values=(True, False),
     ),
     Knob(
         name="delay_wgrad_compute",
-        flag="--delay-wgrad-compute",
-        choice="delay_wgrad_compute",
         reason="weight gradients fill what the overlapped all-to-all leaves idle",
         costs="inputs of GEMMs are kept longer; not priced by itself: the public runs that "
         "overlap the all-to-all have it too, so what that hides is of both",
     ),
     Knob(
         name="use_transformer_engine_op_fuser",
-        flag="--use-transformer-engine-op-fuser",
-        choice="use_transformer_engine_op_fuser",
         reason="the experts' GEMMs and activation are fused kernels",
         costs="experimental in 0.20, absent from 0.16.1: left to the job",
     ),
     Knob(
         name="tp_comm_overlap",
-        flag="--tp-comm-overlap",
-        choice="tp_comm_overlap",
         reason="tensor-parallel traffic runs beside the GEMMs that need it",
         costs="user buffers on each rank, and some SMs",
         always=True,
     ),
     Knob(
         name="cp_comm_type",
-        flag="--cp-comm-type",
-        choice="cp_comm_type",
         reason="how attention reaches the whole sequence fastest on these links",
         costs="all_gather holds all keys and values; a2a needs whole heads on each rank",
         values=tuple(ContextTraffic),
     ),
     Knob(
         name="hierarchical_context_parallel_sizes",
-        flag="--hierarchical-context-parallel-sizes",
-        choice="cp_comm_type",
+        group="cp_comm_type",
         reason="heads are exchanged inside, keys and values go round outside",
         costs="as above",
         values=((2, 2), (2, 4), (4, 2), (4, 4), (8, 2), ()),
     ),
     Knob(
         name="cuda_graph_impl",
-        flag="--cuda-graph-impl",
-        choice="cuda_graphs",
+        group="cuda_graphs",
         reason="the host launches a layer's kernels more slowly than the device runs them",
         costs="two or three tensors of a layer's input for each layer and micro batch in flight "
         "(an estimate), and copies to them",
@@ -202,23 +194,22 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="cuda_graph_scope",
-        flag="--cuda-graph-scope (0.20: --cuda-graph-modules)",
-        choice="cuda_graphs",
+        group="cuda_graphs",
+        spelled="--cuda-graph-scope (0.20: --cuda-graph-modules)",
         reason="what of a layer has fixed shapes: all but the experts",
         costs="as above",
         values=(("attn", "moe_router", "moe_preprocess"), ()),
     ),
     Knob(
         name="cpu_offloading_num_layers",
-        flag="--cpu-offloading-num-layers",
-        choice="activation_offloading",
+        group="activation_offloading",
         reason="activations of these layers wait on the host, which frees memory",
         costs="traffic to the host, and pinned memory there",
     ),
     Knob(
         name="offload_modules",
-        flag="--fine-grained-activation-offloading --offload-modules",
-        choice="activation_offloading",
+        group="activation_offloading",
+        spelled="--fine-grained-activation-offloading --offload-modules",
         reason="inputs of these modules wait on the host, so that less is recomputed",
         costs="copies over the host's link, beside the passes where they are shorter, and pinned "
         "memory there",
@@ -239,7 +230,7 @@ class KnobConditions:
         accelerator: the device's name.
         fp8_recipe: of the job; ``None`` outside fp8.
         packages: those that are known to be installed where the job runs.
-        held: choices, by name, that stay as the job has them.
+        fixed: choices, by name, that stay as the job has them.
         has_engine: the layers are Transformer Engine's.
         capturable: CUDA graphs can hold the layers: they are Megatron's own, and every step runs as
             many micro batches of the same shapes.
@@ -254,7 +245,7 @@ class KnobConditions:
     accelerator: str
     fp8_recipe: str | None = None
     packages: frozenset[str] = frozenset()
-    held: frozenset[str] = frozenset()
+    fixed: frozenset[str] = frozenset()
     has_engine: bool = True
     capturable: bool = True
     counts_on_host: bool = False
@@ -266,10 +257,10 @@ class KnobConditions:
 def always_on(given: Execution, conditions: KnobConditions) -> Execution:
     """The job's own, with everything on that never costs time.
 
-    Kernels that the device lacks give way where the user does not hold them.
+    Kernels that the device lacks give way where the user has not fixed them.
     """
     backend = given.moe_flex_dispatcher_backend
-    if not _runs_on(backend, conditions) and "token_dispatcher" not in conditions.held:
+    if not _runs_on(backend, conditions) and "token_dispatcher" not in conditions.fixed:
         given = dataclasses.replace(
             given,
             moe_token_dispatcher_type=TokenDispatcher.ALLTOALL,
@@ -292,36 +283,27 @@ def open_values(conditions: KnobConditions) -> dict[str, tuple[Any, ...]]:
         )
         if values and _is_open(knob, conditions):
             found[knob.name] = values
-    if "cuda_graph_scope" in found:
-        found["cuda_graph_scope"] = (_captured(conditions), ())
-    if _OFFLOADED in found.get("offload_modules", ()) and not conditions.spec.is_moe:
+    spec = conditions.spec
+    if "cuda_graph_scope" in found:  # modules whose shapes are fixed (0.16.1 tc:1747-1778)
+        dense = () if all(spec.moe_layer_pattern) else ("mlp",)
+        prepared = () if conditions.counts_on_host else ("moe_preprocess",)
+        found["cuda_graph_scope"] = (("attn", *dense, "moe_router", *prepared), ())
+    if _OFFLOADED in found.get("offload_modules", ()) and not spec.is_moe:
         found["offload_modules"] = (_OFFLOADED_DENSE, ())
-    backends = found.get("moe_flex_dispatcher_backend", ())
-    if all(backend is None for backend in backends):  # no package of one is known to be there
-        plain = {
-            "moe_token_dispatcher_type": (TokenDispatcher.ALLTOALL,),
-            "moe_flex_dispatcher_backend": (None,),
-        }
-        found |= {name: values for name, values in plain.items() if name in found}
+    known = any(found.get("moe_flex_dispatcher_backend", ()))  # the package of some backend
+    if "moe_token_dispatcher_type" in found and not known:
+        found["moe_token_dispatcher_type"] = (TokenDispatcher.ALLTOALL,)
     return found
-
-
-def _captured(conditions: KnobConditions) -> tuple[str, ...]:
-    """Modules of a model with experts whose shapes are fixed (0.16.1 tc:1747-1778)."""
-    dense = () if all(conditions.spec.moe_layer_pattern) else ("mlp",)
-    prepared = () if conditions.counts_on_host else ("moe_preprocess",)
-    return ("attn", *dense, "moe_router", *prepared)
 
 
 def unknown_packages(conditions: KnobConditions) -> dict[FlexBackend, Package]:
     """Backends of the dispatcher that a plan would try if their package were known to be there."""
-    (knob,) = (knob for knob in KNOBS if knob.name == "moe_flex_dispatcher_backend")
-    if not _is_open(knob, conditions):
+    if not _is_open(_BY_NAME["moe_flex_dispatcher_backend"], conditions):
         return {}
     return {
-        backend: knob.needs[backend]
-        for backend in (FlexBackend.DEEPEP, FlexBackend.HYBRIDEP)
-        if knob.needs[backend] not in conditions.packages and _runs_on(backend, conditions)
+        backend: package
+        for backend, package in _PACKAGES.items()
+        if package not in conditions.packages and _runs_on(backend, conditions)
     }
 
 
@@ -342,9 +324,6 @@ def _runs_on(backend: object, conditions: KnobConditions) -> bool:
 def _is_open(knob: Knob, conditions: KnobConditions) -> bool:
     """Whether the choice exists for a job on a device, and is not the user's own."""
     spec = conditions.spec
-    stated = conditions.can_state is None or knob.name in conditions.can_state
-    if not stated or knob.name in conditions.closed:
-        return False
     missing = {
         "moe_flex_dispatcher_backend": _EXCHANGING_DEVICE.match(conditions.accelerator) is None,
         "moe_shared_expert_overlap": not spec.moe_shared_expert_intermediate_size,
@@ -357,9 +336,14 @@ def _is_open(knob: Knob, conditions: KnobConditions) -> bool:
         # the whole layer, where nothing in it has shapes of its own
         "cuda_graph_scope": not conditions.capturable or not spec.is_moe,
     }
-    if not conditions.has_engine or knob.choice in conditions.held:
-        return False
-    return not missing.get(knob.name, False) and (spec.is_moe or not knob.of_experts)
+    return (
+        conditions.has_engine
+        and (conditions.can_state is None or knob.name in conditions.can_state)
+        and knob.name not in conditions.closed
+        and knob.choice not in conditions.fixed
+        and not missing.get(knob.name, False)
+        and (spec.is_moe or not knob.of_experts)
+    )
 
 
 def execution_reason(name: str) -> str:
@@ -368,5 +352,5 @@ def execution_reason(name: str) -> str:
 
 
 def choices_of_execution() -> tuple[str, ...]:
-    """Names by which such choices are kept and freed."""
+    """Names by which such choices are fixed and freed."""
     return tuple(dict.fromkeys(knob.choice for knob in KNOBS))

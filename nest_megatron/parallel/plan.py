@@ -51,7 +51,7 @@ class TrainChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelChoice:
-    """What is written into the job, under Megatron's own names; ``None`` is a flag left out."""
+    """What is written into the job, by Megatron's names; ``None`` is a flag left out."""
 
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int
@@ -109,10 +109,10 @@ class PredictedStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the cost model expects; ``terms`` add up to ``iteration_time_s``.
+    """What the cost model expects.
 
-    They are those of ``critical_rank``, the pipeline rank that is busy longest: its own work, and
-    what it waits for.
+    ``terms`` add up to ``iteration_time_s``: work and waiting of ``critical_rank``, the pipeline
+    rank that is busy longest.
     """
 
     iteration_time_s: Seconds
@@ -160,21 +160,13 @@ class Alternative:
     @classmethod
     def of(cls, grid: Grid, **others: Any) -> Alternative:
         """The layout of a grid; ``others`` are the fields that a grid does not say."""
-        dims = grid.dims
-        virtual = dims.virtual_pipeline_model_parallel_size
         return cls(
-            num_gpus=dims.world_size,
-            tensor_model_parallel_size=dims.tensor_model_parallel_size,
-            pipeline_model_parallel_size=dims.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
-            context_parallel_size=dims.context_parallel_size,
-            data_parallel_size=dims.data_parallel_size,
-            expert_model_parallel_size=dims.expert_model_parallel_size,
-            expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
+            num_gpus=grid.dims.world_size,
+            **grid.dims.flags(),
             micro_batch_size=grid.micro_batch_size,
             zero_stage=int(grid.zero),
             recompute=grid.recompute.label(),
-            rank_order=dims.rank_order,
+            rank_order=grid.dims.rank_order,
             execution=grid.execution,
             **others,
         )
@@ -330,22 +322,16 @@ class ParallelPlan:
         """The plan's degrees, batch, recomputation and ZeRO stage."""
         chosen, train = self.parallel, self.train
         return Grid(
-            dims=ParallelDims(
-                tensor_model_parallel_size=chosen.tensor_model_parallel_size,
-                pipeline_model_parallel_size=chosen.pipeline_model_parallel_size,
-                virtual_pipeline_model_parallel_size=(
-                    chosen.virtual_pipeline_model_parallel_size or 1
-                ),
-                context_parallel_size=chosen.context_parallel_size,
-                data_parallel_size=chosen.data_parallel_size,
-                expert_model_parallel_size=chosen.expert_model_parallel_size,
-                expert_tensor_parallel_size=chosen.expert_tensor_parallel_size,
-                rank_order=self.placement.rank_order,
-            ),
+            dims=ParallelDims.of(chosen, self.placement.rank_order),
             global_batch_size=train.global_batch_size,
             micro_batch_size=train.micro_batch_size,
             sequence_parallel=chosen.sequence_parallel,
-            recompute=_recompute(chosen),
+            recompute=Recompute(
+                granularity=chosen.recompute_granularity or RecomputeGranularity.NONE,
+                method=chosen.recompute_method,
+                num_layers=chosen.recompute_num_layers,
+                modules=chosen.recompute_modules,
+            ),
             zero=zero_stage(chosen),
             execution=self.execution,
         )
@@ -371,28 +357,21 @@ def parallel_choice(
     Args:
         sharding: what divides states among replicas; ``None`` leaves it to the ZeRO stage.
     """
-    dims, again, zero = grid.dims, grid.recompute, grid.zero
+    recompute, zero = grid.recompute, grid.zero
     sharding = sharding or zero.sharding
     fsdp = sharding is DataParallelSharding.MEGATRON_FSDP
     torch_fsdp2 = sharding is DataParallelSharding.TORCH_FSDP2
     shards = (zero >= ZeroStage.OPTIMIZER or fsdp) and not torch_fsdp2
-    virtual = dims.virtual_pipeline_model_parallel_size
-    granularity = again.granularity
-    pipelined = dims.pipeline_model_parallel_size > 1
+    pipelined = grid.dims.pipeline_model_parallel_size > 1
+    granularity = recompute.granularity
     return ParallelChoice(
-        tensor_model_parallel_size=dims.tensor_model_parallel_size,
-        pipeline_model_parallel_size=dims.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
-        context_parallel_size=dims.context_parallel_size,
-        data_parallel_size=dims.data_parallel_size,
-        expert_model_parallel_size=dims.expert_model_parallel_size,
-        expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
+        **grid.dims.flags(),
         sequence_parallel=grid.sequence_parallel,
         pipeline_model_parallel_layout=layout_string(spec, partition) if pipelined else None,
         recompute_granularity=None if granularity is RecomputeGranularity.NONE else granularity,
-        recompute_method=again.method,
-        recompute_num_layers=again.num_layers,
-        recompute_modules=again.modules,
+        recompute_method=recompute.method,
+        recompute_num_layers=recompute.num_layers,
+        recompute_modules=recompute.modules,
         use_distributed_optimizer=shards,
         use_megatron_fsdp=fsdp,
         data_parallel_sharding_strategy=STRATEGIES[zero] if fsdp else None,
@@ -406,24 +385,17 @@ def sharding(chosen: ParallelChoice) -> DataParallelSharding:
     """What divides states among replicas."""
     if chosen.use_torch_fsdp2:
         return DataParallelSharding.TORCH_FSDP2
-    fsdp = chosen.use_megatron_fsdp
-    return DataParallelSharding.MEGATRON_FSDP if fsdp else DataParallelSharding.DDP
+    if chosen.use_megatron_fsdp:
+        return DataParallelSharding.MEGATRON_FSDP
+    return DataParallelSharding.DDP
 
 
 def zero_stage(chosen: ParallelChoice) -> ZeroStage:
     """The ZeRO stage that a choice of Megatron's options amounts to."""
     if chosen.use_torch_fsdp2:
         return ZeroStage.WEIGHTS
-    for zero, strategy in STRATEGIES.items():
-        if chosen.use_megatron_fsdp and chosen.data_parallel_sharding_strategy == strategy:
-            return zero
-    return ZeroStage.OPTIMIZER if chosen.use_distributed_optimizer else ZeroStage.NONE
-
-
-def _recompute(chosen: ParallelChoice) -> Recompute:
-    return Recompute(
-        granularity=chosen.recompute_granularity or RecomputeGranularity.NONE,
-        method=chosen.recompute_method,
-        num_layers=chosen.recompute_num_layers,
-        modules=chosen.recompute_modules,
-    )
+    own = ZeroStage.OPTIMIZER if chosen.use_distributed_optimizer else ZeroStage.NONE
+    if not chosen.use_megatron_fsdp:
+        return own
+    stages = {strategy: zero for zero, strategy in STRATEGIES.items()}
+    return stages.get(chosen.data_parallel_sharding_strategy or "", own)

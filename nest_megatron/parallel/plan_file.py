@@ -24,29 +24,28 @@ def digest(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def sealed(plan: ParallelPlan) -> ParallelPlan:
-    """The plan with its checksum set."""
-    provenance = dataclasses.replace(plan.provenance, checksum="")
+def sealed(plan: ParallelPlan, **origin: Any) -> ParallelPlan:
+    """The plan with its checksum set.
+
+    Args:
+        origin: fields of ``Provenance`` to set before.
+    """
+    provenance = dataclasses.replace(plan.provenance, **{**origin, "checksum": ""})
     blank = dataclasses.replace(plan, provenance=provenance)
-    return dataclasses.replace(
-        plan, provenance=dataclasses.replace(provenance, checksum=digest(blank))
-    )
+    provenance = dataclasses.replace(provenance, checksum=digest(blank))
+    return dataclasses.replace(plan, provenance=provenance)
 
 
 def made_for(plan: ParallelPlan, framework: str, version: str | None, made_by: str) -> ParallelPlan:
     """The plan with what it was made for, unless it says so already; sealed again."""
     if plan.provenance.framework is not None:
         return plan
-    provenance = dataclasses.replace(
-        plan.provenance, framework=framework, framework_version=version, made_by=made_by
-    )
-    return sealed(dataclasses.replace(plan, provenance=provenance))
+    return sealed(plan, framework=framework, framework_version=version, made_by=made_by)
 
 
 def dump(plan: ParallelPlan) -> str:
     """The text of a plan file."""
-    text: str = yaml.safe_dump(to_plain(plan), sort_keys=False, width=100, allow_unicode=True)
-    return text
+    return str(yaml.safe_dump(to_plain(plan), sort_keys=False, width=100, allow_unicode=True))
 
 
 def load(text: str, name: str = "plan") -> ParallelPlan:
@@ -56,52 +55,6 @@ def load(text: str, name: str = "plan") -> ParallelPlan:
         PlanFileError: if it is truncated, edited, from a newer schema, or not a plan.
     """
     return from_fields(parse(text, name), name)
-
-
-def from_fields(fields: Mapping[str, Any], name: str) -> ParallelPlan:
-    """The plan of a plan file's fields.
-
-    Raises:
-        PlanFileError: as ``load``.
-    """
-    schema = fields.get("schema")
-    if not isinstance(schema, int) or schema > SCHEMA:
-        raise PlanFileError(
-            f"{name}: schema",
-            value=schema,
-            limit=f"this version reads plans up to schema {SCHEMA}",
-            fix="Upgrade nest-megatron, or plan again with this version.",
-        )
-    try:
-        plan = from_plain(ParallelPlan, fields)
-    except PlanFileError:
-        raise
-    except UserInputError as error:
-        raise PlanFileError(
-            f"{name}: {error.what}", value=error.value, limit=error.limit, fix=error.fix
-        ) from error
-    if sealed(plan).provenance.checksum != plan.provenance.checksum:
-        raise PlanFileError(
-            f"{name}: provenance.checksum",
-            value=plan.provenance.checksum,
-            limit="it does not match the contents, so the file was cut short or edited",
-            fix="Write it again with nest-megatron plan; what you want fixed goes on that command.",
-        )
-    return plan
-
-
-def write(plan: ParallelPlan, path: Path) -> None:
-    """Write a plan file, whole or not at all."""
-    write_text(path, dump(plan))
-
-
-def read(path: Path) -> ParallelPlan:
-    """Read a plan file.
-
-    Raises:
-        UserInputError: if it cannot be read; ``PlanFileError`` if it is not a sound plan.
-    """
-    return load(read_text(path, "plan"), str(path))
 
 
 def parse(text: str, name: str) -> dict[str, Any]:
@@ -124,3 +77,48 @@ def parse(text: str, name: str) -> dict[str, Any]:
             fix="Name a file written by nest-megatron plan.",
         )
     return fields
+
+
+def from_fields(fields: Mapping[str, Any], name: str) -> ParallelPlan:
+    """The plan of a plan file's fields.
+
+    Raises:
+        PlanFileError: as ``load``.
+    """
+    schema = fields.get("schema")
+    if not isinstance(schema, int) or schema > SCHEMA:
+        raise PlanFileError(
+            f"{name}: schema",
+            value=schema,
+            limit=f"this version reads plans up to schema {SCHEMA}",
+            fix="Upgrade nest-megatron, or plan again with this version.",
+        )
+    try:
+        plan = from_plain(ParallelPlan, fields)
+    except UserInputError as error:
+        raise PlanFileError(
+            f"{name}: {error.what}", value=error.value, limit=error.limit, fix=error.fix
+        ) from error
+    checksum = plan.provenance.checksum
+    if sealed(plan).provenance.checksum != checksum:
+        raise PlanFileError(
+            f"{name}: provenance.checksum",
+            value=checksum,
+            limit="it does not match the contents, so the file was cut short or edited",
+            fix="Write it again with nest-megatron plan; what you want fixed goes on that command.",
+        )
+    return plan
+
+
+def write(plan: ParallelPlan, path: Path) -> None:
+    """Write a plan file, whole or not at all."""
+    write_text(path, dump(plan))
+
+
+def read(path: Path) -> ParallelPlan:
+    """Read a plan file.
+
+    Raises:
+        UserInputError: if it cannot be read; ``PlanFileError`` if it is not a sound plan.
+    """
+    return load(read_text(path, "plan"), str(path))
