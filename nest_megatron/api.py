@@ -7,6 +7,7 @@ results and errors are those of the command line; ``docs/api.md`` is made of the
 from __future__ import annotations
 
 import dataclasses
+import html
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -42,8 +43,9 @@ from nest_megatron.planner import Progress
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.planner.pins import Pin, read_plan
 from nest_megatron.report.catalogue import Catalogue
+from nest_megatron.report.console import Shown
 from nest_megatron.report.failure import require_plan
-from nest_megatron.units import Seconds
+from nest_megatron.units import Seconds, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -63,7 +65,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Plan:
+class Plan(Shown):
     """A layout of a training job with its prediction.
 
     A notebook shows it as the tables that ``nest-megatron plan`` prints, and so does ``print``.
@@ -203,42 +205,34 @@ class Plan:
         fields: dict[str, Any] = to_plain(self.record)
         return fields
 
-    def report(self) -> Iterator[RenderableType]:
-        """The tables that ``nest-megatron plan`` prints, without the notes."""
+    def report(self, *more: RenderableType) -> Iterator[RenderableType]:
+        """The tables that ``nest-megatron plan`` prints, and more before its notes."""
         from nest_megatron.report.runners_up import shortlist_report
-        from nest_megatron.report.terminal import plan_report
+        from nest_megatron.report.terminal import notes_report, plan_report
 
-        yield plan_report(self.record)
-        yield ""
+        yield from (plan_report(self.record), "")
         if self.record.shortlist is not None:
-            yield shortlist_report(self.record)
-            yield ""
+            yield from (shortlist_report(self.record), "")
+        yield from (*more, notes_report(self.notes))
 
     def __repr__(self) -> str:
-        from nest_megatron.report.notebook import short_form
-
-        return f"<Plan of {short_form(self.record)}>"
-
-    def __str__(self) -> str:
-        from nest_megatron.report.notebook import as_text
-
-        return as_text([self.__rich__()])
-
-    def __rich__(self) -> RenderableType:
-        from rich.console import Group
-
-        from nest_megatron.report.terminal import notes_report
-
-        return Group(*self.report(), notes_report(self.notes))
-
-    def _repr_html_(self) -> str:
-        from nest_megatron.report.notebook import as_html
-
-        return as_html([self.__rich__()])
+        chosen, step_s = self.parallel, self.predicted.iteration_time_s
+        degrees = {
+            "TP": chosen.tensor_model_parallel_size,
+            "PP": chosen.pipeline_model_parallel_size,
+            "VPP": chosen.virtual_pipeline_model_parallel_size or 1,
+            "CP": chosen.context_parallel_size,
+            "EP": chosen.expert_model_parallel_size,
+            "DP": chosen.data_parallel_size,
+        }
+        words = [f"{name} {size}" for name, size in degrees.items() if size > 1] or ["one rank"]
+        job = f"{self.model.name} on {self.cluster.describe()}"
+        batch = f"batch {self.train.global_batch_size}"
+        return f"<Plan of {job}: {' '.join(words)}, {batch}, {format_seconds(step_s)} a step>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Explanation:
+class Explanation(Shown):
     """A plan with its reasons; a notebook shows the page of ``explain --html``.
 
     Attributes:
@@ -295,20 +289,11 @@ class Explanation:
     def __repr__(self) -> str:
         return f"<Explanation of {self.plan!r}>"
 
-    def __str__(self) -> str:
-        from nest_megatron.report.notebook import as_text
-
-        return as_text(self.report())
-
-    def __rich__(self) -> RenderableType:
-        from rich.console import Group
-
-        return Group(*self.report())
-
     def _repr_html_(self) -> str:
-        from nest_megatron.report.notebook import framed
-
-        return framed(self.to_html(), repr(self.plan))
+        """The page in a frame, which keeps its styles and its policy to itself."""
+        page, title = html.escape(self.to_html()), html.escape(repr(self.plan))
+        style = "width:100%;height:900px;border:0"
+        return f'<iframe title="{title}" srcdoc="{page}" sandbox="" style="{style}"></iframe>'
 
 
 def models() -> Catalogue[TransformerSpec]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import click
 
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cli.command_kinds import Command, json_option
-from nest_megatron.cli.complete import complete_catalogue
-from nest_megatron.errors import OK
+from nest_megatron.cli.complete import completing
 
 
 @click.command(
@@ -18,9 +19,11 @@ from nest_megatron.errors import OK
         "nest-megatron models ./config.json",
     ),
 )
-@click.argument("name", required=False, shell_complete=complete_catalogue("model"))
+@click.argument(
+    "name", required=False, shell_complete=completing(partial(catalogue_names, "model"))
+)
 @json_option
-def models(name: str | None, *, as_json: bool) -> int:
+def models(name: str | None, *, as_json: bool) -> None:
     """List the models of the catalogue, or show one, or that of a file."""
     from nest_megatron.config.entries import model_entry
     from nest_megatron.report.catalogue_tables import model_details, model_document, models_table
@@ -32,7 +35,6 @@ def models(name: str | None, *, as_json: bool) -> int:
         show_json({"models": documents} if name is None else documents[0])
     else:
         show(models_table(specs) if name is None else model_details(specs[0]))
-    return OK
 
 
 @click.command(
@@ -43,9 +45,11 @@ def models(name: str | None, *, as_json: bool) -> int:
         "nest-megatron clusters ./mine.yaml",
     ),
 )
-@click.argument("name", required=False, shell_complete=complete_catalogue("cluster"))
+@click.argument(
+    "name", required=False, shell_complete=completing(partial(catalogue_names, "cluster"))
+)
 @json_option
-def clusters(name: str | None, *, as_json: bool) -> int:
+def clusters(name: str | None, *, as_json: bool) -> None:
     """List the clusters of the catalogue, or show one, or that of a file."""
     from nest_megatron.config.entries import cluster_entry
     from nest_megatron.plain import to_plain
@@ -59,4 +63,3 @@ def clusters(name: str | None, *, as_json: bool) -> int:
         show_json({"clusters": documents} if name is None else documents[0])
     else:
         show(clusters_table(entries) if name is None else cluster_details(entries[0][1]))
-    return OK

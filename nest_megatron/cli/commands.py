@@ -3,83 +3,132 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import NamedTuple
 
 import click
+from click.shell_completion import get_completion_class
 
-from nest_megatron.cli.command_kinds import Command, LazyGroup, Loaded
+from nest_megatron.cli.command_kinds import Command, Group
+from nest_megatron.errors import PROGRAM
 from nest_megatron.version import __version__
+
+
+class Loaded(NamedTuple):
+    """A command that is imported when it is asked for.
+
+    Attributes:
+        module: of this package, that holds it under the command's own name.
+        help: the first sentence of its help, so that listing commands loads none.
+        needs: the optional package of ``nest_megatron`` that does its work.
+    """
+
+    module: str
+    help: str
+    needs: str | None = None
+
+    def is_here(self) -> bool:
+        """Whether the optional package that it needs is part of this installation."""
+        return self.needs is None or find_spec(f"nest_megatron.{self.needs}") is not None
+
 
 COMMANDS: Mapping[str, Loaded] = {
     "calibrate": Loaded(
-        module="validate",
-        help="Fit the cost model's constants to measured runs, and those of links to collectives.",
-        needs="validation",
+        "validate",
+        "Fit the cost model's constants to measured runs, and those of links to collectives.",
+        "validation",
     ),
     "clusters": Loaded(
-        module="catalogue",
-        help="List the clusters of the catalogue, or show one, or that of a file.",
+        "catalogue", "List the clusters of the catalogue, or show one, or that of a file."
     ),
     "compare": Loaded(
-        module="compare",
-        help="Plan one job with other planners, priced by the same cost model, and say what each "
-        "loses.",
-        needs="research",
+        "research",
+        "Plan one job with other planners, priced by the same cost model, and say what each loses.",
+        "research",
     ),
     "completion": Loaded(
-        module="commands",
-        help="Print the script that completes commands, settings and catalogue names.",
+        "commands", "Print the script that completes commands, settings and catalogue names."
     ),
     "estimate": Loaded(
-        module="plan",
-        help="Price one layout: iteration time by term, memory by stage. Nothing is searched.",
+        "plan", "Price one layout: iteration time by term, memory by stage. Nothing is searched."
     ),
-    "explain": Loaded(module="explain", help="Read a plan file and say why it is what it is."),
+    "explain": Loaded("explain", "Read a plan file and say why it is what it is."),
     "extract": Loaded(
-        module="extract",
-        help="Show the work of one layer on one rank, as megatron-core's own modules do it.",
+        "extract", "Show the work of one layer on one rank, as megatron-core's own modules do it."
     ),
     "models": Loaded(
-        module="catalogue", help="List the models of the catalogue, or show one, or that of a file."
+        "catalogue", "List the models of the catalogue, or show one, or that of a file."
     ),
     "nest": Loaded(
-        module="nest",
-        help="NEST itself: its published solver's instances, and its recurrence on any job.",
-        needs="research",
+        "research",
+        "NEST itself: its published solver's instances, and its recurrence on any job.",
+        "research",
     ),
     "network": Loaded(
-        module="network", help="Measured networks: figures for a cluster from timed collectives."
+        "network", "Measured networks: figures for a cluster from timed collectives."
     ),
     "paper": Loaded(
-        module="paper",
-        help="An experiment of the NEST paper on our cost model: ours, the artifact's, the "
-        "paper's.",
-        needs="research",
+        "research",
+        "An experiment of the NEST paper on our cost model: ours, the artifact's, the paper's.",
+        "research",
     ),
     "pin": Loaded(
-        module="explain",
-        help="Freeze a reviewed plan: it launches the job that it was made for, and no other.",
+        "explain", "Freeze a reviewed plan: it launches the job that it was made for, and no other."
     ),
     "plan": Loaded(
-        module="plan", help="Find the plan that is expected to be the fastest and to fit in memory."
+        "plan", "Find the plan that is expected to be the fastest and to fit in memory."
     ),
     "profile": Loaded(
-        module="profile",
-        help="Time a model's layers on the devices that are here, and the network between them.",
+        "profile",
+        "Time a model's layers on the devices that are here, and the network between them.",
     ),
-    "profiles": Loaded(
-        module="profiles", help="Measured layer times: list, show, export, import, verify."
-    ),
+    "profiles": Loaded("profiles", "Measured layer times: list, show, export, import, verify."),
     "validate": Loaded(
-        module="validate",
-        help="Compare predictions with measured runs: errors, ranking of layouts, memory.",
-        needs="validation",
+        "validate",
+        "Compare predictions with measured runs: errors, ranking of layouts, memory.",
+        "validation",
     ),
 }
 
 
+class LazyGroup(Group):
+    """A group that imports the module of a command when the command is asked for."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        """Names of the commands whose packages are installed."""
+        return [name for name, each in COMMANDS.items() if each.is_here()]
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        """Import a command.
+
+        Raises:
+            UsageError: if its package is not part of this installation.
+        """
+        each = COMMANDS.get(name)
+        if each is None:
+            return None
+        if not each.is_here():
+            lacks = f"needs nest_megatron.{each.needs}, which this installation leaves out"
+            raise click.UsageError(f"{name} {lacks}", context)
+        found = getattr(import_module(f"nest_megatron.cli.{each.module}"), name)
+        assert isinstance(found, click.Command)
+        return found
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the table of commands without importing them."""
+        names = self.list_commands(context)
+        limit = formatter.width - 6 - max(map(len, names))
+        rows = [
+            (name, click.Command(name, help=COMMANDS[name].help).get_short_help_str(limit))
+            for name in names
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
 @click.group(
     cls=LazyGroup,
-    loaded=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     examples=(
         "nest-megatron plan model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64",
@@ -88,7 +137,7 @@ COMMANDS: Mapping[str, Loaded] = {
         "nest-megatron clusters",
     ),
 )
-@click.version_option(__version__, prog_name="nest-megatron")
+@click.version_option(__version__, prog_name=PROGRAM)
 def cli() -> None:
     """Plans for Megatron training jobs: the fastest layout on a cluster that is expected to fit.
 
@@ -106,9 +155,8 @@ def cli() -> None:
     ),
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-def completion(shell: str) -> int:
+def completion(shell: str) -> None:
     """Print the script that completes commands, settings and catalogue names."""
-    from nest_megatron.cli.complete import script
-
-    click.echo(script(shell, cli))
-    return 0
+    found = get_completion_class(shell)
+    assert found is not None, "the command offers the shells that click knows"
+    click.echo(found(cli, {}, PROGRAM, "_NEST_MEGATRON_COMPLETE").source())

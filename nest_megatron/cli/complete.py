@@ -11,19 +11,20 @@ from click.shell_completion import (
     CompletionItem,
     ZshComplete,
     add_completion_class,
-    get_completion_class,
 )
 
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.config.schema import section_keys
 
-Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+Complete = Callable[[click.Context, click.Parameter, str], list[str]]
 
-_COMPLETE_VARIABLE = "_NEST_MEGATRON_COMPLETE"
 _BOOLEANS = ("true", "false")
 _POWERS = tuple(str(2**n) for n in range(7))
-_MODEL_KEYS = ("num_layers", "hidden_size", "seq_length", "vocab_size", "num_experts")
-_CLUSTER_KEYS = ("num_gpus", "oversubscription", "accelerator")
+_MODEL_KEYS = tuple(
+    f"model.{name}"
+    for name in ("num_layers", "hidden_size", "seq_length", "vocab_size", "num_experts")
+)
+_CLUSTER_KEYS = ("cluster.num_gpus", "cluster.oversubscription", "cluster.accelerator")
 #: Short texts of the records below, repeated so that completing loads none of them; a test
 #: compares them with the records.
 VALUES = {
@@ -51,14 +52,8 @@ def candidates(incomplete: str) -> list[str]:
     if equals:
         before, comma, last = value.rpartition(",")
         return [f"{key}={before}{comma}{v}" for v in _values(key) if v.startswith(last)]
-    return [f"{name}=" for name in _keys() if name.startswith(incomplete)]
-
-
-def _keys() -> Iterable[str]:
-    yield from ("model", "cluster")
-    yield from (f"cluster.{name}" for name in _CLUSTER_KEYS)
-    yield from section_keys()
-    yield from (f"model.{name}" for name in _MODEL_KEYS)
+    keys = ("model", "cluster", *_CLUSTER_KEYS, *section_keys(), *_MODEL_KEYS)
+    return [f"{name}=" for name in keys if name.startswith(incomplete)]
 
 
 def _values(key: str) -> Iterable[str]:
@@ -67,64 +62,41 @@ def _values(key: str) -> Iterable[str]:
     if key == "cluster.accelerator":
         return catalogue_names("accelerator")
     if key == "profile.name":
-        return _profile_names()
-    if key in VALUES:
-        return VALUES[key]
+        return profile_names()
     is_size = key.endswith("_size") and key.startswith(("parallel.", "search.max_", "train.micro"))
-    return _POWERS if is_size else ()
+    return VALUES.get(key, _POWERS if is_size else ())
 
 
 def complete_override(
     context: click.Context, parameter: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
+) -> list[str]:
     """Candidates for a setting; keys that are already set are not offered again."""
-    typed = context.params.get("overrides") or ()
-    done = {text.partition("=")[0] for text in typed}
-    return [CompletionItem(c) for c in candidates(incomplete) if c.partition("=")[0] not in done]
+    done = {text.partition("=")[0] for text in context.params.get("overrides") or ()}
+    return [each for each in candidates(incomplete) if each.partition("=")[0] not in done]
 
 
-def complete_catalogue(group: str) -> Complete:
-    """Candidates for a name of the catalogue."""
+def completing(names: Callable[[], Iterable[str]]) -> Complete:
+    """Candidates of which one is to be typed, the last of several with commas between them."""
 
-    def complete(
-        context: click.Context, parameter: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        return [CompletionItem(n) for n in catalogue_names(group) if n.startswith(incomplete)]
+    def complete(_: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in names() if name.startswith(last)]
 
     return complete
 
 
-def complete_profile(
-    context: click.Context, parameter: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
-    """Candidates for the name of a profile."""
-    return [CompletionItem(name) for name in _profile_names() if name.startswith(incomplete)]
-
-
-def _profile_names() -> list[str]:
+def profile_names() -> list[str]:
+    """Names of the profiles that are stored here, and shipped."""
     from nest_megatron.profile.store import all_entries
 
     return [entry.name for entry in all_entries()]
 
 
-def complete_free(
-    context: click.Context, parameter: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
-    """Candidates for ``--free``: the flags that a plan sets, after the last comma."""
+def freed_names() -> tuple[str, ...]:
+    """What ``--free`` takes: the flags that a plan sets."""
     from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS
 
-    before, comma, last = incomplete.rpartition(",")
-    names = [n for n in ("all", *PARALLEL_ARGUMENTS) if n.startswith(last)]
-    return [CompletionItem(f"{before}{comma}{name}") for name in names]
-
-
-def script(shell: str, cli: click.Command) -> str:
-    """The script that a shell evaluates, for the whole command line."""
-    from nest_megatron.errors import PROGRAM
-
-    found = get_completion_class(shell)
-    assert found is not None, "the command offers the shells that click knows"
-    return found(cli, {}, PROGRAM, _COMPLETE_VARIABLE).source()
+    return ("all", *PARALLEL_ARGUMENTS)
 
 
 class _Bash(BashComplete):

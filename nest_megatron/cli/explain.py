@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from nest_megatron.cli.command_kinds import OUTPUT, Command, json_option
-from nest_megatron.errors import OK
+from nest_megatron.cli.command_kinds import OUTPUT, PATH, Command, json_option
 
 
 @click.command(
@@ -17,7 +16,7 @@ from nest_megatron.errors import OK
         "nest-megatron explain plan.yaml --json",
     ),
 )
-@click.argument("path", type=click.Path(path_type=Path), metavar="PLAN.YAML")
+@click.argument("path", type=PATH, metavar="PLAN.YAML")
 @click.option("--html", type=OUTPUT, help="Write a page to look at and to send around.")
 @click.option(
     "--timeline",
@@ -25,10 +24,10 @@ from nest_megatron.errors import OK
     help="Write the schedule: a .json trace for Perfetto, or a .png or .svg picture.",
 )
 @json_option
-def explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bool) -> int:
+def explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bool) -> None:
     """Read a plan file and say why it is what it is."""
     from nest_megatron.api import load_plan
-    from nest_megatron.report.console import say, show, show_json
+    from nest_megatron.report.console import show, show_json
 
     explained = load_plan(path).explain()
     if html is not None:
@@ -37,10 +36,8 @@ def explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bo
         explained.write_timeline(timeline)
     if as_json:
         show_json(explained.to_dict())
-        return OK
-    for part in explained.report():
-        say(part) if isinstance(part, str) else show(part)
-    return OK
+    else:
+        show(*explained.report())
 
 
 @click.command(
@@ -50,7 +47,7 @@ def explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bo
         "nest-megatron pin plan.yaml --out pinned.yaml --by ada --note 'reviewed for run 7'",
     ),
 )
-@click.argument("path", type=click.Path(path_type=Path), metavar="PLAN.YAML")
+@click.argument("path", type=PATH, metavar="PLAN.YAML")
 @click.option("--out", type=OUTPUT, help="Write the pinned plan here instead of in its place.")
 @click.option("--by", metavar="NAME", help="Who has reviewed it; the user's name if not given.")
 @click.option("--note", metavar="TEXT", default="", help="Kept in the file.")
@@ -64,7 +61,7 @@ def explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bo
 @json_option
 def pin(
     path: Path, *, out: Path | None, by: str | None, note: str, release: str | None, as_json: bool
-) -> int:
+) -> None:
     """Freeze a reviewed plan: it launches the job that it was made for, and no other.
 
     Launch with +nest=pinned nest.plan=FILE. The file is refused once a byte of it has changed.
@@ -79,11 +76,10 @@ def pin(
     write_pinned(pinned, target)
     if as_json:
         show_json({"pinned": str(target), **to_plain(made)})
-        return OK
+        return
     say(
         f"Pinned to {target}: {plan.model.name} on {plan.cluster.describe()}, global batch "
         f"{plan.train.global_batch_size}, {plan.train.precision}, "
         f"{pinned_for(plan, made.megatron_lm)}, nest-megatron {made.nest_megatron_version}."
     )
     say(f"Launch that job with +nest=pinned nest.plan={target}; any other is refused.")
-    return OK

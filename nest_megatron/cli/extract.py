@@ -5,22 +5,30 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 
-from nest_megatron.cli.command_kinds import FOLDER, NEXT, OUTPUT, Command, forced, json_option
-from nest_megatron.cli.complete import complete_override
+from nest_megatron.cli.command_kinds import (
+    FOLDER,
+    NEXT,
+    OUTPUT,
+    Command,
+    forced,
+    json_option,
+    settings_argument,
+    version_option,
+)
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.job import Job
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.shard import DEGREES, read_shard
 from nest_megatron.config.target import read_settings
-from nest_megatron.errors import OK, UserInputError
-from nest_megatron.files import check_output
+from nest_megatron.errors import UserInputError
+from nest_megatron.files import check_output, require_folder
 from nest_megatron.integrations.megatron_lm.command_request import read_model
 from nest_megatron.megatron_core import cache
 from nest_megatron.megatron_core.chain import extract_chain, require_torch
@@ -33,25 +41,23 @@ from nest_megatron.model.parameters import ParameterCount, unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
 from nest_megatron.plain import to_plain
-from nest_megatron.report.console import say, show, show_json
+from nest_megatron.report.charts import check_suffix
+from nest_megatron.report.console import show, show_json
 
 
 @click.command(
     cls=Command,
     examples=(
         "nest-megatron extract model=llama3_70b parallel.tensor_model_parallel_size=8",
-        "nest-megatron extract model=deepseek_v3 parallel.tensor_model_parallel_size=8"
-        + NEXT
-        + "parallel.expert_model_parallel_size=8 parallel.expert_tensor_parallel_size=1"
-        + NEXT
-        + "--layer moe --closed-form --draw moe.svg",
+        f"nest-megatron extract model=deepseek_v3 parallel.tensor_model_parallel_size=8{NEXT}"
+        f"parallel.expert_model_parallel_size=8 parallel.expert_tensor_parallel_size=1{NEXT}"
+        "--layer moe --closed-form --draw moe.svg",
         "nest-megatron extract --from 'pretrain_gpt.py <your flags>' --unfused",
-        "nest-megatron extract --module my_model:build --input 1,2048 --dtype int64"
-        + NEXT
-        + "--draw chain.svg",
+        f"nest-megatron extract --module my_model:build --input 1,2048 --dtype int64{NEXT}"
+        "--draw chain.svg",
     ),
 )
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_override)
+@settings_argument
 @click.option(
     "--layer",
     type=click.Choice(["all", "embedding", "dense", "moe", "mtp", "head"]),
@@ -77,13 +83,7 @@ from nest_megatron.report.console import say, show, show_json
     metavar="COMMAND",
     help="Your own Megatron-LM command, in quotes, instead of model; - reads standard input.",
 )
-@click.option(
-    "--megatron-version",
-    metavar="RELEASE",
-    default="0.16.1",
-    show_default=True,
-    help="With --from: the release whose flags the command uses (0.16.1 or 0.20).",
-)
+@version_option
 @click.option(
     "--closed-form",
     is_flag=True,
@@ -113,14 +113,22 @@ from nest_megatron.report.console import say, show, show_json
 )
 @click.option("--config-dir", type=FOLDER, help="A folder with your own model/ files.")
 @json_option
-def extract(**options: Any) -> int:
+def extract(**options: Any) -> None:
     """Show the work of one layer on one rank, as megatron-core's own modules do it.
 
     Operators with their FLOPs and traffic, collectives with their groups, and bytes of saved
     activations, forward and backward; no GPU is needed. With --module, any PyTorch model is
     traced with torch.fx into its chain of blocks, without memory for its weights.
     """
-    return run_extract(_Options(**options))
+    given = _Options(**options)
+    if given.draw is not None:  # before the work, not after it
+        check_suffix(given.draw, "--draw")
+        require_folder(given.draw, "--draw")
+    given.refuse_mixed()
+    if given.module is None:
+        _extract_layers(given)
+    else:
+        _extract_module(given, given.module)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,17 +149,46 @@ class _Options:
     config_dir: Path | None
     as_json: bool
 
+    def refuse_mixed(self) -> None:
+        """Refuse options of a module beside a model's, and the other way round."""
+        if self.module is not None and (self.overrides or self.closed_form):
+            raise UserInputError(
+                "--module",
+                value=" ".join(self.overrides) or "--closed-form",
+                limit="a module of your own has no settings and no formulas",
+                fix="Leave them out; what --module names builds the model as you want it.",
+            )
+        if self.module is None and (self.inputs or self.dtypes):
+            raise UserInputError(
+                "--input" if self.inputs else "--dtype",
+                value=", ".join(self.inputs or self.dtypes),
+                limit="it goes with --module",
+                fix="Add --module, or leave it out: a model's own sizes are train.micro_batch_size "
+                "and train.seq_length.",
+            )
 
-_CLOSED_FORM = "closed form, Transformer Engine's layers"
-_MATTERS = (
-    *(f"parallel.{name}" for name in (*DEGREES, "sequence_parallel")),
-    "train.micro_batch_size",
-    "train.seq_length",
-)
+
+def _extract_module(options: _Options, name: str) -> None:
+    """Trace a module, draw its chain, and print it."""
+    shapes = read_inputs(options.inputs, options.dtypes)
+    require_torch()
+    graph = extract_chain(build(name), shapes)
+    pictures = [] if options.draw is None else [options.draw]
+    for path in pictures:
+        from nest_megatron.report.chain_chart import draw_chain
+
+        draw_chain(graph, path)
+    if options.as_json:
+        written = [str(path) for path in pictures]
+        show_json({"module": name, "chain": to_plain(graph), "pictures": written})
+        return
+    from nest_megatron.report.operator_table import chain_report
+
+    show(chain_report(graph), *(f"Wrote {path}." for path in pictures))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Shown:
+class _Layer:
     """One kind of layer, from whichever source.
 
     Args:
@@ -166,32 +203,25 @@ class _Shown:
     recompute: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, str] = field(default_factory=dict)
 
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """Lines under its title."""
+        yield "parameters", f"{self.parameters.total:,}"
+        if self.parameters.expert:
+            yield "of them in experts", f"{self.parameters.expert:,}"
+        for name, words in self.provenance.items():
+            yield name.replace("_", " "), words
+        for label, saved in self.recompute.items():
+            yield f"kept with recompute {label}", f"{saved.saved_bytes / 2**20:,.1f} MiB"
 
-def run_extract(options: _Options) -> int:
-    """Print, and draw, the work of a model's layers or of a module's chain."""
-    check_drawing(options.draw)
-    _refuse_mixed(options)
-    if options.module is not None:
-        return run_module(options.module, options)
-    composed, spec, shard = _asked(options)
-    shown = [
-        _closed_form(spec, kind, shard)
-        if options.closed_form
-        else _from_megatron(spec, kind, shard, options.implementation)
-        for kind in _kinds(spec, options.layer)
-    ]
-    written = _draw(options.draw, spec, shard, shown)
-    if options.as_json:
-        show_json(_document(composed, spec, shard, shown, written))
-    else:
-        _print(composed, spec, shard, shown)
-        for path in written:
-            say(f"Wrote {path}.")
-    return OK
+    def fields(self) -> dict[str, Any]:
+        """The layer for a program."""
+        count, saved = self.parameters, self.graph.total_saved_bytes()
+        parameters = {"dense": count.dense, "expert": count.expert}
+        return {**to_plain(self), "total_saved_bytes": saved, "parameters": parameters}
 
 
-def _asked(options: _Options) -> tuple[Composed, TransformerSpec, LayerShard]:
-    """The model whose layers are wanted, and how they are divided."""
+def _extract_layers(options: _Options) -> None:
+    """Draw, and print, the work of a model's layers."""
     settings = parse(options.overrides, options.config_dir)
     refuse_sweeps(settings)
     composed = compose(settings, options.config_dir)
@@ -199,89 +229,41 @@ def _asked(options: _Options) -> tuple[Composed, TransformerSpec, LayerShard]:
     spec, flags = read_model(composed, text, options.megatron_version)
     read_settings(composed.config, Job(spec=spec))  # refuses what the cost model would
     shard = read_shard(composed, spec, flags)
-    return composed, spec, dataclasses.replace(shard, flash_attention=not options.unfused)
-
-
-def run_module(name: str, options: _Options) -> int:
-    """Trace a module, print its chain, and draw it."""
-    draw = options.draw
-    shapes = read_inputs(options.inputs, options.dtypes)
-    require_torch()
-    graph = extract_chain(build(name), shapes)
-    if draw is not None:
-        from nest_megatron.report.chain_chart import draw_chain
-
-        draw_chain(graph, draw)
+    shard = dataclasses.replace(shard, flash_attention=not options.unfused)
+    read = _closed_form if options.closed_form else _from_megatron
+    layers = [read(spec, kind, shard, options) for kind in _kinds(spec, options.layer)]
+    titles = [_title(spec, shard, layer) for layer in layers]
+    pictures = _draw(options.draw, layers, titles)
+    notes = _notes(composed)
     if options.as_json:
-        pictures = [] if draw is None else [str(draw)]
-        show_json({"module": name, "chain": to_plain(graph), "pictures": pictures})
-        return OK
-    from nest_megatron.report.operator_table import chain_report
-
-    show(chain_report(graph))
-    if draw is not None:
-        say(f"Wrote {draw}.")
-    return OK
-
-
-def _refuse_mixed(options: _Options) -> None:
-    """Refuse options of a module beside a model's, and the other way round."""
-    if options.module is not None and (options.overrides or options.closed_form):
-        raise UserInputError(
-            "--module",
-            value=" ".join(options.overrides) or "--closed-form",
-            limit="a module of your own has no settings and no formulas",
-            fix="Leave them out; what --module names builds the model as you want it.",
+        show_json(
+            {
+                "model": spec.name,
+                "shard": to_plain(shard),
+                "layers": [layer.fields() for layer in layers],
+                "notes": notes,
+                "pictures": [str(path) for path in pictures],
+            }
         )
-    given = options.inputs or options.dtypes
-    if options.module is None and given:
-        raise UserInputError(
-            "--input" if options.inputs else "--dtype",
-            value=", ".join(given),
-            limit="it goes with --module",
-            fix="Add --module, or leave it out: a model's own sizes are train.micro_batch_size "
-            "and train.seq_length.",
-        )
-
-
-def check_drawing(draw: Path | None) -> None:
-    """Refuse a picture that cannot be written before the work, not after it.
-
-    Raises:
-        UserInputError: for another suffix, or a folder that is missing.
-    """
-    from nest_megatron.report.charts import check_suffix
-
-    if draw is None:
         return
-    check_suffix(draw, "--draw")
-    folder = draw.expanduser().parent
-    if not folder.is_dir():
-        raise UserInputError(
-            "--draw",
-            value=str(draw),
-            limit=f"there is no folder {folder}",
-            fix=f"mkdir -p {folder}",
-        )
+    from nest_megatron.report.operator_table import layer_report
+    from nest_megatron.report.terminal import notes_report
+
+    for layer, title in zip(layers, titles, strict=True):
+        show(layer_report(layer.graph, title, list(layer.facts())))
+    show(notes_report(notes), *(f"Wrote {path}." for path in pictures))
 
 
 def _kinds(spec: TransformerSpec, layer: str) -> list[LayerKind]:
     """The kinds of layer asked for, in the order of the model."""
     known = list(dict.fromkeys(spec.layer_kinds()))
-    if layer == "all":
-        return known
-    kind = LayerKind(layer)
-    if kind not in known:
-        raise UserInputError(
-            "--layer",
-            value=layer,
-            limit=f"{spec.name} has no such layer",
-            fix=f"It has {', '.join(known)}.",
-        )
-    return [kind]
+    if layer != "all" and layer not in known:
+        limit, fix = f"{spec.name} has no such layer", f"It has {', '.join(known)}."
+        raise UserInputError("--layer", value=layer, limit=limit, fix=fix)
+    return known if layer == "all" else [LayerKind(layer)]
 
 
-def _closed_form(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) -> _Shown:
+def _closed_form(spec: TransformerSpec, kind: LayerKind, shard: LayerShard, _: _Options) -> _Layer:
     kinds = spec.layer_kinds()
     counts = unit_parameters(
         spec,
@@ -290,25 +272,26 @@ def _closed_form(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) -> _
         shard.expert_tensor_parallel_size,
         single_stage=False,
     )
-    return _Shown(
+    return _Layer(
         kind=kind,
         count=Counter(kinds)[kind],
         graph=layer_graph(spec, kind, shard),
         parameters=counts[kinds.index(kind)],
-        provenance={"source": _CLOSED_FORM},
+        provenance={"source": "closed form, Transformer Engine's layers"},
     )
 
 
 def _from_megatron(
-    spec: TransformerSpec, kind: LayerKind, shard: LayerShard, implementation: str
-) -> _Shown:
+    spec: TransformerSpec, kind: LayerKind, shard: LayerShard, options: _Options
+) -> _Layer:
     """One layer of megatron-core's; this is the only place that asks for it."""
     require_megatron()
     from nest_megatron.megatron_core.substitutes import quiet
 
     with quiet():
-        found = cache.layer(spec, kind, shard, implementation=Implementation(implementation))
-    return _Shown(
+        implementation = Implementation(options.implementation)
+        found = cache.layer(spec, kind, shard, implementation=implementation)
+    return _Layer(
         kind=kind,
         count=Counter(spec.layer_kinds())[kind],
         graph=found.graph,
@@ -318,25 +301,23 @@ def _from_megatron(
     )
 
 
-def _draw(
-    draw: Path | None, spec: TransformerSpec, shard: LayerShard, shown: Sequence[_Shown]
-) -> list[Path]:
+def _draw(draw: Path | None, layers: Sequence[_Layer], titles: Sequence[str]) -> list[Path]:
+    """Pictures of the layers: of several, a file each."""
     if draw is None:
         return []
     from nest_megatron.report.layer_chart import draw_layer
 
-    if len(shown) == 1:
-        paths = [draw]
-    else:
-        paths = [draw.with_name(f"{draw.stem}-{s.kind.value}{draw.suffix}") for s in shown]
+    paths = [draw]
+    if len(layers) > 1:
+        paths = [draw.with_name(f"{draw.stem}-{each.kind.value}{draw.suffix}") for each in layers]
         for path in paths:
             check_output("--draw", path, force=forced())
-    for each, path in zip(shown, paths, strict=True):
-        draw_layer(each.graph, path, _title(spec, shard, each))
+    for layer, path, title in zip(layers, paths, titles, strict=True):
+        draw_layer(layer.graph, path, title)
     return paths
 
 
-def _title(spec: TransformerSpec, shard: LayerShard, each: _Shown) -> str:
+def _title(spec: TransformerSpec, shard: LayerShard, layer: _Layer) -> str:
     words = [f"TP {shard.tensor_model_parallel_size}"]
     degrees = {
         "CP": shard.context_parallel_size,
@@ -345,66 +326,18 @@ def _title(spec: TransformerSpec, shard: LayerShard, each: _Shown) -> str:
     }
     words += [f"{name} {size}" for name, size in degrees.items() if size > 1]
     words += ["SP"] if shard.sequence_parallel else []
-    times = f" ({each.count} of them)" if each.count > 1 else ""
+    times = f" ({layer.count} of them)" if layer.count > 1 else ""
     batch = f"{shard.micro_batch_size} x {spec.seq_length:,} tokens"
-    return f"{spec.name}, {each.kind.value} layer{times}: {' '.join(words)}, {batch}"
+    return f"{spec.name}, {layer.kind.value} layer{times}: {' '.join(words)}, {batch}"
 
 
-def _facts(each: _Shown) -> list[tuple[str, str]]:
-    count = each.parameters
-    facts = [("parameters", f"{count.total:,}")]
-    if count.expert:
-        facts.append(("of them in experts", f"{count.expert:,}"))
-    facts += [(name.replace("_", " "), words) for name, words in each.provenance.items()]
-    facts += [
-        (f"kept with recompute {label}", f"{kept.saved_bytes / 2**20:,.1f} MiB")
-        for label, kept in each.recompute.items()
-    ]
-    return facts
-
-
-def _print(
-    composed: Composed, spec: TransformerSpec, shard: LayerShard, shown: Sequence[_Shown]
-) -> None:
-    from nest_megatron.report.operator_table import layer_report
-    from nest_megatron.report.terminal import notes_report
-
-    for each in shown:
-        show(layer_report(each.graph, _title(spec, shard, each), _facts(each)))
-    notes = _notes(composed)
-    if notes:
-        show(notes_report(notes))
+_MATTERS = (
+    *("model", "train.micro_batch_size", "train.seq_length"),
+    *(f"parallel.{name}" for name in (*DEGREES, "sequence_parallel")),
+)
 
 
 def _notes(composed: Composed) -> list[str]:
     """Settings that say nothing about one layer on one rank."""
-    idle = sorted(
-        key
-        for key in composed.given
-        if key not in _MATTERS and key != "model" and not key.startswith("model.")
-    )
-    return [f"{key} does not change the work of a layer." for key in idle]
-
-
-def _document(
-    composed: Composed,
-    spec: TransformerSpec,
-    shard: LayerShard,
-    shown: Sequence[_Shown],
-    written: Sequence[Path],
-) -> dict[str, Any]:
-    layers = [
-        {
-            **to_plain(each),
-            "total_saved_bytes": each.graph.total_saved_bytes(),
-            "parameters": {"dense": each.parameters.dense, "expert": each.parameters.expert},
-        }
-        for each in shown
-    ]
-    return {
-        "model": spec.name,
-        "shard": to_plain(shard),
-        "layers": layers,
-        "notes": _notes(composed),
-        "pictures": [str(path) for path in written],
-    }
+    idle = {k for k in composed.given if k not in _MATTERS and not k.startswith("model.")}
+    return [f"{key} does not change the work of a layer." for key in sorted(idle)]

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import click
 
-from nest_megatron.cli.command_kinds import NEXT, Command, job_options, json_option
-from nest_megatron.cli.complete import complete_free
+from nest_megatron.cli.command_kinds import (
+    NEXT,
+    Command,
+    config_dir_option,
+    json_option,
+    settings_argument,
+    version_option,
+)
+from nest_megatron.cli.complete import completing, freed_names
 
 
 @click.command(
     cls=Command,
     examples=(
-        "nest-megatron plan model=llama3_70b cluster=h100_spine_leaf cluster.num_gpus=1024"
-        + NEXT
-        + "train.global_batch_size=4096 out=plan.yaml",
+        f"nest-megatron plan model=llama3_70b cluster=h100_spine_leaf cluster.num_gpus=1024{NEXT}"
+        "train.global_batch_size=4096 out=plan.yaml",
         "nest-megatron plan model=./config.json cluster=./mine.yaml parallel.zero_stage=1",
         "nest-megatron plan model=mixtral_8x7b cluster=dgx_h100 search.max_seconds=10 --json",
         "nest-megatron plan --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100 --free all",
         "nest-megatron plan -m model=llama3_8b cluster=dgx_h100 train.global_batch_size=256,512",
     ),
 )
-@job_options()
+@config_dir_option
+@settings_argument
 @click.option(
     "--from",
     "from_command",
@@ -34,16 +40,10 @@ from nest_megatron.cli.complete import complete_free
     "--free",
     metavar="NAMES",
     default="",
-    shell_complete=complete_free,
+    shell_complete=completing(freed_names),
     help="With --from: flags of yours that may change, separated by commas, or all.",
 )
-@click.option(
-    "--megatron-version",
-    metavar="RELEASE",
-    default="0.16.1",
-    show_default=True,
-    help="With --from: the release whose flags the command uses (0.16.1 or 0.20).",
-)
+@version_option
 @click.option(
     "--strict",
     is_flag=True,
@@ -56,33 +56,28 @@ from nest_megatron.cli.complete import complete_free
     help="Say which plans could be the fastest, and what to measure to know more.",
 )
 @json_option
-def plan(multirun: bool, **options: Any) -> int:
+def plan(**options: Any) -> int:
     """Find the plan that is expected to be the fastest and to fit in memory.
 
     Settings are key=value; what is not given is searched. hydra_configs/plan.yaml explains each.
     """
-    from nest_megatron.cli.planning import run_plan
+    from nest_megatron.cli.planning import PlanOptions, run_plan
+    from nest_megatron.cli.sweep import run_sweep
 
-    sweep: Callable[..., int] | None = None
-    if multirun:
-        from nest_megatron.cli.sweep import run_sweep
-
-        sweep = run_sweep
-    begun_s = click.get_current_context().obj
-    return run_plan(**options, run_sweep=sweep, begun_s=begun_s)
+    given = PlanOptions(**options, begun_s=click.get_current_context().obj)
+    return run_sweep(given) if given.multirun else run_plan(given)
 
 
 @click.command(
     cls=Command,
     examples=(
-        "nest-megatron estimate model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64"
-        + NEXT
-        + "parallel.tensor_model_parallel_size=4 parallel.pipeline_model_parallel_size=4"
-        + NEXT
-        + "parallel.context_parallel_size=2 train.micro_batch_size=1",
+        f"nest-megatron estimate model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64{NEXT}"
+        f"parallel.tensor_model_parallel_size=4 parallel.pipeline_model_parallel_size=4{NEXT}"
+        "parallel.context_parallel_size=2 train.micro_batch_size=1",
     ),
 )
-@job_options()
+@config_dir_option
+@settings_argument
 @json_option
 def estimate(**options: Any) -> int:
     """Price one layout: iteration time by term, memory by stage. Nothing is searched.

@@ -3,39 +3,62 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from nest_megatron.cli.command_kinds import FOLDER, NEXT, OUTPUT, Command, json_option
-from nest_megatron.cli.complete import complete_override
-from nest_megatron.cli.profile_tasks import Session, session
-from nest_megatron.config.compose import compose
+from nest_megatron.cli.command_kinds import (
+    FOLDER,
+    NEXT,
+    OUTPUT,
+    Command,
+    json_option,
+    settings_argument,
+)
+from nest_megatron.cluster.records import Precision
+from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.overrides import parse, refuse_sweeps
-from nest_megatron.config.request import read_spec
-from nest_megatron.errors import OK, UserInputError
+from nest_megatron.config.request import read_spec, request_of
+from nest_megatron.config.target import read_precision
+from nest_megatron.errors import UserInputError
 from nest_megatron.megatron_core.installed import require_megatron
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.megatron_core.substitutes import quiet
 from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.parallel.plan import Alternative, ParallelChoice, ParallelPlan
 from nest_megatron.plain import to_plain
+from nest_megatron.planner import plan
 from nest_megatron.profile import network, store
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.profile.network import NetworkProfile
 from nest_megatron.profile.ranks import Ranks, leave, measure_network, meet, ranks
-from nest_megatron.profile.records import LayerProfile, Timing, default_name
+from nest_megatron.profile.records import (
+    LayerProfile,
+    Machine,
+    Timing,
+    default_name,
+    fingerprint,
+    fingerprint_of,
+)
+from nest_megatron.profile.shapes import divides, usual_shards
 from nest_megatron.report.console import say, show, show_json
 
 if TYPE_CHECKING:
     from nest_megatron.profile.layer_timer import Measuring
     from nest_megatron.profile.session import Task
+
+#: Share of the budget that the network gets where there are several ranks.
+_NETWORK_SHARE = 0.25
 
 
 @click.command(
@@ -43,11 +66,10 @@ if TYPE_CHECKING:
     examples=(
         "nest-megatron profile model=llama3_8b train.seq_length=128 --max-seconds 5",
         "torchrun --nproc-per-node 8 -m nest_megatron.profile model=llama3_70b cluster=dgx_h100"
-        + NEXT
-        + "cluster.num_gpus=64",
+        f"{NEXT}cluster.num_gpus=64",
     ),
 )
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_override)
+@settings_argument
 @click.option("--config-dir", type=FOLDER, help="A folder with your own model/ or cluster/ files.")
 @click.option(
     "--max-seconds",
@@ -70,66 +92,54 @@ if TYPE_CHECKING:
 )
 @click.option("--network-out", type=OUTPUT, help="Write the network's figures here.")
 @json_option
-def profile(**options: Any) -> int:
+def profile(**options: Any) -> None:
     """Time a model's layers on the devices that are here, and the network between them.
 
     In one process, or under torchrun: each rank times its share of the shapes on its own GPU.
     Timings are stored (`nest-megatron profiles`) and used by plans for the same device and layers.
     """
-    return run_profile(**options)
+    _run(_Options(**options))
 
 
-#: Share of the budget that the network gets where there are several ranks.
-_NETWORK_SHARE = 0.25
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """What the command line says; each field is an option's name."""
+
+    overrides: Sequence[str]
+    config_dir: Path | None
+    max_seconds: float
+    implementation: str | None
+    on_cpu: bool
+    again: bool
+    collectives: bool
+    network_out: Path | None
+    as_json: bool
 
 
-def run_profile(
-    *,
-    overrides: Sequence[str],
-    config_dir: Path | None,
-    max_seconds: float,
-    implementation: str | None,
-    on_cpu: bool,
-    again: bool,
-    collectives: bool,
-    network_out: Path | None,
-    as_json: bool,
-) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """What all ranks together have measured.
+
+    Args:
+        skipped: shapes that could not be timed, and why.
+    """
+
+    timings: Sequence[Timing]
+    skipped: Sequence[str]
+    network: NetworkProfile | None
+    seconds: float
+
+
+def _run(options: _Options) -> None:
     """Time the layer blocks of a model, and the collectives between the ranks."""
     started = time.monotonic()
-    if not max_seconds > 0:
-        raise UserInputError(
-            "--max-seconds", value=max_seconds, limit="it must be above 0", fix="Give the seconds."
-        )
-    settings = parse(overrides, config_dir)
+    if not options.max_seconds > 0:
+        limit, fix = "it must be above 0", "Give the seconds."
+        raise UserInputError("--max-seconds", value=options.max_seconds, limit=limit, fix=fix)
+    settings = parse(options.overrides, options.config_dir)
     refuse_sweeps(settings)
-    composed = compose(settings, config_dir)
-    spec = _plannable(read_spec(composed.config))
-    require_megatron("profile")
-    here = ranks()
-    times_network = collectives and here.size > 1
-    budget = max_seconds * (1 - _NETWORK_SHARE if times_network else 1.0)
-    measuring = _measuring(here, implementation, on_cpu=on_cpu)
-    job = session(composed, spec, here, measuring, again=again)
-    timings, skipped = _time(job, measuring, started + budget)
-    measured = None
-    if here.size > 1:
-        everyone, hosts = meet(measuring.where, (timings, skipped))
-        timings = [timing for part, _ in everyone for timing in part]
-        skipped = [words for _, part in everyone for words in part]
-        if times_network:
-            left = max_seconds - (time.monotonic() - started)
-            measured = measure_network(hosts, left)
-        leave()
-    if here.rank == 0:
-        profile = store.record(_profile(job, timings)) if timings else None
-        seconds = time.monotonic() - started
-        written = None if measured is None else _keep_network(measured, network_out)
-        _tell(job, profile, timings, skipped, seconds, measured, written, as_json=as_json)
-    return OK
-
-
-def _plannable(spec: TransformerSpec) -> TransformerSpec:
+    composed = compose(settings, options.config_dir)
+    spec = read_spec(composed.config)
     if spec.family is not ModelFamily.GPT:
         raise UserInputError(
             "model",
@@ -137,7 +147,26 @@ def _plannable(spec: TransformerSpec) -> TransformerSpec:
             limit="only the layers of GPT-like models are built here",
             fix="Profile a GPT-like model; BERT is planned from data sheets.",
         )
-    return spec
+    require_megatron("profile")
+    here = ranks()
+    times_network = options.collectives and here.size > 1
+    budget = options.max_seconds * (1 - _NETWORK_SHARE if times_network else 1.0)
+    measuring = _measuring(here, options.implementation, on_cpu=options.on_cpu)
+    tasks = tasks_of_rank(composed, spec, here, measuring, again=options.again)
+    timings, skipped = _time(tasks, measuring, started + budget)
+    measured = None
+    if here.size > 1:
+        everyone, hosts = meet(measuring.where, (timings, skipped))
+        timings = [timing for part, _ in everyone for timing in part]
+        skipped = [words for _, part in everyone for words in part]
+        if times_network:
+            left = options.max_seconds - (time.monotonic() - started)
+            measured = measure_network(hosts, left)
+        leave()
+    if here.rank == 0:
+        seconds = time.monotonic() - started
+        found = Timed(timings=timings, skipped=skipped, network=measured, seconds=seconds)
+        _tell(tasks, found, options.network_out, as_json=options.as_json)
 
 
 def _measuring(here: Ranks, implementation: str | None, *, on_cpu: bool) -> Measuring:
@@ -158,27 +187,138 @@ def _measuring(here: Ranks, implementation: str | None, *, on_cpu: bool) -> Meas
     if implementation is not None:
         chosen = Implementation(implementation)
     if chosen is Implementation.TRANSFORMER_ENGINE and not has_engine:
-        raise UserInputError(
-            "--implementation",
-            value=chosen.value,
-            limit="it needs a GPU and the package transformer-engine",
-            fix="Use local.",
-        )
+        limit = "it needs a GPU and the package transformer-engine"
+        raise UserInputError("--implementation", value=chosen.value, limit=limit, fix="Use local.")
     return Measuring(where=where, implementation=chosen)
 
 
-def _profile(job: Session, timings: Sequence[Timing]) -> LayerProfile:
-    return LayerProfile(
-        name=default_name(job.machine, job.spec, job.precision),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        precision=job.precision,
-        machine=job.machine,
-        model=job.spec,
-        timings=tuple(timings),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTasks:
+    """What this process is to time.
+
+    Args:
+        num_shapes: shapes that all ranks together should have.
+        known: of these, those that were stored when this process looked.
+    """
+
+    spec: TransformerSpec
+    precision: Precision
+    machine: Machine
+    ranks: Ranks
+    tasks: tuple[Task, ...]
+    num_shapes: int
+    known: frozenset[object]
+
+    def profile(self, timings: Sequence[Timing]) -> LayerProfile:
+        """The profile that timings make."""
+        return LayerProfile(
+            name=default_name(self.machine, self.spec, self.precision),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            precision=self.precision,
+            machine=self.machine,
+            model=self.spec,
+            timings=tuple(timings),
+        )
+
+
+def tasks_of_rank(
+    composed: Composed, spec: TransformerSpec, here: Ranks, measuring: Measuring, *, again: bool
+) -> RankTasks:
+    """The tasks of one process: shapes that plans need first, and are not stored yet.
+
+    Args:
+        again: time what is stored already, too.
+
+    Raises:
+        UserInputError: for a number format in which the catalogue's layers are not timed.
+    """
+    with quiet():
+        from nest_megatron.profile.session import share_of, tasks_of, this_machine
+
+        machine = this_machine(measuring.where, measuring.implementation)
+    precision = read_precision(composed.config)
+    if precision is not Precision.BF16:
+        raise UserInputError(
+            "train.precision",
+            value=precision.value,
+            limit="layers of the catalogue's models are timed in bf16",
+            fix="Use bf16; +nest=auto nest.profile.mode=measure times a job in its own format.",
+        )
+    known = () if again else _known(machine, spec, precision)
+    flash = measuring.implementation is Implementation.TRANSFORMER_ENGINE
+    shards = (*_wanted_shards(composed, spec, flash), *usual_shards(spec, flash_attention=flash))
+    tasks = tasks_of(spec, shards)
+    stored = frozenset(timing.shape for timing in known).intersection(map(shape_of, tasks))
+    # Shared out before what is known is left out: another rank may have stored its first by now.
+    mine = share_of(tasks, here.rank, here.size)
+    return RankTasks(
+        spec=spec,
+        precision=precision,
+        machine=machine,
+        ranks=here,
+        tasks=tuple(task for task in mine if shape_of(task) not in stored),
+        num_shapes=len(tasks),
+        known=stored,
     )
 
 
-def _time(job: Session, measuring: Measuring, until: float) -> tuple[list[Timing], list[str]]:
+def shape_of(task: Task) -> tuple[object, ...]:
+    """What tells timings apart (``Timing.shape``)."""
+    shard = task.shard
+    return (
+        task.block,
+        shard.tensor_model_parallel_size,
+        shard.context_parallel_size,
+        shard.expert_model_parallel_size,
+        shard.expert_tensor_parallel_size,
+        shard.micro_batch_size,
+        shard.sequence_parallel,
+    )
+
+
+def _known(machine: Machine, spec: TransformerSpec, precision: Precision) -> tuple[Timing, ...]:
+    """Timings that the store holds already for this machine and these layers."""
+    wanted = fingerprint(machine, spec, precision)
+    profiles = (
+        entry.read() for entry in store.stored_entries() if entry.line("fingerprint") == wanted
+    )
+    return tuple(
+        timing
+        for profile in profiles
+        if not profile.imported and fingerprint_of(profile) == wanted
+        for timing in profile.timings
+    )
+
+
+def _wanted_shards(
+    composed: Composed, spec: TransformerSpec, flash: bool
+) -> tuple[LayerShard, ...]:
+    """Shards of the best plans by data sheets, where a cluster is given: they are needed first."""
+    if composed.config.cluster is None:
+        return ()
+    found = plan(dataclasses.replace(request_of(composed), times=None))
+    if not isinstance(found, ParallelPlan):
+        return ()
+    layouts: list[tuple[ParallelChoice | Alternative, int]] = [
+        (found.parallel, found.train.micro_batch_size),
+        *((other, other.micro_batch_size) for other in found.alternatives),
+    ]
+    return tuple(
+        LayerShard(
+            tensor_model_parallel_size=layout.tensor_model_parallel_size,
+            context_parallel_size=layout.context_parallel_size,
+            expert_model_parallel_size=layout.expert_model_parallel_size,
+            expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+            micro_batch_size=micro_batch_size,
+            sequence_parallel=layout.tensor_model_parallel_size > 1,
+            flash_attention=flash,
+        )
+        for layout, micro_batch_size in layouts
+        if divides(spec, layout.tensor_model_parallel_size)
+    )
+
+
+def _time(own: RankTasks, measuring: Measuring, until: float) -> tuple[list[Timing], list[str]]:
     """Time this process's tasks; each timing is stored at once, so that none is lost."""
     from nest_megatron.profile.session import run
 
@@ -190,27 +330,27 @@ def _time(job: Session, measuring: Measuring, until: float) -> tuple[list[Timing
         skipped.append(f"{words}, micro batch {shard.micro_batch_size}: {why}")
 
     timings: list[Timing] = []
-    with quiet(), _status(job) as report:
-        for timing in run(job.spec, job.tasks, measuring, until=until, on_skip=skip):
+    with quiet(), _status(own) as report:
+        for timing in run(own.spec, own.tasks, measuring, until=until, on_skip=skip):
             timings.append(timing)
-            store.record(_profile(job, [timing]))
+            store.record(own.profile([timing]))
             report(len(timings))
     return timings, skipped
 
 
 @contextlib.contextmanager
-def _status(job: Session) -> Iterator[Callable[[int], None]]:
+def _status(own: RankTasks) -> Iterator[Callable[[int], None]]:
     """A line on rank 0's terminal that says how far it is."""
-    if job.ranks.rank or not sys.stderr.isatty():
+    if own.ranks.rank or not sys.stderr.isatty():
         yield lambda _: None
         return
     from rich.console import Console
 
     with Console(stderr=True).status("timing layers") as status:
-        yield lambda done: status.update(f"timing layers: {done} of {len(job.tasks)} shapes")
+        yield lambda done: status.update(f"timing layers: {done} of {len(own.tasks)} shapes")
 
 
-def _keep_network(measured: NetworkProfile, out: Path | None) -> Path:
+def _write_network(measured: NetworkProfile, out: Path | None) -> Path:
     """Write the network's profile where it was asked for, or beside the layer profiles."""
     if out is None:
         folder = store.profiles_folder() / "networks"
@@ -220,49 +360,42 @@ def _keep_network(measured: NetworkProfile, out: Path | None) -> Path:
     return out
 
 
-def _tell(
-    job: Session,
-    profile: LayerProfile | None,
-    timings: Sequence[Timing],
-    skipped: Sequence[str],
-    seconds: float,
-    measured: NetworkProfile | None,
-    written: Path | None,
-    *,
-    as_json: bool,
-) -> None:
-    wanted = job.num_shapes
-    num_known = len(job.known - {timing.shape for timing in timings})
-    left = wanted - num_known - len(timings) - len(skipped)
+def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bool) -> None:
+    """Store what was measured, and print it."""
+    timings, skipped, measured = found.timings, found.skipped, found.network
+    profile = store.record(own.profile(timings)) if timings else None
+    written = None if measured is None else _write_network(measured, network_out)
+    num_known = len(own.known - {timing.shape for timing in timings})
+    left = own.num_shapes - num_known - len(timings) - len(skipped)
     if as_json:
         show_json(
             {
                 "profile": None if profile is None else profile.name,
-                "seconds": seconds,
-                "measured": [to_plain(timing) for timing in timings],
+                "seconds": found.seconds,
+                "measured": to_plain(timings),
                 "known": num_known,
-                "skipped": list(skipped),
+                "skipped": to_plain(skipped),
                 "left_to_interpolate": left,
-                "network": None if measured is None else to_plain(measured),
+                "network": to_plain(measured),
                 "network_file": None if written is None else str(written),
             }
         )
         return
+    from nest_megatron.report.network_tables import levels_table, profile_lines
     from nest_megatron.report.profile_tables import timings_table
 
     if timings:
         show(timings_table(timings))
     stored = f", {num_known} were stored already" if num_known else ""
     later = f", {left} are left to interpolate" if left else ""
-    say(f"{len(timings)} of {wanted} shapes timed in {seconds:.0f} s{stored}{later}.")
+    shapes = f"{len(timings)} of {own.num_shapes} shapes"
+    say(f"{shapes} timed in {found.seconds:.0f} s{stored}{later}.")
     for words in skipped:
         say(f"Not timed: {words}.")
     if profile is not None:
-        device = "this CPU" if job.machine.is_cpu else job.machine.device_name
+        device = "this CPU" if own.machine.is_cpu else own.machine.device_name
         say(f"Profile {profile.name} is of {device}; `nest-megatron profiles show {profile.name}`.")
-    if measured is not None and written is not None:
-        from nest_megatron.report.network_tables import levels_table, profile_lines
-
+    if measured is not None:
         show(profile_lines(measured), levels_table(measured.fits))
         say(f"The network is in {written}; `nest-megatron network import {written} --cluster NAME")
         say("--out measured.yaml` makes a cluster of it.")

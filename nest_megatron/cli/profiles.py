@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import click
 
-from nest_megatron.cli.command_kinds import OUTPUT, Command, Group, json_option
-from nest_megatron.cli.complete import complete_profile
+from nest_megatron.cli.command_kinds import OUTPUT, PATH, Group, json_option
+from nest_megatron.cli.complete import completing, profile_names
 from nest_megatron.errors import BAD_INPUT, OK, ProfileError
 from nest_megatron.plain import to_plain
 from nest_megatron.profile import store
@@ -35,107 +34,100 @@ def profiles() -> None:
     """
 
 
-@profiles.command("list", cls=Command, examples=("nest-megatron profiles list --json",))
+_name_argument = click.argument("name", shell_complete=completing(profile_names))
+
+
+@profiles.command("list", examples=("nest-megatron profiles list --json",))
 @json_option
-def list_profiles(*, as_json: bool) -> int:
+def list_profiles(*, as_json: bool) -> None:
     """List the profiles of this machine's store, and those shipped."""
-    entries = store.all_entries()
-    sound: list[tuple[store.Entry, LayerProfile]] = []
-    for entry in entries:
-        with contextlib.suppress(ProfileError):
-            sound.append((entry, entry.read()))
-    broken = [entry.name for entry in entries if entry.name not in {e.name for e, _ in sound}]
-    if as_json:
-        documents = [_brief(entry, profile) for entry, profile in sound]
-        folder = str(store.profiles_folder())
-        show_json({"folder": folder, "profiles": documents, "broken": broken})
-        return OK
     from nest_megatron.report.profile_tables import profiles_table
 
+    sound: list[tuple[store.Entry, LayerProfile]] = []
+    broken: list[str] = []
+    for entry in store.all_entries():
+        try:
+            sound.append((entry, entry.read()))
+        except ProfileError:
+            broken.append(entry.name)
+    folder = str(store.profiles_folder())
+    if as_json:
+        documents = [_brief(entry, profile) for entry, profile in sound]
+        show_json({"folder": folder, "profiles": documents, "broken": broken})
+        return
     if sound:
         show(profiles_table([(profile, entry.shipped) for entry, profile in sound]))
     else:
-        say(f"There is no profile in {store.profiles_folder()}, and none is shipped.")
+        say(f"There is no profile in {folder}, and none is shipped.")
     for name in broken:
         say(f"{name} is broken; `nest-megatron profiles verify {name}` says why.")
-    return OK
 
 
-@profiles.command("show", cls=Command, examples=("nest-megatron profiles show llama3_8b-h100",))
-@click.argument("name", shell_complete=complete_profile)
+@profiles.command("show", examples=("nest-megatron profiles show llama3_8b-h100",))
+@_name_argument
 @json_option
-def show_profile(name: str, *, as_json: bool) -> int:
+def show_profile(name: str, *, as_json: bool) -> None:
     """Show a profile: its machine, its model, every timing."""
+    from nest_megatron.report.profile_tables import profile_details
+
     entry = store.find_entry(name)
     profile = entry.read()
     if as_json:
         show_json({**_brief(entry, profile), **to_plain(profile)})
-        return OK
-    from nest_megatron.report.profile_tables import profile_details
-
-    show(profile_details(profile, fingerprint_of(profile)))
-    return OK
+    else:
+        show(profile_details(profile, fingerprint_of(profile)))
 
 
 @profiles.command(
-    "export",
-    cls=Command,
-    examples=("nest-megatron profiles export llama3_8b-h100 --out profile.yaml",),
+    "export", examples=("nest-megatron profiles export llama3_8b-h100 --out profile.yaml",)
 )
-@click.argument("name", shell_complete=complete_profile)
+@_name_argument
 @click.option("--out", type=OUTPUT, required=True, help="The file to write.")
 @json_option
-def export_profile(name: str, *, out: Path, as_json: bool) -> int:
+def export_profile(name: str, *, out: Path, as_json: bool) -> None:
     """Write a profile to a file, to plan with it on another machine."""
     profile = store.export_profile(name, out)
     if as_json:
         show_json({"exported": profile.name, "out": str(out)})
-        return OK
-    say(f"{profile.name} is written to {out}; `nest-megatron profiles import` takes it in.")
-    return OK
+    else:
+        say(f"{profile.name} is written to {out}; `nest-megatron profiles import` takes it in.")
 
 
 @profiles.command(
-    "import",
-    cls=Command,
-    examples=("nest-megatron profiles import profile.yaml --name from_ada",),
+    "import", examples=("nest-megatron profiles import profile.yaml --name from_ada",)
 )
-@click.argument("path", type=click.Path(path_type=Path), metavar="FILE")
+@click.argument("path", type=PATH, metavar="FILE")
 @click.option("--name", help="Another name for it.")
 @json_option
-def import_profile(path: Path, *, name: str | None, as_json: bool) -> int:
+def import_profile(path: Path, *, name: str | None, as_json: bool) -> None:
     """Take in a profile that was measured elsewhere.
 
     Times measured here come before it, interpolated ones too.
     """
-    profile = store.import_profile(path, name=name)
+    profile, folder = store.import_profile(path, name=name), str(store.profiles_folder())
     if as_json:
-        show_json({"imported": profile.name, "folder": str(store.profiles_folder())})
-        return OK
-    say(
-        f"{profile.name} is in {store.profiles_folder()}: {len(profile.timings)} timings on "
-        f"{profile.machine.describe()}, below any that are measured here."
-    )
-    return OK
+        show_json({"imported": profile.name, "folder": folder})
+    else:
+        about = f"{len(profile.timings)} timings on {profile.machine.describe()}"
+        say(f"{profile.name} is in {folder}: {about}, below any that are measured here.")
 
 
 @profiles.command(
     "verify",
-    cls=Command,
     examples=("nest-megatron profiles verify", "nest-megatron profiles verify llama3_8b-h100"),
 )
-@click.argument("name", required=False, shell_complete=complete_profile)
+@click.argument("name", required=False, shell_complete=completing(profile_names))
 @json_option
 def verify_profiles(name: str | None, *, as_json: bool) -> int:
     """Check the files of all profiles, or of one; exits with 2 where one is broken."""
     checked = store.faults(name)
-    broken = [(entry, error) for entry, error in checked if error is not None]
+    broken = [(entry.name, error) for entry, error in checked if error is not None]
     if as_json:
-        documents = [{"name": entry.name, "error": error_fields(error)} for entry, error in broken]
+        documents = [{"name": entry, "error": error_fields(error)} for entry, error in broken]
         show_json({"checked": len(checked), "broken": documents})
         return BAD_INPUT if broken else OK
     for entry, error in broken:
-        say(f"{entry.name}: {error}")
+        say(f"{entry}: {error}")
     say(f"{len(checked) - len(broken)} of {len(checked)} profiles are sound.")
     return BAD_INPUT if broken else OK
 

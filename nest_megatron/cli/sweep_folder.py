@@ -18,7 +18,7 @@ from typing import Any
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import Setting
 from nest_megatron.documents import read_json
-from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, UserInputError
+from nest_megatron.errors import BAD_INPUT, ENDED_EARLY, NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import write_text
 from nest_megatron.plain import to_plain
 from nest_megatron.version import __version__
@@ -26,6 +26,10 @@ from nest_megatron.version import __version__
 _JOBS, _LIST = ".jobs", "list.json"
 #: What a sweep leaves in its folder beside the plans.
 TABLES = ("sweep.csv", "sweep.parquet", "sweep.svg")
+#: How a job ended: the one key of its result, and the exit code that `nest-megatron plan` has.
+_CODES = {"plan": OK, "no_plan": NOTHING_FITS, "ended_early": ENDED_EARLY, "error": BAD_INPUT}
+
+Result = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,19 +45,6 @@ class SweepJob:
     settings: tuple[Setting, ...]
     varied: tuple[Setting, ...]
     key: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepResult:
-    """How a job ended.
-
-    Args:
-        code: its exit code, as ``nest-megatron plan`` would have had it.
-        document: ``plan``, ``no_plan`` or ``error`` with its fields.
-    """
-
-    code: int
-    document: dict[str, Any]
 
 
 def sweep_job(
@@ -80,33 +71,24 @@ def opened(folder: Path) -> Iterator[None]:
 
     taken = [name for name in TABLES if (folder / name).exists()]
     if taken and not (folder / _JOBS).is_dir():
-        raise UserInputError(
-            "out",
-            value=str(folder),
-            limit=f"it holds {', '.join(taken)}, and no sweep was run in it",
-            fix="Name another folder.",
-        )
+        limit = f"it holds {', '.join(taken)}, and no sweep was run in it"
+        raise _refused(folder, limit, "Name another folder.")
     try:
         folder.mkdir(exist_ok=True)
         (folder / _JOBS).mkdir(exist_ok=True)
     except OSError as error:
-        raise UserInputError(
-            "out",
-            value=str(folder),
-            limit=f"with --multirun it is a folder, and it cannot be made: {error.strerror}",
-            fix="Name a folder inside one that is there.",
-        ) from error
-    lock = FileLock(folder / _JOBS / "lock")
+        limit = f"with --multirun it is a folder, and it cannot be made: {error.strerror}"
+        raise _refused(folder, limit, "Name a folder inside one that is there.") from error
     try:
-        with lock.acquire(timeout=0):
+        with FileLock(folder / _JOBS / "lock").acquire(timeout=0):
             yield
     except Timeout as error:
-        raise UserInputError(
-            "out",
-            value=str(folder),
-            limit="another sweep is writing into it",
-            fix="Wait for it, or name another folder.",
-        ) from error
+        limit, fix = "another sweep is writing into it", "Wait for it, or name another folder."
+        raise _refused(folder, limit, fix) from error
+
+
+def _refused(folder: Path, limit: str, fix: str) -> UserInputError:
+    return UserInputError("out", value=str(folder), limit=limit, fix=fix)
 
 
 def write_list(folder: Path, jobs: Sequence[SweepJob], config_dir: Path | None) -> None:
@@ -122,26 +104,31 @@ def write_list(folder: Path, jobs: Sequence[SweepJob], config_dir: Path | None) 
 def read_job(folder: Path, number: int) -> tuple[SweepJob, Path | None]:
     """A job of the list, and the folder of the user's own files."""
     listed = read_json(folder / _JOBS / _LIST, "sweep")
-    job = listed["jobs"][number]
+    job, config_dir = listed["jobs"][number], listed["config_dir"]
     settings = tuple(Setting(key=key, value=value) for key, value in job["settings"])
-    config_dir = listed["config_dir"]
     found = SweepJob(settings=settings, varied=(), key=job["key"])
     return found, None if config_dir is None else Path(config_dir)
 
 
-def write_result(folder: Path, job: SweepJob, result: SweepResult) -> None:
-    """Keep how a job ended."""
-    text = json.dumps({"code": result.code, "document": result.document}, default=str)
-    write_text(folder / _JOBS / f"{job.key}.json", text)
+def write_result(folder: Path, job: SweepJob, result: Result) -> None:
+    """Keep how a job ended: ``plan``, ``no_plan``, ``ended_early`` or ``error`` with its fields."""
+    write_text(folder / _JOBS / f"{job.key}.json", json.dumps(result, default=str))
 
 
-def read_result(folder: Path, job: SweepJob) -> SweepResult | None:
+def read_result(folder: Path, job: SweepJob) -> Result | None:
     """How a job ended, if it did; a file that cannot be read counts as none."""
     try:
-        fields = read_json(folder / _JOBS / f"{job.key}.json", "sweep")
-        return SweepResult(code=fields["code"], document=fields["document"])
+        result: Result = read_json(folder / _JOBS / f"{job.key}.json", "sweep")
+        code_of(result)  # one that is known
     except (ValueError, LookupError, TypeError):
         return None
+    return result
+
+
+def code_of(result: Result) -> int:
+    """The exit code of a job."""
+    (ending,) = result
+    return _CODES[ending]
 
 
 def is_done(folder: Path, job: SweepJob) -> bool:
@@ -151,4 +138,4 @@ def is_done(folder: Path, job: SweepJob) -> bool:
     a plan, for the machine may be less busy.
     """
     result = read_result(folder, job)
-    return result is not None and result.code not in (BAD_INPUT, ENDED_EARLY)
+    return result is not None and code_of(result) not in (BAD_INPUT, ENDED_EARLY)

@@ -9,19 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nest_megatron.catalogue_files import catalogue_root
-from nest_megatron.cli.planning import plan_with_progress, without_plan
-from nest_megatron.cli.sweep_folder import (
-    SweepJob,
-    SweepResult,
-    is_done,
-    read_job,
-    write_result,
-)
+from nest_megatron.cli.planning import plan_with_progress
+from nest_megatron.cli.sweep_folder import Result, SweepJob, is_done, read_job, write_result
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import Setting, first_line
-from nest_megatron.errors import BAD_INPUT, OK, UserInputError
+from nest_megatron.errors import OK, UserInputError
 from nest_megatron.report.console import error_fields
-from nest_megatron.report.failure import NothingFitsError, SearchEndedError
+from nest_megatron.report.failure import WITHOUT_PLAN
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -73,7 +67,8 @@ def launch(
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    overrides = [f"folder='{_escaped(str(folder.resolve()))}'", *_QUIET]
+    where = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
+    overrides = [f"folder='{where}'", *_QUIET]
     overrides += [f"++{s}" if s.key.startswith(_OPEN) else str(s) for s in settings]
     overrides.append(f"job={','.join(map(str, numbers))}")
     try:
@@ -101,40 +96,28 @@ def run_one(config: DictConfig) -> int:
     return OK
 
 
-def _planned(job: SweepJob, config_dir: Path | None) -> SweepResult:
+def _planned(job: SweepJob, config_dir: Path | None) -> Result:
     begun_s = time.monotonic()
     try:
         found = plan_with_progress(compose(job.settings, config_dir), begun_s)
     except UserInputError as error:
-        return SweepResult(code=BAD_INPUT, document={"error": error_fields(error)})
-    except (NothingFitsError, SearchEndedError) as error:
-        return SweepResult(code=error.exit_code, document=without_plan(error))
-    return SweepResult(code=OK, document={"plan": found.to_dict()})
+        return {"error": error_fields(error)}
+    except WITHOUT_PLAN as error:
+        return error.document()
+    return {"plan": found.to_dict()}
 
 
 def _launcher(settings: Sequence[Setting]) -> str:
     return next((str(s.value) for s in settings if s.key == LAUNCHER), "basic")
 
 
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("'", "\\'")
-
-
 def _plain_error(error: Exception, settings: Sequence[Setting]) -> UserInputError:
-    name = _launcher(settings)
-    text = str(error)
+    name, text = _launcher(settings), str(error)
     about = next((s for s in settings if s.key.rpartition(".")[2] in text and "." in s.key), None)
     if about is not None:
-        return UserInputError(
-            about.key,
-            value=about.value,
-            limit=first_line(error.__cause__ or error),
-            fix=f"The settings of the launcher {name} are in its own documentation.",
-        )
+        limit = first_line(error.__cause__ or error)
+        fix = f"The settings of the launcher {name} are in its own documentation."
+        return UserInputError(about.key, value=about.value, limit=limit, fix=fix)
     package = next((p for start, p in _PACKAGES.items() if name.startswith(start)), None)
-    return UserInputError(
-        LAUNCHER,
-        value=name,
-        limit=first_line(error),
-        fix=f"pip install {package}" if package else f"Known are basic, {', '.join(_PACKAGES)}.",
-    )
+    fix = f"pip install {package}" if package else f"Known are basic, {', '.join(_PACKAGES)}."
+    return UserInputError(LAUNCHER, value=name, limit=first_line(error), fix=fix)

@@ -7,7 +7,9 @@ from typing import Any
 
 import click
 
-from nest_megatron.cli.command_kinds import FOLDER, INPUT, OUTPUT, Command, forced, json_option
+from nest_megatron.cli.command_kinds import FOLDER, OUTPUT, PATH, Command, forced, json_option
+
+_paths = click.argument("paths", nargs=-1, required=True, type=PATH, metavar="FILE.CSV...")
 
 
 @click.command(
@@ -19,11 +21,9 @@ from nest_megatron.cli.command_kinds import FOLDER, INPUT, OUTPUT, Command, forc
         "nest-megatron validate throughput.csv memory_peak.csv --docs docs",
     ),
 )
-@click.argument(
-    "paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE.CSV..."
-)
+@_paths
 @click.option(
-    "--models", type=INPUT, multiple=True, help="Shapes of models that the catalogue lacks (CSV)."
+    "--models", type=PATH, multiple=True, help="Shapes of models that the catalogue lacks (CSV)."
 )
 @click.option("--rows", type=OUTPUT, help="Write every row with its prediction here (CSV).")
 @click.option(
@@ -54,9 +54,7 @@ def validate(paths: tuple[Path, ...], **options: Any) -> int:
         "nest-megatron calibrate comm_collectives.csv --no-cross-validation",
     ),
 )
-@click.argument(
-    "paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE.CSV..."
-)
+@_paths
 @click.option("--out", type=FOLDER, help="Write the constants into this catalogue (hydra_configs).")
 @click.option(
     "--cross-validation/--no-cross-validation",

@@ -9,7 +9,7 @@ from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.report.notebook import as_html
+from nest_megatron.report.console import Shown
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Record = TypeVar("Record", TransformerSpec, Cluster)
 
 
-class Catalogue(Mapping[str, Record]):
+class Catalogue(Shown, Mapping[str, Record]):
     """Models or clusters by name, each read when it is asked for; a notebook shows a table."""
 
     def __init__(
@@ -26,10 +26,9 @@ class Catalogue(Mapping[str, Record]):
         read: Callable[[str], Record],
         table: Callable[[Catalogue[Record]], RenderableType],
     ) -> None:
-        self._group = group
+        self._group, self._names = group, catalogue_names(group)
         self._read: Callable[[str], Record] = read
         self._table: Callable[[Catalogue[Record]], RenderableType] = table
-        self._names = catalogue_names(group)
 
     def __getitem__(self, name: str) -> Record:
         try:
@@ -49,8 +48,6 @@ class Catalogue(Mapping[str, Record]):
     def __repr__(self) -> str:
         return f"<Catalogue of {len(self)} {self._group}s>"
 
-    def __rich__(self) -> RenderableType:
-        return self._table(self)
-
-    def _repr_html_(self) -> str:
-        return as_html([self.__rich__()])
+    def report(self) -> tuple[RenderableType]:
+        """The table."""
+        return (self._table(self),)

@@ -11,30 +11,74 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.errors import UserInputError, shortened
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
 _LINE = 78
+#: The font of the terminal's tables, in a notebook.
+_PRE = (
+    '<pre style="white-space:pre;overflow-x:auto;line-height:normal;'
+    "font-family:Menlo,'DejaVu Sans Mono',consolas,'Courier New',monospace\">{code}</pre>"
+)
 
 
 def show(*parts: RenderableType) -> None:
-    """Print tables and text; plain where standard output is no terminal."""
-    from rich.console import Console
-
-    console = Console(markup=False, highlight=False, emoji=False)
+    """Print tables, and texts as they stand; plain where standard output is no terminal."""
+    console = _console()
     if console.is_terminal:
         with _writing():
-            for part in parts:
-                console.print(part)
+            _print(console, parts)
         return
     with _writing(), console.capture() as captured:
-        for part in parts:
-            console.print(part)
-    say("\n".join(line.rstrip() for line in captured.get().splitlines()))
+        _print(console, parts)
+    if text := captured.get():
+        say(_stripped(text))
+
+
+class Shown:
+    """What ``print`` and a notebook show as a terminal does."""
+
+    __slots__ = ()
+
+    def report(self) -> Iterable[RenderableType]:
+        """The parts, a text as it is to stand."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        console = _console(file=io.StringIO(), width=80)
+        with console.capture() as captured:
+            _print(console, self.report())
+        return _stripped(captured.get())
+
+    def __rich__(self) -> RenderableType:
+        from rich.console import Group
+
+        return Group(*self.report())
+
+    def _repr_html_(self) -> str:
+        console = _console(file=io.StringIO(), width=100, record=True)
+        _print(console, self.report())
+        return console.export_html(inline_styles=True, code_format=_PRE)
+
+
+def _console(**options: Any) -> Console:
+    from rich.console import Console
+
+    return Console(markup=False, highlight=False, emoji=False, **options)
+
+
+def _print(console: Console, parts: Iterable[RenderableType]) -> None:
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, str))
+
+
+def _stripped(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def show_json(document: object) -> None:
@@ -60,12 +104,9 @@ def _writing() -> Iterator[None]:
     except OSError as error:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
         if not isinstance(error, BrokenPipeError):
-            raise UserInputError(
-                "standard output",
-                value=None,
-                limit=f"it cannot be written to: {error.strerror or error}",
-                fix="Free some space, or send it elsewhere.",
-            ) from error
+            limit = f"it cannot be written to: {error.strerror or error}"
+            fix = "Free some space, or send it elsewhere."
+            raise UserInputError("standard output", value=None, limit=limit, fix=fix) from error
 
 
 #: What stands for a character that a terminal without Unicode cannot show.
@@ -130,12 +171,8 @@ def error_fields(error: Exception) -> dict[str, Any]:
     """An error for a program that reads it."""
     if not isinstance(error, UserInputError):
         return {"what": type(error).__name__, "value": None, "limit": str(error), "fix": ""}
-    return {
-        "what": error.what,
-        "value": _finite(error.value),
-        "limit": error.limit,
-        "fix": error.fix,
-    }
+    told = {"what": error.what, "value": _finite(error.value)}
+    return {**told, "limit": error.limit, "fix": error.fix}
 
 
 def _finite(value: Any) -> Any:
@@ -158,9 +195,8 @@ def command_lines(
       A=1 torchrun x.py --layout 'Et|tL'
     """
     pieces: list[str] = [f"{name}={shlex.quote(value)}" for name, value in environment]
-    for at, word in enumerate(words):
-        continues = at > 0 and words[at - 1].startswith("--") and not word.startswith("--")
-        if continues:
+    for before, word in pairwise(["", *words]):
+        if before.startswith("--") and not word.startswith("--"):
             pieces[-1] += f" {shlex.quote(word)}"
         else:
             pieces.append(shlex.quote(word))

@@ -13,7 +13,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nest_megatron.errors import (
     BAD_INPUT,
@@ -25,9 +25,12 @@ from nest_megatron.errors import (
     OneRankError,
     exit_code_of,
 )
+from nest_megatron.plain import to_plain
 from nest_megatron.version import __version__
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from nest_megatron.parallel.plan import ParallelPlan
     from nest_megatron.planner import EndedEarly, NoPlan
 
@@ -41,16 +44,28 @@ class NothingFitsError(NestError):
     exit_code = NOTHING_FITS
 
     def __init__(self, refusal: NoPlan, notes: Sequence[str]) -> None:
-        self.refusal = refusal
-        self.notes = tuple(notes)
-        from nest_megatron.report.words import no_plan_verdict  # the first line needs no report
-
-        missing = refusal.missing_bytes
-        verdict = no_plan_verdict(missing, refusal.capacity_bytes, refusal.search.not_modelled)
+        self.refusal, self.notes = refusal, tuple(notes)
         nearest = "the nearest" if refusal.complete else "the nearest that time allowed to find"
-        super().__init__(
-            f"{verdict}; {nearest} ({refusal.nearest}) lacks {missing / 2**30:.1f} GiB"
-        )
+        lacks = f"lacks {refusal.missing_bytes / 2**30:.1f} GiB"
+        super().__init__(f"{self._verdict()}; {nearest} ({refusal.nearest}) {lacks}")
+
+    def _verdict(self) -> str:
+        from nest_megatron.report.words import no_plan_verdict  # a rank's start needs no report
+
+        found = self.refusal
+        unknown = found.search.not_modelled
+        return no_plan_verdict(found.missing_bytes, found.capacity_bytes, unknown)
+
+    def document(self) -> dict[str, Any]:
+        """Why there is no plan, for programs."""
+        return {"no_plan": {"verdict": self._verdict(), **to_plain(self.refusal)}}
+
+    def report(self) -> Sequence[RenderableType]:
+        """Why there is no plan, for people."""
+        from nest_megatron.report.no_plan import no_plan_report
+        from nest_megatron.report.terminal import notes_report
+
+        return no_plan_report(self.refusal), notes_report(self.notes)
 
 
 class SearchEndedError(NestError):
@@ -61,9 +76,22 @@ class SearchEndedError(NestError):
     def __init__(self, ended: EndedEarly, notes: Sequence[str]) -> None:
         from nest_megatron.report.words import ended_early
 
-        self.ended = ended
-        self.notes = tuple(notes)
+        self.ended, self.notes = ended, tuple(notes)
         super().__init__(ended_early(ended))
+
+    def document(self) -> dict[str, Any]:
+        """Why there is no plan, for programs."""
+        return {"ended_early": to_plain(self.ended)}
+
+    def report(self) -> Sequence[RenderableType]:
+        """Why there is no plan, for people."""
+        from nest_megatron.report.no_plan import ended_report
+        from nest_megatron.report.terminal import notes_report
+
+        return ended_report(self.ended), notes_report(self.notes)
+
+
+WITHOUT_PLAN = (NothingFitsError, SearchEndedError)
 
 
 def require_plan(
@@ -110,26 +138,15 @@ def end(error: Exception, speaks: Callable[[], bool] = is_first_of_host) -> NoRe
 def _print(error: Exception) -> None:
     from nest_megatron.report.console import print_error, show
 
-    rank = os.environ.get("RANK", "0")
-    if isinstance(error, NothingFitsError):
-        from nest_megatron.report.no_plan import no_plan_report
-        from nest_megatron.report.terminal import notes_report
-
-        show(no_plan_report(error.refusal), notes_report(error.notes))
-    elif isinstance(error, SearchEndedError):
-        from nest_megatron.report.no_plan import ended_report
-        from nest_megatron.report.terminal import notes_report
-
-        show(ended_report(error.ended), notes_report(error.notes))
+    stops = f"nest: rank {os.environ.get('RANK', '0')} stops before training"
+    if isinstance(error, WITHOUT_PLAN):
+        show(*error.report())
     elif isinstance(error, NestError):
-        print(f"nest: rank {rank} stops before training.", file=sys.stderr)
+        print(f"{stops}.", file=sys.stderr)
         print_error(error, as_json=False)
     else:
-        print(
-            f"nest: rank {rank} stops before training: a fault of nest-megatron, or a Megatron-LM "
-            "that it does not know.",
-            file=sys.stderr,
-        )
+        why = "a fault of nest-megatron, or a Megatron-LM that it does not know"
+        print(f"{stops}: {why}.", file=sys.stderr)
         report(error, sys.argv)
 
 
@@ -151,22 +168,17 @@ def report(error: Exception, arguments: Sequence[str]) -> int:
         reason = error.strerror or str(error)
         print(f"error: the operating system refused: {where}{reason}.", file=sys.stderr)
         return BAD_INPUT
-    print(f"error: {_fault(error)}\n       {_how_to_report(error, arguments)}", file=sys.stderr)
-    return OUR_FAULT
-
-
-def _fault(error: Exception) -> str:
-    if isinstance(error, MemoryError):
-        return f"{PROGRAM} {__version__} ran out of memory."
     text = next(iter(str(error).splitlines()), "")[:200]
-    return f"{PROGRAM} {__version__} failed: {type(error).__name__}: {text}".rstrip(": ")
-
-
-def _how_to_report(error: Exception, arguments: Sequence[str]) -> str:
+    fault = f"failed: {type(error).__name__}: {text}".rstrip(": ")
+    if isinstance(error, MemoryError):
+        fault = "ran out of memory."
     path = _saved(error, arguments)
-    if path is None:
-        return f"This is a fault of {PROGRAM}; {DEBUG_VARIABLE}=1 prints what its authors need."
-    return f"This is a fault of {PROGRAM}; send {path} to its authors (it holds the command)."
+    how = f"; {DEBUG_VARIABLE}=1 prints what its authors need."
+    if path is not None:
+        how = f"; send {path} to its authors (it holds the command)."
+    print(f"error: {PROGRAM} {__version__} {fault}", file=sys.stderr)
+    print(f"       This is a fault of {PROGRAM}{how}", file=sys.stderr)
+    return OUR_FAULT
 
 
 def _saved(error: Exception, arguments: Sequence[str]) -> Path | None:

@@ -329,23 +329,6 @@ def notes_report(notes: Iterable[str]) -> RenderableType:
     return Group(*(Text(f"note: {note}", style="yellow") for note in notes))
 
 
-def sweep_table(rows: Iterable[Mapping[str, str]]) -> RenderableType:
-    """One row a job: its number, what varies, and the plan."""
-    table = FittingTable(
-        *name_columns("#"),
-        *word_columns("Job"),
-        *figure_columns("Iteration", min_width=9),
-        *figure_columns("MFU", min_width=7),
-        *figure_columns("Memory", min_width=9),
-        *word_columns("Layout"),
-        *name_columns("Proof", min_width=7),
-    )
-    heads = [str(column.header) for column in table.columns]
-    for row in rows:
-        table.add_row(*(row.get(head, "") for head in heads))
-    return table
-
-
 def changes_table(changes: Iterable[tuple[str, str | None, str | None, str]]) -> RenderableType:
     """Flags before and after, the reason under each."""
     table = Table.grid(padding=(0, 2, 0, 0))

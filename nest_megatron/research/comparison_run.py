@@ -112,10 +112,12 @@ def _draw(rows: Sequence[Compared], path: Path, title: str) -> None:
 
 
 def _show(request: PlanRequest, rows: Sequence[Compared], title: str, chart: Path | None) -> None:
+    from rich.text import Text
+
     from nest_megatron.report.terminal import notes_report
     from nest_megatron.research.report.comparison import comparison_report
 
-    show(title, comparison_report(rows), "")
+    show(Text(title), comparison_report(rows), "")
     if request.notes:
         show(notes_report(request.notes))
     if chart is not None:

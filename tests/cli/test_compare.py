@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 import pytest
 
-from nest_megatron.cli.compare import compare as command
-from nest_megatron.cli.compare import complete_setting
+from nest_megatron.cli.research import compare as command
+from nest_megatron.cli.research import complete_planners
 from tests.cli.runs import SMALL, run
 
 FEW = "planners=[manual,phaze,autoconfigurator]"
@@ -101,5 +101,5 @@ def test_bad_input(given: tuple[str, ...], words: str) -> None:
 )
 def test_completion(typed: str, offered: list[str]) -> None:
     context = click.Context(command)
-    found = complete_setting(context, command.params[0], typed)
-    assert [item.value for item in found] == offered
+    found = complete_planners(context, command.params[0], typed)
+    assert found == offered

@@ -187,7 +187,7 @@ def test_a_cache_that_cannot_be_used_is_gone_without(
 
 
 def test_a_fault_of_ours_is_said_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(**_: object) -> int:
+    def broken(_: object) -> int:
         raise ZeroDivisionError("division by zero")
 
     monkeypatch.setattr("nest_megatron.cli.planning.run_plan", broken)

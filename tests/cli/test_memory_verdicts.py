@@ -10,7 +10,6 @@ import math
 import pytest
 from rich.console import Console
 
-from nest_megatron.cli.planning import without_plan
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.cost_model.memory import PEAK_ERROR
@@ -68,7 +67,7 @@ def test_nothing_is_proven_of_memory_that_is_not_modelled() -> None:
     assert isinstance(found, NoPlan)
     assert certificate(found.search).startswith("Not proven, memory is not modelled: ")
     assert NAMED[0] in str(NothingFitsError(found, ()))
-    document = without_plan(NothingFitsError(found, ()))
+    document = NothingFitsError(found, ()).document()
     assert NAMED[0] in document["no_plan"]["verdict"]
 
 

@@ -16,7 +16,7 @@ import yaml
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from nest_megatron.cli import profile_tasks
+from nest_megatron.cli import profile as command
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import read_spec
@@ -94,11 +94,9 @@ def test_no_more_threads_than_cores_that_the_process_may_use() -> None:
     """A container or ``taskset`` leaves a process fewer cores than the host has."""
     import torch
 
-    from nest_megatron.cli import profile
-
     before = torch.get_num_threads()
     try:
-        profile._measuring(Ranks(0, 1, 0, 1), None, on_cpu=True)
+        command._measuring(Ranks(0, 1, 0, 1), None, on_cpu=True)
         assert torch.get_num_threads() == 1  # of the one core of these tests
     finally:
         torch.set_num_threads(before)
@@ -186,13 +184,13 @@ def test_ranks_share_alike_whatever_is_stored_by_then(
     def tasks_of_rank(rank: int) -> tuple[Task, ...]:
         here = Ranks(rank, 2, rank, 2)
         spec = read_spec(composed.config)
-        return profile_tasks.session(composed, spec, here, measuring, again=False).tasks
+        return command.tasks_of_rank(composed, spec, here, measuring, again=False).tasks
 
-    monkeypatch.setattr(profile_tasks, "_known", lambda *_: ())
+    monkeypatch.setattr(command, "_known", lambda *_: ())
     first, second = tasks_of_rank(0), tasks_of_rank(1)
-    shapes = [profile_tasks._shape(task) for task in (*first, *second)]
+    shapes = [command.shape_of(task) for task in (*first, *second)]
     assert len(set(shapes)) == len(shapes) == NUM_SHAPES
     stored = (SimpleNamespace(shape=shapes[0]),)
-    monkeypatch.setattr(profile_tasks, "_known", lambda *_: stored)
+    monkeypatch.setattr(command, "_known", lambda *_: stored)
     assert tasks_of_rank(1) == second
     assert tasks_of_rank(0) == first[1:]

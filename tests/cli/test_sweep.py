@@ -9,16 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.cli.sweep_folder import (
-    SweepJob,
-    SweepResult,
-    opened,
-    read_result,
-    write_result,
-)
+from nest_megatron.cli.sweep_folder import SweepJob, opened, read_result, write_result
 from nest_megatron.parallel import plan_file
-from nest_megatron.report.sweep_chart import sweep_chart
-from nest_megatron.report.sweep_table import SweepRow, to_csv, to_parquet
+from nest_megatron.report.sweep import SweepRow, sweep_chart, to_csv, to_parquet
 from tests.cli.runs import SMALL, Run, run, spawn, start
 
 JOB = SMALL[:2]
@@ -195,8 +188,8 @@ def test_rows_without_a_plan() -> None:
 def test_a_result_that_cannot_be_read_counts_as_none(tmp_path: Path, text: str) -> None:
     (tmp_path / ".jobs").mkdir()
     job = SweepJob(settings=(), varied=(), key="job")
-    write_result(tmp_path, job, SweepResult(code=0, document={"plan": 1}))
-    assert read_result(tmp_path, job) == SweepResult(code=0, document={"plan": 1})
+    write_result(tmp_path, job, {"plan": 1})
+    assert read_result(tmp_path, job) == {"plan": 1}
     (file,) = tmp_path.rglob("job.json")
     file.write_text(text, encoding="utf-8", errors="surrogatepass")
     assert read_result(tmp_path, job) is None
