@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -18,17 +19,12 @@ def catalogue_root() -> Traversable:
     Raises:
         UserInputError: if neither is there, which means a broken installation.
     """
-    try:
+    with contextlib.suppress(ModuleNotFoundError):
         return importlib.resources.files(PACKAGE)
-    except ModuleNotFoundError:
-        checkout = Path(__file__).resolve().parent.parent / "hydra_configs"
+    checkout = Path(__file__).resolve().parent.parent / "hydra_configs"
     if not checkout.is_dir():
-        raise UserInputError(
-            PACKAGE,
-            value=None,
-            limit="the catalogue is not installed",
-            fix="Install nest-megatron again.",
-        )
+        limit, fix = "the catalogue is not installed", "Install nest-megatron again."
+        raise UserInputError(PACKAGE, value=None, limit=limit, fix=fix)
     return checkout
 
 
@@ -43,17 +39,8 @@ def catalogue_names(group: str, root: Traversable | None = None) -> tuple[str, .
         UserInputError: if there is no such group.
     """
     if group not in GROUPS:
-        raise UserInputError(
-            "catalogue group",
-            value=group,
-            limit=f"the groups are {', '.join(GROUPS)}",
-            fix=nearest(group, GROUPS),
-        )
+        limit, fix = f"the groups are {', '.join(GROUPS)}", nearest(group, GROUPS)
+        raise UserInputError("catalogue group", value=group, limit=limit, fix=fix)
     folder = (catalogue_root() if root is None else root).joinpath(group)
-    return tuple(
-        sorted(
-            entry.name.removesuffix(".yaml")
-            for entry in folder.iterdir()
-            if entry.name.endswith(".yaml")
-        )
-    )
+    files = (entry.name for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    return tuple(sorted(name.removesuffix(".yaml") for name in files))

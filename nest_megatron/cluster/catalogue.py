@@ -35,7 +35,11 @@ def cluster_from_mapping(mapping: Mapping[str, object], *, num_gpus: int | None 
     what = f"cluster {fields.get('name', '(no name)')}:"
     size = fields.get("num_gpus") if num_gpus is None else num_gpus
     fields["num_gpus"] = from_plain(int, size, "cluster.num_gpus", _SOURCE)
-    oversubscription = _oversubscription(what, fields.pop("oversubscription", 1.0))
+    name = f"{what} oversubscription"
+    oversubscription = from_plain(float, fields.pop("oversubscription", 1.0), name, _SOURCE)
+    if oversubscription < 1.0:
+        limit = "it must be at least 1"
+        raise UserInputError(name, value=oversubscription, limit=limit, fix=_SOURCE.correct)
     if isinstance(fields.get("levels"), list | tuple):
         fields["levels"] = [_level(level) for level in fields["levels"]]
     if "accelerator" in fields:
@@ -81,15 +85,3 @@ def _without_nulls(value: Any) -> Any:
 def _level(value: Any) -> Any:
     """A level's fields; ``num_devices`` may be left out of the outermost one."""
     return {"num_devices": None, **_without_nulls(value)} if isinstance(value, Mapping) else value
-
-
-def _oversubscription(what: str, value: object) -> float:
-    factor = from_plain(float, value, f"{what} oversubscription", _SOURCE)
-    if factor < 1.0:
-        raise UserInputError(
-            f"{what} oversubscription",
-            value=factor,
-            limit="it must be at least 1",
-            fix=_SOURCE.correct,
-        )
-    return factor

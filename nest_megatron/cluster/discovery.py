@@ -48,7 +48,8 @@ def local_gpus() -> LocalGpus | None:
         return None
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        names = [_text(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+        given = [pynvml.nvmlDeviceGetName(handle) for handle in handles]
+        names = [name.decode() if isinstance(name, bytes) else name for name in given]
         memory = [int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles]
     except pynvml.NVMLError:
         return None
@@ -65,10 +66,6 @@ def local_gpus() -> LocalGpus | None:
             fix="Name the cluster with nest.cluster.",
         )
     return LocalGpus(device_name=names[0], memory_bytes=min(memory), count=len(names))
-
-
-def _text(name: str | bytes) -> str:
-    return name.decode() if isinstance(name, bytes) else name
 
 
 def is_same_device(accelerator: Accelerator, gpus: LocalGpus) -> bool:

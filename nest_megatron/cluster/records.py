@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
@@ -77,19 +79,7 @@ class Accelerator:
     source: str = ""
 
     def __post_init__(self) -> None:
-        what = f"accelerator {self.name}"
-        _require_number(f"{what}: memory_bytes", self.memory_bytes)
-        _require_number(f"{what}: memory_bandwidth_bytes_per_s", self.memory_bandwidth_bytes_per_s)
-        for name in ("kernel_floor_s", "host_kernel_s", "host_bandwidth_bytes_per_s"):
-            _require_number(f"{what}: {name}", getattr(self, name), zero_allowed=True)
-        for precision, flops in self.peak_flops_per_s.items():
-            _require_number(f"{what}: peak_flops_per_s.{precision}", flops)
-        for precision, share in self.gemm_efficiency.items():
-            _require_share(f"{what}: gemm_efficiency.{precision}", share)
-        _require_share(f"{what}: attention_efficiency", self.attention_efficiency)
-        _require_share(f"{what}: grouped_gemm_share", self.grouped_gemm_share)
-        _require_number(f"{what}: attention_ramp_rows", self.attention_ramp_rows, zero_allowed=True)
-        _require_share(f"{what}: memory_efficiency", self.memory_efficiency)
+        _check_numbers(self, "accelerator")
 
     def supports(self, precision: Precision) -> bool:
         """Whether the device has matrix units for this number format."""
@@ -139,27 +129,7 @@ class NetworkLevel:
     source: str = ""
 
     def __post_init__(self) -> None:
-        what = f"network level {self.name}"
-        _require_number(f"{what}: bandwidth_bytes_per_s", self.bandwidth_bytes_per_s)
-        _require_number(f"{what}: latency_s", self.latency_s, zero_allowed=True)
-        if self.num_devices is not None:
-            _require_number(f"{what}: num_devices", self.num_devices)
-        for kind, share in self.efficiency.items():
-            _require_share(f"{what}: efficiency.{kind}", share)
-        self._check_refinements(what)
-
-    def _check_refinements(self, what: str) -> None:
-        _require_number(f"{what}: startup_s", self.startup_s, zero_allowed=True)
-        _require_number(f"{what}: ramp", self.ramp, zero_allowed=True)
-        if self.reduction_efficiency is not None:
-            _require_share(f"{what}: reduction_efficiency", self.reduction_efficiency)
-        if self.tree_efficiency is not None:
-            _require_share(f"{what}: tree_efficiency", self.tree_efficiency)
-        _require_share(f"{what}: chain_share", self.chain_share)
-        if self.max_rails is not None:
-            _require_number(f"{what}: max_rails", self.max_rails)
-        for share in self.ring_shares:
-            _require_share(f"{what}: ring_shares", share)
+        _check_numbers(self, "network level")
 
     def ring_share(self, members: int) -> float:
         """Share of a device's links that rings through so many members use."""
@@ -194,8 +164,7 @@ class Cluster:
                 limit="it must be a whole number of at least 1",
                 fix="Give the number of GPUs of the job.",
             )
-        if self.gpus_per_host is not None:
-            _require_number(f"cluster {self.name}: gpus_per_host", self.gpus_per_host)
+        _check_numbers(self, "cluster")
         self._check_levels()
         if not self._part_of_nodes(self.num_gpus):
             raise self._uneven()
@@ -270,28 +239,45 @@ class Cluster:
         return (*(min(size, total) for size in sizes), total)
 
     def describe(self) -> str:
-        """One line for tables.
-
-        Example: ``1024 x H100-SXM-80GB (74.5 GiB)``.
-        """
+        """One line for tables: ``1024 x H100-SXM-80GB (74.5 GiB)``."""
         memory = format_gib(self.accelerator.memory_bytes)
         return f"{self.num_gpus} x {self.accelerator.name} ({memory})"
 
 
-def _require_number(what: str, value: object, *, zero_allowed: bool = False) -> None:
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not ok or value < 0 or (value == 0 and not zero_allowed):  # type: ignore[operator]
+#: Numbers that may be 0; every other one lies above it.
+_MAY_BE_ZERO = (
+    *("kernel_floor_s", "host_kernel_s", "host_bandwidth_bytes_per_s", "attention_ramp_rows"),
+    *("latency_s", "startup_s", "ramp"),
+)
+
+
+def _check_numbers(record: Accelerator | NetworkLevel | Cluster, what: str) -> None:
+    """Refuse a number that is none, or lies outside of what its field means."""
+    for each in dataclasses.fields(record):
+        if re.search("int|float", str(each.type)):
+            for place, value in _numbers(getattr(record, each.name)):
+                _check_number(f"{what} {record.name}: {each.name}{place}", value, each.name)
+
+
+def _numbers(value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return ((f".{key}", item) for key, item in value.items())
+    if isinstance(value, tuple):
+        return (("", item) for item in value)
+    return () if value is None else (("", value),)
+
+
+def _check_number(what: str, value: Any, name: str) -> None:
+    may_be_zero = name in _MAY_BE_ZERO
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
         raise UserInputError(
             what,
             value=value,
-            limit=f"it must be a finite number {'of at least' if zero_allowed else 'above'} 0",
+            limit=f"it must be a finite number {'of at least' if may_be_zero else 'above'} 0",
             fix="Correct the cluster's description.",
         )
-
-
-def _require_share(what: str, value: float) -> None:
-    _require_number(what, value)
-    if value > 1.5:
+    if name.endswith(("efficiency", "share", "shares")) and value > 1.5:
         raise UserInputError(
             what,
             value=value,

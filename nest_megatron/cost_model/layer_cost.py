@@ -14,7 +14,7 @@ from nest_megatron.cost_model.graph_times import ROUTED, GraphTimes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.execution import Execution, GraphImpl, TokenDispatcher
 from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Operator, Part
-from nest_megatron.model.operators.captured import GRAPH_INPUTS
+from nest_megatron.model.operators.attention import GRAPH_INPUTS
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.recompute import (
     Recompute,

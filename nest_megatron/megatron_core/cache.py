@@ -20,7 +20,7 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.files import write_text
 from nest_megatron.megatron_core.records import ExtractedLayer
 from nest_megatron.model.implementation import Implementation
-from nest_megatron.model.one_layer import one_layer
+from nest_megatron.model.parameters import one_layer
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
 from nest_megatron.plain import from_plain, to_plain

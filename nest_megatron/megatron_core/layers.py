@@ -25,8 +25,7 @@ from nest_megatron.model.graph import (
     Part,
 )
 from nest_megatron.model.implementation import Implementation
-from nest_megatron.model.one_layer import one_layer
-from nest_megatron.model.parameters import ParameterCount
+from nest_megatron.model.parameters import ParameterCount, one_layer
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, ModelFamily, TransformerSpec
 from nest_megatron.parallel.recompute import (

@@ -17,7 +17,7 @@ from nest_megatron.megatron_core.substitutes import (
 )
 from nest_megatron.megatron_core.units import Layers, local_layers, transformer_engine_layers
 from nest_megatron.model.implementation import Implementation
-from nest_megatron.model.one_layer import one_layer
+from nest_megatron.model.parameters import one_layer
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
 from nest_megatron.names import Name

@@ -72,13 +72,14 @@ def spec_from_arguments(
         UserInputError: if the shape is impossible.
     """
     found = {**MEGATRON_DEFAULTS, **_given(values, SAME_NAMES)}
-    inner = default_ffn_hidden_size(fields["hidden_size"], swiglu=bool(values.get("swiglu")))
+    inner = 4 * fields["hidden_size"]
+    if values.get("swiglu"):  # two thirds of it, in whole 64s
+        inner = inner * 2 // 3 // 64 * 64
+    centered = values.get("layernorm_zero_centered_gamma") or values.get("apply_layernorm_1p")
     found |= {
         "ffn_hidden_size": values.get("ffn_hidden_size") or inner,
         "num_attention_heads": values.get("num_attention_heads"),
-        "apply_layernorm_1p": bool(
-            values.get("layernorm_zero_centered_gamma") or values.get("apply_layernorm_1p")
-        ),
+        "apply_layernorm_1p": bool(centered),
         "mtp_num_layers": values.get("mtp_num_layers") or None,
         **_window(values, spelled),
     }
@@ -87,15 +88,9 @@ def spec_from_arguments(
     if values.get("num_experts"):
         found |= _given(values, ("num_experts", *EXPERT_NAMES))
         frequency = values.get("moe_layer_freq")
-        found["moe_layer_pattern"] = moe_layer_pattern(
-            1 if frequency is None else frequency, fields["num_layers"]
-        )
+        frequency = 1 if frequency is None else frequency
+        found["moe_layer_pattern"] = moe_layer_pattern(frequency, fields["num_layers"])
     return TransformerSpec(**{**found, **fields})
-
-
-def default_ffn_hidden_size(hidden_size: int, *, swiglu: bool) -> int:
-    """Megatron's inner size: with SwiGLU two thirds of four times the width, in whole 64s."""
-    return 4 * hidden_size * 2 // 3 // 64 * 64 if swiglu else 4 * hidden_size
 
 
 def _given(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -103,7 +98,7 @@ def _given(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _window(values: Mapping[str, Any], spelled: Callable[[str], str]) -> dict[str, Any]:
-    """The sliding window: Megatron counts the tokens to the left, without the token itself."""
+    """The sliding window; Megatron counts the tokens to the left of a token."""
     window, skip = values.get("window_size"), values.get("window_attn_skip_freq")
     if not window or window[0] < 0:
         return {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,15 +13,13 @@ from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.plain import Source, from_plain
 
 #: Values that the cost model knows how to price.
-CHOICES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
-    {
-        "family": tuple(family.value for family in ModelFamily),
-        "position_embedding_type": ("rope", "learned_absolute", "none"),
-        "normalization": ("RMSNorm", "LayerNorm"),
-        "activation": ("gelu", "silu", "squared_relu", "quick_gelu"),
-        "softmax_type": ("vanilla", "learnable"),
-    }
-)
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "family": tuple(ModelFamily),
+    "position_embedding_type": ("rope", "learned_absolute", "none"),
+    "normalization": ("RMSNorm", "LayerNorm"),
+    "activation": ("gelu", "silu", "squared_relu", "quick_gelu"),
+    "softmax_type": ("vanilla", "learnable"),
+}
 _MAY_BE_ZERO = ("mtp_num_layers", "hidden_dropout", "attention_dropout")
 _AT_MOST_ONE = ("rotary_percent", "hidden_dropout", "attention_dropout")
 _SOURCE = Source(
@@ -52,11 +49,21 @@ def spec_from_mapping(mapping: Mapping[str, object]) -> TransformerSpec:
             text included), a number that is NaN, infinite or not positive, or an impossible shape.
     """
     model = f"model {mapping.get('name', '(no name)')}:"
-    _refuse_unknown(model, mapping)
+    known = known_keys()
+    for key, value in mapping.items():
+        if key not in known:
+            limit, fix = "there is no such field", nearest(str(key), known)
+            raise UserInputError(f"{model} {key}", value=value, limit=limit, fix=fix)
     fields: dict[str, Any] = dict(mapping)
     freq = fields.pop("moe_layer_freq", None)
     if fields.get("num_experts") is None:
-        _refuse_pattern(model, freq)
+        if freq not in (None, 1):
+            raise UserInputError(
+                f"{model} moe_layer_freq",
+                value=freq,
+                limit="it names expert layers but num_experts is not set",
+                fix="Set num_experts, or drop moe_layer_freq.",
+            )
     elif isinstance(fields.get("num_layers"), int):  # what else it is, is refused below
         pattern = moe_layer_pattern(1 if freq is None else freq, fields["num_layers"])
         fields["moe_layer_pattern"] = pattern
@@ -64,28 +71,6 @@ def spec_from_mapping(mapping: Mapping[str, object]) -> TransformerSpec:
     for field in dataclasses.fields(spec):
         _check_value(f"{model} {field.name}", field.name, getattr(spec, field.name))
     return spec
-
-
-def _refuse_unknown(model: str, mapping: Mapping[str, object]) -> None:
-    known = known_keys()
-    for key, value in mapping.items():
-        if key not in known:
-            raise UserInputError(
-                f"{model} {key}",
-                value=value,
-                limit="there is no such field",
-                fix=nearest(str(key), known),
-            )
-
-
-def _refuse_pattern(model: str, freq: object) -> None:
-    if freq not in (None, 1):
-        raise UserInputError(
-            f"{model} moe_layer_freq",
-            value=freq,
-            limit="it names expert layers but num_experts is not set",
-            fix="Set num_experts, or drop moe_layer_freq.",
-        )
 
 
 def _check_value(what: str, name: str, value: object) -> None:

@@ -1,15 +1,16 @@
 """Records of any model's work as a chain of blocks: operators, and the bytes that flow between.
 
-An extractor fills them from a module of the user's own (``megatron_core/chain.py``). Unlike a
-``LayerGraph`` they know nothing of transformers: blocks are named by their place in the module.
+``megatron_core/chain.py`` fills them from a module of the user's own. Unlike a ``LayerGraph`` they
+know nothing of transformers: blocks are named by their place in the module.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
+from operator import attrgetter
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.graph import OperatorKind
@@ -88,10 +89,9 @@ class ChainBlock:
     Args:
         name: path of its module, with ``#2`` and so on where the chain comes back to it.
         kind: blocks of one kind do the same work.
-        saved_bytes: kept for its backward pass: what its operators keep, their inputs included,
-            each storage once, in the first block that keeps it.
-        cut_bytes: crosses to the blocks after it, each tensor once: the message of a pipeline that
-            is cut here.
+        saved_bytes: of its operators and their inputs, each storage once, in the first block that
+            saves it.
+        cut_bytes: the message of a pipeline that is cut here: each tensor once.
     """
 
     name: str
@@ -122,10 +122,9 @@ class ChainGraph:
     blocks: tuple[ChainBlock, ...]
 
     def __post_init__(self) -> None:
-        bounds = [block.first for block in self.blocks] + [len(self.operators)]
-        ends = [block.last for block in self.blocks]
-        assert bounds[0] == 0, "the first block begins the chain"
-        assert bounds[1:] == ends, "a block ends where the next begins"
+        starts = [block.first for block in self.blocks] + [len(self.operators)]
+        ends = [0] + [block.last for block in self.blocks]
+        assert starts == ends, "a block begins where the one before it ends"
         names = {op.name for op in self.operators}
         assert len(names) == len(self.operators), "an operator's name is its own"
 
@@ -147,17 +146,8 @@ class ChainGraph:
 
     def kinds(self) -> dict[str, int]:
         """How many blocks of each kind, in order of appearance."""
-        counts: dict[str, int] = {}
-        for block in self.blocks:
-            counts[block.kind] = counts.get(block.kind, 0) + 1
-        return counts
+        return Counter(block.kind for block in self.blocks)
 
     def runs(self) -> tuple[tuple[ChainBlock, ...], ...]:
         """Neighbours of one kind together."""
-        starts = [0, *(i + 1 for i, pair in enumerate(pairwise(self.blocks)) if _differ(pair))]
-        return tuple(self.blocks[a:b] for a, b in pairwise([*starts, len(self.blocks)]))
-
-
-def _differ(pair: Sequence[ChainBlock]) -> bool:
-    before, after = pair
-    return before.kind != after.kind
+        return tuple(tuple(run) for _, run in groupby(self.blocks, key=attrgetter("kind")))

@@ -8,6 +8,8 @@ is in ``cost_model.traits``.
 from __future__ import annotations
 
 import dataclasses
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nest_megatron.errors import UserInputError
@@ -53,8 +55,8 @@ class GraphImpl(Name):
     FULL_ITERATION = "full_iteration"
 
 
-#: Those that capture layers, or modules of them.
-_OF_LAYERS = (GraphImpl.LOCAL, GraphImpl.TRANSFORMER_ENGINE)
+#: Who captures layers, or modules of them.
+OF_LAYERS = (GraphImpl.LOCAL, GraphImpl.TRANSFORMER_ENGINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +77,8 @@ class Execution:
         hierarchical_context_parallel_sizes: ranks that exchange heads, and rings of such groups,
             with ``a2a+p2p``; empty with any other.
         cuda_graph_scope: modules that graphs of layers hold; empty is the whole layer.
-        cpu_offloading_num_layers: layers whose kept activations go to the host.
-        offload_modules: modules whose kept activations go to the host
+        cpu_offloading_num_layers: layers whose saved activations go to the host.
+        offload_modules: modules whose saved activations go to the host
             (``--fine-grained-activation-offloading``).
 
     Raises:
@@ -104,34 +106,33 @@ class Execution:
         object.__setattr__(self, "_hash", hash((self.of_experts, self.outside_experts)))
         is_flex = self.moe_token_dispatcher_type is TokenDispatcher.FLEX
         if is_flex != (self.moe_flex_dispatcher_backend is not None):
-            raise UserInputError(
+            raise self._contradiction(
                 "moe_flex_dispatcher_backend",
-                value=self.moe_flex_dispatcher_backend,
-                limit=f"the dispatcher is {self.moe_token_dispatcher_type}",
-                fix="Give it with the flex dispatcher, and with no other.",
+                f"the dispatcher is {self.moe_token_dispatcher_type}",
+                "Give it with the flex dispatcher, and with no other.",
             )
-        sizes = self.hierarchical_context_parallel_sizes
-        if sizes and self.cp_comm_type is not ContextTraffic.A2A_P2P:
-            raise UserInputError(
+        has_levels = self.cp_comm_type is ContextTraffic.A2A_P2P
+        if self.hierarchical_context_parallel_sizes and not has_levels:
+            raise self._contradiction(
                 "hierarchical_context_parallel_sizes",
-                value=sizes,
-                limit=f"context parallelism exchanges by {self.cp_comm_type}",
-                fix="Give them with a2a+p2p, and with no other.",
+                f"context parallelism exchanges by {self.cp_comm_type}",
+                "Give them with a2a+p2p, and with no other.",
             )
-        if self.cuda_graph_scope and self.cuda_graph_impl not in _OF_LAYERS:
-            raise UserInputError(
+        if self.cuda_graph_scope and self.cuda_graph_impl not in OF_LAYERS:
+            raise self._contradiction(
                 "cuda_graph_scope",
-                value=self.cuda_graph_scope,
-                limit=f"cuda_graph_impl is {self.cuda_graph_impl}",
-                fix=f"Give it with {' or '.join(_OF_LAYERS)}, and with no other.",
+                f"cuda_graph_impl is {self.cuda_graph_impl}",
+                f"Give it with {' or '.join(OF_LAYERS)}, and with no other.",
             )
         if self.delay_wgrad_compute and not self.overlap_moe_expert_parallel_comm:
-            raise UserInputError(
+            raise self._contradiction(
                 "delay_wgrad_compute",
-                value=True,
-                limit="weight gradients wait only under overlap_moe_expert_parallel_comm",
-                fix="Give both, or neither.",
+                "weight gradients wait only under overlap_moe_expert_parallel_comm",
+                "Give both, or neither.",
             )
+
+    def _contradiction(self, name: str, limit: str, fix: str) -> UserInputError:
+        return UserInputError(name, value=getattr(self, name), limit=limit, fix=fix)
 
     def __hash__(self) -> int:
         """Computed once: executions are keys of a search's dictionaries."""
@@ -159,32 +160,17 @@ class Execution:
     @property
     def outside_experts(self) -> tuple[object, ...]:
         """What matters to layers without experts."""
-        return (
-            self.tp_comm_overlap,
-            self.cp_comm_type,
-            self.hierarchical_context_parallel_sizes,
-            self.cuda_graph_impl,
-            self.cuda_graph_scope,
-            self.cpu_offloading_num_layers,
-            self.offload_modules,
-        )
+        return _outside_experts(self)
 
     @property
     def of_experts(self) -> tuple[object, ...]:
         """What matters to the half of a layer that holds experts."""
-        return (
-            self.moe_token_dispatcher_type,
-            self.moe_flex_dispatcher_backend,
-            self.moe_permute_fusion,
-            self.moe_router_fusion,
-            self.moe_shared_expert_overlap,
-            self.overlap_moe_expert_parallel_comm,
-            self.use_transformer_engine_op_fuser,
-            self.tp_comm_overlap,
-            self.cuda_graph_impl,
-            self.cuda_graph_scope,
-            self.offload_modules,
-        )
+        return _of_experts(self)
+
+    @property
+    def of_graph(self) -> tuple[object, ...]:
+        """What decides which operators and which traffic a layer has, and not what hides them."""
+        return _of_graph(self)
 
     @property
     def offloads(self) -> bool:
@@ -192,26 +178,37 @@ class Execution:
         return bool(self.cpu_offloading_num_layers or self.offload_modules)
 
     @property
-    def of_graph(self) -> tuple[object, ...]:
-        """What decides which operators and which traffic a layer has, and not what hides them."""
-        return (
-            self.moe_token_dispatcher_type,
-            self.moe_flex_dispatcher_backend,
-            self.moe_permute_fusion,
-            self.moe_router_fusion,
-            self.use_transformer_engine_op_fuser,
-            self.cp_comm_type,
-            self.hierarchical_context_parallel_sizes,
-            self.cuda_graph_impl,
-            self.cuda_graph_scope,
-            self.offload_modules,
-        )
-
-    @property
     def is_node_limited(self) -> bool:
         """Whether a token goes to each node once, however many of its experts are there."""
         return self.moe_token_dispatcher_type is TokenDispatcher.FLEX
 
 
+def _all_but(*left_out: str) -> Callable[[Execution], tuple[object, ...]]:
+    fields = (field.name for field in dataclasses.fields(Execution) if field.init)
+    return operator.attrgetter(*(name for name in fields if name not in left_out))
+
+
+_outside_experts = operator.attrgetter(
+    "tp_comm_overlap",
+    "cp_comm_type",
+    "hierarchical_context_parallel_sizes",
+    "cuda_graph_impl",
+    "cuda_graph_scope",
+    "cpu_offloading_num_layers",
+    "offload_modules",
+)
+_of_experts = _all_but(
+    "delay_wgrad_compute",
+    "cp_comm_type",
+    "hierarchical_context_parallel_sizes",
+    "cpu_offloading_num_layers",
+)
+_of_graph = _all_but(
+    "moe_shared_expert_overlap",
+    "overlap_moe_expert_parallel_comm",
+    "delay_wgrad_compute",
+    "tp_comm_overlap",
+    "cpu_offloading_num_layers",
+)
 #: Nothing asked for: Megatron's own defaults, but for the dispatcher, which every launch names.
 PLAIN = Execution()

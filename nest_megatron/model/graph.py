@@ -1,12 +1,12 @@
-"""Records of one layer's work: operators, collectives and what is kept for the backward pass.
+"""Records of one layer's work: operators, collectives and what is saved for the backward pass.
 
-The closed forms of ``operators.py`` fill these records; an extractor that reads the framework's own
-modules fills the same ones.
+The closed forms of ``operators`` fill them, and so does an extractor of the framework's modules.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 
 from nest_megatron.names import Name
@@ -59,15 +59,12 @@ class Operator:
     Args:
         flops: multiply-adds count two, forward pass.
         bytes_moved: device-memory traffic of the forward pass.
-        backward_flops: the same for the backward pass (both gradients).
-        backward_bytes_moved: the same for the backward pass, accumulation of weight gradients
-            included.
+        backward_flops: of both gradients.
+        backward_bytes_moved: accumulation of weight gradients included.
         num_kernels: kernels launched forward; the backward pass launches twice as many.
         fp8: the GEMM runs in fp8 where the job asks for it.
-        parallel_rows: of attention: query rows over all heads, which the device works on side by
-            side; few of them leave processors idle.
-        aligned: of a GEMM: every dimension is a multiple of 8, as matrix units ask for in 16
-            bits.
+        parallel_rows: of attention: query rows over all heads; few leave processors idle.
+        aligned: of a GEMM: every dimension is a multiple of 8, as matrix units ask in 16 bits.
         has_weight: of a GEMM: one factor is a weight, whose gradient the backward pass makes.
         num_gemms: of a grouped GEMM: how many GEMMs it is made of.
         input_elements, output_elements: of a GEMM that may run in fp8: what is cast for it, its
@@ -124,11 +121,11 @@ class LayerGraph:
     """All work of one unit, or of a block of it, on one rank for one micro batch.
 
     Args:
-        input_bytes: the unit's own input, kept for the backward pass in every recompute mode.
+        input_bytes: the unit's own input, saved in every recompute mode.
         saved_bytes: bytes of saved activations, by part, each storage once.
         working_bytes: largest extra memory while the unit's backward pass runs.
-        offloaded_bytes: of what is kept, sent to the host in the forward pass and fetched for the
-            backward pass; not among ``saved_bytes``.
+        offloaded_bytes: sent to the host in the forward pass and fetched for the backward pass;
+            not among ``saved_bytes``.
     """
 
     operators: tuple[Operator, ...]
@@ -164,10 +161,10 @@ class LayerGraph:
 
     def saved_by_part(self) -> dict[Part, float]:
         """Bytes of saved activations by part, the input apart."""
-        kept: dict[Part, float] = {}
+        saved: dict[Part, float] = defaultdict(float)
         for part, num in self.saved_bytes:
-            kept[part] = kept.get(part, 0.0) + num
-        return kept
+            saved[part] += num
+        return saved
 
     def total_saved_bytes(self) -> float:
         """Bytes of saved activations without recomputation."""

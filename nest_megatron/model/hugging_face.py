@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import types
 from collections.abc import Callable, Mapping
 
 from nest_megatron.errors import UnplannableModelError
@@ -17,18 +16,12 @@ Shape = dict[str, object]
 #: Sequence length taken when the caller gives none and the model allows more.
 DEFAULT_SEQ_LENGTH = 8192
 
-_ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
-    {
-        "silu": "silu",
-        "swish": "silu",
-        "gelu": "gelu",
-        "gelu_new": "gelu",
-        "gelu_fast": "gelu",
-        "gelu_pytorch_tanh": "gelu",
-        "quick_gelu": "quick_gelu",
-        "relu2": "squared_relu",
-    }
-)
+_ACTIVATIONS: Mapping[str, str] = {
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    **dict.fromkeys(("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu"),
+    "quick_gelu": "quick_gelu",
+    "relu2": "squared_relu",
+}
 
 #: Words in a ``model_type``, and why such a model cannot be planned; the first one counts.
 _REFUSED: tuple[tuple[str, str], ...] = (
@@ -38,10 +31,7 @@ _REFUSED: tuple[tuple[str, str], ...] = (
         "jamba zamba bamba nemotron_h falcon_h1 hybrid qwen3_next qwen3_5 kimi_linear minimax lfm2",
         "it mixes attention with state-space, linear-attention or convolution layers",
     ),
-    (
-        "t5 bart pegasus marian whisper encoder-decoder m2m",
-        "it is an encoder-decoder model",
-    ),
+    ("t5 bart pegasus marian whisper encoder-decoder m2m", "it is an encoder-decoder model"),
     (
         "vit clip siglip llava vision _vl mllama pixtral paligemma llama4 gemma3 omni",
         "it is a vision or multimodal model",
@@ -78,7 +68,6 @@ def read_hf_config(
     Source: the configuration classes of ``transformers`` and the layers they build.
     """
     model_type = _model_type(mapping, name)
-    _refuse_by_content(mapping, name, model_type)
     fields = ConfigFields(mapping, name)
     shape = {"name": name, **_READERS[model_type](fields)}
     longest = shape["max_position_embeddings"]
@@ -91,30 +80,26 @@ def read_hf_config(
 
 def _model_type(mapping: Config, name: str) -> str:
     model_type = mapping.get("model_type")
-    if isinstance(model_type, str) and model_type in _READERS:
-        return model_type
-    text = str(model_type)
-    reason = next(
-        (why for words, why in _REFUSED if any(word in text for word in words.split())),
-        _not_known(text),
-    )
-    raise _unplannable(name, model_type, reason)
+    if not isinstance(model_type, str) or model_type not in _READERS:
+        raise _unplannable(name, model_type, _why_unknown(str(model_type)))
+    contents = {
+        "it is an encoder-decoder model": mapping.get("is_encoder_decoder"),
+        "it has a vision tower": mapping.get("vision_config") is not None,
+        "it has cross-attention": mapping.get("add_cross_attention"),
+    }
+    for reason, refused in contents.items():
+        if refused:
+            raise _unplannable(name, model_type, reason)
+    return model_type
 
 
-def _not_known(model_type: str) -> str:
+def _why_unknown(model_type: str) -> str:
+    for words, why in _REFUSED:
+        if any(word in model_type for word in words.split()):
+            return why
     close = difflib.get_close_matches(model_type, _READERS, n=1, cutoff=0.75)
-    return "this architecture is not supported" + (
-        f" (the nearest name: {close[0]})" if close else ""
-    )
-
-
-def _refuse_by_content(mapping: Config, name: str, model_type: str) -> None:
-    if mapping.get("is_encoder_decoder"):
-        raise _unplannable(name, model_type, "it is an encoder-decoder model")
-    if mapping.get("vision_config") is not None:
-        raise _unplannable(name, model_type, "it has a vision tower")
-    if mapping.get("add_cross_attention"):
-        raise _unplannable(name, model_type, "it has cross-attention")
+    hint = f" (the nearest name: {close[0]})" if close else ""
+    return f"this architecture is not supported{hint}"
 
 
 def _unplannable(name: str, value: object, reason: str) -> UnplannableModelError:
@@ -153,11 +138,7 @@ def _attention(f: ConfigFields) -> Shape:
 
 
 def _decoder(f: ConfigFields, activation: str = "hidden_act") -> Shape:
-    """What all Llama-like decoders share.
-
-    Args:
-        activation: the key that names the activation.
-    """
+    """What all Llama-like decoders share; ``activation`` is the key that names theirs."""
     return {
         "num_layers": f.whole("num_hidden_layers"),
         "hidden_size": f.whole("hidden_size"),
@@ -182,11 +163,15 @@ def _mistral(f: ConfigFields) -> Shape:
 
 
 def _mixtral(f: ConfigFields) -> Shape:
+    return {**_mistral(f), **_experts(f, "num_local_experts", "intermediate_size")}
+
+
+def _experts(f: ConfigFields, number: str, size: str, per_token: int | None = None) -> Shape:
+    """Routed experts; ``number`` and ``size`` are the keys that a family has for them."""
     return {
-        **_mistral(f),
-        "num_experts": f.whole("num_local_experts"),
-        "moe_ffn_hidden_size": f.whole("intermediate_size"),
-        "moe_router_topk": f.whole("num_experts_per_tok"),
+        "num_experts": f.whole(number),
+        "moe_ffn_hidden_size": f.whole(size),
+        "moe_router_topk": f.whole("num_experts_per_tok", per_token),
     }
 
 
@@ -216,25 +201,21 @@ def _qwen3_moe(f: ConfigFields) -> Shape:
     layers = range(f.whole("num_hidden_layers"))
     return {
         **_qwen3(f),
-        "num_experts": f.whole("num_experts"),
+        **_experts(f, "num_experts", "moe_intermediate_size"),
         "moe_layer_freq": [int((i + 1) % step == 0 and i not in dense) for i in layers],
-        "moe_ffn_hidden_size": f.whole("moe_intermediate_size"),
-        "moe_router_topk": f.whole("num_experts_per_tok"),
     }
 
 
 def _deepseek(f: ConfigFields) -> Shape:
     first, period = f.whole("first_k_dense_replace", 0, least=0), f.whole("moe_layer_freq", 1)
-    expert, shared = f.whole("moe_intermediate_size"), f.whole("n_shared_experts", 0, least=0)
+    shared = f.whole("moe_intermediate_size") * f.whole("n_shared_experts", 0, least=0)
     layers = range(f.whole("num_hidden_layers"))
     return {
         **_decoder(f),
         **_latent_attention(f),
-        "num_experts": f.whole("n_routed_experts"),
+        **_experts(f, "n_routed_experts", "moe_intermediate_size"),
         "moe_layer_freq": [int(i >= first and i % period == 0) for i in layers],
-        "moe_ffn_hidden_size": expert,
-        "moe_router_topk": f.whole("num_experts_per_tok"),
-        "moe_shared_expert_intermediate_size": expert * shared or None,
+        "moe_shared_expert_intermediate_size": shared or None,
         "moe_router_enable_expert_bias": f.get("topk_method") == "noaux_tc",
         "mtp_num_layers": f.whole("num_nextn_predict_layers", 0, least=0) or None,
     }
@@ -265,9 +246,7 @@ def _gpt_oss(f: ConfigFields) -> Shape:
         "softmax_type": "learnable",
         "window_size": window,
         "window_attn_skip_freq": None if window is None else _full_attention_period(f),
-        "num_experts": f.whole("num_local_experts"),
-        "moe_ffn_hidden_size": f.whole("intermediate_size"),
-        "moe_router_topk": f.whole("num_experts_per_tok", f.whole("experts_per_token", 4)),
+        **_experts(f, "num_local_experts", "intermediate_size", f.whole("experts_per_token", 4)),
     }
 
 
@@ -306,34 +285,33 @@ def _full_attention_period(f: ConfigFields, unsaid: int = 2) -> int | None:
     return full[0]
 
 
-def _absolute(*, layers: int, hidden: int, heads: int, ffn: int) -> Shape:
-    """What GPT-2 and BERT share."""
+def _absolute(f: ConfigFields, epsilon: float, **keys: str) -> Shape:
+    """What GPT-2 and BERT share; ``keys`` are the names that each has for a field."""
     return {
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "ffn_hidden_size": ffn,
-        "num_attention_heads": heads,
         "position_embedding_type": "learned_absolute",
         "normalization": "LayerNorm",
         "gated_linear_unit": False,
         "add_bias_linear": True,
+        "vocab_size": f.whole("vocab_size"),
+        "layernorm_epsilon": f.number(keys.pop("layernorm_epsilon"), epsilon),
+        "untie_embeddings_and_output_weights": not f.flag("tie_word_embeddings", True),
+        **{field: f.whole(key) for field, key in keys.items()},
     }
 
 
 def _gpt2(f: ConfigFields) -> Shape:
-    hidden = f.whole("n_embd")
     return {
         **_absolute(
-            layers=f.whole("n_layer"),
-            hidden=hidden,
-            heads=f.whole("n_head"),
-            ffn=f.whole("n_inner", 4 * hidden),
+            f,
+            1e-5,
+            num_layers="n_layer",
+            hidden_size="n_embd",
+            num_attention_heads="n_head",
+            max_position_embeddings="n_positions",
+            layernorm_epsilon="layer_norm_epsilon",
         ),
-        "max_position_embeddings": f.whole("n_positions"),
-        "vocab_size": f.whole("vocab_size"),
-        "layernorm_epsilon": f.number("layer_norm_epsilon", 1e-5),
+        "ffn_hidden_size": f.whole("n_inner", 4 * f.whole("n_embd")),
         "activation": _activation(f, "activation_function", "gelu_new"),
-        "untie_embeddings_and_output_weights": not f.flag("tie_word_embeddings", True),
     }
 
 
@@ -343,16 +321,16 @@ def _bert(f: ConfigFields) -> Shape:
     return {
         "family": "bert",
         **_absolute(
-            layers=f.whole("num_hidden_layers"),
-            hidden=f.whole("hidden_size"),
-            heads=f.whole("num_attention_heads"),
-            ffn=f.whole("intermediate_size"),
+            f,
+            1e-12,
+            num_layers="num_hidden_layers",
+            hidden_size="hidden_size",
+            num_attention_heads="num_attention_heads",
+            ffn_hidden_size="intermediate_size",
+            max_position_embeddings="max_position_embeddings",
+            layernorm_epsilon="layer_norm_eps",
         ),
-        "max_position_embeddings": f.whole("max_position_embeddings"),
-        "vocab_size": f.whole("vocab_size"),
-        "layernorm_epsilon": f.number("layer_norm_eps", 1e-12),
         "activation": _activation(f, default="gelu"),
-        "untie_embeddings_and_output_weights": not f.flag("tie_word_embeddings", True),
     }
 
 
@@ -370,20 +348,18 @@ def _nemotron(f: ConfigFields) -> Shape:
     }
 
 
-_READERS: Mapping[str, Callable[[ConfigFields], Shape]] = types.MappingProxyType(
-    {
-        "bert": _bert,
-        "deepseek_v2": _deepseek,
-        "deepseek_v3": _deepseek,
-        "gemma3_text": _gemma3_text,
-        "gpt2": _gpt2,
-        "gpt_oss": _gpt_oss,
-        "llama": _llama,
-        "mistral": _mistral,
-        "mixtral": _mixtral,
-        "nemotron": _nemotron,
-        "qwen2": _qwen2,
-        "qwen3": _qwen3,
-        "qwen3_moe": _qwen3_moe,
-    }
-)
+_READERS: Mapping[str, Callable[[ConfigFields], Shape]] = {
+    "bert": _bert,
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+    "gemma3_text": _gemma3_text,
+    "gpt2": _gpt2,
+    "gpt_oss": _gpt_oss,
+    "llama": _llama,
+    "mistral": _mistral,
+    "mixtral": _mixtral,
+    "nemotron": _nemotron,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+}

@@ -9,117 +9,44 @@ from nest_megatron.errors import UnplannableModelError, UserInputError
 
 #: Likeness from which one name is taken for another that is misspelt.
 _NEARLY = 0.85
-#: Keys of ``PretrainedConfig`` and of the families read here that change no shape: names, starting
-#: values, generation, losses, numerics, and layers that are the same with and without them.
+_FULL = {"full_attention"}
+#: Keys of ``PretrainedConfig`` and of the families read here that change no shape.
 _HARMLESS = frozenset(
     (
-        "architectures",
-        "attention_dropout",
-        "attention_probs_dropout_prob",
-        "attn_implementation",
-        "attn_pdrop",
-        "auto_map",
-        "aux_loss_alpha",
-        "bad_words_ids",
-        "batch_size",
-        "begin_suppress_tokens",
-        "cache_implementation",
-        "chunk_size_feed_forward",
-        "classifier_dropout",
-        "directionality",
-        "diversity_penalty",
-        "do_sample",
-        "dtype",
-        "dual_chunk_attention_config",
-        "early_stopping",
-        "embd_pdrop",
-        "encoder_no_repeat_ngram_size",
-        "ep_size",
-        "exponential_decay_length_penalty",
-        "finetuning_task",
-        "flash_attention",
-        "gradient_checkpointing",
-        "hidden_dropout",
-        "hidden_dropout_prob",
-        "id2label",
-        "initial_context_length",
-        "initializer_range",
-        "is_decoder",
-        "is_encoder_decoder",
-        "is_llama_config",
-        "label2id",
-        "layer_norm_eps",
-        "layer_norm_epsilon",
-        "length_penalty",
-        "max_batch_size",
-        "max_length",
-        "max_sequence_length",
-        "min_length",
-        "model_type",
-        "n_ctx",
-        "n_group",
-        "neftune_noise_alpha",
-        "no_repeat_ngram_size",
-        "norm_topk_prob",
-        "num_beam_groups",
-        "num_beams",
-        "num_labels",
-        "num_return_sequences",
-        "original_max_position_embeddings",
-        "output_attentions",
-        "output_hidden_states",
-        "output_past",
-        "output_router_logits",
-        "output_scores",
-        "predict_special_tokens",
-        "prefix",
-        "pretraining_tp",
-        "problem_type",
-        "qk_head_dim",  # of DeepSeek: the sum of two that are read
-        "quantization_config",
-        "query_pre_attn_scalar",
-        "remove_invalid_values",
-        "reorder_and_upcast_attn",
-        "repetition_penalty",
-        "resid_pdrop",
-        "return_dict",
-        "return_dict_in_generate",
-        "rope_interleave",
-        "rope_interleaved",
-        "rope_local_base_freq",
-        "rope_parameters",
-        "rope_scaling",
-        "routed_scaling_factor",
-        "router_aux_loss_coef",
-        "router_jitter_noise",
-        "scale_attn_weights",
-        "scoring_func",
-        "seq_aux",
-        "suppress_tokens",
-        "swiglu_limit",
-        "task_specific_params",
-        "temperature",
-        "tf_legacy_loss",
-        "tie_encoder_decoder",
-        "tokenizer_class",
-        "top_k",
-        "top_p",
-        "topk_group",
-        "topk_method",
-        "torch_dtype",
-        "torchscript",
-        "transformers.js_config",
-        "transformers_version",
-        "type_vocab_size",
-        "typical_p",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_bfloat16",
+        # names and origin
+        *("architectures", "auto_map", "batch_size", "finetuning_task", "id2label", "is_decoder"),
+        *("is_encoder_decoder", "is_llama_config", "label2id", "model_type", "num_labels"),
+        *("prefix", "problem_type", "task_specific_params", "tie_encoder_decoder"),
+        *("tokenizer_class", "torchscript", "transformers.js_config", "transformers_version"),
+        *("unsloth_fixed", "unsloth_version"),
+        # generation and what a forward pass returns
+        *("bad_words_ids", "begin_suppress_tokens", "cache_implementation", "diversity_penalty"),
+        *("do_sample", "early_stopping", "encoder_no_repeat_ngram_size"),
+        *("exponential_decay_length_penalty", "length_penalty", "max_batch_size", "max_length"),
+        *("max_sequence_length", "min_length", "no_repeat_ngram_size", "num_beam_groups"),
+        *("num_beams", "num_return_sequences", "output_attentions", "output_hidden_states"),
+        *("output_past", "output_router_logits", "output_scores", "predict_special_tokens"),
+        *("remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate"),
+        *("suppress_tokens", "temperature", "top_k", "top_p", "typical_p", "use_cache"),
+        # dropout, starting values, losses
+        *("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "aux_loss_alpha"),
+        *("classifier_dropout", "embd_pdrop", "hidden_dropout", "hidden_dropout_prob"),
+        *("initializer_range", "neftune_noise_alpha", "resid_pdrop", "router_aux_loss_coef"),
+        *("router_jitter_noise", "seq_aux", "tf_legacy_loss"),
+        # numerics and implementation
+        *("attn_implementation", "chunk_size_feed_forward", "dtype", "ep_size", "flash_attention"),
+        *("gradient_checkpointing", "layer_norm_eps", "layer_norm_epsilon", "pretraining_tp"),
+        *("quantization_config", "reorder_and_upcast_attn", "swiglu_limit", "torch_dtype"),
+        *("use_bfloat16", "use_flash_attention", "use_flash_attention_2", "use_flash_attn"),
+        # positions, scaling, routing and masks, which weigh nothing
+        *("directionality", "dual_chunk_attention_config", "initial_context_length", "n_ctx"),
+        *("n_group", "norm_topk_prob", "original_max_position_embeddings"),
+        *("query_pre_attn_scalar", "rope_interleave", "rope_interleaved", "rope_local_base_freq"),
+        *("rope_parameters", "rope_scaling", "routed_scaling_factor", "scale_attn_weights"),
+        *("scoring_func", "topk_group", "topk_method", "type_vocab_size"),
         "use_bidirectional_attention",
-        "use_cache",
-        "use_flash_attention",
-        "use_flash_attention_2",
-        "use_flash_attn",
+        # of DeepSeek: the sum of two that are read
+        "qk_head_dim",
     )
 )
 #: Words in the name of a key that describes a part of a model.
@@ -130,10 +57,6 @@ _ARCHITECTURE = frozenset(
         *("rotary", "rwkv", "size", "ssm", "state", "window"),
     )
 )
-
-
-def _all_full(kinds: object) -> bool:
-    return isinstance(kinds, list) and set(kinds) == {"full_attention"}
 
 
 def is_harmless(key: str) -> bool:
@@ -175,7 +98,8 @@ class ConfigFields:
             key
             for key, value in self._config.items()
             if value not in (None, False, "", [], {}) and key not in self._asked
-            if not is_harmless(key) and not (key == "layer_types" and _all_full(value))
+            if not is_harmless(key)
+            if not (key == "layer_types" and isinstance(value, list) and set(value) == _FULL)
         )
         for key in unread:
             if close := difflib.get_close_matches(key, lacking, n=1, cutoff=_NEARLY):

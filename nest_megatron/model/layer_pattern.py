@@ -58,32 +58,20 @@ def moe_layer_pattern(moe_layer_freq: object, num_layers: int) -> tuple[int, ...
             limit=f"it must be at most {MAX_LAYERS:,}",
             fix="Correct the model's description.",
         )
-    flags = _flags(moe_layer_freq, num_layers)
+    value = read_frequency(moe_layer_freq) if isinstance(moe_layer_freq, str) else moe_layer_freq
+    if isinstance(value, list | tuple) and all(type(flag) is int for flag in value):
+        flags = tuple(value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        if value < 1:
+            raise _refused(value, "a period must be at least 1")
+        flags = tuple(int(layer % value == 0) for layer in range(num_layers))
+    else:
+        limit = "it must be a whole number, a list of 0 and 1, or such a list as text"
+        raise _refused(moe_layer_freq, limit)
     if len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
         limit = f"it must give one 0 or 1 for each of the {num_layers} layers"
         raise _refused(moe_layer_freq, limit)
     return flags
-
-
-def _flags(value: object, num_layers: int) -> tuple[int, ...]:
-    if isinstance(value, str):
-        return _from_text(value, num_layers)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return _every_nth(value, num_layers)
-    if isinstance(value, list | tuple) and all(type(flag) is int for flag in value):
-        return tuple(value)
-    raise _refused(value, "it must be a whole number, a list of 0 and 1, or such a list as text")
-
-
-def _every_nth(period: int, num_layers: int) -> tuple[int, ...]:
-    if period < 1:
-        raise _refused(period, "a period must be at least 1")
-    return tuple(int(layer % period == 0) for layer in range(num_layers))
-
-
-def _from_text(text: str, num_layers: int) -> tuple[int, ...]:
-    value = read_frequency(text)
-    return _every_nth(value, num_layers) if isinstance(value, int) else tuple(value)
 
 
 def _evaluate(node: ast.expr) -> int | list[int]:
@@ -91,35 +79,34 @@ def _evaluate(node: ast.expr) -> int | list[int]:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):
-        return [_flag(item) for item in node.elts]
+        items = [_evaluate(item) for item in node.elts]
+        if any(isinstance(item, list) for item in items):
+            raise _MalformedError("lists may not be nested")
+        return [item for item in items if isinstance(item, int)]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
         left, right = _evaluate(node.left), _evaluate(node.right)
         return _repeat(left, right) if isinstance(node.op, ast.Mult) else _join(left, right)
     raise _MalformedError("only lists of 0 and 1, + and * are allowed")
 
 
-def _flag(node: ast.expr) -> int:
-    value = _evaluate(node)
-    if not isinstance(value, int):
-        raise _MalformedError("lists may not be nested")
-    return value
-
-
 def _repeat(left: int | list[int], right: int | list[int]) -> list[int]:
     flags, count = (right, left) if isinstance(left, int) else (left, right)
     if isinstance(flags, int) or not isinstance(count, int):
         raise _MalformedError("* needs a list and a whole number")
-    if len(flags) * count > MAX_LAYERS:
-        raise _MalformedError(f"it has more than {MAX_LAYERS} layers")
+    _require_length(len(flags) * count)
     return flags * count
 
 
 def _join(left: int | list[int], right: int | list[int]) -> list[int]:
     if isinstance(left, int) or isinstance(right, int):
         raise _MalformedError("+ needs two lists")
-    if len(left) + len(right) > MAX_LAYERS:
-        raise _MalformedError(f"it has more than {MAX_LAYERS} layers")
+    _require_length(len(left) + len(right))
     return left + right
+
+
+def _require_length(num_layers: int) -> None:
+    if num_layers > MAX_LAYERS:
+        raise _MalformedError(f"it has more than {MAX_LAYERS} layers")
 
 
 def _refused(value: object, limit: str) -> UserInputError:

@@ -6,6 +6,7 @@ stage of many plans on the meta device and compares).
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from nest_megatron.model.spec import LayerKind, ModelFamily, TransformerSpec
@@ -32,104 +33,93 @@ class ParameterCount:
         return self.dense + self.expert
 
 
-def norm_parameters(spec: TransformerSpec, width: int) -> int:
+def _norm(spec: TransformerSpec, width: int) -> int:
     """Weight of a norm over ``width`` channels, and its bias for LayerNorm."""
     return width if spec.normalization == "RMSNorm" else 2 * width
 
 
-def attention_parameters(spec: TransformerSpec, tp: int) -> int:
+def _attention(spec: TransformerSpec, tp: int) -> int:
     """Self-attention with its input norm, on one tensor-parallel rank.
 
     Source: ``megatron.core.transformer.attention.SelfAttention``; with fewer query groups than
     tensor ranks the joint projection is still split evenly.
     """
     if spec.multi_latent_attention:
-        return latent_attention_parameters(spec, tp)
+        return _latent_attention(spec, tp)
     hidden, head_dim = spec.hidden_size, spec.head_dim
     query = spec.num_attention_heads * head_dim
     joint = (query + 2 * spec.query_groups * head_dim) // tp
-    count = norm_parameters(spec, hidden) + hidden * joint + query // tp * hidden
+    count = _norm(spec, hidden) + hidden * joint + query // tp * hidden
     if spec.add_bias_linear or spec.add_qkv_bias:
         count += joint
     if spec.add_bias_linear:
         count += hidden
     if spec.qk_layernorm:
-        count += 2 * norm_parameters(spec, head_dim)
+        count += 2 * _norm(spec, head_dim)
     if spec.softmax_type == "learnable":
         count += spec.num_attention_heads // tp
     return count
 
 
-def latent_attention_parameters(spec: TransformerSpec, tp: int) -> int:
+def _latent_attention(spec: TransformerSpec, tp: int) -> int:
     """Multi-latent attention with its input norm, on one tensor-parallel rank.
 
     Source: ``megatron.core.transformer.multi_latent_attention.MLASelfAttention``: the down
     projections are whole on every rank, the up projections are split by heads.
     """
-    hidden, heads = spec.hidden_size, spec.num_attention_heads
+    hidden, heads, latent = spec.hidden_size, spec.num_attention_heads, spec.kv_lora_rank
     query_dim = spec.qk_head_dim + spec.qk_pos_emb_head_dim
-    latent = spec.kv_lora_rank
-    count = norm_parameters(spec, hidden) + hidden * (latent + spec.qk_pos_emb_head_dim)
-    if spec.q_lora_rank is None:
-        count += hidden * heads * query_dim // tp
-    else:
-        count += hidden * spec.q_lora_rank + spec.q_lora_rank * heads * query_dim // tp
+    query_rank = spec.q_lora_rank or 0
+    count = _norm(spec, hidden) + hidden * (query_rank + latent + spec.qk_pos_emb_head_dim)
+    count += (query_rank or hidden) * heads * query_dim // tp
     if spec.qk_layernorm:
-        count += norm_parameters(spec, latent) + norm_parameters(spec, spec.q_lora_rank or 0)
+        count += _norm(spec, latent) + _norm(spec, query_rank)
     count += latent * heads * (spec.qk_head_dim + spec.v_head_dim) // tp
     return count + heads * spec.v_head_dim // tp * hidden
 
 
-def mlp_parameters(spec: TransformerSpec, ffn: int, tp: int) -> int:
+def _mlp(spec: TransformerSpec, ffn: int, tp: int) -> int:
     """Two projections of an MLP of inner size ``ffn`` split over ``tp`` ranks, without a norm."""
     inner = ffn * (2 if spec.gated_linear_unit else 1) // tp
     count = spec.hidden_size * inner + ffn // tp * spec.hidden_size
     return count + (inner + spec.hidden_size if spec.add_bias_linear else 0)
 
 
-def dense_layer_parameters(spec: TransformerSpec, tp: int) -> ParameterCount:
-    """A transformer layer with an ordinary MLP."""
-    norm = norm_parameters(spec, spec.hidden_size)
-    mlp = mlp_parameters(spec, spec.ffn_hidden_size, tp)
-    return ParameterCount(attention_parameters(spec, tp) + norm + mlp)
-
-
-def moe_layer_parameters(spec: TransformerSpec, tp: int, ep: int, etp: int) -> ParameterCount:
-    """A transformer layer with routed experts.
+def layer_parameters(
+    spec: TransformerSpec, kind: LayerKind, tp: int, ep: int, etp: int
+) -> ParameterCount:
+    """One decoder layer of the given kind.
 
     Source: ``megatron.core.transformer.moe``; the router is whole on every rank, and the bias that
     balances experts without a loss is a buffer, not a parameter.
     """
-    assert spec.num_experts is not None
-    router = spec.num_experts * spec.hidden_size
-    if spec.add_bias_linear:
-        router += spec.num_experts
-    shared = 0
+    hidden, experts = spec.hidden_size, spec.num_experts
+    dense = _attention(spec, tp) + _norm(spec, hidden)
+    if kind is not LayerKind.MOE:
+        return ParameterCount(dense + _mlp(spec, spec.ffn_hidden_size, tp))
+    assert experts is not None
+    dense += experts * hidden + (experts if spec.add_bias_linear else 0)
     if spec.moe_shared_expert_intermediate_size:
-        shared = mlp_parameters(spec, spec.moe_shared_expert_intermediate_size, tp)
-    norm = norm_parameters(spec, spec.hidden_size)
-    experts = spec.num_experts // ep * mlp_parameters(spec, spec.expert_ffn_hidden_size, etp)
-    return ParameterCount(attention_parameters(spec, tp) + norm + router + shared, experts)
+        dense += _mlp(spec, spec.moe_shared_expert_intermediate_size, tp)
+    return ParameterCount(dense, experts // ep * _mlp(spec, spec.expert_ffn_hidden_size, etp))
 
 
-def embedding_parameters(spec: TransformerSpec, tp: int) -> int:
+def _embedding(spec: TransformerSpec, tp: int) -> int:
     """Word, position and token-type embeddings on one tensor-parallel rank."""
-    count = spec.padded_vocab_size(tp) // tp * spec.hidden_size
+    rows = spec.padded_vocab_size(tp) // tp
     if spec.position_embedding_type == "learned_absolute":
-        count += (spec.max_position_embeddings or spec.seq_length) * spec.hidden_size
-    if spec.family is ModelFamily.BERT:
-        count += 2 * spec.hidden_size
-    return count
+        rows += spec.max_position_embeddings or spec.seq_length
+    return (rows + (2 if spec.family is ModelFamily.BERT else 0)) * spec.hidden_size
 
 
-def head_parameters(spec: TransformerSpec, tp: int, *, holds_embedding: bool) -> int:
+def _head(spec: TransformerSpec, tp: int, *, holds_embedding: bool) -> int:
     """Final norm and output layer; ``holds_embedding`` if this rank also has the word embedding.
 
     With tied weights the output layer costs nothing there, and one more copy elsewhere. With MTP
     the final norm goes with the last decoder layer instead (``TransformerBlock``).
     """
     hidden, vocab = spec.hidden_size, spec.padded_vocab_size(tp)
-    count = 0 if spec.num_mtp_layers else norm_parameters(spec, hidden)
+    count = 0 if spec.num_mtp_layers else _norm(spec, hidden)
     if spec.untie_embeddings_and_output_weights or not holds_embedding:
         count += vocab // tp * hidden
     if spec.family is ModelFamily.BERT:
@@ -139,7 +129,7 @@ def head_parameters(spec: TransformerSpec, tp: int, *, holds_embedding: bool) ->
     return count
 
 
-def mtp_parameters(
+def _mtp(
     spec: TransformerSpec, tp: int, ep: int, etp: int, *, holds_embedding: bool
 ) -> ParameterCount:
     """All multi-token-prediction layers, with a copy of the embedding unless the rank has it.
@@ -147,26 +137,16 @@ def mtp_parameters(
     Source: ``megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayer``: two
     norms, a projection of twice the width, one layer of the last decoder layer's kind, a norm.
     """
-    layer = layer_parameters(spec, last_layer_kind(spec), tp, ep, etp)
-    hidden = spec.hidden_size
-    around = 3 * norm_parameters(spec, hidden) + 2 * hidden * hidden // tp
+    layer, hidden = layer_parameters(spec, last_layer_kind(spec), tp, ep, etp), spec.hidden_size
+    around = 3 * _norm(spec, hidden) + 2 * hidden * hidden // tp
     count = spec.num_mtp_layers
-    copy = 0 if holds_embedding else embedding_parameters(spec, tp)
+    copy = 0 if holds_embedding else _embedding(spec, tp)
     return ParameterCount(count * (layer.dense + around) + copy, count * layer.expert)
 
 
 def last_layer_kind(spec: TransformerSpec) -> LayerKind:
     """Kind of the last decoder layer, which MTP layers copy."""
     return LayerKind.MOE if spec.is_moe and spec.moe_layer_pattern[-1] else LayerKind.DENSE
-
-
-def layer_parameters(
-    spec: TransformerSpec, kind: LayerKind, tp: int, ep: int, etp: int
-) -> ParameterCount:
-    """One decoder layer of the given kind."""
-    if kind is LayerKind.MOE:
-        return moe_layer_parameters(spec, tp, ep, etp)
-    return dense_layer_parameters(spec, tp)
 
 
 def unit_parameters(
@@ -181,26 +161,27 @@ def unit_parameters(
     Returns:
         One count for each entry of ``spec.layer_kinds()``.
     """
-    by_kind = {
-        LayerKind.EMBEDDING: ParameterCount(embedding_parameters(spec, tp)),
-        LayerKind.DENSE: dense_layer_parameters(spec, tp),
-        LayerKind.HEAD: ParameterCount(head_parameters(spec, tp, holds_embedding=single_stage)),
-    }
-    if spec.is_moe:
-        by_kind[LayerKind.MOE] = moe_layer_parameters(spec, tp, ep, etp)
-    if spec.num_mtp_layers:
-        by_kind[LayerKind.MTP] = mtp_parameters(spec, tp, ep, etp, holds_embedding=single_stage)
+
+    def of_kind(kind: LayerKind) -> ParameterCount:
+        if kind is LayerKind.EMBEDDING:
+            return ParameterCount(_embedding(spec, tp))
+        if kind is LayerKind.HEAD:
+            return ParameterCount(_head(spec, tp, holds_embedding=single_stage))
+        if kind is LayerKind.MTP:
+            return _mtp(spec, tp, ep, etp, holds_embedding=single_stage)
+        return layer_parameters(spec, kind, tp, ep, etp)
+
     kinds = spec.layer_kinds()
+    by_kind = {kind: of_kind(kind) for kind in dict.fromkeys(kinds)}
     counts = [by_kind[kind] for kind in kinds]
     if spec.num_mtp_layers:
-        counts[spec.num_layers] += ParameterCount(norm_parameters(spec, spec.hidden_size))
+        counts[spec.num_layers] += ParameterCount(_norm(spec, spec.hidden_size))
     return tuple(counts)
 
 
 def total_parameters(spec: TransformerSpec) -> int:
     """Parameters of the whole model, unsharded, vocabulary padded as for one rank."""
-    counts = unit_parameters(spec, 1, 1, 1, single_stage=True)
-    return sum(count.total for count in counts)
+    return sum(count.total for count in unit_parameters(spec, 1, 1, 1, single_stage=True))
 
 
 def active_parameters(spec: TransformerSpec) -> int:
@@ -212,4 +193,21 @@ def active_parameters(spec: TransformerSpec) -> int:
     if last_layer_kind(spec) is LayerKind.MOE:
         layers += spec.num_mtp_layers
     idle = spec.num_experts - spec.moe_router_topk
-    return total - layers * idle * mlp_parameters(spec, spec.expert_ffn_hidden_size, 1)
+    return total - layers * idle * _mlp(spec, spec.expert_ffn_hidden_size, 1)
+
+
+def one_layer(spec: TransformerSpec, kind: LayerKind) -> TransformerSpec:
+    """The model of one decoder layer: what the layer's extraction and profile depend on.
+
+    Args:
+        kind: of the layer; with ``MTP`` one of the last layer's kind, and one MTP layer.
+    """
+    is_mtp = kind is LayerKind.MTP
+    is_moe = (last_layer_kind(spec) if is_mtp else kind) is LayerKind.MOE
+    return dataclasses.replace(
+        spec,
+        num_layers=1,
+        num_experts=spec.num_experts if is_moe else None,
+        moe_layer_pattern=(1,) if is_moe else (),
+        mtp_num_layers=1 if is_mtp else None,
+    )

@@ -55,6 +55,10 @@ class LayerShard:
         """The same where another operator keeps the element as it is anyway."""
         return 0 if self.input_bytes == self.activation_bytes else self.input_bytes
 
+    def hidden_bytes(self, spec: TransformerSpec) -> float:
+        """Bytes of the hidden states that one rank holds between blocks."""
+        return self.tokens_between_blocks(spec) * spec.hidden_size * self.activation_bytes
+
     def tokens(self, spec: TransformerSpec) -> float:
         """Tokens of one micro batch inside a tensor-parallel block of one rank."""
         return spec.seq_length * self.micro_batch_size / self.context_parallel_size

@@ -27,6 +27,11 @@ class LayerKind(Name):
     HEAD = "head"
 
 
+_POSITIVE = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length"),
+    *("vocab_size", "make_vocab_size_divisible_by"),
+)
+_POSITIVE_IF_GIVEN = ("num_query_groups", "kv_channels", "moe_ffn_hidden_size", "num_experts")
 _MOST = {"num_layers": MAX_LAYERS, "mtp_num_layers": MAX_LAYERS, "num_experts": 100_000}
 _MOST_OF_ANY = 2**31 - 1
 
@@ -107,94 +112,64 @@ class TransformerSpec:
     source: str = ""
 
     def __post_init__(self) -> None:
-        for field in (
-            "num_layers",
-            "hidden_size",
-            "ffn_hidden_size",
-            "num_attention_heads",
-            "seq_length",
-            "vocab_size",
-            "make_vocab_size_divisible_by",
-        ):
-            _require_positive(self.name, field, getattr(self, field))
-        for field in ("num_query_groups", "kv_channels", "moe_ffn_hidden_size"):
-            if getattr(self, field) is not None:
-                _require_positive(self.name, field, getattr(self, field))
-        self._check_sizes()
-        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
-            raise UserInputError(
-                f"model {self.name}: hidden_size",
-                value=self.hidden_size,
-                limit=f"it must be a multiple of num_attention_heads ({self.num_attention_heads})",
-                fix="Set kv_channels to the size of one head.",
-            )
-        if self.num_attention_heads % self.query_groups:
-            raise UserInputError(
-                f"model {self.name}: num_query_groups",
-                value=self.query_groups,
-                limit=f"it must divide num_attention_heads ({self.num_attention_heads})",
-                fix="Use the number of key/value heads of the model.",
-            )
+        for field in dataclasses.fields(self):
+            self._check_size(field.name, getattr(self, field.name))
+        heads = self.num_attention_heads
+        if self.kv_channels is None and self.hidden_size % heads:
+            limit = f"it must be a multiple of num_attention_heads ({heads})"
+            raise self._wrong("hidden_size", limit, "Set kv_channels to the size of one head.")
+        if heads % self.query_groups:
+            limit = f"it must divide num_attention_heads ({heads})"
+            fix = "Use the number of key/value heads of the model."
+            raise self._wrong("num_query_groups", limit, fix)
         self._check_experts()
 
-    def _check_sizes(self) -> None:
-        """Refuse what would fill memory and time to no end: a misprint, not a model."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            most = _MOST.get(field.name, _MOST_OF_ANY)
-            if isinstance(value, int) and value > most:
-                raise UserInputError(
-                    f"model {self.name}: {field.name}",
-                    value=value,
-                    limit=f"it must be at most {most:,}",
-                    fix="Correct the model's description.",
-                )
+    def _check_size(self, name: str, value: object) -> None:
+        """Refuse what is no size, and what would fill memory and time to no end: a misprint."""
+        counts = name in _POSITIVE or (name in _POSITIVE_IF_GIVEN and value is not None)
+        if counts and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise self._wrong(name, "it must be a whole number of at least 1")
+        most = _MOST.get(name, _MOST_OF_ANY)
+        if isinstance(value, int) and value > most:
+            raise self._wrong(name, f"it must be at most {most:,}")
 
     def _check_experts(self) -> None:
         pattern = self.moe_layer_pattern
         if self.num_experts is None:
             if any(pattern):
-                raise UserInputError(
-                    f"model {self.name}: moe_layer_pattern",
-                    value=pattern,
-                    limit="it names expert layers but num_experts is not set",
-                    fix="Set num_experts, or drop the pattern.",
-                )
+                limit = "it names expert layers but num_experts is not set"
+                fix = "Set num_experts, or drop the pattern."
+                raise self._wrong("moe_layer_pattern", limit, fix)
             return
-        _require_positive(self.name, "num_experts", self.num_experts)
         if len(pattern) != self.num_layers or any(flag not in (0, 1) for flag in pattern):
-            raise UserInputError(
-                f"model {self.name}: moe_layer_pattern",
-                value=pattern,
-                limit=f"it needs one 0 or 1 for each of the {self.num_layers} layers",
-                fix="Write for example [0]*3+[1]*58 as moe_layer_freq.",
-            )
+            limit = f"it needs one 0 or 1 for each of the {self.num_layers} layers"
+            fix = "Write for example [0]*3+[1]*58 as moe_layer_freq."
+            raise self._wrong("moe_layer_pattern", limit, fix)
         if not 1 <= self.moe_router_topk <= self.num_experts:
-            raise UserInputError(
-                f"model {self.name}: moe_router_topk",
-                value=self.moe_router_topk,
-                limit=f"it must lie between 1 and num_experts ({self.num_experts})",
-                fix="Use the number of experts that each token visits.",
-            )
+            limit = f"it must lie between 1 and num_experts ({self.num_experts})"
+            fix = "Use the number of experts that each token visits."
+            raise self._wrong("moe_router_topk", limit, fix)
+
+    def _wrong(
+        self, field: str, limit: str, fix: str = "Correct the model's description."
+    ) -> UserInputError:
+        value = getattr(self, field)
+        return UserInputError(f"model {self.name}: {field}", value=value, limit=limit, fix=fix)
 
     @property
     def query_groups(self) -> int:
         """Number of key/value heads."""
-        return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
+        return self.num_query_groups or self.num_attention_heads
 
     @property
     def head_dim(self) -> int:
         """Size of one attention head."""
-        if self.kv_channels is not None:
-            return self.kv_channels
-        return self.hidden_size // self.num_attention_heads
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def expert_ffn_hidden_size(self) -> int:
         """Inner size of one routed expert."""
-        return (
-            self.ffn_hidden_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
-        )
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     @property
     def is_moe(self) -> bool:
@@ -235,13 +210,3 @@ class TransformerSpec:
         layers = tuple(LayerKind.MOE if flag else LayerKind.DENSE for flag in pattern)
         mtp = (LayerKind.MTP,) if self.num_mtp_layers else ()
         return (LayerKind.EMBEDDING, *layers, *mtp, LayerKind.HEAD)
-
-
-def _require_positive(model: str, field: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserInputError(
-            f"model {model}: {field}",
-            value=value,
-            limit="it must be a whole number of at least 1",
-            fix="Correct the model's description.",
-        )

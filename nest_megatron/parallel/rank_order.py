@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
-from math import gcd
+from itertools import accumulate, product
+from math import gcd, prod
+from operator import mul
 
 from nest_megatron.names import Name
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
@@ -41,24 +42,6 @@ class GroupKind(Name):
     ETP_EP_PP = "etp-ep-pp"
 
 
-_EXPERT_KINDS = frozenset(
-    {GroupKind.ETP, GroupKind.EP, GroupKind.EDP, GroupKind.ETP_EP, GroupKind.ETP_EP_PP}
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankCoordinates:
-    """Position of one rank in the dense and in the expert grid."""
-
-    tp: int
-    cp: int
-    dp: int
-    pp: int
-    etp: int
-    ep: int
-    edp: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Axis:
     """One dimension of a grid: ``size`` ranks, ``stride`` apart."""
@@ -67,20 +50,19 @@ class _Axis:
     size: int
     stride: int
 
+    def position(self, rank: int) -> int:
+        return rank // self.stride % self.size
 
-def coordinates(dims: ParallelDims, rank: int) -> RankCoordinates:
-    """Place of a rank in both grids.
+
+def coordinates(dims: ParallelDims, rank: int) -> dict[str, int]:
+    """Place of a rank in both grids, by dimension: tp, cp, dp, pp, etp, ep, edp.
 
     >>> coordinates(ParallelDims(tensor_model_parallel_size=4, pipeline_model_parallel_size=4,
-    ...                          data_parallel_size=4, expert_model_parallel_size=8), 37).pp
+    ...                          data_parallel_size=4, expert_model_parallel_size=8), 37)["pp"]
     2
-    >>> coordinates(ParallelDims(tensor_model_parallel_size=4, pipeline_model_parallel_size=8,
-    ...                          data_parallel_size=2, rank_order=RankOrder.TP_CP_EP_PP_DP), 16).pp
-    4
     """
-    axes = (*_expert_axes(dims), *_dense_axes(dims))  # the dense grid's pipeline rank is the rank's
-    place = {axis.name: rank // axis.stride % axis.size for axis in axes}
-    return RankCoordinates(**place)
+    # the dense grid's pipeline rank is the rank's
+    return {axis.name: axis.position(rank) for axis in (*_expert_axes(dims), *_dense_axes(dims))}
 
 
 def group_of_rank(dims: ParallelDims, kind: GroupKind, rank: int) -> tuple[int, ...]:
@@ -88,33 +70,30 @@ def group_of_rank(dims: ParallelDims, kind: GroupKind, rank: int) -> tuple[int, 
 
     Empty where the rank is in no such group (the embedding group of a middle pipeline stage).
     """
-    base, members = rank, _member_axes(dims, kind)
-    for axis in members:
-        base -= rank // axis.stride % axis.size * axis.stride
     if kind is GroupKind.EMBEDDING:
-        pipeline = group_of_rank(dims, GroupKind.PP, rank)
-        ends = (pipeline[0], pipeline[-1])[: min(2, len(pipeline))]
+        ends = _ends(group_of_rank(dims, GroupKind.PP, rank))
         return ends if rank in ends else ()
+    members = _member_axes(dims, kind)
+    base = rank - sum(axis.position(rank) * axis.stride for axis in members)
     return tuple(_progression(base, members))
+
+
+def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:
+    return pipeline if len(pipeline) == 1 else (pipeline[0], pipeline[-1])
 
 
 def rank_groups(dims: ParallelDims, kind: GroupKind) -> tuple[tuple[int, ...], ...]:
     """All groups of one kind, in the order in which Megatron creates them."""
     if kind is GroupKind.EMBEDDING:
-        pipelines = rank_groups(dims, GroupKind.PP)
-        return tuple((p[0], p[-1])[: min(2, len(p))] for p in pipelines)
+        return tuple(map(_ends, rank_groups(dims, GroupKind.PP)))
     members = _member_axes(dims, kind)
-    names = {axis.name for axis in members}
-    others = [axis for axis in _axes_of(dims, kind) if axis.name not in names]
+    others = tuple(axis for axis in _axes_of(dims, kind) if axis not in members)
     return tuple(tuple(_progression(base, members)) for base in _progression(0, others))
 
 
 def group_size(dims: ParallelDims, kind: GroupKind) -> int:
     """Number of members of a group."""
-    size = 1
-    for axis in _member_axes(dims, kind):
-        size *= axis.size
-    return size
+    return prod(axis.size for axis in _member_axes(dims, kind))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -166,49 +145,39 @@ def pipeline_link_level(dims: ParallelDims, stage: int, group_sizes: tuple[int, 
 
     The next rank of the last one is rank 0 (the link that virtual stages add).
     """
-    stride, size = _pipeline_axis(dims).stride, dims.pipeline_model_parallel_size
-    first = min(stage, (stage + 1) % size)
-    distance = stride * (abs((stage + 1) % size - stage))
-    return _pair_level(dims, first * stride, distance, group_sizes)
+    following = (stage + 1) % dims.pipeline_model_parallel_size
+    return _pair_level(dims, min(stage, following), max(stage, following), group_sizes)
 
 
 @lru_cache(maxsize=1 << 16)
 def embedding_group_level(dims: ParallelDims, group_sizes: tuple[int, ...]) -> int:
     """Network level between the first and the last pipeline rank, which share tied embeddings."""
-    distance = _pipeline_axis(dims).stride * (dims.pipeline_model_parallel_size - 1)
-    return _pair_level(dims, 0, distance, group_sizes)
+    return _pair_level(dims, 0, dims.pipeline_model_parallel_size - 1, group_sizes)
 
 
 def _dense_axes(dims: ParallelDims) -> tuple[_Axis, ...]:
-    tp = ("tp", dims.tensor_model_parallel_size)
-    cp = ("cp", dims.context_parallel_size)
-    dp = ("dp", dims.data_parallel_size)
-    return _laid_out(dims, (tp, cp), dp)
+    inner = {"tp": dims.tensor_model_parallel_size, "cp": dims.context_parallel_size}
+    return _laid_out(dims, inner, {"dp": dims.data_parallel_size})
 
 
 def _expert_axes(dims: ParallelDims) -> tuple[_Axis, ...]:
-    etp = ("etp", dims.expert_tensor_parallel_size)
-    ep = ("ep", dims.expert_model_parallel_size)
-    edp = ("edp", dims.expert_data_parallel_size)
-    return _laid_out(dims, (etp, ep), edp)
+    inner = {"etp": dims.expert_tensor_parallel_size, "ep": dims.expert_model_parallel_size}
+    return _laid_out(dims, inner, {"edp": dims.expert_data_parallel_size})
 
 
-def _laid_out(
-    dims: ParallelDims, inner: tuple[tuple[str, int], ...], dp: tuple[str, int]
-) -> tuple[_Axis, ...]:
+def _laid_out(dims: ParallelDims, inner: dict[str, int], dp: dict[str, int]) -> tuple[_Axis, ...]:
     """Axes of a grid with their strides, fastest first."""
-    pp = ("pp", dims.pipeline_model_parallel_size)
-    outer = (dp, pp) if dims.rank_order is RankOrder.TP_CP_EP_DP_PP else (pp, dp)
-    axes: list[_Axis] = []
-    stride = 1
-    for name, size in (*inner, *outer):
-        axes.append(_Axis(name=name, size=size, stride=stride))
-        stride *= size
-    return tuple(axes)
+    pp = {"pp": dims.pipeline_model_parallel_size}
+    outer = {**dp, **pp} if dims.rank_order is RankOrder.TP_CP_EP_DP_PP else {**pp, **dp}
+    sizes = {**inner, **outer}
+    strides = accumulate(sizes.values(), mul, initial=1)
+    pairs = zip(sizes.items(), strides, strict=False)  # the last stride is the number of ranks
+    return tuple(_Axis(name=name, size=size, stride=stride) for (name, size), stride in pairs)
 
 
 def _axes_of(dims: ParallelDims, kind: GroupKind) -> tuple[_Axis, ...]:
-    return _expert_axes(dims) if kind in _EXPERT_KINDS else _dense_axes(dims)
+    of_experts = kind is not GroupKind.EMBEDDING and kind.startswith("e")
+    return _expert_axes(dims) if of_experts else _dense_axes(dims)
 
 
 def _pipeline_axis(dims: ParallelDims) -> _Axis:
@@ -224,10 +193,10 @@ def _member_axes(dims: ParallelDims, kind: GroupKind) -> tuple[_Axis, ...]:
     return tuple(axis for axis in _axes_of(dims, kind) if axis.name in names)
 
 
-def _progression(base: int, axes: tuple[_Axis, ...] | list[_Axis]) -> Iterator[int]:
+def _progression(base: int, axes: tuple[_Axis, ...]) -> Iterator[int]:
     """Ranks reached from a base along some axes, the first axis fastest."""
-    for steps in product(*(range(axis.size) for axis in reversed(axes))):
-        yield base + sum(i * axis.stride for i, axis in zip(steps, reversed(axes), strict=True))
+    spans = (range(0, axis.size * axis.stride, axis.stride) for axis in reversed(axes))
+    return (base + sum(steps) for steps in product(*spans))
 
 
 def _merged(axes: tuple[_Axis, ...]) -> tuple[_Axis, ...]:
@@ -249,7 +218,8 @@ def _fewest_members(
 ) -> int:
     """Fewest members of any group of the kind that share one block of ``devices`` devices."""
     if kind is GroupKind.EMBEDDING:
-        return 2 if _pair_level(dims, 0, axes[0].stride if axes else 0, (devices, 0)) == 0 else 1
+        last = dims.pipeline_model_parallel_size - 1
+        return 2 if _pair_level(dims, 0, last, (devices, 0)) == 0 else 1
     members = 1
     for position, axis in enumerate(axes):
         if axis.stride >= devices or (position > 0 and devices % axis.stride):
@@ -289,19 +259,18 @@ def _starts(step: int, devices: int, world_size: int) -> Iterator[int]:
     return (k * step % devices for k in range(count))
 
 
-def _pair_level(dims: ParallelDims, first: int, distance: int, group_sizes: tuple[int, ...]) -> int:
-    """Innermost level whose blocks hold every pair ``(first + x, first + x + distance)``.
+def _pair_level(dims: ParallelDims, first: int, last: int, group_sizes: tuple[int, ...]) -> int:
+    """Innermost level whose blocks hold each rank of one pipeline rank and its peer of another.
 
-    ``x`` runs over the ranks of one pipeline rank: ``stride`` neighbours, repeated along the axes
-    that vary more slowly than the pipeline's.
+    ``stride`` ranks beside each other have their peers as far away, repeated along the axes that
+    vary more slowly than the pipeline's.
     """
+    axis = _pipeline_axis(dims)
+    begin, distance = first * axis.stride, (last - first) * axis.stride
     if distance == 0:
         return 0
-    axis = _pipeline_axis(dims)
     for level, devices in enumerate(group_sizes[:-1]):
         starts = _starts(axis.size * axis.stride, devices, dims.world_size)
-        if all(
-            (start + first) % devices + axis.stride - 1 + distance < devices for start in starts
-        ):
+        if all((at + begin) % devices + axis.stride - 1 + distance < devices for at in starts):
             return level
     return len(group_sizes) - 1

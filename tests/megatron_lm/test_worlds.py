@@ -92,7 +92,7 @@ def compare(plan: ParallelPlan, rank: int, built: Trained) -> None:
     said = re.search(r"^NEST_BUILT (.*)$", built.out, re.MULTILINE)
     assert said, built.out[-3000:]
     chunks = json.loads(said.group(1))
-    stage = plan.predicted.stages[coordinates(plan.grid().dims, rank).pp]
+    stage = plan.predicted.stages[coordinates(plan.grid().dims, rank)["pp"]]
     assert sum(chunk["parameters"] for chunk in chunks) == stage.parameters
     assert len(chunks) == (plan.parallel.virtual_pipeline_model_parallel_size or 1)
 

@@ -93,7 +93,7 @@ def test_collectives_lie_where_they_happen() -> None:
         ("projection.scatter", False),
         ("projection.gather", True),
     }
-    assert {c.name for c in by_name["permute"].below} >= {"token_exchange", "expert_all_gather"}
+    assert {c.name for c in by_name["permute"].below} >= {"token_all_to_all", "expert_all_gather"}
     assert {c.name for c in by_name["unpermute"].above} == {
         "expert_reduce_scatter",
         "expert_all_gather",

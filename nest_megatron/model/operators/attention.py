@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
-from typing import Any
 
-from nest_megatron.model.execution import ContextTraffic
+from nest_megatron.model.execution import OF_LAYERS, ContextTraffic
 from nest_megatron.model.graph import (
     Group,
     LayerCollective,
@@ -15,28 +15,57 @@ from nest_megatron.model.graph import (
     OperatorKind,
     Part,
 )
-from nest_megatron.model.operators.captured import captured_layer
 from nest_megatron.model.operators.common import (
     FP32,
+    collective,
     column_parallel,
     dropout_mask,
     gathered_block,
     gemm,
     row_parallel,
     streaming,
-    tensor_gather,
 )
 from nest_megatron.model.operators.offload import offloaded_attention
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 
+#: Name of the copy to a graph's inputs, which is launched beside the graph.
+GRAPH_INPUTS = "graph_inputs"
+#: Tensors of the size of a layer's input that a graph holds beside what the layer keeps anyway, for
+#: each micro batch in flight: its input, and what it hands on. Not measured: an estimate that makes
+#: 2 to 6 GB of layers of 8 B and 70 B models, where NVIDIA's guide says a few, and above 10 with
+#: pipelines (Megatron-Bridge, docs/performance-guide.md @51885cf).
+_TENSORS = 2
+#: With the router in it a graph hands on the residual beside the normed tokens.
+_OF_ROUTER = 1
+
 
 def attention_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """The first half of a decoder layer: norm, self-attention, residual."""
     graph = (_latent_attention if spec.multi_latent_attention else _attention)(spec, shard)
-    size = shard.tokens_between_blocks(spec) * spec.hidden_size * shard.activation_bytes
-    graph = dataclasses.replace(graph, input_bytes=size)
-    return offloaded_attention(captured_layer(graph, shard), spec, shard)
+    graph = dataclasses.replace(graph, input_bytes=shard.hidden_bytes(spec))
+    if shard.execution.cuda_graph_impl in OF_LAYERS:
+        graph += _captured(graph.input_bytes, shard)
+    return offloaded_attention(graph, spec, shard)
+
+
+def _captured(size: float, shard: LayerShard) -> LayerGraph:
+    """What a CUDA graph of a layer, or of some of its modules, adds to it.
+
+    A graph reads and writes at fixed addresses: what goes in is copied there, and its buffers
+    cannot be used for anything else. Source: ``TECudaGraphHelper._get_sample_arguments`` of
+    megatron-core (one set of inputs for each layer and micro batch in flight),
+    ``make_graphed_callables`` of Transformer Engine (inputs and gradients are copied before a
+    replay).
+
+    Args:
+        size: bytes of the layer's input.
+    """
+    router = "moe_router" in shard.execution.cuda_graph_scope
+    return LayerGraph(
+        operators=(streaming(GRAPH_INPUTS, Part.RESIDUAL, 2 * size, backward=1.0),),
+        saved_bytes=((Part.RESIDUAL, (_TENSORS + _OF_ROUTER * router) * size),),
+    )
 
 
 def _attention_span(spec: TransformerSpec) -> float:
@@ -114,22 +143,23 @@ def _context_traffic(
     exchanged = {ContextTraffic.A2A: size, ContextTraffic.A2A_P2P: _heads_group(shard)}.get(how, 1)
     rounds = 1 if how is ContextTraffic.ALL_GATHER else size // exchanged
     for backward in (False, True):
+        call = functools.partial(
+            collective, part=Part.CORE_ATTENTION, group=Group.CONTEXT, backward=backward
+        )
         if exchanged > 1:
             within = exchanged if exchanged < size else 0
-            yield _context_call(
-                "heads", "all_to_all", query_bytes + kv_bytes, backward, within=within
-            )
+            num_bytes = query_bytes + kv_bytes
+            yield call("heads", kind="all_to_all", num_bytes=num_bytes, within=within)
         if how is ContextTraffic.ALL_GATHER:
-            yield _context_call("kv", "all_gather", kv_bytes * size, backward)
+            yield call("kv", kind="all_gather", num_bytes=kv_bytes * size)
             if backward:
-                yield _context_call("kv_grad", "reduce_scatter", kv_bytes * size, backward)
+                yield call("kv_grad", kind="reduce_scatter", num_bytes=kv_bytes * size)
         if rounds > 1:
-            yield _context_call(
+            yield call(
                 "kv_ring",
-                "send_recv",
-                kv_bytes * (2 if backward else 1),
-                backward,
-                hidden_under="core_attention",
+                kind="send_recv",
+                num_bytes=kv_bytes * (2 if backward else 1),
+                under="core_attention",
                 num_calls=rounds - 1,
                 across=exchanged if exchanged > 1 else 0,
             )
@@ -139,20 +169,6 @@ def _heads_group(shard: LayerShard) -> int:
     """Ranks that exchange heads in ``a2a+p2p``: the first of the hierarchical sizes."""
     sizes = shard.execution.hierarchical_context_parallel_sizes
     return sizes[0] if sizes else 1
-
-
-def _context_call(
-    name: str, kind: str, num_bytes: float, backward: bool, **fields: Any
-) -> LayerCollective:
-    return LayerCollective(
-        name=name,
-        part=Part.CORE_ATTENTION,
-        kind=kind,
-        group=Group.CONTEXT,
-        message_bytes=num_bytes,
-        backward=backward,
-        **fields,
-    )
 
 
 def _unfused_attention(
@@ -217,18 +233,14 @@ def _attention(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     heads = spec.num_attention_heads / tp
     kv_heads = max(spec.query_groups / tp, 1.0)
     query, key_value = heads * head_dim, 2 * kv_heads * head_dim
-    joint = (spec.num_attention_heads + 2 * spec.query_groups) * head_dim / tp
+    width = (spec.num_attention_heads + 2 * spec.query_groups) * head_dim
+    rotated, hidden_bytes = tokens * (query + key_value / 2) * act, shard.hidden_bytes(spec)
     operators = [
-        streaming("input_norm", Part.INPUT_NORM, 2 * local * hidden * act),
-        gemm(shard, "qkv", Part.QKV, tokens, hidden, joint),
-        streaming(
-            "rotary",
-            Part.QKV,
-            2 * tokens * (query + key_value / 2) * act,
-            backward=1.0,
-        ),
+        streaming("input_norm", Part.INPUT_NORM, 2 * hidden_bytes),
+        gemm(shard, "qkv", Part.QKV, tokens, hidden, width / tp),
+        streaming("rotary", Part.QKV, 2 * rotated, backward=1.0),
         gemm(shard, "projection", Part.PROJECTION, tokens, query, hidden),
-        streaming("residual", Part.RESIDUAL, 3 * local * hidden * act, backward=0.67),
+        streaming("residual", Part.RESIDUAL, 3 * hidden_bytes, backward=0.67),
     ]
     saved = [
         (Part.INPUT_NORM, local * hidden * shard.input_bytes),
@@ -237,64 +249,39 @@ def _attention(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
         dropout_mask(spec, local),
     ]
     if spec.qk_layernorm:
-        width = tokens * (query + key_value / 2) * act
-        operators.append(streaming("qk_norm", Part.QKV, 2 * width))
-        saved.append((Part.QKV, width))
+        operators.append(streaming("qk_norm", Part.QKV, 2 * rotated))
+        saved.append((Part.QKV, rotated))
     collectives = list(gathered_block(spec, shard, Part.QKV, Part.PROJECTION, "qkv", "projection"))
-    if spec.query_groups < tp:
-        collectives += _split_group_gather(spec, shard, tokens)
+    if spec.query_groups < tp:  # a query group is shared by several tensor ranks
+        size = tokens * width * act
+        collectives += [
+            collective("qkv.groups", Part.QKV, "all_gather", size),
+            collective("qkv.groups", Part.QKV, "reduce_scatter", size, backward=True),
+        ]
     around = LayerGraph(
         operators=tuple(operators), collectives=tuple(collectives), saved_bytes=tuple(saved)
     )
     return around + _core_attention(spec, shard, head_dim, head_dim, kv_heads)
 
 
-def _split_group_gather(
-    spec: TransformerSpec, shard: LayerShard, tokens: float
-) -> list[LayerCollective]:
-    """Gather of the joint projection when a query group is shared by several tensor ranks."""
-    width = (spec.num_attention_heads + 2 * spec.query_groups) * spec.head_dim
-    return [
-        LayerCollective(
-            name="qkv.groups",
-            part=Part.QKV,
-            kind="reduce_scatter" if backward else "all_gather",
-            group=Group.TENSOR,
-            message_bytes=tokens * width * shard.activation_bytes,
-            backward=backward,
-        )
-        for backward in (False, True)
-    ]
-
-
 def _latent_attention(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """Multi-latent attention: low-rank down projections, then up projections split by heads."""
-    act = shard.activation_bytes
-    tp = shard.tensor_model_parallel_size
+    act, hidden = shard.activation_bytes, spec.hidden_size
+    heads = spec.num_attention_heads / shard.tensor_model_parallel_size
     tokens, local = shard.tokens(spec), shard.tokens_between_blocks(spec)
-    hidden, heads = spec.hidden_size, spec.num_attention_heads / tp
     query_dim = spec.qk_head_dim + spec.qk_pos_emb_head_dim
-    query_rank = spec.q_lora_rank
-    kv_down = spec.kv_lora_rank + spec.qk_pos_emb_head_dim
-    latent = (query_rank or 0) + kv_down
-    query_in = query_rank or hidden
+    latent = (spec.q_lora_rank or 0) + spec.kv_lora_rank + spec.qk_pos_emb_head_dim
     query, key, value = heads * query_dim, heads * query_dim, heads * spec.v_head_dim
+    key_value_up, hidden_bytes = heads * spec.qk_head_dim + value, shard.hidden_bytes(spec)
     operators = [
-        streaming("input_norm", Part.INPUT_NORM, 2 * local * hidden * act),
+        streaming("input_norm", Part.INPUT_NORM, 2 * hidden_bytes),
         gemm(shard, "mla_down", Part.MLA_DOWN, local, hidden, latent),
         streaming("latent_norm", Part.MLA_DOWN, 2 * local * latent * act),
-        gemm(shard, "query_up", Part.MLA_UP, tokens, query_in, query),
-        gemm(
-            shard,
-            "kv_up",
-            Part.MLA_UP,
-            tokens,
-            spec.kv_lora_rank,
-            heads * (spec.qk_head_dim + spec.v_head_dim),
-        ),
+        gemm(shard, "query_up", Part.MLA_UP, tokens, spec.q_lora_rank or hidden, query),
+        gemm(shard, "kv_up", Part.MLA_UP, tokens, spec.kv_lora_rank, key_value_up),
         streaming("rotary", Part.MLA_UP, 2 * tokens * (query + key) * act, backward=1.0),
         gemm(shard, "projection", Part.PROJECTION, tokens, value, hidden),
-        streaming("residual", Part.RESIDUAL, 3 * local * hidden * act, backward=0.67),
+        streaming("residual", Part.RESIDUAL, 3 * hidden_bytes, backward=0.67),
     ]
     saved = (
         (Part.INPUT_NORM, local * hidden * shard.input_bytes),
@@ -320,6 +307,6 @@ def _latent_traffic(spec: TransformerSpec, shard: LayerShard) -> Iterator[LayerC
     query_in = spec.q_lora_rank or hidden
     yield from column_parallel(shard, Part.MLA_UP, "query_up", tokens * query_in * act)
     yield from column_parallel(shard, Part.MLA_UP, "kv_up", tokens * spec.kv_lora_rank * act)
-    if shard.sequence_parallel:
+    if shard.sequence_parallel and shard.tensor_model_parallel_size > 1:
         positions = tokens * spec.qk_pos_emb_head_dim * act
-        yield from tensor_gather(shard, Part.MLA_UP, "positions.gather", positions)
+        yield collective("positions.gather", Part.MLA_UP, "all_gather", positions)

@@ -1,8 +1,9 @@
-"""What all layers' work is made of: GEMMs, streaming kernels, tensor-parallel collectives."""
+"""What all layers' work is made of: GEMMs, streaming kernels, collectives."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from nest_megatron.model.execution import FlexBackend
 from nest_megatron.model.graph import Group, LayerCollective, Operator, OperatorKind, Part
@@ -11,14 +12,12 @@ from nest_megatron.model.spec import TransformerSpec
 
 ACT = 2  # bytes of an activation element, but for single precision
 FP32 = 4
+_BUFFERED = (FlexBackend.HYBRIDEP, FlexBackend.NCCLEP)
 
 
 def dropout_mask(spec: TransformerSpec, local: float) -> tuple[Part, float]:
     """The byte mask that dropout before a residual keeps."""
     return Part.RESIDUAL, local * spec.hidden_size if spec.hidden_dropout > 0 else 0.0
-
-
-_BUFFERED = (FlexBackend.HYBRIDEP, FlexBackend.NCCLEP)
 
 
 def dispatch_buffer_bytes(spec: TransformerSpec, shard: LayerShard) -> float:
@@ -30,8 +29,7 @@ def dispatch_buffer_bytes(spec: TransformerSpec, shard: LayerShard) -> float:
     """
     if shard.execution.moe_flex_dispatcher_backend not in _BUFFERED or not spec.is_moe:
         return 0.0
-    tokens = shard.tokens_between_blocks(spec) * shard.expert_model_parallel_size
-    return 2 * tokens * spec.hidden_size * shard.activation_bytes
+    return 2 * shard.expert_model_parallel_size * shard.hidden_bytes(spec)
 
 
 def gemm(
@@ -43,21 +41,28 @@ def gemm(
     columns: float,
     *,
     fp8: bool = True,
+    num_experts: int = 0,
 ) -> Operator:
-    """A GEMM of ``rows x inner`` activations with an ``inner x columns`` weight."""
+    """A GEMM of ``rows x inner`` activations with an ``inner x columns`` weight.
+
+    Args:
+        num_experts: experts of this rank, each with such a weight: one grouped kernel.
+    """
     width = shard.activation_bytes
     flops = 2.0 * rows * inner * columns
     activations = rows * (inner + columns) * width
-    weight = inner * columns
+    weight = inner * columns * (num_experts or 1)
+    is_fused = shard.execution.use_transformer_engine_op_fuser
     return Operator(
         name=name,
         part=part,
-        kind=OperatorKind.GEMM,
+        kind=OperatorKind.GROUPED_GEMM if num_experts else OperatorKind.GEMM,
         flops=flops,
         bytes_moved=activations + weight * width,
         backward_flops=2 * flops,
         backward_bytes_moved=2 * activations + weight * (width + 2 * FP32),
         fp8=fp8,
+        num_gemms=1 if is_fused or not num_experts else num_experts,
         input_elements=rows * inner,
         output_elements=rows * columns,
     )
@@ -74,6 +79,30 @@ def streaming(
         bytes_moved=num_bytes,
         backward_bytes_moved=backward * num_bytes,
         num_kernels=kernels,
+    )
+
+
+def collective(
+    name: str,
+    part: Part,
+    kind: str,
+    num_bytes: float,
+    *,
+    group: Group = Group.TENSOR,
+    backward: bool = False,
+    under: str = "",
+    **fields: Any,
+) -> LayerCollective:
+    """Communication of a layer; ``under`` is the operator that may hide it."""
+    return LayerCollective(
+        name=name,
+        part=part,
+        kind=kind,
+        group=group,
+        message_bytes=num_bytes,
+        backward=backward,
+        hidden_under=under,
+        **fields,
     )
 
 
@@ -101,12 +130,12 @@ def column_parallel(
     """
     if shard.tensor_model_parallel_size == 1:
         return
-    if not shard.sequence_parallel:
-        yield _call(f"{name}.all_reduce", part, "all_reduce", num_bytes, under=name)
-        return
-    yield _call(f"{name}.gather", part, "all_gather", num_bytes)
-    yield _call(f"{name}.regather", part, "all_gather", num_bytes, under=name)
-    yield _call(f"{name}.scatter", part, "reduce_scatter", num_bytes, under=name)
+    calls = [("all_reduce", "all_reduce")]
+    if shard.sequence_parallel:
+        yield collective(f"{name}.gather", part, "all_gather", num_bytes)
+        calls = [("regather", "all_gather"), ("scatter", "reduce_scatter")]
+    for what, kind in calls:
+        yield collective(f"{name}.{what}", part, kind, num_bytes, backward=True, under=name)
 
 
 def row_parallel(
@@ -120,30 +149,7 @@ def row_parallel(
     if shard.tensor_model_parallel_size == 1:
         return
     if not shard.sequence_parallel:
-        yield _call(f"{name}.all_reduce", part, "all_reduce", num_bytes)
+        yield collective(f"{name}.all_reduce", part, "all_reduce", num_bytes)
         return
-    yield _call(f"{name}.scatter", part, "reduce_scatter", num_bytes)
-    yield _call(f"{name}.gather", part, "all_gather", num_bytes, backward=True)
-
-
-def _call(
-    name: str, part: Part, kind: str, num_bytes: float, *, backward: bool = False, under: str = ""
-) -> LayerCollective:
-    """A collective of the tensor group; what is hidden under a GEMM is backward traffic."""
-    return LayerCollective(
-        name=name,
-        part=part,
-        kind=kind,
-        group=Group.TENSOR,
-        message_bytes=num_bytes,
-        backward=backward or bool(under),
-        hidden_under=under,
-    )
-
-
-def tensor_gather(
-    shard: LayerShard, part: Part, name: str, num_bytes: float, *, backward: bool = False
-) -> Iterator[LayerCollective]:
-    """A gather over the tensor group that nothing hides."""
-    if shard.tensor_model_parallel_size > 1:
-        yield _call(name, part, "all_gather", num_bytes, backward=backward)
+    yield collective(f"{name}.scatter", part, "reduce_scatter", num_bytes)
+    yield collective(f"{name}.gather", part, "all_gather", num_bytes, backward=True)

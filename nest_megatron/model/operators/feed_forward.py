@@ -6,16 +6,10 @@ import dataclasses
 from collections.abc import Iterator
 
 from nest_megatron.model.execution import TokenDispatcher
-from nest_megatron.model.graph import (
-    Group,
-    LayerCollective,
-    LayerGraph,
-    Operator,
-    OperatorKind,
-    Part,
-)
+from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Operator, Part
 from nest_megatron.model.operators.common import (
     FP32,
+    collective,
     dispatch_buffer_bytes,
     dropout_mask,
     gathered_block,
@@ -34,6 +28,10 @@ def feed_forward_graph(spec: TransformerSpec, kind: LayerKind, shard: LayerShard
     return offloaded_feed_forward(graph, spec, kind, shard)
 
 
+def _gates(spec: TransformerSpec) -> int:
+    return 2 if spec.gated_linear_unit else 1
+
+
 def _working_bytes(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) -> float:
     """Gradients alive at the widest point of a layer's backward pass, and the gathered input."""
     act = shard.activation_bytes
@@ -43,8 +41,7 @@ def _working_bytes(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) ->
         widest = spec.expert_ffn_hidden_size / shard.expert_tensor_parallel_size
         tokens = shard.tokens_between_blocks(spec) * spec.moe_router_topk
         tokens *= shard.expert_tensor_parallel_size
-    gates = 2 if spec.gated_linear_unit else 1
-    gradients = tokens * widest * (gates + 1) * act
+    gradients = tokens * widest * (_gates(spec) + 1) * act
     working = gradients + 2 * tokens * spec.hidden_size * act
     return working + dispatch_buffer_bytes(spec, shard)
 
@@ -52,16 +49,12 @@ def _working_bytes(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) ->
 def _mlp_operators(
     spec: TransformerSpec, shard: LayerShard, part: Part, prefix: str, tokens: float, ffn: float
 ) -> tuple[Operator, ...]:
-    gates = 2 if spec.gated_linear_unit else 1
+    hidden, gates = spec.hidden_size, _gates(spec)
+    moved = tokens * (gates + 1) * ffn * shard.activation_bytes
     return (
-        gemm(shard, f"{prefix}fc1", part, tokens, spec.hidden_size, gates * ffn),
-        streaming(
-            f"{prefix}activation",
-            part,
-            tokens * (gates + 1) * ffn * shard.activation_bytes,
-            backward=1.67,
-        ),
-        gemm(shard, f"{prefix}fc2", part, tokens, ffn, spec.hidden_size),
+        gemm(shard, f"{prefix}fc1", part, tokens, hidden, gates * ffn),
+        streaming(f"{prefix}activation", part, moved, backward=1.67),
+        gemm(shard, f"{prefix}fc2", part, tokens, ffn, hidden),
     )
 
 
@@ -78,7 +71,7 @@ def _mlp(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """Dense MLP with its norm."""
     tokens, local = shard.tokens(spec), shard.tokens_between_blocks(spec)
     ffn = spec.ffn_hidden_size / shard.tensor_model_parallel_size
-    hidden_bytes = local * spec.hidden_size * shard.activation_bytes
+    hidden_bytes = shard.hidden_bytes(spec)
     operators = (
         streaming("mlp_norm", Part.MLP_NORM, 2 * hidden_bytes),
         *_mlp_operators(spec, shard, Part.MLP, "", tokens, ffn),
@@ -99,8 +92,7 @@ def _moe(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
 
     Routing is taken as balanced; an imbalance factor belongs to the cost model.
     """
-    local = shard.tokens_between_blocks(spec)
-    hidden_bytes = local * spec.hidden_size * shard.activation_bytes
+    hidden_bytes = shard.hidden_bytes(spec)
     graph = LayerGraph(
         operators=(
             streaming("mlp_norm", Part.MLP_NORM, 2 * hidden_bytes),
@@ -108,18 +100,18 @@ def _moe(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
         ),
         saved_bytes=(
             (Part.RESIDUAL, hidden_bytes),
-            dropout_mask(spec, local),
+            dropout_mask(spec, shard.tokens_between_blocks(spec)),
             (Part.MLP_NORM, hidden_bytes),
         ),
     )
-    graph += _router(spec, shard, local) + _experts(spec, shard) + _dispatch(spec, shard)
-    if spec.moe_shared_expert_intermediate_size:
-        graph += _shared_experts(spec, shard)
-    return graph
+    graph += _router(spec, shard) + _experts(spec, shard) + _dispatch(spec, shard)
+    return (
+        graph + _shared_experts(spec, shard) if spec.moe_shared_expert_intermediate_size else graph
+    )
 
 
-def _router(spec: TransformerSpec, shard: LayerShard, local: float) -> LayerGraph:
-    experts = spec.num_experts or 0
+def _router(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+    experts, local = spec.num_experts or 0, shard.tokens_between_blocks(spec)
     scores = local * experts * FP32
     passes, kernels = (2, 2) if shard.execution.moe_router_fusion else (4, 20)
     operators = (
@@ -132,65 +124,34 @@ def _router(spec: TransformerSpec, shard: LayerShard, local: float) -> LayerGrap
 
 def _experts(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """Grouped GEMMs of this rank's experts over the tokens routed to them."""
-    act = shard.activation_bytes
+    act, hidden, gates = shard.activation_bytes, spec.hidden_size, _gates(spec)
     etp = shard.expert_tensor_parallel_size
     routed = shard.tokens_between_blocks(spec) * spec.moe_router_topk * etp
     ffn = spec.expert_ffn_hidden_size / etp
-    hidden = spec.hidden_size
-    gates = 2 if spec.gated_linear_unit else 1
-    num_local = max(1, (spec.num_experts or 1) // shard.expert_model_parallel_size)
+    here = max(1, (spec.num_experts or 1) // shard.expert_model_parallel_size)
     # Formats below 16 bits fill each expert's tokens up to a whole block: by half of it on average.
-    routed += num_local * (shard.expert_alignment - 1) / 2
+    routed += here * (shard.expert_alignment - 1) / 2
+    moved = routed * (gates + 1) * ffn * act
     operators = (
-        _grouped_gemm(shard, "expert_fc1", routed, hidden, gates * ffn, num_local),
-        streaming(
-            "expert_activation",
-            Part.EXPERT_ACTIVATION,
-            routed * (gates + 1) * ffn * act,
-            backward=1.67,
-        ),
-        _grouped_gemm(shard, "expert_fc2", routed, ffn, hidden, num_local),
+        gemm(shard, "expert_fc1", Part.EXPERTS, routed, hidden, gates * ffn, num_experts=here),
+        streaming("expert_activation", Part.EXPERT_ACTIVATION, moved, backward=1.67),
+        gemm(shard, "expert_fc2", Part.EXPERTS, routed, ffn, hidden, num_experts=here),
     )
     # A gated activation is fused with the router's weight and keeps its input only; any other
     # keeps its output too, as a factor of that weight (``TEGroupedMLP.forward``).
-    kept = shard.input_bytes + (0 if spec.gated_linear_unit else act)
+    output_bytes = shard.input_bytes + (0 if spec.gated_linear_unit else act)
     inside = hidden * shard.input_bytes + _activation_bytes(spec, shard) * ffn
     saved = (
         (Part.EXPERTS, routed * inside),
-        (Part.EXPERT_ACTIVATION, routed * ffn * kept),
+        (Part.EXPERT_ACTIVATION, routed * ffn * output_bytes),
     )
     return LayerGraph(operators=operators, saved_bytes=saved)
 
 
-def _grouped_gemm(
-    shard: LayerShard, name: str, rows: float, inner: float, columns: float, num_experts: int
-) -> Operator:
-    """One GEMM for each local expert, in one grouped kernel."""
-    act = shard.activation_bytes
-    flops = 2.0 * rows * inner * columns
-    activations = rows * (inner + columns) * act
-    weight = inner * columns * num_experts
-    return Operator(
-        name=name,
-        part=Part.EXPERTS,
-        kind=OperatorKind.GROUPED_GEMM,
-        flops=flops,
-        bytes_moved=activations + weight * act,
-        backward_flops=2 * flops,
-        backward_bytes_moved=2 * activations + weight * (act + 2 * FP32),
-        fp8=True,
-        num_gemms=1 if shard.execution.use_transformer_engine_op_fuser else num_experts,
-        input_elements=rows * inner,
-        output_elements=rows * columns,
-    )
-
-
 def _dispatch(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """Tokens sorted by expert, brought to the ranks that hold them, and back."""
-    local = shard.tokens_between_blocks(spec)
-    token_bytes = spec.hidden_size * shard.activation_bytes
-    routed_bytes = local * spec.moe_router_topk * token_bytes
-    how = shard.execution
+    how, hidden_bytes = shard.execution, shard.hidden_bytes(spec)
+    routed_bytes = hidden_bytes * spec.moe_router_topk
     is_flex = how.moe_token_dispatcher_type is TokenDispatcher.FLEX
     # One read and one write in a fused kernel, or in the dispatcher's own; else twice each.
     passes, kernels = (2, 3) if how.moe_permute_fusion or is_flex else (4, 8)
@@ -200,65 +161,55 @@ def _dispatch(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
         streaming(name, Part.DISPATCH, passes * routed_bytes, backward=1.0, kernels=launches)
         for name, launches in (("permute", kernels + counting), ("unpermute", kernels))
     )
+    traffic = _token_traffic(spec, shard, routed_bytes)
     if how.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER:
-        traffic = _gathered_tokens(shard, local * token_bytes)
-    else:
-        traffic = _tokens_to_experts(spec, shard, routed_bytes)
+        traffic = _gathered_tokens(shard, hidden_bytes)
     return LayerGraph(operators=operators, collectives=tuple(traffic))
 
 
-def _tokens_to_experts(
+def _token_traffic(
     spec: TransformerSpec, shard: LayerShard, size: float
 ) -> Iterator[LayerCollective]:
     """All-to-all of tokens to experts and back, gather over expert tensor ranks."""
     ep, etp = shard.expert_model_parallel_size, shard.expert_tensor_parallel_size
     for backward in (False, True):
         if ep > 1:
-            yield LayerCollective(
-                name="token_exchange",
-                part=Part.DISPATCH,
-                kind="all_to_all",
+            yield collective(
+                "token_all_to_all",
+                Part.DISPATCH,
+                "all_to_all",
+                size,
                 group=Group.EXPERT,
-                message_bytes=size,
                 backward=backward,
                 num_calls=2,
                 copies=spec.moe_router_topk,
             )
-        if etp > 1:
-            yield from _gather_and_scatter(Group.EXPERT_TENSOR, size * etp, backward)
+        yield from _gather_and_scatter(Group.EXPERT_TENSOR, etp, size * etp, backward)
 
 
 def _gathered_tokens(shard: LayerShard, size: float) -> Iterator[LayerCollective]:
     """Every rank gets the tokens of all, and sums its share (``MoEAllGatherTokenDispatcher``)."""
     ep, etp = shard.expert_model_parallel_size, shard.expert_tensor_parallel_size
     for backward in (False, True):
-        if ep > 1:
-            yield from _gather_and_scatter(Group.EXPERT, size * ep, backward)
-        if etp > 1:
-            yield from _gather_and_scatter(Group.EXPERT_TENSOR, size * ep * etp, backward)
+        yield from _gather_and_scatter(Group.EXPERT, ep, size * ep, backward)
+        yield from _gather_and_scatter(Group.EXPERT_TENSOR, etp, size * ep * etp, backward)
 
 
 def _gather_and_scatter(
-    group: Group, num_bytes: float, backward: bool
+    group: Group, ranks: int, num_bytes: float, backward: bool
 ) -> Iterator[LayerCollective]:
-    for kind in ("all_gather", "reduce_scatter"):
-        yield LayerCollective(
-            name=f"expert_{kind}",
-            part=Part.DISPATCH,
-            kind=kind,
-            group=group,
-            message_bytes=num_bytes,
-            backward=backward,
-        )
+    for kind in ("all_gather", "reduce_scatter") if ranks > 1 else ():
+        name = f"expert_{kind}"
+        yield collective(name, Part.DISPATCH, kind, num_bytes, group=group, backward=backward)
 
 
 def _shared_experts(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+    part, tokens = Part.SHARED_EXPERTS, shard.tokens(spec)
     ffn = (spec.moe_shared_expert_intermediate_size or 0) / shard.tensor_model_parallel_size
-    tokens = shard.tokens(spec)
-    part = Part.SHARED_EXPERTS
-    operators = _mlp_operators(spec, shard, part, "shared_", tokens, ffn)
-    collectives = tuple(gathered_block(spec, shard, part, part, "shared_fc1", "shared_fc2"))
     hidden_bytes = shard.tokens_between_blocks(spec) * spec.hidden_size * shard.cast_bytes
     inside = tokens * (_activation_bytes(spec, shard) + shard.input_bytes) * ffn
-    saved = ((part, inside + hidden_bytes),)
-    return LayerGraph(operators=operators, collectives=collectives, saved_bytes=saved)
+    return LayerGraph(
+        operators=_mlp_operators(spec, shard, part, "shared_", tokens, ffn),
+        collectives=tuple(gathered_block(spec, shard, part, part, "shared_fc1", "shared_fc2")),
+        saved_bytes=((part, inside + hidden_bytes),),
+    )
