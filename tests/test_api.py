@@ -246,6 +246,17 @@ def test_a_plan_is_applied_to_a_recipe(kind: str, monkeypatch: pytest.MonkeyPatc
     assert found.apply(recipe) == ()
 
 
+def test_a_recipe_without_the_callback_is_refused_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("WORLD_SIZE", "RANK", "SLURM_NTASKS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    spec = catalogue.model("llama3_8b")
+    found = nest_megatron.plan(model=spec, cluster="dgx_h100", **JOB, target="nemo_2.7")
+    with pytest.raises(UserInputError, match=r"MegatronCommOverlapCallback.*\(auto_recipe\)"):
+        found.apply(nemo_recipe(spec, num_nodes=2, batch=128))
+
+
 def test_a_plan_is_applied_to_nothing_else(plan: nest_megatron.Plan) -> None:
     with pytest.raises(UserInputError, match="neither a recipe of NeMo"):
         plan.apply({"model": "llama3_8b"})

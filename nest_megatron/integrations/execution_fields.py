@@ -188,7 +188,7 @@ def _refuse_lacking(
                 name,
                 value=value,
                 limit=why,
-                fix="Plan this job, or plan for its framework (target=).",
+                fix="Set it up in the job, or plan the job itself (auto_recipe) with what it has.",
             )
 
 
