@@ -23,11 +23,16 @@ sys.path.insert(0, str(ROOT))
 from nest_megatron.errors import UserInputError  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.research.nest_artifact.boundaries import boundary_table  # noqa: E402
-from nest_megatron.research.nest_artifact.instance_file import read_instance  # noqa: E402
-from nest_megatron.research.nest_artifact.placement_file import named_baseline  # noqa: E402
+from nest_megatron.research.nest_artifact.files import named_baseline, read_instance  # noqa: E402
 from nest_megatron.research.nest_artifact.price import price  # noqa: E402
-from nest_megatron.research.nest_artifact.records import FixedPlan, Instance, Stage, StagePlacement  # noqa: E402
-from nest_megatron.research.nest_artifact.rule import AS_ARTIFACT, rule_without  # noqa: E402
+from nest_megatron.research.nest_artifact.records import (  # noqa: E402
+    AS_ARTIFACT,
+    FixedPlan,
+    Instance,
+    Stage,
+    StagePlacement,
+    rule_without,
+)
 from nest_megatron.research.nest_artifact.search import ArtifactSolution, solve  # noqa: E402
 
 #: The catalogue's names of the artifact's models. Its "bert" and "bertlarge" are two traces of one.
@@ -52,27 +57,27 @@ HEAD = """\
 """
 
 
-def times(instance: Instance, baseline: FixedPlan) -> dict[str, float | None]:
+def times(instance: Instance, name: str) -> dict[str, float | None]:
     """A fixed plan's time per batch under each rule."""
     found: dict[str, float | None] = {}
-    for name, rule in (("as_shipped", AS_ARTIFACT), ("one_rule", ONE_RULE)):
+    for rule_name, rule in (("as_shipped", AS_ARTIFACT), ("one_rule", ONE_RULE)):
         try:
-            placement = named_baseline(instance, baseline.name, rule)
-            found[name] = price(instance, placement, rule).time_per_batch
+            placement = named_baseline(instance, name, rule)
+            found[rule_name] = price(instance, placement, rule).time_per_batch
         except UserInputError:
-            found[name] = None
-    found["best_cuts"] = best_cuts(instance, baseline)
+            found[rule_name] = None
+    found["best_cuts"] = best_cuts(instance, instance.baselines[name])
     return found
 
 
 def best_cuts(instance: Instance, baseline: FixedPlan) -> float | None:
     """The time of a fixed plan's degrees with the best cuts for them."""
-    width, depth = baseline.tensor_model_parallel_size, baseline.num_stages
+    width, depth = baseline.t, baseline.p
     if width not in instance.chains or depth > len(instance.chains[width].layers):
         return None
     table = boundary_table(instance, width, ONE_RULE)
     devices = instance.devices_per_stage(width)
-    if depth * baseline.data_parallel_size * devices > instance.num_devices:
+    if depth * baseline.d * devices > instance.num_devices:
         return None
     priced = []
     for _, end in table.first_stages(depth):
@@ -82,7 +87,7 @@ def best_cuts(instance: Instance, baseline: FixedPlan) -> float | None:
         )
         placement = StagePlacement(
             stages=stages,
-            data_parallel_size=baseline.data_parallel_size,
+            data_parallel_size=baseline.d,
             tensor_model_parallel_size=width,
         )
         priced.append(price(instance, placement, ONE_RULE).time_per_batch)
@@ -114,9 +119,9 @@ def cell(instance: Instance, micro_batch_size: int) -> dict[str, Any]:
         return None if time is None else float(f"{samples / time:.7g}")
 
     own: dict[str, Any] = {"degrees": degrees, "nest": throughput(found.price.time)}
-    for baseline in instance.baselines.values():
-        priced = times(instance, baseline)
-        own[baseline.name.lower()] = {rule: throughput(time) for rule, time in priced.items()}
+    for name in instance.baselines:
+        priced = times(instance, name)
+        own[name.lower()] = {rule: throughput(time) for rule, time in priced.items()}
     return own
 
 

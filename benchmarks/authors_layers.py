@@ -15,7 +15,6 @@ from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.nest_artifact.records import Chain, Instance, Layer
 from nest_megatron.research.nest_dp.ablation import NUM_GPUS
 from nest_megatron.research.nest_dp.downsets import Downsets, LayerDag, downsets_of
-from nest_megatron.research.nest_dp.links import Replicas, level_ends
 from nest_megatron.research.nest_dp.pipeline import best_pipeline
 from nest_megatron.research.nest_dp.records import (
     CheckpointPolicy,
@@ -25,6 +24,7 @@ from nest_megatron.research.nest_dp.records import (
     Schedule,
     ZeroOption,
 )
+from nest_megatron.research.nest_dp.topology import Replicas, level_ends
 from nest_megatron.units import Bytes, Seconds, to_ticks
 
 _MILLISECOND = 1e-3

@@ -31,11 +31,13 @@ from nest_megatron.errors import UserInputError  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
 from nest_megatron.research.nest_artifact.boundaries import has_kernel  # noqa: E402
-from nest_megatron.research.nest_artifact.instance_file import read_instance  # noqa: E402
-from nest_megatron.research.nest_artifact.placement_file import named_baseline, read_placement  # noqa: E402
+from nest_megatron.research.nest_artifact.files import (  # noqa: E402
+    named_baseline,
+    read_instance,
+    read_placement,
+)
 from nest_megatron.research.nest_artifact.price import price  # noqa: E402
-from nest_megatron.research.nest_artifact.records import Instance  # noqa: E402
-from nest_megatron.research.nest_artifact.rule import rule_without  # noqa: E402
+from nest_megatron.research.nest_artifact.records import Instance, rule_without  # noqa: E402
 from nest_megatron.research.nest_artifact.search import ArtifactSolution, solve  # noqa: E402
 
 MIB = 2**20

@@ -30,7 +30,7 @@ from nest_megatron.config.compose import compose  # noqa: E402
 from nest_megatron.config.overrides import parse  # noqa: E402
 from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
-from nest_megatron.research.nest_artifact.instance_file import read_instance  # noqa: E402
+from nest_megatron.research.nest_artifact.files import read_instance  # noqa: E402
 from nest_megatron.research.nest_artifact.search import NoSolution  # noqa: E402
 from nest_megatron.research.nest_dp.ablation import (  # noqa: E402
     GLOBAL_BATCH_SIZE,
@@ -39,13 +39,15 @@ from nest_megatron.research.nest_dp.ablation import (  # noqa: E402
     AblationRow,
     table7_row,
 )
-from nest_megatron.research.nest_dp.job import ResearchJob  # noqa: E402
-from nest_megatron.research.nest_dp.memory import Optimizer  # noqa: E402
+from nest_megatron.research.nest_dp.job import (  # noqa: E402
+    PaperOptimizer,
+    ResearchJob,
+    research_job,
+    split_research,
+)
 from nest_megatron.research.nest_dp.pipeline import has_kernel  # noqa: E402
-from nest_megatron.research.nest_dp.plan import described  # noqa: E402
+from nest_megatron.research.nest_dp.plan import described, zero_stages  # noqa: E402
 from nest_megatron.research.nest_dp.search import solve  # noqa: E402
-from nest_megatron.research.nest_dp.settings import research_job, split_research  # noqa: E402
-from nest_megatron.research.report.recurrence_words import zero_stages  # noqa: E402
 
 MIB = 2**20
 BATCH = "train.global_batch_size=4096"
@@ -133,7 +135,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 def ablation() -> Iterator[AblationRow]:
     """The paper's Table 7 on our sizes."""
     for model in TABLE_7:
-        for optimizer in Optimizer:
+        for optimizer in PaperOptimizer:
             cluster = ("cluster=tpuv4_fat_tree", f"cluster.num_gpus={NUM_GPUS}")
             job = job_of(
                 (f"model={model}", *cluster, f"train.global_batch_size={GLOBAL_BATCH_SIZE}")

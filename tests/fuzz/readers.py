@@ -212,7 +212,7 @@ def _instance_seeds() -> tuple[str, ...]:
 
 
 def _instance(text: str) -> object:
-    from nest_megatron.research.nest_artifact.instance_file import read_instance
+    from nest_megatron.research.nest_artifact.files import read_instance
 
     return read_instance(_file(text, "instance.json"))
 

@@ -1,17 +1,26 @@
-"""The stage boundaries of one tensor degree: a question, its answer, and who answers it."""
+"""The stage boundaries of one tensor degree, by the compiled kernel or by its reference.
+
+The reference is the dullest program that can be right. Loop order and ties, which the kernel
+follows: positions from the end, starts ascending, ends ascending; the first least bottleneck stays.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from nest_megatron.research.nest_artifact import reference
-from nest_megatron.research.nest_artifact.records import Chain, Instance
-from nest_megatron.research.nest_artifact.rule import ArtifactRule
-from nest_megatron.research.nest_artifact.stage_cost import links_of
+from nest_megatron.research.nest_artifact.price import (
+    links_of,
+    recomputed_forward,
+    stage_memory,
+    stage_time,
+    weights_of,
+)
+from nest_megatron.research.nest_artifact.records import ArtifactRule, Chain, Instance
 
 _log = logging.getLogger(__name__)
 
@@ -69,10 +78,9 @@ def boundary_table(
     num_stages, num_layers = deepest(instance, tp), len(instance.chains[tp].layers)
     size = (num_stages + 1) * (num_layers + 1)
     firsts, ends = array("d", [math.inf]) * size, array("i", [0]) * size
-    if has_kernel() if compiled is None else compiled:
-        _fill_by_kernel(instance, tp, rule, most_weight_bytes, firsts, ends)
-    else:
-        reference.fill(instance, tp, rule, most_weight_bytes, firsts, ends)
+    uses_kernel = has_kernel() if compiled is None else compiled
+    fill = _fill_by_kernel if uses_kernel else _fill_by_reference
+    fill(instance, tp, rule, most_weight_bytes, firsts, ends)
     return BoundaryTable(num_layers=num_layers, firsts=firsts, ends=ends)
 
 
@@ -87,6 +95,16 @@ def has_kernel() -> bool:
     return True
 
 
+def _link_levels(instance: Instance, tp: int) -> list[int]:
+    """The level of the link before the stage at each position from the end; [0] stands for none.
+
+    Stages are packed: position s is on devices (s - 1) a to s a - 1.
+    """
+    devices, between = instance.devices_per_stage(tp), instance.network.level_between
+    inner = [between((s - 1) * devices, s * devices) for s in range(1, deepest(instance, tp))]
+    return [0, *inner, 0]
+
+
 def _fill_by_kernel(
     instance: Instance,
     tp: int,
@@ -98,22 +116,20 @@ def _fill_by_kernel(
     from nest_megatron.research.nest_artifact import _stage_boundaries
 
     chain, links = instance.chains[tp], links_of(instance, rule)
-    layers, num_stages = chain.layers, deepest(instance, tp)
-    n, backward = len(layers), array("d", [layer.backward for layer in layers])
-    forward = array("d", [layer.forward for layer in layers])
+    layers, n = chain.layers, len(chain.layers)
     scratch = len(firsts) + (3 + 2 * len(links)) * n * n + n
     _stage_boundaries.fill(
-        num_stages,
-        forward,
-        backward,
-        backward if rule.recomputed_forward_costs_backward else forward,
+        deepest(instance, tp),
+        array("d", [layer.forward for layer in layers]),
+        array("d", [layer.backward for layer in layers]),
+        array("d", [recomputed_forward(layer, rule) for layer in layers]),
         array("d", [layer.weight_bytes for layer in layers]),
         array("d", [layer.activation_bytes for layer in layers]),
         _edge_matrix(chain),
         array("d", [link.bandwidth for link in links]),
         array("d", [link.latency for link in links]),
         array("d", [link.factor for link in links]),
-        array("i", reference.link_levels(instance, tp, num_stages)),
+        array("i", _link_levels(instance, tp)),
         instance.memory_bytes,
         instance.optimizer.state_bytes_per_weight_byte,
         most_weight_bytes,
@@ -134,3 +150,59 @@ def _edge_matrix(chain: Chain) -> array[float]:
         for target, num_bytes in edges:
             matrix[source * n + target] = num_bytes
     return matrix
+
+
+def _fill_by_reference(
+    instance: Instance,
+    tp: int,
+    rule: ArtifactRule,
+    most_weight_bytes: float,
+    firsts: array[float],
+    ends: array[int],
+) -> None:
+    n, num_stages = len(instance.chains[tp].layers), deepest(instance, tp)
+    price = _pricer(instance, tp, rule, most_weight_bytes)
+    row = [price(x, n, 1) for x in range(n)]
+    for x in range(n):
+        ends[n + 1 + x] = n
+    firsts[n + 1 + n] = row[0]
+    for s in range(2, num_stages + 1):
+        before, row = row, [math.inf] * n
+        for x in range(n - s + 1):
+            for y in range(x + 1, n - s + 2):
+                found = max(price(x, y, s), before[y])
+                if x == 0:
+                    firsts[s * (n + 1) + y] = found
+                if found < row[x]:
+                    row[x], ends[s * (n + 1) + x] = found, y
+
+
+def _pricer(
+    instance: Instance, tp: int, rule: ArtifactRule, most_weight_bytes: float
+) -> Callable[[int, int, int], float]:
+    """A stage's time by its first layer, end and position; infinite where memory lacks.
+
+    Each stage is timed once for each pair of links.
+    """
+    chain, links = instance.chains[tp], links_of(instance, rule)
+    levels = _link_levels(instance, tp)
+
+    @cache
+    def last_position(first: int, end: int) -> int:
+        if weights_of(chain, first, end) > most_weight_bytes:
+            return 0
+        memory = stage_memory(instance, chain, first, end)
+        return memory.last_position(instance.memory_bytes, instance.num_devices)
+
+    @cache
+    def time(first: int, end: int, before: int, after: int, recompute: bool) -> float:
+        ends = (links[before], links[after])
+        return stage_time(chain, first, end, ends, rule, recompute=recompute)
+
+    def price(first: int, end: int, position: int) -> float:
+        if last_position(first, end) < position:
+            return math.inf
+        recompute = instance.recompute and position > 1
+        return time(first, end, levels[position], levels[position - 1], recompute)
+
+    return price

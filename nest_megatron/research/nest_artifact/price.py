@@ -1,20 +1,155 @@
-"""A given plan under the artifact's formula (its ``getTimePerBatchForResult``)."""
+"""A stage, and a whole plan, under the artifact's formula (its ``getTimePerBatchForResult``).
+
+The loops follow ``Graph::getLoadOfStageForA`` to the bit, order of additions included. The compiled
+kernel is held to them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from nest_megatron.research.nest_artifact.records import Chain, Instance, Stage, StagePlacement
-from nest_megatron.research.nest_artifact.rule import AS_ARTIFACT, ArtifactRule
-from nest_megatron.research.nest_artifact.stage_cost import (
-    links_of,
-    stage_memory,
-    stage_time,
-    unit_of,
-    weights_of,
+from nest_megatron.research.nest_artifact.records import (
+    AS_ARTIFACT,
+    ArtifactRule,
+    Chain,
+    Edges,
+    Instance,
+    Layer,
+    Stage,
+    StagePlacement,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLink:
+    """A network level between two stages.
+
+    Args:
+        factor: how often the way is made (up and down above the first level), times 1,000 where
+            links are in milliseconds.
+    """
+
+    bandwidth: float
+    latency: float
+    factor: float
+
+    def time(self, num_bytes: float) -> float:
+        """Time to send so many bytes."""
+        return self.factor * (num_bytes / self.bandwidth + self.latency)
+
+
+def links_of(instance: Instance, rule: ArtifactRule) -> tuple[StageLink, ...]:
+    """The levels as transfers between stages see them, innermost first."""
+    network, unit = instance.network, _unit(rule)
+    bandwidths = list(network.bandwidths)
+    if rule.pipeline_bandwidth_never_rises:
+        bandwidths = list(accumulate(bandwidths, min))
+    return tuple(
+        StageLink(bandwidth=bandwidth, latency=latency, factor=(2.0 if level else 1.0) * unit)
+        for level, (bandwidth, latency) in enumerate(
+            zip(bandwidths, network.latencies, strict=True)
+        )
+    )
+
+
+def _unit(rule: ArtifactRule) -> float:
+    """What link terms are multiplied by."""
+    return 1.0 if rule.seconds_added_to_milliseconds else 1000.0
+
+
+def recomputed_forward(layer: Layer, rule: ArtifactRule) -> float:
+    """A layer's forward pass done once more."""
+    return layer.backward if rule.recomputed_forward_costs_backward else layer.forward
+
+
+def stage_time(
+    chain: Chain,
+    first: int,
+    end: int,
+    links: tuple[StageLink, StageLink],
+    rule: ArtifactRule,
+    *,
+    recompute: bool,
+) -> float:
+    """Forward and backward of a stage for one micro batch.
+
+    Inputs and gradients arrive from time 0 on, beside a recomputed forward pass.
+
+    Args:
+        links: to the stage before it and to the one after it.
+        recompute: whether the forward pass is done a second time first.
+    """
+    forward = backward = 0.0
+    for layer, edges in zip(chain.layers[first:end], chain.incoming[first:end], strict=True):
+        coming = (links[0].time(size) for source, size in edges if source < first)
+        forward = max(forward, *coming, 0.0) + layer.forward
+        if recompute:
+            backward += recomputed_forward(layer, rule)
+    for at in range(end - 1, first - 1, -1):
+        coming = (links[1].time(size) for target, size in chain.outgoing[at] if target >= end)
+        backward = max(backward, *coming, 0.0) + chain.layers[at].backward
+    return forward + backward
+
+
+def weights_of(chain: Chain, first: int, end: int) -> float:
+    """Bytes of weights on each device of a stage."""
+    return _added(layer.weight_bytes for layer in chain.layers[first:end])
+
+
+def _added(values: Iterable[float]) -> float:
+    """Added one by one; ``sum`` compensates its rounding from Python 3.12 on."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes on each device of a stage, with the schedule 1F1B.
+
+    Args:
+        resident: weights, gradients, optimizer states, one micro batch's activations.
+        stashed: saved for every further micro batch in flight.
+    """
+
+    resident: float
+    stashed: float
+
+    def at(self, position: int) -> float:
+        """Bytes where the stage is so many places from the end, the last being 1."""
+        return self.resident + (position - 1) * self.stashed
+
+    def last_position(self, memory_bytes: float, num_devices: int) -> int:
+        """The farthest place from the end where it fits; 0 where it fits nowhere.
+
+        ``num_devices`` stands for any place, since a pipeline is never longer.
+        """
+        if self.at(num_devices) <= memory_bytes:
+            return num_devices
+        if self.resident > memory_bytes:
+            return 0
+        return 1 + math.floor((memory_bytes - self.resident) / self.stashed)
+
+
+def stage_memory(instance: Instance, chain: Chain, first: int, end: int) -> StageMemory:
+    """What a stage holds: all activations of each micro batch, or its inputs if it recomputes."""
+    weights = weights_of(chain, first, end)
+    activations = _added(layer.activation_bytes for layer in chain.layers[first:end])
+    states = instance.optimizer.state_bytes_per_weight_byte * weights
+    return StageMemory(
+        resident=2.0 * weights + states + activations,
+        stashed=_input_bytes(chain.incoming[first:end], first)
+        if instance.recompute
+        else activations,
+    )
+
+
+def _input_bytes(incoming: Iterable[Edges], first: int) -> float:
+    return _added(size for edges in incoming for source, size in edges if source < first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +203,9 @@ def price(instance: Instance, placement: StagePlacement, rule: ArtifactRule = AS
         placement: its stages cover the chain of its tensor degree, first to last.
     """
     chain = instance.chains[placement.tensor_model_parallel_size]
-    devices = _devices(placement, rule)
-    costed = _in_costed_order(placement, rule)
-    priced = tuple(_price_stages(instance, chain, costed, devices, rule))
+    backwards = placement.is_baseline and rule.baselines_last_stage_first
+    costed = placement.stages[::-1] if backwards else placement.stages
+    priced = tuple(_price_stages(instance, chain, costed, _devices(placement, rule), rule))
     slowest = max(each.time for each in priced)
     replicas = placement.data_parallel_size
     micro_batches = -(-instance.num_micro_batches // replicas)
@@ -78,7 +213,6 @@ def price(instance: Instance, placement: StagePlacement, rule: ArtifactRule = AS
     weights = [weights_of(chain, stage.first, stage.end) for stage in costed]
     summed = weights[0] if rule.sync_first_stage_only else max(weights)
     sync = sync_time(instance, rule, replicas, used, summed)
-    backwards = costed[0] is not placement.stages[0]
     return Price(
         stages=priced[::-1] if backwards else priced,
         time=slowest * (micro_batches + len(costed) - 1) + sync,
@@ -107,27 +241,19 @@ def sync_time(
         total += 2.0 * (network.latencies[level] + each_byte * weight_bytes) + lower
         if rule.sync_counts_lower_levels_again:
             lower += total
-    return unit_of(rule) * total
-
-
-def _in_costed_order(placement: StagePlacement, rule: ArtifactRule) -> tuple[Stage, ...]:
-    """First to last, or the reverse for a baseline."""
-    if placement.is_baseline and rule.baselines_last_stage_first:
-        return placement.stages[::-1]
-    return placement.stages
+    return _unit(rule) * total
 
 
 def _devices(placement: StagePlacement, rule: ArtifactRule) -> Sequence[int]:
     """The first device of each layer: as printed, or packed, the last stage first."""
     if placement.printed_devices and rule.links_from_printed_placement:
         return placement.printed_devices
-    backwards = placement.stages[::-1]
-    before = accumulate((stage.num_devices for stage in backwards), initial=0)
-    return [
-        start
-        for stage, start in reversed(list(zip(backwards, before, strict=False)))
-        for _ in range(stage.first, stage.end)
-    ]
+    devices: list[int] = []
+    begin = 0
+    for stage in placement.stages[::-1]:
+        devices = [begin] * (stage.end - stage.first) + devices
+        begin += stage.num_devices
+    return devices
 
 
 def _price_stages(
@@ -137,25 +263,20 @@ def _price_stages(
     devices: Sequence[int],
     rule: ArtifactRule,
 ) -> Iterator[StagePrice]:
-    links, ends = links_of(instance, rule), len(chain.layers)
-    between = instance.network.level_between
+    links, between = links_of(instance, rule), instance.network.level_between
     for index, stage in enumerate(costed):
         first, end, position = stage.first, stage.end, len(costed) - index
         before = between(devices[first - 1], devices[first]) if first else None
-        after = between(devices[end - 1], devices[end]) if end < ends else None
+        after = between(devices[end - 1], devices[end]) if end < len(chain.layers) else None
         memory = stage_memory(instance, chain, first, end)
         last_position = memory.last_position(instance.memory_bytes, instance.num_devices)
+        ends, recompute = (links[before or 0], links[after or 0]), position > 1
         yield StagePrice(
             node_ids=tuple(layer.node_id for layer in chain.layers[first:end]),
             num_devices=stage.num_devices,
             position=position,
             time=stage_time(
-                chain,
-                first,
-                end,
-                (links[before or 0], links[after or 0]),
-                rule,
-                recompute=instance.recompute and position > 1,
+                chain, first, end, ends, rule, recompute=instance.recompute and recompute
             ),
             link_before=before,
             link_after=after,

@@ -1,25 +1,36 @@
-"""``nest solve`` and ``nest evaluate``."""
+"""``nest solve`` and ``nest evaluate``, and the tables that they print."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
 
 from nest_megatron.errors import NOTHING_FITS, OK, UserInputError
 from nest_megatron.plain import to_plain
 from nest_megatron.report.console import say, show, show_json
-from nest_megatron.research.nest_artifact.instance_file import read_instance
-from nest_megatron.research.nest_artifact.placement_file import (
+from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns
+from nest_megatron.report.terminal import notes_report
+from nest_megatron.research.nest_artifact.files import (
     named_baseline,
+    read_instance,
     read_placement,
     write_placement,
 )
-from nest_megatron.research.nest_artifact.price import Price, price
-from nest_megatron.research.nest_artifact.records import Instance, StagePlacement
-from nest_megatron.research.nest_artifact.rule import ArtifactRule, rule_without
+from nest_megatron.research.nest_artifact.price import Price, StagePrice, price
+from nest_megatron.research.nest_artifact.records import (
+    SWITCHES,
+    ArtifactRule,
+    Instance,
+    StagePlacement,
+    rule_without,
+)
 from nest_megatron.research.nest_artifact.search import NoSolution, solve
+from nest_megatron.units import format_gib
 
 
 def run_solve(path: Path, *, out: Path | None, without: Sequence[str], as_json: bool) -> int:
@@ -30,7 +41,7 @@ def run_solve(path: Path, *, out: Path | None, without: Sequence[str], as_json: 
     found = solve(instance, rule)
     seconds = time.perf_counter() - started
     if isinstance(found, NoSolution):
-        return _tell_none(found, as_json=as_json)
+        return tell_none(found, as_json=as_json)
     if out is not None:
         write_placement(out, instance, found.placement, found.price.time)
     if as_json:
@@ -42,6 +53,15 @@ def run_solve(path: Path, *, out: Path | None, without: Sequence[str], as_json: 
     if out is not None:
         say(f"Wrote {out}.")
     return OK
+
+
+def tell_none(found: NoSolution, *, as_json: bool) -> int:
+    """Say why there is no plan."""
+    if as_json:
+        show_json({"no_plan": to_plain(found)})
+    else:
+        say(f"No plan: {found.reason}.")
+    return NOTHING_FITS
 
 
 def run_evaluate(
@@ -109,17 +129,52 @@ def _plain(
 
 
 def _show(instance: Instance, placement: StagePlacement, priced: Price, rule: ArtifactRule) -> None:
-    from nest_megatron.report.terminal import notes_report
-    from nest_megatron.research.report.nest_tables import nest_report
-
-    show(nest_report(instance, placement, priced, rule))
+    show(*_report(instance, placement, priced, rule))
     if instance.notes:
         show(notes_report(instance.notes))
 
 
-def _tell_none(found: NoSolution, *, as_json: bool) -> int:
-    if as_json:
-        show_json({"no_plan": to_plain(found)})
-    else:
-        say(f"No plan: {found.reason}.")
-    return NOTHING_FITS
+def _report(
+    instance: Instance, placement: StagePlacement, priced: Price, rule: ArtifactRule
+) -> Iterator[RenderableType]:
+    """A plan's time per batch, degrees and stages, and what is wrong with it, if anything is."""
+    words = "  (cannot run)" if priced.refusals else ""
+    yield Text.assemble((f"Time per batch {priced.time:.10g}", "bold"), words)
+    stages, replicas = placement.stages, placement.data_parallel_size
+    used = replicas * sum(stage.num_devices for stage in stages)
+    yield Text(
+        f"  stages {len(stages)}, replicas {replicas}, "
+        f"tensor {placement.tensor_model_parallel_size}, "
+        f"expert {instance.expert_model_parallel_size}, context {instance.context_parallel_size}; "
+        f"{used} of {instance.num_devices} devices of {format_gib(instance.memory_bytes)}"
+    )
+    steps = f"({priced.num_micro_batches} micro batches + {len(stages) - 1})"
+    yield Text(f"  = {priced.slowest_stage:.8g} x {steps} + {priced.sync:.4g} sum of gradients")
+    off = [name for name in SWITCHES if not getattr(rule, name)]
+    if off:
+        yield Text(f"  Off: {', '.join(off)}")
+    yield from (Text(f"  Cannot run: {reason}.", style="red") for reason in priced.refusals)
+    yield _stages_table(priced.stages)
+
+
+def _stages_table(stages: Sequence[StagePrice]) -> RenderableType:
+    """A row for each stage, first to last; links as network levels, 0 the innermost."""
+    table = EdgelessTable(
+        *figure_columns("Stage"),
+        *name_columns("Nodes"),
+        *figure_columns("Devices", "Time", "Memory", "Link in", "Link out"),
+    )
+    slowest = max(stage.time for stage in stages)
+    for number, stage in enumerate(stages):
+        first, last = stage.node_ids[0], stage.node_ids[-1]
+        levels = (stage.link_before, stage.link_after)
+        table.add_row(
+            str(number),
+            str(first) if first == last else f"{first} to {last}",
+            str(stage.num_devices),
+            f"{stage.time:.6g}",
+            f"{format_gib(stage.memory_bytes)}{'' if stage.fits else ' !'}",
+            *("" if level is None else str(level) for level in levels),
+            style="bold" if stage.time == slowest else "",
+        )
+    return table

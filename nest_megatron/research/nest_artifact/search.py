@@ -14,12 +14,24 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
+from typing import NamedTuple
 
 from nest_megatron.research.nest_artifact.boundaries import boundary_table, deepest
-from nest_megatron.research.nest_artifact.price import Price, price, sync_time
-from nest_megatron.research.nest_artifact.records import Chain, Instance, Stage, StagePlacement
-from nest_megatron.research.nest_artifact.rule import AS_ARTIFACT, ArtifactRule
-from nest_megatron.research.nest_artifact.stage_cost import stage_memory, weights_of
+from nest_megatron.research.nest_artifact.price import (
+    Price,
+    price,
+    stage_memory,
+    sync_time,
+    weights_of,
+)
+from nest_megatron.research.nest_artifact.records import (
+    AS_ARTIFACT,
+    ArtifactRule,
+    Chain,
+    Instance,
+    Stage,
+    StagePlacement,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +55,7 @@ class NoSolution:
     missing_bytes: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Best:
+class _Candidate(NamedTuple):
     time: float
     tp: int
     replicas: int
@@ -61,45 +72,36 @@ def solve(
     Args:
         compiled: as for ``boundary_table``.
     """
-    best: _Best | None = None
+    best = _Candidate(math.inf, 0, 0, ())
     for tp in instance.chains:
-        best = _best_of_degree(instance, rule, tp, best, compiled)
-    if best is None:
+        best = [best, *_improvements(instance, rule, tp, best.time, compiled)][-1]
+    if not best.boundaries:
         return _no_solution(instance)
-    placement = _placement(instance, best)
+    devices, ends = instance.devices_per_stage(best.tp), pairwise(best.boundaries)
+    placement = StagePlacement(
+        stages=tuple(Stage(first=a, end=b, num_devices=devices) for a, b in ends),
+        data_parallel_size=best.replicas,
+        tensor_model_parallel_size=best.tp,
+    )
     return ArtifactSolution(placement=placement, price=price(instance, placement, rule))
 
 
-def _best_of_degree(
-    instance: Instance,
-    rule: ArtifactRule,
-    tp: int,
-    best: _Best | None,
-    compiled: bool | None,
-) -> _Best | None:
-    if deepest(instance, tp) == 0:
-        return best
-    for most in _most_weights(instance.chains[tp], rule):
+def _improvements(
+    instance: Instance, rule: ArtifactRule, tp: int, limit: float, compiled: bool | None
+) -> Iterator[_Candidate]:
+    """Plans of one tensor degree that take less than ``limit``, each less than the one before."""
+    chain, deepest_here = instance.chains[tp], deepest(instance, tp)
+    for most in _most_weights(chain, rule) if deepest_here else ():
         table = boundary_table(instance, tp, rule, most_weight_bytes=most, compiled=compiled)
-        summed = _summed_weights(instance.chains[tp], most)
-        found = False
-        for depth in range(1, deepest(instance, tp) + 1):
-            front = _front(table.first_stages(depth), summed)
-            found |= bool(front)
-            limit = math.inf if best is None else best.time
+        summed = _summed_weights(chain, most)
+        fronts = [_front(table.first_stages(depth), summed) for depth in range(deepest_here + 1)]
+        if not any(fronts):
+            return  # with lighter stages there are no boundaries either
+        for depth, front in enumerate(fronts):
             stride = depth * instance.devices_per_stage(tp)
-            for time, replicas, end in _improvements(
-                instance, rule, front, summed, stride, depth, limit
-            ):
-                best = _Best(
-                    time=time,
-                    tp=tp,
-                    replicas=replicas,
-                    boundaries=table.boundaries(depth, end),
-                )
-        if not found:
-            break  # with lighter stages there are no boundaries either
-    return best
+            for time, replicas, end in _faster(instance, rule, front, summed, stride, depth, limit):
+                limit = time
+                yield _Candidate(time, tp, replicas, table.boundaries(depth, end))
 
 
 def _most_weights(chain: Chain, rule: ArtifactRule) -> list[float]:
@@ -133,7 +135,7 @@ def _front(first_stages: list[tuple[float, int]], summed: list[float]) -> list[t
     return front[::-1]
 
 
-def _improvements(
+def _faster(
     instance: Instance,
     rule: ArtifactRule,
     front: list[tuple[float, int]],
@@ -143,30 +145,19 @@ def _improvements(
     limit: float,
 ) -> Iterator[tuple[float, int, int]]:
     """Times below ``limit``, each below the one before it, with replicas and first stage's end."""
-    micro_batches, least = instance.num_micro_batches, min(front)[0] if front else math.inf
-    for replicas in range(min(instance.num_devices // stride, micro_batches), 0, -1):
+    micro_batches = instance.num_micro_batches
+    most = min(instance.num_devices // stride, micro_batches) if front else 0
+    for replicas in range(most, 0, -1):
         steps = -(-micro_batches // replicas) + depth - 1
-        if least * steps >= limit:
-            break  # with fewer replicas it only takes more steps
+        if front[0][0] * steps >= limit:
+            return  # with fewer replicas it only takes more steps
         for bottleneck, end in front:
             if bottleneck * steps >= limit:
                 break
-            sync = sync_time(instance, rule, replicas, stride, summed[end])
-            time = bottleneck * steps + sync
+            time = bottleneck * steps + sync_time(instance, rule, replicas, stride, summed[end])
             if time < limit:
                 limit = time
                 yield time, replicas, end
-
-
-def _placement(instance: Instance, best: _Best) -> StagePlacement:
-    devices = instance.devices_per_stage(best.tp)
-    return StagePlacement(
-        stages=tuple(
-            Stage(first=a, end=b, num_devices=devices) for a, b in pairwise(best.boundaries)
-        ),
-        data_parallel_size=best.replicas,
-        tensor_model_parallel_size=best.tp,
-    )
 
 
 def _no_solution(instance: Instance) -> NoSolution:
@@ -176,26 +167,19 @@ def _no_solution(instance: Instance) -> NoSolution:
         reason = f"a stage takes {least} devices, and there are {instance.num_devices}"
         return NoSolution(reason=reason, missing_bytes=0.0)
     missing, tp, node_id = min(_largest_layer(instance, tp) for tp in degrees)
+    reason = "every layer fits alone, but not in the depth that the devices allow"
     if missing > 0:
-        return NoSolution(
-            reason=f"node {node_id} alone lacks {missing:.0f} bytes at tensor degree {tp}; the "
-            "artifact would try ZeRO now, priced by its network simulator, which is left out here",
-            missing_bytes=missing,
+        reason = (
+            f"node {node_id} alone lacks {missing:.0f} bytes at tensor degree {tp}; the artifact "
+            "would try ZeRO now, priced by its network simulator, which is left out here"
         )
-    return NoSolution(
-        reason="every layer fits alone, but not in the depth that the devices allow",
-        missing_bytes=0.0,
-    )
+    return NoSolution(reason=reason, missing_bytes=max(missing, 0.0))
 
 
 def _largest_layer(instance: Instance, tp: int) -> tuple[float, int, int]:
     """What the largest layer lacks at a tensor degree, alone in the last stage; degree; node."""
-    chain = instance.chains[tp]
+    chain, memory = instance.chains[tp], instance.memory_bytes
     return max(
-        (
-            stage_memory(instance, chain, at, at + 1).resident - instance.memory_bytes,
-            tp,
-            layer.node_id,
-        )
+        (stage_memory(instance, chain, at, at + 1).resident - memory, tp, layer.node_id)
         for at, layer in enumerate(chain.layers)
     )

@@ -2,22 +2,26 @@
 
 A stage takes further devices only so that its states are divided over them; without that, no plan
 fits. Layers are those of the catalogue: no layer holds the language-model head but the last, what
-is kept is what a backward pass needs (the artifact adds up the outputs of all traced operators),
+is saved is what a backward pass needs (the artifact adds up the outputs of all traced operators),
 and sums of gradients are priced. A stage takes the first ZeRO setting that fits where it stands;
 the artifact takes one that would fit at every position of a pipeline.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.research.nest_artifact.search import NoSolution
-from nest_megatron.research.nest_dp.job import Division, ResearchChoices, ResearchJob
-from nest_megatron.research.nest_dp.memory import MemoryRule, Optimizer
+from nest_megatron.research.nest_dp.job import (
+    Division,
+    MemoryRule,
+    PaperOptimizer,
+    ResearchChoices,
+    ResearchJob,
+)
 from nest_megatron.research.nest_dp.plan import ResearchPlan, described
 from nest_megatron.research.nest_dp.search import solve
 from nest_megatron.units import GIB, Bytes
@@ -35,13 +39,13 @@ class AblationRow:
 
     model: str
     memory_bytes: Bytes
-    optimizer: Optimizer
+    optimizer: PaperOptimizer
     without: ResearchPlan | NoSolution
     with_zero: ResearchPlan | NoSolution
 
 
 def table7_row(
-    spec: TransformerSpec, cluster: Cluster, settings: CostSettings, optimizer: Optimizer
+    spec: TransformerSpec, cluster: Cluster, settings: CostSettings, optimizer: PaperOptimizer
 ) -> AblationRow:
     """One row: the table's memory, unsharded layers, the paper's account of memory.
 
@@ -50,41 +54,31 @@ def table7_row(
         cluster: with as many devices as are to be used, of whatever memory.
     """
     memory = TABLE_7[spec.name]
-    job = ResearchJob(
-        spec=spec,
-        cluster=_with_memory(cluster, memory),
-        settings=settings,
-        global_batch_size=GLOBAL_BATCH_SIZE,
-        choices=ResearchChoices(
-            memory=MemoryRule.PAPER,
-            optimizer=optimizer,
-            divide=Division.LOOSELY,
-            flash_attention=False,
-            fixed={
-                "tensor_model_parallel_size": 1,
-                "context_parallel_size": 1,
-                "micro_batch_size": 1,
-            },
-        ),
+    accelerator = replace(cluster.accelerator, memory_bytes=memory)
+    ones = ("tensor_model_parallel_size", "context_parallel_size", "micro_batch_size")
+    choices = ResearchChoices(
+        memory=MemoryRule.PAPER,
+        optimizer=optimizer,
+        divide=Division.LOOSELY,
+        flash_attention=False,
+        fixed=dict.fromkeys(ones, 1),
     )
+
+    def answer(zero: bool) -> ResearchPlan | NoSolution:
+        job = ResearchJob(
+            spec=spec,
+            cluster=replace(cluster, accelerator=accelerator),
+            settings=settings,
+            global_batch_size=GLOBAL_BATCH_SIZE,
+            choices=replace(choices, zero=zero),
+        )
+        found = solve(job)
+        return found if isinstance(found, NoSolution) else described(job, found)
+
     return AblationRow(
         model=spec.name,
         memory_bytes=memory,
         optimizer=optimizer,
-        without=_answer(_with_zero(job, allowed=False)),
-        with_zero=_answer(_with_zero(job, allowed=True)),
+        without=answer(zero=False),
+        with_zero=answer(zero=True),
     )
-
-
-def _with_memory(cluster: Cluster, memory_bytes: Bytes) -> Cluster:
-    accelerator = dataclasses.replace(cluster.accelerator, memory_bytes=memory_bytes)
-    return dataclasses.replace(cluster, accelerator=accelerator)
-
-
-def _with_zero(job: ResearchJob, *, allowed: bool) -> ResearchJob:
-    return dataclasses.replace(job, choices=dataclasses.replace(job.choices, zero=allowed))
-
-
-def _answer(job: ResearchJob) -> ResearchPlan | NoSolution:
-    found = solve(job)
-    return found if isinstance(found, NoSolution) else described(job, found)

@@ -56,51 +56,48 @@ class LayerDag:
 class Downsets:
     """Every set of nodes that holds all readers of its members, smaller ones first.
 
-    Known by identity, so that what is worked out for one can be kept by it.
+    Known by identity, so that results for one can be cached by it.
 
     Args:
         masks: bit ``v`` of a mask stands for node ``v``; the first is empty, the last is all nodes.
-        parents: for each, a downset that lacks one node of it; -1 for the empty one.
-        added: that node.
+        parents: for each, a downset that lacks one node of it, and that node; (0, -1) for the
+            empty one.
     """
 
     dag: LayerDag
     masks: tuple[int, ...]
-    parents: tuple[int, ...]
-    added: tuple[int, ...]
+    parents: tuple[tuple[int, int], ...]
 
     def __len__(self) -> int:
         return len(self.masks)
 
-    def sums(self, values: Sequence[int]) -> Iterator[int]:
+    def sums(self, values: Sequence[int]) -> list[int]:
         """The sum of the nodes' values over each downset.
 
-        >>> list(downsets_of(LayerDag.chain("abc")).sums([1, 10, 100]))
+        >>> downsets_of(LayerDag.chain("abc")).sums([1, 10, 100])
         [0, 100, 110, 111]
         """
-        found = [0] * len(self.masks)
-        for at in range(1, len(self.masks)):
-            found[at] = found[self.parents[at]] + values[self.added[at]]
-        yield from found
+        found = [0]
+        for parent, node in self.parents[1:]:
+            found.append(found[parent] + values[node])
+        return found
 
-    def nested(self, at: int) -> Iterator[int]:
+    def nested(self, at: int) -> list[int]:
         """The smaller downsets inside one, largest first."""
-        whole = self.masks[at]
-        for inner in range(at - 1, -1, -1):
-            if self.masks[inner] & ~whole == 0:
-                yield inner
+        outside = ~self.masks[at]
+        return [inner for inner in range(at - 1, -1, -1) if not self.masks[inner] & outside]
 
     def cut_bytes(self, output_bytes: Sequence[int]) -> Iterator[int]:
         """What crosses into each downset: every output that is read inside it and made outside.
 
         A tensor that skips stages is handed on by each stage between.
         """
-        readers = self.dag.readers()
+        makers = list(zip(self.dag.readers(), output_bytes, strict=True))
         for mask in self.masks:
             yield sum(
                 num
-                for node, num in enumerate(output_bytes)
-                if not mask >> node & 1 and readers[node] & mask
+                for node, (readers, num) in enumerate(makers)
+                if not mask >> node & 1 and readers & mask
             )
 
 
@@ -113,45 +110,26 @@ def downsets_of(dag: LayerDag, most: int = MOST_DOWNSETS) -> Downsets:
     """
     readers = dag.readers()
     found: dict[int, tuple[int, int]] = {0: (0, -1)}
-    widest: list[int] = []
-    for mask in _growing(found):
+    masks, widest = [0], list[int]()
+    for mask in masks:  # which grows on the way
         ready = [v for v, after in enumerate(readers) if not mask >> v & 1 and not after & ~mask]
         widest = max(widest, ready, key=len)
         for node in ready:
-            found.setdefault(mask | 1 << node, (mask, node))
-        if len(found) > _MOST_COUNTED:
+            if (grown := mask | 1 << node) not in found:
+                found[grown] = (mask, node)
+                masks.append(grown)
+        if len(masks) > _MOST_COUNTED:
             break
-    if len(found) > most:
-        raise _too_many(dag, len(found), most, widest)
-    return _ordered(dag, found)
-
-
-def _growing(found: dict[int, tuple[int, int]]) -> Iterator[int]:
-    """The masks, those found on the way included."""
-    queue, seen = list(found), 0
-    while queue:
-        yield from queue
-        seen += len(queue)
-        queue = list(found)[seen:]
-
-
-def _ordered(dag: LayerDag, found: dict[int, tuple[int, int]]) -> Downsets:
-    masks = sorted(found, key=lambda mask: (mask.bit_count(), mask))
+    if len(masks) > most:
+        more = "more than " if len(masks) > _MOST_COUNTED else ""
+        names = ", ".join(dag.names[node] for node in widest)
+        raise UserInputError(
+            "downsets of the layer graph",
+            value=f"{more}{min(len(masks), _MOST_COUNTED)}",
+            limit=f"at most {most} are searched",
+            fix=f"Contract branches that run side by side into one node each: {names}.",
+        )
+    masks.sort(key=lambda mask: (mask.bit_count(), mask))
     index = {mask: at for at, mask in enumerate(masks)}
-    return Downsets(
-        dag=dag,
-        masks=tuple(masks),
-        parents=tuple(index[found[mask][0]] if mask else -1 for mask in masks),
-        added=tuple(found[mask][1] for mask in masks),
-    )
-
-
-def _too_many(dag: LayerDag, count: int, most: int, widest: Sequence[int]) -> UserInputError:
-    names = ", ".join(dag.names[node] for node in widest)
-    more = "more than " if count > _MOST_COUNTED else ""
-    return UserInputError(
-        "downsets of the layer graph",
-        value=f"{more}{min(count, _MOST_COUNTED)}",
-        limit=f"at most {most} are searched",
-        fix=f"Contract branches that run side by side into one node each: {names}.",
-    )
+    parents = tuple((index[parent], node) for parent, node in map(found.__getitem__, masks))
+    return Downsets(dag=dag, masks=tuple(masks), parents=parents)

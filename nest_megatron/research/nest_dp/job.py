@@ -1,23 +1,28 @@
-"""What is asked for: a model on a cluster, and what the recurrence may choose."""
+"""What is asked for: a model on a cluster, and what the recurrence may choose (``research.*``)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
 
 from nest_megatron.cluster.records import Cluster
+from nest_megatron.config.compose import Composed
+from nest_megatron.config.request import request_of
+from nest_megatron.config.schema import PlanConfig
+from nest_megatron.config.space import fixed_degrees
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.names import Name
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.research.nest_dp.links import Topology
-from nest_megatron.research.nest_dp.memory import MemoryRule, Optimizer
 from nest_megatron.research.nest_dp.records import Schedule
+from nest_megatron.research.nest_dp.topology import Topology
+from nest_megatron.solver.space import SearchSpace
 
 
 class RecomputeChoice(Name):
-    """Whether stages compute their forward pass again."""
+    """Whether stages recompute their forward pass."""
 
     AUTO = "auto"
     ON = "on"
@@ -31,6 +36,20 @@ class Division(Name):
     LOOSELY = "loosely"
 
 
+class MemoryRule(Name):
+    """Whose account of memory holds."""
+
+    PAPER = "paper"
+    OURS = "ours"
+
+
+class PaperOptimizer(Name):
+    """Optimizers that the paper's memory rule knows; ours is Adam."""
+
+    SGD = "sgd"
+    ADAM = "adam"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResearchChoices:
     """What may be chosen, and by which rules.
@@ -40,8 +59,8 @@ class ResearchChoices:
         strategy_per_stage: stages of one pipeline may differ in their degrees; otherwise all have
             the same ones.
         optimizer: of the paper's memory rule.
-        flash_attention: ``False`` counts what unfused attention takes and keeps.
-        fixed, limits: degrees held at a value or below one, by name.
+        flash_attention: ``False`` counts what unfused attention takes and saves.
+        fixed, limits: degrees fixed at a value or limited to one, by name.
     """
 
     schedule: Schedule = Schedule.ONE_F_ONE_B
@@ -49,7 +68,7 @@ class ResearchChoices:
     zero: bool = True
     strategy_per_stage: bool = False
     memory: MemoryRule = MemoryRule.OURS
-    optimizer: Optimizer = Optimizer.ADAM
+    optimizer: PaperOptimizer = PaperOptimizer.ADAM
     divide: Division = Division.EXACTLY
     topology: Topology = Topology.LEVELS
     flash_attention: bool = True
@@ -73,9 +92,6 @@ class ResearchJob:
     Args:
         global_batch_size: sequences of one optimizer step.
         times: measured times of the model's layers, if any.
-
-    Raises:
-        UserInputError: for a batch below 1.
     """
 
     spec: TransformerSpec
@@ -93,3 +109,112 @@ class ResearchJob:
                 limit="it must be at least 1",
                 fix="Give the sequences of one step.",
             )
+
+
+_PREFIX = "research."
+#: The values of each key of ``research`` by the word that is typed.
+_WORDS: Mapping[str, Mapping[str, Any]] = {
+    each.name: {"true": True, "false": False}
+    if isinstance(each.default, bool)
+    else {choice.value: choice for choice in type(each.default)}
+    for each in fields(ResearchChoices)
+    if each.default is not MISSING
+}
+#: Degrees that a stage has, or a pipeline.
+_FIXED = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "micro_batch_size",
+    "pipeline_model_parallel_size",
+    "data_parallel_size",
+)
+
+
+def split_research(texts: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
+    """Overrides of the job, and the recurrence's own settings.
+
+    Raises:
+        UserInputError: for a key or a value that does not exist, naming the nearest.
+
+    >>> split_research(["model=llama3_8b", "research.zero=false"])
+    (['model=llama3_8b'], {'zero': False})
+    """
+    job: list[str] = []
+    found: dict[str, Any] = {}
+    for text in texts:
+        if not text.startswith(_PREFIX):
+            job.append(text)
+            continue
+        path, _, value = text.partition("=")
+        key = path.removeprefix(_PREFIX)
+        if (words := _WORDS.get(key)) is None:
+            limit, fix = "there is no such setting", nearest(path, [_PREFIX + k for k in _WORDS])
+            raise UserInputError(path, value=value, limit=limit, fix=fix)
+        if value.lower() not in words:
+            limit, fix = f"it is one of {', '.join(words)}", nearest(value, words)
+            raise UserInputError(path, value=value, limit=limit, fix=fix)
+        found[key] = words[value.lower()]
+    return job, found
+
+
+def research_job(
+    composed: Composed, given: Mapping[str, Any]
+) -> tuple[ResearchJob, tuple[str, ...]]:
+    """The job for the recurrence, and what was assumed.
+
+    Args:
+        given: the recurrence's own settings.
+
+    Raises:
+        UserInputError: if something is missing or wrong, or fixed that the recurrence has not.
+    """
+    _refuse_unread(composed.given)
+    request, config = request_of(composed, SearchSpace()), composed.config
+    limits = {name: getattr(config.search, f"max_{name}") for name in _FIXED}
+    choices = ResearchChoices(
+        **given,
+        fixed=_fixed(config),
+        limits={name: value for name, value in limits.items() if value is not None},
+    )
+    job = ResearchJob(
+        spec=request.spec,
+        cluster=request.cluster,
+        settings=request.settings,
+        global_batch_size=request.global_batch_size,
+        choices=choices,
+        times=request.times,
+    )
+    return job, request.notes
+
+
+def _refuse_unread(given: Iterable[str]) -> None:
+    """Refuse settings that would be passed over."""
+    read = {"search.backend", *(f"search.max_{name}" for name in _FIXED)}
+    for key in sorted(given):
+        if key == "out" or (key.startswith("search.") and key not in read):
+            raise UserInputError(
+                key,
+                value=None,
+                limit="the recurrence does not know it",
+                fix="Leave it out; --json prints the plan for programs.",
+            )
+
+
+def _fixed(config: PlanConfig) -> dict[str, int]:
+    """Degrees fixed at a value; other settings of ``parallel`` are refused."""
+    found = fixed_degrees(config)
+    for name, value in vars(config.parallel).items():
+        if value is not None and name not in _FIXED:
+            raise UserInputError(
+                f"parallel.{name}",
+                value=value,
+                limit="the recurrence does not know it",
+                fix=f"Leave it out; {', '.join(_FIXED)} can be fixed, and research.* be set.",
+            )
+    for name, value in found.items():
+        if value < 1:
+            raise UserInputError(
+                f"parallel.{name}", value=value, limit="it is at least 1", fix="Use 1 or more."
+            )
+    return found

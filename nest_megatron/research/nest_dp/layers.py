@@ -1,32 +1,41 @@
-"""Times and bytes of a model's layers under a strategy, each distinct layer priced once."""
+"""Times and bytes of a model's layers under a strategy, each distinct layer priced once.
+
+Memory is counted by one of two rules. The paper's (its section 3.3, as its artifact computes it):
+``2 W + O + A + (s - 1) S`` with weights and gradients of 2 bytes a parameter, Adam's states of 12
+bytes or none for SGD, the activations ``A`` of one micro batch, and for every further one in flight
+``S``: all of ``A``, or where the stage is recomputed its input alone. All of the device may be
+used. Ours: what Megatron holds (``cost_model/memory.py``), each layer saving its own input where it
+is recomputed, with the working memory of the largest layer, in what the reserve and margin leave.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple, TypeVar
 
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.cost_model.communication import collective_time
 from nest_megatron.cost_model.keys import GroupPlaces
-from nest_megatron.cost_model.layer_cost import UnitTimes
-from nest_megatron.cost_model.memory import WEIGHT_BYTES
+from nest_megatron.cost_model.layer_cost import UnitTimes, run_unit
+from nest_megatron.cost_model.memory import (
+    WEIGHT_BYTES,
+    capacity_bytes,
+    static_bytes,
+    unsharded_bytes,
+)
 from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.parameters import ParameterCount, unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind
+from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.research.nest_dp.group_shapes import StageGroupShapes
-from nest_megatron.research.nest_dp.job import ResearchJob
-from nest_megatron.research.nest_dp.memory import (
-    bytes_per_parameter,
-    checkpoint_policy,
-    gradient_bytes,
-    recompute_time,
-    reserved_bytes,
-)
+from nest_megatron.research.nest_dp.job import MemoryRule, PaperOptimizer, ResearchJob
 from nest_megatron.research.nest_dp.records import CheckpointPolicy, NodeTimes
 from nest_megatron.research.nest_dp.strategies import Strategy
+from nest_megatron.research.nest_dp.topology import Shape, StageGroupShapes
 from nest_megatron.units import Bytes, Seconds, Ticks, to_ticks
 
 Value = TypeVar("Value")
@@ -39,44 +48,54 @@ class _Layer(NamedTuple):
     parameters: ParameterCount
 
 
-class _LayerTicks(NamedTuple):
-    forward: Ticks
-    recompute: Ticks
-    backward: Ticks
-    sync: Ticks
-
-
 class LayerPrices:
-    """Prices layers for one job."""
+    """Prices layers for one job.
+
+    Attributes:
+        capacity_bytes: what a stage may fill.
+        layers: all layers under a strategy; a tied head has a copy of the embedding, as in a
+            pipeline.
+        policies: what is saved of each layer, without and with recomputation, as allowed; by
+            strategy and what crosses into each downset.
+        static_bytes: bytes of each layer for as long as training runs, and those that ZeRO-3
+            gathers beside them (the paper's rule has no such term); by strategy, stage and degree.
+        times: ticks of each layer by strategy, shapes of its groups, ZeRO stage and degree.
+    """
 
     def __init__(self, job: ResearchJob) -> None:
         self.job = job
+        self.is_paper = job.choices.memory is MemoryRule.PAPER
         self.model = CostModel(job.spec, job.cluster, job.settings, job.times)
-        self.kinds = job.spec.layer_kinds()
         self._alone: GroupPlaces = ((1,) * len(job.cluster.levels),) * 4
-        self._layers: dict[Strategy, tuple[_Layer, ...]] = {}
-        self._distinct: dict[Strategy, tuple[tuple[_Layer, ...], tuple[int, ...]]] = {}
-        self._policies: dict[Strategy, tuple[CheckpointPolicy, ...]] = {}
-        self._static: dict[object, tuple[tuple[Bytes, ...], Bytes]] = {}
-        self._times: dict[object, NodeTimes] = {}
+        accelerator = job.cluster.accelerator
+        self.capacity_bytes: Bytes = (
+            accelerator.memory_bytes if self.is_paper else capacity_bytes(accelerator, job.settings)
+        )
+        self.layers = cache(self._layers)
+        self._distinct = cache(self._distinct_layers)
+        self.policies = cache(self._policies)
+        self.static_bytes = cache(self._static_bytes)
+        self.times = cache(self._times)
 
     def shard(self, strategy: Strategy) -> LayerShard:
-        """What one rank computes."""
+        """What one rank computes; experts are split over the tensor ranks as well."""
+        tp, cp, ep = strategy.block
         fused = self.job.cluster.accelerator.flash_attention
-        return strategy.shard(
-            self.job.spec,
+        return LayerShard(
+            tensor_model_parallel_size=tp,
+            context_parallel_size=cp,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=tp if self.job.spec.is_moe else 1,
+            micro_batch_size=strategy.micro_batch_size,
+            sequence_parallel=strategy.sequence_parallel,
             flash_attention=fused and self.job.choices.flash_attention,
             loss_bytes=self.job.settings.traits.loss_bytes,
         )
 
-    def layers(self, strategy: Strategy) -> tuple[_Layer, ...]:
-        """All layers; a tied head has a copy of the embedding, as in a pipeline."""
-        if strategy not in self._layers:
-            spec, tp = self.job.spec, strategy.tensor_model_parallel_size
-            ep, etp = strategy.expert_model_parallel_size, tp if spec.is_moe else 1
-            counts = unit_parameters(spec, tp, ep, etp, single_stage=False)
-            self._layers[strategy] = tuple(map(_Layer, self.kinds, counts))
-        return self._layers[strategy]
+    def _layers(self, strategy: Strategy) -> tuple[_Layer, ...]:
+        spec, (tp, _, ep) = self.job.spec, strategy.block
+        counts = unit_parameters(spec, tp, ep, tp if spec.is_moe else 1, single_stage=False)
+        return tuple(map(_Layer, spec.layer_kinds(), counts))
 
     def least(self, strategy: Strategy) -> tuple[Ticks, ...]:
         """What each layer takes at least: its own work, without any traffic.
@@ -88,77 +107,79 @@ class LayerPrices:
             times = self._unit(strategy, layer, self._alone)
             seconds = times.whole_forward.compute + times.backward.compute
             if self.job.choices.recomputes == (True,):
-                seconds += recompute_time(self.job.choices.memory, layer.kind, times)
+                seconds += self._recompute_time(layer.kind, times)
             return max(0, to_ticks(seconds) - 3)
 
         return self._each(strategy, work)
 
-    def policies(
-        self, strategy: Strategy, entry_bytes: Sequence[int]
+    def _policies(
+        self, strategy: Strategy, entry_bytes: tuple[int, ...]
     ) -> tuple[CheckpointPolicy, ...]:
-        """What is kept of each layer, without and with recomputation, as allowed.
+        units = [(at.kind, self._unit(strategy, at, self._alone)) for at in self.layers(strategy)]
+        policy = self._paper_policy if self.is_paper else self._our_policy
+        return tuple(policy(units, entry_bytes, again) for again in self.job.choices.recomputes)
 
-        Args:
-            entry_bytes: what crosses into each downset.
-        """
-        if strategy not in self._policies:
-            choices, layers = self.job.choices, self.layers(strategy)
-            self._policies[strategy] = tuple(
-                checkpoint_policy(
-                    choices.memory,
-                    [(layer.kind, self._unit(strategy, layer, self._alone)) for layer in layers],
-                    entry_bytes,
-                    recompute=recompute,
-                    latent_attention=self.job.spec.multi_latent_attention,
-                )
-                for recompute in choices.recomputes
-            )
-        return self._policies[strategy]
+    def _paper_policy(
+        self, units: Sequence[tuple[LayerKind, UnitTimes]], entry_bytes: Shape, recompute: bool
+    ) -> CheckpointPolicy:
+        nothing = (0,) * len(units)
+        saved = tuple(math.ceil(t.input_bytes + sum(t.saved_bytes.values())) for _, t in units)
+        return CheckpointPolicy(
+            recompute=recompute,
+            first_bytes=saved,
+            further_bytes=nothing if recompute else saved,
+            entry_bytes=entry_bytes if recompute else (0,) * len(entry_bytes),
+            peak_bytes=nothing,
+        )
 
-    def static_bytes(
+    def _our_policy(
+        self, units: Sequence[tuple[LayerKind, UnitTimes]], entry_bytes: Shape, recompute: bool
+    ) -> CheckpointPolicy:
+        latent = self.job.spec.multi_latent_attention
+        setting = FULL_RECOMPUTE if recompute else NO_RECOMPUTE
+        runs = [run_unit(t, kind, setting, latent_attention=latent) for kind, t in units]
+        saved = tuple(math.ceil(run.saved_bytes) for run in runs)
+        return CheckpointPolicy(
+            recompute=recompute,
+            first_bytes=saved,
+            further_bytes=saved,
+            entry_bytes=(0,) * len(entry_bytes),
+            peak_bytes=tuple(math.ceil(run.working_bytes) for run in runs),
+        )
+
+    def _recompute_time(self, kind: LayerKind, times: UnitTimes) -> Seconds:
+        """A layer's forward pass where it is recomputed: by the paper's rule all of a stage is."""
+        if not self.is_paper and kind in (LayerKind.EMBEDDING, LayerKind.HEAD):
+            return 0.0
+        return times.whole_forward.total
+
+    def _static_bytes(
         self, strategy: Strategy, zero: ZeroStage, degree: int
     ) -> tuple[tuple[Bytes, ...], Bytes]:
-        """Bytes of each layer for as long as training runs, and those reserved beside them."""
-        key = (strategy, zero, degree)
-        if key not in self._static:
-            choices, layers = self.job.choices, self.layers(strategy)
-            each = bytes_per_parameter(
-                choices.memory, choices.optimizer, zero, degree, self.job.settings
-            )
-            most = max(layer.parameters.total for layer in layers)
-            static = tuple(math.ceil(layer.parameters.total * each) for layer in layers)
-            self._static[key] = (
-                static,
-                reserved_bytes(choices.memory, zero, most, self.job.settings),
-            )
-        return self._static[key]
+        choices, settings = self.job.choices, self.job.settings
+        each = bytes_per_parameter(choices.memory, choices.optimizer, zero, degree, settings)
+        counts = [layer.parameters.total for layer in self.layers(strategy)]
+        gathered = 0 if self.is_paper else unsharded_bytes(max(counts), zero, settings)
+        return tuple(math.ceil(count * each) for count in counts), gathered
 
-    def times(
+    def _times(
         self, strategy: Strategy, shapes: StageGroupShapes, zero: ZeroStage, degree: int
     ) -> NodeTimes:
-        """Ticks of each layer where its groups lie."""
-        key = (strategy, shapes, zero, degree)
-        if key not in self._times:
+        def price(layer: _Layer) -> tuple[Ticks, ...]:
+            return self._ticks(strategy, layer, shapes, zero, degree)
 
-            def price(layer: _Layer) -> _LayerTicks:
-                return self._ticks(strategy, layer, shapes, zero, degree)
-
-            columns = zip(*self._each(strategy, price), strict=True)
-            forward, recompute, backward, sync = columns
-            self._times[key] = NodeTimes(
-                forward=forward, recompute=recompute, backward=backward, sync=sync
-            )
-        return self._times[key]
+        forward, recompute, backward, sync = zip(*self._each(strategy, price), strict=True)
+        return NodeTimes(forward=forward, recompute=recompute, backward=backward, sync=sync)
 
     def _each(self, strategy: Strategy, price: Callable[[_Layer], Value]) -> tuple[Value, ...]:
         """A price for every layer, each distinct one asked for once."""
-        if strategy not in self._distinct:
-            layers = self.layers(strategy)
-            index = {layer: number for number, layer in enumerate(dict.fromkeys(layers))}
-            self._distinct[strategy] = tuple(index), tuple(index[layer] for layer in layers)
-        distinct, numbers = self._distinct[strategy]
+        distinct, numbers = self._distinct(strategy)
         known = [price(layer) for layer in distinct]
         return tuple(known[number] for number in numbers)
+
+    def _distinct_layers(self, strategy: Strategy) -> tuple[list[_Layer], list[int]]:
+        distinct = list(dict.fromkeys(self.layers(strategy)))
+        return distinct, [distinct.index(layer) for layer in self.layers(strategy)]
 
     def _unit(self, strategy: Strategy, layer: _Layer, inner: GroupPlaces) -> UnitTimes:
         return self.model.unit_time(layer.kind, inner, self.shard(strategy))
@@ -170,33 +191,56 @@ class LayerPrices:
         shapes: StageGroupShapes,
         zero: ZeroStage,
         degree: int,
-    ) -> _LayerTicks:
-        """One layer; ZeRO scatters gradients and gathers weights for every micro batch."""
+    ) -> tuple[Ticks, ...]:
+        """Forward, recompute, backward and sync of one layer.
+
+        ZeRO scatters gradients and gathers weights for every micro batch.
+        """
         times, count = self._unit(strategy, layer, shapes.inner), layer.parameters
-        rule = self.job.choices.memory
+        width = WEIGHT_BYTES if self.is_paper else self.job.settings.traits.gradient_bytes
         scatter = gather = 0.0
+        share = float(width)
         if zero >= ZeroStage.GRADIENTS:
-            gradients = count.total * gradient_bytes(rule, self.job.settings)
-            scatter = self._collective(CollectiveKind.REDUCE_SCATTER, gradients, shapes.zero)
+            scatter = self._collective(
+                CollectiveKind.REDUCE_SCATTER, count.total * width, shapes.zero
+            )
+            share = width / degree
         if zero >= ZeroStage.WEIGHTS:
             weights = count.total * WEIGHT_BYTES
             gather = self._collective(CollectiveKind.ALL_GATHER, weights, shapes.zero)
-        share = degree if zero >= ZeroStage.GRADIENTS else 1
-        return _LayerTicks(
-            forward=to_ticks(times.whole_forward.total + gather),
-            recompute=to_ticks(recompute_time(rule, layer.kind, times)),
-            backward=to_ticks(times.backward.total + scatter + gather),
-            sync=to_ticks(self._sync(count, shapes, share)),
+        reduce = CollectiveKind.ALL_REDUCE
+        sync = self._collective(reduce, count.dense * share, shapes.dense)
+        sync += self._collective(reduce, count.expert * share, shapes.expert)
+        return (
+            to_ticks(times.whole_forward.total + gather),
+            to_ticks(self._recompute_time(layer.kind, times)),
+            to_ticks(times.backward.total + scatter + gather),
+            to_ticks(sync),
         )
 
-    def _sync(self, count: ParameterCount, shapes: StageGroupShapes, share: int) -> Seconds:
-        """The sum of a layer's gradients over all copies of its parameters."""
-        width = gradient_bytes(self.job.choices.memory, self.job.settings) / share
-        reduce = CollectiveKind.ALL_REDUCE
-        dense = self._collective(reduce, count.dense * width, shapes.dense)
-        return dense + self._collective(reduce, count.expert * width, shapes.expert)
-
-    def _collective(
-        self, kind: CollectiveKind, num_bytes: float, shape: tuple[int, ...]
-    ) -> Seconds:
+    def _collective(self, kind: CollectiveKind, num_bytes: float, shape: Shape) -> Seconds:
         return collective_time(kind, num_bytes, shape, self.job.cluster.levels)
+
+
+def bytes_per_parameter(
+    rule: MemoryRule,
+    optimizer: PaperOptimizer,
+    zero: ZeroStage,
+    degree: int,
+    settings: CostSettings,
+) -> float:
+    """Weights, gradients and states of one parameter on one device.
+
+    Args:
+        degree: devices that ZeRO divides over.
+
+    >>> sgd, zero = PaperOptimizer.SGD, ZeroStage.WEIGHTS
+    >>> bytes_per_parameter(MemoryRule.PAPER, sgd, zero, 8, CostSettings())
+    0.5
+    """
+    if rule is MemoryRule.OURS:
+        return static_bytes(zero, degree, settings, in_layer=False).total
+    states = 12.0 if optimizer is PaperOptimizer.ADAM else 0.0
+    weights = WEIGHT_BYTES / (degree if zero >= ZeroStage.WEIGHTS else 1)
+    gradients = WEIGHT_BYTES / (degree if zero >= ZeroStage.GRADIENTS else 1)
+    return weights + gradients + states / (degree if zero >= ZeroStage.OPTIMIZER else 1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from nest_megatron.research.nest_artifact.search import NoSolution
 from nest_megatron.research.nest_dp.job import ResearchJob
 from nest_megatron.research.nest_dp.records import FoundStage
 from nest_megatron.research.nest_dp.search import RecurrenceSolution
@@ -41,6 +44,7 @@ class ResearchPlan:
     """A plan of the recurrence.
 
     Args:
+        num_devices: at work, over all replicas.
         num_microbatches: of one replica.
         device_stride: devices from one replica's first to the next one's.
         num_cases, num_solved: as in ``RecurrenceSolution``.
@@ -66,30 +70,28 @@ class ResearchPlan:
 
 def described(job: ResearchJob, found: RecurrenceSolution) -> ResearchPlan:
     """The plan of a solution."""
-    pipeline, problem = found.pipeline, found.problem
+    pipeline, problem, replicas = found.pipeline, found.problem, found.case.replicas
+    stages = tuple(
+        _stage(found, stage, is_first=not at) for at, stage in enumerate(pipeline.stages)
+    )
     return ResearchPlan(
         model=job.spec.name,
         cluster=job.cluster.name,
         num_gpus=job.cluster.num_gpus,
-        num_devices=found.num_devices,
-        pipeline_model_parallel_size=len(pipeline.stages),
-        data_parallel_size=found.case.replicas.count,
-        device_stride=found.case.replicas.stride,
+        num_devices=replicas.count * sum(stage.num_devices for stage in stages),
+        pipeline_model_parallel_size=len(stages),
+        data_parallel_size=replicas.count,
+        device_stride=replicas.stride,
         num_microbatches=problem.num_microbatches,
         schedule=str(problem.schedule),
         step_s=to_seconds(pipeline.total),
         slowest_stage_s=to_seconds(pipeline.bottleneck),
         sync_s=to_seconds(pipeline.sync),
         capacity_bytes=problem.capacity_bytes,
-        stages=_stages(found),
+        stages=stages,
         num_cases=found.num_cases,
         num_solved=found.num_solved,
     )
-
-
-def _stages(found: RecurrenceSolution) -> tuple[PlannedStage, ...]:
-    stages = enumerate(found.pipeline.stages)
-    return tuple(_stage(found, stage, is_first=not at) for at, stage in stages)
 
 
 def _stage(found: RecurrenceSolution, stage: FoundStage, *, is_first: bool) -> PlannedStage:
@@ -108,4 +110,28 @@ def _stage(found: RecurrenceSolution, stage: FoundStage, *, is_first: bool) -> P
         time_s=to_seconds(stage.time),
         sync_s=to_seconds(stage.sync),
         memory_bytes=stage.memory_bytes,
+    )
+
+
+def research_words(found: ResearchPlan | NoSolution) -> str:
+    """Devices, stages, replicas and ZeRO in a line, or why there is no plan."""
+    if isinstance(found, NoSolution):
+        return f"no plan: {found.reason}"
+    degrees = f"{found.pipeline_model_parallel_size}, {found.data_parallel_size}"
+    settings = ((stage.zero_stage, stage.zero_degree) for stage in found.stages)
+    return f"{found.num_devices} devices, {{{degrees}, 1}}; {zero_stages(settings)}"
+
+
+def zero_stages(settings: Iterable[tuple[int, int]]) -> str:
+    """How many stages divide what over how many devices, the most frequent first.
+
+    Args:
+        settings: ZeRO stage and degree of each stage.
+
+    >>> zero_stages([(3, 8), (0, 1), (3, 8)])
+    '2 ZeRO-3 over 8, 1 without'
+    """
+    return ", ".join(
+        f"{count} {f'ZeRO-{zero} over {degree}' if degree > 1 else 'without'}"
+        for (zero, degree), count in Counter(settings).most_common()
     )

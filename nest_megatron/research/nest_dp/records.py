@@ -15,13 +15,13 @@ UNREACHABLE = 1 << 61
 
 
 class Schedule(Name):
-    """How many micro batches a stage keeps."""
+    """How many micro batches a stage has in flight."""
 
     ONE_F_ONE_B = "1f1b"
     GPIPE = "gpipe"
 
     def in_flight(self, position: int, num_microbatches: int) -> int:
-        """Micro batches kept by the stage at a position from the end, the last being 1."""
+        """Micro batches of the stage at a position from the end, the last being 1."""
         return min(position, num_microbatches) if self is Schedule.ONE_F_ONE_B else num_microbatches
 
 
@@ -30,7 +30,7 @@ class NodeTimes:
     """Ticks of each node for one micro batch, its groups lying in one kind of place.
 
     Args:
-        again: of the forward pass where it is recomputed.
+        recompute: of the forward pass where it is recomputed.
         sync: of the sum of its gradients over the replicas, once a step.
     """
 
@@ -47,7 +47,7 @@ class ZeroOption:
     Args:
         num_devices: of a stage, in units of the problem; ``zero_degree`` times the strategy's own.
         static_bytes: of each node on one device, for as long as training runs.
-        reserved_bytes: held on a device whatever the stage's nodes are.
+        reserved_bytes: on a device whatever the stage's nodes are.
         times_at: for each first device of a stage, which of ``times`` holds there.
     """
 
@@ -62,12 +62,12 @@ class ZeroOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPolicy:
-    """What a stage keeps for its backward passes.
+    """What a stage saves for its backward passes.
 
     Args:
         first_bytes: of each node, for the first micro batch in flight.
         further_bytes: of each node, for every further one.
-        entry_bytes: of each downset as the rest that begins with the stage: its input, kept for
+        entry_bytes: of each downset as the rest that begins with the stage: its input, saved for
             every further micro batch.
         peak_bytes: of each node while its backward pass runs; the largest of a stage counts.
     """
@@ -98,8 +98,7 @@ class PricedStrategy:
     send: tuple[tuple[Ticks, ...], ...]
 
     def __post_init__(self) -> None:
-        for nearer, farther in pairwise(self.send):
-            assert all(a <= b for a, b in zip(nearer, farther, strict=True)), "farther is slower"
+        assert _rising(self.send), "farther is slower"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,13 +130,17 @@ class Problem:
 
     def __post_init__(self) -> None:
         assert set(self.ends[-1]) == {self.num_devices}, "the last level joins all devices"
-        for inner, outer in pairwise(self.ends):
-            assert all(a <= b for a, b in zip(inner, outer, strict=True)), "levels are nested"
+        assert _rising(self.ends), "levels are nested"
         for strategy in self.strategies:
             levels = {len(self.downsets)}, len(self.ends)
             assert ({len(row) for row in strategy.send}, len(strategy.send)) == levels
             for option in strategy.options:
                 assert len(option.times_at) == self.num_devices, "a stage may begin anywhere"
+
+
+def _rising(rows: tuple[tuple[int, ...], ...]) -> bool:
+    pairs = (zip(one, other, strict=True) for one, other in pairwise(rows))
+    return all(a <= b for pair in pairs for a, b in pair)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,11 +168,7 @@ class FoundStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundPipeline:
-    """A found pipeline, first stage to last.
-
-    Args:
-        total: time of a step.
-    """
+    """A found pipeline, first stage to last, and the time of a step."""
 
     stages: tuple[FoundStage, ...]
     bottleneck: Ticks

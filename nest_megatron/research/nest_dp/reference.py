@@ -3,7 +3,7 @@
 ``table[stages][level][downset][device]`` is the least bottleneck of a downset in so many stages,
 where the next stage may begin at the device and be linked through the level: the stage before it
 ends at that device or earlier, leaving devices idle, inside the same stretch of the level. Values
-are whole ticks, so the order of the loops changes nothing; ties are broken in ``trace``.
+are whole ticks, so the order of the loops changes nothing; ties are broken in ``pipeline_of``.
 """
 
 from __future__ import annotations
@@ -12,77 +12,80 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from nest_megatron.research.nest_dp.records import UNREACHABLE
+from nest_megatron.research.nest_dp.records import (
+    UNREACHABLE,
+    FoundPipeline,
+    FoundStage,
+    Problem,
+)
 from nest_megatron.research.nest_dp.tables import Tables
+from nest_megatron.units import Ticks
 
 FORWARD, RECOMPUTE, BACKWARD, SYNC = range(4)
 
 
-class StageChoice(NamedTuple):
-    """How a stage is run: its strategy, what it keeps, and the first ZeRO option that fits."""
+class _Stage(NamedTuple):
+    """A stage between two downsets: its strategy, policy, and the first ZeRO option that fits."""
 
+    outer: int
+    pair: int
     strategy: int
     policy: int
     option: int
     memory_bytes: int
 
 
-def fill(t: Tables, caps: Sequence[int], sync_cap: int, table: array[int]) -> None:
-    """Fill the table of states.
+def filled(t: Tables, caps: Sequence[int], sync_cap: int) -> array[int]:
+    """The table of states.
 
     Args:
         caps: [most_stages + 1], a state of so many stages counts only below this.
         sync_cap: a stage is used only where its gradients are summed in less.
-        table: from ``empty_table``.
     """
+    table = array("q", [UNREACHABLE]) * t.table_size
+    for device in range(t.num_devices + 1):  # without a stage, everything may begin anywhere
+        table[t.at(0, t.num_levels - 1, 0, device)] = 0
     for stages in range(1, t.most_stages + 1):
         for outer in range(1, t.num_downsets):
-            found = _ending(t, stages, outer, sync_cap, table)
-            for level, row in enumerate(found):
+            for level, row in enumerate(_ending(t, stages, outer, sync_cap, table)):
                 _store(t, row, caps[stages], t.at(stages, level, outer), level, table)
+    return table
 
 
 def _ending(
-    t: Tables, stages: int, outer: int, sync_cap: int, table: array[int]
+    t: Tables, stages: int, outer: int, sync_cap: int, table: Sequence[int]
 ) -> list[list[int]]:
     """The least bottleneck for each level and device at which the first stage ends."""
     found = [[UNREACHABLE] * (t.num_devices + 1) for _ in range(t.num_levels)]
-    for pair in range(t.nested_first[outer], t.nested_first[outer + 1]):
-        for choice in choices(t, stages, outer, pair):
-            for place in range(t.num_devices - t.option_devices[choice.option] + 1):
-                end = place + t.option_devices[choice.option]
-                if sync_of(t, choice, outer, pair, place) >= sync_cap:
-                    continue
-                for level, _, value, before in links(t, stages, outer, pair, choice, place, table):
-                    found[level][end] = min(found[level][end], max(value, before))
+    for stage in _choices(t, stages, outer):
+        for place in range(t.num_devices - t.option_devices[stage.option] + 1):
+            end = place + t.option_devices[stage.option]
+            if _sum(t, stage, SYNC, place) >= sync_cap:
+                continue
+            for level, _, time, before in _links(t, stages, stage, place, table):
+                found[level][end] = min(found[level][end], max(time, before))
     return found
 
 
-def choices(t: Tables, stages: int, outer: int, pair: int) -> Iterator[StageChoice]:
-    """Every strategy, and for each checkpoint policy the first ZeRO option that fits.
+def _choices(t: Tables, stages: int, outer: int) -> Iterator[_Stage]:
+    """Every stage that begins a downset; for each checkpoint policy the first option that fits.
 
-    Computing again is never faster, so it is left out where it comes to the same option.
+    Recomputing is never faster, so it is left out where it comes to the same option.
     """
-    for strategy in range(len(t.options_first) - 1):
-        taken = -1
-        for policy in range(t.policies_first[strategy], t.policies_first[strategy + 1]):
-            found = _first_that_fits(t, stages, outer, pair, strategy, policy)
-            if found is not None and found.option != taken:
-                yield found
-                taken = found.option
+    for pair in range(t.nested_first[outer], t.nested_first[outer + 1]):
+        for strategy in range(len(t.options_first) - 1):
+            taken = -1
+            for policy in range(t.policies_first[strategy], t.policies_first[strategy + 1]):
+                for option in range(t.options_first[strategy], t.options_first[strategy + 1]):
+                    memory = _memory(t, stages, outer, pair, option, policy)
+                    if memory <= t.capacity_bytes:
+                        if option != taken:
+                            yield _Stage(outer, pair, strategy, policy, option, memory)
+                        taken = option
+                        break
 
 
-def _first_that_fits(
-    t: Tables, stages: int, outer: int, pair: int, strategy: int, policy: int
-) -> StageChoice | None:
-    for option in range(t.options_first[strategy], t.options_first[strategy + 1]):
-        memory = memory_of(t, stages, outer, pair, option, policy)
-        if memory <= t.capacity_bytes:
-            return StageChoice(strategy, policy, option, memory)
-    return None
-
-
-def memory_of(t: Tables, stages: int, outer: int, pair: int, option: int, policy: int) -> int:
+def _memory(t: Tables, stages: int, outer: int, pair: int, option: int, policy: int) -> int:
     """Bytes on a device of the stage between two downsets, at its position from the end."""
     d, inner, further = t.num_downsets, t.nested[pair], t.in_flight[stages] - 1
     static = t.reserved[option] + t.static[option * d + outer] - t.static[option * d + inner]
@@ -92,55 +95,39 @@ def memory_of(t: Tables, stages: int, outer: int, pair: int, option: int, policy
     return static + first + further * each + t.peaks[policy * len(t.nested) + pair]
 
 
-def links(
-    t: Tables,
-    stages: int,
-    outer: int,
-    pair: int,
-    choice: StageChoice,
-    place: int,
-    table: array[int],
+def _links(
+    t: Tables, stages: int, stage: _Stage, place: int, table: Sequence[int]
 ) -> Iterator[tuple[int, int, int, int]]:
     """For all levels of both links: level in, level out, the stage's time, what lies behind it."""
-    end, inner = place + t.option_devices[choice.option], t.nested[pair]
+    end, inner = place + t.option_devices[stage.option], t.nested[stage.pair]
     for after in range(t.num_levels):
         before = table[t.at(stages - 1, after, inner, place)]
         if before >= UNREACHABLE or t.ends[after * t.num_devices + place] < end:
             continue
         for level in range(t.num_levels):
             if t.ends[level * t.num_devices + place] >= end:
-                time = stage_time(t, choice, outer, pair, place, level, after)
-                yield level, after, time, before
+                yield level, after, _time(t, stage, place, level, after), before
 
 
-def stage_time(
-    t: Tables, choice: StageChoice, outer: int, pair: int, place: int, level: int, after: int
-) -> int:
+def _time(t: Tables, stage: _Stage, place: int, level: int, after: int) -> int:
     """Ticks of one micro batch: input, forward, output's gradient, backward.
 
     A gradient from the next stage arrives while the forward pass is recomputed.
     """
-    inner = t.nested[pair]
-    send = choice.strategy * t.num_levels
-    coming = t.send[(send + level) * t.num_downsets + outer]
-    going = t.send[(send + after) * t.num_downsets + inner]
-    forward, backward = (
-        _work(t, choice, kind, outer, inner, place) for kind in (FORWARD, BACKWARD)
-    )
-    if t.recomputes[choice.policy]:
-        going = max(going, _work(t, choice, RECOMPUTE, outer, inner, place))
+    send = stage.strategy * t.num_levels
+    coming = t.send[(send + level) * t.num_downsets + stage.outer]
+    going = t.send[(send + after) * t.num_downsets + t.nested[stage.pair]]
+    forward, backward = (_sum(t, stage, kind, place) for kind in (FORWARD, BACKWARD))
+    if t.recomputes[stage.policy]:
+        going = max(going, _sum(t, stage, RECOMPUTE, place))
     return coming + forward + going + backward
 
 
-def sync_of(t: Tables, choice: StageChoice, outer: int, pair: int, place: int) -> int:
-    """Ticks of the sum of a stage's gradients over the replicas."""
-    return _work(t, choice, SYNC, outer, t.nested[pair], place)
-
-
-def _work(t: Tables, choice: StageChoice, kind: int, outer: int, inner: int, place: int) -> int:
-    row = t.rows[choice.option * t.num_devices + place]
+def _sum(t: Tables, stage: _Stage, kind: int, place: int) -> int:
+    """Ticks of one kind over the stage's nodes."""
+    row = t.rows[stage.option * t.num_devices + place]
     sums = (4 * row + kind) * t.num_downsets
-    return t.times[sums + outer] - t.times[sums + inner]
+    return t.times[sums + stage.outer] - t.times[sums + t.nested[stage.pair]]
 
 
 def _store(
@@ -154,3 +141,58 @@ def _store(
             continue
         least = min(least, ending[device] if ending[device] < cap else UNREACHABLE)
         table[at + device] = least
+
+
+def pipeline_of(
+    problem: Problem, t: Tables, table: Sequence[int], num_stages: int, sync_cap: int, steps: int
+) -> FoundPipeline:
+    """The pipeline of so many stages that the whole graph's state stands for.
+
+    Ties: a stage ends on the first device that gives the state's value; then the largest inner
+    downset, the first strategy, policy and level of the link behind it win.
+
+    Args:
+        sync_cap: as the table was filled with.
+        steps: times that the bottleneck is paid in a step of training.
+    """
+    level, outer, device = t.num_levels - 1, t.num_downsets - 1, t.num_devices
+    found: list[FoundStage] = []
+    for stages in range(num_stages, 0, -1):
+        row = t.at(stages, level, outer)
+        end, value = device, table[row + device]
+        while table[row + end - 1] == value:
+            end -= 1
+        stage, device, after, time = _stage_behind(t, stages, level, outer, end, sync_cap, table)
+        nodes = problem.downsets.masks[outer] & ~problem.downsets.masks[t.nested[stage.pair]]
+        found.append(
+            FoundStage(
+                nodes=tuple(v for v in range(nodes.bit_length()) if nodes >> v & 1),
+                strategy=stage.strategy,
+                option=stage.option - t.options_first[stage.strategy],
+                policy=stage.policy - t.policies_first[stage.strategy],
+                first_device=device,
+                level_in=level,
+                time=time,
+                sync=_sum(t, stage, SYNC, device),
+                memory_bytes=stage.memory_bytes,
+            )
+        )
+        level, outer = after, t.nested[stage.pair]
+    bottleneck, sync = max(s.time for s in found), max(s.sync for s in found)
+    total = steps * bottleneck + sync
+    return FoundPipeline(stages=tuple(found), bottleneck=bottleneck, sync=sync, total=total)
+
+
+def _stage_behind(
+    t: Tables, stages: int, level: int, outer: int, end: int, sync_cap: int, table: Sequence[int]
+) -> tuple[_Stage, int, int, Ticks]:
+    """The stage that gives a state's value, its first device, the level behind it and its time."""
+    value = table[t.at(stages, level, outer, end)]
+    for stage in _choices(t, stages, outer):
+        place = end - t.option_devices[stage.option]
+        if place < 0 or _sum(t, stage, SYNC, place) >= sync_cap:
+            continue
+        for at, after, time, before in _links(t, stages, stage, place, table):
+            if at == level and max(time, before) == value:
+                return stage, place, after, time
+    raise AssertionError("a state of the table has a stage that gives its value")

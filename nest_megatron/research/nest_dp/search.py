@@ -1,8 +1,8 @@
 """The outer loops: strategies and replicas, the most promising first.
 
-Exact over what ``Choices`` allows: every case whose lower bound is below the best plan so far is
-solved. The first rounds look for a plan not far above the least bound of all, so that the tables
-are filled with caps; a round that finds a plan has found the best one.
+Exact over what ``ResearchChoices`` allows: every case whose lower bound is below the best plan so
+far is solved. The first rounds look for a plan not far above the least bound of all, so that the
+tables are filled with caps; a round that finds a plan has found the best one.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from dataclasses import dataclass
 from nest_megatron.errors import UserInputError
 from nest_megatron.research.nest_artifact.search import NoSolution
 from nest_megatron.research.nest_dp.job import Division, ResearchJob
-from nest_megatron.research.nest_dp.links import Replicas
 from nest_megatron.research.nest_dp.pipeline import best_pipeline
 from nest_megatron.research.nest_dp.pricing import Case, Priced, Pricer
-from nest_megatron.research.nest_dp.records import UNREACHABLE, FoundPipeline, Problem
+from nest_megatron.research.nest_dp.records import (
+    UNREACHABLE,
+    FoundPipeline,
+    PricedStrategy,
+    Problem,
+)
 from nest_megatron.research.nest_dp.strategies import Strategy, strategies
-from nest_megatron.research.nest_dp.tables import Scratch
+from nest_megatron.research.nest_dp.topology import Replicas
 from nest_megatron.units import Bytes, Ticks
 
 #: How far above the least bound each round looks.
@@ -43,15 +47,6 @@ class RecurrenceSolution:
     pipeline: FoundPipeline
     num_cases: int
     num_solved: int
-
-    @property
-    def num_devices(self) -> int:
-        """Devices at work, over all replicas."""
-        stages = self.pipeline.stages
-        used = sum(
-            self.problem.strategies[s.strategy].options[s.option].num_devices for s in stages
-        )
-        return used * self.unit * self.case.replicas.count
 
 
 def solve(job: ResearchJob, *, compiled: bool | None = None) -> RecurrenceSolution | NoSolution:
@@ -85,18 +80,14 @@ def solve(job: ResearchJob, *, compiled: bool | None = None) -> RecurrenceSoluti
     return _no_solution(pricer, found)
 
 
-_Best = tuple[Case, Priced, FoundPipeline]
-
-
 def _round(
     pricer: Pricer,
     found: Sequence[Case],
     limit: Ticks,
     solved: set[Case],
     compiled: bool | None,
-) -> _Best | None:
-    best: _Best | None = None
-    scratch = Scratch()
+) -> tuple[Case, Priced, FoundPipeline] | None:
+    best: tuple[Case, Priced, FoundPipeline] | None = None
     for case in found:
         if case.least_total >= limit:
             break
@@ -104,7 +95,7 @@ def _round(
             continue
         solved.add(case)
         priced = pricer.problem(case, _most_stages(pricer, case))
-        pipeline = best_pipeline(priced.problem, limit, scratch=scratch, compiled=compiled)
+        pipeline = best_pipeline(priced.problem, limit, compiled=compiled)
         if pipeline is not None:
             best, limit = (case, priced, pipeline), pipeline.total
     return best
@@ -116,11 +107,7 @@ def cases(pricer: Pricer) -> list[Case]:
     Raises:
         UserInputError: if there are none.
     """
-    found = [
-        case
-        for together in _together(pricer.job)
-        for case in _cases(pricer, together, _least_of(pricer, together))
-    ]
+    found = [case for together in _together(pricer.job) for case in _cases(pricer, together)]
     if not found:
         raise UserInputError(
             "parallel.* and train.*",
@@ -133,36 +120,24 @@ def cases(pricer: Pricer) -> list[Case]:
 
 def _together(job: ResearchJob) -> Iterator[tuple[Strategy, ...]]:
     """Strategies that one pipeline may mix: each alone, or all with the same samples."""
-    choices = job.choices
-    allowed = [
-        strategy
-        for strategy in strategies(
-            job.spec, job.cluster, job.global_batch_size, choices.fixed, choices.limits
-        )
-        if strategy.block.num_devices <= job.cluster.num_gpus
-    ]
-    if not choices.strategy_per_stage:
+    allowed = list(strategies(job))
+    if not job.choices.strategy_per_stage:
         yield from ((strategy,) for strategy in allowed)
         return
     for samples in sorted({strategy.samples for strategy in allowed}):
         yield tuple(strategy for strategy in allowed if strategy.samples == samples)
 
 
-def _least_of(pricer: Pricer, together: Sequence[Strategy]) -> list[Ticks]:
-    return list(map(min, zip(*map(pricer.layers.least, together), strict=True)))
-
-
-def _cases(
-    pricer: Pricer, together: tuple[Strategy, ...], least: Sequence[Ticks]
-) -> Iterator[Case]:
-    job, samples = pricer.job, together[0].samples
-    devices, batches = job.cluster.num_gpus, job.global_batch_size // samples
+def _cases(pricer: Pricer, together: tuple[Strategy, ...]) -> Iterator[Case]:
+    job, choices = pricer.job, pricer.job.choices
+    least = list(map(min, zip(*map(pricer.layers.least, together), strict=True)))
+    devices, batches = job.cluster.num_gpus, job.global_batch_size // together[0].samples
     narrowest = min(strategy.block.num_devices for strategy in together)
-    most = job.choices.limits.get("data_parallel_size", devices)
+    most = choices.limits.get("data_parallel_size", devices)
     for count in range(1, min(devices // narrowest, batches, most) + 1):
-        if job.choices.divide is Division.EXACTLY and (devices % count or batches % count):
+        if choices.divide is Division.EXACTLY and (devices % count or batches % count):
             continue
-        if job.choices.fixed.get("data_parallel_size", count) != count:
+        if choices.fixed.get("data_parallel_size", count) != count:
             continue
         stride, each = devices // count, -(-batches // count)
         yield Case(
@@ -183,9 +158,8 @@ def _least_total(least: Sequence[Ticks], batches: int, most_stages: int) -> Tick
 
 
 def _most_stages(pricer: Pricer, case: Case) -> int:
-    narrowest = min(strategy.block.num_devices for strategy in case.strategies)
     name, choices = "pipeline_model_parallel_size", pricer.job.choices
-    most = min(len(pricer.kinds), case.replicas.stride // narrowest)
+    most = min(len(pricer.kinds), case.replicas.stride // case.narrowest)
     return min(most, choices.fixed.get(name, most), choices.limits.get(name, most))
 
 
@@ -194,15 +168,12 @@ def _no_solution(pricer: Pricer, found: Sequence[Case]) -> NoSolution:
     widest = {case.strategies: case for case in sorted(found, key=lambda c: c.replicas.stride)}
     missing, node, label = min(_shortage(pricer, case) for case in widest.values())
     if missing > 0:
-        return NoSolution(
-            reason=f"{node} alone lacks {missing / 1e9:.3f} GB on its devices with {label}",
-            missing_bytes=missing,
-        )
-    if all(pricer.lacks_memory(case) for case in found):
+        reason = f"{node} alone lacks {missing / 1e9:.3f} GB on its devices with {label}"
+    elif all(pricer.lacks_memory(case) for case in found):
         reason = "every layer fits alone, but all of them together take more than all devices have"
     else:
         reason = "every layer fits alone, but not in the depth that devices and layers allow"
-    return NoSolution(reason=reason, missing_bytes=0)
+    return NoSolution(reason=reason, missing_bytes=max(0, missing))
 
 
 def _shortage(pricer: Pricer, case: Case) -> tuple[Bytes, str, str]:
@@ -210,22 +181,18 @@ def _shortage(pricer: Pricer, case: Case) -> tuple[Bytes, str, str]:
     problem = pricer.problem(case, 1).problem
     names = problem.downsets.dag.names
     return max(
-        min(
-            (_lacking(problem, node, label=s.label), names[node], s.label)
-            for s in problem.strategies
-        )
+        min((_lacking(problem, s, node), names[node], s.label) for s in problem.strategies)
         for node in range(len(names))
     )
 
 
-def _lacking(problem: Problem, node: int, label: str) -> Bytes:
-    (strategy,) = (s for s in problem.strategies if s.label == label)
-    held = problem.schedule.in_flight(1, problem.num_microbatches) - 1
+def _lacking(problem: Problem, strategy: PricedStrategy, node: int) -> Bytes:
+    further = problem.schedule.in_flight(1, problem.num_microbatches) - 1
     return min(
         option.static_bytes[node]
         + option.reserved_bytes
         + policy.first_bytes[node]
-        + held * policy.further_bytes[node]
+        + further * policy.further_bytes[node]
         + policy.peak_bytes[node]
         - problem.capacity_bytes
         for option in strategy.options

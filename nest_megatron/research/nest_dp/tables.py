@@ -10,22 +10,15 @@ from operator import add
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.research.nest_dp.downsets import Downsets
-from nest_megatron.research.nest_dp.records import (
-    UNREACHABLE,
-    CheckpointPolicy,
-    Problem,
-    ZeroOption,
-)
+from nest_megatron.research.nest_dp.records import Problem, ZeroOption
 
 #: Largest table of states that is filled.
-MOST_TABLE_BYTES = 2 << 30
-
-_KINDS = ("forward", "recompute", "backward", "sync")
+_MOST_TABLE_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """Arrays that the kernel and its reference read; row-major, the last index moves fastest.
+    """What the kernel and its reference read, in the kernel's order; the last index moves fastest.
 
     Args:
         nested_first: [downsets + 1], where a downset's pairs begin.
@@ -33,10 +26,10 @@ class Tables:
         ends: [levels, devices].
         options_first: [strategies + 1], where a strategy's options begin.
         option_devices: [options].
-        reserved: [options], bytes held whatever the nodes are.
+        reserved: [options], bytes on a device whatever the nodes are.
         rows: [options, devices], the row of ``times`` that holds where a stage begins; -1 where it
             would not end on the devices.
-        times: [rows, 4, downsets], sums of forward, again, backward and sync ticks.
+        times: [rows, 4, downsets], sums of forward, recompute, backward and sync ticks.
         least_work: [strategies, downsets], sums of the fewest forward and backward ticks anywhere.
         static: [options, downsets], sums of bytes.
         policies_first: [strategies + 1].
@@ -72,8 +65,7 @@ class Tables:
     @property
     def table_size(self) -> int:
         """States: stages, levels, downsets, devices."""
-        states = self.num_levels * self.num_downsets * (self.num_devices + 1)
-        return (self.most_stages + 1) * states
+        return self.at(self.most_stages + 1, 0, 0)
 
     def at(self, stages: int, level: int, downset: int, device: int = 0) -> int:
         """Where a state stands in the table."""
@@ -89,9 +81,14 @@ def tables_of(problem: Problem) -> Tables:
     """
     options = [option for s in problem.strategies for option in s.options]
     policies = [policy for s in problem.strategies for policy in s.policies]
-    downsets = problem.downsets
+    downsets, positions = problem.downsets, range(1, problem.most_stages + 1)
     nested_first, nested = _pairs(downsets)
     rows, times = _times(problem, options)
+    flights = (problem.schedule.in_flight(at, problem.num_microbatches) for at in positions)
+    saved = (
+        (_sums(downsets, p.first_bytes), _sums(downsets, p.further_bytes), p.entry_bytes)
+        for p in policies
+    )
     tables = Tables(
         num_downsets=len(downsets),
         num_levels=len(problem.ends),
@@ -106,16 +103,22 @@ def tables_of(problem: Problem) -> Tables:
         reserved=array("q", [option.reserved_bytes for option in options]),
         rows=rows,
         times=times,
-        least_work=_flat(downsets.sums(least_work(s.options)) for s in problem.strategies),
+        least_work=_flat(downsets.sums(_least_work(s.options)) for s in problem.strategies),
         static=_flat(_sums(downsets, option.static_bytes) for option in options),
         policies_first=_starts(len(s.policies) for s in problem.strategies),
         recomputes=array("q", [policy.recompute for policy in policies]),
-        kept=_kept(problem, policies),
+        kept=_flat(row for rows in saved for row in rows),
         peaks=_flat(_peaks(downsets, policy.peak_bytes) for policy in policies),
         send=_flat(level for s in problem.strategies for level in s.send),
-        in_flight=_in_flight(problem),
+        in_flight=array("q", [0, *flights]),
     )
-    _refuse_large(tables)
+    if (size := 8 * tables.table_size) > _MOST_TABLE_BYTES:
+        raise UserInputError(
+            "table of states",
+            value=size,
+            limit=f"it takes at most {_MOST_TABLE_BYTES} bytes",
+            fix="Use fewer devices, contract layers, or allow more replicas.",
+        )
     return tables
 
 
@@ -135,13 +138,13 @@ def _starts(counts: Iterable[int]) -> array[int]:
 
 @lru_cache(maxsize=1 << 12)
 def _sums(downsets: Downsets, values: tuple[int, ...]) -> array[int]:
-    """Sums over downsets; a search asks for the same layers again and again."""
+    """Sums over downsets; a search asks for the same layers many times."""
     return array("q", downsets.sums(values))
 
 
 @lru_cache(maxsize=4)
 def _pairs(downsets: Downsets) -> tuple[array[int], array[int]]:
-    inner = [list(downsets.nested(at)) for at in range(len(downsets))]
+    inner = [downsets.nested(at) for at in range(len(downsets))]
     return _starts(map(len, inner)), _flat(inner)
 
 
@@ -151,26 +154,17 @@ def _times(problem: Problem, options: Sequence[ZeroOption]) -> tuple[array[int],
         last = problem.num_devices - option.num_devices
         rows.extend(before + p if at <= last else -1 for at, p in enumerate(option.times_at))
         for place in option.times:
-            for kind in _KINDS:
-                times.extend(_sums(problem.downsets, getattr(place, kind)))
+            for ticks in (place.forward, place.recompute, place.backward, place.sync):
+                times.extend(_sums(problem.downsets, ticks))
         before += len(option.times)
     return rows, times
 
 
-def least_work(options: Sequence[ZeroOption]) -> list[int]:
+def _least_work(options: Sequence[ZeroOption]) -> list[int]:
     """For each node, the fewest ticks of its forward and backward pass in any place."""
     places = [times for option in options for times in option.times]
     work = [map(add, times.forward, times.backward) for times in places]
     return [min(ticks) for ticks in zip(*work, strict=True)]
-
-
-def _kept(problem: Problem, policies: Sequence[CheckpointPolicy]) -> array[int]:
-    found = array("q")
-    for policy in policies:
-        found.extend(_sums(problem.downsets, policy.first_bytes))
-        found.extend(_sums(problem.downsets, policy.further_bytes))
-        found.extend(policy.entry_bytes)
-    return found
 
 
 @lru_cache(maxsize=64)
@@ -179,59 +173,19 @@ def _peaks(downsets: Downsets, values: tuple[int, ...]) -> array[int]:
     first, nested = _pairs(downsets)
     if not any(values):
         return array("q", [0]) * len(nested)
-    known, masks = {0: 0}, downsets.masks
+    largest, masks = {0: 0}, downsets.masks
+
+    def of(nodes: int) -> int:
+        if nodes not in largest:
+            rest = nodes & (nodes - 1)
+            largest[nodes] = max(values[(nodes ^ rest).bit_length() - 1], of(rest))
+        return largest[nodes]
+
     return array(
         "q",
         [
-            _largest(mask & ~masks[inner], values, known)
+            of(mask & ~masks[inner])
             for outer, mask in enumerate(masks)
             for inner in nested[first[outer] : first[outer + 1]]
         ],
     )
-
-
-def _largest(nodes: int, values: Sequence[int], known: dict[int, int]) -> int:
-    if nodes not in known:
-        rest = nodes & (nodes - 1)
-        node = (nodes ^ rest).bit_length() - 1
-        known[nodes] = max(values[node], _largest(rest, values, known))
-    return known[nodes]
-
-
-def _in_flight(problem: Problem) -> array[int]:
-    positions = range(1, problem.most_stages + 1)
-    count, schedule = problem.num_microbatches, problem.schedule
-    return array("q", [0, *(schedule.in_flight(at, count) for at in positions)])
-
-
-def _refuse_large(tables: Tables) -> None:
-    size = 8 * tables.table_size
-    if size > MOST_TABLE_BYTES:
-        raise UserInputError(
-            "table of states",
-            value=size,
-            limit=f"it takes at most {MOST_TABLE_BYTES} bytes",
-            fix="Use fewer devices, contract layers, or allow more replicas.",
-        )
-
-
-class Scratch:
-    """Memory for tables, kept from one problem to the next; whoever fills a table writes it all."""
-
-    def __init__(self) -> None:
-        self._table = array("q")
-
-    def table(self, tables: Tables) -> array[int]:
-        """At least as large as the problem needs, with anything in it."""
-        if len(self._table) < tables.table_size:
-            self._table = array("q", bytes(8 * tables.table_size))
-        return self._table
-
-
-def empty_table(tables: Tables) -> array[int]:
-    """States before anything is known; without a stage, everything may begin anywhere."""
-    found = array("q", [UNREACHABLE]) * tables.table_size
-    top = tables.at(0, tables.num_levels - 1, 0)
-    for device in range(tables.num_devices + 1):
-        found[top + device] = 0
-    return found

@@ -15,12 +15,12 @@ from nest_megatron.planner import PlanRequest
 from nest_megatron.report.console import show, show_json
 from nest_megatron.research.comparison import NEST, Compared, compare
 from nest_megatron.research.nest_dp.ablation import NUM_GPUS, table7_row
-from nest_megatron.research.nest_dp.memory import Optimizer
+from nest_megatron.research.nest_dp.job import PaperOptimizer
+from nest_megatron.research.nest_dp.plan import research_words
 from nest_megatron.research.paper import figures, tables
 from nest_megatron.research.paper.outcome import PlannerResult, Report
 from nest_megatron.research.paper.published import PaperJob
 from nest_megatron.research.report.comparison import layout_words
-from nest_megatron.research.report.recurrence_words import research_words
 
 #: Sequences of one optimizer step in every experiment of the paper.
 GLOBAL_BATCH_SIZE = 4096
@@ -138,7 +138,7 @@ def _zero_runner(overrides: Sequence[str]) -> tables.ZeroRunner:
         request = request_of(composed)
         rows = [
             table7_row(request.spec, request.cluster, request.settings, optimizer)
-            for optimizer in (Optimizer.SGD, Optimizer.ADAM)
+            for optimizer in (PaperOptimizer.SGD, PaperOptimizer.ADAM)
         ]
         return [
             tables.ZeroOutcome(

@@ -7,8 +7,13 @@ from itertools import combinations, pairwise
 
 from nest_megatron.research.nest_artifact.boundaries import deepest
 from nest_megatron.research.nest_artifact.price import price
-from nest_megatron.research.nest_artifact.records import Instance, Stage, StagePlacement
-from nest_megatron.research.nest_artifact.rule import AS_ARTIFACT, ArtifactRule
+from nest_megatron.research.nest_artifact.records import (
+    AS_ARTIFACT,
+    ArtifactRule,
+    Instance,
+    Stage,
+    StagePlacement,
+)
 
 
 def placements(instance: Instance) -> Iterator[StagePlacement]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from nest_megatron.research.nest_artifact.instance_file import chain_of, read_instance
+from nest_megatron.research.nest_artifact.files import chain_of, read_instance
 from nest_megatron.research.nest_artifact.records import Chain, Instance, Layer, Network, Optimizer
 
 DATA = Path(__file__).parent / "data"

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nest_megatron.research.nest_artifact.instance_file import read_instance
-from nest_megatron.research.nest_artifact.placement_file import named_baseline, read_placement
+from nest_megatron.research.nest_artifact.files import named_baseline, read_instance, read_placement
 from nest_megatron.research.nest_artifact.price import price
-from nest_megatron.research.nest_artifact.rule import rule_without
+from nest_megatron.research.nest_artifact.records import rule_without
 from nest_megatron.research.nest_artifact.search import ArtifactSolution, solve
 from tests.research.nest_artifact.instances import FOLDER
 

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.research.nest_artifact.instance_file import read_instance
-from nest_megatron.research.nest_artifact.placement_file import baseline_placement, read_placement
+from nest_megatron.research.nest_artifact.files import (
+    baseline_placement,
+    read_instance,
+    read_placement,
+)
 from nest_megatron.research.nest_artifact.records import FixedPlan, Optimizer
 from tests.research.nest_artifact.instances import DATA, plain, recorded
 
@@ -33,7 +36,7 @@ def test_what_is_read() -> None:
     assert instance.num_micro_batches == 4096
     assert instance.network.fan_outs == (8, 4, 2)
     assert instance.optimizer is Optimizer.SGD
-    assert instance.baselines["MCMC"].num_stages == 32
+    assert instance.baselines["MCMC"].p == 32
     assert not instance.notes
 
 
@@ -162,15 +165,10 @@ def test_baselines_that_make_no_stages(
     num_stages: int, num_layers: int, partition: tuple[int, ...], words: str
 ) -> None:
     baseline = FixedPlan(
-        name="mine",
-        num_stages=num_stages,
-        data_parallel_size=1,
-        tensor_model_parallel_size=1,
-        num_layers=num_layers,
-        layer_partition=partition,
+        p=num_stages, d=1, t=1, num_transformer_layers=num_layers, layer_partition=partition
     )
     with pytest.raises(UserInputError, match=words):
-        baseline_placement(recorded("llama2_64"), baseline)
+        baseline_placement(recorded("llama2_64"), "mine", baseline)
 
 
 def test_the_data_says_where_it_is_from() -> None:

@@ -8,17 +8,19 @@ import json
 import pytest
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.research.nest_artifact.placement_file import (
+from nest_megatron.research.nest_artifact.files import (
     named_baseline,
     read_placement,
     write_placement,
 )
 from nest_megatron.research.nest_artifact.price import price, sync_time
-from nest_megatron.research.nest_artifact.records import Instance, Stage, StagePlacement
-from nest_megatron.research.nest_artifact.rule import (
+from nest_megatron.research.nest_artifact.records import (
     AS_ARTIFACT,
     SWITCHES,
     ArtifactRule,
+    Instance,
+    Stage,
+    StagePlacement,
     rule_without,
 )
 from nest_megatron.research.nest_artifact.search import ArtifactSolution, solve

@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 
 from nest_megatron.research.nest_artifact.boundaries import boundary_table, deepest, has_kernel
 from nest_megatron.research.nest_artifact.price import price
-from nest_megatron.research.nest_artifact.records import Instance
-from nest_megatron.research.nest_artifact.rule import AS_ARTIFACT, SWITCHES, ArtifactRule
+from nest_megatron.research.nest_artifact.records import (
+    AS_ARTIFACT,
+    SWITCHES,
+    ArtifactRule,
+    Instance,
+)
 from nest_megatron.research.nest_artifact.search import ArtifactSolution, NoSolution, solve
 from tests.research.nest_artifact.brute_force import least_time
 from tests.research.nest_artifact.instances import instances, recorded

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.authors_layers import authors_row
-from nest_megatron.research.nest_artifact.instance_file import read_instance
+from nest_megatron.research.nest_artifact.files import read_instance
 from nest_megatron.research.nest_dp.pipeline import has_kernel
 from nest_megatron.units import GIB
 

@@ -12,9 +12,21 @@ from nest_megatron.parallel.rank_order import GroupKind, group_shape
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.nest_artifact.search import NoSolution
 from nest_megatron.research.nest_dp.ablation import table7_row
-from nest_megatron.research.nest_dp.group_shapes import Block, GroupShapes
-from nest_megatron.research.nest_dp.job import Division, RecomputeChoice, ResearchJob
-from nest_megatron.research.nest_dp.links import (
+from nest_megatron.research.nest_dp.job import (
+    Division,
+    MemoryRule,
+    PaperOptimizer,
+    RecomputeChoice,
+    ResearchJob,
+)
+from nest_megatron.research.nest_dp.pipeline import best_pipeline
+from nest_megatron.research.nest_dp.plan import ResearchPlan, described
+from nest_megatron.research.nest_dp.pricing import Pricer
+from nest_megatron.research.nest_dp.records import PricedStrategy, Schedule
+from nest_megatron.research.nest_dp.search import RecurrenceSolution, cases, solve
+from nest_megatron.research.nest_dp.topology import (
+    Block,
+    GroupShapes,
     Replicas,
     Topology,
     common_unit,
@@ -22,12 +34,6 @@ from nest_megatron.research.nest_dp.links import (
     send_ticks,
     stretches,
 )
-from nest_megatron.research.nest_dp.memory import MemoryRule, Optimizer
-from nest_megatron.research.nest_dp.pipeline import best_pipeline
-from nest_megatron.research.nest_dp.plan import ResearchPlan, described
-from nest_megatron.research.nest_dp.pricing import Pricer
-from nest_megatron.research.nest_dp.records import PricedStrategy, Schedule
-from nest_megatron.research.nest_dp.search import RecurrenceSolution, cases, solve
 from tests.research.nest_dp.brute_force import least_total
 from tests.research.nest_dp.jobs import research_job, tiny_job, with_memory
 
@@ -210,7 +216,7 @@ def test_gpipe_needs_more_memory_than_1f1b() -> None:
 def test_zero_finds_a_plan_where_none_exists_without() -> None:
     """Table 7 of the paper in small: BERT-Large on 120 MB."""
     job = research_job("model=bert_large", "cluster=tpuv4_fat_tree", "cluster.num_gpus=64")
-    row = table7_row(job.spec, job.cluster, job.settings, Optimizer.SGD)
+    row = table7_row(job.spec, job.cluster, job.settings, PaperOptimizer.SGD)
     assert isinstance(row.without, NoSolution)
     assert row.without.missing_bytes > 0
     assert isinstance(row.with_zero, ResearchPlan)

@@ -8,7 +8,7 @@ import pytest
 
 from nest_megatron.research.nest_dp.pipeline import best_pipeline, filled, has_kernel
 from nest_megatron.research.nest_dp.records import UNREACHABLE
-from nest_megatron.research.nest_dp.tables import Scratch, tables_of
+from nest_megatron.research.nest_dp.tables import tables_of
 from tests.research.nest_dp.brute_force import least_total
 from tests.research.nest_dp.problems import random_problem
 
@@ -35,8 +35,7 @@ def test_the_kernel_is_the_reference() -> None:
         for cap, sync_cap in ((UNREACHABLE, UNREACHABLE), (40, UNREACHABLE), (60, 20)):
             caps = array("q", [cap] * (t.most_stages + 1))
             kernel, reference = (
-                filled(t, caps, sync_cap, Scratch(), compiled=compiled)
-                for compiled in (True, False)
+                filled(t, caps, sync_cap, compiled=compiled) for compiled in (True, False)
             )
             assert kernel == reference, seed
         assert best_pipeline(problem, compiled=True) == best_pipeline(problem, compiled=False)

@@ -1,0 +1,318 @@
+"""Where devices and groups lie: levels, replicas, and a stage's groups as fan-outs per level."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from nest_megatron.cluster.records import Cluster, NetworkLevel
+from nest_megatron.cost_model.communication import send_time
+from nest_megatron.cost_model.keys import GroupPlaces
+from nest_megatron.names import Name
+from nest_megatron.units import Ticks, to_ticks
+
+Shape = tuple[int, ...]
+
+
+class Topology(Name):
+    """How the cluster's levels are read."""
+
+    LEVELS = "levels"
+    TORUS = "torus"
+    MESH = "mesh"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LinkLevel:
+    """Blocks of devices, and the link between two stages that share one; known by identity.
+
+    Args:
+        num_devices: of a block; blocks begin at multiples of it.
+        level: whose bandwidth and latency a transfer inside has.
+        hops: links that the longest way inside a block takes.
+    """
+
+    name: str
+    num_devices: int
+    level: NetworkLevel
+    hops: int = 1
+
+    def send(self, num_bytes: float) -> Ticks:
+        """Ticks of a transfer; none for nothing."""
+        if not num_bytes:
+            return 0
+        level = dataclasses.replace(self.level, latency_s=self.hops * self.level.latency_s)
+        return to_ticks(send_time(num_bytes, level))
+
+
+def link_levels(cluster: Cluster, topology: Topology) -> tuple[LinkLevel, ...]:
+    """Levels from the nearest devices outwards; the last takes in the whole cluster.
+
+    Of a torus or mesh, affinity classes: those that reach along one dimension, all inner ones being
+    whole. A part of a dimension has no link around; the whole of a torus' has.
+    """
+    found: list[LinkLevel] = []
+    inner, hops = 1, 0
+    for level, size in zip(cluster.levels, cluster.group_sizes(), strict=True):
+        if topology is Topology.LEVELS:
+            found.append(LinkLevel(name=level.name, num_devices=size, level=level))
+            continue
+        extent, reach = -(-size // inner), 1
+        longest = extent // 2 if topology is Topology.TORUS else extent - 1
+        for factor in _prime_factors(extent):
+            reach *= factor
+            way = hops + (longest if reach == extent else reach - 1)
+            name, block = f"{level.name} {reach}", inner * reach
+            found.append(LinkLevel(name=name, num_devices=block, level=level, hops=max(1, way)))
+        inner, hops = inner * extent, hops + longest
+    return tuple(found)
+
+
+def _prime_factors(number: int) -> list[int]:
+    """Smallest first.
+
+    >>> _prime_factors(12), _prime_factors(1)
+    ([2, 2, 3], [])
+    """
+    found, factor = [], 2
+    while number > 1:
+        while number % factor == 0:
+            found.append(factor)
+            number //= factor
+        factor += 1
+    return found
+
+
+def send_ticks(found: tuple[LinkLevel, ...], num_bytes: float) -> tuple[Ticks, ...]:
+    """A transfer over each level, the slowest level up to it counting."""
+    ticks: list[Ticks] = []
+    for level in found:
+        ticks.append(max([*ticks[-1:], level.send(num_bytes)]))
+    return tuple(ticks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """Copies of a pipeline, each on the same number of devices.
+
+    Args:
+        stride: devices from the first of a copy to the first of the next.
+    """
+
+    count: int
+    stride: int
+
+    def boundaries(self, block: int) -> list[int]:
+        """Where a block of devices begins in some copy, in the copy's own numbers."""
+        starts = {-copy * self.stride % block for copy in range(self.count)}
+        places = (range(start, self.stride, block) for start in starts)
+        return sorted({place for some in places for place in some if place})
+
+
+def common_unit(blocks: Sequence[int], replicas: Replicas, stage_devices: Sequence[int]) -> int:
+    """The largest number of devices that every boundary and every stage is a multiple of.
+
+    Stages may then begin at its multiples alone: a stage that begins between two can be moved to
+    the lower one without leaving a block, and the devices left idle are not missed.
+    """
+    places = (place for block in set(blocks) for place in replicas.boundaries(block))
+    return math.gcd(*stage_devices, *places)
+
+
+def stretches(block: int, replicas: Replicas, unit: int) -> Shape:
+    """For each unit of devices the end of the stretch that lies in one block in every copy."""
+    length = replicas.stride // unit
+    bounds = [place // unit for place in replicas.boundaries(block)]
+    ends: list[int] = []
+    for bound in (*(b for b in bounds if b < length), length):
+        ends += [bound] * (bound - len(ends))
+    return tuple(ends)
+
+
+def level_ends(blocks: Sequence[int], replicas: Replicas, unit: int) -> tuple[Shape, ...]:
+    """Stretches of every level, whose blocks have so many devices; the last one joins all."""
+    inner = tuple(stretches(block, replicas, unit) for block in blocks[:-1])
+    length = replicas.stride // unit
+    return (*inner, (length,) * length)
+
+
+class Block(NamedTuple):
+    """Devices that work on one stage: tensor ranks nearest, then context, then expert ranks.
+
+    Experts are split over the tensor ranks and, next to them, the expert ranks; context ranks hold
+    copies of them. The order is Megatron's ``tp-cp-ep-dp-pp``.
+    """
+
+    tp: int
+    cp: int
+    ep: int
+
+    @property
+    def num_devices(self) -> int:
+        """All of them."""
+        return self.tp * self.cp * self.ep
+
+
+class StageGroupShapes(NamedTuple):
+    """Shapes of a stage's groups.
+
+    ``inner`` are those inside a layer: tensor, context, expert, expert-tensor. ``zero`` divides
+    states, ``dense`` and ``expert`` sum gradients over all copies of a parameter.
+    """
+
+    inner: GroupPlaces
+    zero: Shape
+    dense: Shape
+    expert: Shape
+
+
+class Line(NamedTuple):
+    """Shapes of a stage's groups along a replica: the distinct ones, and which is where."""
+
+    distinct: tuple[StageGroupShapes, ...]
+    numbers: Shape
+
+
+class _Groups:
+    """Groups of devices, numbered from the first device of a stage; known by identity."""
+
+    def __init__(self, members: tuple[Shape, ...]) -> None:
+        self.members = members
+        self.size = len(members[0])
+
+
+class _BlockGroups(NamedTuple):
+    """The groups of a block and of its copies in other replicas."""
+
+    inner: tuple[_Groups, ...]
+    dense: _Groups
+    expert: _Groups
+
+
+class GroupShapes:
+    """Shapes of stages in one cluster with one number of replicas; each is worked out once.
+
+    Args:
+        sizes: devices in one group of each level, the last one all.
+
+    Attributes:
+        along: the shapes at every unit of a replica's devices, by block, ZeRO degree and unit.
+    """
+
+    def __init__(self, sizes: Shape, replicas: Replicas) -> None:
+        self.sizes = sizes
+        self.replicas = replicas
+        self._period = sizes[-2] if len(sizes) > 1 else 1
+        self.along = cache(self._along)
+        self._shapes = cache(self._shapes_from)
+        self._groups = cache(self._groups_of)
+        self._fewest = cache(self._fewest_at)
+
+    def of(self, block: Block, degree: int, first: int) -> StageGroupShapes:
+        """The shapes of a stage that begins at a device of the first replica, and of its copies.
+
+        Args:
+            degree: ZeRO's; the block stands so many times side by side.
+        """
+        return self._shapes(block, degree, first % self._period)
+
+    def _along(self, block: Block, degree: int, unit: int) -> Line:
+        starts = range(0, self.replicas.stride // unit * unit, unit)
+        shapes = [self.of(block, degree, first) for first in starts]
+        numbers = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
+        return Line(tuple(numbers), tuple(numbers[shape] for shape in shapes))
+
+    def _shapes_from(self, block: Block, degree: int, first: int) -> StageGroupShapes:
+        groups, stride = self._groups(block), self.replicas.stride
+        blocks = [first + at * block.num_devices for at in range(degree)]
+        begins = [first + copy * stride for copy in range(self.replicas.count)]
+        everywhere = [at + begin - first for at in blocks for begin in begins]
+        return StageGroupShapes(
+            inner=tuple(self._worst(everywhere, inner) for inner in groups.inner),
+            zero=self._worst(begins, _side_by_side(block, degree)),
+            dense=self._worst(blocks, groups.dense),
+            expert=self._worst(blocks, groups.expert),
+        )
+
+    def _worst(self, begins: Iterable[int], groups: _Groups) -> Shape:
+        """The shape in which no member has more neighbours than it has from any beginning."""
+        fewest = [self._fewest(groups, at) for at in {at % self._period for at in begins}]
+        return fan_outs([min(level) for level in zip(*fewest, strict=True)], groups.size)
+
+    def _fewest_at(self, groups: _Groups, begin: int) -> Shape:
+        """At each level, the fewest members that share one of its groups with a member."""
+        return tuple(
+            min(
+                min(Counter((begin + device) // size for device in group).values())
+                for group in groups.members
+            )
+            for size in self.sizes
+        )
+
+    def _groups_of(self, block: Block) -> _BlockGroups:
+        return _BlockGroups(
+            inner=tuple(_Groups(members) for members in _inner_groups(block)),
+            dense=_copies(block, self.replicas, block.tp),
+            expert=_copies(block, self.replicas, block.tp * block.ep),
+        )
+
+
+@cache
+def _side_by_side(block: Block, degree: int) -> _Groups:
+    """The devices of a block and those that divide their states with them."""
+    return _Groups(_strided(block.num_devices * degree, block.num_devices, degree))
+
+
+def _copies(block: Block, replicas: Replicas, shard: int) -> _Groups:
+    """Devices that hold the same share, ``shard`` apart in a block, in all replicas."""
+    begins = [copy * replicas.stride for copy in range(replicas.count)]
+    return _Groups(
+        tuple(
+            tuple(at + member for at in begins for member in range(share, block.num_devices, shard))
+            for share in range(shard)
+        )
+    )
+
+
+def _inner_groups(block: Block) -> Iterator[tuple[Shape, ...]]:
+    """Tensor, context, expert and expert-tensor groups inside a block that begins at 0."""
+    tensor = _strided(block.num_devices, 1, block.tp)
+    yield tensor
+    yield _strided(block.num_devices, block.tp, block.cp)
+    yield _strided(block.num_devices, block.tp, block.ep)
+    yield tensor
+
+
+def _strided(size: int, stride: int, members: int) -> tuple[Shape, ...]:
+    """Groups of devices ``stride`` apart.
+
+    >>> _strided(8, 2, 2)
+    ((0, 2), (1, 3), (4, 6), (5, 7))
+    """
+    width = stride * members
+    return tuple(
+        tuple(range(first + at, first + width, stride))
+        for first in range(0, size, width)
+        for at in range(stride)
+    )
+
+
+def fan_outs(fewest: Sequence[int], size: int) -> Shape:
+    """Fan-outs from the fewest members at each level; the outermost takes the rest, rounded up.
+
+    The product is at least the group's size and no member is put nearer than it is, as in
+    ``parallel.rank_order.group_shape``.
+
+    >>> fan_outs([2, 8, 8], 8), fan_outs([1, 3, 3], 3)
+    ((2, 4, 1), (1, 3, 1))
+    """
+    shape, placed = [], 1
+    for members in fewest[:-1]:
+        shape.append(max(1, members // placed))
+        placed *= shape[-1]
+    return (*shape, -(-size // placed))
