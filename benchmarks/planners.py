@@ -29,7 +29,7 @@ from nest_megatron.parallel.objective import Objective  # noqa: E402
 from nest_megatron.parallel.plan import ParallelPlan  # noqa: E402
 from nest_megatron.planner import PlanRequest, estimate_plan, plan  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
-from nest_megatron.research.baselines.networks import on_flat_network  # noqa: E402
+from nest_megatron.research.baselines.job import on_flat_network  # noqa: E402
 from nest_megatron.research.comparison import compare  # noqa: E402
 from nest_megatron.research.paper.experiments import experiment, request_for  # noqa: E402
 from nest_megatron.research.paper.figures import MODELS, SPINE_LEAF  # noqa: E402

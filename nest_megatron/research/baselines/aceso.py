@@ -23,57 +23,53 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
+from nest_megatron.cost_model.stage_problems import stage_problem
+from nest_megatron.names import Name
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity
+from nest_megatron.parallel.recompute import RecomputeGranularity
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.research.baselines.bottleneck import Resource, bottleneck
 from nest_megatron.research.baselines.job import (
+    PLAIN,
     BaselineChoice,
+    Boundaries,
     ComparisonJob,
     chosen,
     fastest,
+    moved,
     restricted,
 )
-from nest_megatron.research.baselines.partitions import Boundaries
 from nest_megatron.research.baselines.walk import Layouts, State, nearest, pipeline_of, shard_of
 from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.units import Seconds, to_seconds
 
 EVALUATIONS = 3_000
 HOPS = 4
 #: Results of single primitives from which a search of several goes on.
 _WIDTH = 3
-_WITHOUT = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
+
+
+class Resource(Name):
+    """What a stage can be short of."""
+
+    MEMORY = "memory"
+    COMPUTE = "compute"
+    COMMUNICATION = "communication"
+
 
 #: Primitives that relieve a resource, as the paper's table has them: fields of ``Shard`` that rise
 #: or fall, layers that move out of the stage, layers that are recomputed.
-_RELIEF: dict[Resource, tuple[tuple[str, int], ...]] = {
-    Resource.MEMORY: (
-        ("recompute", 1),
-        ("layers", -1),
-        ("tensor", 1),
-        ("expert", 1),
-        ("micro_batch", -1),
-    ),
-    Resource.COMPUTE: (
-        ("layers", -1),
-        ("recompute", -1),
-        ("micro_batch", 1),
-        ("tensor", 1),
-        ("tensor", -1),
-    ),
-    Resource.COMMUNICATION: (
-        ("tensor", -1),
-        ("expert", -1),
-        ("micro_batch", 1),
-        ("tensor", 1),
-        ("layers", -1),
-    ),
+_RELIEF: dict[Resource, tuple[str, ...]] = {
+    Resource.MEMORY: ("+recompute", "-layers", "+tensor", "+expert", "-micro_batch"),
+    Resource.COMPUTE: ("-layers", "-recompute", "+micro_batch", "+tensor", "-tensor"),
+    Resource.COMMUNICATION: ("-tensor", "-expert", "+micro_batch", "+tensor", "-layers"),
 }
 
 
 def find(job: ComparisonJob, *, evaluations: int = EVALUATIONS) -> BaselineChoice:
     """The best state that fits over all numbers of stages."""
-    layouts = Layouts(job, restricted(job, _WITHOUT, zero_stages=(ZeroStage.NONE,)))
+    layouts = Layouts(job, restricted(job, PLAIN, zero_stages=(ZeroStage.NONE,)))
     starts = _starts(layouts)
     share = evaluations // max(1, len(starts))
     best = fastest([_Climb(layouts, share).run(start) for start in starts])
@@ -109,9 +105,10 @@ class _Climb:
 
     def _better(self, state: State, than: tuple[int, int], hops: int) -> State | None:
         """A state better than a score, some primitives away."""
-        for resource in (worst := bottleneck(self.layouts.job.model, state)).resources:
+        stage, resources = bottleneck(self.layouts.job.model, state)
+        for resource in resources:
             reached = []
-            for grid, boundaries in self._relieved(state, worst.stage, resource):
+            for grid, boundaries in self._relieved(state, stage, resource):
                 if (grid, boundaries) in self.seen:
                     continue
                 if self.left <= 0:
@@ -131,19 +128,17 @@ class _Climb:
         self, state: State, stage: int, resource: Resource
     ) -> Iterator[tuple[Grid, Boundaries]]:
         """What each primitive makes of a state."""
-        for name, direction in _RELIEF[resource]:
+        for primitive in _RELIEF[resource]:
+            name, direction = primitive[1:], 1 if primitive[0] == "+" else -1
             if name == "layers":
-                yield from (
-                    (state.grid, boundaries) for boundaries in _lightened(state.boundaries, stage)
-                )
-            elif name == "recompute":
-                for setting in self._other_settings(state.grid, direction):
-                    yield self.layouts.recomputed(state.grid, setting), state.boundaries
-            else:
-                for grid in self._other_shard(state.grid, name, direction):
-                    yield grid, state.boundaries
+                for boundaries in _lightened(state.boundaries, stage):
+                    yield state.grid, boundaries
+                continue
+            change = self._other_settings if name == "recompute" else self._other_shards
+            for grid in change(state.grid, name, direction):
+                yield grid, state.boundaries
 
-    def _other_settings(self, grid: Grid, direction: int) -> list[Recompute]:
+    def _other_settings(self, grid: Grid, _: str, direction: int) -> list[Grid]:
         """One layer more or fewer recomputed, four of them, and as far as it goes."""
         ladder = [
             setting
@@ -152,22 +147,21 @@ class _Climb:
         ]
         at = ladder.index(grid.recompute) if grid.recompute in ladder else 0
         rest = ladder[at + 1 :] if direction > 0 else ladder[:at][::-1]
-        return [rest[step] for step in (0, 3, len(rest) - 1) if 0 <= step < len(rest)]
+        found = [rest[step] for step in (0, 3, len(rest) - 1) if 0 <= step < len(rest)]
+        return [self.layouts.recomputed(grid, setting) for setting in found]
 
-    def _other_shard(self, grid: Grid, name: str, direction: int) -> list[Grid]:
+    def _other_shards(self, grid: Grid, name: str, direction: int) -> list[Grid]:
         """The next larger or smaller value of one field; the experts' own degree may follow."""
         now = shard_of(grid)
-        value = getattr(now, name)
-        changed = [
-            shard
+        steps = {
+            shard: (getattr(shard, name) - getattr(now, name)) * direction
             for shard in self.layouts.one_step_from(now)
-            if (getattr(shard, name) - value) * direction > 0
-        ]
-        step = min((abs(getattr(shard, name) - value) for shard in changed), default=0)
+        }
+        least = min((step for step in steps.values() if step > 0), default=0)
         return [
             self.layouts.recomputed(found, grid.recompute)
-            for shard in changed
-            if abs(getattr(shard, name) - value) == step
+            for shard, step in steps.items()
+            if step == least > 0
             for found in nearest(self.layouts.families(shard), grid)
             if pipeline_of(found).stages == pipeline_of(grid).stages
         ]
@@ -183,10 +177,52 @@ def _lightened(boundaries: Boundaries, stage: int) -> Iterator[Boundaries]:
     if boundaries[stage + 1] - boundaries[stage] < 2:
         return
     if stage > 0:
-        yield _moved(boundaries, stage, 1)
+        yield moved(boundaries, stage, 1)
     if stage + 2 < len(boundaries):
-        yield _moved(boundaries, stage + 1, -1)
+        yield moved(boundaries, stage + 1, -1)
 
 
-def _moved(boundaries: Boundaries, at: int, by: int) -> Boundaries:
-    return (*boundaries[:at], boundaries[at] + by, *boundaries[at + 1 :])
+def bottleneck(model: CostModel, state: State) -> tuple[int, tuple[Resource, ...]]:
+    """The stage that lacks most memory, or else the slowest one; its scarcest resources first.
+
+    Args:
+        state: a layout without virtual stages.
+    """
+    problem = stage_problem(model, state.grid)
+    stages = range(problem.num_stages)
+    times = [_time(model, problem, state, rank) for rank in stages]
+    stage = max(stages, key=lambda rank: sum(times[rank]))
+    if state.missing_bytes:
+        stage = max(stages, key=lambda rank: _memory(problem, state, rank))
+    compute, communication = times[stage]
+    by_time = (Resource.COMPUTE, Resource.COMMUNICATION)
+    if communication > compute:
+        by_time = by_time[::-1]
+    return stage, (Resource.MEMORY, *by_time) if state.missing_bytes else by_time
+
+
+def _memory(problem: PipelineProblem, state: State, stage: int) -> int:
+    first, end = state.boundaries[stage : stage + 2]
+    return rank_memory(problem, stage, [chunk_cost(problem, first, end)]).total
+
+
+def _time(
+    model: CostModel, problem: PipelineProblem, state: State, stage: int
+) -> tuple[Seconds, Seconds]:
+    """Computation and communication of a stage for one micro batch.
+
+    What no pass hides of the replicas' traffic is shared among the micro batches.
+    """
+    first, end = state.boundaries[stage : stage + 2]
+    cost = chunk_cost(problem, first, end)
+    sequence, kinds = model.unit_kinds(state.grid)
+    inside = 0.0
+    for index in sequence[first:end]:
+        run = kinds[index].own.run
+        for one in (run.forward, run.backward):
+            inside += one.tp + one.cp + one.ep
+    sent = problem.send_forward[stage] + problem.send_backward[stage]
+    edges = max(0, cost.gather_unhidden, cost.gather_hideable)
+    edges += max(0, cost.reduce_unhidden, cost.reduce_hideable)
+    between = to_seconds(sent) + to_seconds(edges) / problem.num_microbatches
+    return to_seconds(cost.forward + cost.backward) - inside, inside + between

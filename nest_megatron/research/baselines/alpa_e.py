@@ -27,16 +27,16 @@ from collections.abc import Iterator
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.baselines.job import (
     NOTHING_LEGAL,
+    PLAIN,
     BaselineChoice,
     ComparisonJob,
+    on_two_level_mesh,
     restricted,
     solved,
 )
-from nest_megatron.research.baselines.networks import on_two_level_mesh
 from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SolvedGrid
 from nest_megatron.solver.search import UNLIMITED
@@ -44,7 +44,6 @@ from nest_megatron.units import Seconds
 
 #: What is found by then is the best or next to it; without memory to prune it, a proof takes long.
 PARTITION_NODES = 100_000
-_WITHOUT = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
 
 
 def find(job: ComparisonJob) -> BaselineChoice:
@@ -63,34 +62,24 @@ def find(job: ComparisonJob) -> BaselineChoice:
 
 
 def _candidates(job: ComparisonJob, mesh: CostModel) -> Iterator[SolvedGrid]:
-    """For each sub-mesh and micro batch, the sharding of least traffic with its fastest stages."""
-    settings = (NO_RECOMPUTE, FULL_RECOMPUTE) if job.space.recompute is None else (None,)
-    for setting in settings:
-        for grids in _grids_by_submesh(job).values():
-            recompute = setting or job.space.recompute or NO_RECOMPUTE
-            grid = dataclasses.replace(
-                min(grids, key=lambda grid: communication(mesh, grid)), recompute=recompute
-            )
-            problem = dataclasses.replace(stage_problem(mesh, grid), capacity_bytes=UNLIMITED)
-            plan = solved(grid, job.solve_stages(problem, NO_THRESHOLD, PARTITION_NODES))
-            if plan is not None:
-                yield plan
-
-
-def _grids_by_submesh(job: ComparisonJob) -> dict[tuple[int, int], list[Grid]]:
-    """Legal grids by the devices of a stage and the micro batch.
+    """For each sub-mesh and micro batch, the sharding of least traffic with its fastest stages.
 
     A sub-mesh is whole nodes, or a part that divides one.
     """
     node = job.model.cluster.gpus_per_node
-    space = job.grids(restricted(job, _WITHOUT, zero_stages=(ZeroStage.NONE,)))
-    found: defaultdict[tuple[int, int], list[Grid]] = defaultdict(list)
-    for shard in space.shards():
-        for grid in space.grids(shard):
-            stage = grid.dims.ranks_per_stage
-            if node % stage == 0 or stage % node == 0:
-                found[stage, grid.micro_batch_size] += space.families(grid)
-    return {submesh: grids for submesh, grids in found.items() if grids}
+    submeshes: defaultdict[tuple[int, int], list[Grid]] = defaultdict(list)
+    for grid in job.families(restricted(job, PLAIN, zero_stages=(ZeroStage.NONE,))):
+        stage = grid.dims.ranks_per_stage
+        if node % stage == 0 or stage % node == 0:
+            submeshes[stage, grid.micro_batch_size].append(grid)
+    least = [min(grids, key=lambda grid: communication(mesh, grid)) for grids in submeshes.values()]
+    for recompute in job.all_or_no_recompute():
+        for bare in least:
+            grid = dataclasses.replace(bare, recompute=recompute)
+            problem = dataclasses.replace(stage_problem(mesh, grid), capacity_bytes=UNLIMITED)
+            plan = solved(grid, job.solve_stages(problem, NO_THRESHOLD, PARTITION_NODES))
+            if plan is not None:
+                yield plan
 
 
 def communication(model: CostModel, grid: Grid) -> Seconds:

@@ -38,10 +38,10 @@ from nest_megatron.research.baselines.job import (
     BaselineChoice,
     ComparisonJob,
     chosen,
+    even_partition,
     fastest,
     restricted,
 )
-from nest_megatron.research.baselines.partitions import even_partition
 from nest_megatron.research.baselines.walk import pipeline_of
 from nest_megatron.solver.grids import GridSpace
 
@@ -69,8 +69,8 @@ class DegreeRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """The rows in order, and what is kept where none applies."""
+class _Table:
+    """The rows in order, and what holds where none applies."""
 
     rows: tuple[DegreeRow, ...]
     otherwise: DegreeRow
@@ -84,9 +84,10 @@ def find(job: ComparisonJob) -> BaselineChoice:
         return BaselineChoice(plan=None, reason=reason, candidates=0)
     row = row_for(spec, job.model.cluster.accelerator.memory_bytes)
     grids = list(_candidates(job, row))
-    partitions = [(grid, even_partition(spec, grid.dims.num_chunks)) for grid in grids]
     best = fastest(
-        job.price(grid, boundaries) for grid, boundaries in partitions if boundaries is not None
+        job.price(grid, boundaries)
+        for grid in grids
+        if (boundaries := even_partition(spec, grid.dims.num_chunks)) is not None
     )
     return chosen(best, len(grids), f"the fastest of the {len(grids)} candidates of its table")
 
@@ -104,9 +105,9 @@ def row_for(spec: TransformerSpec, memory_bytes: int) -> DegreeRow:
 
 
 @cache
-def _table() -> Table:
+def _table() -> _Table:
     path = importlib.resources.files(__package__).joinpath("autoconfigurator.yaml")
-    return from_plain(Table, yaml.safe_load(path.read_text(encoding="utf-8")))
+    return from_plain(_Table, yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
 def _candidates(job: ComparisonJob, row: DegreeRow) -> Iterator[Grid]:
@@ -126,12 +127,8 @@ def _allows(row: DegreeRow, grid: Grid, num_layers: int) -> bool:
     pp = dims.pipeline_model_parallel_size
     product = dims.tensor_model_parallel_size * pp
     product *= dims.context_parallel_size * dims.expert_model_parallel_size
-    fits_table = _between(row.pipeline, pp) and _between(row.model_parallel, product)
-    return fits_table and num_layers % pp == 0
-
-
-def _between(ends: tuple[int, int], value: int) -> bool:
-    return ends[0] <= value <= ends[1]
+    limits = ((row.pipeline, pp), (row.model_parallel, product))
+    return num_layers % pp == 0 and all(low <= size <= high for (low, high), size in limits)
 
 
 def _with_virtual_stages(grids: GridSpace, grid: Grid) -> list[Grid]:

@@ -1,19 +1,22 @@
-"""What a baseline is given, and what it answers."""
+"""What a baseline is given and answers; networks and partitions as methods see them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeVar
 
+from nest_megatron.cluster.records import NetworkLevel
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.recompute import Recompute
+from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.one_partition import judging
@@ -28,10 +31,13 @@ from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
 
 Option = TypeVar("Option")
+Boundaries = tuple[int, ...]
 
 #: Why a method that knows memory finds nothing.
 NOTHING_FITS = "nothing that it may choose fits in memory"
 NOTHING_LEGAL = "Megatron launches none of the layouts that it may choose"
+#: Degrees that the methods of most papers do not have.
+PLAIN = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +73,18 @@ class ComparisonJob:
         """The legal grids of a space for this job."""
         return GridSpace(self.model, self.global_batch_size, space)
 
+    def families(self, space: SearchSpace) -> Iterator[Grid]:
+        """Every legal grid of a space, but for its recomputation."""
+        grids = self.grids(space)
+        for shard in grids.shards():
+            for grid in grids.grids(shard):
+                yield from grids.families(grid)
+
+    def all_or_no_recompute(self) -> tuple[Recompute, ...]:
+        """Both ends of recomputation, or the user's own setting."""
+        own = self.space.recompute
+        return (NO_RECOMPUTE, FULL_RECOMPUTE) if own is None else (own,)
+
     def search(self, model: CostModel, space: SearchSpace) -> tuple[SolvedGrid | None, int]:
         """The fastest plan of a space under a cost model, and how many candidates there are."""
         search = Search(
@@ -89,16 +107,15 @@ class ComparisonJob:
         """A plan that another cost model chose, on the real cluster."""
         return plan and self.price(plan.grid, plan.boundaries)
 
-    def price(self, grid: Grid, boundaries: tuple[int, ...]) -> SolvedGrid | None:
+    def price(self, grid: Grid, boundaries: Boundaries) -> SolvedGrid | None:
         """A grid with one partition on the real cluster, or ``None`` if it does not fit."""
         partition = StagePartition(
             boundaries=boundaries,
             pipeline_model_parallel_size=grid.dims.pipeline_model_parallel_size,
         )
         judge = judging(self.solve_stages, partition)
-        return solved(
-            grid, judge(stage_problem(self.model, grid), NO_THRESHOLD, DEFAULT_NODE_LIMIT)
-        )
+        problem = stage_problem(self.model, grid)
+        return solved(grid, judge(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +168,6 @@ def restricted(
         recompute: the one setting to try, if the user fixes none.
     """
     space, cluster = job.space, job.model.cluster
-    ones = {name: 1 for name in without if name not in space.fixed}
     # Stated, because a copy of the cluster without network levels has no node to default to.
     limits = {
         name: space.limit(name, cluster)
@@ -160,14 +176,70 @@ def restricted(
     }
     return dataclasses.replace(
         space,
-        fixed={**space.fixed, **ones},
+        fixed={**dict.fromkeys(without, 1), **space.fixed},
         limits={**limits, **space.limits},
-        zero_stages=_kept(zero_stages, space.zero_stages),
-        rank_orders=_kept(rank_orders, space.rank_orders),
+        zero_stages=_allowed(zero_stages, space.zero_stages),
+        rank_orders=_allowed(rank_orders, space.rank_orders),
         recompute=space.recompute or recompute,
         use_all_gpus=True,
     )
 
 
-def _kept(wanted: tuple[Option, ...], allowed: tuple[Option, ...]) -> tuple[Option, ...]:
+def _allowed(wanted: tuple[Option, ...], allowed: tuple[Option, ...]) -> tuple[Option, ...]:
     return tuple(option for option in wanted if option in allowed) or allowed
+
+
+def on_flat_network(model: CostModel) -> CostModel:
+    """A cost model to which all GPUs are neighbours: one level, with the innermost's figures."""
+    return _with_levels(model, (_endless(model.cluster.levels[0]),))
+
+
+def on_two_level_mesh(model: CostModel) -> CostModel:
+    """A cost model to which all nodes are neighbours: two levels, inside and between nodes."""
+    inner, *outer = model.cluster.levels
+    return _with_levels(model, (inner, *map(_endless, outer[:1])))
+
+
+def _endless(level: NetworkLevel) -> NetworkLevel:
+    return dataclasses.replace(level, num_devices=None)
+
+
+def _with_levels(model: CostModel, levels: tuple[NetworkLevel, ...]) -> CostModel:
+    cluster = dataclasses.replace(model.cluster, levels=levels)
+    return CostModel(model.spec, cluster, model.settings, model.times)
+
+
+def even_partition(spec: TransformerSpec, num_chunks: int) -> Boundaries | None:
+    """What Megatron makes without a layout: as many layers in each chunk.
+
+    Where the layers do not divide, embedding and head count as a layer each
+    (``--account-for-embedding-in-pipeline-split`` and ``--account-for-loss-in-pipeline-split``);
+    ``None`` where that does not come out whole either.
+    """
+    layers = spec.num_layers
+    if layers % num_chunks == 0:
+        return _boundaries(spec, [layers // num_chunks] * num_chunks)
+    size, rest = divmod(layers + 2, num_chunks)
+    if rest or size < 2:
+        return None
+    return _boundaries(spec, [size - 1, *[size] * (num_chunks - 2), size - 1])
+
+
+def balanced_partition(spec: TransformerSpec, num_chunks: int) -> Boundaries:
+    """Layers as evenly as they go, bigger chunks first; only end chunks may hold none."""
+    size, rest = divmod(spec.num_layers, num_chunks)
+    if size:
+        return _boundaries(spec, [size + 1] * rest + [size] * (num_chunks - rest))
+    first = spec.num_layers - (num_chunks - 2)
+    return _boundaries(spec, [first, *[1] * (num_chunks - 2), 0])
+
+
+def _boundaries(spec: TransformerSpec, layers: list[int]) -> Boundaries:
+    """The embedding joins the first chunk; MTP layers and the head join the last."""
+    ends = [1 + count for count in accumulate(layers)]
+    return (0, *ends[:-1], len(spec.layer_kinds()))
+
+
+def moved(boundaries: Boundaries, at: int, by: int) -> Boundaries:
+    """A partition with one stage boundary moved."""
+    return (*boundaries[:at], boundaries[at] + by, *boundaries[at + 1 :])

@@ -1,8 +1,8 @@
 """What an engineer sets by hand: NVIDIA's recipe for the model, or else Megatron's rule of thumb.
 
 Where NVIDIA published a layout for the model on such GPUs, at up to four times more or fewer of
-them, it is used as it is, with more or fewer replicas (``recipes.py``). What its tables do not
-state is filled in: the recomputation that runs fastest of all that fit, and even stages, or the
+them (``nvidia_recipes.yaml``), it is used as it is, with more or fewer replicas. What its tables do
+not state is filled in: the recomputation that runs fastest of all that fit, and even stages, or the
 fastest ones where the layers do not divide and NVIDIA writes them by hand.
 
 Otherwise the rule of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
@@ -20,9 +20,16 @@ source advises, among it uneven stages and the second rank order.
 from __future__ import annotations
 
 import dataclasses
+import importlib.resources
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 
+import yaml
+
+from nest_megatron.cluster.records import Cluster, Precision
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import (
     FULL_RECOMPUTE,
@@ -32,15 +39,15 @@ from nest_megatron.parallel.recompute import (
     selective_recompute,
 )
 from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.plain import from_plain
 from nest_megatron.research.baselines.job import (
     BaselineChoice,
     ComparisonJob,
     chosen,
+    even_partition,
     fastest,
     restricted,
 )
-from nest_megatron.research.baselines.partitions import even_partition
-from nest_megatron.research.baselines.recipes import Recipe, published
 from nest_megatron.research.baselines.walk import pipeline_of, shard_of
 from nest_megatron.solver.ranking import SolvedGrid
 
@@ -62,7 +69,8 @@ def find(job: ComparisonJob) -> BaselineChoice:
     for recipe in recipes:
         plan = _from_recipe(job, recipe)
         if plan is not None:
-            reason = f"NVIDIA's recipe ({recipe.describe(cluster.num_gpus)})"
+            size = recipe.nearest(cluster.num_gpus)[1]
+            reason = f"NVIDIA's recipe ({recipe.source}, for {size} GPUs)"
             return chosen(plan, len(recipes), reason)
     plan, candidates = _from_rule(job)
     passed = " (no published recipe fits this job)" if recipes else ""
@@ -78,7 +86,7 @@ def _from_recipe(job: ComparisonJob, recipe: Recipe) -> SolvedGrid | None:
     own = dataclasses.replace(space, fixed={**space.fixed, **recipe.degrees})
     return fastest(
         _laid_out(job, grid, recompute)
-        for grid in _families(dataclasses.replace(job, space=own))
+        for grid in job.families(restricted(dataclasses.replace(job, space=own), zero_stages=_ZERO))
         for recompute in job.grids(own).recompute_settings(grid)
     )
 
@@ -92,8 +100,7 @@ def _laid_out(job: ComparisonJob, grid: Grid, recompute: Recompute) -> SolvedGri
 
 def _from_rule(job: ComparisonJob) -> tuple[SolvedGrid | None, int]:
     """The first step that fits, by rising recomputation, and how many layouts were tried."""
-    steps = _steps(job)
-    tried = 0
+    steps, tried = _steps(job), 0
     for recompute in _ladder(job, [grid for grids in steps.values() for grid in grids]):
         for step in sorted(steps):
             plans = [
@@ -120,7 +127,7 @@ def _most_interleaved(plans: list[SolvedGrid]) -> Iterator[SolvedGrid]:
 
 def _steps(job: ComparisonJob) -> dict[_Step, list[Grid]]:
     """Grids by step: tensor sizes up to a node's without stages, then stages with the largest."""
-    grids = list(_families(job))
+    grids = list(job.families(restricted(job, zero_stages=_ZERO)))
     node = job.model.cluster.gpus_per_node
     degrees = [shard_of(grid).tensor for grid in grids]
     inside = (tp for tp in degrees if tp <= min(node, _WIDEST))
@@ -146,16 +153,85 @@ def _experts_in_node(grids: list[Grid], node: int) -> list[Grid]:
     return [grid for grid in grids if spread(grid) == best]
 
 
-def _families(job: ComparisonJob) -> Iterator[Grid]:
-    grids = job.grids(restricted(job, zero_stages=_ZERO))
-    for shard in grids.shards():
-        for grid in grids.grids(shard):
-            yield from grids.families(grid)
-
-
 def _ladder(job: ComparisonJob, grids: list[Grid]) -> list[Recompute]:
     """Recompute settings to try, the user's own if one is fixed."""
     if job.space.recompute is not None:
         return [job.space.recompute]
     allowed = job.grids(job.space).recompute_settings(grids[0]) if grids else ()
     return [setting for setting in _LADDER if setting in allowed]
+
+
+#: A recipe is scaled over replicas to at most so many times more or fewer GPUs.
+_FARTHEST = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """One layout with which results were published.
+
+    Args:
+        models: names in the catalogue of models of this shape.
+        num_gpus: sizes at which it was run.
+        source: repository and month.
+    """
+
+    models: tuple[str, ...]
+    accelerator: str
+    precision: Precision
+    seq_length: int
+    num_gpus: tuple[int, ...]
+    tensor: int
+    pipeline: int
+    virtual: int
+    context: int
+    expert: int
+    expert_tensor: int
+    micro_batch: int
+    source: str
+
+    @property
+    def degrees(self) -> Mapping[str, int]:
+        """What the recipe fixes, under Megatron's names."""
+        return {
+            "tensor_model_parallel_size": self.tensor,
+            "pipeline_model_parallel_size": self.pipeline,
+            "virtual_pipeline_model_parallel_size": self.virtual,
+            "context_parallel_size": self.context,
+            "expert_model_parallel_size": self.expert,
+            "expert_tensor_parallel_size": self.expert_tensor,
+            "micro_batch_size": self.micro_batch,
+        }
+
+    def nearest(self, num_gpus: int) -> tuple[float, int]:
+        """How many times more or fewer GPUs the nearest of its runs had, and how many."""
+        return min((max(num_gpus / size, size / num_gpus), size) for size in self.num_gpus)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recipes:
+    recipes: tuple[Recipe, ...]
+
+
+def published(spec: TransformerSpec, cluster: Cluster, precision: Precision) -> list[Recipe]:
+    """Recipes for the model at its sequence length on such GPUs, the nearest first.
+
+    The job's own number format comes before others, then the nearest number of GPUs counts, then
+    the newest.
+    """
+    near = [
+        recipe
+        for recipe in _recipes()
+        if spec.name in recipe.models
+        and spec.seq_length == recipe.seq_length
+        and cluster.accelerator.name == recipe.accelerator
+        and recipe.nearest(cluster.num_gpus)[0] <= _FARTHEST
+    ]
+    return sorted(
+        near, key=lambda r: (r.precision is not precision, r.nearest(cluster.num_gpus)[0])
+    )
+
+
+@cache
+def _recipes() -> tuple[Recipe, ...]:
+    path = importlib.resources.files(__package__).joinpath("nvidia_recipes.yaml")
+    return from_plain(_Recipes, yaml.safe_load(path.read_text(encoding="utf-8"))).recipes

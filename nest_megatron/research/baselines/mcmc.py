@@ -7,11 +7,11 @@ which searches parallelization with it.
 Kept: from a random start the walk changes one thing at a time (a degree, the micro batch, virtual
 stages, ZeRO, recomputation, one layer's stage), prices the result with the full cost model, network
 included, and moves there if it is faster, or with a probability that falls exponentially with the
-loss if it is not. The best of all states that fit is kept.
+loss if it is not. The best of all states that fit is the answer.
 
 Left out: a sharding of its own for each operator, which Megatron does not launch, and TopoOpt's
 search for the network itself. Given to it beyond the papers: every dimension of our own space, so
-that what it loses is lost by the walk. Neither paper says how memory is held; here a state that
+that what it loses is lost by the walk. Neither paper says how memory counts; here a state that
 lacks a tenth of the memory counts as ``1 + MEMORY_PENALTY / 10`` times as slow, so that the walk
 finds its way to where states fit.
 
@@ -22,16 +22,18 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import product
 
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.research.baselines.job import (
     BaselineChoice,
+    Boundaries,
     ComparisonJob,
     chosen,
     fastest,
+    moved,
     restricted,
 )
-from nest_megatron.research.baselines.partitions import Boundaries, shifted
 from nest_megatron.research.baselines.walk import (
     Layouts,
     State,
@@ -99,8 +101,7 @@ class _Walk:
         grids = self._other_shards() if move == 2 else self._other_pipelines()
         if not grids:
             return None
-        kept = self.layouts.recomputed(self.rng.choice(grids), grid.recompute)
-        return self.layouts.state(kept)
+        return self.layouts.state(self.layouts.recomputed(self.rng.choice(grids), grid.recompute))
 
     def _other_shards(self) -> list[Grid]:
         """One of the degrees or the micro batch changes; the experts' own degree may follow."""
@@ -127,4 +128,15 @@ class _Walk:
         """Partitions with one unit moved; virtual stages stay balanced, as Megatron's own are."""
         if self.state.grid.dims.virtual_pipeline_model_parallel_size > 1:
             return []
-        return shifted(self.layouts.job.model.spec, self.state.boundaries)
+        return shifted(self.layouts.job.model.spec.num_layers, self.state.boundaries)
+
+
+def shifted(num_layers: int, boundaries: Boundaries) -> list[Boundaries]:
+    """Every partition of a plain pipeline in which one unit has moved to a neighbouring stage."""
+    inner = product(range(1, len(boundaries) - 1), (-1, 1))
+    found = ((at, moved(boundaries, at, by)) for at, by in inner)
+    return [
+        ends
+        for at, ends in found
+        if ends[at - 1] < ends[at] < ends[at + 1] and ends[1] <= num_layers + 1
+    ]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.research.baselines import (
@@ -13,44 +12,33 @@ from nest_megatron.research.baselines import (
     autoconfigurator,
     manual,
     mcmc,
-    mist,
-    phaze,
+    network_blind,
 )
 from nest_megatron.research.baselines.job import BaselineChoice, ComparisonJob
 
 
-class Find(Protocol):
-    """A planner: a pure function of the job."""
-
-    def __call__(self, job: ComparisonJob, /) -> BaselineChoice:
-        """The plan that the method chooses, or why it finds none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Baseline:
     """A planner with its name.
 
     Args:
         title: what it is, in a few words.
+        find: the plan that it chooses, or why it finds none; a pure function.
     """
 
     name: str
     title: str
-    find: Find
+    find: Callable[[ComparisonJob], BaselineChoice]
 
 
 BASELINES = (
-    Baseline(name="manual", title="NVIDIA's recipe or Megatron's rule of thumb", find=manual.find),
-    Baseline(name="mcmc", title="random walk (FlexFlow, TopoOpt)", find=mcmc.find),
-    Baseline(name="phaze", title="exact, blind to the network (Phaze)", find=phaze.find),
-    Baseline(name="alpa_e", title="sharding, then stages, then memory (Alpa)", find=alpa_e.find),
-    Baseline(name="mist", title="memory-aware, blind to the network (Mist)", find=mist.find),
-    Baseline(name="aceso", title="relieves the bottleneck (Aceso)", find=aceso.find),
-    Baseline(
-        name="autoconfigurator",
-        title="table of degrees, all measured (NeMo)",
-        find=autoconfigurator.find,
-    ),
+    Baseline("manual", "NVIDIA's recipe or Megatron's rule of thumb", manual.find),
+    Baseline("mcmc", "random walk (FlexFlow, TopoOpt)", mcmc.find),
+    Baseline("phaze", "exact, blind to the network (Phaze)", network_blind.find_phaze),
+    Baseline("alpa_e", "sharding, then stages, then memory (Alpa)", alpa_e.find),
+    Baseline("mist", "memory-aware, blind to the network (Mist)", network_blind.find_mist),
+    Baseline("aceso", "relieves the bottleneck (Aceso)", aceso.find),
+    Baseline("autoconfigurator", "table of degrees, all measured (NeMo)", autoconfigurator.find),
 )
 NAMES = tuple(baseline.name for baseline in BASELINES)
 
@@ -62,8 +50,8 @@ def baselines_named(names: Iterable[str]) -> tuple[Baseline, ...]:
         UserInputError: for a name that is none, with the list.
     """
     by_name = {baseline.name: baseline for baseline in BASELINES}
-    found = []
-    for name in names:
+    wanted = tuple(names)
+    for name in wanted:
         if name not in by_name:
             raise UserInputError(
                 "planners",
@@ -71,5 +59,4 @@ def baselines_named(names: Iterable[str]) -> tuple[Baseline, ...]:
                 limit=f"the planners are nest, {', '.join(NAMES)}",
                 fix=nearest(name, ("nest", *NAMES)),
             )
-        found.append(by_name[name])
-    return tuple(found)
+    return tuple(by_name[name] for name in wanted)

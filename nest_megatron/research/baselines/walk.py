@@ -6,6 +6,7 @@ import dataclasses
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from nest_megatron.cost_model.pipeline import PipelineProblem, chunk_cost, rank_memory
@@ -14,8 +15,7 @@ from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import Recompute
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.research.baselines.job import ComparisonJob
-from nest_megatron.research.baselines.partitions import Boundaries, balanced_partition
+from nest_megatron.research.baselines.job import Boundaries, ComparisonJob, balanced_partition
 from nest_megatron.solver.one_partition import joined
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, StageSolution
 from nest_megatron.solver.ranking import SolvedGrid
@@ -70,31 +70,29 @@ class Layouts:
 
     Attributes:
         shards: one grid that stands for each way to divide a layer.
-        priced: how many states have been priced.
+        families: every pipeline, rank order and ZeRO stage on a shard.
+        one_step_from: shards with another degree or micro batch, whatever the experts' own degree.
     """
 
     def __init__(self, job: ComparisonJob, space: SearchSpace) -> None:
         self.job = job
         self.grids = job.grids(space)
         self.shards = {shard_of(grid): grid for grid in self.grids.shards()}
-        self.priced = 0
-        self._families: dict[Shard, list[Grid]] = {}
-        self._near: dict[Shard, list[Shard]] = {}
-        self._states: dict[tuple[Grid, Boundaries], State] = {}
+        self.families = cache(self._families)
+        self.one_step_from = cache(self._one_step_from)
+        self._priced = cache(self._price)
 
-    def families(self, shard: Shard) -> list[Grid]:
-        """Every pipeline, rank order and ZeRO stage on a shard."""
-        if shard not in self._families:
-            grids = self.grids.grids(self.shards[shard])
-            self._families[shard] = [f for grid in grids for f in self.grids.families(grid)]
-        return self._families[shard]
+    @property
+    def priced(self) -> int:
+        """How many states have been priced."""
+        return self._priced.cache_info().currsize
 
-    def one_step_from(self, shard: Shard) -> list[Shard]:
-        """Shards with another degree or micro batch, whatever the experts' own degree."""
-        if shard not in self._near:
-            rest = [(other, differing(other[:-1], shard[:-1])) for other in self.shards]
-            self._near[shard] = [other for other, n in rest if n <= 1 and other != shard]
-        return self._near[shard]
+    def _families(self, shard: Shard) -> list[Grid]:
+        grids = self.grids.grids(self.shards[shard])
+        return [family for grid in grids for family in self.grids.families(grid)]
+
+    def _one_step_from(self, shard: Shard) -> list[Shard]:
+        return [s for s in self.shards if s != shard and differing(s[:-1], shard[:-1]) <= 1]
 
     def recomputed(self, grid: Grid, wanted: Recompute) -> Grid:
         """A grid with the setting wanted, or with the first one that the grid allows."""
@@ -103,11 +101,8 @@ class Layouts:
 
     def state(self, grid: Grid, boundaries: Boundaries | None = None) -> State:
         """A grid with a partition, the balanced one if none is given, and its price."""
-        boundaries = boundaries or balanced_partition(self.job.model.spec, grid.dims.num_chunks)
-        if (grid, boundaries) not in self._states:
-            self._states[grid, boundaries] = self._price(grid, boundaries)
-            self.priced += 1
-        return self._states[grid, boundaries]
+        spec = self.job.model.spec
+        return self._priced(grid, boundaries or balanced_partition(spec, grid.dims.num_chunks))
 
     def _price(self, grid: Grid, boundaries: Boundaries) -> State:
         one = joined(stage_problem(self.job.model, grid), boundaries)
@@ -124,9 +119,9 @@ class Layouts:
 
 
 def _needed_bytes(one: PipelineProblem) -> Bytes:
-    """Memory of the fullest rank where every unit is a chunk.
+    """Peak memory of the ranks where every unit is a chunk.
 
-    After two rounds of micro batches a rank never keeps more than it has kept before; fewer of them
+    After two rounds of micro batches a rank never holds more than it has held before; fewer of them
     are much quicker to count.
     """
     rounds = min(one.num_microbatches, 2 * one.num_stages)
@@ -151,12 +146,8 @@ def shard_of(grid: Grid) -> Shard:
 def pipeline_of(grid: Grid) -> PipelineShape:
     """The rest of a grid."""
     dims = grid.dims
-    return PipelineShape(
-        dims.pipeline_model_parallel_size,
-        dims.virtual_pipeline_model_parallel_size,
-        dims.rank_order,
-        grid.zero,
-    )
+    stages, virtual = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
+    return PipelineShape(stages, virtual, dims.rank_order, grid.zero)
 
 
 def nearest(grids: Iterable[Grid], to: Grid) -> list[Grid]:

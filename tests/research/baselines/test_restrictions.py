@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 
@@ -12,20 +13,19 @@ from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, RecomputeGranularity
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.research.baselines import (
-    aceso,
-    alpa_e,
-    autoconfigurator,
-    manual,
-    mcmc,
-    mist,
-    phaze,
+from nest_megatron.research.baselines import aceso, alpa_e, autoconfigurator, manual, mcmc
+from nest_megatron.research.baselines.aceso import Resource, bottleneck
+from nest_megatron.research.baselines.job import (
+    BaselineChoice,
+    ComparisonJob,
+    balanced_partition,
+    even_partition,
+    on_flat_network,
+    on_two_level_mesh,
+    restricted,
 )
-from nest_megatron.research.baselines.bottleneck import Resource, bottleneck
-from nest_megatron.research.baselines.job import restricted
-from nest_megatron.research.baselines.networks import on_flat_network, on_two_level_mesh
-from nest_megatron.research.baselines.partitions import balanced_partition, even_partition, shifted
-from nest_megatron.research.baselines.recipes import published
+from nest_megatron.research.baselines.manual import published
+from nest_megatron.research.baselines.network_blind import find_mist, find_phaze
 from nest_megatron.research.baselines.walk import Layouts, nearest, pipeline_of, shard_of
 from nest_megatron.solver.ranking import SolvedGrid
 from nest_megatron.solver.space import SearchSpace
@@ -40,11 +40,13 @@ def found(plan: SolvedGrid | None) -> SolvedGrid:
     return plan
 
 
-@pytest.mark.parametrize("method", [phaze, mist], ids=["phaze", "mist"])
-def test_methods_blind_to_the_network_choose_alike_on_any(method: object) -> None:
+@pytest.mark.parametrize("find", [find_phaze, find_mist], ids=["phaze", "mist"])
+def test_methods_blind_to_the_network_choose_alike_on_any(
+    find: Callable[[ComparisonJob], BaselineChoice],
+) -> None:
     machines = cluster("h100_spine_leaf", 128)
     plans = [
-        found(method.find(job_of(model("llama3_70b"), oversubscribed(machines, times), 256)).plan)  # type: ignore[attr-defined]
+        found(find(job_of(model("llama3_70b"), oversubscribed(machines, times), 256)).plan)
         for times in (1.0, 8.0)
     ]
     assert plans[0].grid == plans[1].grid
@@ -55,7 +57,7 @@ def test_methods_blind_to_the_network_choose_alike_on_any(method: object) -> Non
 def test_a_method_that_sees_the_network_does_not() -> None:
     machines = cluster("h100_spine_leaf", 128)
     job = job_of(model("llama3_70b"), oversubscribed(machines, 64.0), 256)
-    flat = found(mist.find(job).plan)
+    flat = found(find_mist(job).plan)
     walked = found(mcmc.find(job, seeds=3, steps=150).plan)
     assert walked.iteration < flat.iteration
 
@@ -71,7 +73,7 @@ def test_networks_as_they_are_seen() -> None:
 
 
 def test_phaze_has_no_zero_no_context_no_virtual_stages() -> None:
-    grid = found(phaze.find(named_job(*LLAMA)).plan).grid
+    grid = found(find_phaze(named_job(*LLAMA)).plan).grid
     assert grid.zero is ZeroStage.NONE
     assert grid.dims.context_parallel_size == grid.dims.virtual_pipeline_model_parallel_size == 1
     assert grid.recompute in (NO_RECOMPUTE, FULL_RECOMPUTE)
@@ -80,7 +82,7 @@ def test_phaze_has_no_zero_no_context_no_virtual_stages() -> None:
 def test_phaze_recomputes_all_where_memory_asks() -> None:
     tight = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 8}
     job = named_job(*LLAMA, SearchSpace(fixed={**tight, "micro_batch_size": 2}))
-    assert found(phaze.find(job).plan).grid.recompute == FULL_RECOMPUTE
+    assert found(find_phaze(job).plan).grid.recompute == FULL_RECOMPUTE
 
 
 def test_alpa_shards_by_traffic_alone_inside_one_pipeline() -> None:
@@ -122,7 +124,7 @@ def test_alpa_drops_what_does_not_fit() -> None:
 
 
 def test_mist_has_no_virtual_stages_and_no_context() -> None:
-    dims = found(mist.find(named_job(*LLAMA)).plan).grid.dims
+    dims = found(find_mist(named_job(*LLAMA)).plan).grid.dims
     assert dims.context_parallel_size == dims.virtual_pipeline_model_parallel_size == 1
 
 
@@ -157,13 +159,11 @@ def test_bottlenecks() -> None:
     )
     units = len(job.model.spec.layer_kinds())
     uneven = layouts.state(grid, (0, 50, 60, 70, units))
-    worst = bottleneck(job.model, uneven)
-    assert worst.stage == 0
-    assert Resource.COMPUTE in worst.resources
-    lacking = bottleneck(
-        job.model, layouts.state(dataclasses.replace(grid), (0, 75, 78, 80, units))
-    )
-    assert (lacking.stage, lacking.resources[0]) == (0, Resource.MEMORY)
+    stage, resources = bottleneck(job.model, uneven)
+    assert stage == 0
+    assert Resource.COMPUTE in resources
+    stage, resources = bottleneck(job.model, layouts.state(grid, (0, 75, 78, 80, units)))
+    assert (stage, resources[0]) == (0, Resource.MEMORY)
 
 
 def test_manual_takes_nvidias_recipe_and_scales_it() -> None:
@@ -230,8 +230,8 @@ def test_cuts() -> None:
     assert balanced_partition(llama, 5) == (0, 8, 15, 21, 27, 34)
     assert balanced_partition(llama, 34) == tuple(range(35))
     assert balanced_partition(llama, 1) == (0, 34)
-    assert set(shifted(llama, (0, 9, 34))) == {(0, 8, 34), (0, 10, 34)}
-    assert shifted(llama, (0, 34)) == []
+    assert set(mcmc.shifted(llama.num_layers, (0, 9, 34))) == {(0, 8, 34), (0, 10, 34)}
+    assert mcmc.shifted(llama.num_layers, (0, 34)) == []
 
 
 def test_what_is_missing_is_what_the_whole_schedule_lacks() -> None:
