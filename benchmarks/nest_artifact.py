@@ -234,7 +234,7 @@ PAGE = """\
 The authors' solver (scai-tech/Nest at 3e163ad) and `nest-megatron nest solve`, on the same inputs,
 in the same space (tensor degree, replicas, stage boundaries; stages packed on the devices, the last
 one first) and by the artifact's own formula with all its peculiarities, which
-`nest_megatron/research/nest_artifact/rule.py` lists. Times per batch are in the instances' unit,
+`nest_megatron/research/nest_artifact/records.py` lists. Times per batch are in the instances' unit,
 which the authors take as milliseconds. The artifact's time is the lower of what it printed and its
 stage list priced again; its CPU seconds (-O2, user) and peak memory were recorded beside its
 results, on a machine of two shared cores; they include its own pricing of the

@@ -82,7 +82,7 @@ def paper(experiment: str, **options: Any) -> int:
     Settings hold for every planner (search.max_seconds=5 train.seq_length=2048). A whole figure
     takes minutes: it plans 25 jobs by five planners.
     """
-    from nest_megatron.research.paper.experiments import run_paper
+    from nest_megatron.research.paper.run import run_paper
 
     return run_paper(experiment, **options)
 

@@ -102,8 +102,7 @@ def _check_chart(path: Path) -> None:
 
 
 def _draw(rows: Sequence[Compared], path: Path, title: str) -> None:
-    from nest_megatron.research.report.comparison_chart import write_comparison
-    from nest_megatron.research.report.comparison_page import comparison_page
+    from nest_megatron.research.report.comparison import comparison_page, write_comparison
 
     if path.suffix.lower() == _HTML:
         write_text(path, comparison_page(rows, title))

@@ -10,9 +10,14 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from nest_megatron.research.comparison import Compared, compare
-from nest_megatron.research.report.comparison import fastest_first, layout_words, why
-from nest_megatron.research.report.comparison_chart import draw_comparison, write_comparison
-from nest_megatron.research.report.comparison_page import comparison_page
+from nest_megatron.research.report.comparison import (
+    comparison_page,
+    draw_comparison,
+    fastest_first,
+    layout_words,
+    why,
+    write_comparison,
+)
 from tests.test_comparison import request
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -29,19 +29,10 @@ class PaperJob:
     num_gpus: int
     micro_batch_size: int | None = None
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """A job and the throughput of each planner; ``None`` where it found no plan.
-
-    Args:
-        throughputs: relative to the figure's base, or in the artifact's own unit.
-        seconds: that the authors' solver took.
-    """
-
-    job: PaperJob
-    throughputs: Mapping[str, float | None]
-    seconds: float | None = None
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What tells the jobs of a cluster apart; without a micro batch, 1 was printed."""
+        return self.model, self.num_gpus, self.micro_batch_size or 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,20 +50,31 @@ class ArtifactCell:
     nest: float
     baselines: Mapping[str, Mapping[str, float | None]]
 
+    def throughput(self, planner: str, rule: str = "as_shipped") -> float | None:
+        """A planner's throughput as the artifact prices it."""
+        return self.nest if planner == "nest" else self.baselines.get(planner, {}).get(rule)
+
     def gain(self, planner: str, rule: str) -> float | None:
         """Throughput of the artifact's plan over a baseline's."""
-        other = self.baselines.get(planner, {}).get(rule)
-        return None if other is None else self.nest / other
+        return over(self.nest, self.throughput(planner, rule))
 
 
-def figure(name: str, cluster: str) -> tuple[Cell, ...]:
-    """The cells of ``figure5`` or ``figure6`` as printed."""
-    return tuple(_cells(_load(name)["cells"], cluster))
+def over(value: float | None, other: float | None) -> float | None:
+    """A ratio, where both are there."""
+    return None if value is None or other is None else value / other
 
 
-def h100_ratios() -> tuple[Cell, ...]:
-    """The ratios to Manual that the authors print for the H100 cluster."""
-    return tuple(_cells(_load("claims")["h100"], "h100_spine_leaf"))
+def figure(name: str, cluster: str) -> dict[PaperJob, Mapping[str, float | None]]:
+    """Printed throughputs by job and planner, relative to the figure's base; ``None``: no plan.
+
+    Args:
+        name: ``figure5``, ``figure6``, or ``figure7``, of which the authors print three jobs.
+    """
+    cells = _load("claims")["h100"] if name == "figure7" else _load(name)["cells"]
+    return {
+        _job(cell, cluster): {planner: cell[planner] for planner in PLANNERS if planner in cell}
+        for cell in cells
+    }
 
 
 def gains(cluster: str) -> Mapping[str, float]:
@@ -90,34 +92,22 @@ def rows(name: str) -> tuple[Mapping[str, Any], ...]:
 @cache
 def artifact() -> Mapping[PaperJob, ArtifactCell]:
     """What the artifact's formula says of its recorded instances, by job."""
-    return {cell.job: cell for cell in map(_artifact_cell, _load("artifact")["cells"])}
-
-
-def _artifact_cell(fields: Mapping[str, Any]) -> ArtifactCell:
-    stages, replicas, width = fields["degrees"]
-    return ArtifactCell(
-        job=_job(fields, fields["cluster"]),
-        degrees=(stages, replicas, width),
-        nest=fields["nest"],
-        baselines={name: fields[name] for name in PLANNERS if name in fields and name != "nest"},
-    )
-
-
-def _cells(entries: list[dict[str, Any]], cluster: str) -> Iterator[Cell]:
-    for fields in entries:
-        throughputs = {name: fields[name] for name in PLANNERS if name in fields}
-        yield Cell(
-            job=_job(fields, cluster), throughputs=throughputs, seconds=fields.get("seconds")
+    found = {}
+    for cell in _load("artifact")["cells"]:
+        job, (stages, replicas, tensor) = _job(cell, cell["cluster"]), cell["degrees"]
+        found[job] = ArtifactCell(
+            job=job,
+            degrees=(stages, replicas, tensor),
+            nest=cell["nest"],
+            baselines={name: cell[name] for name in PLANNERS[:-1] if name in cell},
         )
+    return found
 
 
-def _job(fields: Mapping[str, Any], cluster: str) -> PaperJob:
-    return PaperJob(
-        model=fields["model"],
-        cluster=cluster,
-        num_gpus=fields["num_gpus"],
-        micro_batch_size=fields.get("micro_batch_size"),
-    )
+def _job(cell: Mapping[str, Any], cluster: str) -> PaperJob:
+    size = cell.get("micro_batch_size")
+    model, num_gpus = cell["model"], cell["num_gpus"]
+    return PaperJob(model=model, cluster=cluster, num_gpus=num_gpus, micro_batch_size=size)
 
 
 @cache

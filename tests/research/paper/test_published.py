@@ -11,8 +11,8 @@ from nest_megatron.research.paper import published
 
 
 def test_every_cell_names_a_model_and_a_cluster_of_the_catalogue() -> None:
-    cells = [*published.figure("figure5", "tpuv4_fat_tree"), *published.h100_ratios()]
-    jobs = [cell.job for cell in cells] + list(published.artifact())
+    jobs = [*published.figure("figure5", "tpuv4_fat_tree"), *published.artifact()]
+    jobs += published.figure("figure7", "h100_spine_leaf")
     assert {job.model for job in jobs} <= set(catalogue_names("model"))
     assert {job.cluster for job in jobs} <= set(catalogue_names("cluster"))
 
@@ -22,9 +22,9 @@ def test_the_gains_follow_from_the_printed_cells() -> None:
     cells = published.figure("figure5", "tpuv4_fat_tree")
     for planner, gain in published.gains("tpuv4_fat_tree").items():
         ratios = [
-            cell.throughputs["nest"] / other
-            for cell in cells
-            if (other := cell.throughputs[planner]) is not None and cell.throughputs["nest"]
+            cell["nest"] / other
+            for cell in cells.values()
+            if (other := cell[planner]) is not None and cell["nest"]
         ]
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         assert mean == pytest.approx(gain, rel=0.035), planner
