@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.nest_artifact.records import Chain, Instance, Layer
-from nest_megatron.research.nest_dp.ablation import NUM_GPUS
 from nest_megatron.research.nest_dp.downsets import Downsets, LayerDag, downsets_of
 from nest_megatron.research.nest_dp.pipeline import best_pipeline
+from nest_megatron.research.nest_dp.plan import NUM_GPUS
 from nest_megatron.research.nest_dp.records import (
     CheckpointPolicy,
     NodeTimes,

@@ -32,13 +32,6 @@ from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
 from nest_megatron.research.nest_artifact.files import read_instance  # noqa: E402
 from nest_megatron.research.nest_artifact.search import NoSolution  # noqa: E402
-from nest_megatron.research.nest_dp.ablation import (  # noqa: E402
-    GLOBAL_BATCH_SIZE,
-    NUM_GPUS,
-    TABLE_7,
-    AblationRow,
-    table7_row,
-)
 from nest_megatron.research.nest_dp.job import (  # noqa: E402
     PaperOptimizer,
     ResearchJob,
@@ -46,7 +39,15 @@ from nest_megatron.research.nest_dp.job import (  # noqa: E402
     split_research,
 )
 from nest_megatron.research.nest_dp.pipeline import has_kernel  # noqa: E402
-from nest_megatron.research.nest_dp.plan import described, zero_stages  # noqa: E402
+from nest_megatron.research.nest_dp.plan import (  # noqa: E402  # noqa: E402
+    GLOBAL_BATCH_SIZE,
+    NUM_GPUS,
+    TABLE_7,
+    AblationRow,
+    described,
+    table7_row,
+    zero_stages,
+)
 from nest_megatron.research.nest_dp.search import solve  # noqa: E402
 
 MIB = 2**20

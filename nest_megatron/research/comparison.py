@@ -1,4 +1,4 @@
-"""One job through several planners, all priced by the same cost model."""
+"""``compare``: one job through several planners, all priced by the same cost model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nest_megatron.parallel.objective import SURE, Objective
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import EndedEarly, NoPlan, PlanRequest, plan
 from nest_megatron.planner.assemble import assemble, nothing_searched
-from nest_megatron.research.baselines.job import BaselineChoice, ComparisonJob
+from nest_megatron.research.baselines.job import ComparisonJob
 from nest_megatron.research.baselines.registry import NAMES, Baseline, baselines_named
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.units import Seconds, format_gib, format_seconds
@@ -75,7 +75,7 @@ class Compared:
 def compare(
     request: PlanRequest,
     names: Iterable[str] = PLANNERS,
-    on_planner: Callable[[str], None] | None = None,
+    on_planner: Callable[[str], None] = lambda name: None,
 ) -> tuple[Compared, ...]:
     """Plan one job with several planners, each with a fresh cost model.
 
@@ -88,53 +88,43 @@ def compare(
         UserInputError: for an unknown planner, or a job that no layout is legal for.
     """
     baselines = baselines_named(name for name in dict.fromkeys(names) if name != NEST)
-    told = on_planner or (lambda name: None)
-    told(NEST)
-    ours = _ours(request)
-    others = []
+    on_planner(NEST)
+    rows = [_ours(request)]
     for baseline in baselines:
-        told(baseline.name)
-        others.append(_against(request, ours, _theirs(request, baseline)))
-    return (ours, *others)
+        on_planner(baseline.name)
+        rows.append(_theirs(request, rows[0], baseline))
+    return tuple(rows)
 
 
 def _ours(request: PlanRequest) -> Compared:
     """Our own answer, chosen as the others choose: by the predicted step, without runners-up."""
     found = plan(dataclasses.replace(request, num_alternatives=0, objective=Objective.NOMINAL))
-    title = "this project: exact, aware of network and memory"
-    search_s, candidates = found.search.seconds, found.search.candidates
-    if not isinstance(found, ParallelPlan):
-        return Compared(
-            name=NEST,
-            title=title,
-            plan=None,
-            reason=_without_plan(found),
-            candidates=candidates,
-            search_s=search_s,
-            ended_early=isinstance(found, EndedEarly),
-        )
-    proof = "proven optimal in its space"
-    if found.search.certificate != "optimal":
-        proof = f"at most {found.search.gap_percent:.2f} % slower than the best in its space"
+    own = found if isinstance(found, ParallelPlan) else None
+    terms = {} if own is None else _terms(_model(request), own)
     return Compared(
         name=NEST,
-        title=title,
-        plan=found,
-        reason=proof,
-        candidates=candidates,
-        search_s=search_s,
-        relative_throughput=1.0,
-        terms=(terms := _terms(_model(request), found)),
+        title="this project: exact, aware of network and memory",
+        plan=own,
+        reason=_our_reason(found),
+        candidates=found.search.candidates,
+        search_s=found.search.seconds,
+        relative_throughput=None if own is None else 1.0,
+        terms=terms,
         differences=dict.fromkeys(terms, 0.0),
+        ended_early=isinstance(found, EndedEarly),
     )
 
 
-def _without_plan(found: NoPlan | EndedEarly) -> str:
+def _our_reason(found: ParallelPlan | NoPlan | EndedEarly) -> str:
     if isinstance(found, EndedEarly):
         least = format_seconds(found.lower_bound_s)
         return f"time ended the search before it found a plan; none has a step below {least}"
-    nearest = "the nearest plan" if found.complete else "the nearest plan found in the time"
-    return f"nothing fits in memory; {nearest} lacks {format_gib(found.missing_bytes)}"
+    if isinstance(found, NoPlan):
+        nearest = "the nearest plan" if found.complete else "the nearest plan found in the time"
+        return f"nothing fits in memory; {nearest} lacks {format_gib(found.missing_bytes)}"
+    if found.search.certificate == "optimal":
+        return "proven optimal in its space"
+    return f"at most {found.search.gap_percent:.2f} % slower than the best in its space"
 
 
 def _model(request: PlanRequest) -> CostModel:
@@ -145,8 +135,8 @@ def _terms(model: CostModel, found: ParallelPlan) -> dict[str, Seconds]:
     return mean_terms(model, found.grid(), found.partition())
 
 
-def _theirs(request: PlanRequest, baseline: Baseline) -> Compared:
-    """A baseline's answer, its plan assembled as ours is."""
+def _theirs(request: PlanRequest, ours: Compared, baseline: Baseline) -> Compared:
+    """A baseline's answer, its plan assembled as ours is, with what it loses."""
     model, started = _model(request), time.perf_counter()
     deadline = request.deadline()
     choice = baseline.find(
@@ -158,39 +148,29 @@ def _theirs(request: PlanRequest, baseline: Baseline) -> Compared:
             out_of_time=deadline.passed,
         )
     )
-    search_s = time.perf_counter() - started
-    found = _assembled(request, model, choice)
     ended = choice.plan is None and deadline.passed()
-    return Compared(
+    theirs = Compared(
         name=baseline.name,
         title=baseline.title,
-        search_s=search_s,
-        plan=found,
+        plan=None,
         reason="time ended its search before it found a plan" if ended else choice.reason,
-        ended_early=ended,
         candidates=choice.candidates,
-        terms={} if found is None else _terms(model, found),
+        search_s=time.perf_counter() - started,
+        ended_early=ended,
     )
-
-
-def _assembled(
-    request: PlanRequest, model: CostModel, choice: BaselineChoice
-) -> ParallelPlan | None:
     if choice.plan is None:
-        return None
-    return assemble(model, request.settings, choice.plan, (), nothing_searched())
-
-
-def _against(request: PlanRequest, ours: Compared, theirs: Compared) -> Compared:
-    """A baseline's answer with what it loses."""
-    if ours.plan is None or theirs.plan is None:
         return theirs
-    best, other = ours.plan.predicted, theirs.plan.predicted
+    found = assemble(model, request.settings, choice.plan, (), nothing_searched())
+    terms = _terms(model, found)
+    theirs = dataclasses.replace(theirs, plan=found, terms=terms)
+    if ours.plan is None:
+        return theirs
+    step = found.predicted.iteration_time_s
     return dataclasses.replace(
         theirs,
-        relative_throughput=best.iteration_time_s / other.iteration_time_s,
-        differences={name: theirs.terms[name] - ours.terms[name] for name in ours.terms},
-        chance_slower=_chance_slower(_model(request), ours.plan, theirs.plan),
+        relative_throughput=ours.plan.predicted.iteration_time_s / step,
+        differences={name: terms[name] - ours.terms[name] for name in ours.terms},
+        chance_slower=_chance_slower(_model(request), ours.plan, found),
     )
 
 

@@ -8,18 +8,24 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.request import request_of
 from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
-from nest_megatron.files import require_folder, write_text
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import PlanRequest
 from nest_megatron.report.console import say, show, show_json
+from nest_megatron.report.terminal import notes_report
 from nest_megatron.research.comparison import PLANNERS, Compared, compare
-
-_KEY = "planners"
-_HTML = ".html"
+from nest_megatron.research.report.comparison import (
+    check_chart,
+    comparison_report,
+    tokens_per_s,
+    why,
+    write_comparison,
+)
 
 
 def run_compare(
@@ -30,7 +36,7 @@ def run_compare(
     settings = parse(rest, config_dir)
     refuse_sweeps(settings)
     if chart is not None:
-        _check_chart(chart)
+        check_chart(chart)
     composed = compose(settings, config_dir)
     if composed.config.out is not None:
         raise UserInputError(
@@ -44,11 +50,15 @@ def run_compare(
         rows = compare(request, names, on_planner)
     title = f"{request.spec.name} on {request.cluster.describe()}, {request.cluster.name}"
     if chart is not None:
-        _draw(rows, chart, title)
+        write_comparison(rows, chart, title)
     if as_json:
         show_json(_plain(request, rows))
     else:
-        _show(request, rows, title, chart)
+        show(Text(title), comparison_report(rows), "")
+        if request.notes:
+            show(notes_report(request.notes))
+        if chart is not None:
+            say(f"Drawn into {chart}.")
     if rows[0].plan is not None:
         return OK
     return ENDED_EARLY if rows[0].ended_early else NOTHING_FITS
@@ -60,7 +70,7 @@ def split_planners(overrides: Sequence[str]) -> tuple[tuple[str, ...], list[str]
     >>> split_planners(["model=llama3_8b", "planners=[nest, mist]"])
     (('nest', 'mist'), ['model=llama3_8b'])
     """
-    given = [text for text in overrides if text.partition("=")[0] == _KEY]
+    given = [text for text in overrides if text.partition("=")[0] == "planners"]
     rest = [text for text in overrides if text not in given]
     if not given:
         return PLANNERS, rest
@@ -68,7 +78,7 @@ def split_planners(overrides: Sequence[str]) -> tuple[tuple[str, ...], list[str]
     names = tuple(name.strip().strip("'\"") for name in text.split(",") if name.strip())
     if not names:
         raise UserInputError(
-            _KEY,
+            "planners",
             value=given[-1],
             limit="it names no planner",
             fix=f"Name some of {', '.join(PLANNERS)}, or leave it out for all.",
@@ -77,50 +87,15 @@ def split_planners(overrides: Sequence[str]) -> tuple[tuple[str, ...], list[str]
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[Callable[[str], None] | None]:
+def _told() -> Iterator[Callable[[str], None]]:
     """A line on a terminal that says which planner is at work."""
     if not sys.stderr.isatty():
-        yield None
+        yield lambda name: None
         return
     from rich.console import Console
 
     with Console(stderr=True).status("planning") as status:
         yield lambda name: status.update(f"planning: {name}")
-
-
-def _check_chart(path: Path) -> None:
-    from nest_megatron.report.charts import SUFFIXES
-
-    if path.suffix.lower() not in (*SUFFIXES, _HTML):
-        raise UserInputError(
-            "--chart",
-            value=str(path),
-            limit=f"a chart is one of {', '.join((*SUFFIXES, _HTML))}",
-            fix="Give the file one of these suffixes.",
-        )
-    require_folder(path, "--chart")
-
-
-def _draw(rows: Sequence[Compared], path: Path, title: str) -> None:
-    from nest_megatron.research.report.comparison import comparison_page, write_comparison
-
-    if path.suffix.lower() == _HTML:
-        write_text(path, comparison_page(rows, title))
-    else:
-        write_comparison(rows, path, title)
-
-
-def _show(request: PlanRequest, rows: Sequence[Compared], title: str, chart: Path | None) -> None:
-    from rich.text import Text
-
-    from nest_megatron.report.terminal import notes_report
-    from nest_megatron.research.report.comparison import comparison_report
-
-    show(Text(title), comparison_report(rows), "")
-    if request.notes:
-        show(notes_report(request.notes))
-    if chart is not None:
-        say(f"Drawn into {chart}.")
 
 
 def _plain(request: PlanRequest, rows: Sequence[Compared]) -> dict[str, Any]:
@@ -136,10 +111,7 @@ def _plain(request: PlanRequest, rows: Sequence[Compared]) -> dict[str, Any]:
 
 def _plain_row(row: Compared) -> dict[str, Any]:
     """One planner for programs; what it has no plan for is null."""
-    from nest_megatron.research.report.comparison import tokens_per_s, why
-
-    found = row.plan
-    worst = row.worst_term
+    found, worst = row.plan, row.worst_term
     return {
         "name": row.name,
         "title": row.title,

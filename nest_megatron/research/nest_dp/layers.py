@@ -32,9 +32,8 @@ from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.research.nest_dp.job import MemoryRule, PaperOptimizer, ResearchJob
+from nest_megatron.research.nest_dp.job import MemoryRule, PaperOptimizer, ResearchJob, Strategy
 from nest_megatron.research.nest_dp.records import CheckpointPolicy, NodeTimes
-from nest_megatron.research.nest_dp.strategies import Strategy
 from nest_megatron.research.nest_dp.topology import Shape, StageGroupShapes
 from nest_megatron.units import Bytes, Seconds, Ticks, to_ticks
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from nest_megatron.cluster.records import Cluster
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.research.nest_artifact.search import NoSolution
-from nest_megatron.research.nest_dp.job import ResearchJob
+from nest_megatron.research.nest_dp.job import (
+    Division,
+    MemoryRule,
+    PaperOptimizer,
+    ResearchChoices,
+    ResearchJob,
+)
 from nest_megatron.research.nest_dp.records import FoundStage
-from nest_megatron.research.nest_dp.search import RecurrenceSolution
-from nest_megatron.units import Bytes, Seconds, to_seconds
+from nest_megatron.research.nest_dp.search import RecurrenceSolution, solve
+from nest_megatron.units import GIB, Bytes, Seconds, to_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +113,9 @@ def _stage(found: RecurrenceSolution, stage: FoundStage, *, is_first: bool) -> P
         zero_stage=int(option.zero_stage),
         zero_degree=option.zero_degree,
         recompute=strategy.policies[stage.policy].recompute,
-        first_device=stage.first_device * found.unit,
-        num_devices=option.num_devices * found.unit,
-        link_in="" if is_first else found.level_names[stage.level_in],
+        first_device=stage.first_device * found.problem.unit,
+        num_devices=option.num_devices * found.problem.unit,
+        link_in="" if is_first else found.problem.level_names[stage.level_in],
         time_s=to_seconds(stage.time),
         sync_s=to_seconds(stage.sync),
         memory_bytes=stage.memory_bytes,
@@ -134,4 +143,62 @@ def zero_stages(settings: Iterable[tuple[int, int]]) -> str:
     return ", ".join(
         f"{count} {f'ZeRO-{zero} over {degree}' if degree > 1 else 'without'}"
         for (zero, degree), count in Counter(settings).most_common()
+    )
+
+
+#: Models of Table 7 by their names in the catalogue, and the memory that it gives a device: binary
+#: units, in which the artifact takes its option, and with which its sizes come to the table's rows.
+TABLE_7: dict[str, Bytes] = {"llama3_70b": 24 * GIB, "bert_large": 120 * GIB // 1024}
+#: Devices of the table's cluster (``tpuv4_fat_tree``) and sequences of a step.
+NUM_GPUS, GLOBAL_BATCH_SIZE = 1024, 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AblationRow:
+    """What is found without ZeRO, and with it."""
+
+    model: str
+    memory_bytes: Bytes
+    optimizer: PaperOptimizer
+    without: ResearchPlan | NoSolution
+    with_zero: ResearchPlan | NoSolution
+
+
+def table7_row(
+    spec: TransformerSpec, cluster: Cluster, settings: CostSettings, optimizer: PaperOptimizer
+) -> AblationRow:
+    """One row: the table's memory, unsharded layers, the paper's account of memory.
+
+    Args:
+        spec: a model of ``TABLE_7``.
+        cluster: with as many devices as are to be used, of whatever memory.
+    """
+    memory = TABLE_7[spec.name]
+    accelerator = replace(cluster.accelerator, memory_bytes=memory)
+    ones = ("tensor_model_parallel_size", "context_parallel_size", "micro_batch_size")
+    choices = ResearchChoices(
+        memory=MemoryRule.PAPER,
+        optimizer=optimizer,
+        divide=Division.LOOSELY,
+        flash_attention=False,
+        fixed=dict.fromkeys(ones, 1),
+    )
+
+    def answer(zero: bool) -> ResearchPlan | NoSolution:
+        job = ResearchJob(
+            spec=spec,
+            cluster=replace(cluster, accelerator=accelerator),
+            settings=settings,
+            global_batch_size=GLOBAL_BATCH_SIZE,
+            choices=replace(choices, zero=zero),
+        )
+        found = solve(job)
+        return found if isinstance(found, NoSolution) else described(job, found)
+
+    return AblationRow(
+        model=spec.name,
+        memory_bytes=memory,
+        optimizer=optimizer,
+        without=answer(zero=False),
+        with_zero=answer(zero=True),
     )

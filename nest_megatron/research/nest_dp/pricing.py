@@ -6,16 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import NamedTuple
 
 from nest_megatron.model.operators import ACT
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.nest_dp.downsets import LayerDag, downsets_of
-from nest_megatron.research.nest_dp.job import ResearchJob
+from nest_megatron.research.nest_dp.job import ResearchJob, Strategy
 from nest_megatron.research.nest_dp.layers import LayerPrices
 from nest_megatron.research.nest_dp.records import PricedStrategy, Problem, ZeroOption
-from nest_megatron.research.nest_dp.strategies import Strategy
 from nest_megatron.research.nest_dp.topology import (
     GroupShapes,
     LinkLevel,
@@ -49,14 +47,6 @@ class Case:
         return min(strategy.block.num_devices for strategy in self.strategies)
 
 
-class Priced(NamedTuple):
-    """A problem, how many devices it counts as one, and its levels."""
-
-    problem: Problem
-    unit: int
-    link_levels: tuple[LinkLevel, ...]
-
-
 class Pricer:
     """Prices the cases of one job; what cases share is worked out once."""
 
@@ -82,7 +72,7 @@ class Pricer:
             least += min(num * width for num, width in zip(layer, stage_devices, strict=True))
         return least > case.replicas.stride * self.layers.capacity_bytes
 
-    def problem(self, case: Case, most_stages: int) -> Priced:
+    def problem(self, case: Case, most_stages: int) -> Problem:
         """A case as a problem."""
         possible = [level.num_devices for level in self.link_levels if self._may_link(level, case)]
         sizes = [*self.job.cluster.group_sizes(), *possible]
@@ -90,7 +80,7 @@ class Pricer:
         unit = common_unit(sizes, case.replicas, stage_devices)
         shapes = self._group_shapes(case.replicas)
         ends = self._ends(case, unit)
-        problem = Problem(
+        return Problem(
             downsets=self.downsets,
             ends=tuple(ends.values()),
             strategies=tuple(
@@ -107,8 +97,9 @@ class Pricer:
             capacity_bytes=self.layers.capacity_bytes,
             most_stages=most_stages,
             least_stages=self.job.choices.fixed.get("pipeline_model_parallel_size", 1),
+            unit=unit,
+            level_names=tuple(level.name for level in ends),
         )
-        return Priced(problem, unit, tuple(ends))
 
     def _ends(self, case: Case, unit: int) -> dict[LinkLevel, Shape]:
         """Stretches of the levels that a link can have.

@@ -112,6 +112,8 @@ class Problem:
         strategies: what each stage may take, whatever others take.
         num_microbatches: of one replica.
         least_stages, most_stages: a pipeline is no shorter, and no longer.
+        unit: devices that count as one.
+        level_names: of ``ends``.
     """
 
     downsets: Downsets
@@ -122,6 +124,8 @@ class Problem:
     capacity_bytes: Bytes
     most_stages: int
     least_stages: int = 1
+    unit: int = 1
+    level_names: tuple[str, ...] = ()
 
     @property
     def num_devices(self) -> int:

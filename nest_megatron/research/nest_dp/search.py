@@ -12,16 +12,15 @@ from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.research.nest_artifact.search import NoSolution
-from nest_megatron.research.nest_dp.job import Division, ResearchJob
+from nest_megatron.research.nest_dp.job import Division, ResearchJob, Strategy, strategies
 from nest_megatron.research.nest_dp.pipeline import best_pipeline
-from nest_megatron.research.nest_dp.pricing import Case, Priced, Pricer
+from nest_megatron.research.nest_dp.pricing import Case, Pricer
 from nest_megatron.research.nest_dp.records import (
     UNREACHABLE,
     FoundPipeline,
     PricedStrategy,
     Problem,
 )
-from nest_megatron.research.nest_dp.strategies import Strategy, strategies
 from nest_megatron.research.nest_dp.topology import Replicas
 from nest_megatron.units import Bytes, Ticks
 
@@ -34,16 +33,12 @@ class RecurrenceSolution:
     """The best plan.
 
     Args:
-        unit: devices that the problem counts as one.
-        level_names: of the problem's levels.
         num_cases: pairs of strategies and replicas that are allowed; of these ``num_solved`` had a
             bound low enough to be solved.
     """
 
     case: Case
     problem: Problem
-    unit: int
-    level_names: tuple[str, ...]
     pipeline: FoundPipeline
     num_cases: int
     num_solved: int
@@ -67,12 +62,10 @@ def solve(job: ResearchJob, *, compiled: bool | None = None) -> RecurrenceSoluti
         limit = UNREACHABLE if factor is None else round(found[0].least_total * factor)
         best = _round(pricer, found, limit, solved, compiled)
         if best is not None:
-            case, priced, pipeline = best
+            case, problem, pipeline = best
             return RecurrenceSolution(
                 case=case,
-                problem=priced.problem,
-                unit=priced.unit,
-                level_names=tuple(level.name for level in priced.link_levels),
+                problem=problem,
                 pipeline=pipeline,
                 num_cases=len(found),
                 num_solved=len(solved),
@@ -86,18 +79,18 @@ def _round(
     limit: Ticks,
     solved: set[Case],
     compiled: bool | None,
-) -> tuple[Case, Priced, FoundPipeline] | None:
-    best: tuple[Case, Priced, FoundPipeline] | None = None
+) -> tuple[Case, Problem, FoundPipeline] | None:
+    best: tuple[Case, Problem, FoundPipeline] | None = None
     for case in found:
         if case.least_total >= limit:
             break
         if pricer.lacks_memory(case):
             continue
         solved.add(case)
-        priced = pricer.problem(case, _most_stages(pricer, case))
-        pipeline = best_pipeline(priced.problem, limit, compiled=compiled)
+        problem = pricer.problem(case, _most_stages(pricer, case))
+        pipeline = best_pipeline(problem, limit, compiled=compiled)
         if pipeline is not None:
-            best, limit = (case, priced, pipeline), pipeline.total
+            best, limit = (case, problem, pipeline), pipeline.total
     return best
 
 
@@ -178,7 +171,7 @@ def _no_solution(pricer: Pricer, found: Sequence[Case]) -> NoSolution:
 
 def _shortage(pricer: Pricer, case: Case) -> tuple[Bytes, str, str]:
     """What the layer that is worst off lacks in a stage of its own, the last, at its best."""
-    problem = pricer.problem(case, 1).problem
+    problem = pricer.problem(case, 1)
     names = problem.downsets.dag.names
     return max(
         min((_lacking(problem, s, node), names[node], s.label) for s in problem.strategies)

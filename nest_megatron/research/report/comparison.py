@@ -8,8 +8,10 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
+from nest_megatron.errors import UserInputError
+from nest_megatron.files import require_folder, write_text
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.report.charts import SOFT, TERM_COLOURS, ink_on, write_chart
+from nest_megatron.report.charts import SOFT, SUFFIXES, TERM_COLOURS, ink_on, write_chart
 from nest_megatron.report.page import render_page
 from nest_megatron.report.tables import (
     FittingTable,
@@ -26,6 +28,7 @@ from nest_megatron.units import GIB, Seconds, format_seconds
 _TRAFFIC = ("tp_communication", "cp_communication", "ep_communication")
 #: Shares of the throughput of ``nest`` that are told apart from it.
 _EQUAL = 0.9995
+_HTML = ".html"
 #: Terms that are at least this share of some step are in the legend.
 _SEEN = 0.002
 #: Inches: the whole width, the widest bar, a row, and an estimate of a character of a figure.
@@ -120,12 +123,28 @@ def why(row: Compared) -> str:
     return f"{tie}Loses {lost} a step, most in {term}: +{most}. Chosen as {row.reason}."
 
 
+def check_chart(path: Path) -> None:
+    """Refuse a file that is no picture and no page, or whose folder is missing."""
+    suffixes = (*SUFFIXES, _HTML)
+    if path.suffix.lower() not in suffixes:
+        raise UserInputError(
+            "--chart",
+            value=str(path),
+            limit=f"a chart is one of {', '.join(suffixes)}",
+            fix="Give the file one of these suffixes.",
+        )
+    require_folder(path, "--chart")
+
+
 def write_comparison(rows: Sequence[Compared], path: Path, title: str) -> None:
-    """Draw planners from the fastest to the slowest into a ``.png`` or ``.svg`` file.
+    """Draw planners from the fastest to the slowest: a picture, or a page with picture and table.
 
     Raises:
-        UserInputError: for another suffix, a file that cannot be written, or without matplotlib.
+        UserInputError: if the file cannot be written, or without matplotlib.
     """
+    if path.suffix.lower() == _HTML:
+        write_text(path, comparison_page(rows, title))
+        return
     size = (_WIDTH, 1.6 + _ROW * len(rows))
     write_chart(lambda figure: draw_comparison(figure, rows, title), size, path, "--chart")
 

@@ -11,7 +11,6 @@ from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.rank_order import GroupKind, group_shape
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.nest_artifact.search import NoSolution
-from nest_megatron.research.nest_dp.ablation import table7_row
 from nest_megatron.research.nest_dp.job import (
     Division,
     MemoryRule,
@@ -20,7 +19,7 @@ from nest_megatron.research.nest_dp.job import (
     ResearchJob,
 )
 from nest_megatron.research.nest_dp.pipeline import best_pipeline
-from nest_megatron.research.nest_dp.plan import ResearchPlan, described
+from nest_megatron.research.nest_dp.plan import ResearchPlan, described, table7_row
 from nest_megatron.research.nest_dp.pricing import Pricer
 from nest_megatron.research.nest_dp.records import PricedStrategy, Schedule
 from nest_megatron.research.nest_dp.search import RecurrenceSolution, cases, solve
@@ -56,7 +55,7 @@ def test_the_outer_loops_lose_nothing(choices: dict[str, object]) -> None:
     pricer = Pricer(job)
     totals, brute = [], []
     for case in cases(pricer):
-        problem = pricer.problem(case, min(3, case.replicas.stride)).problem
+        problem = pricer.problem(case, min(3, case.replicas.stride))
         found = best_pipeline(problem)
         totals.extend([found.total] if found else [])
         brute.append(least_total(problem))
@@ -112,10 +111,11 @@ def test_stretches_are_what_all_replicas_have_in_common(count: int, stride: int)
 def test_a_coarser_unit_changes_nothing() -> None:
     job = tiny_job(num_gpus=8, fixed={"tensor_model_parallel_size": 2}, zero=False)
     found = solved(job)
-    assert found.unit > 1
+    assert found.problem.unit > 1
     pricer = Pricer(job)
     for case in cases(pricer):
-        problem, unit, _ = pricer.problem(case, case.replicas.stride // 2)
+        problem = pricer.problem(case, case.replicas.stride // 2)
+        unit = problem.unit
         spread = dataclasses.replace(
             problem,
             ends=tuple(tuple(e * unit for e in row for _ in range(unit)) for row in problem.ends),
