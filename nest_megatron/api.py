@@ -216,16 +216,11 @@ class Plan(Shown):
         yield from (*more, notes_report(self.notes))
 
     def __repr__(self) -> str:
-        chosen, step_s = self.parallel, self.predicted.iteration_time_s
-        degrees = {
-            "TP": chosen.tensor_model_parallel_size,
-            "PP": chosen.pipeline_model_parallel_size,
-            "VPP": chosen.virtual_pipeline_model_parallel_size or 1,
-            "CP": chosen.context_parallel_size,
-            "EP": chosen.expert_model_parallel_size,
-            "DP": chosen.data_parallel_size,
-        }
-        words = [f"{name} {size}" for name, size in degrees.items() if size > 1] or ["one rank"]
+        from nest_megatron.report.words import degrees
+
+        sizes, step_s = degrees(self.parallel), self.predicted.iteration_time_s
+        names = [name for name in ("TP", "PP", "VPP", "CP", "EP", "DP") if sizes[name] > 1]
+        words = [f"{name} {sizes[name]}" for name in names] or ["one rank"]
         job = f"{self.model.name} on {self.cluster.describe()}"
         batch = f"batch {self.train.global_batch_size}"
         return f"<Plan of {job}: {' '.join(words)}, {batch}, {format_seconds(step_s)} a step>"

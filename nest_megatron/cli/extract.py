@@ -175,7 +175,7 @@ def _extract_module(options: _Options, name: str) -> None:
     graph = extract_chain(build(name), shapes)
     pictures = [] if options.draw is None else [options.draw]
     for path in pictures:
-        from nest_megatron.report.chain_chart import draw_chain
+        from nest_megatron.report.work_charts import draw_chain
 
         draw_chain(graph, path)
     if options.as_json:
@@ -305,7 +305,7 @@ def _draw(draw: Path | None, layers: Sequence[_Layer], titles: Sequence[str]) ->
     """Pictures of the layers: of several, a file each."""
     if draw is None:
         return []
-    from nest_megatron.report.layer_chart import draw_layer
+    from nest_megatron.report.work_charts import draw_layer
 
     paths = [draw]
     if len(layers) > 1:

@@ -29,7 +29,7 @@ from nest_megatron.planner import plan as find_plan
 from nest_megatron.report.console import command_lines, say, show, show_json
 from nest_megatron.report.failure import WITHOUT_PLAN, require_plan
 from nest_megatron.report.terminal import changes_table
-from nest_megatron.report.words import memory_verdict
+from nest_megatron.report.words import plan_verdict
 from nest_megatron.units import Seconds, format_seconds
 
 if TYPE_CHECKING:
@@ -232,8 +232,6 @@ def _tell(
     if out is not None and not is_standard_output(Path(out)):
         shown = "prints the launch command" if found.record.launch else "shows it again"
         say(f"Written to {out}; `nest-megatron explain {out}` {shown}.")
-    predicted = found.predicted
-    if not predicted.fits:
-        peak, capacity = predicted.peak_memory_bytes, predicted.capacity_bytes
-        verdict = memory_verdict(peak, capacity, found.search.not_modelled)
+    if not found.predicted.fits:
+        verdict = plan_verdict(found.record)
         print(f"{verdict[0].upper()}{verdict[1:]}: peak memory per GPU.", file=sys.stderr)

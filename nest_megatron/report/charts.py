@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,12 +59,9 @@ def check_suffix(path: Path, what: str) -> None:
         UserInputError: naming the suffixes.
     """
     if path.suffix.lower() not in SUFFIXES:
-        raise UserInputError(
-            what,
-            value=str(path),
-            limit=f"a picture is one of {', '.join(SUFFIXES)}",
-            fix="Give the file one of these suffixes.",
-        )
+        limit = f"a picture is one of {', '.join(SUFFIXES)}"
+        fix = "Give the file one of these suffixes."
+        raise UserInputError(what, value=str(path), limit=limit, fix=fix)
 
 
 def check_matplotlib(what: str) -> None:
@@ -76,12 +73,9 @@ def check_matplotlib(what: str) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise UserInputError(
-            what,
-            value=None,
-            limit="charts are drawn by matplotlib, which is not installed",
-            fix="pip install 'matplotlib>=3.8'",
-        ) from error
+        limit = "charts are drawn by matplotlib, which is not installed"
+        fix = "pip install 'matplotlib>=3.8'"
+        raise UserInputError(what, value=None, limit=limit, fix=fix) from error
 
 
 def render(
@@ -151,6 +145,27 @@ def inline_svg(draw: Callable[[Any], None], size: tuple[float, float], title: st
         drawn = drawn.replace(colour, name)
     drawn = re.sub(r"(\d\.\d)\d+|(?<=\d) \n(?=[A-Z])", r"\1", drawn)  # half the size
     return Markup(f'<svg {box[0]} role="img" aria-label="{escape(title)}">{drawn}')
+
+
+def write_title(figure: Any, title: str) -> None:
+    """The title of a chart of work, at the left."""
+    figure.set_layout_engine("constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
+
+
+def write_legend(
+    figure: Any, entries: Iterable[tuple[str, str]], place: str, ncols: int, title: str = ""
+) -> None:
+    """What colours mean, outside of the axes.
+
+    Args:
+        entries: names and colours.
+    """
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=colour, label=name) for name, colour in entries]
+    look = {"fontsize": 8, "title_fontsize": 8, "frameon": False, "ncols": ncols}
+    figure.legend(handles=patches, loc=f"outside lower {place}", title=title or None, **look)
 
 
 def ink_on(colour: str) -> str:

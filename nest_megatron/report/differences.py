@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
@@ -19,7 +20,6 @@ from nest_megatron.parallel.recompute import (
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import estimate_plan
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.report.schedule_view import settings_of
 
 
 def term_differences(
@@ -39,37 +39,23 @@ def term_differences(
 def _differences(
     plan: ParallelPlan, other: Alternative, times: LayerTimes | None
 ) -> Mapping[str, float] | None:
-    try:
-        priced = _priced(plan, other, times)
-    except UserInputError:
-        return None
-    told, found = other.iteration_time_s, priced.predicted.iteration_time_s
-    if abs(found - told) > 1e-6 * told:
-        return None
-    terms = plan.predicted.terms
-    return {name: s - terms.get(name, 0.0) for name, s in priced.predicted.terms.items()}
-
-
-def _priced(plan: ParallelPlan, other: Alternative, times: LayerTimes | None) -> ParallelPlan:
     spec, pp = plan.model, other.pipeline_model_parallel_size
     layout = other.pipeline_model_parallel_layout
-    partition = uniform_partition(spec, 1) if layout is None else parse_layout(layout, spec, pp)
-    grid, settings = _grid(plan, other), settings_of(plan)
-    return estimate_plan(spec, plan.cluster, settings, grid, partition, times)
+    try:
+        settings = restored_settings(plan.provenance.settings)
+        partition = uniform_partition(spec, 1) if layout is None else parse_layout(layout, spec, pp)
+        priced = estimate_plan(spec, plan.cluster, settings, _grid(plan, other), partition, times)
+    except UserInputError:
+        return None
+    found = priced.predicted
+    if abs(found.iteration_time_s - other.iteration_time_s) > 1e-6 * other.iteration_time_s:
+        return None
+    return {name: s - plan.predicted.terms.get(name, 0.0) for name, s in found.terms.items()}
 
 
 def _grid(plan: ParallelPlan, other: Alternative) -> Grid:
     return Grid(
-        dims=ParallelDims(
-            tensor_model_parallel_size=other.tensor_model_parallel_size,
-            pipeline_model_parallel_size=other.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=other.virtual_pipeline_model_parallel_size or 1,
-            context_parallel_size=other.context_parallel_size,
-            data_parallel_size=other.data_parallel_size,
-            expert_model_parallel_size=other.expert_model_parallel_size,
-            expert_tensor_parallel_size=other.expert_tensor_parallel_size,
-            rank_order=other.rank_order,
-        ),
+        dims=ParallelDims.of(other, other.rank_order),
         global_batch_size=plan.train.global_batch_size,
         micro_batch_size=other.micro_batch_size,
         sequence_parallel=other.tensor_model_parallel_size > 1,
@@ -85,16 +71,11 @@ def recompute_of(label: str) -> Recompute:
     >>> recompute_of(Recompute().label()) == Recompute()
     True
     """
-    words = label.split()
-    if words[0] == RecomputeGranularity.FULL:
-        return Recompute(
-            granularity=RecomputeGranularity.FULL,
-            method=RecomputeMethod(words[1]),
-            num_layers=int(words[2]),
-        )
     if label == NO_RECOMPUTE.label():
         return NO_RECOMPUTE
-    return Recompute(
-        granularity=RecomputeGranularity.SELECTIVE,
-        modules=tuple(RecomputeModule(name) for name in label.split("+")),
-    )
+    words = label.split()
+    if words[0] == RecomputeGranularity.FULL:
+        method, layers = RecomputeMethod(words[1]), int(words[2])
+        return Recompute(granularity=RecomputeGranularity.FULL, method=method, num_layers=layers)
+    modules = tuple(RecomputeModule(name) for name in label.split("+"))
+    return Recompute(granularity=RecomputeGranularity.SELECTIVE, modules=modules)

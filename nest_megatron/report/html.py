@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.model.parameters import active_parameters, total_parameters
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan, SearchRecord
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.report.charts import (
     MEMORY_COLOURS,
@@ -17,13 +22,6 @@ from nest_megatron.report.charts import (
 )
 from nest_megatron.report.html_layout import choices, groups, runners_up, stages
 from nest_megatron.report.page import render_page
-from nest_megatron.report.plan_facts import (
-    funnel_steps,
-    launch_size,
-    model_words,
-    setting_meanings,
-    setting_value,
-)
 from nest_megatron.report.schedule_view import ScheduleView, schedule_view, windows
 from nest_megatron.report.terminal import summary_rows
 from nest_megatron.report.timeline import legend, timeline_svg
@@ -31,14 +29,16 @@ from nest_megatron.report.words import (
     MEMORY_WORDS,
     TERM_WORDS,
     certificate,
-    memory_verdict,
+    plan_verdict,
     proof,
     range_words,
 )
-from nest_megatron.units import GIB, format_chance, format_gib, format_seconds, to_ticks
+from nest_megatron.units import GIB, format_gib, format_seconds, to_ticks
 
 #: Of the summary, what the page shows as figures at its top.
 _FIGURES = ("Iteration", "Range")
+#: A setting of ``CostSettings`` in its documentation.
+_ENTRY = re.compile(r"^(\w+): (.*(?:\n {4}.*)*)", re.MULTILINE)
 
 
 def html_report(
@@ -54,15 +54,14 @@ def html_report(
         UserInputError: if the plan was made with settings that this version does not know, or
             without matplotlib.
     """
-    train = plan.train
+    verdict = plan_verdict(plan)
     return render_page(
         "plan.html",
         f"{plan.model.name} on {plan.cluster.describe()}",
         plan=plan,
-        job=f"{model_words(plan.model)}; global batch {train.global_batch_size:,}, "
-        f"{train.precision.value}. Cluster {plan.cluster.name}.",
-        figures=_figures(plan),
-        verdict=_verdict(plan),
+        model=_model_words(plan.model),
+        range=plan.uncertainty and range_words(plan.uncertainty),
+        verdict=f"In memory this layout {verdict}. {proof(plan)}" if verdict else proof(plan),
         facts=[row for row in summary_rows(plan) if row[0] not in _FIGURES],
         stages=stages(plan),
         terms=_terms(plan),
@@ -71,37 +70,21 @@ def html_report(
         groups=groups(plan),
         choices=choices(plan),
         runners_up=runners_up(plan, times),
-        shortlist=_shortlist(plan),
-        search=_search(plan),
+        search=_search(plan.search),
         launches=_launches(plan, flags),
-        assumptions=_assumptions(plan),
-        provenance=_provenance(plan),
+        settings=_settings(plan),
     )
 
 
-def _figures(plan: ParallelPlan) -> Mapping[str, str]:
-    predicted, known = plan.predicted, plan.uncertainty
-    figures = {
-        "one step": format_seconds(predicted.iteration_time_s),
-        **({} if known is None else {"9 of 10 runs": range_words(known)}),
-        "tokens/s per GPU": f"{predicted.tokens_per_s_per_gpu:,.0f}",
-        "MFU": f"{100 * predicted.mfu:.1f} %",
-        "TFLOP/s per GPU": f"{predicted.model_tflops_per_gpu:,.0f}",
-        "peak memory per GPU": format_gib(predicted.peak_memory_bytes),
-        **({} if known is None else {"runs out of memory": format_chance(known.out_of_memory)}),
-        "GPUs used": f"{plan.placement.num_gpus:,}",
-    }
-    if plan.goodput is not None:
-        figures["goodput"] = f"{100 * plan.goodput.share:.1f} %"
-    return figures
-
-
-def _verdict(plan: ParallelPlan) -> str:
-    predicted = plan.predicted
-    memory = memory_verdict(
-        predicted.peak_memory_bytes, predicted.capacity_bytes, plan.search.not_modelled
-    )
-    return f"In memory this layout {memory}. {proof(plan)}" if memory else proof(plan)
+def _model_words(spec: TransformerSpec) -> str:
+    """A model's shape in one line."""
+    words = [f"{total_parameters(spec) / 1e9:.3g} billion parameters"]
+    if spec.is_moe:
+        words.append(f"{active_parameters(spec) / 1e9:.3g} billion of them active for a token")
+    words += [f"{spec.num_layers} layers", f"hidden size {spec.hidden_size}"]
+    if spec.is_moe:
+        words.append(f"{spec.num_experts} experts, {spec.moe_router_topk} for each token")
+    return ", ".join([*words, f"sequences of {spec.seq_length} tokens"])
 
 
 def _terms(plan: ParallelPlan) -> Sequence[Mapping[str, Any]]:
@@ -121,30 +104,27 @@ def _terms(plan: ParallelPlan) -> Sequence[Mapping[str, Any]]:
 
 def _memory(plan: ParallelPlan) -> Mapping[str, Any]:
     """Bars of all pipeline ranks on one scale, and the table of the one with the highest peak."""
-    predicted = plan.predicted
-    held = [stage.memory_bytes for stage in predicted.stages]
-    peaks = [sum(each.values()) for each in held]
-    highest, scale = peaks.index(max(peaks)), 100 / max(predicted.capacity_bytes, *peaks)
+    capacity = plan.predicted.capacity_bytes
+    by_rank = [stage.memory_bytes for stage in plan.predicted.stages]
+    peaks = [sum(each.values()) for each in by_rank]
+    highest, scale = peaks.index(max(peaks)), 100 / max(capacity, *peaks)
     ranks = [
         {
-            "number": number,
-            "total": format_gib(peaks[number]),
+            "total": format_gib(peak),
             "parts": [
                 {**_memory_part(name), "value": _gib(size), "percent": scale * max(0, size)}
                 for name, size in each.items()
             ],
         }
-        for number, each in enumerate(held)
+        for each, peak in zip(by_rank, peaks, strict=True)
     ]
-    table = [(MEMORY_WORDS.get(name, name), _gib(size)) for name, size in held[highest].items()]
-    table += [("together", _gib(peaks[highest])), ("capacity", _gib(predicted.capacity_bytes))]
+    table = [(MEMORY_WORDS.get(name, name), _gib(size)) for name, size in by_rank[highest].items()]
     return {
         "ranks": ranks,
-        "legend": [_memory_part(name) for name in dict.fromkeys(n for each in held for n in each)],
-        "limit_percent": scale * predicted.capacity_bytes,
-        "capacity": format_gib(predicted.capacity_bytes),
+        "legend": [_memory_part(name) for name in dict.fromkeys(n for r in by_rank for n in r)],
+        "limit_percent": scale * capacity,
         "highest": highest,
-        "table": table,
+        "table": [*table, ("together", _gib(peaks[highest])), ("capacity", _gib(capacity))],
     }
 
 
@@ -176,19 +156,7 @@ def _timeline(plan: ParallelPlan, view: ScheduleView) -> Mapping[str, Any]:
     return {"picture": timeline_svg(view, title), "legend": named, "words": words}
 
 
-def _shortlist(plan: ParallelPlan) -> Sequence[tuple[str, str]]:
-    """Which of the plan and its runners-up could be the fastest, where that was asked."""
-    found = plan.shortlist
-    if found is None:
-        return ()
-    return [
-        (f"runner-up {number}" if number else "this plan", f"{100 * share:.0f} %")
-        for number, share in zip(found.numbers, found.chances, strict=True)
-    ]
-
-
-def _search(plan: ParallelPlan) -> Mapping[str, Any]:
-    search = plan.search
+def _search(search: SearchRecord) -> Mapping[str, Any]:
     if search.certificate == "fixed" or not search.candidates:
         return {"steps": (), "words": certificate(search)}
     refused = {**search.infeasible, **{f"rule: {k}": v for k, v in search.illegal.items()}}
@@ -200,6 +168,22 @@ def _search(plan: ParallelPlan) -> Mapping[str, Any]:
     }
 
 
+def funnel_steps(search: SearchRecord) -> tuple[tuple[str, int], ...]:
+    """How the search narrowed the candidates down, from all of them to the answer."""
+    fitting = search.candidates - sum(search.infeasible.values())
+    undecided = fitting - search.bounded
+    left = [("not refuted by memory", fitting)] if search.infeasible else []
+    unseen = [("left when time ran out", undecided)] if undecided > search.solved else []
+    met = ", met before time ran out" if search.certificate == "gap" else ""
+    return (
+        (f"legal combinations of degrees, batch, recompute, ZeRO{met}", search.candidates),
+        *left,
+        *unseen,
+        ("not refuted by a bound: stage layouts searched", search.solved),
+        ("chosen", 1),
+    )
+
+
 def _log_percent(count: int, digits: int) -> float:
     """A bar's width that grows with the logarithm of a count of so many digits at most."""
     length = len(str(count))
@@ -208,7 +192,7 @@ def _log_percent(count: int, digits: int) -> float:
 
 def _launches(plan: ParallelPlan, flags: Iterable[str]) -> Sequence[Mapping[str, Any]]:
     if not plan.launch:
-        return [{"name": "", "command": _continued(_lines(flags)), "notes": ()}]
+        return [{"name": "", "command": " \\\n  ".join(_lines(flags)), "notes": ()}]
     return [
         {"name": name, "command": _command(plan, command), "notes": command.notes}
         for name, command in plan.launch.items()
@@ -217,15 +201,14 @@ def _launches(plan: ParallelPlan, flags: Iterable[str]) -> Sequence[Mapping[str,
 
 def _command(plan: ParallelPlan, command: LaunchCommand) -> str:
     """A shell command: environment, torchrun with the plan's size, script and flags."""
-    nodes, per_node = launch_size(plan)
-    unset = [f"unset {name}" for name, value in command.environment.items() if value is None]
+    gpus, per_node = plan.placement.num_gpus, plan.cluster.launch_gpus_per_host
+    nodes, processes = (gpus // per_node, per_node) if gpus >= per_node else (1, gpus)
     given = [
-        f"export {name}={shlex.quote(value)}"
-        for name, value in command.environment.items()
-        if value is not None
+        f"unset {name}" if value is None else f"export {name}={shlex.quote(value)}"
+        for name, value in sorted(command.environment.items(), key=lambda pair: pair[1] is not None)
     ]
-    start = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} {shlex.quote(command.script)}"
-    return "\n".join([*unset, *given, _continued([start, *_lines(command.argv)])])
+    start = f"torchrun --nnodes {nodes} --nproc-per-node {processes} {shlex.quote(command.script)}"
+    return "\n".join([*given, " \\\n  ".join([start, *_lines(command.argv)])])
 
 
 def _lines(argv: Iterable[str]) -> list[str]:
@@ -239,33 +222,31 @@ def _lines(argv: Iterable[str]) -> list[str]:
     return lines
 
 
-def _continued(lines: list[str]) -> str:
-    return " \\\n  ".join(lines)
-
-
-def _assumptions(plan: ParallelPlan) -> Mapping[str, Any]:
+def _settings(plan: ParallelPlan) -> Sequence[tuple[str, str, str]]:
+    """Every setting of the cost model, its value and its meaning."""
     meanings = setting_meanings()
-    accelerator = plan.cluster.accelerator
-    sources = [("accelerator", accelerator.name, accelerator.source)]
-    sources += [
-        (f"level {lv.name}", f"{lv.latency_s * 1e6:g} us", lv.source) for lv in plan.cluster.levels
-    ]
-    return {
-        "settings": [
-            (name, setting_value(name, value), meanings.get(name, ""))
-            for name, value in plan.provenance.settings.items()
-        ],
-        "sources": [*sources, ("model", plan.model.name, plan.model.source)],
-    }
-
-
-def _provenance(plan: ParallelPlan) -> Sequence[tuple[str, str]]:
-    made = plan.provenance
     return [
-        ("nest-megatron", made.nest_megatron_version),
-        ("made", made.created),
-        ("profile", made.profile),
-        ("cluster", made.cluster_hash),
-        ("model", made.model_hash),
-        ("plan", made.checksum),
+        (name, setting_value(name, value), meanings.get(name, ""))
+        for name, value in plan.provenance.settings.items()
     ]
+
+
+def setting_meanings() -> dict[str, str]:
+    """What each setting of the cost model means, from its own documentation."""
+    text = inspect.cleandoc(CostSettings.__doc__ or "")
+    _, _, rest = text.partition("Args:\n")
+    body = inspect.cleandoc("    " + rest.partition("\n\n")[0].lstrip())
+    return {name: " ".join(words.split()) for name, words in _ENTRY.findall(body)}
+
+
+def setting_value(name: str, value: float | str) -> str:
+    """A setting for people.
+
+    >>> setting_value("memory_reserve_bytes", 2.0 * GIB), setting_value("iteration_floor_s", 0.005)
+    ('2 GiB', '5 ms')
+    """
+    if isinstance(value, str):
+        return value
+    if name.endswith("_bytes"):
+        return f"{value / GIB:g} GiB"
+    return f"{1e3 * value:g} ms" if name.endswith("_s") else f"{value:g}"

@@ -19,6 +19,7 @@ from nest_megatron.report.runners_up import as_alternative, degree_cells
 from nest_megatron.report.words import incomplete_ranking, term_words, ties
 from nest_megatron.units import GB, format_gib, format_seconds
 
+#: Letter and name of each kind of layer.
 _LETTERS = {
     LayerKind.EMBEDDING: ("E", "embedding"),
     LayerKind.DENSE: ("t", "transformer layer"),

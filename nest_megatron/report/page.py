@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nest_megatron.files import MARK
+from nest_megatron.units import format_chance, format_gib, format_seconds
 
 _PACKAGE = "nest_megatron.report"
 
@@ -25,5 +26,7 @@ def render_page(template: str, title: str, *, package: str = _PACKAGE, **values:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    words = {"time": format_seconds, "gib": format_gib, "chance": format_chance}
+    environment.filters |= {**words, "zip": zip}
     page = environment.get_template(template)
     return page.render(generator=MARK, title=title, **values) + "\n"

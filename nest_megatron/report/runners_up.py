@@ -17,7 +17,7 @@ from nest_megatron.report.tables import (
     name_columns,
     word_columns,
 )
-from nest_megatron.report.words import incomplete_ranking, range_words, ties
+from nest_megatron.report.words import degrees, incomplete_ranking, range_words, ties
 from nest_megatron.units import GIB, format_chance, format_seconds
 
 #: What a column of the runners-up says where nothing is unusual; a degree is 1.
@@ -36,24 +36,18 @@ def alternatives_table(plan: ParallelPlan) -> RenderableType:
 
     "Sure" is the chance that a runner-up is the slower one of the two.
     """
-    columns: dict[str, list[str]] = {"#": ["plan"], "Iteration": [], "Slower": ["-"], "Sure": [""]}
-    columns["Iteration"].append(format_seconds(plan.predicted.iteration_time_s))
-    for number, other in enumerate(plan.alternatives, start=1):
-        columns["#"].append(str(number))
-        columns["Iteration"].append(format_seconds(other.iteration_time_s))
-        columns["Slower"].append(f"{other.slower_percent:.2f} %")
-        sure = other.chance_slower
-        columns["Sure"].append("" if sure is None else f"{100 * sure:.0f} %")
-    if not any(columns["Sure"]):
-        del columns["Sure"]
-    rows = [
-        degree_cells(as_alternative(plan)),
-        *(degree_cells(other) for other in plan.alternatives),
-    ]
-    columns |= _unusual(plan, rows)
-    table = _table(columns)
+    own, others = as_alternative(plan), plan.alternatives
+    sure = [None if o.chance_slower is None else f"{100 * o.chance_slower:.0f} %" for o in others]
+    columns = {
+        "#": ["plan", *(str(number) for number, _ in enumerate(others, start=1))],
+        "Iteration": [format_seconds(each.iteration_time_s) for each in (own, *others)],
+        "Slower": ["-", *(f"{other.slower_percent:.2f} %" for other in others)],
+    }
+    if any(sure):
+        columns["Sure"] = ["", *(each or "" for each in sure)]
+    columns |= _unusual(plan, [degree_cells(each) for each in (own, *others)])
     said = filter(None, (ties(plan), incomplete_ranking(plan.search)))
-    return Group(table, *map(indented, said))
+    return Group(_table(columns), *map(indented, said))
 
 
 def shortlist_report(plan: ParallelPlan) -> RenderableType:
@@ -81,45 +75,42 @@ def shortlist_report(plan: ParallelPlan) -> RenderableType:
 
 
 def _shortlist_row(plan: ParallelPlan, number: int, share: float) -> list[str]:
-    other = plan.alternatives[number - 1] if number else None
-    known = plan.uncertainty if other is None else other.uncertainty
-    predicted = plan.predicted if other is None else other
-    cells = degree_cells(as_alternative(plan)) if other is None else degree_cells(other)
-    usual = {"GPUs": str(plan.cluster.num_gpus), **_USUAL}
+    other = plan.alternatives[number - 1] if number else as_alternative(plan)
+    known, usual = other.uncertainty, {"GPUs": str(plan.cluster.num_gpus), **_USUAL}
+    layout = degree_cells(other).items()
     assert known is not None
     return [
         str(number) if number else "plan",
         f"{100 * share:.0f} %",
-        format_seconds(predicted.iteration_time_s),
+        format_seconds(other.iteration_time_s),
         range_words(known),
-        f"{(predicted.peak_memory_bytes or 0) / GIB:.1f}",
+        f"{(other.peak_memory_bytes or 0) / GIB:.1f}",
         format_chance(known.out_of_memory),
-        " ".join(f"{name} {cell}" for name, cell in cells.items() if cell != usual.get(name, "1")),
+        " ".join(f"{name} {cell}" for name, cell in layout if cell != usual.get(name, "1")),
     ]
 
 
 def _unusual(plan: ParallelPlan, rows: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     """Columns of degrees, those left out that say the usual throughout."""
-    columns = {}
-    for name in rows[0]:
-        cells = [row[name] for row in rows]
-        usual = str(plan.cluster.num_gpus) if name == "GPUs" else _USUAL.get(name, "1")
-        if name in ("TP", "PP", "DP") or {*cells} != {usual}:
-            columns[name] = cells
-    return columns
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    usual = {"GPUs": str(plan.cluster.num_gpus), **_USUAL}
+    return {
+        name: cells
+        for name, cells in columns.items()
+        if name in ("TP", "PP", "DP") or {*cells} != {usual.get(name, "1")}
+    }
 
 
 def _table(columns: Mapping[str, Sequence[str]]) -> FittingTable:
     table = FittingTable()
     for head, cells in columns.items():
         # Recomputed modules are the one text that gives way on a narrow terminal.
-        widest = max(map(len, (head, *cells)))
         last = head == "Recompute"
         table.add_column(
             head,
             justify="left" if last or head == "#" else "right",
             no_wrap=True,
-            min_width=6 if last else widest,
+            min_width=6 if last else max(map(len, (head, *cells))),
         )
     for row in zip(*columns.values(), strict=True):
         table.add_row(*row, style="bold" if row[0] == "plan" else None)
@@ -130,13 +121,7 @@ def degree_cells(other: Alternative) -> dict[str, str]:
     """The layout of a runner-up by column."""
     return {
         "GPUs": str(other.num_gpus),
-        "TP": str(other.tensor_model_parallel_size),
-        "PP": str(other.pipeline_model_parallel_size),
-        "VPP": str(other.virtual_pipeline_model_parallel_size or 1),
-        "CP": str(other.context_parallel_size),
-        "DP": str(other.data_parallel_size),
-        "EP": str(other.expert_model_parallel_size),
-        "ETP": str(other.expert_tensor_parallel_size),
+        **{name: str(size) for name, size in degrees(other).items()},
         "MBS": str(other.micro_batch_size),
         "ZeRO": str(other.zero_stage),
         "Order": str(other.rank_order).removeprefix("tp-cp-ep-"),
@@ -151,4 +136,6 @@ def as_alternative(plan: ParallelPlan) -> Alternative:
         pipeline_model_parallel_layout=plan.parallel.pipeline_model_parallel_layout,
         iteration_time_s=plan.predicted.iteration_time_s,
         slower_percent=0.0,
+        uncertainty=plan.uncertainty,
+        peak_memory_bytes=plan.predicted.peak_memory_bytes,
     )

@@ -9,12 +9,12 @@ from typing import NamedTuple
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import Evaluation, PipelineProblem, evaluate, timeline
 from nest_megatron.cost_model.schedule import TimedOp
-from nest_megatron.cost_model.settings import CostSettings, restored_settings
+from nest_megatron.cost_model.settings import restored_settings
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.names import Name
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.units import Seconds, to_seconds
+from nest_megatron.units import Seconds, Ticks, to_seconds
 
 
 class SpanKind(Name):
@@ -82,7 +82,7 @@ def schedule_view(plan: ParallelPlan, times: LayerTimes | None = None) -> Schedu
     Raises:
         UserInputError: if the plan was made with settings that this version does not know.
     """
-    model = CostModel(plan.model, plan.cluster, settings_of(plan), times)
+    model = CostModel(plan.model, plan.cluster, restored_settings(plan.provenance.settings), times)
     problem = stage_problem(model, plan.grid())
     evaluation = evaluate(problem, plan.partition().boundaries)
     return ScheduleView(
@@ -96,22 +96,17 @@ def schedule_view(plan: ParallelPlan, times: LayerTimes | None = None) -> Schedu
     )
 
 
-def settings_of(plan: ParallelPlan) -> CostSettings:
-    """The settings that a plan was made with; a plan file keeps numbers as floats.
-
-    Raises:
-        UserInputError: for a setting that this version does not know.
-    """
-    return restored_settings(plan.provenance.settings)
-
-
 def windows(view: ScheduleView) -> tuple[Window, ...]:
     """What to draw: the whole iteration, or beginning, some middle and end of a long one."""
     p, m = len(view.ranks), view.num_microbatches
     passes = [span for spans in view.ranks for span in spans if span.microbatch >= 0]
     period = (max(s.end for s in passes) - min(s.start for s in passes)) / m
-    warm = max(_first(spans, SpanKind.BACKWARD).end for spans in view.ranks) + period
-    drain = min(_first(spans[::-1], SpanKind.FORWARD).start for spans in view.ranks) - period
+
+    def first(spans: Sequence[Span], kind: SpanKind) -> Span:
+        return next(span for span in spans if span.kind is kind)
+
+    warm = max(first(spans, SpanKind.BACKWARD).end for spans in view.ranks) + period
+    drain = min(first(spans[::-1], SpanKind.FORWARD).start for spans in view.ranks) - period
     steady = period * (p if view.num_virtual > 1 else max(3, p // 4))
     whole = view.iteration_time_s
     if drain - warm < 2 * steady:
@@ -124,10 +119,6 @@ def windows(view: ScheduleView) -> tuple[Window, ...]:
     )
 
 
-def _first(spans: tuple[Span, ...], kind: SpanKind) -> Span:
-    return next(span for span in spans if span.kind is kind)
-
-
 def _spans(
     problem: PipelineProblem, evaluation: Evaluation, rank: int, passes: Sequence[TimedOp]
 ) -> tuple[Span, ...]:
@@ -135,25 +126,20 @@ def _spans(
     ends = [end + tail for end, tail in zip(evaluation.ends, evaluation.reductions, strict=True)]
     step = max(ends)  # every rank waits for the last one's gradients (norm, overflow check)
     after = step + max(evaluation.optimizers)
-    around = (
-        (SpanKind.PARAMETER_GATHER, 0, evaluation.gathers[rank]),
-        (SpanKind.GRADIENT_REDUCTION, evaluation.ends[rank], ends[rank]),
-        (SpanKind.OPTIMIZER, step, step + evaluation.optimizers[rank]),
-        (SpanKind.OTHER, after, after + problem.constant),
+    spans = [
+        (SpanKind.PARAMETER_GATHER, 0, evaluation.gathers[rank], ()),
+        *(_pass(timed, problem.num_stages) for timed in passes),
+        (SpanKind.GRADIENT_REDUCTION, evaluation.ends[rank], ends[rank], ()),
+        (SpanKind.OPTIMIZER, step, step + evaluation.optimizers[rank], ()),
+        (SpanKind.OTHER, after, after + problem.constant, ()),
+    ]
+    return tuple(
+        Span(kind, to_seconds(start), to_seconds(end), *which)
+        for kind, start, end, which in spans
+        if which or end > start
     )
-    edges = [Span(kind, to_seconds(a), to_seconds(b)) for kind, a, b in around if b > a]
-    work = [_span(timed, problem.num_stages) for timed in passes]
-    head = [span for span in edges if span.kind is SpanKind.PARAMETER_GATHER]
-    return (*head, *work, *(span for span in edges if span.kind is not SpanKind.PARAMETER_GATHER))
 
 
-def _span(timed: TimedOp, num_stages: int) -> Span:
-    op = timed.op
-    return Span(
-        SpanKind.FORWARD if op.is_forward else SpanKind.BACKWARD,
-        to_seconds(timed.start),
-        to_seconds(timed.end),
-        op.chunk,
-        op.chunk // num_stages,
-        op.microbatch,
-    )
+def _pass(timed: TimedOp, num_stages: int) -> tuple[SpanKind, Ticks, Ticks, tuple[int, ...]]:
+    op, kind = timed.op, SpanKind.FORWARD if timed.op.is_forward else SpanKind.BACKWARD
+    return kind, timed.start, timed.end, (op.chunk, op.chunk // num_stages, op.microbatch)

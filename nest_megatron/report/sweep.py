@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.report.charts import render
+from nest_megatron.report.words import degrees
 from nest_megatron.units import Bytes, format_gib, format_seconds
 
 if TYPE_CHECKING:
@@ -74,18 +75,15 @@ def _words(settings: Mapping[str, str], but: str | None = None) -> list[str]:
 
 
 def _cells(plan: ParallelPlan) -> dict[str, str]:
-    chosen, predicted = plan.parallel, plan.predicted
-    virtual = chosen.virtual_pipeline_model_parallel_size
-    stages = f"PP {chosen.pipeline_model_parallel_size}{f'x{virtual}' if virtual else ''}"
-    degrees = [f"TP {chosen.tensor_model_parallel_size}", stages]
-    degrees += [f"CP {chosen.context_parallel_size}", f"DP {chosen.data_parallel_size}"]
-    if plan.model.is_moe:
-        degrees.append(f"EP {chosen.expert_model_parallel_size}")
+    predicted, virtual = plan.predicted, plan.parallel.virtual_pipeline_model_parallel_size
+    sizes: dict[str, object] = {**degrees(plan.parallel)}
+    sizes["PP"] = f"{sizes['PP']}x{virtual}" if virtual else sizes["PP"]
+    names = ("TP", "PP", "CP", "DP", *(["EP"] if plan.model.is_moe else []))
     return {
         "Iteration": format_seconds(predicted.iteration_time_s),
         "MFU": f"{100 * predicted.mfu:.1f} %",
         "Memory": format_gib(predicted.peak_memory_bytes),
-        "Layout": " ".join(degrees),
+        "Layout": " ".join(f"{name} {sizes[name]}" for name in names),
         "Proof": plan.search.certificate if plan.search.certificate in _PROVEN else "gap",
     }
 

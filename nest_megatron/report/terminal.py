@@ -11,13 +11,12 @@ from itertools import groupby
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from nest_megatron.parallel.plan import (
     ParallelPlan,
     PredictedStage,
-    SearchRecord,
     sharding,
 )
 from nest_megatron.parallel.zero import DataParallelSharding
@@ -35,10 +34,11 @@ from nest_megatron.report.words import (
     TERM_WORDS,
     basis,
     confidence_words,
+    degrees,
     fastest_words,
     goodput_words,
     headroom_words,
-    memory_verdict,
+    plan_verdict,
     proof,
     range_words,
     term_words,
@@ -61,12 +61,10 @@ _MEMORY_HEADS = {
 
 def plan_report(plan: ParallelPlan) -> RenderableType:
     """What ``plan`` and ``estimate`` print."""
-    parts: list[RenderableType] = [summary(plan), _time_heading(plan), time_bars(plan)]
-    parts += [heading("Memory of each pipeline rank, GiB"), memory_table(plan, short=True)]
+    parts = _opening(plan, short=True)
     if plan.alternatives:
         parts += [heading("Runners-up"), alternatives_table(plan)]
-    parts += [heading("Certificate"), indented(proof(plan))]
-    return Group(*parts)
+    return Group(*parts, heading("Certificate"), indented(proof(plan)))
 
 
 def explain_report(
@@ -78,17 +76,24 @@ def explain_report(
         differences: for each runner-up, seconds that each term takes more than in the plan, or
             ``None`` where it cannot be priced by this version.
     """
-    parts: list[RenderableType] = [summary(plan), _time_heading(plan), time_bars(plan)]
-    parts += [heading("Memory of each pipeline rank, GiB"), memory_table(plan, short=False)]
-    parts += [heading("Communication groups by network level"), placement_table(plan)]
+    parts = _opening(plan, short=False)
+    parts += [heading("Communication groups by network level"), _groups(plan)]
     if plan.alternatives:
         parts += [heading("Why this one: what each runner-up loses"), alternatives_table(plan)]
         parts.append(_difference_lines(differences))
     if plan.shortlist is not None:
         parts.append(shortlist_report(plan))
     parts += [heading("Certificate"), indented(proof(plan))]
-    parts += [_space_lines(plan.search), heading("Provenance"), _provenance(plan)]
-    return Group(*parts)
+    space = plan.search.space
+    parts += [heading("The space that was searched"), pairs(space.items())] if space else [Text()]
+    return Group(*parts, heading("Provenance"), _provenance(plan))
+
+
+def _opening(plan: ParallelPlan, *, short: bool) -> list[RenderableType]:
+    rank, of_several = plan.predicted.critical_rank, len(plan.predicted.stages) > 1
+    time = f"Where the time goes{f', on pipeline rank {rank}*' if of_several else ''}"
+    memory = heading("Memory of each pipeline rank, GiB"), _memory_table(plan, short=short)
+    return [summary(plan), heading(time), _time_bars(plan), *memory]
 
 
 def summary(plan: ParallelPlan) -> RenderableType:
@@ -103,7 +108,7 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
     grid = plan.grid()
     rows: list[tuple[str, str | Text]] = [
         ("Iteration", _headline(plan)),
-        ("Layout", _degrees(plan)),
+        ("Layout", _layout(plan)),
         ("Batch", _batch(plan)),
         ("Memory", _memory_line(plan)),
         ("Recompute", grid.recompute.label()),
@@ -145,27 +150,22 @@ def _headline(plan: ParallelPlan) -> Text:
     )
 
 
-def _degrees(plan: ParallelPlan) -> Text:
+def _layout(plan: ParallelPlan) -> Text:
     chosen = plan.parallel
-    words = [f"TP {chosen.tensor_model_parallel_size}", f"PP {chosen.pipeline_model_parallel_size}"]
-    if chosen.virtual_pipeline_model_parallel_size:
-        words.append(f"VPP {chosen.virtual_pipeline_model_parallel_size}")
-    words += [f"CP {chosen.context_parallel_size}", f"DP {chosen.data_parallel_size}"]
-    if plan.model.is_moe:
-        words.append(f"EP {chosen.expert_model_parallel_size}")
-        words.append(f"ETP {chosen.expert_tensor_parallel_size}")
-    if chosen.sequence_parallel:
-        words.append("SP on")
+    left_out = set() if plan.model.is_moe else {"EP", "ETP"}
+    left_out |= set() if chosen.virtual_pipeline_model_parallel_size else {"VPP"}
+    words = [f"{name} {size}" for name, size in degrees(chosen).items() if name not in left_out]
+    words += ["SP on"] if chosen.sequence_parallel else []
     idle = plan.cluster.num_gpus - plan.placement.num_gpus
     text = Text("  ".join(words), style="bold")
     return text.append(f"   ({idle} GPUs idle)", style="yellow") if idle else text
 
 
-def _batch(plan: ParallelPlan) -> Text:
-    grid, train = plan.grid(), plan.train
-    return Text(
+def _batch(plan: ParallelPlan) -> str:
+    number, train = plan.grid().num_microbatches, plan.train
+    return (
         f"{train.global_batch_size} sequences of {train.seq_length:,} tokens: "
-        f"{grid.num_microbatches} micro batch{'es' if grid.num_microbatches > 1 else ''} of "
+        f"{number} micro batch{'es' if number > 1 else ''} of "
         f"{train.micro_batch_size} on each replica"
     )
 
@@ -174,8 +174,7 @@ def _memory_line(plan: ParallelPlan) -> Text:
     predicted = plan.predicted
     peak, capacity = predicted.peak_memory_bytes, predicted.capacity_bytes
     text = Text(f"{format_gib(peak)} of {format_gib(capacity)}, peak memory per GPU")
-    verdict = memory_verdict(peak, capacity, plan.search.not_modelled)
-    if verdict:
+    if verdict := plan_verdict(plan):
         text.append(f"   {verdict}", style="yellow" if predicted.fits else "bold red")
     if plan.uncertainty is not None:
         text.append(f"; {format_chance(plan.uncertainty.out_of_memory)} chance to run out")
@@ -194,14 +193,10 @@ def _sharding_words(plan: ParallelPlan) -> str:
     return "none (every replica keeps all)"
 
 
-def time_bars(plan: ParallelPlan) -> RenderableType:
-    """Seconds by what they go into, as bars."""
+def _time_bars(plan: ParallelPlan) -> RenderableType:
     total = plan.predicted.iteration_time_s
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(min_width=18, no_wrap=True)
-    table.add_column()
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
+    columns = (*name_columns("", min_width=18), Column(), *figure_columns("", ""))
+    table = Table.grid(*columns, padding=(0, 2, 0, 0))
     for name, seconds in plan.predicted.terms.items():
         if seconds >= 5e-5 * total:
             share = seconds / total
@@ -229,7 +224,7 @@ class _Bar:
         yield Text("#" * round(self.share * width), style=self.style)
 
 
-def memory_table(plan: ParallelPlan, *, short: bool) -> RenderableType:
+def _memory_table(plan: ParallelPlan, *, short: bool) -> RenderableType:
     """Memory of each pipeline rank by term; the short form leaves the middle ones out."""
     stages = plan.predicted.stages
     held = [n for n in _MEMORY_HEADS if any(stage.memory_bytes.get(n) for stage in stages)]
@@ -290,38 +285,27 @@ def _difference_lines(differences: Sequence[Mapping[str, float] | None]) -> Rend
     return indented(table)
 
 
-def placement_table(plan: ParallelPlan) -> RenderableType:
+def _groups(plan: ParallelPlan) -> RenderableType:
     """The outermost network level that each kind of group crosses, and the ranks of the stages."""
-    rows = list(plan.placement.group_levels.items())
     spans = [f"{ranks[0]}-{ranks[-1]}" for ranks in plan.placement.stage_ranks]
     shown = ", ".join([*spans[:4], "..."] if len(spans) > 5 else spans)
-    return pairs([*rows, ("stage ranks", shown)])
-
-
-def _space_lines(record: SearchRecord) -> RenderableType:
-    space = record.space
-    return Group(heading("The space that was searched"), pairs(space.items())) if space else Text()
+    return pairs([*plan.placement.group_levels.items(), ("stage ranks", shown)])
 
 
 def _provenance(plan: ParallelPlan) -> RenderableType:
     made = plan.provenance
-    settings = ", ".join(f"{name} {value}" for name, value in made.settings.items())
-    return pairs(
-        [
-            ("version", f"nest-megatron {made.nest_megatron_version}, {made.created}"),
-            ("made for", _made_for(plan)),
-            ("profile", made.profile),
-            ("hashes", f"model {made.model_hash}, cluster {made.cluster_hash}"),
-            ("assumptions", settings),
-        ]
-    )
-
-
-def _made_for(plan: ParallelPlan) -> str:
-    made = plan.provenance
-    if made.framework is None:
-        return "no framework is named: from a model and a cluster, with the target's defaults"
-    return f"{' '.join(filter(None, (made.framework, made.framework_version)))}, by {made.made_by}"
+    framework = " ".join(filter(None, (made.framework, made.framework_version)))
+    made_for = "no framework is named: from a model and a cluster, with the target's defaults"
+    if made.framework is not None:
+        made_for = f"{framework}, by {made.made_by}"
+    rows = {
+        "version": f"nest-megatron {made.nest_megatron_version}, {made.created}",
+        "made for": made_for,
+        "profile": made.profile,
+        "hashes": f"model {made.model_hash}, cluster {made.cluster_hash}",
+        "assumptions": ", ".join(f"{name} {value}" for name, value in made.settings.items()),
+    }
+    return pairs(rows.items())
 
 
 def notes_report(notes: Iterable[str]) -> RenderableType:
@@ -331,9 +315,7 @@ def notes_report(notes: Iterable[str]) -> RenderableType:
 
 def changes_table(changes: Iterable[tuple[str, str | None, str | None, str]]) -> RenderableType:
     """Flags before and after, the reason under each."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = Table.grid(*name_columns(""), *word_columns(""), padding=(0, 2, 0, 0))
     for flag, before, after, reason in changes:
         told = Text.assemble(
             (_shown(before), "red"), " -> ", (_shown(after), "green"), (f"\n{reason}", "dim")
@@ -344,8 +326,3 @@ def changes_table(changes: Iterable[tuple[str, str | None, str | None, str]]) ->
 
 def _shown(value: str | None) -> str:
     return "absent" if value is None else value or "set"
-
-
-def _time_heading(plan: ParallelPlan) -> Text:
-    rank, of_several = plan.predicted.critical_rank, len(plan.predicted.stages) > 1
-    return heading(f"Where the time goes{f', on pipeline rank {rank}*' if of_several else ''}")

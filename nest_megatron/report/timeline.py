@@ -23,6 +23,7 @@ from nest_megatron.report.charts import (
     ink_on,
     inline_svg,
     write_chart,
+    write_legend,
 )
 from nest_megatron.report.schedule_view import (
     ScheduleView,
@@ -44,8 +45,6 @@ _EDGE_COLOURS = {
     SpanKind.OPTIMIZER: "#c98a00",
     SpanKind.OTHER: OTHER_COLOUR,
 }
-#: What the background of a picture means.
-_IDLE = "idle"
 #: Ends of the shades of a pass: the later the chunk, the darker.
 _SHADES = {
     SpanKind.FORWARD: ("#9cc3ec", "#1d4f8c"),
@@ -150,13 +149,11 @@ def legend(view: ScheduleView) -> list[tuple[str, str]]:
     kinds = {span.kind for spans in view.ranks for span in spans}
     last = view.num_virtual - 1
     named: list[tuple[str, str]] = []
-    for kind in SpanKind:
-        if kind not in kinds:
-            continue
+    for kind in (kind for kind in SpanKind if kind in kinds):
         for virtual in [0] if kind in _EDGE_COLOURS else sorted({0, last}):
             chunk = f", chunk {virtual + 1} of {last + 1}" if last and kind in _SHADES else ""
             named.append((f"{kind.value}{chunk}", _colour(kind, virtual, view.num_virtual)))
-    return [*named, (_IDLE, IDLE)]
+    return [*named, ("idle", IDLE)]
 
 
 def _height(view: ScheduleView) -> float:
@@ -240,8 +237,6 @@ def _write_numbers(axes: Any, numbers: Sequence[tuple[int, float, Span]], num_vi
 
 
 def _label(figure: Any, plan: ParallelPlan, view: ScheduleView) -> None:
-    from matplotlib.patches import Patch
-
     virtual = f", {view.num_virtual} chunks a rank" if view.num_virtual > 1 else ""
     figure.suptitle(
         f"{plan.model.name} on {plan.cluster.describe()}: "
@@ -249,7 +244,6 @@ def _label(figure: Any, plan: ParallelPlan, view: ScheduleView) -> None:
         f"{view.num_microbatches} micro batches{virtual}",
         fontsize=11,
     )
-    patches = [Patch(color=colour, label=name) for name, colour in legend(view)]
-    columns = len(patches) if len(patches) <= 7 else -(-len(patches) // 2)
-    place = {"loc": "outside lower center", "ncols": columns, "fontsize": 8, "frameon": False}
-    figure.legend(handles=patches, **place)
+    entries = legend(view)
+    columns = len(entries) if len(entries) <= 7 else -(-len(entries) // 2)
+    write_legend(figure, entries, "center", columns)

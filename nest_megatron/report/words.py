@@ -9,7 +9,14 @@ from nest_megatron.cost_model.device_memory import FRAGMENTATION
 from nest_megatron.cost_model.memory import PEAK_ERROR, PUBLIC_PEAK_ERROR, within_error
 from nest_megatron.errors import typed_setting
 from nest_megatron.parallel.objective import SURE, Choice, Objective, Uncertainty
-from nest_megatron.parallel.plan import Goodput, Headroom, ParallelPlan, SearchRecord
+from nest_megatron.parallel.plan import (
+    Alternative,
+    Goodput,
+    Headroom,
+    ParallelChoice,
+    ParallelPlan,
+    SearchRecord,
+)
 from nest_megatron.planner.ended import EndedEarly
 from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.units import (
@@ -242,6 +249,26 @@ def memory_verdict(needed: Bytes, limit: Bytes, not_modelled: Sequence[str] = ()
         error = f"{100 * PEAK_ERROR:.1f} %"
         return f"may fit: {over}, less than the error of such predictions ({error})"
     return f"does not fit, as predicted: {format_gib(needed - limit)} missing"
+
+
+def degrees(layout: ParallelChoice | Alternative) -> dict[str, int]:
+    """Every degree of a layout by its short name."""
+    return {
+        "TP": layout.tensor_model_parallel_size,
+        "PP": layout.pipeline_model_parallel_size,
+        "VPP": layout.virtual_pipeline_model_parallel_size or 1,
+        "CP": layout.context_parallel_size,
+        "DP": layout.data_parallel_size,
+        "EP": layout.expert_model_parallel_size,
+        "ETP": layout.expert_tensor_parallel_size,
+    }
+
+
+def plan_verdict(plan: ParallelPlan) -> str:
+    """What ``memory_verdict`` says of a plan."""
+    found = plan.predicted
+    unknown = plan.search.not_modelled
+    return memory_verdict(found.peak_memory_bytes, found.capacity_bytes, unknown)
 
 
 def no_plan_verdict(missing: Bytes, limit: Bytes, not_modelled: Sequence[str] = ()) -> str:

@@ -18,10 +18,11 @@ from matplotlib.text import Text
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.graph import Group
 from nest_megatron.model.spec import LayerKind
-from nest_megatron.report.chain_chart import draw_chain, draw_chain_on
-from nest_megatron.report.layer_chart import (
+from nest_megatron.report.work_charts import (
     FLOPS_PER_BYTE,
     GROUP_COLOURS,
+    draw_chain,
+    draw_chain_on,
     draw_layer,
     draw_layer_on,
 )

@@ -17,8 +17,7 @@ from rich.console import Console
 from nest_megatron.cost_model.settings import CostSettings, stored_settings
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan
 from nest_megatron.report.charts import IDLE, INK
-from nest_megatron.report.html import html_report
-from nest_megatron.report.plan_facts import funnel_steps, setting_meanings
+from nest_megatron.report.html import funnel_steps, html_report, setting_meanings
 from nest_megatron.report.terminal import plan_report, summary_rows
 from nest_megatron.units import GIB, to_ticks
 from tests.report.plans import SHAPES, hand_plan, searched_plan

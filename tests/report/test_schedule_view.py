@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.settings import CostSettings, restored_settings
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel import plan_file
-from nest_megatron.report.schedule_view import SpanKind, schedule_view, settings_of, windows
+from nest_megatron.report.schedule_view import SpanKind, schedule_view, windows
 from tests.report.plans import SHAPES, hand_plan
 
 
@@ -29,7 +29,7 @@ def test_schedule_is_the_predicted_one(shape: str) -> None:
 def test_settings_survive_the_plan_file() -> None:
     settings = CostSettings(precision=Precision.FP8, memory_reserve_bytes=3 << 30, dp_overlap=0.0)
     plan = hand_plan(4, settings=settings)
-    assert settings_of(plan_file.load(plan_file.dump(plan))) == settings
+    assert restored_settings(plan_file.load(plan_file.dump(plan)).provenance.settings) == settings
 
 
 def test_unknown_settings_are_named() -> None:

@@ -1,0 +1,322 @@
+"""Charts of work: the operators of a layer, and the blocks of a model's chain.
+
+A bar is as long as its operator takes on an accelerator that is limited by its arithmetic or
+by its memory, whichever takes longer; its colour says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
+from pathlib import Path
+from typing import Any
+
+from nest_megatron.model.chain import ChainBlock, ChainGraph
+from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Operator
+from nest_megatron.report.charts import (
+    INK,
+    PAPER,
+    SOFT,
+    TERM_COLOURS,
+    ink_on,
+    write_chart,
+    write_legend,
+    write_title,
+)
+from nest_megatron.report.operator_flow import Step, steps
+
+#: FLOPs that an accelerator does while it moves a byte: 989 TFLOP/s and 3.35 TB/s of an H100 SXM
+#: (NVIDIA's data sheet), which is close to that of its neighbours.
+FLOPS_PER_BYTE = 295.0
+ARITHMETIC, TRAFFIC = "#2f6fb7", "#c98a00"
+_LIMITS = (("limited by arithmetic", ARITHMETIC), ("limited by memory traffic", TRAFFIC))
+GROUP_COLOURS = {
+    Group.TENSOR: TERM_COLOURS["tp_communication"],
+    Group.CONTEXT: TERM_COLOURS["dp_communication"],
+    Group.EXPERT: "#1f8a70",
+    Group.EXPERT_TENSOR: "#8fd0bd",
+}
+_GROUP_WORDS = {
+    Group.TENSOR: "tensor parallel",
+    Group.CONTEXT: "context parallel",
+    Group.EXPERT: "expert parallel",
+    Group.EXPERT_TENSOR: "expert tensor parallel",
+}
+_BAND = "#f5f6f8"
+#: Inches: the whole width, and of a layer and of a chain a row, and what is above and below them.
+_WIDTH, _LAYER_ROW, _LAYER_AROUND, _CHAIN_ROW, _CHAIN_AROUND = 13.0, 0.24, 2.0, 0.26, 1.9
+#: End of an axis on which the longest bar ends at 1, with space for its figures.
+_END = 1.45
+#: Rows of a block at least: its name, its figures, its bar, what it passes on.
+_LEAST = 4
+#: Parts of a block that are listed beside it.
+_MOST_PARTS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """FLOPs and bytes."""
+
+    flops: float
+    num_bytes: float
+
+    @property
+    def time(self) -> float:
+        """How long it takes, in bytes that could be moved meanwhile."""
+        return max(self.flops / FLOPS_PER_BYTE, self.num_bytes)
+
+    @property
+    def colour(self) -> str:
+        """Colour of what limits it."""
+        return ARITHMETIC if self.flops / FLOPS_PER_BYTE > self.num_bytes else TRAFFIC
+
+    def __add__(self, other: _Work) -> _Work:
+        return _Work(self.flops + other.flops, self.num_bytes + other.num_bytes)
+
+    def __str__(self) -> str:
+        flops = [scaled(self.flops, "FLOP")] if self.flops else []
+        return "  ".join([*flops, scaled(self.num_bytes, "B")])
+
+
+_NOTHING = _Work(0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """An operator, or collectives that lie between two operators."""
+
+    part: str
+    operator: Operator | None = None
+    forward: LayerCollective | None = None
+    backward: LayerCollective | None = None
+
+
+def draw_layer(graph: LayerGraph, path: Path, title: str) -> None:
+    """Draw a layer into a ``.png`` or ``.svg`` file.
+
+    Raises:
+        UserInputError: for another suffix, a file that cannot be written, or without matplotlib.
+    """
+    size = (_WIDTH, _LAYER_AROUND + _LAYER_ROW * len(_rows(graph)))
+    write_chart(lambda figure: draw_layer_on(figure, graph, title), size, path, "--draw")
+
+
+def draw_layer_on(figure: Any, graph: LayerGraph, title: str) -> None:
+    """Fill a matplotlib figure: operators from top to bottom, and which collectives run.
+
+    The left half is the forward pass, read downwards; the right one the backward pass, upwards.
+    """
+    rows = _rows(graph)
+    write_title(figure, title)
+    panels = figure.subplots(1, 2, sharey=True)
+    times = [_work(op, side).time for op in graph.operators for side in (0, 1)]
+    for side, axes in enumerate(panels):
+        _draw_pass(axes, graph, rows, side, max(times, default=0.0) or 1.0)
+    names = [row.operator.name if row.operator else "" for row in rows]
+    panels[0].set_yticks(range(len(rows)), names)
+    panels[0].tick_params(labelsize=8)
+    panels[0].set_ylim(len(rows) - 0.4, -0.6)
+    groups = [group for group in Group if any(c.group is group for c in graph.collectives)]
+    entries = [*_LIMITS, *((_GROUP_WORDS[group], GROUP_COLOURS[group]) for group in groups)]
+    about = (
+        f"Saved for the backward pass: {scaled(graph.total_saved_bytes(), 'B')}. "
+        f"Length: time at {FLOPS_PER_BYTE:g} FLOPs a byte, one scale for both passes; "
+        "% of the pass. Dashed: may hide under an operator."
+    )
+    write_legend(figure, entries, "left", len(entries), about)
+
+
+def _rows(graph: LayerGraph) -> list[_Row]:
+    return [row for step in steps(graph) for row in _step_rows(step)]
+
+
+def _step_rows(step: Step) -> Iterator[_Row]:
+    part = step.operator.part.value.replace("_", " ")
+    yield from _between(part, step.above)
+    yield _Row(part, operator=step.operator)
+    yield from _between(part, step.below)
+
+
+def _between(part: str, collectives: Sequence[LayerCollective]) -> Iterator[_Row]:
+    """Collectives in as few rows as they need; backward ones run upwards."""
+    forward = [each for each in collectives if not each.backward]
+    backward = [each for each in collectives if each.backward][::-1]
+    for ahead, back in zip_longest(forward, backward):
+        yield _Row(part, forward=ahead, backward=back)
+
+
+def _work(operator: Operator, side: int) -> _Work:
+    """The forward (0) or backward pass (1) of an operator."""
+    if side == 0:
+        return _Work(operator.flops, operator.bytes_moved)
+    return _Work(operator.backward_flops, operator.backward_bytes_moved)
+
+
+def _draw_pass(
+    axes: Any, graph: LayerGraph, rows: Sequence[_Row], side: int, longest: float
+) -> None:
+    """One pass: bars of operators to scale, collectives across the whole width."""
+    works = [_work(op, side) for op in graph.operators]
+    total = sum(work.time for work in works) or 1.0
+    for at, row in enumerate(rows):
+        collective = row.backward if side else row.forward
+        work = _NOTHING if row.operator is None else _work(row.operator, side)
+        if work != _NOTHING:
+            share = 100 * work.time / total
+            words = f"{work}  {f'{share:.0f} %' if share >= 0.5 else '<1 %'}"
+            length = max(0.004, work.time / longest)
+            axes.barh(at, length, 0.72, color=work.colour)
+            axes.text(length + 0.01, at, words, va="center", fontsize=7.5, color=SOFT)
+        elif collective is not None:
+            _draw_collective(axes, at, collective)
+    name = "backward pass, upwards" if side else "forward pass, downwards"
+    axes.set_title(f"{name}: {sum(works, _NOTHING)} in all", fontsize=9, color=SOFT)
+    axes.set_xlim(0, _END)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(left=False, bottom=False, labelbottom=False)
+    first = 0
+    for number, (part, members) in enumerate(groupby(rows, key=lambda row: row.part)):
+        last = first + len(list(members)) - 1
+        if number % 2 == 0:
+            axes.axhspan(first - 0.5, last + 0.5, color=_BAND, zorder=0)
+        if side:  # the name of each part at the right end of its rows
+            look = {"va": "center", "fontsize": 8, "fontweight": "bold"}
+            axes.text(_END + 0.02, (first + last) / 2, part, **look)
+        first = last + 1
+
+
+def _draw_collective(axes: Any, at: int, collective: LayerCollective) -> None:
+    """One that may hide under an operator is an outline."""
+    colour, hidden = GROUP_COLOURS[collective.group], bool(collective.hidden_under)
+    look = {"facecolor": PAPER if hidden else colour, "edgecolor": colour}
+    axes.barh(at, _END, 0.66, linestyle="--" if hidden else "-", **look)
+    ink = INK if hidden else ink_on(colour)
+    place = {"ha": "center", "va": "center", "fontsize": 7.5, "color": ink}
+    size = scaled(collective.message_bytes, "B")
+    words = [collective.kind.replace("_", "-"), f"over {collective.group.value}:", size]
+    words += [f"x {collective.num_calls}"] if collective.num_calls > 1 else []
+    words += [f"(under {collective.hidden_under})"] if hidden else []
+    axes.text(_END / 2, at, " ".join(words), **place)
+
+
+def draw_chain(graph: ChainGraph, path: Path) -> None:
+    """Draw a chain into a ``.png`` or ``.svg`` file.
+
+    Raises:
+        UserInputError: for another suffix, a file that cannot be written, or without matplotlib.
+    """
+    size = (_WIDTH, _CHAIN_AROUND + _CHAIN_ROW * sum(_heights(graph)))
+    write_chart(lambda figure: draw_chain_on(figure, graph), size, path, "--draw")
+
+
+def draw_chain_on(figure: Any, graph: ChainGraph) -> None:
+    """Fill a matplotlib figure: neighbours of one kind on the left, parts of one of them beside."""
+    shapes = ", ".join(f"{list(each.sizes)} {each.dtype}" for each in graph.inputs)
+    write_title(figure, f"{graph.name} on {shapes}")
+    blocks, parts = figure.subplots(1, 2, sharey=True)
+    _draw_blocks(blocks, graph)
+    _draw_parts(parts, graph)
+    for axes, title in ((blocks, "blocks, one forward pass"), (parts, "parts of one block")):
+        axes.set_title(title, fontsize=9, color=SOFT)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(left=False, bottom=False, labelbottom=False, labelsize=8)
+    blocks.set_ylim(sum(_heights(graph)), -0.5)
+    about = (
+        f"In all {scaled(graph.flops(), 'FLOP')}, "
+        f"{scaled(graph.parameters(), '').strip()} parameters, "
+        f"{scaled(graph.saved_bytes(), 'B')} saved for the backward pass. Length: time at "
+        f"{FLOPS_PER_BYTE:g} FLOPs a byte, each half with a scale of its own."
+    )
+    write_legend(figure, _LIMITS, "left", 2, about)
+
+
+def _heights(graph: ChainGraph) -> list[int]:
+    """Rows of each run of equal blocks."""
+    return [max(_LEAST, 1 + len(_parts(graph, run[0]))) for run in graph.runs()]
+
+
+def _draw_blocks(axes: Any, graph: ChainGraph) -> None:
+    runs, top = graph.runs(), 0.0
+    times = [_limited_times(graph, run) for run in runs]
+    longest = max((sum(time.values()) for time in times), default=0.0) or 1.0
+    for run, time, height in zip(runs, times, _heights(graph), strict=True):
+        name, figures = _run_words(run)
+        axes.text(0, top, name, va="center", fontsize=9, fontweight="bold")
+        axes.text(0, top + 0.9, figures, va="center", fontsize=8, color=SOFT)
+        ends = time[ARITHMETIC] / longest, time[TRAFFIC] / longest
+        axes.barh(top + 1.8, ends[0], 0.6, color=ARITHMETIC)
+        axes.barh(top + 1.8, ends[1], 0.6, left=ends[0], color=TRAFFIC)
+        if run is not runs[-1]:
+            words = f"↓ {scaled(run[-1].cut_bytes, 'B')} passed on"
+            axes.text(0.5, top + height - 1.2, words, va="center", fontsize=8, color=SOFT)
+        top += height
+    axes.set_xlim(0, 1)
+    axes.set_yticks([])
+
+
+def _limited_times(graph: ChainGraph, run: Sequence[ChainBlock]) -> dict[str, float]:
+    """Times of a run's operators by the colour of what limits them."""
+    times = {ARITHMETIC: 0.0, TRAFFIC: 0.0}
+    for op in graph.within(run[0]):
+        work = _Work(op.flops, op.bytes_moved)
+        times[work.colour] += len(run) * work.time
+    return times
+
+
+def _run_words(run: Sequence[ChainBlock]) -> tuple[str, str]:
+    first = run[0]
+    name = f"{first.name}  {first.kind}"
+    if len(run) > 1:
+        name = f"{len(run)} x {first.kind}  {first.name} to {run[-1].name}"
+    parameters = f"{scaled(first.parameters, '').strip()} parameters"
+    figures = [
+        str(_Work(first.flops, first.bytes_moved)),
+        *([parameters] if first.parameters else []),
+        f"saves {scaled(run[-1].saved_bytes, 'B')}",
+    ]
+    return name, "  ".join(figures) + (", each" if len(run) > 1 else "")
+
+
+def _draw_parts(axes: Any, graph: ChainGraph) -> None:
+    top = 0
+    for run, height in zip(graph.runs(), _heights(graph), strict=True):
+        parts = _parts(graph, run[0])
+        longest = max((work.time for work in parts.values()), default=0.0) or 1.0
+        for at, (name, work) in enumerate(parts.items(), start=top):
+            length = max(0.006, work.time / longest)
+            axes.barh(at, length, 0.7, color=work.colour)
+            axes.text(length + 0.01, at, str(work), va="center", fontsize=7.5, color=SOFT)
+            axes.text(-0.02, at, name, va="center", ha="right", fontsize=8)
+        top += height
+    axes.set_xlim(-0.1, 1.4)
+
+
+def _parts(graph: ChainGraph, block: ChainBlock) -> dict[str, _Work]:
+    """Work of a block's parts; one without parts has none. The largest of many."""
+    inside = block.name.partition("#")[0]
+    parts: dict[str, _Work] = {}
+    for op in graph.within(block):
+        name = op.module.removeprefix(inside).removeprefix(".") or "(itself)"
+        parts[name] = parts.get(name, _NOTHING) + _Work(op.flops, op.bytes_moved)
+    if len(parts) < 2:
+        return {}
+    if len(parts) <= _MOST_PARTS:
+        return parts
+    largest = sorted(parts, key=lambda name: -parts[name].time)[: _MOST_PARTS - 1]
+    others = [work for name, work in parts.items() if name not in largest]
+    shown = {name: work for name, work in parts.items() if name in largest}
+    return {**shown, f"({len(others)} more)": sum(others, _NOTHING)}
+
+
+def scaled(value: float, unit: str) -> str:
+    """A figure with three digits and an SI prefix.
+
+    >>> scaled(33_554_432, "B"), scaled(12.0, "B")
+    ('33.6 MB', '12 B')
+    """
+    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if value >= 10**power:
+            size = value / 10**power
+            return f"{size:.{2 if size < 10 else 1 if size < 100 else 0}f} {prefix}{unit}"
+    return f"{value:.0f} {unit}"
