@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import Composed
-from nest_megatron.config.entries import cluster_entry, model_entry
-from nest_megatron.config.keywords import Source, compose_keywords
+from nest_megatron.config.keywords import Source, cluster_entry, compose_keywords, model_entry
 from nest_megatron.config.layout import estimate_layout
 from nest_megatron.config.request import request_of
 from nest_megatron.errors import UserInputError
@@ -277,7 +276,7 @@ class Explanation(Shown):
 
     def report(self) -> Iterator[RenderableType]:
         """The parts of what ``explain`` prints; a text is to be shown as it stands."""
-        from nest_megatron.integrations.explained import explanation
+        from nest_megatron.integrations.launched import explanation
 
         yield from explanation(self.plan.record, self.times, self.differences(), self.plan.pin)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import math
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 
@@ -126,3 +127,34 @@ def nearest(name: str, known: Iterable[str], *, count: int = 3) -> str:
     if close:
         return f"Did you mean {' or '.join(close)}?"
     return f"Known: {', '.join(names)}."
+
+
+def require_known(
+    what: str, name: str, known: Iterable[str], limit: str = "", *, count: int = 3
+) -> None:
+    """Refuse a name that is none of those known; the error says the nearest.
+
+    Args:
+        limit: the rule; that it is one of the known names, if not given.
+
+    Raises:
+        UserInputError: for any other name.
+    """
+    names = tuple(known)
+    if name not in names:
+        limit = limit or f"it is one of {', '.join(names)}"
+        raise UserInputError(what, value=name, limit=limit, fix=nearest(name, names, count=count))
+
+
+def require_at_least(what: str, value: float, least: int, fix: str) -> None:
+    """Refuse a number below the least that it can be."""
+    if value < least:
+        raise UserInputError(what, value=value, limit=f"it must be at least {least}", fix=fix)
+
+
+def require_seconds(what: str, value: float) -> float:
+    """A time for something, which must be above 0 and finite."""
+    if 0 < value < math.inf:
+        return value
+    limit = "it must be above 0 and finite"
+    raise UserInputError(what, value=value, limit=limit, fix="Give seconds, such as 120.")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from nest_megatron.cluster.records import Precision
-from nest_megatron.config.choices import held_choices, installed_packages
 from nest_megatron.config.compose import compose
 from nest_megatron.config.launch import read_words
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
+from nest_megatron.config.target import held_choices, installed_packages
 from nest_megatron.cost_model.execution_flags import execution_of, execution_traits, time_notes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_limits import NUMERIC_FIELDS

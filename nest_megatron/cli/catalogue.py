@@ -25,7 +25,7 @@ from nest_megatron.cli.complete import completing
 @json_option
 def models(name: str | None, *, as_json: bool) -> None:
     """List the models of the catalogue, or show one, or that of a file."""
-    from nest_megatron.config.entries import model_entry
+    from nest_megatron.config.keywords import model_entry
     from nest_megatron.report.catalogue_tables import model_details, model_document, models_table
     from nest_megatron.report.console import show, show_json
 
@@ -51,7 +51,7 @@ def models(name: str | None, *, as_json: bool) -> None:
 @json_option
 def clusters(name: str | None, *, as_json: bool) -> None:
     """List the clusters of the catalogue, or show one, or that of a file."""
-    from nest_megatron.config.entries import cluster_entry
+    from nest_megatron.config.keywords import cluster_entry
     from nest_megatron.plain import to_plain
     from nest_megatron.report.catalogue_tables import cluster_details, clusters_table
     from nest_megatron.report.console import show, show_json

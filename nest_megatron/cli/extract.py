@@ -25,7 +25,7 @@ from nest_megatron.cli.command_kinds import (
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.job import Job
 from nest_megatron.config.overrides import parse, refuse_sweeps
-from nest_megatron.config.shard import DEGREES, read_shard
+from nest_megatron.config.layout import LAYER_DEGREES, read_shard
 from nest_megatron.config.target import read_settings
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, require_folder
@@ -333,7 +333,7 @@ def _title(spec: TransformerSpec, shard: LayerShard, layer: _Layer) -> str:
 
 _MATTERS = (
     *("model", "train.micro_batch_size", "train.seq_length"),
-    *(f"parallel.{name}" for name in (*DEGREES, "sequence_parallel")),
+    *(f"parallel.{name}" for name in (*LAYER_DEGREES, "sequence_parallel")),
 )
 
 

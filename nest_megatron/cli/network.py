@@ -11,7 +11,7 @@ from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.cli.command_kinds import NEXT, OUTPUT, PATH, Group, json_option
 from nest_megatron.cli.complete import completing
 from nest_megatron.cluster.records import CollectiveKind
-from nest_megatron.config.entries import cluster_entry
+from nest_megatron.config.keywords import cluster_entry
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import write_text
 from nest_megatron.plain import to_plain

@@ -66,18 +66,8 @@ def find_cluster(
     Raises:
         UserInputError: if none is known, or the named one is not this one.
     """
-    if names_cluster(settings):
-        return _named(settings, world_size, environment, dry_run=dry_run)
-    return _discovered(settings, world_size, environment, dry_run=dry_run)
-
-
-def _named(
-    settings: Sequence[Setting],
-    world_size: int,
-    environment: Mapping[str, str],
-    *,
-    dry_run: bool,
-) -> JobCluster:
+    if not names_cluster(settings):
+        return _discovered(settings, world_size, environment, dry_run=dry_run)
     composed = compose(settings)
     cluster = _sized(composed, world_size, environment, dry_run=dry_run)
     gpus, notes = local_gpus(), []
@@ -93,11 +83,7 @@ def _named(
 
 
 def _discovered(
-    settings: Sequence[Setting],
-    world_size: int,
-    environment: Mapping[str, str],
-    *,
-    dry_run: bool,
+    settings: Sequence[Setting], world_size: int, environment: Mapping[str, str], *, dry_run: bool
 ) -> JobCluster:
     gpus = local_gpus()
     if gpus is None:
@@ -117,9 +103,7 @@ def _discovered(
         cluster = with_hosts_of(cluster, per_host)
     note = f"This host has {gpus.describe()}; between hosts the network of {name} is assumed."
     return JobCluster(
-        cluster=cluster,
-        composed=composed,
-        notes=(f"{note} Name yours with nest.cluster.",),
+        cluster=cluster, composed=composed, notes=(f"{note} Name yours with nest.cluster.",)
     )
 
 

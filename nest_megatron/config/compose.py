@@ -26,7 +26,6 @@ from nest_megatron.files import read_text
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 
-_PRIMARY = "plan"
 _OWN_ENTRY = "_described"
 
 
@@ -63,34 +62,27 @@ def compose(
     overrides = [_described(group, fields) for group, fields in described.items()]
     overrides += [_named(setting, config_dir, notes) for setting in settings]
     if config_dir is not None:
-        overrides.append(f"hydra.searchpath=[{_folder_url(config_dir)}]")
+        folder = config_dir.expanduser()
+        if not folder.is_dir():
+            fix = "Name a folder with model/, cluster/ or accelerator/ inside."
+            limit = "there is no such folder"
+            raise UserInputError("--config-dir", value=str(config_dir), limit=limit, fix=fix)
+        overrides.append(f"hydra.searchpath=['file://{folder.resolve()}']")
         for setting in settings:
-            _check_own(config_dir, setting.key, setting.value)
-    with importlib.resources.as_file(catalogue_root()) as folder:
-        config = _compose(str(folder.resolve()), overrides)
+            _check_own(folder, setting.key, setting.value)
+    with importlib.resources.as_file(catalogue_root()) as catalogue:
+        config = _compose(str(catalogue.resolve()), overrides)
     given = frozenset((*described, *(setting.key for setting in settings)))
     return Composed(config=config, given=given, notes=tuple(notes))
 
 
-def _folder_url(config_dir: Path) -> str:
-    folder = config_dir.expanduser()
-    if not folder.is_dir():
-        raise UserInputError(
-            "--config-dir",
-            value=str(config_dir),
-            limit="there is no such folder",
-            fix="Name a folder with model/, cluster/ or accelerator/ inside.",
-        )
-    return f"'file://{folder.resolve()}'"
-
-
-def _check_own(config_dir: Path, group: str, name: object) -> None:
+def _check_own(folder: Path, group: str, name: object) -> None:
     """Read a file of the user's folder, and those that it names, once each, before Hydra does."""
     seen: set[Path] = set()
     left = [(group, name)]
     while left:
         group, name = left.pop()
-        path = config_dir.expanduser() / group.partition("@")[0].lstrip("/") / f"{name}.yaml"
+        path = folder / group.partition("@")[0].lstrip("/") / f"{name}.yaml"
         if path in seen or not path.is_file():
             continue
         seen.add(path)
@@ -100,16 +92,12 @@ def _check_own(config_dir: Path, group: str, name: object) -> None:
 
 
 def _named(setting: Setting, config_dir: Path | None, notes: list[str]) -> str:
-    """An override for Hydra; a model or cluster given as a file becomes an entry of its group.
-
-    Args:
-        notes: what was not read of a file is added to them.
-    """
+    """An override for Hydra; a model or cluster given as a file becomes an entry of its group."""
     if setting.key in GROUPS and setting.value is not None and is_path(setting.value):
         path = Path(setting.value.strip("'\"")).expanduser()
-        of_model = setting.key == "model"
-        fields = _model_file(path, notes) if of_model else read_mapping("cluster", path)
-        return _described(setting.key, fields)
+        if setting.key == "model":
+            return _described("model", _model_file(path, notes))
+        return _described("cluster", read_mapping("cluster", path))
     return hydra_form(setting, config_dir)
 
 
@@ -126,10 +114,10 @@ def _compose(folder: str, overrides: list[str]) -> PlanConfig:
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
-    ConfigStore.instance().store(name=f"{_PRIMARY}_schema", node=PlanConfig)
+    ConfigStore.instance().store(name="plan_schema", node=PlanConfig)
     try:
         with _own_hydra(), hydra.initialize_config_dir(folder, version_base="1.3"):
-            composed = hydra.compose(_PRIMARY, overrides=overrides)
+            composed = hydra.compose("plan", overrides=overrides)
         config = OmegaConf.to_object(composed)
     except Exception as error:  # Hydra asserts on what it does not expect in a user's file
         raise _plain_error(error, overrides) from error
@@ -157,21 +145,14 @@ def _plain_error(error: Exception, overrides: Sequence[str]) -> UserInputError:
     if isinstance(error, OverrideParseException):
         key, _, value = error.override.lstrip("+~").partition("=")
         return unreadable(key, value, error)
-    text = str(error)
-    for override in overrides:
+    what, wrong = "settings", None
+    for override in reversed(overrides):  # the first that the error is about
         key, _, value = override.lstrip("+~").partition("=")
-        if override in text or f"full_key: {key}" in text:
-            return _wrong_value(key, value, error.__cause__ or error)
-    return _wrong_value("settings", None, error.__cause__ or error)
-
-
-def _wrong_value(key: str, value: object, cause: BaseException) -> UserInputError:
-    return UserInputError(
-        key,
-        value=value,
-        limit=first_line(cause),
-        fix="Correct the value; hydra_configs/plan.yaml and the catalogue show what is expected.",
-    )
+        if override in str(error) or f"full_key: {key}" in str(error):
+            what, wrong = key, value
+    limit = first_line(error.__cause__ or error)
+    fix = "Correct the value; hydra_configs/plan.yaml and the catalogue show what is expected."
+    return UserInputError(what, value=wrong, limit=limit, fix=fix)
 
 
 def _model_file(path: Path, notes: list[str]) -> Mapping[str, Any]:
@@ -183,12 +164,8 @@ def _model_file(path: Path, notes: list[str]) -> Mapping[str, Any]:
     parsed = read_json(path, "model")
     if not isinstance(parsed, dict):
         raise _bad_file("model", path, "it is not a JSON object")
-    if "model_type" in parsed:
-        return _hugging_face(path, parsed, notes)
-    return read_mapping("model", path)  # JSON is YAML
-
-
-def _hugging_face(path: Path, parsed: Mapping[str, object], notes: list[str]) -> Mapping[str, Any]:
+    if "model_type" not in parsed:
+        return read_mapping("model", path)  # JSON is YAML
     from nest_megatron.model.hugging_face import read_hf_config
 
     generic = path.stem in ("config", "")
@@ -206,11 +183,7 @@ def model_fields(spec: TransformerSpec) -> Mapping[str, Any]:
 
 
 def read_mapping(group: str, path: Path) -> Mapping[str, Any]:
-    """What a YAML file of the user describes: a model, a cluster or an accelerator.
-
-    Raises:
-        UserInputError: if it cannot be read, or is no mapping with names as keys.
-    """
+    """What a YAML file of the user describes: a model, a cluster or an accelerator."""
     from omegaconf import DictConfig, OmegaConf
 
     text = read_text(path, group, most=DESCRIPTION.num_bytes)

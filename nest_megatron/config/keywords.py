@@ -1,20 +1,66 @@
-"""Settings of a job as keywords of a Python call, in the form of the command line."""
+"""Models, clusters and settings of a Python call, in the form of the command line."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from nest_megatron.catalogue_files import catalogue_root
+from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import Composed, compose, model_fields
-from nest_megatron.config.overrides import GROUPS, parse, refuse_sweeps
-from nest_megatron.config.schema import SECTIONS, section_keys
+from nest_megatron.config.overrides import (
+    GROUPS,
+    check_choice,
+    is_path,
+    parse,
+    refuse_sweeps,
+    value_text,
+)
+from nest_megatron.config.request import read_cluster, read_spec
+from nest_megatron.config.schema import SECTIONS, PlanConfig, section_keys
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
+
+
+def model_entry(name: str) -> TransformerSpec:
+    """A model by its name or its file; ``UserInputError`` if there is none, or it is wrong."""
+    if is_path(name):
+        return read_spec(_composed("model", name))
+    return spec_from_mapping(_entry("model", name))
+
+
+def cluster_entry(name: str) -> Cluster:
+    """A cluster by its name or its file, at the size that its description gives; errors alike."""
+    if is_path(name):
+        return read_cluster(_composed("cluster", name))
+    entry = _entry("cluster", name)
+    for choice in entry.pop("defaults", ()):
+        if isinstance(choice, dict):
+            device = next(iter(choice.values()))
+            entry["accelerator"] = _entry("accelerator", device)
+    return cluster_from_mapping(entry)
+
+
+def _composed(group: str, path: str) -> PlanConfig:
+    """A file of the user, read as ``plan`` reads it."""
+    return compose(parse([f"{group}={path}"])).config
+
+
+def _entry(group: str, name: str) -> dict[str, Any]:
+    """One catalogue file as it stands: a list of them needs none of Hydra's composition."""
+    from omegaconf import OmegaConf
+
+    check_choice(group, name, None)
+    text = catalogue_root().joinpath(group, f"{name}.yaml").read_text(encoding="utf-8")
+    entry = OmegaConf.to_container(OmegaConf.create(text))
+    assert isinstance(entry, dict)
+    return {str(key): value for key, value in entry.items()}
+
 
 #: How a model or a cluster is given: a name or a path as text, a path, or the fields of its file.
 Source = str | os.PathLike[str] | Mapping[str, Any]
@@ -26,19 +72,15 @@ def compose_keywords(
     settings: Mapping[str, object],
     config_dir: str | os.PathLike[str] | None = None,
 ) -> Composed:
-    """A job as the command line composes it, of records and keywords.
+    """A job as the command line composes it, with its errors, of records and keywords.
 
     Args:
         settings: as for ``setting_texts``.
         config_dir: a folder of the user's own groups, searched beside the catalogue.
-
-    Raises:
-        UserInputError: as the command line does.
     """
     if "out" in settings:
-        raise UserInputError(
-            "out", value=settings["out"], limit="a call writes no file", fix="Use Plan.save."
-        )
+        limit, fix = "a call writes no file", "Use Plan.save."
+        raise UserInputError("out", value=settings["out"], limit=limit, fix=fix)
     named: dict[str, object] = {}
     described: dict[str, Mapping[str, Any]] = {}
     for group, source in (("model", model), ("cluster", cluster)):
@@ -51,12 +93,9 @@ def compose_keywords(
     parsed = parse(setting_texts({**named, **settings}), folder)
     for setting in parsed if isinstance(cluster, Cluster) else ():
         if setting.key == "cluster.oversubscription":
-            raise UserInputError(
-                setting.key,
-                value=setting.value,
-                limit="a record holds the bandwidth that its own oversubscription leaves",
-                fix="Give the cluster by its name or as the fields of its file.",
-            )
+            limit = "a record holds the bandwidth that its own oversubscription leaves"
+            fix = "Give the cluster by its name or as the fields of its file."
+            raise UserInputError(setting.key, value=setting.value, limit=limit, fix=fix)
     refuse_sweeps(parsed)
     return compose(parsed, folder, described=described)
 
@@ -89,17 +128,17 @@ def _fields(group: str, source: object) -> Mapping[str, Any] | None:
 
 
 def setting_texts(keywords: Mapping[str, object]) -> list[str]:
-    """Keywords as ``key=value``.
+    """Keywords as ``key=value``, to be checked by ``parse``.
 
     A name that only one section has needs no section; others are given as the section's mapping or
-    with a dot. Whether a setting exists is checked where all settings are, by ``parse``.
+    with a dot.
 
     >>> setting_texts({"tensor_model_parallel_size": 8, "search": {"max_seconds": 5}})
     ['parallel.tensor_model_parallel_size=8', 'search.max_seconds=5']
     >>> setting_texts({"cluster.oversubscription": 4, "recompute_modules": ["mlp", "core_attn"]})
     ['cluster.oversubscription=4', 'parallel.recompute_modules=[mlp,core_attn]']
     """
-    return [f"{_whole_key(key)}={_text(value)}" for key, value in _flat(keywords)]
+    return [f"{_whole_key(key)}={value_text(value)}" for key, value in _flat(keywords)]
 
 
 def _flat(keywords: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -116,22 +155,3 @@ def _whole_key(key: str) -> str:
         return key
     found = [known for known in section_keys() if known.rpartition(".")[2] == key]
     return found[0] if len(found) == 1 else key
-
-
-def _text(value: object) -> str:
-    """A value as it is typed.
-
-    >>> [_text(value) for value in (None, True, 1e-05, "bf16", ("a", "b"))]
-    ['null', 'true', '1e-05', 'bf16', '[a,b]']
-    """
-    if value is None:
-        return "null"
-    if isinstance(value, Enum):
-        return _text(value.value)
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, os.PathLike):
-        return str(value)
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_text, value))}]"
-    return str(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,13 @@ from nest_megatron.config.overrides import (
     unreadable,
 )
 from nest_megatron.config.schema import LaunchConfig, launch_keys, section_keys
-from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.errors import (
+    UserInputError,
+    nearest,
+    require_at_least,
+    require_known,
+    require_seconds,
+)
 from nest_megatron.names import Name
 
 TOKEN = re.compile(r"^(\+\+?nest=|\+{0,2}nest\.)")
@@ -57,11 +62,7 @@ def split_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def read_words(words: Iterable[str]) -> LaunchWords:
-    """Check the mode and every key.
-
-    Raises:
-        UserInputError: for an unknown mode or key, naming the nearest.
-    """
+    """Check the mode and every key; ``UserInputError`` for an unknown one, naming the nearest."""
     mode, job, launch = Mode.AUTO, [], []
     for word in words:
         text = word.lstrip("+")
@@ -81,11 +82,7 @@ def read_words(words: Iterable[str]) -> LaunchWords:
 
 
 def _mode(text: str) -> Mode:
-    known = [mode.value for mode in Mode]
-    if text not in known:
-        raise UserInputError(
-            "+nest", value=text, limit=f"it is one of {', '.join(known)}", fix=nearest(text, known)
-        )
+    require_known("+nest", text, [mode.value for mode in Mode])
     return Mode(text)
 
 
@@ -93,41 +90,25 @@ def _job_setting(text: str) -> Setting:
     key, equals, value = text.partition("=")
     name = key.lstrip("~")
     section = name.partition(".")[0]
+
+    def wrong(limit: str, fix: str) -> UserInputError:
+        return UserInputError(f"nest.{key}", value=value if equals else None, limit=limit, fix=fix)
+
     if section in _OF_THE_JOB:
-        raise UserInputError(
-            f"nest.{key}",
-            value=value,
-            limit="the model and the batch are the training job's own",
-            fix="Change the job's own flag.",
-        )
+        raise wrong("the model and the batch are the training job's own", "Change its own flag.")
     known = (*section_keys(), *launch_keys())
     if section != "cluster" and name not in known:
-        raise UserInputError(
-            f"nest.{key}",
-            value=value if equals else None,
-            limit="there is no such setting",
-            fix=_nearest_word(name, known),
-        )
+        typed = (*known, "cluster", "cluster.num_gpus")
+        words = [f"nest.{each}" for each in typed if not each.startswith("train.")]
+        raise wrong("there is no such setting", nearest(f"nest.{name}", words, count=2))
     if not equals and not key.startswith("~"):
-        raise UserInputError(
-            f"nest.{key}", value=None, limit="it has no value", fix=f"Write nest.{key}=VALUE."
-        )
+        raise wrong("it has no value", f"Write nest.{key}=VALUE.")
     (setting,) = parse([text])
     return setting
 
 
-def _nearest_word(key: str, known: Iterable[str]) -> str:
-    """The settings closest to a misspelt one, as they are typed beside ``+nest``."""
-    candidates = [k for k in (*known, "cluster", "cluster.num_gpus") if not k.startswith("train.")]
-    return nearest(f"nest.{key}", [f"nest.{k}" for k in candidates], count=2)
-
-
 def read_launch(words: LaunchWords) -> LaunchConfig:
-    """The launch settings, typed.
-
-    Raises:
-        UserInputError: for a value of the wrong type or outside its range.
-    """
+    """The launch settings, typed; ``UserInputError`` for a wrong type or outside its range."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -136,12 +117,9 @@ def read_launch(words: LaunchWords) -> LaunchConfig:
         try:
             OmegaConf.update(config, setting.key, _value(setting))
         except OmegaConfBaseException as error:
-            raise UserInputError(
-                f"nest.{setting.key}",
-                value=setting.value,
-                limit=first_line(error),
-                fix="Correct the value.",
-            ) from error
+            what, limit = f"nest.{setting.key}", first_line(error)
+            fix = "Correct the value."
+            raise UserInputError(what, value=setting.value, limit=limit, fix=fix) from error
     launch = OmegaConf.to_object(config)
     assert isinstance(launch, LaunchConfig)
     _check(launch)
@@ -162,16 +140,10 @@ def _value(setting: Setting) -> Any:
 
 def _check(launch: LaunchConfig) -> None:
     for name in ("alternative", "watch"):
-        if getattr(launch, name) < 0:
-            raise UserInputError(
-                f"nest.{name}", value=getattr(launch, name), limit="it is at least 0", fix="Use 0."
-            )
+        require_at_least(f"nest.{name}", getattr(launch, name), 0, "Use 0.")
     for name in ("rendezvous_timeout_s", "heartbeat_timeout_s"):
-        seconds = getattr(launch, name)
-        if seconds is not None and not 0 < seconds < math.inf:
-            raise UserInputError(
-                f"nest.{name}", value=seconds, limit="it is above 0 and finite", fix="Use 20."
-            )
+        if (seconds := getattr(launch, name)) is not None:
+            require_seconds(f"nest.{name}", seconds)
     ranks = launch.ranks
     is_list = isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks)
     if ranks not in ("by_host", "launched") and not is_list:

@@ -1,13 +1,20 @@
-"""The layout that ``estimate`` prices: what the user gave, the rest by Megatron's own defaults."""
+"""The layout that ``estimate`` prices, and how it divides a layer: Megatron fills what is open."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 from nest_megatron.config.compose import Composed
-from nest_megatron.config.request import check_quotients, request_of
+from nest_megatron.config.request import REPLICA_DEGREES, check_quotients, request_of
 from nest_megatron.config.space import fixed_degrees, read_rank_order, read_recompute, read_zero
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, require_at_least
+from nest_megatron.model.shard import LayerShard
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.degree_rules import DEGREE_RULES, violations
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.grid import Grid
@@ -16,20 +23,22 @@ from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
+from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import PlanRequest, estimate_plan, plan
 from nest_megatron.solver.space import DEGREES, SearchSpace
 
+#: Degrees that change what one rank does in a layer.
+LAYER_DEGREES = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
 
 def estimate_layout(composed: Composed) -> tuple[ParallelPlan, tuple[str, ...]]:
-    """Price the layout of a configuration.
-
-    Returns:
-        The plan with its prediction, and notes on what was assumed.
-
-    Raises:
-        UserInputError: if the layout is none that Megatron launches.
-    """
+    """Price the layout of a configuration, if Megatron launches it; with what was assumed."""
     request = request_of(composed, SearchSpace())
     grid, notes = _grid(composed, request)
     notes = (*notes, *request.profile_notes)
@@ -39,7 +48,8 @@ def estimate_layout(composed: Composed) -> tuple[ParallelPlan, tuple[str, ...]]:
         partition = parse_layout(text, request.spec, pp)
         return _priced(request, grid, partition), notes
     try:
-        partition = uniform_partition(request.spec, pp, _virtual(grid))
+        virtual = grid.dims.virtual_pipeline_model_parallel_size
+        partition = uniform_partition(request.spec, pp, virtual)
     except UserInputError as error:
         found, note = _uneven(request, grid)
         return found, (*notes, f"{error.what} = {error.value} does not split evenly; {note}")
@@ -58,14 +68,17 @@ def _priced(request: PlanRequest, grid: Grid, partition: StagePartition) -> Para
     )
 
 
-def _virtual(grid: Grid) -> int:
-    return grid.dims.virtual_pipeline_model_parallel_size
-
-
 def _uneven(request: PlanRequest, grid: Grid) -> tuple[ParallelPlan, str]:
     """The fastest partition of a grid that does not split evenly, or the evenest if none fits."""
     if grid.sequence_parallel == (grid.dims.tensor_model_parallel_size > 1):
-        space = _this_grid(request.space, grid)
+        fixed = {name: getattr(grid.dims, name) for name in DEGREES if name != "micro_batch_size"}
+        space = dataclasses.replace(
+            request.space,
+            fixed={**fixed, "micro_batch_size": grid.micro_batch_size},
+            rank_orders=(grid.dims.rank_order,),
+            zero_stages=(grid.zero,),
+            recompute=grid.recompute,
+        )
         check_quotients(space, request.cluster.num_gpus, request.global_batch_size)
         request = dataclasses.replace(
             request, space=space, num_alternatives=0, objective=Objective.NOMINAL
@@ -93,22 +106,11 @@ def even_partition(request: PlanRequest, grid: Grid) -> StagePartition:
     return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
 
 
-def _this_grid(space: SearchSpace, grid: Grid) -> SearchSpace:
-    fixed = {name: getattr(grid.dims, name) for name in DEGREES if name != "micro_batch_size"}
-    return dataclasses.replace(
-        space,
-        fixed={**fixed, "micro_batch_size": grid.micro_batch_size},
-        rank_orders=(grid.dims.rank_order,),
-        zero_stages=(grid.zero,),
-        recompute=grid.recompute,
-    )
-
-
 def _grid(composed: Composed, request: PlanRequest) -> tuple[Grid, tuple[str, ...]]:
     config = composed.config
     given = fixed_degrees(config)
     micro = given.pop("micro_batch_size", 1)
-    dims, notes = _dims(composed, request, given)
+    dims, notes = _dims(composed, request, given), list[str]()
     batch = request.global_batch_size
     if config.train.global_batch_size is None:
         step = micro * dims.data_parallel_size
@@ -130,10 +132,7 @@ def _grid(composed: Composed, request: PlanRequest) -> tuple[Grid, tuple[str, ..
     return dataclasses.replace(grid, execution=execution), tuple(notes)
 
 
-def _dims(
-    composed: Composed, request: PlanRequest, given: dict[str, int]
-) -> tuple[ParallelDims, list[str]]:
-    notes: list[str] = []
+def _dims(composed: Composed, request: PlanRequest, given: dict[str, int]) -> ParallelDims:
     parallel = composed.config.parallel
     if request.spec.num_experts is not None:
         # Megatron's default for an absent --expert-tensor-parallel-size.
@@ -150,26 +149,73 @@ def _dims(
                 limit=f"the layout has {virtual} virtual stages on each of the {pp} ranks",
                 fix="Leave it out.",
             )
-    _fill_data_parallel(request, given)
+    if "data_parallel_size" not in given:  # all GPUs that are left replicate
+        given["data_parallel_size"] = _replicas(request.cluster.num_gpus, given)
     order = read_rank_order(parallel) or RankOrder.TP_CP_EP_DP_PP
-    return ParallelDims(**given, rank_order=order), notes
+    return ParallelDims(**given, rank_order=order)
 
 
-def _fill_data_parallel(request: PlanRequest, given: dict[str, int]) -> None:
-    """All GPUs that are left replicate, unless the user says how many do."""
-    if "data_parallel_size" in given:
-        return
-    one_replica = ParallelDims(
-        tensor_model_parallel_size=given.get("tensor_model_parallel_size", 1),
-        context_parallel_size=given.get("context_parallel_size", 1),
-        pipeline_model_parallel_size=given.get("pipeline_model_parallel_size", 1),
-    ).world_size
-    gpus = request.cluster.num_gpus
-    if gpus % one_replica:
-        raise UserInputError(
-            "tp * cp * pp",
-            value=one_replica,
-            limit=f"it must divide the {gpus} GPUs of the cluster",
-            fix="Change a degree or cluster.num_gpus, or give parallel.data_parallel_size.",
-        )
-    given["data_parallel_size"] = gpus // one_replica
+def _replicas(gpus: int, given: Mapping[str, int]) -> int:
+    degrees: dict[str, Any] = {name: given.get(name, 1) for name in REPLICA_DEGREES}
+    one_replica = ParallelDims(**degrees).world_size
+    if gpus % one_replica == 0:
+        return gpus // one_replica
+    raise UserInputError(
+        "tp * cp * pp",
+        value=one_replica,
+        limit=f"it must divide the {gpus} GPUs of the cluster",
+        fix="Change a degree or cluster.num_gpus, or give parallel.data_parallel_size.",
+    )
+
+
+def read_shard(
+    composed: Composed, spec: TransformerSpec, flags: Mapping[str, Any] = MappingProxyType({})
+) -> LayerShard:
+    """How the configuration divides a layer as Megatron builds it, by whose defaults it is filled.
+
+    Args:
+        flags: a command's, which count where the configuration says nothing.
+    """
+    parallel, train = composed.config.parallel, composed.config.train
+    given = {}
+    for name in LAYER_DEGREES:
+        stated = getattr(parallel, name)
+        given[name] = flags.get(name) if stated is None else stated
+    degrees: dict[str, Any] = {name: 1 if n is None else n for name, n in given.items()}
+    tp = degrees["tensor_model_parallel_size"]
+    if spec.num_experts is not None and given["expert_tensor_parallel_size"] is None:
+        degrees["expert_tensor_parallel_size"] = tp  # Megatron's own default
+    sequence_parallel = parallel.sequence_parallel
+    if sequence_parallel is None:
+        sequence_parallel = flags.get("sequence_parallel", tp > 1) and tp > 1
+    micro_batch_size = train.micro_batch_size
+    if micro_batch_size is None:
+        micro_batch_size = flags.get("micro_batch_size") or 1
+    shard = LayerShard(
+        **degrees, micro_batch_size=micro_batch_size, sequence_parallel=sequence_parallel
+    )
+    _check(spec, shard)
+    return shard
+
+
+def _check(spec: TransformerSpec, shard: LayerShard) -> None:
+    """Megatron's rules on degrees, on the smallest grid that holds them."""
+    micro, fix = shard.micro_batch_size, "Give the sequences of one micro batch."
+    require_at_least("train.micro_batch_size", micro, 1, fix)
+    degrees = {name: getattr(shard, name) for name in LAYER_DEGREES}
+    for name, value in degrees.items():
+        if value < 1:
+            ParallelDims(**{name: value})  # says what is wrong with it
+    experts = shard.expert_model_parallel_size * shard.expert_tensor_parallel_size
+    ranks = shard.tensor_model_parallel_size * shard.context_parallel_size
+    replicas = experts // math.gcd(experts, ranks)
+    request = LaunchRequest(
+        spec=spec,
+        dims=ParallelDims(**degrees, data_parallel_size=replicas),
+        micro_batch_size=shard.micro_batch_size,
+        global_batch_size=shard.micro_batch_size * replicas,
+        sequence_parallel=shard.sequence_parallel,
+        moe_grouped_gemm=spec.is_moe,
+    )
+    for _, broken in violations(request, DEGREE_RULES):
+        raise UserInputError(broken.what, value=broken.value, limit=broken.limit, fix=broken.fix)

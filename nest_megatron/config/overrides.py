@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.config.schema import SECTIONS, section_keys
@@ -36,15 +38,12 @@ class Setting:
 
 
 def parse(texts: Iterable[str], config_dir: Path | None = None) -> tuple[Setting, ...]:
-    """Read overrides and check their keys and the names they choose.
+    """Read overrides and check their keys and the names they choose; errors name the nearest.
 
     Args:
         config_dir: a folder of the user's own ``model/``, ``cluster/`` and ``accelerator/`` files.
-
-    Raises:
-        UserInputError: naming the nearest key or name.
     """
-    settings = tuple(_setting(text) for text in texts)
+    settings = tuple(map(_setting, texts))
     for setting in settings:
         _check_key(setting)
     return settings
@@ -72,12 +71,10 @@ def _setting(text: str) -> Setting:
         return Setting(key=text[1:].partition("=")[0], value=None)
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise UserInputError(
-            "override",
-            value=text,
-            limit="settings are written key=value",
-            fix=_guess(text),
-        )
+        meant = (f"Did you mean {g}={text}?" for g in GROUPS if text in catalogue_names(g))
+        fix = next(meant, "For example model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64.")
+        limit = "settings are written key=value"
+        raise UserInputError("override", value=text, limit=limit, fix=fix)
     key = key.lstrip("+").strip()
     if key == "model.hf":
         key = "model"
@@ -88,48 +85,28 @@ def _require_readable(text: str) -> None:
     """Refuse what no setting is, before a parser looks at it."""
     key = text.partition("=")[0][:80]
     if len(text) > _MAX_LENGTH:
-        raise UserInputError(
-            key,
-            value=len(text),
-            limit=f"a setting has at most {_MAX_LENGTH:,} characters",
-            fix="Put what is longer into a file of your own (model=FILE, cluster=FILE).",
-        )
+        limit = f"a setting has at most {_MAX_LENGTH:,} characters"
+        fix = "Put what is longer into a file of your own (model=FILE, cluster=FILE)."
+        raise UserInputError(key, value=len(text), limit=limit, fix=fix)
     brackets = [1 if character in "[{(" else -1 for character in text if character in "[]{}()"]
     if max(itertools.accumulate(brackets), default=0) > _MAX_DEPTH:
-        raise UserInputError(
-            key,
-            value=text[len(key) + 1 :],
-            limit=f"its brackets are nested more than {_MAX_DEPTH} deep",
-            fix="Correct the value.",
-        )
-
-
-def _guess(text: str) -> str:
-    """What somebody meant who typed a word without a key."""
-    for group in GROUPS:
-        if text in catalogue_names(group):
-            return f"Did you mean {group}={text}?"
-    return "For example model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64."
+        value, limit = text[len(key) + 1 :], f"its brackets are nested more than {_MAX_DEPTH} deep"
+        raise UserInputError(key, value=value, limit=limit, fix="Correct the value.")
 
 
 def _check_key(setting: Setting) -> None:
     key = setting.key
-    if key in (*GROUPS, ACCELERATOR_CHOICE) or key.partition(".")[0] in GROUPS:
+    if key == ACCELERATOR_CHOICE or key.partition(".")[0] in GROUPS:
         return
-    known = section_keys()
-    if setting.value is None or key not in known:
-        removed = setting.value is None and key in known
-        raise UserInputError(
-            key,
-            value=setting.value,
-            limit="only a key of the model or the cluster is removed with ~"
-            if removed
-            else "there is no such setting",
-            fix=f"Write {key}=null." if removed else nearest_key(key),
-        )
+    if key not in section_keys():
+        limit, fix = "there is no such setting", _nearest_key(key)
+        raise UserInputError(key, value=setting.value, limit=limit, fix=fix)
+    if setting.value is None:
+        limit = "only a key of the model or the cluster is removed with ~"
+        raise UserInputError(key, value=None, limit=limit, fix=f"Write {key}=null.")
 
 
-def nearest_key(key: str) -> str:
+def _nearest_key(key: str) -> str:
     """The settings closest to a misspelt one, or those of its section."""
     section, _, name = key.rpartition(".")
     everywhere = [k for k in section_keys() if k.rpartition(".")[2] == name]
@@ -151,29 +128,16 @@ def is_path(value: str) -> bool:
 
 
 def check_choice(group: str, value: str, config_dir: Path | None) -> None:
-    """Refuse a name that neither the catalogue nor the user's folder has.
-
-    Raises:
-        UserInputError: with the nearest names.
-    """
-    names = choices(group, config_dir)
-    if value not in names:
-        raise UserInputError(
-            group,
-            value=value,
-            limit=f"there is no such {group} in the catalogue",
-            fix=f"{nearest(value, names)} `nest-megatron {group}s` lists all; a path works as well."
-            if group in GROUPS
-            else nearest(value, names),
-        )
-
-
-def choices(group: str, config_dir: Path | None = None) -> tuple[str, ...]:
-    """Names in a group: the catalogue's, and those of the user's folder."""
-    own: tuple[str, ...] = ()
+    """Refuse a name that neither the catalogue nor the user's folder has, with the nearest."""
+    names = {*catalogue_names(group)}
     if config_dir is not None and (config_dir / group).is_dir():
-        own = catalogue_names(group, config_dir)
-    return tuple(sorted({*catalogue_names(group), *own}))
+        names |= {*catalogue_names(group, config_dir)}
+    if value not in names:
+        fix = nearest(value, names)
+        if group in GROUPS:
+            fix += f" `nest-megatron {group}s` lists all; a path works as well."
+        limit = f"there is no such {group} in the catalogue"
+        raise UserInputError(group, value=value, limit=limit, fix=fix)
 
 
 def hydra_form(setting: Setting, config_dir: Path | None) -> str:
@@ -214,19 +178,12 @@ def swept(settings: Sequence[Setting]) -> tuple[str, ...]:
 
 
 def refuse_sweeps(settings: Sequence[Setting]) -> None:
-    """Refuse several values for one key where one job is planned.
-
-    Raises:
-        UserInputError: naming the option that plans them all.
-    """
+    """Refuse several values for one key where one job is planned."""
     for setting in settings:
         if len(_values(setting)) > 1:
-            raise UserInputError(
-                setting.key,
-                value=setting.value,
-                limit="it has several values, and one job is planned",
-                fix="Give one value, or add --multirun to plan each.",
-            )
+            limit = "it has several values, and one job is planned"
+            fix = "Give one value, or add --multirun to plan each."
+            raise UserInputError(setting.key, value=setting.value, limit=limit, fix=fix)
 
 
 def _values(setting: Setting) -> list[str | None]:
@@ -251,22 +208,42 @@ def _values(setting: Setting) -> list[str | None]:
 
 def _require_jobs(what: str, number: int) -> None:
     if number > MAX_JOBS:
-        raise UserInputError(
-            what,
-            value=number,
-            limit=f"a sweep has at most {MAX_JOBS:,} jobs",
-            fix="Leave some of the values out.",
-        )
+        limit = f"a sweep has at most {MAX_JOBS:,} jobs"
+        raise UserInputError(what, value=number, limit=limit, fix="Leave some of the values out.")
 
 
 def unreadable(key: str, value: object, error: Exception) -> UserInputError:
     """The error for a value that Hydra's grammar does not take."""
+    fix = "Put text with special characters into quotes: key=\"'text'\"."
     return UserInputError(
-        key,
-        value=value,
-        limit=f"it cannot be read: {first_line(error)}",
-        fix="Put text with special characters into quotes: key=\"'text'\".",
+        key, value=value, limit=f"it cannot be read: {first_line(error)}", fix=fix
     )
+
+
+def value_text(value: object) -> str:
+    """A value as it is typed.
+
+    >>> [value_text(value) for value in (None, True, 1e-05, "bf16", ("a", "b"))]
+    ['null', 'true', '1e-05', 'bf16', '[a,b]']
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, Enum):
+        return value_text(value.value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(value_text, value))}]"
+    return str(value)
+
+
+def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and value of everything in a nested mapping."""
+    for name, value in node.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def first_line(error: BaseException) -> str:

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.errors import UserInputError, typed_setting
+from nest_megatron.errors import UserInputError, require_at_least, typed_setting
 from nest_megatron.model.spec import TransformerSpec
 
-#: The setting that turns the check off.
-SETTING = "checks.plausibility"
 _GB = 1e9
 
 
@@ -67,23 +65,16 @@ _BATCH = Range(least=_COUNT, most=1e8)
 def require_plausible(
     spec: TransformerSpec | None, cluster: Cluster | None, global_batch_size: int | None = None
 ) -> None:
-    """Refuse a job with a number that is beyond everything that exists.
-
-    Raises:
-        UserInputError: naming the number, the range, what was probably meant, and the setting that
-            turns the check off.
-    """
+    """Refuse a job with a number beyond everything that exists, naming what was probably meant."""
     for what, value, allowed in _numbers(spec, cluster, global_batch_size):
         if allowed.least <= value <= allowed.most:
             continue
-        if value < allowed.least == _COUNT:
-            raise UserInputError(
-                what, value=value, limit="it must be at least 1", fix="Give a whole number."
-            )
+        if allowed.least == _COUNT:
+            require_at_least(what, value, _COUNT, "Give a whole number.")
         meant = allowed.guess(value)
         guess = "" if meant is None else f"Did you mean {meant:g}? "
         limit = f"it is not plausible: from {allowed.least:g} to {allowed.most:g} {allowed.unit}"
-        fix = f"{guess}If it is meant so, add {typed_setting(SETTING)}=off."
+        fix = f"{guess}If it is meant so, add {typed_setting('checks.plausibility')}=off."
         raise UserInputError(what, value=value, limit=limit.rstrip(), fix=fix)
 
 

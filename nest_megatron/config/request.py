@@ -8,24 +8,27 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.config.choices import fields_of, has_fast_link, held_choices, stated_packages
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.job import Job
 from nest_megatron.config.plausible import require_plausible
-from nest_megatron.config.schema import PlanConfig, SearchConfig
+from nest_megatron.config.schema import PlanConfig
 from nest_megatron.config.space import read_backend, read_space
 from nest_megatron.config.target import (
     choice,
+    fields_of,
     fp8_recipe_of,
+    has_fast_link,
+    held_choices,
     read_execution,
     read_numeric_offers,
     read_settings,
     read_target,
+    stated_packages,
 )
 from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, require_at_least, require_seconds
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.knobs import KnobConditions, always_on, open_values, unknown_packages
@@ -41,21 +44,17 @@ from nest_megatron.solver.space import SearchSpace
 #: that models of 70 B parameters and more are trained with.
 DEFAULT_GLOBAL_BATCH_SIZE = 512
 
-_GRID_DEGREES = (
+#: Degrees whose product is the ranks of one replica.
+REPLICA_DEGREES = (
     "tensor_model_parallel_size",
     "context_parallel_size",
     "pipeline_model_parallel_size",
-    "data_parallel_size",
 )
 _BATCH_DEGREES = ("data_parallel_size", "micro_batch_size")
 
 
 def catalogue_job(composed: Composed) -> Job:
-    """A model of the catalogue as a job that states nothing else.
-
-    Raises:
-        UserInputError: if no model is given, or a setting of it is wrong.
-    """
+    """A model of the catalogue as a job that states nothing else."""
     target = read_target(composed.config)
     return Job(
         spec=read_spec(composed.config),
@@ -139,6 +138,8 @@ def request_for(
         )
     times = _times(config, job, cluster, settings, prefix=prefix, versions=versions)
     search = config.search
+    require_at_least("search.num_alternatives", search.num_alternatives, 0, "Give the runners-up.")
+    own = {**job.fixed, "micro_batch_size": job.micro_batch_size}
     headroom = DEFAULT_HEADROOM if config.memory.margin is None else config.memory.margin
     return PlanRequest(
         spec=spec,
@@ -147,7 +148,7 @@ def request_for(
         settings=settings,
         space=space,
         max_seconds=search.max_seconds,
-        num_alternatives=_num_alternatives(search),
+        num_alternatives=search.num_alternatives,
         backend=read_backend(search.backend),
         times=times.times,
         not_modelled=job.not_modelled,
@@ -159,7 +160,7 @@ def request_for(
         tie_percent=search.tie_percent,
         max_out_of_memory_percent=search.max_out_of_memory_percent,
         failed_start_percent=search.failed_start_percent,
-        own=_own_settings(job),
+        own={name: value for name, value in own.items() if value is not None},
         headroom=headroom,
         priced_headroom=read_priced_headroom(config, headroom),
         notes=(*notes, *times.notes),
@@ -190,12 +191,6 @@ def _target_notes(config: PlanConfig) -> Iterator[str]:
         yield f"The plan is for {target.framework}; docs/nemo.md says how recipes take it."
 
 
-def _own_settings(job: Job) -> dict[str, object]:
-    """What the user says of the layout, the micro batch among it."""
-    said = {**job.fixed, "micro_batch_size": job.micro_batch_size}
-    return {name: value for name, value in said.items() if value is not None}
-
-
 def _own_batch(job: Job, num_gpus: int) -> int | None:
     """Megatron's batch where none is given: one micro batch on each replica of the user's layout.
 
@@ -203,22 +198,8 @@ def _own_batch(job: Job, num_gpus: int) -> int | None:
     """
     if job.micro_batch_size is None or job.num_gpus is None:
         return None
-    degrees = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    one_replica = math.prod(
-        int(job.fixed.get(name) or 1) for name in (*degrees, "context_parallel_size")
-    )
+    one_replica = math.prod(int(job.fixed.get(name) or 1) for name in REPLICA_DEGREES)
     return job.micro_batch_size * max(1, num_gpus // one_replica)
-
-
-def _num_alternatives(search: SearchConfig) -> int:
-    if search.num_alternatives >= 0:
-        return search.num_alternatives
-    raise UserInputError(
-        "search.num_alternatives",
-        value=search.num_alternatives,
-        limit="it must be at least 0",
-        fix="Give the runners-up to list.",
-    )
 
 
 def _times(
@@ -230,48 +211,23 @@ def _times(
     prefix: str,
     versions: Mapping[str, str] | None,
 ) -> Choice:
-    """The layer times that the configuration asks for, and what is to be said of them.
-
-    Raises:
-        UserInputError: if the profile asked for cannot be used.
-    """
-    asked = config.profile
+    """The layer times that the configuration asks for, and what is to be said of them."""
+    asked, own = config.profile, f"model={job.spec.name} cluster={cluster.name}"
     wanted = Wanted(
         spec=job.spec,
         accelerator=cluster.accelerator,
         precision=settings.precision,
         versions=versions or {},
         prefix=prefix,
-        command=(
-            "--from <your script and its flags>"
-            if prefix
-            else f"model={job.spec.name} cluster={cluster.name}"
-        ),
+        command="--from <your script and its flags>" if prefix else own,
     )
     mode = choice(f"{prefix}profile.mode", asked.mode, ProfileMode)
     require_seconds(f"{prefix}profile.max_seconds", asked.max_seconds)
     return choose_times(wanted, mode, asked.name)
 
 
-def require_seconds(what: str, value: float) -> float:
-    """A time for something, if it is one.
-
-    Raises:
-        UserInputError: if it is not above 0, or has no end.
-    """
-    if 0 < value < math.inf:
-        return value
-    raise UserInputError(
-        what, value=value, limit="it must be above 0 and finite", fix="Give seconds, such as 120."
-    )
-
-
 def read_spec(config: PlanConfig) -> TransformerSpec:
-    """The model, at the sequence length that was asked for.
-
-    Raises:
-        UserInputError: if none is given, or its description is wrong.
-    """
+    """The model, at the sequence length that was asked for; ``UserInputError`` if there is none."""
     if config.model is None:
         raise UserInputError(
             "model",
@@ -290,10 +246,7 @@ def with_seq_length(spec: TransformerSpec, seq_length: int | None) -> Transforme
     """The model on sequences of another length; rotary positions reach as far as is needed."""
     if seq_length is None:
         return spec
-    if seq_length < 1:
-        raise UserInputError(
-            "train.seq_length", value=seq_length, limit="it must be at least 1", fix="Give tokens."
-        )
+    require_at_least("train.seq_length", seq_length, 1, "Give tokens.")
     longest = spec.max_position_embeddings
     if longest is not None and spec.position_embedding_type == "rope":
         longest = max(longest, seq_length)
@@ -301,14 +254,7 @@ def with_seq_length(spec: TransformerSpec, seq_length: int | None) -> Transforme
 
 
 def read_cluster(config: PlanConfig, num_gpus: int | None = None) -> Cluster:
-    """The cluster.
-
-    Args:
-        num_gpus: size of the job; the configuration's if not given.
-
-    Raises:
-        UserInputError: if none is given, or its description is wrong.
-    """
+    """The cluster, at the size of the job or its own; ``UserInputError`` if there is none."""
     if config.cluster is None:
         raise UserInputError(
             "cluster",
@@ -330,8 +276,7 @@ def read_reliability(config: PlanConfig, save_interval: int | None = None) -> Re
         save_interval: the job's own.
 
     Raises:
-        UserInputError: for a value out of range, or one that says nothing without
-            ``reliability.mtbf_hours``.
+        UserInputError: for a value out of range, or one without ``reliability.mtbf_hours``.
     """
     given = dataclasses.asdict(config.reliability)
     said = {name: value for name, value in given.items() if value is not None}
@@ -350,11 +295,7 @@ def read_reliability(config: PlanConfig, save_interval: int | None = None) -> Re
 
 
 def read_priced_headroom(config: PlanConfig, headroom: float) -> float | None:
-    """A larger share whose price is searched.
-
-    Raises:
-        UserInputError: if it is no larger, or leaves nothing of a device.
-    """
+    """A larger share whose price is searched; less, or all of a device, is an error."""
     priced = config.memory.priced_margin
     if priced is None or headroom < priced <= MOST_HEADROOM:
         return priced
@@ -369,7 +310,8 @@ def read_priced_headroom(config: PlanConfig, headroom: float) -> float | None:
 def check_quotients(space: SearchSpace, gpus: int, batch: int) -> None:
     """Say it at once where fixed degrees and the GPUs, or the batch, have no whole quotient."""
     if space.use_all_gpus:
-        _check_divides(space, _GRID_DEGREES, gpus, f"the {gpus} GPUs, which all take part")
+        degrees = (*REPLICA_DEGREES, "data_parallel_size")
+        _check_divides(space, degrees, gpus, f"the {gpus} GPUs, which all take part")
     if batch > 0:
         _check_divides(space, _BATCH_DEGREES, batch, f"the global batch of {batch} sequences")
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from nest_megatron.config.schema import ParallelConfig, PlanConfig
-from nest_megatron.config.target import choice
-from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.config.target import Choice, choice
+from nest_megatron.errors import UserInputError, require_at_least, require_known
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.recompute import (
     Recompute,
@@ -19,13 +19,11 @@ from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.backend import Backend
 from nest_megatron.solver.space import DEGREES, SearchSpace
 
+Value = TypeVar("Value")
+
 
 def read_space(config: PlanConfig) -> SearchSpace:
-    """What the search may choose.
-
-    Raises:
-        UserInputError: for a bad degree, or a choice that only ``estimate`` takes.
-    """
+    """What the search may choose; ``UserInputError`` for what only ``estimate`` takes."""
     _refuse_estimate_only(config.parallel)
     limits = {name: getattr(config.search, f"max_{name}") for name in DEGREES}
     return SearchSpace(
@@ -41,42 +39,33 @@ def read_space(config: PlanConfig) -> SearchSpace:
 def fixed_degrees(config: PlanConfig) -> dict[str, int]:
     """Degrees that the configuration fixes, the micro batch among them."""
     values = {name: getattr(config.parallel, name, None) for name in DEGREES}
-    values["micro_batch_size"] = config.train.micro_batch_size
-    micro = config.train.micro_batch_size
-    if micro is not None and micro < 1:
-        raise UserInputError(
-            "train.micro_batch_size",
-            value=micro,
-            limit="it must be a whole number of at least 1",
-            fix="Give the sequences of one micro batch, or leave it out to search it.",
-        )
+    values["micro_batch_size"] = micro = config.train.micro_batch_size
+    if micro is not None:
+        fix = "Give the sequences of one micro batch, or leave it out to search it."
+        require_at_least("train.micro_batch_size", micro, 1, fix)
     return {name: value for name, value in values.items() if value is not None}
 
 
 def read_rank_order(parallel: ParallelConfig) -> RankOrder | None:
     """The rank order, if fixed."""
-    name = parallel.rank_order
-    return None if name is None else choice("parallel.rank_order", name, RankOrder)
+    return _named("rank_order", parallel.rank_order, RankOrder)
+
+
+def _named(name: str, value: str | None, kind: type[Choice]) -> Choice | None:
+    return None if value is None else choice(f"parallel.{name}", value, kind)
 
 
 def read_zero(parallel: ParallelConfig) -> ZeroStage | None:
     """The ZeRO stage, if fixed."""
-    stage = parallel.zero_stage
-    if stage is None:
-        return None
-    if stage not in tuple(ZeroStage):
-        raise UserInputError(
-            "parallel.zero_stage", value=stage, limit="it is 0, 1, 2 or 3", fix="Give one of them."
-        )
-    return ZeroStage(stage)
+    stage, limit = parallel.zero_stage, "it is 0, 1, 2 or 3"
+    if stage not in (None, *ZeroStage):
+        what = "parallel.zero_stage"
+        raise UserInputError(what, value=stage, limit=limit, fix="Give one of them.")
+    return None if stage is None else ZeroStage(stage)
 
 
 def read_recompute(parallel: ParallelConfig) -> Recompute | None:
-    """The recomputation, if fixed.
-
-    Raises:
-        UserInputError: if its parts do not belong together.
-    """
+    """The recomputation, if fixed; parts that do not belong together are an error."""
     rest = (parallel.recompute_method, parallel.recompute_num_layers, parallel.recompute_modules)
     if parallel.recompute_granularity is None:
         if any(part is not None for part in rest):
@@ -87,22 +76,18 @@ def read_recompute(parallel: ParallelConfig) -> Recompute | None:
                 fix="Add parallel.recompute_granularity=full or selective.",
             )
         return None
-    method, modules = parallel.recompute_method, parallel.recompute_modules or []
+    wanted = {
+        choice("parallel.recompute_modules", name, RecomputeModule)
+        for name in parallel.recompute_modules or ()
+    }
     return Recompute(
         granularity=choice(
             "parallel.recompute_granularity", parallel.recompute_granularity, RecomputeGranularity
         ),
-        method=method
-        if method is None
-        else choice("parallel.recompute_method", method, RecomputeMethod),
+        method=_named("recompute_method", parallel.recompute_method, RecomputeMethod),
         num_layers=parallel.recompute_num_layers,
-        modules=_modules(modules),
+        modules=tuple(module for module in RecomputeModule if module in wanted),
     )
-
-
-def _modules(names: Iterable[str]) -> tuple[RecomputeModule, ...]:
-    wanted = {choice("parallel.recompute_modules", name, RecomputeModule) for name in names}
-    return tuple(module for module in RecomputeModule if module in wanted)
 
 
 def _refuse_estimate_only(parallel: ParallelConfig) -> None:
@@ -124,18 +109,9 @@ def _refuse_estimate_only(parallel: ParallelConfig) -> None:
 
 def read_backend(name: str | None) -> Backend | None:
     """The solver's backend, if asked for by name."""
-    known = [backend.value for backend in Backend]
-    if name is not None and name not in known:
-        raise UserInputError(
-            "search.backend",
-            value=name,
-            limit=f"it is one of {', '.join(known)}",
-            fix=nearest(name, known),
-        )
+    if name is not None:
+        require_known("search.backend", name, [backend.value for backend in Backend])
     return None if name is None else Backend(name)
-
-
-Value = TypeVar("Value")
 
 
 def _one_or_all(value: Value | None, every: Iterable[Value]) -> tuple[Value, ...]:

@@ -1,35 +1,101 @@
-"""The framework that a plan is for, and what its defaults and the job's flags say."""
+"""The framework that a plan is for, what its defaults and the job's flags say, and what is open."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import importlib.util
+from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import TypeVar
 
-from nest_megatron.cluster.records import Precision
+from nest_megatron.cluster.records import Accelerator, Precision
 from nest_megatron.config.job import Job
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.target_defaults import (
-    DEFAULT_TARGET,
-    MEGATRON_LM,
-    target_named,
-)
-from nest_megatron.cost_model.target_limits import NUMERIC_FIELDS
+from nest_megatron.cost_model.target_defaults import DEFAULT_TARGET, MEGATRON_LM, NEMO, target_named
+from nest_megatron.cost_model.target_limits import NEMO_LACKS, NUMERIC_FIELDS, OF_THE_JOB
 from nest_megatron.cost_model.targets import Target
-from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.model.execution import Execution
 from nest_megatron.names import Name
+from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
+from nest_megatron.parallel.knobs import KNOBS, Package, choices_of_execution
 from nest_megatron.parallel.numeric_knobs import NUMERIC_KNOBS
 from nest_megatron.planner.request import NumericOffer
+
+#: Module of DeepEP whose presence tells that it has HybridEP's kernels as well. Source:
+#: deepseek-ai/DeepEP, branch hybrid-ep, deep_ep/hybrid_ep_buffer.py.
+_HYBRID_EP = "hybrid_ep_buffer.py"
+#: Above PCIe of the fifth generation (63 GB/s), below NVLink-C2C.
+_FAST_LINK = 1e11
+
+
+def held_choices(
+    config: PlanConfig, typed: Collection[str] = (), freed: Collection[str] = ()
+) -> frozenset[str]:
+    """Choices that stay as the job has them; ``UserInputError`` for a name that is none.
+
+    Args:
+        typed: Megatron's arguments that the user set.
+        freed: those of them that a plan may change.
+    """
+    names = {*choices_of_execution(), "all"}
+    for name in config.search.keep:
+        require_known("search.keep", name, names, "it is no choice of docs/knobs.md")
+    if "all" in config.search.keep:
+        return frozenset(choices_of_execution())
+    own = set(typed) - set(freed)
+    stated = (name for name, flags in EXECUTION_ARGUMENTS.items() if own.intersection(flags))
+    return frozenset((*config.search.keep, *stated))
+
+
+def stated_packages(config: PlanConfig, installed: Iterable[str] = ()) -> frozenset[str]:
+    """Packages known to be where the job runs; ``UserInputError`` for one that no choice needs."""
+    known = [package.value for package in Package]
+    for name in config.search.packages:
+        require_known("search.packages", name, known, "no choice needs such a package")
+    return frozenset((*config.search.packages, *installed))
+
+
+def fields_of(target: Target) -> frozenset[str] | None:
+    """Fields of ``Execution`` that a job of a framework can be told; ``None`` is all.
+
+    Of NeMo those of its performance recipes, which have ``MegatronCommOverlapCallback``.
+    """
+    if target in MEGATRON_LM:
+        return None
+    lacks = NEMO_LACKS if target is NEMO else {}
+    return frozenset(knob.name for knob in KNOBS) - {*lacks, *OF_THE_JOB}
+
+
+def has_fast_link(accelerator: Accelerator) -> bool:
+    """Whether activations can wait on the host: over NVLink-C2C, not over PCIe."""
+    return accelerator.host_bandwidth_bytes_per_s >= _FAST_LINK
+
+
+def installed_packages() -> tuple[str, ...]:
+    """Packages of this environment that a choice needs; nothing is imported."""
+    found = []
+    if (deep_ep := importlib.util.find_spec(Package.DEEP_EP.value)) is not None:
+        found.append(Package.DEEP_EP)
+        folders = map(Path, deep_ep.submodule_search_locations or ())
+        if any(folder.joinpath(_HYBRID_EP).exists() for folder in folders):
+            found.append(Package.HYBRID_EP)
+    try:
+        release = importlib.metadata.version("transformer_engine")
+    except importlib.metadata.PackageNotFoundError:
+        return tuple(found)
+    if [int(part) for part in release.split(".")[:2] if part.isdigit()] >= [2, 9]:
+        found.append(Package.ENGINE_2_9)
+    return tuple(found)
+
 
 Choice = TypeVar("Choice", bound=Name)
 
 
 def read_settings(config: PlanConfig, job: Job, accelerator: str = "") -> CostSettings:
     """The cost model's assumptions: the job's flags over its target's defaults, ``cost.*`` on top.
-
-    Args:
-        accelerator: the device's name.
 
     Raises:
         UserInputError: for a setting out of range, or another target than the job's own.
@@ -54,8 +120,7 @@ def read_execution(config: PlanConfig, job: Job, accelerator: str) -> Execution:
 
 def read_numeric_offers(config: PlanConfig, job: Job, accelerator: str) -> tuple[NumericOffer, ...]:
     """Choices that change numbers and that the job has not made."""
-    target = read_target(config, job.target)
-    precision = read_precision(config, job.precision)
+    target, precision = read_target(config, job.target), read_precision(config, job.precision)
     has_experts = job.spec.is_moe
     said = {name: value for name, value in job.memory_flags.items() if value is not None}
     own = {**target.flags(accelerator, precision, has_experts=has_experts), **said}
@@ -85,24 +150,13 @@ def fp8_recipe_of(settings: CostSettings) -> str | None:
 
 
 def read_precision(config: PlanConfig, own: Precision = Precision.BF16) -> Precision:
-    """The number format.
-
-    Args:
-        own: the job's.
-    """
+    """The number format: the one asked for, or the job's own."""
     named = config.train.precision
     return own if named is None else choice("train.precision", named, Precision)
 
 
 def read_target(config: PlanConfig, own: Target | None = None) -> Target:
-    """The framework and release that the plan is for.
-
-    Args:
-        own: the job's, where it names one.
-
-    Raises:
-        UserInputError: for an unknown name, or another one than the job's own.
-    """
+    """The framework and release that the plan is for: no other than the job's own, if any."""
     if config.target is None:
         return own or DEFAULT_TARGET
     named = target_named(config.target)
@@ -117,14 +171,6 @@ def read_target(config: PlanConfig, own: Target | None = None) -> Target:
 
 
 def choice(what: str, value: str, kind: type[Choice]) -> Choice:
-    """A member of an enum by its name.
-
-    Raises:
-        UserInputError: naming the members, and the nearest.
-    """
-    known = [member.value for member in kind]
-    if value not in known:
-        raise UserInputError(
-            what, value=value, limit=f"it is one of {', '.join(known)}", fix=nearest(value, known)
-        )
+    """A member of an enum by its name; any other is an error that names them."""
+    require_known(what, value, [member.value for member in kind])
     return kind(value)

@@ -7,6 +7,7 @@ or is refused; one that it does not name is refused as soon as it is set.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING
@@ -14,107 +15,103 @@ from importlib import resources
 from types import FunctionType, MappingProxyType
 from typing import Any
 
-from nest_megatron.integrations.fields import ABSENT, attribute, value_or
+from nest_megatron.errors import UnplannableModelError
+from nest_megatron.integrations.fields import ABSENT, attribute, class_names, shown, value_or
 
-
-def _table() -> dict[str, Any]:
-    text = resources.files(__package__).joinpath("model_fields.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
-
-
-_TABLE = _table()
+_TABLE: Mapping[str, Any] = tomllib.loads(
+    resources.files(__package__).joinpath("model_fields.toml").read_text(encoding="utf-8")
+)
 #: Field that must be off -> what this planner lacks otherwise.
 REFUSED: Mapping[str, str] = MappingProxyType(_TABLE["refused"])
 #: Field that is planned for as if it were off -> what the plan then leaves out.
 UNPRICED: Mapping[str, str] = MappingProxyType(_TABLE["unpriced"])
-_REFUSED_OTHERWISE: Mapping[str, tuple[object, str]] = MappingProxyType(_TABLE["refused_otherwise"])
 #: Every field whose part in a plan is known.
 CLASSIFIED = frozenset(
-    (*_TABLE["read"], *_TABLE["no_effect"], *REFUSED, *UNPRICED, *_REFUSED_OTHERWISE)
-)
-#: Functions that build megatron-core's own layers, by their names in the three frameworks.
-_STANDARD_LAYERS = frozenset(
-    {
-        "default_layer_spec",
-        "get_gpt_decoder_block_spec",
-        "get_gpt_layer_with_transformer_engine_spec",
-        "local_layer_spec",
-        "transformer_engine_full_layer_spec",
-        "transformer_engine_layer_spec",
-    }
-)
-#: Classes that build a model by code of their own, and build what this planner supports: the bases
-#: of both frameworks, and families that only scale embeddings or angles, or warn of an old name.
-_SUPPORTED_CLASSES = frozenset(
-    (
-        "BertConfig",
-        "DeepSeekConfig",
-        "DeepSeekModelProvider",
-        "DeepSeekProvider",
-        "DeepSeekV2LiteModelProvider",
-        "DeepSeekV2LiteProvider",
-        "DeepSeekV2ModelProvider",
-        "DeepSeekV2Provider",
-        "DeepSeekV3ModelProvider",
-        "DeepSeekV3Provider",
-        "GPTConfig",
-        "GPTModelProvider",
-        "GPTOSSProvider",
-        "GemmaModelProvider",
-        "Llama31Config",
-        "MLATransformerConfig",
-        "ModelParallelConfig",
-        "MoonlightModelProvider16B",
-        "MoonlightProvider",
-        "TransformerConfig",
-    )
-)
-#: NeMo's models around them.
-_SUPPORTED_MODELS = frozenset(
-    (
-        "Baichuan2Model",
-        "BertModel",
-        "ChatGLMModel",
-        "DeepSeekModel",
-        "GPTModel",
-        "GPTOSSModel",
-        "GemmaModel",
-        "LlamaModel",
-        "LlamaNemotronModel",
-        "MistralModel",
-        "MixtralModel",
-        "NemotronModel",
-        "Phi3Model",
-        "Qwen2Model",
-        "Qwen3Model",
-        "Starcoder2Model",
-        "StarcoderModel",
-    )
+    (*_TABLE["read"], *_TABLE["no_effect"], *REFUSED, *UNPRICED, *_TABLE["refused_otherwise"])
 )
 #: What ``dataclass`` writes into a class by itself.
 _GENERATED = frozenset(("__init__", "__repr__", "__eq__", "__hash__", "__replace__"))
-_NOT_READ = "this field is set, and what it does to a model is not known here"
 
 
-def refused_field(config: Any) -> tuple[str, Any, str] | None:
-    """The first field that is set and cannot be planned for, its value, and what is lacking.
+def refuse_unplannable(config: Any, *wrappers: Any) -> None:
+    """Raise for models that this planner does not support.
 
     Args:
         config: a built configuration, a provider, or the Fiddle ``Config`` that would build one.
+        wrappers: what holds the config, such as NeMo's model class; looked at by name.
+
+    Raises:
+        UnplannableModelError: naming the class or the field, and what is lacking.
     """
+    for name in (name for each in (*wrappers, config) for name in class_names(each)):
+        for pattern, lacking in _TABLE["refused_classes"].items():
+            if re.search(pattern, name):
+                raise unplannable("model", name, lacking)
+    for refused in filter(None, (_refused_class(config), *map(refused_model, wrappers))):
+        raise unplannable("model", *refused)
+    for name, value, lacking in _refused_fields(config):
+        raise unplannable(f"model.{name}", shown(value), lacking)
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if not value_or(config, name, 0):
+            raise unplannable(f"model.{name}", None, "its layers are not megatron-core's")
+
+
+def refuse_adapters(adapters: Any, where: str) -> None:
+    """Raise where a job's field states adapters that train beside frozen weights (LoRA)."""
+    if adapters is not None:
+        lacking = "weights that are not trained are not supported"
+        raise unplannable(where, class_names(adapters)[0], lacking)
+
+
+def unplannable(what: str, value: object, lacking: str) -> UnplannableModelError:
+    """The error for a model that this planner does not support."""
+    fix = "Launch this job without nest."
+    return UnplannableModelError(what, value=value, limit=lacking, fix=fix)
+
+
+def unpriced(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a plan leaves out of account, one sentence for each field that is set.
+
+    >>> unpriced({"qk_clip": True, "deterministic_mode": False})
+    ('qk_clip = True is not modelled: the largest scores are found at no cost.',)
+    """
+    return tuple(
+        f"{name} = {values[name]} is not modelled: {what}."
+        for name, what in UNPRICED.items()
+        if values.get(name)
+    )
+
+
+def refused_model(wrapper: Any) -> tuple[str, str] | None:
+    """NeMo's class around a configuration, where it is none of those whose model is known.
+
+    A user's own class may stand before one of NeMo's that is known.
+    """
+    built = getattr(wrapper, "__fn_or_cls__", type(wrapper))
+    for kind in getattr(built, "__mro__", (built,)):
+        if kind.__name__ in _TABLE["supported_models"]:
+            return None
+        if kind.__module__.partition(".")[0] == "nemo":
+            return kind.__name__, "such a model is not supported"
+    return None
+
+
+def _refused_fields(config: Any) -> Iterator[tuple[str, Any, str]]:
+    """Fields that are set and cannot be planned for, their values, and what is lacking."""
     for name, lacking in REFUSED.items():
-        if (value := attribute(config, name)) is not ABSENT and value:
-            return name, value, lacking
-    for name, (described, lacking) in _REFUSED_OTHERWISE.items():
-        if (value := attribute(config, name)) not in (ABSENT, None, described):
-            return name, value, lacking
-    builder = _layer_builder(attribute(config, "transformer_layer_spec"))
-    if builder not in (None, *_STANDARD_LAYERS):
-        return "transformer_layer_spec", builder, "these layers are not megatron-core's own"
-    return next(((name, value, _NOT_READ) for name, value in _unknown(config)), None)
+        if value := value_or(config, name, None):
+            yield name, value, lacking
+    for name, (described, lacking) in _TABLE["refused_otherwise"].items():
+        if (value := value_or(config, name, described)) != described:
+            yield name, value, lacking
+    builder = _layer_builder(value_or(config, "transformer_layer_spec", None))
+    if builder not in (None, *_TABLE["standard_layers"]):
+        yield "transformer_layer_spec", builder, "these layers are not megatron-core's own"
+    for name, value in _unknown(config):
+        yield name, value, "this field is set, and what it does to a model is not known here"
 
 
-def refused_class(config: Any) -> tuple[str, str] | None:
+def _refused_class(config: Any) -> tuple[str, str] | None:
     """The first class of a configuration that may build another model, and why.
 
     A family that only states sizes has nothing of its own but values of known fields, and those are
@@ -122,13 +119,12 @@ def refused_class(config: Any) -> tuple[str, str] | None:
     """
     mro = getattr(getattr(config, "__fn_or_cls__", type(config)), "__mro__", ())
     for place, kind in enumerate(mro):
-        if kind.__name__ in _SUPPORTED_CLASSES or "__dataclass_fields__" not in vars(kind):
+        known = kind.__name__ in _TABLE["supported_classes"]
+        if known or "__dataclass_fields__" not in vars(kind):
             continue
-        unknown = next(
-            (n for n in vars(kind).get("__annotations__", ()) if n not in CLASSIFIED), None
-        )
-        if unknown is not None:
-            return kind.__name__, f"what its field {unknown} does to a model is not known here"
+        for name in vars(kind).get("__annotations__", ()):
+            if name not in CLASSIFIED:
+                return kind.__name__, f"what its field {name} does to a model is not known here"
         if (method := _overridden(kind, mro[place + 1 : -1])) is not None:
             return kind.__name__, f"its own {method} may build a model that is not supported"
     return None
@@ -145,41 +141,9 @@ def _overridden(kind: type, bases: tuple[type, ...]) -> str | None:
     return next((name for name in made_here if any(name in vars(base) for base in bases)), None)
 
 
-def refused_model(wrapper: Any) -> tuple[str, str] | None:
-    """NeMo's class around a configuration, where it is none of those whose model is known.
-
-    A user's own class may stand before one of NeMo's that is known.
-    """
-    built = getattr(wrapper, "__fn_or_cls__", type(wrapper))
-    for kind in getattr(built, "__mro__", (built,)):
-        if kind.__name__ in _SUPPORTED_MODELS:
-            return None
-        if kind.__module__.partition(".")[0] == "nemo":
-            return kind.__name__, "such a model is not supported"
-    return None
-
-
-def unpriced_fields(config: Any) -> tuple[str, ...]:
-    """As ``unpriced``, of a configuration as ``refused_field`` takes it."""
-    return unpriced({name: value_or(config, name, None) for name in UNPRICED})
-
-
-def unpriced(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a plan leaves out of account, one sentence for each field that is set.
-
-    >>> unpriced({"qk_clip": True, "deterministic_mode": False})
-    ('qk_clip = True is not modelled: the largest scores are found at no cost.',)
-    """
-    return tuple(
-        f"{name} = {values[name]} is not modelled: {what}."
-        for name, what in UNPRICED.items()
-        if values.get(name)
-    )
-
-
 def _layer_builder(spec: Any) -> str | None:
     """The name of what makes a model's layers; ``None`` where the configuration says nothing."""
-    if spec is ABSENT or spec is None:
+    if spec is None:
         return None
     spec = getattr(spec, "__fn_or_cls__", spec)  # Fiddle's
     spec = getattr(spec, "func", spec)  # functools.partial's

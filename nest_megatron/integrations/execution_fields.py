@@ -18,10 +18,7 @@ from nest_megatron.integrations.fields import ABSENT, FieldValue, find
 from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.incompatible_options import contradicted
 from nest_megatron.model.execution import PLAIN, ContextTraffic, Execution, GraphImpl
-from nest_megatron.parallel.execution_argv import (
-    EXECUTION_ARGUMENTS,
-    EXECUTION_FIELDS,
-)
+from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS, EXECUTION_FIELDS
 from nest_megatron.parallel.knobs import KNOBS, execution_reason
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import to_plain
@@ -34,7 +31,6 @@ _OF_EXPERTS = frozenset(knob.name for knob in KNOBS if knob.of_experts)
 _LEVELS = "hierarchical_context_parallel_sizes"
 #: Switch of megatron-core's configuration that no command line has.
 _OFFLOADS = "cpu_offloading"
-_BESIDE: Mapping[str, tuple[str, ...]] = {"cpu_offloading_num_layers": (_OFFLOADS,)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +108,7 @@ def _first(value: Any) -> Any:
 def execution_fields(
     root: Any, plan: ParallelPlan, places: ExecutionPlaces
 ) -> Iterator[FieldValue]:
-    """What carries layers out as they were priced, where the configuration means otherwise.
-
-    Raises:
-        UserInputError: for a choice of the plan that the framework lacks.
-    """
+    """What carries layers out as priced, where the configuration means otherwise or lacks it."""
     wanted = launch_request(plan, version=places.version).execution
     stated = stated_execution(root, places)
     meant = execution_of(stated)
@@ -134,7 +126,7 @@ def execution_fields(
                 reason = refused.get(argument) or _reason(wanted, meant, name, places)
                 value = execution_value(wanted, argument, places.version)
                 for path in places.paths(root, argument):
-                    yield FieldValue(path=path, value=value, reason=reason)
+                    yield path, value, reason
 
 
 def _differs(wanted: Execution, meant: Execution, stated: Mapping[str, Any], name: str) -> bool:
@@ -167,7 +159,8 @@ def _written(
     root: Any, name: str, places: ExecutionPlaces, wanted: Execution, *, differs: bool
 ) -> tuple[str, ...]:
     """Settings of a field that are set: those that exist, or the one that is missed."""
-    names = [*_arguments_of(name), *_BESIDE.get(name, ())]
+    beside = (_OFFLOADS,) if name == "cpu_offloading_num_layers" else ()
+    names = [*_arguments_of(name), *beside]
     present = tuple(places.present(root, names))
     if not differs:
         return present if name in places.lacks else ()
@@ -184,12 +177,8 @@ def _refuse_lacking(
     for name, why in {**OF_THE_JOB, **places.lacks}.items():
         value = getattr(wanted, name)
         if name in fields and _is_asked(wanted, name) and value != getattr(meant, name):
-            raise UserInputError(
-                name,
-                value=value,
-                limit=why,
-                fix="Set it up in the job, or plan the job itself (auto_recipe) with what it has.",
-            )
+            fix = "Set it up in the job, or plan the job itself (auto_recipe) with what it has."
+            raise UserInputError(name, value=value, limit=why, fix=fix)
 
 
 def execution_value(wanted: Execution, argument: str, version: str) -> Any:
@@ -235,10 +224,9 @@ def framework_table() -> str:
     rows = ["| Choice | NeMo 2.7 | Megatron-Bridge |", "|---" * 3 + "|"]
     for knob in KNOBS:
         nemo = NEMO_LACKS.get(knob.name)
-        own = f"`model.config.{knob.name}`"
+        own, bridge = f"`model.config.{knob.name}`", f"`model.{knob.name}`"
         if knob.name == "tp_comm_overlap":
             own = f"`{knob.name}` of `MegatronCommOverlapCallback`; not without it"
-        bridge = f"`model.{knob.name}`"
         if knob.name in OVERLAPPED:
             bridge = f"`comm_overlap.{knob.name}`, without that object {bridge}"
         if knob.name == _LEVELS:

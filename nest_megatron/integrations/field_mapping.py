@@ -1,19 +1,23 @@
 """What a plan sets in a configuration of megatron-core, item by item, and what it clears.
 
-An *item* is Megatron's name of a choice; each framework's table says in which field it lies.
+An *item* is Megatron's name of a choice; each framework's ``ConfigPaths`` say in which field it
+lies. Both frameworks keep settings that hide communication in one object (NeMo's
+``MegatronCommOverlapCallback``, Megatron-Bridge's ``CommOverlapConfig``) that works out by itself
+what is ``None`` there, and both let a job set the same names on the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.fields import ABSENT, FieldValue, find
+from nest_megatron.integrations.fields import ABSENT, ConfigPaths, FieldValue, find
 from nest_megatron.integrations.megatron_lm.attach import launch_request, require_placed
 from nest_megatron.integrations.megatron_lm.incompatible_options import contradicted
 from nest_megatron.integrations.megatron_lm.rules import require_launchable
+from nest_megatron.integrations.restore import finetuning_fields
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.diff import plan_values, reason
 from nest_megatron.parallel.layout import is_uniform
@@ -31,30 +35,24 @@ _STAGE_FIELDS: Mapping[str, object] = {
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
 }
-#: Options that only go with some layouts, and their values where they are taken back.
-RESETS: Mapping[str, object] = {
+#: Options of the model's configuration that only go with some layouts, and their values where they
+#: are taken back; those of data parallelism; and all.
+_OF_THE_MODEL = {
     "overlap_p2p_comm_warmup_flush": False,
-    "overlap_param_gather_with_optimizer_step": False,
-    "microbatch_group_size_per_vp_stage": None,
     "distribute_saved_activations": False,
-    "num_distributed_optimizer_instances": 1,
-    "fsdp_double_buffer": False,
-    "fsdp_manual_registration": False,
     "init_model_with_meta_device": False,
     "use_cpu_initialization": False,
     "moe_single_grouped_weight": False,
     "moe_single_grouped_bias": False,
 }
-#: Those of them that both frameworks keep in the model's own configuration.
-OF_THE_MODEL = (
-    "overlap_p2p_comm_warmup_flush",
-    "distribute_saved_activations",
-    "init_model_with_meta_device",
-    "use_cpu_initialization",
-    "moe_single_grouped_weight",
-    "moe_single_grouped_bias",
-)
-_FSDP_FORMAT = "fsdp_dtensor"
+_OF_DDP = {"fsdp_double_buffer": False, "fsdp_manual_registration": False}
+_RESETS: Mapping[str, object] = {
+    **_OF_THE_MODEL,
+    **_OF_DDP,
+    "overlap_param_gather_with_optimizer_step": False,
+    "microbatch_group_size_per_vp_stage": None,
+    "num_distributed_optimizer_instances": 1,
+}
 #: Rules on flags of Megatron-LM's own command line, which these frameworks do without.
 _OF_THE_COMMAND_LINE = ("known_version", "activation_flag", "position_type", "positions")
 #: What must be the same in the job and in the model that was planned.
@@ -76,6 +74,14 @@ _SHAPE = (
     "num_mtp_layers",
 )
 _OF_EXPERTS = ("moe_layer_pattern", "expert_ffn_hidden_size", "moe_router_topk")
+_FSDP_FORMAT = "fsdp_dtensor"
+_DEFERRED = (
+    "the last stage would keep the gradients of logits of many micro batches, which the plan's "
+    "memory does not count"
+)
+#: What every plan takes back (``_stale``), so that it weighs on no plan's memory.
+TAKEN_BACK = frozenset({"defer_embedding_wgrad_compute"})
+_LINKS = "virtual stages overlap their exchanges, others batch them"
 
 
 def planned_items(plan: ParallelPlan) -> dict[str, Any]:
@@ -101,144 +107,161 @@ def is_even(plan: ParallelPlan) -> bool:
     return is_uniform(plan.model, plan.partition())
 
 
-def layout_fields(plan: ParallelPlan, table: Mapping[str, str]) -> Iterator[FieldValue]:
-    """The plan's items in the fields of a framework, and the other ways to state stages cleared.
-
-    Args:
-        table: item -> path.
-    """
+def layout_fields(plan: ParallelPlan, paths: ConfigPaths) -> Iterator[FieldValue]:
+    """The plan's items in the fields of a framework, and the other ways to state stages cleared."""
     for item, value in planned_items(plan).items():
-        if item in table:
-            yield FieldValue(path=table[item], value=value, reason=_reason(plan, item))
+        if item in paths.items:
+            yield paths.items[item], value, _reason(plan, item)
     for item, value in _STAGE_FIELDS.items():
-        if item in table:
-            yield FieldValue(
-                path=table[item], value=value, reason="the plan states every stage itself"
-            )
+        if item in paths.items:
+            yield paths.items[item], value, "the plan states every stage itself"
 
 
 def _reason(plan: ParallelPlan, item: str) -> str:
-    if item == "pipeline_model_parallel_layout" and plan.parallel.pipeline_model_parallel_layout:
-        even = "the stages are even, as the degrees alone make them"
-        return even if is_even(plan) else reason(plan, item)
+    given = plan.parallel.pipeline_model_parallel_layout
+    if item == "pipeline_model_parallel_layout" and given and is_even(plan):
+        return "the stages are even, as the degrees alone make them"
     return reason(plan, item)
 
 
-def contradicted_fields(
-    root: Any, plan: ParallelPlan, table: Mapping[str, str]
+def fields_beside(
+    root: Any, plan: ParallelPlan, paths: ConfigPaths, overlaps: Sequence[str]
 ) -> Iterator[FieldValue]:
-    """The job's own options that contradict the plan, taken back.
+    """What must change beside the layout's own fields, and what the layout makes stale.
 
     Args:
-        table: option -> path; only those of ``RESETS`` are looked at.
+        overlaps: paths of the objects of overlap settings.
     """
-    values = {name: find(root, path) for name, path in table.items() if name in RESETS}
+    yield from _fsdp(root, plan, paths)
+    yield from finetuning_fields(root, plan, paths)
+    yield from _pipeline_type(root, plan, paths)
+    own = {name: f"{paths.model}.{name}" for name in _OF_THE_MODEL}
+    of_ddp = {name: f"{paths.ddp}.{name}" for name in _OF_DDP}
+    yield from _contradicted(root, plan, {**own, **of_ddp, **paths.incompatible})
+    same_shapes = _keeps_shapes(root, plan, paths)
+    for path in overlaps:
+        yield from _stale(root, plan, path, same_shapes=same_shapes)
+        yield from _overlap(root, plan, path)
+    yield from _stale(root, plan, paths.model, same_shapes=same_shapes)
+    if not overlaps and plan.parallel.pipeline_model_parallel_size > 1:
+        for name, value in _links(plan).items():
+            yield f"{paths.model}.{name}", value, _LINKS
+    if plan.model.is_moe:
+        why = "one kernel for all local experts, as was priced"
+        yield f"{paths.model}.moe_grouped_gemm", True, why
+
+
+def _contradicted(root: Any, plan: ParallelPlan, table: Mapping[str, str]) -> Iterator[FieldValue]:
+    """The job's own options (-> path) that contradict the plan, taken back."""
+    values = {name: find(root, path) for name, path in table.items()}
     present = {name: value for name, value in values.items() if value not in (ABSENT, None, "")}
     for name, why in contradicted(plan, present).items():
-        if name in RESETS:
-            yield FieldValue(path=table[name], value=RESETS[name], reason=why)
+        if name in _RESETS:
+            yield table[name], _RESETS[name], why
 
 
-def fsdp_fields(
-    root: Any,
-    plan: ParallelPlan,
-    *,
-    ckpt_format: str,
-    async_save: str,
-    averaging: str | None,
-    model: str,
-    gradients: str | None = None,
-) -> Iterator[FieldValue]:
+def _fsdp(root: Any, plan: ParallelPlan, paths: ConfigPaths) -> Iterator[FieldValue]:
     """What goes with Megatron-FSDP, and its checkpoint format taken back where it is not used.
-
-    Args:
-        ckpt_format, async_save, averaging: paths; ``averaging`` is ``None`` where the configuration
-            of data parallelism is written as a whole.
-        model: path of the model's configuration.
-        gradients: path of the width of Megatron-FSDP's gradients, which only megatron-core 0.20
-            has.
 
     Source: ``ConfigContainer.validate`` of Megatron-Bridge, ``MegatronParallel.init_ddp`` of NeMo.
     """
     if plan.parallel.use_megatron_fsdp:
         form = "the one format that Megatron-FSDP saves, without a second process"
-        yield FieldValue(path=ckpt_format, value=_FSDP_FORMAT, reason=form)
-        yield FieldValue(path=async_save, value=False, reason=form)
-        if averaging is not None:
-            alone = "Megatron-FSDP averages by itself"
-            yield FieldValue(path=averaging, value=False, reason=alone)
+        yield paths.ckpt_format, _FSDP_FORMAT, form
+        yield paths.async_save, False, form
+        yield f"{paths.ddp}.average_in_collective", False, "Megatron-FSDP averages by itself"
         fused = "Megatron-FSDP keeps its gradients apart"
-        yield FieldValue(path=f"{model}.gradient_accumulation_fusion", value=False, reason=fused)
+        yield f"{paths.model}.gradient_accumulation_fusion", False, fused
         if initializes_on_meta_device(plan.model):
             built = "weights are made shard by shard; without it every GPU holds the whole model"
-            yield FieldValue(path=f"{model}.init_model_with_meta_device", value=True, reason=built)
-        if gradients is not None and find(root, gradients) is not ABSENT:
-            yield from _wide_gradients(plan, gradients)
-    elif find(root, ckpt_format) == _FSDP_FORMAT:
-        form = "only Megatron-FSDP saves that way"
-        yield FieldValue(path=ckpt_format, value="torch_dist", reason=form)
+            yield f"{paths.model}.init_model_with_meta_device", True, built
+        gradients = f"{paths.ddp}.megatron_fsdp_main_grads_dtype"
+        request = launch_request(plan)
+        wide = request.gradient_bytes == 4 and request.precision is not Precision.FP32
+        if wide and find(root, gradients) is not ABSENT:  # 0.20 takes the weights' unless told
+            import torch
+
+            yield gradients, torch.float32, "gradients stay in float32, as they are now"
+    elif find(root, paths.ckpt_format) == _FSDP_FORMAT:
+        yield paths.ckpt_format, "torch_dist", "only Megatron-FSDP saves that way"
 
 
-def _wide_gradients(plan: ParallelPlan, path: str) -> Iterator[FieldValue]:
-    """Megatron-FSDP of 0.20 keeps gradients in the width of the weights unless told otherwise."""
-    request = launch_request(plan)
-    if request.gradient_bytes == 4 and request.precision is not Precision.FP32:
-        import torch
-
-        why = "gradients stay in float32, as they are now"
-        yield FieldValue(path=path, value=torch.float32, reason=why)
-
-
-def expert_fields(plan: ParallelPlan, prefix: str) -> Iterator[FieldValue]:
-    """How experts work, as it was priced.
-
-    Args:
-        prefix: path of the model's configuration.
-    """
-    if plan.model.is_moe:
-        why = "one kernel for all local experts, as was priced"
-        yield FieldValue(path=f"{prefix}.moe_grouped_gemm", value=True, reason=why)
-
-
-def pipeline_type_field(
-    root: Any, plan: ParallelPlan, path: str, *others: str
-) -> Iterator[FieldValue]:
-    """The number format between stages, where the job gives none.
-
-    Args:
-        path: where it is set.
-        others: other places that would do.
-    """
-    given = {find(root, place) for place in (path, *others)}
-    if plan.parallel.pipeline_model_parallel_size == 1 or not given <= {None, ABSENT}:
+def _pipeline_type(root: Any, plan: ParallelPlan, paths: ConfigPaths) -> Iterator[FieldValue]:
+    """The number format between stages, where neither the job nor a recipe that it names has it."""
+    is_named = any(isinstance(find(root, p.rpartition(".")[0]), str) for p in paths.pipeline_types)
+    given = {find(root, path) for path in paths.pipeline_types}
+    if plan.parallel.pipeline_model_parallel_size == 1 or is_named or not given <= {None, ABSENT}:
         return
     import torch
 
     formats = {Precision.FP16: torch.float16, Precision.FP32: torch.float32}
-    exchanged = formats.get(plan.train.precision, torch.bfloat16)
     why = "stages exchange activations in the format of training"
-    yield FieldValue(path=path, value=exchanged, reason=why)
+    yield paths.pipeline_types[0], formats.get(plan.train.precision, torch.bfloat16), why
 
 
-def require_plannable(plan: ParallelPlan, version: str) -> None:
-    """Refuse a plan that megatron-core would refuse, or let pass and fail on later.
+def _keeps_shapes(root: Any, plan: ParallelPlan, paths: ConfigPaths) -> bool:
+    """Whether a plan keeps the sizes that user buffers are tuned for."""
+    wanted = {
+        paths.items["tensor_model_parallel_size"]: plan.parallel.tensor_model_parallel_size,
+        paths.items["context_parallel_size"]: plan.parallel.context_parallel_size,
+        paths.items["micro_batch_size"]: plan.train.micro_batch_size,
+        paths.seq_length: plan.train.seq_length,
+    }
+    return all(find(root, path) == value for path, value in wanted.items())
 
-    Args:
-        version: the release of megatron-core.
 
-    Raises:
-        UserInputError: for the first rule broken.
-    """
+def _links(plan: ParallelPlan) -> Mapping[str, bool]:
+    """How pipeline ranks exchange. Source: ``schedules.py``."""
+    virtual = plan.parallel.virtual_pipeline_model_parallel_size is not None
+    return {"overlap_p2p_comm": virtual, "batch_p2p_comm": not virtual}
+
+
+def _overlap(root: Any, plan: ParallelPlan, prefix: str) -> Iterator[FieldValue]:
+    """What an object of overlap settings loses or changes, beside ``_stale``."""
+
+    def stated(name: str) -> Any:
+        value = find(root, f"{prefix}.{name}")
+        return None if value is ABSENT else value
+
+    if stated("wgrad_deferral_limit") is not None:
+        yield f"{prefix}.wgrad_deferral_limit", None, _DEFERRED
+    links = _links(plan)
+    if any(stated(name) not in (None, value) for name, value in links.items()):
+        for name in links:
+            if stated(name) is not None:
+                yield f"{prefix}.{name}", None, f"{_LINKS}, by themselves"
+    for name in ("overlap_grad_reduce", "overlap_param_gather"):
+        planned = getattr(plan.parallel, name)
+        if stated(name) not in (None, planned):
+            why = "the plan's time counts on it" if planned else "there is nothing to gather"
+            yield f"{prefix}.{name}", planned, why
+
+
+def _stale(
+    root: Any, plan: ParallelPlan, prefix: str, *, same_shapes: bool
+) -> Iterator[FieldValue]:
+    """What a plan makes stale both in an object of overlap settings and on the model itself."""
+    option = "overlap_param_gather_with_optimizer_step"
+    yield from _contradicted(root, plan, {option: f"{prefix}.{option}"})
+    buffers = f"{prefix}.tp_comm_overlap_cfg"
+    unused = not plan.parallel.sequence_parallel
+    if (unused or not same_shapes) and find(root, buffers) not in (ABSENT, None):
+        why = "these user buffers were tuned for another layout or micro batch"
+        yield buffers, None, why
+    for name in TAKEN_BACK:
+        if find(root, f"{prefix}.{name}") not in (ABSENT, None, False):
+            yield f"{prefix}.{name}", False, _DEFERRED
+
+
+def require_plannable(plan: ParallelPlan, version: str, spec: TransformerSpec) -> None:
+    """Refuse a plan that this release of megatron-core would refuse, or one of another model."""
     require_placed(plan)
     require_launchable(launch_request(plan, version=version), but=_OF_THE_COMMAND_LINE)
+    _require_same_model(plan, spec)
 
 
-def require_same_model(plan: ParallelPlan, spec: TransformerSpec) -> None:
-    """Refuse to lay out another model than the one that was planned.
-
-    Raises:
-        UserInputError: naming everything that differs.
-    """
+def _require_same_model(plan: ParallelPlan, spec: TransformerSpec) -> None:
+    """Refuse to lay out another model than the one that was planned, naming all that differs."""
     names = [name for name in _SHAPE if spec.num_experts or name not in _OF_EXPERTS]
     differing = [
         f"{name} {getattr(spec, name)} (plan: {getattr(plan.model, name)})"
@@ -255,30 +278,32 @@ def require_same_model(plan: ParallelPlan, spec: TransformerSpec) -> None:
 
 
 def require_same_job(
-    job: Mapping[str, int | None], planned: Mapping[str, int], free: Collection[str]
+    plan: ParallelPlan, job: Mapping[str, int | None], free: Collection[str]
 ) -> None:
     """Refuse a plan for another batch, sequence or number of GPUs, unless that may change.
 
     Args:
         job: what the job says; ``None`` where it leaves it open.
-        planned: the same of the plan.
-
-    Raises:
-        UserInputError: naming the first that differs, or a name in ``free`` that is none of them.
+        free: which of these may change; any other name is refused.
     """
     for name in free:
-        if name not in planned:
+        if name not in job:
             raise UserInputError(
                 "free",
                 value=name,
-                limit=f"what else a plan may change is {', '.join(planned)}",
+                limit=f"what else a plan may change is {', '.join(job)}",
                 fix="Leave it out: the layout itself is always written.",
             )
-    for name, value in planned.items():
-        if job[name] not in (None, value) and name not in free:
+    planned = {
+        "global_batch_size": plan.train.global_batch_size,
+        "seq_length": plan.train.seq_length,
+        "num_gpus": plan.placement.num_gpus,
+    }
+    for name, value in job.items():
+        if value not in (None, planned[name]) and name not in free:
             raise UserInputError(
                 name,
-                value=job[name],
-                limit=f"the plan was made for {value}",
+                value=value,
+                limit=f"the plan was made for {planned[name]}",
                 fix=f"Plan again, or give free=[{name!r}] to have it changed.",
             )

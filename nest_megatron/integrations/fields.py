@@ -6,7 +6,7 @@ Works on plain objects and on Fiddle's ``Config`` and ``Partial`` alike, and loa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -25,17 +25,33 @@ ABSENT = _Absent.ABSENT
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 
 
+#: A field as a plan wants it: path (``trainer.callbacks[2].tp_comm_overlap``), value and reason.
+FieldValue = tuple[str, Any, str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FieldValue:
-    """A field as a plan wants it.
+class ConfigPaths:
+    """Where a framework's configuration has what a plan reads and writes.
 
     Args:
-        path: from the configuration's root, such as ``trainer.callbacks[2].tp_comm_overlap``.
+        items: item of a plan -> its field.
+        model, data, ddp: configurations of the model, of the data and of data parallelism.
+        incompatible: other options that only go with some layouts -> their fields.
+        pipeline_types: fields of the number format between stages; the first is written.
+        seq_length: what user buffers are tuned for.
+        called: what the configuration is called in errors, in front of a path.
     """
 
-    path: str
-    value: Any
-    reason: str
+    items: Mapping[str, str]
+    model: str
+    data: str
+    ddp: str
+    incompatible: Mapping[str, str]
+    pipeline_types: tuple[str, str]
+    ckpt_format: str
+    async_save: str
+    seq_length: str
+    called: str = ""
 
 
 def attribute(holder: Any, name: str) -> Any:
@@ -61,24 +77,22 @@ def value_or(holder: Any, name: str, default: Any) -> Any:
 
 def find(root: Any, path: str) -> Any:
     """The value at a path, or ``ABSENT`` if any step of it is not there."""
-    for step in _steps(path):
-        if isinstance(step, int):
-            root = root[step] if isinstance(root, Sequence) and step < len(root) else ABSENT
+    for name, index in _STEP.findall(path):
+        if name:
+            root = attribute(root, name)
         else:
-            root = attribute(root, step)
+            is_there = isinstance(root, Sequence) and int(index) < len(root)
+            root = root[int(index)] if is_there else ABSENT
         if root is ABSENT:
             break
     return root
 
 
 def whole(root: Any, path: str, *, called: str = "") -> int:
-    """A whole number of at least 1 at a path.
+    """A whole number of at least 1 at a path; ``UserInputError`` if there is none.
 
     Args:
         called: what the configuration is called in the error, in front of the path.
-
-    Raises:
-        UserInputError: if there is none.
     """
     value = find(root, path)
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -89,6 +103,13 @@ def whole(root: Any, path: str, *, called: str = "") -> int:
         limit="it must be a whole number of at least 1",
         fix=f"Set it in the {called or 'configuration'}.",
     )
+
+
+def require_parts(root: Any, paths: Iterable[str], called: str, *, limit: str, fix: str) -> None:
+    """Refuse a configuration that lacks a part."""
+    for path in paths:
+        if find(root, path) in (ABSENT, None):
+            raise UserInputError(f"{called}.{path}", value=None, limit=limit, fix=fix)
 
 
 def class_names(holder: Any) -> tuple[str, ...]:
@@ -116,29 +137,25 @@ def _is_plain(value: Any) -> bool:
 
 
 def changes(root: Any, wanted: Iterable[FieldValue]) -> tuple[Change, ...]:
-    """What differs from what is wanted; nothing is set.
-
-    Raises:
-        UserInputError: if a field that would have to be set does not exist.
-    """
+    """What differs from what is wanted; nothing is set. A field that does not exist is refused."""
     found = []
-    for each in wanted:
-        before = find(root, each.path)
-        if before is ABSENT and not _is_default(each.value):
-            raise _no_field(each)
-        if before is not ABSENT and _comparable(before) != _comparable(each.value):
-            found.append(
-                Change(field=each.path, before=before, after=each.value, reason=each.reason)
+    for path, value, reason in wanted:
+        before = find(root, path)
+        if before is not ABSENT:
+            if _comparable(before) != _comparable(value):
+                found.append(Change(field=path, before=before, after=value, reason=reason))
+        elif not _is_default(value):
+            raise UserInputError(
+                path,
+                value=value,
+                limit="the installed framework has no such field, and the plan needs it",
+                fix="Upgrade the framework, or plan again with this choice fixed at its default.",
             )
     return tuple(found)
 
 
 def carry_out(root: Any, changed: Sequence[Change]) -> None:
-    """Set every field, or none.
-
-    Raises:
-        UserInputError: if a field cannot be set; those set before it have their old values again.
-    """
+    """Set every field, or none: where one is refused, those before it get their values back."""
     done: list[Change] = []
     for change in changed:
         try:
@@ -153,11 +170,6 @@ def carry_out(root: Any, changed: Sequence[Change]) -> None:
                 fix="Report it with the framework's version; nothing was changed.",
             ) from error
         done.append(change)
-
-
-def _steps(path: str) -> Iterator[str | int]:
-    for name, index in _STEP.findall(path):
-        yield name or int(index)
 
 
 def _set(root: Any, path: str, value: Any) -> None:
@@ -179,12 +191,3 @@ def _comparable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_comparable(each) for each in value]
     return value
-
-
-def _no_field(wanted: FieldValue) -> UserInputError:
-    return UserInputError(
-        wanted.path,
-        value=wanted.value,
-        limit="the installed framework has no such field, and the plan needs it",
-        fix="Upgrade the framework, or plan again with this choice held at its default.",
-    )

@@ -1,20 +1,75 @@
-"""What rank 0 prints of a plan that is about to run."""
+"""What rank 0 prints of a plan that is about to run, and what ``explain`` says of one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from nest_megatron.cost_model.settings import restored_settings
+from nest_megatron.cost_model.target_defaults import MEGATRON_LM, target_named
 from nest_megatron.integrations.fields import shown
+from nest_megatron.integrations.megatron_lm.attach import launch_words
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.report.terminal import changes_table, notes_report, summary
+from nest_megatron.planner.pins import Pin, pinned_for
+from nest_megatron.profile.lookup import LayerTimes
+from nest_megatron.profile.records import ANALYTIC_NAME
+from nest_megatron.report.console import command_lines
+from nest_megatron.report.terminal import changes_table, explain_report, notes_report, summary
 from nest_megatron.report.words import proof
 from nest_megatron.units import Seconds, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def explanation(
+    plan: ParallelPlan,
+    times: LayerTimes | None,
+    differences: Sequence[Mapping[str, Seconds] | None],
+    pin: Pin | None = None,
+) -> Iterator[RenderableType]:
+    """The parts of the report; a text is to be shown as it stands.
+
+    Args:
+        times: the measured layer times that the plan was made with.
+        differences: as for ``explain_report``.
+        pin: who froze the plan.
+    """
+    yield explain_report(plan, differences)
+    for name, launch in plan.launch.items():
+        variables = [(k, v) for k, v in launch.environment.items() if v is not None]
+        unset = [k for k, v in launch.environment.items() if v is None]
+        yield f"\nLaunch with {name}\n"
+        yield command_lines(launch_words(plan, launch.script, launch.argv), variables)
+        yield ""
+        yield notes_report([*launch.notes, *(f"{each} must not be set." for each in unset)])
+    yield from _advice(plan, times)
+    if pin is not None:
+        said = f" ({pin.note})" if pin.note else ""
+        yield f"\nPinned {pin.created} by {pin.by}{said}, for {pinned_for(plan, pin.megatron_lm)}."
+
+
+def _advice(plan: ParallelPlan, times: LayerTimes | None) -> Iterator[str]:
+    profile = plan.provenance.profile
+    if times is None and profile != ANALYTIC_NAME:
+        yield (
+            f"\nIts layer times ({profile}) are not in the profile store of this machine; what is "
+            "priced again here is priced from data sheets. Import the profile to see its own."
+        )
+    if plan.launch:
+        return
+    target = restored_settings(plan.provenance.settings).target
+    if target is None or target_named(target) in MEGATRON_LM:
+        yield "\nThis plan holds no launch command; plan again with this version to get one."
+    else:
+        framework = target_named(target).framework
+        yield f"\nThe plan is for {framework}; docs/nemo.md says how recipes take it."
 
 
 def launched_report(
@@ -25,10 +80,16 @@ def launched_report(
     Args:
         what: ``flags`` of a command, or ``fields`` of a configuration.
     """
-    rows = change_rows(changes)
-    if rows:
-        return _report(plan, [Text(f"nest: changes to its {what}"), changes_table(rows)], notes)
-    return _report(plan, [Text(f"nest: its {what} are already the plan")], notes)
+    if rows := change_rows(changes):
+        return _report(plan, notes, Text(f"nest: changes to its {what}"), changes_table(rows))
+    return _report(plan, notes, Text(f"nest: its {what} are already the plan"))
+
+
+def fields_report(
+    plan: ParallelPlan, changes: Iterable[Change], notes: Sequence[str] = ()
+) -> RenderableType:
+    """The same for a job whose configuration has fields instead of flags."""
+    return launched_report(plan, changes, notes, "fields")
 
 
 def values_report(
@@ -44,52 +105,38 @@ def values_report(
     table.add_column(overflow="fold")
     for path, value, why in rows:
         table.add_row(path, Text.assemble((value, "green"), (f"\n{why}", "dim")))
-    return _report(plan, [Text("nest: values of its fields"), Padding(table, (0, 2))], notes)
+    return _report(plan, notes, Text("nest: values of its fields"), Padding(table, (0, 2)))
 
 
-def _report(
-    plan: ParallelPlan, changes: Iterable[RenderableType], notes: Sequence[str]
-) -> RenderableType:
-    lines = (summary(plan), Text(proof(plan)))
-    return Group(
-        Text("nest: this job runs as"),
-        *(Padding(each, (0, 2)) for each in lines),
-        *changes,
-        *([notes_report(notes)] if notes else []),
-    )
-
-
-def fields_report(
-    plan: ParallelPlan, changes: Iterable[Change], notes: Sequence[str] = ()
-) -> RenderableType:
-    """The same for a job whose configuration has fields instead of flags."""
-    return launched_report(plan, changes, notes, "fields")
+def _report(plan: ParallelPlan, notes: Sequence[str], *changes: RenderableType) -> RenderableType:
+    lines = (Padding(each, (0, 2)) for each in (summary(plan), Text(proof(plan))))
+    told = [notes_report(notes)] if notes else []
+    return Group(Text("nest: this job runs as"), *lines, *changes, *told)
 
 
 def change_rows(changes: Iterable[Change]) -> list[tuple[str, str | None, str | None, str]]:
     """Changes as ``changes_table`` takes them."""
-    return [(each.field, _shown(each.before), _shown(each.after), each.reason) for each in changes]
+
+    def text(value: object) -> str | None:
+        return None if value is None else shown(value)
+
+    return [(each.field, text(each.before), text(each.after), each.reason) for each in changes]
 
 
-def _shown(value: object) -> str | None:
-    return None if value is None else shown(value)
-
-
-_KEPT = "nest: what your flags cost, by shortest predicted steps ({} with all)"
-
-
-def kept_report(planned_s: Seconds, kept: Iterable[tuple[str, Seconds]]) -> RenderableType:
-    """What each kept choice costs, by the shortest predicted steps.
+def flag_cost_report(planned_s: Seconds, costs: Iterable[tuple[str, Seconds]]) -> RenderableType:
+    """What the user's own choices cost, by the shortest predicted steps.
 
     Args:
-        planned_s: the shortest predicted step with everything kept.
-        kept: each choice, and the shortest predicted step with it freed; ``all`` is the last.
+        planned_s: the shortest predicted step with all of them.
+        costs: each choice, and the shortest predicted step with it freed; ``all`` is the last.
     """
     table = Table(box=None, padding=(0, 2))
     for head in ("Freed", "Step", "Kept, it costs"):
         table.add_column(head, justify="left" if head == "Freed" else "right")
-    for choice, freed_s in kept:
+    for choice, freed_s in costs:
         cost = 100.0 * (planned_s - freed_s) / freed_s
         words = f"{cost:.1f} %" if cost >= 0.05 else "nothing"
         table.add_row(f"nest.free=[{choice}]", format_seconds(freed_s), words)
-    return Group(Text(_KEPT.format(format_seconds(planned_s))), table)
+    step = format_seconds(planned_s)
+    title = f"nest: what your flags cost, by shortest predicted steps ({step} with all)"
+    return Group(Text(title), table)

@@ -12,7 +12,7 @@ from nest_megatron.integrations.megatron_lm.attach import launch_request
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, load_arguments
 from nest_megatron.integrations.megatron_lm.rules import require_launchable
 from nest_megatron.parallel import plan_file
-from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
+from nest_megatron.parallel.plan import MEGATRON_LM
 from nest_megatron.planner.pins import Pin, PinnedPlan, is_pinned
 from nest_megatron.version import __version__
 
@@ -33,15 +33,20 @@ def pin_plan(
     """
     text = read_text(path, "plan")
     if is_pinned(text):
-        raise PlanFileError(
-            "plan",
-            value=str(path),
-            limit="it is pinned already",
-            fix="Plan again for a new one; `nest-megatron explain` shows who pinned it.",
-        )
+        fix = "Plan again for a new one; `nest-megatron explain` shows who pinned it."
+        raise PlanFileError("plan", value=str(path), limit="it is pinned already", fix=fix)
     plan = plan_file.load(text, str(path))
-    release = _release(plan, release)
-    _require_launchable(plan, release)
+    made = plan.provenance
+    if release is not None:
+        load_arguments(release)  # refuses a release that is not recorded
+    elif made.framework == MEGATRON_LM:
+        release = made.framework_version
+    if not plan.predicted.fits:
+        limit = "it is not predicted to fit in memory"
+        value = plan.predicted.binding_constraint
+        raise UserInputError("plan", value=value, limit=limit, fix="Pin a plan that fits.")
+    request = launch_request(plan, version=release or VERSIONS[0])
+    require_launchable(request, but=("activation_flag",))
     pin = Pin(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         by=by or _user(),
@@ -50,28 +55,6 @@ def pin_plan(
         megatron_lm=release,
     )
     return PinnedPlan(pin=pin, plan=plan)
-
-
-def _release(plan: ParallelPlan, given: str | None) -> str | None:
-    """The release of Megatron-LM that a plan is pinned for: the one given, or its own."""
-    made = plan.provenance
-    if given is None:
-        return made.framework_version if made.framework == MEGATRON_LM else None
-    load_arguments(given)  # refuses a release that is not recorded
-    return given
-
-
-def _require_launchable(plan: ParallelPlan, version: str | None) -> None:
-    """Refuse a plan that is not predicted to fit or that Megatron does not launch."""
-    if not plan.predicted.fits:
-        raise UserInputError(
-            "plan",
-            value=plan.predicted.binding_constraint,
-            limit="it is not predicted to fit in memory",
-            fix="Pin a plan that fits.",
-        )
-    request = launch_request(plan, version=version or VERSIONS[0])
-    require_launchable(request, but=("activation_flag",))
 
 
 def _user() -> str:

@@ -10,30 +10,21 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output
 from nest_megatron.planner.pins import Pin
 
-WHAT = "nest.out"
-
 
 def plan_output(named: str | None, inputs: Sequence[str | None] = ()) -> Path | None:
     """The file that the user wants the plan in, checked; to be asked before anything is planned.
 
     Args:
-        named: the value of ``nest.out``.
+        named: the value of ``nest.out``; ``UserInputError`` if it cannot be written.
         inputs: files that the job reads.
-
-    Raises:
-        UserInputError: for a file that must not or cannot be written.
     """
     if named in (None, "", "null"):
         return None
     out = Path(str(named).strip("'\"")).expanduser()
-    check_output(WHAT, out, inputs=[Path(each) for each in inputs if each is not None])
+    check_output("nest.out", out, inputs=[Path(each) for each in inputs if each is not None])
     if not os.access(out.absolute().parent, os.W_OK):
-        raise UserInputError(
-            WHAT,
-            value=str(out),
-            limit=f"{out.parent} cannot be written to",
-            fix="Name a file in a folder that you may write to.",
-        )
+        limit, fix = f"{out.parent} cannot be written to", "Name a file where you may write."
+        raise UserInputError("nest.out", value=str(out), limit=limit, fix=fix)
     return out
 
 
@@ -43,21 +34,11 @@ def told_where(path: Path) -> str:
 
 
 def pinned_file(named: str | None) -> Path:
-    """The file of the plan that ``+nest=pinned`` launches.
-
-    Args:
-        named: the value of ``nest.plan``.
-
-    Raises:
-        UserInputError: if none is named.
-    """
+    """The file of the plan that ``+nest=pinned`` launches, which ``nest.plan`` must name."""
     if named is None:
-        raise UserInputError(
-            "nest.plan",
-            value=None,
-            limit="+nest=pinned launches a reviewed plan",
-            fix="Name it: nest.plan=FILE (`nest-megatron pin` makes one).",
-        )
+        limit = "+nest=pinned launches a reviewed plan"
+        fix = "Name it: nest.plan=FILE (`nest-megatron pin` makes one)."
+        raise UserInputError("nest.plan", value=None, limit=limit, fix=fix)
     return Path(named).expanduser()
 
 

@@ -6,26 +6,26 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from nest_megatron.cluster.discovery import local_gpus
+from nest_megatron.cluster.discovery import LocalGpus, local_gpus
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.cluster_detection import JobCluster, find_cluster, names_cluster
-from nest_megatron.config.compose import compose
+from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.job import FreeParameters, Job
 from nest_megatron.config.overrides import Setting
-from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
 from nest_megatron.integrations.megatron_lm.command_request import job_request
 from nest_megatron.integrations.megatron_lm.typed import CHOICES
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.planner import PlanRequest
 from nest_megatron.planner import plan as find_plan
-from nest_megatron.planner.pins import Found, read_pinned, require_same_job
+from nest_megatron.planner.pins import Found, PinnedPlan, read_pinned, require_same_job
 from nest_megatron.report.failure import require_plan
 
 #: Runners-up that are ranked unless ``search.num_alternatives`` says otherwise.
 _RUNNERS_UP = 3
 _NUM_GPUS = "cluster.num_gpus"
-_OF_THE_JOB = ("model", "train")
 
 
 def free_parameters(
@@ -36,15 +36,14 @@ def free_parameters(
     Args:
         free: choices that may change, a text is one; ``None`` is all of them but those kept and
             ``use_megatron_fsdp``, which changes the format of checkpoints.
-        keep: choices held as the recipe states them; a text is one.
+        keep: choices that stay as the recipe states them; a text is one.
         option: how the user frees a choice.
 
     Raises:
         UserInputError: for a name that is no choice, or one both freed and kept.
     """
-    freed = _choices("free", () if free is None else free)
-    kept = _choices("keep", keep)
-    if both := set(freed) & set(kept):
+    freed, stay = _choices("free", free or ()), _choices("keep", keep)
+    if both := set(freed) & set(stay):
         raise UserInputError(
             "free, keep",
             value=sorted(both),
@@ -55,20 +54,14 @@ def free_parameters(
         freed = tuple(name for name in CHOICES if name != "use_megatron_fsdp")
     elif "all" in freed:
         freed = tuple(CHOICES)
-    held = CHOICES if "all" in kept else kept
-    return FreeParameters(names=tuple(name for name in freed if name not in held), option=option)
+    fixed = CHOICES if "all" in stay else stay
+    return FreeParameters(names=tuple(name for name in freed if name not in fixed), option=option)
 
 
 def _choices(what: str, given: Sequence[str] | str) -> tuple[str, ...]:
     names = (given,) if isinstance(given, str) else tuple(given)
     for name in names:
-        if name not in (*CHOICES, "all"):
-            raise UserInputError(
-                what,
-                value=name,
-                limit="it is no choice that a plan makes",
-                fix=nearest(name, (*CHOICES, "all")),
-            )
+        require_known(what, name, (*CHOICES, "all"), "it is no choice that a plan makes")
     return names
 
 
@@ -76,52 +69,56 @@ def pinned_recipe(job: Job, path: Path) -> ParallelPlan:
     """The plan of a pinned file, for the job that it was made for and no other.
 
     What is not known where it is launched from (a login node has no GPUs) is not compared.
-
-    Raises:
-        NestError: if the file is none, or names every difference between the two jobs.
     """
     pinned = read_pinned(path.expanduser())
+    num_gpus = job.num_gpus or pinned.plan.placement.num_gpus
+    require_pinned_for(
+        pinned, job, num_gpus=num_gpus, gpus=local_gpus(), gpus_per_host=job.gpus_per_node
+    )
+    return pinned.plan
+
+
+def require_pinned_for(
+    pinned: PinnedPlan,
+    job: Job,
+    *,
+    num_gpus: int,
+    gpus: LocalGpus | None,
+    gpus_per_host: int | None,
+    cluster: Cluster | None = None,
+) -> None:
+    """Refuse a pinned plan for another job, where a framework has a megatron-core of its own."""
     found = Found(
         spec=job.spec,
-        num_gpus=job.num_gpus or pinned.plan.placement.num_gpus,
-        cluster=None,
-        gpus=local_gpus(),
-        gpus_per_host=job.gpus_per_node,
+        num_gpus=num_gpus,
+        cluster=cluster,
+        gpus=gpus,
+        gpus_per_host=gpus_per_host,
         global_batch_size=job.global_batch_size,
         precision=job.precision,
         tensor_model_parallel_size=pinned.plan.parallel.tensor_model_parallel_size,
-        megatron_lm=pinned.pin.megatron_lm,  # the frameworks have a megatron-core of their own
+        megatron_lm=pinned.pin.megatron_lm,
         memory_flags=job.memory_flags,
     )
     require_same_job(pinned, found)
-    return pinned.plan
 
 
 def plan_recipe(
     job: Job, *, cluster: str | Cluster | None, overrides: Sequence[Setting], choose: int = 0
 ) -> ParallelPlan:
-    """Find the fastest plan for a job that was read.
+    """Find the fastest plan for a job that was read; raises as ``nemo.auto_recipe`` does.
 
     Args:
         cluster: a name of the catalogue or a file, taken with the job's number of GPUs; a record;
             or ``None`` for the GPUs of this host.
         overrides: settings as ``nest-megatron plan`` takes them, the model and the batch apart.
         choose: take this runner-up instead of the best (0).
-
-    Raises:
-        NothingFitsError: if no plan fits in memory, naming the missing bytes.
-        SearchEndedError: if time ended the search before it had a plan.
-        UserInputError: for a setting that cannot be kept, or an unknown one.
     """
-    settings = _settings(job, cluster, overrides)
-    place = _place(job, cluster, settings)
+    place = _place(job, cluster, _settings(job, cluster, overrides))
     job = dataclasses.replace(job, notes=(*job.notes, *place.notes))
     if job.on_blackwell and is_blackwell(place.cluster.accelerator.name):
         job = dataclasses.replace(job, memory_flags={**job.memory_flags, **job.on_blackwell})
-    request = job_request(job, place.cluster, place.composed)
-    if "search.num_alternatives" not in place.composed.given:
-        request = dataclasses.replace(request, num_alternatives=max(_RUNNERS_UP, choose))
-    found = require_plan(find_plan(request, choose=choose), request.notes)
+    found = searched(job_request(job, place.cluster, place.composed), place.composed, choose)
     if job.restored is not None:
         job.restored.check(found, job.version)
     by_words = job.free.option == "nest.free"  # only Megatron-Bridge's scripts take them
@@ -129,12 +126,19 @@ def plan_recipe(
     return plan_file.made_for(found, framework, None, "+nest=auto" if by_words else "auto_recipe")
 
 
+def searched(request: PlanRequest, composed: Composed, choose: int = 0) -> ParallelPlan:
+    """The plan of a job that is launched at once, with some runners-up; raises if there is none."""
+    if "search.num_alternatives" not in composed.given:
+        request = dataclasses.replace(request, num_alternatives=max(_RUNNERS_UP, choose))
+    return require_plan(find_plan(request, choose=choose), request.notes)
+
+
 def _settings(
     job: Job, cluster: str | Cluster | None, overrides: Sequence[Setting]
 ) -> tuple[Setting, ...]:
     settings = tuple(overrides)
     for setting in settings:
-        if setting.key.partition(".")[0] in _OF_THE_JOB:
+        if setting.key.partition(".")[0] in ("model", "train"):
             raise UserInputError(
                 setting.key,
                 value=setting.value,

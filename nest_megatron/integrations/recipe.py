@@ -1,23 +1,36 @@
-"""The job that a configuration of NeMo or Megatron-Bridge states."""
+"""The job that a configuration of NeMo or Megatron-Bridge states: its model, memory and layout.
+
+Fields are read by name from anything that has them: a built config, a provider, or the Fiddle
+``Config`` that would build one. What is ``None`` there follows Megatron's own default rules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.job import Job
 from nest_megatron.cost_model.execution_flags import time_notes
-from nest_megatron.cost_model.memory_flags import memory_flags
+from nest_megatron.cost_model.memory_flags import READ, memory_flags
 from nest_megatron.cost_model.targets import Target
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.architecture import UNPRICED, unplannable, unpriced
 from nest_megatron.integrations.execution_fields import ExecutionPlaces, stated_execution, unforced
-from nest_megatron.integrations.fields import ABSENT, find, value_or, whole
-from nest_megatron.integrations.finetuning import closed_choices, data_requirements
+from nest_megatron.integrations.field_mapping import TAKEN_BACK
+from nest_megatron.integrations.fields import (
+    ABSENT,
+    ConfigPaths,
+    class_names,
+    find,
+    value_or,
+    whole,
+)
 from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zero
-from nest_megatron.integrations.overlap import TAKEN_BACK
-from nest_megatron.integrations.restore import Restored
-from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.integrations.restore import Restored, closed_choices, data_requirements
+from nest_megatron.model.arguments import SAME_NAMES, spec_from_arguments
+from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.cuda_graphs import FIELDS as GRAPH_FIELDS
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
@@ -44,87 +57,103 @@ RECOMPUTE = (
     "recompute_num_layers",
     "recompute_modules",
 )
-#: The release of Megatron-LM whose rules hold for both frameworks.
-_VERSION = "0.16.1"
-#: Item of a plan -> name of the same choice among Megatron-LM's arguments.
+#: Items of a plan whose names among Megatron-LM's arguments are others.
 _ARGUMENTS = {
-    "tensor_model_parallel_size": "tensor_model_parallel_size",
-    "pipeline_model_parallel_size": "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
-    "context_parallel_size": "context_parallel_size",
-    "expert_model_parallel_size": "expert_model_parallel_size",
-    "expert_tensor_parallel_size": "expert_tensor_parallel_size",
-    "micro_batch_size": "micro_batch_size",
-    "use_tp_pp_dp_mapping": "use_tp_pp_dp_mapping",
-    "pipeline_model_parallel_layout": "pipeline_model_parallel_layout",
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split": "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split": "account_for_loss_in_pipeline_split",
 }
+_FIXED = ({*DEGREES} - {"sequence_parallel"}) | {"micro_batch_size", "use_tp_pp_dp_mapping"}
 _OF_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+#: Name of an activation function -> the name in a ``TransformerSpec``.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "fast_gelu": "gelu",
+    "openai_gelu": "gelu",
+    "gelu_impl": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "quick_gelu": "quick_gelu",
+    "squared_relu": "squared_relu",
+}
+#: What else the configuration of a model names as Megatron's arguments do.
+_SHAPE = (
+    "num_attention_heads",
+    "num_query_groups",
+    "layernorm_zero_centered_gamma",
+    "window_size",
+    "window_attn_skip_freq",
+    "mtp_num_layers",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_enable_expert_bias",
+)
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+#: Megatron's name of a setting of memory -> other names for it in configurations.
+_SPELLINGS = {
+    "fp8_param_gather": ("fp8_param_gather", "fp8_params", "fp8_param"),
+    "fp4_param_gather": ("fp4_param_gather", "fp4_param"),
+}
+_INSTANCES = "num_distributed_optimizer_instances"
+#: Settings that follow from the number format, which each reader finds in a way of its own.
+_OF_PRECISION = ("bf16", "fp16", "fp8", "fp8_recipe", "params_dtype")
 
 
 def job_of_fields(
     root: Any,
-    table: Mapping[str, str],
+    paths: ConfigPaths,
     places: ExecutionPlaces,
     *,
     spec: TransformerSpec,
-    data: str,
     precision: tuple[Precision, str, str],
     memory: Mapping[str, Any],
     uses_fsdp: bool,
     restored: Restored | None,
-    notes: tuple[str, ...],
     target: Target,
     num_gpus: int | None,
     gpus_per_node: int | None,
-    called: str = "",
+    notes: tuple[str, ...] = (),
 ) -> Job:
-    """A job from a framework's configuration.
+    """A job from a framework's configuration; ``UserInputError`` for a setting that is none.
 
     Args:
-        root: the configuration.
-        table: item of a plan -> path in it.
-        places: where it says how layers are carried out.
-        data: path of the data's configuration.
         precision: number format, recipe of FP8, and format of the parameters.
-        memory: settings of memory, by Megatron's names (``memory_fields.memory_fields``).
-        called: what the configuration is called in errors, in front of a path.
-
-    Raises:
-        UserInputError: for a setting that is none.
+        memory: as ``memory_fields`` returns it.
     """
-    config = find(root, places.model)
-    micro = whole(root, table["micro_batch_size"], called=called)
-    stated = _stated(root, table)
+    config, data = find(root, paths.model), find(root, paths.data)
+    micro = whole(root, paths.items["micro_batch_size"], called=paths.called)
+    stated = _stated(root, paths.items)
     fixed = {
-        _ARGUMENTS[item]: value
+        _ARGUMENTS.get(item, item): value
         for item, value in stated.items()
-        if item in _ARGUMENTS and value is not None
-        if spec.is_moe or item not in _OF_EXPERTS
+        if item in _FIXED and value is not None and (spec.is_moe or item not in _OF_EXPERTS)
     }
     execution = stated_execution(root, places)
-    own = {name: value for name, value in memory.items() if name not in TAKEN_BACK}
-    own |= {**execution, "params_dtype": precision[2], "fp8_recipe": precision[1]}
-    flags = memory_flags(own)
-    required = {} if restored is None else restored.required(_VERSION)
+    flags = memory_flags(
+        {
+            **{name: value for name, value in memory.items() if name not in TAKEN_BACK},
+            **execution,
+            "params_dtype": precision[2],
+            "fp8_recipe": precision[1],
+        }
+    )
+    version = "0.16.1"  # of Megatron-LM, whose rules hold for both frameworks
+    required = {} if restored is None else restored.required(version)
     seen = () if restored is None else (restored.note(),)
+    left_out = unpriced({name: value_or(config, name, None) for name in UNPRICED})
     return Job(
         spec=spec,
         target=target,
-        version=_VERSION,
-        global_batch_size=whole(root, table["global_batch_size"], called=called),
+        version=version,
+        global_batch_size=whole(root, paths.items["global_batch_size"], called=paths.called),
         micro_batch_size=micro,
         precision=precision[0],
         fp8_recipe=precision[1],
         fixed=MappingProxyType({**fixed, **execution}),
-        required={
-            **required,
-            **data_requirements(root, data, micro, places.model),
-        },
+        required={**required, **data_requirements(root, paths, micro)},
         restored=restored,
         recompute=read_recompute(stated),
         zero=read_zero({**stated, "use_megatron_fsdp": uses_fsdp}) or ZeroStage.NONE,
@@ -132,18 +161,18 @@ def job_of_fields(
         memory_flags=flags,
         on_blackwell=unforced(root, places),
         graphs=cuda_graphs({name: value_or(config, name, None) for name in GRAPH_FIELDS}),
-        closed=closed_choices(find(root, data), config),
+        closed=closed_choices(data, config),
         can_state=places.can_state(root),
         use_distributed_optimizer=bool(stated.get("use_distributed_optimizer")),
         num_gpus=num_gpus,
         gpus_per_node=gpus_per_node,
-        notes=(*notes, *seen, *time_notes(flags)),
+        notes=(*notes, *left_out, *seen, *time_notes(flags)),
     )
 
 
-def _stated(root: Any, table: Mapping[str, str]) -> dict[str, Any]:
+def _stated(root: Any, items: Mapping[str, str]) -> dict[str, Any]:
     """What a configuration says of the items of a plan."""
-    found = {item: find(root, path) for item, path in table.items()}
+    found = {item: find(root, path) for item, path in items.items()}
     stated = {item: value for item, value in found.items() if value is not ABSENT}
     layout = "pipeline_model_parallel_layout"
     return {**stated, layout: layout_text(stated.get(layout))}
@@ -162,3 +191,99 @@ def layout_text(layout: Any) -> str | None:
         "".join(_LETTERS[str(getattr(unit, "name", unit)).strip().lower()] for unit in stage)
         for stage in layout
     )
+
+
+def lightning_precision(stated: object, where: str) -> Precision:
+    """The number format that Lightning's word for one (``bf16-mixed``) means, if there is one."""
+    short = str(stated).removesuffix("-mixed").removesuffix("-true")
+    short = {"16": "fp16", "32": "fp32"}.get(short, short)
+    if short not in ("bf16", "fp16", "fp32"):
+        raise UserInputError(
+            where,
+            value=stated,
+            limit="number formats of training are bf16, fp16 and 32",
+            fix="Use bf16-mixed.",
+        )
+    return Precision(short)
+
+
+def memory_fields(*holders: Any) -> Mapping[str, Any]:
+    """Settings that memory depends on beside the layout, by Megatron's names.
+
+    The frameworks and megatron-core spell most of them alike and keep them in several objects: the
+    recipe of mixed precision, the model's, the optimizer's and data parallelism's configuration.
+
+    Args:
+        holders: objects or Fiddle configurations, the one whose settings the framework copies over
+            the others' first; ``None`` is passed over.
+    """
+    names = [name for name in READ if name not in _OF_PRECISION]
+    stated = {name: next(_said(holders, name), None) for name in names}
+    stated[_INSTANCES] = max((int(each) for each in _said(holders, _INSTANCES)), default=None)
+    wide = next(_said(holders, "grad_reduce_in_fp32"), None)
+    if wide is not None:
+        stated["accumulate_allreduce_grads_in_fp32"] = bool(wide)
+        stated["grad_reduce_in_bf16"] = not wide
+    return MappingProxyType({name: value for name, value in stated.items() if value is not None})
+
+
+def _said(holders: tuple[Any, ...], name: str) -> Iterator[Any]:
+    for holder in holders:
+        for spelled in _SPELLINGS.get(name, (name,)):
+            if (value := value_or(holder, spelled, None)) is not None:
+                yield value
+
+
+def spec_from_transformer_config(
+    config: Any, *, seq_length: int, vocab_size: int, vocab_is_padded: bool
+) -> TransformerSpec:
+    """The shape of a model that is known to be supported, but for its activation.
+
+    Args:
+        config: megatron-core's ``TransformerConfig`` with what the frameworks add to it.
+        seq_length: tokens of one training sample, which the data decides.
+        vocab_size: rows of the embedding; before padding, unless ``vocab_is_padded``.
+
+    Source: ``megatron.core.transformer.transformer_config``, NeMo's ``GPTConfig``,
+    Megatron-Bridge's ``GPTModelProvider``.
+    """
+    kind = value_or(config, "position_embedding_type", "rope")
+    longest = max(seq_length, value_or(config, "seq_length", 0))
+    values = {
+        **{name: value_or(config, name, None) for name in (*SAME_NAMES, *_SHAPE)},
+        "group_query_attention": True,
+        "num_experts": value_or(config, "num_moe_experts", None),
+        "position_embedding_type": kind,
+        "max_position_embeddings": longest if kind == "learned_absolute" else None,
+        "rotary_base": int(value_or(config, "rotary_base", 10_000)),
+    }
+    if not values["multi_latent_attention"]:
+        values |= dict.fromkeys(_LATENT)
+    shared = value_or(config, "share_embeddings_and_output_weights", True)
+    is_bert = any("Bert" in name for name in class_names(config))
+    return spec_from_arguments(
+        values,
+        "model.{}".format,
+        name=class_names(config)[0],
+        family=ModelFamily.BERT if is_bert else ModelFamily.GPT,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=value_or(config, "ffn_hidden_size", 4 * config.hidden_size),
+        seq_length=seq_length,
+        vocab_size=vocab_size,
+        vocab_is_padded=vocab_is_padded,
+        activation=_activation(config),
+        gated_linear_unit=value_or(config, "gated_linear_unit", False),
+        untie_embeddings_and_output_weights=not shared,
+        source="the framework's own configuration",
+    )
+
+
+def _activation(config: Any) -> str:
+    function = value_or(config, "activation_func", "gelu")
+    function = getattr(function, "func", function)  # functools.partial(gelu, approximate=...)
+    name = function if isinstance(function, str) else getattr(function, "__name__", repr(function))
+    if name not in _ACTIVATIONS:
+        supported = ", ".join(sorted(_ACTIVATIONS))
+        raise unplannable("model.activation_func", name, f"supported are {supported}")
+    return _ACTIVATIONS[name]

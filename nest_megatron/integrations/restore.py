@@ -1,15 +1,17 @@
-"""A checkpoint that a job restores, and what a plan must keep so that it can be loaded.
+"""What a job's data and the checkpoint that it restores fix of a plan.
 
-What is on this host's disks is looked at; of what is not, the format that the job states is
-believed. Sources: ``AutoResume`` and ``RestoreConfig`` of NeMo 2.7.3; ``load_checkpoint`` and
-``_resolve_checkpoint_iteration`` of Megatron-Bridge 0.3.1.
+Of fine-tuning: packed sequences and losses over masked tokens. Of checkpoints: what is on this
+host's disks is looked at; of what is not, the format that the job states is believed. Sources:
+``FineTuningDataModule``, ``llm.api._validate_config``, ``AutoResume`` and ``RestoreConfig`` of NeMo
+2.7.3; ``ConfigContainer`` (0.3.1, and its main branch of August 2026), ``load_checkpoint`` and
+``_resolve_checkpoint_iteration`` of Megatron-Bridge.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,18 +19,116 @@ from typing import Any
 from nest_megatron.config.job import Requirement
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.fields import find, value_or
-from nest_megatron.integrations.finetuning import is_finetuning
+from nest_megatron.integrations.fields import (
+    ABSENT,
+    ConfigPaths,
+    FieldValue,
+    class_names,
+    find,
+    value_or,
+)
 from nest_megatron.integrations.megatron_lm.checkpoint import (
     SavedCheckpoint,
     check_loadable,
     read_checkpoint,
     required,
 )
+from nest_megatron.parallel.knobs import closed_fields
 from nest_megatron.parallel.plan import ParallelPlan
 
+#: Data of supervised fine-tuning, by the classes of both frameworks.
+_SFT_DATA = frozenset(
+    (
+        "DirectHFSFTDatasetConfig",
+        "EnergonDatasetConfig",
+        "FineTuningDataModule",
+        "FinetuningDatasetConfig",
+        "GPTSFTDatasetConfig",
+        "MockVLMSFTDatasetConfig",
+    )
+)
+#: Where the packs that were made beforehand are described.
+_SPECS = ("packed_sequence_specs", "offline_packing_specs")
+#: Switches of packs that are made of the sequences of one micro batch.
+_IN_BATCH = ("pack_sequences_in_batch", "enable_in_batch_packing")
+_PER_TOKEN_LOSS = "calculate_per_token_loss"
+_MICRO, _CONTEXT = "micro_batch_size", "context_parallel_size"
+
+
+def is_finetuning(data: Any) -> bool:
+    """Whether a loss is taken over some tokens of a sequence only."""
+    return not _SFT_DATA.isdisjoint(class_names(data))
+
+
+def closed_choices(data: Any, config: Any) -> frozenset[str]:
+    """Fields of ``Execution`` that data and the transformer's config do not allow."""
+    packs = any(value_or(data, name, False) for name in (*_IN_BATCH, "packing_buffer_size"))
+    varies = is_finetuning(data) or packs or packed_sequence_size(data) is not None
+    return closed_fields(value_or(config, "deterministic_mode", False), lengths=varies)
+
+
+def packed_sequence_size(data: Any) -> int | None:
+    """Tokens of a pack that was made beforehand, or ``None`` where nothing is packed so."""
+    for name in _SPECS:
+        size = find(data, f"{name}.packed_sequence_size")
+        if isinstance(size, int) and size > 0:
+            return size
+    return None
+
+
+def data_requirements(
+    root: Any, paths: ConfigPaths, micro_batch_size: int
+) -> Mapping[str, Requirement]:
+    """What the data fixes of a layout, by the names of its degrees; a pack needs two sequences."""
+    data = find(root, paths.data)
+    needs: dict[str, Requirement] = {}
+    without_packs = f"train without packing ({paths.data})"
+    if packed_sequence_size(data) is not None or value_or(data, "packing_buffer_size", None):
+        needs[_MICRO] = _need(1, "a micro batch is one pack of sequences", without_packs)
+    elif name := next((n for n in _IN_BATCH if value_or(data, n, False)), None):
+        if micro_batch_size < 2:
+            raise UserInputError(
+                f"{paths.data}.{name}",
+                value=True,
+                limit=f"a micro batch of {micro_batch_size} holds no two sequences to pack",
+                fix="Set micro_batch_size to at least 2, or turn it off.",
+            )
+        why = "the sequences of a micro batch are packed into one"
+        needs[_MICRO] = _need(micro_batch_size, why, f"turn {paths.data}.{name} off")
+    padded = all(find(data, f"{n}.pad_seq_to_mult") is ABSENT for n in _SPECS)
+    if packed_sequence_size(data) is not None and padded:
+        stated = find(root, paths.items[_CONTEXT])
+        why = "this framework pads the sequences of a pack for one context-parallel size"
+        needs[_CONTEXT] = _need(stated if isinstance(stated, int) else 1, why, without_packs)
+    elif is_finetuning(data) and find(root, f"{paths.model}.{_PER_TOKEN_LOSS}") is ABSENT:
+        why = "fine-tuning with context parallelism needs calculate_per_token_loss"
+        needs[_CONTEXT] = _need(1, why, "upgrade the framework")
+    return needs
+
+
+def _need(value: int, reason: str, fix: str) -> Requirement:
+    return Requirement(value=value, reason=reason, fix=fix, who="the data")
+
+
+def finetuning_fields(root: Any, plan: ParallelPlan, paths: ConfigPaths) -> Iterator[FieldValue]:
+    """What context parallelism needs where a rank may hold masked tokens alone."""
+    cp = plan.parallel.context_parallel_size
+    if cp == 1 or not is_finetuning(find(root, paths.data)):
+        return
+    why = "with context parallelism a rank may hold masked tokens alone, so the loss is per token"
+    yield f"{paths.model}.{_PER_TOKEN_LOSS}", True, why
+    averaging = f"{paths.ddp}.average_in_collective"
+    if find(root, averaging) is not ABSENT:
+        yield averaging, False, why
+    for name in _SPECS:
+        path = f"{paths.data}.{name}.pad_seq_to_mult"
+        stated = find(root, path)
+        if stated is not ABSENT and (stated or 1) % (2 * cp):
+            why = f"{cp} context-parallel ranks hold two parts of every sequence of a pack"
+            yield path, 2 * cp, why
+
+
 _TRACKERS = ("latest_train_state.pt", "latest_checkpointed_iteration.txt")
-_RUN_CONFIG = "run_config.yaml"
 #: Sizes that Megatron-Bridge keeps in ``run_config.yaml``, by Megatron's names.
 _SAVED_SIZES = (
     "tensor_model_parallel_size",
@@ -62,11 +162,7 @@ class Restored:
         return needs if self.is_seen else {n: r for n, r in needs.items() if r.value is not None}
 
     def check(self, plan: ParallelPlan, version: str) -> None:
-        """Raise if a plan's layout is one that the checkpoint cannot be loaded into.
-
-        Raises:
-            UserInputError: naming the choice, and what the checkpoint demands.
-        """
+        """Raise if a plan's layout is one that the checkpoint cannot be loaded into."""
         if self.is_seen:
             check_loadable(self.saved, plan.parallel, self.values, version)
 
@@ -84,9 +180,6 @@ def restored_by_command(values: Mapping[str, Any]) -> Restored | None:
 
     Args:
         values: Megatron's arguments by destination.
-
-    Raises:
-        UserInputError: if what is there cannot be opened, by Megatron or from here.
     """
     named = [str(values[name]) for name in ("load", "pretrained_checkpoint") if values.get(name)]
     saved = None if any("://" in name for name in named) else read_checkpoint(values)
@@ -122,30 +215,23 @@ def restored_by_bridge(cfg: Any) -> Restored | None:
         "num_experts": value_or(cfg.model, "num_moe_experts", None),
     }
     source = str(load if resumes else pretrained or load)
-    if _has_checkpoint(source):
-        saved = read_checkpoint(values)
-        if saved is not None:
-            found = _with_run_config(saved)
-            return Restored(source=source, saved=found, values=values, is_seen=True)
+    if _has_checkpoint(source) and (saved := read_checkpoint(values)) is not None:
+        saved = _with_run_config(saved)
+        return Restored(source=source, saved=saved, values=values, is_seen=True)
     return _stated(source, str(values["ckpt_format"]), values)
 
 
 def restored_by_nemo(recipe: Any) -> Restored | None:
     """What ``resume`` restores: a run that goes on, or weights of another."""
-    resume = value_or(recipe, "resume", None)
-    going_on = None if resume is None else _run_that_goes_on(recipe, resume)
-    kind = value_or(recipe.trainer.strategy, "save_ckpt_format", "torch_dist")
+    resume, strategy = value_or(recipe, "resume", None), recipe.trainer.strategy
     experts = value_or(recipe.model.config, "num_moe_experts", None)
-    if going_on is not None:
+    if (going_on := _run_that_goes_on(recipe, resume)) is not None:
+        kind = value_or(strategy, "save_ckpt_format", "torch_dist")
         return _stated(going_on, kind, {"num_experts": experts})
-    config = value_or(resume, "restore_config", None) if resume is not None else None
-    config = config or value_or(recipe.trainer.strategy, "restore_config", None)
+    config = value_or(resume, "restore_config", value_or(strategy, "restore_config", None))
     if config is None:
         return None
-    values = {
-        "finetune": not value_or(config, "load_optim_state", False),
-        "num_experts": experts,
-    }
+    values = {"finetune": not value_or(config, "load_optim_state", False), "num_experts": experts}
     # whatever this run saves: an imported model is torch_dist, and so is a run with plain DDP
     return _stated(str(value_or(config, "path", "")), "torch_dist", values)
 
@@ -158,8 +244,7 @@ def _run_that_goes_on(recipe: Any, resume: Any) -> str | None:
         return None
     folder = value_or(resume, "resume_from_directory", None)
     if folder is None:
-        log = find(recipe, "log.log_dir")
-        name = find(recipe, "log.name")
+        log, name = find(recipe, "log.log_dir"), find(recipe, "log.name")
         if not isinstance(log, str | os.PathLike) or not isinstance(name, str):
             return None
         folder = Path(log) / name / "checkpoints"
@@ -172,11 +257,9 @@ def _stated(path: str, kind: str, values: Mapping[str, Any]) -> Restored:
     for folder in (Path(path) / "weights", Path(path)):
         if (folder / "metadata.json").is_file():
             kind = "torch_dist"  # megatron-core writes it for this format alone
+    weights_only = bool(values.get("finetune"))
     saved = SavedCheckpoint(
-        directory=Path(path),
-        iteration=0,
-        format=kind,
-        weights_only=bool(values.get("finetune")),
+        directory=Path(path), iteration=0, format=kind, weights_only=weights_only
     )
     return Restored(source=path, saved=saved, values=values)
 
@@ -189,18 +272,15 @@ def _has_checkpoint(folder: object) -> bool:
 
 def _with_run_config(saved: SavedCheckpoint) -> SavedCheckpoint:
     """A checkpoint with the degrees that Megatron-Bridge writes beside it."""
-    path = saved.directory / _RUN_CONFIG
+    path = saved.directory / "run_config.yaml"
     if not path.is_file():
         return saved
-    values = read_yaml(path, _RUN_CONFIG)
+    values = read_yaml(path, path.name)
     try:
         model = values["model"]
         sizes = {name: model[name] for name in _SAVED_SIZES if model.get(name) is not None}
     except (LookupError, TypeError, AttributeError) as error:
-        raise UserInputError(
-            str(path),
-            value=None,
-            limit=f"it does not say how the checkpoint was laid out ({error})",
-            fix="Launch this job without nest.",
-        ) from error
+        limit = f"it does not say how the checkpoint was laid out ({error})"
+        fix = "Launch this job without nest."
+        raise UserInputError(str(path), value=None, limit=limit, fix=fix) from error
     return dataclasses.replace(saved, **sizes)

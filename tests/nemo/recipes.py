@@ -7,7 +7,7 @@ import importlib
 from types import SimpleNamespace
 from typing import Any
 
-from nest_megatron.integrations.finetuning import is_finetuning
+from nest_megatron.integrations.restore import is_finetuning
 from nest_megatron.model.spec import TransformerSpec
 from tests.nemo.building import count, make_plain, one_rank
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from nest_megatron.errors import UnplannableModelError
-from nest_megatron.integrations.architecture import CLASSIFIED
-from nest_megatron.integrations.transformer_config import refuse_unplannable
+from nest_megatron.integrations.architecture import CLASSIFIED, refuse_unplannable
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 for name in ("nemo.collections", "megatron.bridge"):

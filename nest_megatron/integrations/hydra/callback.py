@@ -27,8 +27,7 @@ class PlanBeforeJob(Callback):
 
     def on_run_start(self, config: Any, *, config_name: str | None = None, **_: Any) -> None:
         """Make sure that the application has the planned fields, and would read them."""
-        from nest_megatron.integrations.hydra.own_fields import require_own_fields
-        from nest_megatron.integrations.hydra.view import view_of
+        from nest_megatron.integrations.hydra.view import require_own_fields, view_of
         from nest_megatron.report.failure import ending_on_errors
 
         with settings_typed_as(_PREFIX), ending_on_errors():
@@ -42,11 +41,12 @@ class PlanBeforeJob(Callback):
         """Plan; any failure ends the process, since Hydra makes warnings of callbacks' errors."""
         from omegaconf import OmegaConf
 
-        from nest_megatron.integrations.hydra.plans import PLANS
-        from nest_megatron.integrations.hydra.ranks import require_same_job
-        from nest_megatron.integrations.hydra.size import is_first, launched
+        from nest_megatron.integrations.hydra.plans import PLANS, app_report
+        from nest_megatron.integrations.hydra.ranks import is_first, launched, require_same_job
         from nest_megatron.integrations.hydra.view import view_of
-        from nest_megatron.integrations.plan_output import plan_output
+        from nest_megatron.integrations.plan_output import plan_output, told_where
+        from nest_megatron.parallel import plan_file
+        from nest_megatron.report.console import say, show
         from nest_megatron.report.failure import ending_on_errors
 
         with settings_typed_as(_PREFIX), ending_on_errors():
@@ -58,8 +58,9 @@ class PlanBeforeJob(Callback):
                 path = plan_output(view.settings.out, [view.settings.plan]) or path
             found = PLANS.of(config)
             if is_first(environment):
-                _tell(found, view)
-                _keep(found, path)
+                show(app_report(found, view))
+                plan_file.write(found.plan, path)
+                say(told_where(path))
 
 
 def _without_us(config_name: str | None) -> Any:
@@ -75,19 +76,3 @@ def _without_us(config_name: str | None) -> Any:
     except HydraException:
         return None
     return OmegaConf.to_container(config, resolve=False)
-
-
-def _tell(found: Any, view: Any) -> None:
-    from nest_megatron.integrations.hydra.report import app_report
-    from nest_megatron.report.console import show
-
-    show(app_report(found, view))
-
-
-def _keep(found: Any, path: Path) -> None:
-    from nest_megatron.integrations.plan_output import told_where
-    from nest_megatron.parallel import plan_file
-    from nest_megatron.report.console import say
-
-    plan_file.write(found.plan, path)
-    say(told_where(path))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from nest_megatron.config.job import Job
+from nest_megatron.config.target import choice
 from nest_megatron.cost_model.execution_flags import execution_of
 from nest_megatron.cost_model.target_limits import OF_THE_JOB
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.field_mapping import planned_items
 from nest_megatron.integrations.hydra.view import AppView
+from nest_megatron.integrations.megatron_lm.read import read_recompute
+from nest_megatron.integrations.recipe import RECOMPUTE
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.execution_rules import allowed_execution
@@ -22,7 +25,6 @@ from nest_megatron.parallel.recompute import (
     RecomputeGranularity,
     RecomputeMethod,
     RecomputeModule,
-    selective_recompute,
 )
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.space import DEGREES, SearchSpace
@@ -42,6 +44,18 @@ _NEED_NO_FIELD = (
     "use_distributed_optimizer",
     _EXPERT_TENSOR,
 )
+#: Degrees that are not 1 where the application has no field for them: what is wrong, and the fix.
+_UNKNOWN = {
+    "micro_batch_size": (
+        "the application has no such field, so its micro batch is not known",
+        "Name it with nest.fields.micro_batch_size, or fix it with "
+        "+nest.overrides.train.micro_batch_size=1.",
+    ),
+    _EXPERT_TENSOR: (
+        "the application has no field for it, so it is the tensor-parallel size, which is free",
+        f"Give {{tensor}}, or name the place with nest.fields.{_EXPERT_TENSOR}.",
+    ),
+}
 #: What an application does that has no such field.
 _DEFAULTS: tuple[object, ...] = (None, False, 1, "no_shard", "", [])
 
@@ -49,19 +63,16 @@ _DEFAULTS: tuple[object, ...] = (None, False, 1, "no_shard", "", [])
 def space_of(own: SearchSpace, view: AppView, job: Job) -> SearchSpace:
     """The part of a search space that an application's fields can state.
 
-    A choice without a field is held at what Megatron does by itself; one that is given by hand is
-    held at that.
+    A choice without a field is fixed at what Megatron does by itself; one that is given by hand is
+    fixed at that; ``UserInputError`` for one that can be neither.
 
     Args:
         own: the space that the user's overrides leave.
-
-    Raises:
-        UserInputError: for a choice that can neither be written nor held.
     """
-    if not view.is_planned(_LAYOUT) and _given(view, _LAYOUT):
+    if not view.is_planned(_LAYOUT) and view.given(_LAYOUT):
         raise UserInputError(
             str(view.place(_LAYOUT)),
-            value=_given(view, _LAYOUT),
+            value=view.given(_LAYOUT),
             limit="a layout given by hand leaves nothing to search for in a Hydra application",
             fix="Leave it out, or launch without nest.",
         )
@@ -82,27 +93,18 @@ def space_of(own: SearchSpace, view: AppView, job: Job) -> SearchSpace:
 
 
 def require_expressible(plan: ParallelPlan, view: AppView, job: Job) -> None:
-    """Refuse a plan that an application cannot carry out.
-
-    Raises:
-        UserInputError: naming the choice that has no field, or another value given by hand.
-    """
+    """Refuse a plan that needs a field which the application lacks, or has another value in."""
     for item, value in planned_items(plan).items():
         if item in _NEED_NO_FIELD or view.is_planned(item):
             continue
-        given = _given(view, item)
+        given = view.given(item)
         if given == value or (given in _DEFAULTS and value in _DEFAULTS):
             continue
-        place = view.place(item)
-        raise UserInputError(
-            place or item,
-            value=given,
-            limit=f"the plan needs {value}"
-            + ("" if place else ", and the application has no field for it"),
-            fix="Leave it to the plan, or plan again with it held."
-            if place
-            else f"Name its place in nest.fields.{item}, or hold it with nest.overrides.",
-        )
+        limit, fix = f"the plan needs {value}", "Leave it to the plan, or plan again with it fixed."
+        if (place := view.place(item)) is None:
+            limit = f"{limit}, and the application has no field for it"
+            fix = f"Name its place in nest.fields.{item}, or fix it with nest.overrides."
+        raise UserInputError(place or item, value=given, limit=limit, fix=fix)
     _require_execution(plan, view, job)
     allowed = zero_stages(view, job)
     if plan.grid().zero not in allowed and plan.parallel.data_parallel_size > 1:
@@ -161,11 +163,6 @@ def _common(
     return found
 
 
-def _given(view: AppView, item: str) -> Any:
-    place = view.place(item)
-    return None if place is None else view.at(place)
-
-
 def _degrees(own: SearchSpace, view: AppView, spec: TransformerSpec) -> dict[str, int]:
     """Degrees that are given by hand, or that the application cannot be told."""
     fixed: dict[str, int] = {}
@@ -173,71 +170,32 @@ def _degrees(own: SearchSpace, view: AppView, spec: TransformerSpec) -> dict[str
         free = name == "data_parallel_size" or view.is_planned(name) or name in own.fixed
         if free or (name in _OF_EXPERTS and not spec.is_moe):
             continue
-        if name == "micro_batch_size":
-            fixed[name] = _micro_batch(view)
-        elif name != _EXPERT_TENSOR:
-            fixed[name] = int(_given(view, name) or 1)
-    if spec.is_moe and not view.is_planned(_EXPERT_TENSOR) and _EXPERT_TENSOR not in own.fixed:
-        fixed[_EXPERT_TENSOR] = _expert_tensor(view, {**fixed, **own.fixed})
+        given = view.given(name)
+        if name == _EXPERT_TENSOR:  # Megatron divides an expert like a layer
+            given = given or fixed.get(_TENSOR, own.fixed.get(_TENSOR))
+        if given is None and name in _UNKNOWN:
+            limit, fix = _UNKNOWN[name]
+            fix = fix.format(tensor=view.place(_TENSOR))
+            raise UserInputError(name, value=None, limit=limit, fix=fix)
+        fixed[name] = 1 if given is None else int(given)
     return fixed
-
-
-def _micro_batch(view: AppView) -> int:
-    given = _given(view, "micro_batch_size")
-    if given is None:
-        raise UserInputError(
-            "micro_batch_size",
-            value=None,
-            limit="the application has no such field, so its micro batch is not known",
-            fix="Name it with nest.fields.micro_batch_size, or hold it with "
-            "+nest.overrides.train.micro_batch_size=1.",
-        )
-    return int(given)
-
-
-def _expert_tensor(view: AppView, fixed: dict[str, int]) -> int:
-    """Where it cannot be told, an expert is cut as far as a layer, as Megatron does by itself."""
-    given = _given(view, _EXPERT_TENSOR) or fixed.get(_TENSOR)
-    if given is None:
-        raise UserInputError(
-            _EXPERT_TENSOR,
-            value=None,
-            limit="the application has no field for it, so it is the tensor-parallel size, which "
-            "is free",
-            fix=f"Give {view.place(_TENSOR)}, or name the place with nest.fields.{_EXPERT_TENSOR}.",
-        )
-    return int(given)
 
 
 def _divides_sequences(view: AppView) -> bool:
     """Whether sequence parallelism comes with tensor parallelism, as every plan wants it."""
-    return view.is_planned("sequence_parallel") or bool(_given(view, "sequence_parallel"))
+    return view.is_planned("sequence_parallel") or bool(view.given("sequence_parallel"))
 
 
 def _rank_orders(view: AppView) -> tuple[RankOrder, ...]:
     if view.is_planned("use_tp_pp_dp_mapping"):
         return tuple(RankOrder)
-    swapped = _given(view, "use_tp_pp_dp_mapping")
+    swapped = view.given("use_tp_pp_dp_mapping")
     return (RankOrder.TP_CP_EP_PP_DP if swapped else RankOrder.TP_CP_EP_DP_PP,)
 
 
 def _given_recompute(view: AppView) -> Recompute:
-    granularity = _given(view, "recompute_granularity")
-    if granularity is None:
-        return NO_RECOMPUTE
-    if granularity != RecomputeGranularity.FULL:
-        return selective_recompute(_given(view, "recompute_modules") or ["core_attn"])
-    method = _given(view, "recompute_method")
-    if method not in [each.value for each in RecomputeMethod]:
-        raise UserInputError(
-            "recompute_method",
-            value=method,
-            limit="full recomputation is uniform or block",
-            fix="Give one of them, or leave recomputation to the plan.",
-        )
-    number = _given(view, "recompute_num_layers")
-    return Recompute(
-        granularity=RecomputeGranularity.FULL,
-        method=RecomputeMethod(method),
-        num_layers=int(number or 1),
-    )
+    said = {name: view.given(name) for name in RECOMPUTE}
+    if said["recompute_granularity"] == RecomputeGranularity.FULL:
+        choice("recompute_method", str(said["recompute_method"]), RecomputeMethod)
+        said["recompute_num_layers"] = int(said["recompute_num_layers"] or 1)
+    return read_recompute(said) or NO_RECOMPUTE

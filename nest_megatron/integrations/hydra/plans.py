@@ -1,4 +1,4 @@
-"""Plans of the configurations that this process composes, each found once."""
+"""Plans of an application: searched, or pinned and compared, and each found once in a process."""
 
 from __future__ import annotations
 
@@ -9,15 +9,134 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+from rich.console import RenderableType
+
+from nest_megatron.cluster.discovery import local_gpus
+from nest_megatron.config.cluster_detection import JobCluster, find_cluster, processes_per_host
+from nest_megatron.config.compose import compose
+from nest_megatron.config.job import FreeParameters, Job
+from nest_megatron.config.launch import Mode
+from nest_megatron.config.request import request_for
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.hydra.planning import AppPlan, plan_app
-from nest_megatron.integrations.hydra.ranks import require_same_plan
-from nest_megatron.integrations.hydra.size import launched
+from nest_megatron.integrations.execution_fields import execution_items
+from nest_megatron.integrations.field_mapping import planned_items
+from nest_megatron.integrations.hydra.expressible_space import (
+    planned_execution,
+    require_expressible,
+    space_of,
+)
+from nest_megatron.integrations.hydra.ranks import (
+    is_launched,
+    launched,
+    num_gpus,
+    require_decided,
+    require_same_plan,
+)
+from nest_megatron.integrations.hydra.read import read_app
 from nest_megatron.integrations.hydra.view import AppView, view_of
+from nest_megatron.integrations.launched import values_report
+from nest_megatron.integrations.megatron_lm.search_space import job_space
+from nest_megatron.integrations.megatron_lm.typed import freed_flags
+from nest_megatron.integrations.plan_output import pinned_by, pinned_file
+from nest_megatron.integrations.plan_recipe import require_pinned_for, searched
 from nest_megatron.model.execution import Execution
-from nest_megatron.parallel.plan import ParallelChoice
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.diff import plan_values, reason
+from nest_megatron.parallel.knobs import KNOBS
+from nest_megatron.parallel.plan import ParallelChoice, ParallelPlan
+from nest_megatron.planner.pins import read_pinned
+
+#: The application's own fields say which ZeRO stages it has (``zero_stages``).
+_FREE = FreeParameters(names=("use_megatron_fsdp",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppPlan:
+    """An application's plan.
+
+    Args:
+        values: what ``${nest:NAME}`` is.
+        notes: what was assumed, one sentence each.
+    """
+
+    plan: ParallelPlan
+    values: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+
+def plan_app(view: AppView, environment: Mapping[str, str]) -> AppPlan:
+    """Find the plan of an application, in a process with these variables; ``NestError`` if none."""
+    view.require_places()
+    size = num_gpus(view, environment)
+    if view.settings.mode is Mode.PINNED:
+        plan, job, notes = _pinned(view, size, environment)
+    else:
+        plan, job, notes = _searched(view, size, environment)
+    require_expressible(plan, view, job)
+    values = {
+        **planned_items(plan),
+        **execution_items(plan),
+        "data_parallel_size": plan.parallel.data_parallel_size,
+        "num_gpus": plan.placement.num_gpus,
+    }
+    return AppPlan(plan=plan, values=MappingProxyType(values), notes=notes)
+
+
+def _searched(
+    view: AppView, size: int, environment: Mapping[str, str]
+) -> tuple[ParallelPlan, Job, tuple[str, ...]]:
+    place = _place(view, size, environment)
+    composed, job = place.composed, read_app(view, place.composed)
+    job = dataclasses.replace(
+        job, free=_FREE, can_state=planned_execution(view), notes=(*job.notes, *place.notes)
+    )
+    own, offer = job_space(job, composed.config)
+    space, freed = space_of(own, view, job), freed_flags(job.free)
+    wanted = request_for(job, place.cluster, composed, space, offer=offer, freed=freed)
+    found = searched(wanted, composed)
+    require_decided(found, wanted.max_seconds)
+    found = plan_file.made_for(found, "a Hydra application", None, "+nest=auto")
+    return found, job, wanted.notes
+
+
+def _place(view: AppView, size: int, environment: Mapping[str, str]) -> JobCluster:
+    settings = view.settings.settings(size)
+    return find_cluster(settings, size, environment, dry_run=not is_launched(environment))
+
+
+def _pinned(
+    view: AppView, size: int, environment: Mapping[str, str]
+) -> tuple[ParallelPlan, Job, tuple[str, ...]]:
+    pinned = read_pinned(pinned_file(view.settings.plan))
+    job = read_app(view, compose(view.settings.settings(None)))
+    named, here = view.settings.cluster is not None, is_launched(environment)
+    require_pinned_for(
+        pinned,
+        job,
+        num_gpus=size,
+        cluster=_place(view, size, environment).cluster if named else None,
+        gpus=local_gpus() if here and not named else None,
+        gpus_per_host=processes_per_host(environment) if here else None,
+    )
+    return pinned.plan, job, (pinned_by(pinned.pin),)
+
+
+def app_report(found: AppPlan, view: AppView) -> RenderableType:
+    """The plan in a few lines, each planned field with its value and the reason."""
+    plan = found.plan
+    reasons = {item: reason(plan, item) for item in plan_values(plan)}
+    reasons |= {knob.name: knob.reason for knob in KNOBS}
+    rows = [
+        (path, "null" if (value := found.values[item]) is None else str(value), why)
+        for item, why in reasons.items()
+        if view.is_planned(item) and (path := view.place(item)) is not None
+    ]
+    return values_report(plan, rows, found.notes)
+
 
 #: Choices that an application may have a field for.
 _ITEMS = (
@@ -42,13 +161,10 @@ class Plans:
         self._planning = threading.local()
 
     def of(self, root: Any) -> AppPlan:
-        """The plan of a composed configuration.
+        """The plan of a composed configuration; ``NestError`` if there is none.
 
         An application may change its configuration later; as long as the job is the same, so is
         the plan, whatever became of the planned fields.
-
-        Raises:
-            NestError: if there is none.
         """
         view = view_of(root)
         job = _digest(_job_of(view))

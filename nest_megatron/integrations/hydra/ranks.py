@@ -1,4 +1,4 @@
-"""The same plan on all ranks of a Hydra application.
+"""The ranks of a Hydra application: how many there are, and the same plan on all of them.
 
 Every rank composes and plans for itself. The search is deterministic, so equal configurations give
 equal plans, but for two things that a host may have of its own: the time that ended a search, and
@@ -25,6 +25,7 @@ from nest_megatron.integrations.megatron_lm.rendezvous import (
     key_of,
 )
 from nest_megatron.integrations.megatron_lm.same_job import differences, fields, versions
+from nest_megatron.integrations.slurm import rank_variables
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.plan_file import digest
 
@@ -32,17 +33,71 @@ _TIMEOUT_S = 60.0
 #: Longest wait for the values of the rank that came first, which says them before anything else.
 _LONGEST_S = 5.0
 
+#: Variables that a launcher gives to each of the processes that it starts.
+_OF_LAUNCHERS = ("WORLD_SIZE", "LOCAL_RANK")
+
 
 class DifferentRankError(NoAgreementError, OneRankError):
     """This rank differs from the first, and the others have not been told."""
 
 
-def require_decided(plan: ParallelPlan, max_seconds: float) -> None:
-    """Refuse a plan that depends on how fast its rank searched.
+def launched(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment with what ``srun`` says in the names of torch."""
+    return {**environment, **rank_variables(environment)}
 
-    Raises:
-        UserInputError: if the time limit ended the search of a job with several ranks.
-    """
+
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher started this process for training; otherwise somebody is looking."""
+    return any(name in environment for name in _OF_LAUNCHERS)
+
+
+def is_first(environment: Mapping[str, str]) -> bool:
+    """Whether this is the process that speaks for all."""
+    rank = environment.get("RANK", environment.get("LOCAL_RANK", "0"))
+    return rank == "0" and environment.get("NODE_RANK", "0") == "0"
+
+
+def num_gpus(view: AppView, environment: Mapping[str, str]) -> int:
+    """Ranks of the job, as the user, the trainer and the launcher agree; one must say it."""
+    said = {
+        "nest.num_gpus": view.settings.num_gpus,
+        "trainer.devices * trainer.num_nodes": _of_trainer(view),
+        "WORLD_SIZE": _world_size(environment),
+    }
+    found = {where: count for where, count in said.items() if count is not None}
+    if not found:
+        raise UserInputError(
+            "nest.num_gpus",
+            value=None,
+            limit="neither the application nor a launcher says how many GPUs there are",
+            fix="Give nest.num_gpus=64.",
+        )
+    if len(set(found.values())) > 1:
+        raise UserInputError(
+            " / ".join(found),
+            value=list(found.values()),
+            limit="they are the same number of ranks",
+            fix="Correct the one that is wrong; nest.num_gpus is not needed.",
+        )
+    return next(iter(found.values()))
+
+
+def _of_trainer(view: AppView) -> int | None:
+    """Lightning's words; ``-1`` and ``auto`` leave the number to the host."""
+    devices, nodes = view.at("trainer.devices"), view.at("trainer.num_nodes")
+    count = len(devices) if isinstance(devices, list) else devices
+    if not isinstance(count, int) or count < 1:
+        return None
+    return count * (nodes if isinstance(nodes, int) else 1)
+
+
+def _world_size(environment: Mapping[str, str]) -> int | None:
+    text = environment.get("WORLD_SIZE", "")
+    return int(text) if text.isdigit() else None
+
+
+def require_decided(plan: ParallelPlan, max_seconds: float) -> None:
+    """Refuse a plan that depends on how fast its rank searched, since each searches by itself."""
     if plan.search.certificate == "gap":
         raise UserInputError(
             "search.max_seconds",
@@ -55,13 +110,10 @@ def require_decided(plan: ParallelPlan, max_seconds: float) -> None:
 
 
 def require_same_plan(plan: ParallelPlan, job: str, environment: Mapping[str, str]) -> bool:
-    """Compare this rank's plan with the others', where there is a store.
+    """Compare this rank's plan with the others', where ``torchrun`` has a store, and say if so.
 
     Args:
         job: a digest of the configuration, so that each of several jobs is compared with itself.
-
-    Returns:
-        Whether there is one: that of ``torchrun``.
 
     Raises:
         NoAgreementError: if another rank has arrived at another plan, with what differs.
@@ -106,15 +158,7 @@ def _require_like_first(
 def _compare_with_first(
     store: TimedStore, context: RankContext, name: str, mine: Mapping[str, str], **words: str
 ) -> None:
-    """Compare this rank's values with those of whichever rank came first; ranks do not block.
-
-    Args:
-        mine: this rank's values, by the name that a user knows.
-        words: ``head`` and ``advice`` of the message.
-
-    Raises:
-        DifferentRankError: if they differ, with both values of each name.
-    """
+    """Compare this rank's values with those of whichever rank came first; ranks do not block."""
     own, key = digest(dict(mine)), key_of(context, name)
     if store.add(f"{key}/{own}/count", 1) == 1:
         note = {"rank": context.rank, "host": socket.gethostname(), "values": dict(mine)}

@@ -7,18 +7,20 @@ Source: ``MegatronGPTModel.build_transformer_config`` and
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nest_megatron.cluster.records import Precision
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.job import Job
 from nest_megatron.config.request import read_spec, with_seq_length
 from nest_megatron.cost_model.memory_flags import READ
-from nest_megatron.errors import UnplannableModelError, UserInputError
-from nest_megatron.integrations.architecture import CLASSIFIED, REFUSED
-from nest_megatron.integrations.hydra.assumed import assumptions, require_known_fields
-from nest_megatron.integrations.hydra.view import SPELLINGS, AppView
+from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.integrations.architecture import CLASSIFIED, REFUSED, unplannable
+from nest_megatron.integrations.hydra.view import SPELLINGS, AppView, has_path, raw_value
 from nest_megatron.integrations.megatron_lm.read import job_from_values
+from nest_megatron.integrations.recipe import lightning_precision
 from nest_megatron.model.arguments import EXPERT_NAMES, SAME_NAMES
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.plan import ParallelChoice
@@ -59,12 +61,7 @@ _RENAMED = {
     "fp8_params": "fp8_param_gather",
     "ub_tp_comm_overlap": "tp_comm_overlap",
 }
-_NORMALIZATIONS = {
-    "layernorm": "LayerNorm",
-    "layernorm1p": "LayerNorm",
-    "low_precision_layernorm": "LayerNorm",
-    "rmsnorm": "RMSNorm",
-}
+_LAYERNORMS = ("layernorm", "layernorm1p", "low_precision_layernorm")
 #: NeMo's activations: what Megatron is told, and what the model has where Megatron has no flag.
 _ACTIVATIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "gelu": ("", {}),
@@ -86,11 +83,7 @@ _REFUSED: Mapping[str, str] = {
     "hyena": "convolution layers are not supported",
 }
 #: What is read of an application whose model is named.
-_OF_THE_JOB = (
-    "global_batch_size",
-    "rampup_batch_size",
-    *READ,
-)
+_OF_THE_JOB = ("global_batch_size", "rampup_batch_size", *READ)
 _OF_THE_MODEL = tuple(name for name in _NAMES if name not in READ)
 #: Whatever ``nest.fields`` may give a place.
 _KNOWN = frozenset(
@@ -113,13 +106,23 @@ _KNOWN = frozenset(
         "use_tp_pp_dp_mapping",
     )
 )
-#: Lightning's word -> the switch of Megatron; single precision has none.
-_PRECISIONS: Mapping[str, dict[str, bool]] = {
-    "bf16": {"bf16": True},
-    "16": {"fp16": True},
-    "fp16": {"fp16": True},
-    "32": {},
-    "fp32": {},
+#: Likeness from which a field of the model is taken for another that is misspelt.
+_NEARLY = 0.9
+#: Any of these names says it -> what Megatron does where none does.
+_ASSUMED: Mapping[tuple[str, ...], str] = {
+    ("position_embedding_type",): "learned positions",
+    (
+        "untie_embeddings_and_output_weights",
+        "share_embeddings_and_output_weights",
+    ): "embeddings shared with the output",
+    ("normalization",): "LayerNorm",
+    ("add_bias_linear", "bias"): "biases in linear layers",
+    ("activation", "swiglu", "squared_relu", "quick_geglu"): "GELU without a gate",
+    ("ffn_hidden_size",): "a feed-forward size of 4 times the hidden size, or of two thirds of it "
+    "with a gate",
+    ("num_query_groups",): "as many key-value heads as heads",
+    ("hidden_dropout",): "a dropout of 0.1",
+    ("precision", "bf16", "fp16"): "bf16",
 }
 
 
@@ -133,7 +136,7 @@ def read_app(view: AppView, composed: Composed) -> Job:
         UnplannableModelError: for a model that this planner does not support.
         UserInputError: if a size is missing or impossible, naming where it could lie.
     """
-    require_known_fields(view, _KNOWN, _OF_THE_MODEL)
+    _require_known_fields(view)
     _refuse_unplannable(view)
     values = _values(view)
     if composed.config.train.global_batch_size is None:
@@ -150,7 +153,7 @@ def read_app(view: AppView, composed: Composed) -> Job:
     return dataclasses.replace(
         job,
         spec=dataclasses.replace(job.spec, **beyond_flags, name=name, source=source),
-        notes=(*job.notes, *assumptions(view, _KNOWN)),
+        notes=(*job.notes, *_assumptions(view)),
     )
 
 
@@ -158,7 +161,10 @@ def _named(spec: TransformerSpec, values: Mapping[str, Any]) -> Job:
     """A model of the catalogue with the application's batch, sequence and number format."""
     spec = with_seq_length(spec, values.get("seq_length"))
     own = {name: values[name] for name in _OF_THE_JOB if name in values}
-    job = job_from_values({**own, **_least_shape(spec)}, explicit=())
+    sizes = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "seq_length")
+    shape = {name: getattr(spec, name) for name in sizes}  # as much as a job needs to be read
+    shape["padded_vocab_size"] = spec.vocab_size
+    job = job_from_values({**own, **shape}, explicit=())
     return dataclasses.replace(job, spec=spec)
 
 
@@ -177,10 +183,10 @@ def _values(view: AppView) -> dict[str, Any]:
 def _translated(view: AppView) -> dict[str, Any]:
     """What NeMo says in words of its own."""
     values: dict[str, Any] = dict(_precision(view))
-    norm, activation = view.value("normalization"), view.value("activation")
-    if isinstance(norm, str) and norm.lower() in _NORMALIZATIONS:
-        values["normalization"] = _NORMALIZATIONS[norm.lower()]
-        values["apply_layernorm_1p"] = norm.lower() == "layernorm1p"
+    norm, activation = str(view.value("normalization")).lower(), view.value("activation")
+    if norm in (*_LAYERNORMS, "rmsnorm"):
+        values["normalization"] = "RMSNorm" if norm == "rmsnorm" else "LayerNorm"
+        values["apply_layernorm_1p"] = norm == "layernorm1p"
     if activation is not None:
         flag, _ = _activation(activation)
         values |= {flag: True} if flag else {}
@@ -203,60 +209,86 @@ def _precision(view: AppView) -> Mapping[str, bool]:
     stated = view.value("precision") or view.at("trainer.precision")
     if stated is None:
         return {"bf16": True}
-    kind = str(stated).removesuffix("-mixed").removesuffix("-true")
-    if kind not in _PRECISIONS:
-        raise UserInputError(
-            "trainer.precision",
-            value=stated,
-            limit="number formats of training are bf16, fp16 and 32",
-            fix="Use bf16 or bf16-mixed.",
-        )
-    return _PRECISIONS[kind]
+    kind = lightning_precision(stated, "trainer.precision")
+    return {} if kind is Precision.FP32 else {kind.value: True}  # which has no switch
 
 
 def _activation(name: str) -> tuple[str, dict[str, Any]]:
     if name not in _ACTIVATIONS:
-        raise UnplannableModelError(
-            "model.activation",
-            value=name,
-            limit=f"supported are {', '.join(_ACTIVATIONS)}",
-            fix="Launch this job without nest.",
-        )
+        raise unplannable("model.activation", name, f"supported are {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
 def _refuse_unplannable(view: AppView) -> None:
     for name, reason in {**REFUSED, **_REFUSED}.items():
-        value = view.value(name)
-        if value:
-            raise UnplannableModelError(
-                f"{view.settings.root}.{name}",
-                value=value if isinstance(value, int | str) else name,
-                limit=reason,
-                fix="Launch this job without nest.",
-            )
+        if value := view.value(name):
+            shown = value if isinstance(value, int | str) else name
+            raise unplannable(f"{view.settings.root}.{name}", shown, reason)
     if view.value("mcore_gpt") is False:
-        raise UnplannableModelError(
-            f"{view.settings.root}.mcore_gpt",
-            value=False,
-            limit="NeMo's own layers are not supported, only megatron-core's",
-            fix="Set it to true, or launch this job without nest.",
-        )
-
-
-def _least_shape(spec: TransformerSpec) -> dict[str, Any]:
-    """As much of a named model as a job needs to be read."""
-    names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "seq_length")
-    return {**{name: getattr(spec, name) for name in names}, "padded_vocab_size": spec.vocab_size}
+        lacking = "NeMo's own layers are not supported, only megatron-core's"
+        raise unplannable(f"{view.settings.root}.mcore_gpt", False, lacking)
 
 
 def _require(values: Mapping[str, Any], name: str, view: AppView) -> None:
     if values.get(name) is None:
-        root = view.settings.root
-        raise UserInputError(
-            name,
-            value=None,
-            limit=f"the application has no {root}.{name}" if root else "the application has none",
-            fix=f"Say where it lies, +nest.fields.{name}=PATH"
-            + ("." if name == "global_batch_size" else ", or name the model, nest.model=NAME."),
+        fix = f"Say where it lies, +nest.fields.{name}=PATH"
+        fix += "." if name == "global_batch_size" else ", or name the model, nest.model=NAME."
+        limit = f"the application has no {view.own_path(name)}"
+        raise UserInputError(name, value=None, limit=limit, fix=fix)
+
+
+def _require_known_fields(view: AppView) -> None:
+    """Refuse names in ``nest.fields`` that nothing reads, and misspelt fields of the model."""
+    for name, path in view.settings.fields.items():
+        if name not in _KNOWN:
+            limit = "a plan neither reads nor sets such a field"
+            fix = nearest(name, _KNOWN)
+            raise UserInputError(f"nest.fields.{name}", value=path, limit=limit, fix=fix)
+    unsaid = [name for name in _OF_THE_MODEL if not _is_said(view, name)]
+    for name in _node(view, view.settings.root):
+        close = difflib.get_close_matches(name, unsaid, n=1, cutoff=_NEARLY)
+        if close and name not in _KNOWN:
+            path, limit = (
+                view.own_path(name),
+                f"there is no such field, and {close[0]} is not given",
+            )
+            fix = f"Write {close[0]}, or say where it lies: +nest.fields.{close[0]}=PATH."
+            raise UserInputError(path, value=view.at(path), limit=limit, fix=fix)
+
+
+def _assumptions(view: AppView) -> Iterator[str]:
+    """What was assumed of the model, and what beside its fields was not read, as notes."""
+    unsaid = [
+        f"{names[0]} ({default})"
+        for names, default in _ASSUMED.items()
+        if not any(_is_said(view, name) for name in names)
+        and (names[0] != "precision" or view.at("trainer.precision") is None)
+    ]
+    if unsaid:
+        listed = ", ".join(unsaid)
+        yield (
+            f"The application leaves these open, and in brackets is what is assumed: {listed}. "
+            "+nest.fields.NAME=PATH says where one lies."
         )
+    if unread := sorted(_beside(view)):
+        yield f"Fields beside those of the model that are not read: {', '.join(unread)}."
+
+
+def _is_said(view: AppView, name: str) -> bool:
+    return name in view.settings.fields or has_path(view.raw, view.own_path(name))
+
+
+def _node(view: AppView, path: str) -> Mapping[str, Any]:
+    node = raw_value(view.raw, path) if path else view.raw
+    return node if isinstance(node, Mapping) else {}
+
+
+def _beside(view: AppView) -> Iterator[str]:
+    """Fields that are set in the nodes that ``nest.fields`` names, and that nothing reads."""
+    mapped = set(view.settings.fields.values())
+    for parent in {path.rpartition(".")[0] for path in mapped}:
+        for name, value in _node(view, parent).items():
+            path = f"{parent}.{name}" if parent else str(name)
+            is_read = path in mapped or (parent == view.settings.root and name in _KNOWN)
+            if not is_read and isinstance(value, bool | int | float | str) and value is not False:
+                yield path

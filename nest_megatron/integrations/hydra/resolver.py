@@ -16,11 +16,7 @@ def register() -> None:
 
 
 def value_of(name: str, *, _root_: Any) -> Any:
-    """A value of the plan for the configuration that asks.
-
-    Raises:
-        NestError: if there is no plan, or it has no such value.
-    """
+    """A value of the plan for the configuration that asks; ``NestError`` if there is none."""
     from nest_megatron.errors import UserInputError, nearest
     from nest_megatron.integrations.hydra.plans import PLANS
 

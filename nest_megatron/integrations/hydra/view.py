@@ -1,4 +1,4 @@
-"""An application's composed configuration, as the planner looks at it.
+"""An application's composed configuration, as the planner looks at it, and its ``nest`` node.
 
 A planned choice has a *place*: the field that holds it. Where the place holds ``${nest:NAME}`` the
 plan writes it; where it holds anything else, somebody gave it, and it is kept.
@@ -6,13 +6,97 @@ plan writes it; where it holds anything else, somebody gave it, and it is kept.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
-from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.hydra.settings import AppSettings, read_settings
+from nest_megatron.config.launch import Mode
+from nest_megatron.config.overrides import Setting, leaves, parse, value_text
+from nest_megatron.errors import UserInputError, nearest
+
+#: Sections of a planning job that ``nest.num_gpus`` or the application itself decides.
+_DECIDED = {"cluster.num_gpus": "nest.num_gpus", "model": "nest.model", "cluster": "nest.cluster"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppSettings:
+    """What a user says of the plan; ``hydra_configs/hydra_app/nest/settings.yaml`` explains it."""
+
+    mode: Mode = Mode.AUTO
+    cluster: str | None = None
+    num_gpus: int | None = None
+    model: str | None = None
+    root: str = "model"
+    fields: Mapping[str, str] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    plan: str | None = None
+    out: str | None = None
+    may_differ: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("cluster", "model", "plan", "out", "root"):
+            if not isinstance(value := getattr(self, name), str | None):
+                raise _wrong(name, value, "it is a name or a path")
+        count = self.num_gpus
+        is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 1
+        if count is not None and not is_count:
+            raise _wrong("num_gpus", count, "it is a whole number of at least 1")
+        limit = "it is the path of a field, such as arch.depth"
+        for name, path in self.fields.items():
+            if not isinstance(path, str):
+                raise _wrong(f"fields.{name}", path, limit)
+
+    def settings(self, num_gpus: int | None) -> tuple[Setting, ...]:
+        """The same as settings of the planning job; ``UserInputError`` for an override that is none.
+
+        Args:
+            num_gpus: size of the cluster; ``None`` leaves the cluster out.
+        """
+        given = parse(f"{key}={value_text(value)}" for key, value in leaves(self.overrides))
+        for setting in given:
+            if setting.key in _DECIDED:
+                what, fix = f"nest.overrides.{setting.key}", f"Use {_DECIDED[setting.key]}."
+                limit = "it has a key of its own"
+                raise UserInputError(what, value=setting.value, limit=limit, fix=fix)
+        named = [("model", self.model), ("cluster", self.cluster)]
+        own = [Setting(key=key, value=value) for key, value in named if value is not None]
+        if num_gpus is None:
+            return tuple(s for s in (*own, *given) if s.key.partition(".")[0] != "cluster")
+        return (*own, *given, Setting(key="cluster.num_gpus", value=str(num_gpus)))
+
+
+def read_settings(node: Any) -> AppSettings:
+    """The settings of the ``nest`` node; an unknown key or a node of another kind is refused."""
+    if not isinstance(node, Mapping | None):
+        raise _wrong("", node, "the group nest was not composed, so nothing would be planned")
+    values = dict(node or {})
+    known = [f.name for f in dataclasses.fields(AppSettings)]
+    for name, value in values.items():
+        if name not in known:
+            limit, fix = "there is no such setting", nearest(str(name), known)
+            raise UserInputError(f"nest.{name}", value=value, limit=limit, fix=fix)
+    mode, modes = values.get("mode", Mode.AUTO.value), [Mode.AUTO.value, Mode.PINNED.value]
+    if mode not in modes:
+        raise _wrong("mode", mode, f"it is {' or '.join(modes)}")
+    for name in ("fields", "overrides"):
+        given = values.get(name) or {}
+        if not isinstance(given, Mapping):
+            raise _wrong(name, given, f"it is a mapping, +nest.{name}.KEY=VALUE")
+        values[name] = MappingProxyType(dict(given))
+    given = values.get("may_differ") or ()
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
+        raise _wrong("may_differ", given, "it is a list of names")
+    return AppSettings(**{**values, "mode": Mode(mode), "may_differ": tuple(names)})
+
+
+def _wrong(name: str, value: object, limit: str) -> UserInputError:
+    what = f"nest.{name}" if name else "nest"
+    return UserInputError(what, value=value, limit=limit, fix="docs/hydra_apps.md shows each.")
+
 
 #: Choices of a plan that NeMo 1 spells otherwise.
 SPELLINGS: Mapping[str, tuple[str, ...]] = {
@@ -21,6 +105,7 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "recompute_num_layers": ("activations_checkpoint_num_layers",),
     "tp_comm_overlap": ("ub_tp_comm_overlap",),
 }
+_ABSENT = object()
 _PLANNED = re.compile(r"\$\{\s*nest\s*:\s*(\w+)\s*\}")
 
 
@@ -37,24 +122,23 @@ class AppView:
     raw: Mapping[str, Any]
     settings: AppSettings
 
+    def own_path(self, name: str) -> str:
+        """Path of a name beside those of the model."""
+        return f"{self.settings.root}.{name}" if self.settings.root else name
+
     def place(self, item: str) -> str | None:
         """Path of the field that holds a choice of the plan; ``None`` where there is none."""
         if item in self.settings.fields:
             return self.settings.fields[item]
-        prefix = f"{self.settings.root}." if self.settings.root else ""
-        names = [f"{prefix}{name}" for name in (item, *SPELLINGS.get(item, ()))]
-        present = [path for path in names if _at(self.raw, path) is not _ABSENT]
-        planned = [path for path in present if _PLANNED.search(str(_at(self.raw, path)))]
+        names = map(self.own_path, (item, *SPELLINGS.get(item, ())))
+        present = [path for path in names if raw_value(self.raw, path) is not _ABSENT]
+        planned = [path for path in present if _PLANNED.search(str(raw_value(self.raw, path)))]
         return next(iter((*planned, *present)), None)
 
     def is_planned(self, item: str) -> bool:
-        """Whether the plan decides a choice.
-
-        Raises:
-            UserInputError: if its place holds another choice of the plan.
-        """
+        """Whether the plan decides a choice, in whose place no other may stand."""
         path = self.place(item)
-        found = _PLANNED.fullmatch(str(_at(self.raw, path)).strip()) if path else None
+        found = _PLANNED.fullmatch(str(raw_value(self.raw, path)).strip()) if path else None
         if found is not None and found[1] != item:
             raise UserInputError(
                 str(path),
@@ -64,17 +148,17 @@ class AppView:
             )
         return found is not None
 
-    def value(self, name: str) -> Any:
-        """A setting of the application by Megatron's name, or ``None``.
+    def given(self, item: str) -> Any:
+        """The value of the field that holds a choice, or ``None`` as for ``at``."""
+        place = self.place(item)
+        return None if place is None else self.at(place)
 
-        Raises:
-            UserInputError: for a place in ``nest.fields`` that does not exist.
-        """
+    def value(self, name: str) -> Any:
+        """A setting of the application by Megatron's name, or ``None``; its place must exist."""
         if name not in self.settings.fields:
-            prefix = f"{self.settings.root}." if self.settings.root else ""
-            return self.at(f"{prefix}{name}")
+            return self.at(self.own_path(name))
         path = self.settings.fields[name]
-        if _at(self.raw, path) is _ABSENT:
+        if raw_value(self.raw, path) is _ABSENT:
             raise UserInputError(
                 f"nest.fields.{name}",
                 value=path,
@@ -84,14 +168,10 @@ class AppView:
         return self.at(path)
 
     def at(self, path: str) -> Any:
-        """The value at a path in plain types, or ``None`` if it is not there or the plan's.
-
-        Raises:
-            UserInputError: if it is computed from the plan.
-        """
+        """The value at a path in plain types, or ``None`` if it is not there or the plan's."""
         from omegaconf import OmegaConf
 
-        raw = _at(self.raw, path)
+        raw = raw_value(self.raw, path)
         if raw is _ABSENT or raw == "???" or self._holds_plan(path, raw):
             return None
         found = OmegaConf.select(self.root, path)
@@ -110,11 +190,7 @@ class AppView:
         return found is not None
 
     def require_places(self) -> None:
-        """Every choice that the application asks the plan for has a place, even where it is given.
-
-        Raises:
-            UserInputError: naming the first that has none.
-        """
+        """Every choice that the application asks for must have a place, even where it is given."""
         for path, item in self.uses():
             if self.place(item) is None:
                 raise UserInputError(
@@ -132,19 +208,8 @@ class AppView:
                 yield from _uses(node, name)
 
 
-class _Absent:
-    pass
-
-
-_ABSENT = _Absent()
-
-
 def view_of(root: Any) -> AppView:
-    """Look at a composed configuration.
-
-    Raises:
-        UserInputError: if its ``nest`` node is wrong.
-    """
+    """Look at a composed configuration; ``UserInputError`` if its ``nest`` node is wrong."""
     from omegaconf import OmegaConf
 
     raw = OmegaConf.to_container(root, resolve=False)
@@ -159,16 +224,40 @@ def view_of(root: Any) -> AppView:
     return AppView(root=root, raw=own, settings=read_settings(own.get("nest")))
 
 
+def require_own_fields(view: AppView, own: Mapping[str, Any]) -> tuple[str, ...]:
+    """Refuse to plan where the application would not read the plan.
+
+    Args:
+        own: the application's configuration as it is without the group ``nest``.
+
+    Returns:
+        Planned fields that it lacks, though not all: it may read them all the same, as NeMo does.
+    """
+    places = {view.place(item) for _, item in view.uses()}
+    planned = tuple(p for p, item in view.uses() if p in places and view.is_planned(item))
+    lacking = tuple(path for path in planned if not has_path(own, path))
+    if planned and lacking == planned:
+        raise UserInputError(
+            "+nest",
+            value=", ".join(planned[:3]),
+            limit="none of the planned fields is in the application's own configuration, so it "
+            "would train without the plan",
+            fix="Write a group nest with the application's own fields (docs/hydra_apps.md).",
+        )
+    return lacking
+
+
 def has_path(raw: Mapping[str, Any], path: str) -> bool:
     """Whether a configuration has a field.
 
     >>> has_path({"model": {"depth": 3}}, "model.depth"), has_path({"model": None}, "model.depth")
     (True, False)
     """
-    return _at(raw, path) is not _ABSENT
+    return raw_value(raw, path) is not _ABSENT
 
 
-def _at(raw: Any, path: str) -> Any:
+def raw_value(raw: Any, path: str) -> Any:
+    """What stands at a path, nothing resolved; where there is nothing, an object of its own."""
     for step in path.split("."):
         if not isinstance(raw, Mapping) or step not in raw:
             return _ABSENT

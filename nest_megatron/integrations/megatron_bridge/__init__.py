@@ -17,9 +17,13 @@ from typing import Any
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.overrides import parse
-from nest_megatron.integrations.megatron_bridge.overlay import to_dotlist, to_yaml
 from nest_megatron.integrations.megatron_bridge.read import read_recipe
-from nest_megatron.integrations.megatron_bridge.write import apply_plan, plan_changes
+from nest_megatron.integrations.megatron_bridge.write import (
+    apply_plan,
+    plan_changes,
+    to_dotlist,
+    to_yaml,
+)
 from nest_megatron.integrations.plan_recipe import free_parameters, plan_recipe
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import ParallelPlan
@@ -44,32 +48,18 @@ def auto_recipe(
     vocab_size: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[ParallelPlan, tuple[Change, ...]]:
-    """Plan a configuration and write the plan into it.
-
-    A recipe sets every degree, and its defaults cannot be told from its user's settings, so all of
-    them are free unless they are kept (``docs/decisions/006-what-a-recipe-keeps.md``).
+    """Plan a configuration and write the plan into it, as ``nemo.auto_recipe`` does a recipe.
 
     Args:
         cfg: as for ``read_recipe``; changed in place.
         cluster: a name of the catalogue or a file; a record; or ``None`` for the GPUs of this host.
             Its size is the launcher's number of ranks, or ``cluster.num_gpus`` in ``overrides``.
-        overrides: settings as ``nest-megatron plan`` takes them, the model and the batch apart.
-        free: the only choices that may change; ``None`` is all of them.
-        keep: choices held as the configuration states them, such as ``micro_batch_size``.
-        vocab_size: of the tokenizer, where its files are not here.
+        overrides, free, keep, vocab_size: as for ``nemo.auto_recipe``.
         environment: the launcher's variables; those of this process if not given.
 
-    Returns:
-        The plan, and every field that has another value now, with the reason.
-
-    Raises:
-        NothingFitsError: if no plan fits in memory, naming the missing bytes.
-        SearchEndedError: if time ended the search before it had a plan.
-        UserInputError: for a job that cannot be planned, or a choice that cannot be kept.
+    Returns, Raises: as ``nemo.auto_recipe``.
     """
-    parameters = free_parameters(free, keep)
-    job = dataclasses.replace(
-        read_recipe(cfg, vocab_size=vocab_size, environment=environment), free=parameters
-    )
+    job = read_recipe(cfg, vocab_size=vocab_size, environment=environment)
+    job = dataclasses.replace(job, free=free_parameters(free, keep))
     plan = plan_recipe(job, cluster=cluster, overrides=parse(overrides))
     return plan, apply_plan(cfg, plan, environment=environment)

@@ -11,18 +11,19 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nest_megatron.config.choices import installed_packages
 from nest_megatron.config.job import Job
 from nest_megatron.config.launch import LaunchWords, Mode, read_launch, read_words, split_words
+from nest_megatron.config.overrides import leaves
 from nest_megatron.config.schema import LaunchConfig
+from nest_megatron.config.target import installed_packages
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import OK, UserInputError
 from nest_megatron.integrations.launched import fields_report
-from nest_megatron.integrations.megatron_bridge.read import FIELDS, read_recipe
+from nest_megatron.integrations.megatron_bridge.read import PATHS, read_recipe
 from nest_megatron.integrations.megatron_bridge.write import apply_plan
 from nest_megatron.integrations.megatron_lm.agreement import (
     broadcast,
@@ -30,7 +31,6 @@ from nest_megatron.integrations.megatron_lm.agreement import (
     require_equal,
 )
 from nest_megatron.integrations.megatron_lm.ranks import Rendezvous, ending_together, words_of
-from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.megatron_lm.same_job import fields, versions
 from nest_megatron.integrations.plan_output import pinned_file, plan_output
 from nest_megatron.integrations.plan_recipe import free_parameters, pinned_recipe, plan_recipe
@@ -84,8 +84,7 @@ def planning(process: Process, on_plan: Callable[[], None]) -> Process:
         if ours:
             rendezvous = Rendezvous()
             with ending_together(rendezvous):
-                stated = [*_keys(rest), *_keys_of_file(config_filepath)]
-                run(config, read_words(ours), stated, rendezvous)
+                run(config, read_words(ours), _stated(rest, config_filepath), rendezvous)
                 on_plan()
         return config
 
@@ -101,9 +100,6 @@ def run(
         cfg: the configuration with the user's own overrides in it.
         stated: fields that the user set themselves, which stay unless ``nest.free`` names them.
         rendezvous: told where the ranks meet.
-
-    Raises:
-        NestError: if no plan can be made or carried out.
     """
     launch = read_launch(words)
     if words.mode is Mode.OFF:
@@ -112,40 +108,29 @@ def run(
     os.environ.update(rank_variables(os.environ))
     recipe = read_recipe(cfg)
     keep = kept_choices(stated, launch.free)
-    store = None
-    if (recipe.num_gpus or 1) > 1 and "RANK" in os.environ and not launch.dry_run:
-        store = (rendezvous or Rendezvous()).join(
-            int(os.environ["RANK"]), recipe.num_gpus or 1, words, _PATIENCE_S
-        )
-    with propagating_errors(store):
-        own = fields(cfg, "", launch.may_differ)
-        require_equal(store, {**versions(), **words_of(words), **own}, what="command")
-        _run(cfg, recipe, words, launch, keep, store)
+    store, num_ranks = None, recipe.num_gpus or 1
+    if num_ranks > 1 and "RANK" in os.environ and not launch.dry_run:
+        rank = int(os.environ["RANK"])
+        store = (rendezvous or Rendezvous()).join(rank, num_ranks, words, _PATIENCE_S)
 
-
-def _run(
-    cfg: Any,
-    recipe: Job,
-    words: LaunchWords,
-    launch: LaunchConfig,
-    keep: tuple[str, ...],
-    store: RendezvousStore | None,
-) -> None:
     def solve(_: object) -> str:
         return plan_file.dump(_find(recipe, words, launch, keep))
 
-    plan = plan_file.load(broadcast(store, solve))
-    changes = apply_plan(cfg, plan, environment={} if launch.dry_run else None)
-    told = connections(plan, os.environ)
-    if os.environ.get("RANK", "0") == "0":
-        show(fields_report(plan, changes, (*recipe.notes, *told)))
-    if launch.dry_run:
-        sys.exit(OK)
-    require_equal(store, fields(cfg, "", launch.may_differ), what="configuration")
+    with propagating_errors(store):
+        own = fields(cfg, "", launch.may_differ)
+        require_equal(store, {**versions(), **words_of(words), **own}, what="command")
+        plan = plan_file.load(broadcast(store, solve))
+        changes = apply_plan(cfg, plan, environment={} if launch.dry_run else None)
+        told = connections(plan, os.environ)
+        if os.environ.get("RANK", "0") == "0":
+            show(fields_report(plan, changes, (*recipe.notes, *told)))
+        if launch.dry_run:
+            sys.exit(OK)
+        require_equal(store, fields(cfg, "", launch.may_differ), what="configuration")
 
 
 def connections(plan: ParallelPlan, variables: MutableMapping[str, str]) -> tuple[str, ...]:
-    """See to it that the overlapped exchange of tokens has more than one connection to the device.
+    """See to it that the overlapped all-to-all has more than one connection to the device.
 
     CUDA reads their number as it starts.
 
@@ -175,7 +160,7 @@ def kept_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...]:
     """
     if "all" in free:
         return ()
-    items = {path: item for item, path in FIELDS.items() if item not in _DERIVED}
+    items = {path: item for item, path in PATHS.items.items() if item not in _DERIVED}
     items |= {
         f"{holder}.{argument}": choice
         for choice, arguments in EXECUTION_ARGUMENTS.items()
@@ -207,29 +192,12 @@ def _find(
 def _refuse_settings(words: LaunchWords) -> None:
     for setting in words.launch:
         if setting.key in _NOT_HERE:
-            raise UserInputError(
-                f"nest.{setting.key}",
-                value=setting.value,
-                limit="it works with Megatron-LM's own training script alone",
-                fix="Leave it out.",
-            )
+            what, limit = f"nest.{setting.key}", "it works with Megatron-LM's own script alone"
+            raise UserInputError(what, value=setting.value, limit=limit, fix="Leave it out.")
 
 
-def _keys(overrides: Iterable[str]) -> list[str]:
-    return [word.lstrip("+~").partition("=")[0] for word in overrides]
-
-
-def _keys_of_file(path: str | None) -> list[str]:
-    """Fields that a YAML file of the user's sets, as dotted names."""
-    if path is None:
-        return []
-    fields = read_yaml(Path(path), "config-file")
-    return list(_dotted(fields, "")) if isinstance(fields, Mapping) else []
-
-
-def _dotted(node: Mapping[str, Any], prefix: str) -> Iterable[str]:
-    for name, value in node.items():
-        if isinstance(value, Mapping):
-            yield from _dotted(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
+def _stated(overrides: Iterable[str], path: str | None) -> Iterator[str]:
+    """Fields that the user's overrides and YAML file set."""
+    yield from (word.lstrip("+~").partition("=")[0] for word in overrides)
+    if path is not None and isinstance(node := read_yaml(Path(path), "config-file"), Mapping):
+        yield from (name for name, _ in leaves(node))

@@ -13,34 +13,49 @@ from nest_megatron.config.job import Job
 from nest_megatron.cost_model.target_defaults import BRIDGE_0_3, BRIDGE_2026
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.architecture import unpriced_fields
+from nest_megatron.integrations.architecture import refuse_adapters, refuse_unplannable
 from nest_megatron.integrations.execution_fields import BRIDGE_LACKS_LEVELS, ExecutionPlaces
-from nest_megatron.integrations.fields import ABSENT, find, value_or
-from nest_megatron.integrations.finetuning import packed_sequence_size
-from nest_megatron.integrations.memory_fields import memory_fields
-from nest_megatron.integrations.recipe import DEGREES, RECOMPUTE, job_of_fields
-from nest_megatron.integrations.restore import restored_by_bridge
-from nest_megatron.integrations.transformer_config import (
-    refuse_adapters,
-    refuse_unplannable,
+from nest_megatron.integrations.fields import ABSENT, ConfigPaths, find, require_parts, value_or
+from nest_megatron.integrations.recipe import (
+    DEGREES,
+    RECOMPUTE,
+    job_of_fields,
+    memory_fields,
     spec_from_transformer_config,
 )
+from nest_megatron.integrations.restore import packed_sequence_size, restored_by_bridge
 from nest_megatron.model.spec import TransformerSpec
 
-#: Item of a plan -> field of a ``ConfigContainer`` (0.3.1; HEAD has the same).
-FIELDS: Mapping[str, str] = {
-    **{name: f"model.{name}" for name in (*DEGREES, *RECOMPUTE)},
-    "use_tp_pp_dp_mapping": "dist.use_tp_pp_dp_mapping",
-    "use_distributed_optimizer": "optimizer.use_distributed_optimizer",
-    "data_parallel_sharding_strategy": "ddp.data_parallel_sharding_strategy",
-    "overlap_grad_reduce": "ddp.overlap_grad_reduce",
-    "overlap_param_gather": "ddp.overlap_param_gather",
-    "micro_batch_size": "train.micro_batch_size",
-    "global_batch_size": "train.global_batch_size",
-}
-_PARTS = ("model", "train", "optimizer", "ddp", "dist", "dataset", "checkpoint")
+#: Where a ``ConfigContainer`` (0.3.1; HEAD has the same) has what a plan reads and writes.
+PATHS = ConfigPaths(
+    items={
+        **{name: f"model.{name}" for name in (*DEGREES, *RECOMPUTE)},
+        "use_tp_pp_dp_mapping": "dist.use_tp_pp_dp_mapping",
+        "use_distributed_optimizer": "optimizer.use_distributed_optimizer",
+        "data_parallel_sharding_strategy": "ddp.data_parallel_sharding_strategy",
+        "overlap_grad_reduce": "ddp.overlap_grad_reduce",
+        "overlap_param_gather": "ddp.overlap_param_gather",
+        "micro_batch_size": "train.micro_batch_size",
+        "global_batch_size": "train.global_batch_size",
+    },
+    model="model",
+    data="dataset",
+    ddp="ddp",
+    incompatible={
+        "microbatch_group_size_per_vp_stage": "model.microbatch_group_size_per_vp_stage",
+        "num_distributed_optimizer_instances": "ddp.num_distributed_optimizer_instances",
+    },
+    pipeline_types=("model.pipeline_dtype", "mixed_precision.pipeline_dtype"),
+    ckpt_format="checkpoint.ckpt_format",
+    async_save="checkpoint.async_save",
+    seq_length="model.seq_length",
+)
+#: Both switches of Megatron-FSDP.
+FSDP_SWITCHES = ("dist.use_megatron_fsdp", "ddp.use_megatron_fsdp")
 #: Tokenizers that add a row of their own (``_NullTokenizer``: the end of a document).
 _ADDED_ROWS = {"NullTokenizer": 1}
+#: The release of Megatron-Bridge in NeMo Framework 26.06 (its ``docs/releases``).
+_SINCE_26_06 = (0, 5)
 
 
 def read_recipe(
@@ -65,23 +80,17 @@ def read_recipe(
     variables = os.environ if environment is None else environment
     return job_of_fields(
         cfg,
-        FIELDS,
+        PATHS,
         execution_places(cfg),
         spec=spec,
-        data="dataset",
         precision=_precision(cfg),
         memory=_memory_fields(cfg),
         uses_fsdp=uses_fsdp(cfg),
         restored=restored_by_bridge(cfg),
-        notes=unpriced_fields(cfg.model),
         target=installed_target(),
         num_gpus=ranks(variables),
         gpus_per_node=_number(variables, "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"),
     )
-
-
-#: The release of Megatron-Bridge in NeMo Framework 26.06 (its ``docs/releases``).
-_SINCE_26_06 = (0, 5)
 
 
 def execution_places(cfg: Any) -> ExecutionPlaces:
@@ -110,19 +119,19 @@ def installed_target() -> Target:
 
 
 def read_spec(cfg: Any, vocab_size: int | None) -> TransformerSpec:
-    """The model of a configuration.
-
-    Raises:
-        UnplannableModelError: if this planner does not support it.
-        UserInputError: if a field is missing or wrong.
-    """
-    _require_container(cfg)
+    """The model of a configuration; raises as ``read_recipe`` does."""
+    require_parts(
+        cfg,
+        ("model", "train", "optimizer", "ddp", "dist", "dataset", "checkpoint"),
+        "cfg",
+        limit="a ConfigContainer of Megatron-Bridge has it",
+        fix="Give what a recipe such as llama3_8b_pretrain_config() returns.",
+    )
+    refuse_unplannable(cfg.model)
+    refuse_adapters(value_or(cfg, "peft", None), "cfg.peft")
     rows, is_padded = _vocabulary(cfg, vocab_size)
     return spec_from_transformer_config(
-        cfg.model,
-        seq_length=_seq_length(cfg),
-        vocab_size=rows,
-        vocab_is_padded=is_padded,
+        cfg.model, seq_length=_seq_length(cfg), vocab_size=rows, vocab_is_padded=is_padded
     )
 
 
@@ -133,21 +142,7 @@ def ranks(environment: Mapping[str, str]) -> int | None:
 
 def uses_fsdp(cfg: Any) -> bool:
     """Whether either of the two switches of Megatron-FSDP is on."""
-    paths = ("dist.use_megatron_fsdp", "ddp.use_megatron_fsdp")
-    return any(find(cfg, path) is True for path in paths)
-
-
-def _require_container(cfg: Any) -> None:
-    for part in _PARTS:
-        if value_or(cfg, part, None) is None:
-            raise UserInputError(
-                f"cfg.{part}",
-                value=None,
-                limit="a ConfigContainer of Megatron-Bridge has it",
-                fix="Give what a recipe such as llama3_8b_pretrain_config() returns.",
-            )
-    refuse_unplannable(cfg.model)
-    refuse_adapters(value_or(cfg, "peft", None), "cfg.peft")
+    return any(find(cfg, path) is True for path in FSDP_SWITCHES)
 
 
 def _seq_length(cfg: Any) -> int:
@@ -194,17 +189,10 @@ def _memory_fields(cfg: Any) -> Mapping[str, Any]:
     Source: ``update_config_with_precision_overrides`` and the recipes beside it, of which those of
     fp8 gather weights in fp8, blockwise scaling apart.
     """
-    mixed, others = (
-        value_or(cfg, "mixed_precision", None),
-        (
-            value_or(cfg, "comm_overlap", None),
-            cfg.model,
-            cfg.optimizer,
-            cfg.ddp,
-        ),
-    )
+    mixed = value_or(cfg, "mixed_precision", None)
+    others = (value_or(cfg, "comm_overlap", None), cfg.model, cfg.optimizer, cfg.ddp, cfg.dist)
     if not isinstance(mixed, str):
-        return memory_fields(mixed, *others, cfg.dist)
+        return memory_fields(mixed, *others)
     name = mixed.replace("-", "_")
     of_recipe = {
         "accumulate_allreduce_grads_in_fp32": not name.startswith("fp16"),
@@ -214,28 +202,26 @@ def _memory_fields(cfg: Any) -> Mapping[str, Any]:
         # its recipe gathers weights in NVFP4 since 26.06
         "fp4_param_gather": "fp4" in name and installed_target() is BRIDGE_2026,
     }
-    return {**memory_fields(*others, cfg.dist), **of_recipe}
+    return {**memory_fields(*others), **of_recipe}
 
 
 def _precision(cfg: Any) -> tuple[Precision, str, str]:
     """Number format, FP8 recipe and format around FP8; mixed precision may be given by name."""
     mixed = value_or(cfg, "mixed_precision", None)
+    formats = ("bf16", "fp16")
     if isinstance(mixed, str):
         name = mixed.replace("-", "_")
-        around = next((kind for kind in ("bf16", "fp16") if kind in name), "fp32")
+        around = next((kind for kind in formats if kind in name), "fp32")
         known = {"delayed": "delayed", "mxfp8": "mxfp8", "subchannel": "blockwise"}
         recipe = next((known[kind] for kind in known if kind in name), "tensorwise")
-        is_fp4 = "fp4" in name
-        narrow = is_fp4 or "fp8" in name
+        in_fp4, in_fp8 = "fp4" in name, "fp8" in name
     else:
         holder = cfg.model if mixed is None else mixed
-        formats = ("bf16", "fp16")
         around = next((kind for kind in formats if value_or(holder, kind, False)), "fp32")
         recipe = str(value_or(holder, "fp8_recipe", "delayed"))
-        is_fp4 = bool(value_or(holder, "fp4", None))
-        narrow = is_fp4 or bool(value_or(holder, "fp8", None))
-    if narrow:
-        return (Precision.NVFP4 if is_fp4 else Precision.FP8), recipe, around
+        in_fp4, in_fp8 = (bool(value_or(holder, name, None)) for name in ("fp4", "fp8"))
+    if in_fp4 or in_fp8:
+        return (Precision.NVFP4 if in_fp4 else Precision.FP8), recipe, around
     return Precision(around), "delayed", around
 
 

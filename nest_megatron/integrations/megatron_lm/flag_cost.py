@@ -40,10 +40,10 @@ def _step(searched: Searched, free: FreeParameters) -> Seconds | None:
 
 def print_costs(searched: Searched) -> None:
     """Print the costs; runs beside the start of training, which it must not disturb."""
-    from nest_megatron.integrations.launched import kept_report
+    from nest_megatron.integrations.launched import flag_cost_report
     from nest_megatron.report.console import show
 
     try:
-        show(kept_report(searched.best_s, costs(searched)))
+        show(flag_cost_report(searched.best_s, costs(searched)))
     except NestError as error:
         print(f"nest: what the kept flags cost cannot be said: {error}", flush=True)

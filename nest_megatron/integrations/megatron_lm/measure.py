@@ -15,8 +15,7 @@ from typing import Any
 
 from nest_megatron.config.cluster_detection import JobCluster
 from nest_megatron.config.job import Job
-from nest_megatron.config.request import require_seconds
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, require_seconds
 from nest_megatron.integrations.megatron_lm.agreement import (
     Check,
     broadcast,

@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nest_megatron.config.choices import installed_packages
 from nest_megatron.config.cluster_detection import JobCluster
 from nest_megatron.config.job import FreeParameters, Job, ReadCommand
+from nest_megatron.config.target import installed_packages
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_launch
 from nest_megatron.integrations.megatron_lm.checkpoint import (
     check_loadable,

@@ -11,46 +11,59 @@ from nest_megatron.config.job import Job
 from nest_megatron.cost_model.target_defaults import NEMO
 from nest_megatron.cost_model.target_limits import NEMO_LACKS
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.architecture import unpriced_fields
-from nest_megatron.integrations.execution_fields import (
-    NEMO_LACKS_CALLBACK,
-    ExecutionPlaces,
+from nest_megatron.integrations.architecture import refuse_adapters, refuse_unplannable
+from nest_megatron.integrations.execution_fields import NEMO_LACKS_CALLBACK, ExecutionPlaces
+from nest_megatron.integrations.fields import (
+    ABSENT,
+    ConfigPaths,
+    class_names,
+    find,
+    require_parts,
+    value_or,
+    whole,
 )
-from nest_megatron.integrations.fields import ABSENT, class_names, find, value_or, whole
-from nest_megatron.integrations.finetuning import packed_sequence_size
-from nest_megatron.integrations.memory_fields import memory_fields
-from nest_megatron.integrations.recipe import DEGREES, RECOMPUTE, job_of_fields
-from nest_megatron.integrations.restore import restored_by_nemo
-from nest_megatron.integrations.transformer_config import (
-    refuse_adapters,
-    refuse_unplannable,
+from nest_megatron.integrations.recipe import (
+    DEGREES,
+    RECOMPUTE,
+    job_of_fields,
+    lightning_precision,
+    memory_fields,
     spec_from_transformer_config,
 )
+from nest_megatron.integrations.restore import packed_sequence_size, restored_by_nemo
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.packages import install_command
 
-#: Item of a plan -> field of a recipe. Source: NeMo 2.7.3 ``nemo.lightning.MegatronStrategy``,
-#: which copies its own sizes over those of ``model.config`` before the model is built.
-FIELDS: Mapping[str, str] = {
-    **{name: f"trainer.strategy.{name}" for name in (*DEGREES, "use_tp_pp_dp_mapping")},
-    **{name: f"model.config.{name}" for name in RECOMPUTE},
-    "use_distributed_optimizer": "optim.config.use_distributed_optimizer",
-    "data_parallel_sharding_strategy": "trainer.strategy.ddp.data_parallel_sharding_strategy",
-    "overlap_grad_reduce": "trainer.strategy.ddp.overlap_grad_reduce",
-    "overlap_param_gather": "trainer.strategy.ddp.overlap_param_gather",
-    "micro_batch_size": "data.micro_batch_size",
-    "global_batch_size": "data.global_batch_size",
-}
+_STRATEGY = "trainer.strategy"
+#: Where a recipe has what a plan reads and writes. Source: NeMo 2.7.3
+#: ``nemo.lightning.MegatronStrategy``, which copies its own sizes over those of ``model.config``
+#: before the model is built.
+PATHS = ConfigPaths(
+    items={
+        **{name: f"{_STRATEGY}.{name}" for name in (*DEGREES, "use_tp_pp_dp_mapping")},
+        **{name: f"model.config.{name}" for name in RECOMPUTE},
+        "use_distributed_optimizer": "optim.config.use_distributed_optimizer",
+        "data_parallel_sharding_strategy": f"{_STRATEGY}.ddp.data_parallel_sharding_strategy",
+        "overlap_grad_reduce": f"{_STRATEGY}.ddp.overlap_grad_reduce",
+        "overlap_param_gather": f"{_STRATEGY}.ddp.overlap_param_gather",
+        "micro_batch_size": "data.micro_batch_size",
+        "global_batch_size": "data.global_batch_size",
+    },
+    model="model.config",
+    data="data",
+    ddp=f"{_STRATEGY}.ddp",
+    incompatible={
+        name: f"{_STRATEGY}.{name}"
+        for name in ("microbatch_group_size_per_vp_stage", "num_distributed_optimizer_instances")
+    },
+    pipeline_types=(f"{_STRATEGY}.pipeline_dtype", "trainer.plugins.pipeline_dtype"),
+    ckpt_format=f"{_STRATEGY}.save_ckpt_format",
+    async_save=f"{_STRATEGY}.ckpt_async_save",
+    seq_length="data.seq_length",
+    called="recipe",
+)
 #: Rows of the tokenizer that NeMo's mock data builds where none is given.
 _MOCK_ROWS = {"MockDataModule": 50_257, "BERTMockDataModule": 30_522}
-_PRECISIONS = {
-    "bf16": Precision.BF16,
-    "16": Precision.FP16,
-    "fp16": Precision.FP16,
-    "32": Precision.FP32,
-    "fp32": Precision.FP32,
-}
-_FIRST_WITHOUT_LLM = 3
 _OVERLAPS, _GIVEN = "MegatronCommOverlapCallback", "user_comm_overlap_cfg"
 #: What ``DeepEPCallback`` sets; its backend stays the model's.
 _DEEPEP: Mapping[str, object] = {
@@ -73,30 +86,28 @@ def read_recipe(recipe: Any, *, vocab_size: int | None = None) -> Job:
     """
     spec, notes = read_spec(recipe, vocab_size)
     per_node, nodes = num_devices(recipe), value_or(recipe.trainer, "num_nodes", 1)
-    plugin = _precision_plugin(recipe)
-    strategy = recipe.trainer.strategy
+    plugin, strategy = _precision_plugin(recipe), recipe.trainer.strategy
     holders = (
         *(find(recipe, path) for path in overlap_paths(recipe)),
         plugin,
         recipe.model.config,
         recipe.optim.config,
         value_or(strategy, "ddp", None),
+        strategy,
     )
     return job_of_fields(
         recipe,
-        FIELDS,
+        PATHS,
         execution_places(recipe),
         spec=spec,
-        data="data",
         precision=_precision(recipe, plugin),
-        memory=memory_fields(*holders, strategy),
+        memory=memory_fields(*holders),
         uses_fsdp=value_or(strategy, "fsdp", None) == "megatron",
         restored=restored_by_nemo(recipe),
         notes=notes,
         target=NEMO,
         num_gpus=per_node * nodes,
         gpus_per_node=per_node,
-        called="recipe",
     )
 
 
@@ -129,30 +140,18 @@ def execution_places(recipe: Any) -> ExecutionPlaces:
 
 
 def read_spec(recipe: Any, vocab_size: int | None) -> tuple[TransformerSpec, tuple[str, ...]]:
-    """The model of a recipe, and what was assumed of it.
-
-    Raises:
-        UnplannableModelError: if this planner does not support it.
-        UserInputError: if a field is missing or wrong.
-    """
+    """The model of a recipe, and what was assumed of it; raises as ``read_recipe`` does."""
     _require_recipe(recipe)
-    config = recipe.model.config
     rows, is_padded, notes = _vocabulary(recipe, vocab_size)
+    length = packed_sequence_size(recipe.data) or whole(recipe, "data.seq_length", called="recipe")
     spec = spec_from_transformer_config(
-        config,
-        seq_length=packed_sequence_size(recipe.data) or _whole(recipe, "data.seq_length"),
-        vocab_size=rows,
-        vocab_is_padded=is_padded,
+        recipe.model.config, seq_length=length, vocab_size=rows, vocab_is_padded=is_padded
     )
-    return spec, (*notes, *unpriced_fields(config))
+    return spec, notes
 
 
 def num_devices(recipe: Any) -> int:
-    """GPUs that each node gives to the job.
-
-    Raises:
-        UserInputError: if the recipe leaves it to the launch.
-    """
+    """GPUs that each node gives to the job, which a recipe may leave to the launch: an error."""
     devices = value_or(recipe.trainer, "devices", "auto")
     if isinstance(devices, list | tuple):
         return len(devices)
@@ -167,40 +166,27 @@ def num_devices(recipe: Any) -> int:
 
 
 def require_language_models(installed: str | None = None) -> None:
-    """Explain an installed NeMo that has no language models.
-
-    Args:
-        installed: the version of nemo-toolkit; looked up if not given.
-
-    Raises:
-        UserInputError: if it is not installed, or its release has dropped them.
-    """
+    """Explain an installed release of NeMo, or the one named, that has no language models."""
+    what = "nemo-toolkit"
     fix = f"{install_command('nemo')} (nemo-toolkit >=2.4,<3; 2.7.3 is what was tried)."
     if installed is None:
         try:
-            installed = importlib.metadata.version("nemo-toolkit")
+            installed = importlib.metadata.version(what)
         except importlib.metadata.PackageNotFoundError:
-            raise UserInputError(
-                "nemo-toolkit", value=None, limit="it is not installed", fix=fix
-            ) from None
-    if int(installed.partition(".")[0]) >= _FIRST_WITHOUT_LLM:
-        raise UserInputError(
-            "nemo-toolkit",
-            value=installed,
-            limit="since 3.0.0 it has no collection of language models and no MegatronStrategy",
-            fix=fix,
-        )
+            raise UserInputError(what, value=None, limit="it is not installed", fix=fix) from None
+    if int(installed.partition(".")[0]) >= 3:
+        limit = "since 3.0.0 it has no collection of language models and no MegatronStrategy"
+        raise UserInputError(what, value=installed, limit=limit, fix=fix)
 
 
 def _require_recipe(recipe: Any) -> None:
-    for path in ("model", "model.config", "data", "trainer", "trainer.strategy", "optim.config"):
-        if find(recipe, path) in (ABSENT, None):
-            raise UserInputError(
-                f"recipe.{path}",
-                value=None,
-                limit="a recipe of nemo.collections.llm has it",
-                fix="Give what a pretrain_recipe() returns, with its model and optimizer set.",
-            )
+    require_parts(
+        recipe,
+        ("model", "model.config", "data", "trainer", "trainer.strategy", "optim.config"),
+        "recipe",
+        limit="a recipe of nemo.collections.llm has it",
+        fix="Give what a pretrain_recipe() returns, with its model and optimizer set.",
+    )
     refuse_unplannable(recipe.model.config, recipe.model)
     strategy = class_names(recipe.trainer.strategy)
     if "MegatronStrategy" not in strategy:
@@ -212,10 +198,6 @@ def _require_recipe(recipe: Any) -> None:
         )
     for name in ("peft", "model_transform"):
         refuse_adapters(value_or(recipe, name, None), f"recipe.{name}")
-
-
-def _whole(recipe: Any, path: str) -> int:
-    return whole(recipe, path, called="recipe")
 
 
 def _vocabulary(recipe: Any, given: int | None) -> tuple[int, bool, tuple[str, ...]]:
@@ -249,19 +231,14 @@ def _rows(tokenizer: Any) -> int:
         try:
             tokenizer = fiddle.build(tokenizer)
         except Exception as error:
-            raise _no_vocabulary(
-                repr(tokenizer), f"the tokenizer cannot be built here ({type(error).__name__})"
-            ) from error
+            limit = f"the tokenizer cannot be built here ({type(error).__name__})"
+            raise _no_vocabulary(repr(tokenizer), limit) from error
     return int(tokenizer.vocab_size)
 
 
 def _no_vocabulary(value: str, limit: str) -> UserInputError:
-    return UserInputError(
-        "recipe.data.tokenizer",
-        value=value,
-        limit=limit,
-        fix="Give vocab_size=, or set model.config.vocab_size.",
-    )
+    fix = "Give vocab_size=, or set model.config.vocab_size."
+    return UserInputError("recipe.data.tokenizer", value=value, limit=limit, fix=fix)
 
 
 def _precision_plugin(recipe: Any) -> Any:
@@ -273,22 +250,10 @@ def _precision_plugin(recipe: Any) -> Any:
 
 def _precision(recipe: Any, plugin: Any) -> tuple[Precision, str, str]:
     """Number format, FP8 recipe and format around FP8: the plugin's, or Lightning's own."""
-    holder = recipe.trainer if plugin is None else plugin
-    stated = str(value_or(holder, "precision", "32"))
-    around = _named(stated)
-    if plugin is None or not (value_or(plugin, "fp8", None) or value_or(plugin, "fp4", None)):
+    stated = value_or(recipe.trainer if plugin is None else plugin, "precision", "32")
+    around = lightning_precision(stated, "trainer.plugins.precision")
+    in_fp4, in_fp8 = (value_or(plugin, name, None) for name in ("fp4", "fp8"))
+    if not (in_fp4 or in_fp8):
         return around, "delayed", around.value
-    narrow = Precision.NVFP4 if value_or(plugin, "fp4", None) else Precision.FP8
+    narrow = Precision.NVFP4 if in_fp4 else Precision.FP8
     return narrow, str(value_or(plugin, "fp8_recipe", "delayed")), around.value
-
-
-def _named(name: str) -> Precision:
-    short = name.partition("-")[0]
-    if short not in _PRECISIONS:
-        raise UserInputError(
-            "trainer.plugins.precision",
-            value=name,
-            limit="number formats of training are bf16, fp16 and 32",
-            fix="Use bf16-mixed.",
-        )
-    return _PRECISIONS[short]

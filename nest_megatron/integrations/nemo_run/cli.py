@@ -6,15 +6,18 @@ they are, so they must be types and not text, and its parser does not know ``str
 """
 # ruff: noqa: UP045
 
+import contextlib
 import importlib
+import sys
 from typing import Any, Optional
 
 import nemo_run as run
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.launched import fields_report
 from nest_megatron.integrations.nemo_run.plugin import NestPlugin
-from nest_megatron.integrations.nemo_run.task import TaskOptions, names, plan_recipe
-from nest_megatron.integrations.nemo_run.tell import say_factory
+from nest_megatron.integrations.nemo_run.task import TaskOptions, plan_recipe
+from nest_megatron.report.console import show
 
 _RECIPES = "nemo.collections.llm.recipes"
 #: Where NeMo-Run looks for the factories of ``nemo llm pretrain``.
@@ -52,14 +55,10 @@ def nest_auto(
         NestError: if there is no such recipe, or no plan for it.
     """
     task = _pretrain_recipe(recipe)(num_nodes=num_nodes, num_gpus_per_node=num_gpus_per_node)
-    options = TaskOptions(
-        cluster=cluster,
-        overrides=names(overrides) or (),
-        keep=names(keep) or (),
-        vocab_size=vocab_size,
-    )
+    options = TaskOptions(cluster=cluster, overrides=overrides, keep=keep, vocab_size=vocab_size)
     plan, changes = plan_recipe(task, options, None)
-    say_factory(plan, changes)
+    with contextlib.redirect_stdout(sys.stderr):  # the task's own YAML may go to standard output
+        show(fields_report(plan, changes))
     return task
 
 

@@ -7,7 +7,7 @@ plugins end alike. Source: ``PerfEnvPlugin.setup`` of NeMo 2.7.3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,21 +37,16 @@ class Layout:
 
 def stated_layout(recipe: Any) -> Layout:
     """The layout that a recipe states now."""
-    sizes = {
-        name: find(recipe, f"trainer.strategy.{name}_model_parallel_size")
-        for name in ("tensor", "pipeline")
-    }
-    sizes["context"] = find(recipe, "trainer.strategy.context_parallel_size")
-    above_one = {name for name, size in sizes.items() if isinstance(size, int) and size > 1}
-    return Layout(splits=bool(above_one & {"tensor", "context"}), pipelined="pipeline" in above_one)
+    return _layout(lambda name: find(recipe, f"trainer.strategy.{name}"))
 
 
-def planned_layout(plan: ParallelPlan) -> Layout:
-    """The same of a plan."""
-    chosen = plan.parallel
+def _layout(size_of: Callable[[str], Any]) -> Layout:
+    def is_divided(*names: str) -> bool:
+        return any(isinstance(size := size_of(name), int) and size > 1 for name in names)
+
     return Layout(
-        splits=max(chosen.tensor_model_parallel_size, chosen.context_parallel_size) > 1,
-        pipelined=chosen.pipeline_model_parallel_size > 1,
+        splits=is_divided("tensor_model_parallel_size", "context_parallel_size"),
+        pipelined=is_divided("pipeline_model_parallel_size"),
     )
 
 
@@ -65,15 +60,15 @@ def adapt(variables: MutableMapping[str, str], before: Layout, plan: ParallelPla
     Returns:
         What was changed and why, and what another plugin may still undo, one sentence each.
     """
-    return [*_connections(variables, before, plan), *_chunks(variables, before, plan)]
+    now = _layout(lambda name: getattr(plan.parallel, name))
+    return [*_connections(variables, before, now, plan), *_chunks(variables, before, now)]
 
 
 def _connections(
-    variables: MutableMapping[str, str], before: Layout, plan: ParallelPlan
+    variables: MutableMapping[str, str], before: Layout, now: Layout, plan: ParallelPlan
 ) -> Iterator[str]:
     """Kernels of a layer in program order, where communication hides under them."""
-    now, old = planned_layout(plan), variables.get(_CONNECTIONS)
-    fsdp = plan.parallel.use_megatron_fsdp
+    old, fsdp = variables.get(_CONNECTIONS), plan.parallel.use_megatron_fsdp
     if now.splits and not fsdp:
         wanted = "32" if device_architecture(plan) >= _BLACKWELL else "1"
         if old != wanted:
@@ -92,11 +87,8 @@ def _connections(
         )
 
 
-def _chunks(
-    variables: MutableMapping[str, str], before: Layout, plan: ParallelPlan
-) -> Iterator[str]:
+def _chunks(variables: MutableMapping[str, str], before: Layout, now: Layout) -> Iterator[str]:
     """Chunks of what pipeline ranks exchange."""
-    now = planned_layout(plan)
     if before.pipelined and not now.pipelined and _CHUNK in variables:
         yield f"{_CHUNK}={variables.pop(_CHUNK)} is taken out: there is one pipeline rank."
     unseen = _OF_PERF_ENV in variables and _CHUNK not in variables

@@ -4,6 +4,7 @@ NeMo-Run's command line reads the types of the plugin's fields, and does not kno
 """
 # ruff: noqa: UP045
 
+import dataclasses
 import functools
 import logging
 import weakref
@@ -14,11 +15,13 @@ from typing import Any, Optional
 import nemo_run as run
 from nemo_run.run import api
 
+from nest_megatron.integrations.launched import fields_report
 from nest_megatron.integrations.nemo_run.environment import adapt, stated_layout
-from nest_megatron.integrations.nemo_run.task import TaskOptions, names, plan_recipe, script_words
-from nest_megatron.integrations.nemo_run.tell import say_script, say_task
+from nest_megatron.integrations.nemo_run.task import TaskOptions, plan_recipe, script_words
+from nest_megatron.integrations.plan_output import told_where
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
+from nest_megatron.report.console import say, show
 
 _log = logging.getLogger(__name__)
 
@@ -55,38 +58,25 @@ class NestPlugin(run.Plugin):
         _waiting.add(self)
 
     def options(self) -> TaskOptions:
-        """What is wanted, checked.
-
-        Raises:
-            UserInputError: if it contradicts itself.
-        """
-        return TaskOptions(
-            mode=self.mode,
-            cluster=self.cluster,
-            plan=self.plan,
-            overrides=names(self.overrides) or (),
-            free=names(self.free),
-            keep=names(self.keep) or (),
-            vocab_size=self.vocab_size,
-        )
+        """What is wanted, checked; ``UserInputError`` if it contradicts itself."""
+        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(TaskOptions)}
+        return TaskOptions(**own)
 
     def setup(self, task: Any, executor: Any) -> None:
-        """Plan a task; NeMo-Run calls this with a copy of it.
-
-        Raises:
-            NestError: if there is no plan, so that nothing is launched.
-        """
+        """Plan a copy of a task; ``NestError`` if there is no plan, so that nothing is launched."""
         _waiting.discard(self)
         if isinstance(task, run.Script):
             words = script_words(task, self.options())
             task.args.extend(words)
-            say_script(task.path, words)
+            say(f"nest: {task.path} plans as it starts: {' '.join(words)}")
             return
         before = stated_layout(task)
         plan, changes = plan_recipe(task, self.options(), _size(executor))
         variables = getattr(executor, "env_vars", None)
-        told = [] if variables is None else adapt(variables, before, plan)
-        say_task(plan, changes, _keep(plan, executor), told)
+        show(fields_report(plan, changes))
+        for sentence in () if variables is None else adapt(variables, before, plan):
+            say(f"nest: {sentence}")
+        say(told_where(_store(plan, executor)))
 
 
 def _size(executor: Any) -> tuple[int, int] | None:
@@ -96,7 +86,7 @@ def _size(executor: Any) -> tuple[int, int] | None:
         return None
 
 
-def _keep(plan: ParallelPlan, executor: Any) -> Path:
+def _store(plan: ParallelPlan, executor: Any) -> Path:
     """Write the plan beside the experiments.
 
     The experiment's own folder does not exist yet, and NeMo-Run makes it only where none is.

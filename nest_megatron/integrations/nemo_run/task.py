@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nest_megatron.config.job import Job
 from nest_megatron.config.launch import Mode
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, attribute
@@ -28,10 +27,10 @@ class TaskOptions:
         cluster: a name of the catalogue or a file; ``None`` is the GPUs of this host, or for a
             script of the job's.
         plan: the file of a pinned plan.
-        overrides: settings as ``nest-megatron plan`` takes them.
+        overrides: settings as ``nest-megatron plan`` takes them; here and below a text is one.
         free: the only choices that may change; ``None`` is all of a recipe's, and none that the
             user of a script gave.
-        keep: choices held as a recipe states them.
+        keep: choices that stay as a recipe states them.
         vocab_size: of the tokenizer, where a recipe's files are not here.
 
     Raises:
@@ -41,25 +40,20 @@ class TaskOptions:
     mode: str = Mode.AUTO.value
     cluster: str | None = None
     plan: str | None = None
-    overrides: tuple[str, ...] = ()
-    free: tuple[str, ...] | None = None
-    keep: tuple[str, ...] = ()
+    overrides: Sequence[str] | str | None = ()
+    free: Sequence[str] | str | None = None
+    keep: Sequence[str] | str | None = ()
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in _MODES:
             raise _wrong("mode", self.mode, f"it is {' or '.join(_MODES)}", "Correct it.")
         if self.mode == Mode.PINNED and self.plan is None:
-            raise _wrong(
-                "plan",
-                None,
-                "mode='pinned' launches a reviewed plan",
-                "Name the file that `nest-megatron pin` made.",
-            )
+            limit = "mode='pinned' launches a reviewed plan"
+            raise _wrong("plan", None, limit, "Name the file that `nest-megatron pin` made.")
         if self.mode == Mode.AUTO and self.plan is not None:
-            raise _wrong(
-                "plan", self.plan, "mode='auto' searches for a plan", "Give mode='pinned'."
-            )
+            limit = "mode='auto' searches for a plan"
+            raise _wrong("plan", self.plan, limit, "Give mode='pinned'.")
 
 
 def plan_recipe(
@@ -79,33 +73,32 @@ def plan_recipe(
             "task",
             type(recipe).__name__,
             "it is no recipe of NeMo 2.x and no script",
-            "Plan its configuration before: "
-            "nest_megatron.integrations.megatron_bridge.auto_recipe.",
+            "Plan its configuration: nest_megatron.integrations.megatron_bridge.auto_recipe.",
         )
     job = read_recipe(recipe, vocab_size=options.vocab_size)
-    _require_size(job, size)
-    if options.mode == Mode.AUTO:
-        return auto_recipe(
-            recipe,
-            cluster=options.cluster,
-            overrides=options.overrides,
-            free=options.free,
-            keep=options.keep,
-            vocab_size=options.vocab_size,
+    if size is not None and job.num_gpus not in (None, size[0] * size[1]):
+        nodes, per_node = size
+        raise _wrong(
+            "trainer.num_nodes * trainer.devices",
+            job.num_gpus,
+            f"the executor starts {nodes} x {per_node} processes",
+            f"Give the recipe num_nodes={nodes} and {per_node} devices, or change the executor.",
         )
-    plan = pinned_recipe(job, Path(str(options.plan)))
-    return plan, apply_plan(recipe, plan)
+    if options.mode == Mode.PINNED:
+        plan = pinned_recipe(job, Path(str(options.plan)))
+        return plan, apply_plan(recipe, plan)
+    return auto_recipe(
+        recipe,
+        cluster=options.cluster,
+        overrides=_names(options.overrides),
+        free=options.free,
+        keep=options.keep or (),
+        vocab_size=options.vocab_size,
+    )
 
 
 def script_words(script: Any, options: TaskOptions) -> list[str]:
-    """The words that make a script plan itself as it starts: Megatron-LM's, or Megatron-Bridge's.
-
-    Args:
-        script: a ``run.Script``.
-
-    Raises:
-        UserInputError: for a script that takes no words, or an option that they cannot say.
-    """
+    """The words with which a script plans itself, if it takes any and they can say it."""
     if not script.path or "python" not in script.entrypoint:
         raise _wrong(
             "task",
@@ -122,32 +115,16 @@ def script_words(script: Any, options: TaskOptions) -> list[str]:
         )
     said = {"cluster": options.cluster, "plan": options.plan}
     words = [f"+nest={options.mode}", *(f"nest.{k}={v}" for k, v in said.items() if v is not None)]
-    words += [f"nest.{override}" for override in options.overrides]
-    return words if options.free is None else [*words, f"nest.free=[{','.join(options.free)}]"]
-
-
-def _require_size(job: Job, size: tuple[int, int] | None) -> None:
-    if size is None or job.num_gpus in (None, size[0] * size[1]):
-        return
-    nodes, per_node = size
-    raise _wrong(
-        "trainer.num_nodes * trainer.devices",
-        job.num_gpus,
-        f"the executor starts {nodes} x {per_node} processes",
-        f"Give the recipe num_nodes={nodes} and {per_node} devices, or change the executor.",
-    )
+    words += [f"nest.{override}" for override in _names(options.overrides)]
+    if options.free is not None:
+        words.append(f"nest.free=[{','.join(_names(options.free))}]")
+    return words
 
 
 def _wrong(what: str, value: object, limit: str, fix: str) -> UserInputError:
     return UserInputError(f"NestPlugin {what}", value=value, limit=limit, fix=fix)
 
 
-def names(value: Sequence[str] | str | None) -> tuple[str, ...] | None:
-    """A list from a command line, where one name may stand alone.
-
-    >>> names("recompute"), names(["a", "b"]), names(None)
-    (('recompute',), ('a', 'b'), None)
-    """
-    if value is None:
-        return None
-    return (value,) if isinstance(value, str) else tuple(value)
+def _names(value: Sequence[str] | str | None) -> Sequence[str]:
+    """A list from a command line, where one name may stand alone."""
+    return (value,) if isinstance(value, str) else tuple(value or ())

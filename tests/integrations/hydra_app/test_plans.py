@@ -16,12 +16,12 @@ from nest_megatron.config.compose import compose
 from nest_megatron.cost_model.execution_flags import execution_traits
 from nest_megatron.cost_model.memory_flags import not_modelled
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.hydra import planning, plans, ranks
+from nest_megatron.integrations.hydra import plans, ranks
 from nest_megatron.integrations.hydra.expressible_space import require_expressible
 from nest_megatron.integrations.hydra.plans import Plans
+from nest_megatron.integrations.hydra.ranks import num_gpus
 from nest_megatron.integrations.hydra.read import read_app
 from nest_megatron.integrations.hydra.resolver import register
-from nest_megatron.integrations.hydra.size import num_gpus
 from nest_megatron.integrations.hydra.view import view_of
 from nest_megatron.planner.pins import Pin, PinnedPlan, write_pinned
 from nest_megatron.version import __version__
@@ -49,9 +49,11 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Every search of a test, and none known before it."""
     done: list[object] = []
 
-    def plan_app(*arguments: Any) -> planning.AppPlan:
+    found = plans.plan_app
+
+    def plan_app(*arguments: Any) -> plans.AppPlan:
         done.append(arguments)
-        return planning.plan_app(*arguments)
+        return found(*arguments)
 
     monkeypatch.setattr(plans, "PLANS", Plans())
     monkeypatch.setattr(plans, "plan_app", plan_app)

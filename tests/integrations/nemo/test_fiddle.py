@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.fields import ABSENT, FieldValue, attribute, carry_out, changes
+from nest_megatron.integrations.fields import ABSENT, attribute, carry_out, changes
 from nest_megatron.integrations.nemo import apply_plan, plan_changes, read_recipe
 from tests import catalogue
 from tests.contract.test_adapters import laid_out
@@ -62,8 +62,8 @@ def test_defaults_of_factories_are_read() -> None:
 def test_nothing_is_set_where_one_field_is_missing() -> None:
     root = SimpleNamespace(config=fdl.Config(TransformerConfig))
     wanted = [
-        FieldValue(path="config.seq_length", value=4096, reason="asked"),
-        FieldValue(path="config.no_such_field", value=2, reason="asked"),
+        ("config.seq_length", 4096, "asked"),
+        ("config.no_such_field", 2, "asked"),
     ]
     with pytest.raises(UserInputError, match="no such field"):
         carry_out(root, changes(root, wanted))
