@@ -147,7 +147,10 @@ def _sized(
 
 def processes_per_host(environment: Mapping[str, str]) -> int | None:
     """Processes that the launcher starts on each host, where it says so."""
-    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
-        if environment.get(name, "").isdigit():
-            return int(environment[name])
-    return None
+    return number_said(environment, "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
+
+
+def number_said(environment: Mapping[str, str], *names: str) -> int | None:
+    """The number in the first of these variables that holds one."""
+    said = (environment.get(name, "") for name in names)
+    return next((int(text) for text in said if text.isdigit()), None)

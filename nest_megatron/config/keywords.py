@@ -84,11 +84,13 @@ def compose_keywords(
     named: dict[str, object] = {}
     described: dict[str, Mapping[str, Any]] = {}
     for group, source in (("model", model), ("cluster", cluster)):
-        fields = _fields(group, source)
-        if fields is None:
-            named[group] = _name(source)
+        if isinstance(source, str):
+            named[group] = source
+        elif isinstance(source, os.PathLike):
+            path = str(source)
+            named[group] = path if "/" in path else f"./{path}"
         else:
-            described[group] = fields
+            described[group] = _fields(group, source)
     folder = None if config_dir is None else Path(config_dir)
     parsed = parse(setting_texts({**named, **settings}), folder)
     for setting in parsed if isinstance(cluster, Cluster) else ():
@@ -100,18 +102,8 @@ def compose_keywords(
     return compose(parsed, folder, described=described)
 
 
-def _name(source: object) -> str:
-    """A catalogue name as it is; a path so that it is seen to be one."""
-    if isinstance(source, str):
-        return source
-    path = str(source)
-    return path if "/" in path else f"./{path}"
-
-
-def _fields(group: str, source: object) -> Mapping[str, Any] | None:
-    """The fields of a model or a cluster that is described; ``None`` for one that is named."""
-    if isinstance(source, str | os.PathLike):
-        return None
+def _fields(group: str, source: object) -> Mapping[str, Any]:
+    """The fields of a model or a cluster that is described."""
     if group == "model" and isinstance(source, TransformerSpec):
         return model_fields(source)
     if group == "cluster" and isinstance(source, Cluster):
@@ -138,7 +130,13 @@ def setting_texts(keywords: Mapping[str, object]) -> list[str]:
     >>> setting_texts({"cluster.oversubscription": 4, "recompute_modules": ["mlp", "core_attn"]})
     ['cluster.oversubscription=4', 'parallel.recompute_modules=[mlp,core_attn]']
     """
-    return [f"{_whole_key(key)}={value_text(value)}" for key, value in _flat(keywords)]
+    keys = section_keys()
+    texts = []
+    for key, value in _flat(keywords):
+        found = [known for known in keys if known.rpartition(".")[2] == key]
+        whole = found[0] if len(found) == 1 and key not in keys else key
+        texts.append(f"{whole}={value_text(value)}")
+    return texts
 
 
 def _flat(keywords: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -147,11 +145,3 @@ def _flat(keywords: Mapping[str, object]) -> Iterator[tuple[str, object]]:
             yield from ((f"{key}.{name}", inner) for name, inner in value.items())
         else:
             yield key, value
-
-
-def _whole_key(key: str) -> str:
-    """A setting's key with its section, where only one section has it."""
-    if "." in key or key in section_keys():
-        return key
-    found = [known for known in section_keys() if known.rpartition(".")[2] == key]
-    return found[0] if len(found) == 1 else key

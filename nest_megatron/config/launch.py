@@ -67,7 +67,9 @@ def read_words(words: Iterable[str]) -> LaunchWords:
     for word in words:
         text = word.lstrip("+")
         if text.startswith("nest="):
-            mode = _mode(text.removeprefix("nest="))
+            name = text.removeprefix("nest=")
+            require_known("+nest", name, [mode.value for mode in Mode])
+            mode = Mode(name)
             continue
         text = text.removeprefix("nest.")
         key, equals, value = text.partition("=")
@@ -79,11 +81,6 @@ def read_words(words: Iterable[str]) -> LaunchWords:
             job.append(_job_setting(text))
     refuse_sweeps([s for s in job if s.key != "out"])
     return LaunchWords(mode=mode, job=tuple(job), launch=tuple(launch))
-
-
-def _mode(text: str) -> Mode:
-    require_known("+nest", text, [mode.value for mode in Mode])
-    return Mode(text)
 
 
 def _job_setting(text: str) -> Setting:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.cluster.records import Cluster
@@ -176,19 +176,15 @@ def _batch(config: PlanConfig, job: Job, num_gpus: int) -> tuple[int, list[str]]
         batch = _own_batch(job, num_gpus) or DEFAULT_GLOBAL_BATCH_SIZE
         name = "train.global_batch_size" if job.target is None else "--global-batch-size"
         notes.append(f"{name} is not given; {batch} sequences are assumed.")
-    if job.target is None:
-        notes += _target_notes(config)
+    target = read_target(config, job.target)
+    if job.target is None and config.target is None:
+        own = f"{target.framework} is assumed (target={target.name})"
+        notes.append(f"No framework is named; {own}.")
+    elif job.target is None and target not in MEGATRON_LM:
+        notes.append(f"The plan is for {target.framework}; docs/nemo.md says how recipes take it.")
     if job.num_gpus not in (None, num_gpus):
         notes.append(f"The launcher starts {job.num_gpus} ranks, but the plan is for {num_gpus}.")
     return batch, notes
-
-
-def _target_notes(config: PlanConfig) -> Iterator[str]:
-    target = read_target(config)
-    if config.target is None:
-        yield f"No framework is named; {target.framework} is assumed (target={target.name})."
-    elif target not in MEGATRON_LM:
-        yield f"The plan is for {target.framework}; docs/nemo.md says how recipes take it."
 
 
 def _own_batch(job: Job, num_gpus: int) -> int | None:

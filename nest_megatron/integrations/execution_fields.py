@@ -108,11 +108,14 @@ def _first(value: Any) -> Any:
 def execution_fields(
     root: Any, plan: ParallelPlan, places: ExecutionPlaces
 ) -> Iterator[FieldValue]:
-    """What carries layers out as priced, where the configuration means otherwise or lacks it."""
+    """What carries layers out as priced; a choice that the framework lacks is refused."""
     wanted = launch_request(plan, version=places.version).execution
     stated = stated_execution(root, places)
     meant = execution_of(stated)
-    raw = _raw(root, places)
+    values = {name: find(root, places.paths(root, name)[0]) for name in EXECUTION_FIELDS}
+    raw = {name: value for name, value in values.items() if value not in (ABSENT, None, "")}
+    levels = ContextTraffic.A2A_P2P  # a framework that makes no two would train without any
+    idle = _first(raw.get("cp_comm_type")) == levels and wanted.cp_comm_type is not levels
     refused = contradicted(plan, raw, places.version)
     for names in EXECUTION_ARGUMENTS.values():
         fields = dict.fromkeys(EXECUTION_FIELDS[name] for name in names)
@@ -120,7 +123,7 @@ def execution_fields(
             continue
         _refuse_lacking(wanted, meant, fields, places)
         differs = any(_differs(wanted, meant, stated, name) for name in fields)
-        differs |= "cp_comm_type" in fields and _has_idle_levels(raw, wanted)
+        differs |= "cp_comm_type" in fields and idle
         for name in fields:
             for argument in _written(root, name, places, wanted, differs=differs):
                 reason = refused.get(argument) or _reason(wanted, meant, name, places)
@@ -136,23 +139,12 @@ def _differs(wanted: Execution, meant: Execution, stated: Mapping[str, Any], nam
     return idle or bool(getattr(meant, name) != value)
 
 
-def _has_idle_levels(raw: Mapping[str, Any], wanted: Execution) -> bool:
-    """Whether a framework that makes no two levels would train without context parallelism."""
-    kind = ContextTraffic.A2A_P2P
-    return bool(_first(raw.get("cp_comm_type")) == kind and wanted.cp_comm_type is not kind)
-
-
 def execution_items(plan: ParallelPlan) -> dict[str, Any]:
     """The same choices by Megatron's names, whatever the job has, in plain values."""
     request = launch_request(plan)
     return {
         knob.name: execution_value(request.execution, knob.name, request.version) for knob in KNOBS
     }
-
-
-def _raw(root: Any, places: ExecutionPlaces) -> dict[str, Any]:
-    values = {name: find(root, places.paths(root, name)[0]) for name in EXECUTION_FIELDS}
-    return {name: value for name, value in values.items() if value not in (ABSENT, None, "")}
 
 
 def _written(

@@ -29,7 +29,7 @@ from nest_megatron.parallel.rules import (
 from nest_megatron.plain import to_plain
 
 #: Fields that state the stage boundaries, and their values where the plan says it.
-_STAGE_FIELDS: Mapping[str, object] = {
+STAGE_FIELDS: Mapping[str, object] = {
     "num_layers_in_first_pipeline_stage": None,
     "num_layers_in_last_pipeline_stage": None,
     "account_for_embedding_in_pipeline_split": False,
@@ -109,19 +109,15 @@ def is_even(plan: ParallelPlan) -> bool:
 
 def layout_fields(plan: ParallelPlan, paths: ConfigPaths) -> Iterator[FieldValue]:
     """The plan's items in the fields of a framework, and the other ways to state stages cleared."""
+    given = plan.parallel.pipeline_model_parallel_layout
     for item, value in planned_items(plan).items():
         if item in paths.items:
-            yield paths.items[item], value, _reason(plan, item)
-    for item, value in _STAGE_FIELDS.items():
+            even = item == "pipeline_model_parallel_layout" and given and is_even(plan)
+            why = "the stages are even, as the degrees alone make them"
+            yield paths.items[item], value, why if even else reason(plan, item)
+    for item, value in STAGE_FIELDS.items():
         if item in paths.items:
             yield paths.items[item], value, "the plan states every stage itself"
-
-
-def _reason(plan: ParallelPlan, item: str) -> str:
-    given = plan.parallel.pipeline_model_parallel_layout
-    if item == "pipeline_model_parallel_layout" and given and is_even(plan):
-        return "the stages are even, as the degrees alone make them"
-    return reason(plan, item)
 
 
 def fields_beside(

@@ -40,13 +40,8 @@ def first_host(nodelist: str) -> str:
     >>> first_host("gpu[003-010,014]"), first_host("n1,n2"), first_host("rack[1-2]gpu[7,9]")
     ('gpu003', 'n1', 'rack1gpu7')
     """
-    depth, end = 0, len(nodelist)
-    for at, letter in enumerate(nodelist):
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and depth == 0:
-            end = at
-            break
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodelist[:end])
+    first = re.split(r",(?![^\[]*\])", nodelist, maxsplit=1)[0]  # at a comma outside brackets
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 
 
 def _number(text: str) -> int:

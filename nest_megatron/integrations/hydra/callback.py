@@ -6,8 +6,6 @@ module makes ``${nest:NAME}`` known.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
@@ -17,7 +15,6 @@ from nest_megatron.integrations.hydra.resolver import register
 
 register()
 
-_PLAN_FILE = "nest_plan.yaml"
 #: Before a setting of the planning job on the application's command line.
 _PREFIX = "+nest.overrides."
 
@@ -39,28 +36,11 @@ class PlanBeforeJob(Callback):
 
     def on_job_start(self, config: Any, **_: Any) -> None:
         """Plan; any failure ends the process, since Hydra makes warnings of callbacks' errors."""
-        from omegaconf import OmegaConf
-
-        from nest_megatron.integrations.hydra.plans import PLANS, app_report
-        from nest_megatron.integrations.hydra.ranks import is_first, launched, require_same_job
-        from nest_megatron.integrations.hydra.view import view_of
-        from nest_megatron.integrations.plan_output import plan_output, told_where
-        from nest_megatron.parallel import plan_file
-        from nest_megatron.report.console import say, show
+        from nest_megatron.integrations.hydra.plans import plan_job
         from nest_megatron.report.failure import ending_on_errors
 
         with settings_typed_as(_PREFIX), ending_on_errors():
-            view, environment = view_of(config), launched(os.environ)
-            number = OmegaConf.select(config, "hydra.job.num", default=0)  # unset without -m
-            require_same_job(view, number, environment)
-            path = Path(config.hydra.runtime.output_dir, _PLAN_FILE)
-            if is_first(environment):
-                path = plan_output(view.settings.out, [view.settings.plan]) or path
-            found = PLANS.of(config)
-            if is_first(environment):
-                show(app_report(found, view))
-                plan_file.write(found.plan, path)
-                say(told_where(path))
+            plan_job(config)
 
 
 def _without_us(config_name: str | None) -> Any:

@@ -78,11 +78,13 @@ def space_of(own: SearchSpace, view: AppView, job: Job) -> SearchSpace:
         )
     fixed = {**_degrees(own, view, job.spec), **own.fixed}
     granularity_is_free = view.is_planned("recompute_granularity")
+    # sequence parallelism comes with tensor parallelism, as every plan wants it
+    divides_sequences = view.is_planned("sequence_parallel") or view.given("sequence_parallel")
     with_modules = view.is_planned("recompute_modules")
     return dataclasses.replace(
         own,
         fixed=fixed,
-        limits=own.limits if _divides_sequences(view) else {_TENSOR: 1, **own.limits},
+        limits=own.limits if divides_sequences else {_TENSOR: 1, **own.limits},
         rank_orders=_common("rank_order", own.rank_orders, _rank_orders(view)),
         zero_stages=_common("zero_stage", own.zero_stages, zero_stages(view, job)),
         recompute=own.recompute if granularity_is_free else _given_recompute(view),
@@ -179,11 +181,6 @@ def _degrees(own: SearchSpace, view: AppView, spec: TransformerSpec) -> dict[str
             raise UserInputError(name, value=None, limit=limit, fix=fix)
         fixed[name] = 1 if given is None else int(given)
     return fixed
-
-
-def _divides_sequences(view: AppView) -> bool:
-    """Whether sequence parallelism comes with tensor parallelism, as every plan wants it."""
-    return view.is_planned("sequence_parallel") or bool(view.given("sequence_parallel"))
 
 
 def _rank_orders(view: AppView) -> tuple[RankOrder, ...]:

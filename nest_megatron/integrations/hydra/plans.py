@@ -10,9 +10,11 @@ import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from omegaconf import OmegaConf
 from rich.console import RenderableType
 
 from nest_megatron.cluster.discovery import local_gpus
@@ -30,10 +32,12 @@ from nest_megatron.integrations.hydra.expressible_space import (
     space_of,
 )
 from nest_megatron.integrations.hydra.ranks import (
+    is_first,
     is_launched,
     launched,
     num_gpus,
     require_decided,
+    require_same_job,
     require_same_plan,
 )
 from nest_megatron.integrations.hydra.read import read_app
@@ -41,7 +45,12 @@ from nest_megatron.integrations.hydra.view import AppView, view_of
 from nest_megatron.integrations.launched import values_report
 from nest_megatron.integrations.megatron_lm.search_space import job_space
 from nest_megatron.integrations.megatron_lm.typed import freed_flags
-from nest_megatron.integrations.plan_output import pinned_by, pinned_file
+from nest_megatron.integrations.plan_output import (
+    pinned_by,
+    pinned_file,
+    plan_output,
+    told_where,
+)
 from nest_megatron.integrations.plan_recipe import require_pinned_for, searched
 from nest_megatron.model.execution import Execution
 from nest_megatron.parallel import plan_file
@@ -49,6 +58,7 @@ from nest_megatron.parallel.diff import plan_values, reason
 from nest_megatron.parallel.knobs import KNOBS
 from nest_megatron.parallel.plan import ParallelChoice, ParallelPlan
 from nest_megatron.planner.pins import read_pinned
+from nest_megatron.report.console import say, show
 
 #: The application's own fields say which ZeRO stages it has (``zero_stages``).
 _FREE = FreeParameters(names=("use_megatron_fsdp",))
@@ -125,7 +135,23 @@ def _pinned(
     return pinned.plan, job, (pinned_by(pinned.pin),)
 
 
-def app_report(found: AppPlan, view: AppView) -> RenderableType:
+def plan_job(config: Any) -> None:
+    """Plan a job as it starts: its first rank says what the plan is, and writes it."""
+    view, environment = view_of(config), launched(os.environ)
+    number = OmegaConf.select(config, "hydra.job.num", default=0)  # unset without -m
+    require_same_job(view, number, environment)
+    if not is_first(environment):
+        PLANS.of(config)
+        return
+    path = plan_output(view.settings.out, [view.settings.plan])
+    path = path or Path(config.hydra.runtime.output_dir, "nest_plan.yaml")
+    found = PLANS.of(config)
+    show(_report(found, view))
+    plan_file.write(found.plan, path)
+    say(told_where(path))
+
+
+def _report(found: AppPlan, view: AppView) -> RenderableType:
     """The plan in a few lines, each planned field with its value and the reason."""
     plan = found.plan
     reasons = {item: reason(plan, item) for item in plan_values(plan)}
@@ -167,7 +193,8 @@ class Plans:
         the plan, whatever became of the planned fields.
         """
         view = view_of(root)
-        job = _digest(_job_of(view))
+        places = {view.place(item) for item in (*_ITEMS, *(item for _, item in view.uses()))}
+        job = _digest(_without(view.raw, "", places))  # all that a plan is made for
         known = self._of_root.get(id(root))
         if known is not None and known[0]() is root and known[1] == job:
             return known[2]
@@ -201,13 +228,6 @@ class Plans:
 
 #: Of this process.
 PLANS = Plans()
-
-
-def _job_of(view: AppView) -> Any:
-    """All that a plan is made for: the configuration without the planned choices."""
-    places = {view.place(item) for _, item in view.uses()}
-    places |= {view.place(item) for item in _ITEMS}
-    return _without(view.raw, "", places)
 
 
 def _without(node: Any, path: str, places: set[str | None]) -> Any:

@@ -14,6 +14,7 @@ import json
 import socket
 from collections.abc import Mapping
 
+from nest_megatron.config.cluster_detection import number_said
 from nest_megatron.errors import OneRankError, UserInputError
 from nest_megatron.integrations.field_mapping import planned_items
 from nest_megatron.integrations.hydra.view import AppView
@@ -33,9 +34,6 @@ _TIMEOUT_S = 60.0
 #: Longest wait for the values of the rank that came first, which says them before anything else.
 _LONGEST_S = 5.0
 
-#: Variables that a launcher gives to each of the processes that it starts.
-_OF_LAUNCHERS = ("WORLD_SIZE", "LOCAL_RANK")
-
 
 class DifferentRankError(NoAgreementError, OneRankError):
     """This rank differs from the first, and the others have not been told."""
@@ -48,7 +46,7 @@ def launched(environment: Mapping[str, str]) -> dict[str, str]:
 
 def is_launched(environment: Mapping[str, str]) -> bool:
     """Whether a launcher started this process for training; otherwise somebody is looking."""
-    return any(name in environment for name in _OF_LAUNCHERS)
+    return "WORLD_SIZE" in environment or "LOCAL_RANK" in environment
 
 
 def is_first(environment: Mapping[str, str]) -> bool:
@@ -62,7 +60,7 @@ def num_gpus(view: AppView, environment: Mapping[str, str]) -> int:
     said = {
         "nest.num_gpus": view.settings.num_gpus,
         "trainer.devices * trainer.num_nodes": _of_trainer(view),
-        "WORLD_SIZE": _world_size(environment),
+        "WORLD_SIZE": number_said(environment, "WORLD_SIZE"),
     }
     found = {where: count for where, count in said.items() if count is not None}
     if not found:
@@ -89,11 +87,6 @@ def _of_trainer(view: AppView) -> int | None:
     if not isinstance(count, int) or count < 1:
         return None
     return count * (nodes if isinstance(nodes, int) else 1)
-
-
-def _world_size(environment: Mapping[str, str]) -> int | None:
-    text = environment.get("WORLD_SIZE", "")
-    return int(text) if text.isdigit() else None
 
 
 def require_decided(plan: ParallelPlan, max_seconds: float) -> None:

@@ -50,7 +50,7 @@ class AppSettings:
                 raise _wrong(f"fields.{name}", path, limit)
 
     def settings(self, num_gpus: int | None) -> tuple[Setting, ...]:
-        """The same as settings of the planning job; ``UserInputError`` for an override that is none.
+        """The same as settings of the planning job, checked as they are there.
 
         Args:
             num_gpus: size of the cluster; ``None`` leaves the cluster out.

@@ -22,6 +22,7 @@ from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.config.target import installed_packages
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import OK, UserInputError
+from nest_megatron.integrations.field_mapping import STAGE_FIELDS
 from nest_megatron.integrations.launched import fields_report
 from nest_megatron.integrations.megatron_bridge.read import PATHS, read_recipe
 from nest_megatron.integrations.megatron_bridge.write import apply_plan
@@ -34,6 +35,7 @@ from nest_megatron.integrations.megatron_lm.ranks import Rendezvous, ending_toge
 from nest_megatron.integrations.megatron_lm.same_job import fields, versions
 from nest_megatron.integrations.plan_output import pinned_file, plan_output
 from nest_megatron.integrations.plan_recipe import free_parameters, pinned_recipe, plan_recipe
+from nest_megatron.integrations.recipe import RECOMPUTE
 from nest_megatron.integrations.slurm import rank_variables
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
@@ -44,15 +46,8 @@ from nest_megatron.report.console import show
 _NOT_HERE = ("ranks", "watch", "stop_before_training")
 #: Item of a plan -> the choice that it belongs to, where the two have other names.
 _CHOICES = {
-    "recompute_granularity": "recompute",
-    "recompute_method": "recompute",
-    "recompute_num_layers": "recompute",
-    "recompute_modules": "recompute",
-    "pipeline_model_parallel_layout": "stage_layout",
-    "num_layers_in_first_pipeline_stage": "stage_layout",
-    "num_layers_in_last_pipeline_stage": "stage_layout",
-    "account_for_embedding_in_pipeline_split": "stage_layout",
-    "account_for_loss_in_pipeline_split": "stage_layout",
+    **dict.fromkeys(RECOMPUTE, "recompute"),
+    **dict.fromkeys(("pipeline_model_parallel_layout", *STAGE_FIELDS), "stage_layout"),
     "use_distributed_optimizer": "zero_stage",
     "data_parallel_sharding_strategy": "zero_stage",
     "use_tp_pp_dp_mapping": "rank_order",

@@ -9,13 +9,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.config.cluster_detection import number_said, processes_per_host
 from nest_megatron.config.job import Job
 from nest_megatron.cost_model.target_defaults import BRIDGE_0_3, BRIDGE_2026
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.architecture import refuse_adapters, refuse_unplannable
 from nest_megatron.integrations.execution_fields import BRIDGE_LACKS_LEVELS, ExecutionPlaces
-from nest_megatron.integrations.fields import ABSENT, ConfigPaths, find, require_parts, value_or
+from nest_megatron.integrations.fields import (
+    ABSENT,
+    ConfigPaths,
+    find,
+    require_parts,
+    value_or,
+    whole,
+)
 from nest_megatron.integrations.recipe import (
     DEGREES,
     RECOMPUTE,
@@ -89,7 +97,7 @@ def read_recipe(
         restored=restored_by_bridge(cfg),
         target=installed_target(),
         num_gpus=ranks(variables),
-        gpus_per_node=_number(variables, "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"),
+        gpus_per_node=processes_per_host(variables),
     )
 
 
@@ -137,7 +145,7 @@ def read_spec(cfg: Any, vocab_size: int | None) -> TransformerSpec:
 
 def ranks(environment: Mapping[str, str]) -> int | None:
     """Ranks of the running job, if its launcher says so; as ``get_world_size_safe`` looks."""
-    return _number(environment, "WORLD_SIZE", "SLURM_NTASKS")
+    return number_said(environment, "WORLD_SIZE", "SLURM_NTASKS")
 
 
 def uses_fsdp(cfg: Any) -> bool:
@@ -149,14 +157,8 @@ def _seq_length(cfg: Any) -> int:
     """The data's length, which ``run_recipe.py`` copies to the model; else the model's."""
     if (pack := packed_sequence_size(cfg.dataset)) is not None:
         return pack
-    length = value_or(cfg.dataset, "seq_length", 0) or value_or(cfg.model, "seq_length", 0)
-    if isinstance(length, int) and length > 0:
-        return length
-    raise UserInputError(
-        "dataset.seq_length",
-        value=length,
-        limit="neither the data nor the model says it",
-        fix="Set it, in tokens.",
+    return whole(
+        cfg, "dataset.seq_length" if value_or(cfg.dataset, "seq_length", 0) else PATHS.seq_length
     )
 
 
@@ -223,10 +225,3 @@ def _precision(cfg: Any) -> tuple[Precision, str, str]:
     if in_fp4 or in_fp8:
         return (Precision.NVFP4 if in_fp4 else Precision.FP8), recipe, around
     return Precision(around), "delayed", around
-
-
-def _number(variables: Mapping[str, str], *names: str) -> int | None:
-    for name in names:
-        if variables.get(name, "").isdigit():
-            return int(variables[name])
-    return None

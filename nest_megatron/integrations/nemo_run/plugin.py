@@ -16,8 +16,13 @@ import nemo_run as run
 from nemo_run.run import api
 
 from nest_megatron.integrations.launched import fields_report
-from nest_megatron.integrations.nemo_run.environment import adapt, stated_layout
-from nest_megatron.integrations.nemo_run.task import TaskOptions, plan_recipe, script_words
+from nest_megatron.integrations.nemo_run.task import (
+    TaskOptions,
+    adapt,
+    plan_recipe,
+    script_words,
+    stated_layout,
+)
 from nest_megatron.integrations.plan_output import told_where
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.integrations.nemo_run.environment import Layout, adapt, stated_layout
+from nest_megatron.integrations.nemo_run.task import Layout, adapt, stated_layout
 from nest_megatron.parallel.plan import ParallelPlan
 from tests.contract.test_adapters import laid_out
 
