@@ -24,8 +24,8 @@ from nest_megatron.cli.command_kinds import (
 )
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.job import Job
-from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.layout import LAYER_DEGREES, read_shard
+from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.target import read_settings
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, require_folder
