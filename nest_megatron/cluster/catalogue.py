@@ -21,10 +21,9 @@ def cluster_from_mapping(mapping: Mapping[str, object], *, num_gpus: int | None 
     """Check a cluster description and build its record.
 
     Args:
-        mapping: ``name``, ``num_gpus``, ``accelerator``, ``levels`` from the node outwards, and
-            optionally ``description`` and ``oversubscription``: how many times more traffic the
-            devices can send than the outermost level carries, by which that level's bandwidth is
-            divided (1 if absent). Null is the same as absent.
+        mapping: fields of ``Cluster``, levels from the node outwards; null is the same as absent.
+            ``oversubscription`` divides the bandwidth of the outermost level: how many times more
+            the devices can send than it carries.
         num_gpus: size of the job; the mapping's own ``num_gpus`` if not given.
 
     Raises:
@@ -68,12 +67,10 @@ def accelerator_from_mapping(mapping: Mapping[str, object]) -> Accelerator:
 def _require_same_precisions(accelerator: Accelerator) -> None:
     peaks, shares = accelerator.peak_flops_per_s, accelerator.gemm_efficiency
     if not peaks or peaks.keys() != shares.keys():
-        raise UserInputError(
-            f"accelerator {accelerator.name}: gemm_efficiency",
-            value=sorted(shares),
-            limit=f"it needs one share for each number format of peak_flops_per_s {sorted(peaks)}",
-            fix=_SOURCE.correct,
-        )
+        what = f"accelerator {accelerator.name}: gemm_efficiency"
+        limit = f"it needs one share for each number format of peak_flops_per_s {sorted(peaks)}"
+        fix = _SOURCE.correct
+        raise UserInputError(what, value=sorted(shares), limit=limit, fix=fix)
 
 
 def _without_nulls(value: Any) -> Any:

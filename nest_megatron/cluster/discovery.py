@@ -59,12 +59,8 @@ def local_gpus() -> LocalGpus | None:
     if not names:
         return None
     if len(set(names)) > 1:
-        raise UserInputError(
-            "GPUs of this host",
-            value=sorted(set(names)),
-            limit="a job is planned for equal GPUs",
-            fix="Name the cluster with nest.cluster.",
-        )
+        limit, fix = "a job is planned for equal GPUs", "Name the cluster with nest.cluster."
+        raise UserInputError("GPUs of this host", value=sorted(set(names)), limit=limit, fix=fix)
     return LocalGpus(device_name=names[0], memory_bytes=min(memory), count=len(names))
 
 

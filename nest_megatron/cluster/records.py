@@ -46,14 +46,13 @@ class Accelerator:
     """One device: peaks from its data sheet, and what share of each peak real kernels reach.
 
     Args:
-        memory_bytes: device memory that a framework can allocate from.
+        memory_bytes: that a framework can allocate from.
         peak_flops_per_s: dense matrix peak for each number format.
         gemm_efficiency: largest share of that peak that a well-shaped GEMM reaches.
         attention_efficiency: share of the bf16 peak that fused attention reaches on long sequences.
         grouped_gemm_share: what a grouped GEMM reaches of a single one's efficiency.
         attention_ramp_rows: query rows (tokens times heads) with which it reaches half of that.
-        memory_bandwidth_bytes_per_s: peak device-memory bandwidth.
-        memory_efficiency: share of it that streaming kernels reach.
+        memory_efficiency: share of the device-memory bandwidth that streaming kernels reach.
         kernel_floor_s: shortest time one kernel takes, launch included.
         host_kernel_s: time that the host of such a device takes to launch one operator (0: CUDA
             graphs everywhere, or not known).
@@ -158,12 +157,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_gpus, int) or self.num_gpus < 1:
-            raise UserInputError(
-                "cluster.num_gpus",
-                value=self.num_gpus,
-                limit="it must be a whole number of at least 1",
-                fix="Give the number of GPUs of the job.",
-            )
+            limit, fix = "it must be a whole number of at least 1", "Give the job's number of GPUs."
+            raise UserInputError("cluster.num_gpus", value=self.num_gpus, limit=limit, fix=fix)
         _check_numbers(self, "cluster")
         self._check_levels()
         if not self._part_of_nodes(self.num_gpus):
@@ -181,20 +176,18 @@ class Cluster:
         for level in self.levels[:-1]:
             size = level.num_devices
             if size is None or size % inner or size <= inner - (inner == 1):
-                raise UserInputError(
-                    f"cluster {self.name}: level {level.name}: num_devices",
-                    value=size,
-                    limit=f"each level holds a multiple of the {inner} devices inside it",
-                    fix="Order the levels from the node outwards.",
-                )
+                what = f"cluster {self.name}: level {level.name}: num_devices"
+                limit = f"each level holds a multiple of the {inner} devices inside it"
+                fix = "Order the levels from the node outwards."
+                raise UserInputError(what, value=size, limit=limit, fix=fix)
             inner = size
 
     @property
     def gpus_per_node(self) -> int:
         """Devices of the job that share the innermost level.
 
-        All that it joins, or where several hosts form it (the 18 trays of an NVL72 rack) the most
-        whole hosts that are the same number in every node: 64 of 72 GPUs for a job of 128.
+        All, or where several hosts form it (the 18 trays of an NVL72 rack) the most whole hosts
+        that are the same number in every node: 64 of 72 GPUs for a job of 128.
         """
         return self._part_of_nodes(self.num_gpus)
 
@@ -215,12 +208,9 @@ class Cluster:
         taken = "whole nodes"
         if host is not None and host < size:
             taken = f"the same number of hosts of {host} GPUs, at least half, from each"
-        return UserInputError(
-            "cluster.num_gpus",
-            value=self.num_gpus,
-            limit=f"nodes of {self.name} hold {size} GPUs each and a job takes {taken}",
-            fix=f"Use {lower} or {upper}.",
-        )
+        limit = f"nodes of {self.name} hold {size} GPUs each and a job takes {taken}"
+        fix = f"Use {lower} or {upper}."
+        return UserInputError("cluster.num_gpus", value=self.num_gpus, limit=limit, fix=fix)
 
     @property
     def launch_gpus_per_host(self) -> int:
@@ -271,16 +261,10 @@ def _check_number(what: str, value: Any, name: str) -> None:
     may_be_zero = name in _MAY_BE_ZERO
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
-        raise UserInputError(
-            what,
-            value=value,
-            limit=f"it must be a finite number {'of at least' if may_be_zero else 'above'} 0",
-            fix="Correct the cluster's description.",
-        )
+        limit = f"it must be a finite number {'of at least' if may_be_zero else 'above'} 0"
+        fix = "Correct the cluster's description."
+        raise UserInputError(what, value=value, limit=limit, fix=fix)
     if name.endswith(("efficiency", "share", "shares")) and value > 1.5:
-        raise UserInputError(
-            what,
-            value=value,
-            limit="a share of a peak lies above 0 and is at most 1.5 (in-network reduction)",
-            fix="Give it as a fraction, for example 0.8.",
-        )
+        limit = "a share of a peak lies above 0 and is at most 1.5 (in-network reduction)"
+        fix = "Give it as a fraction, for example 0.8."
+        raise UserInputError(what, value=value, limit=limit, fix=fix)

@@ -103,10 +103,8 @@ def _window(values: Mapping[str, Any], spelled: Callable[[str], str]) -> dict[st
     if not window or window[0] < 0:
         return {}
     if skip is not None and not isinstance(skip, int):
-        raise UnplannableModelError(
-            spelled("window_attn_skip_freq"),
-            value=skip,
-            limit="only a fixed rhythm of sliding and full layers is supported",
-            fix="Give it as one number, or launch this job without nest.",
-        )
+        what = spelled("window_attn_skip_freq")
+        limit = "only a fixed rhythm of sliding and full layers is supported"
+        fix = "Give it as one number, or launch this job without nest."
+        raise UnplannableModelError(what, value=skip, limit=limit, fix=fix)
     return {"window_size": int(window[0]) + 1, "window_attn_skip_freq": skip}

@@ -28,11 +28,7 @@ _SOURCE = Source(
 
 
 def known_keys() -> tuple[str, ...]:
-    """Keys that a model description may have.
-
-    They are the fields of ``TransformerSpec``, the pattern of expert layers written as Megatron's
-    ``moe_layer_freq``.
-    """
+    """Fields of ``TransformerSpec``, the pattern of expert layers as ``moe_layer_freq``."""
     names = (field.name for field in dataclasses.fields(TransformerSpec))
     return tuple("moe_layer_freq" if name == "moe_layer_pattern" else name for name in names)
 
@@ -58,12 +54,9 @@ def spec_from_mapping(mapping: Mapping[str, object]) -> TransformerSpec:
     freq = fields.pop("moe_layer_freq", None)
     if fields.get("num_experts") is None:
         if freq not in (None, 1):
-            raise UserInputError(
-                f"{model} moe_layer_freq",
-                value=freq,
-                limit="it names expert layers but num_experts is not set",
-                fix="Set num_experts, or drop moe_layer_freq.",
-            )
+            limit = "it names expert layers but num_experts is not set"
+            fix = "Set num_experts, or drop moe_layer_freq."
+            raise UserInputError(f"{model} moe_layer_freq", value=freq, limit=limit, fix=fix)
     elif isinstance(fields.get("num_layers"), int):  # what else it is, is refused below
         pattern = moe_layer_pattern(1 if freq is None else freq, fields["num_layers"])
         fields["moe_layer_pattern"] = pattern

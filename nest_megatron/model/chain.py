@@ -34,12 +34,10 @@ class TensorShape:
 
     def __post_init__(self) -> None:
         if any(size < 1 for size in self.sizes):
-            raise UserInputError(
-                "input",
-                value=",".join(map(str, self.sizes)),
-                limit="every size must be a whole number of at least 1",
-                fix="Give for example 1,2048.",
-            )
+            what = "input"
+            limit = "every size must be a whole number of at least 1"
+            fix = "Give for example 1,2048."
+            raise UserInputError(what, value=",".join(map(str, self.sizes)), limit=limit, fix=fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nest_megatron.errors import UserInputError
@@ -59,21 +58,17 @@ class GraphImpl(Name):
 OF_LAYERS = (GraphImpl.LOCAL, GraphImpl.TRANSFORMER_ENGINE)
 
 
+def _values_of(*names: str) -> property:
+    return property(operator.attrgetter(*names))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """How the work of every layer is carried out.
+    """How the work of every layer is carried out (``parallel/knobs.py`` says why).
 
     Args:
         moe_flex_dispatcher_backend: of the ``flex`` dispatcher, ``None`` with any other.
-        moe_permute_fusion: tokens are sorted by expert in one kernel.
-        moe_router_fusion: scores, groups and top-k of the router in one kernel.
-        moe_shared_expert_overlap: the shared expert runs beside the all-to-all of tokens.
-        overlap_moe_expert_parallel_comm: the all-to-all of one micro batch runs beside the compute
-            of another (1F1B).
-        delay_wgrad_compute: weight gradients fill what that overlap leaves idle.
-        use_transformer_engine_op_fuser: the experts' GEMMs and activation in fused kernels.
-        tp_comm_overlap: tensor-parallel traffic runs beside the GEMMs that need it, in user
-            buffers.
+        tp_comm_overlap: in user buffers.
         hierarchical_context_parallel_sizes: ranks that exchange heads, and rings of such groups,
             with ``a2a+p2p``; empty with any other.
         cuda_graph_scope: modules that graphs of layers hold; empty is the whole layer.
@@ -157,20 +152,25 @@ class Execution:
                 said.append(each.name if value is True else f"{each.name} {shown}")
         return ", ".join(said)
 
-    @property
-    def outside_experts(self) -> tuple[object, ...]:
-        """What matters to layers without experts."""
-        return _outside_experts(self)
-
-    @property
-    def of_experts(self) -> tuple[object, ...]:
-        """What matters to the half of a layer that holds experts."""
-        return _of_experts(self)
-
-    @property
-    def of_graph(self) -> tuple[object, ...]:
-        """What decides which operators and which traffic a layer has, and not what hides them."""
-        return _of_graph(self)
+    #: What matters to layers without experts.
+    outside_experts = _values_of(
+        *("tp_comm_overlap", "cp_comm_type", "hierarchical_context_parallel_sizes"),
+        *("cuda_graph_impl", "cuda_graph_scope", "cpu_offloading_num_layers", "offload_modules"),
+    )
+    #: What matters to the half of a layer that holds experts.
+    of_experts = _values_of(
+        *("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_permute_fusion"),
+        *("moe_router_fusion", "moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm"),
+        *("use_transformer_engine_op_fuser", "tp_comm_overlap", "cuda_graph_impl"),
+        *("cuda_graph_scope", "offload_modules"),
+    )
+    #: What decides which operators and which traffic a layer has, and not what hides them.
+    of_graph = _values_of(
+        *("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_permute_fusion"),
+        *("moe_router_fusion", "use_transformer_engine_op_fuser", "cp_comm_type"),
+        *("hierarchical_context_parallel_sizes", "cuda_graph_impl", "cuda_graph_scope"),
+        "offload_modules",
+    )
 
     @property
     def offloads(self) -> bool:
@@ -183,32 +183,5 @@ class Execution:
         return self.moe_token_dispatcher_type is TokenDispatcher.FLEX
 
 
-def _all_but(*left_out: str) -> Callable[[Execution], tuple[object, ...]]:
-    fields = (field.name for field in dataclasses.fields(Execution) if field.init)
-    return operator.attrgetter(*(name for name in fields if name not in left_out))
-
-
-_outside_experts = operator.attrgetter(
-    "tp_comm_overlap",
-    "cp_comm_type",
-    "hierarchical_context_parallel_sizes",
-    "cuda_graph_impl",
-    "cuda_graph_scope",
-    "cpu_offloading_num_layers",
-    "offload_modules",
-)
-_of_experts = _all_but(
-    "delay_wgrad_compute",
-    "cp_comm_type",
-    "hierarchical_context_parallel_sizes",
-    "cpu_offloading_num_layers",
-)
-_of_graph = _all_but(
-    "moe_shared_expert_overlap",
-    "overlap_moe_expert_parallel_comm",
-    "delay_wgrad_compute",
-    "tp_comm_overlap",
-    "cpu_offloading_num_layers",
-)
 #: Nothing asked for: Megatron's own defaults, but for the dispatcher, which every launch names.
 PLAIN = Execution()

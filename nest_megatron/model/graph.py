@@ -121,8 +121,8 @@ class LayerGraph:
     """All work of one unit, or of a block of it, on one rank for one micro batch.
 
     Args:
-        input_bytes: the unit's own input, saved in every recompute mode.
-        saved_bytes: bytes of saved activations, by part, each storage once.
+        input_bytes: of the unit's own input, saved in every recompute mode.
+        saved_bytes: of other saved activations, by part, each storage once.
         working_bytes: largest extra memory while the unit's backward pass runs.
         offloaded_bytes: sent to the host in the forward pass and fetched for the backward pass;
             not among ``saved_bytes``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from nest_megatron.errors import UnplannableModelError
 from nest_megatron.model.catalogue import spec_from_mapping
@@ -11,7 +12,7 @@ from nest_megatron.model.hugging_face_fields import ConfigFields
 from nest_megatron.model.spec import TransformerSpec
 
 Config = Mapping[str, object]
-Shape = dict[str, object]
+Shape = dict[str, Any]
 
 #: Sequence length taken when the caller gives none and the model allows more.
 DEFAULT_SEQ_LENGTH = 8192
@@ -49,20 +50,17 @@ def supported_model_types() -> tuple[str, ...]:
 def read_hf_config(
     mapping: Config, name: str, *, seq_length: int | None = None
 ) -> tuple[TransformerSpec, tuple[str, ...]]:
-    """Read the shape of a model from its Hugging Face configuration.
+    """The model of a Hugging Face configuration, and keys that may say more of it, unread.
 
     Args:
         mapping: the parsed ``config.json``.
         name: what to call the model.
-        seq_length: training sequence length in tokens, which the file does not know; by default the
-            smaller of the model's longest context and ``DEFAULT_SEQ_LENGTH``.
-
-    Returns:
-        The model, and the keys that were not read and may say something of its shape.
+        seq_length: in training; by default the smaller of the model's longest context and
+            ``DEFAULT_SEQ_LENGTH``.
 
     Raises:
-        UnplannableModelError: if the architecture is none that this planner supports, or the file
-            sets a field of it that is not read.
+        UnplannableModelError: for an architecture that is not supported, or a field that describes
+            a part of the model and is not read.
         UserInputError: if a field is missing, misspelt or has an impossible value.
 
     Source: the configuration classes of ``transformers`` and the layers they build.
@@ -70,9 +68,11 @@ def read_hf_config(
     model_type = _model_type(mapping, name)
     fields = ConfigFields(mapping, name)
     shape = {"name": name, **_READERS[model_type](fields)}
-    longest = shape["max_position_embeddings"]
-    assert isinstance(longest, int)
-    shape["seq_length"] = min(longest, DEFAULT_SEQ_LENGTH) if seq_length is None else seq_length
+    shape["seq_length"] = (
+        min(shape["max_position_embeddings"], DEFAULT_SEQ_LENGTH)
+        if seq_length is None
+        else seq_length
+    )
     shape["source"] = f"Hugging Face config.json, model_type {model_type}"
     unread = fields.unread()
     return spec_from_mapping(shape), unread
@@ -103,12 +103,8 @@ def _why_unknown(model_type: str) -> str:
 
 
 def _unplannable(name: str, value: object, reason: str) -> UnplannableModelError:
-    return UnplannableModelError(
-        f"model {name}: model_type",
-        value=value,
-        limit=reason,
-        fix=f"Supported: {', '.join(supported_model_types())}.",
-    )
+    limit, fix = reason, f"Supported: {', '.join(supported_model_types())}."
+    return UnplannableModelError(f"model {name}: model_type", value=value, limit=limit, fix=fix)
 
 
 def _activation(f: ConfigFields, key: str = "hidden_act", default: str = "silu") -> str:
@@ -176,33 +172,28 @@ def _experts(f: ConfigFields, number: str, size: str, per_token: int | None = No
 
 
 def _qwen2(f: ConfigFields) -> Shape:
-    return {**_decoder(f), "add_qkv_bias": True, **_qwen_window(f)}
+    """Qwen windows the layers after the first ``max_window_layers``, which Megatron cannot say."""
+    upper, window = f.whole("max_window_layers", 0, least=0), f.get("sliding_window")
+    slides = f.flag("use_sliding_window")
+    if slides and upper:
+        raise f.wrong("use_sliding_window", "a window on the upper layers only is not supported")
+    return {**_decoder(f), "add_qkv_bias": True, "window_size": window if slides else None}
 
 
 def _qwen3(f: ConfigFields) -> Shape:
-    bias = f.flag("attention_bias")
-    return {**_decoder(f), "add_qkv_bias": bias, "qk_layernorm": True, **_qwen_window(f)}
-
-
-def _qwen_window(f: ConfigFields) -> Shape:
-    """Qwen windows the layers after the first ``max_window_layers``, which Megatron cannot say."""
-    upper, window = f.whole("max_window_layers", 0, least=0), f.get("sliding_window")
-    if not f.flag("use_sliding_window"):
-        return {"window_size": None}
-    if upper:
-        raise f.wrong("use_sliding_window", "a window on the upper layers only is not supported")
-    return {"window_size": window}
+    return {**_qwen2(f), "add_qkv_bias": f.flag("attention_bias"), "qk_layernorm": True}
 
 
 def _qwen3_moe(f: ConfigFields) -> Shape:
-    step, dense = f.whole("decoder_sparse_step", 1), f.get("mlp_only_layers", [])
-    if not isinstance(dense, list | tuple):
-        raise f.wrong("mlp_only_layers", "it must be a list of layer numbers")
+    step, dense = (
+        f.whole("decoder_sparse_step", 1),
+        f.items("mlp_only_layers", "layer numbers") or (),
+    )
     layers = range(f.whole("num_hidden_layers"))
     return {
         **_qwen3(f),
         **_experts(f, "num_experts", "moe_intermediate_size"),
-        "moe_layer_freq": [int((i + 1) % step == 0 and i not in dense) for i in layers],
+        "moe_layer_freq": [int((i + 1) % step == 0 and i not in (dense or ())) for i in layers],
     }
 
 
@@ -267,16 +258,10 @@ def _gemma3_text(f: ConfigFields) -> Shape:
 
 
 def _full_attention_period(f: ConfigFields, unsaid: int = 2) -> int | None:
-    """The n for which every n-th layer attends in full.
-
-    Args:
-        unsaid: that n where the file says nothing; gpt-oss has 2.
-    """
-    kinds = f.get("layer_types")
+    """The n for which every n-th layer attends in full; gpt-oss has 2 where nothing is said."""
+    kinds = f.items("layer_types", "text")
     if kinds is None:
         return unsaid
-    if not isinstance(kinds, list | tuple):
-        raise f.wrong("layer_types", "it must be a list of text")
     full = [i for i, kind in enumerate(kinds, start=1) if kind == "full_attention"]
     if not full:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from typing import Any
 
 from nest_megatron.errors import UnplannableModelError, UserInputError
 
@@ -103,19 +104,11 @@ class ConfigFields:
         )
         for key in unread:
             if close := difflib.get_close_matches(key, lacking, n=1, cutoff=_NEARLY):
-                raise UserInputError(
-                    f"model {self._name}: config.json: {key}",
-                    value=self._config[key],
-                    limit="there is no such field",
-                    fix=f"Write {close[0]}.",
-                )
+                raise self.wrong(key, "there is no such field", f"Write {close[0]}.")
             if not _ARCHITECTURE.isdisjoint(key.split("_")):
-                raise UnplannableModelError(
-                    f"model {self._name}: config.json: {key}",
-                    value=self._config[key],
-                    limit=f"model_type {self._config.get('model_type')} is planned without it",
-                    fix="Take it out if the model has no such part.",
-                )
+                limit = f"model_type {self._config.get('model_type')} is planned without it"
+                fix = "Take it out if the model has no such part."
+                raise self.wrong(key, limit, fix, UnplannableModelError)
         return tuple(unread)
 
     def whole(self, key: str, default: int | None = None, *, least: int = 1) -> int:
@@ -126,6 +119,13 @@ class ConfigFields:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self.wrong(key, f"it must be a whole number of at least {least}")
         return value
+
+    def items(self, key: str, what: str) -> list[Any] | tuple[Any, ...] | None:
+        """A list, or ``None`` where the field is absent or null."""
+        value = self.get(key)
+        if value is None or isinstance(value, list | tuple):
+            return value
+        raise self.wrong(key, f"it must be a list of {what}")
 
     def number(self, key: str, default: float) -> float:
         """A number."""
@@ -141,11 +141,13 @@ class ConfigFields:
             raise self.wrong(key, "it must be true or false")
         return value
 
-    def wrong(self, key: str, limit: str) -> UserInputError:
+    def wrong(
+        self,
+        key: str,
+        limit: str,
+        fix: str = "Check that this is the model's own config.json.",
+        kind: type[UserInputError] = UserInputError,
+    ) -> UserInputError:
         """The error for a field that cannot be used."""
-        return UserInputError(
-            f"model {self._name}: config.json: {key}",
-            value=self._config.get(key),
-            limit=limit,
-            fix="Check that this is the model's own config.json.",
-        )
+        what = f"model {self._name}: config.json: {key}"
+        return kind(what, value=self._config.get(key), limit=limit, fix=fix)

@@ -52,12 +52,8 @@ def moe_layer_pattern(moe_layer_freq: object, num_layers: int) -> tuple[int, ...
     (1, 0, 1, 0, 1)
     """
     if num_layers > MAX_LAYERS:
-        raise UserInputError(
-            "num_layers",
-            value=num_layers,
-            limit=f"it must be at most {MAX_LAYERS:,}",
-            fix="Correct the model's description.",
-        )
+        limit, fix = f"it must be at most {MAX_LAYERS:,}", "Correct the model's description."
+        raise UserInputError("num_layers", value=num_layers, limit=limit, fix=fix)
     value = read_frequency(moe_layer_freq) if isinstance(moe_layer_freq, str) else moe_layer_freq
     if isinstance(value, list | tuple) and all(type(flag) is int for flag in value):
         flags = tuple(value)
@@ -110,9 +106,5 @@ def _require_length(num_layers: int) -> None:
 
 
 def _refused(value: object, limit: str) -> UserInputError:
-    return UserInputError(
-        "moe_layer_freq",
-        value=value,
-        limit=limit,
-        fix="Write for example 1 (all layers), 2 (every other) or ([0]*3+[1]*58).",
-    )
+    fix = "Write for example 1 (all layers), 2 (every other) or ([0]*3+[1]*58)."
+    return UserInputError("moe_layer_freq", value=value, limit=limit, fix=fix)

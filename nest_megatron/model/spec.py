@@ -38,22 +38,18 @@ _MOST_OF_ANY = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerSpec:
-    """The shape of a GPT- or BERT-like model.
+    """The shape of a GPT- or BERT-like model, by Megatron-LM's arguments.
 
-    Field names and meanings are those of Megatron-LM's arguments; a field that is ``None`` follows
-    Megatron's own default rule. Use the ``resolved`` properties (``query_groups``, ``head_dim``...)
-    to read such fields.
+    A field that is ``None`` follows Megatron's own default rule, as properties (``query_groups``,
+    ``head_dim``...) resolve it.
 
     Args:
-        name: the catalogue name, or whatever the user calls the model.
         moe_layer_pattern: for each of ``num_layers`` layers, 1 if it is a mixture-of-experts layer,
             0 if dense; empty for a dense model.
         vocab_is_padded: ``vocab_size`` is the embedding's number of rows, whatever the
             tensor-parallel size (``--padded-vocab-size``).
-        activation: name of the MLP's activation: ``gelu``, ``silu``, ``squared_relu``,
-            ``quick_gelu``.
+        activation: of the MLP: ``gelu``, ``silu``, ``squared_relu``, ``quick_gelu``.
         gated_linear_unit: the first MLP projection has a gate (SwiGLU and its kin).
-        hidden_dropout, attention_dropout: probabilities; Megatron's own default is 0.1 for both.
         softmax_type: ``vanilla`` or ``learnable`` (one attention-sink parameter for each head).
         window_size: sliding attention window in tokens on the layers that have one, or ``None``.
         window_attn_skip_freq: every n-th layer attends in full; ``None``: all layers slide.

@@ -6,7 +6,7 @@ A graph is replayed with fixed addresses and no new random numbers. Source: ``Tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,14 +54,12 @@ class CudaGraphs:
 
     def without_modules(self, spec: TransformerSpec) -> frozenset[RecomputeModule]:
         """Modules that may not be recomputed (tc:1790-1822 / tc:2863-2907)."""
-        attention = spec.attention_dropout != 0.0 and self.captures("attn")
         hidden = spec.hidden_dropout != 0.0
         router = self.impl == "transformer_engine" and "moe_router" in self.scope
-        random = (hidden or self.jitters) and self.captures("moe")
         forbidden = {
-            RecomputeModule.CORE_ATTN: attention,
+            RecomputeModule.CORE_ATTN: spec.attention_dropout != 0.0 and self.captures("attn"),
             RecomputeModule.MLP: hidden and self.captures("mlp"),
-            RecomputeModule.MOE: random or router,
+            RecomputeModule.MOE: router or ((hidden or self.jitters) and self.captures("moe")),
         }
         return frozenset(module for module, refused in forbidden.items() if refused)
 
@@ -95,7 +93,8 @@ def cuda_graphs(values: Mapping[str, Any]) -> CudaGraphs | None:
         return None
     scopes = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
     given = next((values[name] for name in scopes if values.get(name)), ())
-    words = given.split(",") if isinstance(given, str) else _words(given)
+    several = isinstance(given, list | tuple | set | frozenset)
+    words = given.split(",") if isinstance(given, str) else given if several else (given,)
     modules = frozenset(str(getattr(word, "name", word)).strip() for word in words) - {"full", ""}
     if impl == "local" and _WHOLE_STEP in modules:
         impl = _WHOLE_STEP
@@ -105,7 +104,3 @@ def cuda_graphs(values: Mapping[str, Any]) -> CudaGraphs | None:
         jitters=values.get("moe_input_jitter_eps") is not None,
         pads_experts=bool(values.get("moe_pad_experts_for_cuda_graph_inference")),
     )
-
-
-def _words(given: object) -> Iterable[Any]:
-    return given if isinstance(given, list | tuple | set | frozenset) else (given,)

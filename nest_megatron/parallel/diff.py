@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.plan import ParallelPlan
@@ -34,70 +35,58 @@ def plan_values(plan: ParallelPlan) -> dict[str, object]:
 
 def reason(plan: ParallelPlan, field: str) -> str:
     """Why a plan sets a field as it does, in one sentence."""
-    said = _REASONS[field]
-    if isinstance(said, str):
-        return said
+    said, value = _REASONS[field], getattr(plan.parallel, field, None)
     if callable(said):
-        return said(plan)
-    return said[bool(getattr(plan.parallel, field))]
+        return said(plan, value)
+    return said if isinstance(said, str) else said[bool(value)]
 
 
-def _tensor(plan: ParallelPlan) -> str:
-    size = plan.parallel.tensor_model_parallel_size
+def _tensor(plan: ParallelPlan, size: Any) -> str:
     if size == 1:
         return "every layer is whole on its GPU, so there is no tensor communication"
     level = plan.placement.group_levels["tp"]
     return f"every layer is cut over {size} GPUs, which talk within one {level}"
 
 
-def _pipeline(plan: ParallelPlan) -> str:
-    size, predicted = plan.parallel.pipeline_model_parallel_size, plan.predicted
-    full = f"{format_gib(predicted.peak_memory_bytes)} of {format_gib(predicted.capacity_bytes)}"
+def _pipeline(plan: ParallelPlan, size: Any) -> str:
+    peak, capacity = plan.predicted.peak_memory_bytes, plan.predicted.capacity_bytes
+    full = f"{format_gib(peak)} of {format_gib(capacity)}"
     if size == 1:
         return f"all layers fit on every GPU, with a peak of {full}"
     return f"the layers are divided into {size} stages, with a peak of {full} per GPU"
 
 
-def _virtual(plan: ParallelPlan) -> str:
-    size, predicted = plan.parallel.virtual_pipeline_model_parallel_size, plan.predicted
-    waiting = max(0.0, predicted.terms.get("pipeline_bubble", 0.0))
-    share = 100 * waiting / predicted.iteration_time_s
+def _virtual(plan: ParallelPlan, size: Any) -> str:
+    waiting = max(0.0, plan.predicted.terms.get("pipeline_bubble", 0.0))
+    share = 100 * waiting / plan.predicted.iteration_time_s
     if size is None:
         return f"one chunk a rank, the plain schedule; waiting takes {share:.1f} % of the step"
     return f"{size} chunks a rank keep waiting at {share:.1f} % of the step"
 
 
-def _context(plan: ParallelPlan) -> str:
-    size = plan.parallel.context_parallel_size
-    if size == 1:
-        return "sequences are whole on their GPU"
-    return f"every sequence of {plan.train.seq_length} tokens is cut over {size} GPUs"
-
-
-def _data(plan: ParallelPlan) -> str:
+def _data(plan: ParallelPlan, _: Any) -> str:
     sequences = plan.grid().num_microbatches * plan.train.micro_batch_size
     gpus = plan.placement.num_gpus
     return f"replicas that fill {gpus} GPUs; each sees {sequences} sequences a step"
 
 
-def _experts(plan: ParallelPlan) -> str:
-    experts, size = plan.model.num_experts, plan.parallel.expert_model_parallel_size
+def _experts(plan: ParallelPlan, size: Any) -> str:
+    experts = plan.model.num_experts
     if experts is None:
         return "the model has no experts"
     if size == 1:
         return f"every rank holds all {experts} experts, so tokens stay where they are"
-    held = f"every rank holds {experts // size} of {experts} experts"
-    return f"{held}; tokens travel within one {plan.placement.group_levels['ep']}"
+    shares = f"every rank holds {experts // size} of {experts} experts"
+    return f"{shares}; tokens travel within one {plan.placement.group_levels['ep']}"
 
 
-def _expert_tensor(plan: ParallelPlan) -> str:
-    size = plan.parallel.expert_tensor_parallel_size
+def _expert_tensor(plan: ParallelPlan, size: Any) -> str:
     if plan.model.num_experts is None:
         return "the model has no experts"
     return "every expert is whole on its GPU" if size == 1 else f"an expert is cut over {size} GPUs"
 
 
-def _layout(plan: ParallelPlan) -> str:
+def _layout(plan: ParallelPlan, _: Any) -> str:
     times = [stage.forward_s + stage.backward_s for stage in plan.predicted.stages]
     if len(times) == 1:
         return "there is one stage"
@@ -105,14 +94,14 @@ def _layout(plan: ParallelPlan) -> str:
     return f"balanced by time, within memory; the slowest stage is {over:.1f} % above the mean"
 
 
-def _recompute(plan: ParallelPlan) -> str:
+def _recompute(plan: ParallelPlan, _: Any) -> str:
     if plan.parallel.recompute_granularity is None:
         return "the activations fit as they are, so nothing is computed twice"
     spent = format_seconds(plan.predicted.terms.get("recompute", 0.0))
     return f"computing these activations again costs {spent} a step and frees their memory"
 
 
-def _fsdp(plan: ParallelPlan) -> str:
+def _fsdp(plan: ParallelPlan, _: Any) -> str:
     if not plan.parallel.use_megatron_fsdp:
         return "weights and gradients fit without being divided over the replicas"
     only = plan.grid().zero == ZeroStage.GRADIENTS
@@ -120,7 +109,7 @@ def _fsdp(plan: ParallelPlan) -> str:
     return f"replicas divide {what} as well, which frees memory"
 
 
-def _mapping(plan: ParallelPlan) -> str:
+def _mapping(plan: ParallelPlan, _: Any) -> str:
     if plan.parallel.pipeline_model_parallel_size == 1:
         return "without a pipeline both orders of ranks are the same"
     levels, several = plan.placement.group_levels, plan.parallel.data_parallel_size > 1
@@ -129,16 +118,20 @@ def _mapping(plan: ParallelPlan) -> str:
     return f"{said}, data-parallel groups the {levels['dp']}" if several else said
 
 
-#: Field -> the sentence, a function that says it, or the sentences where it is off and on.
-_REASONS: dict[str, str | tuple[str, str] | Callable[[ParallelPlan], str]] = {
+#: Field -> the sentence, those where it is off and on, or what says it of a plan and a value.
+_REASONS: dict[str, str | tuple[str, str] | Callable[[ParallelPlan, Any], str]] = {
     "global_batch_size": "the batch that the plan was made for",
-    "micro_batch_size": lambda plan: (
+    "micro_batch_size": lambda plan, _: (
         f"a replica works through {plan.grid().num_microbatches} of these a step, one after another"
     ),
     "tensor_model_parallel_size": _tensor,
     "pipeline_model_parallel_size": _pipeline,
     "virtual_pipeline_model_parallel_size": _virtual,
-    "context_parallel_size": _context,
+    "context_parallel_size": lambda plan, size: (
+        "sequences are whole on their GPU"
+        if size == 1
+        else f"every sequence of {plan.train.seq_length} tokens is cut over {size} GPUs"
+    ),
     "data_parallel_size": _data,
     "expert_model_parallel_size": _experts,
     "expert_tensor_parallel_size": _expert_tensor,
@@ -147,10 +140,10 @@ _REASONS: dict[str, str | tuple[str, str] | Callable[[ParallelPlan], str]] = {
         "norms and residuals keep a share of the sequence each, which saves activation memory",
     ),
     "pipeline_model_parallel_layout": _layout,
-    "recompute_granularity": _recompute,
-    "recompute_method": _recompute,
-    "recompute_num_layers": _recompute,
-    "recompute_modules": _recompute,
+    **dict.fromkeys(
+        ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+        _recompute,
+    ),
     "use_distributed_optimizer": (
         "the optimizer states fit as copies",
         "replicas divide the optimizer states instead of copying them",

@@ -3,50 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
+from operator import attrgetter
 
 from nest_megatron.model.execution import ContextTraffic, Execution, GraphImpl
+from nest_megatron.parallel.knobs import KNOBS
 
-#: Choice -> Megatron's arguments that state it, of both releases.
-EXECUTION_ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "token_dispatcher": (
-        "moe_token_dispatcher_type",
-        "moe_flex_dispatcher_backend",
-        "moe_enable_deepep",
-    ),
-    "overlap_moe_expert_parallel_comm": ("overlap_moe_expert_parallel_comm",),
-    "delay_wgrad_compute": ("delay_wgrad_compute",),
-    "moe_shared_expert_overlap": ("moe_shared_expert_overlap",),
-    "moe_permute_fusion": ("moe_permute_fusion",),
-    "moe_router_fusion": ("moe_router_fusion",),
-    "use_transformer_engine_op_fuser": ("use_transformer_engine_op_fuser",),
-    "tp_comm_overlap": ("tp_comm_overlap",),
-    "cp_comm_type": ("cp_comm_type", "hierarchical_context_parallel_sizes"),
-    "cuda_graphs": (
-        "cuda_graph_impl",
-        "enable_cuda_graph",
-        "external_cuda_graph",
-        "cuda_graph_scope",
-        "cuda_graph_scope_deprecated",
-        "cuda_graph_modules",
-    ),
-    "activation_offloading": (
-        "cpu_offloading_num_layers",
-        "fine_grained_activation_offloading",
-        "offload_modules",
-    ),
-}
-#: Argument -> field of ``Execution``, where they are not named alike.
-_OTHER_NAMES = {
-    "moe_enable_deepep": "moe_flex_dispatcher_backend",
-    "enable_cuda_graph": "cuda_graph_impl",
-    "external_cuda_graph": "cuda_graph_impl",
-    "cuda_graph_scope_deprecated": "cuda_graph_scope",
-    "cuda_graph_modules": "cuda_graph_scope",
-    "fine_grained_activation_offloading": "offload_modules",
+#: Field of ``Execution`` -> Megatron's arguments that state it, of both releases.
+_ARGUMENTS = {knob.name: [knob.name] for knob in KNOBS} | {
+    "moe_flex_dispatcher_backend": ["moe_flex_dispatcher_backend", "moe_enable_deepep"],
+    "cuda_graph_impl": ["cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"],
+    "cuda_graph_scope": ["cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules"],
+    "offload_modules": ["fine_grained_activation_offloading", "offload_modules"],
 }
 #: Argument -> field of ``Execution``.
-EXECUTION_FIELDS = {
-    name: _OTHER_NAMES.get(name, name) for names in EXECUTION_ARGUMENTS.values() for name in names
+EXECUTION_FIELDS = {name: field for field, names in _ARGUMENTS.items() for name in names}
+#: Choice -> Megatron's arguments that state it.
+EXECUTION_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    choice: tuple(name for knob in knobs for name in _ARGUMENTS[knob.name])
+    for choice, knobs in groupby(KNOBS, key=attrgetter("choice"))
 }
 _SWITCHES = (
     "overlap_moe_expert_parallel_comm",
@@ -55,7 +30,7 @@ _SWITCHES = (
     "moe_permute_fusion",
     "moe_router_fusion",
 )
-_FULL_ITERATION = GraphImpl.FULL_ITERATION
+_SWITCHES_OF_0_20 = ("use_transformer_engine_op_fuser",)
 
 
 def execution_argv(execution: Execution, version: str, *, experts: bool) -> list[str]:
@@ -93,11 +68,9 @@ def _expert_argv(execution: Execution, version: str) -> Iterable[str]:
     yield from ("--moe-token-dispatcher-type", execution.moe_token_dispatcher_type.value)
     if execution.moe_flex_dispatcher_backend is not None:
         yield from ("--moe-flex-dispatcher-backend", execution.moe_flex_dispatcher_backend.value)
-    for name in _SWITCHES:
+    of_0_16 = version.startswith("0.16")
+    for name in _SWITCHES if of_0_16 else (*_SWITCHES, *_SWITCHES_OF_0_20):
         yield from _switch(name, getattr(execution, name))
-    if not version.startswith("0.16"):  # which has no such flag
-        name = "use_transformer_engine_op_fuser"
-        yield from _switch(name, execution.use_transformer_engine_op_fuser)
 
 
 def _context_argv(execution: Execution) -> Iterable[str]:
@@ -114,8 +87,8 @@ def _graph_argv(execution: Execution, version: str) -> Iterable[str]:
     if impl is GraphImpl.NONE:
         return
     of_0_16 = version.startswith("0.16")
-    if of_0_16 and impl is _FULL_ITERATION:
-        impl, scope = GraphImpl.LOCAL, (_FULL_ITERATION.value,)
+    if of_0_16 and impl is GraphImpl.FULL_ITERATION:
+        impl, scope = GraphImpl.LOCAL, (impl.value,)
     yield from ("--cuda-graph-impl", impl.value)
     if scope:
         yield from ("--cuda-graph-scope" if of_0_16 else "--cuda-graph-modules", *scope)

@@ -72,12 +72,10 @@ def _few_mtp_layers(request: LaunchRequest) -> bool:
 
 
 def _graphs_beside_overlap(request: LaunchRequest) -> bool:
-    how = request.execution
-    if how.cuda_graph_impl is GraphImpl.NONE:
-        return True
-    if how.cuda_graph_impl is GraphImpl.TRANSFORMER_ENGINE:
-        return bool(how.cuda_graph_scope) and not {"moe", "mlp"} & set(how.cuda_graph_scope)
-    return not request.is_0_16
+    impl, scope = request.execution.cuda_graph_impl, set(request.execution.cuda_graph_scope)
+    if impl is GraphImpl.TRANSFORMER_ENGINE:
+        return bool(scope) and not {"moe", "mlp"} & scope
+    return impl is GraphImpl.NONE or not request.is_0_16
 
 
 def _overlaps_shared(request: LaunchRequest) -> bool:

@@ -34,12 +34,10 @@ class Grid:
     def __post_init__(self) -> None:
         together = self.micro_batch_size * self.dims.data_parallel_size
         if self.micro_batch_size < 1 or self.global_batch_size % together:
-            raise UserInputError(
-                "train.global_batch_size",
-                value=self.global_batch_size,
-                limit=f"it must be a multiple of micro batch times data-parallel size ({together})",
-                fix="Change the global batch, the micro batch, or the degrees.",
-            )
+            what = "train.global_batch_size"
+            limit = f"it must be a multiple of micro batch times data-parallel size ({together})"
+            fix = "Change the global batch, the micro batch, or the degrees."
+            raise UserInputError(what, value=self.global_batch_size, limit=limit, fix=fix)
 
     @property
     def num_microbatches(self) -> int:

@@ -226,9 +226,7 @@ class KnobConditions:
     """What decides which choices there are, beside the layout.
 
     Args:
-        spec: the model.
-        accelerator: the device's name.
-        fp8_recipe: of the job; ``None`` outside fp8.
+        fp8_recipe: ``None`` outside fp8.
         packages: those that are known to be installed where the job runs.
         fixed: choices, by name, that stay as the job has them.
         has_engine: the layers are Transformer Engine's.
@@ -273,16 +271,13 @@ def always_on(given: Execution, conditions: KnobConditions) -> Execution:
 
 def open_values(conditions: KnobConditions) -> dict[str, tuple[Any, ...]]:
     """Fields of ``Execution`` that a plan may choose, with their values."""
-    found = {}
+    found: dict[str, tuple[Any, ...]] = {}
+    there = {*conditions.packages, None}
     for knob in KNOBS:
-        values = tuple(
-            value
-            for value in knob.values
-            if knob.needs.get(value) is None
-            or (knob.needs[value] in conditions.packages and _runs_on(value, conditions))
-        )
+        values = [value for value in knob.values if knob.needs.get(value) in there]
+        values = [value for value in values if _runs_on(value, conditions)]
         if values and _is_open(knob, conditions):
-            found[knob.name] = values
+            found[knob.name] = tuple(values)
     spec = conditions.spec
     if "cuda_graph_scope" in found:  # modules whose shapes are fixed (0.16.1 tc:1747-1778)
         dense = () if all(spec.moe_layer_pattern) else ("mlp",)

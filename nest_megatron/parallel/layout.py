@@ -38,16 +38,13 @@ def layout_string(spec: TransformerSpec, partition: StagePartition) -> str:
     """
     units = _unit_letters(spec)
     if partition.boundaries[-1] != len(units):
-        raise UserInputError(
-            "stage partition boundaries",
-            value=partition.boundaries[-1],
-            limit=f"model {spec.name} has {len(units)} units (layers, embedding, MTP, head)",
-            fix="Cut the units of this very model.",
-        )
-    stages = [
-        _compact("".join(units[i] for i in partition.chunk(k))) for k in range(partition.num_chunks)
-    ]
-    return _repeated(stages[:-1]) + stages[-1]
+        what = "stage partition boundaries"
+        limit = f"model {spec.name} has {len(units)} units (layers, embedding, MTP, head)"
+        fix = "Cut the units of this very model."
+        raise UserInputError(what, value=partition.boundaries[-1], limit=limit, fix=fix)
+    chunks = map(partition.chunk, range(partition.num_chunks))
+    *inner, last = (_compact("".join(units[at] for at in chunk)) for chunk in chunks)
+    return _repeated(inner) + last
 
 
 def parse_layout(
@@ -58,30 +55,22 @@ def parse_layout(
     Raises:
         UserInputError: if Megatron would refuse the string, or if a virtual stage is empty.
     """
-    stages = expand_layout(text)
-    _check_stage_count(text, len(stages), pipeline_model_parallel_size)
-    letters = "".join(stages)
-    expected = "".join(_unit_letters(spec))
+    stages, pp, mtp = expand_layout(text), pipeline_model_parallel_size, spec.num_mtp_layers
+    if len(stages) % pp:
+        raise _bad(text, f"its {len(stages)} stages are not a multiple of the {pp} ranks")
+    letters, expected = "".join(stages), "".join(_unit_letters(spec))
     if letters != expected:
-        raise UserInputError(
-            "pipeline_model_parallel_layout",
-            value=text,
-            limit=f"the units must be, in order, {_compact(expected)}; found {_compact(letters)}",
-            fix="Name the embedding, every layer, every MTP layer and the head once, in order.",
+        raise _bad(
+            text,
+            f"the units must be, in order, {_compact(expected)}; found {_compact(letters)}",
+            "Name the embedding, every layer, every MTP layer and the head once, in order.",
         )
-    if any(0 < stage.count("m") < spec.num_mtp_layers for stage in stages):
-        raise UserInputError(
-            "pipeline_model_parallel_layout",
-            value=text,
-            limit="all MTP layers lie in one virtual stage",
-            fix=f"Write {'m' * spec.num_mtp_layers} in one stage.",
+    if any(0 < stage.count("m") < mtp for stage in stages):
+        raise _bad(
+            text, "all MTP layers lie in one virtual stage", f"Write {'m' * mtp} in one stage."
         )
-    merged = max(0, spec.num_mtp_layers - 1)
-    counts = [len(stage) - (merged if "m" in stage else 0) for stage in stages]
-    return StagePartition(
-        boundaries=(0, *accumulate(counts)),
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
-    )
+    counts = [len(stage) - (mtp - 1 if "m" in stage else 0) for stage in stages]
+    return StagePartition(boundaries=(0, *accumulate(counts)), pipeline_model_parallel_size=pp)
 
 
 def expand_layout(text: str) -> tuple[str, ...]:
@@ -95,13 +84,13 @@ def expand_layout(text: str) -> tuple[str, ...]:
     """
     times = [int(count) for count in re.findall(r"\*(\d+)", text)]
     if sum(times) > _MAX_LETTERS:
-        raise _bad_layout(text, f"it repeats more than {_MAX_LETTERS} times")
+        raise _bad(text, f"it repeats more than {_MAX_LETTERS} times")
     plain = text.replace(",", "")
     for pattern in (_GROUP_TIMES, _LETTER_TIMES):
         plain = pattern.sub(lambda match: match.group(1) * int(match.group(2)), plain)
     strange = sorted(set(plain) - set("EtmL|"))
     if strange:
-        raise _bad_layout(text, f"only E t m L | x*n (...)*n and commas may occur, not {strange}")
+        raise _bad(text, f"only E t m L | x*n (...)*n and commas may occur, not {strange}")
     return tuple(plain.split("|"))
 
 
@@ -132,20 +121,17 @@ def uniform_partition(
     if first is None and last is None:
         per_rank = _even_layers(spec, pp, account_embedding + account_loss)
     elif account_embedding or account_loss:
-        raise UserInputError(
-            "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers",
-            value=(first, last),
-            limit="they exclude the account_for_..._in_pipeline_split flags",
-            fix="Use one way to state an uneven split.",
-        )
+        what = "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers"
+        limit = "they exclude the account_for_..._in_pipeline_split flags"
+        fix = "Use one way to state an uneven split."
+        raise UserInputError(what, value=(first, last), limit=limit, fix=fix)
     else:
         per_rank = _uneven_layers(spec, pp, first, last)
     counts = [_split_evenly(per_rank[k % pp], vpp) for k in range(pp * vpp)]
     counts[0] -= account_embedding
     counts[-1] -= account_loss
-    units = len(spec.layer_kinds())
-    marks = (0, *(1 + n for n in accumulate(counts[:-1])), units)
-    return StagePartition(boundaries=marks, pipeline_model_parallel_size=pp)
+    boundaries = (0, *(1 + n for n in accumulate(counts[:-1])), spec.num_units)
+    return StagePartition(boundaries=boundaries, pipeline_model_parallel_size=pp)
 
 
 def is_uniform(spec: TransformerSpec, partition: StagePartition) -> bool:
@@ -174,58 +160,38 @@ def _repeated(stages: list[str]) -> str:
     return "".join(f"({s}|)*{n}" if n > 1 and len(s) + n > 4 else f"{s}|" * n for s, n in runs)
 
 
-def _check_stage_count(text: str, stages: int, pp: int) -> None:
-    if stages % pp:
-        raise _bad_layout(text, f"its {stages} stages are not a multiple of the {pp} ranks")
-
-
-def _bad_layout(text: str, limit: str) -> UserInputError:
-    return UserInputError(
-        "pipeline_model_parallel_layout",
-        value=text,
-        limit=limit,
-        fix="Write for example Et*4|(t*4|)*6tL.",
-    )
+def _bad(text: str, limit: str, fix: str = "Write for example Et*4|(t*4|)*6tL.") -> UserInputError:
+    return UserInputError("pipeline_model_parallel_layout", value=text, limit=limit, fix=fix)
 
 
 def _even_layers(spec: TransformerSpec, pp: int, extra: int) -> list[int]:
     layers = spec.num_layers + extra
     if layers % pp:
-        raise UserInputError(
-            "num_layers",
-            value=layers,
-            limit=f"without a layout it must be a multiple of the {pp} pipeline ranks",
-            fix="Use a layout, or another pipeline_model_parallel_size.",
-        )
+        limit = f"without a layout it must be a multiple of the {pp} pipeline ranks"
+        fix = "Use a layout, or another pipeline_model_parallel_size."
+        raise UserInputError("num_layers", value=layers, limit=limit, fix=fix)
     return [layers // pp] * pp
 
 
 def _uneven_layers(
     spec: TransformerSpec, pp: int, first: int | None, last: int | None
 ) -> list[int]:
-    middle_stages = pp - (first is not None) - (last is not None)
-    middle = spec.num_layers - (first or 0) - (last or 0)
     given = [n for n in (first, last) if n is not None]
-    fits = middle_stages >= 0 and (middle % middle_stages if middle_stages else middle) == 0
-    if not fits or min(given) < 1 or (middle_stages > 0 and middle <= 0):
-        raise UserInputError(
-            "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers",
-            value=(first, last),
-            limit=f"{middle} layers are left for {middle_stages} middle pipeline ranks",
-            fix="Leave a positive multiple of the middle ranks, or use a layout.",
-        )
-    per_rank = [middle // middle_stages] * middle_stages if middle_stages else []
-    head = [] if first is None else [first]
-    tail = [] if last is None else [last]
-    return [*head, *per_rank, *tail]
+    stages, middle = pp - len(given), spec.num_layers - sum(given)
+    fits = middle % stages == 0 and middle > 0 if stages > 0 else stages == middle == 0
+    if not fits or min(given) < 1:
+        what = "decoder_first_pipeline_num_layers / decoder_last_pipeline_num_layers"
+        limit = f"{middle} layers are left for {stages} middle pipeline ranks"
+        fix = "Leave a positive multiple of the middle ranks, or use a layout."
+        raise UserInputError(what, value=(first, last), limit=limit, fix=fix)
+    per_rank = [middle // stages] * stages if stages else []
+    return [*given[: first is not None], *per_rank, *given[first is not None :]]
 
 
 def _split_evenly(layers: int, vpp: int) -> int:
     if layers % vpp:
-        raise UserInputError(
-            "virtual_pipeline_model_parallel_size",
-            value=vpp,
-            limit=f"it must divide the {layers} layers of a pipeline rank",
-            fix="Use a layout, or another number of virtual stages.",
-        )
+        what = "virtual_pipeline_model_parallel_size"
+        limit = f"it must divide the {layers} layers of a pipeline rank"
+        fix = "Use a layout, or another number of virtual stages."
+        raise UserInputError(what, value=vpp, limit=limit, fix=fix)
     return layers // vpp

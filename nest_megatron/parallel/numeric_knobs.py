@@ -22,16 +22,12 @@ class NumericKnob:
     """A choice that changes numbers: never made, but priced.
 
     Args:
-        flags: what the user types.
-        changes: what it does to the numbers.
-        values: the same by Megatron's names, as ``cost_model/execution_flags.py`` reads them.
+        values: ``flags`` by Megatron's names, as ``cost_model/execution_flags.py`` reads them.
         family: of those of one family only the best is offered.
         precisions: number formats of jobs that it goes with.
         precision: the number format that GEMMs then have; ``None`` is the job's own.
         devices: pattern of the accelerators' names on which Transformer Engine has it.
-        of_sharded_optimizer: it needs the distributed optimizer.
-        of_adam: it needs Adam.
-        of_experts: it needs experts.
+        of_sharded_optimizer, of_adam, of_experts: what a job must have.
         instead_of: switches that say the contrary, which are off with it.
     """
 
@@ -50,29 +46,21 @@ class NumericKnob:
     def is_for(
         self, flags: Mapping[str, Any], precision: Precision, accelerator: str, *, has_experts: bool
     ) -> bool:
-        """Whether a job could make the choice, and has not.
-
-        Args:
-            flags: of the job, by Megatron's names.
-            accelerator: the device's name.
-        """
+        """Whether a job with these flags could make the choice, and has not."""
         adam = str(flags.get("optimizer") or "adam") == "adam"
         changes = self.precision not in (None, precision)
         is_new = changes or any(flags.get(name) != value for name, value in self.values.items())
+        # an offloaded optimizer takes fp8 weights of delayed scaling alone (0.16.1 args:1195)
+        delayed = (flags.get("fp8_recipe") or "delayed") == "delayed"
+        refused = flags.get("optimizer_cpu_offload") and not delayed
         return (
             is_new
             and precision in self.precisions
             and re.match(self.devices, accelerator, re.IGNORECASE) is not None
             and (adam or not self.of_adam)
             and (has_experts or not self.of_experts)
-            and not self._is_refused(flags)
+            and not (refused and "fp8_param_gather" in self.values)
         )
-
-    def _is_refused(self, flags: Mapping[str, Any]) -> bool:
-        """An offloaded optimizer takes fp8 weights of delayed scaling alone (0.16.1 args:1195)."""
-        moved = flags.get("optimizer_cpu_offload")
-        delayed = (flags.get("fp8_recipe") or "delayed") == "delayed"
-        return bool(moved) and "fp8_param_gather" in self.values and not delayed
 
 
 def _moments(width: str) -> NumericKnob:

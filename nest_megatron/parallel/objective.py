@@ -12,17 +12,13 @@ SURE = 0.9
 
 
 class Objective(Name):
-    """What the chosen plan has least of.
+    """What the chosen plan has least of."""
 
-    * ``nominal``: the predicted step, as the exact search proves it.
-    * ``expected``: the mean step under the predictive distribution over the chance to start, that
-      is one less the chance to run out of memory.
-    * ``cautious``: the step that 9 of 10 runs stay below, over the same chance, where the chance to
-      run out of memory is below a limit.
-    """
-
+    #: The predicted step, as the exact search proves it.
     NOMINAL = "nominal"
+    #: The mean step of the predictive distribution over the chance not to run out of memory.
     EXPECTED = "expected"
+    #: The step that 9 of 10 runs stay below, over that chance, where memory is likely to suffice.
     CAUTIOUS = "cautious"
 
 
@@ -31,13 +27,12 @@ class Uncertainty:
     """How far a prediction can be off.
 
     Args:
-        mean_s: mean step of the predictive distribution.
         low_s, high_s: 9 of 10 runs lie between them.
         percentile_90_s: 9 of 10 runs take less.
         confidence: ``high``, ``medium`` or ``low``.
         kind: what the plan has in common with the runs that such predictions were tested on.
-        runs: how many they are.
-        error_percent: how far off those predictions were, in the mean.
+        runs: their number.
+        error_percent: mean error of those predictions.
         out_of_memory: chance that the job runs out of memory.
     """
 

@@ -10,10 +10,10 @@ from nest_megatron.errors import UserInputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePartition:
-    """A contiguous cut of the layer sequence into virtual stages.
+    """The layer sequence cut into virtual stages, as in ``PipelineParallelLayerLayout``.
 
     Chunk ``k`` holds units ``boundaries[k] .. boundaries[k+1]`` and lies on pipeline rank ``k %
-    pp`` as its virtual stage ``k // pp``, as in ``PipelineParallelLayerLayout``.
+    pp`` as its virtual stage ``k // pp``.
 
     Args:
         boundaries: ``pp * vpp + 1`` unit indices, strictly increasing from 0 to the number of units
@@ -25,22 +25,16 @@ class StagePartition:
     pipeline_model_parallel_size: int
 
     def __post_init__(self) -> None:
-        marks = self.boundaries
-        pairs = pairwise(marks)
-        if len(marks) < 2 or marks[0] != 0 or any(a >= b for a, b in pairs):
-            raise UserInputError(
-                "stage partition boundaries",
-                value=marks,
-                limit="they rise strictly from 0, so that every virtual stage holds a unit",
-                fix="Use fewer stages than units.",
-            )
+        rises = all(a < b for a, b in pairwise(self.boundaries))
+        if self.boundaries[:1] != (0,) or self.num_chunks < 1 or not rises:
+            what = "stage partition boundaries"
+            limit = "they rise strictly from 0, so that every virtual stage holds a unit"
+            fix = "Use fewer stages than units."
+            raise UserInputError(what, value=self.boundaries, limit=limit, fix=fix)
         if self.num_chunks % self.pipeline_model_parallel_size:
-            raise UserInputError(
-                "stage partition",
-                value=self.num_chunks,
-                limit=f"chunks come in whole rounds of {self.pipeline_model_parallel_size} ranks",
-                fix="Give every rank the same number of virtual stages.",
-            )
+            limit = f"chunks come in whole rounds of {self.pipeline_model_parallel_size} ranks"
+            fix = "Give every rank the same number of virtual stages."
+            raise UserInputError("stage partition", value=self.num_chunks, limit=limit, fix=fix)
 
     @property
     def num_chunks(self) -> int:

@@ -177,15 +177,12 @@ class SearchRecord:
     """What the search looked at and proved.
 
     Args:
-        certificate: ``optimal``, ``chosen`` (the fastest is known, and this one was preferred to it
-            as ``ParallelPlan.choice`` says; ``gap_percent`` slower than the fastest), ``gap`` (time
-            ran out; ``gap_percent`` is proven), ``node-limit`` (as ``gap``, for a stage problem too
-            large to finish), ``runner-up`` (chosen by the user; ``gap_percent`` slower than the
-            fastest) or ``fixed`` (nothing was searched); without a plan ``infeasible`` (proven) or
-            ``ended-early`` (time ran out: nothing is known).
-        seconds: wall time of the search.
-        not_modelled: flags of the job whose effect on memory is not known, so that what is said
-            of memory is not certain.
+        certificate: ``optimal``; ``chosen`` (preferred to the fastest as ``ParallelPlan.choice``
+            says) or ``runner-up`` (chosen by the user), ``gap_percent`` slower than the fastest;
+            ``gap`` (time ran out) or ``node-limit`` (a stage problem too large to finish), within
+            ``gap_percent`` of the fastest; ``fixed`` (nothing was searched); without a plan
+            ``infeasible`` (proven) or ``ended-early`` (time ran out: nothing is known).
+        not_modelled: flags of the job whose effect on memory is not known.
     """
 
     certificate: str
@@ -252,8 +249,7 @@ class Headroom:
         wanted: share of a GPU's memory; plans that leave it free were compared with the fastest.
         left: share that this one leaves.
         more: a larger share.
-        more_costs_percent: how much longer a step takes with it; ``None`` where no plan that leaves
-            so much is known.
+        more_costs_percent: how much longer a step takes with it; ``None`` where no plan is known.
         is_searched: that is the best plan with it, and not only one of the runners-up.
     """
 
@@ -285,12 +281,10 @@ class ParallelPlan:
 
     Args:
         offers: what a job would gain by choices that it rules out, one sentence each.
-        execution: what carries the work out.
-        goodput: what failures leave of the time, where a mean time between them is given.
-        uncertainty: how far the prediction can be off; ``None`` in files of earlier versions.
+        goodput: where a mean time between failures is given.
+        uncertainty: ``None`` in files of earlier versions.
         choice: what the plan was chosen for and between, where not for its predicted step alone.
         shortlist: which of the plan and its runners-up could be the fastest, where that is asked.
-        headroom: memory that a searched plan leaves free, and what more would cost.
     """
 
     schema: int = SCHEMA

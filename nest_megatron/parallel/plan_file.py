@@ -70,12 +70,9 @@ def parse(text: str, name: str) -> dict[str, Any]:
             name, value=None, limit=error.limit, fix="It may have been cut short; plan again."
         ) from error
     if not isinstance(fields, dict):
-        raise PlanFileError(
-            name,
-            value=type(fields).__name__,
-            limit="a plan is a mapping with the key 'schema'",
-            fix="Name a file written by nest-megatron plan.",
-        )
+        limit = "a plan is a mapping with the key 'schema'"
+        fix = "Name a file written by nest-megatron plan."
+        raise PlanFileError(name, value=type(fields).__name__, limit=limit, fix=fix)
     return fields
 
 
@@ -87,12 +84,9 @@ def from_fields(fields: Mapping[str, Any], name: str) -> ParallelPlan:
     """
     schema = fields.get("schema")
     if not isinstance(schema, int) or schema > SCHEMA:
-        raise PlanFileError(
-            f"{name}: schema",
-            value=schema,
-            limit=f"this version reads plans up to schema {SCHEMA}",
-            fix="Upgrade nest-megatron, or plan again with this version.",
-        )
+        limit = f"this version reads plans up to schema {SCHEMA}"
+        fix = "Upgrade nest-megatron, or plan again with this version."
+        raise PlanFileError(f"{name}: schema", value=schema, limit=limit, fix=fix)
     try:
         plan = from_plain(ParallelPlan, fields)
     except UserInputError as error:
@@ -101,12 +95,9 @@ def from_fields(fields: Mapping[str, Any], name: str) -> ParallelPlan:
         ) from error
     checksum = plan.provenance.checksum
     if sealed(plan).provenance.checksum != checksum:
-        raise PlanFileError(
-            f"{name}: provenance.checksum",
-            value=checksum,
-            limit="it does not match the contents, so the file was cut short or edited",
-            fix="Write it again with nest-megatron plan; what you want fixed goes on that command.",
-        )
+        limit = "it does not match the contents, so the file was cut short or edited"
+        fix = "Write it again with nest-megatron plan; what you want fixed goes on that command."
+        raise PlanFileError(f"{name}: provenance.checksum", value=checksum, limit=limit, fix=fix)
     return plan
 
 

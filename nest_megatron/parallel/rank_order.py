@@ -2,9 +2,8 @@
 
 Megatron lays two grids over the same ranks: the dense one (tp, cp, dp, pp) and the expert one
 (etp, ep, expert dp, pp). In both the leftmost dimension of the order varies fastest, so every group
-is an arithmetic progression of ranks, or two nested ones. This module uses that: whole groups are
-listed for tests and for reports, and what a search asks thousands of times (how many members of a
-group share a node, a leaf, a pod) is computed from sizes and strides alone.
+is an arithmetic progression of ranks, or two nested ones. So what a search asks thousands of times
+(how many members of a group share a node, a leaf, a pod) is computed from sizes and strides alone.
 
 Source: ``megatron.core.parallel_state.RankGenerator`` and ``initialize_model_parallel`` (0.16.1).
 """
@@ -30,16 +29,9 @@ class GroupKind(Name):
     DP = "dp"
     DP_CP = "dp-cp"
     PP = "pp"
-    MP = "tp-pp"
-    TP_CP = "tp-cp"
-    TP_DP = "tp-dp"
-    TP_DP_CP = "tp-dp-cp"
-    EMBEDDING = "embedding"
     ETP = "etp"
     EP = "ep"
     EDP = "edp"
-    ETP_EP = "etp-ep"
-    ETP_EP_PP = "etp-ep-pp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,50 +42,18 @@ class _Axis:
     size: int
     stride: int
 
-    def position(self, rank: int) -> int:
-        return rank // self.stride % self.size
-
-
-def coordinates(dims: ParallelDims, rank: int) -> dict[str, int]:
-    """Place of a rank in both grids, by dimension: tp, cp, dp, pp, etp, ep, edp.
-
-    >>> coordinates(ParallelDims(tensor_model_parallel_size=4, pipeline_model_parallel_size=4,
-    ...                          data_parallel_size=4, expert_model_parallel_size=8), 37)["pp"]
-    2
-    """
-    # the dense grid's pipeline rank is the rank's
-    return {axis.name: axis.position(rank) for axis in (*_expert_axes(dims), *_dense_axes(dims))}
-
 
 def group_of_rank(dims: ParallelDims, kind: GroupKind, rank: int) -> tuple[int, ...]:
     """Ranks of the group of one kind that a rank belongs to, in Megatron's order.
 
-    Empty where the rank is in no such group (the embedding group of a middle pipeline stage).
+    >>> group_of_rank(ParallelDims(tensor_model_parallel_size=2, data_parallel_size=4),
+    ...               GroupKind.DP, 3)
+    (1, 3, 5, 7)
     """
-    if kind is GroupKind.EMBEDDING:
-        ends = _ends(group_of_rank(dims, GroupKind.PP, rank))
-        return ends if rank in ends else ()
     members = _member_axes(dims, kind)
-    base = rank - sum(axis.position(rank) * axis.stride for axis in members)
-    return tuple(_progression(base, members))
-
-
-def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:
-    return pipeline if len(pipeline) == 1 else (pipeline[0], pipeline[-1])
-
-
-def rank_groups(dims: ParallelDims, kind: GroupKind) -> tuple[tuple[int, ...], ...]:
-    """All groups of one kind, in the order in which Megatron creates them."""
-    if kind is GroupKind.EMBEDDING:
-        return tuple(map(_ends, rank_groups(dims, GroupKind.PP)))
-    members = _member_axes(dims, kind)
-    others = tuple(axis for axis in _axes_of(dims, kind) if axis not in members)
-    return tuple(tuple(_progression(base, members)) for base in _progression(0, others))
-
-
-def group_size(dims: ParallelDims, kind: GroupKind) -> int:
-    """Number of members of a group."""
-    return prod(axis.size for axis in _member_axes(dims, kind))
+    base = rank - sum(rank // axis.stride % axis.size * axis.stride for axis in members)
+    spans = (range(0, axis.size * axis.stride, axis.stride) for axis in reversed(members))
+    return tuple(base + sum(steps) for steps in product(*spans))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -121,11 +81,11 @@ def group_shape(
     (2, 4, 2)
     """
     axes = _merged(_member_axes(dims, kind))
-    size = group_size(dims, kind)
+    size = prod(axis.size for axis in axes)
     shape: list[int] = []
     placed = 1
     for devices in group_sizes[:-1]:
-        fewest = _fewest_members(dims, kind, axes, devices)
+        fewest = _fewest_members(axes, devices, dims.world_size)
         fan_out = max(1, min(fewest, size) // placed)
         shape.append(fan_out)
         placed *= fan_out
@@ -175,28 +135,15 @@ def _laid_out(dims: ParallelDims, inner: dict[str, int], dp: dict[str, int]) -> 
     return tuple(_Axis(name=name, size=size, stride=stride) for (name, size), stride in pairs)
 
 
-def _axes_of(dims: ParallelDims, kind: GroupKind) -> tuple[_Axis, ...]:
-    of_experts = kind is not GroupKind.EMBEDDING and kind.startswith("e")
-    return _expert_axes(dims) if of_experts else _dense_axes(dims)
-
-
 def _pipeline_axis(dims: ParallelDims) -> _Axis:
     return next(axis for axis in _dense_axes(dims) if axis.name == "pp")
 
 
 def _member_axes(dims: ParallelDims, kind: GroupKind) -> tuple[_Axis, ...]:
     """Axes along which the members of a group differ, fastest first."""
-    if kind is GroupKind.EMBEDDING:
-        pp = _pipeline_axis(dims)
-        return (_Axis(name="pp", size=min(2, pp.size), stride=max(1, pp.size - 1) * pp.stride),)
-    names = kind.value.split("-")
-    return tuple(axis for axis in _axes_of(dims, kind) if axis.name in names)
-
-
-def _progression(base: int, axes: tuple[_Axis, ...]) -> Iterator[int]:
-    """Ranks reached from a base along some axes, the first axis fastest."""
-    spans = (range(0, axis.size * axis.stride, axis.stride) for axis in reversed(axes))
-    return (base + sum(steps) for steps in product(*spans))
+    names = kind.split("-")
+    axes = _expert_axes(dims) if kind.startswith("e") else _dense_axes(dims)
+    return tuple(axis for axis in axes if axis.name in names)
 
 
 def _merged(axes: tuple[_Axis, ...]) -> tuple[_Axis, ...]:
@@ -213,18 +160,13 @@ def _merged(axes: tuple[_Axis, ...]) -> tuple[_Axis, ...]:
     return tuple(merged)
 
 
-def _fewest_members(
-    dims: ParallelDims, kind: GroupKind, axes: tuple[_Axis, ...], devices: int
-) -> int:
-    """Fewest members of any group of the kind that share one block of ``devices`` devices."""
-    if kind is GroupKind.EMBEDDING:
-        last = dims.pipeline_model_parallel_size - 1
-        return 2 if _pair_level(dims, 0, last, (devices, 0)) == 0 else 1
+def _fewest_members(axes: tuple[_Axis, ...], devices: int, world_size: int) -> int:
+    """Fewest members of any group with these axes that share one block of ``devices`` devices."""
     members = 1
     for position, axis in enumerate(axes):
         if axis.stride >= devices or (position > 0 and devices % axis.stride):
             break  # in the second case the block may cut an inner run: count one run only
-        members *= _fewest_of_axis(axis.size, axis.stride, devices, dims.world_size)
+        members *= _fewest_of_axis(axis.size, axis.stride, devices, world_size)
     return members
 
 

@@ -1,4 +1,4 @@
-"""What the backward pass recomputes instead of keeping."""
+"""What the backward pass recomputes instead of saving."""
 
 from __future__ import annotations
 
@@ -57,26 +57,19 @@ class Recompute:
         object.__setattr__(self, "_hash", hash(values))
         full = self.granularity is RecomputeGranularity.FULL
         if full != (self.method is not None) or full != (self.num_layers is not None):
-            raise UserInputError(
-                "parallel.recompute_method / recompute_num_layers",
-                value=(self.method, self.num_layers),
-                limit="they go with recompute_granularity full, and only with it",
-                fix="Set both with full, neither otherwise.",
-            )
+            what = "parallel.recompute_method / recompute_num_layers"
+            limit = "they go with recompute_granularity full, and only with it"
+            fix = "Set both with full, neither otherwise."
+            raise UserInputError(what, value=(self.method, self.num_layers), limit=limit, fix=fix)
         if self.num_layers is not None and self.num_layers < 1:
-            raise UserInputError(
-                "parallel.recompute_num_layers",
-                value=self.num_layers,
-                limit="it counts layers, so it is at least 1",
-                fix="Give a positive whole number.",
-            )
+            what = "parallel.recompute_num_layers"
+            limit, fix = "it counts layers, so it is at least 1", "Give a positive whole number."
+            raise UserInputError(what, value=self.num_layers, limit=limit, fix=fix)
         if bool(self.modules) != (self.granularity is RecomputeGranularity.SELECTIVE):
-            raise UserInputError(
-                "parallel.recompute_modules",
-                value=self.modules,
-                limit="it goes with recompute_granularity selective, and only with it",
-                fix="Name at least one module with selective, none otherwise.",
-            )
+            what = "parallel.recompute_modules"
+            limit = "it goes with recompute_granularity selective, and only with it"
+            fix = "Name at least one module with selective, none otherwise."
+            raise UserInputError(what, value=self.modules, limit=limit, fix=fix)
 
     def __hash__(self) -> int:
         """Computed once: settings are keys of a search's dictionaries."""
@@ -90,14 +83,12 @@ class Recompute:
         """
         if self.granularity is RecomputeGranularity.FULL:
             return f"full {self.method} {self.num_layers}"
-        if self.granularity is RecomputeGranularity.SELECTIVE:
-            return "+".join(self.modules)
-        return "none"
+        return "+".join(self.modules) or "none"
 
 
 NO_RECOMPUTE = Recompute()
 
-#: Each layer keeps its input alone.
+#: Each layer saves its input alone.
 FULL_RECOMPUTE = Recompute(
     granularity=RecomputeGranularity.FULL, method=RecomputeMethod.UNIFORM, num_layers=1
 )
@@ -112,17 +103,13 @@ def selective_recompute(modules: Iterable[str]) -> Recompute:
     >>> selective_recompute(["mlp", "layernorm"]).label()
     'layernorm+mlp'
     """
-    named = tuple(modules)
-    known = [module.value for module in RecomputeModule]
+    named, known = tuple(modules), tuple(RecomputeModule)
     for name in named:
         if name not in known:
-            raise UserInputError(
-                "recompute_modules",
-                value=name,
-                limit=f"the modules that are supported are {', '.join(known)}",
-                fix=nearest(str(name), known),
-            )
+            limit = f"the modules that are supported are {', '.join(known)}"
+            fix = nearest(str(name), known)
+            raise UserInputError("recompute_modules", value=name, limit=limit, fix=fix)
     return Recompute(
         granularity=RecomputeGranularity.SELECTIVE,
-        modules=tuple(module for module in RecomputeModule if module in named),
+        modules=tuple(module for module in known if module in named),
     )

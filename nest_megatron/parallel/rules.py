@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.model.execution import PLAIN, Execution
-from nest_megatron.model.spec import LayerKind, ModelFamily, TransformerSpec
+from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.partition import StagePartition
@@ -23,10 +24,8 @@ class LaunchRequest:
     """Everything about a job that Megatron's rules look at.
 
     Args:
-        partition: the stage partition, or ``None`` while a search has not chosen one.
-        sequence_parallel: ``--sequence-parallel``; needs ``tensor_model_parallel_size`` above 1.
+        partition: ``None`` while a search has not chosen one.
         sharding: what divides states among replicas; ``None`` leaves it to the ZeRO stage.
-        moe_grouped_gemm: ``--moe-grouped-gemm``.
         gradient_bytes: width of the gradients that replicas reduce and keep.
         fused_attention: attention runs in a fused kernel (``ExecutionTraits.flash_attention``).
         version: the Megatron-LM release, ``0.16.1`` or ``0.20``.
@@ -73,9 +72,11 @@ class LaunchRequest:
 def divides_heads(spec: TransformerSpec, tp: int) -> bool:
     """Attention heads split over tp; query groups are a multiple or a divisor of tp."""
     groups = spec.query_groups
-    if spec.num_attention_heads % tp or (groups % tp and tp % groups):
-        return False
-    return 2 * groups * spec.head_dim % tp == 0  # the packed query-key-value projection
+    return (
+        spec.num_attention_heads % tp == 0
+        and (groups % tp == 0 or tp % groups == 0)
+        and 2 * groups * spec.head_dim % tp == 0  # the packed query-key-value projection
+    )
 
 
 def divides_vocab(spec: TransformerSpec, tp: int) -> bool:
@@ -127,11 +128,7 @@ def divides_sequence(seq_length: int, tp: int, cp: int, sequence_parallel: bool)
 
 
 def allows_context_parallel(spec: TransformerSpec, cp: int, *, fused: bool = True) -> bool:
-    """The model's attention runs with the ring exchange of keys and values.
-
-    Args:
-        fused: attention runs in a fused kernel, which takes 16-bit numbers alone.
-    """
+    """Attention splits the sequence if it runs ``fused``, in a kernel of 16-bit numbers."""
     plain = spec.softmax_type == "vanilla" and spec.window_size is None
     return cp == 1 or (fused and plain and spec.family is ModelFamily.GPT)
 
@@ -141,10 +138,13 @@ def allows_rank_order(spec: TransformerSpec, dims: ParallelDims) -> bool:
 
     For a dense model the expert grid is free: ``launched_expert_tensor_size`` makes it fit.
     """
-    if dims.rank_order is RankOrder.TP_CP_EP_DP_PP or dims.pipeline_model_parallel_size == 1:
-        return True
     inner = dims.tensor_model_parallel_size * dims.context_parallel_size
-    return spec.num_experts is None or dims.expert_ranks == inner
+    is_free = spec.num_experts is None or dims.expert_ranks == inner
+    return is_free or not _pipelines_inside(dims)
+
+
+def _pipelines_inside(dims: ParallelDims) -> bool:
+    return dims.rank_order is RankOrder.TP_CP_EP_PP_DP and dims.pipeline_model_parallel_size > 1
 
 
 def launched_expert_tensor_size(spec: TransformerSpec, dims: ParallelDims) -> int | None:
@@ -155,8 +155,7 @@ def launched_expert_tensor_size(spec: TransformerSpec, dims: ParallelDims) -> in
     """
     if spec.num_experts is not None:
         return dims.expert_tensor_parallel_size
-    second = dims.rank_order is RankOrder.TP_CP_EP_PP_DP
-    if second and dims.pipeline_model_parallel_size > 1 and dims.context_parallel_size > 1:
+    if _pipelines_inside(dims) and dims.context_parallel_size > 1:
         return dims.tensor_model_parallel_size * dims.context_parallel_size
     return None
 
@@ -219,17 +218,14 @@ def mtp_chunk_fits(chunk: int, pp: int, vpp: int) -> bool:
 
 def decoder_layers(spec: TransformerSpec, partition: StagePartition) -> tuple[int, ...]:
     """Transformer layers of each virtual stage, MTP layers apart."""
-    inside = range(1, 1 + spec.num_layers)
-    return tuple(
-        max(0, min(units.stop, inside.stop) - max(units.start, inside.start))
-        for units in map(partition.chunk, range(partition.num_chunks))
-    )
+    last = 1 + spec.num_layers
+    inside = [min(max(boundary, 1), last) for boundary in partition.boundaries]
+    return tuple(stop - start for start, stop in pairwise(inside))
 
 
 def mtp_chunk(spec: TransformerSpec, partition: StagePartition) -> int | None:
     """The virtual stage that holds the MTP layers."""
-    kinds = spec.layer_kinds()
-    if LayerKind.MTP not in kinds:
+    if not spec.num_mtp_layers:
         return None
-    unit = kinds.index(LayerKind.MTP)
+    unit = 1 + spec.num_layers
     return next(k for k in range(partition.num_chunks) if unit in partition.chunk(k))

@@ -47,26 +47,16 @@ def megatron_groups(
         GroupKind.DP: state.get_data_parallel_group,
         GroupKind.DP_CP: lambda: state.get_data_parallel_group(with_context_parallel=True),
         GroupKind.PP: state.get_pipeline_model_parallel_group,
-        GroupKind.MP: state.get_model_parallel_group,
-        GroupKind.TP_CP: state.get_tensor_and_context_parallel_group,
-        GroupKind.TP_DP: state.get_tensor_and_data_parallel_group,
-        GroupKind.TP_DP_CP: lambda: state.get_tensor_and_data_parallel_group(
-            with_context_parallel=True
-        ),
-        GroupKind.EMBEDDING: lambda: state.get_embedding_group(check_initialized=False),
     }
     if spec.num_experts is not None:
         getters |= {
             GroupKind.ETP: state.get_expert_tensor_parallel_group,
             GroupKind.EP: state.get_expert_model_parallel_group,
             GroupKind.EDP: state.get_expert_data_parallel_group,
-            GroupKind.ETP_EP: state.get_expert_tensor_and_model_parallel_group,
-            GroupKind.ETP_EP_PP: state.get_expert_tensor_model_pipeline_parallel_group,
         }
     with as_rank(spec, dims, rank):
         ranks = torch.distributed.get_process_group_ranks
-        groups = {kind: getter() for kind, getter in getters.items()}
-        return {kind: tuple(ranks(g)) if g is not None else () for kind, g in groups.items()}
+        return {kind: tuple(ranks(getter())) for kind, getter in getters.items()}
 
 
 def check_groups(spec: TransformerSpec, dims: ParallelDims, ranks: Iterable[int]) -> None:

@@ -19,7 +19,7 @@ from nest_megatron.integrations.megatron_lm.attach import LAUNCHER
 from nest_megatron.integrations.megatron_lm.write import model_argv
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.parallel.rank_order import coordinates
+from nest_megatron.parallel.rank_order import GroupKind, group_of_rank
 from tests import catalogue
 from tests.megatron_lm.training import HOME, ON_CPU, Trained, alone, run
 
@@ -92,7 +92,8 @@ def compare(plan: ParallelPlan, rank: int, built: Trained) -> None:
     said = re.search(r"^NEST_BUILT (.*)$", built.out, re.MULTILINE)
     assert said, built.out[-3000:]
     chunks = json.loads(said.group(1))
-    stage = plan.predicted.stages[coordinates(plan.grid().dims, rank)["pp"]]
+    pipeline = group_of_rank(plan.grid().dims, GroupKind.PP, rank)
+    stage = plan.predicted.stages[pipeline.index(rank)]
     assert sum(chunk["parameters"] for chunk in chunks) == stage.parameters
     assert len(chunks) == (plan.parallel.virtual_pipeline_model_parallel_size or 1)
 

@@ -10,14 +10,10 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.rank_order import (
     GroupKind,
-    coordinates,
     embedding_group_level,
-    group_level,
     group_of_rank,
     group_shape,
-    group_size,
     pipeline_link_level,
-    rank_groups,
 )
 
 LEVELS = ((4, 8, 64), (8, 64), (2, 8, 32, 512), (8, 24, 96), (6, 12, 72), (3, 9, 27), (64,))
@@ -71,6 +67,11 @@ def _exact_shape(group: tuple[int, ...], group_sizes: tuple[int, ...]) -> tuple[
     return tuple(shape)
 
 
+def rank_groups(dims: ParallelDims, kind: GroupKind) -> list[tuple[int, ...]]:
+    """All groups of one kind."""
+    return sorted({group_of_rank(dims, kind, rank) for rank in range(dims.world_size)})
+
+
 @pytest.mark.parametrize("order", list(RankOrder))
 def test_groups_partition_the_ranks(order: RankOrder) -> None:
     dims = _dims((2, 3, 4, 2, 1, 6), order)
@@ -78,23 +79,10 @@ def test_groups_partition_the_ranks(order: RankOrder) -> None:
     for kind in GroupKind:
         groups = rank_groups(dims, kind)
         ranks = sorted(rank for group in groups for rank in group)
-        if kind is not GroupKind.EMBEDDING:
-            assert ranks == list(range(dims.world_size)), kind
-        assert all(len(group) == group_size(dims, kind) for group in groups)
+        assert ranks == list(range(dims.world_size)), kind
+        assert len({len(group) for group in groups}) == 1
         for rank in range(dims.world_size):
-            own = group_of_rank(dims, kind, rank)
-            assert own in groups if rank in ranks else own == ()
-            assert (rank in own) == (rank in ranks)
-
-
-def test_coordinates_agree_with_groups() -> None:
-    dims = _dims((2, 3, 4, 2, 1, 6), RankOrder.TP_CP_EP_PP_DP)
-    assert dims is not None
-    for rank in range(dims.world_size):
-        place = coordinates(dims, rank)
-        for name in ("tp", "cp", "dp", "pp", "etp", "ep", "edp"):
-            group = group_of_rank(dims, GroupKind(name), rank)
-            assert group.index(rank) == place[name]
+            assert rank in group_of_rank(dims, kind, rank)
 
 
 def test_the_documented_example() -> None:
@@ -125,7 +113,7 @@ def test_shapes_are_never_better_than_the_worst_member(group_sizes: tuple[int, .
         for kind in GroupKind:
             groups = rank_groups(dims, kind)
             shape = group_shape(dims, kind, group_sizes)
-            size = group_size(dims, kind)
+            size = len(groups[0])
             assert len(shape) == len(group_sizes)
             placed = 1
             for fan_out, devices in zip(shape, group_sizes[:-1], strict=False):
@@ -171,5 +159,3 @@ def test_pipeline_and_embedding_levels(group_sizes: tuple[int, ...]) -> None:
             assert pipeline_link_level(dims, stage, group_sizes) == worst, (dims, stage)
         worst = max(level(p[0], p[-1]) for p in pipelines) if size > 1 else 0
         assert embedding_group_level(dims, group_sizes) == worst
-        spread = group_shape(dims, GroupKind.EMBEDDING, group_sizes)
-        assert group_level(dims, GroupKind.EMBEDDING, group_sizes) == worst, (dims, spread)

@@ -30,15 +30,7 @@ __all__ = [
 
 
 def layer_graph(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) -> LayerGraph:
-    """The work of one unit.
-
-    Args:
-        kind: which unit; ``MTP`` is all its layers together.
-        shard: how the layer is divided.
-
-    Returns:
-        Operators, collectives and saved activations of one rank for one micro batch.
-    """
+    """The work of one unit; ``MTP`` is all its layers together."""
     if kind is LayerKind.EMBEDDING:
         return embedding_graph(spec, shard)
     if kind is LayerKind.HEAD:

@@ -50,16 +50,11 @@ def attention_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
 
 
 def _captured(size: float, shard: LayerShard) -> LayerGraph:
-    """What a CUDA graph of a layer, or of some of its modules, adds to it.
+    """What a CUDA graph of a layer, or of some of its modules, adds to an input of ``size`` bytes.
 
-    A graph reads and writes at fixed addresses: what goes in is copied there, and its buffers
-    cannot be used for anything else. Source: ``TECudaGraphHelper._get_sample_arguments`` of
-    megatron-core (one set of inputs for each layer and micro batch in flight),
-    ``make_graphed_callables`` of Transformer Engine (inputs and gradients are copied before a
-    replay).
-
-    Args:
-        size: bytes of the layer's input.
+    A graph has addresses of its own: inputs and gradients are copied there before a replay
+    (``make_graphed_callables`` of Transformer Engine), one set for each layer and micro batch in
+    flight (``TECudaGraphHelper._get_sample_arguments`` of megatron-core).
     """
     router = "moe_router" in shard.execution.cuda_graph_scope
     return LayerGraph(
@@ -81,18 +76,16 @@ def _attention_span(spec: TransformerSpec) -> float:
 def _core_attention(
     spec: TransformerSpec, shard: LayerShard, query_dim: int, value_dim: int, kv_heads: float
 ) -> LayerGraph:
-    """Attention, and the ring exchange of keys and values under context parallelism.
+    """Attention, and what context-parallel ranks send each other for it.
 
-    Flash attention keeps no scores and recomputes them in the backward pass: five GEMMs to
+    Flash attention saves no scores and recomputes them in the backward pass: five GEMMs to
     the forward pass's two.
     """
-    act = shard.activation_bytes
     if not shard.flash_attention:
         return _unfused_attention(spec, shard, query_dim, value_dim)
-    tokens = shard.tokens(spec)
+    act, tokens = shard.activation_bytes, shard.tokens(spec)
     heads = spec.num_attention_heads / shard.tensor_model_parallel_size
-    span = _attention_span(spec)
-    flops = 2.0 * tokens * span * heads * (query_dim + value_dim)
+    flops = 2.0 * tokens * _attention_span(spec) * heads * (query_dim + value_dim)
     query_bytes = tokens * heads * (query_dim + value_dim) * act
     kv_bytes = tokens * kv_heads * (query_dim + value_dim) * act
     operator = Operator(
@@ -103,24 +96,23 @@ def _core_attention(
         bytes_moved=query_bytes + kv_bytes,
         backward_flops=2.5 * flops,
         backward_bytes_moved=2 * (query_bytes + kv_bytes),
-        num_kernels=_attention_calls(shard),
+        num_kernels=shard.context_parallel_size // _heads_group(shard),  # blocks of keys
         parallel_rows=tokens * heads,
         has_weight=False,
     )
-    traffic = tuple(_context_traffic(shard, query_bytes, kv_bytes))
     return LayerGraph(
         operators=(operator,),
-        collectives=traffic,
+        collectives=tuple(_context_traffic(shard, query_bytes, kv_bytes)),
         saved_bytes=((Part.CORE_ATTENTION, tokens * heads * FP32),),
     )
 
 
-def _attention_calls(shard: LayerShard) -> int:
-    """Blocks of keys that the attention of one rank meets one after the other."""
-    how, size = shard.execution.cp_comm_type, shard.context_parallel_size
+def _heads_group(shard: LayerShard) -> int:
+    """Context-parallel ranks that exchange heads: in ``a2a+p2p`` the first hierarchical size."""
+    how, sizes = shard.execution.cp_comm_type, shard.execution.hierarchical_context_parallel_sizes
     if how is ContextTraffic.A2A:
-        return 1
-    return size // _heads_group(shard) if how is ContextTraffic.A2A_P2P else size
+        return shard.context_parallel_size
+    return sizes[0] if how is ContextTraffic.A2A_P2P and sizes else 1
 
 
 def _context_traffic(
@@ -132,15 +124,11 @@ def _context_traffic(
     beside them on the way back. ``all_gather`` collects keys and values first and scatters their
     gradients; ``a2a`` exchanges sequence for heads before the attention and back after it; with
     ``a2a+p2p`` neighbours exchange heads, and rings pass on what a group of them holds.
-
-    Args:
-        query_bytes: queries and outputs of one rank.
-        kv_bytes: keys and values of one rank.
     """
     size, how = shard.context_parallel_size, shard.execution.cp_comm_type
     if size == 1:
         return
-    exchanged = {ContextTraffic.A2A: size, ContextTraffic.A2A_P2P: _heads_group(shard)}.get(how, 1)
+    exchanged = _heads_group(shard)
     rounds = 1 if how is ContextTraffic.ALL_GATHER else size // exchanged
     for backward in (False, True):
         call = functools.partial(
@@ -165,12 +153,6 @@ def _context_traffic(
             )
 
 
-def _heads_group(shard: LayerShard) -> int:
-    """Ranks that exchange heads in ``a2a+p2p``: the first of the hierarchical sizes."""
-    sizes = shard.execution.hierarchical_context_parallel_sizes
-    return sizes[0] if sizes else 1
-
-
 def _unfused_attention(
     spec: TransformerSpec, shard: LayerShard, query_dim: int, value_dim: int
 ) -> LayerGraph:
@@ -179,13 +161,12 @@ def _unfused_attention(
     Forward, a score is written by the first GEMM, read and written by the fused scale, mask and
     softmax, and read by the second; dropout reads and writes it again with a byte of mask. The
     backward pass makes two gradients for each GEMM and goes through dropout and softmax once.
-    Kept for it: probabilities, and with dropout the mask and the dropped-out probabilities (the
+    Saved for it: probabilities, and with dropout the mask and the dropped-out probabilities (the
     five bytes a score of arXiv 2205.05198, section 4.1).
     """
-    act = shard.activation_bytes
-    part = Part.CORE_ATTENTION
-    tokens = shard.tokens(spec)
+    act, part, tokens = shard.activation_bytes, Part.CORE_ATTENTION, shard.tokens(spec)
     heads = spec.num_attention_heads / shard.tensor_model_parallel_size
+    vectors = tokens * heads * (query_dim + value_dim) * act
     scores = tokens * heads * spec.seq_length
     dropout = spec.attention_dropout > 0
     flops = 2.0 * scores * (query_dim + value_dim)
@@ -194,9 +175,9 @@ def _unfused_attention(
         part=part,
         kind=OperatorKind.GEMM,
         flops=flops,
-        bytes_moved=2 * scores * act + 2 * tokens * heads * (query_dim + value_dim) * act,
+        bytes_moved=2 * scores * act + 2 * vectors,
         backward_flops=2 * flops,
-        backward_bytes_moved=4 * scores * act + 4 * tokens * heads * (query_dim + value_dim) * act,
+        backward_bytes_moved=4 * scores * act + 4 * vectors,
         num_kernels=2,
         aligned=query_dim % 8 == 0 and value_dim % 8 == 0,
         has_weight=False,
@@ -301,12 +282,11 @@ def _latent_traffic(spec: TransformerSpec, shard: LayerShard) -> Iterator[LayerC
     Every rank has the whole down projections and uses them on its own tokens; the up projections
     take the latents of all tokens, and rotation the positions beside them.
     """
-    act = shard.activation_bytes
-    tokens, hidden = shard.tokens(spec), spec.hidden_size
-    yield from row_parallel(shard, Part.PROJECTION, "projection", tokens * hidden * act)
-    query_in = spec.q_lora_rank or hidden
-    yield from column_parallel(shard, Part.MLA_UP, "query_up", tokens * query_in * act)
-    yield from column_parallel(shard, Part.MLA_UP, "kv_up", tokens * spec.kv_lora_rank * act)
+    size, part = shard.tokens(spec) * shard.activation_bytes, Part.MLA_UP
+    yield from row_parallel(shard, Part.PROJECTION, "projection", size * spec.hidden_size)
+    query_in = spec.q_lora_rank or spec.hidden_size
+    yield from column_parallel(shard, part, "query_up", size * query_in)
+    yield from column_parallel(shard, part, "kv_up", size * spec.kv_lora_rank)
     if shard.sequence_parallel and shard.tensor_model_parallel_size > 1:
-        positions = tokens * spec.qk_pos_emb_head_dim * act
-        yield collective("positions.gather", Part.MLA_UP, "all_gather", positions)
+        positions = size * spec.qk_pos_emb_head_dim
+        yield collective("positions.gather", part, "all_gather", positions)

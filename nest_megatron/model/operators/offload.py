@@ -1,6 +1,6 @@
-"""What of a layer's kept activations goes to the host (``--fine-grained-activation-offloading``).
+"""What of a layer's saved activations goes to the host (``--fine-grained-activation-offloading``).
 
-A module offloads what autograd keeps inside it, which is its input (``TransformerConfig.
+A module offloads what autograd saves inside it, which is its input (``TransformerConfig.
 offload_modules`` of megatron-core 0.16.1 and 0.20; ``off_interface`` in ``attention.py``,
 ``multi_latent_attention.py``, ``transformer_layer.py`` and ``moe/experts.py``). A norm that is
 fused into the projection after it is no module of its own: ``qkv_linear`` offloads its input too.
@@ -9,7 +9,6 @@ fused into the projection after it is no module of its own: ``qkv_linear`` offlo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 from nest_megatron.model.graph import LayerGraph, Part
 from nest_megatron.model.shard import LayerShard
@@ -22,37 +21,23 @@ _AT_ONCE = 3
 
 def offloaded_attention(graph: LayerGraph, spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     """The attention half of a layer without what its modules send to the host."""
+    modules, saved = shard.execution.offload_modules, graph.saved_by_part()
     norm = "attn_norm" if spec.multi_latent_attention else "qkv_linear"
-    whole_input = graph.input_bytes if norm in shard.execution.offload_modules else 0.0
-    return _without(graph, dict(_of_attention(graph, spec, shard)), whole_input)
-
-
-def offloaded_feed_forward(
-    graph: LayerGraph, spec: TransformerSpec, kind: LayerKind, shard: LayerShard
-) -> LayerGraph:
-    """The other half of a layer without what its modules send to the host: experts alone do."""
-    if kind is not LayerKind.MOE:
-        return graph
-    return _without(graph, dict(_of_experts(spec, shard)))
-
-
-def _of_attention(
-    graph: LayerGraph, spec: TransformerSpec, shard: LayerShard
-) -> Iterator[tuple[Part, float]]:
-    """Bytes by part, each part once."""
-    modules, kept = shard.execution.offload_modules, graph.saved_by_part()
+    moved: dict[Part, float] = {}
     if "qkv_linear" in modules:
-        yield Part.INPUT_NORM, kept[Part.INPUT_NORM]
+        moved[Part.INPUT_NORM] = saved[Part.INPUT_NORM]
     if "core_attn" in modules:
-        yield _queries(spec, shard)
-        if not shard.flash_attention:  # whose scores are kept inside the module as well
-            yield Part.CORE_ATTENTION, kept[Part.CORE_ATTENTION]
+        part, num_bytes = _queries(spec, shard)
+        moved[part] = num_bytes
+        if not shard.flash_attention:  # whose scores are saved inside the module as well
+            moved[Part.CORE_ATTENTION] = saved[Part.CORE_ATTENTION]
     if "attn_proj" in modules:
-        yield Part.PROJECTION, kept[Part.PROJECTION]
+        moved[Part.PROJECTION] = saved[Part.PROJECTION]
+    return _without(graph, moved, graph.input_bytes if norm in modules else 0.0)
 
 
 def _queries(spec: TransformerSpec, shard: LayerShard) -> tuple[Part, float]:
-    """Queries, keys and values, which core attention keeps."""
+    """Queries, keys and values, which core attention saves."""
     tokens, tp = shard.tokens(spec), shard.tensor_model_parallel_size
     heads = spec.num_attention_heads / tp
     if spec.multi_latent_attention:
@@ -62,20 +47,24 @@ def _queries(spec: TransformerSpec, shard: LayerShard) -> tuple[Part, float]:
     return Part.QKV, tokens * (heads + 2 * groups) * spec.head_dim * shard.activation_bytes
 
 
-def _of_experts(spec: TransformerSpec, shard: LayerShard) -> Iterator[tuple[Part, float]]:
-    modules = shard.execution.offload_modules
-    local, act = shard.tokens_between_blocks(spec), shard.activation_bytes
-    routed = local * spec.moe_router_topk * shard.expert_tensor_parallel_size
+def offloaded_feed_forward(
+    graph: LayerGraph, spec: TransformerSpec, kind: LayerKind, shard: LayerShard
+) -> LayerGraph:
+    """The other half of a layer without what its modules send to the host: experts alone do."""
+    if kind is not LayerKind.MOE:
+        return graph
+    modules, etp = shard.execution.offload_modules, shard.expert_tensor_parallel_size
+    routed = shard.tokens_between_blocks(spec) * spec.moe_router_topk * etp
     gates = 2 if spec.gated_linear_unit else 1
-    ffn = spec.expert_ffn_hidden_size / shard.expert_tensor_parallel_size
+    moved = {Part.EXPERTS: 0.0}
     if "mlp_norm" in modules:
-        yield Part.RESIDUAL, local * spec.hidden_size * act
-    inside = 0.0
+        moved[Part.RESIDUAL] = shard.hidden_bytes(spec)
     if "expert_fc1" in modules or "fused_group_mlp" in modules:
-        inside += routed * spec.hidden_size * shard.input_bytes
+        moved[Part.EXPERTS] += routed * spec.hidden_size * shard.input_bytes
     if "moe_act" in modules:
-        inside += routed * gates * ffn * act
-    yield Part.EXPERTS, inside
+        ffn = spec.expert_ffn_hidden_size / etp
+        moved[Part.EXPERTS] += routed * gates * ffn * shard.activation_bytes
+    return _without(graph, moved)
 
 
 def _without(graph: LayerGraph, moved: dict[Part, float], whole_input: float = 0.0) -> LayerGraph:
