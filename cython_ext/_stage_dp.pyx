@@ -1634,78 +1634,49 @@ cdef bint too_large(
 cdef object solution_of(const Work* w, int status):
     cdef Py_ssize_t length = w.p * w.v + 1, k
     boundaries = tuple([w.best[k] for k in range(length)]) if w.found else ()
-    return (
-        status,
-        w.iteration if w.found else NO_THRESHOLD,
-        boundaries,
-        w.lower,
-        w.nodes,
-        w.simulations,
-    )
+    iteration = w.iteration if w.found else NO_THRESHOLD
+    return status, w.lower, iteration, boundaries, w.nodes, w.simulations
 
 
-def solve(
-    Py_ssize_t p,
-    Py_ssize_t v,
-    int64_t m,
-    bytes unit_kinds,
-    tuple costs,
-    Py_ssize_t num_layers,
-    Py_ssize_t block_num_layers,
-    tuple send_forward,
-    tuple send_backward,
-    bint overlap_p2p,
-    int64_t capacity_bytes,
-    int64_t constant,
-    int64_t threshold,
-    int64_t node_limit,
-    Py_ssize_t max_path_bounds,
-    int64_t nogoods_after,
-    Py_ssize_t max_nogoods,
-    Py_ssize_t max_needs,
-    object out_of_time,
-):
-    """Solve one stage problem; the arguments are the fields of a ``PipelineProblem``.
-
-    The caller has checked the shape (``problem_checks.check_shape``): there are at least ``p * v``
-    units, ``p`` divides ``m`` where ``v > 1``, every kind has its costs, every chunk its sends.
+def solve(problem, int64_t threshold, int64_t node_limit, learning, out_of_time):
+    """Solve one stage problem whose shape was checked (``problem_checks.check_shape``).
 
     Args:
-        unit_kinds: for each unit its index into ``costs``.
-        costs: for each kind 13 whole numbers, as ``UnitCost`` orders them, ticks and bytes.
-        send_forward, send_backward: ``p * v`` whole numbers each, ticks.
+        problem: a ``PipelineProblem``.
         threshold: iteration time to beat, at most ``NO_THRESHOLD``; ticks.
         node_limit: 0 asks for memory and the lower bound alone; nothing is simulated.
-        max_path_bounds, nogoods_after, max_nogoods, max_needs: the fields of a ``Learning``.
+        learning: a ``Learning``.
         out_of_time: asked at every pause, or ``None``; once true the search ends as at its limit.
 
     Returns:
-        ``(status, iteration, boundaries, lower_bound, nodes, simulations)``, or ``None`` where a
-        value is negative or so large that a sum could leave int64.
+        The fields of a ``StageSolution``, or ``None`` where a value is negative or so large that a
+        sum could leave int64.
 
     Raises:
         MemoryError: if the tables do not fit.
-        OverflowError: if an argument leaves int64.
     """
     cdef Work* w = <Work*>PyMem_Malloc(sizeof(Work))
     cdef Arena tables = Arena(NULL, 0), extra = Arena(NULL, 0)
     cdef Arena learned = Arena(NULL, 0)
+    cdef bytes unit_kinds = problem.unit_kinds
+    cdef tuple costs = problem.costs
     cdef const uint8_t* kinds = unit_kinds
     cdef int64_t[NUM_FIELDS * 256] unit_costs
     cdef int status
-    cdef Py_ssize_t num_levels, field, index
+    cdef Py_ssize_t p, v, num_levels, field, index
     cdef int64_t count
     if w == NULL:
         raise MemoryError
     try:
         memset(w, 0, sizeof(Work))
-        w.p, w.v, w.n, w.m = p, v, len(unit_kinds), m
-        w.num_layers, w.overlap = num_layers, overlap_p2p
-        w.block = min(block_num_layers, num_layers)
-        w.capacity, w.constant = capacity_bytes, constant
+        p, v = w.p, w.v = problem.num_stages, problem.num_virtual
+        w.n, w.m = len(unit_kinds), problem.num_microbatches
+        w.num_layers, w.overlap = problem.num_layers, problem.overlap_p2p
+        w.block = min(<Py_ssize_t>problem.block_num_layers, w.num_layers)
+        w.capacity, w.constant = problem.capacity_bytes, problem.constant
         w.threshold, w.node_limit = threshold, node_limit
-        w.max_path_bounds, w.max_nogoods, w.max_needs = max_path_bounds, max_nogoods, max_needs
-        w.nogoods_after = nogoods_after
+        w.max_path_bounds, w.nogoods_after = learning.max_path_bounds, learning.nogoods_after
+        w.max_nogoods, w.max_needs = learning.max_nogoods, learning.max_needs
         w.width = w.n - p + 1
         w.num_nodes = (p + 1) * w.width
         num_levels = 1
@@ -1719,9 +1690,10 @@ def solve(
             for field in range(NUM_FIELDS):
                 unit_costs[index] = (<tuple>cost)[field]
                 index += 1
-        for index in range(p * v):
-            w.send_forward[index] = send_forward[index]
-            w.send_backward[index] = send_backward[index]
+        for index, (forward, backward) in enumerate(
+            zip(problem.send_forward, problem.send_backward, strict=True)
+        ):
+            w.send_forward[index], w.send_backward[index] = forward, backward
         if too_large(kinds, unit_costs, w, len(costs)):
             return None
         with nogil:
@@ -1756,6 +1728,8 @@ def solve(
         if v == 1 and (status == STATUS_OPTIMAL or status == STATUS_BOUNDED) and extra.base != NULL:
             w.lower = w.threshold
         return solution_of(w, status)
+    except OverflowError:
+        return None
     finally:
         PyMem_Free(learned.base)
         PyMem_Free(extra.base)

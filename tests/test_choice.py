@@ -31,8 +31,8 @@ from nest_megatron.report.terminal import plan_report
 from nest_megatron.report.words import proof
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.neighbours import neighbours, peak_of
 from nest_megatron.solver.ranking import SearchResult
-from nest_megatron.solver.relatives import relatives, with_memory
 from nest_megatron.solver.search import Search
 from tests import catalogue
 from tests.cli.runs import run
@@ -225,22 +225,22 @@ def test_cautious_takes_no_risk_above_its_limit() -> None:
 
 
 @pytest.mark.parametrize(("model", "num_gpus"), JOBS)
-def test_relatives_are_plans_of_the_space(model: str, num_gpus: int) -> None:
+def test_neighbours_are_plans_of_the_space(model: str, num_gpus: int) -> None:
     grids, result = searched(model, num_gpus)
     cost = grids.model
     best = result.plans[0]
     slowest = math.floor(1.1 * best.iteration)
     solve = solver_of(choose(None), lambda: False)
-    own = with_memory(grids, best)
-    others = [*relatives(grids, own, solve, slowest, cost.capacity_bytes // 2)]
-    assert len({each.plan for each in (own, *others)}) == 1 + len(others) > 1
-    for each in (own, *others):
-        answer = evaluate(stage_problem(cost, each.plan.grid), each.plan.boundaries)
-        assert answer.iteration == each.plan.iteration <= slowest
+    others = dict(neighbours(grids, best, solve, slowest, cost.capacity_bytes // 2))
+    assert best not in others
+    assert others
+    for each, peak in {best: peak_of(grids, best), **others}.items():
+        answer = evaluate(stage_problem(cost, each.grid), each.boundaries)
+        assert answer.iteration == each.iteration <= slowest
         assert answer.fits
-        assert max(rank.total for rank in answer.memory) == each.peak_bytes
-        assert each.plan.iteration >= best.iteration
-        family = dataclasses.replace(each.plan.grid, recompute=best.grid.recompute)
+        assert max(rank.total for rank in answer.memory) == peak
+        assert each.iteration >= best.iteration
+        family = dataclasses.replace(each.grid, recompute=best.grid.recompute)
         assert family.dims.world_size == num_gpus
 
 

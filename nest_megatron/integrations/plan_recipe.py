@@ -20,7 +20,7 @@ from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import PlanRequest
 from nest_megatron.planner import plan as find_plan
-from nest_megatron.planner.pins import Found, PinnedPlan, read_pinned, require_same_job
+from nest_megatron.planner.pins import ActualJob, PinnedPlan, read_pinned, require_same_job
 from nest_megatron.report.failure import require_plan
 
 #: Runners-up that are ranked unless ``search.num_alternatives`` says otherwise.
@@ -88,7 +88,7 @@ def require_pinned_for(
     cluster: Cluster | None = None,
 ) -> None:
     """Refuse a pinned plan for another job, where a framework has a megatron-core of its own."""
-    found = Found(
+    found = ActualJob(
         spec=job.spec,
         num_gpus=num_gpus,
         cluster=cluster,

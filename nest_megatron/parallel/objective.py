@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nest_megatron.names import Name
+from nest_megatron.plain import written_as
 from nest_megatron.units import Seconds
 
 #: Chance from which one of two plans counts as the faster one; below it they tie.
@@ -54,7 +55,7 @@ class Choice:
     Args:
         tie_percent: plans so close to the best under the objective count as equal.
         num_layouts: fastest layouts that were compared.
-        num_relatives: plans near them that were compared too: with even stages, fewer virtual
+        num_neighbours: plans near them that were compared too: with even stages, fewer virtual
             stages or less memory.
         value_s: the plan's value under the objective.
         bound_s: no plan of the space has a smaller one, proven.
@@ -66,7 +67,7 @@ class Choice:
     objective: Objective
     tie_percent: float
     num_layouts: int
-    num_relatives: int
+    num_neighbours: int = written_as("num_relatives")
     value_s: Seconds
     bound_s: Seconds
     slower_percent: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from nest_megatron.cluster.records import Cluster
@@ -29,21 +29,17 @@ from nest_megatron.planner.assemble import (
     with_goodput,
 )
 from nest_megatron.planner.choice import (
+    Comparison,
+    Peaks,
     choose_plan,
-    is_within_tie,
-    needs_even_stages,
     runner_up,
-    slowest_of_worth,
     worth_comparing,
 )
-from nest_megatron.planner.ended import EndedEarly
-from nest_megatron.planner.headroom import roomier, told_headroom
-from nest_megatron.planner.instance_offers import with_instance_offer
-from nest_megatron.planner.numeric_offers import with_numeric_offers
-from nest_megatron.planner.offers import with_offer
-from nest_megatron.planner.package_offers import with_package_offer
+from nest_megatron.planner.headroom import headroom_of, roomier
+from nest_megatron.planner.offers import offers
 from nest_megatron.planner.request import NUM_ALTERNATIVES, PlanRequest
 from nest_megatron.planner.shortage import (
+    EndedEarly,
     NoPlan,
     describe_grid,
     no_plan,
@@ -54,7 +50,6 @@ from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SearchResult, SolvedGrid
-from nest_megatron.solver.relatives import Relative
 from nest_megatron.solver.search import Search
 from nest_megatron.units import Seconds, Ticks, to_seconds
 
@@ -100,14 +95,14 @@ def plan(
     deadline = request.deadline()
     searched = _search(request, deadline, on_progress)
     if searched.result.plans:
-        found = with_goodput(_assembled(request, searched, choose), request.reliability)
-        found = told_headroom(
+        found = _assembled(request, searched, choose)
+        headroom = headroom_of(
             *(found, request, searched.model, searched.compared),
             lambda asked: _best(asked, deadline),
         )
-        found = with_offer(found, request, lambda asked: _best(asked, deadline))
-        found = with_instance_offer(with_package_offer(found, request), request)
-        return with_numeric_offers(found, request)
+        said = offers(found, request, lambda asked: _best(asked, deadline))
+        found = dataclasses.replace(found, headroom=headroom, offers=said)
+        return with_goodput(found, request.reliability)
     record = search_record(request, searched.result, searched.seconds)
     if record.certificate == ENDED_EARLY:
         return EndedEarly(
@@ -191,7 +186,7 @@ class _Searched(NamedTuple):
     grids: GridSpace
     result: SearchResult
     seconds: Seconds
-    compared: tuple[Relative, ...] = ()
+    compared: Peaks
 
 
 def _search(
@@ -208,38 +203,25 @@ def _search(
     if is_nominal or not searched.result.plans:
         return searched
     # Without the deadline, so that ranks that search each for itself choose alike.
-    solve = solver_of(choose(request.backend), lambda: False)
-    found = worth_comparing(request, searched.grids, searched.result.plans, solve)
-    roomy, proven = roomier(request), searched.result.certificate.lower_bound
-    if roomy is not None and not is_within_tie(request, searched.model, found, proven):
-        found += _worth_more(request, roomy, searched.model, found, deadline, _ROOMY_LAYOUTS)
-    if needs_even_stages(request, searched.model, found):
+    solve = solver_of(choose(request.backend))
+    peaks = worth_comparing(request, searched.grids, searched.result.plans, solve)
+
+    def add(asked: PlanRequest, num_layouts: int) -> None:
+        """Plans of a narrower space that may be taken instead of those known."""
+        slowest = Comparison(request, searched.model, peaks).slowest
+        more = _search_within(
+            asked, deadline, model=searched.model, num_layouts=num_layouts, slowest=slowest
+        )
+        peaks.update(worth_comparing(request, more.grids, more.result.plans, solve, slowest))
+
+    roomy, known = roomier(request), Comparison(request, searched.model, peaks)
+    tied = searched.result.certificate.lower_bound * (1 + request.tie_percent / 100)
+    if roomy is not None and min(known.values) > tied:
+        add(roomy, _ROOMY_LAYOUTS)
+    if Comparison(request, searched.model, peaks).needs_even_stages():
         even = dataclasses.replace(request.space, even_stages=True)
-        asked = dataclasses.replace(roomy or request, space=even)
-        found += _worth_more(request, asked, searched.model, found, deadline, num_layouts=1)
-    unique = {each.plan: each for each in found}
-    return searched._replace(compared=tuple(unique.values()))
-
-
-def _worth_more(
-    request: PlanRequest,
-    asked: PlanRequest,
-    model: CostModel,
-    found: Sequence[Relative],
-    deadline: Deadline,
-    num_layouts: int,
-) -> list[Relative]:
-    """Plans of a narrower space that may be taken instead of those found.
-
-    Args:
-        asked: the request for plans of that space.
-        model: of the whole space.
-        num_layouts: the fastest that are looked at.
-    """
-    most = slowest_of_worth(request, model, found)
-    more = _search_within(asked, deadline, model=model, num_layouts=num_layouts, slowest=most)
-    solve = solver_of(choose(request.backend), lambda: False)
-    return worth_comparing(request, more.grids, more.result.plans, solve, most)
+        add(dataclasses.replace(roomy or request, space=even), 1)
+    return searched._replace(compared=peaks)
 
 
 def _search_within(
@@ -263,7 +245,7 @@ def _search_within(
         on_progress(solved, to_seconds(best), to_seconds(bound))
 
     if model is None:
-        model = CostModel(request.spec, request.cluster, request.settings, request.times)
+        model = request.cost_model()
     else:
         model = model.with_memory_margin(request.settings.memory_margin)
     ends = deadline.without(min(_REPORT_S, _REPORT_SHARE * deadline.seconds))
@@ -282,7 +264,7 @@ def _search_within(
     )
     result = search.run()
     seconds = time.perf_counter() - started
-    return _Searched(model, search.grids, result, seconds)
+    return _Searched(model, search.grids, result, seconds, {})
 
 
 def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> ParallelPlan:

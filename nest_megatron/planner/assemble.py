@@ -60,7 +60,7 @@ def assemble(
 ) -> ParallelPlan:
     """The plan file of a solved grid, sealed."""
     spec, cluster, grid = model.spec, model.cluster, best.grid
-    partition = _partition(best)
+    partition = best.partition()
     predicted = estimate(model, grid, partition)
     plan = ParallelPlan(
         model=spec,
@@ -102,9 +102,9 @@ def _uncertainty(
 
 def with_goodput(plan: ParallelPlan, reliability: Reliability | None) -> ParallelPlan:
     """The plan with what failures leave of its time, sealed again."""
-    if reliability is None:
-        return plan
-    found = goodput(reliability, plan.predicted.iteration_time_s, plan.placement.num_gpus)
+    found = None
+    if reliability is not None:
+        found = goodput(reliability, plan.predicted.iteration_time_s, plan.placement.num_gpus)
     return sealed(dataclasses.replace(plan, goodput=found))
 
 
@@ -118,11 +118,6 @@ def describe_times(model: CostModel, grid: Grid) -> str:
     sources = Counter(model.sources(grid).values())
     words = (f"{sources[source]} {source}" for source in Source if source in sources)
     return f"{model.times.name}: {', '.join(words)}"
-
-
-def _partition(solved: SolvedGrid) -> StagePartition:
-    pp = solved.grid.dims.pipeline_model_parallel_size
-    return StagePartition(boundaries=solved.boundaries, pipeline_model_parallel_size=pp)
 
 
 def _placement(cluster: Cluster, grid: Grid, *, has_experts: bool) -> Placement:
@@ -197,7 +192,7 @@ def alternative(
     return Alternative.of(
         other.grid,
         pipeline_model_parallel_layout=(
-            layout_string(spec, _partition(other)) if pipelined else None
+            layout_string(spec, other.partition()) if pipelined else None
         ),
         iteration_time_s=to_seconds(other.iteration),
         slower_percent=100.0 * (other.iteration - best.iteration) / best.iteration,

@@ -13,7 +13,6 @@ from nest_megatron.cost_model.uncertainty import Predictive, predictive
 from nest_megatron.errors import UserInputError, typed_setting
 from nest_megatron.parallel.layout import is_uniform
 from nest_megatron.parallel.objective import SURE, Choice, Objective, Shortlist
-from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import parallel_choice
 from nest_megatron.plain import to_plain
 from nest_megatron.planner.request import PlanRequest
@@ -25,14 +24,17 @@ from nest_megatron.planner.uncertain import (
     shortlisted,
 )
 from nest_megatron.solver.grids import GridSpace
+from nest_megatron.solver.neighbours import neighbours, peak_of
 from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolver
-from nest_megatron.solver.ranking import Layout, SearchResult, SolvedGrid, layout_of
-from nest_megatron.solver.relatives import Relative, relatives, with_memory
+from nest_megatron.solver.ranking import SearchResult, SolvedGrid, layout_of
 from nest_megatron.units import Bytes, Seconds, Ticks, format_chance, format_gib, to_seconds
+
+#: Plans to choose among, each with the highest peak of memory over its ranks.
+Peaks = Mapping[SolvedGrid, Bytes]
 
 #: Chance to run out of memory above which plans that need less are looked for.
 _COMFORTABLE = 0.02
-#: Relatives are looked for of the kept plans, then of those that tie with the best of them all.
+#: Neighbours are looked for of the kept plans, then of those that tie with the best of them all.
 _ROUNDS = 2
 #: Share of the memory of a GPU of which more is no advantage: nothing runs out of memory there.
 _ENOUGH_FREE = 0.25
@@ -116,62 +118,122 @@ class Chosen:
         return shortlisted([self.known[plan].step for plan in plans])
 
 
+class Comparison:
+    """Solved plans by their predicted steps, in ticks, with the price of running out of memory."""
+
+    def __init__(self, request: PlanRequest, model: CostModel, peaks: Peaks) -> None:
+        self.request, self.model, self.peaks = request, model, peaks
+        steps = [float(plan.iteration) for plan in peaks]
+        self.chances = [out_of_memory(model, plan.grid, peak) for plan, peak in peaks.items()]
+        self.values = with_retries(steps, self.chances, request.failed_start_percent)
+        self.longest_tie = min(self.values) * (1 + request.tie_percent / 100)
+
+    @property
+    def slowest(self) -> Ticks:
+        """The longest predicted step with which another plan may be taken instead of these.
+
+        No plan has less than its step under any objective.
+        """
+        return min(math.floor(min(self.longest_tie, NO_THRESHOLD)), NO_THRESHOLD - 1)
+
+    def ties(self) -> list[SolvedGrid]:
+        """Those that tie with the best."""
+        plans = list(self.peaks)
+        return [plans[n] for n in _ties(self.values, self.chances, self.request.tie_percent)]
+
+    def needs_even_stages(self) -> bool:
+        """Whether none with stages that Megatron cuts by itself ties with the best."""
+        space, spec = self.request.space, self.model.spec
+        if space.even_stages or space.partition is not None:
+            return False
+        return not any(is_uniform(spec, plan.partition()) for plan in self.ties())
+
+    def candidates(self, listed: Sequence[SolvedGrid]) -> Iterator[Candidate]:
+        """Those that may be chosen or are listed: the rest is not looked at any closer."""
+        most, model = min(self.values) * (1 + _CLOSE), self.model
+        for (plan, peak), chance in zip(self.peaks.items(), self.chances, strict=True):
+            if plan.iteration <= most or plan in listed:
+                partition, step_s = plan.partition(), to_seconds(plan.iteration)
+                yield Candidate(
+                    solved=plan,
+                    peak_memory_bytes=peak,
+                    capacity_bytes=model.capacity_bytes,
+                    step=predictive(model, plan.grid, partition, step_s),
+                    out_of_memory=chance,
+                    is_custom=not is_uniform(model.spec, partition),
+                    changes=_changes(self.request, plan),
+                )
+
+
+def worth_comparing(
+    request: PlanRequest,
+    grids: GridSpace,
+    plans: Sequence[SolvedGrid],
+    solve: StageSolver,
+    slowest: Ticks = NO_THRESHOLD - 1,
+) -> dict[SolvedGrid, Bytes]:
+    """The plans that a search kept, and neighbours that may be worth more than all of them.
+
+    Args:
+        grids: the space that was searched.
+        solve: the stage solver.
+        slowest: what takes longer is worth less than what is already known.
+    """
+    found = {plan: peak_of(grids, plan) for plan in plans}
+    if not found:
+        return found
+    slowest = min(slowest, Comparison(request, grids.model, found).slowest)
+    asked = list(plans)
+    for _ in range(_ROUNDS):
+        for own in asked:
+            enough = bytes_with_risk(grids.model, own.grid, _COMFORTABLE)
+            for plan, peak in neighbours(grids, own, solve, slowest, enough):
+                found.setdefault(plan, peak)
+        ties = Comparison(request, grids.model, found).ties()
+        asked = [plan for plan in ties if plan not in asked]
+    return found
+
+
 def choose_plan(
-    request: PlanRequest, model: CostModel, result: SearchResult, found: Sequence[Relative]
+    request: PlanRequest, model: CostModel, result: SearchResult, peaks: Peaks
 ) -> Chosen:
     """The plan that the request's objective prefers.
 
     Args:
         result: of the search of the whole space.
-        found: plans to choose among, those that this search kept first (``worth_comparing``);
+        peaks: plans to choose among, those that this search kept first (``worth_comparing``);
             empty where only the predicted step counts.
     """
     plans, objective = result.plans, request.objective
-    if not found:
+    if not peaks:
         return Chosen(plan=plans[0], others=plans[1:])
-    known = {
-        each.plan: _candidate(request, model, each) for each in _worth(request, model, found, plans)
-    }
+    candidates = [*Comparison(request, model, peaks).candidates(plans)]
+    known = {each.solved: each for each in candidates}
     fastest = known[plans[0]]
     if objective is Objective.NOMINAL:
         return Chosen(plan=plans[0], others=plans[1:], known=known)
-    allowed = _allowed(request, list(known.values()))
+    allowed = _allowed(request, candidates)
     values = values_of(allowed, objective, request.failed_start_percent)
     number = simplest_of_best(allowed, values, request.tie_percent)
     taken = allowed[number]
-    others = {*_best_of_layouts(request, list(known.values())), plans[0]} - {taken.solved}
+    others = {*_best_of_layouts(request, candidates), plans[0]} - {taken.solved}
     num_others = max(request.num_alternatives, int(taken.solved != plans[0]))
-    listed = tuple(sorted(others, key=lambda plan: plan.rank)[:num_others])
-    return Chosen(
-        plan=taken.solved,
-        others=listed,
-        choice=_choice(request, result, found, taken, fastest, values[number]),
-        known=known,
-    )
-
-
-def _choice(
-    request: PlanRequest,
-    result: SearchResult,
-    found: Sequence[Relative],
-    taken: Candidate,
-    fastest: Candidate,
-    value_s: Seconds,
-) -> Choice:
-    """How a plan was chosen, for plan files."""
-    lower_s = to_seconds(result.certificate.lower_bound)
-    num_layouts = len({layout_of(each.plan.grid) for each in found})
-    return Choice(
-        objective=request.objective,
+    most = request.max_out_of_memory_percent
+    missed = objective is Objective.CAUTIOUS and 100 * taken.out_of_memory > most
+    num_layouts = len({layout_of(plan.grid) for plan in peaks})
+    choice = Choice(
+        objective=objective,
         tie_percent=request.tie_percent,
         num_layouts=num_layouts,
-        num_relatives=len(found) - num_layouts,
-        value_s=value_s,
-        bound_s=lower_s * least_ratio(taken.step, request.objective),
+        num_neighbours=len(peaks) - num_layouts,
+        value_s=values[number],
+        bound_s=to_seconds(result.certificate.lower_bound) * least_ratio(taken.step, objective),
         slower_percent=100.0 * (taken.solved.iteration / fastest.solved.iteration - 1.0),
         separates=tuple(_separates(request, taken, fastest)),
-        max_out_of_memory_percent=_missed_limit(request, taken),
+        max_out_of_memory_percent=most if missed else None,
     )
+    listed = tuple(sorted(others, key=lambda plan: plan.rank)[:num_others])
+    return Chosen(plan=taken.solved, others=listed, choice=choice, known=known)
 
 
 def values_of(
@@ -219,10 +281,8 @@ def _best_of_layouts(request: PlanRequest, candidates: Sequence[Candidate]) -> s
     """The best plan of each layout under the request's objective."""
     values = values_of(candidates, request.objective, request.failed_start_percent)
     pairs = zip(values, (each.solved for each in candidates), strict=True)
-    best: dict[Layout, SolvedGrid] = {}
-    for _, plan in sorted(pairs, key=lambda pair: (pair[0], pair[1].rank)):
-        best.setdefault(layout_of(plan.grid), plan)
-    return set(best.values())
+    worst_first = sorted(pairs, key=lambda pair: (pair[0], pair[1].rank), reverse=True)
+    return set({layout_of(plan.grid): plan for _, plan in worst_first}.values())
 
 
 def runner_up(chosen: Chosen, number: int) -> Chosen:
@@ -245,115 +305,13 @@ def runner_up(chosen: Chosen, number: int) -> Chosen:
     return dataclasses.replace(chosen, plan=taken, others=tuple(others), choice=None)
 
 
-def worth_comparing(
-    request: PlanRequest,
-    grids: GridSpace,
-    plans: Sequence[SolvedGrid],
-    solve: StageSolver,
-    slowest: Ticks = NO_THRESHOLD - 1,
-) -> list[Relative]:
-    """The plans that a search kept, and relatives that may be worth more than all of them.
-
-    Args:
-        grids: the space that was searched.
-        solve: the stage solver.
-        slowest: what takes longer is worth less than what is already known.
-    """
-    if not plans:
-        return []
-    found = {plan: with_memory(grids, plan) for plan in plans}
-    kept = list(found.values())
-    slowest = min(slowest, slowest_of_worth(request, grids.model, kept))
-    asked = kept
-    for _ in range(_ROUNDS):
-        for own in asked:
-            enough = bytes_with_risk(grids.model, own.plan.grid, _COMFORTABLE)
-            for each in relatives(grids, own, solve, slowest, enough):
-                found.setdefault(each.plan, each)
-        asked = [
-            each for each in _tied(request, grids.model, [*found.values()]) if each not in asked
-        ]
-    return list(found.values())
-
-
-def slowest_of_worth(request: PlanRequest, model: CostModel, found: Sequence[Relative]) -> Ticks:
-    """The longest predicted step with which a plan may be taken instead of those found.
-
-    No plan has less than its step under any objective.
-    """
-    most = min(_priced(request, model, found)) * (1 + request.tie_percent / 100)
-    return min(math.floor(min(most, NO_THRESHOLD)), NO_THRESHOLD - 1)
-
-
-def is_within_tie(
-    request: PlanRequest, model: CostModel, found: Sequence[Relative], bound: Ticks
-) -> bool:
-    """Whether the best of some plans ties with a step that no plan is faster than."""
-    return min(_priced(request, model, found)) <= bound * (1 + request.tie_percent / 100)
-
-
-def needs_even_stages(request: PlanRequest, model: CostModel, found: Sequence[Relative]) -> bool:
-    """Whether no plan with stages that Megatron cuts by itself ties with the best."""
-    if request.space.even_stages or request.space.partition is not None:
-        return False
-    ties = _tied(request, model, found)
-    return not any(is_uniform(model.spec, _partition(each.plan)) for each in ties)
-
-
-def _tied(request: PlanRequest, model: CostModel, found: Sequence[Relative]) -> list[Relative]:
-    """Those that tie with the best, by their predicted steps."""
-    values, chances = _priced(request, model, found), _chances(model, found)
-    return [found[number] for number in _ties(values, chances, request.tie_percent)]
-
-
-def _priced(request: PlanRequest, model: CostModel, found: Sequence[Relative]) -> list[float]:
-    """Predicted steps, in ticks, with the price of running out of memory."""
-    steps = [float(each.plan.iteration) for each in found]
-    return with_retries(steps, _chances(model, found), request.failed_start_percent)
-
-
-def _chances(model: CostModel, found: Sequence[Relative]) -> list[float]:
-    return [out_of_memory(model, each.plan.grid, each.peak_bytes) for each in found]
-
-
-def _worth(
-    request: PlanRequest,
-    model: CostModel,
-    found: Sequence[Relative],
-    plans: Sequence[SolvedGrid],
-) -> Iterator[Relative]:
-    """Those that may be chosen or are listed: the rest is not looked at any closer."""
-    most, kept = min(_priced(request, model, found)) * (1 + _CLOSE), set(plans)
-    for each in found:
-        if each.plan.iteration <= most or each.plan in kept:
-            yield each
-
-
-def _candidate(request: PlanRequest, model: CostModel, found: Relative) -> Candidate:
-    solved, grid, partition = found.plan, found.plan.grid, _partition(found.plan)
-    return Candidate(
-        solved=solved,
-        peak_memory_bytes=found.peak_bytes,
-        capacity_bytes=model.capacity_bytes,
-        step=predictive(model, grid, partition, to_seconds(solved.iteration)),
-        out_of_memory=out_of_memory(model, grid, found.peak_bytes),
-        is_custom=not is_uniform(model.spec, partition),
-        changes=_changes(request, solved, partition),
-    )
-
-
-def _partition(solved: SolvedGrid) -> StagePartition:
-    pp = solved.grid.dims.pipeline_model_parallel_size
-    return StagePartition(boundaries=solved.boundaries, pipeline_model_parallel_size=pp)
-
-
-def _changes(request: PlanRequest, solved: SolvedGrid, partition: StagePartition) -> int:
+def _changes(request: PlanRequest, plan: SolvedGrid) -> int:
     """How many settings of the user a plan changes."""
     if not request.own:
         return 0
-    grid = solved.grid
-    chosen = parallel_choice(request.spec, grid, partition, request.space.sharding)
-    values = {**to_plain(chosen), "micro_batch_size": grid.micro_batch_size}
+    sharding = request.space.sharding
+    chosen = parallel_choice(request.spec, plan.grid, plan.partition(), sharding)
+    values = {**to_plain(chosen), "micro_batch_size": plan.grid.micro_batch_size}
     return sum(
         to_plain(value) != values[name] for name, value in request.own.items() if name in values
     )
@@ -366,13 +324,6 @@ def _allowed(request: PlanRequest, candidates: Sequence[Candidate]) -> list[Cand
     most = request.max_out_of_memory_percent / 100
     allowed = [each for each in candidates if each.out_of_memory <= most]
     return allowed or [min(candidates, key=lambda each: each.out_of_memory)]
-
-
-def _missed_limit(request: PlanRequest, taken: Candidate) -> float | None:
-    """The limit on the chance to run out of memory, where the plan taken has more."""
-    most = request.max_out_of_memory_percent
-    missed = request.objective is Objective.CAUTIOUS and 100 * taken.out_of_memory > most
-    return most if missed else None
 
 
 def _separates(request: PlanRequest, taken: Candidate, fastest: Candidate) -> Iterator[str]:

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Iterator
 from itertools import product
 
-from nest_megatron.cost_model.model import CostModel
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.degree_rules import DEGREE_RULES, Violation, violations
 from nest_megatron.parallel.dims import ParallelDims
@@ -50,21 +49,17 @@ def single_relaxations(request: PlanRequest, out_of_time: OutOfTime = lambda: Fa
         out_of_time: once true, those found until then are returned.
     """
     space = request.space
-    found = []
-    for name in space.fixed:
-        if out_of_time():
-            break
+
+    def without(name: str) -> SearchSpace:
         fixed = {other: value for other, value in space.fixed.items() if other != name}
         partition = None if name in (_PP, _VPP) else space.partition
-        relaxed = dataclasses.replace(space, fixed=fixed, partition=partition)
-        if _is_legal(request, relaxed, out_of_time):
-            found.append(name)
-    return found
+        return dataclasses.replace(space, fixed=fixed, partition=partition)
+
+    return [name for name in space.fixed if _is_legal(request, without(name), out_of_time)]
 
 
 def _is_legal(request: PlanRequest, space: SearchSpace, out_of_time: OutOfTime) -> bool:
-    model = CostModel(request.spec, request.cluster, request.settings, request.times)
-    grids = GridSpace(model, request.global_batch_size, space)
+    grids = GridSpace(request.cost_model(), request.global_batch_size, space)
     for shard in grids.shards():
         if out_of_time():
             return False

@@ -1,33 +1,69 @@
-"""What another data-parallel sharding than the job's own would give: priced, never taken."""
+"""What choices that are not searched would gain: priced beside a plan, never taken."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
 
+from nest_megatron.cost_model.estimate import Estimate, estimate
+from nest_megatron.cost_model.formats import beside_buffers, format_of, uneven_sides
+from nest_megatron.cost_model.target_defaults import MEGATRON_LM
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.execution import FlexBackend, TokenDispatcher
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.execution_rules import allowed_execution
+from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.plan import ParallelPlan, zero_stage
-from nest_megatron.parallel.plan_file import sealed
 from nest_megatron.parallel.zero import DataParallelSharding
-from nest_megatron.planner.request import PlanRequest
-from nest_megatron.units import format_seconds
+from nest_megatron.planner.request import NumericOffer, PlanRequest
+from nest_megatron.solver.executions import is_accepted
+from nest_megatron.units import Bytes, Seconds, format_gib, format_seconds
+
+T = TypeVar("T")
 
 #: Smaller gains are below what the cost model can tell apart (docs/accuracy.md).
-LEAST_GAIN_PERCENT = 1.0
+_LEAST_GAIN_PERCENT = 1.0
+#: Freed memory that is worth a sentence where a choice is no faster.
+_LEAST_FREED_PERCENT = 5.0
+#: Sentences on choices that change numbers.
+_MOST_NUMERIC = 5
+#: More groups of replicas than this are not tried: states are then divided among few.
+_MOST_INSTANCES = 16
 
 
-def with_offer(
-    best: ParallelPlan, request: PlanRequest, find: Callable[[PlanRequest], object]
-) -> ParallelPlan:
-    """A plan that says what the job would gain under another sharding, where it would.
+def offers(
+    plan: ParallelPlan,
+    request: PlanRequest,
+    find: Callable[[PlanRequest], ParallelPlan | None],
+) -> tuple[str, ...]:
+    """A sentence for each choice that would gain something.
 
     Args:
-        request: the question that ``best`` answers.
-        find: answers a request with a plan, or with something else where nothing fits.
+        request: the question that ``plan`` answers.
+        find: the best plan of a request, if there is one.
     """
+    return (
+        *_of_sharding(plan, request, find),
+        *_of_packages(plan, request),
+        *_of_instances(plan, request),
+        *numeric_offers(plan, request),
+    )
+
+
+def _gain_percent(step_s: Seconds, other_s: Seconds) -> float:
+    return 100.0 * (step_s / other_s - 1.0)
+
+
+def _of_sharding(
+    best: ParallelPlan, request: PlanRequest, find: Callable[[PlanRequest], ParallelPlan | None]
+) -> Iterator[str]:
+    """Another data-parallel sharding than the job's own."""
     offer = request.offer
     if offer is None:
-        return best
+        return
     asked = dataclasses.replace(
         request,
         space=offer.space,
@@ -38,20 +74,18 @@ def with_offer(
     try:
         other = find(asked)
     except UserInputError:  # its degrees have no legal layout under another sharding
-        return best
-    if not isinstance(other, ParallelPlan):
-        return best
-    step_s, other_s = best.shortest_step_s, other.shortest_step_s
-    gain = 100.0 * (step_s / other_s - 1.0)
-    if gain < LEAST_GAIN_PERCENT:
-        return best
-    sharding = zero_stage(other.parallel).sharding
-    kind = offer.ckpt_format.get(sharding)
-    sentence = (
-        f"{_named(other, offer.own)} would be {gain:.1f} % faster ({format_seconds(other_s)})"
-        f"{f'; it needs --ckpt-format {kind}' if kind else ''}. To have it: {offer.free[sharding]}"
-    )
-    return sealed(dataclasses.replace(best, offers=(*best.offers, sentence)))
+        return
+    if other is None:
+        return
+    gain = _gain_percent(best.shortest_step_s, other.shortest_step_s)
+    if gain >= _LEAST_GAIN_PERCENT:
+        sharding = zero_stage(other.parallel).sharding
+        kind = offer.ckpt_format.get(sharding)
+        needs = f"; it needs --ckpt-format {kind}" if kind else ""
+        yield (
+            f"{_named(other, offer.own)} would be {gain:.1f} % faster "
+            f"({format_seconds(other.shortest_step_s)}){needs}. To have it: {offer.free[sharding]}"
+        )
 
 
 def _named(plan: ParallelPlan, own: DataParallelSharding) -> str:
@@ -60,3 +94,170 @@ def _named(plan: ParallelPlan, own: DataParallelSharding) -> str:
     if own is DataParallelSharding.TORCH_FSDP2:
         how = f"{how} instead of PyTorch FSDP2" if fsdp else "without PyTorch FSDP2"
     return f"ZeRO-{int(zero_stage(plan.parallel))} {how}"
+
+
+def _fastest(plan: ParallelPlan, priced: Iterable[tuple[T, Estimate]]) -> Iterator[tuple[T, str]]:
+    """The fastest choice for a plan's layout that fits, and what it gains, if it gains enough."""
+    fitting = [each for each in priced if each[1].fits]
+    if fitting:
+        choice, best = min(fitting, key=lambda each: each[1].iteration_time_s)
+        gain = _gain_percent(plan.predicted.iteration_time_s, best.iteration_time_s)
+        if gain >= _LEAST_GAIN_PERCENT:
+            yield choice, _faster(gain, best.iteration_time_s)
+
+
+def _faster(gain_percent: float, step_s: Seconds) -> str:
+    return f"make this layout {gain_percent:.1f} % faster ({format_seconds(step_s)})"
+
+
+def _of_packages(plan: ParallelPlan, request: PlanRequest) -> Iterator[str]:
+    """The dispatcher that would make a plan's own layout fastest of those with other packages."""
+    if plan.execution.is_node_limited:
+        return
+    grid, model, found = plan.grid(), request.cost_model(), []
+    for backend in request.packages:
+        execution = dataclasses.replace(
+            grid.execution,
+            moe_token_dispatcher_type=TokenDispatcher.FLEX,
+            moe_flex_dispatcher_backend=backend,
+        )
+        other = dataclasses.replace(grid, execution=allowed_execution(execution, grid))
+        if other.execution.is_node_limited and is_accepted(model, other, request.space.version):
+            found.append((backend, estimate(model, other, plan.partition())))
+    for backend, faster in _fastest(plan, found):
+        words, package = _words(backend, request.settings.target), request.packages[backend]
+        yield (
+            f"{words} would {faster}. It needs a package where the job runs; "
+            f"search.packages=[{package}] says that it is there"
+        )
+
+
+def _words(backend: FlexBackend, target: str | None) -> str:
+    """What the user sets: flags of Megatron-LM, or fields of another framework."""
+    values = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
+    if target is None or target.startswith("megatron_lm"):
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
+    return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _of_instances(plan: ParallelPlan, request: PlanRequest) -> Iterator[str]:
+    """The number of instances of the distributed optimizer that would make a layout fastest.
+
+    They bring the gathering of weights nearer, at the price of as many copies of the optimizer
+    states. It is not searched: it is a setting of the whole job, whose every value would make
+    another search.
+    """
+    settings, grid = request.settings, plan.grid()
+    targets = [target.name for target in MEGATRON_LM]
+    if settings.target not in targets or settings.traits.optimizer_instances > 1:
+        return
+    if grid.zero.is_fsdp or not plan.parallel.use_distributed_optimizer:
+        return
+    found = []
+    for number in _instances(grid.dims, is_moe=request.spec.is_moe):
+        traits = dataclasses.replace(settings.traits, optimizer_instances=number)
+        other = dataclasses.replace(settings, traits=traits)
+        found.append((number, estimate(request.cost_model(other), grid, plan.partition())))
+    for number, faster in _fastest(plan, found):
+        yield (
+            f"--num-distributed-optimizer-instances {number} would {faster}. It keeps {number} "
+            "copies of the optimizer states"
+        )
+
+
+def _instances(dims: ParallelDims, *, is_moe: bool) -> Iterator[int]:
+    """Instances that divide the replicas, those of experts as well (0.16.1 parallel_state:833)."""
+    replicas = dims.data_parallel_size * dims.context_parallel_size
+    if is_moe:
+        replicas = math.gcd(replicas, dims.expert_data_parallel_size)
+    return (n for n in range(2, min(_MOST_INSTANCES, replicas // 2) + 1) if replicas % n == 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Numeric:
+    """A plan's own layout under a choice that changes numbers.
+
+    Args:
+        fits: within the GPUs' memory, as far as the plan may fill it.
+        faster_percent: over the plan.
+        freed_percent: of a GPU's memory at the highest peak in the plan.
+    """
+
+    offer: NumericOffer
+    fits: bool
+    iteration_time_s: Seconds
+    faster_percent: float
+    freed_bytes: Bytes
+    freed_percent: float
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether the cost model can tell it from the plan."""
+        freed = self.freed_percent >= _LEAST_FREED_PERCENT and self.faster_percent > -1.0
+        return self.fits and (self.faster_percent >= _LEAST_GAIN_PERCENT or freed)
+
+    def sentence(self) -> str:
+        """What it would do, and what it changes."""
+        gains = []
+        if self.faster_percent >= _LEAST_GAIN_PERCENT:
+            gains.append(_faster(self.faster_percent, self.iteration_time_s))
+        if self.freed_percent >= _LEAST_GAIN_PERCENT:
+            gains.append(f"free {format_gib(self.freed_bytes)} of peak memory per GPU")
+        gain = " and ".join(gains)
+        return f"{self.offer.words} would {gain}. It changes numbers: {self.offer.knob.changes}"
+
+
+def numeric_offers(plan: ParallelPlan, request: PlanRequest) -> tuple[str, ...]:
+    """The choices that change numbers and would gain something, the best first.
+
+    Each is one evaluation of the cost model: the layout stays, so another one may gain more. Of
+    choices of one family (formats of GEMMs) the best is said.
+    """
+    worth = [priced for priced in _all_numeric(plan, request) if priced.is_worth_it]
+    worth.sort(key=lambda priced: (priced.iteration_time_s, -priced.freed_bytes))
+    best = {priced.offer.knob.family: priced for priced in reversed(worth)}
+    said = [priced.sentence() for priced in worth if best[priced.offer.knob.family] is priced]
+    return tuple(said[:_MOST_NUMERIC])
+
+
+def _all_numeric(plan: ParallelPlan, request: PlanRequest) -> Iterator[_Numeric]:
+    before = plan.predicted
+    for offer in request.numeric_offers:
+        grid = _accepted(plan, offer, request)
+        if grid is None:
+            continue
+        found = estimate(request.cost_model(offer.settings), grid, plan.partition())
+        freed = before.peak_memory_bytes - max(s.peak_memory_bytes for s in found.stages)
+        yield _Numeric(
+            offer=offer,
+            fits=found.fits,
+            iteration_time_s=found.iteration_time_s,
+            faster_percent=_gain_percent(before.iteration_time_s, found.iteration_time_s),
+            freed_bytes=freed,
+            freed_percent=100.0 * freed / before.peak_memory_bytes,
+        )
+
+
+def _accepted(plan: ParallelPlan, offer: NumericOffer, request: PlanRequest) -> Grid | None:
+    """The plan's grid as it would run with the choice; ``None`` where Megatron refuses it.
+
+    Layers that were timed in one number format say nothing of another.
+    """
+    knob, traits, grid = offer.knob, offer.settings.traits, plan.grid()
+    if grid.zero.is_fsdp and knob.precision is None:
+        return None  # whose widths are flags of their own
+    if knob.of_sharded_optimizer and not plan.parallel.use_distributed_optimizer:
+        return None
+    if knob.of_experts and plan.execution.is_node_limited:
+        return None  # its kernels drop nothing
+    if knob.precision is None:
+        return grid
+    number_format = format_of(offer.settings.precision, traits.fp8_recipe)
+    if request.times is not None or number_format is None:
+        return None
+    if uneven_sides(request.spec, grid.dims, number_format):
+        return None
+    if not beside_buffers(traits.fp8_recipe):
+        execution = dataclasses.replace(grid.execution, tp_comm_overlap=False)
+        grid = dataclasses.replace(grid, execution=execution)
+    return grid

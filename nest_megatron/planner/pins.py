@@ -136,16 +136,7 @@ def read_plan(path: Path) -> tuple[ParallelPlan, Pin | None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """One thing in which a job is not the one that was pinned."""
-
-    what: str
-    pinned: object
-    found: object
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class ActualJob:
     """The job that is about to run.
 
     Args:
@@ -169,38 +160,38 @@ class Found:
     memory_flags: Mapping[str, Any] | None = None
 
 
-def require_same_job(pinned: PinnedPlan, found: Found) -> None:
+#: What is compared, as it is pinned and as it is in the job.
+Row = tuple[str, object, object]
+
+
+def require_same_job(pinned: PinnedPlan, job: ActualJob) -> None:
     """Refuse a job that the pinned plan was not made for.
 
     Raises:
         UserInputError: naming every difference.
     """
-    differences = [
-        *_model_differences(pinned.plan, found.spec, found.tensor_model_parallel_size),
-        *_job_differences(pinned, found),
-        *_memory_differences(pinned.plan, found),
-        *_place_differences(pinned.plan.cluster, found),
-    ]
-    if differences:
+    rows = (
+        *_model_rows(pinned.plan.model, job.spec, job.tensor_model_parallel_size),
+        *_job_rows(pinned, job),
+        *_memory_rows(pinned.plan, job),
+        *_cluster_rows(pinned.plan.cluster, job),
+    )
+    unlike = [(what, wanted, found) for what, wanted, found in rows if wanted != found]
+    if unlike:
+        told = "; ".join(f"{what} is {found}, pinned {wanted}" for what, wanted, found in unlike)
         raise UserInputError(
             "nest.plan",
-            value=", ".join(each.what for each in differences),
-            limit="the job is not the one that this plan was pinned for: "
-            + "; ".join(f"{d.what} is {d.found}, pinned {d.pinned}" for d in differences),
+            value=", ".join(what for what, _, _ in unlike),
+            limit=f"the job is not the one that this plan was pinned for: {told}",
             fix="Launch the pinned job, or plan and pin this one.",
         )
 
 
-def _model_differences(plan: ParallelPlan, spec: TransformerSpec, tp: int) -> Iterator[Difference]:
+def _model_rows(pinned: TransformerSpec, spec: TransformerSpec, tp: int) -> Iterator[Row]:
     for field in dataclasses.fields(TransformerSpec):
-        if field.name in (*_NAMES, *_VOCAB):
-            continue
-        wanted, found = _resolved(plan.model, field.name), _resolved(spec, field.name)
-        if wanted != found:
-            yield Difference(what=field.name, pinned=wanted, found=found)
-    rows, found_rows = plan.model.padded_vocab_size(tp), spec.padded_vocab_size(tp)
-    if rows != found_rows:
-        yield Difference(what="padded_vocab_size", pinned=rows, found=found_rows)
+        if field.name not in (*_NAMES, *_VOCAB):
+            yield field.name, _resolved(pinned, field.name), _resolved(spec, field.name)
+    yield "padded_vocab_size", pinned.padded_vocab_size(tp), spec.padded_vocab_size(tp)
 
 
 def _resolved(spec: TransformerSpec, name: str) -> Any:
@@ -219,20 +210,13 @@ def _resolved(spec: TransformerSpec, name: str) -> Any:
     return defaults.get(name, getattr(spec, name))
 
 
-def _job_differences(pinned: PinnedPlan, found: Found) -> Iterator[Difference]:
-    plan = pinned.plan
-    rows = {
-        "global_batch_size": (plan.train.global_batch_size, found.global_batch_size),
-        "precision": (plan.train.precision.value, found.precision.value),
-        "Megatron-LM release": (
-            pinned.pin.megatron_lm,
-            found.megatron_lm if pinned.pin.megatron_lm else None,
-        ),
-        "nest-megatron version": (pinned.pin.nest_megatron_version, __version__),
-    }
-    for what, (wanted, have) in rows.items():
-        if wanted != have:
-            yield Difference(what=what, pinned=wanted, found=have)
+def _job_rows(pinned: PinnedPlan, job: ActualJob) -> Iterator[Row]:
+    pin, train = pinned.pin, pinned.plan.train
+    yield "global_batch_size", train.global_batch_size, job.global_batch_size
+    yield "precision", train.precision.value, job.precision.value
+    if pin.megatron_lm:
+        yield "Megatron-LM release", pin.megatron_lm, job.megatron_lm
+    yield "nest-megatron version", pin.nest_megatron_version, __version__
 
 
 #: Traits that say how much memory a parameter takes; what a logit takes is compared by itself.
@@ -249,39 +233,32 @@ _PER_PARAMETER = (
     "fp8_transpose_cache",
     "keep_fp8_transpose_cache",
 )
-
-
 #: Traits that keep an activation narrower than it is without them.
 _NARROWER = ("fused_activation", "fp8_inputs")
 
 
-def _memory_differences(plan: ParallelPlan, found: Found) -> Iterator[Difference]:
+def _memory_rows(plan: ParallelPlan, job: ActualJob) -> Iterator[Row]:
     """What makes the job need more memory than the plan was made for."""
-    if found.memory_flags is None or found.precision is not plan.train.precision:
+    if job.memory_flags is None or job.precision is not plan.train.precision:
         return
     settings = restored_settings(plan.provenance.settings)
-    have = _found_traits(plan, settings.target, found)
-    planned = settings.traits
-    names = ["loss_bytes"] if have.loss_bytes > planned.loss_bytes else []
-    names += [each for each in _NARROWER if getattr(planned, each) and not getattr(have, each)]
+    planned, has = settings.traits, _traits_of(plan, settings.target, job.memory_flags)
+    names = ["loss_bytes"] if has.loss_bytes > planned.loss_bytes else []
+    names += [each for each in _NARROWER if getattr(planned, each) and not getattr(has, each)]
     before = _totals(plan, settings)
-    now = _totals(plan, dataclasses.replace(settings, traits=have))
+    now = _totals(plan, dataclasses.replace(settings, traits=has))
     if any(more > less for more, less in zip(now, before, strict=True)):
         names += _PER_PARAMETER
-    for name in names:
-        wanted, needs = getattr(planned, name), getattr(have, name)
-        if wanted != needs:
-            yield Difference(what=name, pinned=wanted, found=needs)
+    yield from ((name, getattr(planned, name), getattr(has, name)) for name in names)
 
 
-def _found_traits(plan: ParallelPlan, target: str | None, found: Found) -> ExecutionTraits:
-    """The job's own traits, with the defaults that the plan was made with."""
-    flags = found.memory_flags or {}
+def _traits_of(plan: ParallelPlan, target: str | None, flags: Mapping[str, Any]) -> ExecutionTraits:
+    """A job's own traits, with the defaults that the plan was made with."""
+    precision, device = plan.train.precision, plan.cluster.accelerator.name
     if target is None:  # a plan of a version that knew no targets
-        return execution_traits(flags, found.precision)
-    name, has_experts = plan.cluster.accelerator.name, plan.model.is_moe
+        return execution_traits(flags, precision)
     made_for = target_named(target)
-    return made_for.settings(name, found.precision, flags, has_experts=has_experts).traits
+    return made_for.settings(device, precision, flags, has_experts=plan.model.is_moe).traits
 
 
 def _totals(plan: ParallelPlan, settings: CostSettings) -> tuple[float, ...]:
@@ -291,30 +268,22 @@ def _totals(plan: ParallelPlan, settings: CostSettings) -> tuple[float, ...]:
     return tuple(kind.total for kind in kinds)
 
 
-def _place_differences(wanted: Cluster, found: Found) -> Iterator[Difference]:
-    if wanted.num_gpus != found.num_gpus:
-        yield Difference(what="number of GPUs", pinned=wanted.num_gpus, found=found.num_gpus)
-    if found.cluster is not None:
-        yield from _cluster_differences(wanted, found.cluster)
+def _cluster_rows(wanted: Cluster, job: ActualJob) -> Iterator[Row]:
+    yield "number of GPUs", wanted.num_gpus, job.num_gpus
+    mine, named = wanted.accelerator, job.cluster
+    if named is None:
+        if job.gpus is not None and not is_same_device(mine, job.gpus):
+            yield "GPU", mine.name, job.gpus.describe()
+        if job.gpus_per_host is not None:
+            yield "GPUs of a host", wanted.launch_gpus_per_host, job.gpus_per_host
         return
-    gpus, per_host = found.gpus, wanted.launch_gpus_per_host
-    if gpus is not None and not is_same_device(wanted.accelerator, gpus):
-        yield Difference(what="GPU", pinned=wanted.accelerator.name, found=gpus.describe())
-    if found.gpus_per_host not in (None, per_host):
-        yield Difference(what="GPUs of a host", pinned=per_host, found=found.gpus_per_host)
-
-
-def _cluster_differences(wanted: Cluster, found: Cluster) -> Iterator[Difference]:
-    rows: dict[str, tuple[object, object]] = {
-        "GPU": (wanted.accelerator.name, found.accelerator.name),
-        "GPUs per node": (wanted.gpus_per_node, found.gpus_per_node),
-        "GPU memory": (wanted.accelerator.memory_bytes, found.accelerator.memory_bytes),
-    }
-    differences = [
-        Difference(what=what, pinned=want, found=have)
-        for what, (want, have) in rows.items()
-        if want != have
-    ]
-    yield from differences
-    if not differences and plan_file.digest(wanted.levels) != plan_file.digest(found.levels):
-        yield Difference(what="network", pinned=wanted.name, found=found.name)
+    rows = (
+        ("GPU", mine.name, named.accelerator.name),
+        ("GPUs per node", wanted.gpus_per_node, named.gpus_per_node),
+        ("GPU memory", mine.memory_bytes, named.accelerator.memory_bytes),
+    )
+    yield from rows
+    if all(pinned == found for _, pinned, found in rows):
+        mine_levels, levels = plan_file.digest(wanted.levels), plan_file.digest(named.levels)
+        if mine_levels != levels:
+            yield "network", f"{wanted.name} ({mine_levels})", f"{named.name} ({levels})"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.goodput import Reliability
+from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
@@ -65,6 +66,15 @@ class NumericOffer:
     words: str
 
 
+def _refuse(what: str, value: object, limit: str) -> None:
+    fix = _FIXES.get(what, "Give percent, such as 1.")
+    raise UserInputError(what, value=value, limit=f"it must be {limit}", fix=fix)
+
+
+_FIXES = {
+    "train.global_batch_size": "Give the sequences of one optimizer step.",
+    "search.max_seconds": "Give the seconds that the search may take.",
+}
 #: Plans so close to the best count as equal.
 TIE_PERCENT = 1.0
 
@@ -80,7 +90,7 @@ class PlanRequest:
         max_seconds: time for everything, from reading the job to its report; when it ends the
             search, the plan says how far from the optimum it can be at most.
         begun_s: when that time began (``time.monotonic``); ``None`` is when planning begins.
-        offer: another sharding to be priced by ``offers.with_offer``.
+        offer: another sharding to be priced by ``offers.offers``.
         packages: backends of the token all-to-all whose package is not known to be there.
         numeric_offers: choices that change numbers, for ``numeric_offers.with_numeric_offers``.
         reliability: how often the job fails; ``None`` says nothing of goodput.
@@ -127,36 +137,21 @@ class PlanRequest:
     profile_notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        batch = self.global_batch_size
+        batch, seconds = self.global_batch_size, self.max_seconds
         if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
-            raise UserInputError(
-                "train.global_batch_size",
-                value=batch,
-                limit="it must be a whole number of at least 1",
-                fix="Give the sequences of one optimizer step.",
-            )
-        if not self.max_seconds > 0:
-            raise UserInputError(
-                "search.max_seconds",
-                value=self.max_seconds,
-                limit="it must be above 0",
-                fix="Give the seconds that the search may take.",
-            )
-        for name, most in (
-            ("tie_percent", math.inf),
-            ("failed_start_percent", math.inf),
-            ("max_out_of_memory_percent", 100.0),
-        ):
-            value = getattr(self, name)
-            if not 0 <= value <= most or value == math.inf:
-                raise UserInputError(
-                    f"search.{name}",
-                    value=value,
-                    limit="it must be at least 0 and finite"
-                    if most == math.inf
-                    else "it must lie between 0 and 100",
-                    fix="Give percent, such as 1.",
-                )
+            _refuse("train.global_batch_size", batch, "a whole number of at least 1")
+        if not seconds > 0:
+            _refuse("search.max_seconds", seconds, "above 0")
+        for name in ("tie_percent", "failed_start_percent"):
+            if not 0 <= getattr(self, name) < math.inf:
+                _refuse(f"search.{name}", getattr(self, name), "at least 0 and finite")
+        risk = self.max_out_of_memory_percent
+        if not 0 <= risk <= 100:
+            _refuse("search.max_out_of_memory_percent", risk, "between 0 and 100")
+
+    def cost_model(self, settings: CostSettings | None = None) -> CostModel:
+        """What the job costs, under other settings than its own if they are given."""
+        return CostModel(self.spec, self.cluster, settings or self.settings, self.times)
 
     def deadline(self) -> Deadline:
         """The time that planning has, from now on where nothing says when it began."""

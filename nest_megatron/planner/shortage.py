@@ -10,7 +10,6 @@ from nest_megatron.cost_model.memory import capacity_bytes, within_error
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.degree_rules import Violation
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.plan import SearchRecord
 from nest_megatron.planner.conflict import binding, single_relaxations
@@ -20,6 +19,7 @@ from nest_megatron.solver.memory_shortage import Shortage, fits, least_memory
 from nest_megatron.solver.ranking import SearchResult
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
+from nest_megatron.units import Seconds
 
 #: Largest cluster that is tried to make a job fit.
 LARGEST_CLUSTER = 65_536
@@ -46,6 +46,21 @@ class NoPlan:
     complete: bool = True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedEarly:
+    """Time ran out before a plan was found; whether there is one is not known.
+
+    Args:
+        lower_bound_s: no plan of the searched space has a shorter step.
+        max_seconds: the limit that was given.
+        search: what was looked at; its certificate is ``ended-early``.
+    """
+
+    lower_bound_s: Seconds
+    max_seconds: Seconds
+    search: SearchRecord
+
+
 def refuse_if_nothing_is_legal(
     request: PlanRequest, result: SearchResult, deadline: Deadline
 ) -> None:
@@ -62,27 +77,17 @@ def refuse_if_nothing_is_legal(
     broken = binding(request, deadline.passed)
     rules = "; ".join(f"{rule.what} = {rule.value}: {rule.limit}" for rule in broken)
     rules = rules or "; ".join(sorted(result.certificate.illegal)) or "nothing divides the GPUs"
+    advice = " ".join(rule.fix for rule in broken)
+    if free := single_relaxations(request, deadline.passed):
+        advice = f"Change or free {' or '.join(free)}: any one of them alone makes it legal."
+    gpus, batch = f"{request.cluster.num_gpus} GPUs", f"global batch {request.global_batch_size}"
+    fixed = (f"{name}={value}" for name, value in request.space.fixed.items())
     raise UserInputError(
         "the job",
-        value=", ".join(
-            [
-                f"{request.cluster.num_gpus} GPUs",
-                f"global batch {request.global_batch_size}",
-                *(f"{name}={value}" for name, value in request.space.fixed.items()),
-            ]
-        ),
+        value=", ".join([gpus, batch, *fixed]),
         limit=f"no combination of degrees is legal for {request.spec.name} ({rules})",
-        fix=_way_out(request, broken, deadline),
+        fix=advice or "Use a batch and a number of GPUs with more common divisors.",
     )
-
-
-def _way_out(request: PlanRequest, broken: tuple[Violation, ...], deadline: Deadline) -> str:
-    """Which fixed value to free, each tried alone; else what the binding rule advises."""
-    free = single_relaxations(request, deadline.passed)
-    if free:
-        return f"Change or free {' or '.join(free)}: any one of them alone makes it legal."
-    advice = " ".join(rule.fix for rule in broken)
-    return advice or "Use a batch and a number of GPUs with more common divisors."
 
 
 def no_plan(
@@ -109,8 +114,7 @@ def no_plan(
 
 def _remedies(request: PlanRequest, missing: int, deadline: Deadline) -> list[str]:
     """Single changes after which something fits, each tried."""
-    found = []
-    batch = request.global_batch_size
+    found, accelerator = [], request.cluster.accelerator
     if enough := _smallest_that_fits(request, deadline):
         found.append(f"cluster.num_gpus={enough}")
     given = _given(request.space)
@@ -119,37 +123,23 @@ def _remedies(request: PlanRequest, missing: int, deadline: Deadline) -> list[st
     offer = request.offer
     if offer is not None and _fits(dataclasses.replace(request, space=offer.space), deadline):
         found.append(f"another data-parallel sharding: {offer.free}")
-    accelerator = request.cluster.accelerator
-    found += _at_own_risk(request, missing)
+    # A smaller margin, where less is missing than such predictions are wrong by.
+    limit = capacity_bytes(accelerator, request.settings)
+    margin = request.settings.memory_margin - missing / accelerator.memory_bytes
+    if within_error(limit + missing, limit) and margin >= 0:
+        rounded = math.floor(1000 * margin) / 1000
+        found.append(f"memory.margin={rounded:g}, at your own risk: it may run out of memory")
     more = -(-(missing + accelerator.memory_bytes) // 2**30)
+    batch = request.global_batch_size
     found.append(f"GPUs with at least {more} GiB of memory, for a global batch of {batch}")
     return found
 
 
-def _at_own_risk(request: PlanRequest, missing: int) -> list[str]:
-    """A smaller margin, where less is missing than such predictions are wrong by."""
-    accelerator, settings = request.cluster.accelerator, request.settings
-    limit = capacity_bytes(accelerator, settings)
-    margin = settings.memory_margin - missing / accelerator.memory_bytes
-    if not within_error(limit + missing, limit) or margin < 0:
-        return []
-    rounded = math.floor(1000 * margin) / 1000
-    return [f"memory.margin={rounded:g}, at your own risk: it may run out of memory"]
-
-
 def _freed(space: SearchSpace) -> SearchSpace:
     """A space without what ``_given`` names; what the framework or the run limits stays."""
+    names = ("fixed", "limits", "partition", "recompute", "sharding", "zero_stages", "rank_orders")
     everything = SearchSpace()
-    return dataclasses.replace(
-        space,
-        fixed={},
-        limits={},
-        partition=None,
-        recompute=None,
-        sharding=None,
-        zero_stages=everything.zero_stages,
-        rank_orders=everything.rank_orders,
-    )
+    return dataclasses.replace(space, **{name: getattr(everything, name) for name in names})
 
 
 def _given(space: SearchSpace) -> list[str]:
@@ -193,30 +183,26 @@ def _smallest_that_fits(request: PlanRequest, deadline: Deadline) -> int | None:
 
 def _fits(request: PlanRequest, deadline: Deadline) -> bool:
     """Whether some plan fits, as far as there was time to find one."""
-    model = CostModel(request.spec, request.cluster, request.settings, request.times)
-    return fits(_new_search(request, model, deadline), deadline.passed)
+    return fits(_new_search(request, request.cost_model(), deadline), deadline.passed)
 
 
 def _new_search(request: PlanRequest, model: CostModel, deadline: Deadline) -> Search:
-    return Search(
-        model,
-        request.global_batch_size,
-        request.space,
-        solver_of(choose(request.backend), deadline.passed),
-    )
+    solve = solver_of(choose(request.backend), deadline.passed)
+    return Search(model, request.global_batch_size, request.space, solve)
 
 
 def describe_grid(grid: Grid) -> str:
     """A grid's degrees in one line."""
     dims = grid.dims
-    words = [
-        f"TP {dims.tensor_model_parallel_size}",
-        f"PP {dims.pipeline_model_parallel_size}",
-        f"CP {dims.context_parallel_size}",
-        f"DP {dims.data_parallel_size}",
-    ]
+    degrees = {
+        "TP": dims.tensor_model_parallel_size,
+        "PP": dims.pipeline_model_parallel_size,
+        "CP": dims.context_parallel_size,
+        "DP": dims.data_parallel_size,
+    }
     if dims.expert_ranks > 1:
-        words.append(f"EP {dims.expert_model_parallel_size}")
-        words.append(f"ETP {dims.expert_tensor_parallel_size}")
-    words += [f"micro batch {grid.micro_batch_size}", f"ZeRO-{int(grid.zero)}"]
-    return ", ".join([*words, f"recompute {grid.recompute.label()}"])
+        degrees["EP"] = dims.expert_model_parallel_size
+        degrees["ETP"] = dims.expert_tensor_parallel_size
+    degrees["micro batch"] = grid.micro_batch_size
+    words = [f"{name} {size}" for name, size in degrees.items()]
+    return ", ".join([*words, f"ZeRO-{int(grid.zero)}", f"recompute {grid.recompute.label()}"])

@@ -17,7 +17,7 @@ from nest_megatron.parallel.plan import (
     ParallelPlan,
     SearchRecord,
 )
-from nest_megatron.planner.ended import EndedEarly
+from nest_megatron.planner.shortage import EndedEarly
 from nest_megatron.profile.records import ANALYTIC_NAME
 from nest_megatron.units import (
     Bytes,
@@ -94,7 +94,7 @@ _LEAST = {
 
 def _choice_words(choice: Choice) -> str:
     """What a plan was chosen for, between how many, and what of that is proven."""
-    others = f" and {choice.num_relatives} relatives of them" if choice.num_relatives else ""
+    others = f" and {choice.num_neighbours} neighbours of them" if choice.num_neighbours else ""
     layouts = f"{choice.num_layouts} fastest layouts" if choice.num_layouts > 1 else "one layout"
     said = (
         f"Chosen for {_LEAST[choice.objective]} (search.objective={choice.objective}) among the "

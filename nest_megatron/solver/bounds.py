@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -13,12 +14,14 @@ from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
     Recompute,
-    RecomputeGranularity,
     RecomputeMethod,
     RecomputeModule,
+    selective_recompute,
 )
 from nest_megatron.units import Ticks, to_ticks
 
+#: Each module recomputed alone.
+_ALONE = {module: selective_recompute([module]) for module in RecomputeModule}
 #: Units that blocks of recomputation count.
 LAYERS = (LayerKind.DENSE, LayerKind.MOE)
 
@@ -35,7 +38,6 @@ class Bounds:
         self.global_batch_size = global_batch_size
         self._sums: dict[object, tuple[Ticks, Ticks, float]] = {}
         self._pipelines: dict[object, list[Ticks]] = {}
-        self._spreads: dict[tuple[int, int, float], float] = {}
         self._kinds = Counter(model.spec.layer_kinds())
         self._num_units = len(model.spec.layer_kinds())
         self.floor = to_ticks(model.settings.iteration_floor_s)
@@ -57,18 +59,15 @@ class Bounds:
             recompute = NO_RECOMPUTE  # how many layers blocks cover depends on the partition
         key = (self.model.shard_key(grid), recompute)
         if key not in self._sums:
-            self._sums[key] = self._sum_of_units(grid, recompute)
+            forward = backward = 0
+            share = 0.0
+            places, shard = self.model.places(grid.dims), self.model.shard(grid)
+            for kind, count in self._kinds.items():
+                ahead, back = self.model.least_time(kind, places, shard, recompute)
+                forward, backward = forward + count * ahead, backward + count * back
+                share = max(share, (ahead + 1) / max(1, ahead + back))
+            self._sums[key] = forward, backward, share
         return self._sums[key]
-
-    def _sum_of_units(self, grid: Grid, recompute: Recompute) -> tuple[Ticks, Ticks, float]:
-        forward = backward = 0
-        share = 0.0
-        places, shard = self.model.places(grid.dims), self.model.shard(grid)
-        for kind, count in self._kinds.items():
-            ahead, back = self.model.least_time(kind, places, shard, recompute)
-            forward, backward = forward + count * ahead, backward + count * back
-            share = max(share, (ahead + 1) / max(1, ahead + back))
-        return forward, backward, share
 
     def even(self, grid: Grid, recompute: Recompute = NO_RECOMPUTE) -> Ticks:
         """All ranks busy all the time: the work of the whole batch over all ranks."""
@@ -119,11 +118,11 @@ class Bounds:
         Modules that are searched together cover different parts of a layer, so what a set adds is
         the sum of what its modules add by themselves.
         """
-        p, virtual = (
+        p, plain = (
             grid.dims.pipeline_model_parallel_size,
-            grid.dims.virtual_pipeline_model_parallel_size,
+            grid.dims.virtual_pipeline_model_parallel_size == 1,
         )
-        key = (self.model.shard_key(grid), p, virtual == 1, settings)
+        key = (self.model.shard_key(grid), p, plain, settings)
         if key not in self._pipelines:
             self._pipelines[key] = list(self._price_settings(grid, settings))
         waits = self.waits(grid)
@@ -134,22 +133,17 @@ class Bounds:
         p = dims.pipeline_model_parallel_size
         forward, backward, share = self._work(grid, NO_RECOMPUTE)
         plain = p > 1 and dims.virtual_pipeline_model_parallel_size == 1
-        spread = self._spread(p, m, share) * (1.0 - 1e-12) if plain else 0.0
-        added = _Added(self, grid, backward)
+        spread = _spread(p, m, share) * (1.0 - 1e-12) if plain else 0.0
+        added: dict[Recompute, Ticks] = {}
         for recompute in settings:
-            modules = recompute.modules
             work = forward + backward
-            work += sum(map(added.__getitem__, modules)) if modules else added[recompute]
+            alone = [_ALONE[module] for module in recompute.modules]
+            for part in alone or [recompute]:
+                if part not in added:
+                    more = self._work(grid, part)[1] - backward - self._num_units
+                    added[part] = max(0, more)
+                work += added[part]
             yield self.floor + max(work * m // p, math.floor(work * spread))
-
-    def _spread(self, p: int, m: int, share: float) -> float:
-        """A balanced plain pipeline's time over the time of one micro batch through all stages."""
-        key = (p, m, share)
-        if key not in self._spreads:
-            weights = [m - 1 - share * min(m - 1, p - 1 - i) for i in range(p)]
-            balanced = 1.0 / sum(1.0 / w for w in weights) if min(weights) > 0 else 0.0
-            self._spreads[key] = 1.0 + balanced
-        return self._spreads[key]
 
     def added_by_blocks(self, grid: Grid, block: Recompute) -> Ticks:
         """What blocks of full recomputation add to each bound of the grid without them, at least.
@@ -162,29 +156,15 @@ class Bounds:
         else in them (way in and out, head, least tail, optimizer) gets shorter by recomputation.
         """
         layers, chunks = self.model.spec.num_layers, grid.dims.num_chunks
-        again = min(-(-(layers + 1) // chunks) - 1, block.num_layers or 0)
+        recomputed = min(-(-(layers + 1) // chunks) - 1, block.num_layers or 0)
         kinds = self.model.kinds_under(grid, *split_block(block))
         dearer = [k.block.backward - k.own.backward for k in kinds if k.kind in LAYERS]
         inner = grid.dims.virtual_pipeline_model_parallel_size - 1
-        return grid.num_microbatches * inner * again * max(0, min(dearer))
-
-    def added_work(self, grid: Grid, recompute: Recompute, backward: Ticks) -> Ticks:
-        """What a setting adds to the backward time of one micro batch, at least."""
-        return max(0, self._work(grid, recompute)[1] - backward - self._num_units)
+        return grid.num_microbatches * inner * recomputed * max(0, min(dearer))
 
 
-class _Added(dict[Recompute | RecomputeModule, Ticks]):
-    """What settings and single modules add to a grid's backward time, looked up once each."""
-
-    def __init__(self, bounds: Bounds, grid: Grid, backward: Ticks) -> None:
-        super().__init__()
-        self.bounds, self.grid, self.backward = bounds, grid, backward
-
-    def __missing__(self, key: Recompute | RecomputeModule) -> Ticks:
-        recompute = (
-            Recompute(granularity=RecomputeGranularity.SELECTIVE, modules=(key,))
-            if isinstance(key, RecomputeModule)
-            else key
-        )
-        added = self.bounds.added_work(self.grid, recompute, self.backward)
-        return self.setdefault(key, added)
+@functools.lru_cache(maxsize=4096)
+def _spread(p: int, m: int, share: float) -> float:
+    """A balanced plain pipeline's time over the time of one micro batch through all stages."""
+    weights = [m - 1 - share * min(m - 1, p - 1 - i) for i in range(p)]
+    return 1.0 + (1.0 / sum(1.0 / w for w in weights) if min(weights) > 0 else 0.0)

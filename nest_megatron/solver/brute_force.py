@@ -19,11 +19,6 @@ def solve(problem: PipelineProblem, threshold: int = NO_THRESHOLD) -> StageSolut
         if evaluation.fits and evaluation.iteration < best:
             best, boundaries = evaluation.iteration, partition
     nothing = Status.BOUNDED if any_fits else Status.INFEASIBLE
-    return StageSolution(
-        status=Status.OPTIMAL if boundaries else nothing,
-        iteration=best if boundaries else NO_THRESHOLD,
-        boundaries=boundaries,
-        lower_bound=best,
-        nodes=simulations,
-        simulations=simulations,
-    )
+    status = Status.OPTIMAL if boundaries else nothing
+    iteration = best if boundaries else NO_THRESHOLD
+    return StageSolution(status, best, iteration, boundaries, simulations, simulations)

@@ -16,6 +16,7 @@ one is the answer. Bigger chunks come first.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 from nest_megatron.cost_model.pipeline import PipelineProblem
 
@@ -66,9 +67,6 @@ def _edge_layouts(problem: PipelineProblem, *, mtp_apart: bool) -> Iterator[Boun
 def _boundaries(
     problem: PipelineProblem, first: int, interior: list[int], *, mtp_apart: bool
 ) -> Boundaries:
-    marks = [0, 1 + first]
-    for size in interior:
-        marks.append(marks[-1] + size)
-    if mtp_apart:
-        marks[-1] += 1
-    return (*marks, problem.num_units)
+    inner = [*accumulate(interior, initial=1 + first)]
+    inner[-1] += mtp_apart
+    return (0, *inner, problem.num_units)

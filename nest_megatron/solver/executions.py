@@ -7,16 +7,15 @@ needs no more memory and takes no more time in any part of any layer, forward or
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
 from nest_megatron.cost_model.keys import inner_degrees
-from nest_megatron.cost_model.layer_cost import PassTime, UnitTimes
+from nest_megatron.cost_model.layer_cost import UnitTimes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.execution import PLAIN, ContextTraffic, Execution, GraphImpl
-from nest_megatron.model.graph import Part
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.execution_checks import DEEPEP_RANKS, allows_execution
 from nest_megatron.parallel.execution_rules import allowed_execution, of_every_layout
@@ -27,6 +26,7 @@ from nest_megatron.parallel.recompute import (
     Recompute,
     RecomputeGranularity,
     RecomputeModule,
+    selective_recompute,
 )
 from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.parallel.zero import ZeroStage
@@ -41,9 +41,11 @@ AllowedRecompute = Mapping[Execution, RecomputeKinds]
 _FORBIDDEN = (RecomputeModule.MOE_ACT, RecomputeModule.MOE, RecomputeModule.SHARED_EXPERTS)
 #: Switches that take no time and no memory anywhere, so that a way without one is never better.
 _NEVER_SLOWER = frozenset({"moe_permute_fusion", "moe_router_fusion", "tp_comm_overlap"})
-_ANY_MODULE = Recompute(
-    granularity=RecomputeGranularity.SELECTIVE, modules=(RecomputeModule.LAYERNORM,)
-)
+_ANY_MODULE = selective_recompute([RecomputeModule.LAYERNORM])
+_NO_GRAPHS: Mapping[str, Any] = {
+    "cuda_graph_impl": PLAIN.cuda_graph_impl,
+    "cuda_graph_scope": PLAIN.cuda_graph_scope,
+}
 
 
 def kind_of(recompute: Recompute) -> Recompute:
@@ -54,6 +56,33 @@ def kind_of(recompute: Recompute) -> Recompute:
         return NO_RECOMPUTE
     modules = tuple(module for module in recompute.modules if module in _FORBIDDEN)
     return dataclasses.replace(recompute, modules=modules) if modules else _ANY_MODULE
+
+
+def laid_out(grid: Grid, virtual: int, zero: ZeroStage) -> Grid:
+    """A grid with so many virtual stages and a ZeRO stage."""
+    dims = grid.dims
+    if virtual != dims.virtual_pipeline_model_parallel_size:
+        dims = dataclasses.replace(dims, virtual_pipeline_model_parallel_size=virtual)
+    elif zero is grid.zero:
+        return grid
+    return dataclasses.replace(grid, dims=dims, zero=zero)
+
+
+def is_accepted(model: CostModel, grid: Grid, version: str) -> bool:
+    """Whether a release of Megatron-LM carries a grid's layers out as the grid says."""
+    asked = LaunchRequest(
+        spec=model.spec,
+        dims=grid.dims,
+        micro_batch_size=grid.micro_batch_size,
+        global_batch_size=grid.global_batch_size,
+        recompute=grid.recompute,
+        zero=grid.zero,
+        precision=model.settings.precision,
+        sequence_parallel=grid.sequence_parallel,
+        version=version,
+        execution=grid.execution,
+    )
+    return allows_execution(asked)
 
 
 class Executions:
@@ -84,12 +113,17 @@ class Executions:
             return (self.given,)
         key = self.key(shard)
         if key not in self._of_shards:
-            layouts = ((1, 1, ZeroStage.NONE), (1, 1, ZeroStage.WEIGHTS), (2, 1, ZeroStage.NONE))
-            found = (
-                self.possible(_laid_out(shard, pp, virtual, zero))
-                for pp, virtual, zero in (*layouts, (2, 2, ZeroStage.NONE))
+            # Layouts that stand for all that forbid the same; numbers of ranks do not matter.
+            dims = dataclasses.replace(shard.dims, pipeline_model_parallel_size=2)
+            piped = dataclasses.replace(shard, dims=dims)
+            layouts = (
+                laid_out(shard, 1, ZeroStage.NONE),
+                laid_out(shard, 1, ZeroStage.WEIGHTS),
+                laid_out(piped, 1, ZeroStage.NONE),
+                laid_out(piped, 2, ZeroStage.NONE),
             )
-            self._of_shards[key] = tuple(dict.fromkeys(way for ways in found for way in ways))
+            found = dict.fromkeys(way for layout in layouts for way in self.possible(layout))
+            self._of_shards[key] = tuple(found)
         return self._of_shards[key]
 
     def fastest_of_shard(self, shard: Grid) -> tuple[Execution, ...]:
@@ -111,7 +145,7 @@ class Executions:
             return self.of_shard(shard)
         key = ("leanest", self.key(shard))
         if key not in self._of_shards:
-            ways = (dataclasses.replace(way, **_NOTHING) for way in self.of_shard(shard))
+            ways = (dataclasses.replace(way, **_NO_GRAPHS) for way in self.of_shard(shard))
             self._of_shards[key] = tuple(dict.fromkeys(ways))
         return self._of_shards[key]
 
@@ -128,28 +162,26 @@ class Executions:
         if key not in self._worth:
             ways = self.possible(grid)
             ways = {way: ways[way] for way in ways if self._may_gain(grid, way, ways)}
-            units = {way: self._units(grid, way) for way in ways} if len(ways) > 1 else {}
-            self._worth[key] = {
-                way: allowed
-                for way, allowed in ways.items()
-                if len(ways) == 1 or not any(_beats(other, way, ways, units) for other in ways)
-            }
+            if len(ways) > 1:
+                units = {way: self._units(grid, way) for way in ways}
+                worth = [w for w in ways if not any(_beats(o, w, ways, units) for o in ways)]
+                ways = {way: ways[way] for way in worth}
+            self._worth[key] = ways
         return self._worth[key]
 
     def _may_gain(self, grid: Grid, way: Execution, ways: AllowedRecompute) -> bool:
         """Whether graphs can save anything: the host launches more slowly than layers run."""
         if way.cuda_graph_impl is self.given.cuda_graph_impl:
             return True
-        eager = dataclasses.replace(way, **_NOTHING)
+        eager = dataclasses.replace(way, **_NO_GRAPHS)
         return eager not in ways or any(unit.launch_s for unit in self._units(grid, eager))
 
     def key(self, grid: Grid) -> tuple[object, ...]:
         """What of a layout may forbid a way."""
         dims = grid.dims
         tp, cp = dims.tensor_model_parallel_size, dims.context_parallel_size
-        heads = (tp, cp) if self._divides_heads and cp > 1 else ()
         return (
-            heads,
+            (tp, cp) if self._divides_heads and cp > 1 else (),
             tp == 1,
             cp == 1,
             dims.expert_model_parallel_size == 1,
@@ -171,35 +203,25 @@ class Executions:
         if key not in self._possible:
             found: dict[Execution, set[Recompute]] = {}
             for each, kind in product(self._variants, self.kinds):
-                asked = dataclasses.replace(grid, recompute=kind)
-                way = allowed_execution(each, asked)
-                if grid.zero.is_fsdp and way.offload_modules != self.given.offload_modules:
-                    continue  # not known to keep gathered weights on the device
-                moving = grid.zero.is_fsdp or way.offload_modules
-                if moving and way.cuda_graph_impl is not self.given.cuda_graph_impl:
-                    continue  # graphs read weights and activations at fixed addresses
-                if not self._accepts(asked, way):
-                    if each != self.given:
-                        continue
-                    way = allowed_execution(of_every_layout(each), asked)
-                found.setdefault(way, set()).add(kind)
+                way = self._allowed(dataclasses.replace(grid, recompute=kind), each)
+                if way is not None:
+                    found.setdefault(way, set()).add(kind)
             self._possible[key] = {way: frozenset(allowed) for way, allowed in found.items()}
         return self._possible[key]
 
-    def _accepts(self, grid: Grid, way: Execution) -> bool:
-        asked = LaunchRequest(
-            spec=self.model.spec,
-            dims=grid.dims,
-            micro_batch_size=grid.micro_batch_size,
-            global_batch_size=grid.global_batch_size,
-            recompute=grid.recompute,
-            zero=grid.zero,
-            precision=self.model.settings.precision,
-            sequence_parallel=grid.sequence_parallel,
-            version=self.version,
-            execution=way,
-        )
-        return allows_execution(asked)
+    def _allowed(self, grid: Grid, variant: Execution) -> Execution | None:
+        """What Megatron does of a variant on a grid, if it does anything; the job's own it does."""
+        way = allowed_execution(variant, grid)
+        if grid.zero.is_fsdp and way.offload_modules != self.given.offload_modules:
+            return None  # not known to keep gathered weights on the device
+        moving = grid.zero.is_fsdp or way.offload_modules
+        if moving and way.cuda_graph_impl is not self.given.cuda_graph_impl:
+            return None  # graphs read weights and activations at fixed addresses
+        if is_accepted(self.model, dataclasses.replace(grid, execution=way), self.version):
+            return way
+        if variant != self.given:
+            return None
+        return allowed_execution(of_every_layout(variant), grid)
 
     def _units(self, grid: Grid, way: Execution) -> tuple[UnitTimes, ...]:
         asked = dataclasses.replace(grid, execution=way)
@@ -212,35 +234,22 @@ class Executions:
 
 
 def _together(ways: Sequence[Execution]) -> tuple[Execution, ...]:
-    """The ways with everything switched on that some of them has and that saves time."""
-    together = {
-        "overlap_moe_expert_parallel_comm": any(
-            way.overlap_moe_expert_parallel_comm for way in ways
-        ),
+    """The ways with everything switched on that some of them has and that saves time.
+
+    Of graphs, one of the whole step stands for all together. It is the job's own where there is
+    one, and saves the copies of the others: the bound is lower for it.
+    """
+    together: dict[str, Any] = {
+        "overlap_moe_expert_parallel_comm": any(w.overlap_moe_expert_parallel_comm for w in ways),
         "delay_wgrad_compute": False,
-        "moe_shared_expert_overlap": any(way.moe_shared_expert_overlap for way in ways),
-        **_all_captured(ways),
+        "moe_shared_expert_overlap": any(w.moe_shared_expert_overlap for w in ways),
+        **_NO_GRAPHS,
         "offload_modules": PLAIN.offload_modules,
         "cpu_offloading_num_layers": PLAIN.cpu_offloading_num_layers,
     }
+    if any(way.cuda_graph_impl is not GraphImpl.NONE for way in ways):
+        together |= {"cuda_graph_impl": GraphImpl.FULL_ITERATION, "cuda_graph_scope": ()}
     return tuple(dict.fromkeys(dataclasses.replace(way, **together) for way in ways))
-
-
-_NOTHING: Mapping[str, Any] = {
-    "cuda_graph_impl": PLAIN.cuda_graph_impl,
-    "cuda_graph_scope": PLAIN.cuda_graph_scope,
-}
-
-
-def _all_captured(ways: Iterable[Execution]) -> Mapping[str, Any]:
-    """The graphs of all ways together; a graph of the whole step is the job's own, and holds all.
-
-    Their copies take time, which a graph of the whole step does not; the bound is lower for it.
-    """
-    graphs = [way for way in ways if way.cuda_graph_impl is not GraphImpl.NONE]
-    if not graphs:
-        return _NOTHING
-    return {"cuda_graph_impl": GraphImpl.FULL_ITERATION, "cuda_graph_scope": ()}
 
 
 def _beats(
@@ -254,11 +263,10 @@ def _beats(
         return False
     if one.overlap_moe_expert_parallel_comm and not other.overlap_moe_expert_parallel_comm:
         return False  # it keeps one more micro batch
-    pairs = list(zip(units[one], units[other], strict=True))
-    if not all(_no_more(a, b) for a, b in pairs):
+    if not all(map(_no_more, units[one], units[other])):
         return False
     order = list(ways)
-    return order.index(one) < order.index(other) or not all(_no_more(b, a) for a, b in pairs)
+    return order.index(one) < order.index(other) or not all(map(_no_more, units[other], units[one]))
 
 
 def _combinations(space: SearchSpace) -> Iterator[Execution]:
@@ -277,22 +285,11 @@ def _combinations(space: SearchSpace) -> Iterator[Execution]:
             continue  # such as a backend of another dispatcher
 
 
-def _laid_out(shard: Grid, pp: int, virtual: int, zero: ZeroStage) -> Grid:
-    """A layout that stands for all that forbid the same; its number of ranks does not matter."""
-    dims = dataclasses.replace(
-        shard.dims,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=virtual,
-    )
-    return dataclasses.replace(shard, dims=dims, zero=zero)
-
-
 def _least_of(execution: Execution) -> Execution:
     """What is left of a way where all that can be is forbidden."""
-    dims = ParallelDims(pipeline_model_parallel_size=2)
-    for recompute in (FULL_RECOMPUTE, kind_of(_SHARED)):
+    for recompute in (FULL_RECOMPUTE, selective_recompute([RecomputeModule.SHARED_EXPERTS])):
         grid = Grid(
-            dims=dims,
+            dims=ParallelDims(pipeline_model_parallel_size=2),
             global_batch_size=1,
             micro_batch_size=1,
             sequence_parallel=False,
@@ -302,24 +299,14 @@ def _least_of(execution: Execution) -> Execution:
     return execution
 
 
-_SHARED = Recompute(
-    granularity=RecomputeGranularity.SELECTIVE, modules=(RecomputeModule.SHARED_EXPERTS,)
-)
-
-
 def _no_more(one: UnitTimes, other: UnitTimes) -> bool:
     """Whether a unit takes no more time and memory than another, part by part."""
-    parts = one.forward.keys() | other.forward.keys()
-    saved = one.saved_bytes.keys() | other.saved_bytes.keys()
+    forward = {part: time.total for part, time in other.forward.items()}
     return (
         one.backward.total <= other.backward.total
         and one.whole_forward.total <= other.whole_forward.total
         and one.input_bytes <= other.input_bytes
         and one.working_bytes <= other.working_bytes
-        and all(_part(one.forward, part) <= _part(other.forward, part) for part in parts)
-        and all(one.saved_bytes.get(p, 0.0) <= other.saved_bytes.get(p, 0.0) for p in saved)
+        and all(time.total <= forward.get(part, 0.0) for part, time in one.forward.items())
+        and all(saved <= other.saved_bytes.get(p, 0.0) for p, saved in one.saved_bytes.items())
     )
-
-
-def _part(times: Mapping[Part, PassTime], part: Part) -> float:
-    return times[part].total if part in times else 0.0

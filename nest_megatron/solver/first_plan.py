@@ -6,14 +6,13 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.solver.choices import sparing
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_bounds import MemoryBounds
 from nest_megatron.solver.outcome import NO_THRESHOLD, StageSolver
 from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.solver.space import sparing
 
 #: Grids that are tried before the search goes on without a plan: some hundredths of a second.
 _MOST_TRIED = 16
@@ -34,21 +33,11 @@ def first_plan(grids: GridSpace, memory: MemoryBounds, solve: StageSolver) -> So
     """
     for laid in itertools.islice(_tried(grids, memory), _MOST_TRIED):
         for grid in grids.executions(laid):
-            found = _first_of(grids, memory.model, grid, solve)
-            if found is not None:
-                return found
-    return None
-
-
-def _first_of(
-    grids: GridSpace, model: CostModel, grid: Grid, solve: StageSolver
-) -> SolvedGrid | None:
-    stages = StageProblems(model, grid)
-    for recompute in sparing(grids.recompute_settings(grid)):
-        found = solve(stages.problem(recompute), NO_THRESHOLD, 1)
-        if found.boundaries:
-            chosen = dataclasses.replace(grid, recompute=recompute)
-            return SolvedGrid(grid=chosen, boundaries=found.boundaries, iteration=found.iteration)
+            stages = StageProblems(memory.model, grid)
+            for recompute in sparing(grids.recompute_settings(grid)):
+                found = solve(stages.problem(recompute), NO_THRESHOLD, 1)
+                if found.boundaries:
+                    return SolvedGrid.of(grid, recompute, found)
     return None
 
 
@@ -71,18 +60,17 @@ def _tried(grids: GridSpace, memory: MemoryBounds) -> Iterator[Grid]:
 
 
 def _shards(grids: GridSpace) -> list[Grid]:
-    """For each tensor and context size the shard with the most expert ranks, wide tensors first."""
+    """For each tensor and context size the shard with the most expert ranks, wide tensors first.
+
+    Of several the one with the smallest micro batch.
+    """
     chosen: dict[tuple[int, int, int], Grid] = {}
-    for shard in grids.shards():
+    for shard in sorted(grids.shards(), key=_spread, reverse=True):
         dims = shard.dims
         tp, cp = dims.tensor_model_parallel_size, dims.context_parallel_size
-        key = (-dims.world_size, -tp, cp)
-        known = chosen.get(key)
-        if known is None or _spread(shard) > _spread(known):
-            chosen[key] = shard
+        chosen.setdefault((-dims.world_size, -tp, cp), shard)
     return [chosen[key] for key in sorted(chosen)]
 
 
 def _spread(shard: Grid) -> tuple[int, int]:
-    """How far experts are spread, and then how small the micro batch is."""
     return shard.dims.expert_model_parallel_size, -shard.micro_batch_size

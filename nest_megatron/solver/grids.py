@@ -21,7 +21,7 @@ from nest_megatron.parallel.recompute import (
     selective_recompute,
 )
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.solver.executions import Executions, RecomputeKinds, kind_of
+from nest_megatron.solver.executions import Executions, RecomputeKinds, kind_of, laid_out
 from nest_megatron.solver.space import SearchSpace, recompute_settings
 
 
@@ -137,33 +137,23 @@ class GridSpace:
 
     def grids(self, shard: Grid) -> Iterator[Grid]:
         """Pipeline sizes and rank orders of a shard that Megatron accepts."""
-        dims = shard.dims
-        inner = dims.tensor_model_parallel_size * dims.context_parallel_size
+        orders = self.space.rank_orders
         for pp in self._pipeline_sizes(shard):
-            dp = dims.world_size // (inner * pp)
-            for order in self.space.rank_orders:
-                if (
-                    order is RankOrder.TP_CP_EP_PP_DP
-                    and (pp == 1 or dp == 1)
-                    and (len(self.space.rank_orders) > 1)
-                ):
-                    continue  # the same groups as in the first order
-                laid = ParallelDims(
-                    tensor_model_parallel_size=dims.tensor_model_parallel_size,
+            dp = shard.dims.data_parallel_size // pp
+            # Without stages or replicas the second order has the groups of the first.
+            alike = pp == 1 or dp == 1
+            for order in orders:
+                if alike and order is RankOrder.TP_CP_EP_PP_DP and len(orders) > 1:
+                    continue
+                dims = dataclasses.replace(
+                    shard.dims,
                     pipeline_model_parallel_size=pp,
-                    context_parallel_size=dims.context_parallel_size,
                     data_parallel_size=dp,
-                    expert_model_parallel_size=dims.expert_model_parallel_size,
-                    expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
                     rank_order=order,
                 )
-                if rules.allows_rank_order(self.model.spec, laid):
-                    yield Grid(
-                        dims=laid,
-                        global_batch_size=self.global_batch_size,
-                        micro_batch_size=shard.micro_batch_size,
-                        sequence_parallel=shard.sequence_parallel,
-                        execution=shard.execution,
+                if rules.allows_rank_order(self.model.spec, dims):
+                    yield dataclasses.replace(
+                        shard, dims=dims, global_batch_size=self.global_batch_size
                     )
 
     def pipelines(self, dims: ParallelDims) -> Iterator[ParallelDims]:
@@ -171,33 +161,28 @@ class GridSpace:
 
         Context ranks count as data-parallel ones: states are divided over both alike.
         """
-        tp, world = dims.tensor_model_parallel_size, dims.world_size
-        name = "pipeline_model_parallel_size"
-        for pp in self.space.values(name, world // tp, self.model.cluster):
-            if pp <= self._num_units and world // pp % dims.expert_ranks == 0:
-                yield ParallelDims(
-                    tensor_model_parallel_size=tp,
+        ranks = dims.world_size // dims.tensor_model_parallel_size
+        for pp in self.space.values("pipeline_model_parallel_size", ranks, self.model.cluster):
+            if pp <= self._num_units and dims.world_size // pp % dims.expert_ranks == 0:
+                yield dataclasses.replace(
+                    dims,
                     pipeline_model_parallel_size=pp,
-                    data_parallel_size=world // tp // pp,
-                    expert_model_parallel_size=dims.expert_model_parallel_size,
-                    expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
+                    context_parallel_size=1,
+                    data_parallel_size=ranks // pp,
                 )
 
     def _pipeline_sizes(self, shard: Grid) -> list[int]:
         dims, fixed = shard.dims, self.space.fixed
-        replicas_and_stages = dims.data_parallel_size
         sizes = []
-        for pp in self._values("pipeline_model_parallel_size", replicas_and_stages):
-            dp = replicas_and_stages // pp
-            stage = dims.world_size // pp
-            micro = shard.micro_batch_size
+        for pp in self._values("pipeline_model_parallel_size", dims.data_parallel_size):
+            dp = dims.data_parallel_size // pp
             if pp > self._num_units:
                 self.illegal[f"at most {self._num_units} stages, one a layer or end"] += 1
             elif self.space.even_stages and self.model.spec.num_layers % pp:
                 self.illegal["even stages: as many layers on each pipeline rank"] += 1
-            elif stage % dims.expert_ranks:
+            elif dims.world_size // pp % dims.expert_ranks:
                 self.illegal["expert ranks divide the ranks of a stage"] += 1
-            elif not rules.num_microbatches(self.batch_unit, micro, dp):
+            elif not rules.num_microbatches(self.batch_unit, shard.micro_batch_size, dp):
                 self.illegal["micro batch * data-parallel size divides the global batch"] += 1
             elif fixed.get("data_parallel_size", dp) == dp:
                 sizes.append(pp)
@@ -284,9 +269,8 @@ class GridSpace:
             self._settings[chunks] = found
         if self.ways.is_fixed:
             return self._settings[chunks]
-        key = self.settings_key(grid)
+        key = chunks, kinds = self.settings_key(grid)
         if key not in self._allowed:
-            kinds = key[1]
             self._allowed[key] = tuple(r for r in self._settings[chunks] if kind_of(r) in kinds)
         return self._allowed[key]
 
@@ -315,15 +299,12 @@ class GridSpace:
         return -(-self.model.spec.num_layers // chunks)
 
     def _all_settings(self, layers_per_chunk: int) -> tuple[Recompute, ...]:
-        model = self.model
-        flash = model.flash_attention
-        precision = model.settings.precision
         return tuple(
             recompute_settings(
-                model.spec,
-                precision,
+                self.model.spec,
+                self.model.settings.precision,
                 layers_per_chunk,
-                flash_attention=flash,
+                flash_attention=self.model.flash_attention,
                 without=self.space.without_modules,
                 full=self.space.full_recompute,
             )
@@ -334,16 +315,6 @@ def _with_executions(grid: Grid, executions: Iterable[Execution]) -> Iterator[Gr
     for execution in executions:
         same = execution is grid.execution
         yield grid if same else dataclasses.replace(grid, execution=execution)
-
-
-def laid_out(grid: Grid, virtual: int, zero: ZeroStage) -> Grid:
-    """A grid with so many virtual stages and a ZeRO stage."""
-    dims = grid.dims
-    if virtual != dims.virtual_pipeline_model_parallel_size:
-        dims = dataclasses.replace(dims, virtual_pipeline_model_parallel_size=virtual)
-    elif zero is grid.zero:
-        return grid
-    return dataclasses.replace(grid, dims=dims, zero=zero)
 
 
 def _keeping_least(settings: Iterable[Recompute], kinds: RecomputeKinds) -> Iterator[Recompute]:

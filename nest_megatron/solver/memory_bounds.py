@@ -28,7 +28,6 @@ from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import Recompute
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.grids import GridSpace
-from nest_megatron.units import Bytes
 
 _OUTSIDE_LAYERS = (LayerKind.EMBEDDING, LayerKind.HEAD)
 
@@ -46,9 +45,9 @@ class _States(NamedTuple):
 
 
 class _Activations(NamedTuple):
-    """Of each kind what one unit keeps at least, and what it takes beside that at work."""
+    """Of each kind what one unit saves at least, and what it takes beside that at work."""
 
-    kept: tuple[float, ...]
+    saved: tuple[float, ...]
     working: tuple[float, ...]
 
 
@@ -67,7 +66,7 @@ class MemoryBounds:
         self._activations: dict[object, _Activations] = {}
 
     def of_states(self, dims: ParallelDims, zero: ZeroStage) -> float:
-        """Weights and states of the fullest rank are at least the mean over ranks."""
+        """Weights and states of the rank with the highest peak are at least the mean over ranks."""
         return self._of_pipeline(dims, zero).mean
 
     def of_shard_states(self, shard: Grid) -> float:
@@ -77,12 +76,15 @@ class MemoryBounds:
     def of_shard(self, shard: Grid) -> float:
         """Activations of at least one micro batch with them, on every rank."""
         settings = self.grids.keeping_least()
-        active = _least([self._active(g, settings) for g in self.grids.leanest(shard)])
-        kept = self._sum(active.kept)
+        each = [self._active(grid, settings) for grid in self.grids.leanest(shard)]
+        active = each[0]
+        if len(each) > 1:
+            active = _Activations(*(tuple(map(min, *ways)) for ways in zip(*each, strict=True)))
+        saved = self._sum(active.saved)
         least = math.inf
         for p, states in self._of_pipelines(shard.dims):
             beside, without = self._at_work(states, active, p)
-            needed = beside + (states.whole + kept - without) / p
+            needed = beside + (states.whole + saved - without) / p
             least = min(least, max(states.mean, needed))
         return least - 2 * self._num_units
 
@@ -111,10 +113,10 @@ class MemoryBounds:
         if grid.execution.overlap_moe_expert_parallel_comm:
             p = dims.pipeline_model_parallel_size
             more = 1.0 + min(early_forward_share(p, size, m) for size in sizes)
-            active = active._replace(kept=tuple(more * kept for kept in active.kept))
-        return self._fullest(self._of_pipeline(dims, grid.zero), active, live)
+            active = active._replace(saved=tuple(more * saved for saved in active.saved))
+        return self._peak(self._of_pipeline(dims, grid.zero), active, live)
 
-    def _fullest(self, states: _States, active: _Activations, live: Counter[int]) -> float:
+    def _peak(self, states: _States, active: _Activations, live: Counter[int]) -> float:
         """Any weights of the units give a bound; these are near the best.
 
         Args:
@@ -123,12 +125,12 @@ class MemoryBounds:
         p = live.total()
         beside, without = self._at_work(states, active, p)
         mean_live = sum(count * ranks for count, ranks in live.items()) / p
-        units = list(zip(self._counts, states.units, active.kept, strict=True))
+        units = list(zip(self._counts, states.units, active.saved, strict=True))
         weights = [s + mean_live * a for _, s, a in units]
         weighed = [(w, s, a) for (_, s, a), w in zip(units, weights, strict=True) if w]
-        held = {count: max([w / (s + count * a) for w, s, a in weighed]) for count in live}
-        total = self._sum(weights) - without * max(held.values())
-        spread = beside + total / sum(ranks * held[count] for count, ranks in live.items())
+        most = {count: max([w / (s + count * a) for w, s, a in weighed]) for count in live}
+        total = self._sum(weights) - without * max(most.values())
+        spread = beside + total / sum(ranks * most[count] for count, ranks in live.items())
         one_kind = max(
             w + u + -(-n // p) * (s + min(live) * a)
             for (n, s, a), w, u in zip(units, active.working, states.unsharded, strict=True)
@@ -156,15 +158,15 @@ class MemoryBounds:
     def _least_of(
         self, kind: LayerKind, places: GroupPlaces, shard: LayerShard, settings: Iterable[Recompute]
     ) -> tuple[float, float]:
-        """Kept and at work; embedding and head may have a rank for themselves.
+        """Saved and at work; embedding and head may have a rank for themselves.
 
-        What sets of modules do not keep they need at work, as much as with nothing recomputed.
+        What sets of modules do not save they need at work, as much as with nothing recomputed.
         """
         runs = [self.model.run(kind, places, shard, recompute) for recompute in settings]
-        kept = min(run.saved_bytes for run in runs)
+        saved = min(run.saved_bytes for run in runs)
         if kind in _OUTSIDE_LAYERS:
-            return kept, 0.0
-        return kept, min(run.saved_bytes + run.working_bytes for run in runs) - kept
+            return saved, 0.0
+        return saved, min(run.saved_bytes + run.working_bytes for run in runs) - saved
 
     def _of_pipeline(self, dims: ParallelDims, zero: ZeroStage) -> _States:
         tp, _, ep, etp = inner_degrees(dims)
@@ -177,31 +179,20 @@ class MemoryBounds:
         settings, count = self.model.settings, self.model.parameters(dims)
         each, stays = kept_bytes(dims, zero, settings)
         total = count.dense * each.least_dense + count.expert * each.expert.total
-        own = self.model.distinct_units(dims)
-        held = count.total // dims.pipeline_model_parallel_size
-
-        def gathered(kind: LayerKind, parameters: int) -> Bytes:
-            in_layer = kind not in _OUTSIDE_LAYERS
-            return unsharded_bytes(parameters, zero, settings, held, in_layer=in_layer)
-
-        units = [min(each.of_unit(k, c).total for k, c in own if k is kind) for kind in self._kinds]
+        on_rank = count.total // dims.pipeline_model_parallel_size
+        units, unsharded = [], []
+        for kind in self._kinds:
+            own = [c for k, c in self.model.distinct_units(dims) if k is kind]
+            units.append(min(each.of_unit(kind, c).total for c in own))
+            gathered = functools.partial(unsharded_bytes, in_layer=kind not in _OUTSIDE_LAYERS)
+            least = min(gathered(c.total, zero, settings, on_rank) for c in own)
+            unsharded.append(0 if stays else least)
         return _States(
             mean=total / dims.pipeline_model_parallel_size - self._num_units,
             whole=self._sum(units),
             units=tuple(units),
-            unsharded=tuple(
-                0 if stays else min(gathered(kind, c.total) for k, c in own if k is kind)
-                for kind in self._kinds
-            ),
+            unsharded=tuple(unsharded),
         )
-
-
-def _least(each: list[_Activations]) -> _Activations:
-    """What every one of several ways to carry layers out takes at least."""
-    if len(each) == 1:
-        return each[0]
-    kept, working = zip(*each, strict=True)
-    return _Activations(*(tuple(map(min, *numbers)) for numbers in (kept, working)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -211,8 +202,8 @@ def _least_live(p: int, sizes: tuple[int, ...], m: int) -> Counter[int]:
     Args:
         sizes: numbers of virtual stages of which there is one.
     """
-    return Counter(min(_live(p, v, m, rank) for v in sizes) for rank in range(p))
 
+    def live(v: int, rank: int) -> int:
+        return min(m, p - rank) if v == 1 else max(map(min, peak_live_chunks(p, v, m, rank)))
 
-def _live(p: int, v: int, m: int, rank: int) -> int:
-    return min(m, p - rank) if v == 1 else max(map(min, peak_live_chunks(p, v, m, rank)))
+    return Counter(min(live(v, rank) for v in sizes) for rank in range(p))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import heapq
 import itertools
@@ -12,9 +13,9 @@ from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import Recompute
-from nest_megatron.solver.choices import sparing
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, OutOfTime, StageSolver, Status
 from nest_megatron.solver.search import UNLIMITED, Search
+from nest_megatron.solver.space import sparing
 from nest_megatron.units import Bytes
 
 _STATES, _SHARD, _FAMILY = range(3)
@@ -38,19 +39,15 @@ def fits(search: Search, out_of_time: OutOfTime = lambda: False) -> bool:
     for shard in sorted(search.grids.shards(), key=memory.of_shard_states):
         if out_of_time() or memory.of_shard_states(shard) > capacity:
             return False
-        if memory.of_shard(shard) <= capacity:
-            for family in _families(search, shard):
-                if memory.of_family(family) <= capacity and _has_plan(search, family):
+        if memory.of_shard(shard) > capacity:
+            continue
+        for family in _families(search, shard):
+            if memory.of_family(family) <= capacity:
+                stages = StageProblems(search.model, family)
+                problems = map(stages.problem, _sparing(search, family))
+                if any(_has_partition(search.solve_stages, problem) for problem in problems):
                     return True
     return False
-
-
-def _has_plan(search: Search, family: Grid) -> bool:
-    stages = StageProblems(search.model, family)
-    return any(
-        _has_partition(search.solve_stages, stages.problem(recompute))
-        for recompute in _sparing(search, family)
-    )
 
 
 def least_memory(search: Search, out_of_time: OutOfTime = lambda: False) -> Shortage | None:
@@ -126,14 +123,4 @@ def _least_capacity(
 
     if not enough(high):
         return None
-    low, step = low - 1, 1
-    while low + step < high and not enough(low + step):
-        low, step = low + step, 2 * step
-    high = min(high, low + step)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if enough(middle):
-            high = middle
-        else:
-            low = middle
-    return high
+    return low + bisect.bisect_left(range(low, high), True, key=enough)

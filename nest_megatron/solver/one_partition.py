@@ -9,7 +9,7 @@ backend, judges that problem with all that it promises: bounds, thresholds, limi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 
 from nest_megatron.cost_model.pipeline import PipelineProblem, UnitCost, chunk_cost
@@ -18,7 +18,7 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.layout import uniform_partition
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.rules import mtp_chunk, mtp_chunk_fits
-from nest_megatron.solver.outcome import StageSolution
+from nest_megatron.solver.outcome import StageSolution, StageSolver
 from nest_megatron.units import Ticks
 
 #: Different chunks that a stage problem can name.
@@ -50,9 +50,7 @@ def check_partition(spec: TransformerSpec, partition: StagePartition) -> None:
         )
 
 
-def judging(
-    solve: Callable[[PipelineProblem, Ticks, int], StageSolution], partition: StagePartition
-) -> Callable[[PipelineProblem, Ticks, int], StageSolution]:
+def judging(solve: StageSolver, partition: StagePartition) -> StageSolver:
     """A stage solver to which the given partition is the only one there is.
 
     Args:
@@ -62,16 +60,12 @@ def judging(
 
     def solve_one(problem: PipelineProblem, threshold: Ticks, node_limit: int) -> StageSolution:
         found = solve(joined(problem, partition.boundaries), threshold, node_limit)
-        if not found.boundaries:
-            return found
-        return dataclasses.replace(found, boundaries=partition.boundaries)
+        return found._replace(boundaries=partition.boundaries) if found.boundaries else found
 
     return solve_one
 
 
-def judging_even(
-    solve: Callable[[PipelineProblem, Ticks, int], StageSolution], spec: TransformerSpec
-) -> Callable[[PipelineProblem, Ticks, int], StageSolution]:
+def judging_even(solve: StageSolver, spec: TransformerSpec) -> StageSolver:
     """As ``judging``, with the partition that Megatron makes of each problem's sizes by itself."""
 
     def solve_even(problem: PipelineProblem, threshold: Ticks, node_limit: int) -> StageSolution:

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.units import Ticks
 
 #: Larger than any time on the clock; as a threshold it means "find the best there is".
 NO_THRESHOLD: Ticks = 1 << 61
-
 #: Partial partitions that a solver looks at before it gives up with a proven bound.
 DEFAULT_NODE_LIMIT = 2_000_000
-
-
 #: Partial partitions between two looks at whether time has run out.
 PAUSE_NODES = 1 << 12
-
 #: Says whether a search has to end.
 OutOfTime = Callable[[], bool]
 
@@ -33,31 +30,26 @@ class Status(IntEnum):
     INFEASIBLE = 2
     """Proven: no partition fits in memory."""
     LIMIT = 3
-    """The node limit or the time ended the search: ``lower_bound`` is proven, the partition is the
-    best so far.
-
-    With a limit of 0 nothing is searched or simulated: memory and the lower bound are all there is.
-    """
+    """The node limit or the time ended the search: the partition is the best so far."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSolution:
+class StageSolution(NamedTuple):
     """Result of one solve.
 
     Args:
+        lower_bound: proven: no partition is faster than this.
         iteration: time of the best partition in ticks (``NO_THRESHOLD`` if there is none).
         boundaries: the partition, or empty.
-        lower_bound: proven: no partition is faster than this.
         nodes: partial partitions looked at.
         simulations: schedules simulated.
     """
 
     status: Status
-    iteration: Ticks
-    boundaries: tuple[int, ...]
     lower_bound: Ticks
-    nodes: int
-    simulations: int
+    iteration: Ticks = NO_THRESHOLD
+    boundaries: tuple[int, ...] = ()
+    nodes: int = 0
+    simulations: int = 0
 
 
 #: Solves a stage problem: the problem, the time to beat, the most partial partitions to look at.

@@ -15,12 +15,15 @@ from nest_megatron.cost_model.pipeline import (
 from nest_megatron.cost_model.schedule import Op, source_of
 from nest_megatron.units import Ticks
 
+#: A time for each place: stage, first unit.
+Table = dict[tuple[int, int], Ticks]
+
 
 @dataclass(slots=True)
 class PathBound:
     """A critical path as weights of each stage's sums: a lower bound on every partition.
 
-    ``remaining[k][x]`` is the least it can grow by from there on, ``so_far[k]`` its length over the
+    ``remaining[k, x]`` is the least it can grow by from there on, ``so_far[k]`` its length over the
     stages before ``k`` that the search is at.
     """
 
@@ -31,7 +34,7 @@ class PathBound:
     reduction: tuple[int, str]
     optimizer: int
     constant: Ticks
-    remaining: list[list[Ticks]] = field(default_factory=list)
+    remaining: Table = field(default_factory=dict)
     so_far: list[Ticks] = field(default_factory=list)
 
     def weight(self, problem: PipelineProblem, k: int, cost: UnitCost) -> Ticks:
@@ -56,14 +59,10 @@ def critical_path(
     ranks = timeline(problem, evaluation)
     passes = {timed.op: timed for rank in ranks for timed in rank}
     previous = {later.op: earlier.op for rank in ranks for earlier, later in pairwise(rank)}
-    ends = [
-        end + reduction
-        for end, reduction in zip(evaluation.ends, evaluation.reductions, strict=True)
-    ]
-    last = ends.index(max(ends))
+    ends = list(map(sum, zip(evaluation.ends, evaluation.reductions, strict=True)))
+    last = rank = ends.index(max(ends))
     forward, backward = [0] * p, [0] * p
     op: Op | None = Op(False, last, m - 1)
-    rank = last
     while op is not None:
         rank = op.chunk
         (forward if op.is_forward else backward)[rank] += 1
@@ -73,14 +72,13 @@ def critical_path(
             op = source
         else:
             op = previous.get(op) if start > evaluation.gathers[rank] else None
-    slowest = evaluation.optimizers.index(max(evaluation.optimizers))
     return PathBound(
         number=number,
         forward=forward,
         backward=backward,
         gather=(rank, _active(costs[rank], "gather")),
         reduction=(last, _active(costs[last], "reduce")),
-        optimizer=slowest,
+        optimizer=evaluation.optimizers.index(max(evaluation.optimizers)),
         constant=problem.constant,
     )
 

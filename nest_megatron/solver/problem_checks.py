@@ -21,12 +21,8 @@ def check_shape(problem: PipelineProblem, threshold: Ticks, node_limit: int) -> 
     Raises:
         UserInputError: naming the field, its value, the rule and the fix.
     """
-    p, v, m, n = (
-        problem.num_stages,
-        problem.num_virtual,
-        problem.num_microbatches,
-        len(problem.unit_kinds),
-    )
+    p, v, m = problem.num_stages, problem.num_virtual, problem.num_microbatches
+    n = problem.num_units
     if min(p, v, m) < 1:
         _refuse("num_stages, num_virtual, num_microbatches", (p, v, m), "each is at least 1")
     if n > _MOST_UNITS:
@@ -93,7 +89,7 @@ def check_values(problem: PipelineProblem) -> None:
             fix="Use a smaller global batch, or more GPUs.",
         )
     if num_bytes > MOST:
-        _refuse("largest memory in bytes", num_bytes, f"all that a step keeps, at most {MOST}")
+        _refuse("largest memory in bytes", num_bytes, f"all that a step saves, at most {MOST}")
 
 
 def _largest_sums(problem: PipelineProblem) -> tuple[Ticks, int]:
@@ -102,18 +98,12 @@ def _largest_sums(problem: PipelineProblem) -> tuple[Ticks, int]:
     m = problem.num_microbatches
     work = sum(u.forward + u.backward + u.block_backward for u in units)
     work += sum(problem.send_forward) + sum(problem.send_backward)
-    edges = sum(
-        u.gather_unhidden
-        + abs(u.gather_hideable)
-        + u.reduce_unhidden
-        + abs(u.reduce_hideable)
-        + u.optimizer
-        for u in units
-    )
-    kept = sum(u.saved_bytes + u.block_saved_bytes for u in units)
+    edges = sum(u.gather_unhidden + u.reduce_unhidden + u.optimizer for u in units)
+    edges += sum(abs(u.gather_hideable) + abs(u.reduce_hideable) for u in units)
+    saved = sum(u.saved_bytes + u.block_saved_bytes for u in units)
     static = sum(u.static_bytes for u in units)
     working = sum(c.working_bytes + c.block_working_bytes for c in problem.costs)
-    return (m + 4) * work + edges + problem.constant, static + m * kept + working
+    return (m + 4) * work + edges + problem.constant, static + m * saved + working
 
 
 def _refuse(what: str, value: object, limit: str, *, fix: str = "Correct the problem.") -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.recompute import RecomputeGranularity
+from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity
+from nest_megatron.solver.outcome import StageSolution
 from nest_megatron.units import Ticks
 
 #: From least to most recomputation.
@@ -39,6 +42,17 @@ class SolvedGrid:
     boundaries: tuple[int, ...]
     iteration: Ticks
 
+    @classmethod
+    def of(cls, grid: Grid, recompute: Recompute, found: StageSolution) -> SolvedGrid:
+        """The partition that was found of a grid under a recompute setting."""
+        chosen = dataclasses.replace(grid, recompute=recompute)
+        return cls(grid=chosen, boundaries=found.boundaries, iteration=found.iteration)
+
+    def partition(self) -> StagePartition:
+        """Its stages."""
+        pp = self.grid.dims.pipeline_model_parallel_size
+        return StagePartition(boundaries=self.boundaries, pipeline_model_parallel_size=pp)
+
     @property
     def rank(self) -> tuple[object, ...]:
         """Order of preference: faster first, then the tie rule on what is simpler to run."""
@@ -47,7 +61,7 @@ class SolvedGrid:
 
 def preference(grid: Grid) -> tuple[object, ...]:
     """Tie rule: fewer GPUs, then smaller degrees, then less recomputation and less sharding."""
-    dims, again = grid.dims, grid.recompute
+    dims, recompute = grid.dims, grid.recompute
     return (
         dims.world_size,
         dims.tensor_model_parallel_size,
@@ -58,10 +72,10 @@ def preference(grid: Grid) -> tuple[object, ...]:
         dims.virtual_pipeline_model_parallel_size,
         grid.micro_batch_size,
         int(grid.zero),
-        _GRANULARITIES.index(again.granularity),
-        again.method or "",
-        again.num_layers or 0,
-        again.modules,
+        _GRANULARITIES.index(recompute.granularity),
+        recompute.method or "",
+        recompute.num_layers or 0,
+        recompute.modules,
         dims.rank_order.value,
         repr(grid.execution),
     )

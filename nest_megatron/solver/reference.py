@@ -6,8 +6,8 @@ With one chunk a rank:
    stage ``k`` keeps alive.
 2. *Stage bound.* Two paths through the schedule's precedence graph run through stage ``k`` alone
    and otherwise through one pass of each other stage, so their length is known from ``(k, x, y)``
-   up to sums that a prefix sum or a dynamic program bounds from below (``_Search._stage_bound``).
-3. *Bottleneck program.* ``bottleneck[k][x]`` is the least that the largest stage bound can be for
+   up to sums that a dynamic program bounds from below (``_Search._stage_bound``).
+3. *Bottleneck program.* ``bottleneck[k, x]`` is the least that the largest stage bound can be for
    units ``x ..`` on stages ``k ..``. Its value at the origin bounds every partition from below; the
    partition that attains it, simulated, bounds the answer from above.
 4. *Search.* Depth first over the stages' ends, largest stage first, through stages whose bound is
@@ -32,14 +32,15 @@ path bound the least length it can have. A node limit of 0 ends it before anythi
 
 from __future__ import annotations
 
-from functools import partial
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cache, partial
 from itertools import pairwise
 
 from nest_megatron.cost_model.critical_path import summarize_reference
 from nest_megatron.cost_model.pipeline import (
     Evaluation,
     PipelineProblem,
-    UnitCost,
     chunk_cost,
     chunk_times,
     evaluate,
@@ -57,7 +58,7 @@ from nest_megatron.solver.outcome import (
     StageSolution,
     Status,
 )
-from nest_megatron.solver.path_bounds import PathBound, critical_path
+from nest_megatron.solver.path_bounds import PathBound, Table, critical_path
 from nest_megatron.units import Ticks
 
 _evaluate = partial(evaluate, run=summarize_reference)
@@ -104,7 +105,7 @@ class _Search:
         self.threshold, self.node_limit, self.learning = threshold, node_limit, learning
         self.out_of_time = out_of_time
         self.nogoods = Nogoods(self.p, learning)
-        self.costs: dict[tuple[int, int], UnitCost] = {}
+        self.cost = cache(partial(chunk_cost, problem))
         self.best: Boundaries = ()
         self.iteration = NO_THRESHOLD
         self.nodes = self.simulations = self.num_path_bounds = 0
@@ -112,47 +113,33 @@ class _Search:
         self.path = [0] * (self.p + 1)
 
     def run(self) -> StageSolution:
-        if not self._tabulate_memory():
+        self._tabulate_memory()
+        if self.after[0, 0] >= NO_THRESHOLD:
             return self._solution(Status.INFEASIBLE, NO_THRESHOLD)
         if self.threshold <= 0:
             return self._solution(Status.BOUNDED, 0)
         self._tabulate_bounds()
-        self.lower = self.bottleneck[0][0]
+        self.lower = self.bottleneck[0, 0]
         if self.lower >= self.threshold:
             return self._solution(Status.BOUNDED, self.lower)
         if self.node_limit == 0:
             return self._solution(Status.LIMIT, self.lower)
         self._simulate_first_guess()
-        finished = self._descend(0)
-        if not finished:
+        if not self._descend(0):
             return self._solution(Status.LIMIT, min(self.lower, self.threshold))
-        status = Status.OPTIMAL if self.best else Status.BOUNDED
-        return self._solution(status, self.threshold)
+        return self._solution(Status.OPTIMAL if self.best else Status.BOUNDED, self.threshold)
 
-    def _solution(self, status: Status, lower_bound: Ticks) -> StageSolution:
-        return StageSolution(
-            status=status,
-            iteration=self.iteration,
-            boundaries=self.best,
-            lower_bound=lower_bound,
-            nodes=self.nodes,
-            simulations=self.simulations,
-        )
-
-    def _cost(self, x: int, y: int) -> UnitCost:
-        if (x, y) not in self.costs:
-            self.costs[x, y] = chunk_cost(self.problem, x, y)
-        return self.costs[x, y]
+    def _solution(self, status: Status, lower: Ticks) -> StageSolution:
+        return StageSolution(status, lower, self.iteration, self.best, self.nodes, self.simulations)
 
     def _forward(self, k: int, x: int, y: int) -> Ticks:
-        return self._cost(x, y).forward + self.problem.send_forward[k]
+        return self.cost(x, y).forward + self.problem.send_forward[k]
 
     def _backward(self, k: int, x: int, y: int) -> Ticks:
-        return self._cost(x, y).backward + self.problem.send_backward[k]
+        return self.cost(x, y).backward + self.problem.send_backward[k]
 
     def _fits(self, k: int, x: int, y: int) -> bool:
-        cost = self._cost(x, y)
-        live = min(self.m, self.p - k)
+        cost, live = self.cost(x, y), min(self.m, self.p - k)
         peak = cost.static_bytes + live * cost.saved_bytes + cost.working_bytes
         return peak <= self.problem.capacity_bytes
 
@@ -165,59 +152,52 @@ class _Search:
             last = min(last, self.problem.num_layers + 1)
         return range(last, x, -1)
 
-    def _starts(self, k: int) -> range:
-        """Units at which stage ``k`` can start."""
-        return range(1) if k == 0 else range(k, self.n - (self.p - k) + 1)
+    def _least(self, length: Callable[[int, int, int, Ticks], Ticks]) -> Table:
+        """The least that stages ``k ..`` with units ``x ..`` come to, last stage first.
 
-    def _tabulate_memory(self) -> bool:
-        """Least backward time of the stages before and from each place, through stages that fit."""
-        self.after = [[NO_THRESHOLD] * (self.n + 1) for _ in range(self.p + 1)]
-        self.before = [[NO_THRESHOLD] * (self.n + 1) for _ in range(self.p + 1)]
-        self.after[self.p][self.n] = self.before[0][0] = 0
-        self.fit: dict[tuple[int, int], list[int]] = {}
-        for k in range(self.p - 1, -1, -1):
-            for x in self._starts(k):
-                fit = [
-                    y
-                    for y in self._ends(k, x)
-                    if self.after[k + 1][y] < NO_THRESHOLD and self._fits(k, x, y)
-                ]
-                self.fit[k, x] = fit
-                for y in fit:
-                    time = self._backward(k, x, y) + self.after[k + 1][y]
-                    self.after[k][x] = min(self.after[k][x], time)
-        for k in range(self.p):
-            for x in self._starts(k):
-                for y in self.fit[k, x] if self.before[k][x] < NO_THRESHOLD else ():
-                    time = self.before[k][x] + self._backward(k, x, y)
-                    self.before[k + 1][y] = min(self.before[k + 1][y], time)
-        return self.after[0][0] < NO_THRESHOLD
+        Args:
+            length: of stage ``k`` with units ``x .. y`` and of what lies behind it.
+        """
+        least: Table = defaultdict(lambda: NO_THRESHOLD, {(self.p, self.n): 0})
+        for (k, x), ends in reversed(self.fit.items()):
+            lengths = [length(k, x, y, least[k + 1, y]) for y in ends]
+            least[k, x] = min([NO_THRESHOLD, *lengths])
+        return least
+
+    def _tabulate_memory(self) -> None:
+        """Ends that fit; least backward time of the stages before and from each place."""
+        places = [(0, 0)]
+        places += [(k, x) for k in range(1, self.p) for x in range(k, self.n - self.p + k + 1)]
+        self.fit = {(k, x): [y for y in self._ends(k, x) if self._fits(k, x, y)] for k, x in places}
+        self.after = self._least(lambda k, x, y, rest: self._backward(k, x, y) + rest)
+        self.before: Table = defaultdict(lambda: NO_THRESHOLD, {(0, 0): 0})
+        for (k, x), fit in [*self.fit.items()]:
+            ends = [y for y in fit if self.after[k + 1, y] < NO_THRESHOLD]
+            self.fit[k, x] = ends if self.before[k, x] < NO_THRESHOLD else []
+            for y in self.fit[k, x]:
+                time = self.before[k, x] + self._backward(k, x, y)
+                self.before[k + 1, y] = min(self.before[k + 1, y], time)
 
     def _tabulate_bounds(self) -> None:
         """The bottleneck program; ``bound`` is the least that a stage and those behind it allow."""
-        whole = self._cost(0, self.n)
+        whole = self.cost(0, self.n)
         self.all_forward = whole.forward + sum(self.problem.send_forward[: self.p])
         self.least_optimizer = -(-whole.optimizer // self.p)
         self.bound: dict[tuple[int, int, int], Ticks] = {}
-        self.bottleneck = [[NO_THRESHOLD] * (self.n + 1) for _ in range(self.p + 1)]
-        self.bottleneck[self.p][self.n] = 0
-        for k in range(self.p - 1, -1, -1):
-            for x in self._starts(k):
-                if self.before[k][x] >= NO_THRESHOLD:
-                    continue
-                for y in self.fit[k, x]:
-                    bound = max(self._stage_bound(k, x, y), self.bottleneck[k + 1][y])
-                    self.bound[k, x, y] = bound
-                    self.bottleneck[k][x] = min(self.bottleneck[k][x], bound)
+
+        def bound(k: int, x: int, y: int, rest: Ticks) -> Ticks:
+            return self.bound.setdefault((k, x, y), max(self._stage_bound(k, x, y), rest))
+
+        self.bottleneck = self._least(bound)
 
     def _stage_bound(self, k: int, x: int, y: int) -> Ticks:
         """Longest of the paths that pass through stage ``k`` alone, with units ``x .. y``."""
-        cost = self._cost(x, y)
+        cost = self.cost(x, y)
         forward, backward = self._forward(k, x, y), self._backward(k, x, y)
-        ends = max(cost.reduce_unhidden, cost.reduce_hideable, 0, self.before[k][x])
-        first_return = self.all_forward + backward + self.after[k + 1][y]
+        ends = max(cost.reduce_unhidden, cost.reduce_hideable, 0, self.before[k, x])
+        first_return = self.all_forward + backward + self.after[k + 1, y]
         after_return = (self.m - 1) * backward + max(0, self.m - self.p + k) * forward
-        reached = (self._cost(0, x).forward if x else 0) + sum(self.problem.send_forward[:k])
+        reached = (self.cost(0, x).forward if x else 0) + sum(self.problem.send_forward[:k])
         started = max(cost.gather_unhidden, cost.gather_hideable, 0, reached)
         work = self.m * (forward + backward)
         optimizer = max(cost.optimizer, self.least_optimizer)
@@ -229,16 +209,23 @@ class _Search:
 
         One that takes as long may come earlier, so the search must beat a tick more.
         """
-        boundaries = [0]
+        boundaries, target = [0], self.bottleneck[0, 0]
         for k in range(self.p):
-            x, target = boundaries[-1], self.bottleneck[0][0]
+            x = boundaries[-1]
             boundaries.append(next(y for y in self.fit[k, x] if self.bound[k, x, y] <= target))
+        evaluation = self._simulate(boundaries)
+        if self.best:
+            self.threshold += 1
+        self._add_path_bound(evaluation, boundaries, depth=0)
+
+    def _simulate(self, boundaries: list[int]) -> Evaluation:
+        """Simulate a partition; it is kept if it beats the threshold, which it is then."""
         evaluation = _evaluate(self.problem, tuple(boundaries))
         self.simulations += 1
         if evaluation.iteration < self.threshold:
-            self.iteration, self.best = evaluation.iteration, tuple(boundaries)
-            self.threshold = evaluation.iteration + 1
-        self._add_path_bound(evaluation, boundaries, depth=0)
+            self.threshold = self.iteration = evaluation.iteration
+            self.best = tuple(boundaries)
+        return evaluation
 
     def _descend(self, k: int) -> bool:
         """Try every end of stage ``k``; false if the node limit or the time ended the search."""
@@ -271,7 +258,7 @@ class _Search:
         margins = []
         for bound in self.path_bounds:
             bound.so_far[k + 1] = bound.so_far[k] + self._weight(bound, k, x, y)
-            margins.append(bound.so_far[k + 1] + bound.remaining[k + 1][y] - self.threshold)
+            margins.append(bound.so_far[k + 1] + bound.remaining[k + 1, y] - self.threshold)
         most = max(margins)
         if most < 0:
             return False
@@ -296,42 +283,37 @@ class _Search:
         self.nogoods.ask(k - 1, {number: length - weight[number] for number, length in asked})
 
     def _visit_leaf(self) -> None:
-        evaluation = _evaluate(self.problem, tuple(self.path))
-        self.simulations += 1
-        if evaluation.iteration < self.threshold:
-            self.iteration, self.best = evaluation.iteration, tuple(self.path)
-            self.threshold = evaluation.iteration
-        self._add_path_bound(evaluation, self.path, depth=self.p)
-        bound = self.path_bounds[(self.num_path_bounds - 1) % self.learning.max_path_bounds]
+        evaluation = self._simulate(self.path)
+        bound = self._add_path_bound(evaluation, self.path, depth=self.p)
         margin = bound.so_far[self.p] - self.threshold
         self.nogoods.ask(self.p - 1, {bound.number: bound.so_far[self.p - 1] - margin})
 
-    def _add_path_bound(self, evaluation: Evaluation, boundaries: list[int], depth: int) -> None:
+    def _add_path_bound(
+        self, evaluation: Evaluation, boundaries: list[int], depth: int
+    ) -> PathBound:
         """Keep the critical path of a simulated partition; the oldest makes room."""
         bound = critical_path(self.problem, evaluation, boundaries, number=self.num_path_bounds)
-        bound.remaining = [[NO_THRESHOLD] * (self.n + 1) for _ in range(self.p + 1)]
-        bound.remaining[self.p][self.n] = 0
-        for k in range(self.p - 1, -1, -1):
-            for x in self._starts(k):
-                for y in self.fit[k, x] if self.before[k][x] < NO_THRESHOLD else ():
-                    if self.bound[k, x, y] < self.threshold:
-                        rest = self._weight(bound, k, x, y) + bound.remaining[k + 1][y]
-                        bound.remaining[k][x] = min(bound.remaining[k][x], rest)
-        self.lower = max(self.lower, bound.constant + bound.remaining[0][0])
+
+        def length(k: int, x: int, y: int, rest: Ticks) -> Ticks:
+            is_open = self.bound[k, x, y] < self.threshold
+            return self._weight(bound, k, x, y) + rest if is_open else NO_THRESHOLD
+
+        bound.remaining = self._least(length)
+        self.lower = max(self.lower, bound.constant + bound.remaining[0, 0])
         bound.so_far = [bound.constant] * (self.p + 1)
         for k in range(depth):
             weight = self._weight(bound, k, self.path[k], self.path[k + 1])
             bound.so_far[k + 1] = bound.so_far[k] + weight
-        if self.num_path_bounds < self.learning.max_path_bounds:
-            self.path_bounds.append(bound)
-        else:
-            self.path_bounds[self.num_path_bounds % self.learning.max_path_bounds] = bound
-            self.nogoods.forget_path_bound(self.num_path_bounds - self.learning.max_path_bounds)
+        place = bound.number % self.learning.max_path_bounds
+        for old in self.path_bounds[place : place + 1]:
+            self.nogoods.forget_path_bound(old.number)
+        self.path_bounds[place : place + 1] = [bound]
         self.num_path_bounds += 1
+        return bound
 
     def _weight(self, bound: PathBound, k: int, x: int, y: int) -> Ticks:
         """What stage ``k`` with units ``x .. y`` adds to a path bound."""
-        return bound.weight(self.problem, k, self._cost(x, y))
+        return bound.weight(self.problem, k, self.cost(x, y))
 
 
 def _solve_interleaved(
@@ -342,50 +324,30 @@ def _solve_interleaved(
     ``nodes`` counts the members that fit.
     """
     members = [b for b in interleaved_partitions(problem) if fits_in_memory(problem, b)]
-    if members and threshold <= 0:
-        return _nothing_simulated(Status.BOUNDED, 0)
+    if not members:
+        return StageSolution(Status.INFEASIBLE, NO_THRESHOLD)
+    if threshold <= 0:
+        return StageSolution(Status.BOUNDED, 0)
     bounds = [_work_bound(problem, b) for b in members]
-    lower = min(bounds, default=NO_THRESHOLD)
+    lower, count = min(bounds), len(members)
     best: Boundaries = ()
-    simulations = 0
-    status = Status.OPTIMAL
-    if lower < threshold and node_limit == 0:
-        return _nothing_simulated(Status.LIMIT, lower)
-    if lower < threshold:
-        guess = _evaluate(problem, members[bounds.index(lower)]).iteration
-        simulations += 1
-        threshold = min(threshold, guess + 1)
-        for partition, bound in zip(members, bounds, strict=True):
-            if bound < threshold:
-                iteration = _evaluate(problem, partition).iteration
-                simulations += 1
-                if iteration < threshold:
-                    threshold, best = iteration, partition
-                if out_of_time():
-                    status = Status.LIMIT
-                    break
-        lower = min(lower, threshold) if status is Status.LIMIT else threshold
-    if status is not Status.LIMIT and not best:
-        status = Status.BOUNDED if members else Status.INFEASIBLE
-    return StageSolution(
-        status=status,
-        iteration=threshold if best else NO_THRESHOLD,
-        boundaries=best,
-        lower_bound=lower,
-        nodes=len(members),
-        simulations=simulations,
-    )
-
-
-def _nothing_simulated(status: Status, lower_bound: Ticks) -> StageSolution:
-    return StageSolution(
-        status=status,
-        iteration=NO_THRESHOLD,
-        boundaries=(),
-        lower_bound=lower_bound,
-        nodes=0,
-        simulations=0,
-    )
+    if lower >= threshold:
+        return StageSolution(Status.BOUNDED, lower, nodes=count)
+    if node_limit == 0:
+        return StageSolution(Status.LIMIT, lower)
+    guess = _evaluate(problem, members[bounds.index(lower)]).iteration
+    threshold, simulations, ended = min(threshold, guess + 1), 1, False
+    for partition, bound in zip(members, bounds, strict=True):
+        if bound < threshold and not ended:
+            iteration = _evaluate(problem, partition).iteration
+            simulations += 1
+            if iteration < threshold:
+                threshold, best = iteration, partition
+            ended = out_of_time()
+    status = Status.LIMIT if ended else Status.OPTIMAL if best else Status.BOUNDED
+    iteration = threshold if best else NO_THRESHOLD
+    lower = min(lower, threshold) if ended else threshold
+    return StageSolution(status, lower, iteration, best, count, simulations)
 
 
 def _work_bound(problem: PipelineProblem, boundaries: Boundaries) -> Ticks:

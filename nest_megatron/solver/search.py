@@ -1,6 +1,6 @@
 """Best-first search over grids; the stage solver judges each grid that could still win.
 
-The heap holds nodes of six kinds (``nodes.py``), from coarse to fine, each with a lower bound.
+The heap holds nodes of six kinds (``candidates.py``), from coarse to fine, each with a lower bound.
 
 A *layout* is a choice of tensor, pipeline and expert degrees and GPU count. The search
 keeps the best plan of each of the best ``num_layouts`` layouts, and a node is dropped only when
@@ -10,24 +10,30 @@ its bound says it can neither improve its own layout nor enter that list.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem
 from nest_megatron.cost_model.stage_problems import StageProblems
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute, RecomputeModule
+from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.bounds import Bounds
-from nest_megatron.solver.choices import Choices, sort_settings
-from nest_megatron.solver.counts import CandidateCounts
+from nest_megatron.solver.candidates import (
+    BLOCKS,
+    GRID,
+    MEMBERS,
+    SCHEDULE,
+    SHARD,
+    VARIANT,
+    CandidateCounts,
+    Node,
+)
 from nest_megatron.solver.first_plan import first_plan
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_bounds import MemoryBounds
-from nest_megatron.solver.nodes import BLOCKS, GRID, MEMBERS, SCHEDULE, SHARD, VARIANT, Node
 from nest_megatron.solver.one_partition import check_partition, judging, judging_even
 from nest_megatron.solver.outcome import (
     DEFAULT_NODE_LIMIT,
@@ -38,7 +44,7 @@ from nest_megatron.solver.outcome import (
     Status,
 )
 from nest_megatron.solver.ranking import Certificate, Layout, SearchResult, SolvedGrid, layout_of
-from nest_megatron.solver.space import SearchSpace
+from nest_megatron.solver.space import Choices, SearchSpace, sort_settings
 from nest_megatron.units import Ticks
 
 #: Memory that no plan reaches, to ask for the fastest partition whatever it needs.
@@ -239,7 +245,7 @@ class Search:
                 self.infeasible[NO_ROOM] += self.counts.of_family(family)
                 continue
             stages = StageProblems(self.model, family)
-            least = self._bound_in_unlimited_memory(stages, NO_RECOMPUTE)
+            least = self._bound_in_any_memory(stages, NO_RECOMPUTE)
             if least.status is not Status.BOUNDED:
                 self._push(max(node.bound, least.lower_bound), family, MEMBERS, stages=stages)
 
@@ -255,15 +261,9 @@ class Search:
             self._push(bound, grid, BLOCKS, choices.blocks[0], stages)
         threshold = self._threshold(grid)
         bounds = self.bounds.pipelines(grid, choices.others)
-        in_time = [
-            (recompute, modules, max(node.bound, bound))
-            for recompute, modules, bound in zip(
-                choices.others, choices.modules, bounds, strict=True
-            )
-            if bound <= threshold
-        ]
-        for recompute, bound in self._that_can_fit(stages, in_time):
-            self._push(bound, grid, VARIANT, recompute, stages)
+        pairs = zip(choices.others, bounds, strict=True)
+        for recompute, bound in self._that_can_fit(stages, (p for p in pairs if p[1] <= threshold)):
+            self._push(max(node.bound, bound), grid, VARIANT, recompute, stages)
 
     def _choices(self, grid: Grid) -> Choices:
         """The grid's recompute settings, sorted."""
@@ -275,9 +275,7 @@ class Search:
         return self._sorted_choices[key]
 
     def _that_can_fit(
-        self,
-        stages: StageProblems,
-        settings: list[tuple[Recompute, frozenset[RecomputeModule], Ticks]],
+        self, stages: StageProblems, settings: Iterable[tuple[Recompute, Ticks]]
     ) -> Iterator[tuple[Recompute, Ticks]]:
         """Leave out sets of modules inside a set that does not fit: fewer modules keep more bytes.
 
@@ -286,14 +284,12 @@ class Search:
         sure: working memory can grow at a peak where the chunk recomputed keeps nothing.
 
         Args:
-            settings: with their modules and bounds, the largest sets of modules first.
+            settings: with their bounds, the largest sets of modules first.
         """
-        if self.only_one:
-            yield from ((recompute, bound) for recompute, _, bound in settings)
-            return
-        too_small: list[frozenset[RecomputeModule]] = []
-        enough: list[frozenset[RecomputeModule]] = []
-        for recompute, modules, bound in settings:
+        too_small: list[frozenset[object]] = []
+        enough: list[frozenset[object]] = []
+        for recompute, bound in settings:
+            modules = frozenset[object](() if self.only_one else recompute.modules)
             if modules and not any(modules < larger for larger in enough):
                 if any(modules <= larger for larger in too_small) or not self._fits(
                     stages, recompute
@@ -308,12 +304,10 @@ class Search:
         """Whether any partition of a grid fits in memory: ask for one that takes no time."""
         return self._solve(stages.problem(recompute), -1).status is not Status.INFEASIBLE
 
-    def _bound_in_unlimited_memory(
-        self, stages: StageProblems, recompute: Recompute
-    ) -> StageSolution:
+    def _bound_in_any_memory(self, stages: StageProblems, recompute: Recompute) -> StageSolution:
         """A bound for every plan of this grid that takes at least as long: no limits, no search."""
-        roomy = self._in_unlimited_memory(stages, recompute)
-        return self._solve(roomy, self._threshold(stages.grid), node_limit=0)
+        unlimited = self._in_unlimited_memory(stages, recompute)
+        return self._solve(unlimited, self._threshold(stages.grid), node_limit=0)
 
     def _is_best_in_any_memory(
         self, stages: StageProblems, recompute: Recompute, found: StageSolution
@@ -321,11 +315,11 @@ class Search:
         """Whether even unlimited memory allows no faster partition than the one found."""
         if found.status is not Status.OPTIMAL:
             return False
-        roomy = self._in_unlimited_memory(stages, recompute)
-        return self._solve(roomy, found.iteration - 1).status is Status.BOUNDED
+        unlimited = self._in_unlimited_memory(stages, recompute)
+        return self._solve(unlimited, found.iteration - 1).status is Status.BOUNDED
 
     def _in_unlimited_memory(self, stages: StageProblems, recompute: Recompute) -> PipelineProblem:
-        """A problem that no setting that computes more again solves faster.
+        """A problem that no setting that recomputes more solves faster.
 
         With virtual stages recomputation can lie in a rank's slack and hide more of its gradient
         reduction, so the least that any setting can leave of it counts.
@@ -342,26 +336,22 @@ class Search:
         """
         stages, blocks = node.problems(), self._choices(node.grid).blocks
         blocks = blocks[blocks.index(node.recompute) :]
-        if self._bound_in_unlimited_memory(stages, blocks[0]).status is Status.BOUNDED:
+        if self._bound_in_any_memory(stages, blocks[0]).status is Status.BOUNDED:
             return
-        first = self._smallest_block(stages, blocks)
+        first = len(blocks)
+        if self._fits(stages, blocks[-1]):
+            first = bisect.bisect_left(blocks, True, key=lambda block: self._fits(stages, block))
         self.infeasible[NO_ROOM] += first
         if first == len(blocks):
             return
-        roomy = self._bound_in_unlimited_memory(stages, blocks[first])
-        if roomy.status is Status.BOUNDED:
+        unlimited = self._bound_in_any_memory(stages, blocks[first])
+        if unlimited.status is Status.BOUNDED:
             return
         found = self._solve_and_record(stages, blocks[first])
         bigger = blocks[first + 1 :]
         if bigger and not self._is_best_in_any_memory(stages, blocks[first], found):
-            bound = max(node.bound, roomy.lower_bound)
+            bound = max(node.bound, unlimited.lower_bound)
             self._push(bound, node.grid, BLOCKS, bigger[0], stages)
-
-    def _smallest_block(self, stages: StageProblems, blocks: tuple[Recompute, ...]) -> int:
-        """Index of the smallest block with which some partition fits, or how many blocks are."""
-        if not self._fits(stages, blocks[-1]):
-            return len(blocks)
-        return bisect.bisect_left(blocks, True, key=lambda block: self._fits(stages, block))
 
     def _solve_and_record(self, stages: StageProblems, recompute: Recompute) -> StageSolution:
         """Solve a candidate as far as it matters, count it, keep it if it is its layout's best."""
@@ -375,10 +365,7 @@ class Search:
             self.unproven = min(self.unproven, found.lower_bound)
             self.interrupted |= self.out_of_time()
         if found.boundaries:
-            chosen = dataclasses.replace(grid, recompute=recompute)
-            self._keep(
-                SolvedGrid(grid=chosen, boundaries=found.boundaries, iteration=found.iteration)
-            )
+            self._keep(SolvedGrid.of(grid, recompute, found))
         return found
 
     def _solve(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, combinations
-from typing import Any
+from itertools import combinations
+from typing import Any, NamedTuple
 
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.errors import UserInputError, nearest
@@ -87,24 +87,15 @@ class SearchSpace:
     batch_unit: int | None = None
 
     def __post_init__(self) -> None:
+        fields = [each.name for each in dataclasses.fields(Execution) if each.init]
         for name in self.executions:
-            known = [each.name for each in dataclasses.fields(Execution) if each.init]
-            if name not in known:
-                raise UserInputError(
-                    "executions", value=name, limit="no such field", fix=nearest(name, known)
-                )
+            _require_known("executions", name, name, "field", fields)
         if self.partition is not None:
             object.__setattr__(self, "fixed", _with_its_degrees(self.fixed, self.partition))
         for what, values in (("parallel.", self.fixed), ("search.max_", self.limits)):
             for name, value in values.items():
+                _require_known(f"{what}{name}", name, value, "degree", DEGREES)
                 where = "train." if (what, name) == ("parallel.", "micro_batch_size") else what
-                if name not in DEGREES:
-                    raise UserInputError(
-                        f"{what}{name}",
-                        value=value,
-                        limit="no such degree",
-                        fix=nearest(name, DEGREES),
-                    )
                 if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                     raise UserInputError(
                         f"{where}{name}",
@@ -112,7 +103,6 @@ class SearchSpace:
                         limit="a degree is a whole number of at least 1",
                         fix="Give a positive whole number, or leave it out to search it.",
                     )
-
         for name in self.fixed.keys() & self.limits.keys():
             if self.fixed[name] > self.limits[name]:
                 raise UserInputError(
@@ -147,6 +137,11 @@ class SearchSpace:
         return sorted(
             {total, *whole_nodes, *(d for d in divisors(node) if d <= total)}, reverse=True
         )
+
+
+def _require_known(what: str, name: str, value: object, kind: str, known: Sequence[str]) -> None:
+    if name not in known:
+        raise UserInputError(what, value=value, limit=f"no such {kind}", fix=nearest(name, known))
 
 
 def _with_its_degrees(fixed: Mapping[str, int], partition: StagePartition) -> dict[str, int]:
@@ -201,33 +196,28 @@ def recompute_settings(
         full: whole layers too.
     """
     yield NO_RECOMPUTE
-    useful = useful_modules(spec, precision, flash_attention=flash_attention)
+    useful = _useful_modules(spec, precision, flash_attention=flash_attention)
     modules = tuple(module for module in useful if module not in without)
-    subsets = chain.from_iterable(combinations(modules, n) for n in range(1, len(modules) + 1))
-    for subset in subsets:
-        if RecomputeModule.MOE in subset and _INSIDE_MOE.intersection(subset):
-            continue  # computing all experts again covers these
-        yield Recompute(granularity=RecomputeGranularity.SELECTIVE, modules=subset)
-    if not full:
-        return
-    for method, sizes in (
-        (RecomputeMethod.BLOCK, range(1, layers_per_chunk + 1)),
-        (RecomputeMethod.UNIFORM, range(1, 2)),
-    ):
-        for size in sizes:
-            yield Recompute(granularity=RecomputeGranularity.FULL, method=method, num_layers=size)
+    for size in range(1, len(modules) + 1):
+        for subset in combinations(modules, size):
+            # To recompute all experts covers what is inside them.
+            if RecomputeModule.MOE not in subset or _INSIDE_MOE.isdisjoint(subset):
+                yield Recompute(granularity=RecomputeGranularity.SELECTIVE, modules=subset)
+    blocks = [(RecomputeMethod.BLOCK, size) for size in range(1, layers_per_chunk + 1)]
+    for method, size in (*blocks, (RecomputeMethod.UNIFORM, 1)) if full else ():
+        yield Recompute(granularity=RecomputeGranularity.FULL, method=method, num_layers=size)
 
 
 _INSIDE_MOE = frozenset({RecomputeModule.MOE_ACT, RecomputeModule.SHARED_EXPERTS})
 
 
-def useful_modules(
+def _useful_modules(
     spec: TransformerSpec, precision: Precision, *, flash_attention: bool = True
 ) -> tuple[RecomputeModule, ...]:
     """Modules whose recomputation frees memory in this model, in Megatron's order.
 
-    ``core_attn`` is not among them with flash attention, which keeps no score matrix, so that
-    computing it again frees next to nothing. Delayed-scaling fp8 forbids ``layernorm`` and
+    ``core_attn`` is not among them with flash attention, which keeps no score matrix, so that its
+    recomputation frees next to nothing. Delayed-scaling fp8 forbids ``layernorm`` and
     ``moe_act``.
     """
     delayed = precision is Precision.FP8
@@ -242,3 +232,40 @@ def useful_modules(
         RecomputeModule.SHARED_EXPERTS: bool(spec.moe_shared_expert_intermediate_size),
     }
     return tuple(module for module in RecomputeModule if useful.get(module, False))
+
+
+class Choices(NamedTuple):
+    """The settings of a grid in the order in which a search asks for them.
+
+    Args:
+        none: whether to recompute nothing is one of them.
+        blocks: those that are asked for lazily, smallest first.
+        others: all the rest, large sets of modules first.
+    """
+
+    none: bool
+    blocks: tuple[Recompute, ...]
+    others: tuple[Recompute, ...]
+
+
+def sort_settings(settings: tuple[Recompute, ...], *, lazily: bool) -> Choices:
+    """Sort the settings of a grid.
+
+    Args:
+        settings: blocks among them rise by one layer each.
+        lazily: whether blocks are asked for one after the other, as long as they may win.
+    """
+    blocks = tuple(r for r in settings if lazily and r.method is RecomputeMethod.BLOCK)
+    rest = [r for r in settings if r != NO_RECOMPUTE and r not in blocks]
+    others = tuple(sorted(rest, key=lambda r: -len(r.modules)))
+    return Choices(NO_RECOMPUTE in settings, blocks, others)
+
+
+def sparing(settings: tuple[Recompute, ...]) -> list[Recompute]:
+    """The settings that keep least: the largest block, uniform, the largest sets of modules."""
+    if len(settings) == 1:
+        return list(settings)
+    most = max(len(r.modules) for r in settings)
+    blocks = [r for r in settings if r.method is RecomputeMethod.BLOCK]
+    uniform = [r for r in settings if r.method is RecomputeMethod.UNIFORM]
+    return [*uniform, *blocks[-1:], *(r for r in settings if 0 < len(r.modules) >= most - 1)]

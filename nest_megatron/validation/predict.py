@@ -15,8 +15,9 @@ from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import uniform_partition
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import NO_RECOMPUTE
-from nest_megatron.solver.backend import solve
+from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.solver.one_partition import joined
+from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD
 from nest_megatron.units import Bytes, Seconds, Ticks, to_seconds
 from nest_megatron.validation.job import RowJob
 from nest_megatron.validation.refusal import RefusedRowError
@@ -158,7 +159,7 @@ def _balanced(problem: PipelineProblem) -> StagePartition:
         problem, capacity_bytes=_NO_LIMIT, num_microbatches=few, block_num_layers=0
     )
     try:
-        boundaries = solve(question, node_limit=_MOST_NODES).boundaries
+        boundaries = solver_of(choose())(question, NO_THRESHOLD, _MOST_NODES).boundaries
     except UserInputError as error:
         raise RefusedRowError("schedule is impossible", str(error)) from error
     if not boundaries:
@@ -177,7 +178,8 @@ def iteration_ticks(problem: PipelineProblem, partition: StagePartition) -> Tick
     """
     unbounded = dataclasses.replace(problem, capacity_bytes=_NO_LIMIT)
     try:
-        return solve(joined(unbounded, partition.boundaries)).iteration
+        only = joined(unbounded, partition.boundaries)
+        return solver_of(choose())(only, NO_THRESHOLD, DEFAULT_NODE_LIMIT).iteration
     except UserInputError as error:
         raise RefusedRowError("schedule is impossible", str(error)) from error
 

@@ -12,7 +12,13 @@ from nest_megatron.cluster.discovery import LocalGpus
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.parallel import plan_file
-from nest_megatron.planner.pins import Found, PinnedPlan, read_pinned, read_plan, require_same_job
+from nest_megatron.planner.pins import (
+    ActualJob,
+    PinnedPlan,
+    read_pinned,
+    read_plan,
+    require_same_job,
+)
 from tests.cli.runs import SMALL, run
 
 
@@ -31,9 +37,9 @@ def pinned(pinned_path: Path) -> PinnedPlan:
     return read_pinned(pinned_path)
 
 
-def job_of(pinned: PinnedPlan, **changes: Any) -> Found:
+def job_of(pinned: PinnedPlan, **changes: Any) -> ActualJob:
     plan = pinned.plan
-    same = Found(
+    same = ActualJob(
         spec=plan.model,
         num_gpus=plan.cluster.num_gpus,
         cluster=plan.cluster,

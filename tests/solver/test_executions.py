@@ -29,7 +29,8 @@ from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.rules import LaunchRequest
 from nest_megatron.solver import brute_force
 from nest_megatron.solver.bounds import Bounds
-from nest_megatron.solver.grids import GridSpace, laid_out
+from nest_megatron.solver.executions import laid_out
+from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.memory_bounds import MemoryBounds
 from nest_megatron.solver.memory_shortage import fits
 from nest_megatron.solver.outcome import NO_THRESHOLD, Status

@@ -20,7 +20,7 @@ from nest_megatron.cost_model.pipeline import (
 )
 from nest_megatron.errors import UserInputError
 from nest_megatron.solver import backend, brute_force, reference
-from nest_megatron.solver.backend import Backend
+from nest_megatron.solver.backend import Backend, solve_compiled
 from nest_megatron.solver.chunk_space import partitions
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, Learning, Status
 from nest_megatron.solver.path_bounds import PathBound, critical_path
@@ -34,9 +34,7 @@ from tests.solver.structured import (
     tie_problem,
 )
 
-kernel = pytest.importorskip(
-    "nest_megatron.solver.kernel", reason="the compiled kernel is not built"
-)
+pytest.importorskip("nest_megatron.solver._stage_dp", reason="the compiled kernel is not built")
 
 Generator = Callable[[int], PipelineProblem]
 SMALL: tuple[Generator, ...] = (random_problem, tie_problem, edge_problem)
@@ -55,7 +53,7 @@ LEARNINGS = (
 
 def assert_same(problem: PipelineProblem, *limits: int) -> None:
     expected = reference.solve(problem, *limits)
-    assert kernel.solve(problem, *limits) == expected
+    assert solve_compiled(problem, *limits) == expected
 
 
 @pytest.mark.parametrize("generate", SMALL, ids=lambda f: f.__name__)
@@ -67,7 +65,7 @@ def test_all_three_agree(generate: Generator, start: int) -> None:
         solved = reference.solve(problem)
         answer = (oracle.status, oracle.iteration, oracle.boundaries)
         assert (solved.status, solved.iteration, solved.boundaries) == answer, seed
-        assert kernel.solve(problem) == solved, seed
+        assert solve_compiled(problem) == solved, seed
         if solved.boundaries:
             assert evaluate(problem, solved.boundaries).iteration == solved.iteration
 
@@ -77,7 +75,7 @@ def test_thresholds_and_node_limits(generate: Generator) -> None:
     for seed in range(1000, 1040):
         problem = generate(seed)
         best = reference.solve(problem)
-        assert kernel.solve(problem) == best, seed
+        assert solve_compiled(problem) == best, seed
         for threshold in {
             0,
             best.lower_bound - 1,
@@ -102,10 +100,10 @@ def test_time_that_runs_out_ends_both_alike(generate: Generator, nogoods_after: 
     learning, ended = Learning(nogoods_after=nogoods_after), 0
     for seed in range(3000, 3015):
         problem = generate(seed)
-        best = kernel.solve(problem)
+        best = solve_compiled(problem)
         for asked in range(3):
             limits = (problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT, learning)
-            found = kernel.solve(*limits, out_of_time=after(asked))
+            found = solve_compiled(*limits, out_of_time=after(asked))
             assert found == reference.solve(*limits, out_of_time=after(asked)), (seed, asked)
             assert found.lower_bound <= best.lower_bound
             if found.status is Status.LIMIT:
@@ -120,10 +118,10 @@ def test_time_that_runs_out_ends_both_alike(generate: Generator, nogoods_after: 
 def test_a_limit_of_nothing_gives_the_bound_alone(generate: Generator) -> None:
     for seed in range(2000, 2150):
         problem = generate(seed)
-        best = kernel.solve(problem)
+        best = solve_compiled(problem)
         for threshold in {NO_THRESHOLD, 0, -1, min(best.iteration, NO_THRESHOLD)}:
             found = reference.solve(problem, threshold, 0)
-            assert kernel.solve(problem, threshold, 0) == found, (seed, threshold)
+            assert solve_compiled(problem, threshold, 0) == found, (seed, threshold)
             assert found.lower_bound <= best.lower_bound
             assert (found.simulations, found.boundaries) == (0, ())
             if best.status is Status.INFEASIBLE:
@@ -140,7 +138,7 @@ def test_a_threshold_of_nothing_asks_for_memory_alone(generate: Generator) -> No
         problem = generate(seed)
         fits = any(fits_in_memory(problem, partition) for partition in partitions(problem))
         for threshold in (0, -1):
-            found = kernel.solve(problem, threshold)
+            found = solve_compiled(problem, threshold)
             assert reference.solve(problem, threshold) == found, seed
             assert found.status is (Status.BOUNDED if fits else Status.INFEASIBLE)
             assert found.lower_bound == (0 if fits else NO_THRESHOLD)
@@ -151,8 +149,8 @@ def test_a_threshold_of_nothing_asks_for_memory_alone(generate: Generator) -> No
 def test_what_a_limit_leaves_is_proven(generate: Generator) -> None:
     for seed in range(3000, 3060):
         problem = generate(seed)
-        best = kernel.solve(problem)
-        bounds = [kernel.solve(problem, NO_THRESHOLD, limit).lower_bound for limit in range(4)]
+        best = solve_compiled(problem)
+        bounds = [solve_compiled(problem, NO_THRESHOLD, limit).lower_bound for limit in range(4)]
         assert bounds == sorted(bounds)
         assert bounds[-1] <= best.lower_bound
 
@@ -163,15 +161,15 @@ def test_nogoods_change_no_answer(generate: Generator, learning: Learning) -> No
     fewer = 0
     for seed in range(4000, 4060):
         problem = generate(seed)
-        plain = kernel.solve(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT, NO_NOGOODS)
+        plain = solve_compiled(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT, NO_NOGOODS)
         found = reference.solve(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT, learning)
-        assert kernel.solve(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT, learning) == found, seed
+        assert solve_compiled(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT, learning) == found, seed
         answer = (plain.status, plain.iteration, plain.boundaries, plain.lower_bound)
         assert (found.status, found.iteration, found.boundaries, found.lower_bound) == answer, seed
         fewer += found.nodes < plain.nodes
         for threshold, limit in ((found.iteration, 7), (found.lower_bound - 1, DEFAULT_NODE_LIMIT)):
             limited = reference.solve(problem, threshold, limit, learning)
-            assert kernel.solve(problem, threshold, limit, learning) == limited, seed
+            assert solve_compiled(problem, threshold, limit, learning) == limited, seed
     assert fewer > 20 or generate is not deep_problem or learning is not LEARNINGS[0]
 
 
@@ -188,19 +186,19 @@ def test_nogoods_prune(
     stages: int, microbatches: int, layers: int, options: dict[str, float], times_fewer: float
 ) -> None:
     problem = equal_layers(stages=stages, microbatches=microbatches, layers=layers, **options)  # type: ignore[arg-type]
-    plain = kernel.solve(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT, NO_NOGOODS)
+    plain = solve_compiled(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT, NO_NOGOODS)
     for learning in LEARNINGS[:1], ():
         found = reference.solve(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT, *learning)
-        assert kernel.solve(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT, *learning) == found
+        assert solve_compiled(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT, *learning) == found
         assert (found.iteration, found.boundaries) == (plain.iteration, plain.boundaries)
-    eager = kernel.solve(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT, LEARNINGS[0])
+    eager = solve_compiled(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT, LEARNINGS[0])
     assert eager.nodes * times_fewer < plain.nodes
 
 
 def test_nogoods_prove_what_cuts_alone_do_not() -> None:
     problem = equal_layers(stages=16, microbatches=4)
-    plain = kernel.solve(problem, NO_THRESHOLD, 200_000, NO_NOGOODS)
-    found = kernel.solve(problem, NO_THRESHOLD, 200_000)
+    plain = solve_compiled(problem, NO_THRESHOLD, 200_000, NO_NOGOODS)
+    found = solve_compiled(problem, NO_THRESHOLD, 200_000)
     assert (plain.status, found.status) == (Status.LIMIT, Status.OPTIMAL)
     assert plain.lower_bound <= found.iteration <= plain.iteration
     assert reference.solve(problem) == found
@@ -234,8 +232,8 @@ def length_of(problem: PipelineProblem, cut: PathBound, marks: tuple[int, ...]) 
 @pytest.mark.parametrize("threshold_change", [-1, 0, 1])
 def test_a_threshold_at_the_optimum(threshold_change: int) -> None:
     problem = equal_layers(stages=4, microbatches=8)
-    best = kernel.solve(problem)
-    again = kernel.solve(problem, best.iteration + threshold_change)
+    best = solve_compiled(problem)
+    again = solve_compiled(problem, best.iteration + threshold_change)
     if threshold_change > 0:
         assert (again.status, again.boundaries) == (Status.OPTIMAL, best.boundaries)
     else:
@@ -259,7 +257,7 @@ def test_a_threshold_at_the_optimum(threshold_change: int) -> None:
 def test_structured(stages: int, microbatches: int, options: dict[str, float]) -> None:
     problem = equal_layers(stages=stages, microbatches=microbatches, layers=34, **options)  # type: ignore[arg-type]
     assert_same(problem, NO_THRESHOLD, 3000)
-    best = kernel.solve(problem, NO_THRESHOLD, 3000)
+    best = solve_compiled(problem, NO_THRESHOLD, 3000)
     for threshold in (best.lower_bound, best.lower_bound + 1, best.lower_bound + 50):
         assert_same(problem, min(threshold, NO_THRESHOLD), 3000)
 
@@ -318,7 +316,7 @@ def test_long_schedules(boundaries: tuple[int, ...], microbatches: int) -> None:
 def test_more_memory_is_never_worse(seed: int, more: int) -> None:
     problem = random_problem(seed)
     larger = dataclasses.replace(problem, capacity_bytes=problem.capacity_bytes + more)
-    assert kernel.solve(larger).iteration <= kernel.solve(problem).iteration
+    assert solve_compiled(larger).iteration <= solve_compiled(problem).iteration
 
 
 @settings(max_examples=150, deadline=None)
@@ -330,7 +328,7 @@ def test_faster_links_are_never_worse(seed: int) -> None:
         send_forward=tuple(max(0, t - 1) for t in problem.send_forward),
         send_backward=tuple(t // 2 for t in problem.send_backward),
     )
-    assert kernel.solve(faster).iteration <= kernel.solve(problem).iteration
+    assert solve_compiled(faster).iteration <= solve_compiled(problem).iteration
 
 
 def replaced(**fields: object) -> PipelineProblem:
@@ -364,7 +362,7 @@ def test_both_refuse_alike(problem: PipelineProblem) -> None:
     messages = []
     for choice in Backend:
         with pytest.raises(UserInputError) as caught:
-            backend.solve(problem, backend=choice)
+            backend.solver_of(choice)(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT)
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
 
@@ -373,7 +371,7 @@ def test_both_refuse_alike(problem: PipelineProblem) -> None:
 def test_both_refuse_limits_alike(limits: tuple[int, int]) -> None:
     for choice in Backend:
         with pytest.raises(UserInputError):
-            backend.solve(replaced(), *limits, backend=choice)
+            backend.solver_of(choice)(replaced(), *limits)
 
 
 def test_backend_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,10 +389,12 @@ def test_a_missing_kernel_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv(backend.ENVIRONMENT_VARIABLE, raising=False)
-    monkeypatch.setitem(__import__("sys").modules, "nest_megatron.solver.kernel", None)
-    monkeypatch.delattr("nest_megatron.solver.kernel", raising=False)
+    monkeypatch.setitem(__import__("sys").modules, "nest_megatron.solver._stage_dp", None)
+    monkeypatch.delattr("nest_megatron.solver._stage_dp", raising=False)
     backend._available.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert [backend.choose(), backend.choose()] == [Backend.REFERENCE] * 2
     assert len(caplog.records) == 1
+    with pytest.raises(ImportError):
+        solve_compiled(replaced())
     backend._available.cache_clear()

@@ -58,7 +58,7 @@ from nest_megatron.integrations.megatron_lm.same_job import arguments, comparabl
 from nest_megatron.integrations.plan_output import pinned_by, pinned_file, plan_output, told_where
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
-from nest_megatron.planner.pins import Found, read_pinned, require_same_job
+from nest_megatron.planner.pins import ActualJob, read_pinned, require_same_job
 from nest_megatron.profile.mode import ProfileMode
 
 
@@ -248,7 +248,7 @@ def _pinned(launched: LaunchedJob, job: Job, world_size: int) -> LaunchPlan:
     elif dry_run and "WORLD_SIZE" not in os.environ:
         world_size = pinned.plan.placement.num_gpus
     assert job.command is not None
-    found = Found(
+    found = ActualJob(
         spec=job.spec,
         num_gpus=world_size,
         cluster=place.cluster if named else None,

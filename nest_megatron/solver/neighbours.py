@@ -1,4 +1,4 @@
-"""Relatives of a solved plan: simpler ones, and some that need less memory.
+"""Neighbours of a solved plan: simpler ones, and some that need less memory.
 
 The search keeps the fastest plan of a layout. What it leaves out of the same layout is a little
 slower and may be worth more: stages that Megatron cuts by itself, fewer virtual stages, a smaller
@@ -18,63 +18,51 @@ from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity, RecomputeMethod
 from nest_megatron.solver.grids import GridSpace
 from nest_megatron.solver.one_partition import judging_even
-from nest_megatron.solver.outcome import StageSolver
+from nest_megatron.solver.outcome import StageSolution, StageSolver
 from nest_megatron.solver.ranking import SolvedGrid
 from nest_megatron.units import Bytes, Ticks
 
-#: Partial partitions that are looked at for the stages of a relative.
+#: Partial partitions that are looked at for the stages of a neighbour.
 _MOST_NODES = 1 << 12
-#: Shares of a chunk's layers that a relative recomputes as a whole.
+#: Shares of a chunk's layers that a neighbour recomputes as a whole.
 _BLOCKS = (1 / 8, 1 / 4)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Relative:
-    """A solved plan with the memory of its fullest rank."""
-
-    plan: SolvedGrid
-    peak_bytes: Bytes
-
-
-def peak_bytes(problem: PipelineProblem, boundaries: tuple[int, ...]) -> Bytes:
-    """What the fullest rank of a partition needs."""
-    chunks = [chunk_cost(problem, first, end) for first, end in pairwise(boundaries)]
-    step = problem.num_stages
-    return max(
-        rank_memory(problem, rank, chunks[rank::step]).total for rank in range(problem.num_stages)
-    )
-
-
-def with_memory(grids: GridSpace, plan: SolvedGrid) -> Relative:
-    """A solved plan with its memory."""
+def peak_of(grids: GridSpace, plan: SolvedGrid) -> Bytes:
+    """The highest peak of memory over the ranks of a solved plan."""
     problem = StageProblems(grids.model, plan.grid).problem(plan.grid.recompute)
-    return Relative(plan=plan, peak_bytes=peak_bytes(problem, plan.boundaries))
+    return _peak(problem, plan.boundaries)
 
 
-def relatives(
-    grids: GridSpace, own: Relative, solve: StageSolver, slowest: Ticks, comfortable: Bytes
-) -> Iterator[Relative]:
-    """Others of a plan's layout, each with its memory.
+def _peak(problem: PipelineProblem, boundaries: tuple[int, ...]) -> Bytes:
+    chunks = [chunk_cost(problem, first, end) for first, end in pairwise(boundaries)]
+    ranks = [chunks[rank :: problem.num_stages] for rank in range(problem.num_stages)]
+    return max(rank_memory(problem, rank, held).total for rank, held in enumerate(ranks))
+
+
+def neighbours(
+    grids: GridSpace, plan: SolvedGrid, solve: StageSolver, slowest: Ticks, comfortable: Bytes
+) -> Iterator[tuple[SolvedGrid, Bytes]]:
+    """Others of a plan's layout, each with the highest peak of its ranks.
 
     Args:
         grids: what may be chosen.
         slowest: what takes longer is left out.
-        comfortable: plans that need more have relatives that need less.
+        comfortable: plans that need more have neighbours that need less.
     """
-    plan = own.plan
     if plan.iteration > slowest or grids.space.partition is not None:
         return
     seen = {(plan.grid, plan.boundaries)}
     near = [*_fewer_virtual_stages(grids, plan.grid)]
-    if own.peak_bytes > comfortable:
+    if peak_of(grids, plan) > comfortable:
         near += _less_memory(grids, plan.grid)
     for grid in dict.fromkeys(near):
         problem = StageProblems(grids.model, grid).problem(grid.recompute)
-        for boundaries, iteration in _solved(grids, problem, solve, slowest, comfortable):
-            if (grid, boundaries) not in seen:
-                seen.add((grid, boundaries))
-                found = SolvedGrid(grid=grid, boundaries=boundaries, iteration=iteration)
-                yield Relative(plan=found, peak_bytes=peak_bytes(problem, boundaries))
+        for found in _solved(grids, problem, solve, slowest, comfortable):
+            if found.boundaries and (grid, found.boundaries) not in seen:
+                seen.add((grid, found.boundaries))
+                solved = SolvedGrid.of(grid, grid.recompute, found)
+                yield solved, _peak(problem, found.boundaries)
 
 
 def _solved(
@@ -83,7 +71,7 @@ def _solved(
     solve: StageSolver,
     slowest: Ticks,
     comfortable: Bytes,
-) -> Iterator[tuple[tuple[int, ...], Ticks]]:
+) -> Iterator[StageSolution]:
     """Partitions of a problem: Megatron's own, the fastest, the fastest in less memory."""
     less = min(comfortable, problem.capacity_bytes)
     even = (judging_even(solve, grids.model.spec), problem)
@@ -94,10 +82,7 @@ def _solved(
         asked = asked[:1]
     elif grids.model.spec.num_layers % problem.num_chunks == 0:
         asked.insert(0, even)
-    for judge, posed in asked:
-        found = judge(posed, slowest + 1, _MOST_NODES)
-        if found.boundaries:
-            yield found.boundaries, found.iteration
+    return (judge(posed, slowest + 1, _MOST_NODES) for judge, posed in asked)
 
 
 def _fewer_virtual_stages(grids: GridSpace, grid: Grid) -> Iterator[Grid]:
@@ -135,13 +120,14 @@ def _less_memory(grids: GridSpace, grid: Grid) -> Iterator[Grid]:
 
 
 def _more_recompute(grids: GridSpace, grid: Grid) -> Iterator[Recompute]:
-    """Settings that compute one module more again, or a part of the layers as a whole."""
+    """Settings that recompute one module more, or a part of the layers as a whole."""
+    if grid.recompute.granularity is RecomputeGranularity.FULL:
+        return
     own = set(grid.recompute.modules)
     layers = grids.largest_block(grid.dims.num_chunks)
     blocks = {math.ceil(share * layers) for share in _BLOCKS}
-    whole = grid.recompute.granularity is RecomputeGranularity.FULL
     for recompute in grids.recompute_settings(grid):
         is_next = len(recompute.modules) == len(own) + 1 and own < set(recompute.modules)
         is_block = recompute.method is RecomputeMethod.BLOCK and recompute.num_layers in blocks
-        if not whole and (is_next or is_block):
+        if is_next or is_block:
             yield recompute
