@@ -29,8 +29,7 @@ from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.request import read_spec, request_of
 from nest_megatron.config.target import read_precision
 from nest_megatron.errors import UserInputError
-from nest_megatron.megatron_core.installed import require_megatron
-from nest_megatron.megatron_core.stage import Where
+from nest_megatron.megatron_core.stage import Where, require_megatron
 from nest_megatron.megatron_core.substitutes import quiet
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.shard import LayerShard

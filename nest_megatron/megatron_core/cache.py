@@ -18,7 +18,7 @@ from typing import Any
 from nest_megatron.documents import read_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import write_text
-from nest_megatron.megatron_core.records import ExtractedLayer
+from nest_megatron.megatron_core.layers import ExtractedLayer
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.parameters import one_layer
 from nest_megatron.model.shard import LayerShard

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import linecache
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.megatron_core.fx_device import as_on_a_gpu
-from nest_megatron.megatron_core.fx_refusal import refuse
+from nest_megatron.errors import UnplannableModelError, UserInputError, nearest
 from nest_megatron.model.chain import TensorShape
 
 #: Where a node keeps its ``Place``.
@@ -202,3 +205,132 @@ class _Run:
             self.place = Place(self.place.calls[:last])
 
         return hook
+
+
+@contextlib.contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Let dropout be one operator, and attention stay fused under dropout.
+
+    torch on a CPU, which fake tensors pretend to be on, makes dropout of four operators, and
+    attention with dropout of two GEMMs with the whole square of scores in memory. A GPU does
+    neither, so what is kept for the backward pass would be wrong.
+    """
+    from torch.nn import functional
+
+    fused = functools.partial(_attention, functional.scaled_dot_product_attention)
+    with (
+        mock.patch.object(functional, "dropout", _dropout),
+        mock.patch.object(functional, "scaled_dot_product_attention", fused),
+    ):
+        yield
+
+
+def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """``torch.nn.functional.dropout``, with its arguments' names."""
+    import torch
+
+    if not training or p == 0:
+        return input
+    dropped = torch.native_dropout(input, p, training)[0]
+    return input.copy_(dropped) if inplace else dropped
+
+
+def _attention(
+    func: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Any:
+    """Attention without its dropout, which costs a fused kernel no memory and few operations.
+
+    Values of another size than keys (multi-latent attention) have a fused kernel on GPUs alone.
+    """
+    import torch
+
+    own_size = query.dim() == 4 and query.shape[-1] != value.shape[-1]
+    if own_size and attn_mask is None and not options.get("enable_gqa"):
+        fused = torch.ops.aten._scaled_dot_product_efficient_attention
+        scale = options.get("scale")
+        return fused(query, key, value, None, True, 0.0, is_causal, scale=scale)[0]
+    return func(query, key, value, attn_mask, 0.0, is_causal, **options)
+
+
+#: Words of torch where a run needs a tensor's values; the classes differ from release to release.
+_VALUE_WORDS = (
+    "datadependent",
+    "data-dependent",
+    "data dependent",
+    "dynamicoutputshape",
+    "dynamic output shape",
+    "tracing tensor",
+    "unbacked",
+    "meta tensors",
+)
+_ENTRY = "fx_trace.py"
+
+
+def refuse(error: Exception, module: Any, path: str) -> UnplannableModelError:
+    """The error for a module that cannot be run on shapes.
+
+    Args:
+        error: what its forward pass raised.
+        path: of the module that was running.
+    """
+    part = module.get_submodule(path)
+    where = f"{path or 'the model'} ({type(part).__name__})"
+    place = _place(error)
+    if _needs_values(error):
+        return UnplannableModelError(
+            "module",
+            value=where,
+            limit=f"it decides by the values of a tensor{place}, and a trace has shapes only",
+            fix="Use a tensor operation instead (torch.where, masks), or extract the parts around "
+            "it one by one.",
+        )
+    first = next(iter(str(error).strip().splitlines()), "")
+    reason = f"{type(error).__name__}: {first}".rstrip(".: ")
+    return UnplannableModelError(
+        "module",
+        value=where,
+        limit=f"its forward pass fails on these inputs{place}: {reason}",
+        fix="Check the inputs' number, shapes (--input) and number types (--dtype).",
+    )
+
+
+def _needs_values(error: Exception) -> bool:
+    text = f"{type(error).__name__} {error}".lower()
+    return any(word in text for word in _VALUE_WORDS)
+
+
+def _place(error: Exception) -> str:
+    """The innermost line of the model's own code, in words."""
+    frames = traceback.extract_tb(error.__traceback__)
+    start = max(
+        (at + 1 for at, frame in enumerate(frames) if _is_entry(frame)), default=len(frames)
+    )
+    other = (Path(__file__).parent, _torch_folder(), Path(contextlib.__file__))
+    own = [frame for frame in frames[start:] if not _inside(Path(frame.filename), other)]
+    if not own:
+        return ""
+    last = own[-1]
+    code = linecache.getline(last.filename, last.lineno or 0).strip()
+    return f" at {last.filename}:{last.lineno}" + (f" (`{code}`)" if code else "")
+
+
+def _is_entry(frame: traceback.FrameSummary) -> bool:
+    """Whether the model's code begins under this frame (``fx_trace._forward``)."""
+    return frame.name == "forward" and Path(frame.filename) == Path(__file__).with_name(_ENTRY)
+
+
+def _torch_folder() -> Path:
+    import torch
+
+    return Path(torch.__file__).parent
+
+
+def _inside(path: Path, folders: tuple[Path, ...]) -> bool:
+    return any(path.is_relative_to(folder) for folder in folders)

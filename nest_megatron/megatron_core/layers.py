@@ -6,14 +6,16 @@ storages and communication are real, numbers are not, and no memory is used.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.metadata
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.megatron_core.parts import operator_name, part_of
-from nest_megatron.megatron_core.records import ExtractedLayer, RecomputedLayer
 from nest_megatron.megatron_core.stage import Where, staged
 from nest_megatron.megatron_core.units import build
 from nest_megatron.model.graph import (
@@ -37,7 +39,7 @@ from nest_megatron.parallel.recompute import (
 )
 
 if TYPE_CHECKING:
-    from nest_megatron.megatron_core.recorder import Call, Record, Work
+    from nest_megatron.megatron_core.recorder import Record, Work
 
 #: The part of a layer that a module path belongs to.
 _PartOf = Callable[[str], Part]
@@ -62,14 +64,21 @@ def extract_layer(
         UserInputError: for what these modules cannot be built for, naming it.
     """
     _refuse(spec, kind, shard, implementation)
-    base, parameters = _extract(spec, kind, shard, NO_RECOMPUTE, implementation)
+    record, parameters, groups = _recorded(spec, kind, shard, NO_RECOMPUTE, implementation)
     settings = recompute_settings(spec, kind) if recompute is None else recompute
     variants = {
-        setting.label(): _recomputed(_recorded(spec, kind, shard, setting, implementation)[1])
+        setting.label(): _recomputed(_recorded(spec, kind, shard, setting, implementation)[0])
         for setting in settings
     }
+    part = functools.partial(part_of, kind=kind, latent_attention=spec.multi_latent_attention)
     return ExtractedLayer(
-        graph=base,
+        graph=LayerGraph(
+            operators=tuple(_operators(record, part)),
+            collectives=tuple(_collectives(record, part, groups)),
+            input_bytes=record.input_bytes,
+            saved_bytes=tuple(_by_part(record.saved, part).items()),
+            working_bytes=0.0,
+        ),
         parameters=parameters,
         recompute=variants,
         provenance={
@@ -152,43 +161,14 @@ def _refuse(
         )
 
 
-def _extract(
-    spec: TransformerSpec,
-    kind: LayerKind,
-    shard: LayerShard,
-    recompute: Recompute,
-    implementation: Implementation,
-) -> tuple[LayerGraph, ParameterCount]:
-    built, record = _recorded(spec, kind, shard, recompute, implementation)
-    latent = spec.multi_latent_attention
-
-    def part(path: str) -> Part:
-        return part_of(path, kind, latent_attention=latent)
-
-    graph = LayerGraph(
-        operators=tuple(_operators(record, part)),
-        collectives=tuple(_collectives(record, part, built.groups)),
-        input_bytes=record.input_bytes,
-        saved_bytes=tuple(_by_part(record.saved, part)),
-        working_bytes=0.0,
-    )
-    return graph, built.parameters
-
-
-@dataclass(frozen=True, slots=True)
-class _Built:
-    parameters: ParameterCount
-    groups: Mapping[str, Group]
-
-
 def _recorded(
     spec: TransformerSpec,
     kind: LayerKind,
     shard: LayerShard,
     recompute: Recompute,
     implementation: Implementation,
-) -> tuple[_Built, Record]:
-    """Build the unit and run it once under the recorder."""
+) -> tuple[Record, ParameterCount, Mapping[str, Group]]:
+    """Build the unit and run it once under the recorder; its groups by torch's names."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from nest_megatron.megatron_core.recorder import record
@@ -206,18 +186,14 @@ def _recorded(
         inner = one_layer(spec, kind)
         share = inner.moe_router_topk / inner.num_experts if inner.num_experts else 1.0
         recorded = record(unit.module, unit.forward, unit.inputs(), selected_share=share)
-        return _Built(_parameters(unit.module), _groups()), recorded
+        return recorded, _parameters(unit.module), _groups()
 
 
 def _parameters(module: Any) -> ParameterCount:
-    counts = [
-        (".experts." in f".{name}", parameter.numel())
-        for name, parameter in module.named_parameters()
-    ]
-    return ParameterCount(
-        dense=sum(count for is_expert, count in counts if not is_expert),
-        expert=sum(count for is_expert, count in counts if is_expert),
-    )
+    counts: Counter[bool] = Counter()
+    for name, parameter in module.named_parameters():
+        counts[".experts." in f".{name}"] += parameter.numel()
+    return ParameterCount(dense=counts[False], expert=counts[True])
 
 
 def _groups() -> dict[str, Group]:
@@ -243,16 +219,7 @@ def _operators(record: Record, part: _PartOf) -> list[Operator]:
         key = (operator_name(path), kind, part(path))
         merged[key] = merged[key].plus(work) if key in merged else work
     return [
-        Operator(
-            name=name,
-            part=where,
-            kind=kind,
-            flops=work.flops,
-            bytes_moved=work.bytes_moved,
-            backward_flops=work.backward_flops,
-            backward_bytes_moved=work.backward_bytes_moved,
-            num_kernels=work.num_kernels,
-        )
+        Operator(name=name, part=where, kind=kind, **dataclasses.asdict(work))
         for (name, kind, where), work in merged.items()
     ]
 
@@ -261,9 +228,6 @@ def _collectives(
     record: Record, part: _PartOf, groups: Mapping[str, Group]
 ) -> list[LayerCollective]:
     """Calls that are alike, counted."""
-    counted: dict[Call, int] = {}
-    for call in record.calls:
-        counted[call] = counted.get(call, 0) + 1
     return [
         LayerCollective(
             name=f"{operator_name(call.path)}.{call.kind}",
@@ -275,13 +239,96 @@ def _collectives(
             hidden_under=operator_name(call.path) if call.is_async else "",
             num_calls=count,
         )
-        for call, count in counted.items()
+        for call, count in Counter(record.calls).items()
     ]
 
 
-def _by_part(saved: Mapping[str, int], part: _PartOf) -> list[tuple[Part, float]]:
-    parts: dict[Part, float] = {}
+def _by_part(saved: Mapping[str, int], part: _PartOf) -> dict[Part, float]:
+    parts: defaultdict[Part, float] = defaultdict(float)
     for path, num in saved.items():
-        where = part(path)
-        parts[where] = parts.get(where, 0.0) + num
-    return list(parts.items())
+        parts[part(path)] += num
+    return parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputedLayer:
+    """What a recompute setting makes of a layer.
+
+    Args:
+        saved_bytes: kept from the forward to the backward pass, the layer's input included.
+        recomputed_flops: of the GEMMs that the backward pass does again.
+        recomputed_bytes_moved: memory traffic of all that it does again.
+    """
+
+    saved_bytes: float
+    recomputed_flops: float
+    recomputed_bytes_moved: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtractedLayer:
+    """One unit as megatron-core builds and runs it on one rank.
+
+    Args:
+        recompute: by the setting's label; a setting that these modules cannot carry out is absent.
+        provenance: versions, implementation and what was replaced.
+    """
+
+    graph: LayerGraph
+    parameters: ParameterCount
+    recompute: Mapping[str, RecomputedLayer]
+    provenance: Mapping[str, str]
+
+
+#: Patterns of module paths inside a decoder layer; the first that matches counts.
+_LAYER: tuple[tuple[str, Part], ...] = (
+    (r"input_layernorm", Part.INPUT_NORM),
+    (r"self_attention\.core_attention", Part.CORE_ATTENTION),
+    (r"self_attention\.linear_proj", Part.PROJECTION),
+    (r"self_attention\.(linear_(q|kv)_down_proj|kv_layernorm)", Part.MLA_DOWN),
+    (r"self_attention\.linear_(q|kv)_up_proj|self_attention\.linear_q_proj", Part.MLA_UP),
+    (r"self_attention", Part.QKV),
+    (r"pre_mlp_layernorm", Part.MLP_NORM),
+    (r"mlp\.router", Part.ROUTER),
+    (r"mlp\.shared_experts", Part.SHARED_EXPERTS),
+    (r"mlp\.experts\.local_experts\.\d+$", Part.EXPERT_ACTIVATION),
+    (r"mlp\.experts\.activation", Part.EXPERT_ACTIVATION),
+    (r"mlp\.experts", Part.EXPERTS),
+)
+_PATTERNS = tuple((re.compile(pattern), part) for pattern, part in _LAYER)
+_INSIDE_MTP = "transformer_layer"
+
+
+def part_of(path: str, kind: LayerKind, *, latent_attention: bool) -> Part:
+    """The part that a module belongs to.
+
+    >>> part_of("self_attention.linear_qkv", LayerKind.DENSE, latent_attention=False).value
+    'qkv'
+    >>> part_of("", LayerKind.DENSE, latent_attention=False).value
+    'residual'
+    """
+    if kind is LayerKind.EMBEDDING:
+        return Part.EMBEDDING
+    if kind is LayerKind.HEAD:
+        return Part.HEAD
+    if kind is LayerKind.MTP:
+        if not path.startswith(_INSIDE_MTP):
+            return Part.MTP
+        path = path.removeprefix(_INSIDE_MTP).removeprefix(".")
+    if not path:
+        return Part.RESIDUAL
+    part = next((part for pattern, part in _PATTERNS if pattern.match(path)), None)
+    if part is Part.QKV and latent_attention:
+        return Part.MLA_DOWN if path.endswith("q_layernorm") else Part.MLA_UP
+    if part is not None:
+        return part
+    return Part.DISPATCH if kind is not LayerKind.DENSE else Part.MLP
+
+
+def operator_name(path: str) -> str:
+    """The name of a module in tables: all experts of a rank are one.
+
+    >>> operator_name("mlp.experts.local_experts.3.linear_fc1")
+    'mlp.experts.local_experts.*.linear_fc1'
+    """
+    return re.sub(r"\.local_experts\.\d+", ".local_experts.*", path) or "layer"

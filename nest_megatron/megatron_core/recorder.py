@@ -8,8 +8,10 @@ is marked with its module in the forward pass.
 from __future__ import annotations
 
 import contextlib
+import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -56,13 +58,7 @@ class Work:
 
     def plus(self, other: Work) -> Work:
         """Both together."""
-        return Work(
-            self.flops + other.flops,
-            self.bytes_moved + other.bytes_moved,
-            self.backward_flops + other.backward_flops,
-            self.backward_bytes_moved + other.backward_bytes_moved,
-            self.num_kernels + other.num_kernels,
-        )
+        return Work(*map(operator.add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +166,7 @@ class _Recorder(TorchDispatchMode):
         return enter
 
     def _leave(self, _: object, __: object, output: Any) -> None:
-        path = self._stack.pop()
-        self.mark(output, path)
+        self.mark(output, self._stack.pop())
 
     def mark(self, output: Any, path: str) -> None:
         """Remember which module made the nodes that lead to its output."""
@@ -230,11 +225,11 @@ class _Recorder(TorchDispatchMode):
     ) -> None:
         flops = _flops(func, args, kwargs, output)
         moved = sum(map(_num_bytes, _tensors((args, tuple(kwargs.values()), output))))
-        path, again = self._where()
+        path, is_recomputed = self._where()
         kind = _kind(func, flops, path)
-        table = self.record.recomputed if again else self.record.work
+        table = self.record.recomputed if is_recomputed else self.record.work
         work = table.setdefault((path, kind), Work())
-        if self.is_backward and not again:
+        if self.is_backward and not is_recomputed:
             work.backward_flops += flops
             work.backward_bytes_moved += moved
         else:
@@ -271,11 +266,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _num_bytes(tensor: torch.Tensor) -> int:
     """Bytes that a tensor covers; what is repeated by a stride of 0 is read once."""
-    shown = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
-    count = 1
-    for n in shown:
-        count *= n
-    return count * int(tensor.element_size())
+    shown = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(shown) * int(tensor.element_size())
 
 
 def _process_group(argument: Any) -> str | None:

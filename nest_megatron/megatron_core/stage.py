@@ -1,13 +1,15 @@
-"""Everything in place to build and run one rank's layers: substitutes, groups, configuration."""
+"""One rank's layers, ready to build and run: configuration, groups, and what a machine lacks."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nest_megatron.megatron_core.config import transformer_config
-from nest_megatron.megatron_core.groups import as_rank, smallest_dims
+from nest_megatron.errors import UserInputError
 from nest_megatron.megatron_core.substitutes import (
     balanced_routing,
     fused_kernels,
@@ -15,17 +17,22 @@ from nest_megatron.megatron_core.substitutes import (
     without_gpu,
     without_transformer_engine,
 )
-from nest_megatron.megatron_core.units import Layers, local_layers, transformer_engine_layers
+from nest_megatron.megatron_core.units import Layers, described_layers
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.parameters import one_layer
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
 from nest_megatron.names import Name
+from nest_megatron.packages import install_command
+from nest_megatron.parallel.dims import ParallelDims
+from nest_megatron.parallel.layout import layout_string
+from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
     Recompute,
     RecomputeGranularity,
 )
+from nest_megatron.parallel.rules import launched_expert_tensor_size
 
 
 class Where(Name):
@@ -63,22 +70,16 @@ def staged(
 
     spec = one_layer(spec, kind)
     dims = smallest_dims(spec, shard)
-    layers = local_layers
+    shapes_only = where is Where.SHAPES
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet())
         if where is not Where.GPU:
             stack.enter_context(without_gpu())
         if implementation is Implementation.LOCAL:
-            shapes_only = where is Where.SHAPES
             stack.enter_context(without_transformer_engine(shapes_only=shapes_only))
-        else:
-            layers = transformer_engine_layers
-        if where is Where.SHAPES:
-            stack.enter_context(
-                fused_kernels(
-                    flash=shard.flash_attention, context_ranks=shard.context_parallel_size
-                )
-            )
+        if shapes_only:
+            ranks = shard.context_parallel_size
+            stack.enter_context(fused_kernels(flash=shard.flash_attention, context_ranks=ranks))
         stack.enter_context(balanced_routing())
         stack.enter_context(as_rank(spec, dims, 0))
         model_parallel_cuda_manual_seed(1)
@@ -94,7 +95,7 @@ def staged(
             recompute=recompute if selective else NO_RECOMPUTE,
             **{**_defaults(spec), **changes},
         )
-        yield layers(spec, shard, config)
+        yield described_layers(spec, shard, config, implementation)
 
 
 def _defaults(spec: TransformerSpec) -> dict[str, Any]:
@@ -109,3 +110,189 @@ def _defaults(spec: TransformerSpec) -> dict[str, Any]:
         "hidden_dropout": spec.hidden_dropout,
         "attention_dropout": spec.attention_dropout,
     }
+
+
+def smallest_dims(spec: TransformerSpec, shard: LayerShard) -> ParallelDims:
+    """The smallest world in which a layer is divided as the shard says.
+
+    Context ranks are left out: they change no weight, and the tokens of one are given as they are.
+    """
+    tp, ep, etp = shard.tensor_model_parallel_size, 1, shard.tensor_model_parallel_size
+    if spec.is_moe:
+        ep, etp = shard.expert_model_parallel_size, shard.expert_tensor_parallel_size
+    return ParallelDims(
+        tensor_model_parallel_size=tp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        data_parallel_size=math.lcm(tp, ep * etp) // tp,
+    )
+
+
+@contextlib.contextmanager
+def as_rank(spec: TransformerSpec, dims: ParallelDims, rank: int) -> Iterator[None]:
+    """Be one rank of a job; what its groups communicate does nothing.
+
+    Raises:
+        RuntimeError: by torch, if this process is in a process group already.
+    """
+    import torch
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    hook = sys.excepthook  # torch puts one before it that names the rank, for good
+    torch.distributed.init_process_group(
+        "fake", store=FakeStore(), rank=rank, world_size=dims.world_size
+    )
+    try:
+        parallel_state.initialize_model_parallel(
+            **_degrees(spec, dims), order=dims.rank_order.value, create_gloo_process_groups=False
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+        sys.excepthook = hook
+
+
+#: Fields that a ``TransformerConfig`` shares with our spec, and those of latent attention alone.
+_SAME_FIELDS = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
+    *("normalization", "layernorm_epsilon", "gated_linear_unit", "add_bias_linear"),
+    *("qk_layernorm", "softmax_type", "window_attn_skip_freq", "mtp_num_layers"),
+)
+_EXPERT_FIELDS = ("moe_router_topk", "moe_router_enable_expert_bias")
+_LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+
+def transformer_config(
+    spec: TransformerSpec,
+    dims: ParallelDims,
+    partition: StagePartition | None,
+    *,
+    sequence_parallel: bool,
+    recompute: Recompute = NO_RECOMPUTE,
+    **changes: Any,
+) -> Any:
+    """The ``TransformerConfig`` that Megatron's arguments would become.
+
+    Args:
+        changes: fields that are set to something else in the end.
+
+    Source: ``megatron.training.arguments.core_transformer_config_from_args``.
+    """
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
+
+    fields = {
+        **_shape_fields(spec),
+        **_expert_fields(spec),
+        **_parallel_fields(spec, dims, partition),
+        "sequence_parallel": sequence_parallel,
+        **_recompute_fields(recompute),
+        **changes,
+    }
+    if not spec.multi_latent_attention:
+        return TransformerConfig(**fields)
+    return MLATransformerConfig(
+        **fields,
+        **{name: getattr(spec, name) for name in _LATENT_FIELDS},
+        rope_type="rope",
+    )
+
+
+def _shape_fields(spec: TransformerSpec) -> dict[str, Any]:
+    import torch
+    from megatron.core.activations import squared_relu
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    functions = {
+        "gelu": torch.nn.functional.gelu,
+        "silu": torch.nn.functional.silu,
+        "squared_relu": squared_relu,
+        "quick_gelu": quick_gelu,
+    }
+    return {
+        **{name: getattr(spec, name) for name in _SAME_FIELDS},
+        "num_query_groups": None if spec.multi_latent_attention else spec.num_query_groups,
+        "activation_func": functions[spec.activation],
+        "add_qkv_bias": spec.add_qkv_bias or spec.add_bias_linear,
+        "window_size": None if spec.window_size is None else (spec.window_size - 1, 0),
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "use_cpu_initialization": True,
+        "perform_initialization": False,
+        "gradient_accumulation_fusion": False,
+    }
+
+
+def _expert_fields(spec: TransformerSpec) -> dict[str, Any]:
+    if spec.num_experts is None:
+        return {}
+    return {
+        **{name: getattr(spec, name) for name in _EXPERT_FIELDS},
+        "num_moe_experts": spec.num_experts,
+        "moe_shared_expert_intermediate_size": spec.moe_shared_expert_intermediate_size,
+        "moe_layer_freq": list(spec.moe_layer_pattern),
+        "moe_ffn_hidden_size": spec.expert_ffn_hidden_size,
+        "moe_router_pre_softmax": spec.moe_router_topk == 1,
+        "moe_router_score_function": "sigmoid" if spec.moe_router_enable_expert_bias else "softmax",
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def _parallel_fields(
+    spec: TransformerSpec, dims: ParallelDims, partition: StagePartition | None
+) -> dict[str, Any]:
+    layout = None
+    if dims.pipeline_model_parallel_size > 1 and partition is not None:
+        layout = layout_string(spec, partition)
+    return {**_degrees(spec, dims), "pipeline_model_parallel_layout": layout}
+
+
+def _degrees(spec: TransformerSpec, dims: ParallelDims) -> dict[str, Any]:
+    vpp = dims.virtual_pipeline_model_parallel_size
+    return {
+        "tensor_model_parallel_size": dims.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": dims.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None,
+        "context_parallel_size": dims.context_parallel_size,
+        "expert_model_parallel_size": dims.expert_model_parallel_size,
+        "expert_tensor_parallel_size": launched_expert_tensor_size(spec, dims),
+    }
+
+
+def _recompute_fields(recompute: Recompute) -> dict[str, Any]:
+    if recompute.granularity is RecomputeGranularity.NONE:
+        return {}
+    modules = [module.value for module in recompute.modules]
+    return {
+        "recompute_granularity": recompute.granularity.value,
+        "recompute_method": recompute.method and recompute.method.value,
+        "recompute_num_layers": recompute.num_layers,
+        "recompute_modules": modules or None,
+    }
+
+
+def require_megatron(command: str = "extract") -> None:
+    """Refuse to go on without megatron-core.
+
+    Raises:
+        UserInputError: naming what to install, and what works without.
+    """
+    for name, package in (("torch", "torch"), ("megatron.core", "megatron-core")):
+        if not _is_installed(name):
+            limit = f"layers are built by megatron-core, and {package} is not installed"
+            other = ", or add --closed-form to see the formulas that the planner uses"
+            fix = f"{install_command('megatron')}{other if command == 'extract' else ''}."
+            raise UserInputError(command, value=None, limit=limit, fix=fix)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # its parent is missing, or its import is blocked
+        return False

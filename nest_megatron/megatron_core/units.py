@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
 from nest_megatron.names import Name
@@ -59,31 +60,21 @@ class Layers:
     mtp: Any = None
 
 
-def local_layers(spec: TransformerSpec, shard: LayerShard, config: Any) -> Layers:
-    """The layers of ``--transformer-impl local``."""
-    return _layers(spec, shard, config, use_transformer_engine=False)
-
-
-def transformer_engine_layers(spec: TransformerSpec, shard: LayerShard, config: Any) -> Layers:
-    """The layers of ``--transformer-impl transformer_engine``."""
-    return _layers(spec, shard, config, use_transformer_engine=True)
-
-
-def _layers(
-    spec: TransformerSpec, shard: LayerShard, config: Any, *, use_transformer_engine: bool
+def described_layers(
+    spec: TransformerSpec, shard: LayerShard, config: Any, implementation: Implementation
 ) -> Layers:
+    """The layers of ``--transformer-impl``."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
+    engine = implementation is Implementation.TRANSFORMER_ENGINE
     block = specs.get_gpt_decoder_block_spec(
-        config,
-        use_transformer_engine=use_transformer_engine,
-        normalization=spec.normalization,
+        config, use_transformer_engine=engine, normalization=spec.normalization
     )
     mtp = None
     if spec.num_mtp_layers:
-        mtp = specs.get_gpt_mtp_block_spec(
-            config, block.layer_specs[-1], use_transformer_engine=use_transformer_engine
-        ).layer_specs[0]
+        layer = block.layer_specs[-1]
+        mtp_block = specs.get_gpt_mtp_block_spec(config, layer, use_transformer_engine=engine)
+        mtp = mtp_block.layer_specs[0]
     return Layers(
         spec=spec,
         shard=shard,
@@ -164,23 +155,18 @@ def _only(layer: Any, stretch: Stretch) -> Any:
     """A layer's description without the half that is not run, so that it is not built either."""
     from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
-    nothing, no_function = IdentityOp, IdentityFuncOp
     left_out = {
-        Stretch.ATTENTION: {
-            "pre_mlp_layernorm": nothing,
-            "mlp": nothing,
-            "mlp_bda": no_function,
-        },
-        Stretch.FEED_FORWARD: {
-            "input_layernorm": nothing,
-            "self_attention": nothing,
-            "self_attn_bda": no_function,
-        },
-    }.get(stretch)
-    if left_out is None:
-        return layer
-    submodules = dataclasses.replace(layer.submodules, **left_out)
-    return dataclasses.replace(layer, submodules=submodules)
+        Stretch.ATTENTION: ("pre_mlp_layernorm", "mlp", "mlp_bda"),
+        Stretch.FEED_FORWARD: ("input_layernorm", "self_attention", "self_attn_bda"),
+    }.get(stretch, ())
+    nothing = {n: IdentityFuncOp if n.endswith("_bda") else IdentityOp for n in left_out}
+    return _with(layer, **nothing)
+
+
+def _with(described: Any, **submodules: Any) -> Any:
+    """A ``ModuleSpec`` with some submodules replaced."""
+    changed = dataclasses.replace(described.submodules, **submodules)
+    return dataclasses.replace(described, submodules=changed)
 
 
 def _decoder_layer(layers: Layers, stretch: Stretch, recompute: Recompute | None) -> Unit:
@@ -204,12 +190,12 @@ def _decoder_layer(layers: Layers, stretch: Stretch, recompute: Recompute | None
     def feed_forward(hidden: Any, *_: Any) -> Any:
         return layer._forward_mlp(hidden)
 
-    def again(*given: Any) -> Any:
+    def recomputed(*given: Any) -> Any:
         return tensor_parallel.checkpoint(whole, False, *given)
 
     chosen = {Stretch.ATTENTION: attention, Stretch.FEED_FORWARD: feed_forward}.get(stretch, whole)
     is_full = recompute is not None and recompute.granularity is FULL_RECOMPUTE.granularity
-    return Unit(layer, inputs, _in_format(layers.config, again if is_full else chosen))
+    return Unit(layer, inputs, _in_format(layers.config, recomputed if is_full else chosen))
 
 
 def _in_format(config: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -240,11 +226,7 @@ def _without_layer(mtp: Any) -> Any:
     hollow = _only(_only(inner, Stretch.ATTENTION), Stretch.FEED_FORWARD)
     # an MTP layer looks at the mask of the attention that it is given
     masked = ModuleSpec(module=IdentityOp, params=inner.submodules.self_attention.params)
-    hollow = dataclasses.replace(
-        hollow, submodules=dataclasses.replace(hollow.submodules, self_attention=masked)
-    )
-    submodules = dataclasses.replace(mtp.submodules, **{name: hollow})
-    return dataclasses.replace(mtp, submodules=submodules)
+    return _with(mtp, **{name: _with(hollow, self_attention=masked)})
 
 
 def _mtp(layers: Layers, stretch: Stretch) -> Unit:

@@ -12,8 +12,6 @@ from typing import Any
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.model.chain import TensorShape
 
-_FORM = "mypackage.mymodule:build"
-
 
 def read_inputs(inputs: Sequence[str], dtypes: Sequence[str]) -> list[TensorShape]:
     """Shapes as typed: ``1,2048`` or ``input_ids=1,2048``, and their number types.
@@ -68,23 +66,19 @@ def build(name: str) -> Any:
 
     path, _, attribute = name.partition(":")
     if not path or not attribute:
-        raise UserInputError(
-            "--module",
-            value=name,
-            limit="it names a Python module and what to call in it, with a colon between them",
-            fix=f"Write for example {_FORM}.",
-        )
+        limit = "it names a Python module and what to call in it, with a colon between them"
+        raise _wrong(name, limit, "Write for example mypackage.mymodule:build.")
     made = _found(name, _imported(name, path), attribute)
     if not isinstance(made, nn.Module):
         made = _called(name, made)
     if not isinstance(made, nn.Module):
-        raise UserInputError(
-            "--module",
-            value=name,
-            limit=f"it returns {type(made).__name__}, not a torch.nn.Module",
-            fix="Return the model itself.",
-        )
+        limit = f"it returns {type(made).__name__}, not a torch.nn.Module"
+        raise _wrong(name, limit, "Return the model itself.")
     return made
+
+
+def _wrong(name: str, limit: str, fix: str) -> UserInputError:
+    return UserInputError("--module", value=name, limit=limit, fix=fix)
 
 
 def _imported(name: str, path: str) -> Any:
@@ -96,12 +90,9 @@ def _imported(name: str, path: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
             raise _fails(name, error, "importing it fails") from error
-        raise UserInputError(
-            "--module",
-            value=name,
-            limit=f"there is no Python module {error.name}, neither installed nor in {folder}",
-            fix="Check the name, or run the command in the folder that holds it.",
-        ) from error
+        limit = f"there is no Python module {error.name}, neither installed nor in {folder}"
+        fix = "Check the name, or run the command in the folder that holds it."
+        raise _wrong(name, limit, fix) from error
     except Exception as error:  # whatever the user's own code raises
         raise _fails(name, error, "importing it fails") from error
 
@@ -109,23 +100,15 @@ def _imported(name: str, path: str) -> Any:
 def _found(name: str, module: Any, attribute: str) -> Any:
     if not hasattr(module, attribute):
         known = [key for key, value in vars(module).items() if callable(value) and key[:1] != "_"]
-        raise UserInputError(
-            "--module",
-            value=name,
-            limit=f"{module.__name__} has no {attribute}",
-            fix=nearest(attribute, known) if known else "It has nothing that can be called.",
-        )
+        fix = nearest(attribute, known) if known else "It has nothing that can be called."
+        raise _wrong(name, f"{module.__name__} has no {attribute}", fix)
     return getattr(module, attribute)
 
 
 def _called(name: str, function: Any) -> Any:
     if not callable(function):
-        raise UserInputError(
-            "--module",
-            value=name,
-            limit=f"it is {type(function).__name__}, which cannot be called",
-            fix="Name a function that takes nothing and returns the model.",
-        )
+        limit = f"it is {type(function).__name__}, which cannot be called"
+        raise _wrong(name, limit, "Name a function that takes nothing and returns the model.")
     try:
         return function()
     except Exception as error:  # whatever the user's own code raises
@@ -137,6 +120,4 @@ def _fails(name: str, error: Exception, what: str) -> UserInputError:
     first = next(iter(str(error).splitlines()), "")
     reason = f"{type(error).__name__}: {first}".rstrip(".: ")
     inside = "" if Path(last.filename) == Path(__file__) else f" at {last.filename}:{last.lineno}"
-    return UserInputError(
-        "--module", value=name, limit=f"{what}{inside}: {reason}", fix="Correct the module."
-    )
+    return _wrong(name, f"{what}{inside}: {reason}", "Correct the module.")

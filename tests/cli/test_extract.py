@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nest_megatron.errors import BAD_INPUT, UserInputError
-from nest_megatron.megatron_core import installed
+from nest_megatron.megatron_core import stage
 from nest_megatron.megatron_core.user_module import read_inputs
 from nest_megatron.model.chain import TensorShape
 from tests.cli.runs import Run, run
@@ -146,8 +146,8 @@ def test_without_the_framework_the_fix_is_named(
     missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = {"torch": "torch", "megatron": "megatron.core"}[missing]
-    is_installed = installed._is_installed
-    monkeypatch.setattr(installed, "_is_installed", lambda n: n != name and is_installed(n))
+    is_installed = stage._is_installed
+    monkeypatch.setattr(stage, "_is_installed", lambda n: n != name and is_installed(n))
     refused(run(*LLAMA), "pip install 'megatron-core", "--closed-form", missing)
     assert run(*LLAMA, "--closed-form").code == 0
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from nest_megatron.megatron_core.config import transformer_config
-from nest_megatron.megatron_core.groups import as_rank
+from nest_megatron.megatron_core.stage import as_rank, transformer_config
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.partition import StagePartition

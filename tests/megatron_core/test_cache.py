@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from nest_megatron.megatron_core import cache, layers
-from nest_megatron.megatron_core.records import ExtractedLayer
+from nest_megatron.megatron_core.layers import ExtractedLayer
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from nest_megatron.megatron_core.groups import as_rank
+from nest_megatron.megatron_core.stage import as_rank
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
 from tests.contract.megatron_shims import meta_megatron

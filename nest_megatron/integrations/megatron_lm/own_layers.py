@@ -25,9 +25,9 @@ from nest_megatron.config.job import ReadCommand
 from nest_megatron.integrations.megatron_lm.layout_arguments import RECOMPUTE, VIRTUAL_STAGES
 from nest_megatron.integrations.megatron_lm.parser import load_arguments
 from nest_megatron.integrations.megatron_lm.stand_in import stand_in_device
-from nest_megatron.megatron_core.groups import smallest_dims
-from nest_megatron.megatron_core.stage import Where
-from nest_megatron.megatron_core.units import Layers, local_layers, transformer_engine_layers
+from nest_megatron.megatron_core.stage import Where, smallest_dims
+from nest_megatron.megatron_core.units import Layers, described_layers
+from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.rules import launched_expert_tensor_size
@@ -291,8 +291,8 @@ def _like_the_builders(spec: TransformerSpec, shard: LayerShard, args: Namespace
 
     config = core_transformer_config_from_args(args)
     uses_engine = args.transformer_impl == "transformer_engine"
-    make = transformer_engine_layers if uses_engine else local_layers
-    layers = make(spec, shard, config)
+    implementation = Implementation.TRANSFORMER_ENGINE if uses_engine else Implementation.LOCAL
+    layers = described_layers(spec, shard, config, implementation)
     if args.spec is None:
         return layers
     return _of_block(spec, shard, config, import_module(args.spec), layers.mtp)
