@@ -23,7 +23,7 @@ from typing import Any
 from nest_megatron.errors import UserInputError
 from nest_megatron.megatron_core.fx_operators import ChainWork, chain_work
 from nest_megatron.megatron_core.fx_trace import Place, traced
-from nest_megatron.model.chain import ChainBlock, ChainEdge, ChainGraph, ChainOperator, TensorShape
+from nest_megatron.model.chain import ChainBlock, ChainGraph, ChainOperator, TensorShape
 from nest_megatron.packages import install_command
 
 
@@ -206,7 +206,6 @@ def _crossing(work: ChainWork, ends: Sequence[int]) -> list[float]:
     """Bytes that cross each cut between blocks: each tensor made before and read after it."""
     position = {op.name: at for at, op in enumerate(work.operators)}
     lives: dict[str, tuple[int, int, float]] = {}
-    edge: ChainEdge
     for edge in work.edges:
         if edge.source in position:
             made, reader = position[edge.source], position[edge.target]

@@ -5,11 +5,10 @@ Views are no operators: what reads a view reads the tensor behind it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from nest_megatron.megatron_core.fx_trace import PLACE, Kept, Place, Trace
+from nest_megatron.megatron_core.fx_trace import PLACE, Place, Trace
 from nest_megatron.model.chain import ChainEdge, ChainOperator
 from nest_megatron.model.graph import OperatorKind
 
@@ -39,24 +38,10 @@ class ChainWork:
     kept: tuple[tuple[Place, float], ...]
 
 
-@dataclass(slots=True)
-class _Makers:
-    """Who made the contents of each storage; parameters not yet counted."""
-
-    of: dict[int, str] = field(default_factory=dict)
-    fresh: dict[int, int] = field(default_factory=dict)
-
-    def parameters(self, storages: Iterator[int]) -> int:
-        """Parameters among these storages that nobody has used before."""
-        return sum(self.fresh.pop(storage, 0) for storage in storages)
-
-
 def chain_work(trace: Trace) -> ChainWork:
     """Work and traffic of every operator of a trace."""
-    makers = _Makers()
-    makers.of = {_storage(t): f"input_{i}" for i, t in enumerate(trace.inputs)}
-    for weight in trace.weights.values():
-        makers.fresh[_storage(weight)] = weight.numel()
+    makers = {_storage(t): f"input_{i}" for i, t in enumerate(trace.inputs)}
+    unused = {_storage(weight): weight.numel() for weight in trace.weights.values()}
     kept = _kept(trace)
     operators: list[ChainOperator] = []
     places: list[Place] = []
@@ -66,13 +51,14 @@ def chain_work(trace: Trace) -> ChainWork:
             continue
         read = _read(node)
         edges += [
-            ChainEdge(source=makers.of[s], target=node.name, num_bytes=num_bytes)
+            ChainEdge(source=makers[s], target=node.name, num_bytes=num_bytes)
             for s, num_bytes in read.items()
-            if s in makers.of
+            if s in makers
         ]
-        operators.append(_operator(node, read, makers, kept))
+        parameters = sum(unused.pop(storage, 0) for storage in read)
+        operators.append(_operator(node, read, parameters, makers, kept))
         places.append(_place(node))
-        makers.of |= dict.fromkeys(map(_storage, _tensors(node)), node.name)
+        makers |= dict.fromkeys(map(_storage, _tensors(node)), node.name)
     return ChainWork(
         operators=tuple(operators),
         places=tuple(places),
@@ -85,37 +71,39 @@ def _kept(trace: Trace) -> dict[int, tuple[Place, float]]:
     """Storages that the backward pass needs besides the weights, with where each is kept first."""
     known = {_storage(t) for t in (*trace.weights.values(), *trace.buffers.values())}
     found: dict[int, tuple[Place, float]] = {}
-    each: Kept
-    for each in trace.kept:
-        storage = _storage(each.tensor)
-        if storage not in known:
-            num_bytes = float(each.tensor.untyped_storage().nbytes())
-            found.setdefault(storage, (each.place, num_bytes))
+    for tensor, place in trace.kept:
+        if (storage := _storage(tensor)) not in known:
+            found.setdefault(storage, (place, float(tensor.untyped_storage().nbytes())))
     return found
 
 
 def _operator(
-    node: Any, read: dict[int, float], makers: _Makers, kept: dict[int, tuple[Place, float]]
+    node: Any,
+    read: dict[int, float],
+    parameters: int,
+    makers: dict[int, str],
+    kept: dict[int, tuple[Place, float]],
 ) -> ChainOperator:
     out = {_storage(t): _size(t) for t in _tensors(node)}
     output_bytes = sum(out.values())
     if _name(node) in _GATHERS:
-        read = {**read, **_gathered(node, output_bytes)}
-    written_before = [s for s in out if s in makers.of]  # an update in place keeps what it was
+        table = _tensors(node.args[0])
+        read = {**read, **{_storage(t): min(output_bytes, _size(t)) for t in table}}
+    written_before = [s for s in out if s in makers]  # an update in place keeps what it was
     return ChainOperator(
         name=node.name,
-        target=_target(node),
+        target=".".join(str(node.target).split(".")[:2]),  # "aten.mm" of "aten.mm.default"
         module=_place(node).path,
         kind=_kind(node),
         flops=float(_flops(node)),
         bytes_moved=sum(read.values()) + output_bytes,
-        parameters=makers.parameters(iter(read)),
+        parameters=parameters,
         output_bytes=output_bytes,
         saved_bytes=sum(kept[s][1] for s in out if s in kept and s not in written_before),
     )
 
 
-def _runs(node: Any, makers: _Makers) -> bool:
+def _runs(node: Any, makers: dict[int, str]) -> bool:
     """Whether a node is an operator that a device works on."""
     if node.op != "call_function" or not hasattr(node.target, "_schema"):
         return False
@@ -125,7 +113,7 @@ def _runs(node: Any, makers: _Makers) -> bool:
     made = {_storage(t) for t in _tensors(node)}
     if node.target._schema.is_mutable:
         return bool(made)
-    return not made <= (given | makers.of.keys())
+    return not made <= (given | makers.keys())
 
 
 def _read(node: Any) -> dict[int, float]:
@@ -136,11 +124,6 @@ def _read(node: Any) -> dict[int, float]:
             storage = _storage(tensor)
             read[storage] = max(read.get(storage, 0.0), _size(tensor))
     return read
-
-
-def _gathered(node: Any, output_bytes: float) -> dict[int, float]:
-    table = node.args[0]
-    return {_storage(t): min(output_bytes, _size(t)) for t in _tensors(table)}
 
 
 def _tensors(node: Any) -> list[Any]:
@@ -174,12 +157,6 @@ def _name(node: Any) -> str:
     """``add`` of ``aten.add_.Tensor``."""
     name: str = node.target._schema.name.rpartition("::")[2]
     return name.removesuffix("_")
-
-
-def _target(node: Any) -> str:
-    """``aten.mm`` of ``aten.mm.default``."""
-    words = str(node.target).split(".")
-    return ".".join(words[:2])
 
 
 def _kind(node: Any) -> OperatorKind:
@@ -219,13 +196,10 @@ def _attention_flops(node: Any) -> int:
     import torch
     from torch.utils.flop_counter import flop_registry
 
-    query, key, value = (argument.meta["val"].shape for argument in node.args[:3])
+    shapes = [argument.meta["val"].shape for argument in node.args[:3]]
     formula = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]
-    query, key, value = (
-        torch.empty((query[0], query[1], *shape[2:]), device="meta")
-        for shape in (query, key, value)
-    )
-    return int(formula(query, key, value, out_val=query))
+    repeated = [torch.empty((*shapes[0][:2], *shape[2:]), device="meta") for shape in shapes]
+    return int(formula(*repeated, out_val=repeated[0]))
 
 
 def _grouped_flops(node: Any) -> int:

@@ -40,14 +40,6 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """A tensor that autograd kept, and where."""
-
-    tensor: Any
-    place: Place
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """What a run leaves behind.
 
@@ -55,14 +47,15 @@ class Trace:
         graph: nodes have ``meta["val"]``, tensors without memory, and ``meta[PLACE]``.
         weights: those tensors of the parameters, by name.
         buffers, inputs: the same for buffers and inputs.
-        kept: in the order of the run, a storage as often as it was kept.
+        kept: tensors that autograd saved and where, in the order of the run, a storage as often
+            as it was saved.
     """
 
     graph: Any
     weights: dict[str, Any]
     buffers: dict[str, Any]
     inputs: tuple[Any, ...]
-    kept: tuple[Kept, ...]
+    kept: tuple[tuple[Any, Place], ...]
 
 
 def traced(module: Any, inputs: Sequence[TensorShape]) -> Trace:
@@ -90,7 +83,7 @@ def traced(module: Any, inputs: Sequence[TensorShape]) -> Trace:
         with mode, keeping, torch.enable_grad(), as_on_a_gpu(), run.following(module):
             graph = make_fx(forward)(*flat).graph
     except Exception as error:  # whatever the model's own code raises is the user's to know
-        raise refuse(error, module, run.place.path) from error
+        raise _refusal(error, module, run.place.path) from error
     return Trace(graph=graph, weights=weights, buffers=buffers, inputs=given, kept=tuple(run.kept))
 
 
@@ -102,7 +95,9 @@ def _without_memory(named: Iterator[tuple[str, Any]], module: Any) -> dict[str, 
     made = {}
     for name, tensor in named:
         if is_lazy(tensor):
-            raise refuse(ValueError(f"{name} has no shape yet: run a batch through it"), module, "")
+            raise _refusal(
+                ValueError(f"{name} has no shape yet: run a batch through it"), module, ""
+            )
         made[name] = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad
         )
@@ -150,7 +145,7 @@ class _Run:
 
     place: Place = field(default_factory=Place)
     calls: int = 0
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[tuple[Any, Place]] = field(default_factory=list)
     graph: Any = None
     last: Any = None
 
@@ -172,7 +167,7 @@ class _Run:
 
     def keep(self, tensor: Any) -> Any:
         """Note a tensor that autograd keeps."""
-        self.kept.append(Kept(tensor=tensor, place=self.place))
+        self.kept.append((tensor, self.place))
         return tensor
 
     @contextlib.contextmanager
@@ -270,10 +265,9 @@ _VALUE_WORDS = (
     "unbacked",
     "meta tensors",
 )
-_ENTRY = "fx_trace.py"
 
 
-def refuse(error: Exception, module: Any, path: str) -> UnplannableModelError:
+def _refusal(error: Exception, module: Any, path: str) -> UnplannableModelError:
     """The error for a module that cannot be run on shapes.
 
     Args:
@@ -283,7 +277,8 @@ def refuse(error: Exception, module: Any, path: str) -> UnplannableModelError:
     part = module.get_submodule(path)
     where = f"{path or 'the model'} ({type(part).__name__})"
     place = _place(error)
-    if _needs_values(error):
+    text = f"{type(error).__name__} {error}".lower()
+    if any(word in text for word in _VALUE_WORDS):
         return UnplannableModelError(
             "module",
             value=where,
@@ -301,36 +296,24 @@ def refuse(error: Exception, module: Any, path: str) -> UnplannableModelError:
     )
 
 
-def _needs_values(error: Exception) -> bool:
-    text = f"{type(error).__name__} {error}".lower()
-    return any(word in text for word in _VALUE_WORDS)
-
-
 def _place(error: Exception) -> str:
     """The innermost line of the model's own code, in words."""
-    frames = traceback.extract_tb(error.__traceback__)
-    start = max(
-        (at + 1 for at, frame in enumerate(frames) if _is_entry(frame)), default=len(frames)
-    )
-    other = (Path(__file__).parent, _torch_folder(), Path(contextlib.__file__))
-    own = [frame for frame in frames[start:] if not _inside(Path(frame.filename), other)]
+    import torch
+
+    frames = [(frame, Path(frame.filename)) for frame in traceback.extract_tb(error.__traceback__)]
+    entries = [  # under which the model's code begins
+        at + 1
+        for at, (frame, path) in enumerate(frames)
+        if frame.name == "forward" and path == Path(__file__)
+    ]
+    other = (Path(__file__).parent, Path(torch.__file__).parent, Path(contextlib.__file__))
+    own = [
+        frame
+        for frame, path in frames[max(entries, default=len(frames)) :]
+        if not any(path.is_relative_to(folder) for folder in other)
+    ]
     if not own:
         return ""
     last = own[-1]
     code = linecache.getline(last.filename, last.lineno or 0).strip()
     return f" at {last.filename}:{last.lineno}" + (f" (`{code}`)" if code else "")
-
-
-def _is_entry(frame: traceback.FrameSummary) -> bool:
-    """Whether the model's code begins under this frame (``fx_trace._forward``)."""
-    return frame.name == "forward" and Path(frame.filename) == Path(__file__).with_name(_ENTRY)
-
-
-def _torch_folder() -> Path:
-    import torch
-
-    return Path(torch.__file__).parent
-
-
-def _inside(path: Path, folders: tuple[Path, ...]) -> bool:
-    return any(path.is_relative_to(folder) for folder in folders)

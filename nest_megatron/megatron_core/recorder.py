@@ -267,7 +267,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def _num_bytes(tensor: torch.Tensor) -> int:
     """Bytes that a tensor covers; what is repeated by a stride of 0 is read once."""
     shown = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-    return math.prod(shown) * int(tensor.element_size())
+    return int(math.prod(shown) * tensor.element_size())
 
 
 def _process_group(argument: Any) -> str | None:

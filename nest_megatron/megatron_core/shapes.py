@@ -108,53 +108,34 @@ class _Flash(torch.autograd.Function):
         )
 
 
-@torch.library.custom_op("nest::pass_on", mutates_args=())
-def _pass_on(tensors: list[torch.Tensor], group: str) -> torch.Tensor:
-    raise NotImplementedError("it has shapes alone")
+# Operators that have shapes alone.
+torch.library.define("nest::pass_on", "(Tensor[] tensors, str group) -> Tensor")
+torch.library.define(
+    "nest::flash_forward",
+    "(Tensor query, Tensor key, Tensor value, float span) -> (Tensor, Tensor)",
+)
+torch.library.define(
+    "nest::flash_backward",
+    "(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor context, Tensor rows, "
+    "float span) -> (Tensor, Tensor, Tensor)",
+)
 
 
-@_pass_on.register_fake
-def _(tensors: list[torch.Tensor], group: str) -> torch.Tensor:
+@torch.library.register_fake("nest::pass_on")
+def _pass_on(tensors: list[torch.Tensor], _: str) -> torch.Tensor:
     return tensors[0].new_empty(())
 
 
-@torch.library.custom_op("nest::flash_forward", mutates_args=())
+@torch.library.register_fake("nest::flash_forward")
 def _flash_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    raise NotImplementedError("it has shapes alone")
-
-
-@_flash_forward.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: float
+    query: torch.Tensor, _: torch.Tensor, value: torch.Tensor, __: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, batch, heads, _ = query.shape
     rows = query.new_empty((batch, heads, tokens), dtype=torch.float32)
     return query.new_empty((tokens, batch, heads, value.shape[-1])), rows
 
 
-@torch.library.custom_op("nest::flash_backward", mutates_args=())
-def _flash_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    context: torch.Tensor,
-    rows: torch.Tensor,
-    span: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    raise NotImplementedError("it has shapes alone")
-
-
-@_flash_backward.register_fake
-def _(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    context: torch.Tensor,
-    rows: torch.Tensor,
-    span: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+@torch.library.register_fake("nest::flash_backward")
+def _flash_backward(_: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The gradients of query, key and value are of their size."""
+    return tuple(torch.empty_like(tensor) for tensor in tensors[:3])
