@@ -91,11 +91,6 @@ def test_learned_positions_are_not_made_on_the_meta_device() -> None:
     assert "--init-model-with-meta-device" not in fsdp(spec=learned)
 
 
-def test_without_overlap() -> None:
-    argv = parallel_argv(request(zero=ZeroStage.OPTIMIZER), overlap=False)
-    assert not [flag for flag in argv if "overlap" in flag]
-
-
 def test_precisions() -> None:
     assert "--fp8-format" in parallel_argv(request(precision=Precision.FP8))
     assert "--fp16" in parallel_argv(request(precision=Precision.FP16))

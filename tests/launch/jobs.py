@@ -11,7 +11,7 @@ import pytest
 from nest_megatron.config.cluster_detection import JobCluster, find_cluster
 from nest_megatron.config.job import Job
 from nest_megatron.config.overrides import Setting
-from nest_megatron.integrations.megatron_lm import vocabulary
+from nest_megatron.integrations.megatron_lm import namespace as arguments
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.planning import (
     LaunchPlan,
@@ -49,7 +49,7 @@ def pad_like_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = args.vocab_size + (args.tokenizer_type == "NullTokenizer")
         args.padded_vocab_size = math.ceil(rows / multiple) * multiple
 
-    monkeypatch.setattr(vocabulary, "_build_tokenizer", lambda: build)
+    monkeypatch.setattr(arguments, "_build_tokenizer", lambda: build)
 
 
 def running(args: Namespace, argv: list[str], version: str = "0.16.1") -> Job:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from types import ModuleType
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,14 +55,15 @@ DIMS = ParallelDims(
 def parallel_state(rank: int, wrong: str = "") -> ModuleType:
     """Megatron's module with groups as planned, one of them wrong."""
     module: Any = ModuleType("parallel_state")
-    for kind, (name, _) in groups._GETTERS.items():
+    for kind, name in groups._GETTERS.items():
         members = (0, 7) if name == wrong else group_of_rank(DIMS, kind, rank)
         setattr(module, name, lambda members=members, **_: members)
     return module
 
 
 def test_groups_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "_members", list)
+    torch = SimpleNamespace(distributed=SimpleNamespace(get_process_group_ranks=list))
+    monkeypatch.setitem(sys.modules, "torch", torch)
     for rank in range(8):
         groups.check_groups(parallel_state(rank), DIMS, rank, has_experts=False)
     wrong = parallel_state(3, wrong="get_pipeline_model_parallel_group")

@@ -19,7 +19,7 @@ from nest_megatron.config.cluster_detection import JobCluster, find_cluster
 from nest_megatron.config.job import Job
 from nest_megatron.config.launch import read_words
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm import measure, measure_process, measure_store
+from nest_megatron.integrations.megatron_lm import measure_process, measure_store
 from nest_megatron.integrations.megatron_lm.measure import (
     Measured,
     measure_job,
@@ -72,7 +72,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         implementation=Implementation.TRANSFORMER_ENGINE,
         versions=installed_versions(),
     )
-    monkeypatch.setattr(measure, "here", lambda _: found)
+    monkeypatch.setattr(measure_store, "here", lambda _: found)
     return tmp_path / "profiles"
 
 
@@ -117,7 +117,7 @@ class Children:
         self.orders: list[Orders] = []
         self.limit = 10**9
         self.refuses: Callable[[Task], bool] = lambda _: False
-        monkeypatch.setattr(measure, "measure_in_child", self.measure)
+        monkeypatch.setattr(measure_process, "measure_in_child", self.measure)
 
     def measure(self, orders: Orders, *_: object) -> Answer:
         self.orders.append(orders)
@@ -216,9 +216,9 @@ def test_a_profile_of_another_version_is_not_added_to(
     children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measure_job(measuring())
-    found = measure.here(Implementation.TRANSFORMER_ENGINE)
+    found = measure_store.here(Implementation.TRANSFORMER_ENGINE)
     newer = dataclasses.replace(found, versions={**found.versions, "torch": "99.0"})
-    monkeypatch.setattr(measure, "here", lambda _: newer)
+    monkeypatch.setattr(measure_store, "here", lambda _: newer)
     measure_job(measuring())
     assert len(children.orders) == 2
 

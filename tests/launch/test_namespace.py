@@ -167,12 +167,12 @@ def test_models_that_cannot_be_planned_are_refused_by_name(words: tuple[str, ...
 
 
 def test_a_tokenizer_that_cannot_be_built_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nest_megatron.integrations.megatron_lm import vocabulary
+    from nest_megatron.integrations.megatron_lm import namespace as arguments
 
     def broken() -> object:
         raise FileNotFoundError("vocab.json")
 
-    monkeypatch.setattr(vocabulary, "_build_tokenizer", lambda: lambda _: broken())
+    monkeypatch.setattr(arguments, "_build_tokenizer", lambda: lambda _: broken())
     with pytest.raises(UserInputError, match=r"NullTokenizer.*vocab\.json"):
         decided(SMALL)
 

@@ -23,7 +23,7 @@ from nest_megatron.integrations.megatron_lm.command_request import job_request
 from nest_megatron.integrations.megatron_lm.namespace import recorded_version
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
-from nest_megatron.integrations.megatron_lm.typed import kept_flags
+from nest_megatron.integrations.megatron_lm.search_space import kept_flags
 from nest_megatron.planner import NoPlan, plan
 from tests.megatron_lm.ask import ask_megatron
 

@@ -43,8 +43,7 @@ from nest_megatron.integrations.hydra.ranks import (
 from nest_megatron.integrations.hydra.read import read_app
 from nest_megatron.integrations.hydra.view import AppView, view_of
 from nest_megatron.integrations.launched import values_report
-from nest_megatron.integrations.megatron_lm.search_space import job_space
-from nest_megatron.integrations.megatron_lm.typed import freed_flags
+from nest_megatron.integrations.megatron_lm.search_space import freed_flags, job_space
 from nest_megatron.integrations.plan_output import (
     pinned_by,
     pinned_file,

@@ -7,6 +7,7 @@ ends all of them with its reason, at once where it can still say it.
 from __future__ import annotations
 
 import json
+import math
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from nest_megatron.units import Seconds
 _OTHERS_S = 2.0
 #: Waits for all ranks and gives the name of the host of each.
 Hosts = Callable[[], Sequence[str]]
-#: Raises once another rank has failed; a rank calls it now and then while it works.
+#: Raises once another rank has failed.
 Check = Callable[[], None]
 
 
@@ -64,7 +65,6 @@ def require_equal(
 
     Args:
         mine: this rank's values, by the name that a user knows.
-        what: their name, for errors.
 
     Raises:
         NoAgreementError: on all ranks if any differs, with both values of each name, or if one does
@@ -81,21 +81,20 @@ def require_equal(
             store.publish("")
             return
         differs = store.receive(f"digest of the {what}") != own
-        store.bring(json.dumps(dict(mine)) if differs else "")
-        if differs:
-            store.differs()
+        store.bring(json.dumps(dict(mine)) if differs else "", differs=differs)
         store.receive(f"agreement on the {what}")
 
 
 def _collect_equal(store: RendezvousStore, mine: Mapping[str, str], what: str) -> None:
     """On rank 0: all parts are there and none says something else."""
-    first: list[float] = []
+    ended = math.inf
 
     def enough() -> bool:
         """One differs, and others had time to say the same."""
-        if not first and store.has_different():
-            first.append(time.monotonic())
-        return bool(first) and time.monotonic() - first[0] > _OTHERS_S
+        nonlocal ended
+        if ended == math.inf and store.has_different():
+            ended = time.monotonic() + _OTHERS_S
+        return time.monotonic() > ended
 
     parts = store.collect(what, enough=enough)
     if any(parts.values()):
@@ -110,7 +109,6 @@ def gather(
 
     Args:
         work: makes this rank's part.
-        what: the parts' name, for errors.
         limit_s: longest that any rank may take once rank 0 is done.
 
     Raises:
@@ -130,11 +128,12 @@ def gather(
 
 def _at_intervals(check: Check, interval_s: Seconds) -> Check:
     """A check that does nothing where the last one is not that long ago."""
-    last: list[float] = [time.monotonic()]
+    last = time.monotonic()
 
     def now_and_then() -> None:
-        if time.monotonic() - last[0] >= interval_s:
-            last[0] = time.monotonic()
+        nonlocal last
+        if time.monotonic() - last >= interval_s:
+            last = time.monotonic()
             check()
 
     return now_and_then

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.cost_model.settings import restored_settings
-from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.parser import VERSIONS
+from nest_megatron.errors import FaultError, UserInputError
+from nest_megatron.integrations.megatron_lm.incompatible_options import contradicted
+from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    RECOMPUTE,
+    STAGE_OPTIONS,
+    VIRTUAL_STAGES,
+    flag_of,
+)
+from nest_megatron.integrations.megatron_lm.parser import VERSIONS, read_argv
+from nest_megatron.integrations.megatron_lm.read import read_recompute
 from nest_megatron.integrations.megatron_lm.rewrite import Rewrite, rewrite
 from nest_megatron.integrations.megatron_lm.rules import require_launchable
-from nest_megatron.integrations.megatron_lm.unchanged import require_kept
+from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
 from nest_megatron.integrations.megatron_lm.write import (
     environment,
     has_activation_flag,
@@ -23,12 +32,11 @@ from nest_megatron.parallel.cuda_graphs import cuda_graphs
 from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.plan import LaunchCommand, ParallelPlan, sharding
 from nest_megatron.parallel.plan_file import sealed
+from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.rules import LaunchRequest
 
 #: Key of ``ParallelPlan.launch``.
 LAUNCHER = "megatron_lm"
-_BLACKWELL = 10
-_HOPPER = 9
 _COMPLETE_IT = (
     "Add your own flags for data, tokenizer, optimizer, checkpoints and logging, the launcher's "
     "rendezvous (--master-addr, --node-rank), and what changes no shape: rotary scaling, router "
@@ -42,8 +50,7 @@ def launch_request(
     """What Megatron's rules look at, for a plan.
 
     Args:
-        command: the user's command, whose release and engine are then used.
-        version: the release, where there is no command.
+        command: the user's command, whose engine and release (not ``version``) are then used.
     """
     grid = plan.grid()
     values = {} if command is None else command.values
@@ -73,19 +80,14 @@ def launch_request(
 
 
 def require_placed(plan: ParallelPlan) -> None:
-    """Refuse a plan whose degrees are not those of the GPUs that it was placed on.
-
-    Raises:
-        UserInputError: naming both.
-    """
+    """Raise if a plan's degrees are not those of the GPUs that it was placed on."""
     placed, needed = plan.placement.num_gpus, plan.grid().dims.world_size
     if placed != needed:
-        raise UserInputError(
-            "tp * pp * cp * dp",
-            value=needed,
-            limit=f"the plan is for {placed} GPUs",
-            fix="Use the plan as it was written, or plan again.",
+        limit, fix = (
+            f"the plan is for {placed} GPUs",
+            "Use the plan as it was written, or plan again.",
         )
+        raise UserInputError("tp * pp * cp * dp", value=needed, limit=limit, fix=fix)
 
 
 def with_launch(
@@ -101,7 +103,7 @@ def with_launch(
         command: the user's own command, whose flags are then rewritten; otherwise the flags of the
             model and of the layout are written.
         kept: destinations that the user set and did not free.
-        notes: what was assumed, kept beside the command.
+        notes: what was assumed, stored beside the command.
 
     Raises:
         UserInputError: if Megatron would refuse the command.
@@ -113,16 +115,15 @@ def with_launch(
     request = launch_request(plan, command, version=version or VERSIONS[0])
     require_launchable(request, but=() if command is not None else ("activation_flag",))
     if command is None:
-        argv, remarks = _own_argv(request)
-        script = script_name(plan.model)
+        argv, remark = _own_argv(request)
+        notes = (*notes, remark)
     else:
-        argv, remarks = list(rewritten(plan, command, kept).argv), ()
-        script = command.script or script_name(plan.model)
+        argv = rewritten(plan, command, kept).argv
     launch = LaunchCommand(
-        script=script,
-        argv=tuple(argv),
+        script=(command and command.script) or script_name(plan.model),
+        argv=argv,
         environment=environment(request, device_architecture=device_architecture(plan)),
-        notes=(*notes, *remarks),
+        notes=notes,
     )
     return sealed(dataclasses.replace(plan, launch={**plan.launch, LAUNCHER: launch}))
 
@@ -147,43 +148,80 @@ def _release(plan: ParallelPlan) -> str | None:
 def rewritten(plan: ParallelPlan, command: ReadCommand, kept: Collection[str] = ()) -> Rewrite:
     """The user's command under a plan, and what changed.
 
-    Args:
-        kept: destinations that the user set and did not free.
-
     Raises:
-        NestError: if one of them came out changed without a word, or means another layout.
+        FaultError: if one of ``kept`` came out changed without a word, or means another layout.
     """
+    values, tp = command.values, plan.parallel.tensor_model_parallel_size
     layout = parallel_argv(launch_request(plan, command))
-    found = rewrite(command, [*layout, *_vocab_argv(plan, command)], plan, kept)
+    settled = values.get("padded_vocab_size") is not None or not plan.model.vocab_is_padded
+    if not settled and values.get("tensor_model_parallel_size") != tp:
+        # another tensor-parallel size would pad the embedding otherwise
+        layout += ["--padded-vocab-size", str(plan.model.vocab_size)]
+    found = rewrite(command, layout, plan, kept)
     require_kept(found, command, plan, kept)
     return found
 
 
-def _vocab_argv(plan: ParallelPlan, command: ReadCommand) -> list[str]:
-    """Keep the embedding's rows where another tensor-parallel size would pad them otherwise."""
-    values, tp = command.values, plan.parallel.tensor_model_parallel_size
-    settled = values.get("padded_vocab_size") is not None or not plan.model.vocab_is_padded
-    if settled or values.get("tensor_model_parallel_size") == tp:
-        return []
-    return ["--padded-vocab-size", str(plan.model.vocab_size)]
-
-
-def _own_argv(request: LaunchRequest) -> tuple[list[str], tuple[str, ...]]:
+def _own_argv(request: LaunchRequest) -> tuple[tuple[str, ...], str]:
     layout = parallel_argv(request)
     if has_activation_flag(request.spec):
-        return [*model_argv(request.spec), *layout], (_COMPLETE_IT,)
-    return layout, (
+        return (*model_argv(request.spec), *layout), _COMPLETE_IT
+    return tuple(layout), (
         f"Megatron-LM's command line has no flag for the activation of {request.spec.name} "
         f"({request.spec.activation}); only the layout's flags are written. Launch it through NeMo "
-        "or Megatron-Bridge, whose configurations can state it.",
+        "or Megatron-Bridge, whose configurations can state it."
     )
 
 
 def device_architecture(plan: ParallelPlan) -> int:
-    """Major compute capability of the planned device."""
-    return _BLACKWELL if is_blackwell(plan.cluster.accelerator.name) else _HOPPER
+    """Major compute capability of the planned device: that of Blackwell, or of Hopper."""
+    return 10 if is_blackwell(plan.cluster.accelerator.name) else 9
 
 
 def is_blackwell(accelerator: str) -> bool:
     """Whether a device, by its name, is of the generation after Hopper."""
     return any(chip in accelerator for chip in ("B200", "B300"))
+
+
+def require_kept(
+    rewrite: Rewrite, command: ReadCommand, plan: ParallelPlan, kept: Collection[str]
+) -> None:
+    """Compare a rewritten command with what the user typed, and with the plan.
+
+    Options that contradict the plan (``incompatible_options``) are taken back with their reason;
+    any other difference is a fault of this package.
+
+    Raises:
+        FaultError: naming every difference.
+    """
+    if not kept:
+        return
+    refused = contradicted(plan, command.values, command.version).keys()
+    again = read_argv(command.script, rewrite.argv, command.version).values
+    typed = read_argv(command.script, command.argv, command.version).values
+    changed = [
+        f"{flag_of(name)} {typed[name]} -> {again[name]}"
+        for name in sorted(set(kept) - refused)
+        if again[name] != typed[name] or name in rewrite.written
+    ]
+    # a value that is not typed comes from the arguments of a checkpoint
+    values = {**command.values, **{name: again[name] for name in rewrite.written & again.keys()}}
+    found = [*changed, *_other_meanings(values, plan, kept)]
+    if found:
+        raise FaultError(
+            f"the plan would change what you set and did not free: {'; '.join(found)}. That is a "
+            "fault of nest-megatron; launch without it and report it."
+        )
+
+
+def _other_meanings(
+    values: Mapping[str, Any], plan: ParallelPlan, kept: Collection[str]
+) -> Iterator[str]:
+    """Kept flags that Megatron would read as another layout than the plan's."""
+    if set(kept) & {*STAGE_OPTIONS, *VIRTUAL_STAGES}:
+        pp = plan.parallel.pipeline_model_parallel_size
+        if stated_partition(plan.model, values, pp) not in (None, plan.partition()):
+            yield f"the stages are not {plan.parallel.pipeline_model_parallel_layout}"
+    recompute = plan.grid().recompute
+    if set(kept) & set(RECOMPUTE) and (read_recompute(values) or NO_RECOMPUTE) != recompute:
+        yield f"the recomputation is not {recompute.label()}"

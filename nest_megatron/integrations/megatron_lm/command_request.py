@@ -13,8 +13,7 @@ from nest_megatron.config.request import read_cluster, read_spec, request_for, w
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.parser import read_command
 from nest_megatron.integrations.megatron_lm.read import read_job
-from nest_megatron.integrations.megatron_lm.search_space import job_space
-from nest_megatron.integrations.megatron_lm.typed import freed_flags
+from nest_megatron.integrations.megatron_lm.search_space import freed_flags, job_space
 from nest_megatron.integrations.restore import restored_by_command
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import PlanRequest
@@ -31,26 +30,15 @@ def read_request(
     Raises:
         UserInputError: for a command that cannot be read, or a setting that cannot be kept.
     """
-    _refuse_model(composed)
-    command = read_command(text, version)
-    if not command.argv:
-        raise UserInputError(
-            "--from",
-            value=command.script or text,
-            limit="it has no flags, so it says nothing about the model",
-            fix="Give the whole command in quotes, or - to read it from standard input.",
-        )
-    job = _padded(read_job(command))
+    job = _read(composed, text, version)
+    command = job.command
+    assert command is not None
     cluster = command_cluster(composed, job)
     job = dataclasses.replace(job, free=FreeParameters(names=free))
     restored = restored_by_command(command.values)
     if restored is not None:
-        job = dataclasses.replace(
-            job,
-            required=restored.required(version),
-            restored=restored,
-            notes=(*job.notes, restored.note()),
-        )
+        required, notes = restored.required(version), (*job.notes, restored.note())
+        job = dataclasses.replace(job, required=required, restored=restored, notes=notes)
     return job, job_request(job, cluster, composed)
 
 
@@ -73,11 +61,10 @@ def job_request(
     """
     job = dataclasses.replace(job, spec=with_seq_length(job.spec, composed.config.train.seq_length))
     space, offer = job_space(job, composed.config)
-    freed = freed_flags(job.free)
     return request_for(
         *(job, cluster, composed, space),
         offer=offer,
-        freed=freed,
+        freed=freed_flags(job.free),
         prefix=prefix,
         versions=versions,
     )
@@ -86,39 +73,36 @@ def job_request(
 def read_model(
     composed: Composed, text: str | None, version: str
 ) -> tuple[TransformerSpec, Mapping[str, Any]]:
-    """The model of a composed configuration, or of a command that stands for it.
+    """The model, and the values of the command's flags.
 
     Args:
-        text: the command; ``None`` where the configuration names the model.
-
-    Returns:
-        The model, and the values of the command's flags.
+        text: a command that stands for the model; ``None`` where the configuration names it.
 
     Raises:
         UserInputError: for both or neither, or a command that cannot be read.
     """
     if text is None:
         return read_spec(composed.config), {}
-    _refuse_model(composed)
-    command = read_command(text, version)
-    return _padded(read_job(command)).spec, command.values
-
-
-def _padded(job: Job) -> Job:
-    """The job with the rows that its own tensor-parallel size pads the embedding to."""
+    job = _read(composed, text, version)
     assert job.command is not None
-    tp = job.command.values["tensor_model_parallel_size"]
+    return job.spec, job.command.values
+
+
+def _read(composed: Composed, text: str | Sequence[str], version: str) -> Job:
+    """The job of a command, its embedding padded by its own tensor-parallel size."""
+    model = composed.config.model
+    if model is not None:
+        limit = "with --from the model comes from the command"
+        fix = "Leave model out, or change the command."
+        raise UserInputError("model", value=model.get("name"), limit=limit, fix=fix)
+    command = read_command(text, version)
+    if not command.argv:
+        limit = "it has no flags, so it says nothing about the model"
+        fix = "Give the whole command in quotes, or - to read it from standard input."
+        raise UserInputError("--from", value=command.script or text, limit=limit, fix=fix)
+    job = read_job(command)
+    tp = command.values["tensor_model_parallel_size"]
     return dataclasses.replace(job, spec=job.spec.with_padded_vocab(tp))
-
-
-def _refuse_model(composed: Composed) -> None:
-    if composed.config.model is not None:
-        raise UserInputError(
-            "model",
-            value=composed.config.model.get("name"),
-            limit="with --from the model comes from the command",
-            fix="Leave model out, or change the command.",
-        )
 
 
 def command_cluster(composed: Composed, job: Job) -> Cluster:

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 from nest_megatron.boot import is_asked_for, settings_in
 from nest_megatron.config.launch import Mode, read_launch, read_words, split_words
 from nest_megatron.errors import OK, NestError, UserInputError
-from nest_megatron.integrations.megatron_lm.launched_job import LaunchedJob
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS
-from nest_megatron.integrations.megatron_lm.ranks import ending_together
+from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob, ending_together
 from nest_megatron.integrations.slurm import rank_variables
 from nest_megatron.report.failure import end, ending_on_errors
 
@@ -51,7 +50,10 @@ def before_training() -> None:
         launch = read_launch(words)
         if words.mode is Mode.OFF:
             return
-        _refuse_yaml(rest)
+        if any(word.partition("=")[0] == "--yaml-cfg" for word in rest):
+            limit = "Megatron's own parser fails on it, in every release that was tried"
+            fix = "Give the settings as flags, or launch without nest."
+            raise UserInputError("--yaml-cfg", value=True, limit=limit, fix=fix)
         os.environ.update(rank_variables(os.environ))
         _job = LaunchedJob(words=words, launch=launch, script=sys.argv[0], argv=tuple(rest))
 
@@ -69,61 +71,50 @@ def _refuse_settings_alone(argv: Sequence[str]) -> None:
     words = settings_in(argv)
     if words:
         key, _, value = words[0].lstrip("+").partition("=")
-        raise UserInputError(
-            key,
-            value=value,
-            limit="nothing is planned without +nest=auto or +nest=pinned",
-            fix=f"Add +nest=auto to the command, or leave {' '.join(words)} out.",
-        )
+        limit = "nothing is planned without +nest=auto or +nest=pinned"
+        fix = f"Add +nest=auto to the command, or leave {' '.join(words)} out."
+        raise UserInputError(key, value=value, limit=limit, fix=fix)
 
 
-def _refuse_yaml(argv: Sequence[str]) -> None:
-    if any(word.partition("=")[0] == "--yaml-cfg" for word in argv):
-        raise UserInputError(
-            "--yaml-cfg",
-            value=True,
-            limit="Megatron's own parser fails on it, in every release that was tried",
-            fix="Give the settings as flags, or launch without nest.",
-        )
+def _wrap(module: ModuleType, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Put a function in the place of a module's own (returned, if any), which it takes first."""
+    original: Callable[..., Any] | None = getattr(module, name, None)
+    if original is not None:
+        wrapped = functools.wraps(original)(functools.partial(wrapper, original))
+        setattr(module, name, wrapped)
+    return original
 
 
 def after_arguments(module: ModuleType) -> None:
     """Plan where Megatron validates its arguments."""
     if _job is None:
         return
-    original = getattr(module, "validate_args", None)
+    original = _wrap(module, "validate_args", _validate_args)
     if original is None:
-        end(
-            NestError(
-                f"this Megatron-LM has no {module.__name__}.validate_args, so nothing can be "
-                f"planned (releases that were tried: {', '.join(VERSIONS)}). Launch without +nest."
-            )
+        lacks = (
+            f"this Megatron-LM has no {module.__name__}.validate_args, so nothing can be planned"
         )
-    wrapped = _planning(original)
-    module.validate_args = wrapped  # type: ignore[attr-defined]
+        tried = f"releases that were tried: {', '.join(VERSIONS)}"
+        end(NestError(f"{lacks} ({tried}). Launch without +nest."))
     bound = sys.modules.get("megatron.training.initialize")
     if getattr(bound, "validate_args", None) is original:
-        bound.validate_args = wrapped  # type: ignore[union-attr]
+        bound.validate_args = module.validate_args  # type: ignore[union-attr]
 
 
-def _planning(validate: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(validate)
-    def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) -> Any:
-        defaults = {} if defaults is None else defaults
-        job = _job
-        if job is None or job.decision is not None:
-            return validate(args, defaults)
-        with ending_together(job.rendezvous):
-            if job.launch.dry_run:
-                from nest_megatron.integrations.megatron_lm.dry_run import show
+def _validate_args(
+    validate: Callable[..., Any], args: Namespace, defaults: Mapping[str, Any] | None = None
+) -> Any:
+    job, defaults = _job, defaults or {}
+    if job is None or job.decision is not None:
+        return validate(args, defaults)
+    with ending_together(job.rendezvous):
+        from nest_megatron.integrations.megatron_lm.launch import dry_run, run
 
-                show(job, args, defaults, validate)
-                sys.exit(OK)
-            from nest_megatron.integrations.megatron_lm.launch import run
-
-            return run(job, args, defaults, validate)
-
-    return validate_args
+        job.args, job.defaults, job.validate = args, defaults, validate
+        if job.launch.dry_run:
+            dry_run(job)
+            sys.exit(OK)
+        return run(job)
 
 
 def after_bridge_overrides(module: ModuleType) -> None:
@@ -141,37 +132,22 @@ def after_bridge_overrides(module: ModuleType) -> None:
 
 def after_initialize(module: ModuleType) -> None:
     """Let what does not train come as far as the arguments without CUDA (0.16 asks first)."""
-    original = getattr(module, "initialize_megatron", None)
-    if _job is None or original is None:
-        return
-    if not (_job.launch.dry_run or _job.launch.stop_before_training):
-        return
+    if _job is not None and (_job.launch.dry_run or _job.launch.stop_before_training):
 
-    @functools.wraps(original)
-    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
-        if len(args) < 4:
-            kwargs["allow_no_cuda"] = True
-        return original(*args, **kwargs)
+        def initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            without = {} if len(args) > 3 else {"allow_no_cuda": True}
+            return original(*args, **{**kwargs, **without})
 
-    module.initialize_megatron = initialize_megatron  # type: ignore[attr-defined]
+        _wrap(module, "initialize_megatron", initialize_megatron)
 
 
 def after_training(module: ModuleType) -> None:
     """Compare the first steps with the prediction, on rank 0."""
     job = _job
-    original = getattr(module, "train_step", None)
-    if job is None or job.launch.watch == 0 or original is None:
+    if job is None or job.launch.watch == 0:
         return
-    module.train_step = _first_step(job, module, original)  # type: ignore[attr-defined]
 
-
-def _first_step(
-    job: LaunchedJob, module: ModuleType, original: Callable[..., Any]
-) -> Callable[..., Any]:
-    """At the first step it is known which rank this is; only rank 0 keeps a wrapper."""
-
-    @functools.wraps(original)
-    def train_step(*args: Any, **kwargs: Any) -> Any:
+    def first_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         step = original
         if job.decision is not None and os.environ.get("RANK", "0") == "0":
             from nest_megatron.integrations.megatron_lm.watch import expected, watched
@@ -180,17 +156,13 @@ def _first_step(
         module.train_step = step  # type: ignore[attr-defined]
         return step(*args, **kwargs)
 
-    return train_step
+    _wrap(module, "train_step", first_step)
 
 
 def after_parallel_state(module: ModuleType) -> None:
     """No groups without a plan, and none other than the plan's."""
-    original = getattr(module, "initialize_model_parallel", None)
-    if original is None:
-        return
 
-    @functools.wraps(original)
-    def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
+    def initialize_model_parallel(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with ending_on_errors():
             _require_plan()
         result = original(*args, **kwargs)
@@ -202,7 +174,7 @@ def after_parallel_state(module: ModuleType) -> None:
                 compare_groups(plan, module)
         return result
 
-    module.initialize_model_parallel = initialize_model_parallel  # type: ignore[attr-defined]
+    _wrap(module, "initialize_model_parallel", initialize_model_parallel)
 
 
 def _plan_of_groups() -> ParallelPlan | None:
@@ -227,29 +199,22 @@ def after_hydra(module: ModuleType) -> None:
     Hydra takes ``+nest=auto`` for a new value where our plugin did not give it the group ``nest``:
     the package is broken, or not installed where Hydra looks for plugins.
     """
-    original = getattr(module, "run_job", None)
-    if original is None:
-        return
 
-    @functools.wraps(original)
-    def run_job(*args: Any, **kwargs: Any) -> Any:
-        with ending_on_errors():
-            for each in (*args, *kwargs.values()):
-                _refuse_stray(each)
+    def run_job(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for config in (*args, *kwargs.values()):
+            stray = config.get("nest") if type(config).__name__ == "DictConfig" else None
+            if stray in (Mode.AUTO.value, Mode.PINNED.value):
+                end(
+                    NestError(
+                        f"Hydra took +nest={stray} for a value of the application, so nothing "
+                        "would be planned: hydra_plugins.nest_megatron was not found or could not "
+                        "be loaded (see the warnings above). Install nest-megatron into this "
+                        "environment anew, or launch without +nest."
+                    )
+                )
         return original(*args, **kwargs)
 
-    module.run_job = run_job  # type: ignore[attr-defined]
-
-
-def _refuse_stray(config: Any) -> None:
-    stray = config.get("nest") if type(config).__name__ == "DictConfig" else None
-    if stray in (Mode.AUTO.value, Mode.PINNED.value):
-        raise NestError(
-            f"Hydra took +nest={stray} for a value of the application, so nothing would be "
-            "planned: hydra_plugins.nest_megatron was not found or could not be loaded (see the "
-            "warnings above). Install nest-megatron into this environment anew, or launch without "
-            "+nest."
-        )
+    _wrap(module, "run_job", run_job)
 
 
 def _require_plan() -> None:

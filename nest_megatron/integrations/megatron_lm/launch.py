@@ -1,4 +1,7 @@
-"""``+nest=auto`` and ``+nest=pinned`` in a job that is about to train: plan, agree, rewrite."""
+"""``+nest=auto`` and ``+nest=pinned`` in a job that is about to train: plan, agree, rewrite.
+
+``nest.dry_run=true`` does everything that a launch would do, as far as the first GPU.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import threading
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,18 +30,9 @@ from nest_megatron.config.cluster_detection import (
 from nest_megatron.config.job import Job
 from nest_megatron.config.launch import Mode
 from nest_megatron.errors import OK, NestError, RefusedByMegatronError, UserInputError
-from nest_megatron.integrations.megatron_lm.agreement import (
-    Hosts,
-    broadcast,
-    propagating_errors,
-    require_equal,
-)
-from nest_megatron.integrations.megatron_lm.groups import (
-    check_groups,
-    check_permutation,
-    ranks_by_host,
-)
-from nest_megatron.integrations.megatron_lm.launched_job import LaunchedJob
+from nest_megatron.integrations.launched import flag_cost_report, launched_report
+from nest_megatron.integrations.megatron_lm import agreement, attach, groups, planning
+from nest_megatron.integrations.megatron_lm.measure import measure_job, planned_with
 from nest_megatron.integrations.megatron_lm.messages import Decision, from_json, to_json
 from nest_megatron.integrations.megatron_lm.namespace import (
     flags_of,
@@ -45,13 +40,8 @@ from nest_megatron.integrations.megatron_lm.namespace import (
     require_planned,
     write,
 )
-from nest_megatron.integrations.megatron_lm.planning import (
-    LaunchPlan,
-    carry_out,
-    decide,
-    read_running_job,
-)
-from nest_megatron.integrations.megatron_lm.ranks import words_of
+from nest_megatron.integrations.megatron_lm.own_layers import stand_in_device
+from nest_megatron.integrations.megatron_lm.ranks import LaunchedJob, last_value, words_of
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore
 from nest_megatron.integrations.megatron_lm.same_job import arguments, comparable, versions
@@ -60,53 +50,101 @@ from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner.pins import ActualJob, read_pinned, require_same_job
 from nest_megatron.profile.mode import ProfileMode
+from nest_megatron.report.console import command_lines, say, show
 
 
-def run(
-    launched: LaunchedJob,
-    args: Namespace,
-    defaults: Mapping[str, Any],
-    validate: Callable[..., Any],
-) -> Any:
+def run(launched: LaunchedJob) -> Any:
     """Plan on rank 0, rewrite the arguments on every rank, and let Megatron validate them.
-
-    Returns:
-        What Megatron's own ``validate_args`` returns.
 
     Raises:
         NestError: if no plan can be made or carried out; nothing has touched a GPU then.
     """
-    store = _store(launched, args)
-    with propagating_errors(store):
-        require_equal(store, _command(launched, args, defaults), what="command")
-        return _run(launched, args, defaults, validate, store)
+    args, store = launched.args, None
+    if args.world_size > 1 and not args.fake_process_group:
+        timeout_s = 60.0 * (args.distributed_timeout_minutes or 10)
+        store = launched.rendezvous.join(args.rank, args.world_size, launched.words, timeout_s)
+    with agreement.propagating_errors(store):
+        command = {
+            **versions(),
+            **words_of(launched.words),
+            "defaults of the script": comparable(launched.defaults),
+            **_arguments(launched),
+        }
+        agreement.require_equal(store, command, what="command")
+        return _run(launched, store)
 
 
-def _run(
-    launched: LaunchedJob,
-    args: Namespace,
-    defaults: Mapping[str, Any],
-    validate: Callable[..., Any],
-    store: RendezvousStore | None,
-) -> Any:
-    job = _measured(launched, args, defaults, store) if _measures(launched) else None
+def _run(launched: LaunchedJob, store: RendezvousStore | None) -> Any:
+    words = launched.words
+    measures = last_value(words, "profile.mode") == ProfileMode.MEASURE.value
+    measured = _measured(launched, store) if measures and words.mode is Mode.AUTO else None
 
-    def solve(hosts: Hosts) -> str:
-        found = find(launched, args, defaults) if job is None else _decided(launched, *job)
+    def solve(hosts: agreement.Hosts) -> str:
+        found = _find(launched) if measured is None else _decided(launched, *measured)
         outcome = _with_ranks(launched, found, hosts)
-        tell(launched, outcome)
+        show(launched_report(outcome.decision.plan, outcome.changes, outcome.notes))
+        say(_write_plan(launched, outcome.decision.plan))
+        if outcome.searched is not None and outcome.searched.kept:
+            threading.Thread(target=_print_costs, args=(outcome.searched,), daemon=True).start()
         return to_json(outcome.decision)
 
-    decision = launched.decision = from_json(Decision, broadcast(store, solve))
+    decision = launched.decision = from_json(Decision, agreement.broadcast(store, solve))
     if launched.launch.stop_before_training:
-        checksum = decision.plan.provenance.checksum
-        require_equal(store, {"plan": checksum}, what="plan")  # no rank ends before the others
+        checksum = {"plan": decision.plan.provenance.checksum}
+        agreement.require_equal(store, checksum, what="plan")  # no rank ends before the others
         sys.exit(OK)
+    result = _carried_out(launched, decision)
+    agreement.require_equal(store, _arguments(launched), what="arguments")
+    return result
+
+
+def dry_run(launched: LaunchedJob) -> None:
+    """Print the plan, the changes and the command on rank 0; have Megatron validate them."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    outcome = _find(launched)
+    plan = outcome.decision.plan
+    show(launched_report(plan, outcome.changes, outcome.notes))
+    launched.args.world_size = plan.placement.num_gpus
+    with _device_of(plan), contextlib.redirect_stdout(io.StringIO()):  # it prints every argument
+        _carried_out(launched, outcome.decision)
+    say("nest: Megatron's own validation accepts this.\n")
+    _show_command(launched, plan)
+    if _asked_file(launched) is not None:
+        say(_write_plan(launched, plan))
+    if outcome.searched is not None and outcome.searched.kept:
+        _print_costs(outcome.searched)
+    say("nest: dry run; nothing was started.")
+
+
+def _show_command(launched: LaunchedJob, plan: ParallelPlan) -> None:
+    launch = plan.launch[attach.LAUNCHER]
+    wanted = [(name, text) for name, text in launch.environment.items() if text is not None]
+    say("nest: the same without nest\n")
+    say(command_lines(attach.launch_words(plan, launched.script, launch.argv), wanted))
+    for name, text in launch.environment.items():
+        if text is None:
+            say(f"  with {name} unset")
+    say()
+
+
+def _device_of(plan: ParallelPlan) -> AbstractContextManager[None]:
+    """Stand in for the planned device where there is none: Megatron asks for its generation."""
+    import torch
+
+    if torch.cuda.is_available():
+        return contextlib.nullcontext()
+    device = plan.cluster.accelerator
+    return stand_in_device(device.name, attach.device_architecture(plan), device.memory_bytes)
+
+
+def _carried_out(launched: LaunchedJob, decision: Decision) -> Any:
+    args, validate = launched.args, launched.validate
+    assert validate is not None
     unplanned = copy.deepcopy(args)
     apply(args, decision)
-    result = validated(validate, args, defaults, unplanned)
+    result = validated(validate, args, launched.defaults, unplanned)
     require_planned(args, decision.plan)
-    require_equal(store, _arguments(launched, args), what="arguments")
     return result
 
 
@@ -143,8 +181,8 @@ def _refuses(
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             validate(unplanned, defaults)
-    except Exception as again:  # noqa: BLE001 - whatever Megatron raises
-        return _place_and_words(again) == _place_and_words(error)
+    except Exception as other:  # noqa: BLE001 - whatever Megatron raises
+        return _place_and_words(other) == _place_and_words(error)
     return False
 
 
@@ -153,106 +191,69 @@ def _place_and_words(error: Exception) -> tuple[object, ...]:
     return type(error), str(error), last.filename, last.lineno
 
 
-def _command(launched: LaunchedJob, args: Namespace, defaults: Mapping[str, Any]) -> dict[str, str]:
-    """What this rank was started with."""
-    return {
-        **versions(),
-        **words_of(launched.words),
-        "defaults of the script": comparable(defaults),
-        **_arguments(launched, args),
-    }
+def _arguments(launched: LaunchedJob) -> dict[str, str]:
+    return arguments(launched.args, flags_of(_release()), launched.launch.may_differ)
 
 
-def _arguments(launched: LaunchedJob, args: Namespace) -> dict[str, str]:
+def _release() -> str:
+    """The recorded release that stands for the installed one."""
     from megatron.core import __version__ as release
 
-    flags = flags_of(recorded_version(release))
-    return arguments(args, flags, launched.launch.may_differ)
+    return recorded_version(release)
 
 
-def _store(launched: LaunchedJob, args: Namespace) -> RendezvousStore | None:
-    """Where the ranks meet; ``None`` for a process that has no others."""
-    if args.world_size == 1 or args.fake_process_group:
-        return None
-    timeout_s = 60.0 * (args.distributed_timeout_minutes or 10)
-    return launched.rendezvous.join(args.rank, args.world_size, launched.words, timeout_s)
-
-
-def find(launched: LaunchedJob, args: Namespace, defaults: Mapping[str, Any]) -> LaunchPlan:
-    """A plan for the job of this process: searched, or pinned.
-
-    Raises:
-        NestError: if there is none.
-    """
-    asked_file(launched)
-    job = _read(launched, args, defaults)
+def _find(launched: LaunchedJob) -> planning.LaunchPlan:
+    job = _read(launched)
     if launched.words.mode is Mode.PINNED:
-        return _pinned(launched, job, args.world_size)
-    return _decided(launched, job, _place(launched, args))
+        return _pinned(launched, job)
+    return _decided(launched, job, _place(launched))
 
 
-def _read(launched: LaunchedJob, args: Namespace, defaults: Mapping[str, Any]) -> Job:
-    from megatron.core import __version__ as release
-
+def _read(launched: LaunchedJob) -> Job:
+    _asked_file(launched)
     command_line = (launched.script, launched.argv)
-    return read_running_job(args, defaults, command_line, recorded_version(release))
+    return planning.read_running_job(launched.args, launched.defaults, command_line, _release())
 
 
-def _place(launched: LaunchedJob, args: Namespace) -> JobCluster:
-    dry_run = launched.launch.dry_run
-    return find_cluster(launched.words.job, args.world_size, os.environ, dry_run=dry_run)
+def _place(launched: LaunchedJob) -> JobCluster:
+    dry_run, num_ranks = launched.launch.dry_run, launched.args.world_size
+    return find_cluster(launched.words.job, num_ranks, os.environ, dry_run=dry_run)
 
 
-def _decided(launched: LaunchedJob, job: Job, place: JobCluster) -> LaunchPlan:
+def _decided(launched: LaunchedJob, job: Job, place: JobCluster) -> planning.LaunchPlan:
     launch = launched.launch
-    return decide(job, place, free=launch.free, alternative=launch.alternative)
-
-
-def _measures(launched: LaunchedJob) -> bool:
-    """Whether layers are to be measured first; said in the command itself, so all ranks know."""
-    said = [s.value for s in launched.words.job if s.key == "profile.mode" and s.value is not None]
-    asked = said[-1:] == [ProfileMode.MEASURE.value]
-    return asked and launched.words.mode is Mode.AUTO and not launched.launch.dry_run
+    return planning.decide(job, place, free=launch.free, alternative=launch.alternative)
 
 
 def _measured(
-    launched: LaunchedJob,
-    args: Namespace,
-    defaults: Mapping[str, Any],
-    store: RendezvousStore | None,
+    launched: LaunchedJob, store: RendezvousStore | None
 ) -> tuple[Job, JobCluster] | None:
     """The job and where it runs, with layer times measured just now, on rank 0; all take part."""
-    from nest_megatron.integrations.megatron_lm.measure import measure_job, planned_with
-
     read: list[tuple[Job, JobCluster]] = []
 
     def job() -> tuple[Job, JobCluster]:
-        asked_file(launched)
-        read.append((_read(launched, args, defaults), _place(launched, args)))
+        read.append((_read(launched), _place(launched)))
         return read[0]
 
-    measured = measure_job(job, store=store, defaults=defaults, free=launched.launch.free)
-    if not read:
-        return None
-    ((found, place),) = read
-    return found, planned_with(place, measured)
+    free, defaults = launched.launch.free, launched.defaults
+    measured = measure_job(job, store=store, defaults=defaults, free=free)
+    return next(((found, planned_with(place, measured)) for found, place in read), None)
 
 
-def _pinned(launched: LaunchedJob, job: Job, world_size: int) -> LaunchPlan:
+def _pinned(launched: LaunchedJob, job: Job) -> planning.LaunchPlan:
     pinned = read_pinned(pinned_file(launched.launch.plan))
-    dry_run = launched.launch.dry_run
-    named = names_cluster(launched.words.job)
-    if named:
-        place = find_cluster(launched.words.job, world_size, os.environ, dry_run=dry_run)
-        world_size = place.cluster.num_gpus
+    dry_run, world_size = launched.launch.dry_run, launched.args.world_size
+    cluster = _place(launched).cluster if names_cluster(launched.words.job) else None
+    if cluster is not None:
+        world_size = cluster.num_gpus
     elif dry_run and "WORLD_SIZE" not in os.environ:
         world_size = pinned.plan.placement.num_gpus
     assert job.command is not None
     found = ActualJob(
         spec=job.spec,
         num_gpus=world_size,
-        cluster=place.cluster if named else None,
-        gpus=None if named or dry_run else local_gpus(),
+        cluster=cluster,
+        gpus=None if cluster is not None or dry_run else local_gpus(),
         gpus_per_host=None if dry_run else processes_per_host(os.environ),
         global_batch_size=job.global_batch_size,
         precision=job.precision,
@@ -261,42 +262,35 @@ def _pinned(launched: LaunchedJob, job: Job, world_size: int) -> LaunchPlan:
         memory_flags=job.memory_flags,
     )
     require_same_job(pinned, found)
-    plan = _with_rows_of(job, pinned.plan)
-    return carry_out(plan, job.command, (pinned_by(pinned.pin),))
+    plan, rows = pinned.plan, job.spec.vocab_size
+    if job.spec.vocab_is_padded and rows % plan.parallel.tensor_model_parallel_size == 0:
+        # the embedding has the rows that the job gives it by itself
+        model = dataclasses.replace(plan.model, vocab_size=rows, vocab_is_padded=True)
+        plan = dataclasses.replace(plan, model=model)
+    return planning.carry_out(plan, job.command, (pinned_by(pinned.pin),))
 
 
-def _with_rows_of(job: Job, plan: ParallelPlan) -> ParallelPlan:
-    """The plan with the embedding's rows that the job has by itself, where they can be split."""
-    rows = job.spec.vocab_size
-    if not job.spec.vocab_is_padded or rows % plan.parallel.tensor_model_parallel_size:
-        return plan
-    model = dataclasses.replace(plan.model, vocab_size=rows, vocab_is_padded=True)
-    return dataclasses.replace(plan, model=model)
-
-
-def _with_ranks(launched: LaunchedJob, outcome: LaunchPlan, hosts: Hosts) -> LaunchPlan:
+def _with_ranks(
+    launched: LaunchedJob, outcome: planning.LaunchPlan, hosts: agreement.Hosts
+) -> planning.LaunchPlan:
     """The outcome with the ranks that processes take: as told, or each host's together."""
-    ranks = outcome.decision.ranks
-    asked = launched.launch.ranks
+    ranks, asked = outcome.decision.ranks, launched.launch.ranks
     if isinstance(asked, list):
         ranks = tuple(asked)
     elif ranks is None and asked == "by_host":
-        ranks = ranks_by_host(hosts())
+        ranks = groups.ranks_by_host(hosts())
     if ranks is None:
         return outcome
     context = RankContext(rank=0, world_size=len(hosts()), environment=dict(os.environ))
-    check_permutation(ranks, context.world_size, zero_may_move=context.agent_hosts_store)
+    groups.check_permutation(ranks, context.world_size, zero_may_move=context.agent_hosts_store)
     plan = outcome.decision.plan
     note = "Ranks are numbered anew so that each host's are together."
     if isinstance(asked, list) or outcome.decision.ranks is not None:
         note = "Ranks are numbered anew, as asked for."
         placement = dataclasses.replace(plan.placement, rank_permutation=ranks)
         plan = plan_file.sealed(dataclasses.replace(plan, placement=placement))
-    return dataclasses.replace(
-        outcome,
-        decision=dataclasses.replace(outcome.decision, plan=plan, ranks=ranks),
-        notes=(*outcome.notes, note),
-    )
+    decision = dataclasses.replace(outcome.decision, plan=plan, ranks=ranks)
+    return dataclasses.replace(outcome, decision=decision, notes=(*outcome.notes, note))
 
 
 def apply(args: Namespace, decision: Decision) -> None:
@@ -307,33 +301,23 @@ def apply(args: Namespace, decision: Decision) -> None:
         os.environ["RANK"] = str(args.rank)
 
 
-def tell(launched: LaunchedJob, outcome: LaunchPlan) -> None:
-    """Say on rank 0 what will run and why, and keep the full plan in a file."""
-    from nest_megatron.integrations.launched import launched_report
-    from nest_megatron.integrations.megatron_lm.flag_cost import print_costs
-    from nest_megatron.report.console import say, show
-
-    show(launched_report(outcome.decision.plan, outcome.changes, outcome.notes))
-    say(keep(launched, outcome.decision.plan))
-    if outcome.searched is not None and outcome.searched.kept:
-        threading.Thread(target=print_costs, args=(outcome.searched,), daemon=True).start()
+def _print_costs(searched: planning.Searched) -> None:
+    """Print what the user's flags cost, beside the start of training, which it must not disturb."""
+    try:
+        show(flag_cost_report(searched.best_s, planning.costs(searched)))
+    except NestError as error:
+        print(f"nest: what the kept flags cost cannot be said: {error}", flush=True)
 
 
-def asked_file(launched: LaunchedJob) -> Path | None:
-    """The file that the user wants the plan in, checked."""
-    given = [setting.value for setting in launched.words.job if setting.key == "out"]
-    return plan_output(given[-1] if given else None, [launched.launch.plan])
+def _asked_file(launched: LaunchedJob) -> Path | None:
+    return plan_output(last_value(launched.words, "out"), [launched.launch.plan])
 
 
-def keep(launched: LaunchedJob, plan: ParallelPlan) -> str:
-    """Write the plan file; a cache that cannot be written is no reason to stop.
-
-    Returns:
-        Where it is, in a sentence.
-    """
+def _write_plan(launched: LaunchedJob, plan: ParallelPlan) -> str:
+    """Write the plan file and say where; a cache that cannot be written is no reason to stop."""
     from platformdirs import user_cache_path
 
-    asked = path = asked_file(launched)
+    asked = path = _asked_file(launched)
     try:
         if path is None:
             name = f"{plan.model.name}-{plan.provenance.checksum}.yaml"
@@ -348,14 +332,10 @@ def keep(launched: LaunchedJob, plan: ParallelPlan) -> str:
 
 
 def compare_groups(plan: ParallelPlan, parallel_state: ModuleType) -> None:
-    """Compare Megatron's process groups with the plan's.
-
-    Raises:
-        NestError: if one differs.
-    """
+    """Raise if one of Megatron's process groups is not the plan's."""
     import torch
 
     rank = torch.distributed.get_rank()
     # megatron-core before 0.10, which NeMo 1 runs on, makes the experts' groups in another way
     has_experts = plan.model.is_moe and hasattr(parallel_state, "get_expert_data_parallel_group")
-    check_groups(parallel_state, plan.grid().dims, rank, has_experts=has_experts)
+    groups.check_groups(parallel_state, plan.grid().dims, rank, has_experts=has_experts)

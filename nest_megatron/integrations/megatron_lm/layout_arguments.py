@@ -1,11 +1,25 @@
-"""Megatron-LM's arguments that state a layout."""
+"""Megatron-LM's arguments that state a layout, and how arguments are named to a user."""
 
 from __future__ import annotations
 
+import tomllib
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
 
 #: Arguments that say how many virtual stages a rank has.
 VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+#: Arguments that state the stage boundaries.
+STAGE_OPTIONS = (
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
 #: Arguments that state the recomputation.
 RECOMPUTE = (
     "recompute_granularity",
@@ -25,11 +39,7 @@ PARALLEL_ARGUMENTS = (
     "sequence_parallel",
     "use_tp_pp_dp_mapping",
     *VIRTUAL_STAGES,
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
+    *STAGE_OPTIONS,
     "micro_batch_size",
     *RECOMPUTE,
     "use_distributed_optimizer",
@@ -40,3 +50,30 @@ PARALLEL_ARGUMENTS = (
     "overlap_param_gather",
     *(name for names in EXECUTION_ARGUMENTS.values() for name in names),
 )
+
+
+@cache
+def _roles() -> dict[str, Any]:
+    text = resources.files(__package__).joinpath("arguments_data/roles.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
+def arguments_of(role: str) -> tuple[str, ...]:
+    """The arguments of one table of ``arguments_data/roles.toml``."""
+    return tuple(name for names in _roles()[role].values() for name in names)
+
+
+def reasons(kind: str) -> dict[str, str]:
+    """Why arguments are ``refused``, ``set`` or ``removed``, by destination; from the same file."""
+    found: dict[str, str] = _roles()["reasons"][kind]
+    return found
+
+
+def flag_of(dest: str) -> str:
+    """An argument as it is typed."""
+    return f"--{dest.replace('_', '-')}"
+
+
+def flag_error(dest: str, value: object, limit: str, fix: str) -> UserInputError:
+    """What is wrong with an argument, by its flag."""
+    return UserInputError(flag_of(dest), value=value, limit=limit, fix=fix)

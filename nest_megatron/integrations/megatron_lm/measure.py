@@ -1,7 +1,7 @@
 """``nest.profile.mode=measure``: time this very job's layers on this machine, then plan with them.
 
 Rank 0 plans from data sheets and says which blocks in which shapes matter; every rank times its
-share in a child process; the timings meet at rank 0, which keeps them in the profile store. What
+share in a child process; the timings meet at rank 0, which adds them to the profile store. What
 the store has is not measured again.
 """
 
@@ -9,32 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.config.cluster_detection import JobCluster
 from nest_megatron.config.job import Job
-from nest_megatron.errors import UserInputError, require_seconds
-from nest_megatron.integrations.megatron_lm.agreement import (
-    Check,
-    broadcast,
-    gather,
-    propagating_errors,
-)
-from nest_megatron.integrations.megatron_lm.measure_process import (
-    SPARE_S,
-    MeasuringError,
-    measure_in_child,
-)
-from nest_megatron.integrations.megatron_lm.measure_store import (
-    here,
-    missing,
-    record,
-    stored_profile,
-    untimed,
-    untimed_file,
-)
+from nest_megatron.errors import require_seconds
+from nest_megatron.integrations.megatron_lm import agreement, measure_process, measure_store
+from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
 from nest_megatron.integrations.megatron_lm.measure_tasks import tasks_for
 from nest_megatron.integrations.megatron_lm.messages import (
     Answer,
@@ -56,8 +39,6 @@ from nest_megatron.profile.store import profiles_folder
 from nest_megatron.report.console import say
 from nest_megatron.units import Seconds
 
-_TASKS, _TIMINGS = "list of what to measure", "timings"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
@@ -65,9 +46,6 @@ class Measured:
 
     Args:
         profile: as it is stored now, timings of earlier runs among it.
-        timings: those taken now.
-        skipped: blocks that could not be timed now.
-        notes: for the report, one sentence each.
         seconds: of the slowest rank.
     """
 
@@ -84,7 +62,6 @@ def measure_job(
     store: RendezvousStore | None = None,
     defaults: Mapping[str, Any] | None = None,
     free: Iterable[str] = (),
-    max_seconds: Seconds | None = None,
 ) -> Measured:
     """Time the layers that a job will build, as far as the profile store lacks them.
 
@@ -92,86 +69,72 @@ def measure_job(
 
     Args:
         job: the job and where it runs; called on rank 0 alone.
-        store: where the ranks meet.
         defaults: what the script sets where the user says nothing.
         free: the user's flags that the search may change.
-        max_seconds: for measuring; the configuration's ``profile.max_seconds`` if not given.
 
     Raises:
         NestError: on all ranks, if a child dies or nothing can be timed at all.
     """
-    name: list[str | None] = []
-    before: list[LayerProfile | None] = []
+    known: list[tuple[str | None, LayerProfile | None]] = []
+    context = RankContext(rank=0, world_size=1, environment={}) if store is None else store.context
 
     def plan_tasks(_: object) -> str:
         found, place = job()
-        name.append(place.composed.config.profile.name)
-        orders, known = _orders(found, place, defaults or {}, tuple(free), max_seconds)
-        before.append(known)
-        _announce(orders, 1 if store is None else store.context.world_size)
+        orders, before = _orders(found, place, defaults or {}, tuple(free))
+        known.append((place.composed.config.profile.name, before))
+        if orders.tasks:
+            processes = _count(range(min(context.world_size, len(orders.tasks))), "process", "es")
+            say(
+                f"nest: {_count(orders.tasks)} of this job's layers to measure, in {processes}, "
+                f"for at most {orders.max_seconds:g} s."
+            )
         return to_json(orders)
 
-    orders = from_json(Orders, broadcast(store, plan_tasks, what=_TASKS))
-    answers = _answers(orders, store) if orders.tasks else ()
-    if store is not None and store.context.rank:
+    orders = from_json(
+        Orders, agreement.broadcast(store, plan_tasks, what="list of what to measure")
+    )
+    answers = _answers(orders, store, context) if orders.tasks else []
+    if not known:
         return Measured()
-    with propagating_errors(store):
-        return _kept(orders, answers, name[0], before[0])
+    with agreement.propagating_errors(store):
+        return _recorded(orders, answers, *known[0])
 
 
 def _orders(
-    job: Job,
-    place: JobCluster,
-    defaults: Mapping[str, Any],
-    free: tuple[str, ...],
-    max_seconds: Seconds | None,
+    job: Job, place: JobCluster, defaults: Mapping[str, Any], free: tuple[str, ...]
 ) -> tuple[Orders, LayerProfile | None]:
     """What to measure, and the profile that has the rest."""
-    asked = place.composed.config.profile
-    seconds = require_seconds(
-        "nest.profile.max_seconds", asked.max_seconds if max_seconds is None else max_seconds
-    )
-    implementation = _implementation(job)
-    analytic = with_profile(place, ProfileMode.ANALYTIC)
-    outcome = decide(job, analytic, free=free, alternative=0)
+    seconds = place.composed.config.profile.max_seconds
+    if job.transformer_impl not in tuple(Implementation):
+        limit, fix = "layers of this kind are not measured", "Leave nest.profile.mode=measure out."
+        raise flag_error("transformer_impl", job.transformer_impl, limit, fix)
+    implementation = Implementation(job.transformer_impl)
+    max_seconds = require_seconds("nest.profile.max_seconds", seconds)
+    outcome = decide(job, with_profile(place, ProfileMode.ANALYTIC), free=free, alternative=0)
     assert outcome.searched is not None
     assert job.command is not None
     request = outcome.searched.request
     tasks = tasks_for(outcome.decision.plan, request, implementation)
-    now = here(implementation)
-    known = stored_profile(request.spec, request.settings.precision, now)
+    now = measure_store.here(implementation)
+    known = measure_store.stored_profile(request.spec, request.settings.precision, now)
     orders = Orders(
         spec=request.spec,
         precision=request.settings.precision,
-        tasks=missing(request.spec, tasks, known),
+        tasks=measure_store.missing(request.spec, tasks, known),
         job=job_arguments(job.command, defaults),
         implementation=implementation,
         where=now.where,
-        max_seconds=seconds,
+        max_seconds=max_seconds,
     )
     return orders, known
-
-
-def _implementation(job: Job) -> Implementation:
-    asked = job.transformer_impl
-    if asked in tuple(Implementation):
-        return Implementation(asked)
-    raise UserInputError(
-        "--transformer-impl",
-        value=asked,
-        limit="layers of this kind are not measured",
-        fix="Leave nest.profile.mode=measure out.",
-    )
 
 
 def with_profile(place: JobCluster, mode: ProfileMode, name: str | None = None) -> JobCluster:
     """The same place, its layer times from elsewhere."""
     config = place.composed.config
     profile = dataclasses.replace(config.profile, mode=mode.value, name=name)
-    composed = dataclasses.replace(
-        place.composed, config=dataclasses.replace(config, profile=profile)
-    )
-    return dataclasses.replace(place, composed=composed)
+    config = dataclasses.replace(config, profile=profile)
+    return dataclasses.replace(place, composed=dataclasses.replace(place.composed, config=config))
 
 
 def planned_with(place: JobCluster, measured: Measured) -> JobCluster:
@@ -181,101 +144,79 @@ def planned_with(place: JobCluster, measured: Measured) -> JobCluster:
     return dataclasses.replace(place, notes=(*place.notes, *measured.notes))
 
 
-def _announce(orders: Orders, num_ranks: int) -> None:
-    if orders.tasks:
-        processes = min(num_ranks, len(orders.tasks))
-        say(
-            f"nest: {_count(orders.tasks)} of this job's layers to measure, in {processes} "
-            f"process{'' if processes == 1 else 'es'}, for at most {orders.max_seconds:g} s."
+def _answers(orders: Orders, store: RendezvousStore | None, context: RankContext) -> list[Answer]:
+    """What the ranks that had something to do have measured; on ranks other than 0 nothing."""
+
+    def work(check: agreement.Check) -> str:
+        tasks = share_of(orders.tasks, context.rank, context.world_size)
+        own = dataclasses.replace(orders, tasks=tasks)
+        return to_json(
+            measure_process.measure_in_child(own, os.environ, check) if tasks else Answer()
         )
 
-
-def _answers(orders: Orders, store: RendezvousStore | None) -> tuple[Answer, ...]:
-    """What all ranks have measured; on ranks other than 0 nothing."""
-    context = RankContext(rank=0, world_size=1, environment={}) if store is None else store.context
-
-    def work(check: Check) -> str:
-        return to_json(_own_part(orders, context.rank, context.world_size, check))
-
-    limit_s = orders.max_seconds + SPARE_S + context.rendezvous_timeout_s
-    parts = gather(store, work, what=_TIMINGS, limit_s=limit_s)
-    return tuple(from_json(Answer, part) for part in parts)
+    limit_s = orders.max_seconds + measure_process.SPARE_S + context.rendezvous_timeout_s
+    parts = agreement.gather(store, work, what="timings", limit_s=limit_s)
+    answers = (from_json(Answer, part) for part in parts)
+    return [answer for answer in answers if answer.machine is not None]
 
 
-def _own_part(orders: Orders, rank: int, num_ranks: int, check: Check) -> Answer:
-    """This rank's share, measured; a rank without one starts no child."""
-    tasks = share_of(orders.tasks, rank, num_ranks)
-    if not tasks:
-        return Answer()
-    own = dataclasses.replace(orders, tasks=tasks)
-    return measure_in_child(own, os.environ, check)
-
-
-def _kept(
-    orders: Orders,
-    answers: Iterable[Answer],
-    name: str | None,
-    before: LayerProfile | None,
+def _recorded(
+    orders: Orders, answers: list[Answer], name: str | None, before: LayerProfile | None
 ) -> Measured:
-    """Everything measured, in the store, and what is to be said of it."""
-    answers = [answer for answer in answers if answer.machine is not None]
     profiles = [
-        record(answer, orders, None if other else name)
+        measure_store.record(answer, orders, None if other else name)
         for other, answer in enumerate(_by_machine(answers))
     ]
     stored = next((profile for profile in profiles if profile is not None), before)
-    timings = tuple(timing for answer in answers for timing in answer.timings)
     skipped = tuple(one for answer in answers for one in answer.skipped)
     if stored is None and orders.tasks:
         why = skipped[0].reason if skipped else f"nothing was done within {orders.max_seconds:g} s"
-        raise MeasuringError(f"no block of this job's layers could be timed: {why}")
-    seconds = max((answer.seconds for answer in answers), default=0.0)
-    measured = Measured(profile=stored, timings=timings, skipped=skipped, seconds=seconds)
+        raise measure_process.MeasuringError(f"no block of this job's layers could be timed: {why}")
+    measured = Measured(
+        profile=stored,
+        timings=tuple(timing for answer in answers for timing in answer.timings),
+        skipped=skipped,
+        seconds=max((answer.seconds for answer in answers), default=0.0),
+    )
     return dataclasses.replace(measured, notes=tuple(_notes(orders, measured, len(answers))))
 
 
-def _by_machine(answers: Iterable[Answer]) -> list[Answer]:
+def _by_machine(answers: Iterable[Answer]) -> Iterable[Answer]:
     """The answers of equal machines as one each; clocks differ from one moment to the next."""
     joined: dict[object, Answer] = {}
     for answer in answers:
         assert answer.machine is not None
         alike = dataclasses.replace(answer.machine, graphics_mhz=None, memory_mhz=None)
-        first = joined.get(alike)
-        joined[alike] = (
-            answer
-            if first is None
-            else dataclasses.replace(
-                first,
-                timings=(*first.timings, *answer.timings),
-                skipped=(*first.skipped, *answer.skipped),
-            )
-        )
-    return list(joined.values())
+        first = joined.get(alike, dataclasses.replace(answer, timings=(), skipped=()))
+        timings = (*first.timings, *answer.timings)
+        skipped = (*first.skipped, *answer.skipped)
+        joined[alike] = dataclasses.replace(first, timings=timings, skipped=skipped)
+    return joined.values()
 
 
-def _notes(orders: Orders, measured: Measured, num_processes: int) -> Iterable[str]:
+def _notes(orders: Orders, measured: Measured, num_processes: int) -> Iterator[str]:
     profile = measured.profile
     assert profile is not None
-    kept = f"profile {profile.name} is in {profiles_folder()}"
+    where = f"profile {profile.name} is in {profiles_folder()}"
     if not orders.tasks:
-        known = len(untimed(profile))
-        words = f", or known not to be timed ({_count(range(known))})" if known else ""
-        yield f"Nothing was measured: all blocks are timed already{words}; {kept}."
+        failed = measure_store.untimed(profile)
+        words = f", or known not to be timed ({_count(failed)})" if failed else ""
+        yield f"Nothing was measured: all blocks are timed already{words}; {where}."
         return
     device = "the CPU" if orders.where is Where.CPU else profile.machine.device_name
     yield (
         f"Measured {_count(measured.timings)} of this job's layers in {measured.seconds:.0f} s, in "
-        f"{num_processes} process{'' if num_processes == 1 else 'es'} on {device}; {kept}."
+        f"{_count(range(num_processes), 'process', 'es')} on {device}; {where}."
     )
     large = [one for one in measured.skipped if one.is_too_large]
     refused = [one for one in measured.skipped if not one.is_too_large]
     left = len(orders.tasks) - len(measured.timings) - len(measured.skipped)
     if large:
-        yield f"Too large for the device: {_count(large)}, {_words(large)}."
+        yield f"Too large for the device: {_named(large)}."
     if refused:
         yield (
-            f"Could not be timed: {_count(refused)}, {_words(refused)} ({refused[0].reason}). "
-            f"They are not tried again unless {untimed_file(profile)} is removed."
+            f"Could not be timed: {_named(refused)} ({refused[0].reason}). "
+            f"They are not tried again unless {measure_store.untimed_file(profile)} is removed."
         )
     if left > 0:
         yield (
@@ -284,16 +225,16 @@ def _notes(orders: Orders, measured: Measured, num_processes: int) -> Iterable[s
         )
 
 
-def _count(blocks: Iterable[object]) -> str:
-    count = len(tuple(blocks))
-    return f"{count} block{'' if count == 1 else 's'}"
+def _count(things: Iterable[object], word: str = "block", plural: str = "s") -> str:
+    count = len(tuple(things))
+    return f"{count} {word}{'' if count == 1 else plural}"
 
 
-def _words(skipped: list[Skipped]) -> str:
-    """The first of some blocks, by name and shape."""
+def _named(skipped: list[Skipped]) -> str:
+    """How many blocks, and the first of them by name and shape."""
     shown = [
         f"{one.task.block.value} (tp {one.task.shard.tensor_model_parallel_size}, micro batch "
         f"{one.task.shard.micro_batch_size})"
         for one in skipped[:3]
     ]
-    return ", ".join(shown) + (" ..." if len(skipped) > 3 else "")
+    return f"{_count(skipped)}, {', '.join(shown)}{' ...' if len(skipped) > 3 else ''}"

@@ -47,11 +47,7 @@ def end_with(parent: int) -> None:
 
 
 def measured(orders: Orders, num_threads: int) -> Answer:
-    """The timing, or the reason for none, of each block that was begun in time.
-
-    Args:
-        num_threads: of torch, where the blocks run on the CPU.
-    """
+    """The timing, or the reason for none, of each block that was begun in time."""
     import torch
 
     from nest_megatron.integrations.megatron_lm.own_layers import JobLayers
@@ -66,13 +62,10 @@ def measured(orders: Orders, num_threads: int) -> Answer:
     )
     machine = this_machine(orders.where, orders.implementation)
     until = time.monotonic() + orders.max_seconds
-    timings: list[Timing] = []
-    skipped: list[Skipped] = []
-    for task in orders.tasks:
-        done = _one(orders, task, measuring, until)
-        timings += (each for each in done if isinstance(each, Timing))
-        skipped += (each for each in done if isinstance(each, Skipped))
-    return Answer(machine=machine, timings=tuple(timings), skipped=tuple(skipped))
+    done = [each for task in orders.tasks for each in _one(orders, task, measuring, until)]
+    timings = tuple(each for each in done if isinstance(each, Timing))
+    skipped = tuple(each for each in done if isinstance(each, Skipped))
+    return Answer(machine=machine, timings=timings, skipped=skipped)
 
 
 def _one(orders: Orders, task: Task, measuring: Measuring, until: float) -> list[Timing | Skipped]:
@@ -82,8 +75,8 @@ def _one(orders: Orders, task: Task, measuring: Measuring, until: float) -> list
     """
     done: list[Timing | Skipped] = []
 
-    def skip(_: object, reason: str) -> None:
-        done.append(Skipped(task=task, reason=reason, is_too_large=True))
+    def skip(_: object, reason: str, *, is_too_large: bool = True) -> None:
+        done.append(Skipped(task=task, reason=reason, is_too_large=is_too_large))
 
     try:
         done += run(orders.spec, [task], measuring, until=until, on_skip=skip)
@@ -91,7 +84,7 @@ def _one(orders: Orders, task: Task, measuring: Measuring, until: float) -> list
         if "CUDA error" in str(error):
             raise
         words = str(error).strip().splitlines() or [type(error).__name__]
-        done.append(Skipped(task=task, reason=words[0], is_too_large=False))
+        skip(task, words[0], is_too_large=False)
     return done
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -26,22 +27,10 @@ SPARE_S = 300.0
 _PAUSE_S = 0.25
 _LAST_WORDS = 15
 #: Variables by which a process would take itself for a rank of the job.
-_OF_RANKS = frozenset(
-    {
-        "RANK",
-        "LOCAL_RANK",
-        "GROUP_RANK",
-        "ROLE_RANK",
-        "ROLE_NAME",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_WORLD_SIZE",
-        "ROLE_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    }
+_OF_RANKS = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
+    r"|(TORCHELASTIC|SLURM|PMI|OMPI)_.*)"
 )
-_PREFIXES_OF_RANKS = ("TORCHELASTIC_", "SLURM_", "PMI_", "OMPI_")
 
 
 class MeasuringError(NestError):
@@ -51,11 +40,9 @@ class MeasuringError(NestError):
 def measure_in_child(
     orders: Orders, environment: Mapping[str, str], check: Check, *, spare_s: Seconds = SPARE_S
 ) -> Answer:
-    """Time the blocks of some orders in a process of its own.
+    """Time the blocks of this rank's orders in a process of its own.
 
     Args:
-        orders: with this rank's share of the tasks alone.
-        environment: of this rank.
         check: called now and then; what it raises ends the child.
 
     Raises:
@@ -71,49 +58,28 @@ def measure_in_child(
         given.seek(0)
         command = [*_COMMAND, str(os.getpid()), str(threads_for(environment))]
         variables = child_environment(orders, environment)
-        child = stack.enter_context(_started(command, (given, out, err), variables))
-        _wait(child, check, started + orders.max_seconds + spare_s, err)
+        child = subprocess.Popen(command, stdin=given, stdout=out, stderr=err, env=variables)
+        stack.callback(child.wait)
+        stack.callback(child.kill)
+        if not _ends(child, check, started + orders.max_seconds + spare_s):
+            words = _last_words(err)
+            raise MeasuringError(f"the process that measures did not end within its time{words}")
         out.seek(0)
-        answer = out.read()
-        if child.returncode or not answer:
-            raise MeasuringError(f"{_end(child.returncode)}{_last_words(err)}")
+        answer, code = out.read(), child.returncode
+        if code or not answer:
+            how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+            raise MeasuringError(f"the process that measures {how}{_last_words(err)}")
     found = from_json(Answer, answer)
     return dataclasses.replace(found, seconds=time.monotonic() - started)
 
 
-@contextlib.contextmanager
-def _started(
-    command: Sequence[str], files: tuple[IO[str], IO[str], IO[str]], environment: Mapping[str, str]
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A running child, which is gone in the end.
-
-    Args:
-        files: its standard input, output and error.
-    """
-    given, out, err = files
-    child = subprocess.Popen(command, stdin=given, stdout=out, stderr=err, env=dict(environment))
-    try:
-        yield child
-    finally:
-        child.kill()
-        child.wait()
-
-
-def _wait(child: subprocess.Popen[bytes], check: Check, ended: float, err: IO[str]) -> None:
-    while True:
+def _ends(child: subprocess.Popen[bytes], check: Check, ended: float) -> bool:
+    while time.monotonic() <= ended:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_PAUSE_S)
-            return
+            return True
         check()
-        if time.monotonic() > ended:
-            raise MeasuringError(
-                f"the process that measures did not end within its time{_last_words(err)}"
-            )
-
-
-def _end(code: int) -> str:
-    how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
-    return f"the process that measures {how}"
+    return False
 
 
 def _last_words(err: IO[str]) -> str:
@@ -132,23 +98,16 @@ def child_environment(orders: Orders, environment: Mapping[str, str]) -> dict[st
 
     The child imports from the same places; where the script lies is among them.
     """
-    kept = {
-        name: value
-        for name, value in environment.items()
-        if name not in _OF_RANKS and not name.startswith(_PREFIXES_OF_RANKS)
-    }
-    paths = [path or str(Path.cwd()) for path in sys.path]
-    kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([_script_folder(orders), *paths]))
-    kept["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    found = {name: value for name, value in environment.items() if not _OF_RANKS.fullmatch(name)}
+    script_folder = str(Path(orders.job.script).resolve().parent)
+    paths = [script_folder, *(path or str(Path.cwd()) for path in sys.path)]
+    found["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if orders.where is Where.GPU:
-        kept["CUDA_VISIBLE_DEVICES"] = own_gpu(environment)
+        found["CUDA_VISIBLE_DEVICES"] = own_gpu(environment)
     else:
-        kept["OMP_NUM_THREADS"] = str(threads_for(environment))
-    return kept
-
-
-def _script_folder(orders: Orders) -> str:
-    return str(Path(orders.job.script).resolve().parent)
+        found["OMP_NUM_THREADS"] = str(threads_for(environment))
+    return found
 
 
 def own_gpu(environment: Mapping[str, str]) -> str:
@@ -158,8 +117,6 @@ def own_gpu(environment: Mapping[str, str]) -> str:
     ('6', '3')
     """
     local = environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0"))
-    seen = [name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    seen = [name for name in seen if name]
-    if not seen:
-        return local
-    return seen[int(local) % len(seen)]  # a launcher may show each rank its own GPU alone
+    seen = re.findall(r"[^,\s]+", environment.get("CUDA_VISIBLE_DEVICES", ""))
+    # a launcher may show each rank its own GPU alone
+    return seen[int(local) % len(seen)] if seen else local

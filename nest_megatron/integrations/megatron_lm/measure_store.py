@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +13,7 @@ from nest_megatron.cluster.discovery import local_gpus
 from nest_megatron.cluster.records import Precision
 from nest_megatron.documents import read_json
 from nest_megatron.errors import ProfileError
-from nest_megatron.integrations.megatron_lm.measure_tasks import Shape, shape_of
+from nest_megatron.integrations.megatron_lm.measure_tasks import shape_of
 from nest_megatron.integrations.megatron_lm.messages import Answer, Orders, Skipped
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
@@ -51,11 +51,8 @@ class Here:
 
     def is_of(self, machine: Machine) -> bool:
         """Whether a profile's machine is this one, set up as it is now."""
-        same = (machine.device_name, machine.is_cpu, machine.implementation) == (
-            self.device_name,
-            self.where is Where.CPU,
-            self.implementation,
-        )
+        found = (machine.device_name, machine.is_cpu, machine.implementation)
+        same = found == (self.device_name, self.where is Where.CPU, self.implementation)
         return same and all(
             _public(getattr(machine, name)) == _public(self.versions.get(name))
             for name in _VERSIONS
@@ -64,15 +61,11 @@ class Here:
 
 def here(implementation: Implementation) -> Here:
     """This machine: its GPU as the driver names it, or its processor."""
-    gpus = local_gpus()
-    if gpus is None:
-        where = Where.CPU
-        device = this_machine(where, implementation).device_name
-    else:
-        where, device = Where.GPU, gpus.device_name
+    gpus, on_cpu = local_gpus(), Where.CPU
+    device = this_machine(on_cpu, implementation) if gpus is None else gpus
     return Here(
-        device_name=device,
-        where=where,
+        device_name=device.device_name,
+        where=on_cpu if gpus is None else Where.GPU,
         implementation=implementation,
         versions=installed_versions(),
     )
@@ -84,16 +77,13 @@ def _public(version: str | None) -> str | None:
 
 def stored_profile(spec: TransformerSpec, precision: Precision, place: Here) -> LayerProfile | None:
     """The newest profile that was measured on this machine, of these layers."""
-    found = [p for p in _of_layers(spec, precision) if not p.imported and place.is_of(p.machine)]
-    return max(found, key=lambda p: datetime.fromisoformat(p.created), default=None)
-
-
-def _of_layers(spec: TransformerSpec, precision: Precision) -> Iterator[LayerProfile]:
-    layers = shape_digest(spec, precision)
+    layers, found = shape_digest(spec, precision), []
     for entry in store.stored_entries():
         with contextlib.suppress(ProfileError):  # a broken file is named where it is looked for
             if entry.line(LAYERS) == layers:
-                yield entry.read()
+                found.append(entry.read())
+    own = (p for p in found if not p.imported and place.is_of(p.machine))
+    return max(own, key=lambda p: datetime.fromisoformat(p.created), default=None)
 
 
 def missing(
@@ -103,10 +93,9 @@ def missing(
     if profile is None:
         return tuple(tasks)
     anything = LayerShard()
-    known: set[Shape] = {
-        shape_of(spec, Task(timing.block, shard_of(timing, anything))) for timing in profile.timings
-    }
-    known |= {shape_of(spec, skipped.task) for skipped in untimed(profile)}
+    timed = (Task(timing.block, shard_of(timing, anything)) for timing in profile.timings)
+    failed = (skipped.task for skipped in untimed(profile))
+    known = {shape_of(spec, task) for task in (*timed, *failed)}
     return tuple(task for task in tasks if shape_of(spec, task) not in known)
 
 
@@ -126,13 +115,10 @@ def untimed(profile: LayerProfile) -> tuple[Skipped, ...]:
 
 
 def record(answer: Answer, orders: Orders, name: str | None) -> LayerProfile | None:
-    """Put what was measured into the store.
+    """Put what was measured into the store; ``None`` where nothing was timed.
 
     Args:
         name: of a profile that is new; made up if not given.
-
-    Returns:
-        The profile as it is stored now; ``None`` where nothing was timed.
 
     Raises:
         ProfileError: if the store cannot be written to, or the name is taken by another profile.
@@ -149,14 +135,10 @@ def record(answer: Answer, orders: Orders, name: str | None) -> LayerProfile | N
             timings=answer.timings,
         )
     )
-    _record_untimed(profile, answer.skipped)
-    return profile
-
-
-def _record_untimed(profile: LayerProfile, skipped: Iterable[Skipped]) -> None:
-    spec = profile.model
-    found = {shape_of(spec, one.task): one for one in (*untimed(profile), *skipped)}
-    if found:
-        text = json.dumps([to_plain(one) for one in found.values()])
+    failed = (*untimed(profile), *answer.skipped)
+    shapes = {shape_of(profile.model, one.task): one for one in failed}
+    if shapes:
+        text = json.dumps([to_plain(one) for one in shapes.values()])
         with contextlib.suppress(OSError):
             untimed_file(profile).write_text(text, encoding="utf-8")
+    return profile

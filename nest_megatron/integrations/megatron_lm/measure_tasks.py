@@ -10,6 +10,7 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.plan import Alternative, ParallelChoice, ParallelPlan
 from nest_megatron.planner import PlanRequest
 from nest_megatron.profile.lookup import Point, point_of
@@ -28,12 +29,17 @@ def tasks_for(
 
     Args:
         plan: the best plan without measurements, with its runners-up.
-        request: what was searched.
     """
     like = LayerShard(flash_attention=implementation is Implementation.TRANSFORMER_ENGINE)
-    best = _planned(plan.parallel, plan.train.micro_batch_size, like)
-    near = sorted(set(_legal(request, like)), key=lambda shard: _distance(shard, best))
-    others = (_planned(other, other.micro_batch_size, like) for other in plan.alternatives)
+    best = _shard(plan.parallel, plan.train.micro_batch_size, like)
+
+    def distance(shard: LayerShard) -> tuple[float, ...]:
+        """Doublings from the best shape; what is equally far goes by size."""
+        pairs = zip(_degrees(shard), _degrees(best), strict=True)
+        return (math.fsum(abs(math.log2(a / b)) for a, b in pairs), *_degrees(shard))
+
+    near = sorted(set(_legal(request, like)), key=distance)
+    others = (_shard(other, other.micro_batch_size, like) for other in plan.alternatives)
     shapes: dict[Shape, Task] = {}
     for task in map(_without_context, tasks_of(request.spec, (best, *others, *near))):
         shapes.setdefault(shape_of(request.spec, task), task)  # several may have become one
@@ -56,16 +62,16 @@ def _without_context(task: Task) -> Task:
     return Task(task.block, dataclasses.replace(task.shard, context_parallel_size=1))
 
 
-def _planned(
-    chosen: ParallelChoice | Alternative, micro_batch_size: int, like: LayerShard
+def _shard(
+    degrees: ParallelChoice | Alternative | ParallelDims, micro_batch_size: int, like: LayerShard
 ) -> LayerShard:
-    tp = chosen.tensor_model_parallel_size
+    tp = degrees.tensor_model_parallel_size
     return dataclasses.replace(
         like,
         tensor_model_parallel_size=tp,
-        context_parallel_size=chosen.context_parallel_size,
-        expert_model_parallel_size=chosen.expert_model_parallel_size,
-        expert_tensor_parallel_size=chosen.expert_tensor_parallel_size,
+        context_parallel_size=degrees.context_parallel_size,
+        expert_model_parallel_size=degrees.expert_model_parallel_size,
+        expert_tensor_parallel_size=degrees.expert_tensor_parallel_size,
         micro_batch_size=micro_batch_size,
         sequence_parallel=tp > 1,
     )
@@ -79,20 +85,8 @@ def _legal(request: PlanRequest, like: LayerShard) -> Iterator[LayerShard]:
         dims = grid.dims
         inside = max(dims.tensor_model_parallel_size, dims.expert_ranks) <= node
         if inside and dims.context_parallel_size == 1:
-            yield dataclasses.replace(
-                like,
-                tensor_model_parallel_size=dims.tensor_model_parallel_size,
-                expert_model_parallel_size=dims.expert_model_parallel_size,
-                expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
-                micro_batch_size=grid.micro_batch_size,
-                sequence_parallel=grid.sequence_parallel,
-            )
-
-
-def _distance(shard: LayerShard, other: LayerShard) -> tuple[float, ...]:
-    """Doublings between two shapes; what is equally far goes by size."""
-    pairs = zip(_degrees(shard), _degrees(other), strict=True)
-    return (math.fsum(abs(math.log2(a / b)) for a, b in pairs), *_degrees(shard))
+            shard = _shard(dims, grid.micro_batch_size, like)
+            yield dataclasses.replace(shard, sequence_parallel=grid.sequence_parallel)
 
 
 def _degrees(shard: LayerShard) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ class Decision:
     """A plan in the form that a rank carries out: from rank 0 to all.
 
     Args:
-        values: what to set in Megatron's arguments, by destination.
+        values: of Megatron's arguments, by destination.
         environment: variables to set, ``None`` to unset.
         ranks: new global rank of each launched rank; ``None`` leaves them.
     """
@@ -47,7 +47,6 @@ class Orders:
     Args:
         spec: the whole model.
         tasks: all blocks to time, in order; a rank's child has the rank's share alone.
-        job: what the layers are made from.
         max_seconds: after this no further block is begun.
     """
 
@@ -68,11 +67,7 @@ class Orders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """A block that was not timed, and why.
-
-    Args:
-        is_too_large: it does not fit on the device.
-    """
+    """A block that was not timed, and why; one that is too large does not fit on the device."""
 
     task: Task
     reason: str

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import io
 import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -11,15 +14,23 @@ from typing import Any
 
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.errors import NestError
-from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS
-from nest_megatron.integrations.megatron_lm.parser import (
-    VERSIONS,
-    load_arguments,
-    read_argv,
-)
+from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS, flag_error
+from nest_megatron.integrations.megatron_lm.parser import VERSIONS, load_arguments, read_argv
 from nest_megatron.integrations.megatron_lm.rewrite import WRITABLE, Rewrite
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.rules import ELEMENTWISE_OPTIMIZERS
+
+#: Choices of a plan that Megatron's validation derives or checks.
+_DERIVED = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "data_parallel_size",
+    "expert_model_parallel_size",
+    "sequence_parallel",
+    "use_megatron_fsdp",
+)
 
 
 def recorded_version(release: str) -> str:
@@ -45,24 +56,27 @@ def command_of(
     Args:
         args: Megatron's Namespace before validation.
         argv: the script's arguments, without this package's own words.
-        version: one of ``parser.VERSIONS``.
         defaults: what the script sets where the user says nothing.
     """
     typed = read_argv(script, argv, version, world_size=args.world_size)
-    values = {**typed.values, **vars(args)}
-    for name, value in defaults.items():
-        if values.get(name) is None:
-            values[name] = value
+    values = vars(with_defaults(Namespace(**{**typed.values, **vars(args)}), defaults))
     untyped = {
         argument.dest
         for argument in load_arguments(version)
-        if argument.dest in PARALLEL_ARGUMENTS
-        and values.get(argument.dest) != argument.default
-        and argument.dest not in typed.explicit
+        if argument.dest in PARALLEL_ARGUMENTS and values.get(argument.dest) != argument.default
     }
     return dataclasses.replace(
         typed, values=MappingProxyType(values), explicit=typed.explicit | untyped
     )
+
+
+def with_defaults(args: Namespace, defaults: Mapping[str, Any]) -> Namespace:
+    """A copy of Megatron's arguments with what the script sets where the user says nothing."""
+    copied = copy.copy(args)
+    for name, value in defaults.items():
+        if getattr(copied, name, None) is None:
+            setattr(copied, name, value)
+    return copied
 
 
 def written_values(rewrite: Rewrite, command: ReadCommand) -> dict[str, Any]:
@@ -80,29 +94,15 @@ def write(
     for dest, value in values.items():
         if hasattr(args, dest):
             setattr(args, dest, value)
-    for name, text in environment.items():
-        if text is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = text
+    for name in environment:
+        os.environ.pop(name, None)
+    os.environ.update({name: text for name, text in environment.items() if text is not None})
 
 
 def require_planned(args: Namespace, plan: ParallelPlan) -> None:
-    """Compare Megatron's arguments after its own validation with the plan.
-
-    Raises:
-        NestError: if Megatron derived something else, naming it.
-    """
+    """Raise if Megatron derived something else than the plan has, naming it."""
     chosen, train = plan.parallel, plan.train
-    wanted = {
-        "tensor_model_parallel_size": chosen.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": chosen.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": chosen.virtual_pipeline_model_parallel_size,
-        "context_parallel_size": chosen.context_parallel_size,
-        "data_parallel_size": chosen.data_parallel_size,
-        "expert_model_parallel_size": chosen.expert_model_parallel_size,
-        "sequence_parallel": chosen.sequence_parallel,
-        "use_megatron_fsdp": chosen.use_megatron_fsdp,
+    wanted = {name: getattr(chosen, name) for name in _DERIVED} | {
         "micro_batch_size": train.micro_batch_size,
         "global_batch_size": train.global_batch_size,
         "seq_length": train.seq_length,
@@ -124,7 +124,38 @@ def flags_of(version: str) -> dict[str, str]:
     """How a user writes each of Megatron's arguments; one that is switched off has both names."""
     flags: dict[str, str] = {}
     for argument in load_arguments(version):
-        flag, dest = argument.flags[0], argument.dest
-        switches_off = argument.action == "store_false"
-        flags.setdefault(dest, f"{dest} ({flag} makes it False)" if switches_off else flag)
+        flag, off = argument.flags[0], argument.action == "store_false"
+        flags.setdefault(argument.dest, f"{argument.dest} ({flag} makes it False)" if off else flag)
     return flags
+
+
+def padded_vocab_size(args: Namespace, defaults: Mapping[str, Any]) -> int | None:
+    """Rows of the embedding under the user's own tensor-parallel size; ``None`` without padding.
+
+    Megatron's own tokenizer says it, on a copy of the arguments, because for most tokenizers the
+    number is in their files alone.
+
+    Raises:
+        UserInputError: if the tokenizer cannot be built.
+    """
+    if args.padded_vocab_size is not None:
+        return int(args.padded_vocab_size)
+    if getattr(args, "pad_vocab_size", True) is False:
+        return None
+    copied = with_defaults(args, defaults)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # Megatron says it all again when it starts
+            _build_tokenizer()(copied)
+    except Exception as error:
+        limit = f"Megatron cannot build it: {error}"
+        fix = "Correct the tokenizer's flags, or give --padded-vocab-size."
+        raise flag_error("tokenizer_type", copied.tokenizer_type, limit, fix) from error
+    return int(copied.padded_vocab_size)
+
+
+def _build_tokenizer() -> Any:
+    try:
+        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    except ImportError:  # 0.16
+        from megatron.training.tokenizer import build_tokenizer
+    return build_tokenizer

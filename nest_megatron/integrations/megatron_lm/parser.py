@@ -1,4 +1,4 @@
-"""Read a Megatron-LM command line without Megatron: the parser is rebuilt from recorded data.
+"""Read a training command without Megatron, whose parser is rebuilt from recorded data.
 
 The data files list every option of ``megatron/training/arguments.py`` of two releases, so a command
 can be read on a laptop, in milliseconds, with no torch. What the user's own script adds is kept
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -20,7 +22,6 @@ from typing import Any, NoReturn
 
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.errors import UserInputError, nearest
-from nest_megatron.integrations.megatron_lm.command_line import SplitCommand, split_command
 from nest_megatron.model.layer_pattern import read_frequency
 
 _DATA_FILES = {"0.16.1": "megatron_0_16_1.json", "0.20": "megatron_0_20.json"}
@@ -47,7 +48,6 @@ def read_command(command: str | Sequence[str], version: str = "0.16.1") -> ReadC
     Args:
         command: a shell command or its tokens: ``torchrun``, ``python``, ``srun``, environment
             assignments, or bare flags.
-        version: ``0.16.1`` or ``0.20``.
 
     Raises:
         UserInputError: for an unknown release, an unexpanded shell variable, or a value that
@@ -60,25 +60,26 @@ def read_argv(
     script: str, argv: Sequence[str], version: str, *, world_size: int | None = None
 ) -> ReadCommand:
     """As ``read_command``, for the arguments of a script that runs already."""
-    split = SplitCommand(
-        environment=(), launcher=(), script=script, argv=tuple(argv), world_size=world_size
-    )
-    return _read(split, version)
+    return _read(SplitCommand(script=script, argv=tuple(argv), world_size=world_size), version)
 
 
 def _read(split: SplitCommand, version: str) -> ReadCommand:
     argv = tuple(token for token in split.argv if not _NEST_TOKEN.match(token))
-    given, unknown = _parse(argv, version)
-    _refuse_shell_variables(split, unknown)
+    namespace, rest = build_parser(version).parse_known_args(list(argv))
+    given, unknown = vars(namespace), tuple(rest)
+    loose = [token for token in (split.script, *unknown) if token.startswith("$")]
+    if loose:
+        limit = "the shell has not expanded it, so its flags cannot be read"
+        fix = "Paste the expanded command (bash -x prints it)."
+        raise UserInputError("command", value=loose[0], limit=limit, fix=fix)
     values = {argument.dest: argument.default for argument in load_arguments(version)}
-    values.update(given)
     return ReadCommand(
         version=version,
         environment=MappingProxyType(dict(split.environment)),
         launcher=split.launcher,
         script=split.script,
         argv=argv,
-        values=MappingProxyType(values),
+        values=MappingProxyType({**values, **given}),
         explicit=frozenset(given),
         unknown=unknown,
         nest_tokens=tuple(token for token in split.argv if _NEST_TOKEN.match(token)),
@@ -89,21 +90,15 @@ def _read(split: SplitCommand, version: str) -> ReadCommand:
 
 @cache
 def load_arguments(version: str) -> tuple[Argument, ...]:
-    """Every option of one Megatron release.
-
-    Raises:
-        UserInputError: if the release is not recorded.
-    """
+    """Every option of one recorded Megatron release; another is refused."""
     if version not in _DATA_FILES:
-        raise UserInputError(
-            "Megatron-LM version",
-            value=version,
-            limit="its options are not recorded",
-            fix=nearest(version, VERSIONS),
-        )
+        limit, fix = "its options are not recorded", nearest(version, VERSIONS)
+        raise UserInputError("Megatron-LM version", value=version, limit=limit, fix=fix)
     data = resources.files(__package__) / "arguments_data" / _DATA_FILES[version]
-    rows = json.loads(data.read_text(encoding="utf-8"))["arguments"]
-    return tuple(_argument(row) for row in rows)
+    rows: list[dict[str, Any]] = json.loads(data.read_text(encoding="utf-8"))["arguments"]
+    for row in rows:
+        row |= {name: tuple(row.get(name, ())) for name in ("flags", "choices")}
+    return tuple(Argument(**row) for row in rows)
 
 
 def known_flags(version: str) -> frozenset[str]:
@@ -124,24 +119,8 @@ class _Parser(argparse.ArgumentParser):
     """Raises our own error instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserInputError(
-            "Megatron-LM command",
-            value=message,
-            limit="Megatron's own parser refuses it",
-            fix="Correct that flag.",
-        )
-
-
-def _argument(row: Mapping[str, Any]) -> Argument:
-    return Argument(
-        flags=tuple(row["flags"]),
-        dest=row["dest"],
-        action=row.get("action", "store"),
-        type=row.get("type", "str"),
-        nargs=row.get("nargs"),
-        choices=tuple(row.get("choices", ())),
-        default=row.get("default"),
-    )
+        limit, fix = "Megatron's own parser refuses it", "Correct that flag."
+        raise UserInputError("Megatron-LM command", value=message, limit=limit, fix=fix)
 
 
 def _parser_options(argument: Argument) -> dict[str, Any]:
@@ -150,29 +129,16 @@ def _parser_options(argument: Argument) -> dict[str, Any]:
         return {**options, "action": _OnOff, "nargs": 0}
     if argument.action != "store":
         return {**options, "action": argument.action}
-    options["type"] = _CONVERTERS[argument.type]
-    if argument.nargs is not None:
-        options["nargs"] = argument.nargs
-    if argument.choices:
-        options["choices"] = argument.choices
-    return options
+    given = {"nargs": argument.nargs, "choices": argument.choices or None}
+    stated = {name: value for name, value in given.items() if value is not None}
+    return {**options, "type": _CONVERTERS[argument.type], **stated}
 
 
 class _OnOff(argparse.Action):
-    """``--x`` and ``--no-x``."""
-
     def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
+        self, _parser: Any, namespace: Any, _values: Any, option_string: str | None = None
     ) -> None:
         setattr(namespace, self.dest, not str(option_string).startswith("--no-"))
-
-
-def _tuple(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.strip("()").split(","))
 
 
 _CONVERTERS: dict[str, Callable[[str], Any]] = {
@@ -182,24 +148,8 @@ _CONVERTERS: dict[str, Callable[[str], Any]] = {
     "float": float,
     "bool": bool,
     "pattern": read_frequency,
-    "tuple": _tuple,
+    "tuple": lambda text: tuple(int(part) for part in text.strip("()").split(",")),
 }
-
-
-def _parse(argv: tuple[str, ...], version: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    given, unknown = build_parser(version).parse_known_args(list(argv))
-    return vars(given), tuple(unknown)
-
-
-def _refuse_shell_variables(split: SplitCommand, unknown: tuple[str, ...]) -> None:
-    loose = [token for token in (split.script, *unknown) if token.startswith("$")]
-    if loose:
-        raise UserInputError(
-            "command",
-            value=loose[0],
-            limit="the shell has not expanded it, so its flags cannot be read",
-            fix="Paste the expanded command (bash -x prints it).",
-        )
 
 
 def _notes(unknown: tuple[str, ...], version: str) -> Iterable[str]:
@@ -216,3 +166,135 @@ def _notes(unknown: tuple[str, ...], version: str) -> Iterable[str]:
             yield f"Megatron {version} has no flag {name}. Did you mean {close[0]}?"
         else:
             yield f"Megatron {version} has no flag {name}; it is passed on as it is."
+
+
+_ASSIGNMENT = re.compile(r"^([A-Za-z_][A-Za-z0-9_]*)=(.*)$", re.DOTALL)
+_TORCH_LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
+_SHELLS = ("bash", "sh")
+#: A variable, a command or a sum of the shell.
+_FILLED_IN = re.compile(r"[$`]")
+_COUNT = r"0*[1-9][0-9]{0,8}"
+#: torchrun's words and elastic ranges, and Slurm's ranges and lists of sizes (``srun --nodes``).
+_RANGES = {
+    "--nproc-per-node": r"auto|cpu|gpu|xpu",
+    "--nnodes": rf"{_COUNT}:{_COUNT}",
+    "--nodes": rf"{_COUNT}[kKmM]?([-:,]{_COUNT}[kKmM]?)*",
+}
+_EXAMPLES = {"--nnodes": ", or a range such as 2:4", "--nodes": ", or a range such as 2-4"}
+_SRUN_SHORT = {"-n": "--ntasks", "-N": "--nodes"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitCommand:
+    """A command in its parts; see ``ReadCommand`` for the fields."""
+
+    environment: tuple[tuple[str, str], ...] = ()
+    launcher: tuple[str, ...] = ()
+    script: str
+    argv: tuple[str, ...]
+    world_size: int | None
+
+
+def split_command(command: str | Sequence[str]) -> SplitCommand:
+    """Split a training command into environment, launcher, script and script arguments.
+
+    >>> parts = split_command("A=1 torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py --bf16")
+    >>> parts.script, parts.argv, parts.world_size
+    ('pretrain_gpt.py', ('--bf16',), 32)
+    """
+    tokens = _unwrap_shell(_tokens(command))
+    leading = list(itertools.takewhile(_leads, tokens))
+    rest = tokens[len(leading) :]
+    at, length = _find_script(rest)
+    launcher = tuple(rest[:at])
+    environment = tuple(filter(None, map(_assignment, (*leading, *launcher))))
+    return SplitCommand(
+        environment=environment,
+        launcher=launcher,
+        script=rest[at + length - 1] if length else "",
+        argv=tuple(rest[at + length :]),
+        world_size=launched_ranks(launcher, dict(environment)),
+    )
+
+
+def launched_ranks(launcher: Sequence[str], environment: dict[str, str]) -> int | None:
+    """Number of ranks that a launcher's own flags ask for, or ``None`` where they do not say."""
+
+    def count(name: str, default: int | None = None) -> int | None:
+        return _count(name, _option(launcher, name), default)
+
+    if any(t.rpartition("/")[2] == "torchrun" or t in _TORCH_LAUNCHERS for t in launcher):
+        nodes, per_node = count("--nnodes", 1), count("--nproc-per-node", 1)
+        return nodes * per_node if nodes and per_node else None
+    if launcher and launcher[0].rpartition("/")[2] == "srun":
+        tasks, nodes = count("--ntasks"), count("--nodes")
+        per_node = count("--ntasks-per-node")
+        if tasks or (nodes and per_node):
+            return tasks or (nodes or 1) * (per_node or 1)
+    return _count("WORLD_SIZE", environment.get("WORLD_SIZE"))
+
+
+def _tokens(command: str | Sequence[str]) -> list[str]:
+    if not isinstance(command, str):
+        return list(command)
+    try:
+        return shlex.split(command.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        fix = "Close the quotes."
+        raise UserInputError("command", value=command, limit=str(error), fix=fix) from error
+
+
+def _unwrap_shell(tokens: list[str]) -> list[str]:
+    """``srun ... bash -c "python x.py ..."`` as one flat command."""
+    for at, (shell, flags, command) in enumerate(zip(tokens, tokens[1:], tokens[2:], strict=False)):
+        if shell.rpartition("/")[2] in _SHELLS and re.fullmatch(r"-[a-z]*c", flags):
+            return [*tokens[:at], *_tokens(command)]
+    return tokens
+
+
+def _assignment(token: str) -> tuple[str, str] | None:
+    match = _ASSIGNMENT.match(token)
+    return (match.group(1), match.group(2)) if match else None
+
+
+def _leads(token: str) -> bool:
+    return _assignment(token) is not None or token in ("env", "export", "exec")
+
+
+def _find_script(tokens: list[str]) -> tuple[int, int]:
+    """Index of the script and the number of tokens that name it (``-m module`` takes two)."""
+    for at, token in enumerate(tokens):
+        if token.endswith(".py") and not token.startswith("-"):
+            return at, 1
+        module = tokens[at + 1] if token in ("-m", "--module") and at + 1 < len(tokens) else ""
+        if module and module not in _TORCH_LAUNCHERS:
+            return at, 2
+    if tokens and tokens[0].startswith("-"):
+        return 0, 0
+    limit = "it names no training script (a file ending in .py) and does not begin with a flag"
+    fix = "Give the whole command, or the script's flags alone."
+    raise UserInputError("command", value=" ".join(tokens[:4]), limit=limit, fix=fix)
+
+
+def _option(tokens: Sequence[str], name: str) -> str | None:
+    """Value of a launcher's option; ``_`` and ``-`` are the same, as torchrun takes both."""
+    for at, token in enumerate(tokens):
+        flag, equals, value = token.partition("=")
+        flag = _SRUN_SHORT.get(flag, flag.replace("_", "-"))
+        if flag == name:
+            return value if equals else (tokens[at + 1] if at + 1 < len(tokens) else None)
+    return None
+
+
+def _count(name: str, text: str | None, default: int | None = None) -> int | None:
+    """A count; a range, a word (``gpu``, ``auto``) or what a shell fills in is no fixed count."""
+    if text is None:
+        return default
+    fixed = re.fullmatch(rf"({_COUNT})(:\1)?", text)
+    if fixed:
+        return int(fixed[1])
+    if _FILLED_IN.search(text) or re.fullmatch(_RANGES.get(name, ""), text):
+        return None
+    limit = f"it must be a whole number of at least 1{_EXAMPLES.get(name, '')}"
+    fix = "Correct the launcher's option, or leave the launcher out."
+    raise UserInputError(name, value=text, limit=limit, fix=fix)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from nest_megatron.config.launch import LaunchWords, read_launch
+from nest_megatron.config.schema import LaunchConfig
 from nest_megatron.errors import exit_code_of, settings_typed_as
+from nest_megatron.integrations.megatron_lm.messages import Decision
 from nest_megatron.integrations.megatron_lm.rendezvous import RankContext
 from nest_megatron.integrations.megatron_lm.rendezvous_store import RendezvousStore, connect
 from nest_megatron.report.failure import ending_on_errors, is_first_of_host
 from nest_megatron.units import Seconds
 
-#: Our own words that only one rank reads.
-_OF_ONE_RANK = ("out",)
 #: ``search.max_seconds`` of hydra_configs/plan.yaml.
 _PLANNING_S = 60.0
 
@@ -30,33 +32,23 @@ class Rendezvous:
     def join(
         self, rank: int, world_size: int, words: LaunchWords, timeout_s: Seconds
     ) -> RendezvousStore:
-        """Meet the other ranks.
-
-        Args:
-            words: the command's own.
-            timeout_s: longest wait for them where the user names none.
-
-        Raises:
-            NestError: if rank 0 is not found.
-        """
+        """Meet the other ranks, for at most ``timeout_s`` where the user names no other time."""
         launch = read_launch(words)
-        context = RankContext(
-            rank=rank,
-            world_size=world_size,
-            environment=dict(os.environ),
-            rendezvous_timeout_s=launch.rendezvous_timeout_s or timeout_s,
-            planning_s=_planning_s(words),
-            heartbeat_timeout_s=launch.heartbeat_timeout_s,
-            port=launch.port,
+        self.store = connect(
+            RankContext(
+                rank=rank,
+                world_size=world_size,
+                environment=dict(os.environ),
+                rendezvous_timeout_s=launch.rendezvous_timeout_s or timeout_s,
+                planning_s=_planning_s(words),
+                heartbeat_timeout_s=launch.heartbeat_timeout_s,
+                port=launch.port,
+            )
         )
-        self.store = connect(context)
         return self.store
 
     def prints_errors(self) -> bool:
-        """Whether this rank says why it ends: one of each host, or each where none knows its own.
-
-        Without a launcher every rank has a terminal or a log file to itself.
-        """
+        """Whether this rank says why it ends: one of each host, or each that was started alone."""
         if self.store is None:
             return is_first_of_host()
         started_alone = not {"LOCAL_RANK", "SLURM_LOCALID"} & os.environ.keys()
@@ -77,8 +69,8 @@ def ending_together(rendezvous: Rendezvous) -> Iterator[None]:
         if rendezvous.store is not None:
             rendezvous.store.exit_together()
             if rendezvous.store.store.is_silent:  # its thread is in C++, and must not come back now
-                sys.stdout.flush()
-                sys.stderr.flush()
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()
                 os._exit(exit_code_of(end))
         raise
     if rendezvous.store is not None:
@@ -87,16 +79,41 @@ def ending_together(rendezvous: Rendezvous) -> Iterator[None]:
 
 def words_of(words: LaunchWords) -> dict[str, str]:
     """Our own words of a command, which all ranks must share, as they are typed."""
-    settings = [*words.launch, *words.job]
-    return {
-        "+nest": words.mode.value,
-        **{f"nest.{s.key}": str(s.value) for s in settings if s.key not in _OF_ONE_RANK},
-    }
+    settings = [s for s in (*words.launch, *words.job) if s.key != "out"]  # rank 0 alone reads it
+    return {"+nest": words.mode.value, **{f"nest.{s.key}": str(s.value) for s in settings}}
+
+
+def last_value(words: LaunchWords, key: str) -> str | None:
+    """What a command itself says of a setting of the planning job, so that all its ranks know."""
+    said = [s.value for s in words.job if s.key == key and s.value is not None]
+    return said[-1] if said else None
 
 
 def _planning_s(words: LaunchWords) -> Seconds:
-    """How long rank 0 may plan; said in the command itself, so that no other rank composes it."""
-    said = [s.value for s in words.job if s.key == "search.max_seconds" and s.value is not None]
+    said = last_value(words, "search.max_seconds")
     with contextlib.suppress(ValueError):  # rank 0 says what is wrong with it
-        return float(said[-1].strip("'\"")) if said else _PLANNING_S
+        return _PLANNING_S if said is None else float(said.strip("'\""))
     return _PLANNING_S
+
+
+@dataclass(slots=True, kw_only=True)
+class LaunchedJob:
+    """This process's part in it.
+
+    Args:
+        args: Megatron's arguments, once it has parsed them.
+        defaults: what the script sets where the user says nothing.
+        validate: Megatron's own ``validate_args``.
+        decision: what rank 0 decided, once it has.
+    """
+
+    words: LaunchWords
+    launch: LaunchConfig
+    script: str
+    argv: tuple[str, ...]
+    args: Namespace = field(default_factory=Namespace)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    validate: Callable[..., Any] | None = None
+    rendezvous: Rendezvous = field(default_factory=Rendezvous)
+    decision: Decision | None = None
+    groups_checked: bool = False

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
@@ -19,12 +19,17 @@ from typing import Any
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.job import Job, ReadCommand
 from nest_megatron.cost_model.execution_flags import time_notes
-from nest_megatron.cost_model.memory_flags import memory_flags
+from nest_megatron.cost_model.memory_flags import memory_flags, text
 from nest_megatron.cost_model.target_defaults import target_named
-from nest_megatron.errors import UnplannableModelError, UserInputError
+from nest_megatron.errors import UnplannableModelError
 from nest_megatron.integrations.architecture import REFUSED, unpriced
-from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS
-from nest_megatron.integrations.megatron_lm.optimizer_rules import require_optimizer
+from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    PARALLEL_ARGUMENTS,
+    flag_error,
+    flag_of,
+    reasons,
+)
+from nest_megatron.integrations.megatron_lm.sharding import require_optimizer
 from nest_megatron.model.arguments import spec_from_arguments
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
@@ -38,17 +43,8 @@ from nest_megatron.parallel.recompute import (
 )
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
-#: What must be off, beside the fields of the model's configuration.
-_REFUSED_ARGUMENTS = {
-    **REFUSED,
-    "yaml_cfg": "its --yaml-cfg path fails in Megatron's own parser",
-    "retro_add_retriever": "retrieval models have an encoder",
-    "perform_rl_step": "an RL step is generation as well as training",
-    "decoder_num_layers": "encoder-decoder models have two stacks",
-    "step_batch_size_schedule": "a batch that grows by a schedule is not supported",
-    "use_checkpoint_args": "the model's shape would come from a checkpoint; give the model's flags",
-    "use_legacy_models": "legacy models have another code path",
-}
+#: What must be off, by the reason.
+_REFUSED_ARGUMENTS = {**REFUSED, **reasons("refused")}
 _REFUSED_SCRIPTS = ("t5", "vlm", "vision", "ict", "retro", "mamba", "hybrid", "multimodal", "rl")
 _TOKENIZER_ROWS = {
     "GPT2BPETokenizer": 50_257,
@@ -60,14 +56,24 @@ _DEFAULT_TOKENIZERS = {
     ModelFamily.GPT: "GPT2BPETokenizer",
     ModelFamily.BERT: "BertWordPieceLowerCase",
 }
+#: The function, and whether a linear unit gates it.
+_ACTIVATIONS = {
+    "swiglu": ("silu", True),
+    "squared_relu": ("squared_relu", False),
+    "quick_geglu": ("quick_gelu", True),
+}
+#: The first that is given counts.
+_PRECISIONS = {
+    "fp8": Precision.FP8,
+    "fp4": Precision.NVFP4,
+    "bf16": Precision.BF16,
+    "fp16": Precision.FP16,
+}
 _STRATEGIES = {strategy: zero for zero, strategy in STRATEGIES.items()}
 
 
 def read_job(command: ReadCommand, *, vocab_size: int | None = None) -> Job:
-    """The job of a command that was read by ``parser.read_command``.
-
-    Args:
-        vocab_size: vocabulary of the tokenizer, where the command does not say it.
+    """The job of a command; its tokenizer's vocabulary is given where the command does not say it.
 
     Raises:
         UnplannableModelError: for a model that this planner does not support.
@@ -80,11 +86,7 @@ def read_job(command: ReadCommand, *, vocab_size: int | None = None) -> Job:
 def job_of(
     command: ReadCommand, values: Mapping[str, Any], *, vocab_size: int | None = None
 ) -> Job:
-    """As ``read_job``, from ``vars()`` of the Namespace that Megatron itself parsed.
-
-    Args:
-        values: what stands for those of the command.
-    """
+    """As ``read_job``, from values that stand for those of the command."""
     job = job_from_values(
         values,
         explicit=command.explicit,
@@ -109,17 +111,17 @@ def job_from_values(
     version: str = "0.16.1",
     vocab_size: int | None = None,
 ) -> Job:
-    """A job from Megatron's arguments by destination.
-
-    Args:
-        explicit: those that the user sets.
-    """
+    """A job from Megatron's arguments by destination; ``explicit`` are those that the user sets."""
     refuse_unplannable(values, script)
     _require_degrees(values)
-    spec, assumed = _spec(values, script, vocab_size)
+    assumed: list[str] = []
+    spec = _spec(values, script, vocab_size, assumed)
     precision = _precision(values)
     params = next((name for name in ("bf16", "fp16") if values.get(name)), "fp32")
-    flags = memory_flags({**values, **_unsaid(values, explicit), "params_dtype": params})
+    stated, dispatcher = {**values, "params_dtype": params}, "moe_token_dispatcher_type"
+    if dispatcher not in explicit and values.get(dispatcher) == "allgather":
+        stated[dispatcher] = None  # Megatron's default, which a plan replaces
+    flags = memory_flags(stated)
     return Job(
         spec=spec,
         version=version,
@@ -159,57 +161,40 @@ _COUNTED_ON_HOST = (
 )
 
 
-def _unsaid(values: Mapping[str, Any], explicit: Collection[str]) -> dict[str, None]:
-    """Defaults of Megatron that a plan's command replaces where the user names nothing."""
-    name = "moe_token_dispatcher_type"
-    return {} if name in explicit or values.get(name) != "allgather" else {name: None}
-
-
 def _require_degrees(values: Mapping[str, Any]) -> None:
     """Refuse degrees below 1, which Megatron divides by before it checks them."""
     for name in (*PARALLEL_ARGUMENTS, "micro_batch_size", "global_batch_size"):
         value = values.get(name)
         if name.endswith("_size") and isinstance(value, int) and value < 1:
-            raise UserInputError(
-                _flag(name),
-                value=value,
-                limit="it must be at least 1",
-                fix="Correct the flag, or leave it out.",
-            )
+            fix = "Correct the flag, or leave it out."
+            raise flag_error(name, value, "it must be at least 1", fix)
 
 
 def refuse_unplannable(values: Mapping[str, Any], script: str) -> None:
     """Raise for models that this planner does not support, naming the flag."""
+    fix = "Launch this job without nest."
     for name, reason in _REFUSED_ARGUMENTS.items():
         if values.get(name):
-            raise UnplannableModelError(
-                _flag(name),
-                value=values[name],
-                limit=reason,
-                fix="Launch this job without nest.",
-            )
+            raise UnplannableModelError(flag_of(name), value=values[name], limit=reason, fix=fix)
     words = PurePath(script).stem.split("_")
     layer_spec = " ".join(map(str, values.get("spec") or ()))
     found = next((w for w in _REFUSED_SCRIPTS if w in words or f"{w}." in layer_spec), None)
     if found:
-        raise UnplannableModelError(
-            "training script",
-            value=script if found in words else layer_spec,
-            limit="only GPT- and BERT-like models are supported",
-            fix="Launch this job without nest.",
-        )
+        limit = "only GPT- and BERT-like models are supported"
+        value = script if found in words else layer_spec
+        raise UnplannableModelError("training script", value=value, limit=limit, fix=fix)
 
 
 def _spec(
-    values: Mapping[str, Any], script: str, vocab_size: int | None
-) -> tuple[TransformerSpec, list[str]]:
+    values: Mapping[str, Any], script: str, vocab_size: int | None, notes: list[str]
+) -> TransformerSpec:
     family = ModelFamily.BERT if "bert" in PurePath(script).stem else ModelFamily.GPT
-    notes: list[str] = []
-    activation, gated = _activation(values)
+    stated = (kind for flag, kind in _ACTIVATIONS.items() if values.get(flag))
+    activation, gated = next(stated, ("gelu", False))
     rotary = {"position_embedding_type": "rope"}
-    spec = spec_from_arguments(
+    return spec_from_arguments(
         {**values, **(rotary if values.get("use_rotary_position_embeddings") else {})},
-        _flag,
+        flag_of,
         name=PurePath(script).stem or family.value,
         family=family,
         num_layers=_required(values, "num_layers", "encoder_num_layers"),
@@ -222,24 +207,13 @@ def _spec(
         gated_linear_unit=gated,
         source="Megatron-LM arguments",
     )
-    return spec, notes
-
-
-def _flag(name: str) -> str:
-    """An argument as it is typed."""
-    return f"--{name.replace('_', '-')}"
 
 
 def _required(values: Mapping[str, Any], *names: str) -> int:
-    for name in names:
-        if values.get(name) is not None:
-            return int(values[name])
-    raise UserInputError(
-        _flag(names[0]),
-        value=None,
-        limit="the model's shape needs it",
-        fix="Add it to the command.",
-    )
+    given = next((values[name] for name in names if values.get(name) is not None), None)
+    if given is not None:
+        return int(given)
+    raise flag_error(names[0], None, "the model's shape needs it", "Add it to the command.")
 
 
 def _vocab_size(values: Mapping[str, Any], family: ModelFamily, notes: list[str]) -> int:
@@ -254,44 +228,18 @@ def _vocab_size(values: Mapping[str, Any], family: ModelFamily, notes: list[str]
         rows = _TOKENIZER_ROWS[tokenizer]
         notes.append(f"vocab_size is not given; {rows} is assumed from {tokenizer}.")
         return rows
-    raise UserInputError(
-        "--vocab-size",
-        value=None,
-        limit=f"it comes from the files of {tokenizer}, which are not read",
-        fix="Add --vocab-size with the tokenizer's number of tokens.",
-    )
-
-
-def _activation(values: Mapping[str, Any]) -> tuple[str, bool]:
-    if values.get("swiglu"):
-        return "silu", True
-    if values.get("squared_relu"):
-        return "squared_relu", False
-    if values.get("quick_geglu"):
-        return "quick_gelu", True
-    return "gelu", False
+    limit = f"it comes from the files of {tokenizer}, which are not read"
+    fix = "Add --vocab-size with the tokenizer's number of tokens."
+    raise flag_error("vocab_size", None, limit, fix)
 
 
 def _precision(values: Mapping[str, Any]) -> Precision:
-    if values.get("fp16") and values.get("bf16"):
-        raise UserInputError(
-            "--fp16",
-            value=True,
-            limit="--bf16 is given as well, and Megatron takes one",
-            fix="Drop one of the two.",
-        )
-    if values.get("fp8") and values.get("fp4"):
-        raise UserInputError(
-            "--fp4-format",
-            value=values["fp4"],
-            limit="--fp8-format is given as well, and Megatron takes one",
-            fix="Drop one of the two.",
-        )
-    if values.get("fp8") or values.get("fp4"):
-        return Precision.FP8 if values.get("fp8") else Precision.NVFP4
-    if values.get("bf16"):
-        return Precision.BF16
-    return Precision.FP16 if values.get("fp16") else Precision.FP32
+    for name, flag, other in (("fp16", "fp16", "bf16"), ("fp4", "fp4_format", "fp8_format")):
+        if values.get(name) and values.get(other.removesuffix("_format")):
+            limit = f"{flag_of(other)} is given as well, and Megatron takes one"
+            raise flag_error(flag, values[name], limit, "Drop one of the two.")
+    stated = (precision for name, precision in _PRECISIONS.items() if values.get(name))
+    return next(stated, Precision.FP32)
 
 
 def read_recompute(values: Mapping[str, Any]) -> Recompute | None:
@@ -326,17 +274,15 @@ def read_zero(values: Mapping[str, Any]) -> ZeroStage | None:
 def _sharding(values: Mapping[str, Any]) -> DataParallelSharding:
     if values.get("use_megatron_fsdp"):
         if values.get("megatron_fsdp_version") == 2:
-            raise UserInputError(
-                "--megatron-fsdp-version",
-                value=2,
-                limit="it takes neither the distributed optimizer nor tensor, pipeline or context "
-                "parallelism, and is not planned",
-                fix="Use version 1, or launch without nest.",
+            limit = (
+                "it takes neither the distributed optimizer nor tensor, pipeline or context "
+                "parallelism, and is not planned"
             )
+            fix = "Use version 1, or launch without nest."
+            raise flag_error("megatron_fsdp_version", 2, limit, fix)
         return DataParallelSharding.MEGATRON_FSDP
-    if values.get("use_torch_fsdp2"):
-        return DataParallelSharding.TORCH_FSDP2
-    return DataParallelSharding.DDP
+    torch_fsdp = values.get("use_torch_fsdp2")
+    return DataParallelSharding.TORCH_FSDP2 if torch_fsdp else DataParallelSharding.DDP
 
 
 def _batch_unit(values: Mapping[str, Any]) -> int | None:
@@ -347,28 +293,19 @@ def _batch_unit(values: Mapping[str, Any]) -> int | None:
     growth, last = values.get("rampup_batch_size"), values.get("global_batch_size")
     if not growth:
         return None
-    first, step = int(growth[0]), int(growth[1])
-    return math.gcd(first, step, int(last or first))
+    return math.gcd(int(growth[0]), int(growth[1]), int(last or growth[0]))
 
 
-def _job_notes(values: Mapping[str, Any]) -> list[str]:
-    notes = []
+def _job_notes(values: Mapping[str, Any]) -> Iterator[str]:
     if unit := _batch_unit(values):
-        notes.append(
+        yield (
             f"The batch grows in multiples of {unit}: only layouts are searched whose replicas and "
             "micro batches divide that; time is for the final size."
         )
-    engine = _name(values.get("transformer_impl") or "transformer_engine")
-    backend = _name(values.get("attention_backend") or "auto")
+    engine = values.get("transformer_impl") or "transformer_engine"
+    backend = text(values.get("attention_backend") or "auto")
     if engine == "local" or backend in ("unfused", "local"):
-        notes.append(
-            "Attention is priced with its score matrices kept, as what you run keeps them."
-        )
+        yield "Attention is priced with its score matrices kept, as what you run keeps them."
     if values.get("tp_comm_overlap"):
-        notes.append("--tp-comm-overlap is kept but not priced; tensor parallelism will be faster.")
-    return [*notes, *unpriced(values)]
-
-
-def _name(value: object) -> str:
-    """An enum's or a torch type's short name (at hook time Megatron has already converted it)."""
-    return str(getattr(value, "name", value))
+        yield "--tp-comm-overlap is kept but not priced; tensor parallelism will be faster."
+    yield from unpriced(values)

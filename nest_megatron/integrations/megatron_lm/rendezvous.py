@@ -84,6 +84,10 @@ class RankContext:
         return hashlib.sha256("|".join([*words, str(self.world_size)]).encode()).hexdigest()[:16]
 
 
+#: An operation, and where its answer goes.
+_Question = tuple[Callable[[], Any], queue.SimpleQueue[Any]]
+
+
 class TimedStore:
     """A ``torch.distributed.TCPStore`` of which each operation has a deadline.
 
@@ -93,9 +97,6 @@ class TimedStore:
     asked stops waiting.
 
     Args:
-        make: connects to the store.
-        limit_s: longest time for an operation.
-        connect_s: longest time to connect.
         server: who hosts the store and where, for errors.
 
     Attributes:
@@ -105,12 +106,8 @@ class TimedStore:
     def __init__(
         self, make: Callable[[], Any], limit_s: Seconds, connect_s: Seconds, server: str
     ) -> None:
-        self.server = server
-        self._limit_s = limit_s
-        self.is_silent = False
-        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = (
-            queue.SimpleQueue()
-        )
+        self.server, self._limit_s, self.is_silent = server, limit_s, False
+        self._asked: queue.SimpleQueue[_Question] = queue.SimpleQueue()
         threading.Thread(target=self._answer, daemon=True).start()
         self._store = self._call(make, connect_s)
 
@@ -203,16 +200,12 @@ def connect_store(context: RankContext) -> TimedStore:
         UserInputError: if no port is left for it, or nothing says where rank 0 is.
     """
     if context.agent_hosts_store:
-        return _client(
-            context, int(context.environment["MASTER_PORT"]), context.rendezvous_timeout_s
-        )
+        port = int(context.environment["MASTER_PORT"])
+        return _joined(context, port, context.rendezvous_timeout_s)
     if "MASTER_ADDR" not in context.environment:
-        raise UserInputError(
-            "MASTER_ADDR",
-            value=None,
-            limit=f"{context.world_size} ranks meet there",
-            fix="Export it with rank 0's host, as for any launch without torchrun.",
-        )
+        limit = f"{context.world_size} ranks meet there"
+        fix = "Export it with rank 0's host, as for any launch without torchrun."
+        raise UserInputError("MASTER_ADDR", value=None, limit=limit, fix=fix)
     return _host(context) if context.rank == 0 else _find(context)
 
 
@@ -239,13 +232,10 @@ def _host(context: RankContext) -> TimedStore:
             continue
         store.set(key_of(context, "hello"), "yes")
         return store
-    raise UserInputError(
-        "nest.port",
-        value=context.port,
-        limit=f"none of the ports {', '.join(map(str, ports(context)))} is free on rank 0's host "
-        f"({socket.gethostname()})",
-        fix="Give a free one with nest.port, or launch with torchrun.",
-    )
+    tried = ", ".join(map(str, ports(context)))
+    limit = f"none of the ports {tried} is free on rank 0's host ({socket.gethostname()})"
+    fix = "Give a free one with nest.port, or launch with torchrun."
+    raise UserInputError("nest.port", value=context.port, limit=limit, fix=fix)
 
 
 def _find(context: RankContext) -> TimedStore:
@@ -258,43 +248,35 @@ def _find(context: RankContext) -> TimedStore:
             if time.monotonic() < strange.get(port, 0.0):
                 continue
             try:
-                store = _greeted(context, port)
+                if (store := _greeted(context, port)) is not None:
+                    return store
             except LostStoreError as error:  # one that says nothing is not asked all the time
                 pause = context.heartbeat_timeout_s if isinstance(error, SilentStoreError) else 0.0
                 strange[port] = time.monotonic() + pause
-                continue
-            if store is not None:
-                return store
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, longest_s)
-    taken = (
-        f"; port {', '.join(map(str, strange))} belongs to another program there, or rank 0 is "
-        "stopped"
-    )
+    taken = f"; port {', '.join(map(str, strange))} belongs to another program there, or rank 0 is "
     raise NoAgreementError(
         f"rank 0 did not appear at {context.environment['MASTER_ADDR']} within "
-        f"{context.rendezvous_timeout_s:g} s{taken if strange else ''}. Look at rank 0's own "
-        "output: it may have ended, or was started without +nest or with another nest.port, "
-        "MASTER_ADDR or MASTER_PORT"
+        f"{context.rendezvous_timeout_s:g} s{f'{taken}stopped' if strange else ''}. Look at rank "
+        "0's own output: it may have ended, or was started without +nest or with another "
+        "nest.port, MASTER_ADDR or MASTER_PORT"
     )
 
 
 def _greeted(context: RankContext, port: int) -> TimedStore | None:
-    """The store at a port if it is this job's."""
-    address = context.environment["MASTER_ADDR"]
     try:
-        socket.create_connection((address, port), timeout=_PROBE_S).close()
+        address = (context.environment["MASTER_ADDR"], port)
+        socket.create_connection(address, timeout=_PROBE_S).close()
     except OSError:
         return None
-    probe = _client(context, port, _PROBE_S)
+    probe = _joined(context, port, _PROBE_S)
     return probe if probe.check([key_of(context, "hello")]) else None
 
 
-def _client(context: RankContext, port: int, connect_s: Seconds) -> TimedStore:
-    return _joined(context, port, connect_s, is_master=False)
-
-
-def _joined(context: RankContext, port: int, connect_s: Seconds, *, is_master: bool) -> TimedStore:
+def _joined(
+    context: RankContext, port: int, connect_s: Seconds, *, is_master: bool = False
+) -> TimedStore:
     import torch
 
     address = context.environment["MASTER_ADDR"]

@@ -76,11 +76,7 @@ class RendezvousStore:
         return self.store.add(self._key(name), step)
 
     def publish(self, answer: str) -> None:
-        """Write rank 0's next answer into the log.
-
-        Raises:
-            NoAgreementError: if another rank has failed meanwhile.
-        """
+        """Write rank 0's next answer into the log, unless another rank has failed meanwhile."""
         self._raise_failure(self._write(_ANSWER + answer))
 
     def receive(self, what: str, *, limit_s: Seconds | None = None) -> str:
@@ -93,7 +89,7 @@ class RendezvousStore:
         Raises:
             NoAgreementError: if a rank failed, rank 0 sends no heartbeat, or the time is over.
         """
-        limit_s = self.context.rendezvous_timeout_s if limit_s is None else limit_s
+        limit_s = limit_s or self.context.rendezvous_timeout_s
         # rank 0 names those that are missing after the same time, and goes first
         ended = time.monotonic() + limit_s + self.interval_s
         while (left_s := ended - time.monotonic()) > 0:
@@ -105,15 +101,17 @@ class RendezvousStore:
         who = self._who([0])
         raise NoAgreementError(f"no {what} from {who} after {limit_s:g} s. {self._roll_call()}")
 
-    def bring(self, text: str) -> None:
-        """Leave this rank's part of what rank 0 collects next; every rank brings one."""
+    def bring(self, text: str, *, differs: bool = False) -> None:
+        """Leave this rank's part of what rank 0 collects next; every rank brings one.
+
+        Args:
+            differs: it ends the job, so that rank 0 does not wait for all.
+        """
         self._part += 1
         self._append(self._part_key, text)
         self.count(f"{self._part_key}/count")
-
-    def differs(self) -> None:
-        """Say that the part brought last ends the job, so that rank 0 does not wait for all."""
-        self.count(f"{self._part_key}/different")
+        if differs:
+            self.count(f"{self._part_key}/different")
 
     def has_different(self) -> bool:
         """Whether a part brought so far ends the job."""
@@ -129,14 +127,13 @@ class RendezvousStore:
         """Wait, on rank 0, for what every rank brings; in the order of ranks.
 
         Args:
-            what: what is awaited, for the error.
             limit_s: longest wait; the rendezvous timeout if not given.
             enough: whether what is there will do.
 
         Raises:
             NoAgreementError: if a rank failed, sends no heartbeat or brought nothing in time.
         """
-        limit_s = self.context.rendezvous_timeout_s if limit_s is None else limit_s
+        limit_s = limit_s or self.context.rendezvous_timeout_s
         ended, key = time.monotonic() + limit_s, self._part_key
         self._seen, self._next_check = {}, time.monotonic() + self.interval_s
         for pause in _pauses(_LONGEST_PAUSE_S):
@@ -145,7 +142,9 @@ class RendezvousStore:
             if there:
                 return self._by_rank(key)
             if time.monotonic() > ended:
-                raise NoAgreementError(self._too_late(what, self._by_rank(key), limit_s))
+                late = sorted(self.hosts().keys() - self._by_rank(key).keys())
+                said = f"no {what} from {self._who(late)} after {limit_s:g} s"
+                raise NoAgreementError(said if late else f"after {limit_s:g} s {self._roll_call()}")
             self._require_heartbeats(key)
             time.sleep(pause)
         raise AssertionError
@@ -204,10 +203,7 @@ class RendezvousStore:
         self._heartbeat.join(_SHORTEST_INTERVAL_S)
 
     def exit_together(self) -> None:
-        """Stay until all have said why they end: a launcher ends all once the first has gone.
-
-        And rank 0's end may be the end of the store.
-        """
+        """Stay until all have said why they end: a launcher ends all once the first has gone."""
         self.stop_heartbeat()
         ended = time.monotonic() + self.context.grace_period_s
         with contextlib.suppress(LostStoreError):
@@ -223,11 +219,7 @@ class RendezvousStore:
         return self._by_rank(_ROLL)
 
     def _next_entry(self, limit_s: Seconds) -> str | None:
-        """The next entry of the log as soon as it is there; ``None`` after the time, or too early.
-
-        Raises:
-            NoAgreementError: if rank 0 has arrived and sends no heartbeat.
-        """
+        """The next entry of the log, once it is there; ``None`` after the time, or too early."""
         timeout_s = self.context.heartbeat_timeout_s
         self._waits = True
         try:
@@ -296,21 +288,13 @@ class RendezvousStore:
             "process was killed or is stopped, or its host is down"
         )
 
-    def _too_late(self, what: str, parts: Collection[int], limit_s: Seconds) -> str:
-        late = sorted(self.hosts().keys() - set(parts))
-        if not late:
-            return f"after {limit_s:g} s {self._roll_call()}"
-        return f"no {what} from {self._who(late)} after {limit_s:g} s"
-
     def _self(self) -> str:
         return named([self.context.rank], {self.context.rank: socket.gethostname()})
 
     def _who(self, ranks: Collection[int]) -> str:
-        """Ranks with their hosts, as far as these are known."""
         return named(ranks, self.hosts())
 
     def _roll_call(self) -> str:
-        """Which ranks have come, and which have not."""
         world_size, hosts = self.context.world_size, self.hosts()
         missing = [rank for rank in range(world_size) if rank not in hosts]
         if not missing:
@@ -322,7 +306,6 @@ class RendezvousStore:
         )
 
     def _append(self, name: str, text: str) -> None:
-        """Add this rank's line to a list that all ranks write."""
         self.store.append(self._key(name), json.dumps([self.context.rank, text]) + "\n")
 
     def _by_rank(self, name: str) -> dict[int, str]:
@@ -342,12 +325,7 @@ class RendezvousStore:
 
 
 def connect(context: RankContext) -> RendezvousStore:
-    """Join the other ranks of the job.
-
-    Raises:
-        NoAgreementError: if rank 0's store cannot be found in time.
-        UserInputError: if no port is left for it, or nothing says where rank 0 is.
-    """
+    """Join the other ranks of the job; see ``rendezvous.connect_store`` for errors."""
     return RendezvousStore(connect_store(context), context)
 
 
@@ -356,7 +334,6 @@ def _heartbeat(rank: int) -> str:
 
 
 def _pauses(longest_s: Seconds) -> Iterator[Seconds]:
-    """Pauses between two looks, each twice as long as the one before."""
     pause = _FIRST_PAUSE_S
     while True:
         yield pause

@@ -5,7 +5,7 @@ Only the destinations in ``WRITABLE`` are touched; everything else keeps its wor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nest_megatron.config.job import ReadCommand
@@ -16,15 +16,13 @@ from nest_megatron.integrations.megatron_lm.incompatible_options import (
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
     RECOMPUTE,
+    STAGE_OPTIONS,
     VIRTUAL_STAGES,
+    reasons,
 )
 from nest_megatron.integrations.megatron_lm.parser import Argument, load_arguments
-from nest_megatron.integrations.megatron_lm.stage_options import STAGE_OPTIONS
 from nest_megatron.parallel.diff import Change
-from nest_megatron.parallel.execution_argv import (
-    EXECUTION_ARGUMENTS,
-    EXECUTION_FIELDS,
-)
+from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS, EXECUTION_FIELDS
 from nest_megatron.parallel.knobs import execution_reason
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.units import format_gib
@@ -37,7 +35,7 @@ _WITH_LAYOUT = (
     "init_model_with_meta_device",
     "megatron_fsdp_main_grads_dtype",
 )
-_IF_ABSENT = ("moe_grouped_gemm",)
+_IF_ABSENT = "moe_grouped_gemm"
 #: Set where a job comes to Megatron-FSDP; one that has it already knows its Transformer Engine.
 _WITH_NEW_FSDP = "gradient_accumulation_fusion"
 
@@ -49,9 +47,9 @@ WRITABLE = frozenset(
     {
         *PARALLEL_ARGUMENTS,
         *_WITH_LAYOUT,
-        *_IF_ABSENT,
+        _IF_ABSENT,
         _WITH_NEW_FSDP,
-        *(dest for each in INCOMPATIBLE_OPTIONS for dest in each.dests),
+        *(option.dest for option in INCOMPATIBLE_OPTIONS),
     }
 )
 
@@ -72,8 +70,6 @@ class Rewrite:
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """One option of an argument vector, with its tokens."""
-
     dest: str | None
     tokens: tuple[str, ...]
 
@@ -88,10 +84,7 @@ class _Option:
 
 
 def rewrite(
-    command: ReadCommand,
-    layout: Sequence[str],
-    plan: ParallelPlan,
-    kept: Collection[str] = (),
+    command: ReadCommand, layout: Sequence[str], plan: ParallelPlan, kept: Collection[str] = ()
 ) -> Rewrite:
     """Put a plan's flags into a user's arguments.
 
@@ -122,33 +115,32 @@ def rewrite(
         if option.dest not in owned:
             tokens += option.tokens
         elif option.dest in wanted and option.dest not in placed:
-            tokens += _same_or_new(option, wanted[option.dest])
+            planned = wanted[option.dest]  # the user's own spelling where the value is the same
+            tokens += option.tokens if option.value == planned.value else planned.tokens
             placed.add(option.dest)
     for dest, option in wanted.items():
         if dest not in placed:
             tokens += option.tokens
-    changes = _changes(given, owned, wanted, plan, refused)
     free = set(PARALLEL_ARGUMENTS) - settled
     decided = {dest for dest in free if _owns(dest, wanted, plan)}
     return Rewrite(
         argv=tuple(tokens),
-        changes=tuple(changes),
+        changes=tuple(_changes(given, owned, wanted, plan, refused)),
         written=frozenset({*decided, *wanted, *refused}),
     )
 
 
 def _sets(dest: str, command: ReadCommand) -> bool:
-    """Whether the plan's flag for a destination goes into this user's command."""
-    if dest in _IF_ABSENT:
+    if dest == _IF_ABSENT:
         return dest not in command.explicit
     if dest == _WITH_NEW_FSDP:
         return not command.values.get("use_megatron_fsdp")
-    return dest in PARALLEL_ARGUMENTS or dest in _WITH_LAYOUT
+    return dest in (*PARALLEL_ARGUMENTS, *_WITH_LAYOUT)
 
 
 def _owns(dest: str | None, wanted: Mapping[str, _Option], plan: ParallelPlan) -> bool:
     """Whether the user's own flag gives way to the plan (or to its silence)."""
-    if dest is None or dest in _IF_ABSENT:
+    if dest in (None, _IF_ABSENT):
         return False
     if dest in (*_WITH_LAYOUT, _WITH_NEW_FSDP):
         return dest in wanted
@@ -157,38 +149,25 @@ def _owns(dest: str | None, wanted: Mapping[str, _Option], plan: ParallelPlan) -
     return dest in PARALLEL_ARGUMENTS
 
 
-def _same_or_new(mine: _Option, planned: _Option) -> tuple[str, ...]:
-    """The user's own spelling where the value is the same."""
-    return mine.tokens if mine.value == planned.value else planned.tokens
-
-
 def _changes(
     given: Sequence[_Option],
     owned: set[str | None],
     wanted: Mapping[str, _Option],
     plan: ParallelPlan,
     refused: Mapping[str, str],
-) -> list[Change]:
-    before = {option.dest: option for option in given if option.dest in owned}
-    found = []
-    for dest in [*before, *(dest for dest in wanted if dest not in before)]:
-        assert dest is not None
-        old, new = before.get(dest), wanted.get(dest)
-        if old is not None and new is not None and old.value == new.value:
+) -> Iterator[Change]:
+    mine = {option.dest: option for option in given if option.dest and option.dest in owned}
+    for dest in dict.fromkeys((*mine, *wanted)):
+        before = mine[dest].value if dest in mine else None
+        after = wanted[dest].value if dest in wanted else None
+        if before == after or (before is None and after and _is_default(dest, after, plan)):
             continue
-        if old is None and new is not None and _is_default(dest, new.value, plan):
-            continue
-        shown = new or old
-        assert shown is not None
-        found.append(
-            Change(
-                field=shown.flag,
-                before=None if old is None else old.value,
-                after=None if new is None else new.value,
-                reason=_reason(dest, new is None, plan, refused),
-            )
-        )
-    return found
+        if after is None:
+            reason = refused.get(dest) or reasons("removed").get(dest, "the plan does not need it")
+        else:
+            reason = _reason(dest, plan)
+        flag = (wanted if dest in wanted else mine)[dest].flag
+        yield Change(field=flag, before=before, after=after, reason=reason)
 
 
 def _is_default(dest: str, value: str, plan: ParallelPlan) -> bool:
@@ -213,7 +192,6 @@ def _options(argv: Sequence[str], version: str) -> list[_Option]:
 
 
 def _num_values(argument: Argument, rest: Sequence[str]) -> int:
-    """How many words after a flag are its values, as argparse counts them."""
     if argument.action not in ("store", "append"):
         return 0
     if argument.nargs is None:
@@ -224,78 +202,17 @@ def _num_values(argument: Argument, rest: Sequence[str]) -> int:
     return min(until, 1) if argument.nargs == "?" else until
 
 
-def _reason(dest: str, removed: bool, plan: ParallelPlan, refused: Mapping[str, str]) -> str:
-    if removed:
-        return refused.get(dest) or _REMOVED.get(dest, "the plan does not need it")
-    return _REASONS[dest](plan) if dest in _REASONS else "belongs to the plan"
-
-
-_REMOVED = {
-    "sequence_parallel": "needs tensor parallelism",
-    "recompute_granularity": "everything fits without recomputing",
-    "recompute_activations": "everything fits without recomputing",
-    "use_tp_pp_dp_mapping": "the other rank order is faster",
-    "use_distributed_optimizer": "the optimizer state fits on every replica",
-    "num_layers_per_virtual_pipeline_stage": "the layout states the virtual stages",
-    "num_virtual_stages_per_pipeline_rank": "the layout states the virtual stages",
-    "pipeline_model_parallel_layout": "there is one pipeline rank",
-    "decoder_first_pipeline_num_layers": "the layout states every stage",
-    "decoder_last_pipeline_num_layers": "the layout states every stage",
-    "account_for_embedding_in_pipeline_split": "the layout states every stage",
-    "account_for_loss_in_pipeline_split": "the layout states every stage",
-}
-
-
-def _across(group: str) -> Callable[[ParallelPlan], str]:
-    return lambda plan: f"its groups stay within the {plan.placement.group_levels[group]} level"
-
-
-def _recompute(plan: ParallelPlan) -> str:
-    predicted = plan.predicted
-    peak, capacity = format_gib(predicted.peak_memory_bytes), format_gib(predicted.capacity_bytes)
-    return f"so that peak memory per GPU is {peak} of {capacity}"
-
-
-def _microbatches(plan: ParallelPlan) -> str:
-    count = plan.grid().num_microbatches
-    return f"{count} micro batch{'es' * (count > 1)} a step on each replica"
-
-
-def _of_execution(field: str) -> Callable[[ParallelPlan], str]:
-    return lambda _: execution_reason(field)
-
-
-_REASONS: Mapping[str, Callable[[ParallelPlan], str]] = {
-    "tensor_model_parallel_size": _across("tp"),
-    "context_parallel_size": _across("cp"),
-    "expert_model_parallel_size": _across("ep"),
-    "expert_tensor_parallel_size": lambda _: "each expert is split this far",
-    "pipeline_model_parallel_size": _across("pp"),
-    "pipeline_model_parallel_layout": lambda _: "the stages that the plan was priced with",
-    "sequence_parallel": lambda _: "same time, less memory under tensor parallelism",
-    "use_tp_pp_dp_mapping": lambda _: "this rank order is faster",
-    "micro_batch_size": _microbatches,
-    "global_batch_size": lambda _: "the batch that was planned for",
-    "recompute_granularity": _recompute,
-    "recompute_method": _recompute,
-    "recompute_num_layers": _recompute,
-    "recompute_modules": _recompute,
-    "use_distributed_optimizer": lambda _: "optimizer state is shared among replicas",
-    "use_megatron_fsdp": lambda _: "gradients or weights are shared among replicas",
-    "data_parallel_sharding_strategy": lambda _: "what the replicas share",
-    "overlap_grad_reduce": lambda _: "gradient traffic hides under the backward pass",
-    "overlap_param_gather": lambda _: "weight traffic hides under the forward pass",
-    "padded_vocab_size": lambda _: "the embedding keeps the rows that it has without the plan",
-    "ckpt_format": lambda _: "the format that Megatron-FSDP saves",
-    "init_model_with_meta_device": lambda _: (
-        "weights are made shard by shard; without it every GPU first holds the whole model"
-    ),
-    "gradient_accumulation_fusion": lambda _: (
-        "Megatron-FSDP overwrites gradient buffers, which fused accumulation adds to"
-    ),
-    "megatron_fsdp_main_grads_dtype": lambda _: (
-        "Megatron-FSDP would keep gradients in 16 bits; they stay in float32, as they are now"
-    ),
-    **{dest: _of_execution(field) for dest, field in EXECUTION_FIELDS.items()},
-    "moe_grouped_gemm": lambda _: "one kernel for all local experts, as was priced",
-}
+def _reason(dest: str, plan: ParallelPlan) -> str:
+    if dest in EXECUTION_FIELDS:
+        return execution_reason(EXECUTION_FIELDS[dest])
+    count, predicted = plan.grid().num_microbatches, plan.predicted
+    return (
+        reasons("set")
+        .get(dest, "belongs to the plan")
+        .format(
+            level=plan.placement.group_levels,
+            microbatches=f"{count} micro batch{'es' * (count > 1)}",
+            peak=format_gib(predicted.peak_memory_bytes),
+            capacity=format_gib(predicted.capacity_bytes),
+        )
+    )

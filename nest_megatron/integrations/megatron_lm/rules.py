@@ -7,7 +7,7 @@ core_v0.16.1; "(run)" marks what its own validation lets pass and only training 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.formats import format_of, uneven_sides
@@ -15,7 +15,7 @@ from nest_megatron.cost_model.traits import Fp8Recipe
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS
 from nest_megatron.integrations.megatron_lm.write import has_activation_flag
-from nest_megatron.model.spec import ModelFamily
+from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.degree_rules import DEGREE_RULES, Rule, Violation, violations
 from nest_megatron.parallel.execution_checks import EXECUTION_RULES
 from nest_megatron.parallel.layout import layout_string, parse_layout
@@ -28,21 +28,20 @@ from nest_megatron.parallel.rules import (
     mtp_chunk_fits,
 )
 
+_TC = "transformer_config.py"
+_ENGINE = "Use transformer_impl transformer_engine."
 _POSITION_TYPES = {
     "0.16.1": ("learned_absolute", "rope", "relative", "none"),
     "0.20": ("learned_absolute", "rope", "yarn", "relative", "none"),
 }
-_MODULES_OF_EXPERTS = {
-    RecomputeModule.MOE,
-    RecomputeModule.MOE_ACT,
-    RecomputeModule.SHARED_EXPERTS,
-}
+_MODULES_OF_EXPERTS = {RecomputeModule.MOE, RecomputeModule.MOE_ACT, RecomputeModule.SHARED_EXPERTS}
 #: Modules that only Transformer Engine's layers recompute.
-MODULES_OF_ENGINE = {
+_MODULES_OF_ENGINE = {
     RecomputeModule.LAYERNORM,
     RecomputeModule.MOE_ACT,
     RecomputeModule.MLA_UP_PROJ,
 }
+_launch_rules: list[Rule] = []
 
 
 def check(request: LaunchRequest) -> tuple[tuple[Rule, Violation], ...]:
@@ -51,309 +50,250 @@ def check(request: LaunchRequest) -> tuple[tuple[Rule, Violation], ...]:
 
 
 def require_launchable(request: LaunchRequest, *, but: Collection[str] = ()) -> None:
-    """Raise on the first broken rule.
-
-    Args:
-        but: names of rules that do not matter.
-
-    Raises:
-        UserInputError: naming what is wrong, its value, the limit and the fix.
-    """
+    """Raise on the first broken rule, those of the names in ``but`` apart."""
     for rule, found in violations(request, [rule for rule in RULES if rule.name not in but]):
         limit = f"{found.limit} (Megatron-LM {rule.source})"
         raise UserInputError(found.what, value=found.value, limit=limit, fix=found.fix)
 
 
-def _version(request: LaunchRequest) -> Violation | None:
-    if request.version in VERSIONS:
-        return None
-    return Violation(
-        what="version",
-        value=request.version,
-        limit="its flags are not recorded",
-        fix=f"Use one of {', '.join(VERSIONS)}.",
-    )
+def not_recomputed_locally(spec: TransformerSpec) -> set[RecomputeModule]:
+    """Modules that Megatron's own layers cannot recompute."""
+    return _MODULES_OF_ENGINE | ({RecomputeModule.MLP} if spec.add_bias_linear else set())
 
 
-def _activation(request: LaunchRequest) -> Violation | None:
+_Breaches = Callable[[LaunchRequest], Iterator[Violation]]
+
+
+def _rule(name: str, source: str) -> Callable[[_Breaches], _Breaches]:
+    """Make the next rule of a function that says how a request breaks it."""
+
+    def add(breaches: _Breaches) -> _Breaches:
+        def first(request: LaunchRequest) -> Violation | None:
+            return next(breaches(request), None)
+
+        _launch_rules.append(Rule(name=name, source=source, check=first))
+        return breaches
+
+    return add
+
+
+def _broken(what: str, value: object, limit: str, fix: str) -> Violation:
+    return Violation(what=what, value=value, limit=limit, fix=fix)
+
+
+@_rule("known_version", "arguments_data")
+def _version(request: LaunchRequest) -> Iterator[Violation]:
+    if request.version not in VERSIONS:
+        fix = f"Use one of {', '.join(VERSIONS)}."
+        yield _broken("version", request.version, "its flags are not recorded", fix)
+
+
+@_rule("activation_flag", "arguments.py:1334-1348")
+def _activation(request: LaunchRequest) -> Iterator[Violation]:
     spec = request.spec
-    if has_activation_flag(spec):
-        return None
-    return Violation(
-        what="activation",
-        value=(spec.activation, spec.gated_linear_unit),
-        limit="Megatron-LM's command line has no flag for it",
-        fix="Launch through NeMo or Megatron-Bridge.",
-    )
+    if not has_activation_flag(spec):
+        yield _broken(
+            "activation",
+            (spec.activation, spec.gated_linear_unit),
+            "Megatron-LM's command line has no flag for it",
+            "Launch through NeMo or Megatron-Bridge.",
+        )
 
 
-def _position(request: LaunchRequest) -> Violation | None:
+@_rule("position_type", "arguments.py:1231, :1645")
+def _position(request: LaunchRequest) -> Iterator[Violation]:
     kind = request.spec.position_embedding_type
     allowed = _POSITION_TYPES.get(request.version, ())
     if request.spec.num_mtp_layers:
         allowed = tuple(name for name in allowed if name in ("rope", "none"))
-    if kind in allowed:
-        return None
-    return Violation(
-        what="position_embedding_type",
-        value=kind,
-        limit=f"Megatron {request.version} takes {', '.join(allowed)} for this model",
-        fix="Use rope.",
-    )
+    if kind not in allowed:
+        limit = f"Megatron {request.version} takes {', '.join(allowed)} for this model"
+        yield _broken("position_embedding_type", kind, limit, "Use rope.")
 
 
-def _positions_cover_sequence(request: LaunchRequest) -> Violation | None:
-    spec = request.spec
-    if (spec.max_position_embeddings or spec.seq_length) >= spec.seq_length:
-        return None
-    return Violation(
-        what="max_position_embeddings",
-        value=spec.max_position_embeddings,
-        limit=f"it is at least seq_length ({spec.seq_length})",
-        fix="Raise it, or shorten the sequence.",
-    )
+@_rule("positions", "arguments.py:833")
+def _positions_cover_sequence(request: LaunchRequest) -> Iterator[Violation]:
+    positions, length = request.spec.max_position_embeddings, request.spec.seq_length
+    if positions and positions < length:
+        limit, fix = f"it is at least seq_length ({length})", "Raise it, or shorten the sequence."
+        yield _broken("max_position_embeddings", positions, limit, fix)
 
 
-def _bert(request: LaunchRequest) -> Violation | None:
+@_rule("bert_layers", "bert_layer_specs.py")
+def _bert(request: LaunchRequest) -> Iterator[Violation]:
     spec = request.spec
     extras = spec.num_experts or spec.num_mtp_layers or spec.multi_latent_attention
-    if spec.family is not ModelFamily.BERT or not extras:
-        return None
-    return Violation(
-        what="family",
-        value=spec.family.value,
-        limit="BERT's layer specification has no experts, latent attention or MTP",
-        fix="Use family gpt.",
-    )
+    if spec.family is ModelFamily.BERT and extras:
+        limit = "BERT's layer specification has no experts, latent attention or MTP"
+        yield _broken("family", spec.family.value, limit, "Use family gpt.")
 
 
-def _engine_for_context(request: LaunchRequest) -> Violation | None:
-    local = request.transformer_impl == "local"
-    if not local or request.dims.context_parallel_size == 1:
-        return None
-    return Violation(
-        what="context_parallel_size",
-        value=request.dims.context_parallel_size,
-        limit="only Transformer Engine's attention splits the sequence",
-        fix="Use transformer_impl transformer_engine.",
-    )
+@_rule("cp_engine", "dot_product_attention.py:58 (run)")
+def _engine_for_context(request: LaunchRequest) -> Iterator[Violation]:
+    cp = request.dims.context_parallel_size
+    if request.transformer_impl == "local" and cp > 1:
+        limit = "only Transformer Engine's attention splits the sequence"
+        yield _broken("context_parallel_size", cp, limit, _ENGINE)
 
 
-def _engine_for_grouped_gemm(request: LaunchRequest) -> Violation | None:
-    if not request.moe_grouped_gemm or request.transformer_impl != "local":
-        return None
-    return Violation(
-        what="moe_grouped_gemm",
-        value=True,
-        limit="without Transformer Engine it needs the grouped_gemm package, in bf16",
-        fix="Use transformer_impl transformer_engine.",
-    )
+@_rule("grouped_gemm", "moe/experts.py:81")
+def _engine_for_grouped_gemm(request: LaunchRequest) -> Iterator[Violation]:
+    if request.moe_grouped_gemm and request.transformer_impl == "local":
+        limit = "without Transformer Engine it needs the grouped_gemm package, in bf16"
+        yield _broken("moe_grouped_gemm", True, limit, _ENGINE)
 
 
-def _partition_shape(request: LaunchRequest) -> Violation | None:
+@_rule("partition_shape", f"arguments.py:520, {_TC}:1340")
+def _partition_shape(request: LaunchRequest) -> Iterator[Violation]:
     partition, dims = request.partition, request.dims
+    pp = dims.pipeline_model_parallel_size
     if partition is None:
-        if dims.pipeline_model_parallel_size == 1:
-            return None
-        return _bad_partition(None, "a pipeline needs one")
-    found = (
-        partition.pipeline_model_parallel_size,
-        partition.num_chunks,
-        partition.boundaries[-1],
-    )
-    expected = (
-        dims.pipeline_model_parallel_size,
-        dims.num_chunks,
-        len(request.spec.layer_kinds()),
-    )
-    if found == expected:
-        return None
-    return _bad_partition(found, f"ranks, virtual stages and units must be {expected}")
+        if pp > 1:
+            yield _bad_partition(None, "a pipeline needs one")
+        return
+    ranks, units = partition.pipeline_model_parallel_size, partition.boundaries[-1]
+    found = (ranks, partition.num_chunks, units)
+    expected = (pp, dims.num_chunks, len(request.spec.layer_kinds()))
+    if found != expected:
+        yield _bad_partition(found, f"ranks, virtual stages and units must be {expected}")
 
 
-def _bad_partition(value: object, limit: str) -> Violation:
-    return Violation(what="partition", value=value, limit=limit, fix="Divide the model again.")
+def _bad_partition(value: object, limit: str, fix: str = "Divide the model again.") -> Violation:
+    return _broken("partition", value, limit, fix)
 
 
-def _layout(request: LaunchRequest) -> Violation | None:
-    if request.partition is None or _partition_shape(request):
-        return None
-    text = layout_string(request.spec, request.partition)
-    again = parse_layout(text, request.spec, request.dims.pipeline_model_parallel_size)
-    if again == request.partition:
-        return None
-    return _bad_partition(text, "it has no layout string")
+def _has_shape(request: LaunchRequest) -> bool:
+    return next(_partition_shape(request), None) is None
 
 
-def _mtp_stage(request: LaunchRequest) -> Violation | None:
-    if request.partition is None or _partition_shape(request):
-        return None
-    chunk = mtp_chunk(request.spec, request.partition)
-    dims = request.dims
+@_rule("layout_grammar", "pipeline_parallel_layer_layout.py:281")
+def _layout(request: LaunchRequest) -> Iterator[Violation]:
+    spec, partition = request.spec, request.partition
+    if partition is not None and _has_shape(request):
+        text = layout_string(spec, partition)
+        if parse_layout(text, spec, partition.pipeline_model_parallel_size) != partition:
+            yield _bad_partition(text, "it has no layout string")
+
+
+@_rule("mtp_stage", "pipeline_parallel_layer_layout.py:128-146")
+def _mtp_stage(request: LaunchRequest) -> Iterator[Violation]:
+    dims, partition = request.dims, request.partition
+    if partition is None or not _has_shape(request):
+        return
+    chunk = mtp_chunk(request.spec, partition)
     pp, vpp = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
-    if chunk is None or mtp_chunk_fits(chunk, pp, vpp):
-        return None
-    return Violation(
-        what="partition",
-        value=chunk,
-        limit="MTP layers lie in the last virtual stage of their rank, and not on the first rank",
-        fix="Move them into the last stage.",
-    )
+    if chunk is not None and not mtp_chunk_fits(chunk, pp, vpp):
+        limit = "MTP layers lie in the last virtual stage of their rank, and not on the first rank"
+        yield _bad_partition(chunk, limit, "Move them into the last stage.")
 
 
-def _recompute_uniform(request: LaunchRequest) -> Violation | None:
-    recompute = request.recompute
+@_rule("recompute_uniform", "transformer_block.py:532, :444 (run)")
+def _recompute_uniform(request: LaunchRequest) -> Iterator[Violation]:
+    recompute, partition = request.recompute, request.partition
     if recompute.method is not RecomputeMethod.UNIFORM or recompute.num_layers is None:
-        return None
-    if request.partition is None:
-        layers: tuple[int, ...] = (request.spec.num_layers,)
-    else:
-        layers = decoder_layers(request.spec, request.partition)
-    if allows_uniform_recompute(layers, recompute.num_layers, request.version):
-        return None
-    return Violation(
-        what="recompute_num_layers",
-        value=recompute.num_layers,
-        limit=f"uniform groups must divide every virtual stage's layers {sorted(set(layers))}",
-        fix="Use 1, or the block method.",
-    )
+        return
+    layers: tuple[int, ...] = (request.spec.num_layers,)
+    if partition is not None:
+        layers = decoder_layers(request.spec, partition)
+    if not allows_uniform_recompute(layers, recompute.num_layers, request.version):
+        limit = f"uniform groups must divide every virtual stage's layers {sorted(set(layers))}"
+        fix = "Use 1, or the block method."
+        yield _broken("recompute_num_layers", recompute.num_layers, limit, fix)
 
 
-def _recompute_modules_exist(request: LaunchRequest) -> Violation | None:
-    spec, modules = request.spec, set(request.recompute.modules)
-    absent = set() if spec.is_moe else modules & _MODULES_OF_EXPERTS
+def _bad_modules(
+    request: LaunchRequest, forbidden: Collection[RecomputeModule], limit: str
+) -> Iterator[Violation]:
+    found = sorted(module.value for module in request.recompute.modules if module in forbidden)
+    if found:
+        yield _broken("recompute_modules", found, limit, "Leave them out.")
+
+
+@_rule("recompute_modules", f"{_TC}:1219, modules")
+def _recompute_modules_exist(request: LaunchRequest) -> Iterator[Violation]:
+    spec = request.spec
+    absent = set() if spec.is_moe else set(_MODULES_OF_EXPERTS)
     if not spec.moe_shared_expert_intermediate_size:
-        absent |= modules & {RecomputeModule.SHARED_EXPERTS}
+        absent.add(RecomputeModule.SHARED_EXPERTS)
     if not spec.multi_latent_attention:
-        absent |= modules & {RecomputeModule.MLA_UP_PROJ}
-    if not absent:
-        return None
-    return _bad_modules(absent, "the model has no such module")
+        absent.add(RecomputeModule.MLA_UP_PROJ)
+    return _bad_modules(request, absent, "the model has no such module")
 
 
-def _recompute_expert_activation(request: LaunchRequest) -> Violation | None:
-    wanted = RecomputeModule.MOE_ACT in request.recompute.modules
-    if not wanted or request.moe_grouped_gemm:
-        return None
-    return _bad_modules({RecomputeModule.MOE_ACT}, "it needs moe_grouped_gemm")
+@_rule("recompute_moe_act", f"{_TC}:1214")
+def _recompute_expert_activation(request: LaunchRequest) -> Iterator[Violation]:
+    forbidden = set() if request.moe_grouped_gemm else {RecomputeModule.MOE_ACT}
+    return _bad_modules(request, forbidden, "it needs moe_grouped_gemm")
 
 
-def _recompute_local(request: LaunchRequest) -> Violation | None:
-    if request.transformer_impl != "local":
-        return None
-    modules = set(request.recompute.modules)
-    broken = modules & MODULES_OF_ENGINE
-    if request.spec.add_bias_linear:
-        broken |= modules & {RecomputeModule.MLP}
-    if not broken:
-        return None
-    return _bad_modules(broken, "the local layers cannot compute it again")
+@_rule("recompute_local", "tensor_parallel/random.py:592 (run)")
+def _recompute_local(request: LaunchRequest) -> Iterator[Violation]:
+    local = request.transformer_impl == "local"
+    forbidden = not_recomputed_locally(request.spec) if local else set()
+    return _bad_modules(request, forbidden, "the local layers cannot recompute it")
 
 
-def _recompute_fp8(request: LaunchRequest) -> Violation | None:
+@_rule("recompute_fp8", f"{_TC}:1242")
+def _recompute_fp8(request: LaunchRequest) -> Iterator[Violation]:
     delayed = request.precision is Precision.FP8 and request.fp8_recipe == "delayed"
-    broken = set(request.recompute.modules) & {RecomputeModule.MOE_ACT, RecomputeModule.LAYERNORM}
-    if not delayed or not broken:
-        return None
-    return _bad_modules(broken, "delayed scaling of fp8 cannot compute it again")
+    forbidden = {RecomputeModule.MOE_ACT, RecomputeModule.LAYERNORM} if delayed else set()
+    return _bad_modules(request, forbidden, "delayed scaling of fp8 cannot recompute it")
 
 
-def _recompute_graphed(request: LaunchRequest) -> Violation | None:
+@_rule("cuda_graph_recompute", f"{_TC}:1780-1822")
+def _recompute_graphed(request: LaunchRequest) -> Iterator[Violation]:
     graphs, recompute = request.cuda_graphs, request.recompute
     if graphs is None or graphs.allows_recompute(request.spec, recompute):
-        return None
-    if recompute.method is not None:
-        return Violation(
-            what="recompute_granularity",
-            value="full",
-            limit=f"{graphs.impl} CUDA graphs of layers hold no full recomputation; a graph of the "
-            "full iteration does",
-            fix="Free recompute, or change the graphs.",
-        )
-    forbidden = graphs.without_modules(request.spec).intersection(recompute.modules)
-    return _bad_modules(set(forbidden), "a captured CUDA graph cannot compute it again")
+        return
+    if recompute.method is None:
+        forbidden = graphs.without_modules(request.spec)
+        yield from _bad_modules(request, forbidden, "a captured CUDA graph cannot recompute it")
+        return
+    yield _broken(
+        "recompute_granularity",
+        "full",
+        f"{graphs.impl} CUDA graphs of layers hold no full recomputation; a graph of the "
+        "full iteration does",
+        "Free recompute, or change the graphs.",
+    )
 
 
-def _experts_graphed(request: LaunchRequest) -> Violation | None:
+@_rule("cuda_graph_experts", "arguments.py:1158")
+def _experts_graphed(request: LaunchRequest) -> Iterator[Violation]:
     graphs, ep = request.cuda_graphs, request.dims.expert_model_parallel_size
-    if graphs is None or graphs.allows_experts(ep, request.version):
-        return None
-    return Violation(
-        what="expert_model_parallel_size",
-        value=ep,
-        limit="local CUDA graphs with expert parallelism need "
-        "--moe-pad-experts-for-cuda-graph-inference",
-        fix="Use 1, add that flag, or change the graphs.",
-    )
+    if graphs is not None and not graphs.allows_experts(ep, request.version):
+        yield _broken(
+            "expert_model_parallel_size",
+            ep,
+            "local CUDA graphs with expert parallelism need "
+            "--moe-pad-experts-for-cuda-graph-inference",
+            "Use 1, add that flag, or change the graphs.",
+        )
 
 
-def _bad_modules(modules: set[RecomputeModule], limit: str) -> Violation:
-    return Violation(
-        what="recompute_modules",
-        value=sorted(module.value for module in modules),
-        limit=limit,
-        fix="Leave them out.",
-    )
+@_rule("fp8_engine", "fp8_utils.py (run)")
+def _fp8_engine(request: LaunchRequest) -> Iterator[Violation]:
+    precision = request.precision
+    if precision.is_quantized and request.transformer_impl == "local":
+        what = "fp8_format" if precision is Precision.FP8 else "fp4_format"
+        limit = f"only Transformer Engine computes in {precision}"
+        yield _broken(what, precision.value, limit, _ENGINE)
 
 
-def _fp8_engine(request: LaunchRequest) -> Violation | None:
-    if not request.precision.is_quantized or request.transformer_impl != "local":
-        return None
-    return Violation(
-        what="fp8_format" if request.precision is Precision.FP8 else "fp4_format",
-        value=request.precision.value,
-        limit=f"only Transformer Engine computes in {request.precision}",
-        fix="Use transformer_impl transformer_engine.",
-    )
-
-
-def _fp8_shapes(request: LaunchRequest) -> Violation | None:
+@_rule("fp8_shapes", "Transformer Engine assert_dim_for_fp8_exec (run)")
+def _fp8_shapes(request: LaunchRequest) -> Iterator[Violation]:
     number_format = format_of(request.precision, Fp8Recipe(request.fp8_recipe))
     if number_format is None:
-        return None
+        return
     uneven = list(uneven_sides(request.spec, request.dims, number_format))
-    if not uneven:
-        return None
-    return Violation(
-        what="tensor_model_parallel_size",
-        value=request.dims.tensor_model_parallel_size,
-        limit=f"{request.precision} matrices have sides of whole {number_format.sides}s; "
-        f"found {uneven}",
-        fix="Lower the tensor-parallel size.",
-    )
+    if uneven:
+        yield _broken(
+            "tensor_model_parallel_size",
+            request.dims.tensor_model_parallel_size,
+            f"{request.precision} matrices have sides of whole {number_format.sides}s; "
+            f"found {uneven}",
+            "Lower the tensor-parallel size.",
+        )
 
 
-_TC = "transformer_config.py"
-LAUNCH_RULES: tuple[Rule, ...] = (
-    Rule(name="known_version", source="arguments_data", check=_version),
-    Rule(name="activation_flag", source="arguments.py:1334-1348", check=_activation),
-    Rule(name="position_type", source="arguments.py:1231, :1645", check=_position),
-    Rule(name="positions", source="arguments.py:833", check=_positions_cover_sequence),
-    Rule(name="bert_layers", source="bert_layer_specs.py", check=_bert),
-    Rule(name="cp_engine", source="dot_product_attention.py:58 (run)", check=_engine_for_context),
-    Rule(name="grouped_gemm", source="moe/experts.py:81", check=_engine_for_grouped_gemm),
-    Rule(name="partition_shape", source=f"arguments.py:520, {_TC}:1340", check=_partition_shape),
-    Rule(name="layout_grammar", source="pipeline_parallel_layer_layout.py:281", check=_layout),
-    Rule(name="mtp_stage", source="pipeline_parallel_layer_layout.py:128-146", check=_mtp_stage),
-    Rule(
-        name="recompute_uniform",
-        source="transformer_block.py:532, :444 (run)",
-        check=_recompute_uniform,
-    ),
-    Rule(name="recompute_modules", source=f"{_TC}:1219, modules", check=_recompute_modules_exist),
-    Rule(name="recompute_moe_act", source=f"{_TC}:1214", check=_recompute_expert_activation),
-    Rule(
-        name="recompute_local", source="tensor_parallel/random.py:592 (run)", check=_recompute_local
-    ),
-    Rule(name="recompute_fp8", source=f"{_TC}:1242", check=_recompute_fp8),
-    Rule(name="cuda_graph_recompute", source=f"{_TC}:1780-1822", check=_recompute_graphed),
-    Rule(name="cuda_graph_experts", source="arguments.py:1158", check=_experts_graphed),
-    Rule(name="fp8_engine", source="fp8_utils.py (run)", check=_fp8_engine),
-    Rule(
-        name="fp8_shapes",
-        source="Transformer Engine assert_dim_for_fp8_exec (run)",
-        check=_fp8_shapes,
-    ),
-)
-
-RULES: tuple[Rule, ...] = (*DEGREE_RULES, *LAUNCH_RULES, *EXECUTION_RULES)
+RULES: tuple[Rule, ...] = (*DEGREE_RULES, *_launch_rules, *EXECUTION_RULES)

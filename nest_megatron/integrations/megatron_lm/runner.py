@@ -26,11 +26,7 @@ def names_script(arguments: Sequence[str]) -> bool:
 
 
 def run_script(arguments: Sequence[str]) -> int:
-    """Run a script, or ``-m MODULE``, as Python would, with ``+nest=auto`` unless it says else.
-
-    Returns:
-        The exit code; a script that exits by itself raises ``SystemExit`` as usual.
-    """
+    """Run a script, or ``-m MODULE``, as Python would, with ``+nest=auto`` unless it says else."""
     words = [*arguments, *([] if boot.is_asked_for(arguments) else ["+nest=auto"])]
     boot.install()
     if words[0] == _MODULE and len(words) > 1:

@@ -10,48 +10,15 @@ import os
 import platform
 from argparse import Namespace
 from collections.abc import Collection, Iterable, Mapping
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+from nest_megatron.integrations.megatron_lm.layout_arguments import arguments_of
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.version import __version__
 
-#: Megatron's arguments that may differ from rank to rank, with the reason; all others must not.
-MAY_DIFFER: Mapping[str, str] = MappingProxyType(
-    {
-        "rank": "the rank itself",
-        "local_rank": "the rank itself",
-        "config_logger_dir": "written by each rank for itself",
-        "data_cache_path": "a cache, which each host may have of its own",
-        "dump_param_to_param_group_map": "written by each rank for itself",
-        "flight_recorder_dump_path": "written by each rank for itself",
-        "logits_save_dir": "written by each rank for itself",
-        "memory_snapshot_path": "written by each rank for itself",
-        "moe_routing_trace_path": "written by each rank for itself",
-        "non_persistent_local_ckpt_dir": "a disk of the host's own",
-        "object_storage_cache_path": "a cache, which each host may have of its own",
-        "result_rejected_tracker_filename": "written by each rank for itself",
-        "rl_profile_dir": "written by each rank for itself",
-        "tensorboard_dir": "one rank writes it",
-        "wandb_save_dir": "one rank writes it",
-        "app_tag_run_name": "the name of a run, often with a time in it",
-        "one_logger_run_name": "the name of a run, often with a time in it",
-        "otel_service_name": "the name of a run, often with a time in it",
-        "wandb_exp_name": "the name of a run, often with a time in it",
-        "inference_coordinator_port": "a port of the host's own",
-        "straggler_ctrlr_port": "a port of the host's own",
-        "logging_level": "what a rank says of itself",
-        "profile": "a profiler watches some ranks",
-        "profile_ranks": "a profiler watches some ranks",
-        "profile_step_end": "a profiler watches some ranks",
-        "profile_step_start": "a profiler watches some ranks",
-        "pytorch_profiler_collect_callstack": "a profiler watches some ranks",
-        "pytorch_profiler_collect_chakra": "a profiler watches some ranks",
-        "pytorch_profiler_collect_shapes": "a profiler watches some ranks",
-        "record_memory_history": "a profiler watches some ranks",
-        "use_pytorch_profiler": "a profiler watches some ranks",
-    }
-)
+#: Megatron's arguments that may differ from rank to rank; all others must not.
+MAY_DIFFER = frozenset(arguments_of("may_differ"))
 #: Of these, names that mean something else in other people's configurations (LoRA's ``rank``).
 _OF_MEGATRON_ALONE = frozenset({"rank", "profile"})
 ABSENT = "not set"
@@ -64,18 +31,10 @@ def versions() -> dict[str, str]:
     """Versions that all ranks must share, by what a message calls them."""
     installed = installed_versions()
     major, minor, _ = platform.python_version_tuple()
-    return {
-        "version of nest-megatron": __version__,
-        "version of Python": f"{major}.{minor}",
-        **{
-            f"version of {said}": installed.get(name, ABSENT)
-            for name, said in {
-                "megatron_core": "megatron-core",
-                "torch": "torch",
-                "transformer_engine": "transformer-engine",
-            }.items()
-        },
-    }
+    packages = ("megatron_core", "torch", "transformer_engine")
+    found = {name.replace("_", "-"): installed.get(name, ABSENT) for name in packages}
+    own = {"nest-megatron": __version__, "Python": f"{major}.{minor}"}
+    return {f"version of {name}": version for name, version in (own | found).items()}
 
 
 def arguments(
@@ -84,7 +43,7 @@ def arguments(
     """Everything of Megatron's arguments that must be the same on all ranks, by its flag.
 
     Args:
-        flags: the flag of each destination; one that has none is named as an argument.
+        flags: by destination; what has none is named as an argument.
         may_differ: more destinations that may differ by rank.
     """
     return {
@@ -101,7 +60,7 @@ def fields(config: Any, name: str, may_differ: Collection[str] = ()) -> dict[str
         may_differ: more leaves that may differ by rank, by their last name, or whole dotted names
             of leaves and sections.
     """
-    left_out = {*(MAY_DIFFER.keys() - _OF_MEGATRON_ALONE), *may_differ}
+    left_out = {*(MAY_DIFFER - _OF_MEGATRON_ALONE), *may_differ}
     return {
         path: text
         for path, text in _leaves(config, name, ())
@@ -135,10 +94,10 @@ def _text(value: object, above: tuple[int, ...]) -> str:
     inside = (*above, id(value))
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{k!r}: {v}" for k, v in _items(value, inside)) + "}"
-    if isinstance(value, set | frozenset):
-        return "{" + ", ".join(sorted(_text(item, inside) for item in value)) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_text(item, inside) for item in value) + "]"
+    if isinstance(value, set | frozenset | list | tuple):
+        items = [_text(item, inside) for item in value]
+        is_list = isinstance(value, list | tuple)
+        return f"[{', '.join(items)}]" if is_list else "{" + ", ".join(sorted(items)) + "}"
     return _object(value, inside)
 
 
@@ -180,9 +139,8 @@ def _leaves(node: Any, name: str, above: tuple[int, ...]) -> Iterable[tuple[str,
     if not inside or id(node) in above or len(above) > _DEEPEST:
         yield name, comparable(node)
         return
-    for key in inside:
-        path = f"{name}.{key}" if name else str(key)
-        yield from _leaves(inside[key], path, (*above, id(node)))
+    for key, value in inside.items():
+        yield from _leaves(value, f"{name}.{key}" if name else str(key), (*above, id(node)))
 
 
 #: What to do about ranks that were started differently.
@@ -199,22 +157,22 @@ def differences(
     head: str = "the ranks were not started with the same job",
     advice: str = ADVICE,
 ) -> str:
-    """What differs between ranks, one name a line, with who has which value.
-
-    Args:
-        of_ranks: each rank's values by name; a name that a rank lacks is not set there.
-    """
-    names = dict.fromkeys(name for values in of_ranks.values() for name in values)
+    """What differs between ranks, one name a line, with who has which value."""
     lines = []
-    for name in names:
+    for name in dict.fromkeys(itertools.chain.from_iterable(of_ranks.values())):
         ranks_of: dict[str, list[int]] = {}
         for rank, values in of_ranks.items():
             ranks_of.setdefault(values.get(name, ABSENT), []).append(rank)
         if len(ranks_of) > 1:
-            shown = [f"{_short(v)} on {named(ranks, hosts)}" for v, ranks in ranks_of.items()]
+            most = _LONGEST_VALUE
+            shown = [
+                f"{v[:most]}{'...' * (len(v) > most)} on {named(ranks, hosts)}"
+                for v, ranks in ranks_of.items()
+            ]
             lines.append(f"\n  {name}: {'; '.join(shown)}")
-    more = [f"\n  ... and {len(lines) - _MOST_NAMES} more"] if len(lines) > _MOST_NAMES else []
-    return f"{head}:{''.join(lines[:_MOST_NAMES])}{''.join(more)}\n{advice}"
+    if len(lines) > _MOST_NAMES:
+        lines[_MOST_NAMES:] = [f"\n  ... and {len(lines) - _MOST_NAMES} more"]
+    return f"{head}:{''.join(lines)}\n{advice}"
 
 
 def named(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
@@ -232,7 +190,3 @@ def named(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
     shown = [*known[:_MOST_HOSTS], *(["..."] if len(known) > _MOST_HOSTS else [])]
     there = f" ({', '.join(shown)})" if shown else ""
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(runs)}{there}"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."

@@ -4,35 +4,99 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
-from nest_megatron.config.job import Job, Requirement
+from nest_megatron.config.job import FreeParameters, Job, Requirement
 from nest_megatron.config.schema import PlanConfig
-from nest_megatron.config.space import read_space
-from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.layout_arguments import RECOMPUTE, VIRTUAL_STAGES
-from nest_megatron.integrations.megatron_lm.rules import MODULES_OF_ENGINE
-from nest_megatron.integrations.megatron_lm.sharding import (
-    CHECKPOINT_NEEDS,
-    IMPLEMENTATION,
-    for_optimizer,
-    loads,
-    with_own_sharding,
+from nest_megatron.config.space import fixed_degrees, read_space
+from nest_megatron.errors import UserInputError, nearest
+from nest_megatron.integrations.megatron_lm import sharding
+from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    PARALLEL_ARGUMENTS,
+    RECOMPUTE,
+    STAGE_OPTIONS,
+    VIRTUAL_STAGES,
+    flag_error,
 )
-from nest_megatron.integrations.megatron_lm.stage_options import STAGE_OPTIONS, stated_partition
-from nest_megatron.integrations.megatron_lm.typed import LAYOUT, freed_flags
+from nest_megatron.integrations.megatron_lm.rules import not_recomputed_locally
+from nest_megatron.integrations.megatron_lm.stage_options import stated_partition
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.dims import RankOrder
+from nest_megatron.parallel.execution_argv import EXECUTION_ARGUMENTS
 from nest_megatron.parallel.layout import parse_layout
 from nest_megatron.parallel.partition import StagePartition
-from nest_megatron.parallel.recompute import RecomputeModule
+from nest_megatron.parallel.zero import ZeroStage
+from nest_megatron.planner import PlanRequest
 from nest_megatron.planner.request import Offer
 from nest_megatron.solver.space import DEGREES, SearchSpace
 
-_CONTEXT = "context_parallel_size"
-_EXPERTS = "expert_model_parallel_size"
-_PIPELINE = "pipeline_model_parallel_size"
+#: Names that free several flags at once.
+FAMILIES = {
+    "all": (*PARALLEL_ARGUMENTS, sharding.CKPT_FORMAT),
+    "virtual_pipeline_model_parallel_size": VIRTUAL_STAGES,
+    "stage_layout": STAGE_OPTIONS,
+    "recompute": RECOMPUTE,
+    "zero_stage": sharding.STAGE,
+    "use_megatron_fsdp": sharding.IMPLEMENTATION,
+    "use_torch_fsdp2": sharding.IMPLEMENTATION,
+    "rank_order": ("use_tp_pp_dp_mapping",),
+}
+#: Choices of a layout, and the flags that state each.
+LAYOUT = {
+    **{name: (name,) for name in DEGREES if name in PARALLEL_ARGUMENTS},
+    **{
+        name: flags
+        for name, flags in FAMILIES.items()
+        if name not in ("all", sharding.IMPLEMENTATION[1])
+    },
+}
+#: What a user can keep, one choice each, and the flags that state it.
+CHOICES = {**LAYOUT, **EXECUTION_ARGUMENTS}
+#: Flags that mean something together only, so that freeing one frees all.
+_TOGETHER = (RECOMPUTE, VIRTUAL_STAGES, *EXECUTION_ARGUMENTS.values())
+
+
+def freed_flags(free: FreeParameters) -> frozenset[str]:
+    """Destinations that the search may change.
+
+    Raises:
+        UserInputError: for a name that frees nothing.
+    """
+    known = {**{name: (name,) for name in FAMILIES["all"]}, **FAMILIES, **CHOICES}
+    names: set[str] = set()
+    for name in free.names:
+        plain = name.strip().lstrip("-").replace("-", "_")
+        if plain not in known:
+            limit, fix = "it is no flag that a plan sets", nearest(plain, known)
+            raise UserInputError(free.option, value=name, limit=limit, fix=fix)
+        names.update(known[plain])
+    for flags in _TOGETHER:
+        if names.intersection(flags):
+            names.update(flags)
+    return frozenset(names)
+
+
+def kept_flags(job: Job, request: PlanRequest, config: PlanConfig) -> frozenset[str]:
+    """Destinations whose flags stay in the job's command; settings of our own command line win."""
+    assert job.command is not None
+    parallel = config.parallel
+    replaced = set(fixed_degrees(config))
+    if request.space.partition is None:
+        replaced.update((*STAGE_OPTIONS, *VIRTUAL_STAGES))
+    if parallel.rank_order is not None:
+        replaced.add("use_tp_pp_dp_mapping")
+    if parallel.recompute_granularity is not None:
+        replaced.update(RECOMPUTE)
+    if parallel.zero_stage is not None:
+        replaced.update((*sharding.STAGE, *sharding.IMPLEMENTATION, sharding.CKPT_FORMAT))
+    ours = job.command.explicit.intersection(FAMILIES["all"])
+    return ours - replaced - freed_flags(job.free)
+
+
+_EXPERTS, _PIPELINE = "expert_model_parallel_size", "pipeline_model_parallel_size"
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
+_LAYOUT = "pipeline_model_parallel_layout"
 
 
 def job_space(job: Job, config: PlanConfig) -> tuple[SearchSpace, Offer | None]:
@@ -44,22 +108,24 @@ def job_space(job: Job, config: PlanConfig) -> tuple[SearchSpace, Offer | None]:
     Raises:
         UserInputError: if what the job states cannot be kept.
     """
-    freed = freed_flags(job.free)
-    fixed = {name: value for name, value in job.fixed.items() if name not in freed}
-    space, offer = _space(config, job, fixed, freed), None
-    space = dataclasses.replace(space, zero_stages=for_optimizer(space.zero_stages, job))
+    freed, offer = freed_flags(job.free), None
+    space = _space(config, job, freed)
+    space = dataclasses.replace(space, zero_stages=sharding.for_optimizer(space.zero_stages, job))
     if config.parallel.zero_stage is None:
-        space, offer = with_own_sharding(space, job, freed)
-        if IMPLEMENTATION[0] in job.required:
+        space, offer = sharding.with_own_sharding(space, job, freed)
+        if sharding.IMPLEMENTATION[0] in job.required:
             offer = None  # a checkpoint's sharding is not to be changed
     return _with_required(space, job.spec, job.required), offer
 
 
 def fixed_choices(job: Job) -> tuple[str, ...]:
     """What of the job's choices a plan holds fixed, by their names in ``LAYOUT``."""
-    freed = freed_flags(job.free)
-    fixed = {name: value for name, value in job.fixed.items() if name not in freed}
-    return tuple(name for name, flags in LAYOUT.items() if any(map(fixed.get, flags)))
+    stated = _stated(job, freed_flags(job.free))
+    return tuple(name for name, flags in LAYOUT.items() if any(map(stated.get, flags)))
+
+
+def _stated(job: Job, freed: frozenset[str]) -> dict[str, Any]:
+    return {name: value for name, value in job.fixed.items() if name not in freed}
 
 
 def _with_required(
@@ -71,52 +137,49 @@ def _with_required(
         if name not in DEGREES or need.value is None:
             continue
         if fixed.setdefault(name, int(need.value)) != need.value:
-            _refuse_kept(name, fixed[name], need)
-    zeros = tuple(zero for zero in space.zero_stages if loads(zero, space.sharding, required))
+            raise _not_loadable(name, fixed[name], need)
+
+    def loading(needs: Mapping[str, Requirement]) -> tuple[ZeroStage, ...]:
+        return tuple(z for z in space.zero_stages if sharding.loads(z, space.sharding, needs))
+
+    zeros = loading(required)
     if not zeros:
-        needs = [{name: required[name]} for name in CHECKPOINT_NEEDS if name in required]
-        alone = [
-            n for n in needs if not any(loads(z, space.sharding, n) for z in space.zero_stages)
-        ]
-        ((name, need),) = (alone or needs)[0].items()
-        _refuse_kept(name, not need.value, need)
-    partition = space.partition
-    layout = required.get("pipeline_model_parallel_layout")
+        needs = {name: required[name] for name in sharding.CHECKPOINT_NEEDS if name in required}
+        alone = [name for name in needs if not loading({name: needs[name]})]
+        name = next(iter((*alone, *needs)))
+        raise _not_loadable(name, not needs[name].value, needs[name])
+    partition, layout = space.partition, required.get(_LAYOUT)
     if layout is not None and layout.value is not None:
         saved = parse_layout(str(layout.value), spec, fixed[_PIPELINE])
         if partition not in (None, saved):
-            _refuse_kept("pipeline_model_parallel_layout", "as given", layout)
+            raise _not_loadable(_LAYOUT, "as given", layout)
         partition = saved
     return dataclasses.replace(space, fixed=fixed, zero_stages=zeros, partition=partition)
 
 
-def _refuse_kept(name: str, value: object, need: Requirement) -> NoReturn:
-    raise UserInputError(
-        f"--{name.replace('_', '-')}",
-        value=value,
-        limit=f"{need.who} needs {need.value}: {need.reason}",
-        fix=f"Change it, or {need.fix}.",
-    )
+def _not_loadable(name: str, value: object, need: Requirement) -> UserInputError:
+    limit = f"{need.who} needs {need.value}: {need.reason}"
+    return flag_error(name, value, limit, f"Change it, or {need.fix}.")
 
 
-def _space(
-    config: PlanConfig, job: Job, kept: Mapping[str, Any], freed: frozenset[str]
-) -> SearchSpace:
-    own, spec = read_space(config), job.spec
-    if job.transformer_impl == "local":
-        own = _without_engine(own, spec)
+def _space(config: PlanConfig, job: Job, freed: frozenset[str]) -> SearchSpace:
+    own, spec, stated = read_space(config), job.spec, _stated(job, freed)
+    if job.transformer_impl == "local":  # Megatron's own layers split no sequence, recompute less
+        limits = {"context_parallel_size": 1, **own.limits}
+        without = frozenset(not_recomputed_locally(spec))
+        own = dataclasses.replace(own, limits=limits, without_modules=without)
     if job.graphs is not None:
-        own = _with_graphs(own, job, alone=not kept.get(_EXPERTS))
-    fixed = {name: int(kept[name]) for name in DEGREES if kept.get(name) is not None}
-    partition = _fixed_stages(spec, kept, fixed, freed)
+        own = _with_graphs(own, job, job.graphs, alone=not stated.get(_EXPERTS))
+    fixed = {name: int(stated[name]) for name in DEGREES if stated.get(name) is not None}
+    partition = _fixed_stages(spec, stated, fixed, freed)
     if partition is not None:
         pp = partition.pipeline_model_parallel_size
         fixed |= {_PIPELINE: pp, _VIRTUAL: partition.num_chunks // pp}
     else:
-        virtual = _virtual(kept, fixed, spec)
+        virtual = _virtual(stated, fixed, spec)
         fixed |= {} if virtual is None else {_VIRTUAL: virtual}
     orders, recompute = own.rank_orders, own.recompute
-    if config.parallel.rank_order is None and kept.get("use_tp_pp_dp_mapping"):
+    if config.parallel.rank_order is None and stated.get("use_tp_pp_dp_mapping"):
         orders = (RankOrder.TP_CP_EP_PP_DP,)
     if recompute is None and not freed.intersection(RECOMPUTE):
         recompute = job.recompute
@@ -130,21 +193,9 @@ def _space(
     )
 
 
-def _without_engine(space: SearchSpace, spec: TransformerSpec) -> SearchSpace:
-    """The space of Megatron's own layers, which split no sequence and recompute less."""
-    without = MODULES_OF_ENGINE | ({RecomputeModule.MLP} if spec.add_bias_linear else set())
-    limits = {_CONTEXT: 1, **space.limits}
-    return dataclasses.replace(space, limits=limits, without_modules=frozenset(without))
-
-
-def _with_graphs(space: SearchSpace, job: Job, *, alone: bool) -> SearchSpace:
-    """The space of what may stand beside captured CUDA graphs.
-
-    Args:
-        alone: the expert-parallel size is not the user's own.
-    """
-    graphs, limits = job.graphs, dict(space.limits)
-    assert graphs is not None
+def _with_graphs(space: SearchSpace, job: Job, graphs: CudaGraphs, *, alone: bool) -> SearchSpace:
+    """What goes with CUDA graphs; ``alone``: the user states no expert-parallel size."""
+    limits = dict(space.limits)
     if alone and not graphs.allows_experts(2, job.version):
         limits[_EXPERTS] = 1
     return dataclasses.replace(
@@ -157,42 +208,33 @@ def _with_graphs(space: SearchSpace, job: Job, *, alone: bool) -> SearchSpace:
 
 def _fixed_stages(
     spec: TransformerSpec,
-    kept: Mapping[str, Any],
+    values: Mapping[str, Any],
     fixed: Mapping[str, int],
     freed: frozenset[str],
 ) -> StagePartition | None:
-    """The user's own stages, where they state any."""
-    stated = [name for name in STAGE_OPTIONS if kept.get(name)]
-    virtual = [name for name in VIRTUAL_STAGES if kept.get(name)]
+    stated = [name for name in STAGE_OPTIONS if values.get(name)]
+    virtual = [name for name in VIRTUAL_STAGES if values.get(name)]
     if virtual and not stated and not freed.intersection(STAGE_OPTIONS):
         stated = virtual if _PIPELINE in fixed else []  # Megatron divides evenly
     if stated and _PIPELINE in freed:
-        raise UserInputError(
-            f"--{stated[0].replace('_', '-')}",
-            value=kept[stated[0]],
-            limit="it divides the model for one number of pipeline ranks, and that number is freed",
-            fix="Free stage_layout as well, or keep the number.",
-        )
-    return stated_partition(spec, kept, fixed.get(_PIPELINE, 1)) if stated else None
+        limit = "it divides the model for one number of pipeline ranks, and that number is freed"
+        fix = "Free stage_layout as well, or keep the number."
+        raise flag_error(stated[0], values[stated[0]], limit, fix)
+    return stated_partition(spec, values, fixed.get(_PIPELINE, 1)) if stated else None
 
 
 def _virtual(
-    kept: Mapping[str, Any], fixed: Mapping[str, int], spec: TransformerSpec
+    values: Mapping[str, Any], fixed: Mapping[str, int], spec: TransformerSpec
 ) -> int | None:
-    """Virtual stages of a rank, from either of Megatron's two flags."""
-    direct = kept.get("num_virtual_stages_per_pipeline_rank")
-    if isinstance(direct, int):
-        return direct
-    layers = kept.get("num_layers_per_virtual_pipeline_stage")
-    if not isinstance(layers, int):
-        return None
-    pp = fixed.get("pipeline_model_parallel_size")
+    layers, direct = map(values.get, VIRTUAL_STAGES)
+    if isinstance(direct, int) or not isinstance(layers, int):
+        return direct if isinstance(direct, int) else None
+    pp = fixed.get(_PIPELINE)
     if pp is None or layers < 1 or spec.num_layers % (pp * layers):
-        raise UserInputError(
-            "--num-layers-per-virtual-pipeline-stage",
-            value=layers,
-            limit=f"with {pp or 'a free number of'} pipeline ranks it makes no whole number of "
-            f"virtual stages of the {spec.num_layers} layers",
-            fix=f"Add --free {_VIRTUAL}, or --pipeline-model-parallel-size.",
+        limit = (
+            f"with {pp or 'a free number of'} pipeline ranks it makes no whole number of "
+            f"virtual stages of the {spec.num_layers} layers"
         )
+        fix = f"Add --free {_VIRTUAL}, or --pipeline-model-parallel-size."
+        raise flag_error(VIRTUAL_STAGES[0], layers, limit, fix)
     return spec.num_layers // (pp * layers)

@@ -1,13 +1,18 @@
-"""A job stays with its own data-parallel sharding, unless the user frees it; another is priced."""
+"""What divides a job's states among its replicas, and what its optimizer runs under.
+
+A job stays with its own data-parallel sharding, unless the user frees it; another is priced.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import NoReturn
+from typing import Any
 
 from nest_megatron.config.job import Job, Requirement
+from nest_megatron.cost_model.memory_flags import text
 from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error, flag_of
 from nest_megatron.parallel.rules import allows_optimizer
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 from nest_megatron.planner.request import Offer
@@ -25,7 +30,8 @@ _FORMATS = {
     DataParallelSharding.DDP: "torch_dist",
     DataParallelSharding.MEGATRON_FSDP: "fsdp_dtensor",
 }
-_PIPELINE, _EXPERTS = "pipeline_model_parallel_size", "expert_model_parallel_size"
+_AWARE = "use_precision_aware_optimizer"
+_STATE_FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def with_own_sharding(
@@ -41,38 +47,29 @@ def with_own_sharding(
         UserInputError: if the job's own sharding contradicts its degrees or its checkpoint format.
     """
     if CKPT_FORMAT not in freed and not _saves(job.sharding, job.ckpt_format):
-        _refuse_format(job)
-    held = {s: _held(job, s, freed) for s in _FORMATS if s is not job.sharding}
+        raise _refused_format(job)
+    fixed = {s: _fixed_by_user(job, s, freed) for s in _FORMATS if s is not job.sharding}
     every = space.zero_stages
-    if not any(held.values()):
+    if not any(fixed.values()):
         return space, None
-    others = tuple(zero for zero in every if held.get(zero.sharding))
-    offer = _offer(dataclasses.replace(space, zero_stages=others), job, held)
-    freely = tuple(zero for zero in every if held.get(zero.sharding) == [])
+    others = tuple(zero for zero in every if fixed.get(zero.sharding))
+    saved, offer = job.ckpt_format or _FORMATS.get(job.sharding, "torch_dist"), None
+    if others:
+        offer = Offer(
+            space=dataclasses.replace(space, zero_stages=others),
+            own=job.sharding,
+            free={sharding: _spelled(job.free.option, names) for sharding, names in fixed.items()},
+            ckpt_format={s: kind for s, kind in _FORMATS.items() if not _saves(s, saved)},
+        )
+    freely = tuple(zero for zero in every if fixed.get(zero.sharding) == [])
     if freely:  # from torch FSDP2 to what saves the format that is kept
         return dataclasses.replace(space, zero_stages=freely), offer
     zeros = job.sharding.zero_stages
-    if job.zero is not None and not any(name in freed for name in (*IMPLEMENTATION, *STAGE)):
+    if job.zero is not None and not set(freed).intersection((*IMPLEMENTATION, *STAGE)):
         zeros = (job.zero,)
     zeros = for_optimizer(zeros, job)
     own = dataclasses.replace(space, zero_stages=zeros, sharding=job.sharding)
     return _on_its_mesh(own, job.sharding), offer
-
-
-def _offer(
-    space: SearchSpace,
-    job: Job,
-    held: Mapping[DataParallelSharding, list[str]],
-) -> Offer | None:
-    if not space.zero_stages:
-        return None
-    saved = job.ckpt_format or _FORMATS.get(job.sharding, "torch_dist")
-    return Offer(
-        space=space,
-        own=job.sharding,
-        free={sharding: _spelled(job.free.option, names) for sharding, names in held.items()},
-        ckpt_format={s: kind for s, kind in _FORMATS.items() if not _saves(s, saved)},
-    )
 
 
 def loads(
@@ -89,34 +86,23 @@ def loads(
 
 
 def for_optimizer(zeros: Collection[ZeroStage], job: Job) -> tuple[ZeroStage, ...]:
-    """The stages that the job's optimizer and its flags run under.
-
-    Raises:
-        UserInputError: if there is none.
-    """
-    optimizer = job.optimizer
-    if set(zeros) == {ZeroStage.NONE} and (flag := _needs_shared_states(job)):
-        raise UserInputError(
-            f"--{flag.replace('_', '-')}",
-            value=True,
-            limit=f"Megatron-LM {job.version} refuses it without --use-distributed-optimizer",
-            fix="Add that flag, drop this one, or free zero_stage.",
-        )
+    """The stages that the job's optimizer and its flags run under; none is a user's error."""
+    needs = _needs_shared_states(job)
     allowed = tuple(
         zero
         for zero in zeros
-        if allows_optimizer(optimizer, zero, job.version)
-        and (zero is not ZeroStage.NONE or not _needs_shared_states(job))
+        if allows_optimizer(job.optimizer, zero, job.version)
+        and not (needs and zero is ZeroStage.NONE)
     )
     if allowed:
         return allowed
-    raise UserInputError(
-        "--optimizer",
-        value=optimizer,
-        limit=f"Megatron-LM {job.version} refuses it where replicas divide states "
-        f"(ZeRO-{', '.join(str(int(zero)) for zero in zeros)})",
-        fix="Drop that flag, or free zero_stage.",
-    )
+    refuses = f"Megatron-LM {job.version} refuses it"
+    if needs and set(zeros) == {ZeroStage.NONE}:
+        limit = f"{refuses} without --use-distributed-optimizer"
+        raise flag_error(needs, True, limit, "Add that flag, drop this one, or free zero_stage.")
+    stages = ", ".join(str(int(zero)) for zero in zeros)
+    limit = f"{refuses} where replicas divide states (ZeRO-{stages})"
+    raise flag_error("optimizer", job.optimizer, limit, "Drop that flag, or free zero_stage.")
 
 
 def _needs_shared_states(job: Job) -> str | None:
@@ -126,8 +112,41 @@ def _needs_shared_states(job: Job) -> str | None:
     ``OptimizerConfig.__post_init__``.
     """
     of_script = ("fp8_param_gather",) if job.script else ()
-    asserting = (*of_script, "use_precision_aware_optimizer")
-    return next((name for name in asserting if job.memory_flags.get(name)), None)
+    return next(filter(job.memory_flags.get, (*of_script, _AWARE)), None)
+
+
+def require_optimizer(values: Mapping[str, Any], version: str) -> None:
+    """Raise for a flag that needs ``--use-precision-aware-optimizer`` where that is not given.
+
+    And for fp8 weights, which the optimizer on the host takes with delayed scaling alone. Sources:
+    ``validate_args`` (core_v0.16.1 :1190, :1195; 0.20 :1884, :1889) and
+    ``OptimizerConfig.__post_init__`` (``optimizer_config.py``, core_v0.16.1 :416; 0.20 :470).
+
+    Args:
+        values: Megatron's arguments by destination, before or after its validation.
+
+    Raises:
+        UserInputError: naming the flag, and the one that it needs.
+    """
+    recipe = text(values.get("fp8_recipe") or "delayed")
+    offloads = values.get("optimizer_cpu_offload")
+    if offloads and values.get("fp8_param_gather") and recipe != "delayed":
+        limit = (
+            f"with --fp8-param-gather Megatron-LM {version} offloads the optimizer under "
+            "delayed scaling alone"
+        )
+        fix = "Use --fp8-recipe delayed, or drop --optimizer-cpu-offload."
+        raise flag_error("fp8_recipe", recipe, limit, fix)
+    given = {name: text(values[name]) for name in _STATE_FORMATS if values.get(name)}
+    refused: dict[str, object] = {name: word for name, word in given.items() if word != "fp32"}
+    if offloads:
+        refused["optimizer_cpu_offload"] = True
+    if refused and not values.get(_AWARE):
+        name, value = next(iter(refused.items()))
+        aware = flag_of(_AWARE)
+        limit = f"Megatron-LM {version} refuses it without {aware}"
+        fix = f"Add {aware} and --use-distributed-optimizer, or drop it."
+        raise flag_error(name, value, limit, fix)
 
 
 def _saves(sharding: DataParallelSharding, ckpt_format: str | None) -> bool:
@@ -141,20 +160,20 @@ def _saves(sharding: DataParallelSharding, ckpt_format: str | None) -> bool:
     return ckpt_format is None or sharding is not DataParallelSharding.MEGATRON_FSDP
 
 
-def _refuse_format(job: Job) -> NoReturn:
+def _refused_format(job: Job) -> UserInputError:
     free = f"or free it with {_spelled(job.free.option, [CKPT_FORMAT])}."
     if job.sharding is DataParallelSharding.MEGATRON_FSDP:
         limit = "--use-megatron-fsdp saves fsdp_dtensor and no other format"
         fix = f"Use --ckpt-format fsdp_dtensor, drop --use-megatron-fsdp, {free}"
     else:
-        owner = IMPLEMENTATION[job.ckpt_format == "torch_dcp"].replace("_", "-")
-        limit = f"only --{owner} saves it, and the job lacks that flag"
-        fix = f"Add --{owner}, {free}"
+        owner = flag_of(IMPLEMENTATION[job.ckpt_format == "torch_dcp"])
+        limit = f"only {owner} saves it, and the job lacks that flag"
+        fix = f"Add {owner}, {free}"
     limit = f"{limit}; Megatron-LM {job.version} refuses the two together"
-    raise UserInputError("--ckpt-format", value=job.ckpt_format, limit=limit, fix=fix)
+    return flag_error(CKPT_FORMAT, job.ckpt_format, limit, fix)
 
 
-def _held(job: Job, other: DataParallelSharding, freed: Collection[str]) -> list[str]:
+def _fixed_by_user(job: Job, other: DataParallelSharding, freed: Collection[str]) -> list[str]:
     """What must be freed before another implementation may be taken; nothing if it may."""
     of_torch = job.sharding is DataParallelSharding.TORCH_FSDP2
     names = [] if IMPLEMENTATION[0] in freed else [IMPLEMENTATION[of_torch]]
@@ -167,22 +186,21 @@ def _on_its_mesh(space: SearchSpace, sharding: DataParallelSharding) -> SearchSp
     """Neither FSDP has a pipeline, and torch's has no expert parallelism (args:606-612)."""
     needs = {
         DataParallelSharding.DDP: (),
-        DataParallelSharding.MEGATRON_FSDP: (_PIPELINE,),
-        DataParallelSharding.TORCH_FSDP2: (_PIPELINE, _EXPERTS),
+        DataParallelSharding.MEGATRON_FSDP: ("pipeline_model_parallel_size",),
+        DataParallelSharding.TORCH_FSDP2: (
+            "pipeline_model_parallel_size",
+            "expert_model_parallel_size",
+        ),
     }[sharding]
     for name in needs:
         if space.fixed.get(name, 1) != 1:
-            raise UserInputError(
-                f"--{name.replace('_', '-')}",
-                value=space.fixed[name],
-                limit=f"it must be 1 under --use-{sharding.value.replace('_', '-')}",
-                fix="Use 1, or another data-parallel sharding.",
-            )
+            limit = f"it must be 1 under {flag_of(f'use_{sharding.value}')}"
+            fix = "Use 1, or another data-parallel sharding."
+            raise flag_error(name, space.fixed[name], limit, fix)
     return dataclasses.replace(space, fixed={**space.fixed, **dict.fromkeys(needs, 1)})
 
 
 def _spelled(option: str, names: list[str]) -> str:
-    """What the user types to free some names."""
     if option == "free":  # of a recipe, where it lists all that may change
         return "free=['all']"
     return f"{option} {','.join(names)}" if option[0] == "-" else f"{option}=[{','.join(names)}]"

@@ -11,22 +11,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.layout_arguments import VIRTUAL_STAGES
+from nest_megatron.integrations.megatron_lm.layout_arguments import (
+    STAGE_OPTIONS,
+    VIRTUAL_STAGES,
+    flag_of,
+)
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.layout import parse_layout, uniform_partition
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.rules import mtp_chunk, mtp_chunk_fits
 
-_LAYOUT = "pipeline_model_parallel_layout"
-_FIRST = "decoder_first_pipeline_num_layers"
-_LAST = "decoder_last_pipeline_num_layers"
-_EMBEDDING = "account_for_embedding_in_pipeline_split"
-_LOSS = "account_for_loss_in_pipeline_split"
-_LAYERS_A_STAGE = "num_layers_per_virtual_pipeline_stage"
-_STAGES_A_RANK = "num_virtual_stages_per_pipeline_rank"
-
-#: Arguments that state the stage boundaries.
-STAGE_OPTIONS = (_LAYOUT, _FIRST, _LAST, _EMBEDDING, _LOSS)
+_LAYOUT, _FIRST, _LAST, _EMBEDDING, _LOSS = STAGE_OPTIONS
+_LAYERS_A_STAGE, _STAGES_A_RANK = VIRTUAL_STAGES
 
 #: Arguments with those that may not stand beside them.
 _EXCLUDED: Mapping[str, tuple[str, ...]] = {
@@ -40,15 +36,12 @@ _EXCLUDED: Mapping[str, tuple[str, ...]] = {
 def user_partition(
     spec: TransformerSpec, values: Mapping[str, Any], pipeline_model_parallel_size: int
 ) -> StagePartition | None:
-    """The stages that a user's own flags make of a model.
+    """The stages that a user's own flags make of a model; ``None`` if no boundaries are stated.
 
     Args:
         values: Megatron's arguments by destination name. Those of ``STAGE_OPTIONS`` state the
             boundaries; the two on virtual stages only say how many of them a rank has. What is
             absent, ``None`` or false is not given.
-
-    Returns:
-        ``None`` if no boundaries are stated.
 
     Raises:
         UserInputError: for what Megatron refuses:
@@ -69,7 +62,19 @@ def user_partition(
     """
     if not any(_is_given(values, name) for name in STAGE_OPTIONS):
         return None
-    pp = pipeline_model_parallel_size
+    return _partition(spec, values, pipeline_model_parallel_size)
+
+
+def stated_partition(
+    spec: TransformerSpec, values: Mapping[str, Any], pipeline_model_parallel_size: int
+) -> StagePartition | None:
+    """As ``user_partition``, and the even stages that a number of virtual ones makes by itself."""
+    if not any(values.get(name) for name in VIRTUAL_STAGES):
+        return user_partition(spec, values, pipeline_model_parallel_size)
+    return _partition(spec, values, pipeline_model_parallel_size)
+
+
+def _partition(spec: TransformerSpec, values: Mapping[str, Any], pp: int) -> StagePartition:
     if pp < 1:
         raise _refusal("pipeline_model_parallel_size", pp, "it is at least 1", "Raise it.")
     _check_exclusions(values)
@@ -79,30 +84,13 @@ def user_partition(
     return partition
 
 
-def stated_partition(
-    spec: TransformerSpec, values: Mapping[str, Any], pipeline_model_parallel_size: int
-) -> StagePartition | None:
-    """As ``user_partition``, and the even stages that a number of virtual ones makes by itself."""
-    virtual = any(values.get(name) for name in VIRTUAL_STAGES)
-    if not virtual or any(_is_given(values, name) for name in STAGE_OPTIONS):
-        return user_partition(spec, values, pipeline_model_parallel_size)
-    _check_exclusions(values)
-    partition = _split(spec, values, pipeline_model_parallel_size)
-    _check_places(spec, partition)
-    return partition
-
-
 def _split(spec: TransformerSpec, values: Mapping[str, Any], pp: int) -> StagePartition:
-    """The stages that first and last layers, or the account-for flags, make."""
     virtual = _virtual_size(spec, values, pp)
     first, last = values.get(_FIRST), values.get(_LAST)
     if virtual > 1 and pp == 2 and first is not None and last is not None:
-        raise _refusal(
-            f"{_FIRST}, {_LAST}",
-            (first, last),
-            "with virtual stages Megatron needs a rank between the first and the last one",
-            "Give one of the two, or a layout.",
-        )
+        limit = "with virtual stages Megatron needs a rank between the first and the last one"
+        fix = "Give one of the two, or a layout."
+        raise _refusal(f"{_FIRST}, {_LAST}", (first, last), limit, fix)
     return uniform_partition(
         spec,
         pp,
@@ -127,13 +115,11 @@ def _virtual_size(spec: TransformerSpec, values: Mapping[str, Any], pp: int) -> 
         return int(values.get(_STAGES_A_RANK) or 1)
     total = spec.num_layers + bool(values.get(_EMBEDDING)) + bool(values.get(_LOSS))
     if total % (pp * layers):
-        raise _refusal(
-            _LAYERS_A_STAGE,
-            layers,
+        limit = (
             f"{total} layers, embedding and loss included where they are accounted for, make no "
-            f"whole number of such stages on each of {pp} pipeline ranks",
-            f"Use {_STAGES_A_RANK}, or a layout.",
+            f"whole number of such stages on each of {pp} pipeline ranks"
         )
+        raise _refusal(_LAYERS_A_STAGE, layers, limit, f"Use {_STAGES_A_RANK}, or a layout.")
     return int(total // (pp * layers))
 
 
@@ -141,32 +127,21 @@ def _check_exclusions(values: Mapping[str, Any]) -> None:
     for name, others in _EXCLUDED.items():
         for other in others:
             if _is_given(values, name) and _is_given(values, other):
-                raise _refusal(
-                    name,
-                    values[name],
-                    f"Megatron refuses it beside {other} ({values[other]})",
-                    "Give one of the two.",
-                )
+                limit = f"Megatron refuses it beside {other} ({values[other]})"
+                raise _refusal(name, values[name], limit, "Give one of the two.")
 
 
 def _check_places(spec: TransformerSpec, partition: StagePartition) -> None:
     """Refuse virtual stages without a pipeline, and MTP layers where Megatron has none."""
     pp = partition.pipeline_model_parallel_size
     if pp == 1 and partition.num_chunks > 1:
-        raise _refusal(
-            "pipeline_model_parallel_size",
-            pp,
-            f"{partition.num_chunks} virtual stages need more than one pipeline rank",
-            "Raise it, or give one stage.",
-        )
+        limit = f"{partition.num_chunks} virtual stages need more than one pipeline rank"
+        raise _refusal("pipeline_model_parallel_size", pp, limit, "Raise it, or give one stage.")
     chunk = mtp_chunk(spec, partition)
     if chunk is not None and not mtp_chunk_fits(chunk, pp, partition.num_chunks // pp):
-        raise _refusal(
-            _LAYOUT,
-            f"m in stage {chunk + 1} of {partition.num_chunks}",
-            "MTP layers lie in the last virtual stage of a rank other than the first",
-            "Write m in the last stage.",
-        )
+        found = f"m in stage {chunk + 1} of {partition.num_chunks}"
+        limit = "MTP layers lie in the last virtual stage of a rank other than the first"
+        raise _refusal(_LAYOUT, found, limit, "Write m in the last stage.")
 
 
 def _is_given(values: Mapping[str, Any], name: str) -> bool:
@@ -175,5 +150,5 @@ def _is_given(values: Mapping[str, Any], name: str) -> bool:
 
 
 def _refusal(what: str, value: object, limit: str, fix: str) -> UserInputError:
-    flags = ", ".join(f"--{name.strip().replace('_', '-')}" for name in what.split(","))
+    flags = ", ".join(flag_of(name.strip()) for name in what.split(","))
     return UserInputError(flags, value=value, limit=limit, fix=fix)

@@ -34,10 +34,10 @@ class Expected:
 
 def expected(plan: ParallelPlan) -> Expected:
     """What a plan predicts for global rank 0, which is on the first pipeline rank."""
-    first, known = plan.predicted.stages[0], plan.uncertainty
+    known = plan.uncertainty
     return Expected(
         iteration_time_s=plan.predicted.iteration_time_s,
-        memory_bytes=sum(first.memory_bytes.values()),
+        memory_bytes=sum(plan.predicted.stages[0].memory_bytes.values()),
         range_s=None if known is None else (known.low_s, known.high_s),
     )
 
@@ -49,9 +49,6 @@ def watched(
 
     Only the moments at which steps begin are noted, so nothing waits for the device; an
     evaluation or a checkpoint between two steps does not move the median.
-
-    Args:
-        iterations: steps to look at; the first quarter of them is left out.
     """
     begun: list[float] = []
 
@@ -67,10 +64,7 @@ def watched(
 
 
 def comparison(begun: list[float], prediction: Expected, memory_bytes: Bytes | None) -> str:
-    """One line on measured and predicted figures.
-
-    Args:
-        begun: when each step began, in seconds.
+    """One line on measured and predicted figures, from when each step began, in seconds.
 
     >>> prediction = Expected(iteration_time_s=1.0, memory_bytes=50 << 30, range_s=(0.9, 1.1))
     >>> comparison([0.0, 3.0, 4.25, 5.5, 6.75], prediction, 60 << 30)
@@ -80,28 +74,22 @@ def comparison(begun: list[float], prediction: Expected, memory_bytes: Bytes | N
     """
     skipped = int(_WARM_UP * (len(begun) - 1))
     times = [after - before for before, after in itertools.pairwise(begun)][skipped:]
-    step = statistics.median(times)
-    predicted = prediction.iteration_time_s
+    step, where = statistics.median(times), ""
+    if prediction.range_s is not None:
+        low, high = prediction.range_s
+        inside = "inside" if low <= step <= high else "outside"
+        where = f", {inside} {format_range(low, high)}, where 9 of 10 runs lie"
+    predicted, wanted = prediction.iteration_time_s, prediction.memory_bytes
     line = (
         f"measured over iterations {skipped + 1} to {len(begun) - 1}: {format_seconds(step)} a "
-        f"step (predicted {format_seconds(predicted)}, {_more(step, predicted)}"
-        f"{_in_range(step, prediction.range_s)})"
+        f"step (predicted {format_seconds(predicted)}, {_more(step, predicted)}{where})"
     )
     if memory_bytes is None:
         return line
-    wanted = prediction.memory_bytes
     return (
         f"{line}, peak memory of rank 0 {format_gib(memory_bytes)} "
         f"(predicted {format_gib(wanted)}, {_more(memory_bytes, wanted)})"
     )
-
-
-def _in_range(step_s: Seconds, range_s: tuple[Seconds, Seconds] | None) -> str:
-    if range_s is None:
-        return ""
-    low, high = range_s
-    where = "inside" if low <= step_s <= high else "outside"
-    return f", {where} {format_range(low, high)}, where 9 of 10 runs lie"
 
 
 def _more(measured: float, predicted: float) -> str:
@@ -109,11 +97,7 @@ def _more(measured: float, predicted: float) -> str:
 
 
 def peak_memory_bytes() -> Bytes | None:
-    """What this process's device held at most: the allocator's peak and all that lies outside it.
-
-    Returns:
-        ``None`` where there is no device.
-    """
+    """The peak of this process on its device, also outside the allocator; ``None`` without one."""
     import torch
 
     try:

@@ -6,20 +6,18 @@ planned. Flags are those of 0.16.1; what 0.20 spells otherwise is branched on th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import UnplannableModelError
+from nest_megatron.integrations.megatron_lm.layout_arguments import flag_of
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
-from nest_megatron.parallel.execution_argv import (
-    execution_argv,
-    execution_environment,
-)
+from nest_megatron.parallel.execution_argv import execution_argv, execution_environment
 from nest_megatron.parallel.layout import layout_string
 from nest_megatron.parallel.plan import STRATEGIES
-from nest_megatron.parallel.recompute import Recompute, RecomputeGranularity
+from nest_megatron.parallel.recompute import RecomputeGranularity
 from nest_megatron.parallel.rules import (
     LaunchRequest,
     initializes_on_meta_device,
@@ -28,12 +26,14 @@ from nest_megatron.parallel.rules import (
 )
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
+#: Megatron's switch for an activation, gated or not; the first is what it takes anyway.
 _ACTIVATION_FLAGS = {
-    ("gelu", False): (),
-    ("silu", True): ("--swiglu",),
-    ("squared_relu", False): ("--squared-relu",),
-    ("quick_gelu", True): ("--quick-geglu",),
+    ("gelu", False): None,
+    ("silu", True): "swiglu",
+    ("squared_relu", False): "squared_relu",
+    ("quick_gelu", True): "quick_geglu",
 }
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
 def has_activation_flag(spec: TransformerSpec) -> bool:
@@ -45,158 +45,190 @@ def model_argv(spec: TransformerSpec, *, tokenizer_type: str | None = None) -> l
     """Flags with which Megatron-LM builds this model.
 
     Args:
-        tokenizer_type: written as ``--tokenizer-type`` where given. ``NullTokenizer`` adds an
-            end-of-document token of its own, so one row less is asked for.
+        tokenizer_type: ``NullTokenizer`` adds an end-of-document token of its own, so one row less
+            is asked for.
 
     Raises:
         UnplannableModelError: if the command line cannot state the model's activation.
     """
-    null = tokenizer_type == "NullTokenizer"
+    rope = spec.position_embedding_type == "rope"
+    return _argv(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        ffn_hidden_size=spec.ffn_hidden_size,
+        num_attention_heads=spec.num_attention_heads,
+        **_attention(spec),
+        seq_length=spec.seq_length,
+        max_position_embeddings=spec.max_position_embeddings or spec.seq_length,
+        position_embedding_type=spec.position_embedding_type,
+        rotary_base=spec.rotary_base if rope else None,
+        rotary_percent=spec.rotary_percent if rope else None,
+        normalization=spec.normalization,
+        norm_epsilon=spec.layernorm_epsilon,
+        apply_layernorm_1p=spec.apply_layernorm_1p,
+        **_activation(spec),
+        hidden_dropout=spec.hidden_dropout,
+        attention_dropout=spec.attention_dropout,
+        disable_bias_linear=not spec.add_bias_linear,
+        untie_embeddings_and_output_weights=spec.untie_embeddings_and_output_weights,
+        tokenizer_type=tokenizer_type,
+        vocab_size=spec.vocab_size - (tokenizer_type == "NullTokenizer"),
+        make_vocab_size_divisible_by=spec.make_vocab_size_divisible_by,
+        padded_vocab_size=spec.vocab_size if spec.vocab_is_padded else None,
+        **(_experts(spec) if spec.num_experts is not None else {}),
+        mtp_num_layers=spec.mtp_num_layers,
+    )
+
+
+def _attention(spec: TransformerSpec) -> dict[str, object]:
+    latent, window = spec.multi_latent_attention, spec.window_size
+    grouped = spec.num_query_groups is not None and not latent
+    return {
+        "group_query_attention": grouped,
+        "num_query_groups": spec.num_query_groups if grouped else None,
+        "kv_channels": spec.kv_channels,
+        "add_qkv_bias": spec.add_qkv_bias,
+        "qk_layernorm": spec.qk_layernorm,
+        "softmax_type": None if spec.softmax_type == "vanilla" else spec.softmax_type,
+        "window_size": None if window is None else f"{window - 1},0",
+        "window_attn_skip_freq": None if window is None else spec.window_attn_skip_freq,
+        "multi_latent_attention": latent,
+        **{name: getattr(spec, name) if latent else None for name in _LATENT},
+    }
+
+
+def _activation(spec: TransformerSpec) -> dict[str, object]:
+    if not has_activation_flag(spec):
+        raise UnplannableModelError(
+            f"model {spec.name}: activation",
+            value=(spec.activation, spec.gated_linear_unit),
+            limit="Megatron-LM's command line has no flag for it",
+            fix="Launch through NeMo or Megatron-Bridge, whose configurations can state it.",
+        )
+    unfused = spec.activation == "squared_relu" and spec.add_bias_linear
+    flag = _ACTIVATION_FLAGS[spec.activation, spec.gated_linear_unit]
+    return {**({flag: True} if flag else {}), "no_bias_gelu_fusion": unfused}
+
+
+def _experts(spec: TransformerSpec) -> dict[str, object]:
+    balanced = spec.moe_router_enable_expert_bias
+    return {
+        "num_experts": spec.num_experts,
+        "moe_layer_freq": pattern_text(spec.moe_layer_pattern),
+        "moe_ffn_hidden_size": spec.moe_ffn_hidden_size,
+        "moe_router_topk": spec.moe_router_topk,
+        "moe_router_pre_softmax": spec.moe_router_topk == 1 and not balanced,
+        "moe_shared_expert_intermediate_size": spec.moe_shared_expert_intermediate_size,
+        "moe_router_enable_expert_bias": balanced,
+        "moe_router_score_function": "sigmoid" if balanced else None,
+    }
+
+
+def parallel_argv(request: LaunchRequest) -> list[str]:
+    """Flags that lay a model over the ranks as planned; a pipeline needs a partition."""
+    spec, dims, recompute = request.spec, request.dims, request.recompute
+    pp, layout = dims.pipeline_model_parallel_size, None
+    if pp > 1:
+        assert request.partition is not None, "a pipeline needs a stage partition"
+        layout = layout_string(spec, request.partition)
+    experts = spec.num_experts is not None
+    recomputes = recompute.granularity is not RecomputeGranularity.NONE
     return [
-        *_pair("--num-layers", spec.num_layers),
-        *_pair("--hidden-size", spec.hidden_size),
-        *_pair("--ffn-hidden-size", spec.ffn_hidden_size),
-        *_pair("--num-attention-heads", spec.num_attention_heads),
-        *_attention_argv(spec),
-        *_pair("--seq-length", spec.seq_length),
-        *_pair("--max-position-embeddings", spec.max_position_embeddings or spec.seq_length),
-        *_position_argv(spec),
-        *_pair("--normalization", spec.normalization),
-        *_pair("--norm-epsilon", spec.layernorm_epsilon),
-        *_switch("--apply-layernorm-1p", spec.apply_layernorm_1p),
-        *_activation_argv(spec),
-        *_pair("--hidden-dropout", spec.hidden_dropout),
-        *_pair("--attention-dropout", spec.attention_dropout),
-        *_switch("--disable-bias-linear", not spec.add_bias_linear),
-        *_switch("--untie-embeddings-and-output-weights", spec.untie_embeddings_and_output_weights),
-        *_pair("--tokenizer-type", tokenizer_type),
-        *_vocab_argv(spec, null=null),
-        *_expert_argv(spec),
-        *_pair("--mtp-num-layers", spec.mtp_num_layers),
-    ]
-
-
-def parallel_argv(request: LaunchRequest, *, overlap: bool = True) -> list[str]:
-    """Flags that lay a model over the ranks as planned.
-
-    Args:
-        request: a request that breaks no rule; its partition is needed with a pipeline.
-        overlap: hide the gradient reduction under the backward pass, and the gathering of
-            parameters under the forward pass where the optimizer is sharded.
-    """
-    dims = request.dims
-    return [
-        *_pair("--tensor-model-parallel-size", dims.tensor_model_parallel_size),
-        *_switch("--sequence-parallel", request.sequence_parallel),
-        *_pair("--context-parallel-size", dims.context_parallel_size),
-        *_pipeline_argv(request),
-        *_expert_parallel_argv(request),
-        *execution_argv(request.execution, request.version, experts=request.spec.is_moe),
-        *_switch("--use-tp-pp-dp-mapping", dims.rank_order is RankOrder.TP_CP_EP_PP_DP),
-        *_pair("--micro-batch-size", request.micro_batch_size),
-        *_pair("--global-batch-size", request.global_batch_size),
-        *recompute_argv(request.recompute),
-        *sharding_argv(request, overlap=overlap),
+        *_argv(
+            tensor_model_parallel_size=dims.tensor_model_parallel_size,
+            sequence_parallel=request.sequence_parallel,
+            context_parallel_size=dims.context_parallel_size,
+            pipeline_model_parallel_size=pp,
+            pipeline_model_parallel_layout=layout,
+            expert_model_parallel_size=dims.expert_model_parallel_size if experts else None,
+            expert_tensor_parallel_size=launched_expert_tensor_size(spec, dims),
+            moe_grouped_gemm=experts and request.moe_grouped_gemm,
+        ),
+        *execution_argv(request.execution, request.version, experts=spec.is_moe),
+        *_argv(
+            use_tp_pp_dp_mapping=dims.rank_order is RankOrder.TP_CP_EP_PP_DP,
+            micro_batch_size=request.micro_batch_size,
+            global_batch_size=request.global_batch_size,
+            recompute_granularity=recompute.granularity.value if recomputes else None,
+            recompute_method=recompute.method and recompute.method.value,
+            recompute_num_layers=recompute.num_layers,
+            recompute_modules=[module.value for module in recompute.modules] or None,
+        ),
+        *_sharding_argv(request),
         *precision_argv(request.precision, request.fp8_recipe),
     ]
 
 
-def recompute_argv(recompute: Recompute) -> list[str]:
-    """Flags of a recomputation setting; none for none."""
-    if recompute.granularity is RecomputeGranularity.NONE:
-        return []
-    return [
-        *_pair("--recompute-granularity", recompute.granularity.value),
-        *_pair("--recompute-method", recompute.method and recompute.method.value),
-        *_pair("--recompute-num-layers", recompute.num_layers),
-        *_list("--recompute-modules", [module.value for module in recompute.modules]),
-    ]
-
-
-def sharding_argv(request: LaunchRequest, *, overlap: bool = True) -> list[str]:
-    """Flags that divide states among replicas.
+def _sharding_argv(request: LaunchRequest) -> list[str]:
+    """Flags that divide states among replicas, hidden under the passes where that is possible.
 
     Megatron-FSDP is always written with the distributed optimizer: without it 0.16.1 trains with
-    another gradient norm. ``_fsdp_argv`` has what else it needs.
-    """
-    zero, sharding = request.zero, request.sharding or request.zero.sharding
-    overlap = overlap and overlaps_gradients(request.optimizer, request.version)
-    if sharding is DataParallelSharding.TORCH_FSDP2:
-        return ["--use-torch-fsdp2"]  # it overlaps by itself
-    fsdp = sharding is DataParallelSharding.MEGATRON_FSDP
-    if zero is ZeroStage.NONE and not fsdp:
-        return _switch("--overlap-grad-reduce", overlap)
-    flags = ["--use-distributed-optimizer", *_switch("--overlap-grad-reduce", overlap)]
-    flags += _switch("--overlap-param-gather", overlap)
-    if fsdp:
-        flags += _fsdp_argv(request)
-    return flags
-
-
-def _fsdp_argv(request: LaunchRequest) -> list[str]:
-    """Flags without which a Megatron-FSDP job does not start, or trains with other numbers.
-
-    Without the meta device every rank first builds the whole model on its GPU
-    (``get_model`` calls ``cuda()``: 0.16.1 training.py:1258, 0.20 :2465). Fused accumulation of
+    another gradient norm. Without the meta device every rank first builds the whole model on its
+    GPU (``get_model`` calls ``cuda()``: 0.16.1 training.py:1258, 0.20 :2465). Fused accumulation of
     gradients adds to a buffer that Megatron-FSDP overwrites, which old releases of Transformer
     Engine do not know (0.16.1 args:677; 0.20 mcore_fsdp_adapter.py:165 refuses them). 0.20 keeps
     gradients in the width of the weights unless told otherwise, and ignores
     ``grad_reduce_in_fp32``.
     """
+    zero, sharding = request.zero, request.sharding or request.zero.sharding
+    if sharding is DataParallelSharding.TORCH_FSDP2:
+        return ["--use-torch-fsdp2"]  # it overlaps by itself
+    overlaps = overlaps_gradients(request.optimizer, request.version)
+    fsdp = sharding is DataParallelSharding.MEGATRON_FSDP
+    shards = fsdp or zero is not ZeroStage.NONE
     wide = request.gradient_bytes == 4 and request.precision is not Precision.FP32
-    keeps_width = wide and not request.version.startswith("0.16")
-    sharded = request.zero >= ZeroStage.OPTIMIZER and initializes_on_meta_device(request.spec)
-    return [
-        "--use-megatron-fsdp",
-        *_pair("--ckpt-format", "fsdp_dtensor"),
-        *_pair("--data-parallel-sharding-strategy", STRATEGIES[request.zero]),
-        *_switch("--init-model-with-meta-device", sharded),
-        "--no-gradient-accumulation-fusion",
-        *_pair("--megatron-fsdp-main-grads-dtype", "fp32" if keeps_width else None),
-    ]
+    stays_wide = wide and not request.version.startswith("0.16")
+    meta = zero >= ZeroStage.OPTIMIZER and initializes_on_meta_device(request.spec)
+    flags = _argv(
+        use_distributed_optimizer=shards,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=shards and overlaps,
+    )
+    if not fsdp:
+        return flags
+    return flags + _argv(
+        use_megatron_fsdp=True,
+        ckpt_format="fsdp_dtensor",
+        data_parallel_sharding_strategy=STRATEGIES[zero],
+        init_model_with_meta_device=meta,
+        no_gradient_accumulation_fusion=True,
+        megatron_fsdp_main_grads_dtype="fp32" if stays_wide else None,
+    )
 
 
 def precision_argv(precision: Precision, fp8_recipe: str = "delayed") -> list[str]:
     """Flags of a number format."""
-    if precision is Precision.FP32:
-        return []
-    if precision is Precision.FP16:
-        return ["--fp16"]
-    if precision is Precision.FP8:
-        return ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", fp8_recipe]
-    if precision is Precision.NVFP4:
-        return ["--bf16", "--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"]
-    return ["--bf16"]
+    return {
+        Precision.FP32: [],
+        Precision.FP16: ["--fp16"],
+        Precision.BF16: ["--bf16"],
+        Precision.FP8: ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", fp8_recipe],
+        Precision.NVFP4: ["--bf16", "--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"],
+    }[precision]
 
 
 def environment(request: LaunchRequest, *, device_architecture: int = 9) -> dict[str, str | None]:
     """Environment variables that Megatron demands; ``None`` means that it must not be set.
 
-    An overlapped exchange of tokens wants many connections. Below Blackwell divided layers and
+    An overlapped all-to-all of tokens wants many connections. Below Blackwell divided layers and
     sequences want one, and Megatron leaves 1 or 32 to the user where a job has both (0.16.1
-    args:940); the exchange is then the longer one.
+    args:940); the all-to-all is then the longer one.
 
     Args:
         device_architecture: major compute capability (9 = Hopper, 10 = Blackwell, which is free).
 
     Source: validate_args (0.16.1 :622, :687, :940-951).
     """
-    return {
-        **_connections(request, device_architecture),
-        **execution_environment(request.execution),
-    }
-
-
-def _connections(request: LaunchRequest, device_architecture: int) -> dict[str, str | None]:
     dims = request.dims
-    if (request.sharding or request.zero.sharding) is not DataParallelSharding.DDP:
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": None}
-    if request.execution.overlap_moe_expert_parallel_comm:
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     splits = max(dims.tensor_model_parallel_size, dims.context_parallel_size) > 1
-    if splits and device_architecture < 10:
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    return {}
+    connections: dict[str, str | None] = {}
+    if (request.sharding or request.zero.sharding) is not DataParallelSharding.DDP:
+        connections = {"CUDA_DEVICE_MAX_CONNECTIONS": None}
+    elif request.execution.overlap_moe_expert_parallel_comm:
+        connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    elif splits and device_architecture < 10:
+        connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return {**connections, **execution_environment(request.execution)}
 
 
 def pattern_text(pattern: Sequence[int]) -> str:
@@ -211,115 +243,16 @@ def pattern_text(pattern: Sequence[int]) -> str:
     return "(" + "+".join(f"[{flag}]*{count}" for flag, count in runs) + ")"
 
 
-def _vocab_argv(spec: TransformerSpec, *, null: bool) -> list[str]:
-    return [
-        *_pair("--vocab-size", spec.vocab_size - null),
-        *_pair("--make-vocab-size-divisible-by", spec.make_vocab_size_divisible_by),
-        *_pair("--padded-vocab-size", spec.vocab_size if spec.vocab_is_padded else None),
-    ]
-
-
-def _attention_argv(spec: TransformerSpec) -> list[str]:
-    grouped = spec.num_query_groups is not None and not spec.multi_latent_attention
-    window = None if spec.window_size is None else f"{spec.window_size - 1},0"
-    return [
-        *_switch("--group-query-attention", grouped),
-        *_pair("--num-query-groups", spec.num_query_groups if grouped else None),
-        *_pair("--kv-channels", spec.kv_channels),
-        *_switch("--add-qkv-bias", spec.add_qkv_bias),
-        *_switch("--qk-layernorm", spec.qk_layernorm),
-        *_pair("--softmax-type", None if spec.softmax_type == "vanilla" else spec.softmax_type),
-        *_pair("--window-size", window),
-        *_pair("--window-attn-skip-freq", spec.window_attn_skip_freq if window else None),
-        *_latent_argv(spec),
-    ]
-
-
-def _latent_argv(spec: TransformerSpec) -> list[str]:
-    if not spec.multi_latent_attention:
-        return []
-    return [
-        "--multi-latent-attention",
-        *_pair("--q-lora-rank", spec.q_lora_rank),
-        *_pair("--kv-lora-rank", spec.kv_lora_rank),
-        *_pair("--qk-head-dim", spec.qk_head_dim),
-        *_pair("--qk-pos-emb-head-dim", spec.qk_pos_emb_head_dim),
-        *_pair("--v-head-dim", spec.v_head_dim),
-    ]
-
-
-def _position_argv(spec: TransformerSpec) -> list[str]:
-    flags = _pair("--position-embedding-type", spec.position_embedding_type)
-    if spec.position_embedding_type == "rope":
-        flags += _pair("--rotary-base", spec.rotary_base)
-        flags += _pair("--rotary-percent", spec.rotary_percent)
-    return flags
-
-
-def _activation_argv(spec: TransformerSpec) -> list[str]:
-    if not has_activation_flag(spec):
-        raise UnplannableModelError(
-            f"model {spec.name}: activation",
-            value=(spec.activation, spec.gated_linear_unit),
-            limit="Megatron-LM's command line has no flag for it",
-            fix="Launch through NeMo or Megatron-Bridge, whose configurations can state it.",
-        )
-    flags = [*_ACTIVATION_FLAGS[spec.activation, spec.gated_linear_unit]]
-    unfused = spec.activation == "squared_relu" and spec.add_bias_linear
-    return [*flags, *_switch("--no-bias-gelu-fusion", unfused)]
-
-
-def _expert_argv(spec: TransformerSpec) -> list[str]:
-    if spec.num_experts is None:
-        return []
-    balanced = spec.moe_router_enable_expert_bias
-    return [
-        *_pair("--num-experts", spec.num_experts),
-        *_pair("--moe-layer-freq", pattern_text(spec.moe_layer_pattern)),
-        *_pair("--moe-ffn-hidden-size", spec.moe_ffn_hidden_size),
-        *_pair("--moe-router-topk", spec.moe_router_topk),
-        *_switch("--moe-router-pre-softmax", spec.moe_router_topk == 1 and not balanced),
-        *_pair("--moe-shared-expert-intermediate-size", spec.moe_shared_expert_intermediate_size),
-        *_switch("--moe-router-enable-expert-bias", balanced),
-        *_pair("--moe-router-score-function", "sigmoid" if balanced else None),
-    ]
-
-
-def _pipeline_argv(request: LaunchRequest) -> list[str]:
-    pp = request.dims.pipeline_model_parallel_size
-    flags = _pair("--pipeline-model-parallel-size", pp)
-    if pp > 1:
-        assert request.partition is not None, "a pipeline needs a stage partition"
-        layout = layout_string(request.spec, request.partition)
-        flags += _pair("--pipeline-model-parallel-layout", layout)
-    return flags
-
-
-def _expert_parallel_argv(request: LaunchRequest) -> list[str]:
-    spec, dims = request.spec, request.dims
-    flags = _pair("--expert-tensor-parallel-size", launched_expert_tensor_size(spec, dims))
-    if spec.num_experts is None:
-        return flags
-    return [
-        *_pair("--expert-model-parallel-size", dims.expert_model_parallel_size),
-        *flags,
-        *_switch("--moe-grouped-gemm", request.moe_grouped_gemm),
-    ]
-
-
 def script_name(spec: TransformerSpec) -> str:
     """Megatron-LM's own script for a model."""
     return "pretrain_bert.py" if spec.family is ModelFamily.BERT else "pretrain_gpt.py"
 
 
-def _pair(flag: str, value: object) -> list[str]:
-    return [] if value is None else [flag, str(value)]
-
-
-def _switch(flag: str, on: bool) -> list[str]:
-    return [flag] if on else []
-
-
-def _list(flag: str, values: Iterable[str]) -> list[str]:
-    words = list(values)
-    return [flag, *words] if words else []
+def _argv(**arguments: object) -> list[str]:
+    """Arguments by destination as flags; what is ``None`` or a switch that is off has none."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        if value is not None and value is not False:
+            values = value if isinstance(value, list) else [value]
+            words += [flag_of(name), *([] if value is True else map(str, values))]
+    return words

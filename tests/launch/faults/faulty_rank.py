@@ -36,10 +36,10 @@ def at(moment: str, act: str) -> None:
     if moment == "start":
         do(act)
         return
-    from nest_megatron.integrations.megatron_lm import launch, vocabulary
+    from nest_megatron.integrations.megatron_lm import launch, namespace
 
     where, name = {
-        "plan": (vocabulary, "_build_tokenizer"),
+        "plan": (namespace, "_build_tokenizer"),
         "validate": (launch, "require_planned"),
     }[moment]
     setattr(where, name, first(act, getattr(where, name)))
