@@ -40,7 +40,12 @@ def cluster_from_mapping(mapping: Mapping[str, object], *, num_gpus: int | None 
         limit = "it must be at least 1"
         raise UserInputError(name, value=oversubscription, limit=limit, fix=_SOURCE.correct)
     if isinstance(fields.get("levels"), list | tuple):
-        fields["levels"] = [_level(level) for level in fields["levels"]]
+        # num_devices may be left out of the outermost one
+        levels = map(_without_nulls, fields["levels"])
+        fields["levels"] = [
+            {"num_devices": None, **level} if isinstance(level, Mapping) else level
+            for level in levels
+        ]
     if "accelerator" in fields:
         fields["accelerator"] = _without_nulls(fields["accelerator"])
     cluster = from_plain(Cluster, fields, what, _SOURCE)
@@ -77,8 +82,3 @@ def _without_nulls(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     return {key: item for key, item in value.items() if item is not None}
-
-
-def _level(value: Any) -> Any:
-    """A level's fields; ``num_devices`` may be left out of the outermost one."""
-    return {"num_devices": None, **_without_nulls(value)} if isinstance(value, Mapping) else value

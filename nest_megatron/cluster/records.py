@@ -94,7 +94,7 @@ class NetworkLevel:
         num_devices: devices in one group of this level, or ``None`` for the outermost level, which
             takes in the whole cluster however large.
         bandwidth_bytes_per_s: what one device can send through this level, in one direction, while
-            every other device does the same (so oversubscription is already divided out).
+            every other device does the same.
         latency_s: time of one hop through this level.
         efficiency: share of the bandwidth that each kind of collective reaches for large messages.
         startup_s: time that every call takes before its first byte moves.
@@ -106,8 +106,7 @@ class NetworkLevel:
             that of ``efficiency`` if ``None``.
         chain_share: what is left of the rate of a transfer in a ring that crosses more than two
             groups of this level, where a device sends to one and receives from another.
-        max_rails: most adapters of an inner group that one reduction or gather uses at once;
-            ``None`` is all.
+        max_rails: most adapters of an inner group that one reduction or gather uses; ``None`` all.
         ring_shares: where the links are no full mesh, the share of them that rings through 2, 3,
             ... members use; 1 for more than it names.
         source: where the figures come from.

@@ -47,7 +47,6 @@ from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.rank_order import (
     GroupKind,
-    embedding_group_level,
     group_shape,
     pipeline_link_level,
 )
@@ -193,7 +192,7 @@ class CostModel:
             flash_attention=self.flash_attention,
             loss_bytes=self.settings.traits.loss_bytes,
             activation_bytes=self.settings.traits.params_bytes,
-            kept_input_bytes=kept_input_bytes(self.settings),
+            saved_input_bytes=kept_input_bytes(self.settings),
             expert_alignment=expert_alignment(self.settings, grid.execution),
             execution=grid.execution,
             fused_activation=self.settings.traits.fused_activation,
@@ -322,7 +321,7 @@ class CostModel:
             spec.untie_embeddings_and_output_weights and not spec.num_mtp_layers
         ):
             return 0.0
-        level = embedding_group_level(dims, self._sizes)
+        level = pipeline_link_level(dims, dims.pipeline_model_parallel_size - 1, self._sizes)
         shape = tuple(2 if i == level else 1 for i in range(len(self._sizes)))
         tp = dims.tensor_model_parallel_size
         rows = spec.padded_vocab_size(tp) // tp

@@ -64,8 +64,7 @@ def spec_from_arguments(
     Args:
         values: Megatron's arguments by destination; what is absent or ``None`` is not given.
         spelled: how the user writes an argument, for messages.
-        fields: fields of the spec that the reader knows better: at least ``name``, ``num_layers``,
-            ``hidden_size``, ``seq_length`` and ``vocab_size``.
+        fields: of the spec, at least those without a default.
 
     Raises:
         UnplannableModelError: for layers that alternate in another way than Megatron's number says.

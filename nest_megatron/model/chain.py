@@ -45,13 +45,11 @@ class ChainOperator:
     """One operator of the forward pass.
 
     Args:
-        name: unlike any other operator's.
         target: what runs (``aten.mm``).
         module: path of the module that runs it ("" is the model itself).
         flops: multiply-adds count two.
         bytes_moved: read and written, each tensor once.
-        parameters: those that no operator before has used; a shared weight counts where it is met
-            first.
+        parameters: a shared weight counts where it is met first.
         saved_bytes: of what it makes, the bytes that the backward pass needs, each storage once.
     """
 
@@ -68,12 +66,7 @@ class ChainOperator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainEdge:
-    """A tensor from the operator that makes it to one that reads it.
-
-    Args:
-        source: the maker's name, or ``input_0``, ``input_1``... for what the model is given.
-        num_bytes: of the part that is read.
-    """
+    """A tensor from the operator that makes it, or ``input_0``..., to one that reads it."""
 
     source: str
     target: str

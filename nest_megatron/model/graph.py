@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from nest_megatron.names import Name
 
@@ -88,7 +88,7 @@ class Operator:
     output_elements: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LayerCollective:
     """Communication inside a layer, in one direction of the pass.
 
@@ -106,8 +106,9 @@ class LayerCollective:
     name: str
     part: Part
     kind: str
-    group: Group
     message_bytes: float
+    _: KW_ONLY
+    group: Group = Group.TENSOR
     backward: bool = False
     hidden_under: str = ""
     num_calls: int = 1

@@ -103,8 +103,8 @@ def _why_unknown(model_type: str) -> str:
 
 
 def _unplannable(name: str, value: object, reason: str) -> UnplannableModelError:
-    limit, fix = reason, f"Supported: {', '.join(supported_model_types())}."
-    return UnplannableModelError(f"model {name}: model_type", value=value, limit=limit, fix=fix)
+    fix = f"Supported: {', '.join(supported_model_types())}."
+    return UnplannableModelError(f"model {name}: model_type", value=value, limit=reason, fix=fix)
 
 
 def _activation(f: ConfigFields, key: str = "hidden_act", default: str = "silu") -> str:
@@ -185,15 +185,13 @@ def _qwen3(f: ConfigFields) -> Shape:
 
 
 def _qwen3_moe(f: ConfigFields) -> Shape:
-    step, dense = (
-        f.whole("decoder_sparse_step", 1),
-        f.items("mlp_only_layers", "layer numbers") or (),
-    )
+    step = f.whole("decoder_sparse_step", 1)
+    dense = f.items("mlp_only_layers", "layer numbers") or ()
     layers = range(f.whole("num_hidden_layers"))
     return {
         **_qwen3(f),
         **_experts(f, "num_experts", "moe_intermediate_size"),
-        "moe_layer_freq": [int((i + 1) % step == 0 and i not in (dense or ())) for i in layers],
+        "moe_layer_freq": [int((i + 1) % step == 0 and i not in dense) for i in layers],
     }
 
 
@@ -321,30 +319,21 @@ def _bert(f: ConfigFields) -> Shape:
 
 def _nemotron(f: ConfigFields) -> Shape:
     return {
-        **_decoder(f),
+        **_llama(f),
         "rotary_percent": f.number("partial_rotary_factor", f.number("rope_percent", 0.5)),
         "normalization": "LayerNorm",
         "layernorm_epsilon": f.number("norm_eps", 1e-5),
         "apply_layernorm_1p": True,
         "activation": _activation(f, default="relu2"),
         "gated_linear_unit": False,
-        "add_bias_linear": f.flag("mlp_bias"),
-        "add_qkv_bias": f.flag("attention_bias") and not f.flag("mlp_bias"),
     }
 
 
+#: Readers by ``model_type``, which each is named after.
 _READERS: Mapping[str, Callable[[ConfigFields], Shape]] = {
-    "bert": _bert,
-    "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek,
-    "gemma3_text": _gemma3_text,
-    "gpt2": _gpt2,
-    "gpt_oss": _gpt_oss,
-    "llama": _llama,
-    "mistral": _mistral,
-    "mixtral": _mixtral,
-    "nemotron": _nemotron,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "qwen3_moe": _qwen3_moe,
-}
+    read.__name__[1:]: read
+    for read in (
+        *(_bert, _gemma3_text, _gpt2, _gpt_oss, _llama, _mistral, _mixtral, _nemotron),
+        *(_qwen2, _qwen3, _qwen3_moe),
+    )
+} | {"deepseek_v2": _deepseek, "deepseek_v3": _deepseek}

@@ -34,12 +34,8 @@ def moe_layer_pattern(moe_layer_freq: object, num_layers: int) -> tuple[int, ...
     """Expand Megatron's ``moe_layer_freq`` to one flag for each layer.
 
     Args:
-        moe_layer_freq: an integer N (layers 0, N, 2N, ... route), a list of 0 and 1, or such a list
-            as text in Megatron's notation.
-        num_layers: number of layers that the flags must cover.
-
-    Returns:
-        ``num_layers`` flags, 1 for a mixture-of-experts layer and 0 for a dense one.
+        moe_layer_freq: an integer N (layers 0, N, 2N, ... route), a list of a 1 for each
+            mixture-of-experts layer and a 0 for a dense one, or such a list in Megatron's notation.
 
     Raises:
         UserInputError: if the value is none of these, or has another length.

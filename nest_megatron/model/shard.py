@@ -13,16 +13,12 @@ class LayerShard:
     """The degrees that change what one rank computes in a layer.
 
     Args:
-        micro_batch_size: sequences of one micro batch.
-        sequence_parallel: activations between the tensor-parallel blocks are split over the
-            tensor-parallel ranks too.
         flash_attention: the device runs attention that keeps no score matrix.
         loss_bytes: memory of one logit while the cross entropy is worked out, forward or back.
         activation_bytes: width of activations and of the weights beside them.
-        kept_input_bytes: width of the input that a GEMM inside a layer keeps for its weight's
+        saved_input_bytes: width of the input that a GEMM inside a layer saves for its weight's
             gradient; ``None`` is that of activations. Transformer Engine keeps it in fp8 where the
             GEMM runs in fp8.
-        execution: what carries the work out.
         fused_activation: a gated activation keeps its input alone.
         loss_chunk_tokens: tokens whose logits exist at once; 0 is all of a micro batch.
         keeps_stage_outputs: a pipeline stage keeps what it sent on until its backward pass.
@@ -38,7 +34,7 @@ class LayerShard:
     flash_attention: bool = True
     loss_bytes: int = 6
     activation_bytes: int = 2
-    kept_input_bytes: float | None = None
+    saved_input_bytes: float | None = None
     execution: Execution = PLAIN
     fused_activation: bool = True
     loss_chunk_tokens: int = 0
@@ -48,7 +44,7 @@ class LayerShard:
     @property
     def input_bytes(self) -> float:
         """Bytes that a GEMM keeps of an element of its input."""
-        return self.kept_input_bytes or self.activation_bytes
+        return self.saved_input_bytes or self.activation_bytes
 
     @property
     def cast_bytes(self) -> float:

@@ -32,8 +32,7 @@ class CudaGraphs:
     """The graphs that a job captures.
 
     Args:
-        impl: ``local``, ``transformer_engine``, or ``full_iteration`` for the whole step (0.16.1
-            spells it ``local`` with that scope).
+        impl: of ``GraphImpl``; ``full_iteration`` is the whole step.
         scope: parts of a layer that are captured; none is the whole layer.
         jitters: router inputs get random numbers.
         pads_experts: ``--moe-pad-experts-for-cuda-graph-inference``.

@@ -97,40 +97,33 @@ def _expert_degrees(request: LaunchRequest) -> tuple[int, int]:
 
 
 def _expert_bias(request: LaunchRequest) -> Violation | None:
-    etp = request.dims.expert_tensor_parallel_size
+    etp, shared = _expert_degrees(request)[1], request.spec.moe_shared_expert_intermediate_size
     if rules.allows_expert_bias(request.spec, etp):
         return None
-    if request.spec.moe_shared_expert_intermediate_size:
-        return Violation(
-            what="add_bias_linear",
-            value=True,
-            limit="shared experts have no bias (moe_shared_expert_intermediate_size "
-            f"{request.spec.moe_shared_expert_intermediate_size})",
-            fix="Set add_bias_linear=False (--disable-bias-linear).",
-        )
-    return Violation(
-        what="expert_tensor_parallel_size",
-        value=etp,
-        limit="experts with a linear bias (add_bias_linear) are not split",
-        fix="Use 1, or disable the bias.",
-    )
+    if shared:
+        limit = f"shared experts have no bias (moe_shared_expert_intermediate_size {shared})"
+        fix = "Set add_bias_linear=False (--disable-bias-linear)."
+        return Violation(what="add_bias_linear", value=True, limit=limit, fix=fix)
+    limit = "experts with a linear bias (add_bias_linear) are not split"
+    fix = "Use 1, or disable the bias."
+    return Violation(what="expert_tensor_parallel_size", value=etp, limit=limit, fix=fix)
 
 
 def _context_parallel(request: LaunchRequest) -> Violation | None:
     cp = request.dims.context_parallel_size
     if rules.allows_context_parallel(request.spec, cp, fused=request.fused_attention):
         return None
-    limit, fix = (
+    limit = (
         "BERT's script does not split its batch, and sliding windows or learnable softmax have no "
-        "kernel with the ring exchange of keys and values",
-        "Use 1.",
+        "kernel with the ring exchange of keys and values"
     )
+    fix = "Use 1."
     if rules.allows_context_parallel(request.spec, cp):
-        limit, fix = (
+        limit = (
             "the ring exchange of keys and values needs fused attention; single precision, "
-            "--attention-backend unfused and --transformer-impl local run another",
-            "Use 1, or fused attention in 16 bits (train.precision=bf16).",
+            "--attention-backend unfused and --transformer-impl local run another"
         )
+        fix = "Use 1, or fused attention in 16 bits (train.precision=bf16)."
     return Violation(what="context_parallel_size", value=cp, limit=limit, fix=fix)
 
 
@@ -141,14 +134,15 @@ def _interleaving(request: LaunchRequest) -> Violation | None:
         return None
     limit, fix = "it needs a pipeline", "Use 1, or pipeline_model_parallel_size above 1."
     if pp > 1:
-        limit, fix = (
+        limit = (
             f"virtual stages work in whole rounds of {pp} micro batches, one a pipeline rank, and "
             f"there are {count} (global batch {request.global_batch_size} / (micro batch "
             f"{request.micro_batch_size} * data-parallel size {dims.data_parallel_size})); rounds "
-            "of another size (microbatch_group_size_per_vp_stage) are not planned",
-            "Use 1, or a batch or micro batch that makes whole rounds.",
+            "of another size (microbatch_group_size_per_vp_stage) are not planned"
         )
-    return Violation(what="virtual_pipeline_model_parallel_size", value=vpp, limit=limit, fix=fix)
+        fix = "Use 1, or a batch or micro batch that makes whole rounds."
+    what = "virtual_pipeline_model_parallel_size"
+    return Violation(what=what, value=vpp, limit=limit, fix=fix)
 
 
 DEGREE_RULES: tuple[Rule, ...] = (

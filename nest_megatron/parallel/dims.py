@@ -36,8 +36,7 @@ class ParallelDims:
     """Degrees, spelled as Megatron spells them.
 
     Args:
-        data_parallel_size: replicas of the dense part; ``world_size`` is the product
-            ``tp * cp * pp * dp``.
+        data_parallel_size: replicas of the dense part.
         virtual_pipeline_model_parallel_size: model chunks on each pipeline rank; 1 means the plain
             1F1B schedule (Megatron writes ``None``).
 

@@ -161,30 +161,27 @@ def _modules_are_saved(request: LaunchRequest) -> bool:
 
 
 _OVERLAP = "overlap_moe_expert_parallel_comm"
-EXECUTION_RULES: tuple[Rule, ...] = (
-    _rule(
-        "permute_fusion",
+#: Name of a rule -> its field, its source, what holds, and that in words.
+_ROWS: dict[str, tuple[str, str, Callable[[LaunchRequest], bool], str]] = {
+    "permute_fusion": (
         "moe_permute_fusion",
         "moe/moe_utils.py (run)",
         _engine,
         "only Transformer Engine sorts tokens in one kernel",
     ),
-    _rule(
-        "router_fusion",
+    "router_fusion": (
         "moe_router_fusion",
         "moe/moe_utils.py (run)",
         _engine,
         "only Transformer Engine has the router in one kernel",
     ),
-    _rule(
-        "flex_group",
+    "flex_group": (
         "moe_flex_dispatcher_backend",
         "moe/token_dispatcher.py:1346",
         lambda request: not request.spec.is_moe or request.dims.expert_ranks > 1,
         "the flex dispatcher exchanges tokens among several ranks (etp * ep above 1)",
     ),
-    _rule(
-        "deepep_ranks",
+    "deepep_ranks": (
         "moe_flex_dispatcher_backend",
         "moe/fused_a2a.py:56, DeepEP's buffer.py (run)",
         lambda request: (
@@ -193,8 +190,7 @@ EXECUTION_RULES: tuple[Rule, ...] = (
         ),
         f"DeepEP has buffers for {', '.join(map(str, sorted(DEEPEP_RANKS)))} expert ranks",
     ),
-    _rule(
-        "ncclep_release",
+    "ncclep_release": (
         "moe_flex_dispatcher_backend",
         "0.20 tc:898, token_dispatcher.py:1853",
         lambda request: (
@@ -203,8 +199,7 @@ EXECUTION_RULES: tuple[Rule, ...] = (
         ),
         "0.16.1 has no NCCL EP",
     ),
-    _rule(
-        "expert_overlap_exchange",
+    "expert_overlap_exchange": (
         _OVERLAP,
         "tc:1863-1869",
         lambda request: (
@@ -214,8 +209,7 @@ EXECUTION_RULES: tuple[Rule, ...] = (
         ),
         "it needs expert parallelism, and the alltoall or the flex dispatcher",
     ),
-    _rule(
-        "expert_overlap_pipeline",
+    "expert_overlap_pipeline": (
         _OVERLAP,
         "tc:1857",
         lambda request: (
@@ -224,8 +218,7 @@ EXECUTION_RULES: tuple[Rule, ...] = (
         ),
         "with a pipeline it needs virtual stages",
     ),
-    _rule(
-        "expert_overlap_recompute",
+    "expert_overlap_recompute": (
         _OVERLAP,
         "tc:1871, model_chunk_schedule_plan.py (run; 0.20 tc:3030)",
         lambda request: (
@@ -233,51 +226,44 @@ EXECUTION_RULES: tuple[Rule, ...] = (
         ),
         "neither whole layers nor the module moe may be recomputed",
     ),
-    _rule(
-        "expert_overlap_precision",
+    "expert_overlap_precision": (
         _OVERLAP,
         "tc:1882",
         lambda request: request.precision is not Precision.FP32,
         "the model is in 16 bits",
     ),
-    _rule(
-        "expert_overlap_mtp",
+    "expert_overlap_mtp": (
         _OVERLAP,
         "tc:1889",
         _few_mtp_layers,
         "the model has one MTP layer at most, on 0.16.1 only with a pipeline",
     ),
-    _rule(
-        "expert_overlap_graphs",
+    "expert_overlap_graphs": (
         _OVERLAP,
         "tc:1898",
         _graphs_beside_overlap,
         "CUDA graphs may hold neither experts nor whole layers",
     ),
-    _rule(
-        "expert_overlap_fsdp",
+    "expert_overlap_fsdp": (
         _OVERLAP,
         "model_chunk_schedule_plan.py (run)",
         lambda request: not (request.is_0_16 and request.zero.is_fsdp),
         "0.16.1's schedule passes by the layers' forward, where Megatron-FSDP gathers weights",
     ),
-    _rule(
-        "delayed_wgrad",
+    "delayed_wgrad": (
         "delay_wgrad_compute",
         "args:1210",
         _engine,
         "only Transformer Engine puts weight gradients off",
     ),
-    _rule(
-        "shared_overlap",
+    "shared_overlap": (
         "moe_shared_expert_overlap",
         "tc:1090, tc:1232, tc:1886",
         _overlaps_shared,
         "tokens go by alltoall (by flex too on 0.20), the all-to-all overlaps nothing else, and "
         "shared experts are not recomputed",
     ),
-    _rule(
-        "tensor_overlap",
+    "tensor_overlap": (
         "tp_comm_overlap",
         "args:915, training/initialize.py:270",
         lambda request: (
@@ -286,61 +272,54 @@ EXECUTION_RULES: tuple[Rule, ...] = (
         ),
         "it needs sequence parallelism and Transformer Engine",
     ),
-    _rule(
-        "context_levels",
+    "context_levels": (
         "cp_comm_type",
         "args:403-408",
         _has_levels,
         "a2a+p2p needs two sizes that multiply to the context-parallel size",
     ),
-    _rule(
-        "context_sizes",
+    "context_sizes": (
         "hierarchical_context_parallel_sizes",
         "args:405",
         _levels_match,
         "they multiply to the context-parallel size",
     ),
-    _rule(
-        "context_heads",
+    "context_heads": (
         "cp_comm_type",
         "Transformer Engine context_parallel.py (run)",
         _heads_divide,
         "ranks that exchange heads get whole heads and whole query groups each",
     ),
-    _rule(
-        "graphs_recompute",
+    "graphs_recompute": (
         "cuda_graph_impl",
         "tc:1780-1822, args:1158",
         _graphs_allow_layout,
         "CUDA graphs hold neither full recomputation nor, on 0.16.1, experts over several ranks",
     ),
-    _rule(
-        "graphs_experts",
+    "graphs_experts": (
         "cuda_graph_impl",
         "tc:1762 (run)",
         _graphs_leave_experts,
         "experts without a capacity get as many tokens as come, which no graph holds",
     ),
-    _rule(
-        "offloaded_layers",
+    "offloaded_layers": (
         "cpu_offloading_num_layers",
         "tc:1137-1151, tc:1722",
         _moves_layers,
         "fewer layers move than there are, without a pipeline, recomputation and CUDA graphs",
     ),
-    _rule(
-        "offloaded_modules",
+    "offloaded_modules": (
         "offload_modules",
         "tc:1273-1292, args:1222",
         _modules_exist,
         "the release and the model have these modules, attn_proj goes with core_attn, and "
         "Transformer Engine moves them",
     ),
-    _rule(
-        "offloaded_again",
+    "offloaded_again": (
         "offload_modules",
         "tc:1269, 0.20 tc:2163",
         _modules_are_saved,
         "what is recomputed, or moved with its layer, is not there to be moved",
     ),
-)
+}
+EXECUTION_RULES = tuple(_rule(name, *row) for name, row in _ROWS.items())

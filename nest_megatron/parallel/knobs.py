@@ -303,7 +303,7 @@ def unknown_packages(conditions: KnobConditions) -> dict[FlexBackend, Package]:
 
 
 #: Devices on which the kernels of both backends run: Hopper and later.
-_EXCHANGING_DEVICE = re.compile(r"(GH|GB|[HB])\d", re.IGNORECASE)
+_FLEX_DEVICE = re.compile(r"(GH|GB|[HB])\d", re.IGNORECASE)
 #: Devices whose NVLink spans hosts, for which DeepEP has no kernels.
 #: Source: ``TransformerConfig.moe_flex_dispatcher_backend``; Megatron-Bridge refuses it there.
 _SPANNING_DEVICE = re.compile(r"GB\d", re.IGNORECASE)
@@ -320,7 +320,7 @@ def _is_open(knob: Knob, conditions: KnobConditions) -> bool:
     """Whether the choice exists for a job on a device, and is not the user's own."""
     spec = conditions.spec
     missing = {
-        "moe_flex_dispatcher_backend": _EXCHANGING_DEVICE.match(conditions.accelerator) is None,
+        "moe_flex_dispatcher_backend": _FLEX_DEVICE.match(conditions.accelerator) is None,
         "moe_shared_expert_overlap": not spec.moe_shared_expert_intermediate_size,
         # latent attention has GEMMs of its own, for which no buffers are made
         "tp_comm_overlap": spec.multi_latent_attention or conditions.fp8_recipe in _WITHOUT_BUFFERS,

@@ -107,10 +107,8 @@ def uniform_partition(
     """The partition that Megatron makes when it is given no layout.
 
     Args:
-        first: ``--decoder-first-pipeline-num-layers``.
-        last: ``--decoder-last-pipeline-num-layers``.
-        account_embedding: ``--account-for-embedding-in-pipeline-split``.
-        account_loss: ``--account-for-loss-in-pipeline-split``.
+        first, last: ``--decoder-first-pipeline-num-layers``, ``--decoder-last-...``.
+        account_embedding, account_loss: ``--account-for-...-in-pipeline-split``.
 
     Raises:
         UserInputError: if Megatron refuses the split.

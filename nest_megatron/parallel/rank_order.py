@@ -64,17 +64,14 @@ def group_shape(
 
     Entry 0 is the number of members inside one level-0 group, entry ``l`` the number of level
     ``l - 1`` groups that they take inside one level-``l`` group; the product is the group's size.
-    Of all groups of the kind, and of all members of each, the one with the fewest neighbours on the
-    inner levels counts, because the slowest member sets a collective's time.
+    The member with the fewest neighbours on the inner levels counts, for it sets the time.
 
-    Where groups and levels do not align (three GPUs of a group over nodes of eight) no whole
-    fan-outs exist. Then each level takes the guaranteed number of members rounded down, and the
-    outermost takes the rest rounded up: the product is at least the group's size, and no member is
-    put nearer than it is.
+    Where groups and levels do not align (three GPUs of a group over nodes of eight), each level
+    takes the guaranteed number of members rounded down, and the outermost the rest rounded up: no
+    member is put nearer than it is.
 
     Args:
-        group_sizes: devices in one group of each level, innermost first; device ``r`` lies in group
-            ``r // group_sizes[l]``. The last level takes in everything.
+        group_sizes: devices in one group of each level, innermost first; the last takes in all.
 
     >>> dims = ParallelDims(tensor_model_parallel_size=4, data_parallel_size=16)
     >>> group_shape(dims, GroupKind.DP, (8, 32, 64))
@@ -103,16 +100,11 @@ def group_level(dims: ParallelDims, kind: GroupKind, group_sizes: tuple[int, ...
 def pipeline_link_level(dims: ParallelDims, stage: int, group_sizes: tuple[int, ...]) -> int:
     """Network level that the farthest pair between pipeline rank ``stage`` and the next crosses.
 
-    The next rank of the last one is rank 0 (the link that virtual stages add).
+    The next rank of the last one is rank 0: the link that virtual stages add, and over which both
+    share tied embeddings.
     """
     following = (stage + 1) % dims.pipeline_model_parallel_size
     return _pair_level(dims, min(stage, following), max(stage, following), group_sizes)
-
-
-@lru_cache(maxsize=1 << 16)
-def embedding_group_level(dims: ParallelDims, group_sizes: tuple[int, ...]) -> int:
-    """Network level between the first and the last pipeline rank, which share tied embeddings."""
-    return _pair_level(dims, 0, dims.pipeline_model_parallel_size - 1, group_sizes)
 
 
 def _dense_axes(dims: ParallelDims) -> tuple[_Axis, ...]:

@@ -17,7 +17,6 @@ from nest_megatron.model.graph import (
 )
 from nest_megatron.model.operators.common import (
     FP32,
-    collective,
     column_parallel,
     dropout_mask,
     gathered_block,
@@ -132,22 +131,22 @@ def _context_traffic(
     rounds = 1 if how is ContextTraffic.ALL_GATHER else size // exchanged
     for backward in (False, True):
         call = functools.partial(
-            collective, part=Part.CORE_ATTENTION, group=Group.CONTEXT, backward=backward
+            LayerCollective, part=Part.CORE_ATTENTION, group=Group.CONTEXT, backward=backward
         )
         if exchanged > 1:
             within = exchanged if exchanged < size else 0
             num_bytes = query_bytes + kv_bytes
-            yield call("heads", kind="all_to_all", num_bytes=num_bytes, within=within)
+            yield call("heads", kind="all_to_all", message_bytes=num_bytes, within=within)
         if how is ContextTraffic.ALL_GATHER:
-            yield call("kv", kind="all_gather", num_bytes=kv_bytes * size)
+            yield call("kv", kind="all_gather", message_bytes=kv_bytes * size)
             if backward:
-                yield call("kv_grad", kind="reduce_scatter", num_bytes=kv_bytes * size)
+                yield call("kv_grad", kind="reduce_scatter", message_bytes=kv_bytes * size)
         if rounds > 1:
             yield call(
                 "kv_ring",
                 kind="send_recv",
-                num_bytes=kv_bytes * (2 if backward else 1),
-                under="core_attention",
+                message_bytes=kv_bytes * (2 if backward else 1),
+                hidden_under="core_attention",
                 num_calls=rounds - 1,
                 across=exchanged if exchanged > 1 else 0,
             )
@@ -236,8 +235,8 @@ def _attention(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     if spec.query_groups < tp:  # a query group is shared by several tensor ranks
         size = tokens * width * act
         collectives += [
-            collective("qkv.groups", Part.QKV, "all_gather", size),
-            collective("qkv.groups", Part.QKV, "reduce_scatter", size, backward=True),
+            LayerCollective("qkv.groups", Part.QKV, "all_gather", size),
+            LayerCollective("qkv.groups", Part.QKV, "reduce_scatter", size, backward=True),
         ]
     around = LayerGraph(
         operators=tuple(operators), collectives=tuple(collectives), saved_bytes=tuple(saved)
@@ -289,4 +288,4 @@ def _latent_traffic(spec: TransformerSpec, shard: LayerShard) -> Iterator[LayerC
     yield from column_parallel(shard, part, "kv_up", size * spec.kv_lora_rank)
     if shard.sequence_parallel and shard.tensor_model_parallel_size > 1:
         positions = size * spec.qk_pos_emb_head_dim
-        yield collective("positions.gather", part, "all_gather", positions)
+        yield LayerCollective("positions.gather", part, "all_gather", positions)

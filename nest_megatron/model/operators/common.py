@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from nest_megatron.model.execution import FlexBackend
-from nest_megatron.model.graph import Group, LayerCollective, Operator, OperatorKind, Part
+from nest_megatron.model.graph import LayerCollective, Operator, OperatorKind, Part
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 
@@ -82,30 +81,6 @@ def streaming(
     )
 
 
-def collective(
-    name: str,
-    part: Part,
-    kind: str,
-    num_bytes: float,
-    *,
-    group: Group = Group.TENSOR,
-    backward: bool = False,
-    under: str = "",
-    **fields: Any,
-) -> LayerCollective:
-    """Communication of a layer; ``under`` is the operator that may hide it."""
-    return LayerCollective(
-        name=name,
-        part=part,
-        kind=kind,
-        group=group,
-        message_bytes=num_bytes,
-        backward=backward,
-        hidden_under=under,
-        **fields,
-    )
-
-
 def gathered_block(
     spec: TransformerSpec, shard: LayerShard, part_in: Part, part_out: Part, first: str, last: str
 ) -> Iterator[LayerCollective]:
@@ -132,10 +107,12 @@ def column_parallel(
         return
     calls = [("all_reduce", "all_reduce")]
     if shard.sequence_parallel:
-        yield collective(f"{name}.gather", part, "all_gather", num_bytes)
+        yield LayerCollective(f"{name}.gather", part, "all_gather", num_bytes)
         calls = [("regather", "all_gather"), ("scatter", "reduce_scatter")]
     for what, kind in calls:
-        yield collective(f"{name}.{what}", part, kind, num_bytes, backward=True, under=name)
+        yield LayerCollective(
+            f"{name}.{what}", part, kind, num_bytes, backward=True, hidden_under=name
+        )
 
 
 def row_parallel(
@@ -149,7 +126,7 @@ def row_parallel(
     if shard.tensor_model_parallel_size == 1:
         return
     if not shard.sequence_parallel:
-        yield collective(f"{name}.all_reduce", part, "all_reduce", num_bytes)
+        yield LayerCollective(f"{name}.all_reduce", part, "all_reduce", num_bytes)
         return
-    yield collective(f"{name}.scatter", part, "reduce_scatter", num_bytes)
-    yield collective(f"{name}.gather", part, "all_gather", num_bytes, backward=True)
+    yield LayerCollective(f"{name}.scatter", part, "reduce_scatter", num_bytes)
+    yield LayerCollective(f"{name}.gather", part, "all_gather", num_bytes, backward=True)

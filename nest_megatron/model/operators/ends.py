@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from nest_megatron.model.graph import LayerCollective, LayerGraph, Part
 from nest_megatron.model.operators.common import (
     FP32,
-    collective,
     column_parallel,
     dispatch_buffer_bytes,
     gemm,
@@ -82,7 +81,7 @@ def _head_traffic(
 ) -> Iterator[LayerCollective]:
     if shard.tensor_model_parallel_size > 1:
         for i in range(3):  # largest logit, predicted logit, sum
-            yield collective(f"loss.{i}", Part.HEAD, "all_reduce", tokens * FP32)
+            yield LayerCollective(f"loss.{i}", Part.HEAD, "all_reduce", tokens * FP32)
     size = tokens * spec.hidden_size * shard.activation_bytes
     yield from column_parallel(shard, Part.HEAD, "output_layer", size)
 
@@ -111,6 +110,6 @@ def _mtp_traffic(spec: TransformerSpec, shard: LayerShard) -> Iterator[LayerColl
         return
     size = shard.tokens(spec) * spec.hidden_size * shard.activation_bytes
     yield from column_parallel(shard, Part.MTP, "eh_proj", 2 * size)
-    yield collective("mtp.gather", Part.MTP, "all_gather", size)
+    yield LayerCollective("mtp.gather", Part.MTP, "all_gather", size)
     if shard.sequence_parallel:  # where each rank took its own tokens of it
-        yield collective("mtp.regather", Part.MTP, "all_gather", size, backward=True)
+        yield LayerCollective("mtp.regather", Part.MTP, "all_gather", size, backward=True)

@@ -9,7 +9,6 @@ from nest_megatron.model.execution import TokenDispatcher
 from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Operator, Part
 from nest_megatron.model.operators.common import (
     FP32,
-    collective,
     dispatch_buffer_bytes,
     dropout_mask,
     gathered_block,
@@ -174,7 +173,7 @@ def _token_traffic(
     ep, etp = shard.expert_model_parallel_size, shard.expert_tensor_parallel_size
     for backward in (False, True):
         if ep > 1:
-            yield collective(
+            yield LayerCollective(
                 "token_all_to_all",
                 Part.DISPATCH,
                 "all_to_all",
@@ -200,7 +199,7 @@ def _gather_and_scatter(
 ) -> Iterator[LayerCollective]:
     for kind in ("all_gather", "reduce_scatter") if ranks > 1 else ():
         name = f"expert_{kind}"
-        yield collective(name, Part.DISPATCH, kind, num_bytes, group=group, backward=backward)
+        yield LayerCollective(name, Part.DISPATCH, kind, num_bytes, group=group, backward=backward)
 
 
 def _shared_experts(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
