@@ -67,9 +67,6 @@ class BlockTimes:
 
     A timing's ratio is taken against the analytic time of the same operators under the same
     settings, balanced routing excepted: an imbalance factor lengthens measured times too.
-
-    Args:
-        times: measured times of the model's layers.
     """
 
     def __init__(
@@ -90,7 +87,6 @@ class BlockTimes:
         self._ratios: dict[Timing, tuple[float, float]] = {}
 
     def sources(self, shard: LayerShard) -> dict[LayerBlock, Source]:
-        """Where the compute time of each of the model's blocks comes from."""
         return {block: self._scale(block, shard).source for block in blocks_of(self.spec)}
 
     def of_unit(

@@ -35,9 +35,7 @@ def operator_times(
 ) -> tuple[Seconds, Seconds]:
     """Forward and backward time of an operator, in seconds.
 
-    Args:
-        settings: the job's number format (GEMMs that stay in 16 bits use the 16-bit peak), and
-            whether weights have gradients.
+    GEMMs that stay in 16 bits use the 16-bit peak.
 
     Raises:
         UserInputError: if the accelerator has no matrix units for the format.

@@ -2,11 +2,8 @@
 
 From the end of the step backwards: a pass began when its rank was free or, if that was earlier,
 when its input arrived. In the first case the path goes on with the rank's previous pass, in the
-second, by way of the transfer, with the pass that made the input. The path has no gap: release of
-its first rank, passes, transfers and the last rank's reduction are as long as the schedule.
-
-The compiled form skips what repeats, so neither its time nor its memory grows with the micro
-batches; ``summarize_reference`` runs every pass and keeps a byte of each.
+second, by way of the transfer, with the pass that made the input. The path has no gap. The compiled
+form skips what repeats, so neither its time nor its memory grows with the micro batches.
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ class CriticalPath:
     """What lies on the critical path of a schedule.
 
     Args:
-        first_rank, last_rank: pipeline ranks on which it begins and ends.
         forward, backward: for each chunk, how many of its passes.
         forward_sent, backward_sent: for each chunk, how many transfers of its results that their
             receiver waited for.
@@ -63,11 +59,7 @@ class CriticalPath:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSummary:
-    """When a schedule ends, and what it waits for.
-
-    Args:
-        ends: when the last pass of each pipeline rank ends, in ticks.
-    """
+    """When the last pass of each pipeline rank ends, in ticks, and what the schedule waits for."""
 
     ends: tuple[Ticks, ...]
     path: CriticalPath

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nest_megatron.cluster.communication import collective_time, split_group
 from nest_megatron.cluster.records import Cluster, CollectiveKind
-from nest_megatron.cost_model.communication import collective_time, split_group
 from nest_megatron.cost_model.memory import divides_states, gathered_bytes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.parameters import ParameterCount
@@ -29,7 +29,6 @@ class ReplicaTraffic:
         gather_dense, gather_expert: to spread updated weights of layers once (none where each
             replica updates all of them).
         gather_outside: the same for embedding and head, which are never gathered in fp8.
-        bucket_parameters: parameters that travel in one bucket.
     """
 
     reduce_dense: Seconds
@@ -74,8 +73,6 @@ def replica_traffic(
 
     Args:
         layer: parameters of one layer on a rank.
-        settings: widths of gradients and weights on the wire, and how much longer than the network
-            needs the traffic takes.
     """
     sizes = cluster.group_sizes()
     bucket = settings.traits.ddp_bucket_size or max(

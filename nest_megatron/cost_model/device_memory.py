@@ -130,12 +130,11 @@ def allocatable_bytes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakError:
-    """Error of predicted peaks: ``log(measured / predicted)``.
+    """``log(measured / predicted)`` of peaks of a source that was not fitted.
 
     Args:
         median: above 0 where predictions are too small.
-        above, below: scales of Student's t distribution on either side of it, for a source that was
-            not fitted.
+        above, below: scales of Student's t distribution on either side of it.
     """
 
     median: float
@@ -169,11 +168,7 @@ def peak_error(zero: ZeroStage) -> PeakError:
 
 
 def out_of_memory_probability(peak_bytes: float, limit_bytes: float, error: PeakError) -> float:
-    """Chance that a job needs more than there is.
-
-    Args:
-        peak_bytes: predicted, the highest of all GPUs.
-        limit_bytes: what can be given out (``allocatable_bytes``).
+    """Chance that a job with a predicted peak needs more than can be given out.
 
     >>> round(out_of_memory_probability(70e9, 75e9, peak_error(ZeroStage.OPTIMIZER)), 3)
     0.055

@@ -47,7 +47,6 @@ class StageEstimate:
     Args:
         layers: a short text of what each of its virtual stages holds.
         forward_s, backward_s: all its chunks, one micro batch.
-        busy_share: share of the iteration in which it computes or communicates.
         memory: bytes by term, at its peak.
     """
 
@@ -72,7 +71,6 @@ class Estimate:
     Args:
         terms: seconds by what they go into; they add up to ``iteration_time_s``.
         critical_rank: pipeline rank that is busy longest, whose own time the terms tell.
-        fits: whether every rank stays within ``capacity_bytes``.
     """
 
     iteration_time_s: Seconds

@@ -1,6 +1,4 @@
-"""From a job's flags to its execution and its traits, whichever framework it is written for.
-
-Flags are given by Megatron's names; what is not given has the default of ``train.precision``.
+"""From a job's flags, by Megatron's names, to its execution and its traits.
 
 Source: megatron-core 0.16.1 and 0.20, ``validate_args`` (widths of gradients), ``OptimizerConfig``,
 ``_get_megatron_optimizer_based_on_param_groups``, ``get_megatron_muon_optimizer``,
@@ -32,6 +30,7 @@ _FP32 = _WIDTHS["fp32"]
 _MOMENTUM = 0.9
 #: Memory of a 16-bit logit, by who works the cross entropy out.
 _NATIVE_LOSS, _COMPILED_LOSS, _ENGINE_LOSS = 6, 10, 2
+_FP8_ATTENTION = ("fp8_dot_product_attention", "fp8_multi_head_attention")
 
 
 def execution_traits(flags: Mapping[str, Any], precision: Precision) -> ExecutionTraits:
@@ -45,19 +44,17 @@ def execution_traits(flags: Mapping[str, Any], precision: Precision) -> Executio
         UserInputError: for a number format that Megatron does not take.
     """
     params = _params_bytes(flags, precision)
-    is_fp8 = precision is Precision.FP8
     fp8_weights = _quantized_weights(flags, precision)
     recipe = _recipe(flags, precision)
-    states, of_matrices = _optimizer_bytes(flags, precision, params)
-    name = text(flags.get("optimizer") or "adam")
+    on_device = 1.0 - (moved := _moved_share(flags))
+    states, of_matrices = _optimizer_bytes(flags, precision, params, on_device)
+    optimizer = _word(flags, "optimizer", "adam")
+    capacity = flags.get("moe_expert_capacity_factor")
     return ExecutionTraits(
         flash_attention=_is_fused(flags, params),
         fp8_recipe=recipe,
         params_bytes=params,
-        fp8_attention=is_fp8
-        and any(
-            flags.get(name) for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")
-        ),
+        fp8_attention=precision is Precision.FP8 and any(map(flags.get, _FP8_ATTENTION)),
         fp8_weights=fp8_weights,
         fp8_gather=fp8_weights and recipe is not Fp8Recipe.MXFP8,
         fp8_inputs=flags.get("fp8_wgrad") is not False,
@@ -67,7 +64,7 @@ def execution_traits(flags: Mapping[str, Any], precision: Precision) -> Executio
         loss_bytes=_loss_bytes(flags, params),
         optimizer_bytes=states,
         matrix_optimizer_bytes=of_matrices,
-        optimizer_offload_fraction=_moved_share(flags),
+        optimizer_offload_fraction=moved,
         overlaps_optimizer_copies=bool(flags.get("overlap_cpu_optimizer_d2h_h2d")),
         optimizer_instances=int(flags.get("num_distributed_optimizer_instances") or 1),
         torch_fsdp2=bool(flags.get("use_torch_fsdp2")),
@@ -76,25 +73,16 @@ def execution_traits(flags: Mapping[str, Any], precision: Precision) -> Executio
         nccl_ub=bool(flags.get("nccl_ub")),
         fused_activation=flags.get("bias_swiglu_fusion") is not False,
         ddp_bucket_size=int(flags.get("ddp_bucket_size") or 0),
-        expert_capacity_factor=_capacity(flags),
+        # Megatron takes a negative factor for none (0.16.1 tc:1104)
+        expert_capacity_factor=None if capacity is None or float(capacity) < 0 else float(capacity),
         pads_to_capacity=bool(flags.get("moe_pad_expert_input_to_capacity")),
-        layer_wise_optimizer=name == "dist_muon"
-        or (name == "muon" and bool(flags.get("use_distributed_optimizer"))),
+        layer_wise_optimizer=optimizer == "dist_muon"
+        or (optimizer == "muon" and bool(flags.get("use_distributed_optimizer"))),
     )
 
 
-def _capacity(flags: Mapping[str, Any]) -> float | None:
-    """Megatron takes a negative factor for none (0.16.1 tc:1104)."""
-    given = flags.get("moe_expert_capacity_factor")
-    return None if given is None or float(given) < 0 else float(given)
-
-
 def execution_of(flags: Mapping[str, Any]) -> Execution:
-    """How a job with these flags carries its layers out.
-
-    Args:
-        flags: by Megatron's names, in any spelling of either release; a dispatcher that is not
-            given is ``alltoall``, which every launch names.
+    """How a job with these flags carries its layers out; without a dispatcher by ``alltoall``.
 
     Raises:
         UserInputError: for a word that Megatron does not take.
@@ -108,7 +96,8 @@ def execution_of(flags: Mapping[str, Any]) -> Execution:
     traffic = _member(flags, "cp_comm_type", ContextTraffic, "p2p")
     levels = traffic is ContextTraffic.A2A_P2P
     sizes = flags.get("hierarchical_context_parallel_sizes") if levels else ()
-    modules = flags.get("offload_modules") or ()
+    offloads = flags.get("fine_grained_activation_offloading")
+    modules = flags.get("offload_modules") if offloads else ()
     switches = {name: bool(flags.get(name)) for name in _SWITCHES}
     return Execution(
         moe_token_dispatcher_type=dispatcher,
@@ -120,14 +109,11 @@ def execution_of(flags: Mapping[str, Any]) -> Execution:
         cuda_graph_impl=GraphImpl.NONE if graphs is None else GraphImpl(graphs.impl),
         cuda_graph_scope=() if graphs is None else tuple(sorted(graphs.scope)),
         cpu_offloading_num_layers=int(flags.get("cpu_offloading_num_layers") or 0),
-        offload_modules=tuple(map(text, modules))
-        if flags.get("fine_grained_activation_offloading")
-        else (),
+        offload_modules=tuple(map(text, modules or ())),
         **switches,
     )
 
 
-_FP8_ATTENTION = ("fp8_dot_product_attention", "fp8_multi_head_attention")
 _SWITCHES = (
     "moe_permute_fusion",
     "moe_router_fusion",
@@ -138,10 +124,14 @@ _SWITCHES = (
 Member = TypeVar("Member", bound=Name)
 
 
-def _member(flags: Mapping[str, Any], name: str, kind: type[Member], default: str) -> Member:
+def _word(flags: Mapping[str, Any], name: str, default: str) -> str:
     """One of Megatron's words; of one for each layer the first."""
     value = flags.get(name) or default
-    word = text(value[0] if isinstance(value, list | tuple) else value)
+    return text(value[0] if isinstance(value, list | tuple) else value)
+
+
+def _member(flags: Mapping[str, Any], name: str, kind: type[Member], default: str) -> Member:
+    word = _word(flags, name, default)
     if word not in tuple(kind):
         raise UserInputError(
             f"--{name.replace('_', '-')}",
@@ -198,31 +188,28 @@ def _recipe(flags: Mapping[str, Any], precision: Precision) -> Fp8Recipe:
 
 
 def _quantized_weights(flags: Mapping[str, Any], precision: Precision) -> bool:
-    """Whether weights are kept below 16 bits alone (``fp4_param`` is 0.16.1's name).
+    """Whether weights are below 16 bits alone (``fp4_param`` is 0.16.1's name).
 
     Megatron turns ``--fp8-param-gather`` off under PyTorch's FSDP2 (0.16.1 args:625; 0.20 :1051).
     """
-    if flags.get("use_torch_fsdp2") and precision is Precision.FP8:
-        return False
-    of_format = {
-        Precision.FP8: ("fp8_param_gather",),
-        Precision.NVFP4: ("fp4_param_gather", "fp4_param"),
-    }
-    return any(flags.get(name) for name in of_format.get(precision, ()))
+    if precision is Precision.FP8:
+        return bool(flags.get("fp8_param_gather")) and not flags.get("use_torch_fsdp2")
+    asked = flags.get("fp4_param_gather") or flags.get("fp4_param")
+    return precision is Precision.NVFP4 and bool(asked)
 
 
 def _params_bytes(flags: Mapping[str, Any], precision: Precision) -> int:
     """Width of weights and activations: fp8 goes with any of the three formats around it."""
     if precision.is_quantized:
-        return _width("--params-dtype", flags.get("params_dtype") or "bf16")
+        return _width(flags, "params_dtype", "bf16")
     return _FP32 if precision is Precision.FP32 else 2
 
 
-def _width(flag: str, value: object) -> int:
-    word = text(value)
+def _width(flags: Mapping[str, Any], name: str, default: str) -> int:
+    word = _word(flags, name, default)
     if word not in _WIDTHS:
         raise UserInputError(
-            flag,
+            f"--{name.replace('_', '-')}",
             value=word,
             limit=f"number formats are {', '.join(_WIDTHS)}",
             fix="Use one of them.",
@@ -239,86 +226,80 @@ def _gradient_bytes(flags: Mapping[str, Any], precision: Precision, params: int)
     """
     own = flags.get("megatron_fsdp_main_grads_dtype")
     if flags.get("use_megatron_fsdp") and own is not None:
-        return params if text(own) == "auto" else _width("--megatron-fsdp-main-grads-dtype", own)
+        is_auto = text(own) == "auto"
+        return params if is_auto else _width(flags, "megatron_fsdp_main_grads_dtype", "auto")
     if params == _FP32 or flags.get("accumulate_allreduce_grads_in_fp32"):
         return _FP32
     if precision is Precision.FP16 or text(flags.get("params_dtype")) == "fp16":
         return params
-    narrow = _width("--main-grads-dtype", flags.get("main_grads_dtype") or "fp32") != _FP32
+    narrow = _width(flags, "main_grads_dtype", "fp32") != _FP32
     return params if narrow or flags.get("grad_reduce_in_bf16") else _FP32
 
 
 def _loss_bytes(flags: Mapping[str, Any], params: int) -> int:
     """Memory of a logit: 16 or 32 bits wide, and what the cross entropy makes of it."""
-    wider = params - 2
-    if not flags.get("cross_entropy_loss_fusion"):
-        return _NATIVE_LOSS + wider
-    engine = text(flags.get("cross_entropy_fusion_impl") or "native") == "te"
-    return (_ENGINE_LOSS if engine else _COMPILED_LOSS) + wider
+    loss = _NATIVE_LOSS
+    if flags.get("cross_entropy_loss_fusion"):
+        engine = _word(flags, "cross_entropy_fusion_impl", "native") == "te"
+        loss = _ENGINE_LOSS if engine else _COMPILED_LOSS
+    return loss + params - 2
 
 
 def _is_fused(flags: Mapping[str, Any], params: int) -> bool:
-    """Whether attention keeps no score matrix: fused kernels take 16-bit numbers alone."""
-    unfused = text(flags.get("attention_backend") or "auto") in ("unfused", "local")
-    local = text(flags.get("transformer_impl") or "transformer_engine") == "local"
+    """Whether attention saves no score matrix: fused kernels take 16-bit numbers alone."""
+    unfused = _word(flags, "attention_backend", "auto") in ("unfused", "local")
+    local = _word(flags, "transformer_impl", "transformer_engine") == "local"
     return not unfused and not local and params < _FP32
 
 
 def _optimizer_bytes(
-    flags: Mapping[str, Any], precision: Precision, params: int
+    flags: Mapping[str, Any], precision: Precision, params: int, on_device: float
 ) -> tuple[float, float | None]:
     """States of one parameter on the device, and those of a matrix where they differ.
 
     A master weight stands beside 16-bit weights alone: single precision has none.
+
+    Args:
+        on_device: share that ``--optimizer-cpu-offload`` leaves there; the host's are float32.
     """
-    name = text(flags.get("optimizer") or "adam")
+    name = _word(flags, "optimizer", "adam")
     master = float(_FP32 if params < _FP32 else 0)
     if name == "sgd":
         momentum = flags.get("sgd_momentum")
         moments = _FP32 if (_MOMENTUM if momentum is None else float(momentum)) > 0 else 0
-        return _on_device(master + moments, flags), None
+        return (master + moments) * on_device, None
     if name == "lion":
         return master + _FP32, None
     if name in ("muon", "dist_muon"):
-        others = 1 if text(flags.get("muon_scalar_optimizer") or "adam") == "lion" else 2
+        others = 1 if _word(flags, "muon_scalar_optimizer", "adam") == "lion" else 2
         return master + others * _FP32, master + _FP32
     if not flags.get("use_precision_aware_optimizer"):
-        return _on_device(master + 2 * _FP32, flags), None
-    moments = sum(
-        _width(f"--{name.replace('_', '-')}", flags.get(name) or "fp32")
-        for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
-    )
-    if flags.get("optimizer_cpu_offload"):  # the host's states and the rest are float32
-        return _on_device(master + 2 * _FP32, flags), None
+        return (master + 2 * _FP32) * on_device, None
+    moments = _width(flags, "exp_avg_dtype", "fp32") + _width(flags, "exp_avg_sq_dtype", "fp32")
+    if flags.get("optimizer_cpu_offload"):
+        return (master + 2 * _FP32) * on_device, None
     return _master_bytes(flags, precision, params) + moments, None
 
 
 def _master_bytes(flags: Mapping[str, Any], precision: Precision, params: int) -> float:
     """A master weight under the precision-aware optimizer.
 
-    ``FusedAdam`` keeps of a float32 master weight the 16 bits that a bf16 weight lacks
-    (``store_param_remainders``), unless Megatron keeps it: with fp8 other than delayed scaling. An
+    ``FusedAdam`` stores of a float32 master weight the 16 bits that a bf16 weight lacks
+    (``store_param_remainders``), unless Megatron has it: with fp8 other than delayed scaling. An
     fp8 weight has nothing to be completed by.
     """
-    width = _width("--main-params-dtype", flags.get("main_params_dtype") or "fp32")
+    width = _width(flags, "main_params_dtype", "fp32")
     if params == _FP32:
         return 0.0 if width == _FP32 else width
-    kept_apart = (
-        precision is Precision.FP8 and text(flags.get("fp8_recipe") or "delayed") != "delayed"
-    )
+    stored_apart = precision is Precision.FP8 and _word(flags, "fp8_recipe", "delayed") != "delayed"
     completes = (
         width == _FP32
-        and not kept_apart
+        and not stored_apart
         and precision is not Precision.FP16
         and not _quantized_weights(flags, precision)
         and flags.get("store_param_remainders", True) is not False
     )
     return 2.0 if completes else float(width)
-
-
-def _on_device(states: float, flags: Mapping[str, Any]) -> float:
-    """The share of the states that stays where ``--optimizer-cpu-offload`` moves the rest."""
-    return states * (1.0 - _moved_share(flags))
 
 
 def _moved_share(flags: Mapping[str, Any]) -> float:

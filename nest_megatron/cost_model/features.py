@@ -57,12 +57,7 @@ _LEGACY, _MEGATRON = "megatron_legacy", ("megatron", "nemo")
 def features_of(
     model: CostModel, grid: Grid, step_s: Seconds, devices: frozenset[str]
 ) -> frozenset[Feature]:
-    """Features of a plan.
-
-    Args:
-        step_s: its predicted step.
-        devices: names of accelerators that were fitted.
-    """
+    """Features of a plan with a predicted step, where runs on some devices were fitted."""
     dims, settings, spec = grid.dims, model.settings, model.spec
     tp_crosses, ep_crosses = (
         group_level(dims, kind, model.cluster.group_sizes()) > 0
@@ -160,10 +155,9 @@ class Level(Name):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """Measured runs with the same features.
+    """Measured runs with the same features, and the mean absolute error of their predictions.
 
-    Args:
-        error_pct: mean absolute error of their predictions by a fit without their source.
+    The predictions are those of a fit without the runs' source.
     """
 
     features: frozenset[Feature]
@@ -179,13 +173,7 @@ class Runs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confidence:
-    """How far a prediction can be trusted, and why.
-
-    Args:
-        kind: the plan's features, in words.
-        runs: measured runs that have them.
-        error_pct: mean absolute error of their predictions; 0 without runs.
-    """
+    """How far a prediction can be trusted: by how many runs with its features, and their error."""
 
     level: Level
     kind: str

@@ -23,9 +23,7 @@ class NumberFormat:
     """What a recipe does to an element of a product.
 
     Args:
-        element_bytes: of the element itself.
-        scale_bytes: of the scales of its block, for each element.
-        weight_scale_bytes: the same of a weight.
+        scale_bytes: of the scales of its block, for each element; the other field of a weight.
         swizzles: scales are written again in the order that the product reads.
         seeks_largest: the tensor is read once more, before the cast, for its largest element.
         cast_slowdown: time of a cast over what its traffic takes.
@@ -55,11 +53,7 @@ class NumberFormat:
         return self.element_bytes + self.weight_scale_bytes
 
     def cast_bytes(self, layouts: int) -> float:
-        """Traffic of a cast for each element, or as much as takes its time.
-
-        Args:
-            layouts: row by row alone, or column by column as well.
-        """
+        """Traffic of a cast into so many layouts for each element, or as much as takes its time."""
         read = _WIDE * (2 if self.seeks_largest else 1)
         written = self.bytes + (2 * self.scale_bytes if self.swizzles else 0.0)
         return self.cast_slowdown * (read + layouts * written)

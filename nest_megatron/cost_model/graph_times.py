@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from nest_megatron.cluster.communication import collective_time, split_group
 from nest_megatron.cluster.records import Cluster, CollectiveKind
-from nest_megatron.cost_model.communication import collective_time, ring_step_time, split_group
 from nest_megatron.cost_model.compute import operator_times
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.execution import Execution
@@ -38,8 +38,7 @@ class GraphTimes(NamedTuple):
     """A unit's graph, priced.
 
     ``operators`` holds forward and backward seconds by name, ``forward`` and ``backward`` their
-    sums, ``traffic`` the seconds of all calls of each collective in balance, ``saved_bytes`` what
-    each part keeps.
+    sums, ``traffic`` the seconds of all calls of each collective in balance.
     """
 
     graph: LayerGraph
@@ -68,9 +67,8 @@ def graph_times(
 
     Args:
         shapes: where the layer's groups lie.
-        scale: what a profile makes of the operators' time, all in proportion, so that parts which
-            are recomputed and what hides under an operator follow. A measured time contains
-            its launches, so the host's floor is not asked for.
+        scale: what a profile makes of the operators' time, all in proportion. A measured time
+            contains its launches.
         execution: of which only what changes a graph is read.
     """
     imbalance = settings.expert_load(math.prod(shapes[Group.EXPERT]))
@@ -99,17 +97,11 @@ def graph_times(
 def _traffic_time(
     call: LayerCollective, shapes: GroupShapes, cluster: Cluster, once: bool
 ) -> Seconds:
-    """Time of all calls of a collective.
-
-    Args:
-        once: a token goes to each node once.
-    """
+    """Time of all calls of a collective; ``once``: a token goes to each node once."""
     kind, shape = CollectiveKind(call.kind), shapes[call.group]
     if call.within:
         shape = split_group(shape, call.within)[0]
     elif call.across:
         shape = split_group(shape, call.across)[1]
-    if kind is CollectiveKind.SEND_RECV:
-        return call.num_calls * ring_step_time(call.message_bytes, shape, cluster.levels)
     copies = call.copies if once else 1
     return call.num_calls * collective_time(kind, call.message_bytes, shape, cluster.levels, copies)

@@ -40,11 +40,8 @@ def beside_copies(
 
     Each way runs beside one pass; what is longer than the pass waits. Recomputation is not counted
     as time to hide under. Either way the device's memory is read or written once more. Where whole
-    layers move, the copies of those are spread over all (``AsyncDoubleBufferGroupOffloadHandler``),
-    and one layer is on its way back while another one works.
-
-    Args:
-        layers: of the model.
+    layers move, the copies of those are spread over all ``layers`` of the model
+    (``AsyncDoubleBufferGroupOffloadHandler``), and one layer is on its way back beside another.
     """
     moved = times.offloaded_bytes
     if execution.cpu_offloading_num_layers and kind in _LAYERS:

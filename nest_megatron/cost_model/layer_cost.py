@@ -53,10 +53,8 @@ class UnitTimes:
     """A unit without recomputation.
 
     Args:
-        forward: forward pass by part of the layer; only what communication leaves exposed counts.
-        whole_forward: the same, all parts together.
-        backward: the backward pass.
-        saved_bytes: kept for the backward pass by part; ``input_bytes`` comes on top.
+        forward: by part of the layer; only what communication leaves exposed counts.
+        saved_bytes: for the backward pass by part; ``input_bytes`` comes on top.
         launch_s: what of both passes is spent waiting for the host to launch kernels.
         offloaded_bytes: sent to the host in the forward pass and fetched for the backward pass.
     """
@@ -98,7 +96,7 @@ class UnitRun:
 
     Args:
         recompute: the part of the forward pass that the backward pass does again.
-        saved_bytes: kept from the forward to the backward pass of a micro batch.
+        saved_bytes: from the forward to the backward pass of a micro batch.
         working_bytes: largest extra memory while the unit's backward pass runs.
     """
 
@@ -163,12 +161,12 @@ def run_unit(
 ) -> UnitRun:
     """A unit under a recompute setting; embedding and head are never recomputed.
 
-    ``full`` is taken as it acts on a layer that it covers; ``uniform`` keeps one input for each
+    ``full`` is taken as it acts on a layer that it covers; ``uniform`` saves one input for each
     group of layers and holds a group's activations while it works backwards through it.
 
     Args:
-        inputs_on_host: full recomputation keeps the inputs of layers in the host's memory.
-        norm_stays: the norm before experts is kept whatever the setting says.
+        inputs_on_host: full recomputation moves the inputs of layers to the host's memory.
+        norm_stays: the norm before experts is saved whatever the setting says.
     """
     whole = times.whole_forward
     saved = times.input_bytes + sum(times.saved_bytes.values())
@@ -215,8 +213,6 @@ def unit_times(
     """A unit as it is carried out, what runs beside something else hidden.
 
     Args:
-        times: of the unit's graph.
-        execution: what carries the unit out.
         beside_s: compute of the same layer outside the graph, which the token all-to-all can run
             beside as well.
     """

@@ -1,9 +1,8 @@
 """Which shares of a step the mechanisms take whose prices can be wrong, each in its own way.
 
 The terms of an ``Estimate`` on the pipeline rank that is busy longest, its compute divided by the
-kind of operator. Shares add up to one, so an error of a mechanism's price changes the logarithm of
-the step by that error times its share, to first order: traffic that is predicted to hide takes no
-share.
+kind of operator. An error of a mechanism's price changes the logarithm of the step by that error
+times its share, to first order: traffic that is predicted to hide takes no share.
 """
 
 from __future__ import annotations

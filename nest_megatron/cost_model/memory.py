@@ -1,9 +1,8 @@
 """Bytes that weights, gradients and optimizer states take on one rank: the one formula.
 
-Megatron in 16-bit training keeps, for each parameter, 2 bytes of weight, 4 of float32 gradient
+In 16-bit training without other flags a parameter has 2 bytes of weight, 4 of float32 gradient
 (``accumulate_allreduce_grads_in_fp32``), and 12 of optimizer state: a float32 master weight and two
-Adam moments. ZeRO divides shares of that among the data-parallel ranks. A job's flags change the
-widths (``ExecutionTraits``).
+Adam moments. ZeRO divides shares of that among the data-parallel ranks.
 
 Source: ``_ParamAndGradBuffer`` (weights and gradients), ``DistributedOptimizer.
 _build_model_and_main_param_groups`` (states), of megatron-core 0.16.1 and 0.20.
@@ -112,7 +111,6 @@ def static_bytes(
     """Bytes that one parameter of a rank costs for as long as training runs.
 
     Args:
-        replicas: ranks that ZeRO divides over.
         in_layer: a matrix of a layer, which runs in fp8 where the job does and has the optimizer of
             matrices; embedding and head do not. (The vectors of a layer are too few to matter.)
         whole: gathered weights and gradients stay beside the shares.
@@ -177,10 +175,8 @@ def fp8_copy_bytes(zero: ZeroStage, settings: CostSettings) -> float:
 
     Transformer Engine keeps an fp8 copy of each 16-bit weight and its transpose between micro
     batches (``TransformerEngineBaseModule.get_weight_workspace``), and of an fp8 weight the
-    transpose (``Float8Tensor``). Weights that are gathered go again after use, and copies and
-    transposes with them, unless they are asked to stay. Without its cache a transpose of an fp8
-    weight lives in the backward pass of one layer; a copy of a 16-bit weight is kept for the
-    backward pass all the same.
+    transpose (``Float8Tensor``). Those of gathered weights go again after use, unless asked to
+    stay. Without its cache a transpose of an fp8 weight lives in the backward pass of one layer.
     """
     traits, width = settings.traits, quantized_bytes(settings)
     transposes = (traits.fp8_weight_copies - 1) * width

@@ -1,8 +1,7 @@
 """Megatron's arguments that look as if they changed memory, and what each does to it.
 
-By Megatron's own names (``dest``), of 0.16.1 and 0.20; NeMo and Megatron-Bridge use the same for
-their fields. A job whose flags are all priced gets a verdict on memory; one with a flag that is not
-modelled is planned as well, and the verdict names the flag.
+By Megatron's own names (``dest``), of 0.16.1 and 0.20. A job whose flags are all priced gets a
+verdict on memory; one with a flag that is not modelled is planned too, and the verdict names it.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ import copy
 import dataclasses
 from collections import Counter
 
+from nest_megatron.cluster.communication import collective_time, send_time
 from nest_megatron.cluster.records import Cluster, CollectiveKind
 from nest_megatron.cost_model.block_times import BlockTimes, least_sum
-from nest_megatron.cost_model.communication import collective_time, send_time
 from nest_megatron.cost_model.data_parallel import ReplicaTraffic, replica_traffic
 from nest_megatron.cost_model.formats import expert_alignment
 from nest_megatron.cost_model.host import beside_copies
@@ -65,13 +65,12 @@ _Structure = tuple[bytes, tuple[tuple[LayerKind, ParameterCount], ...], Paramete
 class CostModel:
     """Prices grids of one job.
 
-    What depends on a few degrees only (a layer's time, the traffic of a group) is computed once
-    and kept, because a search asks for thousands of grids that share it.
+    What depends on a few degrees only (a layer's time, the traffic of a group) is computed once,
+    because a search asks for thousands of grids that share it.
 
     Args:
         times: measured times of the model's layers. They replace the analytic compute time of the
-            blocks that they speak for, and the optimizer's; memory and communication stay in
-            closed form.
+            blocks that they speak for, and the optimizer's.
     """
 
     def __init__(
@@ -160,8 +159,7 @@ class CostModel:
     ) -> tuple[Ticks, Ticks]:
         """Forward and backward ticks that a unit takes at least, to within one tick of ``run``.
 
-        Without recomputation the unit's blocks are added up unjoined, which is what makes it cheap
-        to ask for every shard of a large search.
+        Without recomputation the unit's blocks are added up unjoined, which is cheap.
         """
         if recompute == NO_RECOMPUTE and not shard.execution.offloads:
             return least_sum(self._blocks.of_unit(kind, places, shard))
@@ -223,11 +221,7 @@ class CostModel:
     def kinds_under(
         self, grid: Grid, covered: Recompute, elsewhere: Recompute
     ) -> tuple[UnitKind, ...]:
-        """The distinct units of a grid under a recompute setting other than its own.
-
-        Args:
-            covered, elsewhere: the setting, as ``keys.split_block`` splits it.
-        """
+        """The distinct units of a grid under another setting, as ``split_block`` splits it."""
         single = grid.dims.pipeline_model_parallel_size == 1
         key = (self.shard_key(grid), single, covered)
         if key not in self._kinds:

@@ -8,10 +8,9 @@ The iteration time of a partition is::
     constant + max over ranks (end of its last pass + reduction) + max over ranks (optimizer step)
 
 where a rank starts after its exposed parameter *gather* (of updated weights, what its first forward
-passes cannot hide), the passes run as ``schedule.run`` runs them, and its exposed gradient
-*reduction* is what its last backward passes cannot hide. Each is the larger of two sums over the
-rank's units: what can never be hidden (``unhidden``), and what remains of all of it when the
-overlap is used up (``hideable``).
+passes cannot hide), and its exposed gradient *reduction* is what its last backward passes cannot
+hide. Each is the larger of two sums over the rank's units: what can never be hidden (``unhidden``),
+and what remains of all of it when the overlap is used up (``hideable``).
 """
 
 from __future__ import annotations
@@ -55,13 +54,11 @@ class PipelineProblem:
     Args:
         num_stages, num_virtual, num_microbatches: ``p``, ``v``, ``m``.
         unit_kinds: for each unit, in order, its index into ``costs``.
-        costs: the distinct kinds of unit.
         num_layers: transformer layers; they are the units ``1 .. num_layers``.
         block_num_layers: layers at the head of each chunk that are recomputed (0: none).
         send_forward: time to send an activation from each of the ``p * v`` chunks to the next one.
         send_backward: time to send a gradient from each chunk to the previous one.
         overlap_p2p: transfers run beside the work of the sending rank; else they take its time.
-        capacity_bytes: memory that a rank may use.
         constant: time of a step outside the schedule.
     """
 
@@ -104,18 +101,12 @@ class RankMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What a partition costs.
+    """What a partition costs; tuples hold a value for each chunk or rank, times are ticks.
 
     Args:
-        iteration: whole step, in ticks.
-        chunks: times of every chunk in the schedule.
-        ends: end of each rank's last pass, in ticks.
-        busy: all passes of each rank, in ticks.
-        finish: when the last rank is through, its reduction included, in ticks.
-        path: critical path of the schedule.
-        gathers, reductions, optimizers: those of every rank, in ticks.
-        memory: that of every rank at its peak.
-        fits: whether every rank stays within the capacity.
+        ends: end of each rank's last pass.
+        busy: all passes of each rank.
+        finish: when the last rank is through, its reduction included.
     """
 
     iteration: Ticks

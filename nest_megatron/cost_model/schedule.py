@@ -105,7 +105,6 @@ def run(
     """Run the schedule: each rank does its passes in order, each as soon as its input is there.
 
     Args:
-        chunks: ``p * v`` chunks along the model.
         releases: time before which each of the ``p`` ranks cannot start.
 
     Yields:
@@ -162,15 +161,15 @@ def simulate(
 
 @lru_cache(maxsize=4096)
 def peak_live_chunks(p: int, v: int, m: int, rank: int) -> tuple[tuple[int, ...], ...]:
-    """Numbers of micro batches whose activations each chunk of a rank keeps, at each peak.
+    """Numbers of micro batches whose activations each chunk of a rank has, at each peak.
 
     After the warm-up a rank alternates, and has the same chunks alive again after ``p * v`` passes
-    each way. Between two changes of chunk the numbers lie on a line, so whatever a chunk keeps, the
-    most is kept at an end of one: the peaks do not grow with ``m``.
+    each way. Between two changes of chunk the numbers lie on a line, so whatever a chunk saves, the
+    most is saved at an end of one: the peaks do not grow with ``m``.
 
     Returns:
         Distinct vectors (one entry for each of the rank's ``v`` chunks) right after a forward pass,
-        one of which is the peak, whatever each chunk keeps. None exceeds another in every entry.
+        one of which is the peak, whatever each chunk saves. None exceeds another in every entry.
     """
     warmup, total = num_warmup(p, v, m, rank), m * v
     live = [0] * v

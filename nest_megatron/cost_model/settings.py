@@ -21,35 +21,32 @@ def _name_of(field: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostSettings:
-    """What the cost model takes for granted.
+    """What the cost model takes for granted; a value outside its range is a ``UserInputError``.
 
     Args:
         precision: number format of the GEMMs.
         expert_imbalance: busiest expert rank's tokens over the mean; 1 is balanced routing.
         compute_slowdown: time of the device's work over what its calibrated kernels need: kernels
             that a framework does not fuse, gaps between them.
-        attention_slowdown: time of attention over what the device's calibrated kernels need: older
-            kernels, rings that do not overlap.
+        attention_slowdown: the same of attention: older kernels, rings that do not overlap.
         fp8_attention_speedup: rate of attention in fp8 over that in 16 bits.
         tp_overlap: share of tensor-parallel traffic that runs beside the GEMMs which need it,
             with user buffers (``--tp-comm-overlap``).
         ep_overlap: share of the token all-to-all with experts that runs beside another micro
             batch's work, with ``--overlap-moe-expert-parallel-comm``.
-        alltoall_slowdown: time of that exchange over what the network's own tables of all-to-all
-            say: parts of unequal size, and the dispatcher's kernels.
+        alltoall_slowdown: time of that all-to-all over what the network's own tables say: parts of
+            unequal size, and the dispatcher's kernels.
         flex_slowdown: the same with DeepEP or HybridEP.
         dp_slowdown: time of the traffic between replicas over what the network needs: weights that
             a framework gathers one by one.
         host_kernel_s: time that the host takes to launch one operator outside CUDA graphs, in place
-            of what the accelerator's record says; half a layer takes at least the sum over its
-            operators, however fast the device.
+            of the accelerator's; half a layer takes at least the sum over its operators.
         dp_overlap: share of a micro batch's compute under which data-parallel traffic can hide.
         overlap_slowdown: time that compute loses for each second of traffic hidden under it,
             because the collective's kernels take processors away (NCCL's default of 16 channels on
             a 132-processor H100 is 12 %).
-        optimizer_bytes_per_parameter: memory traffic of one optimizer step: gradient, master
-            weight and two moments read, three written, model weight written. A profile's timed step
-            takes its place.
+        optimizer_bytes_per_parameter: memory traffic of one optimizer step, where no profile timed
+            one: gradient, master weight and two moments read, three written, model weight written.
         memory_reserve_bytes: CUDA context, NCCL buffers and library workspaces, outside the
             allocator.
         memory_margin: share of device memory left free against fragmentation; with the reserve, the
@@ -59,12 +56,8 @@ class CostSettings:
         straggler_delay_s: standard deviation of what a rank is late after a second of work, growing
             with its square root (``stragglers``; fitted in ``calibration/stragglers.yaml``).
         iteration_floor_s: CPU overhead of a step that nothing hides (data, logging, launch).
-        traits: how the job is executed.
         target: name of the framework and release whose defaults fill what the job leaves open
             (``cost_model/targets.py``); ``None`` for the cost model's own.
-
-    Raises:
-        UserInputError: naming the field that is out of range.
     """
 
     precision: Precision = Precision.BF16
@@ -122,19 +115,10 @@ def stored_settings(settings: CostSettings) -> dict[str, float | str]:
 
 
 def restored_settings(stored: Mapping[str, float | str]) -> CostSettings:
-    """The settings that were stored; a plan file keeps all numbers as floats.
-
-    Raises:
-        UserInputError: for a setting that this version does not know.
-    """
-    traits = {
-        name.removeprefix(_TRAITS): value
-        for name, value in stored.items()
-        if name.startswith(_TRAITS)
-    }
-    others = {name: value for name, value in stored.items() if not name.startswith(_TRAITS)}
-    plain = _in_kind(CostSettings, others)
-    plain["traits"] = _in_kind(ExecutionTraits, traits)
+    """The settings that were stored; an unknown one is a ``UserInputError``."""
+    named = {name.removeprefix(_TRAITS): name for name in stored if name.startswith(_TRAITS)}
+    plain = _in_kind(CostSettings, {k: v for k, v in stored.items() if k not in named.values()})
+    plain["traits"] = _in_kind(ExecutionTraits, {k: stored[name] for k, name in named.items()})
     return from_plain(CostSettings, plain, "provenance.settings")
 
 

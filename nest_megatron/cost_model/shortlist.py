@@ -1,9 +1,9 @@
 """Which plans of a job could be the fastest, and what measurement would tell most.
 
 The predictive distributions of a job's plans, together, are one distribution of several dimensions
-(``uncertainty.covariance``). Chances are counted over draws from it, seeded, so that the same plans
-have the same chances. Plans that no measurement tells apart, because their steps differ by less
-than two runs of one plan do, count as equally fast: one of them stands for all.
+(``uncertainty.covariance``). Chances are counted over seeded draws from it. Plans that no
+measurement tells apart, because their steps differ by less than two runs of one plan do, count as
+equally fast: one of them stands for all.
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ Matrix = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortlist:
-    """Few plans that hold one as fast as the fastest, with a chance of ``level``.
+    """Few plans that hold one as fast as the fastest with a ``chance``.
 
     Args:
         plans: indices into the plans that were given, the likeliest first.
         chances: of each plan that was given, to be as fast as the fastest of them.
-        chance: that one of ``plans`` is.
     """
 
     plans: tuple[int, ...]
@@ -56,11 +55,9 @@ class Shortlist:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Something to measure before a plan is chosen.
+    """Something to measure before a plan is chosen: a mechanism by a profile, or a plan by a run.
 
     Args:
-        mechanism: whose price is measured, by a profile; ``None`` for a run of a plan.
-        plan: index of the plan that runs; ``None`` for a profile.
         gain_percent: by how much the choice after it is expected to be faster than without.
         shortlist_size: expected plans on the shortlist after it.
     """
@@ -88,8 +85,7 @@ def measurements(plans: Sequence[Predictive], level: float = 0.9) -> tuple[Measu
     """What could be measured to tell the plans apart, the most useful first.
 
     Each is judged by the expected gain of choosing after it (the knowledge gradient of Frazier,
-    Powell and Dayanik, 2009): a profile makes known a mechanism's price, a run makes known
-    all that is wrong with its plan.
+    Powell and Dayanik, 2009).
     """
     if len(plans) < 2:
         return ()

@@ -12,11 +12,7 @@ from nest_megatron.units import Bytes
 
 
 class StageProblems:
-    """Makes the stage problems of a grid.
-
-    Args:
-        grid: of its recompute setting nothing is read.
-    """
+    """Makes the stage problems of a grid, of whose recompute setting nothing is read."""
 
     def __init__(self, model: CostModel, grid: Grid) -> None:
         self.model = model
@@ -37,7 +33,6 @@ class StageProblems:
         """Everything that a stage partition of the grid is judged by.
 
         Args:
-            capacity_bytes: memory that a rank may use, if not what its device has.
             hidden_reduce: as ``unit_cost`` takes it for each unit.
         """
         dims = self.grid.dims
@@ -92,15 +87,12 @@ def stage_problem(model: CostModel, grid: Grid) -> PipelineProblem:
 
 
 def early_forward_share(p: int, v: int, num_microbatches: int) -> float:
-    """What one forward pass more before the first backward pass adds to what a rank keeps.
+    """What one forward pass more before the first backward pass adds to what a rank saves.
 
     The overlap of the token all-to-all runs it, so that a forward and a backward pass are
     independent (``get_pp_rank_microbatches``, ``combined_1f1b_schedule_for_no_pipelining``). With
     virtual stages it is a chunk more beside those of the last rank, which has fewest; for the
     other ranks it is less.
-
-    Args:
-        p, v: pipeline ranks, chunks on each rank.
     """
     alive = (v - 1) * p + 1
     return min(1, num_microbatches * v - alive) / alive

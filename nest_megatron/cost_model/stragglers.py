@@ -30,7 +30,6 @@ def straggler_wait(delay_s: float, work_s: Seconds, num_stages: int, num_hosts: 
     Args:
         delay_s: standard deviation of what a rank is late after a second of work.
         work_s: that a rank does in a step.
-        num_stages: pipeline ranks of a replica.
         num_hosts: over which the ranks lie that reduce a gradient.
 
     >>> straggler_wait(0.02, 10.0, 1, 1)

@@ -1,9 +1,8 @@
 """The framework and release that a job runs on: what it sets unasked, and how fast its kernels are.
 
-One record for every framework, and one way from it to the cost model's settings: the job's own
-flags over the framework's defaults (``cost_model/target_defaults.py``), with the constants that
-were fitted to measured runs of it (``calibration/frameworks.yaml``). Plans, estimates and the
-scores of ``validate`` all take it.
+The job's own flags over the framework's defaults (``cost_model/target_defaults.py``), with the
+constants that were fitted to measured runs of it (``calibration/frameworks.yaml``), give the cost
+model's settings of plans, estimates and the scores of ``validate`` alike.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class Default:
     """What a framework sets where a job does not say.
 
     Args:
-        argument: by Megatron's name.
         source: file of the framework, at a release, that sets it.
         gpu: pattern that the accelerator's name begins with; empty for every one.
         precision: the number format that it goes with; ``None`` for every one.
@@ -98,11 +96,7 @@ class Target:
     def flags(
         self, accelerator: str, precision: Precision, *, has_experts: bool = False
     ) -> Mapping[str, Any]:
-        """What it sets for a job that says nothing, by Megatron's names.
-
-        Args:
-            accelerator: the device's name.
-        """
+        """What it sets for a job that says nothing, by Megatron's names."""
         found: dict[str, Any] = {}
         for default in self.defaults:
             if default.holds(accelerator, precision, has_experts=has_experts):
@@ -121,7 +115,6 @@ class Target:
         """The cost model's settings of a job that runs on it.
 
         Args:
-            accelerator: the device's name.
             flags: what the job itself says, by Megatron's names; ``None`` says nothing.
             fields: of ``CostSettings`` and ``ExecutionTraits``, over everything else.
         """

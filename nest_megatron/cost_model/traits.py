@@ -66,8 +66,8 @@ class ExecutionTraits:
     """What a job's flags, or its framework's defaults, say beside the layout.
 
     The defaults are those of Megatron-LM with ``--bf16``: 16-bit weights, gradients reduced and
-    kept in float32 (``validate_args``), Adam. ``cost_model/execution_flags.py`` reads
-    them from a job, ``validation/frameworks.py`` has what other frameworks and releases do.
+    stored in float32 (``validate_args``), Adam. ``cost_model/execution_flags.py`` reads them from a
+    job, ``validation/frameworks.py`` has what other frameworks and releases do.
 
     Args:
         frozen_weights: only adapters of negligible size are trained (LoRA): no weight gradients, no
@@ -75,60 +75,52 @@ class ExecutionTraits:
         async_tensor_traffic: backward tensor-parallel traffic runs beside the weight gradients.
         scatter_between_stages: without sequence parallelism, the tensor ranks of a stage send a
             share of the activation each (``scatter_gather_tensors_in_pipeline`` of 2021), not all.
-        flash_attention: fused attention that keeps no score matrix, where the device has it.
+        flash_attention: fused attention without a score matrix, where the device has it.
         params_bytes: width of weights and activations (``params_dtype``).
         fp8_recipe: how the scales of fp8 numbers are found. What is said of fp8 here holds for
             NVFP4 as well, in its width (``formats.FORMATS``).
         fp8_attention: attention's own GEMMs run in fp8 (``--fp8-dot-product-attention``).
-        fp8_weights: weights of GEMMs are kept in fp8 alone (``--fp8-param-gather``), with their
-            transpose, not beside 16-bit ones.
-        fp8_gather: those weights are gathered in fp8 as well; the distributed optimizer gathers
-            16-bit ones for MXFP8.
-        fp8_inputs: GEMMs in fp8 keep their input in fp8 for the weight's gradient, which is
-            worked out in fp8 as well (not with ``--no-fp8-wgrad``, nor in torchao).
-        fp8_weight_copies: layouts in which GEMMs in fp8 need a weight: itself and its transpose,
-            or itself alone where the device multiplies both (``formats.fp8_layouts``).
-        fp8_transpose_cache: transposes of fp8 weights are kept between micro batches (not with
+        fp8_weights: weights of GEMMs are in fp8 alone (``--fp8-param-gather``), not beside 16 bits.
+        fp8_gather: those weights are gathered in fp8; 16 bits for MXFP8 without FSDP.
+        fp8_inputs: GEMMs in fp8 save their input in fp8 for the weight's gradient (not with
+            ``--no-fp8-wgrad``, nor in torchao).
+        fp8_weight_copies: layouts of a weight that GEMMs in fp8 need (``formats.fp8_layouts``).
+        fp8_transpose_cache: transposes of fp8 weights stay between micro batches (not with
             ``disable_parameter_transpose_cache``, where the backward pass makes them anew).
         keep_fp8_transpose_cache: Megatron-FSDP keeps the transposes of gathered fp8 weights.
-        gradient_bytes: width of the gradients that replicas reduce and keep.
+        gradient_bytes: width of the gradients that replicas reduce.
         loss_bytes: memory of one logit while the cross entropy is worked out: 6 in Megatron's own
             (float32 softmax in place, 16-bit logits or gradient), 10 where a compiler fuses it out
             of place (``--cross-entropy-loss-fusion``), 2 where logits turn into gradients in place
             (Transformer Engine's kernel).
         optimizer_bytes: states of one parameter on the device: its master weight and moments.
         matrix_optimizer_bytes: the same for matrices inside layers, where their optimizer is
-            another one (Muon keeps one momentum); ``None`` if it is not.
+            another one (Muon has one momentum).
         optimizer_offload_fraction: share of the states that is on the host, where Adam then runs
             (``--optimizer-cpu-offload``).
-        overlaps_optimizer_copies: what that moves runs beside it
-            (``--overlap-cpu-optimizer-d2h-h2d``).
-        optimizer_instances: groups of replicas that each hold all optimizer states, divided over
-            the group (``--num-distributed-optimizer-instances``).
+        overlaps_optimizer_copies: ``--overlap-cpu-optimizer-d2h-h2d``.
+        optimizer_instances: groups of replicas that each divide all optimizer states
+            (``--num-distributed-optimizer-instances``).
         ddp_bucket_size: parameters whose gradients travel together (``--ddp-bucket-size``); 0
             leaves it to Megatron.
         layer_wise_optimizer: replicas divide the optimizer states by whole matrices without the
             distributed optimizer (``LayerWiseDistributedOptimizer``).
-        fused_activation: a gated activation keeps its input alone (``bias_swiglu_fusion``), not
-            the activated half beside it.
+        fused_activation: a gated activation saves its input alone (``bias_swiglu_fusion``).
         torch_fsdp2: PyTorch's FSDP2 divides weights and gradients, not Megatron-FSDP. It gathers
-            one layer ahead; under a pipeline, weights that it gathered stay gathered and gradients
-            stay whole until the last micro batch.
+            one layer ahead; under a pipeline, gathered weights and whole gradients stay until the
+            last micro batch.
         communication_unit_size: parameters whose gradients Megatron-FSDP lets wait to be reduced,
             and twice those that it gathers ahead (``--suggested-communication-unit-size``); 0
             leaves it to Megatron.
-        fsdp_double_buffer: Megatron-FSDP holds two layers whole at most
-            (``--fsdp-double-buffer``).
-        nccl_ub: collectives between replicas run in registered buffers, on few processors
-            (``--use-nccl-ub``).
+        fsdp_double_buffer: Megatron-FSDP holds two layers whole at most.
+        nccl_ub: collectives between replicas run in registered buffers, on few processors.
         keeps_stage_outputs: a pipeline stage keeps what it sent on until its backward pass
             (DeepSpeed), where Megatron frees it (``deallocate_pipeline_outputs``).
         loss_chunk_tokens: tokens whose logits exist at once, where the output layer and the cross
             entropy run in chunks of tokens; 0 is all of a micro batch.
         expert_capacity_factor: tokens that an expert takes at most, over the mean
             (``--moe-expert-capacity-factor``); ``None`` drops none.
-        pads_to_capacity: each expert is filled up to that
-            (``--moe-pad-expert-input-to-capacity``).
+        pads_to_capacity: each expert is filled up to that.
         offloads_layer_inputs: full recomputation keeps the inputs of layers on the host.
     """
 

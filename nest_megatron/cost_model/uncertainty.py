@@ -8,11 +8,10 @@ The logarithm of measured over predicted time is a sum of independent errors:
 * of the layout: alike for layouts that lie near each other, with correlation
   ``exp(-steps / layout_range)``.
 
-Each has a scale that was fitted to runs whose source was left out
-(``validation/fit_uncertainty``, ``hydra_configs/calibration/uncertainty.yaml``). A step's error
-follows Student's t distribution with two degrees of freedom. Its long tails belong to whole jobs,
-which may be misread or run on a strange network: what two layouts of one job differ by is normally
-distributed.
+Scales are fitted to runs whose source was left out (``validation/fit_uncertainty``,
+``hydra_configs/calibration/uncertainty.yaml``). A step's error follows Student's t distribution
+with two degrees of freedom. Its long tails belong to whole jobs, which may be misread or run on a
+strange network: what two layouts of one job differ by is normally distributed.
 """
 
 from __future__ import annotations
@@ -100,11 +99,7 @@ class Predictive:
 
     Args:
         median_s: the prediction; as likely too short as too long.
-        shares: of the step, by mechanism.
-        features: that set the plan apart.
         point: its layout (``features.coordinates``).
-        scales: fitted scales of errors.
-        confidence: how many runs like it were predicted, and how far off.
     """
 
     median_s: Seconds
@@ -166,12 +161,7 @@ def predictive(
     step_s: Seconds,
     calibration: Calibration | None = None,
 ) -> Predictive:
-    """The predictive distribution of a plan's step.
-
-    Args:
-        step_s: its predicted step (``Estimate.iteration_time_s``).
-        calibration: fitted scales and what they rest on; the catalogue's if not given.
-    """
+    """The predictive distribution of a plan's predicted step; by the catalogue's calibration."""
     fitted = calibration or shipped_calibration()
     features = features_of(model, grid, step_s, fitted.devices)
     return Predictive(
@@ -185,10 +175,7 @@ def predictive(
 
 
 def covariance(a: Predictive, b: Predictive) -> float:
-    """Covariance of the logarithms of two plans of one job, the job's own error left out.
-
-    What all plans of a job have in common moves no comparison.
-    """
+    """Covariance of the logarithms of two plans of one job, the job's own error left out."""
     common = math.fsum(
         share * b.shares.get(mechanism, 0.0) * a.scales.mechanisms[mechanism] ** 2
         for mechanism, share in a.shares.items()
@@ -203,11 +190,7 @@ def difference_deviation(a: Predictive, b: Predictive) -> float:
 
 
 def probability_faster(a: Predictive, b: Predictive, by: float = 0.0) -> float:
-    """Chance that a plan takes a shorter step than another plan of the same job.
-
-    Args:
-        by: share of the other's step by which it has to be shorter; 0.1 is a tenth.
-    """
+    """Chance that a plan's step is shorter than another's of one job, by a share of the latter."""
     lead = math.log(b.median_s / a.median_s) + math.log1p(-by)
     deviation = difference_deviation(a, b)
     if deviation < 1e-9:
@@ -217,11 +200,7 @@ def probability_faster(a: Predictive, b: Predictive, by: float = 0.0) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Fitted scales, and the runs that they rest on.
-
-    Args:
-        devices: names of the accelerators of those runs.
-    """
+    """Fitted scales, the runs that they rest on, and the names of those runs' accelerators."""
 
     scales: Scales
     evidence: tuple[Runs, ...]

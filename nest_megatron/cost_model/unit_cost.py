@@ -124,10 +124,9 @@ def parameter_prices(
     byte_s: Seconds,
     settings: CostSettings,
 ) -> ParameterPrices:
-    """What one dense and one expert parameter cost in a grid.
+    """What one dense and one expert parameter cost in a grid, with ``per_rank`` of them on a rank.
 
     Args:
-        per_rank: parameters of a rank, of which the first bucket's traffic cannot be hidden.
         step: of the optimizer, for one parameter.
         byte_s: of the device's memory, for one byte.
     """
@@ -149,10 +148,7 @@ def parameter_prices(
 def optimizer_step(
     accelerator: Accelerator, settings: CostSettings, times: LayerTimes | None
 ) -> Seconds:
-    """Time of an optimizer step for one parameter: measured, else that of its memory traffic.
-
-    What is on the host is worked out there as well, after the device's share.
-    """
+    """Time of an optimizer step for one parameter: measured, else that of its memory traffic."""
     moved = settings.traits.optimizer_offload_fraction
     if settings.traits.frozen_weights:
         return 0.0
@@ -171,9 +167,9 @@ def memory_time(accelerator: Accelerator) -> Seconds:
 def overlap_window(dims: ParallelDims, num_microbatches: int) -> float:
     """Passes of a chunk beside which its traffic between replicas can run.
 
-    Gradients are complete with the chunk's last micro batch, weights are needed by its first. One
-    chunk a rank has that pass alone. Of several, each but the last to finish (the first to start)
-    has a whole round of ``p`` micro batches through the others as well.
+    Gradients are complete with the chunk's last micro batch, weights are needed by its first. Of
+    several chunks, each but the last to finish (the first to start) has a whole round of ``p``
+    micro batches through the others as well.
     """
     p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
     return (min(p, num_microbatches) * (v - 1) + 1) / v
@@ -275,12 +271,10 @@ def unit_cost(
     """One unit in ticks and bytes, data-parallel traffic included.
 
     Args:
-        replica: of the unit's parameters.
         window: passes of the unit beside which traffic between replicas can run.
-        early_share: what passes ahead of the schedule add to what is kept.
-        hidden_reduce: hide as much of the gradient reduction as any recompute setting can hide.
-            Recomputation lengthens passes and hides more behind them; with the first counted as
-            none and the second as all, a partition takes no longer than under any setting.
+        early_share: what passes ahead of the schedule add to what is saved.
+        hidden_reduce: hide as much of the gradient reduction as any recompute setting can hide, so
+            that a partition takes no longer than under any setting.
     """
     own, block = unit.own, unit.block
     if replica.shard_backward_s or replica.exposed_backward_s:

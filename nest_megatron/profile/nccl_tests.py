@@ -6,7 +6,7 @@ columns, so rows are read by the head. A row is checked against the ranks, its e
 time and its bandwidths; nothing in a table is skipped in silence.
 
 The ``size`` column is the larger of a rank's two buffers: the whole tensor of all five collectives,
-as ``cost_model.communication`` means ``message_bytes`` (``all_gather_perf -b 8M`` on 8 ranks
+as ``cluster.communication`` means ``message_bytes`` (``all_gather_perf -b 8M`` on 8 ranks
 gathers 1 MiB from each and prints 8 MiB). Times are those out of place, the mean of the iterations.
 
 Source: NVIDIA/nccl-tests 2.19.6 ``src/common.cu``, ``src/util.cu`` (2.9.0 for the older head).

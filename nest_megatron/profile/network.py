@@ -41,7 +41,7 @@ class CollectiveSample:
     Args:
         shape: ranks on one host, and hosts; after ``network_place.placed`` the fan-out at each of
             a cluster's levels, innermost first.
-        message_bytes: the whole tensor, as ``cost_model.communication`` means it: what is reduced
+        message_bytes: the whole tensor, as ``cluster.communication`` means it: what is reduced
             or gathered in all, what one rank exchanges in all, what one rank passes on. The
             ``size`` column of nccl-tests is the same for all five kinds.
         seconds: of one call; with several ranks timed, of the slowest.

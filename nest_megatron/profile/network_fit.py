@@ -5,7 +5,7 @@ that level, with the levels inside it as they were found. A sample's time is
 
     startup + latency * hops + bytes / bandwidth + ramp * sqrt(of the two terms before)
 
-by the algebra of ``cost_model.communication``, and what is least is the sum of the squares of
+by the algebra of ``cluster.communication``, and what is least is the sum of the squares of
 log(predicted / measured), softened for outliers. Where the samples leave two figures undecided (a
 startup and a latency that always come together), a weak pull holds them near the cluster's
 description, or near an even split of the shortest time.
@@ -17,18 +17,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from nest_megatron.cluster.communication import DEFAULT_EFFICIENCY, collective_time, num_hops
 from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
 from nest_megatron.errors import ProfileError
 from nest_megatron.profile.network import CollectiveSample, LevelFit, kinds_of
-from nest_megatron.profile.network_routes import (
-    DEFAULT_EFFICIENCY,
-    Route,
-    outermost,
-    route_time,
-    routes,
-)
 
 #: Least that fits a level: this many samples, of this many sizes, over this range.
 MIN_SAMPLES, MIN_SIZES, MIN_RANGE = 4, 3, 8
@@ -84,11 +78,6 @@ class _Figure:
 
     def value(self, number: float) -> float:
         return number if self.is_plain else math.exp(number)
-
-
-class _Timed(NamedTuple):
-    sample: CollectiveSample
-    ways: tuple[Route, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,20 +161,23 @@ def _with_fit(level: NetworkLevel, fit: LevelFit) -> NetworkLevel:
 
 
 def predicted(sample: CollectiveSample, levels: Sequence[NetworkLevel]) -> float:
-    """Predicted seconds of a sample, as ``cost_model.communication`` would price it."""
-    ways = routes(sample.kind, sample.shape, levels)
-    return route_time(sample.kind, ways, sample.message_bytes, levels)
+    """Predicted seconds of a sample, as ``cluster.communication`` prices it."""
+    return collective_time(sample.kind, sample.message_bytes, sample.shape, levels)
+
+
+def outermost(shape: Sequence[int]) -> int:
+    """Index of the last level that a group crosses."""
+    return max(index for index, fan_out in enumerate(shape) if fan_out > 1)
 
 
 def _fit_level(
     index: int, own: Sequence[CollectiveSample], levels: Sequence[NetworkLevel]
 ) -> tuple[NetworkLevel, LevelFit | None, list[str]]:
     level = levels[index]
-    timed = [_Timed(each, routes(each.kind, each.shape, levels)) for each in own]
-    figures = tuple(_figures(level, timed))
+    figures = tuple(_figures(level, index, own))
 
     def logs(numbers: Sequence[float]) -> list[float]:
-        return _logs(timed, (*levels[:index], _put(level, figures, numbers), *levels[index + 1 :]))
+        return _logs(own, (*levels[:index], _put(level, figures, numbers), *levels[index + 1 :]))
 
     def residuals(numbers: Sequence[float]) -> list[float]:
         pull = [_PULL * (n - f.start) for n, f in zip(numbers, figures, strict=True)]
@@ -207,7 +199,7 @@ def _fit_level(
     _require_possible(level, figures, numbers)
     new = _put(level, figures, numbers)
     fit = _record(
-        new, own, _logs(timed, (*levels[:index], new, *levels[index + 1 :])), {*told} - untold
+        new, own, _logs(own, (*levels[:index], new, *levels[index + 1 :])), {*told} - untold
     )
     unknown = [kind for kind in kinds_of(own) if kind not in fit.measured_kinds]
     notes = [_untold_note(level.name, kind, own) for kind in unknown]
@@ -241,29 +233,25 @@ def _sensitivity(
     return max(abs(new - old) / _STEP for new, old in zip(moved, logs(numbers), strict=True))
 
 
-def _figures(level: NetworkLevel, timed: Sequence[_Timed]) -> Iterator[_Figure]:
+def _figures(level: NetworkLevel, index: int, own: Sequence[CollectiveSample]) -> Iterator[_Figure]:
     """What the samples of a level may tell."""
-    quickest = min(timed, key=lambda each: each.sample.seconds)
-    hops = sum(leg.hops for leg in quickest.ways[0])
-    half = quickest.sample.seconds / 2
+    quickest = min(own, key=lambda each: each.seconds)
+    half = quickest.seconds / 2
+    hops = num_hops(quickest.kind, quickest.shape)
     yield _Figure(field="latency_s", first=level.latency_s or half / hops)
     yield _Figure(field="startup_s", first=level.startup_s or half)
     yield _Figure(field="ramp", first=level.ramp)
-    used = {leg.rate for each in timed for way in each.ways for leg in way}
-    for kind in kinds_of([each.sample for each in timed]):
+    kinds = kinds_of(own)
+    for kind in kinds:
         yield _Figure(field=kind, first=level.efficiency.get(kind, DEFAULT_EFFICIENCY))
-    for name in ("reduction_efficiency", "tree_efficiency"):
-        share = getattr(level, name)
-        if share is not None and name in used:
-            yield _Figure(field=name, first=share)
-    sends = {bool(leg.share) for each in timed for leg in _sends(each)}
+    if CollectiveKind.ALL_REDUCE in kinds:  # in the switch, or else by a tree between nodes
+        if level.reduction_efficiency is not None:
+            yield _Figure(field="reduction_efficiency", first=level.reduction_efficiency)
+        elif level.tree_efficiency is not None and index:
+            yield _Figure(field="tree_efficiency", first=level.tree_efficiency)
+    sends = {each.shape[index] > 2 for each in own if each.kind is CollectiveKind.SEND_RECV}
     if sends == {True, False}:
         yield _Figure(field="chain_share", first=level.chain_share)
-
-
-def _sends(timed: _Timed) -> Iterator[Any]:
-    if timed.sample.kind is CollectiveKind.SEND_RECV:
-        yield timed.ways[-1][0]
 
 
 def _put(level: NetworkLevel, figures: Sequence[_Figure], numbers: Sequence[float]) -> NetworkLevel:
@@ -273,15 +261,9 @@ def _put(level: NetworkLevel, figures: Sequence[_Figure], numbers: Sequence[floa
     return dataclasses.replace(level, **changed)
 
 
-def _logs(timed: Sequence[_Timed], levels: Sequence[NetworkLevel]) -> list[float]:
+def _logs(samples: Sequence[CollectiveSample], levels: Sequence[NetworkLevel]) -> list[float]:
     """log(predicted / measured) of each sample."""
-    return [
-        math.log(
-            route_time(each.sample.kind, each.ways, each.sample.message_bytes, levels)
-            / each.sample.seconds
-        )
-        for each in timed
-    ]
+    return [math.log(predicted(each, levels) / each.seconds) for each in samples]
 
 
 def _softened(log: float) -> float:
@@ -326,7 +308,7 @@ def _unknown(name: str, index: int, samples: Sequence[CollectiveSample]) -> Netw
         efficiency=dict.fromkeys(CollectiveKind, 1.0),
     )
     own = [each for each in samples if outermost(each.shape) == index]
-    rates = (_least_rate(each, index, (nothing, nothing)) for each in own)
+    rates = (_least_rate(each, index, nothing) for each in own)
     if not own:
         return nothing
     return dataclasses.replace(
@@ -336,13 +318,13 @@ def _unknown(name: str, index: int, samples: Sequence[CollectiveSample]) -> Netw
     )
 
 
-def _least_rate(sample: CollectiveSample, index: int, levels: Sequence[NetworkLevel]) -> float:
-    """Bytes per second that must have passed the level at least."""
-    ways = routes(sample.kind, sample.shape, levels)
-    if sample.kind is CollectiveKind.SEND_RECV:
-        return sample.message_bytes / sample.seconds
-    shares = [sum(leg.share for leg in way if leg.level == index) for way in ways]
-    return sample.message_bytes * min(shares) / sample.seconds
+def _least_rate(sample: CollectiveSample, index: int, level: NetworkLevel) -> float:
+    """Bytes per second that must have passed the level at least, all others taking no time."""
+    faster = dataclasses.replace(level, bandwidth_bytes_per_s=1e6 * level.bandwidth_bytes_per_s)
+    levels = [level if each == index else faster for each in range(len(sample.shape))]
+    large = 1e6 * level.bandwidth_bytes_per_s  # beside which pieces of a tree take no time
+    seconds = collective_time(sample.kind, large, sample.shape, levels)
+    return sample.message_bytes * seconds / 1e6 / sample.seconds
 
 
 def _to_fastest(fit: LevelFit) -> LevelFit:

@@ -6,8 +6,8 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from nest_megatron.cluster.communication import collective_time
 from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
-from nest_megatron.cost_model.communication import collective_time, ring_step_time
 from nest_megatron.validation.gpu_names import accelerator_name
 from nest_megatron.validation.machines import RACK_GPUS, largest_part, network_levels
 from nest_megatron.validation.refusal import RefusedRowError
@@ -52,8 +52,6 @@ def predict_collective(row: Row) -> tuple[float, float]:
 
 def row_time(row: CollectiveRow, levels: tuple[NetworkLevel, ...]) -> float:
     """Predicted seconds of a row on given levels."""
-    if row.kind is CollectiveKind.SEND_RECV:
-        return ring_step_time(row.message_bytes, row.shape, levels)
     return collective_time(row.kind, row.message_bytes, row.shape, levels)
 
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from nest_megatron.cluster.communication import collective_time
 from nest_megatron.cluster.records import Accelerator, Cluster, CollectiveKind, NetworkLevel
-from nest_megatron.cost_model.communication import collective_time, ring_step_time
 from nest_megatron.profile.network import CollectiveSample, NetworkBackend, NetworkProfile
 
 DATA = Path(__file__).parent / "data"
@@ -48,8 +48,6 @@ def priced(
     kind: CollectiveKind, size: float, shape: Sequence[int], levels: Sequence[NetworkLevel]
 ) -> float:
     """Seconds by the cost model itself."""
-    if kind is CollectiveKind.SEND_RECV:
-        return ring_step_time(size, shape, levels)
     return collective_time(kind, size, shape, levels)
 
 

@@ -118,7 +118,9 @@ def test_nothing_waits_for_the_device_inside_a_pass(monkeypatch: pytest.MonkeyPa
             return super().read(marks)
 
     monkeypatch.setattr(layer_timer, "_CpuWatch", Watch)
-    never_steady = dataclasses.replace(QUICK, steady=-1.0, repetitions=5, least=5, warm_up=0)
+    never_steady = dataclasses.replace(
+        QUICK, steady=-1.0, repetitions=5, least=5, warm_up=0, max_seconds=600.0
+    )
     time_block(DENSE, LayerBlock.DENSE, shard(), never_steady)
     passes = order[: order.index("read 5")]
     assert passes == ["mark"] * (5 * 4)

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nest_megatron.cluster.communication import collective_time
 from nest_megatron.cluster.records import CollectiveKind
-from nest_megatron.cost_model.communication import collective_time
 from nest_megatron.validation.collectives import parse_collective, predict_collective
 from nest_megatron.validation.fit_collectives import CollectiveSample, fit_links
 from nest_megatron.validation.fit_samples import read_samples

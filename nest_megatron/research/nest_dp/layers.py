@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple, TypeVar
 
+from nest_megatron.cluster.communication import collective_time
 from nest_megatron.cluster.records import CollectiveKind
-from nest_megatron.cost_model.communication import collective_time
 from nest_megatron.cost_model.keys import GroupPlaces
 from nest_megatron.cost_model.layer_cost import UnitTimes, run_unit
 from nest_megatron.cost_model.memory import (

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+from nest_megatron.cluster.communication import send_time
 from nest_megatron.cluster.records import Cluster, NetworkLevel
-from nest_megatron.cost_model.communication import send_time
 from nest_megatron.cost_model.keys import GroupPlaces
 from nest_megatron.names import Name
 from nest_megatron.units import Ticks, to_ticks

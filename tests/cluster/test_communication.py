@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
-from nest_megatron.cost_model.communication import (
+from nest_megatron.cluster.communication import (
     OWN_PART,
     PIECE_BYTES,
     collective_time,
     ring_step_time,
     send_time,
 )
+from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
 
 EFFICIENCY = dict.fromkeys(CollectiveKind, 0.5)
 NODE = NetworkLevel(

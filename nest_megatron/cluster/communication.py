@@ -19,7 +19,7 @@ With fan-outs ``n_l``, ``N`` members in all and a message of ``S`` bytes a devic
 - all-reduce: what is faster of a ring (a scatter and a gather) and of a tree, where each node sums
   first and sends one sum: twice ``S / (n_0 ... n_{l-1}) * (1 - 1 / (n_l n_{l+1} ...))``. Where the
   network reduces (NVLS, SHARP) a device sends its message once, and one sum: ``S * (1 + 1 / n_l)``;
-- exchange: every peer gets its own part, so the parts of all peers beyond level ``l - 1`` pass
+- all-to-all: every peer gets its own part, so the parts of all peers beyond level ``l - 1`` pass
   level ``l``.
 """
 
@@ -72,26 +72,37 @@ def collective_time(
     levels: Sequence[NetworkLevel],
     copies: int = 1,
 ) -> Seconds:
-    """Time of one collective in seconds.
+    """Time of one collective in seconds; of send and receive, a step of the ring of all members.
 
     Args:
-        message_bytes: the whole tensor: gathered, reduced, or what one rank exchanges in all.
+        message_bytes: the whole tensor: gathered, reduced, what one rank exchanges or passes on.
         shape: fan-out of the group at each level, innermost first.
         levels: the cluster's levels, as many as ``shape``.
-        copies: of an exchange that sends each token to this many members at random, and only once
+        copies: of an all-to-all that sends each token to this many members at random, and only once
             to each group of the innermost level, which passes it on.
     """
     size = math.prod(shape)
     if size <= 1 or message_bytes <= 0:
         return 0.0
+    if kind is CollectiveKind.SEND_RECV:
+        return ring_step_time(message_bytes, shape, levels)
     crossings = tuple(_crossings(shape, levels, size))
     startup = max(crossing.level.startup_s for crossing in crossings)
     if kind is CollectiveKind.ALL_TO_ALL:
-        return startup + _exchange_time(message_bytes, crossings, size, copies)
+        return startup + _all_to_all_time(message_bytes, crossings, size, copies)
     ring = _ring_time(kind, message_bytes, crossings, size)
     if kind is CollectiveKind.ALL_REDUCE:
         return startup + min(2 * ring, _tree_time(message_bytes, crossings))
     return startup + ring
+
+
+def num_hops(kind: CollectiveKind, shape: Sequence[int]) -> int:
+    """Hops that follow each other, of a ring where others are possible."""
+    if kind is CollectiveKind.SEND_RECV:
+        return 1
+    if kind is CollectiveKind.ALL_TO_ALL:
+        return sum(fan_out - 1 for fan_out in shape)
+    return (2 if kind is CollectiveKind.ALL_REDUCE else 1) * (math.prod(shape) - 1)
 
 
 def _crossings(
@@ -143,7 +154,7 @@ def _tree_seconds_per_byte(crossing: _Crossing) -> float:
     return 2 * (1 - (1 - own) / (fan_out * crossing.after)) / _tree_rate(crossing)
 
 
-def _exchange_time(
+def _all_to_all_time(
     message_bytes: float, crossings: Sequence[_Crossing], size: int, copies: int
 ) -> Seconds:
     slowest, latency = 0.0, 0.0
