@@ -17,7 +17,7 @@ from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.profile.network import NetworkProfile
-from nest_megatron.profile.network_place import apply
+from nest_megatron.profile.network_import import fit_network
 from nest_megatron.solver.space import SearchSpace
 
 NUM_RANKS = 2
@@ -168,7 +168,9 @@ def cluster_of(figures: Figures, network: NetworkProfile, memory_bytes: int) -> 
         dataclasses.replace(each, message_bytes=each.message_bytes // WIDTH)
         for each in network.samples
     )
-    return apply(dataclasses.replace(network, samples=samples), described)
+    measured = fit_network(dataclasses.replace(network, samples=samples), described).cluster
+    assert measured is not None
+    return measured
 
 
 def settings_of(figures: Figures) -> CostSettings:

@@ -49,7 +49,7 @@ from nest_megatron.profile.records import (
     fingerprint,
     fingerprint_of,
 )
-from nest_megatron.profile.shapes import divides, usual_shards
+from nest_megatron.profile.session import divides, usual_shards
 from nest_megatron.report.console import say, show, show_json
 
 if TYPE_CHECKING:

@@ -141,14 +141,14 @@ class BlockTimes:
             return Scale()
         key = (block, point_of(self.spec, block, shard))
         if key not in self._scales:
-            found = self.times.find(block, shard)
-            ratios = [self._ratio(near.timing, shard) for near in found.neighbours] or [(1.0, 1.0)]
+            source, neighbours = self.times.find(block, shard)
+            ratios = [self._ratio(near.timing, shard) for near in neighbours] or [(1.0, 1.0)]
             if len(ratios) > 1:
-                weights = [near.weight for near in found.neighbours]
+                weights = [near.weight for near in neighbours]
                 sides = zip(*ratios, strict=True)
                 forward, backward = (_weighted_mean(side, weights) for side in sides)
                 ratios = [(forward, backward)]
-            self._scales[key] = Scale(*ratios[0], found.source)
+            self._scales[key] = Scale(*ratios[0], source)
         return self._scales[key]
 
     def _ratio(self, timing: Timing, shard: LayerShard) -> tuple[float, float]:

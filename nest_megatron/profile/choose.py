@@ -93,8 +93,14 @@ def choose_times(wanted: Wanted, mode: ProfileMode, name: str | None = None) -> 
             fix=f"Measure first: {MEASURE_COMMAND} {wanted.command}; then use auto or require.",
         )
     if mode is ProfileMode.ANALYTIC:
-        _refuse_name(wanted, name)
-        return Choice()
+        if name is None:
+            return Choice()
+        raise UserInputError(
+            f"{wanted.prefix}profile.name",
+            value=name,
+            limit="profile.mode=analytic uses no profile",
+            fix="Leave one of the two out.",
+        )
     choice = _matching(wanted) if name is None else _named(wanted, name)
     if mode is ProfileMode.REQUIRE:
         _require_all(wanted, choice)
@@ -153,7 +159,12 @@ def _public(version: str) -> str:
 
 
 def _named(wanted: Wanted, name: str) -> Choice:
-    entry = _entry(wanted, name)
+    try:
+        entry = find_entry(name)
+    except UserInputError as error:
+        raise UserInputError(
+            f"{wanted.prefix}profile.name", value=name, limit=error.limit, fix=error.fix
+        ) from error
     profile = entry.read()
     found = differences(profile, wanted)
     decisive = [difference for difference in found if difference.decisive]
@@ -172,15 +183,6 @@ def _named(wanted: Wanted, name: str) -> Choice:
         times=LayerTimes(spec=wanted.spec, profiles=(foreign,)),
         notes=(f"{note}{_words(found)}.",),
     )
-
-
-def _entry(wanted: Wanted, name: str) -> Entry:
-    try:
-        return find_entry(name)
-    except UserInputError as error:
-        raise UserInputError(
-            f"{wanted.prefix}profile.name", value=name, limit=error.limit, fix=error.fix
-        ) from error
 
 
 def _matching(wanted: Wanted) -> Choice:
@@ -221,16 +223,6 @@ def _of_same_layers(wanted: Wanted) -> Iterator[Entry]:
 def _newest(profiles: Iterable[LayerProfile]) -> tuple[LayerProfile, ...]:
     ordered = sorted(profiles, key=lambda p: (datetime.fromisoformat(p.created), p.name))
     return tuple(ordered[-1:])
-
-
-def _refuse_name(wanted: Wanted, name: str | None) -> None:
-    if name is not None:
-        raise UserInputError(
-            f"{wanted.prefix}profile.name",
-            value=name,
-            limit="profile.mode=analytic uses no profile",
-            fix="Leave one of the two out.",
-        )
 
 
 def _require_all(wanted: Wanted, choice: Choice) -> None:

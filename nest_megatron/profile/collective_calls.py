@@ -7,7 +7,7 @@ made, never with this module.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from nest_megatron.cluster.records import CollectiveKind
@@ -54,9 +54,13 @@ class Caller:
             found["cuda"] = str(self._torch.version.cuda)
         return found
 
-    def new_group(self, ranks: Sequence[int]) -> Any:
-        """A process group; every rank of the world makes it."""
-        return self._dist.new_group(list(ranks), backend=self.backend)
+    def own_group(self, groups: Iterable[Sequence[int]]) -> Any:
+        """This rank's of several groups; every rank makes every group, in the same order."""
+        own = None
+        for ranks in groups:
+            group = self._dist.new_group(list(ranks), backend=self.backend)
+            own = group if self.rank in ranks else own
+        return own
 
     def try_out(self, kind: CollectiveKind) -> str | None:
         """Why a kind cannot be measured here; nothing if it can."""
@@ -148,8 +152,3 @@ class Caller:
 def _named(module: Any, *names: str) -> Any:
     """The first name that this release of torch has."""
     return next(getattr(module, name) for name in names if hasattr(module, name))
-
-
-def first_reason(reasons: Mapping[CollectiveKind, str | None]) -> dict[CollectiveKind, str]:
-    """Kinds that cannot be measured, and why."""
-    return {kind: reason for kind, reason in reasons.items() if reason is not None}

@@ -17,7 +17,7 @@ from typing import Any
 
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.errors import ProfileError
-from nest_megatron.profile.collective_calls import Caller, first_reason
+from nest_megatron.profile.collective_calls import Caller
 from nest_megatron.profile.network import (
     CollectiveSample,
     NetworkBackend,
@@ -25,11 +25,8 @@ from nest_megatron.profile.network import (
     sealed,
 )
 from nest_megatron.profile.network_fit import fit_hosts
-from nest_megatron.profile.network_place import apply
 from nest_megatron.profile.spread import middle_half, middle_out
 from nest_megatron.version import __version__
-
-__all__ = ["DEFAULT_SIZES", "apply", "measure"]
 
 #: From where latency rules to where bandwidth does, a factor of four apart.
 DEFAULT_SIZES = tuple(4**n * 2**10 for n in range(11))  # 1 KiB to 1 GiB
@@ -79,24 +76,15 @@ def measure(
 
     caller = Caller(world)
     patterns = _patterns(hosts, dist.get_world_size(world))
-    own = [_own_group(pattern, caller) for pattern in patterns]
+    own = [caller.own_group(pattern.groups) for pattern in patterns]
     reasons = {kind: caller.try_out(kind) for kind in CollectiveKind}
     usable = [kind for kind, reason in reasons.items() if reason is None]
     run = _Run(caller=caller, patterns=patterns, groups=own, until=time.monotonic() + max_seconds)
     samples, notes = run.all_of(_tasks(patterns, usable, sizes))
     if caller.rank:
         return None
-    return _profile(caller, hosts, samples, notes, first_reason(reasons))
-
-
-def _own_group(pattern: _Pattern, caller: Caller) -> Any:
-    """This rank's group of a pattern; every rank makes every group, in the same order."""
-    own = None
-    for ranks in pattern.groups:
-        group = caller.new_group(ranks)
-        if caller.rank in ranks:
-            own = group
-    return own
+    lacking = {kind: reason for kind, reason in reasons.items() if reason is not None}
+    return _profile(caller, hosts, samples, notes, lacking)
 
 
 def _patterns(hosts: Sequence[str], num_ranks: int) -> tuple[_Pattern, ...]:

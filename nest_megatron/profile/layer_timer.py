@@ -94,16 +94,14 @@ def _repeated_block(timing: Timing, copies: int) -> Timing:
     """A block that a micro batch passes several times: MTP layers, and the head after each."""
     if copies == 1:
         return timing
-    repeated = ("forward_s", "backward_s", "recompute_s", "saved_bytes")
+    repeated: tuple[str, ...] = ("forward_s", "backward_s", "recompute_s", "saved_bytes")
+    if timing.block is LayerBlock.MTP:  # each has its own weights; the head is the same each time
+        repeated += ("optimizer_s", "parameters")
     more = {name: copies * getattr(timing, name) for name in repeated}
-    if (
-        timing.block is LayerBlock.MTP
-    ):  # each has weights of its own; the head is the same each time
-        more |= {name: copies * getattr(timing, name) for name in ("optimizer_s", "parameters")}
     return dataclasses.replace(timing, **more)
 
 
-def _built(layers: Layers, kind: LayerKind, stretch: Stretch, watch: _Watch) -> Unit:
+def _built(layers: Layers, kind: LayerKind, stretch: Stretch, watch: _CpuWatch) -> Unit:
     """The unit on its device, its gradients summed in float32 as Megatron's buffers sum them."""
     import torch
 
@@ -125,7 +123,7 @@ def _built(layers: Layers, kind: LayerKind, stretch: Stretch, watch: _Watch) -> 
 
 
 def _timed(
-    unit: Unit, block: LayerBlock, shard: LayerShard, measuring: Measuring, watch: _Watch
+    unit: Unit, block: LayerBlock, shard: LayerShard, measuring: Measuring, watch: _CpuWatch
 ) -> Timing:
     import torch
 
@@ -176,7 +174,7 @@ def _timed(
     )
 
 
-def _repeated(once: Callable[[], Any], measuring: Measuring, watch: _Watch) -> list[Any]:
+def _repeated(once: Callable[[], Any], measuring: Measuring, watch: _CpuWatch) -> list[Any]:
     """Passes until they agree, or time or their number is over."""
     marks: list[Any] = []
     ended = time.perf_counter() + measuring.max_seconds
@@ -193,7 +191,7 @@ def _repeated(once: Callable[[], Any], measuring: Measuring, watch: _Watch) -> l
     return marks
 
 
-def _optimizer_step(module: Any, measuring: Measuring, watch: _Watch) -> Seconds:
+def _optimizer_step(module: Any, measuring: Measuring, watch: _CpuWatch) -> Seconds:
     """One step of Adam over float32 master weights, and the copy back.
 
     Weights that are float32 themselves have no masters.
@@ -251,41 +249,32 @@ def _saved_bytes(unit: Unit, inputs: Sequence[Any]) -> int:
     return int(total)
 
 
-class _Watch:
-    """Marks moments in a device's work, and reads the time between them when all is done."""
+class _CpuWatch:
+    """Marks moments in the processor's work, and reads the time between them when all is done."""
 
-    device: str
-    fuses_adam: bool
+    device = "cpu"
+    fuses_adam = False
 
     def mark(self) -> Any:
         """Now."""
-        raise NotImplementedError
+        return time.perf_counter()
 
     def read(self, marks: Sequence[Sequence[Any]]) -> list[tuple[Seconds, ...]]:
         """Seconds between the marks of each pass."""
-        raise NotImplementedError
+        return [tuple(b - a for a, b in itertools.pairwise(times)) for times in marks]
 
     def start_peak(self) -> int:
         """Bytes that are allocated now; the peak counts from here."""
         return 0
 
     def peak(self) -> int:
-        """Largest number of bytes allocated since."""
+        """Largest number of bytes allocated since; 0 where the device does not say."""
         return 0
 
 
-class _CpuWatch(_Watch):
-    device = "cpu"
-    fuses_adam = False
+class _GpuWatch(_CpuWatch):
+    """The same in a GPU's stream."""
 
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def read(self, marks: Sequence[Sequence[float]]) -> list[tuple[Seconds, ...]]:
-        return [tuple(b - a for a, b in itertools.pairwise(times)) for times in marks]
-
-
-class _GpuWatch(_Watch):
     device = "cuda"
     fuses_adam = True
 

@@ -14,6 +14,7 @@ import heapq
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
@@ -31,20 +32,11 @@ NAMES_BETWEEN = " + "
 Point = tuple[int, int, int, int, float, bool]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Neighbour:
+class Neighbour(NamedTuple):
     """A timing and its weight; the weights of a lookup add up to one."""
 
     timing: Timing
     weight: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What stands behind a block's time in one shape; no neighbours is analytic."""
-
-    source: Source
-    neighbours: tuple[Neighbour, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,20 +82,15 @@ class LayerTimes:
                 return seconds / sum(timing.parameters for timing in timed)
         return None
 
-    def find(self, block: LayerBlock, shard: LayerShard) -> Found:
-        """What speaks for a block in a shape, by precedence."""
+    def find(self, block: LayerBlock, shard: LayerShard) -> tuple[Source, tuple[Neighbour, ...]]:
+        """What speaks for a block in a shape, by precedence; no neighbours is analytic."""
         point = point_of(self.spec, block, shard)
-        own = self._own.get(block)
-        if own is not None:
-            exact = own.exact.get(point)
-            if exact is not None:
-                whole = Neighbour(timing=exact, weight=1.0)
-                return Found(source=Source.MEASURED, neighbours=(whole,))
-            return Found(source=Source.INTERPOLATED, neighbours=own.nearest(point))
-        foreign = self._imported.get(block)
-        if foreign is None:
-            return Found(source=Source.ANALYTIC)
-        return Found(source=Source.IMPORTED, neighbours=foreign.nearest(point))
+        if (own := self._own.get(block)) is not None:
+            source = Source.MEASURED if point in own.exact else Source.INTERPOLATED
+            return source, own.nearest(point)
+        if (foreign := self._imported.get(block)) is not None:
+            return Source.IMPORTED, foreign.nearest(point)
+        return Source.ANALYTIC, ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +103,7 @@ class _Table:
     def nearest(self, point: Point) -> tuple[Neighbour, ...]:
         """The nearest timings by weight; the shape's own alone, if it is there."""
         if point in self.exact:
-            return (Neighbour(timing=self.exact[point], weight=1.0),)
+            return (Neighbour(self.exact[point], 1.0),)
         here = _place(point)
         squares = (
             (math.fsum((a - b) ** 2 for a, b in zip(here, there, strict=True)), index)
@@ -125,8 +112,7 @@ class _Table:
         chosen = heapq.nsmallest(NUM_NEIGHBOURS, squares)
         total = math.fsum(1.0 / square for square, _ in chosen)
         return tuple(
-            Neighbour(timing=self.places[index][1], weight=1.0 / square / total)
-            for square, index in chosen
+            Neighbour(self.places[index][1], 1.0 / square / total) for square, index in chosen
         )
 
 

@@ -7,17 +7,17 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from nest_megatron.cluster.records import CollectiveKind
-from nest_megatron.documents import parse_yaml
-from nest_megatron.errors import ProfileError, UserInputError
+from nest_megatron.errors import ProfileError
 from nest_megatron.files import read_text, write_text
 from nest_megatron.names import Name
 from nest_megatron.parallel.plan_file import digest
-from nest_megatron.plain import from_plain, to_plain
+from nest_megatron.plain import to_plain
+from nest_megatron.profile.profile_file import read_fields, record_of
+from nest_megatron.profile.records import require_number
 from nest_megatron.units import Bytes, Seconds
 
 #: Version of the file's fields.
@@ -39,7 +39,7 @@ class CollectiveSample:
     """One timed collective.
 
     Args:
-        shape: ranks on one host, and hosts; after ``network_place.placed`` the fan-out at each of
+        shape: ranks on one host, and hosts; after ``network_import.placed`` the fan-out at each of
             a cluster's levels, innermost first.
         message_bytes: the whole tensor, as ``cluster.communication`` means it: what is reduced
             or gathered in all, what one rank exchanges in all, what one rank passes on. The
@@ -164,21 +164,8 @@ def load(text: str, name: str = "network profile") -> NetworkProfile:
     Raises:
         ProfileError: if it is truncated, edited, from a newer schema, or no network profile.
     """
-    fields = _parse(text, name)
-    schema = fields.get("schema")
-    if not isinstance(schema, int) or isinstance(schema, bool) or schema > SCHEMA:
-        raise ProfileError(
-            f"{name}: schema",
-            value=schema,
-            limit=f"this version reads network profiles up to schema {SCHEMA}",
-            fix="Upgrade nest-megatron, or name a file that it has written.",
-        )
-    try:
-        profile = from_plain(NetworkProfile, fields)
-    except UserInputError as error:
-        raise ProfileError(
-            f"{name}: {error.what}", value=error.value, limit=error.limit, fix=_AGAIN
-        ) from error
+    fields = read_fields(text, name, "network profile", SCHEMA)
+    profile = record_of(NetworkProfile, fields, name)
     if sealed(profile).checksum != profile.checksum:
         raise ProfileError(
             f"{name}: checksum",
@@ -214,27 +201,8 @@ def kinds_of(samples: Iterable[CollectiveSample]) -> tuple[CollectiveKind, ...]:
     return tuple(kind for kind in CollectiveKind if kind in found)
 
 
-def _parse(text: str, name: str) -> dict[str, Any]:
-    try:
-        fields = parse_yaml(text, name)
-    except UserInputError as error:
-        raise ProfileError(
-            name, value=None, limit=error.limit, fix="It may have been cut short. " + _AGAIN
-        ) from error
-    if not isinstance(fields, dict):
-        raise ProfileError(
-            name,
-            value=type(fields).__name__,
-            limit="a network profile is a mapping with the key 'schema'",
-            fix="Name a file that nest-megatron network import --profile has written.",
-        )
-    return fields
-
-
 def _require(what: str, name: str, value: float, *, above_zero: bool = False) -> None:
-    if not math.isfinite(value) or value < 0 or (above_zero and value == 0):
-        least = "above" if above_zero else "of at least"
-        raise _wrong(f"{what}: {name}", value, f"it must be a finite number {least} 0")
+    require_number(f"{what}: {name}", value, above_zero=above_zero, fix=_AGAIN)
 
 
 def _wrong(what: str, value: object, limit: str) -> ProfileError:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,15 +13,19 @@ from typing import Any
 import yaml
 
 from nest_megatron.catalogue_files import catalogue_names, catalogue_root
-from nest_megatron.cluster.records import Cluster, CollectiveKind
-from nest_megatron.errors import UserInputError
+from nest_megatron.cluster.records import Cluster, CollectiveKind, NetworkLevel
+from nest_megatron.errors import ProfileError, UserInputError
 from nest_megatron.files import read_text
 from nest_megatron.plain import to_plain
 from nest_megatron.profile import network
 from nest_megatron.profile.nccl_tests import read_logs
-from nest_megatron.profile.network import LevelFit, NetworkBackend, NetworkProfile
-from nest_megatron.profile.network_fit import fit_hosts
-from nest_megatron.profile.network_place import fit_cluster, measured_cluster
+from nest_megatron.profile.network import (
+    CollectiveSample,
+    LevelFit,
+    NetworkBackend,
+    NetworkProfile,
+)
+from nest_megatron.profile.network_fit import Fitted, fit_hosts, fit_levels
 from nest_megatron.version import __version__
 
 _HEAD = """\
@@ -70,20 +75,25 @@ def read_measurements(paths: Sequence[Path], kind: CollectiveKind | None) -> Net
 
 
 def fit_network(profile: NetworkProfile, described: Cluster | None) -> FittedNetwork:
-    """Fit the levels of a described cluster, or of the hosts that were measured."""
+    """Fit the levels of a described cluster, or of the hosts that were measured.
+
+    Each level's ``source`` says what was measured; levels and kinds of collectives that were not
+    keep the description's figures.
+
+    Raises:
+        ProfileError: if the samples do not fit the cluster's hosts, or are too few.
+    """
     if described is None:
-        fitted = fit_hosts(profile.samples)
-        profile = dataclasses.replace(profile, fits=fitted.fits)
-        return FittedNetwork(
-            profile=profile, fits=fitted.fits, notes=(*profile.notes, *fitted.notes)
-        )
-    fitted = fit_cluster(profile, described)
+        fitted, cluster = fit_hosts(profile.samples), None
+    else:
+        fitted = fit_levels(placed(profile.samples, described), described.levels)
+        cluster = _measured_cluster(profile, described, fitted)
     return FittedNetwork(
         profile=dataclasses.replace(profile, fits=fitted.fits),
         fits=fitted.fits,
         notes=(*profile.notes, *fitted.notes),
         described=described,
-        cluster=measured_cluster(profile, described, fitted),
+        cluster=cluster,
     )
 
 
@@ -123,3 +133,68 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _rounded(item) for key, item in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _measured_cluster(profile: NetworkProfile, cluster: Cluster, fitted: Fitted) -> Cluster:
+    """A cluster with fitted levels, the source of each named."""
+    fits = {fit.name: fit for fit in fitted.fits}
+    levels = tuple(
+        dataclasses.replace(new, source=_source(profile, new, old, fits.get(new.name)))
+        for new, old in zip(fitted.levels, cluster.levels, strict=True)
+    )
+    return dataclasses.replace(cluster, levels=levels)
+
+
+def placed(samples: Sequence[CollectiveSample], cluster: Cluster) -> tuple[CollectiveSample, ...]:
+    """Samples with a fan-out at each of a cluster's levels, their hosts taken as neighbours.
+
+    Raises:
+        ProfileError: if a sample has more ranks on a host than the cluster.
+    """
+    return tuple(dataclasses.replace(s, shape=_fan_outs(s.shape, cluster)) for s in samples)
+
+
+def _fan_outs(shape: tuple[int, ...], cluster: Cluster) -> tuple[int, ...]:
+    """Fan-outs of a group on neighbouring hosts, innermost first.
+
+    Where the hosts do not fill groups of a level evenly (10 hosts over leaves of 4) the level gets
+    the most that divides them, 2 here: no rank is put nearer than it is.
+    """
+    inside, hosts = shape
+    per_host = min(cluster.gpus_per_host or cluster.gpus_per_node, cluster.gpus_per_node)
+    if inside > per_host:
+        raise ProfileError(
+            "samples",
+            value=f"{inside} ranks on one host",
+            limit=f"hosts of {cluster.name} have {per_host} GPUs",
+            fix="Name the cluster that was measured.",
+        )
+    found: list[int] = []
+    for level in cluster.levels:
+        most = hosts
+        if level.num_devices is not None:
+            most = max(1, level.num_devices // per_host // math.prod(found))
+        together = next(d for d in range(min(hosts, most), 0, -1) if hosts % d == 0)
+        found.append(together)
+        hosts //= together
+    found[0] *= inside
+    return tuple(found)
+
+
+def _source(
+    profile: NetworkProfile, new: NetworkLevel, old: NetworkLevel, fit: LevelFit | None
+) -> str:
+    described = f"; described: {old.source}" if old.source else ""
+    if fit is None:
+        return f"not measured ({profile.name}){described}"
+    return f"{'; '.join(_measured_words(profile, new, fit))}{described}"
+
+
+def _measured_words(profile: NetworkProfile, new: NetworkLevel, fit: LevelFit) -> Iterator[str]:
+    yield (
+        f"measured: {profile.source}, {profile.created[:10]}, {fit.num_samples} samples of "
+        f"{fit.smallest_bytes} to {fit.largest_bytes} bytes, residual {100 * fit.residual:.0f} %"
+    )
+    kept = [kind.value for kind in new.efficiency if kind not in fit.measured_kinds]
+    if kept:
+        yield f"as described: {', '.join(kept)}"

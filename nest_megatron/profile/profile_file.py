@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -51,32 +51,61 @@ def load(text: str, name: str = "profile") -> LayerProfile:
         ProfileError: if it is cut short, edited, from a newer schema, or no profile, naming the
             field or the fields whose checksums differ.
     """
-    fields = _parse(text, name)
+    fields = read_fields(text, name, "profile", SCHEMA)
+    sums = fields.pop(_CHECKSUM, None)
+    derived = {key: fields.pop(key, None) for key in _DERIVED}
+    profile = record_of(LayerProfile, fields, name)
+    _check_sums(profile, derived, sums, name)
+    return profile
+
+
+def read_fields(text: str, name: str, what: str, newest: int) -> dict[str, Any]:
+    """The fields of a profile's file, of a schema that this version reads.
+
+    Raises:
+        ProfileError: if it is no such file.
+    """
+    try:
+        fields = parse_yaml(text, name)
+    except UserInputError as error:
+        raise ProfileError(name, value=None, limit=error.limit, fix=AGAIN) from error
+    if not isinstance(fields, dict):
+        raise ProfileError(
+            name,
+            value=type(fields).__name__,
+            limit=f"a {what} is a mapping with the key 'schema'",
+            fix="Name a file that nest-megatron has written.",
+        )
     schema = fields.get("schema")
-    if not isinstance(schema, int) or not 1 <= schema <= SCHEMA:
+    if type(schema) is not int or not 1 <= schema <= newest:
         raise ProfileError(
             f"{name}: schema",
             value=schema,
-            limit=f"this version reads profiles of schema 1 to {SCHEMA}",
+            limit=f"this version reads {what}s up to schema {newest}",
             fix="Upgrade nest-megatron, or measure again with this version.",
         )
-    sums = fields.pop(_CHECKSUM, None)
-    derived = {key: fields.pop(key, None) for key in _DERIVED}
+    return fields
+
+
+Record = TypeVar("Record")
+
+
+def record_of(kind: type[Record], fields: dict[str, Any], name: str) -> Record:
+    """The record that a file's fields make, with a ``ProfileError`` for what is wrong."""
     try:
-        profile = from_plain(LayerProfile, fields)
+        return from_plain(kind, fields)
     except UserInputError as error:
         raise ProfileError(
             f"{name}: {error.what}", value=error.value, limit=error.limit, fix=error.fix
         ) from error
     except ArithmeticError as error:  # a number far outside what its type holds
         raise ProfileError(
-            name, value=str(error), limit="a number is out of range", fix=_AGAIN
+            name, value=str(error), limit="a number is out of range", fix=AGAIN
         ) from error
-    _check_sums(profile, derived, sums, name)
-    return profile
 
 
-_AGAIN = "Remove the file and measure again, or copy it again from where it was measured."
+#: What helps where a file is damaged.
+AGAIN = "Remove the file and measure again, or copy it again from where it was measured."
 
 
 def read(path: Path) -> LayerProfile:
@@ -128,7 +157,7 @@ def _check_sums(
             f"{name}: {_CHECKSUM}",
             value=sums,
             limit="it is missing, so the file was cut short",
-            fix=_AGAIN,
+            fix=AGAIN,
         )
     wrong = _differing(profile, derived, sums)
     if wrong:
@@ -136,7 +165,7 @@ def _check_sums(
             f"{name}: {_CHECKSUM}",
             value=", ".join(wrong),
             limit="these fields do not match their checksums, so the file was edited or damaged",
-            fix=_AGAIN,
+            fix=AGAIN,
         )
 
 
@@ -154,18 +183,3 @@ def _differing(
         wrong += [f"timings[{i}]" for i in range(len(own)) if own[i] != told[i]]
     wrong += [str(key) for key in sums if key not in (*expected, "timings")]
     return list(dict.fromkeys(wrong))
-
-
-def _parse(text: str, name: str) -> dict[str, Any]:
-    try:
-        fields = parse_yaml(text, name)
-    except UserInputError as error:
-        raise ProfileError(name, value=None, limit=error.limit, fix=_AGAIN) from error
-    if not isinstance(fields, dict):
-        raise ProfileError(
-            name,
-            value=type(fields).__name__,
-            limit="a profile is a mapping with the key 'schema'",
-            fix="Name a file written by nest-megatron.",
-        )
-    return fields

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
@@ -26,6 +27,26 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,120}")
 #: Rows of the vocabulary are compared in steps of this many: Megatron pads them to a multiple of
 #: 128 times the tensor-parallel size, so one model has several sizes.
 _VOCABULARY_STEP = 1024
+
+
+def require_number(
+    what: str, value: object, *, whole: bool = False, above_zero: bool = False, fix: str
+) -> float:
+    """A number that may stand in a profile; a subclass of float (NumPy's) as the plain one.
+
+    Raises:
+        ProfileError: if it is no number, not finite, or below 0.
+    """
+    if (
+        isinstance(value, int if whole else int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and (value > 0 or (value == 0 and not above_zero))
+    ):
+        return int(value) if whole else float(value)
+    number = "whole number" if whole else "finite number"
+    limit = f"it must be a {number} {'above' if above_zero else 'of at least'} 0"
+    raise ProfileError(what, value=value, limit=limit, fix=fix)
 
 
 class LayerBlock(Name):
@@ -88,29 +109,16 @@ class Timing:
     peak_memory_bytes: Bytes
 
     def __post_init__(self) -> None:
-        for name in (*_DEGREES, "repetitions"):
-            self._require(name, whole=True, zero_allowed=False)
-        for name in ("forward_s", "backward_s"):
-            self._require(name, whole=False, zero_allowed=False)
-        for name in ("recompute_s", "optimizer_s", "spread"):
-            self._require(name, whole=False, zero_allowed=True)
-        for name in ("parameters", "saved_bytes", "peak_memory_bytes"):
-            self._require(name, whole=True, zero_allowed=True)
-
-    def _require(self, name: str, *, whole: bool, zero_allowed: bool) -> None:
-        value = getattr(self, name)
-        is_number = isinstance(value, int if whole else int | float) and value is not True
-        if is_number and math.isfinite(value) and (value > 0 or (zero_allowed and value == 0)):
-            # a subclass of float (NumPy's) would be written as an object
-            object.__setattr__(self, name, int(value) if whole else float(value))
-            return
-        number = "whole number" if whole else "finite number"
-        raise ProfileError(
-            f"{self.block}: {name}",
-            value=value,
-            limit=f"it must be a {number} {'of at least' if zero_allowed else 'above'} 0",
-            fix="Measure the block again.",
-        )
+        for field in dataclasses.fields(self):
+            if field.type in _NUMBERS:
+                number = require_number(
+                    f"{self.block}: {field.name}",
+                    getattr(self, field.name),
+                    whole=field.type in ("int", "Bytes"),
+                    above_zero=field.name not in _MAY_BE_ZERO,
+                    fix="Measure the block again.",
+                )
+                object.__setattr__(self, field.name, number)
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -118,6 +126,10 @@ class Timing:
         return (self.block, *(getattr(self, name) for name in _DEGREES), self.sequence_parallel)
 
 
+_NUMBERS = ("int", "float", "Bytes", "Seconds")
+_MAY_BE_ZERO = frozenset(
+    {"recompute_s", "optimizer_s", "spread", "parameters", "saved_bytes", "peak_memory_bytes"}
+)
 _DEGREES = (
     "tensor_model_parallel_size",
     "context_parallel_size",
@@ -150,8 +162,8 @@ class Machine:
     def __post_init__(self) -> None:
         if not self.device_name:
             raise _bad_field("machine.device_name", self.device_name, "it must not be empty")
-        if not isinstance(self.memory_bytes, int) or self.memory_bytes <= 0:
-            raise _bad_field("machine.memory_bytes", self.memory_bytes, "it must be above 0")
+        what, fix = "machine.memory_bytes", "Measure the profile again."
+        require_number(what, self.memory_bytes, whole=True, above_zero=True, fix=fix)
         for name in _TEXTS:
             if getattr(self, name) is not None:  # torch's version is no plain text
                 object.__setattr__(self, name, str(getattr(self, name)))
@@ -269,24 +281,6 @@ _OF_LATENT_ATTENTION = (
     "qk_head_dim",
     "qk_pos_emb_head_dim",
     "v_head_dim",
-)
-#: Fields of a model that change no layer's time, or are read through others.
-NOT_SHAPING = frozenset(
-    {
-        "name",
-        "num_layers",
-        "max_position_embeddings",
-        "make_vocab_size_divisible_by",
-        "vocab_is_padded",
-        "rotary_base",
-        "rotary_percent",
-        "layernorm_epsilon",
-        "apply_layernorm_1p",
-        "untie_embeddings_and_output_weights",
-        "moe_layer_pattern",
-        "moe_router_enable_expert_bias",
-        "source",
-    }
 )
 #: Fields of a machine that two profiles must share to be one; clocks are told only.
 COMPARED = (

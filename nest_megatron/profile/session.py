@@ -25,6 +25,45 @@ class Task:
     shard: LayerShard
 
 
+#: Degrees that layouts inside one node use; what lies beyond is interpolated.
+TENSOR_SIZES = (1, 2, 4, 8)
+EXPERT_SIZES = (8, 4, 2, 1)
+MICRO_BATCH_SIZES = (1, 2, 4)
+
+
+def usual_shards(
+    spec: TransformerSpec, *, flash_attention: bool, largest: int = 8
+) -> tuple[LayerShard, ...]:
+    """The shapes that layouts inside one node use, those of small micro batches first.
+
+    A profile holds them where nobody knows yet which will be needed; ``largest`` is the most ranks
+    that a group inside a layer has.
+    """
+    expert_sizes = [1]  # else the larger first: they hold less, and run more often
+    if spec.is_moe and spec.num_experts is not None:
+        expert_sizes = [ep for ep in EXPERT_SIZES if ep <= largest and spec.num_experts % ep == 0]
+    return tuple(
+        LayerShard(
+            tensor_model_parallel_size=tp,
+            expert_model_parallel_size=ep,
+            micro_batch_size=micro_batch_size,
+            sequence_parallel=tp > 1,
+            flash_attention=flash_attention,
+        )
+        for micro_batch_size in MICRO_BATCH_SIZES
+        for ep in expert_sizes
+        for tp in TENSOR_SIZES
+        if tp <= largest and divides(spec, tp)
+    )
+
+
+def divides(spec: TransformerSpec, tp: int) -> bool:
+    """Whether megatron-core's layers can be built for so many tensor ranks."""
+    groups = spec.num_attention_heads if spec.multi_latent_attention else spec.query_groups
+    wide = (spec.num_attention_heads, groups, spec.ffn_hidden_size, spec.seq_length)
+    return all(size % tp == 0 for size in wide)
+
+
 def tasks_of(spec: TransformerSpec, shards: Sequence[LayerShard]) -> tuple[Task, ...]:
     """What the given shards need timed, the first shards' blocks first, each shape once.
 
@@ -80,34 +119,31 @@ def this_machine(where: Where, implementation: Implementation) -> Machine:
     from nest_megatron.profile.installed import driver_version, installed_versions
 
     versions = installed_versions()
-    if where is Where.CPU:
-        return Machine(
-            device_name=_processor_name(),
-            memory_bytes=_host_memory(),
-            driver=None,
-            torch=str(torch.__version__),
-            megatron_core=megatron_core,
-            transformer_engine=versions.get("transformer_engine"),
-            nccl=None,
-            graphics_mhz=None,
-            memory_mhz=None,
-            implementation=implementation,
-            is_cpu=True,
-        )
-    device = torch.cuda.get_device_properties(torch.cuda.current_device())
-    graphics_mhz, memory_mhz = _clocks(torch.cuda.current_device())
-    return Machine(
-        device_name=device.name,
-        memory_bytes=device.total_memory,
-        driver=driver_version(),
+    machine = Machine(
+        device_name=_processor_name(),
+        memory_bytes=_host_memory(),
+        driver=None,
         torch=str(torch.__version__),
         megatron_core=megatron_core,
         transformer_engine=versions.get("transformer_engine"),
+        nccl=None,
+        graphics_mhz=None,
+        memory_mhz=None,
+        implementation=implementation,
+        is_cpu=where is Where.CPU,
+    )
+    if machine.is_cpu:
+        return machine
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    graphics_mhz, memory_mhz = _clocks(torch.cuda.current_device())
+    return dataclasses.replace(
+        machine,
+        device_name=device.name,
+        memory_bytes=device.total_memory,
+        driver=driver_version(),
         nccl=".".join(map(str, torch.cuda.nccl.version())),
         graphics_mhz=graphics_mhz,
         memory_mhz=memory_mhz,
-        implementation=implementation,
-        is_cpu=False,
     )
 
 

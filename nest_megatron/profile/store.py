@@ -214,27 +214,21 @@ def _fault(entry: Entry) -> ProfileError | None:
 def _same_profile(profile: LayerProfile) -> LayerProfile | None:
     """The stored profile that a new one's timings join; measured and imported stay apart."""
     wanted = fingerprint_of(profile)
-    for entry in stored_entries():
+    for entry in sorted(stored_entries(), key=lambda entry: entry.name != profile.name):
+        if entry.name != profile.name and entry.line(FINGERPRINT) != wanted:
+            continue
+        found = entry.read()
+        if (fingerprint_of(found), found.imported) == (wanted, profile.imported):
+            return found
         if entry.name == profile.name:
-            found = entry.read()
-            if (fingerprint_of(found), found.imported) == (wanted, profile.imported):
-                return found
-            raise _taken(profile)
-    for entry in stored_entries():
-        if entry.line(FINGERPRINT) == wanted:
-            found = entry.read()
-            if found.imported == profile.imported:
-                return found
+            raise ProfileError(
+                "profile name",
+                value=profile.name,
+                limit="the store has a profile of this name from another device, version, layer or "
+                "origin",
+                fix=f"Give another name, or remove {profiles_folder() / (profile.name + _SUFFIX)}.",
+            )
     return None
-
-
-def _taken(profile: LayerProfile) -> ProfileError:
-    return ProfileError(
-        "profile name",
-        value=profile.name,
-        limit="the store has a profile of this name from another device, version, layer or origin",
-        fix=f"Give another name, or remove {profiles_folder() / (profile.name + _SUFFIX)}.",
-    )
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from nest_megatron.errors import ProfileError
 from nest_megatron.model.spec import LayerKind, TransformerSpec
 from nest_megatron.profile.records import (
     COMPARED,
-    NOT_SHAPING,
     LayerBlock,
     Machine,
     blocks_of,
@@ -25,6 +24,24 @@ from tests import catalogue
 from tests.profile.profiles import CPU, H100, profile, timing
 
 LLAMA = catalogue.model("llama3_8b")
+#: Fields of a model that change no layer's time, or are read through others.
+NOT_SHAPING = frozenset(
+    {
+        "name",
+        "num_layers",
+        "max_position_embeddings",
+        "make_vocab_size_divisible_by",
+        "vocab_is_padded",
+        "rotary_base",
+        "rotary_percent",
+        "layernorm_epsilon",
+        "apply_layernorm_1p",
+        "untie_embeddings_and_output_weights",
+        "moe_layer_pattern",
+        "moe_router_enable_expert_bias",
+        "source",
+    }
+)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "1", None, True])

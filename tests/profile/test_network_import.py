@@ -8,9 +8,8 @@ import pytest
 
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.errors import ProfileError
-from nest_megatron.profile.collectives import apply
 from nest_megatron.profile.network import CollectiveSample
-from nest_megatron.profile.network_place import placed
+from nest_megatron.profile.network_import import fit_network, placed
 from tests.profile.networks import NETWORK, NODE, cluster_of, priced, profile_of, samples
 
 LEAF = dataclasses.replace(NETWORK, name="leaf", num_devices=32)
@@ -67,7 +66,8 @@ def test_a_cluster_gets_the_measured_figures_and_says_so() -> None:
         SPINE,
     )
     found = samples(true.levels, [(2, 1), (8, 1), (1, 2), (1, 4)])
-    measured = apply(profile_of(found), described)
+    measured = fit_network(profile_of(found), described).cluster
+    assert measured is not None
     for sample in placed(found, measured):
         seconds = priced(sample.kind, sample.message_bytes, sample.shape, measured.levels)
         assert seconds == pytest.approx(sample.seconds, rel=0.03)
@@ -83,6 +83,8 @@ def test_a_cluster_gets_the_measured_figures_and_says_so() -> None:
 
 def test_kinds_that_were_not_measured_are_named() -> None:
     found = samples((NODE, SPINE), [(2, 1), (8, 1)], [CollectiveKind.ALL_REDUCE])
-    node = apply(profile_of(found), cluster_of(NODE, SPINE)).levels[0]
+    fitted = fit_network(profile_of(found), cluster_of(NODE, SPINE)).cluster
+    assert fitted is not None
+    node = fitted.levels[0]
     assert "as described: all_gather, reduce_scatter, all_to_all, send_recv" in node.source
     assert node.efficiency[CollectiveKind.ALL_GATHER] == NODE.efficiency["all_gather"]
