@@ -16,7 +16,7 @@ from nest_megatron.config.request import request_of
 from nest_megatron.config.target import held_choices, installed_packages
 from nest_megatron.cost_model.execution_flags import execution_of, execution_traits, time_notes
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.target_limits import NUMERIC_FIELDS
+from nest_megatron.cost_model.target_defaults import NUMERIC_FIELDS
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.execution_fields import framework_table
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_launch

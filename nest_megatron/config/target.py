@@ -13,8 +13,15 @@ from nest_megatron.cluster.records import Accelerator, Precision
 from nest_megatron.config.job import Job
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.cost_model.target_defaults import DEFAULT_TARGET, MEGATRON_LM, NEMO, target_named
-from nest_megatron.cost_model.target_limits import NEMO_LACKS, NUMERIC_FIELDS, OF_THE_JOB
+from nest_megatron.cost_model.target_defaults import (
+    DEFAULT_TARGET,
+    MEGATRON_LM,
+    NEMO,
+    NEMO_LACKS,
+    NUMERIC_FIELDS,
+    OF_THE_JOB,
+    target_named,
+)
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.model.execution import Execution

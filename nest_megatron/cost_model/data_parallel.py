@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from nest_megatron.cluster.communication import collective_time, split_group
 from nest_megatron.cluster.records import Cluster, CollectiveKind
@@ -18,41 +18,35 @@ from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.units import Seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaTraffic:
-    """Seconds for each parameter of a rank, dense and expert, in buckets of Megatron's size.
+class Traffic(NamedTuple):
+    """Seconds of traffic between replicas.
 
-    Args:
-        reduce_dense, reduce_expert: to bring gradients together once, within an instance of the
-            optimizer.
-        sum_dense, sum_expert: to sum each share of them over the instances.
-        gather_dense, gather_expert: to spread updated weights of layers once (none where each
-            replica updates all of them).
-        gather_outside: the same for embedding and head, which are never gathered in fp8.
+    ``reduce`` brings gradients together once, within an instance of the optimizer, ``sum`` each
+    share of them over the instances; ``gather`` spreads updated weights once (none where each
+    replica updates all of them).
     """
 
-    reduce_dense: Seconds
-    reduce_expert: Seconds
-    sum_dense: Seconds
-    sum_expert: Seconds
-    gather_dense: Seconds
-    gather_expert: Seconds
-    gather_outside: Seconds
+    reduce: Seconds
+    sum: Seconds
+    gather: Seconds
+
+
+class ReplicaTraffic(NamedTuple):
+    """Traffic of each parameter of a rank, in buckets of Megatron's size.
+
+    Of layers, dense and expert, and of embedding and head (``outside``), never gathered in fp8.
+    """
+
+    dense: Traffic
+    expert: Traffic
+    outside: Traffic
     bucket_parameters: int
 
-    def reduce(self, count: ParameterCount) -> Seconds:
-        """Time to reduce the gradients of some parameters, within an instance of the optimizer."""
-        return self.reduce_dense * count.dense + self.reduce_expert * count.expert
-
-    def sum(self, count: ParameterCount) -> Seconds:
-        """Time to sum their shares over the instances."""
-        return self.sum_dense * count.dense + self.sum_expert * count.expert
-
-    def gather(self, kind: LayerKind, count: ParameterCount) -> Seconds:
-        """Time to gather the weights of a unit."""
-        if kind in (LayerKind.EMBEDDING, LayerKind.HEAD):
-            return self.gather_outside * count.dense + self.gather_expert * count.expert
-        return self.gather_dense * count.dense + self.gather_expert * count.expert
+    def of_unit(self, kind: LayerKind, count: ParameterCount) -> Traffic:
+        """Traffic of a unit's parameters."""
+        outside = kind in (LayerKind.EMBEDDING, LayerKind.HEAD)
+        pairs = zip(self.outside if outside else self.dense, self.expert, strict=True)
+        return Traffic(*(dense * count.dense + expert * count.expert for dense, expert in pairs))
 
 
 def replica_traffic(
@@ -83,40 +77,29 @@ def replica_traffic(
         bucket = max(1, layer.total)
         buckets = {GroupKind.DP_CP: max(1, layer.dense), GroupKind.EDP: max(1, layer.expert)}
     reduce = CollectiveKind.REDUCE_SCATTER if zero else CollectiveKind.ALL_REDUCE
-
     instances = settings.traits.optimizer_instances if zero else 1
-
-    def price(kind: CollectiveKind, group: GroupKind, width: float) -> Seconds:
-        within, _ = split(group)
-        seconds = collective_time(kind, buckets[group] * width, within, cluster.levels)
-        return settings.dp_slowdown * seconds / buckets[group]
-
-    def split(group: GroupKind) -> tuple[Sequence[int], Sequence[int]]:
-        shape = group_shape(dims, group, sizes)
-        return split_group(shape, max(1, math.prod(shape) // instances))
-
-    def summed(group: GroupKind, width: int) -> Seconds:
-        if not zero:
-            return 0.0
-        within, across = split(group)
-        share = buckets[group] * width / math.prod(within)
-        seconds = collective_time(CollectiveKind.ALL_REDUCE, share, across, cluster.levels)
-        return settings.dp_slowdown * seconds / buckets[group]
-
-    def gather(group: GroupKind, *, in_layer: bool) -> Seconds:
-        if not divides_states(zero, settings):
-            return 0.0
-        width = gathered_bytes(settings, zero, in_layer=in_layer)
-        return price(CollectiveKind.ALL_GATHER, group, width)
-
     width = settings.traits.gradient_bytes
+
+    def of_group(group: GroupKind, *, in_layer: bool) -> Traffic:
+        bucket, shape = buckets[group], group_shape(dims, group, sizes)
+        within, across = split_group(shape, max(1, math.prod(shape) // instances))
+
+        def price(kind: CollectiveKind, num_bytes: float, members: Sequence[int]) -> Seconds:
+            seconds = collective_time(kind, num_bytes, members, cluster.levels)
+            return settings.dp_slowdown * seconds / bucket
+
+        summed = gathered = 0.0
+        if zero:
+            share = bucket * width / math.prod(within)
+            summed = price(CollectiveKind.ALL_REDUCE, share, across)
+        if divides_states(zero, settings):
+            wire = gathered_bytes(settings, zero, in_layer=in_layer)
+            gathered = price(CollectiveKind.ALL_GATHER, bucket * wire, within)
+        return Traffic(price(reduce, bucket * width, within), summed, gathered)
+
     return ReplicaTraffic(
-        reduce_dense=price(reduce, GroupKind.DP_CP, width),
-        reduce_expert=price(reduce, GroupKind.EDP, width),
-        sum_dense=summed(GroupKind.DP_CP, width),
-        sum_expert=summed(GroupKind.EDP, width),
-        gather_dense=gather(GroupKind.DP_CP, in_layer=True),
-        gather_expert=gather(GroupKind.EDP, in_layer=True),
-        gather_outside=gather(GroupKind.DP_CP, in_layer=False),
+        dense=of_group(GroupKind.DP_CP, in_layer=True),
+        expert=of_group(GroupKind.EDP, in_layer=True),
+        outside=of_group(GroupKind.DP_CP, in_layer=False),
         bucket_parameters=bucket,
     )

@@ -117,15 +117,7 @@ _RECOMPUTED: Mapping[RecomputeModule, frozenset[Part]] = {
     RecomputeModule.MLP: frozenset({Part.MLP_NORM, Part.MLP}),
     RecomputeModule.MOE_ACT: frozenset({Part.EXPERT_ACTIVATION}),
     RecomputeModule.SHARED_EXPERTS: frozenset({Part.SHARED_EXPERTS}),
-    RecomputeModule.MOE: frozenset(
-        {
-            Part.ROUTER,
-            Part.DISPATCH,
-            Part.EXPERTS,
-            Part.EXPERT_ACTIVATION,
-            Part.SHARED_EXPERTS,
-        }
-    ),
+    RecomputeModule.MOE: ROUTED | {Part.ROUTER, Part.SHARED_EXPERTS},
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
+from typing import NamedTuple
 
 from nest_megatron.cluster.communication import collective_time, send_time
 from nest_megatron.cluster.records import Cluster, CollectiveKind
@@ -58,8 +59,17 @@ from nest_megatron.units import Seconds, Ticks, to_ticks
 
 #: Groups of dense layers or of experts: which, two degrees, the world's size.
 _Group = tuple[str, int, int, int]
-#: Which distinct unit stands at each place, the distinct units, and all their parameters.
-_Structure = tuple[bytes, tuple[tuple[LayerKind, ParameterCount], ...], ParameterCount]
+
+
+class Structure(NamedTuple):
+    """Which distinct unit stands at each place, the distinct units, and all their parameters.
+
+    Parameters are those on one rank; all of them together as if there were one pipeline rank.
+    """
+
+    sequence: bytes
+    units: tuple[tuple[LayerKind, ParameterCount], ...]
+    parameters: ParameterCount
 
 
 class CostModel:
@@ -94,7 +104,7 @@ class CostModel:
         self._times: dict[UnitKey, UnitTimes] = {}
         self._runs: dict[tuple[UnitKey, Recompute], UnitRun] = {}
         self._traffic: dict[tuple[Degrees, bool, bool], ReplicaTraffic] = {}
-        self._structures: dict[tuple[int, int, int, bool], _Structure] = {}
+        self._structures: dict[tuple[int, int, int, bool], Structure] = {}
         self._kinds: dict[tuple[ShardKey, bool, Recompute], tuple[UnitKind, ...]] = {}
         self._replica_costs: dict[tuple[Degrees, ZeroStage], tuple[ReplicaCost, ...]] = {}
         self._num_units = Counter(spec.layer_kinds())
@@ -216,7 +226,8 @@ class CostModel:
 
     def unit_kinds(self, grid: Grid) -> tuple[bytes, tuple[UnitKind, ...]]:
         """The distinct units of a grid, and which one stands at each place of the sequence."""
-        return self.sequence(grid.dims), self.kinds_under(grid, *split_block(grid.recompute))
+        sequence = self.structure(grid.dims).sequence
+        return sequence, self.kinds_under(grid, *split_block(grid.recompute))
 
     def kinds_under(
         self, grid: Grid, covered: Recompute, elsewhere: Recompute
@@ -227,7 +238,7 @@ class CostModel:
         if key not in self._kinds:
             shard, places = self.shard(grid), self.places(grid.dims)
             kinds = []
-            for kind, count in self.distinct_units(grid.dims):
+            for kind, count in self.structure(grid.dims).units:
                 again = elsewhere if kind is LayerKind.MTP else covered
                 own = passes(self.run(kind, places, shard, elsewhere))
                 block = own
@@ -237,29 +248,17 @@ class CostModel:
             self._kinds[key] = tuple(kinds)
         return self._kinds[key]
 
-    def sequence(self, dims: ParallelDims) -> bytes:
-        """Which of the distinct units stands at each place."""
-        return self._structure(dims)[0]
-
-    def distinct_units(self, dims: ParallelDims) -> tuple[tuple[LayerKind, ParameterCount], ...]:
-        """The distinct units, with their parameters on one rank."""
-        return self._structure(dims)[1]
-
-    def parameters(self, dims: ParallelDims) -> ParameterCount:
-        """Parameters of all units together, were they on one pipeline rank."""
-        return self._structure(dims)[2]
-
     def traffic(self, dims: ParallelDims, zero: ZeroStage) -> ReplicaTraffic:
         """Data-parallel traffic of a grid."""
         key = (degrees(dims), bool(zero), zero.is_fsdp)
         if key not in self._traffic:
-            held, layers = self.parameters(dims), self.spec.num_layers
-            layer = ParameterCount(held.dense // layers, held.expert // layers)
+            whole, layers = self.structure(dims).parameters, self.spec.num_layers
+            layer = ParameterCount(whole.dense // layers, whole.expert // layers)
             self._traffic[key] = replica_traffic(dims, zero, self.cluster, layer, self.settings)
         return self._traffic[key]
 
-    def _structure(self, dims: ParallelDims) -> _Structure:
-        """Distinct units by kind and parameters, where each stands, and all parameters."""
+    def structure(self, dims: ParallelDims) -> Structure:
+        """The units of a grid."""
         tp, ep = dims.tensor_model_parallel_size, dims.expert_model_parallel_size
         etp, single = dims.expert_tensor_parallel_size, dims.pipeline_model_parallel_size == 1
         key = (tp, ep, etp, single)
@@ -268,21 +267,17 @@ class CostModel:
             units = list(zip(self.spec.layer_kinds(), counts, strict=True))
             distinct = tuple(dict.fromkeys(units))
             sequence = bytes(map({unit: i for i, unit in enumerate(distinct)}.__getitem__, units))
-            self._structures[key] = (sequence, distinct, sum(counts, ParameterCount()))
+            self._structures[key] = Structure(sequence, distinct, sum(counts, ParameterCount()))
         return self._structures[key]
 
     def constant(self, grid: Grid) -> Ticks:
-        """``constant_time`` on the solver's clock."""
+        """Time of a step that no stage partition changes: host, stragglers, tied embeddings."""
         key = (degrees(grid.dims), grid.num_microbatches, self.shard_key(grid))
         if key not in self._constants:
-            seconds = self.constant_time(grid)
+            seconds = self.settings.iteration_floor_s + self.straggler_time(grid)
+            seconds += self._embedding_time(grid.dims)
             self._constants[key] = to_ticks(seconds, what="time outside the schedule")
         return self._constants[key]
-
-    def constant_time(self, grid: Grid) -> Seconds:
-        """Time of a step that no stage partition changes: host, stragglers, tied embeddings."""
-        seconds = self.settings.iteration_floor_s + self.straggler_time(grid)
-        return seconds + self._embedding_time(grid.dims)
 
     def straggler_time(self, grid: Grid) -> Seconds:
         """What a step waits for the slowest replica; what is recomputed counts as no work."""
@@ -331,14 +326,14 @@ class CostModel:
         """What the parameters of each distinct unit cost for their replicas' sake."""
         key = (degrees(dims), zero)
         if key not in self._replica_costs:
-            per_rank = self.parameters(dims).total // dims.pipeline_model_parallel_size
+            per_rank = self.structure(dims).parameters.total // dims.pipeline_model_parallel_size
             traffic, byte_s = self.traffic(dims, zero), memory_time(self.cluster.accelerator)
             prices = parameter_prices(
                 dims, zero, traffic, per_rank, self._step, byte_s, self.settings
             )
             self._replica_costs[key] = tuple(
                 replica_cost(kind, count, prices, zero, self.settings)
-                for kind, count in self.distinct_units(dims)
+                for kind, count in self.structure(dims).units
             )
         return self._replica_costs[key]
 

@@ -20,7 +20,7 @@ class StageProblems:
         self._replica_costs = model.replica_costs(grid.dims, grid.zero)
         self._sends = model.sends(grid)
         self._constant = model.constant(grid)
-        self._sequence = model.sequence(grid.dims)
+        self._sequence = model.structure(grid.dims).sequence
         self._costs: dict[object, tuple[UnitCost, ...]] = {}
 
     def problem(

@@ -1,6 +1,6 @@
 """The framework and release that a job runs on: what it sets unasked, and how fast its kernels are.
 
-The job's own flags over the framework's defaults (``cost_model/target_defaults.py``), with the
+The job's own flags over the framework's defaults (``cost_model/targets.toml``), with the
 constants that were fitted to measured runs of it (``calibration/frameworks.yaml``), give the cost
 model's settings of plans, estimates and the scores of ``validate`` alike.
 """

@@ -203,8 +203,7 @@ def replica_cost(
     first layer wait for a pass to begin, and the last gradients for it to end
     (``GradReducePipeline.reset``). What is in no layer it gathers once a step.
     """
-    reduce, gather = prices.traffic.reduce(count), prices.traffic.gather(kind, count)
-    summed = prices.traffic.sum(count)
+    reduce, summed, gather = prices.traffic.of_unit(kind, count)
     if settings.traits.frozen_weights:
         reduce = summed = 0.0
     fetch = sent = 0.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nest_megatron.cost_model.execution_flags import execution_of
-from nest_megatron.cost_model.target_limits import NEMO_LACKS, OF_THE_JOB
+from nest_megatron.cost_model.target_defaults import NEMO_LACKS, OF_THE_JOB
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.fields import ABSENT, FieldValue, find
 from nest_megatron.integrations.megatron_lm.attach import launch_request

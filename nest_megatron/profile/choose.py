@@ -1,8 +1,7 @@
 """Which profiles stand behind a plan: those of the same device, versions and layers, or one named.
 
 A profile of another device or version is used only when it is named, and then counts as imported;
-one of other layers, another sequence length or number format says nothing about the job and is
-never used.
+one of other layers, another sequence length or number format is never used.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ class Wanted:
     """What a plan needs times of.
 
     Args:
-        versions: of the running job, by the names of ``Machine``; on a laptop none are known, and
-            none are compared.
+        versions: of the running job, by the names of ``Machine``; none are known on a laptop.
         prefix: what stands before ``profile.mode`` where the user types it (``nest.``).
         command: the arguments that measure this job, for messages.
     """
@@ -61,11 +59,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A field in which a profile is not what is wanted.
-
-    Args:
-        decisive: naming the profile does not help.
-    """
+    """A field in which a profile is not what is wanted; a decisive one also where it is named."""
 
     name: str
     found: object
@@ -77,10 +71,7 @@ class Difference:
 
 
 def choose_times(wanted: Wanted, mode: ProfileMode, name: str | None = None) -> Choice:
-    """The times to plan with.
-
-    Args:
-        name: the profile to use, whatever machine it is from.
+    """The times to plan with; of the profile that is named, whatever machine it is from.
 
     Raises:
         UserInputError: if the one named cannot be used, or ``require`` finds a block untimed.
@@ -110,8 +101,7 @@ def choose_times(wanted: Wanted, mode: ProfileMode, name: str | None = None) -> 
 def times_of(provenance: str, spec: TransformerSpec) -> LayerTimes | None:
     """The times that a plan was made with, by its own words (``Provenance.profile``).
 
-    Returns:
-        ``None`` for a plan without any, and where a profile of its is not here any more.
+    ``None`` for a plan without any, and where a profile of its is not here any more.
     """
     names, _, _ = provenance.rpartition(": ")
     if not names:

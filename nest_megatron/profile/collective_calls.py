@@ -20,11 +20,7 @@ _LACKING = (RuntimeError, NotImplementedError, ValueError, AttributeError)
 
 
 class Caller:
-    """Makes and times calls on this rank.
-
-    Args:
-        world: process group of all ranks.
-    """
+    """Makes and times calls on this rank of ``world``, the process group of all."""
 
     #: Tensors are of 4-byte floats, which both backends reduce.
     ITEM_BYTES = 4

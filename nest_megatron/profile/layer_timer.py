@@ -44,7 +44,6 @@ class Measuring:
     """How blocks are timed.
 
     Args:
-        where: the CPU, for real, or this process's GPU.
         warm_up: passes before the first that counts.
         repetitions: most passes that count; at least ``least`` are made, if time allows.
         max_seconds: no further pass is begun after so long with one block.
@@ -67,11 +66,7 @@ class Measuring:
 def time_block(
     spec: TransformerSpec, block: LayerBlock, shard: LayerShard, measuring: Measuring
 ) -> Timing:
-    """Time one block in one shape on one rank.
-
-    Raises:
-        MemoryError: if the block does not fit on this device in this shape.
-    """
+    """Time one block in one shape on one rank; one that does not fit here is a ``MemoryError``."""
     kind, stretch = _UNITS[block]
     inside = staged(
         spec,
@@ -193,8 +188,6 @@ def _repeated(once: Callable[[], Any], measuring: Measuring, watch: _CpuWatch) -
 
 def _optimizer_step(module: Any, measuring: Measuring, watch: _CpuWatch) -> Seconds:
     """One step of Adam over float32 master weights, and the copy back.
-
-    Weights that are float32 themselves have no masters.
 
     Source: ``megatron.core.optimizer``, ``Float16OptimizerWithFloat16Params`` and
     ``FP32Optimizer``.

@@ -44,7 +44,6 @@ class LayerTimes:
     """Timings for a model's layers.
 
     Args:
-        spec: the model that is planned; its layers are those of the profiles.
         profiles: the most trusted first. A shape's own timing wins over an interpolation, and what
             was measured here over both of what was imported.
     """

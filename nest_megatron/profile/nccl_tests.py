@@ -25,7 +25,6 @@ from nest_megatron.errors import ProfileError
 from nest_megatron.profile.nccl_tests_row import (
     NOISE,
     Columns,
-    Row,
     RowError,
     columns_of,
     read_row,
@@ -56,12 +55,7 @@ _FOOT = re.compile(r"#\s*Out of bounds values\s*:\s*(\d{1,18})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What logs hold.
-
-    Args:
-        versions: of nccl-tests and NCCL, where they are printed.
-        notes: rows that say nothing of the network, one sentence each.
-    """
+    """What logs hold: samples, versions of nccl-tests and NCCL, and what tells nothing."""
 
     samples: tuple[CollectiveSample, ...]
     versions: Mapping[str, str]
@@ -70,7 +64,7 @@ class Reading:
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """State of one run while its lines go by."""
+    """State of one run while its lines go by; ``columns`` are those of a table that is open."""
 
     kind: CollectiveKind | None
     iterations: int = 1
@@ -81,10 +75,9 @@ class _Run:
 
 
 def read_logs(logs: Iterable[tuple[str, str]], kind: CollectiveKind | None = None) -> Reading:
-    """Read several logs.
+    """Read several logs, each a name and a text.
 
     Args:
-        logs: name and text of each.
         kind: of runs that do not print their name; from the file's name if not given.
 
     Raises:
@@ -123,19 +116,25 @@ class _Log:
         self._run = _Run(kind=kind)
         self._samples: list[CollectiveSample] = []
         self._versions: dict[str, str] = {}
-        self._empty = 0
-        self._tables = 0
+        self._empty = self._tables = self._line = 0
+        self._comments = (
+            (_STARTING, self._start),
+            (_ITERATIONS, self._take_iterations),
+            (_RANK, self._take_rank),
+            (_VERSION, self._note_version),
+            (_HEAD, self._open),
+            (_FOOT, self._close),
+        )
 
     def read(self, text: str) -> Reading:
-        number = 0
-        for number, raw in enumerate(text.splitlines(), start=1):
+        for self._line, raw in enumerate(text.splitlines(), start=1):
             line, is_error = _untagged(raw)
             if not is_error:
-                self._take(line, number)
-        self._require_closed(number)
+                self._take(line)
+        self._require_closed()
         if not self._tables:
             raise self._wrong(
-                number, "the whole file", "no table of nccl-tests is in it (# size count type ...)"
+                "the whole file", "no table of nccl-tests is in it (# size count type ...)"
             )
         note = f"{self._name}: {self._empty} rows of no bytes tell nothing and are left out."
         return Reading(
@@ -144,107 +143,102 @@ class _Log:
             notes=(note,) if self._empty else (),
         )
 
-    def _take(self, line: str, number: int) -> None:
+    def _take(self, line: str) -> None:
         if line.lstrip().startswith("#"):
-            self._take_comment(line.strip(), number)
+            for pattern, take in self._comments:
+                if found := pattern.match(line.strip()):
+                    return take(found)
         elif self._run.columns is not None:
-            self._take_row(line, number)
+            if line.strip() and not NOISE.search(line):
+                self._take_row(line, self._run, self._run.columns)
         elif found := _VERSION.search(line):
             self._note_version(found)
         elif _looks_like_row(line):
-            raise self._wrong(number, line, "a row without the head (# size count type ...) above")
+            raise self._wrong(line, "a row without the head (# size count type ...) above")
+        return None
 
-    def _take_comment(self, line: str, number: int) -> None:
-        if found := _STARTING.match(line):
-            self._start(number, found.group(1))
-        elif found := _ITERATIONS.match(line):
-            self._run.iterations = int(found.group(1)) * int(found.group(2) or 1)
-        elif found := _RANK.match(line):
-            self._take_rank(int(found.group(1)), found.group(2) or "0", found.group(3), number)
-        elif found := _VERSION.match(line):
-            self._note_version(found)
-        elif _HEAD.match(line):
-            self._open(line, number)
-        elif found := _FOOT.match(line):
-            self._close(int(found.group(1)), number)
-
-    def _start(self, number: int, program: str) -> None:
-        self._require_closed(number)
-        kind = kind_named(program)
+    def _start(self, found: re.Match[str]) -> None:
+        self._require_closed()
+        kind = kind_named(found[1])
         if kind is None:
-            known = ", ".join(CollectiveKind)
-            raise self._wrong(number, program, f"this test is none of {known}")
+            raise self._wrong(found[1], f"this test is none of {', '.join(CollectiveKind)}")
         self._run = _Run(kind=kind)
 
-    def _take_rank(self, rank: int, group: str, host: str, number: int) -> None:
-        self._require_closed(number)
+    def _take_iterations(self, found: re.Match[str]) -> None:
+        self._run.iterations = int(found[1]) * int(found[2] or 1)
+
+    def _take_rank(self, found: re.Match[str]) -> None:
+        self._require_closed()
+        rank = int(found[1])
         if rank in self._run.ranks:  # the next run of a release that does not print its name
             self._run = _Run(kind=self._kind, iterations=self._run.iterations)
-        self._run.ranks[rank] = (group, host)
+        self._run.ranks[rank] = (found[2] or "0", found[3])
 
-    def _open(self, line: str, number: int) -> None:
-        self._require_closed(number)
+    def _open(self, found: re.Match[str]) -> None:
+        self._require_closed()
         if not self._run.ranks:
-            raise self._wrong(number, line, "which ranks ran is not said: no '#  Rank ...' above")
+            raise self._wrong(found.string, "which ranks ran is not said: no '#  Rank ...' above")
         if self._run.kind is None:
-            raise self._wrong(
-                number, line, "which collective ran is not said; give --kind, or name the file so"
-            )
+            limit = "which collective ran is not said; give --kind, or name the file so"
+            raise self._wrong(found.string, limit)
         try:
-            self._run.columns = columns_of(line)
+            self._run.columns = columns_of(found.string)
         except RowError as error:
-            raise self._wrong(number, line, str(error)) from None
-        self._run.head_line = number
-        self._run.rows = 0
+            raise self._wrong(found.string, str(error)) from None
+        self._run.head_line, self._run.rows = self._line, 0
 
-    def _take_row(self, line: str, number: int) -> None:
-        if not line.strip() or NOISE.search(line):
-            return
-        run = self._run
-        assert run.columns is not None
+    def _take_row(self, line: str, run: _Run, columns: Columns) -> None:
+        shape = self._shape()
+        num_ranks = shape[0] * shape[1]
         assert run.kind is not None
-        shape = self._shape(number)
         try:
-            row = read_row(line, run.columns, run.kind, shape[0] * shape[1])
+            row = read_row(line, columns, run.kind, num_ranks)
         except RowError as error:
-            raise self._wrong(number, line, str(error)) from None
+            raise self._wrong(line, str(error)) from None
         run.rows += 1
-        if row.message_bytes:
-            self._samples.append(_sample(row, run, shape))
-        else:
+        if not row.message_bytes:
             self._empty += 1
+            return
+        sample = CollectiveSample(
+            kind=run.kind,
+            num_ranks=num_ranks,
+            shape=shape,
+            message_bytes=row.message_bytes,
+            seconds=row.seconds,
+            spread=row.spread,
+            repetitions=run.iterations,
+        )
+        self._samples.append(sample)
 
-    def _close(self, wrong: int, number: int) -> None:
+    def _close(self, found: re.Match[str]) -> None:
         if self._run.columns is None:
-            raise self._wrong(number, "# Out of bounds values", "no table is above it")
-        if wrong:
-            raise self._wrong(
-                number, wrong, "values came out wrong: the network or its software is broken"
-            )
+            raise self._wrong("# Out of bounds values", "no table is above it")
+        if wrong := int(found[1]):
+            limit = "values came out wrong: the network or its software is broken"
+            raise self._wrong(wrong, limit)
         if not self._run.rows:
-            raise self._wrong(self._run.head_line, "the table", "it has no rows")
+            self._line = self._run.head_line
+            raise self._wrong("the table", "it has no rows")
         self._run.columns = None
         self._tables += 1
 
-    def _require_closed(self, number: int) -> None:
+    def _require_closed(self) -> None:
         if self._run.columns is not None:
             raise self._wrong(
-                number,
                 f"the table from line {self._run.head_line}",
                 "it ends without its foot (# Out of bounds values), so the log was cut short",
             )
 
-    def _shape(self, number: int) -> tuple[int, int]:
+    def _shape(self) -> tuple[int, int]:
         """Ranks on a host, and hosts, of the group that rank 0 is in."""
         group, _ = self._run.ranks.get(0, next(iter(self._run.ranks.values())))
         counts = Counter(host for each, host in self._run.ranks.values() if each == group)
         inside = set(counts.values())
         if len(inside) > 1:
-            raise self._wrong(
-                number, dict(counts), "hosts hold different numbers of ranks, or ranks are missing"
-            )
+            limit = "hosts hold different numbers of ranks, or ranks are missing"
+            raise self._wrong(dict(counts), limit)
         if sum(counts.values()) < 2:
-            raise self._wrong(number, dict(counts), "one rank alone sends nothing")
+            raise self._wrong(dict(counts), "one rank alone sends nothing")
         return inside.pop(), len(counts)
 
     def _note_version(self, found: re.Match[str]) -> None:
@@ -255,26 +249,13 @@ class _Log:
         else:
             self._versions["nccl"] = library
 
-    def _wrong(self, number: int, value: object, limit: str) -> ProfileError:
+    def _wrong(self, value: object, limit: str) -> ProfileError:
         return ProfileError(
-            f"{self._name}, line {number}",
+            f"{self._name}, line {self._line}",
             value=value.strip() if isinstance(value, str) else value,
             limit=limit,
             fix="Give the output of nccl-tests as it was printed, whole runs only.",
         )
-
-
-def _sample(row: Row, run: _Run, shape: tuple[int, int]) -> CollectiveSample:
-    assert run.kind is not None
-    return CollectiveSample(
-        kind=run.kind,
-        num_ranks=shape[0] * shape[1],
-        shape=shape,
-        message_bytes=row.message_bytes,
-        seconds=row.seconds,
-        spread=row.spread,
-        repetitions=run.iterations,
-    )
 
 
 def _untagged(line: str) -> tuple[str, bool]:

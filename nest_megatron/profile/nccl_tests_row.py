@@ -10,9 +10,9 @@ from decimal import Decimal
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.units import Bytes, Seconds
 
-#: Lines that NCCL and launchers write between rows.
 #: Digits of a count; one with more is none.
 _MAX_DIGITS = 18
+#: Lines that NCCL and launchers write between rows.
 NOISE = re.compile(r"NCCL (INFO|WARN|TRACE|version|DEBUG)|^\s*-{5,}\s*$")
 
 _COUNTED = (
@@ -42,11 +42,7 @@ class RowError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Columns of a table.
-
-    Args:
-        names: in order; ``time`` and its followers come twice, out of place and in place.
-    """
+    """Columns of a table, in order; ``time`` and its followers twice, out of place and in place."""
 
     names: tuple[str, ...]
 
@@ -60,9 +56,7 @@ class Columns:
 class Row:
     """One size: the whole tensor, and the time out of place.
 
-    Args:
-        spread: the middle half of the iterations over their median, where the table tells their
-            variation.
+    ``spread`` is the middle half of the iterations over their median, where a table tells it.
     """
 
     message_bytes: Bytes
@@ -71,10 +65,7 @@ class Row:
 
 
 def columns_of(head: str) -> Columns:
-    """The columns that a head names.
-
-    Raises:
-        RowError: for columns of another kind of table.
+    """The columns that a head names; a ``RowError`` for another kind of table.
 
     >>> columns_of("# size count type time algbw busbw error time algbw busbw error").num_words
     11
@@ -96,11 +87,7 @@ def columns_of(head: str) -> Columns:
 
 
 def read_row(line: str, columns: Columns, kind: CollectiveKind, num_ranks: int) -> Row:
-    """Read and check a row.
-
-    Raises:
-        RowError: saying what was expected.
-    """
+    """Read and check a row; a ``RowError`` says what was expected."""
     words = line.split()
     if len(words) != columns.num_words:
         raise RowError(
@@ -113,7 +100,9 @@ def read_row(line: str, columns: Columns, kind: CollectiveKind, num_ranks: int) 
     step = (len(columns.names) - (columns.names[-1] == _LAST) - at) // 2
     for body in (words[at : at + 4], words[at + step : at + step + 4]):
         _check_body(body[:3], kind, size, num_ranks)
-        _check_wrong(columns.names[at + 3], body[3])
+        wrong, column = body[3], columns.names[at + 3]  # N/A: not looked at (all-to-all in place)
+        if wrong != "N/A" and _number(wrong, column) and column == "#wrong":
+            raise RowError(f"{wrong} values came out wrong (#wrong): the run proves nothing")
     variation = columns.names.index("i_cv%") if step > len(_BODY) else None
     return Row(
         message_bytes=size,
@@ -138,12 +127,6 @@ def _check_size(
         )
 
 
-def _check_wrong(column: str, word: str) -> None:
-    """Nothing may have come out wrong; ``N/A`` where it was not looked at (all-to-all in place)."""
-    if word != "N/A" and _number(word, column) and column == "#wrong":
-        raise RowError(f"{word} values came out wrong (#wrong): the run proves nothing")
-
-
 def _check_body(words: list[str], kind: CollectiveKind, size: int, num_ranks: int) -> None:
     """Time, algorithm and bus bandwidth must belong together."""
     micros, algorithm, bus = map(_number, words, _BODY)
@@ -153,7 +136,9 @@ def _check_body(words: list[str], kind: CollectiveKind, size: int, num_ranks: in
     rounding = _rounding(words[0]) / micros * rate if size else 0.0
     if abs(algorithm - rate) > _rounding(words[1]) + rounding + _SHARE * rate:
         raise RowError(f"{size} bytes in {words[0]} us are {rate:.2f} GB/s, not algbw {words[1]}")
-    factor = _bus_factor(kind, num_ranks)
+    factor = 1.0
+    if kind is not CollectiveKind.SEND_RECV:
+        factor = (2 if kind is CollectiveKind.ALL_REDUCE else 1) * (num_ranks - 1) / num_ranks
     rounding = _rounding(words[2]) + factor * _rounding(words[1])
     if abs(bus - factor * algorithm) > rounding + _SHARE * bus:
         raise RowError(
@@ -171,12 +156,6 @@ def _rounding(word: str) -> float:
     exponent = Decimal(word).as_tuple().exponent
     assert isinstance(exponent, int), "numbers are finite"
     return 0.5 * 10.0**exponent
-
-
-def _bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
-    if kind is CollectiveKind.SEND_RECV:
-        return 1.0
-    return (2 if kind is CollectiveKind.ALL_REDUCE else 1) * (num_ranks - 1) / num_ranks
 
 
 def _whole(word: str, name: str) -> int:

@@ -45,8 +45,7 @@ class CollectiveSample:
             or gathered in all, what one rank exchanges in all, what one rank passes on. The
             ``size`` column of nccl-tests is the same for all five kinds.
         seconds: of one call; with several ranks timed, of the slowest.
-        spread: range of the middle half of the repetitions over their median; ``None`` where only
-            a mean is known.
+        spread: range of the middle half of the repetitions over their median, where known.
     """
 
     kind: CollectiveKind
@@ -79,7 +78,6 @@ class LevelFit:
             what the fastest kind of collective reaches.
         efficiency: share of it by kind, for the kinds that the samples determine.
         residual: root mean square of log(predicted / measured): 0.1 is about 10 %.
-        residuals: the same by kind.
         smallest_bytes: of the messages that were measured.
         reduction_efficiency: where the samples tell it; so the tree's.
     """
@@ -123,7 +121,6 @@ class NetworkProfile:
     Args:
         created: date and time, ISO 8601.
         source: where the samples come from, in words.
-        versions: of the software that ran the collectives.
         fits: levels that the samples determine, innermost first: ``node`` (one host) and
             ``network`` (between hosts).
         not_measured: kinds of collectives without samples, and why.
@@ -182,11 +179,7 @@ def write(profile: NetworkProfile, path: Path) -> None:
 
 
 def read(path: Path) -> NetworkProfile:
-    """Read a profile's file.
-
-    Raises:
-        UserInputError: if it cannot be read; ``ProfileError`` if it is no sound profile.
-    """
+    """Read a profile's file; a ``ProfileError`` if it is no sound profile."""
     return load(read_text(path, "network profile"), str(path))
 
 

@@ -82,13 +82,7 @@ class _Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """Result of a fit.
-
-    Args:
-        levels: all levels, the measured ones with their new figures.
-        fits: of the levels that samples reach, innermost first.
-        notes: what could not be told from the samples, one sentence each.
-    """
+    """All levels with their new figures, the fits of those that samples reach, and notes."""
 
     levels: tuple[NetworkLevel, ...]
     fits: tuple[LevelFit, ...]
@@ -100,8 +94,8 @@ def fit_levels(samples: Sequence[CollectiveSample], levels: Sequence[NetworkLeve
 
     Args:
         samples: with a fan-out for each level.
-        levels: as described; their bandwidths are kept and shares of them fitted. What the samples
-            do not tell stays as it is.
+        levels: as described; their bandwidths stay and shares of them are fitted, as far as the
+            samples tell.
 
     Raises:
         ProfileError: if a level has too few samples, or no bandwidth can be read from any.
@@ -125,9 +119,6 @@ def fit_hosts(samples: Sequence[CollectiveSample]) -> Fitted:
     """Fit the inside of a host (``node``) and what joins hosts (``network``), both unknown.
 
     Bandwidths are what the fastest kind of collective reaches, efficiencies shares of that.
-
-    Raises:
-        ProfileError: as ``fit_levels``.
     """
     named = (_unknown("node", 0, samples), _unknown("network", 1, samples))
     fitted = fit_levels(samples, named)

@@ -146,11 +146,7 @@ def _measured_cluster(profile: NetworkProfile, cluster: Cluster, fitted: Fitted)
 
 
 def placed(samples: Sequence[CollectiveSample], cluster: Cluster) -> tuple[CollectiveSample, ...]:
-    """Samples with a fan-out at each of a cluster's levels, their hosts taken as neighbours.
-
-    Raises:
-        ProfileError: if a sample has more ranks on a host than the cluster.
-    """
+    """Samples with a fan-out at each of a cluster's levels, their hosts taken as neighbours."""
     return tuple(dataclasses.replace(s, shape=_fan_outs(s.shape, cluster)) for s in samples)
 
 

@@ -109,11 +109,7 @@ AGAIN = "Remove the file and measure again, or copy it again from where it was m
 
 
 def read(path: Path) -> LayerProfile:
-    """Read a profile file.
-
-    Raises:
-        ProfileError: if it cannot be read or is no sound profile.
-    """
+    """Read a profile file; a ``ProfileError`` if it cannot be read or is no sound profile."""
     try:
         text = read_text(path, "profile")
     except UserInputError as error:
@@ -152,21 +148,14 @@ def _sums(profile: LayerProfile) -> dict[str, str | list[str]]:
 def _check_sums(
     profile: LayerProfile, derived: Mapping[str, object], sums: object, name: str
 ) -> None:
-    if not isinstance(sums, Mapping):
-        raise ProfileError(
-            f"{name}: {_CHECKSUM}",
-            value=sums,
-            limit="it is missing, so the file was cut short",
-            fix=AGAIN,
-        )
-    wrong = _differing(profile, derived, sums)
-    if wrong:
-        raise ProfileError(
-            f"{name}: {_CHECKSUM}",
-            value=", ".join(wrong),
-            limit="these fields do not match their checksums, so the file was edited or damaged",
-            fix=AGAIN,
-        )
+    limit = "it is missing, so the file was cut short"
+    value: object = sums
+    if isinstance(sums, Mapping):
+        limit = "these fields do not match their checksums, so the file was edited or damaged"
+        value = ", ".join(_differing(profile, derived, sums))
+        if not value:
+            return
+    raise ProfileError(f"{name}: {_CHECKSUM}", value=value, limit=limit, fix=AGAIN)
 
 
 def _differing(

@@ -81,14 +81,11 @@ class Timing:
     model prices them by where the group lies. The sequence length is that of the profile's model.
 
     Args:
-        recompute_s: a forward pass that keeps nothing and the forward pass again; kept for
-            comparison, the cost model derives it from ``forward_s``.
+        recompute_s: a forward pass without its activations and the forward pass again, for
+            comparison: the cost model derives it from ``forward_s``.
         optimizer_s: one optimizer step over the block's parameters.
         spread: relative inter-quartile range of one forward and backward pass.
         peak_memory_bytes: peak over what was allocated before; 0 where the device does not say.
-
-    Raises:
-        ProfileError: naming the field that is no number or out of range.
     """
 
     block: LayerBlock = written_as("piece")
@@ -183,9 +180,6 @@ class LayerProfile:
     Args:
         created: when the newest timing was taken, in ISO 8601 with its time zone.
         imported: it was measured elsewhere and brought here.
-
-    Raises:
-        ProfileError: for a name that makes no file name, a time of no format, or a shape twice.
     """
 
     schema: int = SCHEMA
@@ -217,11 +211,7 @@ class LayerProfile:
 
 
 def require_name(name: str) -> str:
-    """The name, if it may be a profile's.
-
-    Raises:
-        ProfileError: if it makes no file name, or means that there is no profile.
-    """
+    """The name, if it makes a file name and does not mean that there is no profile."""
     if not _NAME.fullmatch(name) or name == ANALYTIC_NAME:
         raise ProfileError(
             "profile name",
@@ -312,11 +302,7 @@ def shape_digest(spec: TransformerSpec, precision: Precision) -> str:
 
 
 def fingerprint(machine: Machine, spec: TransformerSpec, precision: Precision) -> str:
-    """A short hash of all that a timing depends on besides how the layer is divided.
-
-    Device, memory, driver, versions and implementation (``COMPARED``), the layer's shape
-    (``layer_shape``, the sequence length among it) and the number format.
-    """
+    """A short hash of all that a timing depends on besides how the layer is divided."""
     found = {name: getattr(machine, name) for name in COMPARED}
     return digest([found, layer_shape(spec), precision])
 

@@ -108,11 +108,7 @@ def run(
 
 
 def this_machine(where: Where, implementation: Implementation) -> Machine:
-    """What blocks run on here.
-
-    Raises:
-        RuntimeError: by torch, if there is no GPU to ask.
-    """
+    """What blocks run on here; torch's ``RuntimeError`` if there is no GPU to ask."""
     import torch
     from megatron.core import __version__ as megatron_core
 

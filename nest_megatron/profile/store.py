@@ -1,4 +1,4 @@
-"""Where profiles are kept: one file each in the user's cache, and those shipped with the package.
+"""Where profiles are stored: one file each in the user's cache, and those shipped with the package.
 
 Whoever adds timings reads, merges and writes under one lock, so ranks and jobs that finish at the
 same time lose nothing. Readers need no lock: a file is replaced in one step.
@@ -52,11 +52,7 @@ class Entry:
         return None if found is None else found[1]
 
     def text(self) -> str:
-        """The text of the file.
-
-        Raises:
-            ProfileError: if it cannot be read.
-        """
+        """The text of the file; a ``ProfileError`` if it cannot be read."""
         try:
             if isinstance(self.path, Path):
                 return read_text(self.path, "profile")
@@ -117,11 +113,7 @@ def _entries(folder: Traversable, *, shipped: bool) -> tuple[Entry, ...]:
 
 
 def find_entry(name: str) -> Entry:
-    """The profile file of a name.
-
-    Raises:
-        UserInputError: if there is none, with the nearest names.
-    """
+    """The profile file of a name; a ``UserInputError`` with the nearest names if there is none."""
     entries = {entry.name: entry for entry in all_entries()}
     if name in entries:
         return entries[name]
@@ -139,7 +131,7 @@ def record(profile: LayerProfile, *, timeout_s: Seconds = LOCK_TIMEOUT_S) -> Lay
     """Put timings into the store; safe for many ranks and jobs at once.
 
     Timings join the stored profile of the same fingerprint, whatever its name; where both have a
-    shape, those of the newer profile stay. Nothing that another process adds meanwhile is lost.
+    shape, those of the newer profile stay.
 
     Returns:
         The profile as it is stored now.
@@ -175,9 +167,6 @@ def merged(one: LayerProfile, other: LayerProfile) -> LayerProfile:
 def import_profile(path: Path, *, name: str | None = None) -> LayerProfile:
     """Copy a profile that was measured elsewhere into the store, marked as imported.
 
-    Args:
-        name: another name for it.
-
     Raises:
         ProfileError: if the file is no sound profile, or the name is taken.
     """
@@ -187,11 +176,7 @@ def import_profile(path: Path, *, name: str | None = None) -> LayerProfile:
 
 
 def export_profile(name: str, out: Path) -> LayerProfile:
-    """Copy a sound profile out of the store, or of those shipped, to a file.
-
-    Raises:
-        UserInputError: if there is none of the name, or the file cannot be written.
-    """
+    """Copy a sound profile out of the store, or of those shipped, to a file."""
     profile = find_entry(name).read()
     profile_file.write(profile, out)
     return profile

@@ -295,8 +295,8 @@ def traffic_s(traits: ExecutionTraits, zero: ZeroStage = ZeroStage.OPTIMIZER) ->
     cluster = catalogue.cluster("dgx_h100", 32)
     traffic = replica_traffic(dims, zero, cluster, ParameterCount(dense=10**8), settings)
     count = ParameterCount(dense=10**9)
-    gathered = [traffic.gather(kind, count) for kind in (LayerKind.DENSE, LayerKind.HEAD)]
-    return traffic.reduce(count) + traffic.sum(count), *gathered
+    layer, head = (traffic.of_unit(kind, count) for kind in (LayerKind.DENSE, LayerKind.HEAD))
+    return layer.reduce + layer.sum, layer.gather, head.gather
 
 
 def test_traffic_follows_the_widths() -> None:

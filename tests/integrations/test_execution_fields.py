@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nest_megatron.config.job import Job
-from nest_megatron.cost_model.target_limits import NEMO_LACKS
+from nest_megatron.cost_model.target_defaults import NEMO_LACKS
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
 from nest_megatron.integrations.execution_fields import execution_value

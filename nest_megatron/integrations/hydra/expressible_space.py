@@ -8,7 +8,7 @@ from typing import TypeVar
 from nest_megatron.config.job import Job
 from nest_megatron.config.target import choice
 from nest_megatron.cost_model.execution_flags import execution_of
-from nest_megatron.cost_model.target_limits import OF_THE_JOB
+from nest_megatron.cost_model.target_defaults import OF_THE_JOB
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.field_mapping import planned_items
 from nest_megatron.integrations.hydra.view import AppView

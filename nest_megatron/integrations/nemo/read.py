@@ -8,8 +8,7 @@ from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.job import Job
-from nest_megatron.cost_model.target_defaults import NEMO
-from nest_megatron.cost_model.target_limits import NEMO_LACKS
+from nest_megatron.cost_model.target_defaults import NEMO, NEMO_LACKS
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.architecture import refuse_adapters, refuse_unplannable
 from nest_megatron.integrations.execution_fields import NEMO_LACKS_CALLBACK, ExecutionPlaces

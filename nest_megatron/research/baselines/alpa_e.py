@@ -94,7 +94,8 @@ def communication(model: CostModel, grid: Grid) -> Seconds:
         unit = kinds[index]
         for one in (unit.own.run.forward, unit.own.run.backward):
             inside += one.tp + one.cp + one.ep
-        between += traffic.reduce(unit.parameters) + traffic.sum(unit.parameters)
-        between += traffic.gather(unit.kind, unit.parameters)
+        reduced, summed, gathered = traffic.of_unit(unit.kind, unit.parameters)
+        between += reduced + summed
+        between += gathered
     stages = grid.dims.pipeline_model_parallel_size
     return (grid.num_microbatches * inside + between) / stages
