@@ -163,7 +163,6 @@ class BlockTimes:
 
 
 def _weighted_mean(ratios: tuple[float, ...], weights: list[float]) -> float:
-    """The geometric mean."""
     return math.exp(math.fsum(w * math.log(r) for w, r in zip(weights, ratios, strict=True)))
 
 

@@ -2,8 +2,8 @@
 
 With ``a = flops / (peak * efficiency)`` and ``b = bytes / (bandwidth * efficiency)`` an operator
 takes ``(a ** q + b ** q) ** (1 / q)`` and a floor for each kernel. ``q`` lies between 1, the sum,
-and a roofline's larger of the two: a kernel's prologue, epilogue and tails do not overlap with its
-main loop, but much of its traffic does. The efficiencies are those of the accelerator's record.
+and a roofline's larger of the two: prologue, epilogue and tails of a kernel do not overlap with its
+main loop, but much of its traffic does.
 """
 
 from __future__ import annotations

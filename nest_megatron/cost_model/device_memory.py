@@ -5,13 +5,10 @@ which ``torch`` sees 79.1 GiB. That is ``Accelerator.memory_bytes``. Of it the C
 communicators, user buffers and pieces too small to be of use are gone before a tensor is.
 
 The logarithm of a measured peak over its prediction lies above and below its median by halves of
-Student's t distribution with two degrees of freedom, each with a scale of its own: what the formula
-lacks (buffers, caches) and what it counts although the job has it not are different mistakes. They
-are fitted to public peaks and to the public runs that ran or ran out, every source weighing alike,
-since the next job is a new source rather than another run of an old one
-(``validation/fit_memory.py``, ``hydra_configs/calibration/memory.yaml``). Apart are jobs that
-gather weights or gradients (ZeRO-2 and 3, FSDP): what is whole of them at a time depends on the
-framework's buffers and streams.
+Student's t distribution with two degrees of freedom, each with a scale of its own, fitted to public
+peaks and runs that ran or ran out, every source weighing alike (``validation/fit_memory.py``,
+``hydra_configs/calibration/memory.yaml``). Apart are jobs that gather weights or gradients (ZeRO-2
+and 3, FSDP): what is whole of them at a time depends on the framework's buffers and streams.
 """
 
 from __future__ import annotations
@@ -99,7 +96,7 @@ def exchange_bytes(spec: TransformerSpec, grid: Grid, group_sizes: tuple[int, ..
     NCCL's all-to-all has buffers for each peer, DeepEP its own; HybridEP's count among the
     activations. Two runs of experts on 16 B300 (PP 2, CP 8, EP 8; torch's messages, with
     basetenlabs/Megatron-LM, 2026-08) held 6.1 and 6.9 GiB outside the allocator when they ran out;
-    with the context and the communicators, 6.8 GiB are predicted.
+    6.8 GiB are predicted.
     """
     ranks, execution = grid.dims.expert_model_parallel_size, grid.execution
     if ranks == 1:

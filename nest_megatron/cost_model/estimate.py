@@ -207,7 +207,6 @@ def _waits(evaluation: Evaluation, rank: int) -> dict[str, Ticks]:
 
 
 def _rank_terms(found: _Evaluated, rank: int) -> dict[str, Seconds]:
-    """What one rank does in a step: its gather, its passes and its reduction."""
     problem, evaluation = found.problem, found.evaluation
     m = problem.num_microbatches
     terms = dict.fromkeys(TERMS, 0.0)

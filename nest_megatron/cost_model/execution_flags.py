@@ -34,14 +34,10 @@ _FP8_ATTENTION = ("fp8_dot_product_attention", "fp8_multi_head_attention")
 
 
 def execution_traits(flags: Mapping[str, Any], precision: Precision) -> ExecutionTraits:
-    """What a job's flags say of its bytes and its traffic.
+    """What a job's flags (``memory_flags.READ``) say of its bytes and its traffic.
 
-    Args:
-        flags: by Megatron's names (``memory_flags.READ``), in the words or the types that Megatron
-            itself has before or after its own validation.
-
-    Raises:
-        UserInputError: for a number format that Megatron does not take.
+    Words or types are those that Megatron has before or after its own validation; a number format
+    that it does not take is a ``UserInputError``.
     """
     params = _params_bytes(flags, precision)
     fp8_weights = _quantized_weights(flags, precision)
@@ -199,7 +195,6 @@ def _quantized_weights(flags: Mapping[str, Any], precision: Precision) -> bool:
 
 
 def _params_bytes(flags: Mapping[str, Any], precision: Precision) -> int:
-    """Width of weights and activations: fp8 goes with any of the three formats around it."""
     if precision.is_quantized:
         return _width(flags, "params_dtype", "bf16")
     return _FP32 if precision is Precision.FP32 else 2
@@ -303,7 +298,6 @@ def _master_bytes(flags: Mapping[str, Any], precision: Precision, params: int) -
 
 
 def _moved_share(flags: Mapping[str, Any]) -> float:
-    """The share of the states that ``--optimizer-cpu-offload`` moves to the host."""
     if not flags.get("optimizer_cpu_offload"):
         return 0.0
     fraction = flags.get("optimizer_offload_fraction")

@@ -26,7 +26,6 @@ class Feature(Name):
     words: str
 
     def __new__(cls, name: str, words: str = "") -> Feature:
-        """A feature with its words for people."""
         member = str.__new__(cls, name)
         member._value_, member.words = name, words
         return member

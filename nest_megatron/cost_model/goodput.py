@@ -1,8 +1,8 @@
 """The share of time that a job which fails now and then spends on steps that it keeps.
 
-Failures come at random, at a constant rate. A segment of ``t`` seconds of steps and ``c`` seconds
-of a checkpoint is repeated until no failure hits it, and each failure costs a restart of ``r``
-seconds, which may fail as well. With a mean time between failures ``m`` a segment then takes
+Failures come at a constant rate. A segment of ``t`` seconds of steps and ``c`` of a checkpoint is
+repeated until no failure hits it, and each failure costs a restart of ``r`` seconds, which may fail
+as well. With a mean time between failures ``m`` it takes
 ``m * exp(r / m) * (exp((t + c) / m) - 1)`` on average.
 
 Source: Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future

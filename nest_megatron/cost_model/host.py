@@ -1,4 +1,4 @@
-"""What goes over a device's link to its host: activations that wait, an optimizer that runs there.
+"""What goes over a device's link to its host: activations, and an optimizer that runs there.
 
 Source: ``fine_grained_activation_offload.py`` and ``HybridDeviceOptimizer`` of megatron-core,
 ``get_cpu_offload_context`` of Transformer Engine.

@@ -84,7 +84,6 @@ def shares(model: CostModel, grid: Grid, partition: StagePartition) -> Shares:
 
 
 def _compute_shares(model: CostModel, grid: Grid, partition: StagePartition, rank: int) -> Shares:
-    """What the compute of a pipeline rank consists of."""
     sequence, kinds = model.unit_kinds(grid)
     held = Counter(sequence[unit] for chunk in partition.chunks_of_rank(rank) for unit in chunk)
     spent: dict[Mechanism, Seconds] = defaultdict(float)

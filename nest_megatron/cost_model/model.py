@@ -357,7 +357,6 @@ class CostModel:
         return self._transfers[key]
 
     def _link_levels(self, dims: ParallelDims) -> tuple[int, ...]:
-        """Network level between each pipeline rank and the next."""
         key = degrees(dims)
         if key not in self._links:
             p = dims.pipeline_model_parallel_size

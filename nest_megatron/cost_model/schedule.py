@@ -38,9 +38,8 @@ def num_warmup(p: int, v: int, m: int, rank: int) -> int:
 def pass_at(p: int, v: int, m: int, rank: int, place: int) -> Op:
     """The pass that a rank runs after ``place`` others, in Megatron's order.
 
-    Args:
-        p, v, m: pipeline ranks, chunks on each rank, micro batches; with ``v > 1``, ``p`` divides
-            ``m``.
+    With ``p`` pipeline ranks, ``v`` chunks on each and ``m`` micro batches; with ``v > 1``, ``p``
+    divides ``m``.
 
     Source: ``forward_backward_no_pipelining``, ``..._without_interleaving``,
     ``..._with_interleaving`` with groups of ``p`` micro batches.

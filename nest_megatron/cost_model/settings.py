@@ -14,7 +14,6 @@ from nest_megatron.units import GIB
 
 
 def _name_of(field: str) -> str:
-    """The key by which a user sets a field."""
     section = "memory" if field.startswith("memory_") else "cost"
     return f"{section}.{field.removeprefix('memory_')}"
 

@@ -156,7 +156,6 @@ def _gain(logs: Sequence[float], effect: Sequence[float]) -> float:
 def _size_after(
     logs: Sequence[float], covariances: Matrix, effect: Sequence[float], level: float
 ) -> float:
-    """Expected size of the shortlist after a measurement."""
     left = [
         [value - a * b for value, b in zip(row, effect, strict=True)]
         for row, a in zip(covariances, effect, strict=True)
@@ -201,7 +200,6 @@ def _as_fast(logs: Sequence[float], covariances: Matrix, draws: int) -> list[int
 
 @functools.lru_cache(maxsize=8)
 def _drawn(size: int, draws: int) -> tuple[tuple[float, ...], ...]:
-    """Standard normal draws."""
     rng = random.Random(size)
     return tuple(tuple(rng.gauss(0.0, 1.0) for _ in range(size)) for _ in range(draws))
 

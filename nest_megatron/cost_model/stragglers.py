@@ -2,15 +2,11 @@
 
 Ranks that do the same work do not end at the same time: clocks follow power and temperature, hosts
 run other processes, switches are shared. What a rank is late grows as a random walk does: after
-``t`` seconds its standard deviation is ``delay_s * sqrt(t)``. The stages of a pipeline hand on what
-they are late, so a replica of ``p`` stages is late by ``delay_s * sqrt(p * t)``. Once a step, where
-gradients are reduced, every replica waits for the slowest.
-
-What the ranks of one host wait for each other is in the efficiencies that are fitted to measured
-layers, so replicas count by the hosts that they lie on; one host alone waits for nobody.
-
-``delay_s`` is fitted to published weak scalings, to their ratios alone
-(``validation/fit_stragglers.py``, ``hydra_configs/calibration/stragglers.yaml``).
+``t`` seconds its standard deviation is ``delay_s * sqrt(t)``, and that of a replica of ``p`` stages
+``delay_s * sqrt(p * t)``. Once a step, where gradients are reduced, every replica waits for the
+slowest. What the ranks of one host wait for each other is in the efficiencies that are fitted to
+measured layers, so replicas count by the hosts that they lie on. ``delay_s`` is fitted to published
+weak scalings (``validation/fit_stragglers.py``, ``hydra_configs/calibration/stragglers.yaml``).
 """
 
 from __future__ import annotations
@@ -25,12 +21,9 @@ _BLOM = 0.375
 
 
 def straggler_wait(delay_s: float, work_s: Seconds, num_stages: int, num_hosts: int) -> Seconds:
-    """What a step waits for the slowest replica, beyond a mean one.
+    """What a step of ``work_s`` waits for the slowest replica, beyond a mean one.
 
-    Args:
-        delay_s: standard deviation of what a rank is late after a second of work.
-        work_s: that a rank does in a step.
-        num_hosts: over which the ranks lie that reduce a gradient.
+    ``num_hosts`` are those over which the ranks lie that reduce a gradient.
 
     >>> straggler_wait(0.02, 10.0, 1, 1)
     0.0

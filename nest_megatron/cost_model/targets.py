@@ -59,7 +59,7 @@ class Default:
         )
 
     def words(self) -> str:
-        """The default as a list shows it, with what it goes with.
+        """The default as a list shows it.
 
         >>> Default(argument="fp8_recipe", value="mxfp8", source="", gpu="B200").words()
         'fp8_recipe mxfp8 (B200)'
@@ -75,7 +75,6 @@ class Target:
     """A framework at a release.
 
     Args:
-        name: by which it is chosen (``target=NAME``).
         framework: in words, with its release.
         reason: what marks it, for lists.
         fitted: its entry in ``calibration/frameworks.yaml``, whose values are fields of

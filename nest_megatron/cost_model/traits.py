@@ -32,13 +32,9 @@ _RANGE = "range"
 
 
 def require_ranges(record: Any, name_of: Callable[[str], str] = str) -> None:
-    """Check a record's ``ranged`` fields; ``None`` passes where it is the default.
+    """Check a record's ``ranged`` fields, named as a user calls them.
 
-    Args:
-        name_of: what a user calls a field.
-
-    Raises:
-        UserInputError: naming the field that is out of range.
+    ``None`` passes where it is the default; a field out of range is a ``UserInputError``.
     """
     for field in dataclasses.fields(record):
         value, limits = getattr(record, field.name), field.metadata.get(_RANGE)

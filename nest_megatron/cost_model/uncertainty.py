@@ -79,12 +79,9 @@ DEVIATION = quantile(NormalDist().cdf(1.0))
 class Scales:
     """Fitted scales of errors, in logarithms: 0.05 is 5 %.
 
-    Args:
-        mechanisms: by mechanism, of its price.
-        job: by feature of the job and ``any``, common to all plans of a job.
-        layout: by feature and ``any``, of one layout; ``a+b`` is of layouts with both features.
-        layout_range: steps between layouts (``features.distance``) after which their errors are
-            correlated by 1 / e.
+    By mechanism, of its price; by feature and ``any``, of a job and of one layout, where ``a+b`` is
+    of layouts with both features. ``layout_range`` is the distance after which the errors of two
+    layouts are correlated by 1 / e.
     """
 
     mechanisms: Mapping[str, float]

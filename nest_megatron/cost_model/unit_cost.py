@@ -126,9 +126,7 @@ def parameter_prices(
 ) -> ParameterPrices:
     """What one dense and one expert parameter cost in a grid, with ``per_rank`` of them on a rank.
 
-    Args:
-        step: of the optimizer, for one parameter.
-        byte_s: of the device's memory, for one byte.
+    ``step`` is the optimizer's time for one parameter, ``byte_s`` the memory's for one byte.
     """
     dense, expert = replicas(dims)
     divided = divides_states(zero, settings)
@@ -300,7 +298,6 @@ def unit_cost(
 
 
 def _beside_shards(one: Passes, replica: ReplicaCost, settings: CostSettings) -> Passes:
-    """Passes beside which shards travel, in each micro batch."""
     forward = _beside(settings, one.forward_s, replica.shard_forward_s) + replica.exposed_forward_s
     backward = _beside(settings, one.backward_s, replica.shard_backward_s)
     backward += replica.exposed_backward_s

@@ -176,7 +176,6 @@ def _named(wanted: Wanted, name: str) -> Choice:
 
 
 def _matching(wanted: Wanted) -> Choice:
-    """The newest profile of this machine and the newest of those brought or shipped."""
     own: list[LayerProfile] = []
     foreign: list[LayerProfile] = []
     shipped: list[LayerProfile] = []
@@ -216,7 +215,6 @@ def _newest(profiles: Iterable[LayerProfile]) -> tuple[LayerProfile, ...]:
 
 
 def _require_all(wanted: Wanted, choice: Choice) -> None:
-    """Refuse times that leave a block of the model to the data sheets."""
     timed = frozenset() if choice.times is None else choice.times.blocks()
     untimed = [block.value for block in blocks_of(wanted.spec) if block not in timed]
     if not untimed:

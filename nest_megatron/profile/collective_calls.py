@@ -146,5 +146,4 @@ class Caller:
 
 
 def _named(module: Any, *names: str) -> Any:
-    """The first name that this release of torch has."""
     return next(getattr(module, name) for name in names if hasattr(module, name))

@@ -62,8 +62,7 @@ def measure(
     Args:
         world: process group of the job's ranks, ``torch.distributed.group.WORLD`` as a rule.
         hosts: host name of each rank, in rank order.
-        max_seconds: budget. Sizes are taken from the ends and the middle first, so that a budget
-            that runs out has still covered their range.
+        max_seconds: budget; what it leaves of the sizes covers their range.
         sizes: messages in bytes, the whole tensor.
 
     Returns:

@@ -1,9 +1,8 @@
 """Times layer blocks of a model, built from megatron-core's own modules, on this device.
 
 A block is built with the real shapes of one rank, in a process group whose other ranks do not
-exist: what it would communicate costs nothing here, and is priced by the cost model where it would
-really run. Routing is balanced. Nothing waits for the device inside a timed stretch: on a GPU,
-events are put into the stream and read when all is done.
+exist: what it would communicate costs nothing here. Routing is balanced. Nothing waits for the
+device inside a timed stretch: events are put into a GPU's stream and read when all is done.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from nest_megatron.megatron_core.units import Layers, Stretch, Unit, build
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
-from nest_megatron.profile.records import LayerBlock, Timing
+from nest_megatron.profile.records import SHAPE, LayerBlock, Timing
 from nest_megatron.profile.spread import middle_half
 from nest_megatron.units import Seconds
 
@@ -151,12 +150,7 @@ def _timed(
     both = [f + b for f, b in zip(forward, backward, strict=True)]
     return Timing(
         block=block,
-        tensor_model_parallel_size=shard.tensor_model_parallel_size,
-        context_parallel_size=shard.context_parallel_size,
-        expert_model_parallel_size=shard.expert_model_parallel_size,
-        expert_tensor_parallel_size=shard.expert_tensor_parallel_size,
-        sequence_parallel=shard.sequence_parallel,
-        micro_batch_size=shard.micro_batch_size,
+        **{name: getattr(shard, name) for name in SHAPE},
         forward_s=middle_half(forward)[0],
         backward_s=middle_half(backward)[0],
         recompute_s=middle_half(without)[0] + middle_half(forward)[0],
@@ -249,7 +243,6 @@ class _CpuWatch:
     fuses_adam = False
 
     def mark(self) -> Any:
-        """Now."""
         return time.perf_counter()
 
     def read(self, marks: Sequence[Sequence[Any]]) -> list[tuple[Seconds, ...]]:
@@ -266,8 +259,6 @@ class _CpuWatch:
 
 
 class _GpuWatch(_CpuWatch):
-    """The same in a GPU's stream."""
-
     device = "cuda"
     fuses_adam = True
 
@@ -303,7 +294,6 @@ class _GpuWatch(_CpuWatch):
 
 @contextlib.contextmanager
 def _memory_errors() -> Iterator[None]:
-    """Torch's own error for a full device as Python's, and its memory given back."""
     import torch
 
     try:

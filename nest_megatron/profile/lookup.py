@@ -1,11 +1,10 @@
 """Which timings speak for a block in a shape: its own, or its neighbours' with weights.
 
-The rule where a shape was not measured: the ratio of measured to analytic time is carried over from
-the nearest measured shapes of the same block, at most ``NUM_NEIGHBOURS``. Shapes lie in a space
-whose axes are the logarithms of tensor-parallel size, tokens of a rank, context-parallel size,
-expert-parallel size and expert-tensor-parallel size, and a step for sequence parallelism; the
-logarithms of the ratios are averaged with weights of one over the squared distance. The closed form
-thus carries what a shape itself changes, and the timings how far this machine is from it.
+Where a shape was not measured, the ratio of measured to analytic time is carried over from the
+nearest measured shapes of the same block, at most ``NUM_NEIGHBOURS``. The axes of shapes are the
+logarithms of tensor-parallel size, tokens of a rank, context-parallel size, expert-parallel size
+and expert-tensor-parallel size, and a step for sequence parallelism; the logarithms of the ratios
+are averaged with weights of one over the squared distance.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.profile.records import LayerBlock, LayerProfile, Source, Timing
+from nest_megatron.profile.records import SHAPE, LayerBlock, LayerProfile, Source, Timing
 from nest_megatron.units import Seconds
 
 #: Measured shapes that an interpolation draws from: the corners around a shape that lies between
@@ -94,8 +93,6 @@ class LayerTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Table:
-    """One block's timings by point."""
-
     exact: dict[Point, Timing]
     places: tuple[tuple[tuple[float, ...], Timing], ...]
 
@@ -136,12 +133,7 @@ def point_of(spec: TransformerSpec, block: LayerBlock, shard: LayerShard) -> Poi
 def shard_of(timing: Timing, like: LayerShard) -> LayerShard:
     """How a timing's block was divided; what no timing holds is that of another shard."""
     return LayerShard(
-        tensor_model_parallel_size=timing.tensor_model_parallel_size,
-        context_parallel_size=timing.context_parallel_size,
-        expert_model_parallel_size=timing.expert_model_parallel_size,
-        expert_tensor_parallel_size=timing.expert_tensor_parallel_size,
-        micro_batch_size=timing.micro_batch_size,
-        sequence_parallel=timing.sequence_parallel,
+        **{name: getattr(timing, name) for name in SHAPE},
         flash_attention=like.flash_attention,
         loss_bytes=like.loss_bytes,
     )

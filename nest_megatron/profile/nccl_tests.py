@@ -1,13 +1,12 @@
 """Reads the text that nccl-tests print: all_reduce_perf and its sisters.
 
 A log holds, for each run, the ranks (``#  Rank  0 Group  0 Pid  1 on host device ...``), a table
-whose head names its columns, and a foot (``# Out of bounds values``). Releases differ in the
-columns, so rows are read by the head. A row is checked against the ranks, its element count, its
-time and its bandwidths; nothing in a table is skipped in silence.
+whose head names its columns, and a foot (``# Out of bounds values``). A row is checked against the
+ranks, its element count, its time and its bandwidths; nothing in a table is skipped in silence.
 
-The ``size`` column is the larger of a rank's two buffers: the whole tensor of all five collectives,
-as ``cluster.communication`` means ``message_bytes`` (``all_gather_perf -b 8M`` on 8 ranks
-gathers 1 MiB from each and prints 8 MiB). Times are those out of place, the mean of the iterations.
+The ``size`` column is the larger of a rank's two buffers: the whole tensor of all five collectives
+(``all_gather_perf -b 8M`` on 8 ranks gathers 1 MiB from each and prints 8 MiB). Times are those out
+of place, the mean of the iterations.
 
 Source: NVIDIA/nccl-tests 2.19.6 ``src/common.cu``, ``src/util.cu`` (2.9.0 for the older head).
 """
@@ -108,8 +107,6 @@ def kind_named(text: str) -> CollectiveKind | None:
 
 
 class _Log:
-    """Reads one log, line by line."""
-
     def __init__(self, name: str, kind: CollectiveKind | None) -> None:
         self._name = name
         self._kind = kind

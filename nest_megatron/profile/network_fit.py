@@ -1,23 +1,19 @@
 """Fits the figures of network levels to timed collectives.
 
 Level by level from the node outwards: the samples whose group reaches a level and no further fit
-that level, with the levels inside it as they were found. A sample's time is
-
-    startup + latency * hops + bytes / bandwidth + ramp * sqrt(of the two terms before)
-
-by the algebra of ``cluster.communication``, and what is least is the sum of the squares of
-log(predicted / measured), softened for outliers. Where the samples leave two figures undecided (a
-startup and a latency that always come together), a weak pull holds them near the cluster's
-description, or near an even split of the shortest time.
+that level, with the levels inside it as they were found, by ``cluster.communication``. What is
+least is the sum of the squares of log(predicted / measured), softened for outliers. Where the
+samples leave two figures undecided (a startup and a latency that always come together), a weak pull
+holds them near the cluster's description, or near an even split of the shortest time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from nest_megatron.cluster.communication import DEFAULT_EFFICIENCY, collective_time, num_hops
 from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
@@ -50,34 +46,33 @@ _SHARE = (1e-6, _MOST * (1 - 1e-6))
 _HEADROOM = 100.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Figure:
-    """One number to fit: a field of the level, or a kind of its efficiencies."""
+#: Fields that a level and its fit share.
+_SHARED = ("latency_s", "startup_s", "ramp", "bandwidth_bytes_per_s", "chain_share")
+
+
+class _Figure(NamedTuple):
+    """One number to fit: a field of the level, or a kind of its efficiencies.
+
+    ``ramp`` is fitted as it is, all others by their logarithm, as their size is unknown.
+    """
 
     field: str
-    first: float
+    start: float
+    low: float
+    high: float
 
     @property
     def is_rate(self) -> bool:
         return self.field not in _BOUNDS
 
-    @property
-    def is_plain(self) -> bool:
-        """Fitted as it is; all others by their logarithm, as their size is unknown."""
-        return self.field == "ramp"
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        low, high = _BOUNDS.get(self.field, _SHARE)
-        return (low, high) if self.is_plain else (math.log(low), math.log(high))
-
-    @property
-    def start(self) -> float:
-        low, high = self.bounds
-        return min(max(self.first if self.is_plain else math.log(self.first), low), high)
-
     def value(self, number: float) -> float:
-        return number if self.is_plain else math.exp(number)
+        return number if self.field == "ramp" else math.exp(number)
+
+
+def _figure(field: str, first: float) -> _Figure:
+    scaled = float if field == "ramp" else math.log
+    low, high = map(scaled, _BOUNDS.get(field, _SHARE))
+    return _Figure(field, min(max(scaled(first), low), high), low, high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +85,9 @@ class Fitted:
 
 
 def fit_levels(samples: Sequence[CollectiveSample], levels: Sequence[NetworkLevel]) -> Fitted:
-    """Fit every level that samples reach.
+    """Fit every level that samples reach, whose shapes have a fan-out for each level.
 
-    Args:
-        samples: with a fan-out for each level.
-        levels: as described; their bandwidths stay and shares of them are fitted, as far as the
-            samples tell.
+    Bandwidths of the description stay, and shares of them are fitted as far as samples tell.
 
     Raises:
         ProfileError: if a level has too few samples, or no bandwidth can be read from any.
@@ -122,7 +114,12 @@ def fit_hosts(samples: Sequence[CollectiveSample]) -> Fitted:
     """
     named = (_unknown("node", 0, samples), _unknown("network", 1, samples))
     fitted = fit_levels(samples, named)
-    fits = tuple(_to_fastest(fit) for fit in fitted.fits)
+    fits = []
+    for fit in fitted.fits:
+        fastest = max(fit.efficiency.values())
+        shares = {kind: share / fastest for kind, share in fit.efficiency.items()}
+        bandwidth = fit.bandwidth_bytes_per_s * fastest
+        fits.append(dataclasses.replace(fit, bandwidth_bytes_per_s=bandwidth, efficiency=shares))
     changed = {fit.name: fit for fit in fits}
     levels = tuple(
         _with_fit(level, changed[level.name]) if level.name in changed else level
@@ -133,22 +130,15 @@ def fit_hosts(samples: Sequence[CollectiveSample]) -> Fitted:
         notes.append(
             "No sample stays inside one host; what its ranks spend there counts as network's."
         )
-    return Fitted(levels=levels, fits=fits, notes=tuple(notes))
+    return Fitted(levels=levels, fits=tuple(fits), notes=tuple(notes))
 
 
 def _with_fit(level: NetworkLevel, fit: LevelFit) -> NetworkLevel:
     """An unknown level with measured figures; kinds that were not measured keep their rate."""
     scale = level.bandwidth_bytes_per_s / fit.bandwidth_bytes_per_s
-    kept = {kind: min(share * scale, _MOST) for kind, share in level.efficiency.items()}
-    return dataclasses.replace(
-        level,
-        bandwidth_bytes_per_s=fit.bandwidth_bytes_per_s,
-        latency_s=fit.latency_s,
-        startup_s=fit.startup_s,
-        ramp=fit.ramp,
-        efficiency={**kept, **fit.efficiency},
-        chain_share=fit.chain_share,
-    )
+    as_before = {kind: min(share * scale, _MOST) for kind, share in level.efficiency.items()}
+    changed: dict[str, Any] = {name: getattr(fit, name) for name in _SHARED}
+    return dataclasses.replace(level, efficiency={**as_before, **fit.efficiency}, **changed)
 
 
 def predicted(sample: CollectiveSample, levels: Sequence[NetworkLevel]) -> float:
@@ -168,7 +158,8 @@ def _fit_level(
     figures = tuple(_figures(level, index, own))
 
     def logs(numbers: Sequence[float]) -> list[float]:
-        return _logs(own, (*levels[:index], _put(level, figures, numbers), *levels[index + 1 :]))
+        changed = (*levels[:index], _put(level, figures, numbers), *levels[index + 1 :])
+        return [math.log(predicted(each, changed) / each.seconds) for each in own]
 
     def residuals(numbers: Sequence[float]) -> list[float]:
         pull = [_PULL * (n - f.start) for n, f in zip(numbers, figures, strict=True)]
@@ -176,37 +167,53 @@ def _fit_level(
 
     numbers = _least_squares(residuals, figures)
     told = {
-        figure.field: _sensitivity(logs, numbers, at, figure.bounds[1])
+        figure.field: _sensitivity(logs, numbers, at, figure.high)
         for at, figure in enumerate(figures)
         if figure.is_rate
     }
     untold = {name for name, change in told.items() if change < _TELLS}
     if untold == told.keys():
-        return level, None, [_nothing_told(level.name, own)]
+        largest = max(each.message_bytes for each in own)
+        note = (
+            f"{level.name}: even the largest message of {largest} bytes spends most of its time "
+            "elsewhere than on this level's bandwidth, so nothing of it was fitted"
+        )
+        return level, None, [note]
     numbers = [
         figure.start if figure.field in untold else number
         for figure, number in zip(figures, numbers, strict=True)
     ]
     _require_possible(level, figures, numbers)
     new = _put(level, figures, numbers)
-    fit = _record(
-        new, own, _logs(own, (*levels[:index], new, *levels[index + 1 :])), {*told} - untold
-    )
-    unknown = [kind for kind in kinds_of(own) if kind not in fit.measured_kinds]
-    notes = [_untold_note(level.name, kind, own) for kind in unknown]
-    return new, fit, [*notes, *_loose_note(fit)]
+    fit = _record(new, own, logs(numbers), {*told} - untold)
+    return new, fit, list(_notes(fit, own))
+
+
+def _notes(fit: LevelFit, own: Sequence[CollectiveSample]) -> Iterator[str]:
+    for kind in kinds_of(own):
+        if kind not in fit.measured_kinds:
+            most = max(each.message_bytes for each in own if each.kind is kind)
+            yield (
+                f"{fit.name}: {kind} up to {most} bytes does not tell its bandwidth, which stays "
+                "as it was."
+            )
+    if fit.residual > _LOOSE:
+        worst = max(fit.residuals, key=lambda kind: fit.residuals[kind])
+        yield (
+            f"{fit.name}: predicted and measured times differ by {100 * fit.residual:.0f} %, most "
+            f"for {worst}; measure again on a quiet machine before you rely on it."
+        )
 
 
 def _least_squares(
     residuals: Callable[[Sequence[float]], list[float]], figures: Sequence[_Figure]
 ) -> list[float]:
-    """The numbers between their bounds at which the sum of squared residuals is least."""
     from scipy.optimize import least_squares
 
     found = least_squares(
         lambda numbers: residuals(numbers.tolist()),
         [figure.start for figure in figures],
-        bounds=tuple(zip(*(figure.bounds for figure in figures), strict=True)),
+        bounds=([figure.low for figure in figures], [figure.high for figure in figures]),
         method="dogbox",  # a figure may lie on its bound
         ftol=_TOLERANCE,
         xtol=_TOLERANCE,
@@ -225,24 +232,23 @@ def _sensitivity(
 
 
 def _figures(level: NetworkLevel, index: int, own: Sequence[CollectiveSample]) -> Iterator[_Figure]:
-    """What the samples of a level may tell."""
     quickest = min(own, key=lambda each: each.seconds)
     half = quickest.seconds / 2
     hops = num_hops(quickest.kind, quickest.shape)
-    yield _Figure(field="latency_s", first=level.latency_s or half / hops)
-    yield _Figure(field="startup_s", first=level.startup_s or half)
-    yield _Figure(field="ramp", first=level.ramp)
+    yield _figure("latency_s", level.latency_s or half / hops)
+    yield _figure("startup_s", level.startup_s or half)
+    yield _figure("ramp", level.ramp)
     kinds = kinds_of(own)
     for kind in kinds:
-        yield _Figure(field=kind, first=level.efficiency.get(kind, DEFAULT_EFFICIENCY))
+        yield _figure(kind, level.efficiency.get(kind, DEFAULT_EFFICIENCY))
     if CollectiveKind.ALL_REDUCE in kinds:  # in the switch, or else by a tree between nodes
         if level.reduction_efficiency is not None:
-            yield _Figure(field="reduction_efficiency", first=level.reduction_efficiency)
+            yield _figure("reduction_efficiency", level.reduction_efficiency)
         elif level.tree_efficiency is not None and index:
-            yield _Figure(field="tree_efficiency", first=level.tree_efficiency)
+            yield _figure("tree_efficiency", level.tree_efficiency)
     sends = {each.shape[index] > 2 for each in own if each.kind is CollectiveKind.SEND_RECV}
     if sends == {True, False}:
-        yield _Figure(field="chain_share", first=level.chain_share)
+        yield _figure("chain_share", level.chain_share)
 
 
 def _put(level: NetworkLevel, figures: Sequence[_Figure], numbers: Sequence[float]) -> NetworkLevel:
@@ -250,11 +256,6 @@ def _put(level: NetworkLevel, figures: Sequence[_Figure], numbers: Sequence[floa
     shares = {kind: values.pop(kind) for kind in CollectiveKind if kind in values}
     changed: dict[str, Any] = {**values, "efficiency": {**level.efficiency, **shares}}
     return dataclasses.replace(level, **changed)
-
-
-def _logs(samples: Sequence[CollectiveSample], levels: Sequence[NetworkLevel]) -> list[float]:
-    """log(predicted / measured) of each sample."""
-    return [math.log(predicted(each, levels) / each.seconds) for each in samples]
 
 
 def _softened(log: float) -> float:
@@ -268,12 +269,9 @@ def _record(
     kinds = kinds_of(own)
     pairs = list(zip(own, logs, strict=True))
     sizes = [each.message_bytes for each in own]
+    shared: dict[str, Any] = {name: getattr(level, name) for name in _SHARED}
     return LevelFit(
         name=level.name,
-        latency_s=level.latency_s,
-        startup_s=level.startup_s,
-        ramp=level.ramp,
-        bandwidth_bytes_per_s=level.bandwidth_bytes_per_s,
         efficiency={kind: level.efficiency[kind] for kind in kinds if kind in told},
         residual=_rms(logs),
         residuals={k: _rms([log for each, log in pairs if each.kind is k]) for k in kinds},
@@ -282,7 +280,7 @@ def _record(
         largest_bytes=max(sizes),
         reduction_efficiency=level.reduction_efficiency if "reduction_efficiency" in told else None,
         tree_efficiency=level.tree_efficiency if "tree_efficiency" in told else None,
-        chain_share=level.chain_share,
+        **shared,
     )
 
 
@@ -318,16 +316,6 @@ def _least_rate(sample: CollectiveSample, index: int, level: NetworkLevel) -> fl
     return sample.message_bytes * seconds / 1e6 / sample.seconds
 
 
-def _to_fastest(fit: LevelFit) -> LevelFit:
-    """The bandwidth as what the fastest kind reaches."""
-    fastest = max(fit.efficiency.values())
-    shares: Mapping[CollectiveKind, float] = {
-        kind: share / fastest for kind, share in fit.efficiency.items()
-    }
-    bandwidth = fit.bandwidth_bytes_per_s * fastest
-    return dataclasses.replace(fit, bandwidth_bytes_per_s=bandwidth, efficiency=shares)
-
-
 def _require_enough(level: str, own: Sequence[CollectiveSample]) -> None:
     sizes = sorted({each.message_bytes for each in own})
     if len(own) < MIN_SAMPLES or len(sizes) < MIN_SIZES:
@@ -340,7 +328,7 @@ def _require_possible(
     level: NetworkLevel, figures: Sequence[_Figure], numbers: Sequence[float]
 ) -> None:
     for figure, number in zip(figures, numbers, strict=True):
-        if figure.is_rate and number >= figure.bounds[1]:
+        if figure.is_rate and number >= figure.high:
             raise ProfileError(
                 f"level {level.name}: bandwidth_bytes_per_s",
                 value=level.bandwidth_bytes_per_s,
@@ -356,28 +344,6 @@ def _too_few(level: str, limit: str) -> ProfileError:
         limit=limit,
         fix=f"Measure at least {MIN_SIZES} sizes, better all powers of two from 1 KiB to 1 GiB, of "
         "all_reduce and all_gather: in one host, and over hosts.",
-    )
-
-
-def _untold_note(level: str, kind: CollectiveKind, own: Sequence[CollectiveSample]) -> str:
-    most = max(each.message_bytes for each in own if each.kind is kind)
-    return f"{level}: {kind} up to {most} bytes does not tell its bandwidth, which stays as it was."
-
-
-def _loose_note(fit: LevelFit) -> Iterator[str]:
-    if fit.residual > _LOOSE:
-        worst = max(fit.residuals, key=lambda kind: fit.residuals[kind])
-        yield (
-            f"{fit.name}: predicted and measured times differ by {100 * fit.residual:.0f} %, most "
-            f"for {worst}; measure again on a quiet machine before you rely on it."
-        )
-
-
-def _nothing_told(level: str, own: Sequence[CollectiveSample]) -> str:
-    largest = max(each.message_bytes for each in own)
-    return (
-        f"{level}: even the largest message of {largest} bytes spends most of its time elsewhere "
-        "than on this level's bandwidth, so nothing of it was fitted"
     )
 
 

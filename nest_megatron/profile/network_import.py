@@ -129,7 +129,6 @@ def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Measured numbers with the digits that they are worth."""
     if isinstance(value, Mapping):
         return {key: _rounded(item) for key, item in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value

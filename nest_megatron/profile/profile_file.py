@@ -161,7 +161,6 @@ def _check_sums(
 def _differing(
     profile: LayerProfile, derived: Mapping[str, object], sums: Mapping[object, object]
 ) -> list[str]:
-    """Fields that are not what was written."""
     expected, fields = _sums(profile), _fields(profile)
     own, told = expected.pop("timings"), sums.get("timings")
     wrong = [key for key, value in derived.items() if value != fields[key]]

@@ -120,19 +120,21 @@ class Timing:
     @property
     def shape(self) -> tuple[object, ...]:
         """What tells two timings of a profile apart."""
-        return (self.block, *(getattr(self, name) for name in _DEGREES), self.sequence_parallel)
+        return (self.block, *(getattr(self, name) for name in SHAPE))
 
 
 _NUMBERS = ("int", "float", "Bytes", "Seconds")
 _MAY_BE_ZERO = frozenset(
     {"recompute_s", "optimizer_s", "spread", "parameters", "saved_bytes", "peak_memory_bytes"}
 )
-_DEGREES = (
+#: What tells two timings of a block apart.
+SHAPE = (
     "tensor_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
     "micro_batch_size",
+    "sequence_parallel",
 )
 
 
@@ -226,9 +228,8 @@ def layer_shape(spec: TransformerSpec) -> Mapping[str, object]:
     """The fields of a model that decide how long one of its layers takes.
 
     How many layers there are and which of them have experts, names, sources, position limits and
-    numerical constants change no layer, so that a profile of one model serves every model with
-    equal layers. Fields that Megatron derives are compared as derived; those of experts and of
-    latent attention count only where the model has them.
+    numerical constants change no layer. Fields that Megatron derives are compared as derived; those
+    of experts and of latent attention count only where the model has them.
     """
     shape = {name: getattr(spec, name) for name in _SHAPING}
     rows = spec.padded_vocab_size(1)

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 
 
 def middle_out(sizes: Sequence[int]) -> list[int]:
-    """Sizes in an order of which every beginning covers the range.
-
-    The smallest, then what halves the gaps, the larger first to come last in each round.
+    """Sizes in an order of which every beginning covers the range: ends, then what halves the gaps.
 
     >>> middle_out([1, 2, 3, 4, 5, 6, 7, 8, 9])
     [1, 5, 9, 3, 7, 2, 4, 6, 8]

@@ -55,13 +55,11 @@ def test_precedence() -> None:
     own = profile([timing(micro_batch_size=2)], name="own")
     foreign = profile([timing(), timing(LayerBlock.HEAD)], name="foreign", imported=True)
     times = times_of(foreign, own)
-    assert (
-        times.find(LayerBlock.ATTENTION, LayerShard(micro_batch_size=2)).source is Source.MEASURED
-    )
-    assert times.find(LayerBlock.ATTENTION, LayerShard()).source is Source.INTERPOLATED
-    assert times.find(LayerBlock.HEAD, LayerShard()).source is Source.IMPORTED
-    assert times.find(LayerBlock.DENSE, LayerShard()).source is Source.ANALYTIC
-    (near,) = times.find(LayerBlock.ATTENTION, LayerShard()).neighbours
+    assert times.find(LayerBlock.ATTENTION, LayerShard(micro_batch_size=2))[0] is Source.MEASURED
+    assert times.find(LayerBlock.ATTENTION, LayerShard())[0] is Source.INTERPOLATED
+    assert times.find(LayerBlock.HEAD, LayerShard())[0] is Source.IMPORTED
+    assert times.find(LayerBlock.DENSE, LayerShard())[0] is Source.ANALYTIC
+    (near,) = times.find(LayerBlock.ATTENTION, LayerShard())[1]
     assert near.timing.micro_batch_size == 2
 
 
@@ -145,8 +143,10 @@ def test_interpolation_carries_the_ratio_over(grid: Grid) -> None:
 
 def test_an_interpolation_lies_between_its_neighbours_and_next_to_the_nearest() -> None:
     timings = [timing(micro_batch_size=size, forward_s=size * 1e-3) for size in (1, 2, 4, 64)]
-    found = times_of(profile(timings)).find(LayerBlock.ATTENTION, LayerShard(micro_batch_size=3))
-    weights = {near.timing.micro_batch_size: near.weight for near in found.neighbours}
+    _, neighbours = times_of(profile(timings)).find(
+        LayerBlock.ATTENTION, LayerShard(micro_batch_size=3)
+    )
+    weights = {near.timing.micro_batch_size: near.weight for near in neighbours}
     assert sum(weights.values()) == pytest.approx(1.0)
     assert weights[4] > weights[2] > weights[1] > weights[64]
 
@@ -157,7 +157,7 @@ def test_all_but_attention_see_the_tokens_of_a_rank_alone() -> None:
     halved = LayerShard(micro_batch_size=4, context_parallel_size=2)
     for block in LayerBlock:
         expected = Source.INTERPOLATED if block is LayerBlock.ATTENTION else Source.MEASURED
-        assert times.find(block, halved).source is expected
+        assert times.find(block, halved)[0] is expected
 
 
 @pytest.mark.parametrize("order", [1, -1])
