@@ -87,6 +87,7 @@ class BlockTimes:
         self._ratios: dict[Timing, tuple[float, float]] = {}
 
     def sources(self, shard: LayerShard) -> dict[LayerBlock, Source]:
+        """Where the compute time of each of the model's blocks comes from."""
         return {block: self._scale(block, shard).source for block in blocks_of(self.spec)}
 
     def of_unit(

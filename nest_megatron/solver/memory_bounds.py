@@ -176,27 +176,17 @@ class MemoryBounds:
         return self._states[key]
 
     def _sum_states(self, dims: ParallelDims, zero: ZeroStage) -> _States:
-        settings, (_, own, count) = self.model.settings, self.model.structure(dims)
+        settings, (_, distinct, count) = self.model.settings, self.model.structure(dims)
         each, stays = kept_bytes(dims, zero, settings)
         total = count.dense * each.least_dense + count.expert * each.expert.total
-<<<<<<< HEAD
         on_rank = count.total // dims.pipeline_model_parallel_size
         units, unsharded = [], []
         for kind in self._kinds:
-            own = [c for k, c in self.model.distinct_units(dims) if k is kind]
+            own = [c for k, c in distinct if k is kind]
             units.append(min(each.of_unit(kind, c).total for c in own))
             gathered = functools.partial(unsharded_bytes, in_layer=kind not in _OUTSIDE_LAYERS)
             least = min(gathered(c.total, zero, settings, on_rank) for c in own)
             unsharded.append(0 if stays else least)
-=======
-        held = count.total // dims.pipeline_model_parallel_size
-
-        def gathered(kind: LayerKind, parameters: int) -> Bytes:
-            in_layer = kind not in _OUTSIDE_LAYERS
-            return unsharded_bytes(parameters, zero, settings, held, in_layer=in_layer)
-
-        units = [min(each.of_unit(k, c).total for k, c in own if k is kind) for kind in self._kinds]
->>>>>>> ac8457d (cost_model: what frameworks set and what flags do to memory are tables of data)
         return _States(
             mean=total / dims.pipeline_model_parallel_size - self._num_units,
             whole=self._sum(units),
