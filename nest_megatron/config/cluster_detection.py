@@ -118,12 +118,9 @@ def _assumed(gpus: LocalGpus) -> tuple[tuple[Setting, ...], str]:
         )
         if is_same_device(read_cluster(compose(chosen).config).accelerator, gpus):
             return chosen, cluster
-    raise UserInputError(
-        "nest.cluster",
-        value=None,
-        limit=f"no cluster is given, and {gpus.describe()} is not in the catalogue",
-        fix="Describe it in a file (nest.cluster=custom is a template) and name that file.",
-    )
+    limit = f"no cluster is given, and {gpus.describe()} is not in the catalogue"
+    fix = "Describe it in a file (nest.cluster=custom is a template) and name that file."
+    raise UserInputError("nest.cluster", value=None, limit=limit, fix=fix)
 
 
 def _sized(
@@ -136,12 +133,9 @@ def _sized(
     cluster = read_cluster(composed.config, world_size)
     said = read_cluster(composed.config).num_gpus if given else world_size
     if said != world_size:
-        raise UserInputError(
-            "nest.cluster.num_gpus",
-            value=said,
-            limit=f"the launcher started {world_size} ranks",
-            fix="Leave it out: the number of ranks is the size (or add nest.dry_run=true).",
-        )
+        limit = f"the launcher started {world_size} ranks"
+        fix = "Leave it out: the number of ranks is the size (or add nest.dry_run=true)."
+        raise UserInputError("nest.cluster.num_gpus", value=said, limit=limit, fix=fix)
     return cluster
 
 

@@ -111,12 +111,9 @@ def _fields(group: str, source: object) -> Mapping[str, Any]:
         return fields
     if isinstance(source, Mapping):
         return source
-    raise UserInputError(
-        group,
-        value=type(source).__name__,
-        limit="it is none of a name, a path, a record and a mapping of fields",
-        fix=f"For example {group}='NAME', of nest_megatron.{group}s().",
-    )
+    limit = "it is none of a name, a path, a record and a mapping of fields"
+    fix = f"For example {group}='NAME', of nest_megatron.{group}s()."
+    raise UserInputError(group, value=type(source).__name__, limit=limit, fix=fix)
 
 
 def setting_texts(keywords: Mapping[str, object]) -> list[str]:

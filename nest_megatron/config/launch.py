@@ -144,9 +144,6 @@ def _check(launch: LaunchConfig) -> None:
     ranks = launch.ranks
     is_list = isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks)
     if ranks not in ("by_host", "launched") and not is_list:
-        raise UserInputError(
-            "nest.ranks",
-            value=ranks,
-            limit="it is by_host, launched, or a list with the new rank of each launched one",
-            fix="Leave it out.",
-        )
+        limit = "it is by_host, launched, or a list with the new rank of each launched one"
+        fix = "Leave it out."
+        raise UserInputError("nest.ranks", value=ranks, limit=limit, fix=fix)

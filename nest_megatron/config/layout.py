@@ -160,12 +160,9 @@ def _replicas(gpus: int, given: Mapping[str, int]) -> int:
     one_replica = ParallelDims(**degrees).world_size
     if gpus % one_replica == 0:
         return gpus // one_replica
-    raise UserInputError(
-        "tp * cp * pp",
-        value=one_replica,
-        limit=f"it must divide the {gpus} GPUs of the cluster",
-        fix="Change a degree or cluster.num_gpus, or give parallel.data_parallel_size.",
-    )
+    limit = f"it must divide the {gpus} GPUs of the cluster"
+    fix = "Change a degree or cluster.num_gpus, or give parallel.data_parallel_size."
+    raise UserInputError("tp * cp * pp", value=one_replica, limit=limit, fix=fix)
 
 
 def read_shard(

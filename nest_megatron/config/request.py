@@ -278,12 +278,9 @@ def read_reliability(config: PlanConfig, save_interval: int | None = None) -> Re
     said = {name: value for name, value in given.items() if value is not None}
     if config.reliability.mtbf_hours is None:
         for name, value in said.items():
-            raise UserInputError(
-                f"reliability.{name}",
-                value=value,
-                limit="it needs the mean time between failures",
-                fix="Add for example reliability.mtbf_hours=50000, of one GPU.",
-            )
+            limit = "it needs the mean time between failures"
+            fix = "Add for example reliability.mtbf_hours=50000, of one GPU."
+            raise UserInputError(f"reliability.{name}", value=value, limit=limit, fix=fix)
         return None
     if save_interval is not None:
         said.setdefault("save_interval", save_interval)
@@ -295,12 +292,9 @@ def read_priced_headroom(config: PlanConfig, headroom: float) -> float | None:
     priced = config.memory.priced_margin
     if priced is None or headroom < priced <= MOST_HEADROOM:
         return priced
-    raise UserInputError(
-        "memory.priced_margin",
-        value=priced,
-        limit=f"it lies above what plans leave free, {headroom:g}, and up to {MOST_HEADROOM:g}",
-        fix=f"For example memory.priced_margin={min(MOST_HEADROOM, headroom + 0.1):g}.",
-    )
+    limit = f"it lies above what plans leave free, {headroom:g}, and up to {MOST_HEADROOM:g}"
+    fix = f"For example memory.priced_margin={min(MOST_HEADROOM, headroom + 0.1):g}."
+    raise UserInputError("memory.priced_margin", value=priced, limit=limit, fix=fix)
 
 
 def check_quotients(space: SearchSpace, gpus: int, batch: int) -> None:
@@ -316,9 +310,6 @@ def _check_divides(space: SearchSpace, names: Iterable[str], whole: int, words: 
     fixed = {name: space.fixed[name] for name in names if name in space.fixed}
     product = math.prod(fixed.values())
     if whole % product:
-        raise UserInputError(
-            " * ".join(fixed),
-            value=product,
-            limit=f"it must divide {words}",
-            fix="Change one of them, or leave one out to have it searched.",
-        )
+        limit = f"it must divide {words}"
+        fix = "Change one of them, or leave one out to have it searched."
+        raise UserInputError(" * ".join(fixed), value=product, limit=limit, fix=fix)

@@ -69,12 +69,9 @@ def read_recompute(parallel: ParallelConfig) -> Recompute | None:
     rest = (parallel.recompute_method, parallel.recompute_num_layers, parallel.recompute_modules)
     if parallel.recompute_granularity is None:
         if any(part is not None for part in rest):
-            raise UserInputError(
-                "parallel.recompute_granularity",
-                value=None,
-                limit="the other recompute settings need it",
-                fix="Add parallel.recompute_granularity=full or selective.",
-            )
+            limit = "the other recompute settings need it"
+            fix = "Add parallel.recompute_granularity=full or selective."
+            raise UserInputError("parallel.recompute_granularity", value=None, limit=limit, fix=fix)
         return None
     wanted = {
         choice("parallel.recompute_modules", name, RecomputeModule)
@@ -99,12 +96,9 @@ def _refuse_estimate_only(parallel: ParallelConfig) -> None:
             fix="Leave it out, or use `nest-megatron estimate` to price this one.",
         )
     if parallel.sequence_parallel is False and parallel.tensor_model_parallel_size != 1:
-        raise UserInputError(
-            "parallel.sequence_parallel",
-            value=False,
-            limit="plan uses it wherever tensor parallelism is on: same time, less memory",
-            fix="Leave it out, or use `nest-megatron estimate` to price a layout without it.",
-        )
+        limit = "plan uses it wherever tensor parallelism is on: same time, less memory"
+        fix = "Leave it out, or use `nest-megatron estimate` to price a layout without it."
+        raise UserInputError("parallel.sequence_parallel", value=False, limit=limit, fix=fix)
 
 
 def read_backend(name: str | None) -> Backend | None:

@@ -168,12 +168,9 @@ def read_target(config: PlanConfig, own: Target | None = None) -> Target:
         return own or DEFAULT_TARGET
     named = target_named(config.target)
     if own is not None and named.name != own.name:
-        raise UserInputError(
-            "target",
-            value=config.target,
-            limit=f"the job runs on {own.framework}",
-            fix="Leave it out, or plan from a model and a cluster.",
-        )
+        limit = f"the job runs on {own.framework}"
+        fix = "Leave it out, or plan from a model and a cluster."
+        raise UserInputError("target", value=config.target, limit=limit, fix=fix)
     return named
 
 

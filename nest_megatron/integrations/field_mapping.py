@@ -265,12 +265,9 @@ def _require_same_model(plan: ParallelPlan, spec: TransformerSpec) -> None:
         if (getattr(spec, name) or None) != (getattr(plan.model, name) or None)
     ]
     if differing:
-        raise UserInputError(
-            "model",
-            value=spec.name,
-            limit=f"the plan is for {plan.model.name}, and these differ: {', '.join(differing)}",
-            fix="Plan this model.",
-        )
+        limit = f"the plan is for {plan.model.name}, and these differ: {', '.join(differing)}"
+        fix = "Plan this model."
+        raise UserInputError("model", value=spec.name, limit=limit, fix=fix)
 
 
 def require_same_job(
@@ -284,12 +281,9 @@ def require_same_job(
     """
     for name in free:
         if name not in job:
-            raise UserInputError(
-                "free",
-                value=name,
-                limit=f"what else a plan may change is {', '.join(job)}",
-                fix="Leave it out: the layout itself is always written.",
-            )
+            limit = f"what else a plan may change is {', '.join(job)}"
+            fix = "Leave it out: the layout itself is always written."
+            raise UserInputError("free", value=name, limit=limit, fix=fix)
     planned = {
         "global_batch_size": plan.train.global_batch_size,
         "seq_length": plan.train.seq_length,
@@ -297,9 +291,6 @@ def require_same_job(
     }
     for name, value in job.items():
         if value not in (None, planned[name]) and name not in free:
-            raise UserInputError(
-                name,
-                value=value,
-                limit=f"the plan was made for {planned[name]}",
-                fix=f"Plan again, or give free=[{name!r}] to have it changed.",
-            )
+            limit = f"the plan was made for {planned[name]}"
+            fix = f"Plan again, or give free=[{name!r}] to have it changed."
+            raise UserInputError(name, value=value, limit=limit, fix=fix)

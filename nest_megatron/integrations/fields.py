@@ -145,12 +145,9 @@ def changes(root: Any, wanted: Iterable[FieldValue]) -> tuple[Change, ...]:
             if _comparable(before) != _comparable(value):
                 found.append(Change(field=path, before=before, after=value, reason=reason))
         elif not _is_default(value):
-            raise UserInputError(
-                path,
-                value=value,
-                limit="the installed framework has no such field, and the plan needs it",
-                fix="Upgrade the framework, or plan again with this choice fixed at its default.",
-            )
+            limit = "the installed framework has no such field, and the plan needs it"
+            fix = "Upgrade the framework, or plan again with this choice fixed at its default."
+            raise UserInputError(path, value=value, limit=limit, fix=fix)
     return tuple(found)
 
 
@@ -163,12 +160,9 @@ def carry_out(root: Any, changed: Sequence[Change]) -> None:
         except (AttributeError, TypeError, ValueError) as error:
             for earlier in reversed(done):
                 _set(root, earlier.field, earlier.before)
-            raise UserInputError(
-                change.field,
-                value=change.after,
-                limit=f"the configuration refuses it: {str(error).splitlines()[0]}",
-                fix="Report it with the framework's version; nothing was changed.",
-            ) from error
+            limit = f"the configuration refuses it: {str(error).splitlines()[0]}"
+            fix = "Report it with the framework's version; nothing was changed."
+            raise UserInputError(change.field, value=change.after, limit=limit, fix=fix) from error
         done.append(change)
 
 

@@ -44,12 +44,8 @@ def free_parameters(
     """
     freed, stay = _choices("free", free or ()), _choices("keep", keep)
     if both := set(freed) & set(stay):
-        raise UserInputError(
-            "free, keep",
-            value=sorted(both),
-            limit="a choice is either freed or kept",
-            fix="Name it once.",
-        )
+        limit, fix = "a choice is either freed or kept", "Name it once."
+        raise UserInputError("free, keep", value=sorted(both), limit=limit, fix=fix)
     if free is None:  # all that leaves the checkpoints' format as it is
         freed = tuple(name for name in CHOICES if name != "use_megatron_fsdp")
     elif "all" in freed:
@@ -139,23 +135,16 @@ def _settings(
     settings = tuple(overrides)
     for setting in settings:
         if setting.key.partition(".")[0] in ("model", "train"):
-            raise UserInputError(
-                setting.key,
-                value=setting.value,
-                limit="the model and the batch are the recipe's own",
-                fix="Change the job.",
-            )
+            limit, fix = "the model and the batch are the recipe's own", "Change the job."
+            raise UserInputError(setting.key, value=setting.value, limit=limit, fix=fix)
     if isinstance(cluster, str):
         settings = (Setting(key="cluster", value=cluster), *settings)
     if isinstance(cluster, Cluster) or any(setting.key == _NUM_GPUS for setting in settings):
         return settings
     if job.num_gpus is None:
-        raise UserInputError(
-            _NUM_GPUS,
-            value=None,
-            limit="the number of ranks is the launcher's, and this process has none",
-            fix="Give overrides=['cluster.num_gpus=64'].",
-        )
+        limit = "the number of ranks is the launcher's, and this process has none"
+        fix = "Give overrides=['cluster.num_gpus=64']."
+        raise UserInputError(_NUM_GPUS, value=None, limit=limit, fix=fix)
     return (*settings, Setting(key=_NUM_GPUS, value=str(job.num_gpus)))
 
 
@@ -165,10 +154,7 @@ def _place(job: Job, cluster: str | Cluster | None, settings: Sequence[Setting])
         sized = cluster.resized(job.num_gpus or cluster.num_gpus)
         return JobCluster(cluster=sized, composed=compose(settings), notes=())
     if not names_cluster(settings) and local_gpus() is None:
-        raise UserInputError(
-            "cluster",
-            value=None,
-            limit="none is given, and this host shows no NVIDIA GPU",
-            fix="Give for example cluster='dgx_h100' (`nest-megatron clusters` lists them).",
-        )
+        limit = "none is given, and this host shows no NVIDIA GPU"
+        fix = "Give for example cluster='dgx_h100' (`nest-megatron clusters` lists them)."
+        raise UserInputError("cluster", value=None, limit=limit, fix=fix)
     return find_cluster(settings, job.num_gpus or 0, {}, dry_run=True)

@@ -198,12 +198,8 @@ def lightning_precision(stated: object, where: str) -> Precision:
     short = str(stated).removesuffix("-mixed").removesuffix("-true")
     short = {"16": "fp16", "32": "fp32"}.get(short, short)
     if short not in ("bf16", "fp16", "fp32"):
-        raise UserInputError(
-            where,
-            value=stated,
-            limit="number formats of training are bf16, fp16 and 32",
-            fix="Use bf16-mixed.",
-        )
+        limit, fix = "number formats of training are bf16, fp16 and 32", "Use bf16-mixed."
+        raise UserInputError(where, value=stated, limit=limit, fix=fix)
     return Precision(short)
 
 

@@ -87,12 +87,9 @@ def data_requirements(
         needs[_MICRO] = _need(1, "a micro batch is one pack of sequences", without_packs)
     elif name := next((n for n in _IN_BATCH if value_or(data, n, False)), None):
         if micro_batch_size < 2:
-            raise UserInputError(
-                f"{paths.data}.{name}",
-                value=True,
-                limit=f"a micro batch of {micro_batch_size} holds no two sequences to pack",
-                fix="Set micro_batch_size to at least 2, or turn it off.",
-            )
+            limit = f"a micro batch of {micro_batch_size} holds no two sequences to pack"
+            fix = "Set micro_batch_size to at least 2, or turn it off."
+            raise UserInputError(f"{paths.data}.{name}", value=True, limit=limit, fix=fix)
         why = "the sequences of a micro batch are packed into one"
         needs[_MICRO] = _need(micro_batch_size, why, f"turn {paths.data}.{name} off")
     padded = all(find(data, f"{n}.pad_seq_to_mult") is ABSENT for n in _SPECS)

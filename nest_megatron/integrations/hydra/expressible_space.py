@@ -156,12 +156,9 @@ def _common(
 ) -> tuple[Choice, ...]:
     found = tuple(each for each in wanted if each in possible)
     if not found:
-        raise UserInputError(
-            f"parallel.{name}",
-            value=str(wanted[0]),
-            limit=f"the application's fields can only say {', '.join(map(str, possible))}",
-            fix="Leave it out of nest.overrides, or give the application a field for it.",
-        )
+        limit = f"the application's fields can only say {', '.join(map(str, possible))}"
+        fix = "Leave it out of nest.overrides, or give the application a field for it."
+        raise UserInputError(f"parallel.{name}", value=str(wanted[0]), limit=limit, fix=fix)
     return found
 
 

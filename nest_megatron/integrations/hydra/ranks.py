@@ -64,19 +64,13 @@ def num_gpus(view: AppView, environment: Mapping[str, str]) -> int:
     }
     found = {where: count for where, count in said.items() if count is not None}
     if not found:
-        raise UserInputError(
-            "nest.num_gpus",
-            value=None,
-            limit="neither the application nor a launcher says how many GPUs there are",
-            fix="Give nest.num_gpus=64.",
-        )
+        limit = "neither the application nor a launcher says how many GPUs there are"
+        fix = "Give nest.num_gpus=64."
+        raise UserInputError("nest.num_gpus", value=None, limit=limit, fix=fix)
     if len(set(found.values())) > 1:
-        raise UserInputError(
-            " / ".join(found),
-            value=list(found.values()),
-            limit="they are the same number of ranks",
-            fix="Correct the one that is wrong; nest.num_gpus is not needed.",
-        )
+        limit = "they are the same number of ranks"
+        fix = "Correct the one that is wrong; nest.num_gpus is not needed."
+        raise UserInputError(" / ".join(found), value=list(found.values()), limit=limit, fix=fix)
     return next(iter(found.values()))
 
 

@@ -22,11 +22,7 @@ def value_of(name: str, *, _root_: Any) -> Any:
 
     values = PLANS.of(_root_).values
     if name not in values:
-        raise UserInputError(
-            f"${{nest:{name}}}",
-            value=None,
-            limit="a plan has no such value",
-            fix=nearest(name, values),
-        )
+        limit, fix = "a plan has no such value", nearest(name, values)
+        raise UserInputError(f"${{nest:{name}}}", value=None, limit=limit, fix=fix)
     value = values[name]
     return list(value) if isinstance(value, tuple) else value

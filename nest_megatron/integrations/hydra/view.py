@@ -140,12 +140,9 @@ class AppView:
         path = self.place(item)
         found = _PLANNED.fullmatch(str(raw_value(self.raw, path)).strip()) if path else None
         if found is not None and found[1] != item:
-            raise UserInputError(
-                str(path),
-                value=found[0],
-                limit=f"it is the place of {item}",
-                fix=f"Write ${{nest:{item}}}, or name the place of {item} in nest.fields.",
-            )
+            limit = f"it is the place of {item}"
+            fix = f"Write ${{nest:{item}}}, or name the place of {item} in nest.fields."
+            raise UserInputError(str(path), value=found[0], limit=limit, fix=fix)
         return found is not None
 
     def given(self, item: str) -> Any:
@@ -159,12 +156,9 @@ class AppView:
             return self.at(self.own_path(name))
         path = self.settings.fields[name]
         if raw_value(self.raw, path) is _ABSENT:
-            raise UserInputError(
-                f"nest.fields.{name}",
-                value=path,
-                limit="the application has no such field",
-                fix="Give the path of one that it has.",
-            )
+            limit = "the application has no such field"
+            fix = "Give the path of one that it has."
+            raise UserInputError(f"nest.fields.{name}", value=path, limit=limit, fix=fix)
         return self.at(path)
 
     def at(self, path: str) -> Any:
@@ -181,12 +175,9 @@ class AppView:
         """Whether a field is the place of a planned choice; no other may need the plan."""
         found = _PLANNED.search(raw) if isinstance(raw, str) else None
         if found is not None and self.place(found[1]) != path:
-            raise UserInputError(
-                path,
-                value=raw,
-                limit="it is part of the job that is planned, and asks for the plan",
-                fix="State it without the plan.",
-            )
+            limit = "it is part of the job that is planned, and asks for the plan"
+            fix = "State it without the plan."
+            raise UserInputError(path, value=raw, limit=limit, fix=fix)
         return found is not None
 
     def require_places(self) -> None:
@@ -214,12 +205,9 @@ def view_of(root: Any) -> AppView:
 
     raw = OmegaConf.to_container(root, resolve=False)
     if not isinstance(raw, Mapping):
-        raise UserInputError(
-            "configuration",
-            value=type(raw).__name__,
-            limit="${nest:...} belongs into a mapping",
-            fix="Give the application's configuration names.",
-        )
+        limit = "${nest:...} belongs into a mapping"
+        fix = "Give the application's configuration names."
+        raise UserInputError("configuration", value=type(raw).__name__, limit=limit, fix=fix)
     own = {str(name): node for name, node in raw.items() if name != "hydra"}
     return AppView(root=root, raw=own, settings=read_settings(own.get("nest")))
 

@@ -177,12 +177,9 @@ def _vocabulary(cfg: Any, given: int | None) -> tuple[int, bool]:
     rows = find(cfg, "tokenizer.vocab_size")
     if kind in _ADDED_ROWS and isinstance(rows, int):
         return rows + _ADDED_ROWS[kind], False
-    raise UserInputError(
-        "model.vocab_size",
-        value=None,
-        limit=f"it comes from the files of {kind}, which are not read",
-        fix="Set it, or give vocab_size=.",
-    )
+    limit = f"it comes from the files of {kind}, which are not read"
+    fix = "Set it, or give vocab_size=."
+    raise UserInputError("model.vocab_size", value=None, limit=limit, fix=fix)
 
 
 def _memory_fields(cfg: Any) -> Mapping[str, Any]:

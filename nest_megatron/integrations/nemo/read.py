@@ -156,12 +156,8 @@ def num_devices(recipe: Any) -> int:
         return len(devices)
     if isinstance(devices, int) and devices > 0:
         return devices
-    raise UserInputError(
-        "trainer.devices",
-        value=devices,
-        limit="a plan needs the number of GPUs in a node",
-        fix="Set it, for example to 8.",
-    )
+    limit, fix = "a plan needs the number of GPUs in a node", "Set it, for example to 8."
+    raise UserInputError("trainer.devices", value=devices, limit=limit, fix=fix)
 
 
 def require_language_models(installed: str | None = None) -> None:
@@ -189,12 +185,9 @@ def _require_recipe(recipe: Any) -> None:
     refuse_unplannable(recipe.model.config, recipe.model)
     strategy = class_names(recipe.trainer.strategy)
     if "MegatronStrategy" not in strategy:
-        raise UserInputError(
-            "trainer.strategy",
-            value=strategy[0],
-            limit="only MegatronStrategy lays a model out over ranks",
-            fix="Launch this job without nest.",
-        )
+        limit = "only MegatronStrategy lays a model out over ranks"
+        fix = "Launch this job without nest."
+        raise UserInputError("trainer.strategy", value=strategy[0], limit=limit, fix=fix)
     for name in ("peft", "model_transform"):
         refuse_adapters(value_or(recipe, name, None), f"recipe.{name}")
 

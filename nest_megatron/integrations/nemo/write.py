@@ -89,12 +89,9 @@ def _machines(recipe: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     gpus = plan.placement.num_gpus
     per_node = min(num_devices(recipe), gpus)
     if gpus % per_node:
-        raise UserInputError(
-            "num_gpus",
-            value=gpus,
-            limit=f"the recipe's nodes have {per_node} GPUs each",
-            fix="Set trainer.devices to the size of a node, and plan for whole nodes.",
-        )
+        limit = f"the recipe's nodes have {per_node} GPUs each"
+        fix = "Set trainer.devices to the size of a node, and plan for whole nodes."
+        raise UserInputError("num_gpus", value=gpus, limit=limit, fix=fix)
     why = "the GPUs that were planned for"
     yield "trainer.num_nodes", gpus // per_node, why
     if per_node != num_devices(recipe):
@@ -117,12 +114,9 @@ def _ddp_config(recipe: Any, plan: ParallelPlan) -> Any:
 
     chosen, config_kind = plan.parallel, type(recipe.trainer.strategy)
     if not hasattr(recipe.trainer.strategy, "__fn_or_cls__"):
-        raise UserInputError(
-            PATHS.ddp,
-            value="megatron",
-            limit="a strategy that is built already cannot take another DDP configuration",
-            fix="Give the recipe itself, before it is built.",
-        )
+        limit = "a strategy that is built already cannot take another DDP configuration"
+        fix = "Give the recipe itself, before it is built."
+        raise UserInputError(PATHS.ddp, value="megatron", limit=limit, fix=fix)
     return config_kind(
         DistributedDataParallelConfig,
         check_for_nan_in_grad=True,  # what the strategy sets by itself

@@ -66,9 +66,6 @@ def _pretrain_recipe(name: str) -> Any:
     try:
         return importlib.import_module(f"{_RECIPES}.{name}").pretrain_recipe
     except (ModuleNotFoundError, AttributeError) as error:
-        raise UserInputError(
-            "nest_auto recipe",
-            value=name,
-            limit=str(error),
-            fix=f"Give the name of a module in {_RECIPES} that has a pretrain_recipe.",
-        ) from error
+        limit = str(error)
+        fix = f"Give the name of a module in {_RECIPES} that has a pretrain_recipe."
+        raise UserInputError("nest_auto recipe", value=name, limit=limit, fix=fix) from error
