@@ -32,12 +32,7 @@ _ASSUMED_CLUSTERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCluster:
-    """The cluster that a job runs on, and the settings of its planning.
-
-    Args:
-        composed: the planning job's settings, cluster included.
-        notes: what was assumed, one sentence each.
-    """
+    """The cluster that a job runs on, the settings of its planning, and what was assumed."""
 
     cluster: Cluster
     composed: Composed
@@ -56,15 +51,12 @@ def find_cluster(
     *,
     dry_run: bool,
 ) -> JobCluster:
-    """Find the cluster of this process.
+    """Find the cluster of this process; ``UserInputError`` if none is known, or another is named.
 
     Args:
         settings: of the planning job.
         world_size: ranks that the launcher started; a dry run may name another size.
         environment: the launcher's variables.
-
-    Raises:
-        UserInputError: if none is known, or the named one is not this one.
     """
     if not names_cluster(settings):
         return _discovered(settings, world_size, environment, dry_run=dry_run)

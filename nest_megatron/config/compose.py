@@ -31,12 +31,7 @@ _OWN_ENTRY = "_described"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composed:
-    """A composed job.
-
-    Args:
-        given: keys that the command line set, to tell them from defaults.
-        notes: what was not read of a file, one sentence each.
-    """
+    """A composed job, the keys that the command line set, and what was not read of a file."""
 
     config: PlanConfig
     given: frozenset[str]

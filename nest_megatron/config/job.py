@@ -84,25 +84,20 @@ class FreeParameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A training job, without its cluster.
+    """A training job without its cluster; a model of the catalogue is one that states nothing else.
 
-    A model of the catalogue is a job that states nothing else.
+    What is ``None`` the job does not state.
 
     Args:
-        target: the framework and release whose defaults fill what the job leaves open; ``None``
-            where it names none.
+        target: the framework and release whose defaults fill what the job leaves open.
         version: the release of Megatron-LM whose rules hold.
-        global_batch_size: ``None`` where the user leaves it to the framework.
         batch_unit: what every batch on the way up is a multiple of (``--rampup-batch-size``).
         fixed: the parallel settings that the job states, by Megatron's names.
         free: those of them that a plan may change.
         required: what a checkpoint or the data fixes, by the names of ``ParallelChoice``.
         restored: the checkpoint that it starts from, where a plan is checked against it.
-        recompute: the job's recomputation, ``None`` if it states none.
-        zero: the job's ZeRO stage, ``None`` if it states none.
         sharding: what divides states among its data-parallel ranks.
-        ckpt_format: the checkpoint format, ``None`` if it states none.
-        save_interval: steps between the checkpoints that it writes, if it writes any.
+        save_interval: steps between the checkpoints that it writes.
         memory_flags: what memory and traffic depend on beside the layout, by Megatron's names
             (``cost_model/memory_flags.py``).
         on_blackwell: those of them that have other values there.
@@ -113,9 +108,7 @@ class Job:
         can_state: fields of ``Execution`` that the job can be told; ``None`` is all.
         packages: packages of a choice that were found where it runs.
         counts_on_host: numbers of tokens are read by the host before the all-to-all of experts.
-        num_gpus: ranks of the whole job, where it or its launcher says so.
-        gpus_per_node: processes on each host, where the job says so.
-        command: the command line that it was read from.
+        num_gpus, gpus_per_node: ranks of the whole job, and on each host.
         passthrough: flags that Megatron does not have, kept untouched.
         notes: what was assumed or will be ignored, one sentence each.
     """

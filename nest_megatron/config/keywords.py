@@ -72,12 +72,7 @@ def compose_keywords(
     settings: Mapping[str, object],
     config_dir: str | os.PathLike[str] | None = None,
 ) -> Composed:
-    """A job as the command line composes it, with its errors, of records and keywords.
-
-    Args:
-        settings: as for ``setting_texts``.
-        config_dir: a folder of the user's own groups, searched beside the catalogue.
-    """
+    """A job of records and keywords (as for ``setting_texts``), as the command line composes it."""
     if "out" in settings:
         limit, fix = "a call writes no file", "Use Plan.save."
         raise UserInputError("out", value=settings["out"], limit=limit, fix=fix)

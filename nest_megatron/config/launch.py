@@ -43,12 +43,7 @@ class Mode(Name):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchWords:
-    """The ``nest`` words of a command line.
-
-    Args:
-        job: settings of the planning job (``cluster``, ``search.*``, ...), without the prefix.
-        launch: settings of ``LaunchConfig``, without the prefix.
-    """
+    """The ``nest`` words of a command line: settings of the planning job and of ``LaunchConfig``."""
 
     mode: Mode
     job: tuple[Setting, ...]

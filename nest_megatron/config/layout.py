@@ -168,10 +168,13 @@ def _replicas(gpus: int, given: Mapping[str, int]) -> int:
 def read_shard(
     composed: Composed, spec: TransformerSpec, flags: Mapping[str, Any] = MappingProxyType({})
 ) -> LayerShard:
-    """How the configuration divides a layer as Megatron builds it, by whose defaults it is filled.
+    """How the configuration divides a layer; what is not given is Megatron's default.
 
     Args:
         flags: a command's, which count where the configuration says nothing.
+
+    Raises:
+        UserInputError: for degrees that Megatron does not build this model with.
     """
     parallel, train = composed.config.parallel, composed.config.train
     given = {}

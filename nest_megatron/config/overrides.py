@@ -38,11 +38,7 @@ class Setting:
 
 
 def parse(texts: Iterable[str], config_dir: Path | None = None) -> tuple[Setting, ...]:
-    """Read overrides and check their keys and the names they choose; errors name the nearest.
-
-    Args:
-        config_dir: a folder of the user's own ``model/``, ``cluster/`` and ``accelerator/`` files.
-    """
+    """Read overrides and check their keys and the names they choose; errors name the nearest."""
     settings = tuple(map(_setting, texts))
     for setting in settings:
         _check_key(setting)

@@ -17,9 +17,8 @@ class Range:
     """What a number can be.
 
     Args:
-        unit: of the number.
-        usual: factor of the unit that people write instead; what a number below ``least`` is
-            multiplied by, or one above ``most`` divided by, to guess what was meant.
+        usual: factor of the unit that people write instead, to guess what was meant: a number below
+            ``least`` is multiplied by it, one above ``most`` divided.
     """
 
     least: float

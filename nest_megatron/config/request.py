@@ -67,15 +67,12 @@ def catalogue_job(composed: Composed) -> Job:
 def request_of(
     composed: Composed, space: SearchSpace | None = None, *, choose_execution: bool = False
 ) -> PlanRequest:
-    """What to plan for a model and a cluster of the configuration.
+    """What to plan for a model and a cluster of the configuration; errors as of ``request_for``.
 
     Args:
         space: what the search may choose; the configuration says it if not given.
         choose_execution: a plan may choose how layers are carried out (``docs/knobs.md``), and does
             not leave it to the framework.
-
-    Raises:
-        UserInputError: if something is missing or wrong.
     """
     job, cluster = catalogue_job(composed), read_cluster(composed.config)
     space = read_space(composed.config) if space is None else space
@@ -266,14 +263,7 @@ def read_cluster(config: PlanConfig, num_gpus: int | None = None) -> Cluster:
 
 
 def read_reliability(config: PlanConfig, save_interval: int | None = None) -> Reliability | None:
-    """How often the job fails, where the configuration says.
-
-    Args:
-        save_interval: the job's own.
-
-    Raises:
-        UserInputError: for a value out of range, or one without ``reliability.mtbf_hours``.
-    """
+    """How often the job fails, where the configuration gives the mean time between failures."""
     given = dataclasses.asdict(config.reliability)
     said = {name: value for name, value in given.items() if value is not None}
     if config.reliability.mtbf_hours is None:

@@ -102,11 +102,7 @@ Choice = TypeVar("Choice", bound=Name)
 
 
 def read_settings(config: PlanConfig, job: Job, accelerator: str = "") -> CostSettings:
-    """The cost model's assumptions: the job's flags over its target's defaults, ``cost.*`` on top.
-
-    Raises:
-        UserInputError: for a setting out of range, or another target than the job's own.
-    """
+    """The cost model's assumptions: the job's flags over its target's defaults, then ``cost.*``."""
     given = dataclasses.asdict(config.cost)
     given["memory_margin"] = config.memory.margin
     given["memory_reserve_bytes"] = config.memory.reserve_bytes

@@ -34,14 +34,11 @@ _GENERATED = frozenset(("__init__", "__repr__", "__eq__", "__hash__", "__replace
 
 
 def refuse_unplannable(config: Any, *wrappers: Any) -> None:
-    """Raise for models that this planner does not support.
+    """Raise ``UnplannableModelError`` for models that this planner does not support, naming why.
 
     Args:
         config: a built configuration, a provider, or the Fiddle ``Config`` that would build one.
         wrappers: what holds the config, such as NeMo's model class; looked at by name.
-
-    Raises:
-        UnplannableModelError: naming the class or the field, and what is lacking.
     """
     for name in (name for each in (*wrappers, config) for name in class_names(each)):
         for pattern, lacking in _TABLE["refused_classes"].items():

@@ -123,11 +123,7 @@ def layout_fields(plan: ParallelPlan, paths: ConfigPaths) -> Iterator[FieldValue
 def fields_beside(
     root: Any, plan: ParallelPlan, paths: ConfigPaths, overlaps: Sequence[str]
 ) -> Iterator[FieldValue]:
-    """What must change beside the layout's own fields, and what the layout makes stale.
-
-    Args:
-        overlaps: paths of the objects of overlap settings.
-    """
+    """What must change beside the layout's own fields, and what the layout makes stale."""
     yield from _fsdp(root, plan, paths)
     yield from finetuning_fields(root, plan, paths)
     yield from _pipeline_type(root, plan, paths)

@@ -20,16 +20,12 @@ from nest_megatron.version import __version__
 def pin_plan(
     path: Path, *, by: str | None = None, note: str = "", release: str | None = None
 ) -> PinnedPlan:
-    """The contents of a pinned file, of a plan file.
+    """The contents of a pinned file, of a plan file that fits and that Megatron launches.
 
     Args:
         by: who has reviewed it; the user's name if not given.
         note: kept in the file.
         release: of Megatron-LM, which alone it may launch; the plan's own if not given.
-
-    Raises:
-        UserInputError: for a plan that is pinned already, that is not predicted to fit, or that
-            Megatron does not launch.
     """
     text = read_text(path, "plan")
     if is_pinned(text):

@@ -12,12 +12,7 @@ from nest_megatron.planner.pins import Pin
 
 
 def plan_output(named: str | None, inputs: Sequence[str | None] = ()) -> Path | None:
-    """The file that the user wants the plan in, checked; to be asked before anything is planned.
-
-    Args:
-        named: the value of ``nest.out``; ``UserInputError`` if it cannot be written.
-        inputs: files that the job reads.
-    """
+    """The file of ``nest.out``, checked before anything is planned: no input, and writable."""
     if named in (None, "", "null"):
         return None
     out = Path(str(named).strip("'\"")).expanduser()

@@ -117,11 +117,10 @@ def job_of_fields(
     gpus_per_node: int | None,
     notes: tuple[str, ...] = (),
 ) -> Job:
-    """A job from a framework's configuration; ``UserInputError`` for a setting that is none.
+    """A job from a framework's configuration.
 
     Args:
         precision: number format, recipe of FP8, and format of the parameters.
-        memory: as ``memory_fields`` returns it.
     """
     config, data = find(root, paths.model), find(root, paths.data)
     micro = whole(root, paths.items["micro_batch_size"], called=paths.called)
@@ -206,12 +205,9 @@ def lightning_precision(stated: object, where: str) -> Precision:
 def memory_fields(*holders: Any) -> Mapping[str, Any]:
     """Settings that memory depends on beside the layout, by Megatron's names.
 
-    The frameworks and megatron-core spell most of them alike and keep them in several objects: the
-    recipe of mixed precision, the model's, the optimizer's and data parallelism's configuration.
-
-    Args:
-        holders: objects or Fiddle configurations, the one whose settings the framework copies over
-            the others' first; ``None`` is passed over.
+    The frameworks keep them in several objects: the recipe of mixed precision, the model's, the
+    optimizer's and data parallelism's configuration. The first holder's word counts: the one whose
+    settings the framework copies over the others'; ``None`` is passed over.
     """
     names = [name for name in READ if name not in _OF_PRECISION]
     stated = {name: next(_said(holders, name), None) for name in names}

@@ -174,9 +174,6 @@ def restored_by_command(values: Mapping[str, Any]) -> Restored | None:
 
     The host that plans may not be the one that trains: only a folder that is here, and holds no
     checkpoint, is one from which training starts afresh.
-
-    Args:
-        values: Megatron's arguments by destination.
     """
     named = [str(values[name]) for name in ("load", "pretrained_checkpoint") if values.get(name)]
     saved = None if any("://" in name for name in named) else read_checkpoint(values)

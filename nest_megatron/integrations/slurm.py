@@ -10,12 +10,9 @@ _FIRST_PORT, _NUM_PORTS = 15_000, 10_000
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """``RANK`` and its kin for a task of ``srun`` that has none of them.
+    """``RANK`` and its kin for a task of ``srun`` that has none of them; nothing outside Slurm.
 
     A script that exports them itself is left alone, and so is a step of one task.
-
-    Returns:
-        The variables to set; empty outside Slurm.
     """
     said = {"RANK", "WORLD_SIZE"} & environment.keys()
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")

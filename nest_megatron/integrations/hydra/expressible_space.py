@@ -61,13 +61,10 @@ _DEFAULTS: tuple[object, ...] = (None, False, 1, "no_shard", "", [])
 
 
 def space_of(own: SearchSpace, view: AppView, job: Job) -> SearchSpace:
-    """The part of a search space that an application's fields can state.
+    """The part of the user's search space that an application's fields can state.
 
     A choice without a field is fixed at what Megatron does by itself; one that is given by hand is
     fixed at that; ``UserInputError`` for one that can be neither.
-
-    Args:
-        own: the space that the user's overrides leave.
     """
     if not view.is_planned(_LAYOUT) and view.given(_LAYOUT):
         raise UserInputError(

@@ -65,12 +65,7 @@ _FREE = FreeParameters(names=("use_megatron_fsdp",))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppPlan:
-    """An application's plan.
-
-    Args:
-        values: what ``${nest:NAME}`` is.
-        notes: what was assumed, one sentence each.
-    """
+    """An application's plan, the values of its ``${nest:NAME}``, and what was assumed."""
 
     plan: ParallelPlan
     values: Mapping[str, Any]

@@ -117,11 +117,7 @@ def require_same_plan(plan: ParallelPlan, job: str, environment: Mapping[str, st
 
 
 def require_same_job(view: AppView, number: object, environment: Mapping[str, str]) -> bool:
-    """Compare this rank's configuration and versions with the others', as ``require_same_plan``.
-
-    Args:
-        number: of the job among those that this process runs.
-    """
+    """As ``require_same_plan``, for the configuration and the versions of one job of several."""
     may_differ = (*view.settings.may_differ, "nest.out")
     mine = {**versions(), **fields(view.raw, "", may_differ)}
     return _require_like_first(environment, f"configuration of job {number}", mine)

@@ -92,7 +92,6 @@ def run(
     """Plan on rank 0 and write the plan into every rank's configuration.
 
     Args:
-        cfg: the configuration with the user's own overrides in it.
         stated: fields that the user set themselves, which stay unless ``nest.free`` names them.
         rendezvous: told where the ranks meet.
     """
@@ -127,13 +126,8 @@ def run(
 def connections(plan: ParallelPlan, variables: MutableMapping[str, str]) -> tuple[str, ...]:
     """See to it that the overlapped all-to-all has more than one connection to the device.
 
-    CUDA reads their number as it starts.
-
-    Args:
-        variables: of this process; changed where that still helps.
-
-    Returns:
-        What became of it, in a sentence, if anything had to.
+    CUDA reads their number as it starts. A process's variables are changed where that still helps;
+    what became of it is returned as a sentence.
     """
     if not plan.execution.overlap_moe_expert_parallel_comm or variables.get(_CONNECTIONS) != "1":
         return ()

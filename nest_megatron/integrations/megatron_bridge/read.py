@@ -80,9 +80,7 @@ def read_recipe(
         environment: the launcher's variables, which alone know the number of ranks; those of this
             process if not given.
 
-    Raises:
-        UnplannableModelError: if this planner does not support the model, naming what it lacks.
-        UserInputError: if a field is missing or wrong.
+    Raises: as ``nemo.read_recipe``.
     """
     spec = read_spec(cfg, vocab_size)
     variables = os.environ if environment is None else environment

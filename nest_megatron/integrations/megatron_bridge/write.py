@@ -99,20 +99,12 @@ def apply_plan(
     free: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> tuple[Change, ...]:
-    """Write a plan into a configuration, in place; nothing is changed if any of it cannot be.
+    """Write a plan into a configuration, in place, as ``nemo.apply_plan`` does into a recipe.
 
     Args:
         cfg: as for ``read_recipe``.
-        free: what else may change where it differs from the plan: ``global_batch_size``,
-            ``seq_length``. The number of ranks is the launcher's.
+        free: ``global_batch_size``, ``seq_length``; the number of ranks is the launcher's.
         environment: the launcher's variables; those of this process if not given.
-
-    Returns:
-        Every field that has another value now, in the order of the plan, with the reason.
-
-    Raises:
-        UserInputError: if the plan is for another model or job, breaks a rule of megatron-core, or
-            needs a field that this Megatron-Bridge does not have.
     """
     found = plan_changes(cfg, plan, free=free, environment=environment)
     carry_out(cfg, found)

@@ -58,10 +58,9 @@ def _layout(size_of: Callable[[str], Any]) -> Layout:
 
 
 def adapt(variables: MutableMapping[str, str], before: Layout, plan: ParallelPlan) -> list[str]:
-    """Bring an executor's variables to a plan.
+    """Bring an executor's variables to a plan, in place.
 
     Args:
-        variables: changed in place.
         before: the layout that the recipe stated before it was planned.
 
     Returns:
@@ -111,21 +110,15 @@ _MODES = (Mode.AUTO.value, Mode.PINNED.value)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOptions:
-    """What a user wants of a task's plan.
+    """What a user wants of a task's plan; ``UserInputError`` for a mode without what it needs.
 
     Args:
         mode: ``auto`` searches; ``pinned`` takes a reviewed plan and refuses any other task.
         cluster: a name of the catalogue or a file; ``None`` is the GPUs of this host, or for a
             script of the job's.
         plan: the file of a pinned plan.
-        overrides: settings as ``nest-megatron plan`` takes them; here and below a text is one.
-        free: the only choices that may change; ``None`` is all of a recipe's, and none that the
-            user of a script gave.
-        keep: choices that stay as a recipe states them.
-        vocab_size: of the tokenizer, where a recipe's files are not here.
-
-    Raises:
-        UserInputError: for an unknown mode, or a mode without what it needs.
+        overrides, free, keep, vocab_size: as for ``nemo.auto_recipe``; a text is a list of one. A
+            script keeps what its own user gave and ``free`` does not name.
     """
 
     mode: str = Mode.AUTO.value
