@@ -66,7 +66,7 @@ def pin(
 
     Launch with +nest=pinned nest.plan=FILE. The file is refused once a byte of it has changed.
     """
-    from nest_megatron.integrations.pinning import pin_plan
+    from nest_megatron.integrations.plan_output import pin_plan
     from nest_megatron.plain import to_plain
     from nest_megatron.planner.pins import pinned_for, write_pinned
     from nest_megatron.report.console import say, show_json

@@ -97,7 +97,6 @@ def _named(setting: Setting, config_dir: Path | None, notes: list[str]) -> str:
 
 
 def _described(group: str, fields: Mapping[str, Any]) -> str:
-    """An override that chooses a model or a cluster by its fields."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name=_OWN_ENTRY, node=fields, group=group)

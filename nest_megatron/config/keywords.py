@@ -20,7 +20,7 @@ from nest_megatron.config.overrides import (
     value_text,
 )
 from nest_megatron.config.request import read_cluster, read_spec
-from nest_megatron.config.schema import SECTIONS, PlanConfig, section_keys
+from nest_megatron.config.schema import SECTIONS, section_keys
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.spec import TransformerSpec
@@ -30,25 +30,20 @@ from nest_megatron.plain import to_plain
 def model_entry(name: str) -> TransformerSpec:
     """A model by its name or its file; ``UserInputError`` if there is none, or it is wrong."""
     if is_path(name):
-        return read_spec(_composed("model", name))
+        return read_spec(compose(parse([f"model={name}"])).config)
     return spec_from_mapping(_entry("model", name))
 
 
 def cluster_entry(name: str) -> Cluster:
     """A cluster by its name or its file, at the size that its description gives; errors alike."""
     if is_path(name):
-        return read_cluster(_composed("cluster", name))
+        return read_cluster(compose(parse([f"cluster={name}"])).config)
     entry = _entry("cluster", name)
     for choice in entry.pop("defaults", ()):
         if isinstance(choice, dict):
             device = next(iter(choice.values()))
             entry["accelerator"] = _entry("accelerator", device)
     return cluster_from_mapping(entry)
-
-
-def _composed(group: str, path: str) -> PlanConfig:
-    """A file of the user, read as ``plan`` reads it."""
-    return compose(parse([f"{group}={path}"])).config
 
 
 def _entry(group: str, name: str) -> dict[str, Any]:
@@ -98,7 +93,6 @@ def compose_keywords(
 
 
 def _fields(group: str, source: object) -> Mapping[str, Any]:
-    """The fields of a model or a cluster that is described."""
     if group == "model" and isinstance(source, TransformerSpec):
         return model_fields(source)
     if group == "cluster" and isinstance(source, Cluster):

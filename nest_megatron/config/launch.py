@@ -25,12 +25,6 @@ from nest_megatron.errors import (
 from nest_megatron.names import Name
 
 TOKEN = re.compile(r"^(\+\+?nest=|\+{0,2}nest\.)")
-#: Sections of a planning job that the training job itself decides.
-_OF_THE_JOB = ("model", "train")
-#: Settings that are lists of names.
-_LISTS = ("free", "may_differ")
-#: Short for ``search.keep``, beside ``free``.
-_KEEP = "keep"
 
 
 class Mode(Name):
@@ -43,7 +37,7 @@ class Mode(Name):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchWords:
-    """The ``nest`` words of a command line: settings of the planning job and of ``LaunchConfig``."""
+    """The ``nest`` words of a command: settings of the planning job and of ``LaunchConfig``."""
 
     mode: Mode
     job: tuple[Setting, ...]
@@ -68,7 +62,7 @@ def read_words(words: Iterable[str]) -> LaunchWords:
             continue
         text = text.removeprefix("nest.")
         key, equals, value = text.partition("=")
-        if equals and key == _KEEP:
+        if equals and key == "keep":  # short for search.keep, beside free
             job.append(_job_setting(f"search.{text}"))
         elif equals and key in launch_keys():
             launch.append(Setting(key=key, value=value))
@@ -86,7 +80,7 @@ def _job_setting(text: str) -> Setting:
     def wrong(limit: str, fix: str) -> UserInputError:
         return UserInputError(f"nest.{key}", value=value if equals else None, limit=limit, fix=fix)
 
-    if section in _OF_THE_JOB:
+    if section in ("model", "train"):
         raise wrong("the model and the batch are the training job's own", "Change its own flag.")
     known = (*section_keys(), *launch_keys())
     if section != "cluster" and name not in known:
@@ -127,7 +121,8 @@ def _value(setting: Setting) -> Any:
         value = OverridesParser.create().parse_override(f"{setting.key}={setting.value}").value()
     except HydraException as error:
         raise unreadable(f"nest.{setting.key}", setting.value, error) from error
-    return [value] if setting.key in _LISTS and isinstance(value, str) else value
+    is_list = setting.key in ("free", "may_differ")
+    return [value] if is_list and isinstance(value, str) else value
 
 
 def _check(launch: LaunchConfig) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 
 from nest_megatron.cluster.catalogue import cluster_from_mapping
-from nest_megatron.cluster.records import Cluster
+from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.config.compose import Composed
 from nest_megatron.config.job import Job
 from nest_megatron.config.plausible import require_plausible
@@ -16,8 +16,6 @@ from nest_megatron.config.space import read_backend, read_space
 from nest_megatron.config.target import (
     choice,
     fields_of,
-    fp8_recipe_of,
-    has_fast_link,
     held_choices,
     read_execution,
     read_numeric_offers,
@@ -44,6 +42,9 @@ from nest_megatron.solver.space import SearchSpace
 #: that models of 70 B parameters and more are trained with.
 DEFAULT_GLOBAL_BATCH_SIZE = 512
 
+#: Bandwidth from which activations can wait on the host: above PCIe of the fifth generation
+#: (63 GB/s), below NVLink-C2C.
+_FAST_LINK = 1e11
 #: Degrees whose product is the ranks of one replica.
 REPLICA_DEGREES = (
     "tensor_model_parallel_size",
@@ -114,15 +115,16 @@ def request_for(
     check_quotients(space, cluster.num_gpus, batch)
     name, target = cluster.accelerator.name, read_target(config, job.target)
     settings = read_settings(config, job, name)
+    is_fp8 = settings.precision is Precision.FP8
     choices = KnobConditions(
         spec=spec,
         accelerator=name,
-        fp8_recipe=fp8_recipe_of(settings),
+        fp8_recipe=settings.traits.fp8_recipe.value if is_fp8 else None,
         packages=stated_packages(config, job.packages),
         fixed=held_choices(config, job.fixed, freed),
         has_engine=job.transformer_impl != "local",
         capturable=job.capturable,
-        has_fast_link=has_fast_link(cluster.accelerator),
+        has_fast_link=cluster.accelerator.host_bandwidth_bytes_per_s >= _FAST_LINK,
         counts_on_host=job.counts_on_host,
         can_state=job.can_state,
         closed=job.closed,
@@ -166,11 +168,18 @@ def request_for(
 
 
 def _batch(config: PlanConfig, job: Job, num_gpus: int) -> tuple[int, list[str]]:
-    """The global batch size, and what was assumed of the job."""
+    """The global batch size, and what was assumed of the job.
+
+    Megatron's own, where none is given, is one micro batch on each replica of the user's layout.
+    Source: ``validate_args`` (0.16.1 :591).
+    """
     notes, stated = list(job.notes), config.train.global_batch_size
     batch = job.global_batch_size if stated is None else stated
     if batch is None:
-        batch = _own_batch(job, num_gpus) or DEFAULT_GLOBAL_BATCH_SIZE
+        batch = DEFAULT_GLOBAL_BATCH_SIZE
+        if job.micro_batch_size and job.num_gpus is not None:
+            one_replica = math.prod(int(job.fixed.get(name) or 1) for name in REPLICA_DEGREES)
+            batch = job.micro_batch_size * max(1, num_gpus // one_replica)
         name = "train.global_batch_size" if job.target is None else "--global-batch-size"
         notes.append(f"{name} is not given; {batch} sequences are assumed.")
     target = read_target(config, job.target)
@@ -184,17 +193,6 @@ def _batch(config: PlanConfig, job: Job, num_gpus: int) -> tuple[int, list[str]]
     return batch, notes
 
 
-def _own_batch(job: Job, num_gpus: int) -> int | None:
-    """Megatron's batch where none is given: one micro batch on each replica of the user's layout.
-
-    Source: ``validate_args`` (0.16.1 :591).
-    """
-    if job.micro_batch_size is None or job.num_gpus is None:
-        return None
-    one_replica = math.prod(int(job.fixed.get(name) or 1) for name in REPLICA_DEGREES)
-    return job.micro_batch_size * max(1, num_gpus // one_replica)
-
-
 def _times(
     config: PlanConfig,
     job: Job,
@@ -204,7 +202,6 @@ def _times(
     prefix: str,
     versions: Mapping[str, str] | None,
 ) -> Choice:
-    """The layer times that the configuration asks for, and what is to be said of them."""
     asked, own = config.profile, f"model={job.spec.name} cluster={cluster.name}"
     wanted = Wanted(
         spec=job.spec,

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from nest_megatron.cluster.records import Accelerator, Precision
+from nest_megatron.cluster.records import Precision
 from nest_megatron.config.job import Job
 from nest_megatron.config.schema import PlanConfig
 from nest_megatron.cost_model.settings import CostSettings
@@ -34,8 +34,6 @@ from nest_megatron.planner.request import NumericOffer
 #: Module of DeepEP whose presence tells that it has HybridEP's kernels as well. Source:
 #: deepseek-ai/DeepEP, branch hybrid-ep, deep_ep/hybrid_ep_buffer.py.
 _HYBRID_EP = "hybrid_ep_buffer.py"
-#: Above PCIe of the fifth generation (63 GB/s), below NVLink-C2C.
-_FAST_LINK = 1e11
 
 
 def held_choices(
@@ -74,11 +72,6 @@ def fields_of(target: Target) -> frozenset[str] | None:
         return None
     lacks = NEMO_LACKS if target is NEMO else {}
     return frozenset(knob.name for knob in KNOBS) - {*lacks, *OF_THE_JOB}
-
-
-def has_fast_link(accelerator: Accelerator) -> bool:
-    """Whether activations can wait on the host: over NVLink-C2C, not over PCIe."""
-    return accelerator.host_bandwidth_bytes_per_s >= _FAST_LINK
 
 
 def installed_packages() -> tuple[str, ...]:
@@ -144,12 +137,6 @@ def read_numeric_offers(config: PlanConfig, job: Job, accelerator: str) -> tuple
         settings = read_settings(asked, changed, accelerator)
         found.append(NumericOffer(knob=knob, settings=settings, words=words))
     return tuple(found)
-
-
-def fp8_recipe_of(settings: CostSettings) -> str | None:
-    """How fp8 numbers are scaled; ``None`` in another format."""
-    is_fp8 = settings.precision is Precision.FP8
-    return settings.traits.fp8_recipe.value if is_fp8 else None
 
 
 def read_precision(config: PlanConfig, own: Precision = Precision.BF16) -> Precision:

@@ -192,7 +192,6 @@ def _pipeline_type(root: Any, plan: ParallelPlan, paths: ConfigPaths) -> Iterato
 
 
 def _keeps_shapes(root: Any, plan: ParallelPlan, paths: ConfigPaths) -> bool:
-    """Whether a plan keeps the sizes that user buffers are tuned for."""
     wanted = {
         paths.items["tensor_model_parallel_size"]: plan.parallel.tensor_model_parallel_size,
         paths.items["context_parallel_size"]: plan.parallel.context_parallel_size,
@@ -249,11 +248,6 @@ def require_plannable(plan: ParallelPlan, version: str, spec: TransformerSpec) -
     """Refuse a plan that this release of megatron-core would refuse, or one of another model."""
     require_placed(plan)
     require_launchable(launch_request(plan, version=version), but=_OF_THE_COMMAND_LINE)
-    _require_same_model(plan, spec)
-
-
-def _require_same_model(plan: ParallelPlan, spec: TransformerSpec) -> None:
-    """Refuse to lay out another model than the one that was planned, naming all that differs."""
     names = [name for name in _SHAPE if spec.num_experts or name not in _OF_EXPERTS]
     differing = [
         f"{name} {getattr(spec, name)} (plan: {getattr(plan.model, name)})"

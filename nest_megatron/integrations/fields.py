@@ -14,14 +14,8 @@ from typing import Any
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.parallel.diff import Change
 
-
-class _Absent(Enum):
-    ABSENT = "absent"
-
-
 #: A field that is not there.
-ABSENT = _Absent.ABSENT
-
+ABSENT: Any = object()
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 
 

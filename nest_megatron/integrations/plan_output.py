@@ -1,14 +1,62 @@
-"""Files of plans that a launched job names: ``nest.out`` and ``nest.plan``."""
+"""Plan files that a launched job names (``nest.out``, ``nest.plan``), and reviewed ones."""
 
 from __future__ import annotations
 
+import getpass
 import os
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
-from nest_megatron.errors import UserInputError
-from nest_megatron.files import check_output
-from nest_megatron.planner.pins import Pin
+from nest_megatron.errors import PlanFileError, UserInputError
+from nest_megatron.files import check_output, read_text
+from nest_megatron.integrations.megatron_lm.attach import launch_request
+from nest_megatron.integrations.megatron_lm.parser import VERSIONS, load_arguments
+from nest_megatron.integrations.megatron_lm.rules import require_launchable
+from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.plan import MEGATRON_LM
+from nest_megatron.planner.pins import Pin, PinnedPlan, is_pinned
+from nest_megatron.version import __version__
+
+
+def pin_plan(
+    path: Path, *, by: str | None = None, note: str = "", release: str | None = None
+) -> PinnedPlan:
+    """The contents of a pinned file, of a plan file that fits and that Megatron launches.
+
+    Args:
+        by: who has reviewed it; the user's name if not given.
+        note: kept in the file.
+        release: of Megatron-LM, which alone it may launch; the plan's own if not given.
+    """
+    text = read_text(path, "plan")
+    if is_pinned(text):
+        fix = "Plan again for a new one; `nest-megatron explain` shows who pinned it."
+        raise PlanFileError("plan", value=str(path), limit="it is pinned already", fix=fix)
+    plan = plan_file.load(text, str(path))
+    made = plan.provenance
+    if release is not None:
+        load_arguments(release)  # refuses a release that is not recorded
+    elif made.framework == MEGATRON_LM:
+        release = made.framework_version
+    if not plan.predicted.fits:
+        limit = "it is not predicted to fit in memory"
+        value = plan.predicted.binding_constraint
+        raise UserInputError("plan", value=value, limit=limit, fix="Pin a plan that fits.")
+    request = launch_request(plan, version=release or VERSIONS[0])
+    require_launchable(request, but=("activation_flag",))
+    try:
+        reviewer = getpass.getuser()
+    except (KeyError, OSError):  # a container without a user database
+        reviewer = "unknown"
+    pin = Pin(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        by=by or reviewer,
+        note=note,
+        nest_megatron_version=__version__,
+        megatron_lm=release,
+    )
+    return PinnedPlan(pin=pin, plan=plan)
 
 
 def plan_output(named: str | None, inputs: Sequence[str | None] = ()) -> Path | None:

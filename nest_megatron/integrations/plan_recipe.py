@@ -149,7 +149,6 @@ def _settings(
 
 
 def _place(job: Job, cluster: str | Cluster | None, settings: Sequence[Setting]) -> JobCluster:
-    """The cluster at the job's size."""
     if isinstance(cluster, Cluster):
         sized = cluster.resized(job.num_gpus or cluster.num_gpus)
         return JobCluster(cluster=sized, composed=compose(settings), notes=())

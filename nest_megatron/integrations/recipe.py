@@ -170,7 +170,6 @@ def job_of_fields(
 
 
 def _stated(root: Any, items: Mapping[str, str]) -> dict[str, Any]:
-    """What a configuration says of the items of a plan."""
     found = {item: find(root, path) for item, path in items.items()}
     stated = {item: value for item, value in found.items() if value is not ABSENT}
     layout = "pipeline_model_parallel_layout"

@@ -19,14 +19,16 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     if said or "SLURM_PROCID" not in environment or int(tasks) <= 1:
         return {}
     hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
-    job = environment.get("SLURM_JOB_ID", "0")
-    step = environment.get("SLURM_STEP_ID", "0")
+    job, step = (
+        int(re.sub(r"\D", "", environment.get(name, "")) or 0)
+        for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
+    )
     own = {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": tasks,
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
         "MASTER_ADDR": first_host(hosts) or "localhost",
-        "MASTER_PORT": str(_FIRST_PORT + (_number(job) * 16 + _number(step)) % _NUM_PORTS),
+        "MASTER_PORT": str(_FIRST_PORT + (job * 16 + step) % _NUM_PORTS),
     }
     return {name: value for name, value in own.items() if name not in environment}
 
@@ -39,8 +41,3 @@ def first_host(nodelist: str) -> str:
     """
     first = re.split(r",(?![^\[]*\])", nodelist, maxsplit=1)[0]  # at a comma outside brackets
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
-
-
-def _number(text: str) -> int:
-    digits = re.sub(r"\D", "", text)
-    return int(digits) if digits else 0

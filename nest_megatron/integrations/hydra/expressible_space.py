@@ -73,16 +73,18 @@ def space_of(own: SearchSpace, view: AppView, job: Job) -> SearchSpace:
             limit="a layout given by hand leaves nothing to search for in a Hydra application",
             fix="Leave it out, or launch without nest.",
         )
-    fixed = {**_degrees(own, view, job.spec), **own.fixed}
+    mapping = "use_tp_pp_dp_mapping"
+    order = RankOrder.TP_CP_EP_PP_DP if view.given(mapping) else RankOrder.TP_CP_EP_DP_PP
+    orders = tuple(RankOrder) if view.is_planned(mapping) else (order,)
     granularity_is_free = view.is_planned("recompute_granularity")
     # sequence parallelism comes with tensor parallelism, as every plan wants it
     divides_sequences = view.is_planned("sequence_parallel") or view.given("sequence_parallel")
     with_modules = view.is_planned("recompute_modules")
     return dataclasses.replace(
         own,
-        fixed=fixed,
+        fixed={**_degrees(own, view, job.spec), **own.fixed},
         limits=own.limits if divides_sequences else {_TENSOR: 1, **own.limits},
-        rank_orders=_common("rank_order", own.rank_orders, _rank_orders(view)),
+        rank_orders=_common("rank_order", own.rank_orders, orders),
         zero_stages=_common("zero_stage", own.zero_stages, zero_stages(view, job)),
         recompute=own.recompute if granularity_is_free else _given_recompute(view),
         without_modules=own.without_modules if with_modules else frozenset(RecomputeModule),
@@ -175,13 +177,6 @@ def _degrees(own: SearchSpace, view: AppView, spec: TransformerSpec) -> dict[str
             raise UserInputError(name, value=None, limit=limit, fix=fix)
         fixed[name] = 1 if given is None else int(given)
     return fixed
-
-
-def _rank_orders(view: AppView) -> tuple[RankOrder, ...]:
-    if view.is_planned("use_tp_pp_dp_mapping"):
-        return tuple(RankOrder)
-    swapped = view.given("use_tp_pp_dp_mapping")
-    return (RankOrder.TP_CP_EP_PP_DP if swapped else RankOrder.TP_CP_EP_DP_PP,)
 
 
 def _given_recompute(view: AppView) -> Recompute:

@@ -146,7 +146,6 @@ def plan_job(config: Any) -> None:
 
 
 def _report(found: AppPlan, view: AppView) -> RenderableType:
-    """The plan in a few lines, each planned field with its value and the reason."""
     plan = found.plan
     reasons = {item: reason(plan, item) for item in plan_values(plan)}
     reasons |= {knob.name: knob.reason for knob in KNOBS}

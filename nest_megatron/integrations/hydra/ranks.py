@@ -21,7 +21,6 @@ from nest_megatron.integrations.hydra.view import AppView
 from nest_megatron.integrations.megatron_lm.rendezvous import (
     NoAgreementError,
     RankContext,
-    TimedStore,
     connect_store,
     key_of,
 )
@@ -126,6 +125,7 @@ def require_same_job(view: AppView, number: object, environment: Mapping[str, st
 def _require_like_first(
     environment: Mapping[str, str], name: str, mine: Mapping[str, str], **words: str
 ) -> bool:
+    """Compare values with those of whichever rank came first; ranks do not block."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
     context = RankContext(
@@ -134,21 +134,14 @@ def _require_like_first(
         environment=environment,
         rendezvous_timeout_s=_TIMEOUT_S,
     )
-    _compare_with_first(connect_store(context), context, name, mine, **words)
-    return True
-
-
-def _compare_with_first(
-    store: TimedStore, context: RankContext, name: str, mine: Mapping[str, str], **words: str
-) -> None:
-    """Compare this rank's values with those of whichever rank came first; ranks do not block."""
-    own, key = digest(dict(mine)), key_of(context, name)
+    store, own, key = connect_store(context), digest(dict(mine)), key_of(context, name)
+    host = socket.gethostname()
     if store.add(f"{key}/{own}/count", 1) == 1:
-        note = {"rank": context.rank, "host": socket.gethostname(), "values": dict(mine)}
+        note = {"rank": context.rank, "host": host, "values": dict(mine)}
         store.set(f"{key}/{own}", json.dumps(note))
     first = store.compare_set(key, "", own)
     if first == own:
-        return
+        return True
     said = store.wait_for(f"{key}/{first}", _LONGEST_S)
     if said is None:
         raise DifferentRankError(
@@ -157,5 +150,5 @@ def _compare_with_first(
         )
     other = json.loads(said)
     of_ranks = {other["rank"]: other["values"], context.rank: mine}
-    hosts = {other["rank"]: other["host"], context.rank: socket.gethostname()}
+    hosts = {other["rank"]: other["host"], context.rank: host}
     raise DifferentRankError(differences(of_ranks, hosts, **words))

@@ -181,7 +181,6 @@ def _values(view: AppView) -> dict[str, Any]:
 
 
 def _translated(view: AppView) -> dict[str, Any]:
-    """What NeMo says in words of its own."""
     values: dict[str, Any] = dict(_precision(view))
     norm, activation = str(view.value("normalization")).lower(), view.value("activation")
     if norm in (*_LAYERNORMS, "rmsnorm"):

@@ -186,7 +186,6 @@ def _refuse_settings(words: LaunchWords) -> None:
 
 
 def _stated(overrides: Iterable[str], path: str | None) -> Iterator[str]:
-    """Fields that the user's overrides and YAML file set."""
     yield from (word.lstrip("+~").partition("=")[0] for word in overrides)
     if path is not None and isinstance(node := read_yaml(Path(path), "config-file"), Mapping):
         yield from (name for name, _ in leaves(node))

@@ -76,19 +76,16 @@ class NestPlugin(run.Plugin):
             say(f"nest: {task.path} plans as it starts: {' '.join(words)}")
             return
         before = stated_layout(task)
-        plan, changes = plan_recipe(task, self.options(), _size(executor))
+        try:
+            size = executor.nnodes(), executor.nproc_per_node()
+        except NotImplementedError:
+            size = None
+        plan, changes = plan_recipe(task, self.options(), size)
         variables = getattr(executor, "env_vars", None)
         show(fields_report(plan, changes))
         for sentence in () if variables is None else adapt(variables, before, plan):
             say(f"nest: {sentence}")
         say(told_where(_store(plan, executor)))
-
-
-def _size(executor: Any) -> tuple[int, int] | None:
-    try:
-        return executor.nnodes(), executor.nproc_per_node()
-    except NotImplementedError:
-        return None
 
 
 def _store(plan: ParallelPlan, executor: Any) -> Path:

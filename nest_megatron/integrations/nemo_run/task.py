@@ -94,7 +94,6 @@ def _connections(
 
 
 def _chunks(variables: MutableMapping[str, str], before: Layout, now: Layout) -> Iterator[str]:
-    """Chunks of what pipeline ranks exchange."""
     if before.pipelined and not now.pipelined and _CHUNK in variables:
         yield f"{_CHUNK}={variables.pop(_CHUNK)} is taken out: there is one pipeline rank."
     unseen = _OF_PERF_ENV in variables and _CHUNK not in variables
@@ -210,5 +209,4 @@ def _wrong(what: str, value: object, limit: str, fix: str) -> UserInputError:
 
 
 def _names(value: Sequence[str] | str | None) -> Sequence[str]:
-    """A list from a command line, where one name may stand alone."""
     return (value,) if isinstance(value, str) else tuple(value or ())
