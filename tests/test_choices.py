@@ -13,7 +13,7 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.launch import read_words
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import request_of
-from nest_megatron.config.target import held_choices, installed_packages
+from nest_megatron.config.target import fixed_choices, installed_packages
 from nest_megatron.cost_model.execution_flags import execution_of, execution_traits, time_notes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import NUMERIC_FIELDS
@@ -115,8 +115,8 @@ def test_names_that_are_none_are_refused(word: str) -> None:
 
 def test_what_a_user_typed_is_held_until_it_is_freed() -> None:
     config = compose([]).config
-    assert held_choices(config, {"cuda_graph_scope", "seq_length"}) == {"cuda_graphs"}
-    assert held_choices(config, {"cp_comm_type"}, {"cp_comm_type"}) == frozenset()
+    assert fixed_choices(config, {"cuda_graph_scope", "seq_length"}) == {"cuda_graphs"}
+    assert fixed_choices(config, {"cp_comm_type"}, {"cp_comm_type"}) == frozenset()
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -118,16 +118,11 @@ def setting_texts(keywords: Mapping[str, object]) -> list[str]:
     """
     keys = section_keys()
     texts = []
-    for key, value in _flat(keywords):
+    for key, value in keywords.items():
+        if isinstance(value, Mapping) and key in (*SECTIONS, *GROUPS):
+            texts += [f"{key}.{name}={value_text(inner)}" for name, inner in value.items()]
+            continue
         found = [known for known in keys if known.rpartition(".")[2] == key]
         whole = found[0] if len(found) == 1 and key not in keys else key
         texts.append(f"{whole}={value_text(value)}")
     return texts
-
-
-def _flat(keywords: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    for key, value in keywords.items():
-        if isinstance(value, Mapping) and key in (*SECTIONS, *GROUPS):
-            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
-        else:
-            yield key, value

@@ -26,11 +26,6 @@ class Range:
     unit: str = ""
     usual: float = 1.0
 
-    def guess(self, value: float) -> float | None:
-        """What was meant, where that would be plausible."""
-        meant = value * self.usual if value < self.least else value / self.usual
-        return meant if self.usual != 1.0 and self.least <= meant <= self.most else None
-
 
 #: The least of what is counted: none, or fewer, are not implausible but wrong.
 _COUNT = 1
@@ -70,8 +65,9 @@ def require_plausible(
             continue
         if allowed.least == _COUNT:
             require_at_least(what, value, _COUNT, "Give a whole number.")
-        meant = allowed.guess(value)
-        guess = "" if meant is None else f"Did you mean {meant:g}? "
+        meant = value * allowed.usual if value < allowed.least else value / allowed.usual
+        is_likely = allowed.usual != 1.0 and allowed.least <= meant <= allowed.most
+        guess = f"Did you mean {meant:g}? " if is_likely else ""
         limit = f"it is not plausible: from {allowed.least:g} to {allowed.most:g} {allowed.unit}"
         fix = f"{guess}If it is meant so, add {typed_setting('checks.plausibility')}=off."
         raise UserInputError(what, value=value, limit=limit.rstrip(), fix=fix)

@@ -16,7 +16,7 @@ from nest_megatron.config.space import read_backend, read_space
 from nest_megatron.config.target import (
     choice,
     fields_of,
-    held_choices,
+    fixed_choices,
     read_execution,
     read_numeric_offers,
     read_settings,
@@ -121,7 +121,7 @@ def request_for(
         accelerator=name,
         fp8_recipe=settings.traits.fp8_recipe.value if is_fp8 else None,
         packages=stated_packages(config, job.packages),
-        fixed=held_choices(config, job.fixed, freed),
+        fixed=fixed_choices(config, job.fixed, freed),
         has_engine=job.transformer_impl != "local",
         capturable=job.capturable,
         has_fast_link=cluster.accelerator.host_bandwidth_bytes_per_s >= _FAST_LINK,

@@ -36,7 +36,7 @@ from nest_megatron.planner.request import NumericOffer
 _HYBRID_EP = "hybrid_ep_buffer.py"
 
 
-def held_choices(
+def fixed_choices(
     config: PlanConfig, typed: Collection[str] = (), freed: Collection[str] = ()
 ) -> frozenset[str]:
     """Choices that stay as the job has them; ``UserInputError`` for a name that is none.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from nest_megatron.errors import NestError, UserInputError
+from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.diff import Change
 
 #: A field that is not there.
@@ -162,10 +162,7 @@ def carry_out(root: Any, changed: Sequence[Change]) -> None:
 
 def _set(root: Any, path: str, value: Any) -> None:
     parent, _, name = path.rpartition(".")
-    holder = find(root, parent) if parent else root
-    if holder is ABSENT:
-        raise NestError(f"{path} vanished while the plan was written")
-    setattr(holder, name, value)
+    setattr(find(root, parent) if parent else root, name, value)
 
 
 def _is_default(value: Any) -> bool:

@@ -27,12 +27,8 @@ from nest_megatron.integrations.fields import (
     find,
     value_or,
 )
-from nest_megatron.integrations.megatron_lm.checkpoint import (
-    SavedCheckpoint,
-    check_loadable,
-    read_checkpoint,
-    required,
-)
+from nest_megatron.integrations.megatron_lm import checkpoint
+from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, read_checkpoint
 from nest_megatron.parallel.knobs import closed_fields
 from nest_megatron.parallel.plan import ParallelPlan
 
@@ -125,7 +121,6 @@ def finetuning_fields(root: Any, plan: ParallelPlan, paths: ConfigPaths) -> Iter
             yield path, 2 * cp, why
 
 
-_TRACKERS = ("latest_train_state.pt", "latest_checkpointed_iteration.txt")
 #: Sizes that Megatron-Bridge keeps in ``run_config.yaml``, by Megatron's names.
 _SAVED_SIZES = (
     "tensor_model_parallel_size",
@@ -155,13 +150,13 @@ class Restored:
 
     def required(self, version: str) -> Mapping[str, Requirement]:
         """What a plan must keep, by the names of ``ParallelChoice``."""
-        needs = required(self.saved, self.values, version)
+        needs = checkpoint.required(self.saved, self.values, version)
         return needs if self.is_seen else {n: r for n, r in needs.items() if r.value is not None}
 
     def check(self, plan: ParallelPlan, version: str) -> None:
         """Raise if a plan's layout is one that the checkpoint cannot be loaded into."""
         if self.is_seen:
-            check_loadable(self.saved, plan.parallel, self.values, version)
+            checkpoint.check_loadable(self.saved, plan.parallel, self.values, version)
 
     def note(self) -> str:
         """What is known of it, for the plan's notes."""
@@ -259,9 +254,10 @@ def _stated(path: str, kind: str, values: Mapping[str, Any]) -> Restored:
 
 
 def _has_checkpoint(folder: object) -> bool:
-    return isinstance(folder, str | os.PathLike) and any(
-        (Path(folder) / name).is_file() for name in _TRACKERS
-    )
+    trackers = ("latest_train_state.pt", "latest_checkpointed_iteration.txt")
+    if not isinstance(folder, str | os.PathLike):
+        return False
+    return any(Path(folder, name).is_file() for name in trackers)
 
 
 def _with_run_config(saved: SavedCheckpoint) -> SavedCheckpoint:

@@ -15,7 +15,7 @@ from nest_megatron.cost_model.target_defaults import NEMO_LACKS
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations import megatron_bridge, nemo
 from nest_megatron.integrations.execution_fields import execution_value
-from nest_megatron.integrations.megatron_bridge.hook import connections, kept_choices
+from nest_megatron.integrations.megatron_bridge.hook import connections, stated_choices
 from nest_megatron.model.execution import (
     PLAIN,
     ContextTraffic,
@@ -344,8 +344,8 @@ def test_deepep_gives_way_where_it_cannot_run() -> None:
 
 def test_what_a_user_of_bridge_typed_is_kept() -> None:
     stated = ["comm_overlap.tp_comm_overlap", "model.moe_enable_deepep", "model.seq_length"]
-    assert kept_choices(stated, []) == ("tp_comm_overlap", "token_dispatcher")
-    assert kept_choices(stated, ["tp_comm_overlap"]) == ("token_dispatcher",)
+    assert stated_choices(stated, []) == ("tp_comm_overlap", "token_dispatcher")
+    assert stated_choices(stated, ["tp_comm_overlap"]) == ("token_dispatcher",)
 
 
 def test_one_connection_does_not_undo_the_overlap() -> None:

@@ -101,7 +101,7 @@ def run(
     _refuse_settings(words)
     os.environ.update(rank_variables(os.environ))
     recipe = read_recipe(cfg)
-    keep = kept_choices(stated, launch.free)
+    keep = stated_choices(stated, launch.free)
     store, num_ranks = None, recipe.num_gpus or 1
     if num_ranks > 1 and "RANK" in os.environ and not launch.dry_run:
         rank = int(os.environ["RANK"])
@@ -141,11 +141,11 @@ def connections(plan: ParallelPlan, variables: MutableMapping[str, str]) -> tupl
     return (f"{_CONNECTIONS}=32 instead of 1: the token all-to-all overlaps.",)
 
 
-def kept_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...]:
+def stated_choices(stated: Iterable[str], free: Sequence[str]) -> tuple[str, ...]:
     """Choices that the user made by hand and has not freed.
 
-    >>> kept_choices(["model.tensor_model_parallel_size", "model.recompute_method"], ["recompute"])
-    ('tensor_model_parallel_size',)
+    >>> stated_choices(["model.context_parallel_size", "model.recompute_method"], ["recompute"])
+    ('context_parallel_size',)
     """
     if "all" in free:
         return ()

@@ -87,7 +87,7 @@ def _text(value: Any) -> str:
 
 
 #: Variable of HybridEP: ranks of a group of experts that share NVLink. A wrong one spoils the
-#: exchange (Megatron-Bridge's notes on dispatchers).
+#: all-to-all (Megatron-Bridge's notes on dispatchers).
 NVLINK_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 _EXPERT_DEGREES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
@@ -144,13 +144,9 @@ def _wanted(cfg: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
     yield from fields_beside(cfg, plan, PATHS, overlaps)
     yield from execution_fields(cfg, plan, execution_places(cfg))
     yield from _nvlink_ranks(cfg, plan)
-    predictors = "model.mtp_num_layers"
+    predictors, why = "model.mtp_num_layers", "with the overlapped all-to-all 0.3 takes 1 or none"
     if plan.execution.overlap_moe_expert_parallel_comm and find(cfg, predictors) == 0:
-        yield (
-            predictors,
-            None,
-            "with the overlapped exchange Megatron-Bridge 0.3 takes 1 or nothing",
-        )
+        yield predictors, None, why
 
 
 def _nvlink_ranks(cfg: Any, plan: ParallelPlan) -> Iterator[FieldValue]:
