@@ -75,11 +75,7 @@ def _advice(plan: ParallelPlan, times: LayerTimes | None) -> Iterator[str]:
 def launched_report(
     plan: ParallelPlan, changes: Iterable[Change], notes: Sequence[str] = (), what: str = "flags"
 ) -> RenderableType:
-    """The plan in a few lines, what it changes in the job and why, and what was assumed.
-
-    Args:
-        what: ``flags`` of a command, or ``fields`` of a configuration.
-    """
+    """The plan in a few lines, what it changes in a job's flags or fields, and what was assumed."""
     if rows := change_rows(changes):
         return _report(plan, notes, Text(f"nest: changes to its {what}"), changes_table(rows))
     return _report(plan, notes, Text(f"nest: its {what} are already the plan"))
@@ -95,11 +91,7 @@ def fields_report(
 def values_report(
     plan: ParallelPlan, rows: Iterable[tuple[str, str, str]], notes: Sequence[str]
 ) -> RenderableType:
-    """The same for an application whose fields ask for the plan.
-
-    Args:
-        rows: field, value and reason.
-    """
+    """The same for an application whose fields ask for the plan, by field, value and reason."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

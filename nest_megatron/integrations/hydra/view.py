@@ -50,11 +50,7 @@ class AppSettings:
                 raise _wrong(f"fields.{name}", path, limit)
 
     def settings(self, num_gpus: int | None) -> tuple[Setting, ...]:
-        """The same as settings of the planning job, checked as they are there.
-
-        Args:
-            num_gpus: size of the cluster; ``None`` leaves the cluster out.
-        """
+        """The same as settings of the planning job; without a size, it has no cluster either."""
         given = parse(f"{key}={value_text(value)}" for key, value in leaves(self.overrides))
         for setting in given:
             if setting.key in _DECIDED:

@@ -50,7 +50,7 @@ def auto_recipe(
             record; or ``None`` for the GPUs of this host.
         overrides: settings as ``nest-megatron plan`` takes them, the model and the batch apart.
         free: the only choices that may change; ``None`` is all of them.
-        keep: choices held as the recipe states them, such as ``tensor_model_parallel_size``,
+        keep: choices that stay as the recipe states them, such as ``tensor_model_parallel_size``,
             ``micro_batch_size``, ``recompute``, ``zero_stage``, ``stage_layout``.
         vocab_size: of the tokenizer, where the recipe names one whose files are not here.
 

@@ -46,7 +46,10 @@ def nest_auto(
 
     Args:
         recipe: a name in ``nemo.collections.llm.recipes``.
-        cluster, overrides, keep, vocab_size: as for ``nemo.auto_recipe``.
+        cluster: a name of the catalogue or a file; the GPUs of this host if not given.
+        overrides: settings as ``nest-megatron plan`` takes them.
+        keep: choices that stay as the recipe states them.
+        vocab_size: of the tokenizer, where its files are not here.
 
     Raises:
         NestError: if there is no such recipe, or no plan for it.
