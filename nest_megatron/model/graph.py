@@ -5,7 +5,9 @@ The closed forms of ``operators`` fill them, and so does an extractor of the fra
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections import defaultdict
 from dataclasses import KW_ONLY, dataclass
 
@@ -147,14 +149,7 @@ class LayerGraph:
         )
 
     def __rmul__(self, count: int) -> LayerGraph:
-        return LayerGraph(
-            operators=count * self.operators,
-            collectives=count * self.collectives,
-            input_bytes=count * self.input_bytes,
-            saved_bytes=count * self.saved_bytes,
-            working_bytes=self.working_bytes,
-            offloaded_bytes=count * self.offloaded_bytes,
-        )
+        return functools.reduce(operator.add, count * [self], LayerGraph(operators=()))
 
     def flops(self) -> float:
         """Forward floating-point operations."""

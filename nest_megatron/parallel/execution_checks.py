@@ -4,14 +4,14 @@
 has it all the same.
 
 Source lines are those of Megatron-LM core_v0.16.1: ``args`` is ``megatron/training/arguments.py``,
-``tc`` ``megatron/core/transformer/transformer_config.py``; "(run)" marks what its own validation
-lets pass.
+``tc`` ``megatron/core/transformer/transformer_config.py``; "(run)" is what its own validation lets
+pass.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.model.execution import (
@@ -22,7 +22,7 @@ from nest_megatron.model.execution import (
     TokenDispatcher,
 )
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
-from nest_megatron.parallel.degree_rules import Rule, rule, violations
+from nest_megatron.parallel.degree_rules import Rule, Violation, violations
 from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeModule
 from nest_megatron.parallel.rules import LaunchRequest
 
@@ -34,73 +34,166 @@ _OF_0_20 = {"fused_group_mlp", "gdp_qkv"}
 #: (``Buffer.get_dispatch_config``); its first releases lack 48 and 96.
 DEEPEP_RANKS = frozenset({2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160})
 
+_OVERLAP = "overlap_moe_expert_parallel_comm"
+#: In the order of this module.
+EXECUTION_RULES: list[Rule] = []
+_Limits = Callable[[LaunchRequest], Iterator[str]]
+
 
 def allows_execution(request: LaunchRequest) -> bool:
     """Whether Megatron accepts how a request's layers are carried out."""
     return not any(violations(request, EXECUTION_RULES))
 
 
-def _rule(
-    name: str, field: str, source: str, holds: Callable[[LaunchRequest], bool], limit: str
-) -> Rule:
-    """A rule on a field, asked only where it is not at Megatron's default."""
-    return rule(
-        name,
-        source,
-        lambda request: (
-            getattr(request.execution, field) == getattr(PLAIN, field) or holds(request)
-        ),
-        what=field,
-        limit=limit,
-        fix="Leave it out, or change the layout.",
-    )
+def _rule(name: str, field: str, source: str) -> Callable[[_Limits], _Limits]:
+    """Makes a rule of a function that says what limit a request breaks.
+
+    It is asked only where the field is not at Megatron's default.
+    """
+
+    def add(limits: _Limits) -> _Limits:
+        def check(request: LaunchRequest) -> Violation | None:
+            value = getattr(request.execution, field)
+            if value == getattr(PLAIN, field):
+                return None
+            fix = "Leave it out, or change the layout."
+            found = (
+                Violation(what=field, value=value, limit=each, fix=fix) for each in limits(request)
+            )
+            return next(found, None)
+
+        EXECUTION_RULES.append(Rule(name=name, source=source, check=check))
+        return limits
+
+    return add
 
 
-def _engine(request: LaunchRequest) -> bool:
-    return request.transformer_impl != "local"
+def _is_local(request: LaunchRequest) -> bool:
+    return request.transformer_impl == "local"
 
 
 def _recomputes_layers(request: LaunchRequest) -> bool:
     return request.recompute.granularity is RecomputeGranularity.FULL
 
 
-def _few_mtp_layers(request: LaunchRequest) -> bool:
-    """At most one; on 0.16.1 it needs a pipeline."""
-    layers = request.spec.num_mtp_layers
+@_rule("permute_fusion", "moe_permute_fusion", "moe/moe_utils.py (run)")
+def _permute_fusion(request: LaunchRequest) -> Iterator[str]:
+    if _is_local(request):
+        yield "only Transformer Engine sorts tokens in one kernel"
+
+
+@_rule("router_fusion", "moe_router_fusion", "moe/moe_utils.py (run)")
+def _router_fusion(request: LaunchRequest) -> Iterator[str]:
+    if _is_local(request):
+        yield "only Transformer Engine has the router in one kernel"
+
+
+@_rule("flex_group", "moe_flex_dispatcher_backend", "moe/token_dispatcher.py:1346")
+def _flex_group(request: LaunchRequest) -> Iterator[str]:
+    if request.spec.is_moe and request.dims.expert_ranks == 1:
+        yield "the flex dispatcher sends tokens among several ranks (etp * ep above 1)"
+
+
+@_rule(
+    "deepep_ranks",
+    "moe_flex_dispatcher_backend",
+    "moe/fused_a2a.py:56, DeepEP's buffer.py (run)",
+)
+def _deepep_ranks(request: LaunchRequest) -> Iterator[str]:
+    deepep = request.execution.moe_flex_dispatcher_backend is FlexBackend.DEEPEP
+    if deepep and request.dims.expert_ranks not in DEEPEP_RANKS:
+        yield f"DeepEP has buffers for {', '.join(map(str, sorted(DEEPEP_RANKS)))} expert ranks"
+
+
+@_rule("ncclep_release", "moe_flex_dispatcher_backend", "0.20 tc:898, token_dispatcher.py:1853")
+def _ncclep_release(request: LaunchRequest) -> Iterator[str]:
+    backend = request.execution.moe_flex_dispatcher_backend
+    if request.is_0_16 and backend is FlexBackend.NCCLEP:
+        yield "0.16.1 has no NCCL EP"
+
+
+@_rule("expert_overlap_exchange", _OVERLAP, "tc:1863-1869")
+def _overlap_dispatcher(request: LaunchRequest) -> Iterator[str]:
+    gathers = request.execution.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER
+    ep = request.dims.expert_model_parallel_size
+    if gathers or ep == 1 or not request.spec.is_moe:
+        yield "it needs expert parallelism, and the alltoall or the flex dispatcher"
+
+
+@_rule("expert_overlap_pipeline", _OVERLAP, "tc:1857")
+def _overlap_pipeline(request: LaunchRequest) -> Iterator[str]:
+    dims = request.dims
+    if dims.pipeline_model_parallel_size > 1 and dims.virtual_pipeline_model_parallel_size == 1:
+        yield "with a pipeline it needs virtual stages"
+
+
+@_rule(
+    "expert_overlap_recompute",
+    _OVERLAP,
+    "tc:1871, model_chunk_schedule_plan.py (run; 0.20 tc:3030)",
+)
+def _overlap_recompute(request: LaunchRequest) -> Iterator[str]:
+    if _recomputes_layers(request) or RecomputeModule.MOE in request.recompute.modules:
+        yield "neither whole layers nor the module moe may be recomputed"
+
+
+@_rule("expert_overlap_precision", _OVERLAP, "tc:1882")
+def _overlap_precision(request: LaunchRequest) -> Iterator[str]:
+    if request.precision is Precision.FP32:
+        yield "the model is in 16 bits"
+
+
+@_rule("expert_overlap_mtp", _OVERLAP, "tc:1889")
+def _overlap_mtp(request: LaunchRequest) -> Iterator[str]:
     alone = request.is_0_16 and request.dims.pipeline_model_parallel_size == 1
-    return layers == 0 or (layers == 1 and not alone)
+    if request.spec.num_mtp_layers > (0 if alone else 1):
+        yield "the model has one MTP layer at most, on 0.16.1 only with a pipeline"
 
 
-def _graphs_beside_overlap(request: LaunchRequest) -> bool:
+@_rule("expert_overlap_graphs", _OVERLAP, "tc:1898")
+def _overlap_graphs(request: LaunchRequest) -> Iterator[str]:
     impl, scope = request.execution.cuda_graph_impl, set(request.execution.cuda_graph_scope)
+    allowed = impl is GraphImpl.NONE or not request.is_0_16
     if impl is GraphImpl.TRANSFORMER_ENGINE:
-        return bool(scope) and not {"moe", "mlp"} & scope
-    return impl is GraphImpl.NONE or not request.is_0_16
+        allowed = bool(scope) and not {"moe", "mlp"} & scope
+    if not allowed:
+        yield "CUDA graphs may hold neither experts nor whole layers"
 
 
-def _overlaps_shared(request: LaunchRequest) -> bool:
+@_rule("expert_overlap_fsdp", _OVERLAP, "model_chunk_schedule_plan.py (run)")
+def _overlap_fsdp(request: LaunchRequest) -> Iterator[str]:
+    if request.is_0_16 and request.zero.is_fsdp:
+        yield "0.16.1's schedule passes by the layers' forward, where Megatron-FSDP gathers weights"
+
+
+@_rule("delayed_wgrad", "delay_wgrad_compute", "args:1210")
+def _delayed_wgrad(request: LaunchRequest) -> Iterator[str]:
+    if _is_local(request):
+        yield "only Transformer Engine puts weight gradients off"
+
+
+@_rule("shared_overlap", "moe_shared_expert_overlap", "tc:1090, tc:1232, tc:1886")
+def _shared_overlap(request: LaunchRequest) -> Iterator[str]:
     how = request.execution
-    if not request.spec.moe_shared_expert_intermediate_size:
-        return True  # the flag says nothing
     kinds = (TokenDispatcher.ALLTOALL, TokenDispatcher.FLEX)[: 1 if request.is_0_16 else 2]
-    return (
+    overlaps = (
         how.moe_token_dispatcher_type in kinds
         and not how.overlap_moe_expert_parallel_comm
         and RecomputeModule.SHARED_EXPERTS not in request.recompute.modules
     )
+    # without shared experts the flag says nothing
+    if request.spec.moe_shared_expert_intermediate_size and not overlaps:
+        yield (
+            "tokens go by alltoall (by flex too on 0.20), the all-to-all overlaps nothing else, "
+            "and shared experts are not recomputed"
+        )
 
 
-def _heads_divide(request: LaunchRequest) -> bool:
-    """Each rank of the all-to-all has whole heads and whole query groups."""
-    how, tp = request.execution, request.dims.tensor_model_parallel_size
-    size = request.dims.context_parallel_size
-    if how.cp_comm_type is ContextTraffic.A2A_P2P and how.hierarchical_context_parallel_sizes:
-        size = how.hierarchical_context_parallel_sizes[0]
-    elif how.cp_comm_type is not ContextTraffic.A2A:
-        return True
-    heads = request.spec.num_attention_heads // tp
-    groups = max(1, request.spec.query_groups // tp)
-    return heads % size == 0 and groups % size == 0
+@_rule("tensor_overlap", "tp_comm_overlap", "args:915, training/initialize.py:270")
+def _tensor_overlap(request: LaunchRequest) -> Iterator[str]:
+    split = request.dims.tensor_model_parallel_size > 1
+    if _is_local(request) or (split and not request.sequence_parallel):
+        yield "it needs sequence parallelism and Transformer Engine"
 
 
 def _levels_match(request: LaunchRequest) -> bool:
@@ -108,218 +201,84 @@ def _levels_match(request: LaunchRequest) -> bool:
     return math.prod(sizes) == request.dims.context_parallel_size
 
 
-def _has_levels(request: LaunchRequest) -> bool:
+@_rule("context_levels", "cp_comm_type", "args:403-408")
+def _context_levels(request: LaunchRequest) -> Iterator[str]:
     how = request.execution
-    if how.cp_comm_type is not ContextTraffic.A2A_P2P:
-        return True
-    return len(how.hierarchical_context_parallel_sizes) == 2 and _levels_match(request)
+    two = len(how.hierarchical_context_parallel_sizes) == 2
+    if how.cp_comm_type is ContextTraffic.A2A_P2P and not (two and _levels_match(request)):
+        yield "a2a+p2p needs two sizes that multiply to the context-parallel size"
 
 
-def _graphs_allow_layout(request: LaunchRequest) -> bool:
-    """The job's own graphs, or those of its execution."""
-    how = request.execution
+@_rule("context_sizes", "hierarchical_context_parallel_sizes", "args:405")
+def _context_sizes(request: LaunchRequest) -> Iterator[str]:
+    if not _levels_match(request):
+        yield "they multiply to the context-parallel size"
+
+
+@_rule("context_heads", "cp_comm_type", "Transformer Engine context_parallel.py (run)")
+def _context_heads(request: LaunchRequest) -> Iterator[str]:
+    how, tp = request.execution, request.dims.tensor_model_parallel_size
+    size = request.dims.context_parallel_size if how.cp_comm_type is ContextTraffic.A2A else 1
+    if how.cp_comm_type is ContextTraffic.A2A_P2P:
+        levels = how.hierarchical_context_parallel_sizes
+        size = levels[0] if levels else 1
+    heads = request.spec.num_attention_heads // tp
+    groups = max(1, request.spec.query_groups // tp)
+    if heads % size or groups % size:
+        yield "ranks that exchange heads get whole heads and whole query groups each"
+
+
+@_rule("graphs_recompute", "cuda_graph_impl", "tc:1780-1822, args:1158")
+def _graphs_layout(request: LaunchRequest) -> Iterator[str]:
+    how, ep = request.execution, request.dims.expert_model_parallel_size
     graphs = request.cuda_graphs or CudaGraphs(
         impl=how.cuda_graph_impl.value, scope=frozenset(how.cuda_graph_scope)
     )
     recomputes = graphs.allows_recompute(request.spec, request.recompute)
-    ep = request.dims.expert_model_parallel_size
-    return recomputes and graphs.allows_experts(ep, request.version)
+    if not recomputes or not graphs.allows_experts(ep, request.version):
+        yield (
+            "CUDA graphs hold neither full recomputation nor, on 0.16.1, experts over several ranks"
+        )
 
 
-def _graphs_leave_experts(request: LaunchRequest) -> bool:
-    """Experts without a capacity get as many tokens as come: the host must know how many."""
+@_rule("graphs_experts", "cuda_graph_impl", "tc:1762 (run)")
+def _graphs_experts(request: LaunchRequest) -> Iterator[str]:
+    scope = request.execution.cuda_graph_scope
+    planned = request.cuda_graphs is None  # the job's own graphs are its own matter
+    if planned and request.spec.is_moe and (not scope or "moe" in scope):
+        yield "experts without a capacity get as many tokens as come, which no graph holds"
+
+
+@_rule("offloaded_layers", "cpu_offloading_num_layers", "tc:1137-1151, tc:1722")
+def _offloaded_layers(request: LaunchRequest) -> Iterator[str]:
     how = request.execution
-    if request.cuda_graphs is not None or not request.spec.is_moe:
-        return True  # the job's own graphs are its own matter
-    return bool(how.cuda_graph_scope) and "moe" not in how.cuda_graph_scope
+    if (
+        how.cpu_offloading_num_layers >= request.spec.num_layers
+        or how.cuda_graph_impl is not GraphImpl.NONE
+        or request.dims.pipeline_model_parallel_size > 1
+        or request.recompute.granularity is not RecomputeGranularity.NONE
+    ):
+        yield "fewer layers move than there are, without a pipeline, recomputation and CUDA graphs"
 
 
-def _moves_layers(request: LaunchRequest) -> bool:
-    how = request.execution
-    return (
-        how.cpu_offloading_num_layers < request.spec.num_layers
-        and how.cuda_graph_impl is GraphImpl.NONE
-        and request.dims.pipeline_model_parallel_size == 1
-        and request.recompute.granularity is RecomputeGranularity.NONE
-    )
-
-
-def _modules_exist(request: LaunchRequest) -> bool:
+@_rule("offloaded_modules", "offload_modules", "tc:1273-1292, args:1222")
+def _offloaded_modules(request: LaunchRequest) -> Iterator[str]:
     modules = set(request.execution.offload_modules)
     known = _OFFLOADED | _OFFLOADED_OF_EXPERTS | _OF_0_20
     known -= _OF_0_20 if request.is_0_16 else set()
+    known -= set() if request.spec.is_moe else _OFFLOADED_OF_EXPERTS
     alone = "attn_proj" in modules and "core_attn" not in modules
-    has = request.spec.is_moe or not modules & _OFFLOADED_OF_EXPERTS
-    return modules <= known and not alone and has and _engine(request)
+    if alone or _is_local(request) or not modules <= known:
+        yield (
+            "the release and the model have these modules, attn_proj goes with core_attn, and "
+            "Transformer Engine moves them"
+        )
 
 
-def _modules_are_saved(request: LaunchRequest) -> bool:
+@_rule("offloaded_again", "offload_modules", "tc:1269, 0.20 tc:2163")
+def _offloaded_twice(request: LaunchRequest) -> Iterator[str]:
     modules, recomputed = set(request.execution.offload_modules), request.recompute.modules
     inside = RecomputeModule.MOE in recomputed and modules & _OFFLOADED_OF_EXPERTS
     whole = request.execution.cpu_offloading_num_layers > 0
-    return not (_recomputes_layers(request) or whole or inside)
-
-
-_OVERLAP = "overlap_moe_expert_parallel_comm"
-#: Name of a rule -> its field, its source, what holds, and that in words.
-_ROWS: dict[str, tuple[str, str, Callable[[LaunchRequest], bool], str]] = {
-    "permute_fusion": (
-        "moe_permute_fusion",
-        "moe/moe_utils.py (run)",
-        _engine,
-        "only Transformer Engine sorts tokens in one kernel",
-    ),
-    "router_fusion": (
-        "moe_router_fusion",
-        "moe/moe_utils.py (run)",
-        _engine,
-        "only Transformer Engine has the router in one kernel",
-    ),
-    "flex_group": (
-        "moe_flex_dispatcher_backend",
-        "moe/token_dispatcher.py:1346",
-        lambda request: not request.spec.is_moe or request.dims.expert_ranks > 1,
-        "the flex dispatcher exchanges tokens among several ranks (etp * ep above 1)",
-    ),
-    "deepep_ranks": (
-        "moe_flex_dispatcher_backend",
-        "moe/fused_a2a.py:56, DeepEP's buffer.py (run)",
-        lambda request: (
-            request.execution.moe_flex_dispatcher_backend is not FlexBackend.DEEPEP
-            or request.dims.expert_ranks in DEEPEP_RANKS
-        ),
-        f"DeepEP has buffers for {', '.join(map(str, sorted(DEEPEP_RANKS)))} expert ranks",
-    ),
-    "ncclep_release": (
-        "moe_flex_dispatcher_backend",
-        "0.20 tc:898, token_dispatcher.py:1853",
-        lambda request: (
-            not request.is_0_16
-            or request.execution.moe_flex_dispatcher_backend is not FlexBackend.NCCLEP
-        ),
-        "0.16.1 has no NCCL EP",
-    ),
-    "expert_overlap_exchange": (
-        _OVERLAP,
-        "tc:1863-1869",
-        lambda request: (
-            request.spec.is_moe
-            and request.dims.expert_model_parallel_size > 1
-            and request.execution.moe_token_dispatcher_type is not TokenDispatcher.ALLGATHER
-        ),
-        "it needs expert parallelism, and the alltoall or the flex dispatcher",
-    ),
-    "expert_overlap_pipeline": (
-        _OVERLAP,
-        "tc:1857",
-        lambda request: (
-            request.dims.pipeline_model_parallel_size == 1
-            or request.dims.virtual_pipeline_model_parallel_size > 1
-        ),
-        "with a pipeline it needs virtual stages",
-    ),
-    "expert_overlap_recompute": (
-        _OVERLAP,
-        "tc:1871, model_chunk_schedule_plan.py (run; 0.20 tc:3030)",
-        lambda request: (
-            not _recomputes_layers(request) and RecomputeModule.MOE not in request.recompute.modules
-        ),
-        "neither whole layers nor the module moe may be recomputed",
-    ),
-    "expert_overlap_precision": (
-        _OVERLAP,
-        "tc:1882",
-        lambda request: request.precision is not Precision.FP32,
-        "the model is in 16 bits",
-    ),
-    "expert_overlap_mtp": (
-        _OVERLAP,
-        "tc:1889",
-        _few_mtp_layers,
-        "the model has one MTP layer at most, on 0.16.1 only with a pipeline",
-    ),
-    "expert_overlap_graphs": (
-        _OVERLAP,
-        "tc:1898",
-        _graphs_beside_overlap,
-        "CUDA graphs may hold neither experts nor whole layers",
-    ),
-    "expert_overlap_fsdp": (
-        _OVERLAP,
-        "model_chunk_schedule_plan.py (run)",
-        lambda request: not (request.is_0_16 and request.zero.is_fsdp),
-        "0.16.1's schedule passes by the layers' forward, where Megatron-FSDP gathers weights",
-    ),
-    "delayed_wgrad": (
-        "delay_wgrad_compute",
-        "args:1210",
-        _engine,
-        "only Transformer Engine puts weight gradients off",
-    ),
-    "shared_overlap": (
-        "moe_shared_expert_overlap",
-        "tc:1090, tc:1232, tc:1886",
-        _overlaps_shared,
-        "tokens go by alltoall (by flex too on 0.20), the all-to-all overlaps nothing else, and "
-        "shared experts are not recomputed",
-    ),
-    "tensor_overlap": (
-        "tp_comm_overlap",
-        "args:915, training/initialize.py:270",
-        lambda request: (
-            _engine(request)
-            and (request.sequence_parallel or request.dims.tensor_model_parallel_size == 1)
-        ),
-        "it needs sequence parallelism and Transformer Engine",
-    ),
-    "context_levels": (
-        "cp_comm_type",
-        "args:403-408",
-        _has_levels,
-        "a2a+p2p needs two sizes that multiply to the context-parallel size",
-    ),
-    "context_sizes": (
-        "hierarchical_context_parallel_sizes",
-        "args:405",
-        _levels_match,
-        "they multiply to the context-parallel size",
-    ),
-    "context_heads": (
-        "cp_comm_type",
-        "Transformer Engine context_parallel.py (run)",
-        _heads_divide,
-        "ranks that exchange heads get whole heads and whole query groups each",
-    ),
-    "graphs_recompute": (
-        "cuda_graph_impl",
-        "tc:1780-1822, args:1158",
-        _graphs_allow_layout,
-        "CUDA graphs hold neither full recomputation nor, on 0.16.1, experts over several ranks",
-    ),
-    "graphs_experts": (
-        "cuda_graph_impl",
-        "tc:1762 (run)",
-        _graphs_leave_experts,
-        "experts without a capacity get as many tokens as come, which no graph holds",
-    ),
-    "offloaded_layers": (
-        "cpu_offloading_num_layers",
-        "tc:1137-1151, tc:1722",
-        _moves_layers,
-        "fewer layers move than there are, without a pipeline, recomputation and CUDA graphs",
-    ),
-    "offloaded_modules": (
-        "offload_modules",
-        "tc:1273-1292, args:1222",
-        _modules_exist,
-        "the release and the model have these modules, attn_proj goes with core_attn, and "
-        "Transformer Engine moves them",
-    ),
-    "offloaded_again": (
-        "offload_modules",
-        "tc:1269, 0.20 tc:2163",
-        _modules_are_saved,
-        "what is recomputed, or moved with its layer, is not there to be moved",
-    ),
-}
-EXECUTION_RULES = tuple(_rule(name, *row) for name, row in _ROWS.items())
+    if _recomputes_layers(request) or whole or inside:
+        yield "what is recomputed, or moved with its layer, is not there to be moved"
