@@ -28,8 +28,7 @@ from nest_megatron.validation.predict import (
     iteration_ticks,
     measured_partition,
 )
-from nest_megatron.validation.refusal import RefusedRowError
-from nest_megatron.validation.rows import Row, read_rows
+from nest_megatron.validation.rows import RefusedRowError, Row, read_rows
 
 SOURCES = ("nvidia-megatron-bridge-perf", "nvidia-dgxc-benchmarking", "nvidia-nemo-docs-24.07")
 #: What makes two rows layouts of one job.

@@ -16,11 +16,11 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.units import Bytes, Seconds
+from nest_megatron.validation.calibration import LeftOutConstants
 from nest_megatron.validation.collectives import predict_collective
 from nest_megatron.validation.golden import golden_job
 from nest_megatron.validation.job import RowJob, job_of
 from nest_megatron.validation.judging import candidate_of
-from nest_megatron.validation.left_out import LeftOutConstants
 from nest_megatron.validation.measured import (
     StepWork,
     measured_memory,
@@ -35,8 +35,14 @@ from nest_megatron.validation.memory import predicted_golden, predicted_memory
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Basis, Judged, RowOutcome
 from nest_megatron.validation.predict import Predictor, RowPrediction
-from nest_megatron.validation.refusal import RefusedRowError
-from nest_megatron.validation.rows import Row, RowFile, RowKind, number, refuse_misprints
+from nest_megatron.validation.rows import (
+    RefusedRowError,
+    Row,
+    RowFile,
+    RowKind,
+    number,
+    refuse_misprints,
+)
 
 
 @dataclass(frozen=True, slots=True)

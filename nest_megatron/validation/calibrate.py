@@ -9,59 +9,53 @@ whole fit, whose Jacobian already has every row, so that no run is priced again 
 from __future__ import annotations
 
 import math
-import random
 import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from nest_megatron.cluster.records import Cluster
-from nest_megatron.cost_model.targets import EXECUTION
-from nest_megatron.parallel.grid import Grid
-from nest_megatron.validation.calibration import (
-    OWNERS,
-    Parameter,
-    Values,
-    generation_of,
-    with_values,
-)
-from nest_megatron.validation.job import RowJob
+from nest_megatron.validation.calibration import PARAMETERS, Parameter, Values, with_values
 from nest_megatron.validation.predict import Predictor
+from nest_megatron.validation.samples import Sample
 
 #: Residuals beyond this (in logarithms) count less and less: some rows are misprints.
 _ROBUST = 0.1
 #: What a constant one standard error off its prior costs, as a row's error would.
 _PULL = 0.04
-#: Rows of one source that are fitted; more of them teach nothing new and cost time.
-_MOST_ROWS = 120
 _STEP = 0.02
 _EVALUATIONS = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """A measured job."""
+@dataclass(slots=True)
+class LogErrors:
+    """Logarithms of predicted over measured time, as a function of some variables.
 
-    source: str
-    model: str
-    job: RowJob
-    measured_s: float
+    Args:
+        samples: each with its ``measured_s``.
+        variables: of each sample, those that its prediction depends on; it is predicted again only
+            if one of them changed.
+        pricing: from all variables to what predicts a sample in seconds.
+    """
 
-    @property
-    def owners(self) -> frozenset[str]:
-        """Whose fitted constants its prediction depends on."""
-        generation = generation_of(self.job.cluster.accelerator.name)
-        owners = {self.job.target.fitted, generation or ""}
-        if self.job.settings.traits.fp8_attention or any(map(_switches, self.job.grids)):
-            owners.add(EXECUTION)
-        return frozenset(owners & OWNERS)
+    samples: Sequence[Any]
+    variables: Sequence[Sequence[int]]
+    pricing: Callable[[Sequence[float]], Callable[[Any], float]]
+    _known: list[dict[tuple[float, ...], float]] = field(default_factory=list)
 
-
-def _switches(grid: Grid) -> bool:
-    """Whether a grid has traffic that a switch of ``Execution`` acts on."""
-    overlaps = grid.execution.tp_comm_overlap and grid.dims.tensor_model_parallel_size > 1
-    return overlaps or grid.dims.expert_model_parallel_size > 1
+    def __call__(self, x: Iterable[float]) -> list[float]:
+        """Sample by sample."""
+        values = [float(value) for value in x]
+        predict = self.pricing(values)
+        self._known = self._known or [{} for _ in self.samples]
+        found = []
+        for sample, mine, known in zip(self.samples, self.variables, self._known, strict=True):
+            key = tuple(values[i] for i in mine)
+            if key not in known:
+                known[key] = math.log(predict(sample) / sample.measured_s)
+            found.append(known[key])
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,58 +110,14 @@ def _absolute_pct(log_error: float) -> float:
     return 100 * abs(math.expm1(log_error))
 
 
-def thinned(samples: Sequence[Sample], seed: int = 0) -> list[Sample]:
-    """At most ``_MOST_ROWS`` of each source, drawn evenly."""
-    by_source: dict[str, list[Sample]] = defaultdict(list)
-    for sample in samples:
-        by_source[sample.source].append(sample)
-    draw = random.Random(seed)
-    kept: list[Sample] = []
-    for rows in by_source.values():
-        kept += draw.sample(rows, _MOST_ROWS) if len(rows) > _MOST_ROWS else rows
-    return kept
-
-
-class _Problem:
-    """Residuals of some samples under some parameters; a sample is priced again only if it must."""
-
-    def __init__(self, samples: Sequence[Sample], parameters: Sequence[Parameter]) -> None:
-        self.samples = samples
-        self.parameters = parameters
-        counts: dict[str, int] = defaultdict(int)
-        for sample in samples:
-            counts[sample.source] += 1
-        self._weights = [counts[sample.source] ** -0.25 for sample in samples]
-        self._mine = [
-            tuple(i for i, p in enumerate(parameters) if p.owner in sample.owners)
-            for sample in samples
-        ]
-        self._seen: list[dict[tuple[float, ...], float]] = [{} for _ in samples]
-
-    def log_errors(self, x: Sequence[float]) -> list[float]:
-        """Logarithm of predicted over measured time, sample by sample."""
-        values = {p.key: float(v) for p, v in zip(self.parameters, x, strict=True)}
-        predictor = Predictor()
-        clusters: dict[int, Cluster] = {}
-        found = []
-        for sample, mine, seen in zip(self.samples, self._mine, self._seen, strict=True):
-            key = tuple(float(x[i]) for i in mine)
-            if key not in seen:
-                predicted = predictor.predict(with_values(sample.job, values, clusters))
-                seen[key] = math.log(predicted.iteration_time_s / sample.measured_s)
-            found.append(seen[key])
-        return found
-
-    def residuals(self, x: Sequence[float]) -> list[float]:
-        """What least squares minimises: weighted robust errors, then the pull of the priors."""
-        rows = [
-            weight * _robust(error)
-            for weight, error in zip(self._weights, self.log_errors(x), strict=True)
-        ]
-        pulls = [
-            _PULL * (value - p.prior) / p.width for p, value in zip(self.parameters, x, strict=True)
-        ]
-        return rows + pulls
+def _pricing(parameters: Sequence[Parameter], x: Sequence[float]) -> Callable[[Sample], float]:
+    """What predicts a sample under some constants; samples of one cluster share their prices."""
+    values = {p.key: value for p, value in zip(parameters, x, strict=True)}
+    predictor = Predictor()
+    clusters: dict[int, Cluster] = {}
+    return lambda sample: (
+        predictor.predict(with_values(sample.job, values, clusters)).iteration_time_s
+    )
 
 
 def _robust(error: float) -> float:
@@ -180,42 +130,46 @@ def _robust(error: float) -> float:
     return math.copysign(math.sqrt(loss), error)
 
 
-def fit_constants(
-    samples: Sequence[Sample],
-    parameters: Sequence[Parameter],
-    start: Values | None = None,
-    evaluations: int = _EVALUATIONS,
-) -> Fit:
-    """Fit parameters to samples, each set of samples that share constants by itself.
+def fit_constants(samples: Sequence[Sample], start: Values) -> Fit:
+    """Fit all parameters to samples, each set of samples that share constants by itself.
 
     Args:
-        start: where to begin; the priors if not given.
-        evaluations: of all residuals, at most.
+        start: where to begin; at the prior of what it does not have.
     """
-    parts = [_fit_part(part, parameters, start or {}, evaluations) for part in components(samples)]
-    return Fit(parts=tuple(parts))
+    return Fit(parts=tuple(_fit_part(part, start) for part in components(samples)))
 
 
-def _fit_part(
-    samples: Sequence[Sample], parameters: Sequence[Parameter], start: Values, evaluations: int
-) -> FittedPart:
+def _fit_part(samples: Sequence[Sample], start: Values) -> FittedPart:
     from scipy.optimize import least_squares
 
-    wanted = [p for p in parameters if any(p.owner in sample.owners for sample in samples)]
-    problem = _Problem(samples, wanted)
+    wanted = [p for p in PARAMETERS if any(p.owner in sample.owners for sample in samples)]
+    mine = [[i for i, p in enumerate(wanted) if p.owner in s.owners] for s in samples]
+    log_errors = LogErrors(samples, mine, lambda x: _pricing(wanted, x))
+    counts = Counter(sample.source for sample in samples)
+    weights = [counts[sample.source] ** -0.25 for sample in samples]
+
+    def residuals(x: Sequence[float]) -> list[float]:
+        """Weighted robust errors, then the pull of the priors."""
+        errors = zip(weights, log_errors(x), strict=True)
+        pulls = zip(wanted, x, strict=True)
+        return [
+            *(weight * _robust(error) for weight, error in errors),
+            *(_PULL * (value - p.prior) / p.width for p, value in pulls),
+        ]
+
     result = least_squares(
-        problem.residuals,
-        [min(max(start.get(p.key, p.prior), p.low), p.high) for p in wanted],
+        residuals,
+        [p.bounded(start.get(p.key, p.prior)) for p in wanted],
         bounds=([p.low for p in wanted], [p.high for p in wanted]),
         x_scale=[p.width for p in wanted],
         diff_step=[_STEP] * len(wanted),
-        max_nfev=evaluations,
+        max_nfev=_EVALUATIONS,
     )
     return FittedPart(
         samples=tuple(samples),
         parameters=tuple(wanted),
         values=tuple(map(float, result.x)),
-        log_errors=tuple(problem.log_errors(result.x)),
+        log_errors=tuple(log_errors(result.x)),
         residuals=result.fun,
         jacobian=result.jac,
     )
@@ -261,9 +215,24 @@ def cross_validate(fit: Fit, by: str) -> list[LeftOut]:
     return [
         each
         for part in fit.parts
-        for name in sorted({str(getattr(sample, by)) for sample in part.samples})
-        for each in _leave_out(part, [getattr(sample, by) == name for sample in part.samples])
+        for _, out in _left_out_in_turn(part, by)
+        for each in _predicted_without(part, out)
     ]
+
+
+def _left_out_in_turn(part: FittedPart, by: str) -> Iterator[tuple[str, list[bool]]]:
+    """Each source or model of a part, and which samples are its own."""
+    names = [str(getattr(sample, by)) for sample in part.samples]
+    for name in sorted(set(names)):
+        yield name, [each == name for each in names]
+
+
+def _predicted_without(part: FittedPart, out: Sequence[bool]) -> Iterator[LeftOut]:
+    predict = _pricing(part.parameters, _without(part, out))
+    for sample, seen, is_out in zip(part.samples, part.log_errors, out, strict=True):
+        if is_out:
+            unseen = math.log(predict(sample) / sample.measured_s)
+            yield LeftOut(sample=sample, seen=seen, unseen=unseen)
 
 
 def constants_without(fit: Fit, by: str) -> dict[str, dict[str, float]]:
@@ -278,26 +247,10 @@ def constants_without(fit: Fit, by: str) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = defaultdict(dict)
     for part in fit.parts:
         whole = _without(part, [False] * len(part.samples))
-        for name in sorted({str(getattr(sample, by)) for sample in part.samples}):
-            rest = _without(part, [getattr(sample, by) == name for sample in part.samples])
-            rows = zip(part.parameters, part.values, rest, whole, strict=True)
-            found[name] |= {
-                p.key: min(max(value + after - before, p.low), p.high)
-                for p, value, after, before in rows
-            }
+        for name, out in _left_out_in_turn(part, by):
+            rows = zip(part.parameters, part.values, _without(part, out), whole, strict=True)
+            found[name] |= {p.key: p.bounded(at + after - before) for p, at, after, before in rows}
     return dict(found)
-
-
-def _leave_out(part: FittedPart, out: Sequence[bool]) -> Iterator[LeftOut]:
-    values = _without(part, out)
-    keyed = {p.key: value for p, value in zip(part.parameters, values, strict=True)}
-    predictor = Predictor()
-    clusters: dict[int, Cluster] = {}
-    for sample, seen, is_out in zip(part.samples, part.log_errors, out, strict=True):
-        if is_out:
-            predicted = predictor.predict(with_values(sample.job, keyed, clusters))
-            unseen = math.log(predicted.iteration_time_s / sample.measured_s)
-            yield LeftOut(sample=sample, seen=seen, unseen=unseen)
 
 
 def _without(part: FittedPart, out: Sequence[bool]) -> list[float]:
@@ -305,20 +258,18 @@ def _without(part: FittedPart, out: Sequence[bool]) -> list[float]:
     from scipy.optimize import lsq_linear
 
     pairs = list(zip(part.parameters, part.values, strict=True))
-    kept = [not each for each in out] + [True] * len(pairs)
+    used = [not each for each in out] + [True] * len(pairs)
     # a margin, since a constant that sits at its bound leaves no space between the two
     step = lsq_linear(
-        part.jacobian[kept] * [p.width for p in part.parameters],
-        -part.residuals[kept],
+        part.jacobian[used] * [p.width for p in part.parameters],
+        -part.residuals[used],
         bounds=(
             [(p.low - value) / p.width - 1e-9 for p, value in pairs],
             [(p.high - value) / p.width + 1e-9 for p, value in pairs],
         ),
     )
-    return [
-        min(max(value + p.width * float(move), p.low), p.high)
-        for (p, value), move in zip(pairs, step.x, strict=True)
-    ]
+    moves = zip(pairs, step.x, strict=True)
+    return [p.bounded(value + p.width * float(move)) for (p, value), move in moves]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nest_megatron.cluster.records import Accelerator, Cluster, Precision
 from nest_megatron.cost_model.targets import EXECUTION
+from nest_megatron.validation.calibration_store import read_record
 from nest_megatron.validation.job import RowJob
 
 
@@ -41,6 +42,10 @@ class Parameter:
     def key(self) -> str:
         """Its name in tables and files."""
         return f"{self.owner}.{self.name}"
+
+    def bounded(self, value: float) -> float:
+        """A value, or the bound that it is beyond."""
+        return min(max(value, self.low), self.high)
 
 
 #: Generations of devices by the first word of the accelerator's name.
@@ -70,13 +75,12 @@ def generation_of(accelerator: str) -> str | None:
 Values = Mapping[str, float]
 
 
-def with_values(job: RowJob, values: Values, clusters: dict[int, Cluster] | None = None) -> RowJob:
+def with_values(job: RowJob, values: Values, clusters: dict[int, Cluster]) -> RowJob:
     """A job under other constants.
 
     Args:
         clusters: changed clusters by the identity of the old ones, so that jobs keep sharing them.
     """
-    clusters = {} if clusters is None else clusters
     cluster = clusters.get(id(job.cluster))
     if cluster is None:
         device = device_values(job.cluster.accelerator, values)
@@ -194,3 +198,27 @@ PARAMETERS: tuple[Parameter, ...] = (
 
 #: Everything that a parameter belongs to.
 OWNERS = frozenset(parameter.owner for parameter in PARAMETERS)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOutConstants:
+    """Jobs under the constants of a fit without their source, so that no figure was fitted."""
+
+    by_source: Mapping[str, Values]
+    _clusters: dict[str, dict[int, Cluster]] = field(default_factory=dict)
+    _known: list[Cluster] = field(default_factory=list)  # keeps them, and so their identity
+
+    def applied(self, source: str, job: RowJob) -> RowJob:
+        """A job of a source; as it is where the source was not fitted."""
+        values = self.by_source.get(source)
+        if not values:
+            return job
+        clusters = self._clusters.setdefault(source, {})
+        if id(job.cluster) not in clusters:
+            self._known.append(job.cluster)
+        return with_values(job, values, clusters)
+
+
+def shipped_left_out() -> LeftOutConstants:
+    """The catalogue's (``calibration/left_out.yaml``)."""
+    return LeftOutConstants(read_record("left_out"))

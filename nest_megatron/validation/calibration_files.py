@@ -2,110 +2,129 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import write_text
-from nest_megatron.validation.calibrate import Fit, HeldOut, Sample
+from nest_megatron.validation.calibrate import Fit, HeldOut, constants_without
 from nest_megatron.validation.calibration import PARAMETERS, Values, generation_of
+from nest_megatron.validation.calibration_store import read_record, write_record
+from nest_megatron.validation.samples import Sample
 
 _HEAD = """\
-# Written by `nest-megatron calibrate` (nest_megatron/validation/calibrate.py); do not edit.
 # values: fitted constants; prior: where each is pulled to. rows: measured runs that
 # were fitted, by source. mape_pct: their mean absolute error. left_out_pct: rows predicted by a fit
 # that has not seen their source (or model), mean absolute error.
 """
+_LEFT_OUT_HEAD = """\
+# By source: the constants that a fit to all other sources has, where they differ from those of
+# devices.yaml and frameworks.yaml by more than 0.3 %. `nest-megatron validate --left-out` takes
+# them.
+"""
+#: Constants that move by less than this share are not written.
+_MOVED = 0.003
 #: Constants that an accelerator's file states one a line.
 _LINES = (
-    "attention_efficiency",
-    "memory_efficiency",
-    "kernel_floor_s",
-    "grouped_gemm_share",
+    *("attention_efficiency", "memory_efficiency", "kernel_floor_s", "grouped_gemm_share"),
     "host_kernel_s",
 )
 
 
 def catalogue_values() -> Values:
     """The constants of the catalogue, by parameter key: where a new fit starts."""
-    found: dict[str, float] = {}
-    for name in ("devices", "frameworks"):
-        path = catalogue_root().joinpath("calibration", f"{name}.yaml")
-        entries = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        for owner, entry in entries.items():
-            found |= {f"{owner}.{field}": value for field, value in entry["values"].items()}
-    return found
+    return {
+        f"{owner}.{field}": value
+        for name in ("devices", "frameworks")
+        for owner, entry in read_record(name).items()
+        for field, value in entry["values"].items()
+    }
 
 
-def write_calibration(
-    folder: Path, fit: Fit, samples: Sequence[Sample], left_out: Mapping[str, Sequence[HeldOut]]
-) -> list[Path]:
-    """Write a fit into a catalogue.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """Fitted constants, with the runs behind them.
 
     Args:
-        folder: the catalogue (``hydra_configs``), with ``calibration/`` and ``accelerator/``.
         left_out: results of cross-validation by what was left out: ``source``, ``model``.
-
-    Returns:
-        The files that were written.
-
-    Raises:
-        UserInputError: if the folder is no catalogue.
     """
-    if not (folder / "accelerator").is_dir():
-        raise UserInputError(
-            "--out",
-            value=str(folder),
-            limit="it is no catalogue: it has no accelerator/ inside",
-            fix="Name the hydra_configs directory of a source checkout.",
-        )
-    (folder / "calibration").mkdir(exist_ok=True)
-    frameworks = folder / "calibration" / "frameworks.yaml"
-    devices = folder / "calibration" / "devices.yaml"
-    names = {generation_of(s.job.cluster.accelerator.name) for s in samples} - {None}
-    owners = {p.owner for p in PARAMETERS if p.key in fit.values}
-    write_text(frameworks, _document(sorted(owners - names), fit, samples, left_out))
-    write_text(devices, _document(sorted(owners & names), fit, samples, left_out))
-    return [frameworks, devices, *_write_accelerators(folder / "accelerator", fit.values)]
 
+    fit: Fit
+    samples: Sequence[Sample]
+    left_out: Mapping[str, Sequence[HeldOut]]
 
-def _document(
-    owners: Sequence[str],
-    fit: Fit,
-    samples: Sequence[Sample],
-    left_out: Mapping[str, Sequence[HeldOut]],
-) -> str:
-    entries = {owner: _entry(owner, fit, samples, left_out) for owner in owners}
-    text = yaml.safe_dump(entries, sort_keys=False, width=100, default_flow_style=None)
-    return f"{_HEAD}{text}"
+    def document(self) -> dict[str, object]:
+        """For ``--json``."""
+        return {
+            "rows": len(self.samples),
+            "values": dict(self.fit.values),
+            "mape_pct": {source: self.fit.mape_pct(source) for source in self.fit.errors},
+            "left_out": {
+                by: [dataclasses.asdict(each) for each in held]
+                for by, held in self.left_out.items()
+            },
+        }
 
+    def write(self, out: Path) -> Iterator[Path]:
+        """Write them into a catalogue (``hydra_configs``), if there were runs; the files written.
 
-def _entry(
-    owner: str,
-    fit: Fit,
-    samples: Sequence[Sample],
-    left_out: Mapping[str, Sequence[HeldOut]],
-) -> dict[str, object]:
-    mine = [sample for sample in samples if owner in sample.owners]
-    parameters = [p for p in PARAMETERS if p.owner == owner]
-    sources = Counter(sample.source for sample in mine)
-    models = {sample.model for sample in mine}
-    shown = {"source": set(sources), "model": models}
-    return {
-        "values": {p.name: float(f"{fit.values[p.key]:.4g}") for p in parameters},
-        "prior": {p.name: p.prior for p in parameters},
-        "rows": dict(sources.most_common()),
-        "mape_pct": {name: round(fit.mape_pct(name), 1) for name in sources},
-        "left_out_pct": {
-            by: {h.name: round(h.unseen_pct, 1) for h in held if h.name in shown[by]}
-            for by, held in left_out.items()
-        },
-    }
+        Raises:
+            UserInputError: if the folder is no catalogue.
+        """
+        if not self.samples:
+            return
+        if not (out / "accelerator").is_dir():
+            raise UserInputError(
+                "--out",
+                value=str(out),
+                limit="it is no catalogue: it has no accelerator/ inside",
+                fix="Name the hydra_configs directory of a source checkout.",
+            )
+        folder = out / "calibration"
+        folder.mkdir(exist_ok=True)
+        names = {generation_of(s.job.cluster.accelerator.name) for s in self.samples}
+        owners = sorted({p.owner for p in PARAMETERS if p.key in self.fit.values})
+        for name, is_device in (("frameworks", False), ("devices", True)):
+            mine = [owner for owner in owners if (owner in names) is is_device]
+            yield write_record(folder, name, _HEAD, {each: self._entry(each) for each in mine})
+        yield from _write_accelerators(out / "accelerator", self.fit.values)
+        if self.left_out.get("source"):
+            yield write_record(folder, "left_out", _LEFT_OUT_HEAD, self._moved())
+
+    def _entry(self, owner: str) -> dict[str, object]:
+        mine = [sample for sample in self.samples if owner in sample.owners]
+        parameters = [p for p in PARAMETERS if p.owner == owner]
+        sources = Counter(sample.source for sample in mine)
+        shown = {"source": set(sources), "model": {sample.model for sample in mine}}
+        return {
+            "values": {p.name: float(f"{self.fit.values[p.key]:.4g}") for p in parameters},
+            "prior": {p.name: p.prior for p in parameters},
+            "rows": dict(sources.most_common()),
+            "mape_pct": {name: round(self.fit.mape_pct(name), 1) for name in sources},
+            "left_out_pct": {
+                by: {h.name: round(h.unseen_pct, 1) for h in held if h.name in shown[by]}
+                for by, held in self.left_out.items()
+            },
+        }
+
+    def _moved(self) -> dict[str, dict[str, float]]:
+        """By source, the constants that move when it is left out."""
+        whole = self.fit.values
+        found = {
+            source: {
+                key: float(f"{value:.4g}")
+                for key, value in sorted(values.items())
+                if abs(value - whole[key]) > _MOVED * abs(whole[key])
+            }
+            for source, values in sorted(constants_without(self.fit, "source").items())
+        }
+        return {source: values for source, values in found.items() if values}
 
 
 def _write_accelerators(folder: Path, values: Values) -> Iterator[Path]:

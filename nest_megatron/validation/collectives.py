@@ -10,8 +10,7 @@ from nest_megatron.cluster.communication import collective_time
 from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
 from nest_megatron.validation.gpu_names import accelerator_name
 from nest_megatron.validation.machines import RACK_GPUS, largest_part, network_levels
-from nest_megatron.validation.refusal import RefusedRowError
-from nest_megatron.validation.rows import Row, number, whole
+from nest_megatron.validation.rows import RefusedRowError, Row, number, whole
 
 #: Names of collectives in the tables, without punctuation.
 _KINDS = {

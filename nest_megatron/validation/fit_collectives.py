@@ -11,6 +11,7 @@ row speaks of keeps its value in ``hydra_configs/calibration/links.yaml``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
+from nest_megatron.validation.calibrate import LogErrors
 from nest_megatron.validation.collectives import CollectiveRow, row_time
 from nest_megatron.validation.links import LinkTechnology, link_of_level
 
@@ -27,7 +29,6 @@ Links = Mapping[str, LinkTechnology]
 LEAST_BYTES = 1_000_000
 
 _KINDS = {
-    "gather": (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER),
     "ring": (
         CollectiveKind.ALL_REDUCE,
         CollectiveKind.ALL_GATHER,
@@ -54,7 +55,7 @@ class LinkParameter:
 
     Args:
         field: a field of ``LinkTechnology``, or a key of the efficiencies (``ring`` is all but
-            exchanges).
+            all-to-alls).
         low, usual, high: bounds, and the value that it is pulled to.
         family: parameters with the same one are pulled to its mean, and that to the usual value.
     """
@@ -78,15 +79,13 @@ class LinkParameter:
         return dataclasses.replace(link, efficiency=shares)
 
 
-#: Bounds and usual value by field: times from NCCL's own tuning constants
-#: (truth/comm_nccl_tuning_constants.csv: 3.4 us a hop over NVLink, 14 us over a network).
-_TIMES = {
-    "nvlink": {"latency_s": (2e-7, 3.4e-6, 1e-4), "startup_s": (1e-6, 2e-5, 3e-4)},
-    "network": {"latency_s": (1e-6, 1.4e-5, 1e-3), "startup_s": (1e-6, 2e-5, 1e-3)},
-}
-#: ``ring``: headers and checks leave no more of an adapter's rate.
-_SHARES = {
+#: Bounds and usual value by field. Times from NCCL's own tuning constants
+#: (truth/comm_nccl_tuning_constants.csv: 3.4 us a hop over NVLink, 14 us over a network). ``ring``
+#: of a network: headers and checks leave no more of an adapter's rate.
+_BOUNDS = {
     "nvlink": {
+        "latency_s": (2e-7, 3.4e-6, 1e-4),
+        "startup_s": (1e-6, 2e-5, 3e-4),
         "ramp": (0.05, 0.7, 4.0),
         "ring": (0.05, 0.78, 0.98),
         "exchange": (0.05, 0.7, 0.98),
@@ -94,6 +93,8 @@ _SHARES = {
         "reduction_efficiency": (0.05, 0.68, 0.98),
     },
     "network": {
+        "latency_s": (1e-6, 1.4e-5, 1e-3),
+        "startup_s": (1e-6, 2e-5, 1e-3),
         "ramp": (0.02, 0.1, 4.0),
         "ring": (0.05, 0.95, 0.98),
         "exchange": (0.05, 0.9, 0.98),
@@ -111,7 +112,7 @@ def _family(name: str, *lines: str) -> tuple[LinkParameter, ...]:
     for line in lines:
         field, _, groups = line.partition(": ")
         ties = [tuple(group.split()) for group in groups.split(",")]
-        low, usual, high = (_TIMES[name] | _SHARES[name])[field]
+        low, usual, high = _BOUNDS[name][field]
         found += [
             LinkParameter(
                 field=field,
@@ -168,6 +169,11 @@ class CollectiveSample:
     weight: float = 1.0
 
     @property
+    def measured_s(self) -> float:
+        """Seconds of the call."""
+        return self.row.measured_s
+
+    @property
     def crossed(self) -> frozenset[str]:
         """Technologies that its group crosses."""
         pairs = zip(self.row.shape, self.row.levels, strict=True)
@@ -187,6 +193,11 @@ class Errors:
     fitted: float
     left_out: float
 
+    def document(self) -> dict[str, float | None]:
+        """For ``--json``."""
+        left_out = None if math.isnan(self.left_out) else self.left_out
+        return {"rows": self.rows, "error": self.fitted, "left_out": left_out}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkFit:
@@ -202,13 +213,10 @@ class LinkFit:
     errors: tuple[float, ...]
     left_out: tuple[float, ...]
 
-    def by_source(self) -> dict[str, Errors]:
-        """Errors of each source, of large messages."""
-        return self._by(lambda sample: sample.source)
-
-    def by_cluster(self) -> dict[str, Errors]:
-        """Errors of each cluster, of large messages."""
-        return self._by(lambda sample: sample.cluster)
+    def by(self, kind: str) -> dict[str, Errors]:
+        """Errors of large messages by ``source`` or by ``cluster``."""
+        names = sorted({getattr(sample, kind) for sample in self.samples if sample.is_large})
+        return {name: self._means(lambda s, at=name: getattr(s, kind) == at) for name in names}  # type: ignore[misc]
 
     def by_link(self, name: str) -> Errors:
         """Errors of the large messages that cross a technology."""
@@ -222,9 +230,15 @@ class LinkFit:
         """Number of rows of each source that cross a technology."""
         return dict(sorted(Counter(s.source for s in self.samples if name in s.crossed).items()))
 
-    def _by(self, key: Callable[[CollectiveSample], str]) -> dict[str, Errors]:
-        names = sorted({key(sample) for sample in self.samples if sample.is_large})
-        return {name: self._means(lambda s, at=name: key(s) == at) for name in names}  # type: ignore[misc]
+    def document(self) -> dict[str, object]:
+        """For ``--json``: errors of messages of 1 MB and more."""
+        return {
+            "collectives": {n: each.document() for n, each in self.by("source").items()},
+            "collectives_by_cluster": {
+                n: each.document() for n, each in self.by("cluster").items()
+            },
+            "collectives_overall": self.overall().document(),
+        }
 
     def _means(self, wanted: Callable[[CollectiveSample], bool]) -> Errors:
         places = [i for i, s in enumerate(self.samples) if s.is_large and wanted(s)]
@@ -248,19 +262,19 @@ def fit_links(
         refitted = others_only.links(others_only.solve(values, _REFIT_EVALUATIONS))
         for i, sample in enumerate(samples):
             if sample.cluster == cluster:
-                left_out[i] = error(refitted, sample)
+                left_out[i] = _error(refitted, sample)
     links = whole.links(values)
     return LinkFit(
         links=links,
         samples=tuple(samples),
-        errors=tuple(error(links, sample) for sample in samples),
+        errors=tuple(_error(links, sample) for sample in samples),
         left_out=tuple(left_out),
     )
 
 
-def error(links: Links, sample: CollectiveSample) -> float:
+def _error(links: Links, sample: CollectiveSample) -> float:
     """Predicted over measured time, less 1."""
-    return _predicted(links, sample) / sample.row.measured_s - 1
+    return _predicted(links, sample) / sample.measured_s - 1
 
 
 def _predicted(links: Links, sample: CollectiveSample) -> float:
@@ -279,13 +293,13 @@ def _with_link(level: NetworkLevel, links: Links) -> NetworkLevel:
 
 
 class _Problem:
-    """Residuals of some samples; a sample is priced again only if a figure of its links changed.
+    """Residuals of some samples.
 
     The variables are the logarithms of the parameters, then of the families' means.
     """
 
     def __init__(self, start: Links, samples: Sequence[CollectiveSample]) -> None:
-        self._start, self._samples = start, samples
+        self._start = start
         self._families = sorted({p.family for p in PARAMETERS if p.family})
         firsts = (next(p for p in PARAMETERS if p.family == name) for name in self._families)
         bounds = [(p.low, p.usual, p.high) for p in (*PARAMETERS, *firsts)]
@@ -297,11 +311,14 @@ class _Problem:
             3 * s.weight * counts[s.cluster] ** -0.25 * (1 if s.is_large else _SMALL)
             for s in samples
         ]
-        self._mine = [
-            tuple(i for i, p in enumerate(PARAMETERS) if s.crossed.intersection(p.links))
+        mine = [
+            [i for i, p in enumerate(PARAMETERS) if s.crossed.intersection(p.links)]
             for s in samples
         ]
-        self._seen: list[dict[tuple[float, ...], float]] = [{} for _ in samples]
+        self._log_errors = LogErrors(samples, mine, self._pricing)
+
+    def _pricing(self, logs: Iterable[float]) -> Callable[[CollectiveSample], float]:
+        return functools.partial(_predicted, self.links(logs))
 
     def links(self, logs: Iterable[float]) -> Links:
         """The technologies with the values of these variables."""
@@ -329,29 +346,16 @@ class _Problem:
         )
         return [float(value) for value in done.x]
 
-    def _residuals(self, x: Any) -> list[float]:
-        logs = x.tolist()
-        links = self.links(logs)
-        rows = []
-        for sample, weight, mine, seen in zip(
-            self._samples, self._weights, self._mine, self._seen, strict=True
-        ):
-            key = tuple(logs[i] for i in mine)
-            if key not in seen:
-                seen[key] = math.log(_predicted(links, sample) / sample.row.measured_s)
-            rows.append(weight * seen[key])
-        return rows + self._pulls(logs)
-
-    def _pulls(self, logs: Sequence[float]) -> list[float]:
-        means = dict(zip(self._families, logs[len(PARAMETERS) :], strict=True))
-        each = [
+    def _residuals(self, x: Sequence[float]) -> list[float]:
+        """Weighted errors, then the pulls of parameters and of families."""
+        weighted = [w * error for w, error in zip(self._weights, self._log_errors(x), strict=True)]
+        means = dict(zip(self._families, x[len(PARAMETERS) :], strict=True))
+        pulls = [
             _POOL * (log - means[p.family]) if p.family else _PULL * (log - math.log(p.usual))
-            for p, log in zip(PARAMETERS, logs, strict=False)
+            for p, log in zip(PARAMETERS, x, strict=False)
         ]
-        usual = self.usual[len(PARAMETERS) :]
-        return each + [
-            _PULL * (means[name] - at) for name, at in zip(self._families, usual, strict=True)
-        ]
+        usual = zip(self._families, self.usual[len(PARAMETERS) :], strict=True)
+        return [*weighted, *pulls, *(_PULL * (means[name] - at) for name, at in usual)]
 
 
 def _mean(values: Sequence[float]) -> float:

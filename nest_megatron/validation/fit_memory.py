@@ -10,6 +10,7 @@ gathered they are most of what is public.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import statistics
@@ -19,12 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from nest_megatron.cost_model.device_memory import PeakError
-from nest_megatron.files import write_text
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.validation.assess import Assessor
+from nest_megatron.validation.calibration_store import write_record
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Basis, RowOutcome
 from nest_megatron.validation.possible import states_recompute
@@ -40,7 +39,6 @@ _OFFLOADS_IN_NOTES = re.compile(r"(?:activation|state) offload", re.IGNORECASE)
 _LEAST_SCALE = 1e-4
 
 _HEAD = """\
-# Written by `nest-megatron calibrate` (nest_megatron/validation/fit_memory.py); do not edit.
 # Error of predicted peaks, log(measured / predicted): halves of Student's t with 2 degrees of
 # freedom, of the scale above and the scale below the median.
 # replicated: Megatron with whole weights on each replica; sharded: ZeRO-2, ZeRO-3 and FSDP of all
@@ -73,6 +71,9 @@ class Peaks:
 Evidence = Mapping[str, Peaks]
 
 
+_KINDS = ("measured", "ran", "ran_out")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakFit:
     """A fitted error, and how often it holds for sources that it has not seen.
@@ -93,13 +94,55 @@ class PeakFit:
         """How many peaks were measured, runs ran, or ran out, over all sources."""
         return sum(len(getattr(peaks, kind)) for peaks in self.evidence.values())
 
+    def document(self) -> dict[str, object]:
+        """For ``--json``."""
+        return {
+            **dataclasses.asdict(self.error),
+            **{kind: self.total(kind) for kind in _KINDS},
+            "expected_to_run_out": self.expected_to_run_out,
+            "coverage_by_source_pct": dict(self.by_source_pct),
+            "coverage_by_row_pct": dict(self.by_row_pct),
+        }
+
+    def record(self) -> dict[str, object]:
+        """For the catalogue."""
+        counts = {
+            kind: {s: n for s, peaks in self.evidence.items() if (n := len(getattr(peaks, kind)))}
+            for kind in _KINDS
+        }
+        shares = {"sources": self.by_source_pct, "rows": self.by_row_pct}
+        return {
+            **dataclasses.asdict(self.error),
+            **counts,
+            "coverage_pct": {
+                name: {share: round(pct) for share, pct in each.items()}
+                for name, each in shares.items()
+            },
+            "expected_to_run_out": round(self.expected_to_run_out, 1),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PeakFits:
+    """Fits by how weights are stored, ``replicated`` and ``sharded``."""
+
+    fits: Mapping[str, PeakFit]
+
+    def document(self) -> dict[str, object]:
+        """For ``--json``."""
+        return {"peaks": {name: fit.document() for name, fit in self.fits.items()}}
+
+    def write(self, out: Path) -> Iterator[Path]:
+        """Write the fits into a catalogue."""
+        record = {name: fit.record() for name, fit in self.fits.items()}
+        yield write_record(out / "calibration", "memory", _HEAD, record)
+
 
 def peak_evidence(files: Iterable[RowFile], book: ModelBook) -> Mapping[str, Evidence]:
     """What tables say of predicted peaks, ``replicated`` and ``sharded``."""
     assessor = Assessor(book)
     found: dict[str, dict[str, Peaks]] = {
-        "replicated": defaultdict(Peaks),
-        "sharded": defaultdict(Peaks),
+        name: defaultdict(Peaks) for name in ("replicated", "sharded")
     }
     seen = set()
     for file in files:
@@ -166,11 +209,7 @@ def fit_peaks(evidence: Evidence) -> PeakFit:
     inside = {share: _inside(evidence, unseen, share / 100) for share in (50, 90)}
     fitted = _error(evidence)
     return PeakFit(
-        error=PeakError(
-            median=round(fitted.median, 3),
-            above=round(fitted.above, 3),
-            below=round(fitted.below, 3),
-        ),
+        error=PeakError(**{k: round(v, 3) for k, v in dataclasses.asdict(fitted).items()}),
         evidence=evidence,
         by_source_pct={
             share: 100 * statistics.fmean(map(statistics.fmean, each))
@@ -229,8 +268,8 @@ def _table(
     rows = [
         (value, kind, 1.0 / len(peaks))
         for peaks in evidence.values()
-        for kind, values in enumerate((peaks.measured, peaks.ran, peaks.ran_out))
-        for value in values
+        for kind, name in enumerate(_KINDS)
+        for value in getattr(peaks, name)
     ]
     values, kinds, weights = zip(*rows, strict=True)
     return np.array(values), np.array(kinds), np.array(weights)
@@ -257,28 +296,3 @@ def _loss(
     density = -3.0 * np.log(root) - np.log(scales)
     each = np.choose(kinds, (density, np.log(at_most), np.log1p(-at_most)))
     return -float(weights @ each)
-
-
-def write_peaks(path: Path, fits: Mapping[str, PeakFit]) -> None:
-    """Write the fits into a catalogue's ``calibration/``."""
-    document = {
-        name: {
-            "median": fit.error.median,
-            "above": fit.error.above,
-            "below": fit.error.below,
-            **{kind: _counts(fit.evidence, kind) for kind in ("measured", "ran", "ran_out")},
-            "coverage_pct": {
-                "sources": {share: round(pct) for share, pct in fit.by_source_pct.items()},
-                "rows": {share: round(pct) for share, pct in fit.by_row_pct.items()},
-            },
-            "expected_to_run_out": round(fit.expected_to_run_out, 1),
-        }
-        for name, fit in fits.items()
-    }
-    text = yaml.safe_dump(document, sort_keys=False, width=100, default_flow_style=None)
-    write_text(path, f"{_HEAD}{text}")
-
-
-def _counts(evidence: Evidence, kind: str) -> dict[str, int]:
-    counts = {source: len(getattr(peaks, kind)) for source, peaks in evidence.items()}
-    return {source: count for source, count in counts.items() if count}

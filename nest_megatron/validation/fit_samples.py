@@ -10,7 +10,7 @@ from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.validation.collectives import CollectiveRow, parse_collective
 from nest_megatron.validation.fit_collectives import CollectiveSample
 from nest_megatron.validation.links import links
-from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.rows import RefusedRowError
 
 #: Smallest message that takes part: below, clocks and rounded printouts rule.
 _LEAST_BYTES = 1000

@@ -11,20 +11,17 @@ import dataclasses
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
-from nest_megatron.files import write_text
 from nest_megatron.units import Seconds
 from nest_megatron.validation.assess import job_time
+from nest_megatron.validation.calibration_store import write_record
 from nest_megatron.validation.job import RowJob, job_of
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.predict import Predictor
-from nest_megatron.validation.refusal import RefusedRowError
-from nest_megatron.validation.rows import Row, RowFile, RowKind
+from nest_megatron.validation.rows import RefusedRowError, Row, RowFile, RowKind
 
 #: Columns that rows of one weak scaling have in common, besides the work of each GPU.
 _SAME = (
@@ -39,7 +36,6 @@ _FLAT = 1.02
 _MOST = 0.5
 
 _HEAD = """\
-# Written by `nest-megatron calibrate` (nest_megatron/validation/fit_stragglers.py); do not edit.
 # straggler_delay_s: standard deviation of what a rank is late after a second of work, and the
 # default of cost.straggler_delay_s. rows: runs of weak scalings that were fitted, by source.
 # deviation_pct: mean deviation of a run from what the others of its scaling let expect, without the
@@ -48,7 +44,7 @@ _HEAD = """\
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class ScalingRun:
     """One size of a weak scaling.
 
     Args:
@@ -68,23 +64,22 @@ class Scaling:
 
     source: str
     model: str
-    points: tuple[Point, ...]
+    runs: tuple[ScalingRun, ...]
 
     @property
     def speaks(self) -> bool:
         """Whether its sizes differ in what they wait for stragglers, and in little else."""
-        steps = [point.predicted_s for point in self.points]
-        sizes = {point.num_gpus for point in self.points}
-        waits = {point.wait_s for point in self.points}
+        steps = [run.predicted_s for run in self.runs]
+        sizes, waits = ({getattr(r, name) for r in self.runs} for name in ("num_gpus", "wait_s"))
         return len(sizes) > 1 and len(waits) > 1 and max(steps) <= _FLAT * min(steps)
 
-    def deviations(self, delay_s: float) -> list[float]:
-        """Logarithms of measured over predicted steps, beside their mean."""
+    def deviations(self, delay_s: float) -> Iterator[float]:
+        """Sizes of the logarithms of measured over predicted steps, beside their mean."""
         errors = [
-            math.log(p.measured_s / (p.predicted_s + delay_s * p.wait_s)) for p in self.points
+            math.log(run.measured_s / (run.predicted_s + delay_s * run.wait_s)) for run in self.runs
         ]
         mean = statistics.fmean(errors)
-        return [error - mean for error in errors]
+        return (abs(error - mean) for error in errors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,56 +87,69 @@ class StragglerFit:
     """The fitted delay, and how far it carries over to models that it has not seen.
 
     Args:
+        rows: fitted runs by source.
         without_pct, with_pct: mean deviation of the runs.
         left_out_pct: by model, its deviation without the term, and with the term as the other
             models have it.
     """
 
     delay_s: float
-    scalings: tuple[Scaling, ...]
+    rows: Counter[str]
     without_pct: float
     with_pct: float
     left_out_pct: Mapping[str, tuple[float, float]]
 
-    @property
-    def rows(self) -> Counter[str]:
-        """Fitted runs by source."""
-        counts: Counter[str] = Counter()
-        for scaling in self.scalings:
-            counts[scaling.source] += len(scaling.points)
-        return counts
+    def document(self) -> dict[str, object]:
+        """For ``--json``."""
+        left_out = {model: list(pair) for model, pair in self.left_out_pct.items()}
+        found = {"straggler_delay_s": self.delay_s, "rows": dict(self.rows)}
+        errors = {"without_pct": self.without_pct, "with_pct": self.with_pct}
+        return {"stragglers": {**found, **errors, "left_out_pct": left_out}}
+
+    def write(self, out: Path) -> Iterator[Path]:
+        """Write the fit into a catalogue."""
+        deviations = {
+            "without": round(self.without_pct, 2),
+            "with": round(self.with_pct, 2),
+            "left_out": {
+                model: [round(each, 2) for each in pair]
+                for model, pair in self.left_out_pct.items()
+            },
+        }
+        rows = dict(self.rows.most_common())
+        record = {"straggler_delay_s": self.delay_s, "rows": rows, "deviation_pct": deviations}
+        yield write_record(out / "calibration", "stragglers", _HEAD, record)
 
 
 def scalings_of(files: Iterable[RowFile], book: ModelBook) -> list[Scaling]:
     """The weak scalings in tables of throughput."""
     predictors = (Predictor(), Predictor())
-    found: dict[tuple[tuple[str, ...], object], list[Point]] = defaultdict(list)
+    found: dict[tuple[tuple[str, ...], object], list[ScalingRun]] = defaultdict(list)
     rows = (row for file in files if file.kind is RowKind.THROUGHPUT for row in file.rows)
     for row in rows:
         if row.get("task", "") not in _TASKS:
             continue
         try:
             job = job_of(row, book)
-            point = _point(row, job, predictors)
+            run = _run(row, job, predictors)
         except RefusedRowError:
             continue
         work = (job.grids[0].num_microbatches, job.grids[0].micro_batch_size)
-        found[(tuple(row.get(name, "") for name in _SAME), work)].append(point)
+        found[(tuple(row.get(name, "") for name in _SAME), work)].append(run)
     scalings = (
-        Scaling(source=row[0], model=row[2], points=tuple(points))
-        for (row, _), points in found.items()
+        Scaling(source=row[0], model=row[2], runs=tuple(runs)) for (row, _), runs in found.items()
     )
     return [scaling for scaling in scalings if scaling.speaks]
 
 
-def _point(row: Row, job: RowJob, predictors: tuple[Predictor, Predictor]) -> Point:
+def _run(row: Row, job: RowJob, predictors: tuple[Predictor, Predictor]) -> ScalingRun:
     """A row with its step without stragglers, and the difference that one second makes."""
     settings = [dataclasses.replace(job.settings, straggler_delay_s=delay) for delay in (0.0, 1.0)]
     without, late = (
         predictor.predict(dataclasses.replace(job, settings=each))
         for predictor, each in zip(predictors, settings, strict=True)
     )
-    return Point(
+    return ScalingRun(
         num_gpus=job.cluster.num_gpus,
         measured_s=job_time(row, job, without),
         predicted_s=without.iteration_time_s,
@@ -154,13 +162,15 @@ def fit_stragglers(scalings: Sequence[Scaling]) -> StragglerFit:
 
     Absolute deviations are added up, so that a few odd runs do not decide.
     """
+    rows: Counter[str] = Counter()
     by_model: dict[str, list[Scaling]] = defaultdict(list)
     for scaling in scalings:
         by_model[scaling.model].append(scaling)
+        rows[scaling.source] += len(scaling.runs)
     delay = _best(by_model)
     return StragglerFit(
         delay_s=delay,
-        scalings=tuple(scalings),
+        rows=rows,
         without_pct=_mean_pct(by_model, 0.0),
         with_pct=_mean_pct(by_model, delay),
         left_out_pct={
@@ -183,25 +193,7 @@ def _best(by_model: Mapping[str, Sequence[Scaling]]) -> float:
 def _mean_pct(by_model: Mapping[str, Sequence[Scaling]], delay_s: float) -> float:
     """Mean over models of their runs' mean absolute deviation."""
     means = [
-        statistics.fmean(abs(d) for each in scalings for d in each.deviations(delay_s))
+        statistics.fmean(size for each in scalings for size in each.deviations(delay_s))
         for scalings in by_model.values()
     ]
     return 100 * statistics.fmean(means)
-
-
-def write_stragglers(path: Path, fit: StragglerFit) -> None:
-    """Write the fit into a catalogue's ``calibration/``."""
-    document = {
-        "straggler_delay_s": fit.delay_s,
-        "rows": dict(fit.rows.most_common()),
-        "deviation_pct": {
-            "without": round(fit.without_pct, 2),
-            "with": round(fit.with_pct, 2),
-            "left_out": {
-                model: [round(without, 2), round(unseen, 2)]
-                for model, (without, unseen) in fit.left_out_pct.items()
-            },
-        },
-    }
-    text = yaml.safe_dump(document, sort_keys=False, width=100, default_flow_style=None)
-    write_text(path, f"{_HEAD}{text}")

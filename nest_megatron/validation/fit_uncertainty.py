@@ -12,12 +12,10 @@ import dataclasses
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import yaml
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.features import (
@@ -33,13 +31,12 @@ from nest_megatron.cost_model.uncertainty import (
     ANY,
     DEGREES_OF_FREEDOM,
     RUN_NOISE,
-    Calibration,
     Predictive,
     Scales,
     applies,
 )
-from nest_megatron.files import write_text
 from nest_megatron.validation.calibrate import LeftOut
+from nest_megatron.validation.calibration_store import write_record
 from nest_megatron.validation.predict import Predictor
 from nest_megatron.validation.scores import Coverage, coverage_of
 
@@ -48,41 +45,43 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 #: Where each scale is pulled to, and by how much its logarithm may differ (standard deviation).
-_PRIORS: Mapping[Mechanism, float] = {
-    Mechanism.GEMM: 0.06,
-    Mechanism.ATTENTION: 0.15,
-    Mechanism.GROUPED_GEMM: 0.2,
-    Mechanism.MEMORY_BOUND: 0.2,
-    Mechanism.PROFILED: 0.03,
-    Mechanism.LAUNCH: 0.3,
-    Mechanism.RECOMPUTE: 0.15,
-    Mechanism.TENSOR: 0.25,
-    Mechanism.CONTEXT: 0.3,
-    Mechanism.EXPERT: 0.4,
-    Mechanism.EXPERT_NETWORK: 0.4,
-    Mechanism.PIPELINE: 0.25,
-    Mechanism.REPLICAS: 0.3,
-    Mechanism.FSDP: 0.3,
-    Mechanism.STRAGGLERS: 0.4,
-    Mechanism.OPTIMIZER: 0.3,
-}
-_JOB_PRIORS = {
-    ANY: 0.03,
-    Feature.EXPERTS: 0.08,
-    Feature.FP8: 0.05,
-    Feature.LORA: 0.1,
-    Feature.LONG_CONTEXT: 0.08,
-    Feature.OTHER_FRAMEWORK: 0.08,
-    Feature.LEGACY: 0.05,
-    Feature.OTHER_DEVICE: 0.2,
-}
-_LAYOUT_PRIORS: Mapping[str, float] = {
-    ANY: 0.03,
-    Feature.EXPERTS: 0.05,
-    Feature.SMALL_STEP: 0.05,
-    Feature.LEGACY: 0.05,
-    "experts+fsdp": 0.1,
-    "lora+small_step": 0.1,
+_PRIORS: Mapping[str, Mapping[str, float]] = {
+    "mechanisms": {
+        Mechanism.GEMM: 0.06,
+        Mechanism.ATTENTION: 0.15,
+        Mechanism.GROUPED_GEMM: 0.2,
+        Mechanism.MEMORY_BOUND: 0.2,
+        Mechanism.PROFILED: 0.03,
+        Mechanism.LAUNCH: 0.3,
+        Mechanism.RECOMPUTE: 0.15,
+        Mechanism.TENSOR: 0.25,
+        Mechanism.CONTEXT: 0.3,
+        Mechanism.EXPERT: 0.4,
+        Mechanism.EXPERT_NETWORK: 0.4,
+        Mechanism.PIPELINE: 0.25,
+        Mechanism.REPLICAS: 0.3,
+        Mechanism.FSDP: 0.3,
+        Mechanism.STRAGGLERS: 0.4,
+        Mechanism.OPTIMIZER: 0.3,
+    },
+    "job": {
+        ANY: 0.03,
+        Feature.EXPERTS: 0.08,
+        Feature.FP8: 0.05,
+        Feature.LORA: 0.1,
+        Feature.LONG_CONTEXT: 0.08,
+        Feature.OTHER_FRAMEWORK: 0.08,
+        Feature.LEGACY: 0.05,
+        Feature.OTHER_DEVICE: 0.2,
+    },
+    "layout": {
+        ANY: 0.03,
+        Feature.EXPERTS: 0.05,
+        Feature.SMALL_STEP: 0.05,
+        Feature.LEGACY: 0.05,
+        "experts+fsdp": 0.1,
+        "lora+small_step": 0.1,
+    },
 }
 _WIDTH = 0.7
 #: Ranges of layouts that are tried, in steps.
@@ -93,7 +92,6 @@ _SOURCE_POWER = -0.125
 _KNOWN_DEVICE, _FOLDS = 5, 8
 
 _HEAD = """\
-# Written by `nest-megatron calibrate` (nest_megatron/validation/fit_uncertainty.py); do not edit.
 # scales: of errors of predicted steps, in logarithms, fitted to runs whose source was left out of
 # the cost model's constants: by mechanism, of its price; job: common to all plans of a job; layout:
 # of one layout; layout_range: steps between layouts after which their errors are correlated by 1/e.
@@ -152,39 +150,31 @@ def fit_scales(residuals: Sequence[Residual], start: Scales | None = None) -> Sc
     Args:
         start: scales of nearly the same runs, whose range is kept.
     """
-    ranges = _RANGES if start is None else (start.layout_range,)
-    found = [_fit_at(residuals, layout_range, start) for layout_range in ranges]
-    return min(found, key=lambda each: each[0])[1]
-
-
-def _fit_at(
-    residuals: Sequence[Residual], layout_range: float, start: Scales | None
-) -> tuple[float, Scales]:
     import numpy as np
     from scipy.optimize import minimize
 
-    problem = _Posterior(residuals, layout_range)
-    first = problem.prior if start is None else np.log(_flat(start))
-    result = minimize(problem.value, first, jac=True, method="L-BFGS-B")
-    return float(result.fun), _scales(np.exp(result.x), layout_range)
+    found = []
+    for layout_range in _RANGES if start is None else (start.layout_range,):
+        problem = _Posterior(residuals, layout_range)
+        first = problem.prior if start is None else np.log(_flat(start))
+        result = minimize(problem.value, first, jac=True, method="L-BFGS-B")
+        found.append((float(result.fun), _scales(np.exp(result.x), layout_range)))
+    return min(found, key=lambda each: each[0])[1]
 
 
-def _flat(scales: Scales) -> list[float]:
+def _flat(scales: Scales | None = None) -> list[float]:
+    """All scales in one row, or their priors."""
     return [
-        *(scales.mechanisms[name] for name in _PRIORS),
-        *(scales.job[name] for name in _JOB_PRIORS),
-        *(scales.layout[name] for name in _LAYOUT_PRIORS),
+        prior if scales is None else getattr(scales, kind)[name]
+        for kind, priors in _PRIORS.items()
+        for name, prior in priors.items()
     ]
 
 
-def _scales(values: Sequence[float] | NDArray[np.float64], layout_range: float) -> Scales:
+def _scales(values: Iterable[float], layout_range: float) -> Scales:
     rest = iter(float(f"{value:.3g}") for value in values)
-    return Scales(
-        mechanisms={str(name): next(rest) for name in _PRIORS},
-        job={str(name): next(rest) for name in _JOB_PRIORS},
-        layout={str(name): next(rest) for name in _LAYOUT_PRIORS},
-        layout_range=layout_range,
-    )
+    kinds = {kind: {str(name): next(rest) for name in priors} for kind, priors in _PRIORS.items()}
+    return Scales(layout_range=layout_range, **kinds)
 
 
 class _Posterior:
@@ -193,16 +183,18 @@ class _Posterior:
     def __init__(self, residuals: Sequence[Residual], layout_range: float) -> None:
         import numpy as np
 
-        priors = (*_PRIORS.values(), *_JOB_PRIORS.values(), *_LAYOUT_PRIORS.values())
-        self.prior = np.log(priors)
+        self.prior = np.log(_flat())
         counts = Counter(each.source for each in residuals)
         jobs: dict[object, list[Residual]] = defaultdict(list)
         for each in residuals:
             jobs[each.job].append(each)
         self._jobs = [
-            (_parts(runs, layout_range), np.array([run.error for run in runs]), weight)
+            (
+                _parts(runs, layout_range),
+                np.array([run.error for run in runs]),
+                counts[runs[0].source] ** _SOURCE_POWER,
+            )
             for runs in jobs.values()
-            if (weight := counts[runs[0].source] ** _SOURCE_POWER)
         ]
 
     def value(self, x: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
@@ -225,21 +217,22 @@ def _parts(runs: Sequence[Residual], layout_range: float) -> NDArray[np.float64]
     near = np.array(
         [[math.exp(-distance(a.point, b.point) / layout_range) for b in runs] for a in runs]
     )
-    held = [np.array([run.shares.get(mechanism, 0.0) for run in runs]) for mechanism in _PRIORS]
+
+    def outer(values: Iterable[float]) -> NDArray[np.float64]:
+        column = np.array(list(values))
+        return np.outer(column, column)
+
+    def common(feature: str) -> NDArray[np.float64]:
+        return outer(float(applies(feature, run.features)) for run in runs)
+
+    mechanisms, jobs, layouts = _PRIORS.values()
     return np.array(
         [
-            *(np.outer(share, share) for share in held),
-            *(_outer(runs, feature) for feature in _JOB_PRIORS),
-            *(_outer(runs, feature) * near for feature in _LAYOUT_PRIORS),
+            *(outer(run.shares.get(Mechanism(name), 0.0) for run in runs) for name in mechanisms),
+            *(common(feature) for feature in jobs),
+            *(common(feature) * near for feature in layouts),
         ]
     )
-
-
-def _outer(runs: Sequence[Residual], feature: str) -> NDArray[np.float64]:
-    import numpy as np
-
-    held = np.array([float(applies(feature, run.features)) for run in runs])
-    return np.outer(held, held)
 
 
 def _job_value(
@@ -293,12 +286,30 @@ class UncertaintyFit:
             for features, errors in sorted(cells.items(), key=lambda cell: -len(cell[1]))
         )
 
-    @property
-    def calibration(self) -> Calibration:
-        """As a plan's prediction takes it."""
-        return Calibration(
-            scales=self.scales, evidence=self.evidence(), devices=frozenset(self.devices)
-        )
+    def document(self) -> dict[str, object]:
+        """For ``--json``."""
+        coverage = {name: dataclasses.asdict(each) for name, each in self.coverage.items()}
+        return {"uncertainty": {"scales": dataclasses.asdict(self.scales), "coverage": coverage}}
+
+    def write(self, out: Path) -> Iterator[Path]:
+        """Write the fit into a catalogue."""
+        record = {
+            "scales": dataclasses.asdict(self.scales),
+            "devices": dict(self.devices.most_common()),
+            "runs": [
+                {
+                    "features": [str(f) for f in Feature if f in cell.features],
+                    "runs": cell.runs,
+                    "error_pct": round(cell.error_pct, 1),
+                }
+                for cell in self.evidence()
+            ],
+            "coverage_pct": {
+                name: [each.runs, round(each.within_50_pct, 1), round(each.within_90_pct, 1)]
+                for name, each in {**self.coverage, "sources": self.coverage_of_sources}.items()
+            },
+        }
+        yield write_record(out / "calibration", "uncertainty", _HEAD, record)
 
 
 def fit_uncertainty(left_out: Iterable[LeftOut]) -> UncertaintyFit:
@@ -323,16 +334,12 @@ def standardized(residuals: Sequence[Residual], scales: Scales) -> list[tuple[Re
         rest = [each for each in residuals if each.source not in fold]
         unseen = fit_scales(rest, start=scales) if rest else scales
         mine = (each for each in residuals if each.source in fold)
-        found += [(each, each.error / total_scale(unseen, each)) for each in mine]
+        found += [(each, each.error / _total_scale(unseen, each)) for each in mine]
     return found
 
 
-def total_scale(scales: Scales, each: Residual) -> float:
+def _total_scale(scales: Scales, each: Residual) -> float:
     """Scale of a run's whole error."""
-    return _predictive(scales, each).scale
-
-
-def _predictive(scales: Scales, each: Residual) -> Predictive:
     return Predictive(
         median_s=1.0,
         shares=each.shares,
@@ -340,7 +347,7 @@ def _predictive(scales: Scales, each: Residual) -> Predictive:
         point=each.point,
         scales=scales,
         confidence=confidence_of((), each.features, Precision.BF16),
-    )
+    ).scale
 
 
 def coverage_by_feature(found: Sequence[tuple[Residual, float]]) -> Mapping[str, Coverage]:
@@ -364,25 +371,3 @@ def coverage_by_source(found: Sequence[tuple[Residual, float]]) -> Coverage:
         within_50_pct=statistics.fmean(each.within_50_pct for each in shares),
         within_90_pct=statistics.fmean(each.within_90_pct for each in shares),
     )
-
-
-def write_uncertainty(path: Path, fit: UncertaintyFit) -> None:
-    """Write the fit into a catalogue's ``calibration/``."""
-    document = {
-        "scales": dataclasses.asdict(fit.scales),
-        "devices": dict(fit.devices.most_common()),
-        "runs": [
-            {
-                "features": [str(f) for f in Feature if f in cell.features],
-                "runs": cell.runs,
-                "error_pct": round(cell.error_pct, 1),
-            }
-            for cell in fit.evidence()
-        ],
-        "coverage_pct": {
-            name: [each.runs, round(each.within_50_pct, 1), round(each.within_90_pct, 1)]
-            for name, each in {**fit.coverage, "sources": fit.coverage_of_sources}.items()
-        },
-    }
-    text = yaml.safe_dump(document, sort_keys=False, width=100, default_flow_style=None)
-    write_text(path, f"{_HEAD}{text}")

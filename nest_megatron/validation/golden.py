@@ -30,8 +30,7 @@ from nest_megatron.validation.golden_models import flags_of
 from nest_megatron.validation.job import RowJob, replicas_of
 from nest_megatron.validation.machines import machine_of_runs
 from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.refusal import RefusedRowError
-from nest_megatron.validation.rows import Row, whole
+from nest_megatron.validation.rows import RefusedRowError, Row, whole
 
 #: What the tests run on where a row does not say.
 _USUAL_GPU, _USUAL_GPUS = "A100", 8

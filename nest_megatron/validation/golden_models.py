@@ -11,7 +11,7 @@ from nest_megatron.model.spec import ModelFamily
 from nest_megatron.validation.model_names import HYBRID
 from nest_megatron.validation.model_shapes import BERT_VOCAB, Shape
 from nest_megatron.validation.model_table import GPT2_VOCAB, whole
-from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.rows import RefusedRowError
 
 #: The collection cuts a row's flags at this many characters.
 _FLAGS_CUT = 900

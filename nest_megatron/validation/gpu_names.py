@@ -12,7 +12,7 @@ from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.cluster.catalogue import accelerator_from_mapping
 from nest_megatron.cluster.records import Accelerator
 from nest_megatron.units import GIB
-from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.rows import RefusedRowError
 
 #: Family as printed, then the catalogue's files by form and memory; the first is the usual part.
 #: Longer names stand before those that they contain.

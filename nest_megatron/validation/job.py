@@ -30,14 +30,13 @@ from nest_megatron.validation.frameworks import FrameworkRule, rule_of
 from nest_megatron.validation.machines import MachineMatch, machine_of_runs
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.possible import planned_grids, possible_grids
-from nest_megatron.validation.refusal import RefusedRowError
 from nest_megatron.validation.row_settings import (
     NO_SETTINGS,
     partition_of,
     settings_of,
     stated_in_words,
 )
-from nest_megatron.validation.rows import Row, whole
+from nest_megatron.validation.rows import RefusedRowError, Row, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import yaml
-
-from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
+from nest_megatron.validation.calibration_store import read_record
 
 _SOURCE = "calibration/links.yaml: "
 
@@ -52,9 +50,7 @@ PARAMETERS = tuple(
 @cache
 def links() -> Mapping[str, LinkTechnology]:
     """All technologies of ``hydra_configs/calibration/links.yaml``, by name."""
-    path = catalogue_root().joinpath("calibration", "links.yaml")
-    entries: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return {name: link_from_mapping(name, entry) for name, entry in entries.items()}
+    return {name: _link(name, entry) for name, entry in read_record("links").items()}
 
 
 def link_of_level(level: NetworkLevel) -> str:
@@ -62,7 +58,7 @@ def link_of_level(level: NetworkLevel) -> str:
     return level.source.removeprefix(_SOURCE)
 
 
-def link_from_mapping(name: str, entry: Mapping[str, Any]) -> LinkTechnology:
+def _link(name: str, entry: Mapping[str, Any]) -> LinkTechnology:
     """One entry of the file; what is not a parameter is left out."""
     figures = {key: entry[key] for key in PARAMETERS if key in entry}
     figures["efficiency"] = {

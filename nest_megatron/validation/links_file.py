@@ -10,10 +10,15 @@ from pathlib import Path
 import yaml
 
 from nest_megatron.files import write_text
+from nest_megatron.validation.calibration_store import write_record
 from nest_megatron.validation.fit_collectives import PARAMETERS, LinkFit
 from nest_megatron.validation.links import PARAMETERS as FIELDS
 from nest_megatron.validation.links import LinkTechnology
 
+_CLUSTERS_HEAD = """\
+# Collectives of 1 MB and more by the cluster that they were measured on. error_pct: mean absolute
+# error; left_out_pct: by a fit that has not seen the cluster.
+"""
 _HEAD = """\
 # LinkTechnology technologies: what each reaches of its rate. Written by links_file.py of
 # nest_megatron/validation from a fit to the public rows (fit_collectives.py); read by links.py. The
@@ -31,33 +36,31 @@ _FIGURES = re.compile(
 )
 
 
-def write_links(path: Path, fit: LinkFit) -> None:
-    """Replace the file, notes kept."""
-    old: Mapping[str, Mapping[str, object]] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    notes = {name: str(entry.get("note", "")) for name, entry in old.items()}
-    blocks = ["\n".join(_entry(link, fit, notes[link.name])) for link in fit.links.values()]
-    write_text(path, _HEAD + "\n".join(blocks) + "\n")
-
-
-_CLUSTERS_HEAD = """\
-# Collectives of 1 MB and more by the cluster that they were measured on, written by
-# `nest-megatron calibrate` (links_file.py of nest_megatron/validation). error_pct: mean absolute
-# error; left_out_pct: by a fit that has not seen the cluster.
-"""
-
-
-def write_left_out(path: Path, fit: LinkFit) -> None:
-    """Write how wrong an unseen cluster is, for the documentation."""
-    entries = {
+def write_fit(out: Path, fit: LinkFit) -> Iterator[Path]:
+    """Write a fit into a catalogue, notes on technologies kept; the files that were written."""
+    yield write_links(out / "calibration" / "links.yaml", fit)
+    yield from write_clusters(out / "cluster", fit.links)
+    if math.isnan(fit.overall().left_out):
+        return
+    record = {
         name: {
             "rows": errors.rows,
             "error_pct": round(100 * errors.fitted, 1),
             "left_out_pct": round(100 * errors.left_out, 1),
         }
-        for name, errors in {**fit.by_cluster(), "all": fit.overall()}.items()
+        for name, errors in {**fit.by("cluster"), "all": fit.overall()}.items()
     }
-    text = yaml.safe_dump(entries, sort_keys=False, default_flow_style=None, width=100)
-    write_text(path, _CLUSTERS_HEAD + text)
+    yield write_record(out / "calibration", "collectives", _CLUSTERS_HEAD, record)
+
+
+def write_links(path: Path, fit: LinkFit) -> Path:
+    """Replace the file of technologies, notes kept."""
+    old: Mapping[str, Mapping[str, object]] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    blocks = []
+    for link in fit.links.values():
+        blocks += [f"{link.name}:", *_entry(link, fit, str(old[link.name].get("note", "")))]
+    write_text(path, _HEAD + "\n".join(blocks) + "\n")
+    return path
 
 
 def write_clusters(folder: Path, links: Mapping[str, LinkTechnology]) -> Iterator[Path]:
@@ -83,7 +86,6 @@ def _figures(found: re.Match[str], links: Mapping[str, LinkTechnology]) -> str:
 
 
 def _entry(link: LinkTechnology, fit: LinkFit, note: str) -> Iterator[str]:
-    yield f"{link.name}:"
     for field in FIELDS:
         value = getattr(link, field)
         if value not in (None, ()):

@@ -15,7 +15,7 @@ from nest_megatron.cluster.records import Cluster, NetworkLevel
 from nest_megatron.validation.gpu_names import accelerator, accelerator_name
 from nest_megatron.validation.links import links
 from nest_megatron.validation.network_text import Adapters, adapters, stated_node_size
-from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.rows import RefusedRowError
 
 #: GPUs in the NVLink domain of an NVL72 rack.
 RACK_GPUS = 72

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from nest_megatron.units import Bytes, Seconds
 from nest_megatron.validation.frameworks import release_of
-from nest_megatron.validation.refusal import RefusedRowError
-from nest_megatron.validation.rows import Row, number
+from nest_megatron.validation.rows import RefusedRowError, Row, number
 
 #: Bytes of each unit in which sources print memory.
 _UNITS = {"b": 1, "mib": 2**20, "gib": 2**30, "gb": 10**9}

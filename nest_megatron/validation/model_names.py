@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.rows import RefusedRowError
 
 HYBRID = "hybrid of Mamba and attention layers"
 NOT_PUBLIC = "architecture not public here"

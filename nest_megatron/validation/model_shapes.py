@@ -12,7 +12,7 @@ from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.validation.model_names import ModelName, size_in_billions
 from nest_megatron.validation.model_table import GPT2_VOCAB, whole
-from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.rows import RefusedRowError
 
 BERT_VOCAB = 30_522
 _LLAMA_LIKE = ("llama", "qwen", "mistral", "yi", "internlm", "baichuan", "deepseek", "aquila")

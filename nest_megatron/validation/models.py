@@ -26,7 +26,7 @@ from nest_megatron.validation.model_names import (
 )
 from nest_megatron.validation.model_shapes import resized, shape_of_columns
 from nest_megatron.validation.model_table import mapping_of, read_table, whole
-from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.rows import RefusedRowError
 
 #: How far the parameters of a model may lie from the size in its name.
 _SIZE_TOLERANCE = 0.05

@@ -20,7 +20,7 @@ from nest_megatron.solver.one_partition import joined
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD
 from nest_megatron.units import Bytes, Seconds, Ticks, to_seconds
 from nest_megatron.validation.job import RowJob
-from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.rows import RefusedRowError
 
 #: More memory than any device has.
 _NO_LIMIT = 1 << 55

@@ -9,11 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from nest_megatron.documents import read_csv
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
@@ -29,44 +27,9 @@ from nest_megatron.parallel.recompute import (
     selective_recompute,
 )
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.rows import SETTING, RefusedRowError
 
-FILE = "row_settings.csv"
-#: What stands before a column of that file in a row that it is joined to.
-_PREFIX = "row_settings."
 _EXACT = "exact"
-
-
-def joined(path: Path, rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Rows of a file with the settings that the file beside it has for them.
-
-    Args:
-        path: of the measurements; a row is named by its ``throughput_row`` or its ``row_id``.
-
-    Raises:
-        UserInputError: if the file of settings cannot be read.
-    """
-    beside = path.with_name(FILE)
-    if not beside.is_file():
-        return rows
-    names, table = read_csv(beside, FILE)
-    if not {"row_id", "confidence"} <= set(names):
-        raise UserInputError(
-            FILE,
-            value=str(beside),
-            limit="it has no columns row_id and confidence",
-            fix="docs/accuracy.md lists the columns; move the file away if it is another one.",
-        )
-    known = {row["row_id"]: row for row in table if row["confidence"]}
-    return [{**row, **_prefixed(known.get(_name(row), {}))} for row in rows]
-
-
-def _name(row: Mapping[str, str]) -> str:
-    return row.get("throughput_row") or row.get("row_id", "")
-
-
-def _prefixed(settings: Mapping[str, str]) -> dict[str, str]:
-    return {f"{_PREFIX}{name}": text for name, text in settings.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +58,9 @@ def settings_of(row: Mapping[str, str]) -> RowSettings:
         RefusedRowError: if one cannot be read.
     """
     said = {
-        name.removeprefix(_PREFIX): text.strip()
+        name.removeprefix(SETTING): text.strip()
         for name, text in row.items()
-        if name.startswith(_PREFIX) and text.strip()
+        if name.startswith(SETTING) and text.strip()
     }
     if not said:
         return NO_SETTINGS
@@ -117,13 +80,13 @@ def partition_of(
 ) -> StagePartition | None:
     """The stages that a recipe names, where they are those of the row's layout."""
     pp, vpp = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
-    text = row.get(f"{_PREFIX}pipeline_layout", "")
+    text = row.get(f"{SETTING}pipeline_layout", "")
     try:
         if text:
             found = parse_layout(text, spec, pp)
             return found if found.num_chunks == pp * vpp else None
-        first, last = _ends(row.get(f"{_PREFIX}layers_first_last_pp_stage", ""))
-        accounts = row.get(f"{_PREFIX}account_embedding_loss_in_pp_split", "") == "true/true"
+        first, last = _ends(row.get(f"{SETTING}layers_first_last_pp_stage", ""))
+        accounts = row.get(f"{SETTING}account_embedding_loss_in_pp_split", "") == "true/true"
         if pp == 1 or not (first or last or accounts):
             return None
         return uniform_partition(

@@ -10,11 +10,23 @@ from pathlib import Path
 from nest_megatron.documents import read_csv
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
-from nest_megatron.validation.refusal import RefusedRowError
-from nest_megatron.validation.row_settings import joined
 
 #: One row as it stands in the file: column to text; an empty cell means that nobody said.
 Row = Mapping[str, str]
+
+
+class RefusedRowError(Exception):
+    """A row of public measurements that the cost model cannot be held against.
+
+    Args:
+        reason: a short phrase without values, so that refusals can be counted by it.
+        detail: what the row says, with its values; empty where the reason says all.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
 
 
 class RowKind(Name):
@@ -25,6 +37,10 @@ class RowKind(Name):
     MEMORY_GOLDEN = "memory_megatron_golden"
     COLLECTIVES = "comm_collectives"
 
+
+#: Settings of the recipes behind rows, beside their file, and what stands before a column of it in
+#: a row that it is joined to.
+SETTINGS_FILE, SETTING = "row_settings.csv", "row_settings."
 
 #: Columns by which a kind is known; the first kind whose columns are all there counts.
 _COLUMNS = {
@@ -56,34 +72,46 @@ def read_rows(path: Path) -> RowFile:
         raise _unreadable(path, "it has no rows")
     for kind, needed in _COLUMNS.items():
         if needed <= columns:
-            return RowFile(path=path, kind=kind, rows=tuple(joined(path, rows)))
+            return RowFile(path=path, kind=kind, rows=tuple(_joined(path, rows)))
     wanted = "; ".join(f"{kind}: {', '.join(sorted(needed))}" for kind, needed in _COLUMNS.items())
     raise _unreadable(path, f"its columns are of no known kind ({wanted})")
 
 
+def _joined(path: Path, rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Rows of a file with the settings that the file beside it has for them.
+
+    A row is named by its ``throughput_row`` or its ``row_id``.
+
+    Raises:
+        UserInputError: if the file of settings cannot be read.
+    """
+    beside = path.with_name(SETTINGS_FILE)
+    if not beside.is_file():
+        return rows
+    names, table = read_csv(beside, SETTINGS_FILE)
+    if not {"row_id", "confidence"} <= set(names):
+        raise UserInputError(
+            SETTINGS_FILE,
+            value=str(beside),
+            limit="it has no columns row_id and confidence",
+            fix="docs/accuracy.md lists the columns; move the file away if it is another one.",
+        )
+    known = {row["row_id"]: row for row in table if row["confidence"]}
+    settings = [known.get(row.get("throughput_row") or row.get("row_id", ""), {}) for row in rows]
+    return [
+        {**row, **{f"{SETTING}{name}": text for name, text in found.items()}}
+        for row, found in zip(rows, settings, strict=True)
+    ]
+
+
 #: No run has come near these; a misprint beyond them would be priced for ever.
 _LARGEST = {
-    "n_gpus": 1e6,
-    "n_ranks": 1e6,
-    "nodes": 1e6,
-    "gpus_per_node": 1e4,
-    "layers": 1e4,
-    "hidden": 1e6,
+    **dict.fromkeys(("pp", "vp", "mtp_layers"), 1e3),
+    **dict.fromkeys(("gpus_per_node", "layers", "tp", "cp", "ep", "etp"), 1e4),
+    **dict.fromkeys(("heads", "experts", "ga"), 1e5),
+    **dict.fromkeys(("n_gpus", "n_ranks", "nodes", "hidden", "gbs", "mbs"), 1e6),
     "ffn": 1e7,
-    "heads": 1e5,
-    "vocab": 1e8,
-    "experts": 1e5,
-    "seq": 1e8,
-    "gbs": 1e6,
-    "mbs": 1e6,
-    "ga": 1e5,
-    "tp": 1e4,
-    "pp": 1e3,
-    "vp": 1e3,
-    "cp": 1e4,
-    "ep": 1e4,
-    "etp": 1e4,
-    "mtp_layers": 1e3,
+    **dict.fromkeys(("vocab", "seq"), 1e8),
 }
 
 

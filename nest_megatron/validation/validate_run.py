@@ -11,7 +11,7 @@ from nest_megatron.errors import OK
 from nest_megatron.files import write_text
 from nest_megatron.report.console import say, show, show_json
 from nest_megatron.validation.assess import Assessor
-from nest_megatron.validation.left_out import shipped_left_out
+from nest_megatron.validation.calibration import shipped_left_out
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Judged, RowOutcome
 from nest_megatron.validation.report import as_document

@@ -20,7 +20,7 @@ from nest_megatron.validation.fit_collectives import CollectiveSample, fit_links
 from nest_megatron.validation.fit_samples import read_samples
 from nest_megatron.validation.links import links
 from nest_megatron.validation.links_file import write_clusters, write_links
-from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.rows import RefusedRowError
 
 DATA = Path(__file__).parent / "data" / "collectives.csv"
 CONFIGS = Path(__file__).parents[2] / "hydra_configs"
@@ -136,8 +136,8 @@ def test_a_cluster_left_out_is_told_by_its_family(samples: tuple[CollectiveSampl
     wanted = ("gcp-a3mega-user-log", "stas00-ml-engineering", "azure-ai-benchmarking-guide")
     some = [sample for sample in samples if sample.source in wanted]
     fit = fit_links(links(), some)
-    assert fit.by_cluster().keys() == {sample.cluster for sample in some if sample.is_large}
-    assert all(math.isfinite(each.left_out) for each in fit.by_cluster().values())
+    assert fit.by("cluster").keys() == {sample.cluster for sample in some if sample.is_large}
+    assert all(math.isfinite(each.left_out) for each in fit.by("cluster").values())
     assert fit.overall().left_out < 0.25
 
 

@@ -12,7 +12,7 @@ import yaml
 from scipy.stats import binom
 
 from nest_megatron.cost_model.device_memory import shipped_peak_errors
-from nest_megatron.validation.fit_memory import Peaks, fit_peaks, peak_evidence, write_peaks
+from nest_megatron.validation.fit_memory import PeakFits, Peaks, fit_peaks, peak_evidence
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.rows import read_rows
 from tests.cli.runs import ROOT
@@ -67,9 +67,10 @@ def test_the_constants_are_read_from_the_file(tmp_path: Path) -> None:
         assert dataclasses.asdict(error) == {
             key: fitted[name][key] for key in ("median", "above", "below")
         }
-    again = tmp_path / "memory.yaml"
     evidence = sources(0.1) | {"ran": Peaks(ran=[0.3], ran_out=[-0.3])}
-    write_peaks(again, dict.fromkeys(("replicated", "sharded"), fit_peaks(evidence)))
+    (tmp_path / "calibration").mkdir()
+    fits = PeakFits(dict.fromkeys(("replicated", "sharded"), fit_peaks(evidence)))
+    (again,) = fits.write(tmp_path)
     written = yaml.safe_load(again.read_text(encoding="utf-8"))
     assert written["sharded"].keys() == fitted["sharded"].keys()
 

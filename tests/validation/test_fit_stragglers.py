@@ -9,11 +9,10 @@ import yaml
 
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.validation.fit_stragglers import (
-    Point,
     Scaling,
+    ScalingRun,
     fit_stragglers,
     scalings_of,
-    write_stragglers,
 )
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.rows import read_rows
@@ -23,11 +22,13 @@ from tests.cli.test_validate import RUN, table
 
 def scaling(model: str, delay_s: float, error: float) -> Scaling:
     """A scaling that is wrong by a factor as a whole, and late by a delay."""
-    points = tuple(
-        Point(num_gpus=n, predicted_s=8.0, wait_s=wait, measured_s=error * (8.0 + delay_s * wait))
+    runs = tuple(
+        ScalingRun(
+            num_gpus=n, predicted_s=8.0, wait_s=wait, measured_s=error * (8.0 + delay_s * wait)
+        )
         for n, wait in ((64, 4.0), (512, 11.0), (2048, 15.0))
     )
-    return Scaling(source="tests", model=model, points=points)
+    return Scaling(source="tests", model=model, runs=runs)
 
 
 def test_the_delay_is_found_whatever_the_error_of_the_whole() -> None:
@@ -48,7 +49,7 @@ def test_scalings_are_read_from_a_table(tmp_path: Path) -> None:
     alone = [{**rows[2], "row_id": f"y{tp}", "framework": "NeMo 25.02"} for tp in "12"]
     files = [read_rows(table(tmp_path / "runs.csv", *rows, other, *alone))]
     found = scalings_of(files, ModelBook.load())
-    assert [[point.num_gpus for point in each.points] for each in found] == [[16, 64, 256]]
+    assert [[run.num_gpus for run in each.runs] for each in found] == [[16, 64, 256]]
     assert fit_stragglers(found).delay_s > 0
 
 
@@ -56,6 +57,6 @@ def test_the_default_is_the_fitted_delay(tmp_path: Path) -> None:
     path = ROOT / "hydra_configs" / "calibration" / "stragglers.yaml"
     fitted = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert fitted["straggler_delay_s"] == CostSettings().straggler_delay_s
-    again = tmp_path / "stragglers.yaml"
-    write_stragglers(again, fit_stragglers([scaling("a", 0.03, 1.0)]))
+    (tmp_path / "calibration").mkdir()
+    (again,) = fit_stragglers([scaling("a", 0.03, 1.0)]).write(tmp_path)
     assert yaml.safe_load(again.read_text(encoding="utf-8")).keys() == fitted.keys()

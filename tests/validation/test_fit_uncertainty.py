@@ -17,6 +17,7 @@ from nest_megatron.cost_model.uncertainty import (
     calibration_from,
     shipped_calibration,
 )
+from nest_megatron.validation.calibration import LeftOutConstants, shipped_left_out
 from nest_megatron.validation.fit_uncertainty import (
     Residual,
     UncertaintyFit,
@@ -24,10 +25,8 @@ from nest_megatron.validation.fit_uncertainty import (
     coverage_by_source,
     fit_scales,
     standardized,
-    write_uncertainty,
 )
 from nest_megatron.validation.job import job_of
-from nest_megatron.validation.left_out import LeftOutConstants, shipped_left_out
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.predict import Predictor
 from tests.cli.runs import ROOT
@@ -97,8 +96,8 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         coverage=coverage_by_feature(found),
         coverage_of_sources=coverage_by_source(found),
     )
-    path = tmp_path / "uncertainty.yaml"
-    write_uncertainty(path, fit)
+    (tmp_path / "calibration").mkdir()
+    (path,) = fit.write(tmp_path)
     read = calibration_from(yaml.safe_load(path.read_text(encoding="utf-8")))
     assert read.scales == scales
     assert read.devices == {"H100"}

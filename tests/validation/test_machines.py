@@ -7,7 +7,7 @@ import pytest
 from nest_megatron.validation.gpu_names import accelerator_name
 from nest_megatron.validation.machines import machine
 from nest_megatron.validation.network_text import adapters
-from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.rows import RefusedRowError
 
 GBIT = 1e9 / 8
 #: How MLPerf's system files describe a machine.

@@ -12,7 +12,7 @@ from nest_megatron.validation.measured import (
     require_fixed_sequences,
     require_measurement,
 )
-from nest_megatron.validation.refusal import RefusedRowError
+from nest_megatron.validation.rows import RefusedRowError
 
 #: Half of the operations are the causal half of attention, a tenth is the head.
 WORK = StepWork(

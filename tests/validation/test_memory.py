@@ -41,9 +41,8 @@ from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Basis, RowOutcome
 from nest_megatron.validation.possible import states_recompute
 from nest_megatron.validation.predict import Predictor
-from nest_megatron.validation.refusal import RefusedRowError
 from nest_megatron.validation.report import risks_by_regime
-from nest_megatron.validation.rows import read_rows
+from nest_megatron.validation.rows import RefusedRowError, read_rows
 from tests.cli.test_validate import RUN, table
 
 DATA = Path(__file__).parent / "data"

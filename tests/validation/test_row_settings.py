@@ -12,9 +12,8 @@ from nest_megatron.model.execution import GraphImpl, TokenDispatcher
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, NO_RECOMPUTE, selective_recompute
 from nest_megatron.validation.job import RowJob, job_of
 from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.refusal import RefusedRowError
 from nest_megatron.validation.row_settings import NO_SETTINGS, settings_of
-from nest_megatron.validation.rows import Row, read_rows
+from nest_megatron.validation.rows import RefusedRowError, Row, read_rows
 
 ROW = {
     "row_id": "a1",

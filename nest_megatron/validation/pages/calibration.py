@@ -2,105 +2,133 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from nest_megatron.report.markdown import figure
 from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns
-from nest_megatron.validation.calibrate import Fit, HeldOut
 from nest_megatron.validation.calibration import PARAMETERS
+from nest_megatron.validation.calibration_files import Constants
 from nest_megatron.validation.fit_collectives import LinkFit
-from nest_megatron.validation.fit_memory import PeakFit
+from nest_megatron.validation.fit_memory import PeakFits
 from nest_megatron.validation.fit_stragglers import StragglerFit
 from nest_megatron.validation.fit_uncertainty import UncertaintyFit
 
 
-def calibration_report(fit: Fit, left_out: Mapping[str, Sequence[HeldOut]]) -> RenderableType:
+@functools.singledispatch
+def report_of(fit: object) -> RenderableType:
+    """What a fit found, and how well it carries over to what it has not seen."""
+    raise TypeError(f"{type(fit).__name__} has no report")
+
+
+@report_of.register
+def _constants(fit: Constants) -> RenderableType:
     """Constants, errors by source, and how well they carry over to what was left out."""
-    parts: list[RenderableType] = [_constants(fit), _errors(fit)]
-    for by, held in left_out.items():
-        parts += [Text(f"\nLeft out by {by}", style="bold"), _held_out(by, held)]
+    if not fit.samples:
+        return Group()
+    values, errors = fit.fit.values, fit.fit.errors
+    parts: list[RenderableType] = [
+        _table(
+            *("constant", "fitted", "prior", "bounds"),
+            rows=(
+                (p.key, f"{values[p.key]:.4g}", f"{p.prior:.3g}", f"{p.low:.3g} to {p.high:.3g}")
+                for p in PARAMETERS
+                if p.key in values
+            ),
+        ),
+        _table(
+            *("source", "rows", "MAPE %"),
+            rows=[
+                *(
+                    (name, len(each), figure(fit.fit.mape_pct(name)))
+                    for name, each in errors.items()
+                ),
+                ("all", sum(map(len, errors.values())), figure(fit.fit.mape_pct())),
+            ],
+        ),
+    ]
+    for by, held in fit.left_out.items():
+        rows = ((h.name, h.rows, figure(h.seen_pct), figure(h.unseen_pct)) for h in held)
+        table = _table(by, "rows", "seen %", "unseen %", rows=rows)
+        parts += [Text(f"\nLeft out by {by}", style="bold"), table]
     return Group(*parts)
 
 
-def links_report(fit: LinkFit) -> RenderableType:
+@report_of.register
+def _links(fit: LinkFit) -> RenderableType:
     """Errors of collectives of 1 MB and more by cluster, fitted, and by a fit without it."""
-    table = _table("collectives from 1 MB", "rows", "MAPE %", "left out %")
-    for name, errors in {**fit.by_cluster(), "all": fit.overall()}.items():
-        unseen = "" if math.isnan(errors.left_out) else f"{100 * errors.left_out:.1f}"
-        table.add_row(name, str(errors.rows), f"{100 * errors.fitted:.1f}", unseen)
-    return table
-
-
-def stragglers_report(fit: StragglerFit) -> RenderableType:
-    """What ranks are late, and by how much the runs of weak scalings deviate, model by model."""
-    table = _table(f"weak scalings, delay {fit.delay_s:g} s", "without %", "unseen %")
-    for model, (without, unseen) in fit.left_out_pct.items():
-        table.add_row(model, f"{without:.2f}", f"{unseen:.2f}")
-    table.add_row("all, fitted", f"{fit.without_pct:.2f}", f"{fit.with_pct:.2f}")
-    return table
-
-
-def uncertainty_report(fit: UncertaintyFit) -> RenderableType:
-    """How far off predictions are, and how many runs of a source left out lie in the intervals."""
-    scales = _table("error of", "scale %")
-    for name, scale in fit.scales.mechanisms.items():
-        scales.add_row(name, f"{100 * scale:.1f}")
-    for kind, found in (("job", fit.scales.job), ("layout", fit.scales.layout)):
-        for name, scale in found.items():
-            scales.add_row(f"{kind}, {name}", f"{100 * scale:.1f}")
-    table = _table("runs, source left out", "rows", "in 50 %", "in 90 %")
-    for name, each in {**fit.coverage, "sources, mean": fit.coverage_of_sources}.items():
-        inside = (f"{share:.0f} %" for share in (each.within_50_pct, each.within_90_pct))
-        table.add_row(name, str(each.runs), *inside)
-    return Group(scales, table)
-
-
-def peaks_report(fits: Mapping[str, PeakFit]) -> RenderableType:
-    """Errors of predicted peaks, and how they hold on sources left out."""
-    errors, held = ("too low by %", "up %", "down %"), ("in 50 %", "in 90 %")
-    runs = ("ran or ran out", "ran out", "expected")
-    table = _table("peaks of memory", "measured", "sources", *errors, *held, *runs)
-    for name, fit in fits.items():
-        error, inside = fit.error, fit.by_source_pct
-        ran, ran_out = fit.total("ran"), fit.total("ran_out")
-        table.add_row(
+    rows = (
+        (
             name,
-            str(fit.total("measured")),
-            str(len(fit.evidence)),
-            *(f"{100 * each:.1f}" for each in (error.median, error.above, error.below)),
-            *(f"{inside[share]:.0f} %" for share in (50, 90)),
-            *(str(ran + ran_out), str(ran_out), f"{fit.expected_to_run_out:.1f}"),
+            errors.rows,
+            figure(100 * errors.fitted),
+            "" if math.isnan(errors.left_out) else figure(100 * errors.left_out),
         )
-    return table
+        for name, errors in {**fit.by("cluster"), "all": fit.overall()}.items()
+    )
+    return _table("collectives from 1 MB", "rows", "MAPE %", "left out %", rows=rows)
 
 
-def _table(name: str, *figures: str) -> Table:
-    return EdgelessTable(*name_columns(name), *figure_columns(*figures))
+@report_of.register
+def _stragglers(fit: StragglerFit) -> RenderableType:
+    """What ranks are late, and by how much the runs of weak scalings deviate, model by model."""
+    deviations = {**fit.left_out_pct, "all, fitted": (fit.without_pct, fit.with_pct)}
+    rows = ((name, *(figure(each, 2) for each in pair)) for name, pair in deviations.items())
+    head = f"weak scalings, delay {fit.delay_s:g} s"
+    return _table(head, "without %", "unseen %", rows=rows)
 
 
-def _constants(fit: Fit) -> Table:
-    table = _table("constant", "fitted", "prior", "bounds")
-    for p in PARAMETERS:
-        if p.key in fit.values:
-            bounds = f"{p.low:.3g} to {p.high:.3g}"
-            table.add_row(p.key, f"{fit.values[p.key]:.4g}", f"{p.prior:.3g}", bounds)
-    return table
+@report_of.register
+def _uncertainty(fit: UncertaintyFit) -> RenderableType:
+    """How far off predictions are, and how many runs of a source left out lie in the intervals."""
+    scales = {
+        **fit.scales.mechanisms,
+        **{f"job, {name}": scale for name, scale in fit.scales.job.items()},
+        **{f"layout, {name}": scale for name, scale in fit.scales.layout.items()},
+    }
+    coverage = {**fit.coverage, "sources, mean": fit.coverage_of_sources}
+    return Group(
+        _table(
+            "error of", "scale %", rows=((n, figure(100 * scale)) for n, scale in scales.items())
+        ),
+        _table(
+            *("runs, source left out", "rows", "in 50 %", "in 90 %"),
+            rows=(
+                (name, each.runs, f"{each.within_50_pct:.0f} %", f"{each.within_90_pct:.0f} %")
+                for name, each in coverage.items()
+            ),
+        ),
+    )
 
 
-def _errors(fit: Fit) -> Table:
-    table = _table("source", "rows", "MAPE %")
-    for source, errors in fit.errors.items():
-        table.add_row(source, str(len(errors)), f"{fit.mape_pct(source):.1f}")
-    table.add_row("all", str(sum(map(len, fit.errors.values()))), f"{fit.mape_pct():.1f}")
-    return table
+@report_of.register
+def _peaks(found: PeakFits) -> RenderableType:
+    """Errors of predicted peaks, and how they hold on sources left out."""
+    errors, inside = ("too low by %", "up %", "down %"), ("in 50 %", "in 90 %")
+    runs = ("ran or ran out", "ran out", "expected")
+    rows = (
+        (
+            name,
+            fit.total("measured"),
+            len(fit.evidence),
+            *(figure(100 * e) for e in (fit.error.median, fit.error.above, fit.error.below)),
+            *(f"{fit.by_source_pct[share]:.0f} %" for share in (50, 90)),
+            fit.total("ran") + fit.total("ran_out"),
+            fit.total("ran_out"),
+            figure(fit.expected_to_run_out),
+        )
+        for name, fit in found.fits.items()
+    )
+    return _table("peaks of memory", "measured", "sources", *errors, *inside, *runs, rows=rows)
 
 
-def _held_out(by: str, held: Sequence[HeldOut]) -> Table:
-    table = _table(by, "rows", "seen %", "unseen %")
-    for each in held:
-        table.add_row(each.name, str(each.rows), f"{each.seen_pct:.1f}", f"{each.unseen_pct:.1f}")
+def _table(name: str, *figures: str, rows: Iterable[Sequence[object]]) -> Table:
+    table = EdgelessTable(*name_columns(name), *figure_columns(*figures))
+    for row in rows:
+        table.add_row(*map(str, row))
     return table

@@ -6,38 +6,32 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import yaml
-
-from nest_megatron.catalogue_files import catalogue_root
 from nest_megatron.cost_model.target_defaults import TARGETS
 from nest_megatron.cost_model.targets import Target, fitted_values
 from nest_megatron.validation import row_settings
 from nest_megatron.validation.calibration import PARAMETERS, Parameter
+from nest_megatron.validation.calibration_store import read_record
 from nest_megatron.validation.frameworks import RULES
+from nest_megatron.validation.rows import SETTINGS_FILE
 
 Entries = Mapping[str, Mapping[str, Any]]
 #: A constant this close to a bound, in shares of its range, is marked.
 _AT_BOUND = 0.005
 
 
-def _calibration(name: str) -> Entries:
-    text = catalogue_root().joinpath("calibration", f"{name}.yaml").read_text(encoding="utf-8")
-    return dict(yaml.safe_load(text) or {})
-
-
 def reference() -> dict[str, object]:
     """What the page says of constants, links, targets and columns, whatever the files are."""
-    devices, frameworks = _calibration("devices"), _calibration("frameworks")
+    devices, frameworks = read_record("devices"), read_record("frameworks")
     both = {**devices, **frameworks}
     return {
         "constants": list(_constants(both)),
         "fitted_sources": list(_sources(devices, both)),
         "unseen_models": _left_out(both, "model"),
-        "links": _calibration("links"),
-        "collectives": _calibration("collectives"),
+        "links": read_record("links"),
+        "collectives": read_record("collectives"),
         "rules": [(rule, _settings(rule.target)) for rule in RULES],
         "targets": TARGETS,
-        "settings_file": row_settings.FILE,
+        "settings_file": SETTINGS_FILE,
         "settings_columns": row_settings.COLUMNS,
     }
 
@@ -70,7 +64,7 @@ def _left_out(entries: Entries, by: str) -> dict[str, float]:
 
 def unseen_collectives_pct() -> float | None:
     """Mean error of the collectives of clusters that the fit has not seen, each row the same."""
-    known = [entry for entry in _calibration("collectives").values() if entry.get("left_out_pct")]
+    known = [entry for entry in read_record("collectives").values() if entry.get("left_out_pct")]
     rows = sum(entry["rows"] for entry in known)
     return sum(entry["rows"] * entry["left_out_pct"] for entry in known) / rows if rows else None
 
