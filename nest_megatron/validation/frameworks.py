@@ -34,12 +34,18 @@ class FrameworkRule:
         flash_attention_2: attention runs on FlashAttention 2, on any GPU.
     """
 
-    framework: re.Pattern[str]
-    gpu: re.Pattern[str]
+    framework: str
     target: Target
+    gpu: str = ""
     since: tuple[int, int] = (0, 0)
     splits_local_batch: bool = False
     flash_attention_2: bool = False
+
+    def matches(self, framework: str, gpu: str) -> bool:
+        """Whether it is for a framework, at its release, on a GPU."""
+        release = release_of(framework) or _NEWEST
+        named = re.search(self.framework, framework, re.IGNORECASE)
+        return bool(named and re.search(self.gpu, gpu, re.IGNORECASE)) and release >= self.since
 
     def kernels(self, accelerator: str) -> Mapping[str, float]:
         """Fields of ``CostSettings`` for kernels that are not the fastest on a device."""
@@ -53,23 +59,8 @@ class FrameworkRule:
 FLASH_ATTENTION_2_ON_HOPPER = 1.75
 
 
-def _rule(
-    framework: str,
-    target: Target,
-    *,
-    gpu: str = "",
-    since: tuple[int, int] = (0, 0),
-    splits_local_batch: bool = False,
-    flash_attention_2: bool = False,
-) -> FrameworkRule:
-    return FrameworkRule(
-        framework=re.compile(framework, re.IGNORECASE),
-        gpu=re.compile(gpu, re.IGNORECASE),
-        target=target,
-        since=since,
-        splits_local_batch=splits_local_batch,
-        flash_attention_2=flash_attention_2,
-    )
+def _rule(framework: str, target: Target, **options: Any) -> FrameworkRule:
+    return FrameworkRule(framework=framework, target=target, **options)
 
 
 def _defaults(source: str, flags: Mapping[str, object], gpu: str = "") -> tuple[Default, ...]:
@@ -374,11 +365,7 @@ def rule_of(framework: str, gpu: str) -> FrameworkRule:
     >>> rule_of("Megatron-Bridge/MCore 26.08 NeMo Container", "GB200").target.name
     'megatron_bridge_2026'
     """
-    release = release_of(framework) or _NEWEST
-    for rule in RULES:
-        if rule.framework.search(framework) and rule.gpu.search(gpu) and release >= rule.since:
-            return rule
-    raise AssertionError("the last rule matches everything")
+    return next(rule for rule in RULES if rule.matches(framework, gpu))
 
 
 #: A framework without a printed release is taken as new.

@@ -27,7 +27,7 @@ from nest_megatron.parallel.recompute import (
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.validation.frameworks import MEGATRON_CORE
 from nest_megatron.validation.golden_models import flags_of
-from nest_megatron.validation.job import RowJob, replicas_of
+from nest_megatron.validation.job import RowJob, dims_of
 from nest_megatron.validation.machines import machine_of_runs
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.rows import RefusedRowError, Row, whole
@@ -49,14 +49,15 @@ def golden_job(row: Row, book: ModelBook) -> RowJob:
     """
     match = book.golden_spec(row)
     flags = flags_of(row.get("extra_args", ""))
-    _refuse_unmodelled(row)
+    if "distill" in row.get("test_case", ""):
+        raise RefusedRowError("a teacher model beside the trained one", row["test_case"])
     gpus, per_node, notes = _gpus(row)
-    virtual = _virtual(row)
     machine = machine_of_runs(
         row.get("gpu") or _USUAL_GPU, gpus, per_node, "", flash_attention=not _keeps_scores(row)
     )
     try:
-        grid = _grid(row, _dims(row, gpus, virtual), flags, notes)
+        dims = dims_of(row, gpus, virtual=_virtual(row), etp=whole(row, "etp"))
+        grid = _grid(row, dims, flags, notes)
         partition = _partition(row, match.spec, grid.dims)
     except UserInputError as error:
         raise RefusedRowError("layout is impossible", str(error)) from error
@@ -96,11 +97,6 @@ def _keeps_scores(row: Row) -> bool:
         return stated == "unfused"
     old = row.get("image") == "lts" and row.get("golden_date", "") <= _UNFUSED_UNTIL
     return is_local(row) or (old and row.get("deterministic") == "1")
-
-
-def _refuse_unmodelled(row: Row) -> None:
-    if "distill" in row.get("test_case", ""):
-        raise RefusedRowError("a teacher model beside the trained one", row["test_case"])
 
 
 def _gpus(row: Row) -> tuple[int, int | None, list[str]]:
@@ -161,21 +157,6 @@ def _batch(row: Row, dims: ParallelDims, micro: int, notes: list[str]) -> int:
     return taken
 
 
-def _dims(row: Row, gpus: int, virtual: int) -> ParallelDims:
-    tp, pp, cp = (whole(row, column) or 1 for column in ("tp", "pp", "cp"))
-    replicas = replicas_of(gpus, tp * pp * cp)
-    ep, etp = whole(row, "ep") or 1, whole(row, "etp") or tp
-    return ParallelDims(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=virtual,
-        context_parallel_size=cp,
-        data_parallel_size=replicas,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-    )
-
-
 def _zero(row: Row, flags: Mapping[str, str]) -> ZeroStage:
     if "use-megatron-fsdp=True" in row.get("zero_fsdp", ""):
         return {
@@ -211,12 +192,13 @@ def _partition(row: Row, spec: TransformerSpec, dims: ParallelDims) -> StagePart
     if "=" not in text:
         return parse_layout(text, spec, p)
     said = dict(part.split("=", 1) for part in text.split(","))
+    first, last = (int(said.get(f"decoder-{e}-pipeline-num-layers", 0)) for e in ("first", "last"))
     return uniform_partition(
         spec,
         p,
         v,
-        first=int(said.get("decoder-first-pipeline-num-layers", 0)) or None,
-        last=int(said.get("decoder-last-pipeline-num-layers", 0)) or None,
+        first=first or None,
+        last=last or None,
         account_embedding=said.get("account-for-embedding-in-pipeline-split") == "True",
         account_loss=said.get("account-for-loss-in-pipeline-split") == "True",
     )

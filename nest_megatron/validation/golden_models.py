@@ -9,7 +9,7 @@ from typing import Any
 from nest_megatron.model.arguments import SAME_NAMES, spec_from_arguments
 from nest_megatron.model.spec import ModelFamily
 from nest_megatron.validation.model_names import HYBRID
-from nest_megatron.validation.model_shapes import BERT_VOCAB, Shape
+from nest_megatron.validation.model_shapes import BERT_VOCAB, ModelMatch
 from nest_megatron.validation.model_table import GPT2_VOCAB, whole
 from nest_megatron.validation.rows import RefusedRowError
 
@@ -32,7 +32,7 @@ _REAL = ("layernorm_epsilon", "rotary_percent", "hidden_dropout", "attention_dro
 _SWITCHES = {"True": True, "False": False}
 
 
-def shape_of_test(row: Mapping[str, str]) -> Shape:
+def shape_of_test(row: Mapping[str, str]) -> ModelMatch:
     """The model of a functional test; Megatron's defaults stand where no flag is carried.
 
     Args:
@@ -61,7 +61,7 @@ def shape_of_test(row: Mapping[str, str]) -> Shape:
         source=f"{row.get('repo', '')} {row.get('path', '')}".strip(),
         **fields,
     )
-    return Shape(spec=spec, assumptions=notes)
+    return ModelMatch(spec=spec, assumptions=notes)
 
 
 #: Fields of the spec that no argument of Megatron names.
@@ -80,16 +80,16 @@ def flags_of(text: str) -> dict[str, str]:
 
 
 def _refuse_family(row: Mapping[str, str], flags: Mapping[str, str]) -> None:
-    family = row.get("family", "")
+    family, test = row.get("family", ""), row.get("test_case", "")
     for start, reason in _REFUSED.items():
         if family.startswith(start):
-            raise RefusedRowError(reason, f"{family}: {row.get('test_case', '')}")
+            raise RefusedRowError(reason, f"{family}: {test}")
     if any(flag.startswith(("hybrid", "mamba")) for flag in flags):
-        raise RefusedRowError(HYBRID, f"{family}: {row.get('test_case', '')}")
+        raise RefusedRowError(HYBRID, f"{family}: {test}")
     if any(flag.startswith("heterogeneous") for flag in flags):
-        raise RefusedRowError("layers of different shapes", row.get("test_case", ""))
+        raise RefusedRowError("layers of different shapes", test)
     if not all(whole(row.get(column)) for column in ("layers", "hidden", "heads", "seq")):
-        raise RefusedRowError("shape not stated", row.get("test_case", ""))
+        raise RefusedRowError("shape not stated", test)
 
 
 def _arguments(row: Mapping[str, str]) -> dict[str, Any]:

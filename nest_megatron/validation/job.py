@@ -26,15 +26,18 @@ from nest_megatron.parallel.recompute import (
     selective_recompute,
 )
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.validation.frameworks import FrameworkRule, rule_of
+from nest_megatron.validation.frameworks import rule_of
 from nest_megatron.validation.machines import MachineMatch, machine_of_runs
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.possible import planned_grids, possible_grids
 from nest_megatron.validation.row_settings import (
+    FORMATS,
     NO_SETTINGS,
+    TRAITS,
+    WORDS,
     partition_of,
     settings_of,
-    stated_in_words,
+    stated_in,
 )
 from nest_megatron.validation.rows import RefusedRowError, Row, whole
 
@@ -82,20 +85,20 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
         raise RefusedRowError("number of GPUs not stated")
     rule = rule_of(row.get("framework", ""), row.get("gpu", ""))
     recipe = NO_SETTINGS if as_planned else settings_of(row)
-    numbers = {**_format(row), **_moments(row)}
-    stated = {**recipe.flags, **numbers, **({} if as_planned else stated_in_words(row))}
+    words = {} if as_planned else stated_in(row, WORDS)
+    stated = {**recipe.flags, **stated_in(row, FORMATS), **words}
     machine, precision = _machine(row, rule.target, gpus)
     name = machine.cluster.accelerator.name
     defaults = rule.target.flags(name, precision, has_experts=match.spec.is_moe)
     flags = {**defaults, **stated}
     notes = [*match.assumptions, *machine.assumptions, f"defaults of {rule.target.name}"]
     try:
-        grid = _grid(row, match.spec, gpus, (rule, flags), notes)
+        dims = _dims(row, match.spec, gpus, flags, notes)
+        grid = _grid(row, dims, flags, notes, split=rule.splits_local_batch)
         if as_planned:
             grids = tuple(planned_grids(row, match.spec, grid, precision))
         else:
-            said = {**defaults, **stated_in_words(row)}
-            grids = tuple(possible_grids(row, match.spec, grid, said, recipe))
+            grids = tuple(possible_grids(row, match.spec, grid, {**defaults, **words}, recipe))
     except UserInputError as error:
         raise RefusedRowError("layout is impossible", str(error)) from error
     settings = rule.target.settings(
@@ -104,8 +107,7 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
         stated,
         has_experts=match.spec.is_moe,
         **rule.kernels(name),
-        **_task(row),
-        **_offload(row),
+        **stated_in(row, TRAITS),
     )
     return RowJob(
         spec=match.spec,
@@ -120,14 +122,6 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
     )
 
 
-def _moments(row: Row) -> Mapping[str, Any]:
-    """Adam's moments in 16 bits, which a plan keeps like every number format of a job."""
-    if not re.search(r"\bbf16 (states|moments)", row.get("optimizer", ""), re.IGNORECASE):
-        return {}
-    types = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), "bf16")
-    return {"use_precision_aware_optimizer": True, **types}
-
-
 def _machine(row: Row, target: Target, gpus: int) -> tuple[MachineMatch, Precision]:
     """The machine of a row, and its number format."""
     name = row.get("gpu", "")
@@ -138,15 +132,9 @@ def _machine(row: Row, target: Target, gpus: int) -> tuple[MachineMatch, Precisi
 
 
 def _grid(
-    row: Row,
-    spec: TransformerSpec,
-    gpus: int,
-    defaults: tuple[FrameworkRule, Mapping[str, Any]],
-    notes: list[str],
+    row: Row, dims: ParallelDims, flags: Mapping[str, Any], notes: list[str], *, split: bool
 ) -> Grid:
-    rule, flags = defaults
-    dims = _dims(row, spec, gpus, flags, notes)
-    batch, micro = _batch(row, dims, notes, split=rule.splits_local_batch)
+    batch, micro = _batch(row, dims, notes, split=split)
     if whole(row, "vp") is None:
         dims = _in_whole_rounds(dims, batch // (micro * dims.data_parallel_size), notes)
     return Grid(
@@ -166,37 +154,39 @@ def _dims(
     tp, pp = whole(row, "tp"), whole(row, "pp")
     if not tp or not pp:
         raise RefusedRowError("layout not stated", f"tp={row.get('tp')!r} pp={row.get('pp')!r}")
-    cp = whole(row, "cp") or 1
-    replicas = replicas_of(gpus, tp * pp * cp)
     ep, etp = whole(row, "ep") or 1, whole(row, "etp") or None
     if etp is None:
         etp = tp if ep == 1 else flags.get("expert_tensor_parallel_size") or tp
         if ep > 1:
             notes.append(f"expert-tensor size {etp}")
-    if (tp * cp * replicas) % (ep * etp):
+    if (gpus // pp) % (ep * etp):
         etp = 1
+    return dims_of(row, gpus, virtual=_virtual(row, spec, pp, flags, notes), etp=etp)
+
+
+def dims_of(row: Row, gpus: int, *, virtual: int, etp: int | None = None) -> ParallelDims:
+    """The degrees of a row.
+
+    Args:
+        etp: of its experts; the tensor size if not given.
+
+    Raises:
+        RefusedRowError: if the GPUs hold no whole number of replicas.
+    """
+    tp, pp, cp, ep = (whole(row, column) or 1 for column in ("tp", "pp", "cp", "ep"))
+    replicas, rest = divmod(gpus, tp * pp * cp)
+    if rest or not replicas:
+        product = f"tp*pp*cp = {tp * pp * cp} does not divide {gpus} GPUs"
+        raise RefusedRowError("layout does not multiply out to the GPUs", product)
     return ParallelDims(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=_virtual(row, spec, pp, flags, notes),
+        virtual_pipeline_model_parallel_size=virtual,
         context_parallel_size=cp,
         data_parallel_size=replicas,
         expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
+        expert_tensor_parallel_size=etp or tp,
     )
-
-
-def replicas_of(gpus: int, model_parallel: int) -> int:
-    """How many replicas of so many ranks (TP x PP x CP) the GPUs hold.
-
-    Raises:
-        RefusedRowError: if they hold no whole number of them.
-    """
-    replicas, rest = divmod(gpus, model_parallel)
-    if rest or not replicas:
-        product = f"tp*pp*cp = {model_parallel} does not divide {gpus} GPUs"
-        raise RefusedRowError("layout does not multiply out to the GPUs", product)
-    return replicas
 
 
 def _virtual(
@@ -287,18 +277,13 @@ def _zero(row: Row, flags: Mapping[str, Any]) -> ZeroStage:
     return ZeroStage.OPTIMIZER if shards else ZeroStage.NONE
 
 
+#: What rows call modules that are recomputed, where Megatron has another name.
 _MODULES = {
-    "core_attn": RecomputeModule.CORE_ATTN,
-    "layernorm": RecomputeModule.LAYERNORM,
+    **{str(module): module for module in RecomputeModule},
     "norm": RecomputeModule.LAYERNORM,
-    "moe_act": RecomputeModule.MOE_ACT,
     "act": RecomputeModule.MOE_ACT,
-    "mlp": RecomputeModule.MLP,
-    "moe": RecomputeModule.MOE,
-    "mla_up_proj": RecomputeModule.MLA_UP_PROJ,
     "up_proj": RecomputeModule.MLA_UP_PROJ,
     "shared_expert": RecomputeModule.SHARED_EXPERTS,
-    "shared_experts": RecomputeModule.SHARED_EXPERTS,
 }
 
 
@@ -322,53 +307,24 @@ def _recompute(row: Row, dims: ParallelDims, notes: list[str]) -> Recompute:
     return selective_recompute({_MODULES[word] for word in words})
 
 
+#: What a number format is called; ``None`` for what is not modelled. The first that occurs counts.
+_PRECISIONS = (
+    (r"nvfp4", Precision.NVFP4),
+    (r"fp4", None),
+    (r"fp8", Precision.FP8),
+    (r"fp16", Precision.FP16),
+    (r"bf16|^$", Precision.BF16),
+    (r"^(fp32|tf32|float32)$", Precision.FP32),
+)
+
+
 def _precision(row: Row, cluster: Cluster) -> Precision:
     text = row.get("precision", "").strip().lower()
-    if "nvfp4" in text:
-        wanted = Precision.NVFP4
-    elif "fp4" in text:
+    wanted = next((found for pattern, found in _PRECISIONS if re.search(pattern, text)), None)
+    if wanted is None:
         raise RefusedRowError("number format is not modelled", row["precision"])
-    elif "fp8" in text:
-        wanted = Precision.FP8
-    elif "fp16" in text:
-        wanted = Precision.FP16
-    elif "bf16" in text or not text:
-        wanted = Precision.BF16
-    elif text in ("fp32", "tf32", "float32"):
-        wanted = Precision.FP32
-    else:
-        raise RefusedRowError("number format is not modelled", row["precision"])
-    if not cluster.accelerator.supports(wanted):
-        if wanted is Precision.BF16 and cluster.accelerator.supports(Precision.FP16):
-            return Precision.FP16
-        raise RefusedRowError("GPU lacks the number format", f"{wanted} on {row.get('gpu')}")
-    return wanted
-
-
-#: Marks of fp8 recipes in the names of formats.
-_RECIPES = {"mx": "mxfp8", "cs": "tensorwise", "ds": "delayed", "sc": "blockwise"}
-
-
-def _format(row: Row) -> dict[str, object]:
-    """The recipe of a format in 8 bits, where its name says it (``FP8-CS``, ``MXFP8``)."""
-    text = row.get("precision", "").lower()
-    found = re.search(r"(mx)fp8|fp8[-_ ](mx|cs|ds|sc)\b", text)
-    return {"fp8_recipe": _RECIPES[found[1] or found[2]]} if found else {}
-
-
-def _offload(row: Row) -> dict[str, object]:
-    """Full recomputation that keeps the inputs of layers on the host."""
-    text = row.get("recompute", "").lower()
-    return {"offloads_layer_inputs": True} if text.startswith("full") and "offload" in text else {}
-
-
-def _task(row: Row) -> dict[str, object]:
-    """Settings of tasks other than training all weights.
-
-    Frozen weights have no use of 16-bit ones beside those in fp8, and recipes do without the cache
-    of their transposes (NeMo: ``scripts/performance/llm/mlperf_lora_llama2_70b.py``).
-    """
-    lora = "lora" in (row.get("task", "") + row.get("model", "")).lower()
-    if not lora:
-        return {}
-    return {"frozen_weights": True, "fp8_weights": True, "fp8_transpose_cache": False}
+    if cluster.accelerator.supports(wanted):
+        return wanted
+    if wanted is Precision.BF16 and cluster.accelerator.supports(Precision.FP16):
+        return Precision.FP16
+    raise RefusedRowError("GPU lacks the number format", f"{wanted} on {row.get('gpu')}")

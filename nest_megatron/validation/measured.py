@@ -38,18 +38,13 @@ def measured_time(row: Row, work: StepWork) -> Seconds:
     Raises:
         RefusedRowError: if the row has none of them.
     """
-    tokens = work.sequences * work.seq_length / work.num_gpus
-    seconds = number(row, "iter_time_s")
-    if seconds:
+    if seconds := number(row, "iter_time_s"):
         return seconds
-    rate = number(row, "tokens_per_s_per_gpu")
-    if rate:
-        return tokens / rate
-    tera = number(row, "tflops_per_gpu")
-    if tera:
+    if rate := number(row, "tokens_per_s_per_gpu"):
+        return work.sequences * work.seq_length / work.num_gpus / rate
+    if tera := number(row, "tflops_per_gpu"):
         return _counted_flops(row, work) / work.num_gpus / (tera * 1e12)
-    share = number(row, "mfu_pct")
-    if share:
+    if share := number(row, "mfu_pct"):
         rate = share / 100 * work.peak_flops_per_s
         return _counted_flops(row, work) / work.num_gpus / rate
     raise RefusedRowError("no time measured", f"outcome {row.get('outcome', '')!r}")
@@ -68,43 +63,18 @@ def _counted_flops(row: Row, work: StepWork) -> float:
     return flops + (flops - work.head_flops) / 3 if recomputed else flops
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Counting:
-    """Frameworks that count the whole square of attention, not its causal half, in TFLOP/s.
-
-    Args:
-        until: first release or date (year, month) that counts the half; ``None`` if none is known.
-        source: where that is to be seen.
-    """
-
-    framework: re.Pattern[str]
-    until: tuple[int, int] | None
-    source: str
-
-
-#: Rows that print time and TFLOP/s agree: with the whole to 0.1 % in NeMo 24.07 and Composer, with
-#: the half to 0.3 % in Megatron-Bridge and Megatron-Core of 2025 and 2026.
+#: Frameworks that count the whole square of attention, not its causal half, in TFLOP/s, and the
+#: first release or date (year, month) that counts the half. Rows that print time and TFLOP/s agree:
+#: with the whole to 0.1 % in NeMo 24.07 and Composer, with the half to 0.3 % in Megatron-Bridge and
+#: Megatron-Core of 2025 and 2026.
+_NEVER = (99, 1)
 _WHOLE_ATTENTION = (
-    _Counting(
-        framework=re.compile(r"composer", re.IGNORECASE),
-        until=None,
-        source="llm-foundry, scripts/train/benchmarking/README.md",
-    ),
-    _Counting(
-        framework=re.compile(r"nemo(?!.*automodel)", re.IGNORECASE),
-        until=(25, 9),
-        source="nemo/utils/flops_formulas.py, halved by #14424 of 2025-08-09 (release 25.09)",
-    ),
-    _Counting(
-        framework=re.compile(r"nanotron", re.IGNORECASE),
-        until=None,
-        source="get_flops in nanotron/models/llama.py",
-    ),
-    _Counting(
-        framework=re.compile(r"megatron|deepspeed", re.IGNORECASE),
-        until=(25, 1),
-        source="num_floating_point_operations; arXiv:2104.04473 equation 3; Megatron-LM #831",
-    ),
+    ("composer", _NEVER),  # llm-foundry, scripts/train/benchmarking/README.md
+    # nemo/utils/flops_formulas.py, halved by #14424 of 2025-08-09 (release 25.09)
+    (r"nemo(?!.*automodel)", (25, 9)),
+    ("nanotron", _NEVER),  # get_flops in nanotron/models/llama.py
+    # num_floating_point_operations; arXiv:2104.04473 equation 3; Megatron-LM #831
+    ("megatron|deepspeed", (25, 1)),
 )
 
 
@@ -117,9 +87,9 @@ def counts_whole_attention(row: Row) -> bool:
     False
     """
     framework = row.get("framework", "")
-    for each in _WHOLE_ATTENTION:
-        if each.framework.search(framework):
-            return each.until is None or _released(row) < each.until
+    for pattern, until in _WHOLE_ATTENTION:
+        if re.search(pattern, framework, re.IGNORECASE):
+            return _released(row) < until
     return False
 
 

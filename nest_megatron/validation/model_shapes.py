@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from dataclasses import dataclass
+from typing import Any
 
 from nest_megatron.model.arguments import MEGATRON_DEFAULTS
 from nest_megatron.model.catalogue import spec_from_mapping
@@ -18,33 +19,34 @@ BERT_VOCAB = 30_522
 _LLAMA_LIKE = ("llama", "qwen", "mistral", "yi", "internlm", "baichuan", "deepseek", "aquila")
 
 
-class Shape(TypedDict):
-    """A model and what was assumed of it: the fields of a ``ModelMatch``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMatch:
+    """The model of a row, and what the row did not say of it."""
 
     spec: TransformerSpec
-    assumptions: tuple[str, ...]
+    assumptions: tuple[str, ...] = ()
 
 
-def resized(
-    spec: TransformerSpec, assumptions: tuple[str, ...], row: Mapping[str, str], name: ModelName
-) -> Shape:
+def resized(match: ModelMatch, row: Mapping[str, str], name: ModelName) -> ModelMatch:
     """A known model with what the row says of its sizes.
 
     A model cut to fewer layers keeps the front of its pattern, and one dense layer only where more
     would leave at most half of the layers with experts. It has no multi-token prediction.
     """
+    spec = match.spec
     layers = whole(row.get("layers")) or name.num_layers or spec.num_layers
-    pattern, note = _cut_pattern(spec.moe_layer_pattern, layers)
-    notes = [*assumptions, *([note] if note else [])]
-    mtp, note = _mtp(spec, name, cut=layers < spec.num_layers)
-    notes += [note] if note else []
+    pattern, cut = _cut_pattern(spec.moe_layer_pattern, layers)
+    mtp, predicted = _mtp(spec, name, cut=layers < spec.num_layers)
     changes: dict[str, Any] = {
         "num_layers": layers,
         "moe_layer_pattern": pattern,
         "mtp_num_layers": mtp,
         **_columns(spec, row),
     }
-    return Shape(spec=dataclasses.replace(spec, **changes), assumptions=tuple(notes))
+    return ModelMatch(
+        spec=dataclasses.replace(spec, **changes),
+        assumptions=(*match.assumptions, *filter(None, (cut, predicted))),
+    )
 
 
 def _columns(spec: TransformerSpec, row: Mapping[str, str]) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def _mtp(spec: TransformerSpec, name: ModelName, *, cut: bool) -> tuple[int | No
     return spec.mtp_num_layers, "the name does not say, so multi-token prediction is taken as on"
 
 
-def shape_of_columns(row: Mapping[str, str], name: ModelName) -> Shape:
+def shape_of_columns(row: Mapping[str, str], name: ModelName) -> ModelMatch:
     """A model that only its sizes describe.
 
     Raises:
@@ -112,8 +114,7 @@ def shape_of_columns(row: Mapping[str, str], name: ModelName) -> Shape:
     if hidden % heads:
         raise RefusedRowError("size of a head not stated", f"hidden={hidden} heads={heads}")
     spec, tied = _tied_or_not(spec_from_mapping(mapping), row)
-    notes = (*notes, *(each for each in (note, tied) if each))
-    return Shape(spec=spec, assumptions=notes)
+    return ModelMatch(spec=spec, assumptions=(*notes, *filter(None, (note, tied))))
 
 
 def _tied_or_not(spec: TransformerSpec, row: Mapping[str, str]) -> tuple[TransformerSpec, str]:
@@ -152,9 +153,8 @@ def _style(row: Mapping[str, str], name: ModelName) -> tuple[dict[str, Any], tup
         notes.append(f"a vocabulary of {vocab}")
     if not whole(row.get("ffn")):
         notes.append("an MLP of four times the hidden size")
-    return {**MEGATRON_DEFAULTS, "vocab_size": vocab, "family": "bert" if bert else "gpt"}, tuple(
-        notes
-    )
+    family = "bert" if bert else "gpt"
+    return {**MEGATRON_DEFAULTS, "vocab_size": vocab, "family": family}, tuple(notes)
 
 
 def _layers(row: Mapping[str, str], name: ModelName, hidden: int, vocab: int) -> tuple[int, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from nest_megatron.catalogue_files import catalogue_names, catalogue_root
+from nest_megatron.documents import LOADER
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.parameters import total_parameters
@@ -24,21 +25,12 @@ from nest_megatron.validation.model_names import (
     refuse_by_name,
     size_in_billions,
 )
-from nest_megatron.validation.model_shapes import resized, shape_of_columns
+from nest_megatron.validation.model_shapes import ModelMatch, resized, shape_of_columns
 from nest_megatron.validation.model_table import mapping_of, read_table, whole
 from nest_megatron.validation.rows import RefusedRowError
 
 #: How far the parameters of a model may lie from the size in its name.
 _SIZE_TOLERANCE = 0.05
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelMatch:
-    """The model of a row, and what the row did not say of it."""
-
-    spec: TransformerSpec
-    assumptions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +74,8 @@ class ModelBook:
         try:
             found = self._named(name, row)
             if found is None:
-                return ModelMatch(**shape_of_columns(row, name))
-            return ModelMatch(**resized(found.spec, found.assumptions, row, name))
+                return shape_of_columns(row, name)
+            return resized(found, row, name)
         except UserInputError as error:
             raise RefusedRowError("impossible shape", str(error)) from error
 
@@ -94,30 +86,27 @@ class ModelBook:
             RefusedRowError: for a family that the spec of a transformer cannot describe.
         """
         try:
-            return ModelMatch(**golden_models.shape_of_test(row))
+            return golden_models.shape_of_test(row)
         except UserInputError as error:
             raise RefusedRowError("impossible shape", str(error)) from error
 
     def _named(self, name: ModelName, row: Mapping[str, str]) -> ModelMatch | None:
         """The model under the name, unless the row states another width."""
-        for key, assumed in candidates(name):
-            spec = None if _unreliable(name, row) else self._at(key) or self._active(key)
+        for key, assumed in () if _unreliable(name, row) else candidates(name):
+            spec = self._at(key) or self._active(key)
             if spec is not None:
                 return _agreeing(spec, assumed, row)
         *stem, last = name.words or ("",)
-        spec = self._at("".join(stem)) if size_in_billions(last) else None
-        if spec is None or not _has_size(spec, last):
-            return None
-        return _agreeing(spec, "", row)
+        spec, size = self._at("".join(stem)), size_in_billions(last)
+        return _agreeing(spec, "", row) if spec and size and _has_size(spec, size) else None
 
     def _at(self, key: str) -> TransformerSpec | None:
-        if key in self.extra:
-            row = self.extra[key]
-            known = [
-                self.entries[k] for k, _ in candidates(read_name(row["name"])) if k in self.entries
-            ]
-            return spec_from_mapping(mapping_of(row, _entry(known[0]) if known else None))
-        return spec_from_mapping(_entry(self.entries[key])) if key in self.entries else None
+        row = self.extra.get(key)
+        keys = [key] if row is None else [k for k, _ in candidates(read_name(row["name"]))]
+        entry = next((_entry(self.entries[k]) for k in keys if k in self.entries), None)
+        if row is not None:
+            return spec_from_mapping(mapping_of(row, entry))
+        return None if entry is None else spec_from_mapping(entry)
 
     def _active(self, key: str) -> TransformerSpec | None:
         """The one model whose name only adds the active parameters, as in 235B-A22B."""
@@ -148,10 +137,7 @@ def _agreeing(spec: TransformerSpec, assumed: str, row: Mapping[str, str]) -> Mo
     return ModelMatch(spec=spec, assumptions=tuple(notes))
 
 
-def _has_size(spec: TransformerSpec, word: str) -> bool:
-    size = size_in_billions(word)
-    if size is None:
-        return False
+def _has_size(spec: TransformerSpec, size: float) -> bool:
     plain = dataclasses.replace(spec, mtp_num_layers=None)
     return any(
         abs(total_parameters(each) / 1e9 - size) <= _SIZE_TOLERANCE * size for each in (spec, plain)
@@ -161,4 +147,4 @@ def _has_size(spec: TransformerSpec, word: str) -> bool:
 @functools.cache
 def _entry(name: str) -> Mapping[str, object]:
     text = catalogue_root().joinpath("model", f"{name}.yaml").read_text(encoding="utf-8")
-    return dict(yaml.load(text, Loader=_LOADER))
+    return dict(yaml.load(text, Loader=LOADER))

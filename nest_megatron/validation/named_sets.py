@@ -116,100 +116,90 @@ def _moe_or_fp8(row: Row) -> bool:
     return _NVIDIA(row) and known and (eight or number_or_zero(row, "ep") > 1)
 
 
-_TIME, _GOLDEN = RowKind.THROUGHPUT, RowKind.MEMORY_GOLDEN
+def _goal(measure: Measure, value: float, **others: float) -> Goal:
+    return Goal(measure=measure, value=value, others=tuple(others.items()))
+
+
+def _set(
+    key: str,
+    name: str,
+    holds: Callable[[Row], bool],
+    *goals: Goal,
+    kind: RowKind = RowKind.THROUGHPUT,
+    note: str = "",
+) -> NamedSet:
+    return NamedSet(key=key, name=name, kind=kind, holds=holds, goals=goals, note=note)
+
+
+_ERROR, _REGRET = Measure.ERROR, Measure.REGRET
 #: Calculon and vTrain on the same rows: shared figures of ``baseline_errors.csv`` and their papers.
 SETS: tuple[NamedSet, ...] = (
-    NamedSet(
-        key="vtrain_many_nodes",
-        name="vTrain, several nodes (64 GPUs and more)",
-        kind=_TIME,
-        holds=lambda row: _VTRAIN(row) and number_or_zero(row, "n_gpus") >= 64,
-        goals=(
-            Goal(measure=Measure.ERROR, value=8, others=(("Calculon", 19.6), ("vTrain", 14.7))),
-            Goal(measure=Measure.REGRET, value=1, others=(("Calculon", 1.3),)),
-        ),
+    _set(
+        "vtrain_many_nodes",
+        "vTrain, several nodes (64 GPUs and more)",
+        lambda row: _VTRAIN(row) and number_or_zero(row, "n_gpus") >= 64,
+        _goal(_ERROR, 8, Calculon=19.6, vTrain=14.7),
+        _goal(_REGRET, 1, Calculon=1.3),
     ),
-    NamedSet(
-        key="vtrain_one_node",
-        name="vTrain, one node (2 to 8 GPUs)",
-        kind=_TIME,
-        holds=lambda row: _VTRAIN(row) and number_or_zero(row, "n_gpus") <= 8,
-        goals=(
-            Goal(measure=Measure.ERROR, value=8, others=(("Calculon", 38.9), ("vTrain", 8.4))),
-            Goal(measure=Measure.REGRET, value=3, others=(("Calculon", 10.0),)),
-        ),
+    _set(
+        "vtrain_one_node",
+        "vTrain, one node (2 to 8 GPUs)",
+        lambda row: _VTRAIN(row) and number_or_zero(row, "n_gpus") <= 8,
+        _goal(_ERROR, 8, Calculon=38.9, vTrain=8.4),
+        _goal(_REGRET, 3, Calculon=10.0),
     ),
-    NamedSet(
-        key="bloom_search",
-        name="the search for BLOOM's layout (384 A100)",
-        kind=_TIME,
-        holds=lambda row: _BLOOM(row) and number_or_zero(row, "n_gpus") == 384,
-        goals=(
-            Goal(measure=Measure.ERROR, value=12, others=(("Calculon", 32.6),)),
-            Goal(measure=Measure.REGRET, value=3, others=(("Calculon", 7.7),)),
-            Goal(measure=Measure.SPEARMAN, value=0.7, others=(("Calculon", 0.11),)),
-        ),
+    _set(
+        "bloom_search",
+        "the search for BLOOM's layout (384 A100)",
+        lambda row: _BLOOM(row) and number_or_zero(row, "n_gpus") == 384,
+        _goal(_ERROR, 12, Calculon=32.6),
+        _goal(_REGRET, 3, Calculon=7.7),
+        _goal(Measure.SPEARMAN, 0.7, Calculon=0.11),
     ),
-    NamedSet(
-        key="megatron_papers",
-        name="Megatron's papers",
-        kind=_TIME,
-        holds=_PAPERS,
-        goals=(Goal(measure=Measure.ERROR, value=5),),
+    _set(
+        "megatron_papers",
+        "Megatron's papers",
+        _PAPERS,
+        _goal(_ERROR, 5),
         note="two tables of arXiv:2104.04473 and one of arXiv:2205.05198",
     ),
-    NamedSet(
-        key="megatron_papers_own",
-        name="Megatron's papers without DeepSpeed's ZeRO-3 runs",
-        kind=_TIME,
-        holds=lambda row: _PAPERS(row) and not row["framework"].startswith("DeepSpeed"),
-        goals=(Goal(measure=Measure.ERROR, value=5),),
+    _set(
+        "megatron_papers_own",
+        "Megatron's papers without DeepSpeed's ZeRO-3 runs",
+        lambda row: _PAPERS(row) and not row["framework"].startswith("DeepSpeed"),
+        _goal(_ERROR, 5),
     ),
-    NamedSet(
-        key="korthikanti",
-        name="table 5 of arXiv:2205.05198 alone",
-        kind=_TIME,
-        holds=_source("korthikanti-table5"),
-        goals=(Goal(measure=Measure.ERROR, value=5, others=(("Calculon, all eight", 3.65),)),),
+    _set(
+        "korthikanti",
+        "table 5 of arXiv:2205.05198 alone",
+        _source("korthikanti-table5"),
+        _goal(_ERROR, 5, **{"Calculon, all eight": 3.65}),
     ),
-    NamedSet(
-        key="nvidia_dense_bf16",
-        name="NVIDIA, dense models in bf16 on H100",
-        kind=_TIME,
-        holds=_dense_bf16,
-        goals=(Goal(measure=Measure.ERROR, value=8),),
+    _set(
+        "nvidia_dense_bf16", "NVIDIA, dense models in bf16 on H100", _dense_bf16, _goal(_ERROR, 8)
     ),
-    NamedSet(
-        key="nvidia_moe_fp8",
-        name="NVIDIA, experts or fp8, H100 to GB300",
-        kind=_TIME,
-        holds=_moe_or_fp8,
-        goals=(Goal(measure=Measure.ERROR, value=15),),
-    ),
-    NamedSet(
-        key="simumax_b200",
-        name="SimuMax's eight B200",
-        kind=_TIME,
-        holds=_source("simumax-b200-real"),
-        goals=(
-            Goal(measure=Measure.ERROR, value=5, others=(("SimuMax", 5.6),)),
-            Goal(measure=Measure.MEMORY, value=3, others=(("SimuMax", 0.46),)),
-        ),
+    _set("nvidia_moe_fp8", "NVIDIA, experts or fp8, H100 to GB300", _moe_or_fp8, _goal(_ERROR, 15)),
+    _set(
+        "simumax_b200",
+        "SimuMax's eight B200",
+        _source("simumax-b200-real"),
+        _goal(_ERROR, 5, SimuMax=5.6),
+        _goal(Measure.MEMORY, 3, SimuMax=0.46),
         note="SimuMax measured its kernels on the same machine",
     ),
-    NamedSet(
-        key="golden_memory",
-        name="memory in Megatron-LM's functional tests",
-        kind=_GOLDEN,
-        holds=lambda _: True,
-        goals=(Goal(measure=Measure.MEMORY, value=5),),
+    _set(
+        "golden_memory",
+        "memory in Megatron-LM's functional tests",
+        lambda _: True,
+        _goal(Measure.MEMORY, 5),
+        kind=RowKind.MEMORY_GOLDEN,
     ),
-    NamedSet(
-        key="collectives",
-        name="collectives of 1 MB and more",
+    _set(
+        "collectives",
+        "collectives of 1 MB and more",
+        lambda row: number_or_zero(row, "size_bytes") >= 1_000_000,
+        _goal(_ERROR, 15),
         kind=RowKind.COLLECTIVES,
-        holds=lambda row: number_or_zero(row, "size_bytes") >= 1_000_000,
-        goals=(Goal(measure=Measure.ERROR, value=15),),
     ),
 )
 

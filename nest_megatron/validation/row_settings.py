@@ -7,7 +7,7 @@ Each of its rows names a row of throughput (``row_id``), how sure its values are
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -211,37 +211,70 @@ def _recompute(said: Mapping[str, str]) -> Recompute | None:
     return selective_recompute(known) if known else NO_RECOMPUTE
 
 
-#: What rows say of how layers are carried out, and the flags that it means.
-_WORDS: tuple[tuple[str, Mapping[str, object]], ...] = (
+#: Columns, what they may say in words, and the settings that it means.
+Said = tuple[str, str, Mapping[str, object]]
+
+#: How layers are carried out, which a plan chooses.
+WORDS: tuple[Said, ...] = tuple(
+    ("section ambiguity", pattern, flags)
+    for pattern, flags in (
+        (
+            r"\bdeepep\b(?! row)",
+            {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"},
+        ),
+        (
+            r"\bhybridep\b(?! off)",
+            {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"},
+        ),
+        (
+            r"\ba2a\b|\balltoall\b|nccl all-to-all|all-to-all dispatcher",
+            {"moe_token_dispatcher_type": "alltoall"},
+        ),
+        (
+            r"\b1f1b overlap|(?<!no )\bep overlap(?! off)",
+            {"overlap_moe_expert_parallel_comm": True},
+        ),
+        (r"\bno ep overlap|\bep overlap off", {"overlap_moe_expert_parallel_comm": False}),
+        (r"permute fusion disabled", {"moe_permute_fusion": False}),
+        (r"\b(partial|te-scoped) (cg|cuda graph)", {"cuda_graph_impl": "transformer_engine"}),
+        (r"\bfull cg\b", {"cuda_graph_impl": "full_iteration"}),
+        (r"\bno cuda graph", {"cuda_graph_impl": "none"}),
+    )
+)
+#: Number formats, which a plan keeps: recipes of fp8, and Adam's moments in 16 bits.
+FORMATS: tuple[Said, ...] = (
+    ("precision", r"mxfp8|fp8[-_ ]mx\b", {"fp8_recipe": "mxfp8"}),
+    ("precision", r"fp8[-_ ]cs\b", {"fp8_recipe": "tensorwise"}),
+    ("precision", r"fp8[-_ ]ds\b", {"fp8_recipe": "delayed"}),
+    ("precision", r"fp8[-_ ]sc\b", {"fp8_recipe": "blockwise"}),
     (
-        r"\bdeepep\b(?! row)",
-        {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"},
+        "optimizer",
+        r"\bbf16 (states|moments)",
+        {
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": "bf16",
+            "exp_avg_sq_dtype": "bf16",
+        },
     ),
+)
+#: Settings of the cost model. Frozen weights have no use of 16-bit ones beside those in fp8, and
+#: recipes do without the cache of their transposes (NeMo:
+#: ``scripts/performance/llm/mlperf_lora_llama2_70b.py``).
+TRAITS: tuple[Said, ...] = (
     (
-        r"\bhybridep\b(?! off)",
-        {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"},
+        "task model",
+        r"lora",
+        {"frozen_weights": True, "fp8_weights": True, "fp8_transpose_cache": False},
     ),
-    (
-        r"\ba2a\b|\balltoall\b|nccl all-to-all|all-to-all dispatcher",
-        {"moe_token_dispatcher_type": "alltoall"},
-    ),
-    (
-        r"\b1f1b overlap|(?<!no )\bep overlap(?! off)",
-        {"overlap_moe_expert_parallel_comm": True},
-    ),
-    (r"\bno ep overlap|\bep overlap off", {"overlap_moe_expert_parallel_comm": False}),
-    (r"permute fusion disabled", {"moe_permute_fusion": False}),
-    (r"\b(partial|te-scoped) (cg|cuda graph)", {"cuda_graph_impl": "transformer_engine"}),
-    (r"\bfull cg\b", {"cuda_graph_impl": "full_iteration"}),
-    (r"\bno cuda graph", {"cuda_graph_impl": "none"}),
+    ("recompute", r"^full.*offload", {"offloads_layer_inputs": True}),
 )
 
 
-def stated_in_words(row: Mapping[str, str]) -> dict[str, object]:
-    """Settings that the row names in words."""
-    text = f"{row.get('section', '')}; {row.get('ambiguity', '')}"
+def stated_in(row: Mapping[str, str], table: Sequence[Said]) -> dict[str, object]:
+    """Settings that a row names in words."""
     found: dict[str, object] = {}
-    for words, flags in _WORDS:
+    for columns, words, settings in table:
+        text = "; ".join(row.get(column, "") for column in columns.split())
         if re.search(words, text, re.IGNORECASE):
-            found |= flags
+            found |= settings
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from nest_megatron.errors import OK
@@ -16,31 +16,6 @@ from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Judged, RowOutcome
 from nest_megatron.validation.report import as_document
 from nest_megatron.validation.rows import RowFile, RowKind, read_rows
-
-_COLUMNS = (
-    "file",
-    "row_id",
-    "source",
-    "model",
-    "gpu",
-    "n_gpus",
-    "predicted_s",
-    "measured_s",
-    "error_pct",
-    "predicted_bytes",
-    "measured_bytes",
-    "memory_error_pct",
-    "fits",
-    "outcome",
-    "refused",
-    "detail",
-    "assumptions",
-    "planned_s",
-    "planned_error_pct",
-    "planned_bytes",
-    "planned_fits",
-    "planned_assumptions",
-)
 
 
 def run_validate(
@@ -66,7 +41,14 @@ def run_validate(
     if docs is not None:
         runs = [file for file in files if file.kind is RowKind.THROUGHPUT]
         unseen = _judged(runs, book, left_out=True)
-    written = [*_write_docs(docs, judged, unseen, force=force), *_write_rows(rows, judged)]
+    written = []
+    if docs is not None:
+        from nest_megatron.validation.pages.accuracy import write_accuracy
+
+        written += write_accuracy(docs, judged, unseen, force=force)
+    if rows is not None:
+        write_text(rows, _rows_text(judged))
+        written.append(rows)
     if as_json:
         show_json(as_document(judged))
         return OK
@@ -83,48 +65,38 @@ def _judged(files: Sequence[RowFile], book: ModelBook, *, left_out: bool) -> lis
     return [assessor.judge(file) for file in files]
 
 
-def _write_docs(
-    folder: Path | None,
-    judged: Sequence[Judged],
-    unseen: Sequence[Judged],
-    *,
-    force: bool | None,
-) -> list[Path]:
-    if folder is None:
-        return []
-    from nest_megatron.validation.pages.accuracy import write_accuracy
-
-    return write_accuracy(folder, judged, unseen, force=force)
-
-
-def _write_rows(path: Path | None, judged: Sequence[Judged]) -> list[Path]:
-    if path is None:
-        return []
-    write_text(path, _rows_text(judged))
-    return [path]
-
-
 def _rows_text(judged: Sequence[Judged]) -> str:
+    lines = [_cells(each.file, *pair) for each in judged for pair in each.pairs]
     stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(_COLUMNS)
-    for each in judged:
-        pairs = zip(each.as_stated, each.as_planned, strict=True)
-        writer.writerows(_cells(each.file, *pair) for pair in pairs)
+    writer = csv.DictWriter(stream, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
     return stream.getvalue()
 
 
-def _cells(file: RowFile, outcome: RowOutcome, planned: RowOutcome) -> Iterator[object]:
-    row = outcome.row
-    yield file.path.name
-    yield from (row.get(column, "") for column in ("row_id", "source", "model", "gpu", "n_gpus"))
-    yield from (_number(outcome.predicted_s), _number(outcome.measured_s), _error(outcome.time))
-    yield from (outcome.predicted_bytes, outcome.measured_bytes, _error(outcome.memory))
-    yield _flag(outcome.fits)
-    yield row.get("outcome", "")
-    yield from (outcome.refused, outcome.detail, "; ".join(outcome.assumptions))
-    yield from (_number(planned.predicted_s), _error(planned.time), planned.predicted_bytes)
-    yield from (_flag(planned.fits), "; ".join(planned.assumptions))
+def _cells(file: RowFile, stated: RowOutcome, planned: RowOutcome) -> dict[str, object]:
+    """A line of ``--rows``, by column."""
+    row = stated.row
+    return {
+        "file": file.path.name,
+        **{name: row.get(name, "") for name in ("row_id", "source", "model", "gpu", "n_gpus")},
+        "predicted_s": _number(stated.predicted_s),
+        "measured_s": _number(stated.measured_s),
+        "error_pct": _error(stated.time),
+        "predicted_bytes": stated.predicted_bytes,
+        "measured_bytes": stated.measured_bytes,
+        "memory_error_pct": _error(stated.memory),
+        "fits": _flag(stated.fits),
+        "outcome": row.get("outcome", ""),
+        "refused": stated.refused,
+        "detail": stated.detail,
+        "assumptions": "; ".join(stated.assumptions),
+        "planned_s": _number(planned.predicted_s),
+        "planned_error_pct": _error(planned.time),
+        "planned_bytes": planned.predicted_bytes,
+        "planned_fits": _flag(planned.fits),
+        "planned_assumptions": "; ".join(planned.assumptions),
+    }
 
 
 def _flag(value: bool | None) -> str:
