@@ -42,7 +42,7 @@ def validate(paths: tuple[Path, ...], **options: Any) -> int:
     columns (docs/accuracy.md). Each source and regime is scored as planned, with the settings that
     a plan would assume, and as stated. Rows that cannot be predicted are counted by reason.
     """
-    from nest_megatron.validation.validate_run import run_validate
+    from nest_megatron.validation.commands import run_validate
 
     return run_validate(paths, **options, force=forced())
 
@@ -68,6 +68,6 @@ def calibrate(paths: tuple[Path, ...], **options: Any) -> int:
 
     Prints the constants, the errors, and those of sources and models that a fit has not seen.
     """
-    from nest_megatron.validation.calibrate_run import run_calibrate
+    from nest_megatron.validation.commands import run_calibrate
 
     return run_calibrate(paths, **options)

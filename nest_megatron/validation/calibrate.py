@@ -221,7 +221,6 @@ def cross_validate(fit: Fit, by: str) -> list[LeftOut]:
 
 
 def _left_out_in_turn(part: FittedPart, by: str) -> Iterator[tuple[str, list[bool]]]:
-    """Each source or model of a part, and which samples are its own."""
     names = [str(getattr(sample, by)) for sample in part.samples]
     for name in sorted(set(names)):
         yield name, [each == name for each in names]

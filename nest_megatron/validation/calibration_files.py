@@ -114,7 +114,6 @@ class Constants:
         }
 
     def _moved(self) -> dict[str, dict[str, float]]:
-        """By source, the constants that move when it is left out."""
         whole = self.fit.values
         found = {
             source: {

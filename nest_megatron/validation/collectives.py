@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from nest_megatron.cluster.communication import collective_time
 from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
-from nest_megatron.validation.gpu_names import accelerator_name
+from nest_megatron.validation.machine_words import accelerator_name
 from nest_megatron.validation.machines import RACK_GPUS, largest_part, network_levels
 from nest_megatron.validation.rows import RefusedRowError, Row, number, whole
 
@@ -38,9 +38,6 @@ def predict_collective(row: Row) -> tuple[float, float]:
 
     Args:
         row: columns of truth/comm_collectives.csv.
-
-    Raises:
-        RefusedRowError: if the row lacks the size, the time or the machine, or contradicts itself.
     """
     parsed = parse_collective(row)
     seconds = row_time(parsed, parsed.levels)
@@ -100,7 +97,6 @@ def _levels_and_shape(
 
 
 def _shape(levels: tuple[NetworkLevel, ...], inside: int, outside: int) -> tuple[int, ...]:
-    """Fan-outs of a group with so many members inside a node, on so many nodes."""
     shape: list[int] = []
     for level in levels[:-2]:
         shape.append(math.gcd(inside, level.num_devices or 1))
@@ -113,7 +109,7 @@ def _is_rack(row: Row) -> bool:
 
 
 def _machine_node(row: Row) -> int | None:
-    """GPUs of the whole node: eight, unless all that it has were used."""
+    """GPUs of the whole node, where not those that its generation usually has."""
     used = _count(row, "gpus_per_node_used")
     if row.get("gpu", "").upper().startswith("V100"):
         return 4 if used <= 4 else 8
@@ -128,7 +124,6 @@ def _kind(name: str) -> CollectiveKind:
 
 
 def _measured_s(row: Row, kind: CollectiveKind, size: float, ranks: int) -> float:
-    """Seconds of the row: its time, or the size over its algorithm or bus bandwidth."""
     micros = number(row, "time_us")
     if micros:
         return micros * 1e-6

@@ -273,7 +273,6 @@ def fit_links(
 
 
 def _error(links: Links, sample: CollectiveSample) -> float:
-    """Predicted over measured time, less 1."""
     return _predicted(links, sample) / sample.measured_s - 1
 
 

@@ -26,7 +26,7 @@ from nest_megatron.validation.assess import Assessor
 from nest_megatron.validation.calibration_store import write_record
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Basis, RowOutcome
-from nest_megatron.validation.possible import states_recompute
+from nest_megatron.validation.row_settings import states_recompute
 from nest_megatron.validation.rows import Row, RowFile, RowKind
 
 if TYPE_CHECKING:
@@ -237,7 +237,6 @@ def _inside(evidence: Evidence, unseen: Mapping[str, PeakError], share: float) -
 
 
 def _error(evidence: Evidence) -> PeakError:
-    """The likeliest median and scales; scales widened for a source to come."""
     import numpy as np
     from scipy.optimize import minimize
 

@@ -143,7 +143,6 @@ def scalings_of(files: Iterable[RowFile], book: ModelBook) -> list[Scaling]:
 
 
 def _run(row: Row, job: RowJob, predictors: tuple[Predictor, Predictor]) -> ScalingRun:
-    """A row with its step without stragglers, and the difference that one second makes."""
     settings = [dataclasses.replace(job.settings, straggler_delay_s=delay) for delay in (0.0, 1.0)]
     without, late = (
         predictor.predict(dataclasses.replace(job, settings=each))
@@ -191,7 +190,6 @@ def _best(by_model: Mapping[str, Sequence[Scaling]]) -> float:
 
 
 def _mean_pct(by_model: Mapping[str, Sequence[Scaling]], delay_s: float) -> float:
-    """Mean over models of their runs' mean absolute deviation."""
     means = [
         statistics.fmean(size for each in scalings for size in each.deviations(delay_s))
         for scalings in by_model.values()

@@ -163,7 +163,6 @@ def fit_scales(residuals: Sequence[Residual], start: Scales | None = None) -> Sc
 
 
 def _flat(scales: Scales | None = None) -> list[float]:
-    """All scales in one row, or their priors."""
     return [
         prior if scales is None else getattr(scales, kind)[name]
         for kind, priors in _PRIORS.items()
@@ -339,7 +338,6 @@ def standardized(residuals: Sequence[Residual], scales: Scales) -> list[tuple[Re
 
 
 def _total_scale(scales: Scales, each: Residual) -> float:
-    """Scale of a run's whole error."""
     return Predictive(
         median_s=1.0,
         shares=each.shares,

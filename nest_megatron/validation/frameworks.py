@@ -64,7 +64,6 @@ def _rule(framework: str, target: Target, **options: Any) -> FrameworkRule:
 
 
 def _defaults(source: str, flags: Mapping[str, object], gpu: str = "") -> tuple[Default, ...]:
-    """Defaults that one file sets, for devices whose names match."""
     return tuple(
         Default(argument=argument, value=value, source=source, gpu=gpu)
         for argument, value in flags.items()
@@ -72,7 +71,6 @@ def _defaults(source: str, flags: Mapping[str, object], gpu: str = "") -> tuple[
 
 
 def _over(target: Target, *defaults: Default, **changes: Any) -> Target:
-    """A target with further defaults, which count before its own."""
     return dataclasses.replace(target, defaults=(*defaults, *target.defaults), **changes)
 
 
@@ -83,7 +81,6 @@ def _target(
     flags: Mapping[str, object],
     cost: Mapping[str, object] | None = None,
 ) -> Target:
-    """A target whose defaults have one source."""
     return Target(
         name=name,
         framework=name,

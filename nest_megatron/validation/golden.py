@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.execution_flags import execution_of
 from nest_megatron.cost_model.memory_flags import memory_flags
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import UserInputError
+from nest_megatron.model.arguments import SAME_NAMES, spec_from_arguments
 from nest_megatron.model.execution import Execution
-from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import expand_layout, parse_layout, uniform_partition
@@ -26,10 +28,10 @@ from nest_megatron.parallel.recompute import (
 )
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.validation.frameworks import MEGATRON_CORE
-from nest_megatron.validation.golden_models import flags_of
 from nest_megatron.validation.job import RowJob, dims_of
-from nest_megatron.validation.machines import machine_of_runs
-from nest_megatron.validation.models import ModelBook
+from nest_megatron.validation.machines import machine_of
+from nest_megatron.validation.model_names import HYBRID
+from nest_megatron.validation.model_shapes import BERT_VOCAB, GPT2_VOCAB, ModelMatch, whole_of
 from nest_megatron.validation.rows import RefusedRowError, Row, whole
 
 #: What the tests run on where a row does not say.
@@ -41,18 +43,18 @@ _PRECISIONS = {"bf16": Precision.BF16, "fp16": Precision.FP16}
 _SWITCHES = {"True": True, "False": False}
 
 
-def golden_job(row: Row, book: ModelBook) -> RowJob:
+def golden_job(row: Row) -> RowJob:
     """Read a row of golden values.
 
     Raises:
         RefusedRowError: with the reason, if the row says too little or something impossible.
     """
-    match = book.golden_spec(row)
-    flags = flags_of(row.get("extra_args", ""))
+    match = shape_of_test(row)
+    flags = _flags_of(row.get("extra_args", ""))
     if "distill" in row.get("test_case", ""):
         raise RefusedRowError("a teacher model beside the trained one", row["test_case"])
     gpus, per_node, notes = _gpus(row)
-    machine = machine_of_runs(
+    machine = machine_of(
         row.get("gpu") or _USUAL_GPU, gpus, per_node, "", flash_attention=not _keeps_scores(row)
     )
     try:
@@ -100,7 +102,6 @@ def _keeps_scores(row: Row) -> bool:
 
 
 def _gpus(row: Row) -> tuple[int, int | None, list[str]]:
-    """GPUs of the test, GPUs of a node, and what was assumed."""
     notes = [] if row.get("gpu") else [f"an {_USUAL_GPU}"]
     gpus, per_node = whole(row, "n_gpus"), whole(row, "gpus_per_node")
     if not gpus:
@@ -115,7 +116,6 @@ def _gpus(row: Row) -> tuple[int, int | None, list[str]]:
 
 
 def _virtual(row: Row) -> int:
-    """Virtual stages of a rank: as stated, or as many as the layout cuts."""
     layout, stages = row.get("pp_layout", ""), whole(row, "pp") or 1
     if layout and "=" not in layout:
         return max(1, len(expand_layout(layout)) // stages)
@@ -168,7 +168,6 @@ def _zero(row: Row, flags: Mapping[str, str]) -> ZeroStage:
 
 
 def _recompute(text: str) -> Recompute:
-    """The recomputation of a row: ``none``, ``full:uniform1``, ``selective:[moe_act mlp]``."""
     kind, _, rest = text.partition(":")
     if kind == "full":
         found = re.fullmatch(r"(uniform|block)(\d+)", rest)
@@ -184,7 +183,6 @@ def _recompute(text: str) -> Recompute:
 
 
 def _partition(row: Row, spec: TransformerSpec, dims: ParallelDims) -> StagePartition | None:
-    """The stages that the row names, or ``None`` for Megatron's even ones."""
     text = row.get("pp_layout", "")
     p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
     if not text:
@@ -205,7 +203,6 @@ def _partition(row: Row, spec: TransformerSpec, dims: ParallelDims) -> StagePart
 
 
 def _settings(row: Row, flags: Mapping[str, str], accelerator: str) -> CostSettings:
-    """As a plan would be made for the test's flags."""
     text = row.get("precision", "")
     if text not in _PRECISIONS:
         raise RefusedRowError("number format is not modelled", text)
@@ -219,3 +216,159 @@ def _settings(row: Row, flags: Mapping[str, str], accelerator: str) -> CostSetti
         return settings
     traits = replace(settings.traits, loss_bytes=settings.traits.loss_bytes + 4)
     return replace(settings, traits=traits)
+
+
+#: The collection cuts a row's flags at this many characters.
+_FLAGS_CUT = 900
+#: Vocabulary of ``nemotron_2_256k.model``, the tokenizer of the release tests.
+_RELEASE_VOCAB = 256_000
+_REFUSED: Mapping[str, str] = {
+    "t5": "encoder and decoder",
+    "hybrid": HYBRID,
+    "mamba": HYBRID,
+    "mimo": "more than a language model",
+    "multimodal": "more than a language model",
+}
+#: Flags that are read; what columns state (``max_position_embeddings`` with ``seq``) is not.
+_KNOWN = {*SAME_NAMES, "moe_shared_expert_intermediate_size", "moe_router_enable_expert_bias"}
+_KNOWN |= {"apply_layernorm_1p"}
+_KNOWN -= {"max_position_embeddings", "add_bias_linear"}
+_REAL = ("layernorm_epsilon", "rotary_percent", "hidden_dropout", "attention_dropout")
+
+
+def shape_of_test(row: Mapping[str, str]) -> ModelMatch:
+    """The model of a functional test; Megatron's defaults stand where no flag is carried.
+
+    Args:
+        row: a row with ``family``, ``layers``, ``hidden``, ``ffn``, ``heads``, ``kv_groups``,
+            ``swiglu``, ``experts``, ``topk``, ``moe_ffn``, ``moe_layer_freq``, ``mla``,
+            ``mtp_layers``, ``seq``, ``vocab``, ``test_case`` and ``extra_args``.
+    """
+    flags = _flags_of(row.get("extra_args", ""))
+    _refuse_family(row, flags)
+    style, notes = _style(row, flags)
+    arguments = {**_arguments(row), **style, **_typed(flags)}
+    if arguments["multi_latent_attention"]:
+        arguments["group_query_attention"] = False
+    fields = {name: arguments.pop(name) for name in _FIELDS if name in arguments}
+    try:
+        spec = spec_from_arguments(
+            arguments,
+            spelled=str,
+            name=row.get("test_case") or "megatron_test",
+            num_layers=whole_of(row["layers"]),
+            hidden_size=whole_of(row["hidden"]),
+            seq_length=whole_of(row["seq"]),
+            family=ModelFamily.BERT if row.get("family") == "bert" else ModelFamily.GPT,
+            source=f"{row.get('repo', '')} {row.get('path', '')}".strip(),
+            **fields,
+        )
+    except UserInputError as error:
+        raise RefusedRowError("impossible shape", str(error)) from error
+    return ModelMatch(spec=spec, assumptions=notes)
+
+
+#: Fields of the spec that no argument of Megatron names.
+_FIELDS = ("vocab_size", "activation", "gated_linear_unit")
+
+
+def _flags_of(text: str) -> dict[str, str]:
+    """Megatron's flags of a row, spelled as fields; the last may be cut and is then left out.
+
+    >>> _flags_of("kv-channels=128 offload-modules=[a b] swiglu=True moe-")
+    {'kv_channels': '128', 'offload_modules': '[a b]', 'swiglu': 'True'}
+    """
+    whole_text = text if len(text) < _FLAGS_CUT else text.rpartition(" ")[0]
+    pairs = re.findall(r"([\w-]+)=(\[[^\]]*\]|\S+)", whole_text)
+    return {key.replace("-", "_"): value for key, value in pairs}
+
+
+def _refuse_family(row: Mapping[str, str], flags: Mapping[str, str]) -> None:
+    family, test = row.get("family", ""), row.get("test_case", "")
+    for start, reason in _REFUSED.items():
+        if family.startswith(start):
+            raise RefusedRowError(reason, f"{family}: {test}")
+    if any(flag.startswith(("hybrid", "mamba")) for flag in flags):
+        raise RefusedRowError(HYBRID, f"{family}: {test}")
+    if any(flag.startswith("heterogeneous") for flag in flags):
+        raise RefusedRowError("layers of different shapes", test)
+    if not all(whole_of(row.get(column)) for column in ("layers", "hidden", "heads", "seq")):
+        raise RefusedRowError("shape not stated", test)
+
+
+def _arguments(row: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "ffn_hidden_size": whole_of(row.get("ffn")),
+        "num_attention_heads": whole_of(row["heads"]),
+        "group_query_attention": True,
+        "num_query_groups": whole_of(row.get("kv_groups")),
+        "max_position_embeddings": whole_of(row["seq"]),
+        "mtp_num_layers": whole_of(row.get("mtp_layers")),
+        "multi_latent_attention": row.get("mla") == "1",
+        "swiglu": row.get("swiglu") == "1",
+        "num_experts": whole_of(row.get("experts")),
+        "moe_router_topk": whole_of(row.get("topk")) or 2,
+        "moe_ffn_hidden_size": whole_of(row.get("moe_ffn")),
+        "moe_layer_freq": row.get("moe_layer_freq") or None,
+    }
+
+
+def _typed(flags: Mapping[str, str]) -> dict[str, Any]:
+    """Flags that a reader of shapes knows, as the values that Megatron makes of them."""
+    known = {name: text for name, text in flags.items() if name in _KNOWN}
+    found: dict[str, Any] = {
+        name: _SWITCHES.get(text, text if whole_of(text) is None else whole_of(text))
+        for name, text in known.items()
+    }
+    found |= {name: float(flags[name]) for name in _REAL if name in flags}
+    if flags.get("disable_bias_linear") == "True":
+        found["add_bias_linear"] = False
+    if flags.get("squared_relu") == "True":
+        found["activation"] = "squared_relu"
+    return found
+
+
+def _style(
+    row: Mapping[str, str], flags: Mapping[str, str]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    release, bert = "release" in row.get("test_case", ""), row.get("family") == "bert"
+    style: dict[str, Any] = {"vocab_size": whole_of(row.get("vocab"))}
+    notes = []
+    if style["vocab_size"] is None:
+        style["vocab_size"] = BERT_VOCAB if bert else _RELEASE_VOCAB if release else GPT2_VOCAB
+        notes.append(f"a vocabulary of {style['vocab_size']}")
+    if row.get("swiglu") == "1" or flags.get("swiglu") == "True":
+        style |= {"activation": "silu", "gated_linear_unit": True}
+    elif release and not row.get("experts") and whole_of(row["hidden"]) == 6144:
+        style |= {"activation": "squared_relu", "apply_layernorm_1p": True, "rotary_percent": 0.5}
+        notes.append("the release test of 15B trains a Nemotron: squared ReLU, layernorm 1p")
+    without, note = _dropout(row, flags, release=release)
+    ranks, cut = _cut_flags(row, flags)
+    return style | without | ranks, (*notes, note, *([cut] if cut else []))
+
+
+def _dropout(
+    row: Mapping[str, str], flags: Mapping[str, str], *, release: bool
+) -> tuple[dict[str, Any], str]:
+    """Rows do not carry the flags of dropout.
+
+    The tests of newer models set it to 0, and those of context parallelism without deterministic
+    kernels.
+    """
+    newer = release or flags.get("normalization") == "RMSNorm" or bool(row.get("mtp_layers"))
+    newer = newer or (row.get("cp") not in ("", "1", None) and row.get("deterministic") == "0")
+    if newer:
+        return {"hidden_dropout": 0.0, "attention_dropout": 0.0}, "no dropout"
+    return {}, "Megatron's dropout of 0.1"
+
+
+def _cut_flags(row: Mapping[str, str], flags: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+    """The tests' ranks of latent attention, where the row's flags end before them."""
+    if len(row.get("extra_args", "")) < _FLAGS_CUT:
+        return {}, ""
+    if row.get("mla") != "1" or "kv_lora_rank" in flags:
+        return {}, "flags beyond 900 characters are not known"
+    hidden = whole_of(row["hidden"]) or 0
+    q, kv = (1536, 512) if hidden >= 1024 else (256, 128)
+    note = f"flags beyond 900 characters are not known: latent attention of ranks {q} and {kv}"
+    return {"q_lora_rank": q, "kv_lora_rank": kv}, note

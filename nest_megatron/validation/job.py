@@ -27,15 +27,16 @@ from nest_megatron.parallel.recompute import (
 )
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.validation.frameworks import rule_of
-from nest_megatron.validation.machines import MachineMatch, machine_of_runs
+from nest_megatron.validation.machines import machine_of
 from nest_megatron.validation.models import ModelBook
-from nest_megatron.validation.possible import planned_grids, possible_grids
 from nest_megatron.validation.row_settings import (
     FORMATS,
     NO_SETTINGS,
     TRAITS,
     WORDS,
     partition_of,
+    planned_grids,
+    possible_grids,
     settings_of,
     stated_in,
 )
@@ -87,8 +88,15 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
     recipe = NO_SETTINGS if as_planned else settings_of(row)
     words = {} if as_planned else stated_in(row, WORDS)
     stated = {**recipe.flags, **stated_in(row, FORMATS), **words}
-    machine, precision = _machine(row, rule.target, gpus)
-    name = machine.cluster.accelerator.name
+    fused = rule.target.flags(row.get("gpu", ""), Precision.BF16).get("attention_backend")
+    machine = machine_of(
+        row.get("gpu", ""),
+        gpus,
+        whole(row, "gpus_per_node"),
+        row.get("network", ""),
+        flash_attention=fused != "unfused",
+    )
+    precision, name = _precision(row, machine.cluster), machine.cluster.accelerator.name
     defaults = rule.target.flags(name, precision, has_experts=match.spec.is_moe)
     flags = {**defaults, **stated}
     notes = [*match.assumptions, *machine.assumptions, f"defaults of {rule.target.name}"]
@@ -120,15 +128,6 @@ def job_of(row: Row, book: ModelBook, *, as_planned: bool = False) -> RowJob:
         partition=partition_of(row, match.spec, grid.dims) if recipe.certain else None,
         pipeline_runs=_pipeline_runs(row, grid) if rule.splits_local_batch else 1,
     )
-
-
-def _machine(row: Row, target: Target, gpus: int) -> tuple[MachineMatch, Precision]:
-    """The machine of a row, and its number format."""
-    name = row.get("gpu", "")
-    fused = target.flags(name, Precision.BF16).get("attention_backend") != "unfused"
-    per_node, network = whole(row, "gpus_per_node"), row.get("network", "")
-    machine = machine_of_runs(name, gpus, per_node, network, flash_attention=fused)
-    return machine, _precision(row, machine.cluster)
 
 
 def _grid(
@@ -169,9 +168,6 @@ def dims_of(row: Row, gpus: int, *, virtual: int, etp: int | None = None) -> Par
 
     Args:
         etp: of its experts; the tensor size if not given.
-
-    Raises:
-        RefusedRowError: if the GPUs hold no whole number of replicas.
     """
     tp, pp, cp, ep = (whole(row, column) or 1 for column in ("tp", "pp", "cp", "ep"))
     replicas, rest = divmod(gpus, tp * pp * cp)
@@ -213,7 +209,6 @@ def _pipeline_runs(row: Row, grid: Grid) -> int:
 
 
 def _in_whole_rounds(dims: ParallelDims, microbatches: int, notes: list[str]) -> ParallelDims:
-    """Without assumed virtual stages, where micro batches do not fill their rounds."""
     virtual = dims.virtual_pipeline_model_parallel_size
     if virtual == 1 or microbatches % dims.pipeline_model_parallel_size == 0:
         return dims
@@ -251,7 +246,6 @@ def _batch(row: Row, dims: ParallelDims, notes: list[str], *, split: bool) -> tu
 
 
 def _assumed_steps(row: Row, ranks: int, notes: list[str]) -> int:
-    """Micro batches of a replica where a row gives rates but no batch."""
     if row.get("iter_time_s", "").strip():
         raise RefusedRowError("global batch not stated", "a step's time says nothing without it")
     steps = 8 * ranks if ranks > 1 else 1

@@ -96,7 +96,6 @@ def _index(candidates: Sequence[Candidate], chosen: Candidate) -> int:
 
 
 def _default(candidates: Sequence[Candidate]) -> Candidate:
-    """What the planner takes where nothing is said."""
     values = values_of(candidates, Objective.EXPECTED, FAILED_START_PERCENT)
     return candidates[simplest_of_best(candidates, values, TIE_PERCENT)]
 
@@ -132,16 +131,20 @@ def choice_summary(scores: Sequence[ChoiceScores]) -> ChoiceSummary | None:
     """The means over jobs; ``None`` without jobs."""
     if not scores:
         return None
-    sure = sum(each.sure for each in scores)
+    means = {
+        field.name: statistics.fmean(getattr(each, field.name) for each in scores)
+        for field in dataclasses.fields(ChoiceScores)
+    }
+    sure, right = (sum(getattr(each, name) for each in scores) for name in ("sure", "sure_right"))
     return ChoiceSummary(
         jobs=len(scores),
-        nominal_regret_pct=statistics.fmean(each.nominal_regret_pct for each in scores),
-        default_regret_pct=statistics.fmean(each.default_regret_pct for each in scores),
-        started_regret_pct=statistics.fmean(each.started_regret_pct for each in scores),
-        shortlist_holds_pct=100.0 * statistics.fmean(each.shortlist_holds for each in scores),
-        shortlist_size=statistics.fmean(each.shortlist_size for each in scores),
+        nominal_regret_pct=means["nominal_regret_pct"],
+        default_regret_pct=means["default_regret_pct"],
+        started_regret_pct=means["started_regret_pct"],
+        shortlist_holds_pct=100.0 * means["shortlist_holds"],
+        shortlist_size=means["shortlist_size"],
         sure_pairs=sure,
-        sure_right_pct=100.0 * sum(each.sure_right for each in scores) / sure if sure else None,
+        sure_right_pct=100.0 * right / sure if sure else None,
     )
 
 

@@ -59,7 +59,6 @@ def link_of_level(level: NetworkLevel) -> str:
 
 
 def _link(name: str, entry: Mapping[str, Any]) -> LinkTechnology:
-    """One entry of the file; what is not a parameter is left out."""
     figures = {key: entry[key] for key in PARAMETERS if key in entry}
     figures["efficiency"] = {
         CollectiveKind(kind): share for kind, share in figures["efficiency"].items()

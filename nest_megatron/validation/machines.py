@@ -12,9 +12,14 @@ import re
 from dataclasses import dataclass
 
 from nest_megatron.cluster.records import Cluster, NetworkLevel
-from nest_megatron.validation.gpu_names import accelerator, accelerator_name
 from nest_megatron.validation.links import links
-from nest_megatron.validation.network_text import Adapters, adapters, stated_node_size
+from nest_megatron.validation.machine_words import (
+    Adapters,
+    accelerator,
+    accelerator_name,
+    adapters,
+    stated_node_size,
+)
 from nest_megatron.validation.rows import RefusedRowError
 
 #: GPUs in the NVLink domain of an NVL72 rack.
@@ -106,30 +111,22 @@ _BRIDGES = {
 
 
 @functools.cache
-def machine_of_runs(
-    gpu: str, num_gpus: int, gpus_per_node: int | None, network: str, *, flash_attention: bool
+def machine_of(
+    gpu: str,
+    num_gpus: int,
+    gpus_per_node: int | None,
+    network: str,
+    *,
+    flash_attention: bool = True,
 ) -> MachineMatch:
-    """``machine``, one object for all rows that ran on it.
-
-    Args:
-        flash_attention: the framework runs fused attention where the GPU has it.
-    """
-    match = machine(gpu, num_gpus, gpus_per_node, network)
-    if flash_attention or not match.cluster.accelerator.flash_attention:
-        return match
-    accelerator = dataclasses.replace(match.cluster.accelerator, flash_attention=False)
-    cluster = dataclasses.replace(match.cluster, accelerator=accelerator)
-    return dataclasses.replace(match, cluster=cluster)
-
-
-def machine(gpu: str, num_gpus: int, gpus_per_node: int | None, network: str) -> MachineMatch:
-    """The machine of one row.
+    """The machine of a row, one object for all rows that ran on it.
 
     Args:
         gpu: as the table has it (``A100-80GB``).
         num_gpus: devices of the job.
         gpus_per_node: as the table has it; an NVL72 rack has 4 (its trays).
         network: free text (``NVSwitch + 4x200 Gb/s HDR per node``).
+        flash_attention: the framework runs fused attention where the GPU has it.
 
     Raises:
         RefusedRowError: for an unknown GPU, or a job that takes no whole nodes.
@@ -137,21 +134,22 @@ def machine(gpu: str, num_gpus: int, gpus_per_node: int | None, network: str) ->
     name, assumptions = accelerator_name(gpu)
     levels, assumed = network_levels(name, gpus_per_node, network)
     size = levels[0].num_devices or num_gpus
-    generation = _usual(name)
+    generation, device = _usual(name), accelerator(name)
     if num_gpus > size and num_gpus % size:
         most = RACK_GPUS if generation.is_rack else size
         levels, more = _evenly_filled(levels, num_gpus, most)
         assumed = (*assumed, *more)
-    host = min(gpus_per_node or generation.host, levels[0].num_devices or num_gpus)
+    node = levels[0].num_devices or num_gpus
+    fused = flash_attention and device.flash_attention
     cluster = Cluster(
         name=f"{name} x {num_gpus}",
         num_gpus=num_gpus,
-        accelerator=accelerator(name),
+        accelerator=dataclasses.replace(device, flash_attention=fused),
         levels=levels,
-        gpus_per_host=host,
+        gpus_per_host=min(gpus_per_node or generation.host, node),
         description=network,
     )
-    if num_gpus <= (levels[0].num_devices or num_gpus):
+    if num_gpus <= node:
         assumed = tuple(text for text in assumed if not text.startswith("between nodes"))
     return MachineMatch(cluster=cluster, assumptions=(*assumptions, *assumed))
 

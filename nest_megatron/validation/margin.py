@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from nest_megatron.units import Bytes
 from nest_megatron.validation.outcome import RowOutcome
-from nest_megatron.validation.possible import states_recompute
+from nest_megatron.validation.row_settings import states_recompute
 
 #: Margins of the curve.
 MARGINS = tuple(step / 100 for step in range(0, 31))

@@ -33,11 +33,7 @@ class StepWork:
 
 
 def measured_time(row: Row, work: StepWork) -> Seconds:
-    """Seconds of a step: as printed, or from tokens per second, operations per second or MFU.
-
-    Raises:
-        RefusedRowError: if the row has none of them.
-    """
+    """Seconds of a step: as printed, or from tokens per second, operations per second or MFU."""
     if seconds := number(row, "iter_time_s"):
         return seconds
     if rate := number(row, "tokens_per_s_per_gpu"):
@@ -114,31 +110,19 @@ def is_sanity_check(row: Row) -> bool:
 
 
 def require_measurement(row: Row) -> None:
-    """Refuse a run whose authors say that its timing is no measurement of speed.
-
-    Raises:
-        RefusedRowError: for their own words.
-    """
+    """Refuse a run whose authors say that its timing is no measurement of speed."""
     if is_sanity_check(row):
         raise RefusedRowError("its timing is a sanity check", "as its authors say")
 
 
 def require_fixed_sequences(row: Row) -> None:
-    """Refuse a step of reinforcement learning that does not say how long its answers are.
-
-    Raises:
-        RefusedRowError: its tokens differ from step to step, and no length stands for them.
-    """
+    """Refuse a step of reinforcement learning that does not say how long its answers are."""
     if row.get("task", "").strip().lower().startswith("rl") and not number(row, "seq"):
         raise RefusedRowError("sequence length not stated", "answers of any length")
 
 
 def measured_memory(row: Row) -> Bytes | None:
-    """Peak bytes of one GPU, or ``None`` where the row has none.
-
-    Raises:
-        RefusedRowError: for a unit that is not known.
-    """
+    """Peak bytes of one GPU, or ``None`` where the row has none."""
     value = number(row, "peak_mem")
     if not value:
         return None
@@ -161,12 +145,7 @@ _TOLERATED = 2.5
 
 
 def require_consistent(row: Row, work: StepWork) -> None:
-    """Refuse a row whose printed time and printed rate speak of different jobs.
-
-    Raises:
-        RefusedRowError: if the two times differ by more than any way of counting explains, or
-            the time alone is shorter than the device's peak allows.
-    """
+    """Refuse a row whose printed time and printed rate speak of different jobs."""
     _require_possible(row, work)
     seconds, tera = number(row, "iter_time_s"), number(row, "tflops_per_gpu")
     if not seconds or not tera:

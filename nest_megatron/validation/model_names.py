@@ -144,11 +144,7 @@ def _cut(text: str) -> tuple[int | None, str]:
 
 
 def refuse_by_name(text: str) -> None:
-    """Refuse what the spec of a transformer cannot describe, whatever its size.
-
-    Raises:
-        RefusedRowError: with the reason.
-    """
+    """Refuse what the spec of a transformer cannot describe, whatever its size."""
     for pattern, reason in _REFUSED:
         if re.search(pattern, text.lower().strip()):
             raise RefusedRowError(reason, text)

@@ -1,19 +1,164 @@
-"""Shapes from the columns of a measured row."""
+"""Architectures from the columns of a measured row, and from rows of a user's table."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from nest_megatron.documents import parse_json, read_csv
+from nest_megatron.errors import UserInputError
 from nest_megatron.model.arguments import MEGATRON_DEFAULTS
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.validation.model_names import ModelName, size_in_billions
-from nest_megatron.validation.model_table import GPT2_VOCAB, whole
 from nest_megatron.validation.rows import RefusedRowError
+
+NEEDED = ("name", "layers", "hidden", "heads")
+
+_WHOLE: Mapping[str, str] = {
+    "layers": "num_layers",
+    "hidden": "hidden_size",
+    "ffn": "ffn_hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+    "vocab": "vocab_size",
+    "seq": "seq_length",
+    "experts": "num_experts",
+    "topk": "moe_router_topk",
+    "moe_ffn": "moe_ffn_hidden_size",
+    "shared_ffn": "moe_shared_expert_intermediate_size",
+}
+#: Spellings in the ``extra`` column, a JSON object.
+_EXTRA: Mapping[str, str] = {
+    "q_lora": "q_lora_rank",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora": "kv_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_head_dim": "qk_head_dim",
+    "qk_rope_dim": "qk_pos_emb_head_dim",
+    "qk_pos_emb_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+
+#: Vocabulary of the GPT-2 tokenizer; Megatron pads it.
+GPT2_VOCAB = 50_257
+
+
+def read_table(path: Path) -> tuple[Mapping[str, str], ...]:
+    """The rows of a table of architectures.
+
+    Raises:
+        UserInputError: if it cannot be read, or lacks a needed column.
+    """
+    columns, rows = read_csv(path, "model table")
+    missing = [column for column in NEEDED if column not in columns]
+    if missing:
+        raise UserInputError(
+            str(path),
+            value=", ".join(missing),
+            limit="a table of models needs these columns",
+            fix=f"Write at least {','.join(NEEDED)} in the first line.",
+        )
+    return tuple(rows)
+
+
+def whole_of(text: str | None) -> int | None:
+    """A whole number of a table, which may be written as a float or a product.
+
+    >>> whole_of("128256"), whole_of("51200.0"), whole_of("25256 * 8"), whole_of("")
+    (128256, 51200, 202048, None)
+    """
+    factors = re.split(r"\s*\*\s*", (text or "").strip())
+    if not all(re.fullmatch(r"\d{1,18}(\.0*)?", factor) for factor in factors):
+        return None
+    product = 1
+    for factor in factors:
+        product *= int(float(factor))
+    return product
+
+
+def mapping_of(row: Mapping[str, str], base: Mapping[str, object] | None) -> dict[str, object]:
+    """A model description from one row of a table.
+
+    Args:
+        row: column to text; an empty cell says nothing.
+        base: the catalogue's description of the same model, for what the row leaves out.
+
+    Raises:
+        UserInputError: if the ``extra`` column is no JSON object.
+    """
+    gated = row.get("gated_mlp", "").lower() in ("true", "1")
+    mapping: dict[str, object] = dict(base or ({} if gated else MEGATRON_DEFAULTS))
+    for column, field in _WHOLE.items():
+        value = whole_of(row.get(column))
+        if value is not None:
+            mapping[field] = value
+    if row.get("gated_mlp"):
+        mapping["gated_linear_unit"] = gated
+    mapping |= _extra_fields(row, _extra(row))
+    mapping |= {"name": row["name"], "source": _source(row)}
+    return _completed(mapping)
+
+
+def _completed(mapping: dict[str, object]) -> dict[str, object]:
+    hidden, seq = mapping.get("hidden_size"), mapping.setdefault("seq_length", 2048)
+    mapping.setdefault("vocab_size", GPT2_VOCAB)
+    if isinstance(hidden, int):
+        mapping.setdefault("ffn_hidden_size", 4 * hidden)
+    longest = mapping.get("max_position_embeddings")
+    if isinstance(seq, int) and (not isinstance(longest, int) or longest < seq):
+        mapping["max_position_embeddings"] = seq
+    return mapping
+
+
+def _source(row: Mapping[str, str]) -> str:
+    parts = (row.get("repo"), row.get("path"), row.get("commit"))
+    return " ".join(part for part in parts if part) or "a table of models"
+
+
+def _extra(row: Mapping[str, str]) -> Mapping[str, object]:
+    text = row.get("extra") or "{}"
+    try:
+        fields = parse_json(text, "extra")
+    except UserInputError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise UserInputError(
+            f"model {row['name']}: extra",
+            value=text,
+            limit="it must be a JSON object",
+            fix='Write for example {"tied": false}.',
+        )
+    return fields
+
+
+def _extra_fields(row: Mapping[str, str], extra: Mapping[str, object]) -> dict[str, object]:
+    fields: dict[str, object] = {}
+    if "tied" in extra:
+        fields["untie_embeddings_and_output_weights"] = not extra["tied"]
+    if row.get("attention", "").lower() == "mla":
+        fields |= {_EXTRA[key]: extra[key] for key in extra if key in _EXTRA}
+        fields |= {"multi_latent_attention": True, "num_query_groups": None}
+    return fields | _expert_layers(row, extra)
+
+
+def _expert_layers(row: Mapping[str, str], extra: Mapping[str, object]) -> dict[str, object]:
+    stated = extra.get("moe_layer_freq")
+    layers, dense = whole_of(row.get("layers")), whole_of(row.get("dense_layers"))
+    if isinstance(stated, int | list):
+        return {"moe_layer_freq": stated}
+    if isinstance(stated, str):
+        return {"moe_layer_freq": re.sub(r"^.*lambda:|\)$|\s", "", stated)}
+    if layers is not None and dense is not None:
+        return {"moe_layer_freq": [0] * dense + [1] * (layers - dense)}
+    return {}
+
 
 BERT_VOCAB = 30_522
 _LLAMA_LIKE = ("llama", "qwen", "mistral", "yi", "internlm", "baichuan", "deepseek", "aquila")
@@ -34,7 +179,7 @@ def resized(match: ModelMatch, row: Mapping[str, str], name: ModelName) -> Model
     would leave at most half of the layers with experts. It has no multi-token prediction.
     """
     spec = match.spec
-    layers = whole(row.get("layers")) or name.num_layers or spec.num_layers
+    layers = whole_of(row.get("layers")) or name.num_layers or spec.num_layers
     pattern, cut = _cut_pattern(spec.moe_layer_pattern, layers)
     mtp, predicted = _mtp(spec, name, cut=layers < spec.num_layers)
     changes: dict[str, Any] = {
@@ -51,12 +196,12 @@ def resized(match: ModelMatch, row: Mapping[str, str], name: ModelName) -> Model
 
 def _columns(spec: TransformerSpec, row: Mapping[str, str]) -> dict[str, Any]:
     named = {"ffn": "ffn_hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size"}
-    found = {field: whole(row.get(column)) for column, field in named.items()}
+    found = {field: whole_of(row.get(column)) for column, field in named.items()}
     changes: dict[str, Any] = {field: value for field, value in found.items() if value}
-    groups = whole(row.get("kv_heads"))
+    groups = whole_of(row.get("kv_heads"))
     if groups and not spec.multi_latent_attention:
         changes["num_query_groups"] = groups
-    seq = whole(row.get("seq"))
+    seq = whole_of(row.get("seq"))
     if seq:
         longest = spec.max_position_embeddings or seq
         learned = spec.position_embedding_type == "learned_absolute"
@@ -88,12 +233,8 @@ def _mtp(spec: TransformerSpec, name: ModelName, *, cut: bool) -> tuple[int | No
 
 
 def shape_of_columns(row: Mapping[str, str], name: ModelName) -> ModelMatch:
-    """A model that only its sizes describe.
-
-    Raises:
-        RefusedRowError: if the sizes do not determine it.
-    """
-    hidden, heads = whole(row.get("hidden")), whole(row.get("heads"))
+    """A model that only its sizes describe."""
+    hidden, heads = whole_of(row.get("hidden")), whole_of(row.get("heads"))
     if not hidden or not heads:
         anonymous = name.key.startswith(("gpt", "bert", "bloom")) or row.get("params_b")
         reason = "shape not stated" if anonymous else "unknown model"
@@ -106,8 +247,8 @@ def shape_of_columns(row: Mapping[str, str], name: ModelName) -> ModelMatch:
         "num_layers": layers,
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_query_groups": whole(row.get("kv_heads")),
-        "ffn_hidden_size": whole(row.get("ffn")) or 4 * hidden,
+        "num_query_groups": whole_of(row.get("kv_heads")),
+        "ffn_hidden_size": whole_of(row.get("ffn")) or 4 * hidden,
         **_length(row, style),
         "source": f"columns of the row {row.get('row_id', '')}".strip(),
     }
@@ -132,7 +273,7 @@ def _tied_or_not(spec: TransformerSpec, row: Mapping[str, str]) -> tuple[Transfo
 
 
 def _length(row: Mapping[str, str], style: Mapping[str, Any]) -> dict[str, Any]:
-    seq = whole(row.get("seq"))
+    seq = whole_of(row.get("seq"))
     if not seq:
         if style.get("family") != "bert":
             raise RefusedRowError("sequence length not stated", row.get("model", ""))
@@ -141,9 +282,9 @@ def _length(row: Mapping[str, str], style: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _style(row: Mapping[str, str], name: ModelName) -> tuple[dict[str, Any], tuple[str, ...]]:
-    vocab = whole(row.get("vocab"))
+    vocab = whole_of(row.get("vocab"))
     if name.key.startswith(_LLAMA_LIKE):
-        if not vocab or not whole(row.get("ffn")):
+        if not vocab or not whole_of(row.get("ffn")):
             raise RefusedRowError("shape not stated", f"{row.get('model', '')!r}: ffn and vocab")
         return {"vocab_size": vocab}, ("a Llama-like layer: SwiGLU, RMSNorm, no biases, untied",)
     bert = name.key.startswith("bert")
@@ -151,7 +292,7 @@ def _style(row: Mapping[str, str], name: ModelName) -> tuple[dict[str, Any], tup
     if not vocab:
         vocab = BERT_VOCAB if bert else GPT2_VOCAB
         notes.append(f"a vocabulary of {vocab}")
-    if not whole(row.get("ffn")):
+    if not whole_of(row.get("ffn")):
         notes.append("an MLP of four times the hidden size")
     family = "bert" if bert else "gpt"
     return {**MEGATRON_DEFAULTS, "vocab_size": vocab, "family": family}, tuple(notes)
@@ -162,17 +303,17 @@ def _layers(row: Mapping[str, str], name: ModelName, hidden: int, vocab: int) ->
 
     A layer of four times the hidden size holds ``12 * hidden**2`` parameters.
     """
-    stated = whole(row.get("layers")) or name.num_layers
+    stated = whole_of(row.get("layers")) or name.num_layers
     if stated:
         return stated, ""
     text = row.get("params_b") or ""
     size = size_in_billions(text.replace(".", "p") + "b")
     refused = RefusedRowError("number of layers not stated", f"{row.get('model', '')!r} of {text}B")
-    if size is None or whole(row.get("ffn")) not in (None, 4 * hidden):
+    if size is None or whole_of(row.get("ffn")) not in (None, 4 * hidden):
         raise refused
     each, rounding = 12 * hidden**2, 0.5e9 / 10 ** len(text.partition(".")[2])
     layers = round((size * 1e9 - vocab * hidden) / each)
     error = abs(layers * each + vocab * hidden - size * 1e9)
-    if layers < 1 or error > rounding or layers % (whole(row.get("pp")) or 1):
+    if layers < 1 or error > rounding or layers % (whole_of(row.get("pp")) or 1):
         raise refused
     return layers, f"{layers} layers, the only number that makes {text} billion parameters"

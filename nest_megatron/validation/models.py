@@ -16,7 +16,6 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.validation import golden_models
 from nest_megatron.validation.model_names import (
     ModelName,
     candidates,
@@ -25,8 +24,14 @@ from nest_megatron.validation.model_names import (
     refuse_by_name,
     size_in_billions,
 )
-from nest_megatron.validation.model_shapes import ModelMatch, resized, shape_of_columns
-from nest_megatron.validation.model_table import mapping_of, read_table, whole
+from nest_megatron.validation.model_shapes import (
+    ModelMatch,
+    mapping_of,
+    read_table,
+    resized,
+    shape_of_columns,
+    whole_of,
+)
 from nest_megatron.validation.rows import RefusedRowError
 
 #: How far the parameters of a model may lie from the size in its name.
@@ -79,19 +84,7 @@ class ModelBook:
         except UserInputError as error:
             raise RefusedRowError("impossible shape", str(error)) from error
 
-    def golden_spec(self, row: Mapping[str, str]) -> ModelMatch:
-        """The model of one of Megatron-LM's functional tests.
-
-        Raises:
-            RefusedRowError: for a family that the spec of a transformer cannot describe.
-        """
-        try:
-            return golden_models.shape_of_test(row)
-        except UserInputError as error:
-            raise RefusedRowError("impossible shape", str(error)) from error
-
     def _named(self, name: ModelName, row: Mapping[str, str]) -> ModelMatch | None:
-        """The model under the name, unless the row states another width."""
         for key, assumed in () if _unreliable(name, row) else candidates(name):
             spec = self._at(key) or self._active(key)
             if spec is not None:
@@ -120,19 +113,19 @@ class ModelBook:
 
 def _unreliable(name: ModelName, row: Mapping[str, str]) -> bool:
     """Whether ``GPT-20B`` is just any GPT of that size, and not the one of NVIDIA's series."""
-    if name.words[:1] != ("gpt",) or len(name.words) != 2 or whole(row.get("hidden")):
+    if name.words[:1] != ("gpt",) or len(name.words) != 2 or whole_of(row.get("hidden")):
         return False
     said = " ".join(row.get(column, "") for column in ("source", "repo", "framework")).lower()
     return not any(word in said for word in ("nemo", "nvidia-", "mlperf", "paxml"))
 
 
 def _agreeing(spec: TransformerSpec, assumed: str, row: Mapping[str, str]) -> ModelMatch | None:
-    if whole(row.get("hidden")) not in (None, spec.hidden_size):
+    if whole_of(row.get("hidden")) not in (None, spec.hidden_size):
         return None
     notes = [assumed] if assumed else []
     if "derived" in spec.source:
         notes.append(f"part of the shape of {spec.name} is derived from its size")
-    if not whole(row.get("seq")):
+    if not whole_of(row.get("seq")):
         notes.append(f"a sequence of {spec.seq_length} tokens, as in the catalogue")
     return ModelMatch(spec=spec, assumptions=tuple(notes))
 

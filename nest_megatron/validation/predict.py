@@ -120,7 +120,6 @@ def _of_one_run(problem: PipelineProblem, runs: int) -> PipelineProblem:
 
 
 def _kept(grid: Grid) -> Grid:
-    """The grid with nothing recomputed."""
     return dataclasses.replace(grid, recompute=NO_RECOMPUTE)
 
 
@@ -172,9 +171,6 @@ def iteration_ticks(problem: PipelineProblem, partition: StagePartition) -> Tick
     """Iteration time of a partition, whether it fits in memory or not.
 
     The stage solver judges it: asked for the one partition, it simulates the one schedule.
-
-    Raises:
-        RefusedRowError: if Megatron has no such schedule.
     """
     unbounded = dataclasses.replace(problem, capacity_bytes=_NO_LIMIT)
     try:

@@ -178,7 +178,6 @@ def _coverage(outcomes: Iterable[RowOutcome]) -> Coverage | None:
 
 
 def _infeasible(outcomes: Iterable[RowOutcome]) -> tuple[int, int]:
-    """Rows that have a verdict, and those of them that are called infeasible."""
     verdicts = [outcome.fits for outcome in outcomes if outcome.fits is not None]
     return len(verdicts), verdicts.count(False)
 
@@ -304,7 +303,6 @@ def _regimes(regimes: Mapping[str, BothScores]) -> dict[str, object]:
 
 
 def _document(each: BothScores) -> dict[str, object]:
-    """One source or total; what is not inside a basis is as stated."""
     stated = each.as_stated
     memory = dataclasses.asdict(stated.memory)
     return {

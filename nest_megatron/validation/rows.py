@@ -16,7 +16,7 @@ Row = Mapping[str, str]
 
 
 class RefusedRowError(Exception):
-    """A row of public measurements that the cost model cannot be held against.
+    """A row that the cost model cannot be held against; all readers of rows raise it.
 
     Args:
         reason: a short phrase without values, so that refusals can be counted by it.
@@ -116,11 +116,7 @@ _LARGEST = {
 
 
 def number(row: Row, column: str) -> float | None:
-    """A cell as a number, or ``None`` where it is empty.
-
-    Raises:
-        RefusedRowError: if it is no finite number of at least 0.
-    """
+    """A cell as a number, or ``None`` where it is empty."""
     text = row.get(column, "").strip()
     if not text:
         return None
@@ -142,11 +138,7 @@ def number_or_zero(row: Row, column: str) -> float:
 
 
 def refuse_misprints(row: Row) -> None:
-    """Refuse a row with a figure beyond anything that has been run.
-
-    Raises:
-        RefusedRowError: naming the column.
-    """
+    """Refuse a row with a figure beyond anything that has been run."""
     for column, largest in _LARGEST.items():
         text = row.get(column, "").strip()
         try:
@@ -158,11 +150,7 @@ def refuse_misprints(row: Row) -> None:
 
 
 def whole(row: Row, column: str) -> int | None:
-    """A cell as a whole number, or ``None`` where it is empty.
-
-    Raises:
-        RefusedRowError: if it is no whole number of at least 0.
-    """
+    """A cell as a whole number, or ``None`` where it is empty."""
     value = number(row, column)
     if value is not None and value != int(value):
         raise RefusedRowError("a number cannot be read", f"{column} = {row[column]!r}")

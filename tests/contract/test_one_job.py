@@ -18,7 +18,7 @@ from nest_megatron.integrations.megatron_lm.write import model_argv
 from nest_megatron.integrations.nemo import read_recipe as read_nemo
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.planner import PlanRequest
-from nest_megatron.validation.golden_models import shape_of_test
+from nest_megatron.validation.golden import shape_of_test
 from tests import catalogue
 from tests.integrations.frameworks import bridge_config, nemo_recipe
 
@@ -61,7 +61,7 @@ def test_what_is_not_said_is_megatrons_default_for_commands_and_measured_rows() 
     sizes = {"num_layers": 12, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 1024}
     read = job_from_values({**sizes, "vocab_size": 50_257}, explicit=()).spec
     row = {"family": "gpt", "layers": "12", "hidden": "512", "heads": "8", "seq": "1024"}
-    measured = shape_of_test(row)["spec"]
+    measured = shape_of_test(row).spec
     fields = {"max_position_embeddings": None}
     assert dataclasses.replace(read, **_ORIGIN, **fields) == dataclasses.replace(
         measured, **_ORIGIN, **fields

@@ -230,7 +230,7 @@ def _book() -> Any:
 
 
 def _table(text: str) -> object:
-    from nest_megatron.validation.model_table import mapping_of, read_table
+    from nest_megatron.validation.model_shapes import mapping_of, read_table
     from nest_megatron.validation.rows import read_rows
 
     path = _file(text, "table.csv")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nest_megatron.validation.gpu_names import accelerator_name
-from nest_megatron.validation.machines import machine
-from nest_megatron.validation.network_text import adapters
+from nest_megatron.validation.machine_words import accelerator_name, adapters
+from nest_megatron.validation.machines import machine_of
 from nest_megatron.validation.rows import RefusedRowError
 
 GBIT = 1e9 / 8
@@ -39,7 +38,7 @@ _SYSTEM = (
 def test_adapters_of_one_gpu(
     gpu: str, gpus: int, per_node: int, network: str, technology: str, rate: float
 ) -> None:
-    fabric = machine(gpu, gpus, per_node, network).cluster.levels[-1]
+    fabric = machine_of(gpu, gpus, per_node, network).cluster.levels[-1]
     assert fabric.source.endswith(": " + technology)
     assert fabric.bandwidth_bytes_per_s == pytest.approx(rate)
 
@@ -48,19 +47,19 @@ def test_adapters_of_one_gpu(
     ("gpus", "rack"), [(4, 64), (64, 64), (256, 64), (72, 72), (144, 72), (96, 48)]
 )
 def test_racks_take_the_jobs_that_occur(gpus: int, rack: int) -> None:
-    cluster = machine("GB200", gpus, 4, "NVL72 + IB").cluster
+    cluster = machine_of("GB200", gpus, 4, "NVL72 + IB").cluster
     assert (cluster.levels[0].num_devices, cluster.launch_gpus_per_host) == (rack, 4)
 
 
 @pytest.mark.parametrize(("gpus", "per_node"), [(2, 8), (4, 4), (1, 1), (32, 16), (12, 8), (3, 8)])
 def test_small_and_partly_filled_nodes(gpus: int, per_node: int) -> None:
-    assert machine("H100-80GB", gpus, per_node, "").cluster.num_gpus == gpus
+    assert machine_of("H100-80GB", gpus, per_node, "").cluster.num_gpus == gpus
 
 
 def test_what_is_not_stated_is_told() -> None:
-    texts = " ".join(machine("A100", 64, None, "").assumptions)
+    texts = " ".join(machine_of("A100", 64, None, "").assumptions)
     assert all(word in texts for word in ("80 GB", "200 Gb/s", "8 adapters", "InfiniBand", "nodes"))
-    assert not machine("A100-40GB", 8, 8, "single node").assumptions
+    assert not machine_of("A100-40GB", 8, 8, "single node").assumptions
 
 
 @pytest.mark.parametrize(
@@ -90,11 +89,11 @@ def test_a_blackwell_is_known_by_its_memory() -> None:
 
 def test_no_gpu_is_not_an_unknown_one() -> None:
     with pytest.raises(RefusedRowError, match="GPU not stated"):
-        machine("", 8, 8, "")
+        machine_of("", 8, 8, "")
 
 
 def test_bridges_join_four_cards_of_h200_nvl() -> None:
-    levels = machine("H200-NVL-141GB", 8, 8, "").cluster.levels
+    levels = machine_of("H200-NVL-141GB", 8, 8, "").cluster.levels
     assert [level.num_devices for level in levels] == [4, 8, None]
     assert levels[0].bandwidth_bytes_per_s > 4 * levels[1].bandwidth_bytes_per_s
 
@@ -104,14 +103,14 @@ def test_bridges_join_four_cards_of_h200_nvl() -> None:
 )
 def test_an_unknown_gpu_is_refused(gpu: str) -> None:
     with pytest.raises(RefusedRowError) as caught:
-        machine(gpu, 8, 8, "")
+        machine_of(gpu, 8, 8, "")
     assert caught.value.reason == "unknown GPU"
 
 
 def test_boxes_without_a_switch() -> None:
-    plain = machine("A100-PCIe-80GB", 8, 8, "PCIe only").cluster
+    plain = machine_of("A100-PCIe-80GB", 8, 8, "PCIe only").cluster
     assert [level.num_devices for level in plain.levels] == [8, None]
-    pairs = machine("A100-PCIe-80GB", 16, 8, "NVLink bridge on pairs + 1x 200 Gb/s").cluster
+    pairs = machine_of("A100-PCIe-80GB", 16, 8, "NVLink bridge on pairs + 1x 200 Gb/s").cluster
     assert [level.num_devices for level in pairs.levels] == [2, 8, None]
 
 

@@ -21,11 +21,11 @@ from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.validation.assess import Assessor
+from nest_megatron.validation.assess import Assessor, predicted_memory, workspace_bytes
 from nest_megatron.validation.golden import golden_job
-from nest_megatron.validation.gpu_names import accelerator
 from nest_megatron.validation.job import job_of
-from nest_megatron.validation.machines import machine
+from nest_megatron.validation.machine_words import accelerator
+from nest_megatron.validation.machines import machine_of
 from nest_megatron.validation.margin import (
     MarginSample,
     best_margin,
@@ -36,12 +36,11 @@ from nest_megatron.validation.margin import (
     risk_bins,
     samples,
 )
-from nest_megatron.validation.memory import predicted_memory, workspace_bytes
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Basis, RowOutcome
-from nest_megatron.validation.possible import states_recompute
 from nest_megatron.validation.predict import Predictor
 from nest_megatron.validation.report import risks_by_regime
+from nest_megatron.validation.row_settings import states_recompute
 from nest_megatron.validation.rows import RefusedRowError, read_rows
 from tests.cli.test_validate import RUN, table
 
@@ -100,25 +99,25 @@ def _golden_row(**cells: str) -> dict[str, str]:
 
 def test_stages_come_from_the_layout() -> None:
     row = _golden_row(layers="12", tp="1", pp="4", vp="", cp="1", n_gpus="8", gpus_per_node="8")
-    job = golden_job({**row, "pp_layout": "Et|(tt|)*5t|L"}, ModelBook.load())
+    job = golden_job({**row, "pp_layout": "Et|(tt|)*5t|L"})
     assert job.partition is not None
     assert job.partition.num_chunks == 8
     assert job.grids[0].dims.virtual_pipeline_model_parallel_size == 2
     with pytest.raises(RefusedRowError, match="layout is impossible"):
-        golden_job({**row, "pp_layout": "Et|(tt|)*6t|L"}, ModelBook.load())
+        golden_job({**row, "pp_layout": "Et|(tt|)*6t|L"})
 
 
 def test_graphs_and_offloaded_modules_of_a_row_are_read() -> None:
     offload = "fine-grained-activation-offloading=True,offload-modules=[moe_act core_attn]"
-    job = golden_job(_golden_row(offload=offload), ModelBook.load())
+    job = golden_job(_golden_row(offload=offload))
     assert job.grids[0].execution.offload_modules == ("moe_act", "core_attn")
     graphs = "cuda-graph-impl=transformer_engine,cuda-graph-modules=[attn moe_router]"
-    job = golden_job(_golden_row(cuda_graph=graphs), ModelBook.load())
+    job = golden_job(_golden_row(cuda_graph=graphs))
     assert job.grids[0].execution.cuda_graph_scope == ("attn", "moe_router")
 
 
 def test_what_a_row_leaves_open_is_said() -> None:
-    job = golden_job(_golden_row(gpu="", n_gpus="", gpus_per_node=""), ModelBook.load())
+    job = golden_job(_golden_row(gpu="", n_gpus="", gpus_per_node=""))
     assert {"an A100", "8 GPUs"} <= set(job.assumptions)
 
 
@@ -131,7 +130,7 @@ def test_what_a_row_leaves_open_is_said() -> None:
 )
 def test_what_is_not_modelled_is_refused(cells: dict[str, str], reason: str) -> None:
     with pytest.raises(RefusedRowError, match=reason):
-        golden_job(_golden_row(**cells), ModelBook.load())
+        golden_job(_golden_row(**cells))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +140,7 @@ def test_what_is_not_modelled_is_refused(cells: dict[str, str], reason: str) -> 
 def test_workspaces_follow_gpu_and_determinism(
     gpu: str, deterministic: bool, mebibytes: float
 ) -> None:
-    device = machine(gpu, 8, None, "").cluster.accelerator
+    device = machine_of(gpu, 8, None, "").cluster.accelerator
     assert workspace_bytes(device, deterministic=deterministic) == mebibytes * MIB
 
 

@@ -12,6 +12,7 @@ import pytest
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.parameters import total_parameters
 from nest_megatron.model.spec import ModelFamily
+from nest_megatron.validation.golden import shape_of_test
 from nest_megatron.validation.model_names import candidates, key_of, read_name
 from nest_megatron.validation.model_shapes import ModelMatch
 from nest_megatron.validation.models import ModelBook
@@ -221,9 +222,9 @@ def test_a_bad_table_names_its_fault(tmp_path: Path) -> None:
 def test_functional_tests(row: dict[str, str]) -> None:
     if row["family"] in ("t5", "hybrid", "mimo", "multimodal-llava", "nemotron"):
         with pytest.raises(RefusedRowError):
-            BOOK.golden_spec(row)
+            shape_of_test(row)
         return
-    spec = BOOK.golden_spec(row).spec
+    spec = shape_of_test(row).spec
     assert (spec.num_layers, spec.hidden_size) == (int(row["layers"]), int(row["hidden"]))
     assert spec.is_moe == bool(row["experts"])
     assert spec.multi_latent_attention == (row["mla"] == "1")
@@ -236,7 +237,7 @@ def test_flags_that_were_cut_are_noted() -> None:
     cut = [row for row in TESTS if len(row["extra_args"]) >= 900 and row["mla"] == "1"]
     assert cut
     for row in cut:
-        match = BOOK.golden_spec(row)
+        match = shape_of_test(row)
         assert any("beyond 900" in note for note in match.assumptions)
         assert match.spec.q_lora_rank in (256, 1536)
 

@@ -7,20 +7,25 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.cost_model.target_defaults import TARGETS
+from nest_megatron.cost_model.targets import Target, fitted_values
 from nest_megatron.documents import read_yaml
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, read_text, write_bytes, write_text
 from nest_megatron.report.markdown import figure
 from nest_megatron.units import GIB
+from nest_megatron.validation import row_settings
+from nest_megatron.validation.calibration import PARAMETERS, Parameter
+from nest_megatron.validation.calibration_store import read_record
+from nest_megatron.validation.frameworks import RULES
 from nest_megatron.validation.judging import Certainty
 from nest_megatron.validation.named_sets import scored_sets
 from nest_megatron.validation.outcome import Basis, Judged
-from nest_megatron.validation.pages.goals import goals_reached
+from nest_megatron.validation.pages.goals import goals_reached, margin_figures, subject, worst_rows
 from nest_megatron.validation.pages.pictures import CAPTIONS, pictures
-from nest_megatron.validation.pages.reference import reference
-from nest_megatron.validation.pages.worst import margin_figures, subject, worst_rows
 from nest_megatron.validation.regimes import REGIMES
 from nest_megatron.validation.report import (
     BothScores,
@@ -30,7 +35,7 @@ from nest_megatron.validation.report import (
     regime_scores,
     risks_by_regime,
 )
-from nest_megatron.validation.rows import RowKind
+from nest_megatron.validation.rows import SETTINGS_FILE, RowKind
 from nest_megatron.validation.scores import NOISE
 
 #: Hand-written reasons, beside the page.
@@ -237,7 +242,6 @@ def _job(job: MeasuredJob) -> str:
 
 
 def _worst_first(regimes: Mapping[str, BothScores]) -> list[BothScores]:
-    """Regimes that have predictions."""
     errors = {each.name: regimes[each.name].as_planned.errors.mape_pct for each in REGIMES}
     known = {name: error for name, error in errors.items() if error is not None}
     return [regimes[name] for name in sorted(known, key=lambda name: -known[name])]
@@ -249,7 +253,6 @@ _POINTS, _REGIME_POINTS = 5.0, 10.0
 
 
 def _missed_intervals(found: Mapping[str, Mapping[Basis, Certainty]]) -> Iterator[str]:
-    """What misses the goals of intervals."""
     for name, each in found.items():
         covered = each[Basis.AS_STATED].coverage
         for key, level in _LEVELS.items() if covered else ():
@@ -264,3 +267,62 @@ def _bold_sentence(path: Path) -> str:
         return ""
     lines = read_text(path, "page").splitlines()
     return next((line.strip("* ") for line in lines if line.startswith("**")), "")
+
+
+Entries = Mapping[str, Mapping[str, Any]]
+#: A constant this close to a bound, in shares of its range, is marked.
+_AT_BOUND = 0.005
+
+
+def reference() -> dict[str, object]:
+    """What the page says of constants, links, targets and columns, whatever the files are."""
+    devices, frameworks = read_record("devices"), read_record("frameworks")
+    both = {**devices, **frameworks}
+    return {
+        "constants": list(_constants(both)),
+        "fitted_sources": list(_sources(devices, both)),
+        "unseen_models": _left_out(both, "model"),
+        "links": read_record("links"),
+        "collectives": read_record("collectives"),
+        "rules": [(rule, _settings(rule.target)) for rule in RULES],
+        "targets": TARGETS,
+        "settings_file": SETTINGS_FILE,
+        "settings_columns": row_settings.COLUMNS,
+    }
+
+
+def _constants(entries: Entries) -> Iterator[tuple[Parameter, float, int, bool]]:
+    for p in PARAMETERS:
+        entry = entries.get(p.owner, {})
+        value = entry.get("values", {}).get(p.name)
+        if value is not None:
+            near = min(value - p.low, p.high - value) < _AT_BOUND * (p.high - p.low)
+            yield p, value, sum(entry.get("rows", {}).values()), near
+
+
+def _sources(devices: Entries, both: Entries) -> Iterator[tuple[str, int, float, float | None]]:
+    rows: Counter[str] = Counter()
+    # a run has one generation, but its framework may have no constants
+    for entry in devices.values():
+        rows.update(entry.get("rows", {}))
+    seen = {name: value for e in both.values() for name, value in e.get("mape_pct", {}).items()}
+    unseen = _left_out(both, "source")
+    for name in sorted(seen):
+        yield name, rows[name], seen[name], unseen.get(name)
+
+
+def _left_out(entries: Entries, by: str) -> dict[str, float]:
+    left_out = [entry.get("left_out_pct", {}).get(by, {}) for entry in entries.values()]
+    return {name: value for each in left_out for name, value in each.items()}
+
+
+def _settings(target: Target) -> list[str]:
+    fields = {**target.cost, **fitted_values(target.fitted)}
+    words = [default.words() for default in target.defaults]
+    return [*words, *(f"{name} {_plain(value)}" for name, value in fields.items())]
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, int | float) else str(value)

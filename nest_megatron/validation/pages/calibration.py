@@ -28,7 +28,6 @@ def report_of(fit: object) -> RenderableType:
 
 @report_of.register
 def _constants(fit: Constants) -> RenderableType:
-    """Constants, errors by source, and how well they carry over to what was left out."""
     if not fit.samples:
         return Group()
     values, errors = fit.fit.values, fit.fit.errors
@@ -61,7 +60,6 @@ def _constants(fit: Constants) -> RenderableType:
 
 @report_of.register
 def _links(fit: LinkFit) -> RenderableType:
-    """Errors of collectives of 1 MB and more by cluster, fitted, and by a fit without it."""
     rows = (
         (
             name,
@@ -76,7 +74,6 @@ def _links(fit: LinkFit) -> RenderableType:
 
 @report_of.register
 def _stragglers(fit: StragglerFit) -> RenderableType:
-    """What ranks are late, and by how much the runs of weak scalings deviate, model by model."""
     deviations = {**fit.left_out_pct, "all, fitted": (fit.without_pct, fit.with_pct)}
     rows = ((name, *(figure(each, 2) for each in pair)) for name, pair in deviations.items())
     head = f"weak scalings, delay {fit.delay_s:g} s"
@@ -85,7 +82,6 @@ def _stragglers(fit: StragglerFit) -> RenderableType:
 
 @report_of.register
 def _uncertainty(fit: UncertaintyFit) -> RenderableType:
-    """How far off predictions are, and how many runs of a source left out lie in the intervals."""
     scales = {
         **fit.scales.mechanisms,
         **{f"job, {name}": scale for name, scale in fit.scales.job.items()},
@@ -108,7 +104,6 @@ def _uncertainty(fit: UncertaintyFit) -> RenderableType:
 
 @report_of.register
 def _peaks(found: PeakFits) -> RenderableType:
-    """Errors of predicted peaks, and how they hold on sources left out."""
     errors, inside = ("too low by %", "up %", "down %"), ("in 50 %", "in 90 %")
     runs = ("ran or ran out", "ran out", "expected")
     rows = (

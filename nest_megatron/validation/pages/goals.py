@@ -1,33 +1,112 @@
-"""The goals of the whole, and the rows behind each figure that misses its goal."""
+"""The goals of the whole, the rows behind each figure that misses its goal, and the worst rows."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nest_megatron.validation.outcome import LAYOUT_COLUMNS, Judged, RowOutcome
-from nest_megatron.validation.pages.reference import unseen_collectives_pct
-from nest_megatron.validation.pages.worst import ranked
+from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.validation.calibration_store import read_record
+from nest_megatron.validation.margin import (
+    best_margin,
+    left_out,
+    margin_curve,
+    risk_bins,
+    samples,
+)
+from nest_megatron.validation.outcome import LAYOUT_COLUMNS, Basis, Judged, RowOutcome
 from nest_megatron.validation.report import (
     BothScores,
     MeasuredJob,
     measured_jobs,
     pairs_by_regime,
 )
-from nest_megatron.validation.rows import RowKind
+from nest_megatron.validation.rows import RowKind, number_or_zero
 from nest_megatron.validation.scores import NOISE, error_scores
+
+#: Rows of runs, of memory and of collectives that are shown.
+_MOST_TIMES, _MOST_OTHERS = 10, 5
+#: Messages below this cost latency alone and are not what a step waits for.
+_SMALL = 1_000_000
+
+Figures = tuple[float, float]
+
+
+def worst_rows(
+    judged: Sequence[Judged],
+) -> Iterator[tuple[str, str, Sequence[tuple[RowOutcome, Figures]]]]:
+    """Title, unit and the rows farthest off, of time, memory and collectives."""
+    kinds = {kind: _outcomes(judged, kind) for kind in RowKind}
+    times = ranked(kinds[RowKind.THROUGHPUT], lambda each: each.time)
+    yield "Step time", "s", times[:_MOST_TIMES]
+    peaks = [*kinds[RowKind.MEMORY_PEAK], *kinds[RowKind.MEMORY_GOLDEN]]
+    yield "Memory", "GiB", ranked(peaks, lambda each: each.memory)[:_MOST_OTHERS]
+    calls = kinds[RowKind.COLLECTIVES]
+    large = [each for each in calls if number_or_zero(each.row, "size_bytes") >= _SMALL]
+    yield "Collectives of 1 MB and more", "ms", ranked(large, lambda o: o.time)[:_MOST_OTHERS]
+
+
+def ranked(
+    outcomes: Iterable[RowOutcome], pair: Callable[[RowOutcome], Figures | None]
+) -> list[tuple[RowOutcome, Figures]]:
+    """Outcomes with predicted and measured figures, the farthest off first."""
+    known = [(each, found) for each in outcomes if (found := pair(each))]
+    return sorted(known, key=lambda item: -abs(math.log(item[1][0] / item[1][1])))
+
+
+def subject(each: RowOutcome) -> str:
+    """What a row is about: model and GPUs, or a collective."""
+    row = each.row
+    if "collective" in row:
+        size = number_or_zero(row, "size_bytes") / 2**20
+        return f"{row['collective']}, {row['n_ranks']} {row['gpu']}, {size:.4g} MiB"
+    name = row.get("model") or row.get("test_case", "")
+    return ", ".join(
+        text for text in (name, f"{row.get('n_gpus') or '?'} {row.get('gpu')}") if text
+    )
+
+
+def margin_figures(judged: Sequence[Judged]) -> Mapping[str, object]:
+    """What each memory margin would refuse; empty where no run ended for want of memory."""
+    settings = CostSettings()
+    data = samples(_runs_once(judged), settings.memory_reserve_bytes)
+    if not any(each.out_of_memory for each in data):
+        return {}
+    named = {
+        "catches most of those that refuse at most 1 % of what ran": best_margin(data).margin,
+        "the default": settings.memory_margin,
+    }
+    curve = [
+        (point, [text for text, margin in named.items() if math.isclose(point.margin, margin)])
+        for point in margin_curve(data)
+        if round(100 * point.margin) % 2 == 0 or point.margin in named.values()
+    ]
+    return {"curve": curve, "left_out": left_out(data), "bins": risk_bins(data)}
+
+
+def _runs_once(judged: Sequence[Judged]) -> list[RowOutcome]:
+    runs = _outcomes(judged, RowKind.THROUGHPUT, Basis.AS_STATED)
+    known = {each.row.get("row_id", "") for each in runs}
+    peaks = _outcomes(judged, RowKind.MEMORY_PEAK, Basis.AS_STATED)
+    return runs + [o for o in peaks if o.row.get("throughput_row", "") not in known]
+
+
+def _outcomes(
+    judged: Iterable[Judged], kind: RowKind, basis: Basis = Basis.AS_PLANNED
+) -> list[RowOutcome]:
+    return [each for file in judged if file.file.kind is kind for each in file.on(basis)]
+
 
 #: Rows, sources, jobs and pairs that are shown for a figure that misses its goal.
 _MOST = 5
 #: Share of the rows that the tail of the errors is.
 _TAIL = 0.05
-
-Times = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +210,17 @@ def _memory_and_collectives(judged: Sequence[Judged]) -> Iterator[Reached]:
     )
     yield Reached(
         what="collectives of 1 MB and more, clusters left out of the fit, %",
-        value=unseen_collectives_pct(),
+        value=_unseen_collectives_pct(),
         goal=20,
         kind="collectives",
     )
+
+
+def _unseen_collectives_pct() -> float | None:
+    """Mean error of the collectives of clusters that the fit has not seen, each row the same."""
+    known = [entry for entry in read_record("collectives").values() if entry.get("left_out_pct")]
+    rows = sum(entry["rows"] for entry in known)
+    return sum(entry["rows"] * entry["left_out_pct"] for entry in known) / rows if rows else None
 
 
 #: Frameworks that run megatron-core, by their names in rows.
@@ -142,7 +228,6 @@ _MEGATRON = re.compile(r"megatron(?!-?deepspeed)|nemo(?!.*automodel)", re.IGNORE
 
 
 def _megatron_peaks(judged: Iterable[Judged]) -> Iterator[RowOutcome]:
-    """Rows of peaks that runs of Megatron and its functional tests print."""
     for file in judged:
         if file.file.kind is RowKind.MEMORY_GOLDEN:
             yield from file.as_planned
@@ -182,7 +267,6 @@ def _errors(
 
 
 def _regret(jobs: Sequence[MeasuredJob]) -> Mapping[str, object]:
-    """The jobs in which the layout that we would choose lost, by what the layouts differ in."""
     alike: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
     losing = sorted(
         (job for job in jobs if job.scores.regret_pct), key=lambda job: -job.scores.regret_pct
@@ -219,7 +303,7 @@ def _wrong_pairs(jobs: Sequence[MeasuredJob]) -> Mapping[str, object]:
     }
 
 
-def _pairs(job: MeasuredJob) -> Iterator[tuple[tuple[tuple[str, ...], Times], ...]]:
+def _pairs(job: MeasuredJob) -> Iterator[tuple[tuple[tuple[str, ...], Figures], ...]]:
     """Pairs of layouts that are no tie by measurement, the faster first."""
     for pair in itertools.combinations(job.layouts.items(), 2):
         fast, slow = sorted(pair, key=lambda item: item[1][1])

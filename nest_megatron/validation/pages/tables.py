@@ -79,7 +79,6 @@ def _on_both(head: str, rows: Sequence[BothScores]) -> Iterator[RenderableType]:
 
 
 def _certainty_and_risk(judged: Sequence[Judged]) -> Iterator[RenderableType]:
-    """Whether intervals hold, what choosing by them comes to, and the chance to run out."""
     yield Text("\nIntervals and choices, all runs (throughput)", style="bold")
     found = certainty_by_regime(judged)
     for basis in _ORDER:
