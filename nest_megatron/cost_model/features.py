@@ -46,7 +46,7 @@ class Feature(Name):
     EXPERT_NETWORK = "expert_parallel_across_nodes", "EP across nodes"
 
 
-#: The same limits as those of ``validation.regimes``.
+#: The same limits as those of ``validation.outcome``.
 LONG_SEQUENCE, LARGE_SCALE_GPUS, SMALL_STEP_S = 32_768, 1_024, 1.0
 #: The target of rows of old releases (``validation.frameworks``), and how names of targets begin
 #: that run Megatron's kernels.

@@ -21,7 +21,6 @@ from nest_megatron.validation.calibration import LeftOutConstants
 from nest_megatron.validation.collectives import predict_collective
 from nest_megatron.validation.golden import golden_job, is_local
 from nest_megatron.validation.job import RowJob, job_of
-from nest_megatron.validation.judging import candidate_of
 from nest_megatron.validation.measured import (
     StepWork,
     measured_memory,
@@ -43,6 +42,7 @@ from nest_megatron.validation.rows import (
     number,
     refuse_misprints,
 )
+from nest_megatron.validation.scores import candidate_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,9 @@ import yaml
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import write_text
-from nest_megatron.validation.calibrate import Fit, HeldOut, constants_without
+from nest_megatron.validation.calibrate import Fit, HeldOut, Sample, constants_without
 from nest_megatron.validation.calibration import PARAMETERS, Values, generation_of
 from nest_megatron.validation.calibration_store import read_record, write_record
-from nest_megatron.validation.samples import Sample
 
 _HEAD = """\
 # values: fitted constants; prior: where each is pulled to. rows: measured runs that

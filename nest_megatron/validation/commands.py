@@ -12,9 +12,12 @@ from nest_megatron.files import write_text
 from nest_megatron.report.console import say, show, show_json
 from nest_megatron.validation.assess import Assessor
 from nest_megatron.validation.calibrate import (
+    Sample,
     by_name,
     cross_validate,
     fit_constants,
+    samples_of,
+    thinned,
 )
 from nest_megatron.validation.calibration import shipped_left_out
 from nest_megatron.validation.calibration_files import Constants, catalogue_values
@@ -29,7 +32,6 @@ from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Judged, RowOutcome
 from nest_megatron.validation.report import as_document
 from nest_megatron.validation.rows import RowFile, RowKind, read_rows
-from nest_megatron.validation.samples import Sample, samples_of, thinned
 
 
 def run_validate(
@@ -66,7 +68,7 @@ def run_validate(
     if as_json:
         show_json(as_document(judged))
         return OK
-    from nest_megatron.validation.pages.tables import validation_report
+    from nest_megatron.validation.pages.terminal import validation_report
 
     show(validation_report(judged))
     for path in written:
@@ -152,7 +154,7 @@ def run_calibrate(paths: Sequence[Path], *, out: Path | None, validate: bool, as
     if as_json:
         show_json({key: value for fit in fits for key, value in fit.document().items()})
         return OK
-    from nest_megatron.validation.pages.calibration import report_of
+    from nest_megatron.validation.pages.terminal import report_of
 
     for fit in fits:
         show(report_of(fit))

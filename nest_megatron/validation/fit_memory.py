@@ -18,7 +18,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from nest_megatron.cost_model.device_memory import PeakError
 from nest_megatron.parallel.zero import ZeroStage
@@ -27,11 +29,9 @@ from nest_megatron.validation.calibration_store import write_record
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Basis, RowOutcome
 from nest_megatron.validation.row_settings import states_recompute
-from nest_megatron.validation.rows import Row, RowFile, RowKind
+from nest_megatron.validation.rows import RowFile, RowKind
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+Floats = NDArray[np.float64]
 
 _RUNS_MEGATRON = re.compile(r"megatron|^nemo(?! automodel)", re.IGNORECASE)
 _OFFLOADS = re.compile(r"offload", re.IGNORECASE)
@@ -145,14 +145,11 @@ def peak_evidence(files: Iterable[RowFile], book: ModelBook) -> Mapping[str, Evi
         name: defaultdict(Peaks) for name in ("replicated", "sharded")
     }
     seen = set()
-    for file in files:
-        if file.kind is RowKind.COLLECTIVES:
-            continue
+    for file in (each for each in files if each.kind is not RowKind.COLLECTIVES):
         for outcome in assessor.outcomes(file, Basis.AS_STATED):
             name = outcome.row.get("throughput_row") or outcome.row.get("row_id", "")
-            is_golden = file.kind is RowKind.MEMORY_GOLDEN
-            group = _group(outcome, is_golden=is_golden)
-            if group is None or (name and name in seen) or not _is_modelled(outcome, is_golden):
+            group = _group(outcome, is_golden=file.kind is RowKind.MEMORY_GOLDEN)
+            if group is None or (name and name in seen):
                 continue
             for kind, error in _said(outcome):
                 seen.add(name)
@@ -161,24 +158,17 @@ def peak_evidence(files: Iterable[RowFile], book: ModelBook) -> Mapping[str, Evi
 
 
 def _group(outcome: RowOutcome, *, is_golden: bool) -> str | None:
+    """Which fit a row is for, if its error is of the formula and not of a guess or an offload."""
+    row = outcome.row
+    framework = row.get("framework", "")
+    stated = f"{row.get('recompute', '')} {framework}"
+    offloads = _OFFLOADS.search(stated) or _OFFLOADS_IN_NOTES.search(row.get("ambiguity", ""))
+    is_clear = (outcome.out_of_memory or states_recompute(row)) and not offloads
+    if not is_golden and not is_clear:
+        return None
     if outcome.zero is not None and outcome.zero >= ZeroStage.GRADIENTS:
         return "sharded"
-    runs_megatron = is_golden or _RUNS_MEGATRON.search(outcome.row.get("framework", ""))
-    return "replicated" if runs_megatron else None
-
-
-def _is_modelled(outcome: RowOutcome, is_golden: bool) -> bool:
-    """Whether an error is of the formula, and not of a guess or of what is not modelled."""
-    row = outcome.row
-    if is_golden:
-        return True
-    return (outcome.out_of_memory or states_recompute(row)) and not _offloads(row)
-
-
-def _offloads(row: Row) -> bool:
-    stated = f"{row.get('recompute', '')} {row.get('framework', '')}"
-    notes = row.get("ambiguity", "")
-    return bool(_OFFLOADS.search(stated) or _OFFLOADS_IN_NOTES.search(notes))
+    return "replicated" if is_golden or _RUNS_MEGATRON.search(framework) else None
 
 
 def _said(outcome: RowOutcome) -> Iterator[tuple[str, float]]:
@@ -237,7 +227,6 @@ def _inside(evidence: Evidence, unseen: Mapping[str, PeakError], share: float) -
 
 
 def _error(evidence: Evidence) -> PeakError:
-    import numpy as np
     from scipy.optimize import minimize
 
     table = _table(evidence)
@@ -258,12 +247,8 @@ def _error(evidence: Evidence) -> PeakError:
     )
 
 
-def _table(
-    evidence: Evidence,
-) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:
+def _table(evidence: Evidence) -> tuple[Floats, NDArray[np.int64], Floats]:
     """Errors and bounds, their kinds (measured, ran, ran out) and weights, one row each."""
-    import numpy as np
-
     rows = [
         (value, kind, 1.0 / len(peaks))
         for peaks in evidence.values()
@@ -274,18 +259,11 @@ def _table(
     return np.array(values), np.array(kinds), np.array(weights)
 
 
-def _loss(
-    x: NDArray[np.float64],
-    values: NDArray[np.float64],
-    kinds: NDArray[np.int64],
-    weights: NDArray[np.float64],
-) -> float:
+def _loss(x: Floats, values: Floats, kinds: NDArray[np.int64], weights: Floats) -> float:
     """Negative logarithm of the likelihood of a median and the logarithms of two scales.
 
     Density of a measured peak, chance of at most a bound, and of more than one.
     """
-    import numpy as np
-
     off = values - x[0]
     scales = np.maximum(_LEAST_SCALE, np.exp(np.where(off > 0, x[1], x[2])))
     t = off / scales

@@ -15,12 +15,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.features import (
     Feature,
-    Runs,
     confidence_of,
     coordinates,
     distance,
@@ -40,9 +41,7 @@ from nest_megatron.validation.calibration_store import write_record
 from nest_megatron.validation.predict import Predictor
 from nest_megatron.validation.scores import Coverage, coverage_of
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+Floats = NDArray[np.float64]
 
 #: Where each scale is pulled to, and by how much its logarithm may differ (standard deviation).
 _PRIORS: Mapping[str, Mapping[str, float]] = {
@@ -150,7 +149,6 @@ def fit_scales(residuals: Sequence[Residual], start: Scales | None = None) -> Sc
     Args:
         start: scales of nearly the same runs, whose range is kept.
     """
-    import numpy as np
     from scipy.optimize import minimize
 
     found = []
@@ -180,8 +178,6 @@ class _Posterior:
     """The negative logarithm of the scales' posterior, and its gradient in their logarithms."""
 
     def __init__(self, residuals: Sequence[Residual], layout_range: float) -> None:
-        import numpy as np
-
         self.prior = np.log(_flat())
         counts = Counter(each.source for each in residuals)
         jobs: dict[object, list[Residual]] = defaultdict(list)
@@ -196,9 +192,7 @@ class _Posterior:
             for runs in jobs.values()
         ]
 
-    def value(self, x: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-        import numpy as np
-
+    def value(self, x: Floats) -> tuple[float, Floats]:
         squares = np.exp(2 * x)
         off = (x - self.prior) / _WIDTH
         total, slope = 0.5 * float(off @ off), off / _WIDTH
@@ -209,19 +203,17 @@ class _Posterior:
         return total, slope
 
 
-def _parts(runs: Sequence[Residual], layout_range: float) -> NDArray[np.float64]:
+def _parts(runs: Sequence[Residual], layout_range: float) -> Floats:
     """What each squared scale adds to a job's covariance, shape (scales, runs, runs)."""
-    import numpy as np
-
     near = np.array(
         [[math.exp(-distance(a.point, b.point) / layout_range) for b in runs] for a in runs]
     )
 
-    def outer(values: Iterable[float]) -> NDArray[np.float64]:
+    def outer(values: Iterable[float]) -> Floats:
         column = np.array(list(values))
         return np.outer(column, column)
 
-    def common(feature: str) -> NDArray[np.float64]:
+    def common(feature: str) -> Floats:
         return outer(float(applies(feature, run.features)) for run in runs)
 
     mechanisms, jobs, layouts = _PRIORS.values()
@@ -234,12 +226,8 @@ def _parts(runs: Sequence[Residual], layout_range: float) -> NDArray[np.float64]
     )
 
 
-def _job_value(
-    parts: NDArray[np.float64], errors: NDArray[np.float64], squares: NDArray[np.float64]
-) -> tuple[float, NDArray[np.float64]]:
+def _job_value(parts: Floats, errors: Floats, squares: Floats) -> tuple[float, Floats]:
     """Negative log density of a job's errors, and its derivatives in the squared scales."""
-    import numpy as np
-
     n, degrees = len(errors), DEGREES_OF_FREEDOM
     scale = np.tensordot(squares, parts, 1) + RUN_NOISE**2 * np.eye(n)
     inverse = np.linalg.inv(scale)
@@ -265,26 +253,6 @@ class UncertaintyFit:
     coverage: Mapping[str, Coverage]
     coverage_of_sources: Coverage
 
-    @property
-    def devices(self) -> Counter[str]:
-        """Fitted runs of each known device."""
-        counts = Counter(each.device for each in self.residuals)
-        return Counter({name: n for name, n in counts.items() if n >= _KNOWN_DEVICE})
-
-    def evidence(self) -> tuple[Runs, ...]:
-        """The runs by their features, with their mean absolute error."""
-        cells: dict[tuple[Feature, ...], list[float]] = defaultdict(list)
-        for each in self.residuals:
-            cells[tuple(f for f in Feature if f in each.features)].append(each.error)
-        return tuple(
-            Runs(
-                features=frozenset(features),
-                runs=len(errors),
-                error_pct=100 * statistics.fmean(abs(math.expm1(-error)) for error in errors),
-            )
-            for features, errors in sorted(cells.items(), key=lambda cell: -len(cell[1]))
-        )
-
     def document(self) -> dict[str, object]:
         """For ``--json``."""
         coverage = {name: dataclasses.asdict(each) for name, each in self.coverage.items()}
@@ -292,16 +260,21 @@ class UncertaintyFit:
 
     def write(self, out: Path) -> Iterator[Path]:
         """Write the fit into a catalogue."""
+        devices = Counter(each.device for each in self.residuals).most_common()
+        cells: dict[tuple[str, ...], list[float]] = defaultdict(list)
+        for each in self.residuals:
+            size = 100 * abs(math.expm1(-each.error))
+            cells[tuple(str(f) for f in Feature if f in each.features)].append(size)
         record = {
             "scales": dataclasses.asdict(self.scales),
-            "devices": dict(self.devices.most_common()),
+            "devices": {name: count for name, count in devices if count >= _KNOWN_DEVICE},
             "runs": [
                 {
-                    "features": [str(f) for f in Feature if f in cell.features],
-                    "runs": cell.runs,
-                    "error_pct": round(cell.error_pct, 1),
+                    "features": list(features),
+                    "runs": len(sizes),
+                    "error_pct": round(statistics.fmean(sizes), 1),
                 }
-                for cell in self.evidence()
+                for features, sizes in sorted(cells.items(), key=lambda cell: -len(cell[1]))
             ],
             "coverage_pct": {
                 name: [each.runs, round(each.within_50_pct, 1), round(each.within_90_pct, 1)]

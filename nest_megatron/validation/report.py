@@ -11,15 +11,17 @@ from pathlib import Path
 
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.planner.choice import Candidate
-from nest_megatron.validation.judging import Certainty, ChoiceScores, choice_scores, choice_summary
 from nest_megatron.validation.margin import RiskBin, risk_bin, samples
-from nest_megatron.validation.outcome import Basis, Judged, Pair, RowOutcome
-from nest_megatron.validation.regimes import REGIMES
+from nest_megatron.validation.outcome import REGIMES, Basis, Judged, Pair, RowOutcome
 from nest_megatron.validation.rows import RowKind
 from nest_megatron.validation.scores import (
+    Certainty,
+    ChoiceScores,
     Coverage,
     ErrorScores,
     RankScores,
+    choice_scores,
+    choice_summary,
     coverage_of,
     error_scores,
     rank_scores,

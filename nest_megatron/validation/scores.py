@@ -1,13 +1,31 @@
-"""Errors and ranking quality of predictions."""
+"""Errors and ranking quality of predictions, and what choosing by them comes to.
+
+Choices are judged on jobs that were measured in at least two layouts, as if these were all plans
+that a search found: the nominal choice has the shortest predicted step, the default one is the
+planner's own.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from nest_megatron.cost_model import uncertainty
+from nest_megatron.cost_model.model import CostModel
+from nest_megatron.cost_model.shortlist import shortlist
+from nest_megatron.cost_model.uncertainty import Predictive, predictive, probability_faster
+from nest_megatron.parallel.layout import is_uniform
+from nest_megatron.parallel.objective import Objective
+from nest_megatron.planner.choice import Candidate, simplest_of_best, values_of
+from nest_megatron.planner.request import TIE_PERCENT
+from nest_megatron.planner.retries import FAILED_START_PERCENT
+from nest_megatron.planner.uncertain import LEVEL, out_of_memory
+from nest_megatron.solver.ranking import SolvedGrid
+from nest_megatron.units import Seconds, to_ticks
+from nest_megatron.validation.predict import RowPrediction
 
 #: Two layouts of one job whose measured times differ by no more are as fast as each other: the same
 #: layout run twice differs by 1 to 2 % where sources print both.
@@ -132,3 +150,133 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
     from scipy.stats import rankdata
 
     return statistics.correlation(rankdata(left).tolist(), rankdata(right).tolist())
+
+
+#: Chance from which an order of two layouts counts as sure.
+_SURE = 0.9
+
+
+def candidate_of(model: CostModel, prediction: RowPrediction) -> Candidate:
+    """A measured run as a plan that a search may choose; no settings of a user speak for it."""
+    grid, partition = prediction.grid, prediction.partition
+    seconds, peak = prediction.iteration_time_s, max(prediction.stage_memory)
+    return Candidate(
+        solved=SolvedGrid(grid=grid, boundaries=partition.boundaries, iteration=to_ticks(seconds)),
+        peak_memory_bytes=peak,
+        capacity_bytes=prediction.capacity_bytes,
+        step=predictive(model, grid, partition, seconds),
+        out_of_memory=out_of_memory(model, grid, peak),
+        is_custom=not is_uniform(model.spec, partition),
+        changes=0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceScores:
+    """What choosing one of the measured layouts of a job comes to.
+
+    Args:
+        nominal_regret_pct, default_regret_pct: how much slower than the fastest one the choice ran.
+        started_regret_pct: of the default, had it known that all of them start; every measured
+            layout did, so that pricing the risk of memory can only cost here.
+        shortlist_size: layouts on the shortlist.
+        shortlist_holds: whether one of them ran as fast as the fastest one, but for noise.
+        sure: pairs of layouts of which one is predicted to be faster with a chance of 9 in 10.
+        sure_right: those of them that were measured in that order, or as fast as each other.
+    """
+
+    nominal_regret_pct: float
+    default_regret_pct: float
+    started_regret_pct: float
+    shortlist_size: int
+    shortlist_holds: bool
+    sure: int
+    sure_right: int
+
+
+def choice_scores(layouts: Sequence[tuple[Candidate, Seconds]]) -> ChoiceScores:
+    """Judge the choices among layouts of one job, each with its measured step."""
+    candidates, measured = zip(*layouts, strict=True)
+    starting = [dataclasses.replace(each, out_of_memory=0.0) for each in candidates]
+    best = min(measured)
+
+    def regret_pct(chosen: Candidate) -> float:
+        return float(100.0 * (measured[_index(candidates, chosen)] / best - 1.0))
+
+    steps = [each.step for each in candidates]
+    found = shortlist(steps, LEVEL)
+    sure = _sure_pairs(steps, measured)
+    return ChoiceScores(
+        nominal_regret_pct=regret_pct(min(candidates, key=lambda each: each.step.median_s)),
+        default_regret_pct=regret_pct(_default(candidates)),
+        started_regret_pct=regret_pct(_default(starting)),
+        shortlist_size=len(found.plans),
+        shortlist_holds=min(measured[plan] for plan in found.plans) <= (1 + NOISE) * best,
+        sure=len(sure),
+        sure_right=sum(sure),
+    )
+
+
+def _index(candidates: Sequence[Candidate], chosen: Candidate) -> int:
+    return [each.solved for each in candidates].index(chosen.solved)
+
+
+def _default(candidates: Sequence[Candidate]) -> Candidate:
+    values = values_of(candidates, Objective.EXPECTED, FAILED_START_PERCENT)
+    return candidates[simplest_of_best(candidates, values, TIE_PERCENT)]
+
+
+def _sure_pairs(steps: Sequence[Predictive], measured: Sequence[Seconds]) -> list[bool]:
+    """Of each pair whose order is sure, whether it was measured so."""
+    return [
+        first <= (1 + NOISE) * second
+        for (a, first), (b, second) in itertools.permutations(zip(steps, measured, strict=True), 2)
+        if probability_faster(a, b) >= _SURE
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceSummary:
+    """Choices and shortlists of several jobs: means, and shares in per cent.
+
+    Args:
+        sure_right_pct: of all pairs whose order is sure; ``None`` without one.
+    """
+
+    jobs: int
+    nominal_regret_pct: float
+    default_regret_pct: float
+    started_regret_pct: float
+    shortlist_holds_pct: float
+    shortlist_size: float
+    sure_pairs: int
+    sure_right_pct: float | None
+
+
+def choice_summary(scores: Sequence[ChoiceScores]) -> ChoiceSummary | None:
+    """The means over jobs; ``None`` without jobs."""
+    if not scores:
+        return None
+    means = {
+        field.name: statistics.fmean(getattr(each, field.name) for each in scores)
+        for field in dataclasses.fields(ChoiceScores)
+    }
+    sure, right = (sum(getattr(each, name) for each in scores) for name in ("sure", "sure_right"))
+    return ChoiceSummary(
+        jobs=len(scores),
+        nominal_regret_pct=means["nominal_regret_pct"],
+        default_regret_pct=means["default_regret_pct"],
+        started_regret_pct=means["started_regret_pct"],
+        shortlist_holds_pct=100.0 * means["shortlist_holds"],
+        shortlist_size=means["shortlist_size"],
+        sure_pairs=sure,
+        sure_right_pct=100.0 * right / sure if sure else None,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certainty:
+    """Whether intervals of some runs hold, and what choosing among their layouts comes to."""
+
+    coverage: Coverage | None
+    choice: ChoiceSummary | None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nest_megatron.validation.outcome import RowOutcome
-from nest_megatron.validation.regimes import REGIMES
+from nest_megatron.validation.outcome import REGIMES, RowOutcome
 
 DENSE = {"model": "Llama 3.1 8B", "framework": "NeMo 24.09", "precision": "BF16", "n_gpus": "8"}
 

@@ -21,12 +21,10 @@ from nest_megatron.validation import row_settings
 from nest_megatron.validation.calibration import PARAMETERS, Parameter
 from nest_megatron.validation.calibration_store import read_record
 from nest_megatron.validation.frameworks import RULES
-from nest_megatron.validation.judging import Certainty
 from nest_megatron.validation.named_sets import scored_sets
-from nest_megatron.validation.outcome import Basis, Judged
+from nest_megatron.validation.outcome import REGIMES, Basis, Judged
 from nest_megatron.validation.pages.goals import goals_reached, margin_figures, subject, worst_rows
 from nest_megatron.validation.pages.pictures import CAPTIONS, pictures
-from nest_megatron.validation.regimes import REGIMES
 from nest_megatron.validation.report import (
     BothScores,
     MeasuredJob,
@@ -36,7 +34,7 @@ from nest_megatron.validation.report import (
     risks_by_regime,
 )
 from nest_megatron.validation.rows import SETTINGS_FILE, RowKind
-from nest_megatron.validation.scores import NOISE
+from nest_megatron.validation.scores import NOISE, Certainty
 
 #: Hand-written reasons, beside the page.
 NOTES = "accuracy_notes.yaml"
