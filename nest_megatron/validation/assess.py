@@ -14,7 +14,6 @@ from nest_megatron.cost_model.device_memory import (
     peak_error,
 )
 from nest_megatron.errors import UserInputError
-from nest_megatron.parallel.grid import Grid
 from nest_megatron.planner.choice import Candidate
 from nest_megatron.units import Bytes, Seconds
 from nest_megatron.validation.calibration import LeftOutConstants
@@ -47,11 +46,7 @@ from nest_megatron.validation.scores import candidate_of
 
 @dataclass(frozen=True, slots=True)
 class Assessor:
-    """Predicts rows; jobs that share a model and a cluster share their prices.
-
-    Args:
-        left_out: constants of fits without a row's source; without them, those of the whole fit.
-    """
+    """Predicts rows, by constants of fits without their source where ``left_out`` has them."""
 
     book: ModelBook
     predictor: Predictor = field(default_factory=Predictor)
@@ -140,14 +135,15 @@ class Assessor:
 
 def _memory(row: Row, job: RowJob, prediction: RowPrediction, measured: Bytes | None) -> RowOutcome:
     out_of_memory, grid = ran_out_of_memory(row), prediction.grid
-    limit, peak = _allocatable(job, grid), max(prediction.stage_memory)
+    device, peak = job.cluster.accelerator, max(prediction.stage_memory)
+    limit = allocatable_bytes(device, job.settings, outside_bytes(job.spec, grid, job.cluster))
     return RowOutcome(
         row=row,
         predicted_bytes=predicted_memory(row, job, prediction),
         measured_bytes=None if out_of_memory else measured,
         needed_bytes=peak,
         allocatable_bytes=limit,
-        device_bytes=job.cluster.accelerator.memory_bytes,
+        device_bytes=device.memory_bytes,
         risk=out_of_memory_probability(peak, limit, peak_error(grid.zero)),
         fits=prediction.fits,
         out_of_memory=out_of_memory,
@@ -155,11 +151,6 @@ def _memory(row: Row, job: RowJob, prediction: RowPrediction, measured: Bytes | 
         zero=grid.zero,
         assumptions=job.assumptions,
     )
-
-
-def _allocatable(job: RowJob, grid: Grid) -> Bytes:
-    outside = outside_bytes(job.spec, grid, job.cluster)
-    return allocatable_bytes(job.cluster.accelerator, job.settings, outside)
 
 
 def _collective(row: Row, _: Basis) -> RowOutcome:

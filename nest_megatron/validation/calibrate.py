@@ -228,11 +228,7 @@ def _robust(error: float) -> float:
 
 
 def fit_constants(samples: Sequence[Sample], start: Values) -> Fit:
-    """Fit all parameters to samples, each set of samples that share constants by itself.
-
-    Args:
-        start: where to begin; at the prior of what it does not have.
-    """
+    """Fit all constants from ``start`` or their priors; samples that share none apart."""
     return Fit(parts=tuple(_fit_part(part, start) for part in components(samples)))
 
 
@@ -292,11 +288,7 @@ def components(samples: Iterable[Sample]) -> list[list[Sample]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """A run predicted by a fit that has not seen its source, or its model.
-
-    Args:
-        seen, unseen: logarithm of predicted over measured time in the whole fit, and left out.
-    """
+    """A run by the whole fit and without its source or model: ``log(predicted / measured)``."""
 
     sample: Sample
     seen: float
@@ -304,11 +296,7 @@ class LeftOut:
 
 
 def cross_validate(fit: Fit, by: str) -> list[LeftOut]:
-    """Leave out each source, or each model, and predict its runs with what the others say.
-
-    Args:
-        by: ``source`` or ``model``.
-    """
+    """Leave out each ``source`` or ``model``, and predict its runs with what the others say."""
     return [
         each
         for part in fit.parts
@@ -336,9 +324,6 @@ def constants_without(fit: Fit, by: str) -> dict[str, dict[str, float]]:
 
     What leaving out changes is the difference of two steps, with all samples and without some: a
     fit that has not converged to the last digit moves without leaving out anything.
-
-    Args:
-        by: ``source`` or ``model``.
     """
     found: dict[str, dict[str, float]] = defaultdict(dict)
     for part in fit.parts:

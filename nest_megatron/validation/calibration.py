@@ -76,11 +76,7 @@ Values = Mapping[str, float]
 
 
 def with_values(job: RowJob, values: Values, clusters: dict[int, Cluster]) -> RowJob:
-    """A job under other constants.
-
-    Args:
-        clusters: changed clusters by the identity of the old ones, so that jobs keep sharing them.
-    """
+    """A job under other constants; ``clusters``: the changed ones by the identity of the old."""
     cluster = clusters.get(id(job.cluster))
     if cluster is None:
         device = device_values(job.cluster.accelerator, values)

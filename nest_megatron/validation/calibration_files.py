@@ -48,11 +48,7 @@ def catalogue_values() -> Values:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """Fitted constants, with the runs behind them.
-
-    Args:
-        left_out: results of cross-validation by what was left out: ``source``, ``model``.
-    """
+    """Fitted constants, their runs, and errors by what was left out (``source``, ``model``)."""
 
     fit: Fit
     samples: Sequence[Sample]

@@ -22,12 +22,7 @@ def read_record(name: str) -> dict[str, Any]:
 
 
 def write_record(folder: Path, name: str, head: str, record: Mapping[str, object]) -> Path:
-    """Write a file of a catalogue.
-
-    Args:
-        folder: the catalogue's ``calibration/``.
-        head: comments that say what the keys are.
-    """
+    """Write a file of a catalogue's ``calibration/``, under comments that say what its keys are."""
     path = folder / f"{name}.yaml"
     text = yaml.safe_dump(record, sort_keys=False, width=100, default_flow_style=None)
     write_text(path, f"{_WRITTEN}{head}{text}")

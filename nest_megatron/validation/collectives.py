@@ -34,11 +34,7 @@ class CollectiveRow:
 
 
 def predict_collective(row: Row) -> tuple[float, float]:
-    """Predicted and measured seconds of one row.
-
-    Args:
-        row: columns of truth/comm_collectives.csv.
-    """
+    """Predicted and measured seconds of one row of ``comm_collectives.csv``."""
     parsed = parse_collective(row)
     seconds = row_time(parsed, parsed.levels)
     if not seconds:

@@ -187,11 +187,7 @@ def _said(outcome: RowOutcome) -> Iterator[tuple[str, float]]:
 
 
 def fit_peaks(evidence: Evidence) -> PeakFit:
-    """Median and scales, and how they hold on sources left out.
-
-    Args:
-        evidence: of at least two sources with a measured peak.
-    """
+    """Median and scales of at least two sources, and how they hold on sources left out."""
     unseen = {
         source: _error({name: each for name, each in evidence.items() if name != source})
         for source in evidence

@@ -144,11 +144,7 @@ def _residual(each: LeftOut, predictor: Predictor, devices: frozenset[str]) -> R
 
 
 def fit_scales(residuals: Sequence[Residual], start: Scales | None = None) -> Scales:
-    """Scales with the largest posterior.
-
-    Args:
-        start: scales of nearly the same runs, whose range is kept.
-    """
+    """Scales with the largest posterior; ``start``, of nearly the same runs, fixes the range."""
     from scipy.optimize import minimize
 
     found = []

@@ -136,12 +136,14 @@ def _grid(
     batch, micro = _batch(row, dims, notes, split=split)
     if whole(row, "vp") is None:
         dims = _in_whole_rounds(dims, batch // (micro * dims.data_parallel_size), notes)
+    stated = whole(row, "seq_parallel")
+    sequence_parallel = flags.get("sequence_parallel") if stated is None else stated
     return Grid(
         dims=dims,
         global_batch_size=batch,
         micro_batch_size=micro,
-        sequence_parallel=_sequence_parallel(row, dims, flags),
-        recompute=_recompute(row, dims, notes),
+        sequence_parallel=bool(sequence_parallel) and dims.tensor_model_parallel_size > 1,
+        recompute=_recompute(row, notes),
         zero=_zero(row, flags),
         execution=execution_of(flags),
     )
@@ -164,11 +166,7 @@ def _dims(
 
 
 def dims_of(row: Row, gpus: int, *, virtual: int, etp: int | None = None) -> ParallelDims:
-    """The degrees of a row.
-
-    Args:
-        etp: of its experts; the tensor size if not given.
-    """
+    """The degrees of a row; the expert-tensor size is the tensor size if not given."""
     tp, pp, cp, ep = (whole(row, column) or 1 for column in ("tp", "pp", "cp", "ep"))
     replicas, rest = divmod(gpus, tp * pp * cp)
     if rest or not replicas:
@@ -217,11 +215,7 @@ def _in_whole_rounds(dims: ParallelDims, microbatches: int, notes: list[str]) ->
 
 
 def _batch(row: Row, dims: ParallelDims, notes: list[str], *, split: bool) -> tuple[int, int]:
-    """Sequences of a step and of a micro batch.
-
-    Args:
-        split: the row's micro batch is what a pipeline divides over its ranks.
-    """
+    """Sequences of a step and of a micro batch, which a pipeline may ``split`` over its ranks."""
     batch, micro, steps = whole(row, "gbs"), whole(row, "mbs"), whole(row, "ga")
     replicas, ranks = dims.data_parallel_size, dims.pipeline_model_parallel_size
     if micro and ranks > 1 and split:
@@ -253,12 +247,6 @@ def _assumed_steps(row: Row, ranks: int, notes: list[str]) -> int:
     return steps
 
 
-def _sequence_parallel(row: Row, dims: ParallelDims, flags: Mapping[str, Any]) -> bool:
-    given = whole(row, "seq_parallel")
-    wanted = bool(flags.get("sequence_parallel")) if given is None else bool(given)
-    return wanted and dims.tensor_model_parallel_size > 1
-
-
 def _zero(row: Row, flags: Mapping[str, Any]) -> ZeroStage:
     given = whole(row, "zero")
     if given is not None:
@@ -281,7 +269,7 @@ _MODULES = {
 }
 
 
-def _recompute(row: Row, dims: ParallelDims, notes: list[str]) -> Recompute:
+def _recompute(row: Row, notes: list[str]) -> Recompute:
     text = row.get("recompute", "").strip().lower()
     if not text or text.startswith(("none", "not stated")):
         if not text.startswith("none") or "not stated" in text:

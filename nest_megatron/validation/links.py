@@ -31,11 +31,7 @@ class LinkTechnology:
     source: str = ""
 
     def level(self, name: str, num_devices: int | None, bandwidth: float) -> NetworkLevel:
-        """A network level of this technology.
-
-        Args:
-            bandwidth: bytes per second of one device in one direction.
-        """
+        """A network level of this technology; bandwidth of one device in one direction."""
         figures = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         figures |= {"name": name, "source": _SOURCE + self.name}
         return NetworkLevel(num_devices=num_devices, bandwidth_bytes_per_s=bandwidth, **figures)

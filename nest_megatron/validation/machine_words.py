@@ -152,7 +152,8 @@ def adapters(text: str) -> Adapters:
     200000000000.0
     """
     words = text.lower()
-    technology, named_rate = _technology(words)
+    named = [(name, rate) for pattern, name, rate in _TECHNOLOGIES if re.search(pattern, words)]
+    technology, named_rate = named[0] if named else (None, None)
     outside = _between_nodes(text.replace("×", "x"))
     bare = _BARE.search(outside)
     rate = _bytes_per_s(*bare.groups()) if bare else None
@@ -174,13 +175,6 @@ def stated_node_size(text: str) -> int | None:
     """GPUs in a node, where the text says so (``per 8-GPU node``)."""
     found = _NODE_SIZE.search(text.lower())
     return int(found.group(1)) if found else None
-
-
-def _technology(words: str) -> tuple[str | None, float | None]:
-    for pattern, name, rate in _TECHNOLOGIES:
-        if re.search(pattern, words):
-            return name, rate
-    return None, None
 
 
 def _count(outside: str, words: str) -> int | None:

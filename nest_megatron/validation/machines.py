@@ -164,28 +164,24 @@ def network_levels(
         sharing: GPUs of a node that use its adapters, where that is not all of them.
     """
     usual = _usual(accelerator_file)
-    node, node_texts = _node_size(usual, gpus_per_node)
+    node = usual.domain if usual.is_rack else gpus_per_node or usual.domain
+    texts: tuple[str, ...] = ()
+    if usual.is_rack:
+        texts = (f"{node} GPUs of a rack form one node",)
+    elif gpus_per_node is None:
+        texts = (f"nodes of {node} GPUs",)
     inner = _inside(accelerator_file, usual, node, network)
     full_node = stated_node_size(network) or node
     said = adapters(network)
     if usual.is_rack and said.count and gpus_per_node:  # those of one host
         said = dataclasses.replace(said, count=said.count * (node // gpus_per_node))
     outer, outer_texts = _between(usual, full_node, min(sharing or node, full_node), said)
-    return (*inner, outer), (*node_texts, *outer_texts)
+    return (*inner, outer), (*texts, *outer_texts)
 
 
 def _usual(accelerator_file: str) -> Generation:
     first, _, rest = accelerator_file.partition("_")
     return _GENERATIONS.get(f"{first}_{rest.partition('_')[0]}") or _GENERATIONS[first]
-
-
-def _node_size(usual: Generation, gpus_per_node: int | None) -> tuple[int, tuple[str, ...]]:
-    if usual.is_rack:
-        text = f"{usual.domain} GPUs of a rack form one node"
-        return usual.domain, (text,)
-    if gpus_per_node is None:
-        return usual.domain, (f"nodes of {usual.domain} GPUs",)
-    return gpus_per_node, ()
 
 
 def _inside(

@@ -86,11 +86,7 @@ def samples(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RiskBin:
-    """Runs whose predicted chance to run out of memory lies between two bounds.
-
-    Args:
-        expected: sum of their chances.
-    """
+    """Runs whose chance to run out of memory lies between two bounds; expected: its sum."""
 
     low: float
     high: float

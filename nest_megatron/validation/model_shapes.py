@@ -102,7 +102,8 @@ def mapping_of(row: Mapping[str, str], base: Mapping[str, object] | None) -> dic
     if row.get("gated_mlp"):
         mapping["gated_linear_unit"] = gated
     mapping |= _extra_fields(row, _extra(row))
-    mapping |= {"name": row["name"], "source": _source(row)}
+    parts = filter(None, (row.get("repo"), row.get("path"), row.get("commit")))
+    mapping |= {"name": row["name"], "source": " ".join(parts) or "a table of models"}
     return _completed(mapping)
 
 
@@ -115,11 +116,6 @@ def _completed(mapping: dict[str, object]) -> dict[str, object]:
     if isinstance(seq, int) and (not isinstance(longest, int) or longest < seq):
         mapping["max_position_embeddings"] = seq
     return mapping
-
-
-def _source(row: Mapping[str, str]) -> str:
-    parts = (row.get("repo"), row.get("path"), row.get("commit"))
-    return " ".join(part for part in parts if part) or "a table of models"
 
 
 def _extra(row: Mapping[str, str]) -> Mapping[str, object]:

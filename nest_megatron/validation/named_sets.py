@@ -32,11 +32,7 @@ class Measure(Name):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What is to be reached.
-
-    Args:
-        others: who else was scored on these rows, with the value.
-    """
+    """What is to be reached, and what others reached on the same rows."""
 
     measure: Measure
     value: float

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from nest_megatron.cost_model.estimate import attention_flops_per_sequence, model_flops_per_sequence
@@ -79,22 +78,22 @@ class Predictor:
 
     @staticmethod
     def _predict(job: RowJob, model: CostModel) -> RowPrediction:
-        problems = [
-            (grid, _of_one_run(stage_problem(model, grid), job.pipeline_runs)) for grid in job.grids
-        ]
+        problems = []
+        for grid in job.grids:
+            problem = stage_problem(model, grid)
+            # between a pipeline's filling and its draining
+            between = max(1, problem.num_microbatches // job.pipeline_runs)
+            problems.append((grid, dataclasses.replace(problem, num_microbatches=between)))
         partition = measured_partition(job, problems[0][1])
         memory = [stage_memory(problem, partition) for _, problem in problems]
         needs = [max(stages) for stages in memory]
         fitting = [i for i, need in enumerate(needs) if need <= problems[i][1].capacity_bytes]
         if not fitting:
             fitting = [needs.index(min(needs))]
-        # Recomputing something is never faster than keeping all, where that fits.
-        whole = {_kept(job.grids[i]) for i in fitting if job.grids[i].recompute == NO_RECOMPUTE}
-        fitting = [
-            i
-            for i in fitting
-            if job.grids[i].recompute == NO_RECOMPUTE or _kept(job.grids[i]) not in whole
-        ]
+        # Recomputing something is never faster than recomputing nothing, where that fits.
+        plain = [dataclasses.replace(grid, recompute=NO_RECOMPUTE) for grid in job.grids]
+        whole = {plain[i] for i in fitting if job.grids[i] == plain[i]}
+        fitting = [i for i in fitting if job.grids[i] == plain[i] or plain[i] not in whole]
         ticks, best = min((iteration_ticks(problems[i][1], partition), i) for i in fitting)
         grid, problem = problems[best]
         return RowPrediction(
@@ -112,15 +111,6 @@ class Predictor:
 
 def _key(job: RowJob) -> tuple[object, ...]:
     return job.spec, id(job.cluster), job.settings  # the model keeps the cluster alive
-
-
-def _of_one_run(problem: PipelineProblem, runs: int) -> PipelineProblem:
-    """The micro batches between a pipeline's filling and its draining."""
-    return dataclasses.replace(problem, num_microbatches=max(1, problem.num_microbatches // runs))
-
-
-def _kept(grid: Grid) -> Grid:
-    return dataclasses.replace(grid, recompute=NO_RECOMPUTE)
 
 
 def measured_partition(job: RowJob, problem: PipelineProblem) -> StagePartition:
@@ -182,10 +172,7 @@ def iteration_ticks(problem: PipelineProblem, partition: StagePartition) -> Tick
 
 def stage_memory(problem: PipelineProblem, partition: StagePartition) -> tuple[Bytes, ...]:
     """Peak bytes of each pipeline rank."""
-    chunks = [chunk_cost(problem, chunk.start, chunk.stop) for chunk in _chunks(partition)]
+    parts = [partition.chunk(k) for k in range(partition.num_chunks)]
+    chunks = [chunk_cost(problem, part.start, part.stop) for part in parts]
     p = problem.num_stages
     return tuple(rank_memory(problem, rank, chunks[rank::p]).total for rank in range(p))
-
-
-def _chunks(partition: StagePartition) -> Iterator[range]:
-    return (partition.chunk(k) for k in range(partition.num_chunks))

@@ -81,11 +81,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BothScores:
-    """The same rows on both bases.
-
-    Args:
-        name: a source, ``total``, a regime, or ``all``.
-    """
+    """Rows of a source, of a regime, ``total`` or ``all``, on both bases."""
 
     name: str
     as_stated: Scores
@@ -234,7 +230,16 @@ def _measured_job(layouts: Mapping[tuple[str, ...], Sequence[RowOutcome]]) -> Me
 def as_document(files: Sequence[Judged]) -> dict[str, object]:
     """For ``--json``: every file, and the regimes over all files of throughput."""
     return {
-        "files": [_file_document(file_scores(file)) for file in files],
+        "files": [
+            {
+                "file": str(file.path),
+                "kind": str(file.kind),
+                "sources": [_document(each) for each in file.sources],
+                "total": _document(file.total),
+                "regimes": _regimes(file.regimes),
+            }
+            for file in map(file_scores, files)
+        ],
         "regimes": _regimes(regime_scores(files)),
         "certainty": {
             name: {str(basis): dataclasses.asdict(found) for basis, found in each.items()}
@@ -262,11 +267,7 @@ def certainty_by_regime(files: Iterable[Judged]) -> dict[str, dict[Basis, Certai
 def _certainty(
     outcomes: Sequence[RowOutcome], known: dict[tuple[int, ...], ChoiceScores]
 ) -> Certainty:
-    """Intervals and choices of some runs.
-
-    Args:
-        known: scores of jobs by the identity of their layouts, as most regimes share their jobs.
-    """
+    """Intervals and choices of some runs; ``known``, as most regimes share their jobs."""
     scored = []
     for job in measured_jobs(outcomes):
         key = tuple(id(candidate) for candidate, _ in job.candidates)
@@ -288,16 +289,6 @@ def risks_by_regime(files: Iterable[Judged]) -> dict[str, RiskBin]:
     risks = {name: risk_bin(samples(own, reserve)) for name, own in runs.items()}
     risks["recompute not stated"] = risk_bin(samples(runs["all"], reserve, stated=False))
     return {name: each for name, each in risks.items() if each.runs}
-
-
-def _file_document(file: FileScores) -> dict[str, object]:
-    return {
-        "file": str(file.path),
-        "kind": str(file.kind),
-        "sources": [_document(each) for each in file.sources],
-        "total": _document(file.total),
-        "regimes": _regimes(file.regimes),
-    }
 
 
 def _regimes(regimes: Mapping[str, BothScores]) -> dict[str, object]:

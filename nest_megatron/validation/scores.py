@@ -201,7 +201,8 @@ def choice_scores(layouts: Sequence[tuple[Candidate, Seconds]]) -> ChoiceScores:
     best = min(measured)
 
     def regret_pct(chosen: Candidate) -> float:
-        return float(100.0 * (measured[_index(candidates, chosen)] / best - 1.0))
+        place = [each.solved for each in candidates].index(chosen.solved)
+        return float(100.0 * (measured[place] / best - 1.0))
 
     steps = [each.step for each in candidates]
     found = shortlist(steps, LEVEL)
@@ -215,10 +216,6 @@ def choice_scores(layouts: Sequence[tuple[Candidate, Seconds]]) -> ChoiceScores:
         sure=len(sure),
         sure_right=sum(sure),
     )
-
-
-def _index(candidates: Sequence[Candidate], chosen: Candidate) -> int:
-    return [each.solved for each in candidates].index(chosen.solved)
 
 
 def _default(candidates: Sequence[Candidate]) -> Candidate:

@@ -140,11 +140,7 @@ class Reached:
 
 
 def goals_reached(judged: Sequence[Judged], regimes: Mapping[str, BothScores]) -> Iterator[Reached]:
-    """Every goal, with the figure as planned.
-
-    Args:
-        regimes: scores of all files of throughput, by regime and ``all``.
-    """
+    """Every goal as planned; ``regimes`` has the scores of all files of throughput."""
     pairs = pairs_by_regime(judged)
     rows = {name: [planned for _, planned in own] for name, own in pairs.items()}
     for name, key, goal in (("dense", "dense", 7), ("experts", "moe", 12), ("all", "all", 9)):

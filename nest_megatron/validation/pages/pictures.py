@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from nest_megatron.report.charts import check_matplotlib, render
 from nest_megatron.units import GIB
@@ -44,26 +43,15 @@ CAPTIONS = {
 }
 
 
-class Point(NamedTuple):
-    """One row: what was measured, what is predicted, what its colour stands for."""
+#: By picture: kinds of files, unit and its size, colours of groups.
+_PICTURES: Mapping[str, tuple[tuple[RowKind, ...], str, float, Mapping[str, str]]] = {
+    "time": ((RowKind.THROUGHPUT,), "s", 1.0, _DEVICES),
+    "memory": ((RowKind.MEMORY_GOLDEN, RowKind.MEMORY_PEAK), "GiB", float(GIB), _DEVICES),
+    "collectives": ((RowKind.COLLECTIVES,), "ms", 1e-3, _KINDS),
+}
 
-    measured: float
-    predicted: float
-    group: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """Panels that share a unit and a set of colours.
-
-    Args:
-        panels: points by the panel's title.
-        colours: by group; every other group is drawn alike.
-    """
-
-    unit: str
-    panels: Mapping[str, Sequence[Point]]
-    colours: Mapping[str, str]
+#: Predicted and measured figures of the rows of a source, by what their colour stands for.
+Panel = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def pictures(judged: Sequence[Judged]) -> dict[str, bytes]:
@@ -73,37 +61,18 @@ def pictures(judged: Sequence[Judged]) -> dict[str, bytes]:
         UserInputError: without matplotlib.
     """
     check_matplotlib("--docs")
-    found = {
-        "time": _picture(judged, (RowKind.THROUGHPUT,), "s", 1.0, lambda each: each.time),
-        "memory": _picture(
-            judged,
-            (RowKind.MEMORY_GOLDEN, RowKind.MEMORY_PEAK),
-            "GiB",
-            float(GIB),
-            lambda each: each.memory,
-        ),
-        "collectives": _picture(judged, (RowKind.COLLECTIVES,), "ms", 1e-3, lambda each: each.time),
-    }
-    return {name: _drawn(each) for name, each in found.items() if each.panels}
-
-
-def _picture(
-    judged: Sequence[Judged],
-    kinds: tuple[RowKind, ...],
-    unit: str,
-    scale: float,
-    pair: Callable[[RowOutcome], tuple[float, float] | None],
-) -> Picture:
-    panels: dict[str, list[Point]] = defaultdict(list)
-    for file in judged:
-        for each in file.as_planned if file.file.kind in kinds else ():
-            known = pair(each)
-            if known:
-                predicted, measured = known[0] / scale, known[1] / scale
-                panels[each.source].append(Point(measured, predicted, _group(each)))
-    colours = _KINDS if RowKind.COLLECTIVES in kinds else _DEVICES
-    largest = dict(sorted(panels.items(), key=lambda item: -len(item[1])))
-    return Picture(unit=unit, panels=largest, colours=colours)
+    found = {}
+    for name, (kinds, unit, scale, colours) in _PICTURES.items():
+        panels: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        for each in (o for f in judged if f.file.kind in kinds for o in f.as_planned):
+            pair = each.memory if name == "memory" else each.time
+            if pair:
+                panels[each.source][_group(each)].append((pair[0] / scale, pair[1] / scale))
+        if panels:
+            found[name] = _drawn(panels, unit, colours)
+    return found
 
 
 def _group(each: RowOutcome) -> str:
@@ -113,25 +82,28 @@ def _group(each: RowOutcome) -> str:
     return next((name for name in _DEVICES if words.startswith(name)), _OTHER_NAME)
 
 
-def _drawn(picture: Picture) -> bytes:
-    across = panels_across(len(picture.panels))
-    down = -(-len(picture.panels) // across)
-    size = (2.3 * across + 0.5, 2.45 * down + 0.7)
-    return render(
-        lambda figure: _draw(figure, picture, down, across), size, ".png", settings=_STYLE
-    )
+def _drawn(panels: Mapping[str, Panel], unit: str, colours: Mapping[str, str]) -> bytes:
+    """One panel a source, the one with the most rows first."""
+    largest = sorted(panels.items(), key=lambda item: -_count(item[1]))
+    across = panels_across(len(largest))
+    down = -(-len(largest) // across)
+
+    def draw(figure: Any) -> None:
+        figure.set_layout_engine("constrained")
+        places = figure.subplots(down, across, squeeze=False).flatten()
+        for axes, (title, groups) in zip(places, largest, strict=False):
+            _draw_panel(axes, title, groups, colours)
+        for axes in places[len(largest) :]:
+            axes.set_axis_off()
+        figure.supxlabel(f"measured, {unit}", fontsize=9)
+        figure.supylabel(f"predicted, {unit}", fontsize=9)
+        _legend(figure, {group for groups in panels.values() for group in groups}, colours)
+
+    return render(draw, (2.3 * across + 0.5, 2.45 * down + 0.7), ".png", settings=_STYLE)
 
 
-def _draw(figure: Any, picture: Picture, down: int, across: int) -> None:
-    figure.set_layout_engine("constrained")
-    places = figure.subplots(down, across, squeeze=False).flatten()
-    for axes, (title, points) in zip(places, picture.panels.items(), strict=False):
-        _draw_panel(axes, title, points, picture.colours)
-    for axes in places[len(picture.panels) :]:
-        axes.set_axis_off()
-    figure.supxlabel(f"measured, {picture.unit}", fontsize=9)
-    figure.supylabel(f"predicted, {picture.unit}", fontsize=9)
-    _legend(figure, picture)
+def _count(groups: Panel) -> int:
+    return sum(map(len, groups.values()))
 
 
 def panels_across(count: int) -> int:
@@ -143,35 +115,27 @@ def panels_across(count: int) -> int:
     return min(count, min(_ACROSS, key=lambda across: -count % across))
 
 
-def _draw_panel(axes: Any, title: str, points: Sequence[Point], colours: Mapping[str, str]) -> None:
-    low, high = limits(value for point in points for value in point[:2])
+def _draw_panel(axes: Any, title: str, groups: Panel, colours: Mapping[str, str]) -> None:
+    pairs, count = [pair for mine in groups.values() for pair in mine], _count(groups)
+    ends = low, high = limits(value for pair in pairs for value in pair)
     for share, colour in _BANDS:
-        below, above = (
-            [end * (1 - share) for end in (low, high)],
-            [end * (1 + share) for end in (low, high)],
-        )
-        axes.fill_between((low, high), below, above, color=colour, lw=0)
-    axes.plot((low, high), (low, high), color="#454b55", lw=0.7)
-    for group, mine in _by_group(points).items():
+        below, above = ([end * (1 + sign * share) for end in ends] for sign in (-1, 1))
+        axes.fill_between(ends, below, above, color=colour, lw=0)
+    axes.plot(ends, ends, color="#454b55", lw=0.7)
+    for group, mine in groups.items():
+        predicted, measured = zip(*mine, strict=True)
         axes.scatter(
-            [point.measured for point in mine],
-            [point.predicted for point in mine],
-            s=9 if len(points) > 100 else 14,
+            measured,
+            predicted,
+            s=9 if count > 100 else 14,
             color=colours.get(group, _OTHER),
-            alpha=0.55 if len(points) > 100 else 0.8,
+            alpha=0.55 if count > 100 else 0.8,
             lw=0,
         )
     _scale(axes, low, high)
-    errors = error_scores([(point.predicted, point.measured) for point in points])
-    assert errors
-    axes.set_title(f"{_short(title)}\n{len(points)} rows, MAPE {errors.mape_pct:.1f} %", fontsize=7)
-
-
-def _by_group(points: Iterable[Point]) -> dict[str, list[Point]]:
-    found: dict[str, list[Point]] = defaultdict(list)
-    for point in points:
-        found[point.group].append(point)
-    return found
+    name = title if len(title) <= 30 else f"{title[:29]}…"
+    mape_pct = error_scores(pairs).mape_pct
+    axes.set_title(f"{name}\n{count} rows, MAPE {mape_pct:.1f} %", fontsize=7)
 
 
 def _scale(axes: Any, low: float, high: float) -> None:
@@ -220,21 +184,16 @@ def ticks(low: float, high: float, most: int = 4) -> Iterator[float]:
     yield from known[:: max(1, stride)]
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= 30 else f"{name[:29]}…"
-
-
-def _legend(drawing: Any, picture: Picture) -> None:
+def _legend(figure: Any, used: Collection[str], colours: Mapping[str, str]) -> None:
     from matplotlib.lines import Line2D
 
-    used = {point.group for points in picture.panels.values() for point in points}
-    shown = [(name, colour) for name, colour in picture.colours.items() if name in used]
-    if used - picture.colours.keys():
-        shown.append((_OTHER_NAME, _OTHER))
+    shown = {name: colour for name, colour in colours.items() if name in used}
+    if len(used) > len(shown):
+        shown[_OTHER_NAME] = _OTHER
     handles = [
         Line2D([], [], marker="o", ls="", color=colour, markersize=5, label=name)
-        for name, colour in shown
+        for name, colour in shown.items()
     ]
-    drawing.legend(
+    figure.legend(
         handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=8
     )

@@ -19,7 +19,6 @@ from nest_megatron.validation.fit_collectives import LinkFit
 from nest_megatron.validation.fit_memory import PeakFits
 from nest_megatron.validation.fit_stragglers import StragglerFit
 from nest_megatron.validation.fit_uncertainty import UncertaintyFit
-from nest_megatron.validation.margin import RiskBin
 from nest_megatron.validation.outcome import REGIMES, Basis, Judged
 from nest_megatron.validation.report import (
     BothScores,
@@ -95,7 +94,15 @@ def _certainty_and_risk(judged: Sequence[Judged]) -> Iterator[RenderableType]:
         rows = ((name, *_certainty_cells(each[basis])) for name, each in found.items())
         yield _table("regime", *_CHOICE_HEADS, rows=rows, max_width=_LONGEST)
     yield Text("\nOut of memory, runs that state what they recompute, as stated", style="bold")
-    risks = ((name, *_risk(each)) for name, each in risks_by_regime(judged).items())
+    risks = (
+        (
+            name,
+            each.runs,
+            *map(figure, (each.mean_chance_pct, each.ran_out_pct, each.expected)),
+            each.out_of_memory,
+        )
+        for name, each in risks_by_regime(judged).items()
+    )
     yield _table("regime", *_RISK_HEADS, rows=risks, max_width=_LONGEST)
 
 
@@ -116,11 +123,6 @@ def _certainty_cells(each: Certainty) -> tuple[str, ...]:
         figure(choice.shortlist_holds_pct if choice else None, 0),
         figure(choice.sure_right_pct if choice else None, 0),
     )
-
-
-def _risk(each: RiskBin) -> tuple[str, ...]:
-    figures = map(figure, (each.mean_chance_pct, each.ran_out_pct, each.expected))
-    return (str(each.runs), *figures, str(each.out_of_memory))
 
 
 def _cells(each: Scores) -> tuple[str, ...]:
@@ -246,11 +248,7 @@ def _peaks(found: PeakFits) -> RenderableType:
 
 
 def _table(head: str, *titles: str, rows: Iterable[Sequence[object]], **narrow: Any) -> Table:
-    """Rows of a name and figures; those over all rows stand out.
-
-    Args:
-        narrow: options of the column of names, in a table whose figures stand close together.
-    """
+    """Rows of a name and figures; with options of the name column, figures stand close together."""
     padding = (0, 1, 0, 0) if narrow else (0, 1)
     columns = (*name_columns(head, **narrow), *figure_columns(*titles))
     table = EdgelessTable(*columns, padding=padding)
