@@ -20,16 +20,6 @@ from nest_megatron.validation.calibration import LeftOutConstants
 from nest_megatron.validation.collectives import predict_collective
 from nest_megatron.validation.golden import golden_job, is_local
 from nest_megatron.validation.job import RowJob, job_of
-from nest_megatron.validation.measured import (
-    StepWork,
-    measured_memory,
-    measured_time,
-    ran_out_of_memory,
-    require_consistent,
-    require_fixed_sequences,
-    require_measurement,
-    states_time,
-)
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Basis, Judged, RowOutcome
 from nest_megatron.validation.predict import Predictor, RowPrediction
@@ -38,8 +28,16 @@ from nest_megatron.validation.rows import (
     Row,
     RowFile,
     RowKind,
+    StepWork,
+    measured_memory,
+    measured_time,
     number,
+    ran_out_of_memory,
     refuse_misprints,
+    require_consistent,
+    require_fixed_sequences,
+    require_measurement,
+    states_time,
 )
 from nest_megatron.validation.scores import candidate_of
 
@@ -195,7 +193,7 @@ _BEFORE_HOPPER = ("v100", "a100", "a800", "mi")
 
 #: What PyTorch's allocator holds at its peak over what it has given out. SimuMax prints both for
 #: one node of B200: 1.03 to 1.08 times; jobs of 2021 and 2022 lie higher.
-_HELD, _CACHED = 1.06, 1.2
+_RESERVED, _CACHED = 1.06, 1.2
 
 
 def workspace_bytes(
@@ -221,7 +219,7 @@ def workspace_bytes(
 def predicted_memory(row: Row, job: RowJob, prediction: RowPrediction) -> Bytes | None:
     """Peak bytes of the GPU that the row speaks of; ``None`` where they follow from a choice.
 
-    A job that may have had several micro batches, or may have computed several things again, was
+    A job that may have had several micro batches, or may have recomputed several things, was
     taken to be the fastest of those that fit; its peak says nothing of the formula.
 
     Rank 0 is on the first pipeline stage; everything else is taken as the GPU with the highest
@@ -235,9 +233,9 @@ def predicted_memory(row: Row, job: RowJob, prediction: RowPrediction) -> Bytes 
     stages = prediction.stage_memory
     peak = stages[0] if "rank-0" in scope or "rank 0" in scope else max(stages)
     if "torchtitan" in row.get("framework", "").lower():
-        return round(peak * _HELD)
+        return round(peak * _RESERVED)
     if "device memory" in scope:
-        return round(peak * _HELD) + job.settings.memory_reserve_bytes
+        return round(peak * _RESERVED) + job.settings.memory_reserve_bytes
     if "nvidia-smi" not in scope:
         return peak
     return round(peak * _CACHED) + job.settings.memory_reserve_bytes

@@ -30,10 +30,9 @@ from nest_megatron.validation.calibration import (
     with_values,
 )
 from nest_megatron.validation.job import RowJob, job_of
-from nest_megatron.validation.measured import is_sanity_check
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.predict import Predictor
-from nest_megatron.validation.rows import RefusedRowError, Row, RowFile, RowKind
+from nest_megatron.validation.rows import RefusedRowError, Row, RowFile, RowKind, is_sanity_check
 
 #: Frameworks that run no kernels of Megatron's; they are predicted, not fitted.
 _FOREIGN = ("maxtext", "paxml")

@@ -165,8 +165,8 @@ _SLOWDOWNS = (
 _MEGATRON = ("nemo", "megatron_lm", "megatron_core", "megatron_bridge", "megatron_bridge_2026")
 
 #: What switches of ``Execution`` do, whichever framework sets them. Priors: user buffers pipeline
-#: all but a product's first and last piece; parts of an exchange are of unequal size in training;
-#: DeepEP and HybridEP are taken as one and a half times as fast as NCCL's exchange, an estimate;
+#: all but a GEMM's first and last part; parts of an all-to-all are of unequal size in training;
+#: DeepEP and HybridEP are taken as one and a half times as fast as NCCL's all-to-all, an estimate;
 #: fp8 has twice the peak of 16 bits in attention.
 _MECHANISMS = (
     ("tp_overlap", 0.7, 0.15, 0.0, 1.0),

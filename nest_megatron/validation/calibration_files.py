@@ -61,8 +61,8 @@ class Constants:
             "values": dict(self.fit.values),
             "mape_pct": {source: self.fit.mape_pct(source) for source in self.fit.errors},
             "left_out": {
-                by: [dataclasses.asdict(each) for each in held]
-                for by, held in self.left_out.items()
+                by: [dataclasses.asdict(each) for each in unseen]
+                for by, unseen in self.left_out.items()
             },
         }
 
@@ -103,8 +103,8 @@ class Constants:
             "rows": dict(sources.most_common()),
             "mape_pct": {name: round(self.fit.mape_pct(name), 1) for name in sources},
             "left_out_pct": {
-                by: {h.name: round(h.unseen_pct, 1) for h in held if h.name in shown[by]}
-                for by, held in self.left_out.items()
+                by: {h.name: round(h.unseen_pct, 1) for h in unseen if h.name in shown[by]}
+                for by, unseen in self.left_out.items()
             },
         }
 

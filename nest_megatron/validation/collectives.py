@@ -49,19 +49,18 @@ def row_time(row: CollectiveRow, levels: tuple[NetworkLevel, ...]) -> float:
 
 def parse_collective(row: Row) -> CollectiveRow:
     """Read a row; see ``predict_collective``."""
-    kind = _kind(row.get("collective", ""))
+    name = row.get("collective", "")
+    kind = _KINDS.get("".join(c for c in name.lower() if c.isalpha()))
+    if kind is None:
+        raise RefusedRowError("unknown collective", repr(name))
     size = number(row, "size_bytes")
     if size is None:
         raise RefusedRowError("no message size", f"row {row.get('row_id', '')}")
-    ranks, nodes, used = (
-        _count(row, "n_ranks"),
-        _count(row, "nodes"),
-        _count(row, "gpus_per_node_used"),
-    )
+    columns = ("n_ranks", "nodes", "gpus_per_node_used")
+    ranks, nodes, used = (_count(row, column) for column in columns)
     if ranks < 2 or nodes * used < ranks or ranks % nodes:
-        raise RefusedRowError(
-            "ranks do not fit the nodes", f"{ranks} ranks on {nodes} nodes of {used}"
-        )
+        detail = f"{ranks} ranks on {nodes} nodes of {used}"
+        raise RefusedRowError("ranks do not fit the nodes", detail)
     levels, shape = _levels_and_shape(row, ranks, nodes)
     return CollectiveRow(
         kind=kind,
@@ -112,22 +111,12 @@ def _machine_node(row: Row) -> int | None:
     return None
 
 
-def _kind(name: str) -> CollectiveKind:
-    kind = _KINDS.get("".join(c for c in name.lower() if c.isalpha()))
-    if kind is None:
-        raise RefusedRowError("unknown collective", repr(name))
-    return kind
-
-
 def _measured_s(row: Row, kind: CollectiveKind, size: float, ranks: int) -> float:
-    micros = number(row, "time_us")
-    if micros:
+    if micros := number(row, "time_us"):
         return micros * 1e-6
-    algorithm = number(row, "algbw_GBps")
-    if algorithm:
+    if algorithm := number(row, "algbw_GBps"):
         return size / (algorithm * 1e9)
-    bus = number(row, "busbw_GBps")
-    if bus:
+    if bus := number(row, "busbw_GBps"):
         return size * _bus_factor(kind, ranks) / (bus * 1e9)
     raise RefusedRowError("neither a time nor a bandwidth", f"row {row.get('row_id', '')}")
 

@@ -21,12 +21,12 @@ from nest_megatron.validation.calibrate import (
 )
 from nest_megatron.validation.calibration import shipped_left_out
 from nest_megatron.validation.calibration_files import Constants, catalogue_values
+from nest_megatron.validation.calibration_store import links
 from nest_megatron.validation.fit_collectives import LinkFit, fit_links
 from nest_megatron.validation.fit_memory import PeakFits, fit_peaks, peak_evidence
 from nest_megatron.validation.fit_samples import read_samples
 from nest_megatron.validation.fit_stragglers import StragglerFit, fit_stragglers, scalings_of
 from nest_megatron.validation.fit_uncertainty import UncertaintyFit, fit_uncertainty
-from nest_megatron.validation.links import links
 from nest_megatron.validation.links_file import write_fit
 from nest_megatron.validation.models import ModelBook
 from nest_megatron.validation.outcome import Judged, RowOutcome

@@ -20,8 +20,8 @@ from typing import Any
 
 from nest_megatron.cluster.records import CollectiveKind, NetworkLevel
 from nest_megatron.validation.calibrate import LogErrors
+from nest_megatron.validation.calibration_store import LinkTechnology, link_of_level
 from nest_megatron.validation.collectives import CollectiveRow, row_time
-from nest_megatron.validation.links import LinkTechnology, link_of_level
 
 Links = Mapping[str, LinkTechnology]
 

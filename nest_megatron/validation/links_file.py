@@ -10,10 +10,9 @@ from pathlib import Path
 import yaml
 
 from nest_megatron.files import write_text
-from nest_megatron.validation.calibration_store import write_record
+from nest_megatron.validation.calibration_store import PARAMETERS as FIELDS
+from nest_megatron.validation.calibration_store import LinkTechnology, write_record
 from nest_megatron.validation.fit_collectives import PARAMETERS, LinkFit
-from nest_megatron.validation.links import PARAMETERS as FIELDS
-from nest_megatron.validation.links import LinkTechnology
 
 _CLUSTERS_HEAD = """\
 # Collectives of 1 MB and more by the cluster that they were measured on. error_pct: mean absolute
@@ -37,7 +36,7 @@ _FIGURES = re.compile(
 
 
 def write_fit(out: Path, fit: LinkFit) -> Iterator[Path]:
-    """Write a fit into a catalogue, notes on technologies kept; the files that were written."""
+    """Write a fit into a catalogue, with the old notes on technologies; the files written."""
     yield write_links(out / "calibration" / "links.yaml", fit)
     yield from write_clusters(out / "cluster", fit.links)
     if math.isnan(fit.overall().left_out):
@@ -54,7 +53,7 @@ def write_fit(out: Path, fit: LinkFit) -> Iterator[Path]:
 
 
 def write_links(path: Path, fit: LinkFit) -> Path:
-    """Replace the file of technologies, notes kept."""
+    """Replace the file of technologies, with its old notes."""
     old: Mapping[str, Mapping[str, object]] = yaml.safe_load(path.read_text(encoding="utf-8"))
     blocks = []
     for link in fit.links.values():

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 
 from nest_megatron.cluster.records import Cluster, NetworkLevel
-from nest_megatron.validation.links import links
+from nest_megatron.validation.calibration_store import links
 from nest_megatron.validation.machine_words import (
     Adapters,
     accelerator,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,14 +37,11 @@ _WHOLE: Mapping[str, str] = {
 }
 #: Spellings in the ``extra`` column, a JSON object.
 _EXTRA: Mapping[str, str] = {
-    "q_lora": "q_lora_rank",
-    "q_lora_rank": "q_lora_rank",
-    "kv_lora": "kv_lora_rank",
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_head_dim": "qk_head_dim",
-    "qk_rope_dim": "qk_pos_emb_head_dim",
+    **{name: name for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim")},
     "qk_pos_emb_head_dim": "qk_pos_emb_head_dim",
-    "v_head_dim": "v_head_dim",
+    "qk_rope_dim": "qk_pos_emb_head_dim",
+    "q_lora": "q_lora_rank",
+    "kv_lora": "kv_lora_rank",
 }
 
 #: Vocabulary of the GPT-2 tokenizer; Megatron pads it.
@@ -77,10 +75,7 @@ def whole_of(text: str | None) -> int | None:
     factors = re.split(r"\s*\*\s*", (text or "").strip())
     if not all(re.fullmatch(r"\d{1,18}(\.0*)?", factor) for factor in factors):
         return None
-    product = 1
-    for factor in factors:
-        product *= int(float(factor))
-    return product
+    return math.prod(int(float(factor)) for factor in factors)
 
 
 def mapping_of(row: Mapping[str, str], base: Mapping[str, object] | None) -> dict[str, object]:
@@ -101,7 +96,13 @@ def mapping_of(row: Mapping[str, str], base: Mapping[str, object] | None) -> dic
             mapping[field] = value
     if row.get("gated_mlp"):
         mapping["gated_linear_unit"] = gated
-    mapping |= _extra_fields(row, _extra(row))
+    extra = _extra(row)
+    if "tied" in extra:
+        mapping["untie_embeddings_and_output_weights"] = not extra["tied"]
+    if row.get("attention", "").lower() == "mla":
+        mapping |= {_EXTRA[key]: extra[key] for key in extra if key in _EXTRA}
+        mapping |= {"multi_latent_attention": True, "num_query_groups": None}
+    mapping |= _expert_layers(row, extra)
     parts = filter(None, (row.get("repo"), row.get("path"), row.get("commit")))
     mapping |= {"name": row["name"], "source": " ".join(parts) or "a table of models"}
     return _completed(mapping)
@@ -132,16 +133,6 @@ def _extra(row: Mapping[str, str]) -> Mapping[str, object]:
             fix='Write for example {"tied": false}.',
         )
     return fields
-
-
-def _extra_fields(row: Mapping[str, str], extra: Mapping[str, object]) -> dict[str, object]:
-    fields: dict[str, object] = {}
-    if "tied" in extra:
-        fields["untie_embeddings_and_output_weights"] = not extra["tied"]
-    if row.get("attention", "").lower() == "mla":
-        fields |= {_EXTRA[key]: extra[key] for key in extra if key in _EXTRA}
-        fields |= {"multi_latent_attention": True, "num_query_groups": None}
-    return fields | _expert_layers(row, extra)
 
 
 def _expert_layers(row: Mapping[str, str], extra: Mapping[str, object]) -> dict[str, object]:

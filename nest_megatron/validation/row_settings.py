@@ -35,8 +35,7 @@ from nest_megatron.parallel.recompute import (
 )
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.solver.space import recompute_settings
-from nest_megatron.validation.measured import ran_out_of_memory
-from nest_megatron.validation.rows import SETTING, RefusedRowError, Row, number
+from nest_megatron.validation.rows import SETTING, RefusedRowError, Row, number, ran_out_of_memory
 
 _EXACT = "exact"
 
@@ -331,8 +330,8 @@ def planned_grids(
 ) -> Iterator[Grid]:
     """The grid as a search would finish it: every recomputation and micro batch that are unstated.
 
-    What a row states is kept, as a plan keeps what its user set: its time is that of a run that
-    computed so much again.
+    What a row states is fixed, as in a plan for a user who set it: its time is that of a run that
+    recomputed so much.
     """
     settings: tuple[Recompute, ...] = (grid.recompute,)
     if not ran_out_of_memory(row) and not states_recompute(row):

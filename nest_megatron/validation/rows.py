@@ -1,8 +1,9 @@
-"""Files of public measurements, told apart by their columns."""
+"""Files of public measurements, told apart by their columns, and what a row measured."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,15 @@ from pathlib import Path
 from nest_megatron.documents import read_csv
 from nest_megatron.errors import UserInputError
 from nest_megatron.names import Name
+from nest_megatron.units import Bytes, Seconds
+from nest_megatron.validation.frameworks import release_of
 
 #: One row as it stands in the file: column to text; an empty cell means that nobody said.
 Row = Mapping[str, str]
 
 
 class RefusedRowError(Exception):
-    """A row that the cost model cannot be held against; all readers of rows raise it.
+    """A row that the cost model cannot be compared with; all readers of rows raise it.
 
     Args:
         reason: a short phrase without values, so that refusals can be counted by it.
@@ -161,3 +164,159 @@ def _unreadable(path: Path, limit: str) -> UserInputError:
     return UserInputError(
         "measurements", value=str(path), limit=limit, fix="docs/accuracy.md lists the columns."
     )
+
+
+#: Bytes of each unit in which sources print memory.
+_UNITS = {"b": 1, "mib": 2**20, "gib": 2**30, "gb": 10**9}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """What turns a rate into a time: the sequences of a step, its operations, its GPUs.
+
+    Args:
+        model_flops: of one step, with the causal half of attention.
+        attention_flops: that half.
+        head_flops: the part of the product with the vocabulary, which is never recomputed.
+    """
+
+    sequences: int
+    seq_length: int
+    model_flops: float
+    attention_flops: float
+    head_flops: float
+    num_gpus: int
+    peak_flops_per_s: float
+
+
+def measured_time(row: Row, work: StepWork) -> Seconds:
+    """Seconds of a step: as printed, or from tokens per second, operations per second or MFU."""
+    if seconds := number(row, "iter_time_s"):
+        return seconds
+    if rate := number(row, "tokens_per_s_per_gpu"):
+        return work.sequences * work.seq_length / work.num_gpus / rate
+    if tera := number(row, "tflops_per_gpu"):
+        return _counted_flops(row, work) / work.num_gpus / (tera * 1e12)
+    if share := number(row, "mfu_pct"):
+        rate = share / 100 * work.peak_flops_per_s
+        return _counted_flops(row, work) / work.num_gpus / rate
+    raise RefusedRowError("no time measured", f"outcome {row.get('outcome', '')!r}")
+
+
+def _counted_flops(row: Row, work: StepWork) -> float:
+    """Operations of a step as the source counts them."""
+    kind = row.get("tflops_kind", "").lower()
+    if kind.startswith("8*n"):
+        size = number(row, "params_b")
+        if not size:
+            raise RefusedRowError("no time measured", "TFLOP/s by 8*N*tokens without params_b")
+        return 8 * size * 1e9 * work.sequences * work.seq_length
+    flops = work.model_flops + (work.attention_flops if counts_whole_attention(row) else 0.0)
+    recomputed = "hardware" in kind or "recompute" in kind
+    return flops + (flops - work.head_flops) / 3 if recomputed else flops
+
+
+#: Frameworks that count the whole square of attention, not its causal half, in TFLOP/s, and the
+#: first release or date (year, month) that counts the half. Rows that print time and TFLOP/s agree:
+#: with the whole to 0.1 % in NeMo 24.07 and Composer, with the half to 0.3 % in Megatron-Bridge and
+#: Megatron-Core of 2025 and 2026.
+_NEVER = (99, 1)
+_WHOLE_ATTENTION = (
+    ("composer", _NEVER),  # llm-foundry, scripts/train/benchmarking/README.md
+    # nemo/utils/flops_formulas.py, halved by #14424 of 2025-08-09 (release 25.09)
+    (r"nemo(?!.*automodel)", (25, 9)),
+    ("nanotron", _NEVER),  # get_flops in nanotron/models/llama.py
+    # num_floating_point_operations; arXiv:2104.04473 equation 3; Megatron-LM #831
+    ("megatron|deepspeed", (25, 1)),
+)
+
+
+def counts_whole_attention(row: Row) -> bool:
+    """Whether the TFLOP/s or MFU of a row count the whole square of attention.
+
+    >>> counts_whole_attention({"framework": "NeMo24.03.01.framework"})
+    True
+    >>> counts_whole_attention({"framework": "Megatron-Bridge/MCore 26.04", "date": "2026-08-11"})
+    False
+    """
+    framework = row.get("framework", "")
+    for pattern, until in _WHOLE_ATTENTION:
+        if re.search(pattern, framework, re.IGNORECASE):
+            return _released(row) < until
+    return False
+
+
+def _released(row: Row) -> tuple[int, int]:
+    """Year and month of the release that a row names, or of the row; unknown is taken as new."""
+    named = release_of(row.get("framework", ""))
+    dated = re.match(r"20(\d\d)(?:-(\d\d))?", row.get("date", ""))
+    if named is not None or dated is None:
+        return named or (99, 0)
+    return int(dated[1]), int(dated[2] or 1)
+
+
+def states_time(row: Row) -> bool:
+    """Whether a row has a time, or a rate that makes one."""
+    columns = ("iter_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct")
+    return any(number(row, column) for column in columns)
+
+
+def is_sanity_check(row: Row) -> bool:
+    """Whether the authors say that a run's timing is no measurement of speed."""
+    return "sanity check" in row.get("ambiguity", "")
+
+
+def require_measurement(row: Row) -> None:
+    """Refuse a run whose authors say that its timing is no measurement of speed."""
+    if is_sanity_check(row):
+        raise RefusedRowError("its timing is a sanity check", "as its authors say")
+
+
+def require_fixed_sequences(row: Row) -> None:
+    """Refuse a step of reinforcement learning that does not say how long its answers are."""
+    if row.get("task", "").strip().lower().startswith("rl") and not number(row, "seq"):
+        raise RefusedRowError("sequence length not stated", "answers of any length")
+
+
+def measured_memory(row: Row) -> Bytes | None:
+    """Peak bytes of one GPU, or ``None`` where the row has none."""
+    value = number(row, "peak_mem")
+    if not value:
+        return None
+    unit = row.get("peak_mem_unit", "").split("(")[0].strip().lower()
+    if "nvidia-smi" in row.get("peak_mem_unit", ""):
+        unit = "gib"  # nvidia-smi counts in MiB, whatever letters are written behind
+    if unit not in _UNITS:
+        raise RefusedRowError("unit of memory not stated", row.get("peak_mem_unit", ""))
+    return round(value * _UNITS[unit])
+
+
+def ran_out_of_memory(row: Row) -> bool:
+    """Whether the run ended for want of memory."""
+    return row.get("outcome", "").strip().lower() == "oom"
+
+
+#: Printed time and printed rate of one row may differ by this factor: sources count the operations
+#: of attention and of recomputation in several ways.
+_TOLERATED = 2.5
+
+
+def require_consistent(row: Row, work: StepWork) -> None:
+    """Refuse a row whose printed time and printed rate speak of different jobs."""
+    _require_possible(row, work)
+    seconds, tera = number(row, "iter_time_s"), number(row, "tflops_per_gpu")
+    if not seconds or not tera:
+        return
+    other = _counted_flops(row, work) / work.num_gpus / (tera * 1e12)
+    if not 1 / _TOLERATED < other / seconds < _TOLERATED:
+        detail = f"{seconds:g} s a step, but {tera:g} TFLOP/s would take {other:.4g} s"
+        raise RefusedRowError("printed time and rate disagree", detail)
+
+
+def _require_possible(row: Row, work: StepWork) -> None:
+    """Frozen weights leave at least two thirds of the operations."""
+    seconds = measured_time(row, work)
+    least = work.model_flops * 2 / 3 / work.num_gpus / work.peak_flops_per_s
+    if seconds < least:
+        detail = f"{seconds:.4g} s a step, but the device's peak needs {least:.4g} s"
+        raise RefusedRowError("faster than the device's peak", detail)

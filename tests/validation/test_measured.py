@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nest_megatron.validation.measured import (
+from nest_megatron.validation.rows import (
+    RefusedRowError,
     StepWork,
     counts_whole_attention,
     measured_time,
@@ -12,7 +13,6 @@ from nest_megatron.validation.measured import (
     require_fixed_sequences,
     require_measurement,
 )
-from nest_megatron.validation.rows import RefusedRowError
 
 #: Half of the operations are the causal half of attention, a tenth is the head.
 WORK = StepWork(

@@ -146,11 +146,11 @@ def _scale(axes: Any, low: float, high: float) -> None:
     axes.set_xlim(low, high)
     axes.set_ylim(low, high)
     axes.set_box_aspect(1)
-    marks = list(ticks(low, high))
+    places = list(ticks(low, high))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
         axis.set_minor_formatter(NullFormatter())
-        axis.set_ticks(marks, [f"{mark:g}" for mark in marks])
+        axis.set_ticks(places, [f"{place:g}" for place in places])
     axes.tick_params(labelsize=7, length=2, width=0.6)
 
 
@@ -175,8 +175,8 @@ def ticks(low: float, high: float, most: int = 4) -> Iterator[float]:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     known: list[float] = []
     for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
-        marks = [step * 10.0**power for power in range(first, last + 1) for step in steps]
-        inside = [float(f"{mark:.4g}") for mark in marks if low <= mark <= high]
+        places = [step * 10.0**power for power in range(first, last + 1) for step in steps]
+        inside = [float(f"{place:.4g}") for place in places if low <= place <= high]
         if len(inside) > most and len(known) >= 2:
             break
         known = inside

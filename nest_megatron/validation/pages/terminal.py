@@ -176,8 +176,8 @@ def _constants(fit: Constants) -> RenderableType:
             ],
         ),
     ]
-    for by, held in fit.left_out.items():
-        rows = ((h.name, h.rows, figure(h.seen_pct), figure(h.unseen_pct)) for h in held)
+    for by, unseen in fit.left_out.items():
+        rows = ((h.name, h.rows, figure(h.seen_pct), figure(h.unseen_pct)) for h in unseen)
         table = _table(by, "rows", "seen %", "unseen %", rows=rows)
         parts += [Text(f"\nLeft out by {by}", style="bold"), table]
     return Group(*parts)
