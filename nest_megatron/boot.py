@@ -48,7 +48,10 @@ class MegatronWatcher:
             _handler(BEFORE[name])()
         if name not in AFTER:
             return None
-        spec = _found_by_others(self, name, path, target)
+        others = [finder for finder in sys.meta_path if finder is not self]
+        finds = [find for each in others if (find := getattr(each, "find_spec", None)) is not None]
+        specs = (find(name, path, target) for find in finds)
+        spec: ModuleSpec | None = next((found for found in specs if found is not None), None)
         if spec is not None and spec.loader is not None:
             _call_after(spec, _handler(AFTER[name]))
         return spec
@@ -81,17 +84,6 @@ def settings_in(argv: Sequence[str]) -> list[str]:
 def _handler(name: str) -> Callable[..., None]:
     handler: Callable[..., None] = getattr(importlib.import_module(HANDLERS), name)
     return handler
-
-
-def _found_by_others(
-    watcher: MegatronWatcher, name: str, path: Sequence[str] | None, target: ModuleType | None
-) -> ModuleSpec | None:
-    for finder in sys.meta_path:
-        find = None if finder is watcher else getattr(finder, "find_spec", None)
-        spec: ModuleSpec | None = find and find(name, path, target)
-        if spec is not None:
-            return spec
-    return None
 
 
 def _call_after(spec: ModuleSpec, handler: Callable[..., None]) -> None:

@@ -11,8 +11,9 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from nest_megatron.files import MAX_BYTES, read_text
 
 #: The parser in C where libyaml is there.
 LOADER: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_FIX = "Check that it is the file you meant; it may be damaged."
 #: A string, to the end of the text where nothing closes it: each character is looked at once.
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 #: Characters of a scalar without quotes: YAML makes numbers of them, some in quadratic time.
@@ -46,44 +46,37 @@ class Limits:
     num_nodes: int
     depth: int = 64
 
+    def check(self, *, text: str = "", nodes: int = 0, depth: int = 0) -> None:
+        """Refuse what is beyond a limit."""
+        if len(text) > self.num_bytes:
+            raise _LimitError(f"it is larger than {self.num_bytes / 2**20:g} MiB")
+        if nodes > self.num_nodes:
+            raise _LimitError(f"it has more than {self.num_nodes:,} values, aliases written out")
+        if depth > self.depth:
+            raise _LimitError(f"it is nested more than {self.depth} deep")
+
+
+class _LimitError(Exception):
+    """A document is beyond a limit."""
+
 
 #: Plans, profiles, artifact instances: the largest in use have some 10,000 nodes.
 DATA = Limits(num_bytes=MAX_BYTES // 2, num_nodes=150_000)
 #: Descriptions of a model or a cluster, which Hydra composes slowly.
 DESCRIPTION = Limits(num_bytes=2**18, num_nodes=5_000)
-#: Tables of measurements.
-CSV = Limits(num_bytes=MAX_BYTES, num_nodes=2_000_000)
-#: JSON takes a tenth of YAML's time and memory for a value.
-JSON = Limits(num_bytes=MAX_BYTES, num_nodes=2_000_000)
+#: Tables of measurements, and JSON, which takes a tenth of YAML's time and memory for a value.
+JSON = CSV = Limits(num_bytes=MAX_BYTES, num_nodes=2_000_000)
 
 
-def read_yaml(path: Path, what: str, limits: Limits = DATA) -> Any:
-    """What a YAML file holds.
-
-    Raises:
-        UserInputError: if it cannot be read, is no YAML, or is beyond the limits.
-    """
-    return parse_yaml(_text(path, what, limits), what, name=str(path), limits=limits)
+def read_yaml(path: Path, what: str) -> Any:
+    """What a YAML file holds; see ``parse_yaml``."""
+    return parse_yaml(read_text(path, what, most=DATA.num_bytes), what, name=str(path))
 
 
-def read_json(path: Path, what: str, limits: Limits = JSON, *, unique_keys: bool = False) -> Any:
-    """What a JSON file holds.
-
-    Raises:
-        UserInputError: if it cannot be read, is no JSON, or is beyond the limits; with
-            ``unique_keys``, if an object repeats a key.
-    """
-    text, pairs = _text(path, what, limits), _unique if unique_keys else None
-    return parse_json(text, what, name=str(path), limits=limits, pairs=pairs)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in sorted(keys) if keys.count(key) > 1)
-        raise _refused("key", twice, "it stands twice in one object")
-    return found
+def read_json(path: Path, what: str, *, unique_keys: bool = False) -> Any:
+    """What a JSON file holds; see ``parse_json``."""
+    text = read_text(path, what, most=JSON.num_bytes)
+    return parse_json(text, what, name=str(path), unique_keys=unique_keys)
 
 
 def read_csv(path: Path, what: str) -> tuple[tuple[str, ...], list[dict[str, str]]]:
@@ -92,7 +85,7 @@ def read_csv(path: Path, what: str) -> tuple[tuple[str, ...], list[dict[str, str
     Raises:
         UserInputError: if it cannot be read, is no CSV, or is beyond the limits.
     """
-    text = _text(path, what, CSV)
+    text = read_text(path, what, most=CSV.num_bytes)
     if text.count("\n") * max(1, text.partition("\n")[0].count(",")) > CSV.num_nodes:
         raise _refused(what, str(path), f"it has more than {CSV.num_nodes:,} cells")
     reader = csv.DictReader(io.StringIO(text), strict=True)
@@ -104,11 +97,7 @@ def read_csv(path: Path, what: str) -> tuple[tuple[str, ...], list[dict[str, str
     return tuple(reader.fieldnames or ()), rows
 
 
-def _text(path: Path, what: str, limits: Limits) -> str:
-    return read_text(path, what, most=limits.num_bytes)
-
-
-def parse_yaml(text: str, what: str, *, name: str | None = None, limits: Limits = DATA) -> Any:
+def parse_yaml(text: str, what: str, *, name: str | None = None) -> Any:
     """What a YAML text holds.
 
     Args:
@@ -117,11 +106,11 @@ def parse_yaml(text: str, what: str, *, name: str | None = None, limits: Limits 
     Raises:
         UserInputError: if it is no YAML, or is beyond the limits.
     """
-    check_yaml(text, what, name=name, limits=limits)
+    check_yaml(text, what, name=name)
     try:
         return yaml.load(text, Loader=LOADER)
     except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise _not_yaml(what, name, error) from error
+        raise _unreadable(what, name, "a readable YAML file", error) from error
 
 
 def check_yaml(text: str, what: str, *, name: str | None = None, limits: Limits = DATA) -> None:
@@ -131,46 +120,43 @@ def check_yaml(text: str, what: str, *, name: str | None = None, limits: Limits 
         UserInputError: naming the limit, or the place where it stops being YAML.
     """
     try:
-        _require_size(text, limits)
+        limits.check(text=text)
         _count(yaml.parse(text, Loader=LOADER), limits)
     except _LimitError as error:
         raise _refused(what, name, str(error)) from None
     except (yaml.YAMLError, ValueError) as error:
-        raise _not_yaml(what, name, error) from error
+        raise _unreadable(what, name, "a readable YAML file", error) from error
 
 
-def parse_json(
-    text: str,
-    what: str,
-    *,
-    name: str | None = None,
-    limits: Limits = JSON,
-    pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
-) -> Any:
+def parse_json(text: str, what: str, *, name: str | None = None, unique_keys: bool = False) -> Any:
     """What a JSON text holds.
 
     Args:
         what, name: the kind of text and where it lies, for errors.
-        pairs: makes an object of its pairs.
+        unique_keys: refuse an object that repeats a key.
 
     Raises:
         UserInputError: if it is no JSON, or is beyond the limits.
     """
     try:
-        _require_size(text, limits)
-        _require_nodes(text.count("[") + text.count("{") + text.count(","), limits)
-        _require_depth(_json_depth(text, limits.depth), limits)
-        return json.loads(text, object_pairs_hook=pairs)
+        JSON.check(text=text, nodes=text.count("[") + text.count("{") + text.count(","))
+        JSON.check(depth=_json_depth(text, JSON.depth))
+        return json.loads(text, object_pairs_hook=_unique if unique_keys else None)
     except _LimitError as error:
         raise _refused(what, name, str(error)) from None
+    except UserInputError:
+        raise
     except (ValueError, RecursionError) as error:
-        if isinstance(error, UserInputError):
-            raise
-        raise _refused(what, name, f"it is not readable JSON: {_reason(error)}") from error
+        raise _unreadable(what, name, "readable JSON", error) from error
 
 
-class _LimitError(Exception):
-    """A document is beyond a limit."""
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = sorted(key for key, _ in pairs)
+        twice = next(key for key, after in pairwise(keys) if key == after)
+        raise _refused("key", twice, "it stands twice in one object")
+    return found
 
 
 def _count(events: Iterable[yaml.Event], limits: Limits) -> None:
@@ -192,12 +178,12 @@ def _count(events: Iterable[yaml.Event], limits: Limits) -> None:
         elif isinstance(event, yaml.CollectionStartEvent):
             opened.append((event.anchor, total))
             total += 1
-            _require_depth(len(opened), limits)
+            limits.check(depth=len(opened))
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, before = opened.pop()
             if anchor:
                 anchors[anchor] = total - before
-        _require_nodes(total, limits)
+        limits.check(nodes=total)
 
 
 def _json_depth(text: str, most: int) -> int:
@@ -211,29 +197,12 @@ def _json_depth(text: str, most: int) -> int:
     return deepest
 
 
-def _require_size(text: str, limits: Limits) -> None:
-    if len(text) > limits.num_bytes:
-        raise _LimitError(f"it is larger than {limits.num_bytes / 2**20:g} MiB")
-
-
-def _require_nodes(number: int, limits: Limits) -> None:
-    if number > limits.num_nodes:
-        raise _LimitError(f"it has more than {limits.num_nodes:,} values, aliases written out")
-
-
-def _require_depth(depth: int, limits: Limits) -> None:
-    if depth > limits.depth:
-        raise _LimitError(f"it is nested more than {limits.depth} deep")
-
-
-def _not_yaml(what: str, name: str | None, error: BaseException) -> UserInputError:
-    return _refused(what, name, f"it is not a readable YAML file: {_reason(error)}")
-
-
-def _reason(error: BaseException) -> str:
+def _unreadable(what: str, name: str | None, wanted: str, error: BaseException) -> UserInputError:
     line = next(iter(str(error).splitlines()), type(error).__name__)
-    return line if len(line) <= _MAX_REASON else f"{line[:_MAX_REASON]}..."
+    reason = line if len(line) <= _MAX_REASON else f"{line[:_MAX_REASON]}..."
+    return _refused(what, name, f"it is not {wanted}: {reason}")
 
 
 def _refused(what: str, name: str | None, limit: str) -> UserInputError:
-    return UserInputError(what, value=name, limit=limit, fix=_FIX)
+    fix = "Check that it is the file you meant; it may be damaged."
+    return UserInputError(what, value=name, limit=limit, fix=fix)

@@ -31,16 +31,12 @@ _KINDS = (
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file in one step: readers see the old file or the new one.
-
-    Raises:
-        UserInputError: if the folder is missing or cannot be written to.
-    """
+    """Write a text file as ``write_bytes`` does."""
     write_bytes(path, text.encode("utf-8", errors="backslashreplace"))
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file in one step, as ``write_text`` does.
+    """Write a file in one step: readers see the old file or the new one.
 
     A link is followed: the file that it names is written anew, the link stays. ``-`` is standard
     output.
@@ -66,12 +62,9 @@ def write_bytes(path: Path, content: bytes) -> None:
         Path(temporary).replace(path)
         temporary = None
     except OSError as error:
-        raise UserInputError(
-            "out",
-            value=str(path),
-            limit=f"it cannot be written: {error.strerror or error}",
-            fix="Name a file in a folder that you may write to.",
-        ) from error
+        fix = "Name a file in a folder that you may write to."
+        limit = f"it cannot be written: {error.strerror or error}"
+        raise _refused("out", path, limit, fix) from error
     finally:
         if temporary is not None:
             with contextlib.suppress(OSError):
@@ -93,7 +86,6 @@ _HEAD_BYTES = 4096
 #: Plans and profiles: the schema first, and further down a short hash of ours.
 _SCHEMA = re.compile(rb"schema: \d+\n")
 _HASH = re.compile(rb"^ *(checksum|fingerprint): '?[0-9a-f]{16}'?$", re.MULTILINE)
-_OR_FORCE = "Name another file, or add --force to replace it."
 
 
 def check_output(
@@ -120,12 +112,9 @@ def check_output(
     if any(_is_same(target, each) for each in inputs):
         raise _refused(what, path, "the command reads this file", "Name another file.")
     if not force and not _is_ours(read_bytes(target, what, whole=False)):
-        raise _refused(
-            what,
-            path,
-            "this file exists, and nest-megatron has not written it",
-            "Name another file." if force is None else _OR_FORCE,
-        )
+        limit = "this file exists, and nest-megatron has not written it"
+        or_force = "Name another file, or add --force to replace it."
+        raise _refused(what, path, limit, "Name another file." if force is None else or_force)
 
 
 def _is_same(target: Path, other: Path) -> bool:
@@ -141,11 +130,7 @@ def is_standard_output(path: Path) -> bool:
 
 
 def regular_target(path: Path, what: str = "out") -> Path:
-    """The regular file, there or not, that a path names, links followed.
-
-    Raises:
-        UserInputError: if it is a folder, a device, a pipe, or what stands for an open file.
-    """
+    """The regular file, there or not, that a path names, links followed."""
     target = expanded(path, what)
     for _ in range(_MAX_LINKS):
         where = target.absolute()
@@ -157,7 +142,7 @@ def regular_target(path: Path, what: str = "out") -> Path:
         target = target.parent / target.readlink()
     else:
         raise _refused(what, path, "it is a link in a circle", "Name a regular file.")
-    kind = kind_of(target.stat().st_mode) if target.exists() else None
+    kind = _kind_of(target.stat().st_mode) if target.exists() else None
     if kind is not None:
         fix = f"Name a file: {path / 'plan.yaml'}." if kind == "a folder" else "Name a file."
         raise _refused(what, path, f"it is {kind}, not a regular file", fix)
@@ -199,16 +184,10 @@ def _print(content: bytes) -> None:
 
 
 def require_folder(path: Path, what: str = "out") -> None:
-    """Refuse a file in a folder that is not there: before the work whose result it is to hold.
-
-    Raises:
-        UserInputError: naming the folder.
-    """
+    """Refuse a file in a folder that is not there, before the work whose result it is to hold."""
     folder = expanded(path, what).parent
     if not folder.is_dir():
-        raise UserInputError(
-            what, value=str(path), limit=f"there is no folder {folder}", fix=f"mkdir -p {folder}"
-        )
+        raise _refused(what, path, f"there is no folder {folder}", f"mkdir -p {folder}")
 
 
 def read_text(path: Path, what: str, *, most: int = MAX_BYTES) -> str:
@@ -237,13 +216,13 @@ def read_bytes(path: Path, what: str, *, most: int = MAX_BYTES, whole: bool = Tr
         # a pipe without a writer would block for ever
         descriptor = os.open(expanded(path, what), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as stream:
-            kind = kind_of(os.fstat(descriptor).st_mode)
+            kind = _kind_of(os.fstat(descriptor).st_mode)
             if kind is not None:
                 raise _unreadable(path, what, f"it is {kind}, not a regular file")
             content = stream.read(most + 1)
+    except UserInputError:
+        raise
     except (OSError, ValueError) as error:  # a null character in a name is a ValueError
-        if isinstance(error, UserInputError):
-            raise
         raise _unreadable(path, what, getattr(error, "strerror", None) or str(error)) from error
     if whole and len(content) > most:
         raise _unreadable(path, what, f"it is larger than {most / 2**20:g} MiB")
@@ -256,17 +235,12 @@ def warn_once(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
 
 
-def kind_of(mode: int) -> str | None:
-    """What a file is that is no regular one, in words."""
+def _kind_of(mode: int) -> str | None:
     return next((name for is_kind, name in _KINDS if is_kind(mode)), None)
 
 
 def expanded(path: Path, what: str) -> Path:
-    """The path with ``~`` resolved.
-
-    Raises:
-        UserInputError: if there is no such user.
-    """
+    """The path with ``~`` resolved."""
     try:
         return path.expanduser()
     except RuntimeError as error:

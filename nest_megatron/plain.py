@@ -30,6 +30,7 @@ Count = NewType("Count", int)
 Index = NewType("Index", int)
 Positive = NewType("Positive", float)
 NonNegative = NewType("NonNegative", float)
+_RESTRICTED = ((Count, int, 1), (Index, int, 0), (Positive, float, None), (NonNegative, float, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +113,7 @@ def from_plain(kind: type[Record], value: object, where: str = "", source: Sourc
 
 
 class _WrongError(Exception):
-    """A value that cannot be what its field asks for.
-
-    Args:
-        name: the field inside of the value that is wrong; empty for the value itself.
-        fix: empty for what the source advises.
-    """
+    """A value, or its field ``name``, that is not what is asked for; the source has a fix too."""
 
     def __init__(self, value: object, limit: str, *, name: str = "", fix: str = "") -> None:
         super().__init__(limit)
@@ -136,25 +132,14 @@ def _reported(error: BaseException, where: str, source: Source) -> BaseException
         return error
     path += f".{error.name}" if error.name else ""
     joined = f"{where} {path.lstrip('.')}" if where.endswith(":") else f"{where}{path}".lstrip(".")
-    return UserInputError(
-        joined.rstrip(": ") or "file",
-        value=error.value,
-        limit=error.limit,
-        fix=error.fix or source.correct,
-    )
+    what, fix = joined.rstrip(": ") or "file", error.fix or source.correct
+    return UserInputError(what, value=error.value, limit=error.limit, fix=fix)
 
 
 def _path(error: BaseException, kind: Any = None) -> str:
-    """Where an error was found; cattrs notes its place from the inside outwards.
-
-    Args:
-        kind: the record in whose fields it was.
-    """
-    keys = (
-        {f.name: _key(f) for f in dataclasses.fields(kind)}
-        if dataclasses.is_dataclass(kind)
-        else {}
-    )
+    """Where an error was found in a record; cattrs notes its place from the inside outwards."""
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    keys = {f.name: _key(f) for f in fields}
     parts = []
     for note in reversed(getattr(error, "__notes__", ())):
         name = getattr(note, "name", None)
@@ -173,35 +158,26 @@ def _converter(source: Source) -> Converter:
     for kind in (bool, int, float, str, Enum):  # an enumeration of texts is dispatched as a text
         converter.register_structure_hook(kind, scalar)
     converter.register_structure_hook_func(lambda hint: hint is object, lambda value, _: value)
-    for restricted, kind, least in (
-        (Count, int, 1),
-        (Index, int, 0),
-        (Positive, float, None),
-        (NonNegative, float, 0),
-    ):
-        converter.register_structure_hook(restricted, _restricted(scalar, kind, least))
-
+    for restricted, number, least in _RESTRICTED:
+        hook = functools.partial(_restricted, source, number, least)
+        converter.register_structure_hook(restricted, hook)
     for predicate, factory in (
         (dataclasses.is_dataclass, functools.partial(_record_hook, source)),
-        (_is_tuple, _tuple_hook),
+        (functools.partial(_has_origin, (tuple,)), _tuple_hook),
         (_is_mapping, _mapping_hook),
-        (_is_union, _union_hook),
+        (functools.partial(_has_origin, (typing.Union, types.UnionType)), _union_hook),
     ):
         converter.register_structure_hook_factory(predicate, functools.partial(factory, converter))
     return converter
 
 
-def _is_tuple(hint: Any) -> bool:
-    return typing.get_origin(hint) is tuple
+def _has_origin(origins: tuple[Any, ...], hint: Any) -> bool:
+    return typing.get_origin(hint) in origins
 
 
 def _is_mapping(hint: Any) -> bool:
     origin = typing.get_origin(hint)
     return isinstance(origin, type) and issubclass(origin, Mapping)
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
 def _record_hook(source: Source, converter: Converter, kind: Any) -> Hook:
@@ -213,11 +189,10 @@ def _record_hook(source: Source, converter: Converter, kind: Any) -> Hook:
     build = make_dict_structure_fn(kind, converter, **renamed)
 
     def structure(value: Any, _: Any) -> Any:
-        _require_mapping(value)
-        for key in value:
+        for key, item in _mapping(value).items():
             if key not in fields and not source.is_foreign:
                 limit, fix = "there is no such field", nearest(str(key), fields)
-                raise _WrongError(value[key], limit, name=str(key), fix=fix)
+                raise _WrongError(item, limit, name=str(key), fix=fix)
         for name, field in fields.items():
             if name not in value and field.default is field.default_factory:  # both are missing
                 limit, fix = "it is missing, and has no default", source.add.format(name=name)
@@ -229,12 +204,11 @@ def _record_hook(source: Source, converter: Converter, kind: Any) -> Hook:
 
 def _tuple_hook(converter: Converter, hint: Any) -> Hook:
     arguments = typing.get_args(hint)
-    is_open = arguments[-1] is Ellipsis
 
     def structure(value: Any, _: Any) -> Any:
         if not isinstance(value, list | tuple):
             raise _WrongError(value, "it must be a list")
-        kinds = arguments[:1] * len(value) if is_open else arguments
+        kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
         if len(value) != len(kinds):
             raise _WrongError(value, f"it must be a list of {len(kinds)}")
         pairs = enumerate(zip(kinds, value, strict=True))
@@ -247,13 +221,18 @@ def _mapping_hook(converter: Converter, hint: Any) -> Hook:
     names, items = typing.get_args(hint)
 
     def structure(value: Any, _: Any) -> Any:
-        _require_mapping(value)
         return {
             _item(converter, names, key, str(key)): _item(converter, items, item, str(key))
-            for key, item in value.items()
+            for key, item in _mapping(value).items()
         }
 
     return structure
+
+
+def _mapping(value: Any) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise _WrongError(value, "it must be a mapping of names to values")
+    return value
 
 
 def _item(converter: Converter, kind: Any, value: Any, place: int | str) -> Any:
@@ -269,23 +248,18 @@ def _item(converter: Converter, kind: Any, value: Any, place: int | str) -> Any:
 
 def _union_hook(converter: Converter, hint: Any) -> Hook:
     """Tries the members of a union in order; the error is the last one's."""
-    kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+    *kinds, last = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
     optional = types.NoneType in typing.get_args(hint)
 
     def structure(value: Any, _: Any) -> Any:
         if value is None and optional:
             return None
-        for kind in kinds[:-1]:
+        for kind in kinds:
             with contextlib.suppress(Exception):
                 return converter.structure(value, kind)
-        return converter.structure(value, kinds[-1])
+        return converter.structure(value, last)
 
     return structure
-
-
-def _require_mapping(value: object) -> None:
-    if not isinstance(value, Mapping):
-        raise _WrongError(value, "it must be a mapping of names to values")
 
 
 def _scalar(source: Source, value: Any, kind: Any) -> Any:
@@ -294,22 +268,23 @@ def _scalar(source: Source, value: Any, kind: Any) -> Any:
         return _member(kind, value)
     if kind is bool and source.is_foreign and isinstance(value, int) and value in (0, 1):
         return bool(value)
-    wanted = f"it must be {_NAMES[kind]}"
-    if isinstance(value, bool) is not (kind is bool) or not isinstance(value, _ACCEPTED[kind]):
+    accepted, wanted = _SCALARS[kind]
+    if isinstance(value, bool) is not (kind is bool) or not isinstance(value, accepted):
         raise _WrongError(value, wanted)
     if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
         raise _WrongError(value, "it must be a finite number")
-    if (
-        kind is int
-        and isinstance(value, float)
-        and not (source.whole_floats and value.is_integer())
-    ):
+    is_whole = source.whole_floats and isinstance(value, float) and value.is_integer()
+    if kind is int and isinstance(value, float) and not is_whole:
         raise _WrongError(value, wanted)
     return kind(value)
 
 
-_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-_ACCEPTED: Mapping[type, Any] = {bool: bool, int: int | float, float: int | float, str: str}
+_SCALARS: Mapping[type, tuple[Any, str]] = {
+    bool: (bool, "it must be true or false"),
+    int: (int | float, "it must be a whole number"),
+    float: (int | float, "it must be a number"),
+    str: (str, "it must be text"),
+}
 
 
 def _member(kind: type[Enum], value: Any) -> Enum:
@@ -321,15 +296,11 @@ def _member(kind: type[Enum], value: Any) -> Enum:
         raise _WrongError(value, f"it must be one of {', '.join(known)}", fix=fix) from None
 
 
-def _restricted(hook: Hook, kind: type, least: float | None) -> Hook:
-    """Numbers of at least so much, or above 0."""
-
-    def structure(value: Any, _: Any) -> Any:
-        found = hook(value, kind)
-        if least is None and found <= 0:
-            raise _WrongError(value, "it must be above 0")
-        if least is not None and found < least:
-            raise _WrongError(value, f"it must be at least {least}")
-        return found
-
-    return structure
+def _restricted(source: Source, kind: type, least: float | None, value: Any, _: Any) -> Any:
+    """A number of at least so much, or above 0."""
+    found = _scalar(source, value, kind)
+    if least is None and found <= 0:
+        raise _WrongError(value, "it must be above 0")
+    if least is not None and found < least:
+        raise _WrongError(value, f"it must be at least {least}")
+    return found

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
 from nest_megatron.model.chain import ChainBlock, ChainGraph
-from nest_megatron.model.graph import LayerCollective, LayerGraph, Operator, Part
+from nest_megatron.model.graph import LayerCollective, LayerGraph, Part
 from nest_megatron.report.operator_flow import steps
 from nest_megatron.report.tables import (
     FittingTable,
@@ -23,8 +24,21 @@ from nest_megatron.report.tables import (
 _WIDE = 21
 #: The same beside many figures.
 _NARROW = 17
-_GIGA, _MEGA, _MIB = 1e9, 1e6, 2.0**20
+_MIB = 2.0**20
 _KINDS = {"gemm": "gemm", "grouped_gemm": "grouped", "attention": "attn", "memory_bound": "memory"}
+
+
+Figures = Sequence[tuple[str, str, float]]
+#: Figures of work: head, field and what one of the table's units is.
+_FLOPS, _BYTES, _SAVED = (
+    ("GFLOP", "flops", 1e9),
+    ("MB", "bytes_moved", 1e6),
+    ("saved MiB", "saved_bytes", _MIB),
+)
+_BACK = ("back", "backward_flops", 1e9), ("back", "backward_bytes_moved", 1e6)
+_WORK: Figures = (_FLOPS, _BACK[0], _BYTES, _BACK[1])
+_BLOCK: Figures = (_FLOPS, _BYTES, ("params M", "parameters", 1e6), _SAVED)
+_MODULE: Figures = (_FLOPS, _BYTES, ("out MiB", "output_bytes", _MIB), _SAVED)
 
 
 def layer_report(
@@ -44,24 +58,31 @@ def layer_report(
     return Group(*parts)
 
 
+def _sums(figures: Figures, items: Sequence[object]) -> list[str]:
+    return [_number(sum(getattr(i, name) for i in items) / unit) for _, name, unit in figures]
+
+
+def _heads(figures: Figures) -> tuple[str, ...]:
+    return tuple(head for head, _, _ in figures)
+
+
 def operator_table(graph: LayerGraph) -> Table:
     """Operators in the order of the forward pass, with totals."""
     parts, names = [op.part.value for op in graph.operators], [op.name for op in graph.operators]
     wide = {"Part": parts, "Operator": [name[:_NARROW] for name in names]}
     table = FittingTable(
         *_wide_columns("Part", "Operator", "Kind", wide=wide),
-        *figure_columns("GFLOP", "back", "MB", "back", "kern"),
+        *figure_columns(*_heads(_WORK), "kern"),
         pad_edge=False,
     )
-    previous: Part | None = None
-    for op in (step.operator for step in steps(graph)):
-        part = "" if op.part is previous else op.part.value
-        previous = op.part
-        kind = _KINDS[op.kind.value]
-        table.add_row(part, op.name, kind, *_work_cells([op]), f"{op.num_kernels:,}")
-    kernels = sum(op.num_kernels for op in graph.operators)
+    for part, ops in groupby((step.operator for step in steps(graph)), lambda op: op.part.value):
+        for at, op in enumerate(ops):
+            kernels = f"{op.num_kernels:,}"
+            kind = _KINDS[op.kind.value]
+            table.add_row("" if at else part, op.name, kind, *_sums(_WORK, [op]), kernels)
+    kernels = f"{sum(op.num_kernels for op in graph.operators):,}"
     table.add_section()
-    table.add_row("total", "", "", *_work_cells(graph.operators), f"{kernels:,}", style="bold")
+    table.add_row("total", "", "", *_sums(_WORK, graph.operators), kernels, style="bold")
     return table
 
 
@@ -80,7 +101,7 @@ def collective_table(graph: LayerGraph) -> Table:
     table.add_section()
     calls = sum(each.num_calls for each in graph.collectives)
     total = sum(each.num_calls * each.message_bytes for each in graph.collectives)
-    table.add_row("all calls", "", "", _number(total / _MEGA), f"{calls:,}", "", "", style="bold")
+    table.add_row("all calls", "", "", _number(total / 1e6), f"{calls:,}", "", "", style="bold")
     return table
 
 
@@ -89,7 +110,7 @@ def _collective_cells(each: LayerCollective) -> tuple[str, ...]:
         each.name,
         each.group.value,
         each.kind,
-        _number(each.message_bytes / _MEGA),
+        _number(each.message_bytes / 1e6),
         f"{each.num_calls:,}",
         "back" if each.backward else "forth",
         each.hidden_under or "-",
@@ -112,17 +133,15 @@ def saved_table(graph: LayerGraph) -> Table:
 
 def _by_part(saved: Iterable[tuple[Part, float]]) -> Mapping[str, float]:
     """Bytes by part, in the order of the parts; empty ones left out."""
-    sums: dict[Part, float] = {}
-    for part, num_bytes in saved:
-        sums[part] = sums.get(part, 0.0) + num_bytes
-    return {part.value: sums[part] for part in Part if sums.get(part)}
+    each = list(saved)
+    sums = {part: sum(num_bytes for where, num_bytes in each if where is part) for part in Part}
+    return {part.value: total for part, total in sums.items() if total}
 
 
 def chain_report(graph: ChainGraph) -> RenderableType:
     """A model's chain of blocks, then the operators of each kind of block."""
     shapes = ", ".join(f"{list(each.sizes)} {each.dtype}" for each in graph.inputs)
-    title = f"\n{graph.name} on {shapes}"
-    parts: list[RenderableType] = [Text(title, style="bold")]
+    parts: list[RenderableType] = [Text(f"\n{graph.name} on {shapes}", style="bold")]
     parts += [heading("Blocks (one forward pass)"), block_table(graph)]
     for kind, count in graph.kinds().items():
         block = next(block for block in graph.blocks if block.kind == kind)
@@ -133,58 +152,32 @@ def chain_report(graph: ChainGraph) -> RenderableType:
 
 def block_table(graph: ChainGraph) -> Table:
     """The chain, neighbours of one kind in one row."""
-    heads = ("GFLOP", "MB", "params M", "saved MiB", "passed on MiB")
-    table = FittingTable(*word_columns("Block", "Kind"), *figure_columns(*heads), pad_edge=False)
+    table = FittingTable(
+        *word_columns("Block", "Kind"),
+        *figure_columns(*_heads(_BLOCK), "passed on MiB"),
+        pad_edge=False,
+    )
     for run in graph.runs():
-        table.add_row(_run_name(run), run[0].kind, *_block_cells(run))
+        name = run[0].name
+        if len(run) > 1:
+            name += f" to {run[-1].name} ({len(run)})"
+        table.add_row(name, run[0].kind, *_sums(_BLOCK, run), _number(run[-1].cut_bytes / _MIB))
     table.add_section()
     whole = sum(block.bytes_moved for block in graph.blocks)
-    cells = (graph.flops() / _GIGA, whole / _MEGA, graph.parameters() / 1e6)
-    saved = _number(graph.saved_bytes() / _MIB)
-    table.add_row("total", "", *map(_number, cells), saved, "", style="bold")
+    cells = (graph.flops() / 1e9, whole / 1e6, graph.parameters() / 1e6, graph.saved_bytes() / _MIB)
+    table.add_row("total", "", *map(_number, cells), "", style="bold")
     return table
-
-
-def _run_name(run: Sequence[ChainBlock]) -> str:
-    """``layers.0 to layers.3 (4)`` of four neighbours."""
-    if len(run) == 1:
-        return run[0].name
-    return f"{run[0].name} to {run[-1].name} ({len(run)})"
-
-
-def _block_cells(run: Sequence[ChainBlock]) -> tuple[str, ...]:
-    return (
-        _number(sum(block.flops for block in run) / _GIGA),
-        _number(sum(block.bytes_moved for block in run) / _MEGA),
-        _number(sum(block.parameters for block in run) / 1e6),
-        _number(sum(block.saved_bytes for block in run) / _MIB),
-        _number(run[-1].cut_bytes / _MIB),
-    )
 
 
 def _block_operators(graph: ChainGraph, block: ChainBlock) -> Table:
-    heads = ("GFLOP", "MB", "out MiB", "saved MiB")
-    table = FittingTable(
-        *word_columns("Module", "Operator", "Kind"), *figure_columns(*heads), pad_edge=False
-    )
+    columns = *word_columns("Module", "Operator", "Kind"), *figure_columns(*_heads(_MODULE))
+    table = FittingTable(*columns, pad_edge=False)
     inside = block.name.partition("#")[0]
     for op in graph.within(block):
-        module = op.module.removeprefix(inside).removeprefix(".")
-        numbers = (op.flops / _GIGA, op.bytes_moved / _MEGA, op.output_bytes / _MIB)
-        saved = _number(op.saved_bytes / _MIB)
+        module = op.module.removeprefix(inside).removeprefix(".") or "."
         target = op.target.removeprefix("aten.")
-        table.add_row(module or ".", target, _KINDS[op.kind.value], *map(_number, numbers), saved)
+        table.add_row(module, target, _KINDS[op.kind.value], *_sums(_MODULE, [op]))
     return table
-
-
-def _work_cells(operators: Sequence[Operator]) -> tuple[str, ...]:
-    """FLOPs forward and backward, bytes forward and backward, in the table's units."""
-    return (
-        _number(sum(op.flops for op in operators) / _GIGA),
-        _number(sum(op.backward_flops for op in operators) / _GIGA),
-        _number(sum(op.bytes_moved for op in operators) / _MEGA),
-        _number(sum(op.backward_bytes_moved for op in operators) / _MEGA),
-    )
 
 
 def _number(value: float) -> str:
@@ -201,11 +194,7 @@ def _number(value: float) -> str:
 
 
 def _wide_columns(*heads: str, wide: Mapping[str, Sequence[str]]) -> Iterator[Column]:
-    """Columns of text.
-
-    Args:
-        wide: by head, words that keep their line on a narrow terminal, up to a limit.
-    """
+    """Columns of text; by head, words that keep their line on a narrow terminal, up to a limit."""
     for head in heads:
         longest = max(map(len, wide.get(head, ())), default=0)
         least = max(len(head), min(longest, _WIDE)) if longest else None
