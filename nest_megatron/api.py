@@ -179,12 +179,9 @@ class Plan(Shown):
             from nest_megatron.integrations import megatron_bridge
 
             return megatron_bridge.apply_plan(recipe, self.record)
-        raise UserInputError(
-            "recipe",
-            value=type(recipe).__name__,
-            limit="it is neither a recipe of NeMo nor a ConfigContainer of Megatron-Bridge",
-            fix="Give what pretrain_recipe() returns; Plan.to_megatron_args is for Megatron-LM.",
-        )
+        limit = "it is neither a recipe of NeMo nor a ConfigContainer of Megatron-Bridge"
+        fix = "Give what pretrain_recipe() returns; Plan.to_megatron_args is for Megatron-LM."
+        raise UserInputError("recipe", value=type(recipe).__name__, limit=limit, fix=fix)
 
     def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
         """Write the plan file that ``load_plan`` and ``nest-megatron pin`` read.

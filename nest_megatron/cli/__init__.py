@@ -40,7 +40,7 @@ def _run(arguments: list[str], begun_s: float) -> int:
     import click
 
     from nest_megatron.cli.commands import cli
-    from nest_megatron.errors import NestError
+    from nest_megatron.errors import NestError, UserInputError
     from nest_megatron.report.console import print_error
 
     as_json = "--json" in arguments
@@ -52,24 +52,15 @@ def _run(arguments: list[str], begun_s: float) -> int:
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message(), file=sys.stderr)
         return BAD_INPUT
-    except click.ClickException as error:
-        print_error(_usage(error), as_json=as_json)
+    except click.ClickException as error:  # in the form of our own errors
+        command = getattr(getattr(error, "ctx", None), "command_path", PROGRAM)
+        limit = error.format_message().rstrip(".")
+        fix = f"`{command} --help` shows the options and examples."
+        wrong = UserInputError("command line", value=command, limit=limit, fix=fix)
+        print_error(wrong, as_json=as_json)
         return BAD_INPUT
     except click.Abort as error:
         raise KeyboardInterrupt from error
     except SystemExit:  # click's answer to a reader that went away (``| head``)
         return OK
     return code if isinstance(code, int) else OK
-
-
-def _usage(error: object) -> Exception:
-    """A wrong option in the form of our own errors."""
-    from nest_megatron.errors import UserInputError
-
-    command = getattr(getattr(error, "ctx", None), "command_path", PROGRAM)
-    return UserInputError(
-        "command line",
-        value=command,
-        limit=error.format_message().rstrip("."),  # type: ignore[attr-defined]
-        fix=f"`{command} --help` shows the options and examples.",
-    )

@@ -49,11 +49,7 @@ class Command(Examples):
             self.params.append(click.Option(["--force"], is_flag=True, help=about))
 
     def invoke(self, context: click.Context) -> Any:
-        """Check the outputs, then run.
-
-        Raises:
-            UserInputError: for a file that must not be written.
-        """
+        """Check the outputs, then run."""
         context.meta[_FORCE] = context.params.pop("force", None)
         outputs, inputs = self._files(context)
         for what, path in outputs:

@@ -100,11 +100,7 @@ class LazyGroup(Group):
         return [name for name, each in COMMANDS.items() if each.is_here()]
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        """Import a command.
-
-        Raises:
-            UsageError: if its package is not part of this installation.
-        """
+        """Import a command."""
         each = COMMANDS.get(name)
         if each is None:
             return None

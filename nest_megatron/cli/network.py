@@ -73,12 +73,9 @@ def network_import(
     from nest_megatron.report.terminal import notes_report
 
     if out is not None and cluster is None:
-        raise UserInputError(
-            "--out",
-            value=str(out),
-            limit="a cluster needs the accelerator and the levels of one that is described",
-            fix="Add --cluster with a name of the catalogue or a file.",
-        )
+        limit = "a cluster needs the accelerator and the levels of one that is described"
+        fix = "Add --cluster with a name of the catalogue or a file."
+        raise UserInputError("--out", value=str(out), limit=limit, fix=fix)
     measured = read_measurements(paths, None if kind is None else CollectiveKind(kind))
     found = fit_network(measured, None if cluster is None else cluster_entry(cluster))
     if out is not None and found.cluster is not None and cluster is not None:

@@ -60,11 +60,7 @@ class PlanOptions:
     begun_s: Seconds | None
 
     def settings(self) -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
-        """Settings of the job, or of the sweep, and of the launcher that runs it.
-
-        Raises:
-            UserInputError: for settings that cannot be read, or options that do not go together.
-        """
+        """Settings of the job, or of the sweep, and of the launcher that runs it."""
         overrides, launcher = split_launcher(self.overrides)
         settings = parse(overrides, self.config_dir)
         for option, given in (("--free", self.free), ("--strict", self.strict)):
@@ -195,12 +191,9 @@ def _refuse_unknown(job: Job) -> None:
     assert job.command is not None
     flags = [word for word in job.passthrough if word.startswith("--")]
     if flags:
-        raise UserInputError(
-            "--from",
-            value=" ".join(flags),
-            limit=f"Megatron-LM {job.version} has no such flag",
-            fix=" ".join(job.command.notes) or "Correct it, or leave --strict out.",
-        )
+        limit = f"Megatron-LM {job.version} has no such flag"
+        fix = " ".join(job.command.notes) or "Correct it, or leave --strict out."
+        raise UserInputError("--from", value=" ".join(flags), limit=limit, fix=fix)
 
 
 def _command_parts(job: Job, plan: ParallelPlan, kept: frozenset[str]) -> list[RenderableType]:

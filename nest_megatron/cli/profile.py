@@ -140,12 +140,9 @@ def _run(options: _Options) -> None:
     composed = compose(settings, options.config_dir)
     spec = read_spec(composed.config)
     if spec.family is not ModelFamily.GPT:
-        raise UserInputError(
-            "model",
-            value=spec.name,
-            limit="only the layers of GPT-like models are built here",
-            fix="Profile a GPT-like model; BERT is planned from data sheets.",
-        )
+        limit = "only the layers of GPT-like models are built here"
+        fix = "Profile a GPT-like model; BERT is planned from data sheets."
+        raise UserInputError("model", value=spec.name, limit=limit, fix=fix)
     require_megatron("profile")
     here = ranks()
     times_network = options.collectives and here.size > 1
@@ -227,9 +224,6 @@ def tasks_of_rank(
 
     Args:
         again: time what is stored already, too.
-
-    Raises:
-        UserInputError: for a number format in which the catalogue's layers are not timed.
     """
     with quiet():
         from nest_megatron.profile.session import share_of, tasks_of, this_machine
@@ -237,12 +231,9 @@ def tasks_of_rank(
         machine = this_machine(measuring.where, measuring.implementation)
     precision = read_precision(composed.config)
     if precision is not Precision.BF16:
-        raise UserInputError(
-            "train.precision",
-            value=precision.value,
-            limit="layers of the catalogue's models are timed in bf16",
-            fix="Use bf16; +nest=auto nest.profile.mode=measure times a job in its own format.",
-        )
+        limit = "layers of the catalogue's models are timed in bf16"
+        fix = "Use bf16; +nest=auto nest.profile.mode=measure times a job in its own format."
+        raise UserInputError("train.precision", value=precision.value, limit=limit, fix=fix)
     known = () if again else _known(machine, spec, precision)
     flash = measuring.implementation is Implementation.TRANSFORMER_ENGINE
     shards = (*_wanted_shards(composed, spec, flash), *usual_shards(spec, flash_attention=flash))

@@ -46,9 +46,6 @@ def run_sweep(options: PlanOptions) -> int:
 
     Returns:
         The highest exit code of all jobs.
-
-    Raises:
-        UserInputError: for an ``out`` that is no folder or in use, or a launcher that is not there.
     """
     settings, launcher = options.settings()
     out = next((s.value for s in settings if s.key == "out" and s.value != "null"), None)

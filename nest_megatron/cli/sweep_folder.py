@@ -62,11 +62,7 @@ def sweep_job(
 
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[None]:
-    """Make a sweep's folder and keep it to one sweep at a time.
-
-    Raises:
-        UserInputError: if it cannot be made, or another sweep is at work in it.
-    """
+    """Make a sweep's folder and keep it to one sweep at a time."""
     from filelock import FileLock, Timeout
 
     taken = [name for name in TABLES if (folder / name).exists()]

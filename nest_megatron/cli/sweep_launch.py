@@ -35,19 +35,12 @@ _QUIET = ("hydra/job_logging=none", "hydra/hydra_logging=none")
 
 
 def check_launcher(settings: Sequence[Setting], *, has_folder: bool) -> None:
-    """Refuse a launcher whose jobs run elsewhere where no folder is named.
-
-    Raises:
-        UserInputError: naming the launcher.
-    """
+    """Refuse a launcher whose jobs run elsewhere where no folder is named."""
     name = _launcher(settings)
     if name.startswith(("submitit", "ray")) and not has_folder:
-        raise UserInputError(
-            LAUNCHER,
-            value=name,
-            limit="its jobs may run on other machines, and leave their results in a folder",
-            fix="Add out=FOLDER on a file system that all of them share.",
-        )
+        limit = "its jobs may run on other machines, and leave their results in a folder"
+        fix = "Add out=FOLDER on a file system that all of them share."
+        raise UserInputError(LAUNCHER, value=name, limit=limit, fix=fix)
 
 
 def launch(
@@ -58,9 +51,6 @@ def launch(
     Args:
         numbers: of the jobs to run.
         settings: the launcher and its own settings.
-
-    Raises:
-        UserInputError: if the launcher is not installed, or has no such setting.
     """
     import hydra
     from hydra.core.global_hydra import GlobalHydra

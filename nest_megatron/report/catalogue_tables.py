@@ -30,33 +30,33 @@ def model_document(spec: TransformerSpec) -> dict[str, Any]:
 
 def models_table(specs: Sequence[TransformerSpec]) -> RenderableType:
     """One model a row."""
+    rows = (
+        (
+            spec.name,
+            _billions(total_parameters(spec)),
+            _billions(active_parameters(spec)) if spec.is_moe else "",
+            str(spec.num_layers),
+            str(spec.hidden_size),
+            f"{spec.num_experts} top {spec.moe_router_topk}" if spec.is_moe else "",
+            spec.source,
+        )
+        for spec in specs
+    )
     return FittingTable(
         *name_columns("Model", min_width=max(len(spec.name) for spec in specs)),
         *figure_columns("Params", min_width=7),
         *figure_columns("Active", "Layers", "Hidden", min_width=6),
         *figure_columns("Experts", min_width=9),
         *name_columns("Source", overflow="ellipsis", ratio=1),
-        rows=map(_model_cells, specs),
+        rows=rows,
         expand=True,
     )
 
 
-def _model_cells(spec: TransformerSpec) -> tuple[str, ...]:
-    return (
-        spec.name,
-        billions(total_parameters(spec)),
-        billions(active_parameters(spec)) if spec.is_moe else "",
-        str(spec.num_layers),
-        str(spec.hidden_size),
-        f"{spec.num_experts} top {spec.moe_router_topk}" if spec.is_moe else "",
-        spec.source,
-    )
-
-
-def billions(count: int) -> str:
+def _billions(count: int) -> str:
     """A number of parameters.
 
-    >>> billions(70_553_706_496), billions(335_174_656)
+    >>> _billions(70_553_706_496), _billions(335_174_656)
     ('70.6 B', '335 M')
     """
     return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
@@ -64,15 +64,13 @@ def billions(count: int) -> str:
 
 def model_details(spec: TransformerSpec) -> RenderableType:
     """Every field of a model."""
-    rows = [("parameters", f"{total_parameters(spec):,}")]
-    if spec.is_moe:
-        rows.append(("active parameters", f"{active_parameters(spec):,}"))
     fields = to_plain(spec)
     pattern = fields.pop("moe_layer_pattern")
-    rows += [(name, str(value)) for name, value in fields.items() if value is not None]
-    if pattern:
-        rows.append(("expert layers", f"{sum(pattern)} of {len(pattern)}"))
-    return Group(Text(spec.name, style="bold"), pairs(rows))
+    active = {"active parameters": f"{active_parameters(spec):,}"} if spec.is_moe else {}
+    experts = {"expert layers": f"{sum(pattern)} of {len(pattern)}"} if pattern else {}
+    shown = {name: str(value) for name, value in fields.items() if value is not None}
+    rows = {"parameters": f"{total_parameters(spec):,}", **active, **shown, **experts}
+    return Group(Text(spec.name, style="bold"), pairs(rows.items()))
 
 
 def clusters_table(entries: Sequence[tuple[str, Cluster]]) -> RenderableType:
@@ -82,7 +80,11 @@ def clusters_table(entries: Sequence[tuple[str, Cluster]]) -> RenderableType:
             name,
             cluster.accelerator.name,
             format_gib(cluster.accelerator.memory_bytes),
-            _levels(cluster),
+            "\n".join(
+                f"{level.name} {level.num_devices or 'all'}: "
+                f"{level.bandwidth_bytes_per_s / 1e9:.4g}"
+                for level in cluster.levels
+            ),
             cluster.accelerator.source,
         )
         for name, cluster in entries
@@ -100,21 +102,21 @@ def clusters_table(entries: Sequence[tuple[str, Cluster]]) -> RenderableType:
 
 def cluster_details(cluster: Cluster) -> RenderableType:
     """The device and every network level of a cluster."""
-    accelerator = cluster.accelerator
+    device = cluster.accelerator
     peaks = ", ".join(
-        f"{precision} {flops / 1e12:.0f} TFLOP/s x {accelerator.gemm_efficiency[precision]:g}"
-        for precision, flops in accelerator.peak_flops_per_s.items()
+        f"{precision} {flops / 1e12:.0f} TFLOP/s x {device.gemm_efficiency[precision]:g}"
+        for precision, flops in device.peak_flops_per_s.items()
     )
-    bandwidth = accelerator.memory_bandwidth_bytes_per_s
-    rows = [
-        ("description", cluster.description),
-        ("num_gpus", str(cluster.num_gpus)),
-        ("device", f"{accelerator.name}, {format_gib(accelerator.memory_bytes)}"),
-        ("peaks", peaks),
-        ("memory", f"{bandwidth / 1e12:.2f} TB/s x {accelerator.memory_efficiency:g}"),
-        ("source", accelerator.source),
-    ]
-    levels = [
+    bandwidth = f"{device.memory_bandwidth_bytes_per_s / 1e12:.2f} TB/s"
+    rows = {
+        "description": cluster.description,
+        "num_gpus": str(cluster.num_gpus),
+        "device": f"{device.name}, {format_gib(device.memory_bytes)}",
+        "peaks": peaks,
+        "memory": f"{bandwidth} x {device.memory_efficiency:g}",
+        "source": device.source,
+    }
+    levels = (
         (
             level.name,
             str(level.num_devices or "all"),
@@ -123,19 +125,12 @@ def cluster_details(cluster: Cluster) -> RenderableType:
             ", ".join(f"{kind} {share:g}" for kind, share in level.efficiency.items()),
         )
         for level in cluster.levels
-    ]
-    columns = (
+    )
+    table = FittingTable(
         *name_columns("Level", "Devices"),
         *figure_columns("GB/s each", "Latency"),
         *word_columns("Share reached"),
+        rows=levels,
     )
     sources = [(level.name, level.source) for level in cluster.levels if level.source]
-    title = Text(cluster.name, style="bold")
-    return Group(title, pairs(rows), FittingTable(*columns, rows=levels), pairs(sources))
-
-
-def _levels(cluster: Cluster) -> str:
-    return "\n".join(
-        f"{level.name} {level.num_devices or 'all'}: {level.bandwidth_bytes_per_s / 1e9:.4g}"
-        for level in cluster.levels
-    )
+    return Group(Text(cluster.name, style="bold"), pairs(rows.items()), table, pairs(sources))

@@ -53,11 +53,7 @@ PAGE_COLOURS = {INK: "var(--ink)", SOFT: "var(--soft)", IDLE: "var(--idle)"}
 
 
 def check_suffix(path: Path, what: str) -> None:
-    """Refuse a file whose name is that of no picture.
-
-    Raises:
-        UserInputError: naming the suffixes.
-    """
+    """Refuse a file whose name is that of no picture."""
     if path.suffix.lower() not in SUFFIXES:
         limit = f"a picture is one of {', '.join(SUFFIXES)}"
         fix = "Give the file one of these suffixes."
@@ -65,11 +61,7 @@ def check_suffix(path: Path, what: str) -> None:
 
 
 def check_matplotlib(what: str) -> None:
-    """Refuse a chart before the work that it is to show.
-
-    Raises:
-        UserInputError: if matplotlib is not installed.
-    """
+    """Refuse a chart before the work that it is to show."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -95,9 +87,6 @@ def render(
         suffix: ``.png`` or ``.svg``.
         what: the option that asked for it, for errors.
         settings: matplotlib's, beside those of every chart.
-
-    Raises:
-        UserInputError: if matplotlib is not installed.
     """
     check_matplotlib(what)
     import matplotlib
@@ -116,11 +105,7 @@ def render(
 def write_chart(
     draw: Callable[[Any], None], size: tuple[float, float], path: Path, what: str
 ) -> None:
-    """Write a chart into a ``.png`` or ``.svg`` file.
-
-    Raises:
-        UserInputError: for another suffix, a file that cannot be written, or without matplotlib.
-    """
+    """Write a chart into a ``.png`` or ``.svg`` file."""
     check_suffix(path, what)
     write_bytes(path, render(draw, size, path.suffix, what=what))
 

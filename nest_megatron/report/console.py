@@ -87,11 +87,7 @@ def show_json(document: object) -> None:
 
 
 def say(text: str = "") -> None:
-    """Print a text; a reader that went away (``| head``) wants no more, and that is no error.
-
-    Raises:
-        UserInputError: if standard output cannot be written to, a full disk for example.
-    """
+    """Print a text; a reader that went away (``| head``) wants no more, and that is no error."""
     with _writing():
         print(text, flush=True)
 

@@ -111,9 +111,9 @@ def groups(plan: ParallelPlan) -> Mapping[str, Any]:
         if "expert" in words and plan.model.num_experts is None:
             continue
         shape, size = group_shape(dims, kind, sizes), len(group_of_rank(dims, kind, 0))
-        row = {"name": words, "size": size, "levels": [_reach(i, shape) for i in reached]}
         far = plan.placement.group_levels[name] if size > 1 else "no communication"
-        rows.append({**row, "farthest": far})
+        reach = [_reach(level, shape) for level in reached]
+        rows.append({"name": words, "size": size, "levels": reach, "farthest": far})
     columns = (
         f"{levels[i].name}: {sizes[i]} GPUs, {levels[i].bandwidth_bytes_per_s / GB:g} GB/s per GPU"
         for i in reached

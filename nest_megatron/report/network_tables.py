@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from nest_megatron.cluster.records import Cluster, CollectiveKind
+from nest_megatron.cluster.records import Cluster, CollectiveKind, NetworkLevel
 from nest_megatron.profile.network import CollectiveSample, LevelFit, NetworkProfile, kinds_of
 from nest_megatron.report.tables import FittingTable, figure_columns, name_columns
 from nest_megatron.units import GB, format_seconds
@@ -33,42 +33,29 @@ def levels_table(fits: Sequence[LevelFit], described: Cluster | None = None) -> 
         described: the cluster of whose nominal bandwidths the shares are; its own efficiencies are
             shown beside them.
     """
-    beside = [] if described is None else ["Described"]
-    heads = ("Latency", "Startup", "GB/s", "Share", *beside, "Residual")
+    levels = {} if described is None else {level.name: level for level in described.levels}
+    heads = ("Latency", "Startup", "GB/s", "Share", *(["Described"] if levels else []), "Residual")
     table = FittingTable(*name_columns("Level", "Collective"), *figure_columns(*heads))
     for fit in fits:
-        for number, (name, kind, share) in enumerate(_shares(fit)):
-            first = [fit.name, name, format_seconds(fit.latency_s), format_seconds(fit.startup_s)]
-            rate = share * fit.bandwidth_bytes_per_s / GB
-            known = [] if described is None else [_described(described, fit.name, name)]
-            table.add_row(
-                *(first if number == 0 else ["", name, "", ""]),
-                f"{rate:.2f}",
-                f"{share:.3f}",
-                *known,
-                f"{100 * fit.residuals[kind]:.1f} %",
-            )
+        told = _shares(levels[fit.name]) if levels else {}
+        level, *times = [fit.name, format_seconds(fit.latency_s), format_seconds(fit.startup_s)]
+        for name, (kind, share) in _shares(fit).items():
+            figures = [f"{share * fit.bandwidth_bytes_per_s / GB:.2f}", f"{share:.3f}"]
+            if levels:
+                figures.append(f"{told[name][1]:.3f}" if name in told else "")
+            table.add_row(level, name, *times, *figures, f"{100 * fit.residuals[kind]:.1f} %")
+            level, times = "", ["", ""]
     return table
 
 
-def _shares(fit: LevelFit) -> Iterator[tuple[str, CollectiveKind, float]]:
-    """What to call a bandwidth, which kind's it is, and its share of the level's."""
+def _shares(level: LevelFit | NetworkLevel) -> dict[str, tuple[CollectiveKind, float]]:
+    """By what to call a bandwidth: whose it is, and its share of the level's."""
+    shares: dict[str, tuple[CollectiveKind, float | None]] = {}
     for kind in CollectiveKind:
-        if kind in fit.efficiency:
-            yield kind.value, kind, fit.efficiency[kind]
+        shares[kind.value] = kind, level.efficiency.get(kind)
         if kind is CollectiveKind.ALL_REDUCE:
-            for name, words in _SUMS.items():
-                share = getattr(fit, name)
-                if share is not None:
-                    yield words, kind, share
-
-
-def _described(cluster: Cluster, name: str, words: str) -> str:
-    """The share that a cluster's description names."""
-    level = next(each for each in cluster.levels if each.name == name)
-    fields = {shown: getattr(level, field) for field, shown in _SUMS.items()}
-    share = fields[words] if words in fields else level.efficiency.get(CollectiveKind(words))
-    return "" if share is None else f"{share:.3f}"
+            shares |= {words: (kind, getattr(level, name)) for name, words in _SUMS.items()}
+    return {name: (kind, share) for name, (kind, share) in shares.items() if share is not None}
 
 
 def samples_table(samples: Sequence[CollectiveSample]) -> RenderableType:
@@ -78,23 +65,17 @@ def samples_table(samples: Sequence[CollectiveSample]) -> RenderableType:
     for kind in kinds_of(samples):
         for shape in sorted({each.shape for each in samples if each.kind is kind}):
             own = [each for each in samples if each.kind is kind and each.shape == shape]
-            table.add_row(kind.value, *_range_cells(own))
+            least, most = (pick(own, key=lambda each: each.message_bytes) for pick in (min, max))
+            spreads = sorted(each.spread for each in own if each.spread is not None)
+            table.add_row(
+                kind.value,
+                " x ".join(map(str, shape)),
+                str(len({each.message_bytes for each in own})),
+                *(_size(least.message_bytes), format_seconds(least.seconds)),
+                *(_size(most.message_bytes), format_seconds(most.seconds)),
+                f"{100 * spreads[len(spreads) // 2]:.0f} %" if spreads else "",
+            )
     return table
-
-
-def _range_cells(own: Sequence[CollectiveSample]) -> list[str]:
-    least = min(own, key=lambda each: each.message_bytes)
-    most = max(own, key=lambda each: each.message_bytes)
-    spreads = sorted(each.spread for each in own if each.spread is not None)
-    return [
-        " x ".join(map(str, least.shape)),
-        str(len({each.message_bytes for each in own})),
-        _size(least.message_bytes),
-        format_seconds(least.seconds),
-        _size(most.message_bytes),
-        format_seconds(most.seconds),
-        f"{100 * spreads[len(spreads) // 2]:.0f} %" if spreads else "",
-    ]
 
 
 def _size(num_bytes: float) -> str:

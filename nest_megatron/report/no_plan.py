@@ -11,12 +11,6 @@ from nest_megatron.report.tables import heading, indented, pairs
 from nest_megatron.report.words import MAX_SECONDS, certificate, no_plan_verdict
 from nest_megatron.units import format_gib, format_seconds
 
-#: Said where time ended the analysis of a job that does not fit.
-_INCOMPLETE = (
-    "Time ended this analysis: another plan may lack less, and fewer GPUs or other changes may do. "
-    "Raise {} for the nearest."
-)
-
 
 def no_plan_report(refusal: NoPlan) -> RenderableType:
     """Nothing fits: by how much, where, and what helps."""
@@ -29,17 +23,17 @@ def no_plan_report(refusal: NoPlan) -> RenderableType:
         ("Usable", f"{format_gib(refusal.capacity_bytes)} on each GPU"),
         (nearest, describe_grid(refusal.shortage.grid)),
     ]
-    verdict = no_plan_verdict(
-        refusal.missing_bytes, refusal.capacity_bytes, refusal.search.not_modelled
+    unknown = refusal.search.not_modelled
+    verdict = no_plan_verdict(refusal.missing_bytes, refusal.capacity_bytes, unknown)
+    incomplete = (
+        "Time ended this analysis: another plan may lack less, and fewer GPUs or other changes may "
+        f"do. Raise {typed_setting(MAX_SECONDS)} for the nearest."
     )
-    title = Text(f"{verdict[0].upper()}{verdict[1:]}.", style="bold red")
-    remedies = [("-", remedy) for remedy in refusal.remedies]
-    incomplete = _INCOMPLETE.format(typed_setting(MAX_SECONDS))
     return Group(
-        title,
+        Text(f"{verdict[0].upper()}{verdict[1:]}.", style="bold red"),
         pairs(rows),
         heading("Single changes that help"),
-        pairs(remedies),
+        pairs(("-", remedy) for remedy in refusal.remedies),
         *([] if refusal.complete else [indented(incomplete)]),
         heading("What was tried"),
         indented(certificate(refusal.search)),

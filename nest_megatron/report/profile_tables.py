@@ -59,22 +59,18 @@ def profiles_table(entries: Sequence[tuple[LayerProfile, bool]]) -> RenderableTy
 
 def profile_details(profile: LayerProfile, fingerprint: str) -> RenderableType:
     """A profile's origin, its machine and every timing."""
-    machine = to_plain(profile.machine)
-    rows = [
-        ("created", profile.created + (", imported" if profile.imported else "")),
-        ("fingerprint", fingerprint),
-        ("model", f"{profile.model.name}, sequences of {profile.model.seq_length:,} tokens"),
-        ("precision", profile.precision.value),
-        ("device", profile.machine.describe()),
-    ]
-    rows += [
-        (name, str(value))
-        for name, value in machine.items()
-        if value is not None and name not in ("device_name", "memory_bytes", "is_cpu")
-    ]
-    if profile.note:
-        rows.append(("note", profile.note))
-    return Group(Text(profile.name, style="bold"), pairs(rows), timings_table(profile.timings))
+    machine, told = to_plain(profile.machine), ("device_name", "memory_bytes", "is_cpu")
+    rows = {
+        "created": profile.created + (", imported" if profile.imported else ""),
+        "fingerprint": fingerprint,
+        "model": f"{profile.model.name}, sequences of {profile.model.seq_length:,} tokens",
+        "precision": profile.precision.value,
+        "device": profile.machine.describe(),
+        **{k: str(value) for k, value in machine.items() if value is not None and k not in told},
+        **({"note": profile.note} if profile.note else {}),
+    }
+    title = Text(profile.name, style="bold")
+    return Group(title, pairs(rows.items()), timings_table(profile.timings))
 
 
 def timings_table(timings: Sequence[Timing]) -> RenderableType:

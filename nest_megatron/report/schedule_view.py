@@ -78,9 +78,6 @@ def schedule_view(plan: ParallelPlan, times: LayerTimes | None = None) -> Schedu
 
     Args:
         times: the measured layer times that it was made with.
-
-    Raises:
-        UserInputError: if the plan was made with settings that this version does not know.
     """
     model = CostModel(plan.model, plan.cluster, restored_settings(plan.provenance.settings), times)
     problem = stage_problem(model, plan.grid())

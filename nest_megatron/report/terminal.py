@@ -142,12 +142,12 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
 
 def _headline(plan: ParallelPlan) -> Text:
     predicted = plan.predicted
-    text = Text(format_seconds(predicted.iteration_time_s), style="bold green")
-    return text.append(
+    rates = (
         f"   {predicted.tokens_per_s_per_gpu:,.0f} tokens/s/GPU   "
-        f"{predicted.model_tflops_per_gpu:.0f} TFLOP/s/GPU   MFU {100 * predicted.mfu:.1f} %",
-        style="not bold default",
+        f"{predicted.model_tflops_per_gpu:.0f} TFLOP/s/GPU   MFU {100 * predicted.mfu:.1f} %"
     )
+    text = Text(format_seconds(predicted.iteration_time_s), style="bold green")
+    return text.append(rates, style="not bold default")
 
 
 def _layout(plan: ParallelPlan) -> Text:

@@ -91,9 +91,6 @@ def draw_timeline(plan: ParallelPlan, path: Path, times: LayerTimes | None = Non
     Args:
         path: a ``.png`` or ``.svg`` file.
         times: the measured layer times that the plan was made with.
-
-    Raises:
-        UserInputError: for another suffix, a file that cannot be written, or without matplotlib.
     """
     check_suffix(path, "timeline")
     view = schedule_view(plan, times)
@@ -117,25 +114,22 @@ def _row_names(plan: ParallelPlan) -> Iterator[dict[str, Any]]:
 
 
 def _trace_events(plan: ParallelPlan, view: ScheduleView) -> Iterator[dict[str, Any]]:
-    for rank, spans in enumerate(view.ranks):
-        for span in spans:
-            event: dict[str, Any] = {
-                "ph": "X",
-                "name": span.kind.value,
-                "cat": "edge" if span.chunk < 0 else span.kind.value,
-                "pid": 0,
-                "tid": rank,
-                "ts": round(span.start * 1e6, 6),
-                "dur": round((span.end - span.start) * 1e6, 6),
-            }
-            if span.chunk >= 0:
-                event["name"] = f"{span.kind.value} {_letter(span.virtual)}"
-                event["args"] = {
-                    "micro batch": span.microbatch,
-                    "chunk": span.chunk,
-                    "layers": plan.predicted.stages[rank].layers[span.virtual],
-                }
-            yield event
+    for rank, span in ((rank, span) for rank, spans in enumerate(view.ranks) for span in spans):
+        event: dict[str, Any] = {
+            "ph": "X",
+            "name": span.kind.value,
+            "cat": "edge" if span.chunk < 0 else span.kind.value,
+            "pid": 0,
+            "tid": rank,
+            "ts": round(span.start * 1e6, 6),
+            "dur": round((span.end - span.start) * 1e6, 6),
+        }
+        if span.chunk >= 0:
+            event["name"] = f"{span.kind.value} {_letter(span.virtual)}"
+            layers = plan.predicted.stages[rank].layers[span.virtual]
+            counts = {"micro batch": span.microbatch, "chunk": span.chunk}
+            event["args"] = {**counts, "layers": layers}
+        yield event
 
 
 def _letter(number: int) -> str:
@@ -174,18 +168,14 @@ def _draw(figure: Any, view: ScheduleView, plan: ParallelPlan | None = None) -> 
     panels[0].set_ylim(len(view.ranks) - 0.5, -0.5)
     panels[0].set_yticks(range(0, len(view.ranks), every))
     panels[0].set_ylabel("pipeline rank", fontsize=9, color=SOFT)
-    panels[len(panels) // 2].set_xlabel(
-        "milliseconds from the start of the step", fontsize=9, color=SOFT
-    )
+    about = "milliseconds from the start of the step"
+    panels[len(panels) // 2].set_xlabel(about, fontsize=9, color=SOFT)
     if plan is not None:
         _label(figure, plan, view)
 
 
 def _draw_window(axes: Any, view: ScheduleView, window: Window, share: float) -> None:
-    """Draw one window on its own axes, its times in milliseconds.
-
-    Spans are cut at the window's ends here: a clip path would be a reference inside the page.
-    """
+    """One window, in milliseconds, cut here: a clip path would be a reference inside the page."""
     many = len(view.ranks) > _MOST_RANKS
     by_colour: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
     numbers: list[tuple[int, float, Span]] = []

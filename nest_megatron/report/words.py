@@ -61,9 +61,14 @@ def certificate(record: SearchRecord) -> str:
     """What the search proved, and how it got there."""
     if record.certificate == "fixed":
         return "Nothing was searched: the layout was given, and priced."
+    said = _verdict(record)
     if record.not_modelled and record.certificate != "ended-early":
-        return f"{_unproven(record)} {_counts(record)}"
-    return f"{_verdict(record)} {_counts(record)}"
+        unknown = f"not modelled: {', '.join(record.not_modelled)}"
+        if record.certificate == "infeasible":
+            said = f"Not proven, memory is {unknown}: what is modelled fits nowhere in the space."
+        else:
+            said = f"May fit, {unknown}. As far as memory is modelled: {said}"
+    return f"{said} {_counts(record)}"
 
 
 def proof(plan: ParallelPlan) -> str:
@@ -71,17 +76,13 @@ def proof(plan: ParallelPlan) -> str:
     said = certificate(plan.search)
     if plan.choice is not None:
         said = f"{said} {_choice_words(plan.choice)}"
-    if _margin(plan) > FRAGMENTATION:
+    margin = float(plan.provenance.settings.get("memory_margin", 0.0))
+    if margin > FRAGMENTATION:
         said = (
-            f"{said} Plans that leave less than {100 * _margin(plan):g} % of a GPU free "
+            f"{said} Plans that leave less than {100 * margin:g} % of a GPU free "
             "(memory.margin) are not in the space."
         )
     return said
-
-
-def _margin(plan: ParallelPlan) -> float:
-    """Share of each device that every plan of the space leaves free."""
-    return float(plan.provenance.settings.get("memory_margin", 0.0))
 
 
 _LEAST = {
@@ -129,14 +130,11 @@ def range_words(known: Uncertainty) -> str:
 
 def confidence_words(known: Uncertainty) -> str:
     """How far to trust a prediction, and why."""
-    return f"{known.confidence}: {_tested(known)}"
-
-
-def _tested(known: Uncertainty) -> str:
-    if not known.runs:
-        return f"{known.kind}, tested on no run like it"
     runs = "1 run" if known.runs == 1 else f"{known.runs:,} runs"
-    return f"{known.kind}, tested on {runs} like it, {known.error_percent:.0f} % off in the mean"
+    tested = f"tested on {runs} like it, {known.error_percent:.0f} % off in the mean"
+    return (
+        f"{known.confidence}: {known.kind}, {tested if known.runs else 'tested on no run like it'}"
+    )
 
 
 def fastest_words(plan: ParallelPlan) -> str:
@@ -166,11 +164,10 @@ def ties(plan: ParallelPlan) -> str:
     ]
     if not open_:
         return ""
-    which = f"runner{'s' if len(open_) > 1 else ''}-up {_numbers(open_)}"
+    which = "runners-up {} are" if len(open_) > 1 else "runner-up {} is"
     return (
-        f"A tie within the error of predictions: whether {which} "
-        f"{'are' if len(open_) > 1 else 'is'} slower than the plan is less than "
-        f"{100 * SURE:.0f} % sure."
+        f"A tie within the error of predictions: whether {which.format(_numbers(open_))} slower "
+        f"than the plan is less than {100 * SURE:.0f} % sure."
     )
 
 
@@ -180,11 +177,9 @@ def _numbers(numbers: Sequence[int]) -> str:
     >>> _numbers([1, 2, 3, 5])
     '1 to 3, 5'
     """
-    runs = []
-    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        found = [number for _, number in run]
-        runs.append(str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}")
-    return ", ".join(runs)
+    runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    ends = [(found[0][1], found[-1][1]) for found in (list(run) for _, run in runs)]
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in ends)
 
 
 def goodput_words(found: Goodput, num_gpus: int, step_s: Seconds) -> str:
@@ -290,40 +285,27 @@ def no_plan_verdict(missing: Bytes, limit: Bytes, not_modelled: Sequence[str] = 
     return "no plan is predicted to fit in memory"
 
 
-def _unproven(record: SearchRecord) -> str:
-    """The verdict of a search that does not know all of a job's memory."""
-    unknown = f"not modelled: {', '.join(record.not_modelled)}"
-    if record.certificate == "infeasible":
-        return f"Not proven, memory is {unknown}: what is modelled fits nowhere in the space."
-    return f"May fit, {unknown}. As far as memory is modelled: {_verdict(record)}"
+#: By certificate; ``gap`` says how far from the best the plan may be.
+_VERDICTS = {
+    "optimal": "Optimal: no other plan in the searched space is faster under this cost model.",
+    "chosen": "The fastest plan of the searched space under this cost model is known, and this one "
+    "is {percent} slower than it.",
+    "runner-up": "A runner-up, as asked for: {percent} slower than the best plan.",
+    "gap": "Time ran out: {gap} in the searched space. Raise {limit} to close the gap.",
+    "node-limit": "A stage problem was too large to finish: {gap} in the searched space.",
+    "ended-early": "Time ran out before a plan was found: whether there is one is not known.",
+    "infeasible": "No candidate in the searched space is predicted to fit. Predicted peaks are "
+    f"{100 * PEAK_ERROR:.1f} % off in the mean on Megatron-LM's functional tests and "
+    f"{100 * PUBLIC_PEAK_ERROR:.0f} % on all public runs (docs/accuracy.md).",
+}
 
 
 def _verdict(record: SearchRecord) -> str:
-    if record.certificate == "optimal":
-        return "Optimal: no other plan in the searched space is faster under this cost model."
-    if record.certificate == "chosen":
-        return (
-            f"The fastest plan of the searched space under this cost model is known, and this one "
-            f"is {record.gap_percent:.2f} % slower than it."
-        )
-    if record.certificate == "runner-up":
-        return f"A runner-up, as asked for: {record.gap_percent:.2f} % slower than the best plan."
+    percent = f"{record.gap_percent:.2f} %"
     which = "this plan" if record.solved else "this first plan that fits, by a rule of thumb,"
-    gap = f"{which} is proven to be at most {record.gap_percent:.2f} % slower than the best"
-    if record.certificate == "gap":
-        return (
-            f"Time ran out: {gap} in the searched space. "
-            f"Raise {typed_setting(MAX_SECONDS)} to close the gap."
-        )
-    if record.certificate == "node-limit":
-        return f"A stage problem was too large to finish: {gap} in the searched space."
-    if record.certificate == "ended-early":
-        return "Time ran out before a plan was found: whether there is one is not known."
-    return (
-        "No candidate in the searched space is predicted to fit. Predicted peaks are "
-        f"{100 * PEAK_ERROR:.1f} % off in the mean on Megatron-LM's functional tests and "
-        f"{100 * PUBLIC_PEAK_ERROR:.0f} % on all public runs (docs/accuracy.md)."
-    )
+    gap = f"{which} is proven to be at most {percent} slower than the best"
+    said = _VERDICTS.get(record.certificate, _VERDICTS["infeasible"])
+    return said.format(percent=percent, gap=gap, limit=typed_setting(MAX_SECONDS))
 
 
 def ended_early(ended: EndedEarly) -> str:
@@ -342,9 +324,8 @@ def _counts(record: SearchRecord) -> str:
     misfits = sum(record.infeasible.values())
     left = record.candidates - record.bounded - misfits - record.solved
     met = "candidates met so far" if left else "candidates"
-    memory = (
-        "need too much memory" if record.certificate == "ended-early" else "do not fit in memory"
-    )
+    early = record.certificate == "ended-early"
+    memory = "need too much memory" if early else "do not fit in memory"
     undecided = f" {left:,} are undecided." if left else ""
     return (
         f"Of {record.candidates:,} {met} {record.bounded:,} were ruled out by a lower bound, "
@@ -369,9 +350,9 @@ def term_words(differences: Mapping[str, float], *, most: int = 4) -> str:
     '+250.0 ms pipeline bubble, -100.0 ms tensor parallel'
     """
     largest = sorted(differences.items(), key=lambda item: -abs(item[1]))[:most]
-    told = [(name, seconds) for name, seconds in largest if abs(seconds) >= 5e-5]
     words = (
         f"{'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))} {TERM_WORDS.get(name, name)}"
-        for name, seconds in told
+        for name, seconds in largest
+        if abs(seconds) >= 5e-5
     )
     return ", ".join(words) or "the same in every term"

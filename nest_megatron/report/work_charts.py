@@ -93,11 +93,7 @@ class _Row:
 
 
 def draw_layer(graph: LayerGraph, path: Path, title: str) -> None:
-    """Draw a layer into a ``.png`` or ``.svg`` file.
-
-    Raises:
-        UserInputError: for another suffix, a file that cannot be written, or without matplotlib.
-    """
+    """Draw a layer into a ``.png`` or ``.svg`` file."""
     size = (_WIDTH, _LAYER_AROUND + _LAYER_ROW * len(_rows(graph)))
     write_chart(lambda figure: draw_layer_on(figure, graph, title), size, path, "--draw")
 
@@ -201,11 +197,7 @@ def _draw_collective(axes: Any, at: int, collective: LayerCollective) -> None:
 
 
 def draw_chain(graph: ChainGraph, path: Path) -> None:
-    """Draw a chain into a ``.png`` or ``.svg`` file.
-
-    Raises:
-        UserInputError: for another suffix, a file that cannot be written, or without matplotlib.
-    """
+    """Draw a chain into a ``.png`` or ``.svg`` file."""
     size = (_WIDTH, _CHAIN_AROUND + _CHAIN_ROW * sum(_heights(graph)))
     write_chart(lambda figure: draw_chain_on(figure, graph), size, path, "--draw")
 
