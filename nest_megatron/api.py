@@ -247,7 +247,7 @@ class Explanation(Shown):
 
     def differences(self) -> tuple[Mapping[str, Seconds] | None, ...]:
         """For each runner-up, by how much each term is longer than in the plan."""
-        from nest_megatron.report.differences import term_differences
+        from nest_megatron.report.runners_up import term_differences
 
         return term_differences(self.plan.record, self.times)
 

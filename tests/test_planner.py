@@ -21,7 +21,7 @@ from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import EndedEarly, NoPlan, PlanRequest, plan
 from nest_megatron.planner.shortage import no_plan
-from nest_megatron.report.no_plan import ended_report, no_plan_report
+from nest_megatron.report.terminal import ended_report, no_plan_report
 from nest_megatron.report.words import certificate, ended_early
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue

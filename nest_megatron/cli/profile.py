@@ -371,8 +371,7 @@ def _tell(own: RankTasks, found: Timed, network_out: Path | None, *, as_json: bo
             }
         )
         return
-    from nest_megatron.report.network_tables import levels_table, profile_lines
-    from nest_megatron.report.profile_tables import timings_table
+    from nest_megatron.report.measured_tables import levels_table, profile_lines, timings_table
 
     if timings:
         show(timings_table(timings))

@@ -13,17 +13,18 @@ from rich.text import Text
 
 from nest_megatron.cli.command_kinds import forced
 from nest_megatron.cli.planning import PlanOptions
-from nest_megatron.cli.sweep_folder import (
+from nest_megatron.cli.sweep_jobs import (
     Result,
     SweepJob,
+    check_launcher,
     code_of,
     is_done,
+    launch,
     opened,
     read_result,
     sweep_job,
     write_list,
 )
-from nest_megatron.cli.sweep_launch import check_launcher, launch
 from nest_megatron.config.overrides import Setting, expand, swept
 from nest_megatron.errors import INTERRUPTED, NestError
 from nest_megatron.files import check_output, write_bytes, write_text

@@ -62,8 +62,7 @@ class NothingFitsError(NestError):
 
     def report(self) -> Sequence[RenderableType]:
         """Why there is no plan, for people."""
-        from nest_megatron.report.no_plan import no_plan_report
-        from nest_megatron.report.terminal import notes_report
+        from nest_megatron.report.terminal import no_plan_report, notes_report
 
         return no_plan_report(self.refusal), notes_report(self.notes)
 
@@ -85,8 +84,7 @@ class SearchEndedError(NestError):
 
     def report(self) -> Sequence[RenderableType]:
         """Why there is no plan, for people."""
-        from nest_megatron.report.no_plan import ended_report
-        from nest_megatron.report.terminal import notes_report
+        from nest_megatron.report.terminal import ended_report, notes_report
 
         return ended_report(self.ended), notes_report(self.notes)
 

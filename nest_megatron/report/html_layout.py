@@ -14,8 +14,7 @@ from nest_megatron.parallel.plan import Alternative, ParallelPlan
 from nest_megatron.parallel.rank_order import GroupKind, group_of_rank, group_shape
 from nest_megatron.plain import to_plain
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.report.differences import term_differences
-from nest_megatron.report.runners_up import as_alternative, degree_cells
+from nest_megatron.report.runners_up import as_alternative, degree_cells, term_differences
 from nest_megatron.report.words import incomplete_ranking, term_words, ties
 from nest_megatron.units import GB, format_gib, format_seconds
 

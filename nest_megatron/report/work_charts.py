@@ -24,7 +24,7 @@ from nest_megatron.report.charts import (
     write_legend,
     write_title,
 )
-from nest_megatron.report.operator_flow import Step, steps
+from nest_megatron.report.operator_table import Step, steps
 
 #: FLOPs that an accelerator does while it moves a byte: 989 TFLOP/s and 3.35 TB/s of an H100 SXM
 #: (NVIDIA's data sheet), which is close to that of its neighbours.

@@ -21,7 +21,7 @@ from nest_megatron.planner import NoPlan
 from nest_megatron.planner import plan as find_plan
 from nest_megatron.report.failure import NothingFitsError
 from nest_megatron.report.html import html_report
-from nest_megatron.report.no_plan import no_plan_report
+from nest_megatron.report.terminal import no_plan_report
 from nest_megatron.report.words import certificate, memory_verdict, no_plan_verdict
 from tests.cli.runs import run
 from tests.integrations.commands import LLAMA3_8B

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from nest_megatron.model.graph import Part
 from nest_megatron.model.spec import LayerKind
-from nest_megatron.report.operator_flow import steps
-from nest_megatron.report.operator_table import chain_report, layer_report
+from nest_megatron.report.operator_table import chain_report, layer_report, steps
 from tests.report.graphs import KINDS, chain, layer
 
 
