@@ -149,12 +149,10 @@ class Plan(Shown):
         """
         launch = self.record.launch.get(LAUNCHER)
         if launch is None:
-            raise UserInputError(
-                "plan",
-                value=self.record.provenance.framework,
-                limit="the plan holds no command of Megatron-LM",
-                fix="Plan for target=megatron_lm_0.16.1, or give the recipe to Plan.apply.",
-            )
+            framework = self.record.provenance.framework
+            limit = "the plan holds no command of Megatron-LM"
+            fix = "Plan for target=megatron_lm_0.16.1, or give the recipe to Plan.apply."
+            raise UserInputError("plan", value=framework, limit=limit, fix=fix)
         return parallel_argv(launch_request(self.record)) if layout_only else list(launch.argv)
 
     def apply(self, recipe: Any) -> tuple[Change, ...]:
@@ -405,11 +403,7 @@ def plan_composed(
 
     Args:
         begun_s: when its ``search.max_seconds`` began (``time.monotonic``); ``None`` is now.
-        shortlist: as for ``plan``.
         on_progress: called while the search runs.
-
-    Raises:
-        NestError: as ``plan`` does.
     """
     begun_s = time.monotonic() if begun_s is None else begun_s
     request = request_of(composed, choose_execution=True)
@@ -419,10 +413,6 @@ def plan_composed(
 
 
 def estimate_composed(composed: Composed) -> Plan:
-    """Price a composed layout: what ``estimate`` does, here and on the command line.
-
-    Raises:
-        UserInputError: as ``estimate`` does.
-    """
+    """Price a composed layout: what ``estimate`` does, here and on the command line."""
     found, notes = estimate_layout(composed)
     return Plan(record=with_launch(found, notes=notes), notes=notes)

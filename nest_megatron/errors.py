@@ -45,13 +45,9 @@ def exit_code_of(error: BaseException) -> int:
     return NestError.exit_code if isinstance(error, OSError) else FaultError.exit_code
 
 
-#: Characters of a user's name or value that an error repeats.
-_ECHOED = 200
-
-
 def shortened(text: str) -> str:
     """A text as an error repeats it: the start of a long one."""
-    return text if len(text) <= _ECHOED else f"{text[: _ECHOED - 3]}..."
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 class UserInputError(NestError, ValueError):

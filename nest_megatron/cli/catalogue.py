@@ -7,17 +7,14 @@ from functools import partial
 import click
 
 from nest_megatron.catalogue_files import catalogue_names
-from nest_megatron.cli.command_kinds import Command, json_option
+from nest_megatron.cli.command_kinds import command, json_option
 from nest_megatron.cli.complete import completing
 
 
-@click.command(
-    cls=Command,
-    examples=(
-        "nest-megatron models",
-        "nest-megatron models deepseek_v3",
-        "nest-megatron models ./config.json",
-    ),
+@command(
+    "nest-megatron models",
+    "nest-megatron models deepseek_v3",
+    "nest-megatron models ./config.json",
 )
 @click.argument(
     "name", required=False, shell_complete=completing(partial(catalogue_names, "model"))
@@ -37,13 +34,10 @@ def models(name: str | None, *, as_json: bool) -> None:
         show(models_table(specs) if name is None else model_details(specs[0]))
 
 
-@click.command(
-    cls=Command,
-    examples=(
-        "nest-megatron clusters",
-        "nest-megatron clusters h100_spine_leaf",
-        "nest-megatron clusters ./mine.yaml",
-    ),
+@command(
+    "nest-megatron clusters",
+    "nest-megatron clusters h100_spine_leaf",
+    "nest-megatron clusters ./mine.yaml",
 )
 @click.argument(
     "name", required=False, shell_complete=completing(partial(catalogue_names, "cluster"))

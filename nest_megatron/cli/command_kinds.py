@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from nest_megatron.cli.complete import complete_override
 from nest_megatron.files import check_output, is_standard_output, reserved_standard_output
 
+Made = TypeVar("Made")
+Decorator = Callable[[Callable[..., Any]], Made]
 _FORCE = "nest_megatron.force"
 
 
@@ -87,6 +89,20 @@ class Group(Examples, click.Group):
     """A group of commands with examples."""
 
     command_class = Command
+
+    def subcommand(self, name: str, *examples: str) -> Decorator[click.Command]:
+        """Add a command with its examples."""
+        return self.command(name, examples=examples)
+
+
+def command(*examples: str) -> Decorator[Command]:
+    """A command with its examples."""
+    return click.command(cls=Command, examples=examples)
+
+
+def group(*examples: str) -> Decorator[Group]:
+    """A group with its examples."""
+    return click.group(cls=Group, examples=examples)
 
 
 def forced() -> bool | None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import click
 from click.shell_completion import get_completion_class
 
-from nest_megatron.cli.command_kinds import Command, Group
+from nest_megatron.cli.command_kinds import Group, command
 from nest_megatron.errors import PROGRAM
 from nest_megatron.version import __version__
 
@@ -142,13 +142,10 @@ def cli() -> None:
     """
 
 
-@click.command(
-    cls=Command,
-    examples=(
-        'eval "$(nest-megatron completion bash)"                 # in ~/.bashrc',
-        'eval "$(nest-megatron completion zsh)"                  # in ~/.zshrc',
-        "nest-megatron completion fish > ~/.config/fish/completions/nest-megatron.fish",
-    ),
+@command(
+    'eval "$(nest-megatron completion bash)"                 # in ~/.bashrc',
+    'eval "$(nest-megatron completion zsh)"                  # in ~/.zshrc',
+    "nest-megatron completion fish > ~/.config/fish/completions/nest-megatron.fish",
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:

@@ -6,15 +6,12 @@ from pathlib import Path
 
 import click
 
-from nest_megatron.cli.command_kinds import OUTPUT, PATH, Command, json_option
+from nest_megatron.cli.command_kinds import OUTPUT, PATH, command, json_option
 
 
-@click.command(
-    cls=Command,
-    examples=(
-        "nest-megatron explain plan.yaml",
-        "nest-megatron explain plan.yaml --json",
-    ),
+@command(
+    "nest-megatron explain plan.yaml",
+    "nest-megatron explain plan.yaml --json",
 )
 @click.argument("path", type=PATH, metavar="PLAN.YAML")
 @click.option("--html", type=OUTPUT, help="Write a page to look at and to send around.")
@@ -40,12 +37,9 @@ def explain(path: Path, *, html: Path | None, timeline: Path | None, as_json: bo
         show(*explained.report())
 
 
-@click.command(
-    cls=Command,
-    examples=(
-        "nest-megatron pin plan.yaml",
-        "nest-megatron pin plan.yaml --out pinned.yaml --by ada --note 'reviewed for run 7'",
-    ),
+@command(
+    "nest-megatron pin plan.yaml",
+    "nest-megatron pin plan.yaml --out pinned.yaml --by ada --note 'reviewed for run 7'",
 )
 @click.argument("path", type=PATH, metavar="PLAN.YAML")
 @click.option("--out", type=OUTPUT, help="Write the pinned plan here instead of in its place.")

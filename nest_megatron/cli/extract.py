@@ -16,7 +16,7 @@ from nest_megatron.cli.command_kinds import (
     FOLDER,
     NEXT,
     OUTPUT,
-    Command,
+    command,
     forced,
     json_option,
     settings_argument,
@@ -45,17 +45,14 @@ from nest_megatron.report.charts import check_suffix
 from nest_megatron.report.console import show, show_json
 
 
-@click.command(
-    cls=Command,
-    examples=(
-        "nest-megatron extract model=llama3_70b parallel.tensor_model_parallel_size=8",
-        f"nest-megatron extract model=deepseek_v3 parallel.tensor_model_parallel_size=8{NEXT}"
-        f"parallel.expert_model_parallel_size=8 parallel.expert_tensor_parallel_size=1{NEXT}"
-        "--layer moe --closed-form --draw moe.svg",
-        "nest-megatron extract --from 'pretrain_gpt.py <your flags>' --unfused",
-        f"nest-megatron extract --module my_model:build --input 1,2048 --dtype int64{NEXT}"
-        "--draw chain.svg",
-    ),
+@command(
+    "nest-megatron extract model=llama3_70b parallel.tensor_model_parallel_size=8",
+    f"nest-megatron extract model=deepseek_v3 parallel.tensor_model_parallel_size=8{NEXT}"
+    f"parallel.expert_model_parallel_size=8 parallel.expert_tensor_parallel_size=1{NEXT}"
+    "--layer moe --closed-form --draw moe.svg",
+    "nest-megatron extract --from 'pretrain_gpt.py <your flags>' --unfused",
+    f"nest-megatron extract --module my_model:build --input 1,2048 --dtype int64{NEXT}"
+    "--draw chain.svg",
 )
 @settings_argument
 @click.option(

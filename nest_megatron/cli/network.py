@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from nest_megatron.catalogue_files import catalogue_names
-from nest_megatron.cli.command_kinds import NEXT, OUTPUT, PATH, Group, json_option
+from nest_megatron.cli.command_kinds import NEXT, OUTPUT, PATH, group, json_option
 from nest_megatron.cli.complete import completing
 from nest_megatron.cluster.records import CollectiveKind
 from nest_megatron.config.keywords import cluster_entry
@@ -20,25 +20,20 @@ from nest_megatron.profile.network_import import cluster_text, fit_network, read
 from nest_megatron.report.console import say, show, show_json
 
 
-@click.group(
-    cls=Group,
-    examples=(
-        "nest-megatron network import all_reduce_perf.log",
-        "nest-megatron network show network.yaml",
-    ),
+@group(
+    "nest-megatron network import all_reduce_perf.log",
+    "nest-megatron network show network.yaml",
 )
 def network() -> None:
     """Measured networks: figures for a cluster from timed collectives."""
 
 
-@network.command(
+@network.subcommand(
     "import",
-    examples=(
-        "nest-megatron network import all_reduce_perf.log",
-        f"nest-megatron network import inside.log over.log --cluster dgx_h100{NEXT}"
-        "--out measured.yaml --profile network.yaml",
-        "nest-megatron network import network.yaml --cluster dgx_h100 --json",
-    ),
+    "nest-megatron network import all_reduce_perf.log",
+    f"nest-megatron network import inside.log over.log --cluster dgx_h100{NEXT}"
+    "--out measured.yaml --profile network.yaml",
+    "nest-megatron network import network.yaml --cluster dgx_h100 --json",
 )
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="FILE...")
 @click.option(
@@ -100,7 +95,7 @@ def network_import(
         say(f"Wrote {path}.")
 
 
-@network.command("show", examples=("nest-megatron network show network.yaml",))
+@network.subcommand("show", "nest-megatron network show network.yaml")
 @click.argument("path", type=PATH, metavar="NETWORK.YAML")
 @json_option
 def network_show(path: Path, *, as_json: bool) -> None:

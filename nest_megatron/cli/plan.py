@@ -8,7 +8,7 @@ import click
 
 from nest_megatron.cli.command_kinds import (
     NEXT,
-    Command,
+    command,
     config_dir_option,
     json_option,
     settings_argument,
@@ -17,16 +17,13 @@ from nest_megatron.cli.command_kinds import (
 from nest_megatron.cli.complete import completing, freed_names
 
 
-@click.command(
-    cls=Command,
-    examples=(
-        f"nest-megatron plan model=llama3_70b cluster=h100_spine_leaf cluster.num_gpus=1024{NEXT}"
-        "train.global_batch_size=4096 out=plan.yaml",
-        "nest-megatron plan model=./config.json cluster=./mine.yaml parallel.zero_stage=1",
-        "nest-megatron plan model=mixtral_8x7b cluster=dgx_h100 search.max_seconds=10 --json",
-        "nest-megatron plan --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100 --free all",
-        "nest-megatron plan -m model=llama3_8b cluster=dgx_h100 train.global_batch_size=256,512",
-    ),
+@command(
+    f"nest-megatron plan model=llama3_70b cluster=h100_spine_leaf cluster.num_gpus=1024{NEXT}"
+    "train.global_batch_size=4096 out=plan.yaml",
+    "nest-megatron plan model=./config.json cluster=./mine.yaml parallel.zero_stage=1",
+    "nest-megatron plan model=mixtral_8x7b cluster=dgx_h100 search.max_seconds=10 --json",
+    "nest-megatron plan --from 'pretrain_gpt.py <your flags>' cluster=dgx_h100 --free all",
+    "nest-megatron plan -m model=llama3_8b cluster=dgx_h100 train.global_batch_size=256,512",
 )
 @config_dir_option
 @settings_argument
@@ -68,13 +65,10 @@ def plan(**options: Any) -> int:
     return run_sweep(given) if given.multirun else run_plan(given)
 
 
-@click.command(
-    cls=Command,
-    examples=(
-        f"nest-megatron estimate model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64{NEXT}"
-        f"parallel.tensor_model_parallel_size=4 parallel.pipeline_model_parallel_size=4{NEXT}"
-        "parallel.context_parallel_size=2 train.micro_batch_size=1",
-    ),
+@command(
+    f"nest-megatron estimate model=llama3_70b cluster=dgx_h100 cluster.num_gpus=64{NEXT}"
+    f"parallel.tensor_model_parallel_size=4 parallel.pipeline_model_parallel_size=4{NEXT}"
+    "parallel.context_parallel_size=2 train.micro_batch_size=1",
 )
 @config_dir_option
 @settings_argument

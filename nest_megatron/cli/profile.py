@@ -19,7 +19,7 @@ from nest_megatron.cli.command_kinds import (
     FOLDER,
     NEXT,
     OUTPUT,
-    Command,
+    command,
     json_option,
     settings_argument,
 )
@@ -60,13 +60,10 @@ if TYPE_CHECKING:
 _NETWORK_SHARE = 0.25
 
 
-@click.command(
-    cls=Command,
-    examples=(
-        "nest-megatron profile model=llama3_8b train.seq_length=128 --max-seconds 5",
-        "torchrun --nproc-per-node 8 -m nest_megatron.profile model=llama3_70b cluster=dgx_h100"
-        f"{NEXT}cluster.num_gpus=64",
-    ),
+@command(
+    "nest-megatron profile model=llama3_8b train.seq_length=128 --max-seconds 5",
+    "torchrun --nproc-per-node 8 -m nest_megatron.profile model=llama3_70b cluster=dgx_h100"
+    f"{NEXT}cluster.num_gpus=64",
 )
 @settings_argument
 @click.option("--config-dir", type=FOLDER, help="A folder with your own model/ or cluster/ files.")

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from nest_megatron.cli.command_kinds import OUTPUT, PATH, Group, json_option
+from nest_megatron.cli.command_kinds import OUTPUT, PATH, group, json_option
 from nest_megatron.cli.complete import completing, profile_names
 from nest_megatron.errors import BAD_INPUT, OK, ProfileError
 from nest_megatron.plain import to_plain
@@ -16,15 +16,12 @@ from nest_megatron.profile.records import LayerProfile, fingerprint_of
 from nest_megatron.report.console import error_fields, say, show, show_json
 
 
-@click.group(
-    cls=Group,
-    examples=(
-        "nest-megatron profiles list",
-        "nest-megatron profiles show llama3_8b-h100",
-        "nest-megatron profiles export llama3_8b-h100 --out profile.yaml",
-        "nest-megatron profiles import profile.yaml --name from_ada",
-        "nest-megatron profiles verify",
-    ),
+@group(
+    "nest-megatron profiles list",
+    "nest-megatron profiles show llama3_8b-h100",
+    "nest-megatron profiles export llama3_8b-h100 --out profile.yaml",
+    "nest-megatron profiles import profile.yaml --name from_ada",
+    "nest-megatron profiles verify",
 )
 def profiles() -> None:
     """Measured layer times: list, show, export, import, verify.
@@ -37,7 +34,7 @@ def profiles() -> None:
 _name_argument = click.argument("name", shell_complete=completing(profile_names))
 
 
-@profiles.command("list", examples=("nest-megatron profiles list --json",))
+@profiles.subcommand("list", "nest-megatron profiles list --json")
 @json_option
 def list_profiles(*, as_json: bool) -> None:
     """List the profiles of this machine's store, and those shipped."""
@@ -63,7 +60,7 @@ def list_profiles(*, as_json: bool) -> None:
         say(f"{name} is broken; `nest-megatron profiles verify {name}` says why.")
 
 
-@profiles.command("show", examples=("nest-megatron profiles show llama3_8b-h100",))
+@profiles.subcommand("show", "nest-megatron profiles show llama3_8b-h100")
 @_name_argument
 @json_option
 def show_profile(name: str, *, as_json: bool) -> None:
@@ -78,9 +75,7 @@ def show_profile(name: str, *, as_json: bool) -> None:
         show(profile_details(profile, fingerprint_of(profile)))
 
 
-@profiles.command(
-    "export", examples=("nest-megatron profiles export llama3_8b-h100 --out profile.yaml",)
-)
+@profiles.subcommand("export", "nest-megatron profiles export llama3_8b-h100 --out profile.yaml")
 @_name_argument
 @click.option("--out", type=OUTPUT, required=True, help="The file to write.")
 @json_option
@@ -93,9 +88,7 @@ def export_profile(name: str, *, out: Path, as_json: bool) -> None:
         say(f"{profile.name} is written to {out}; `nest-megatron profiles import` takes it in.")
 
 
-@profiles.command(
-    "import", examples=("nest-megatron profiles import profile.yaml --name from_ada",)
-)
+@profiles.subcommand("import", "nest-megatron profiles import profile.yaml --name from_ada")
 @click.argument("path", type=PATH, metavar="FILE")
 @click.option("--name", help="Another name for it.")
 @json_option
@@ -112,9 +105,8 @@ def import_profile(path: Path, *, name: str | None, as_json: bool) -> None:
         say(f"{profile.name} is in {folder}: {about}, below any that are measured here.")
 
 
-@profiles.command(
-    "verify",
-    examples=("nest-megatron profiles verify", "nest-megatron profiles verify llama3_8b-h100"),
+@profiles.subcommand(
+    "verify", "nest-megatron profiles verify", "nest-megatron profiles verify llama3_8b-h100"
 )
 @click.argument("name", required=False, shell_complete=completing(profile_names))
 @json_option

@@ -11,9 +11,9 @@ from nest_megatron.cli.command_kinds import (
     NEXT,
     OUTPUT,
     PATH,
-    Command,
-    Group,
+    command,
     config_dir_option,
+    group,
     json_option,
     settings_argument,
 )
@@ -36,13 +36,10 @@ def complete_planners(
     return [f"{before}{name}" for name in PLANNERS if name.startswith(last)]
 
 
-@click.command(
-    cls=Command,
-    examples=(
-        "nest-megatron compare model=llama3_70b cluster=h100_spine_leaf cluster.num_gpus=512",
-        f"nest-megatron compare model=llama3_8b cluster=dgx_h100 cluster.num_gpus=64{NEXT}"
-        "'planners=[nest,manual,phaze]' --chart planners.svg --json",
-    ),
+@command(
+    "nest-megatron compare model=llama3_70b cluster=h100_spine_leaf cluster.num_gpus=512",
+    f"nest-megatron compare model=llama3_8b cluster=dgx_h100 cluster.num_gpus=64{NEXT}"
+    "'planners=[nest,manual,phaze]' --chart planners.svg --json",
 )
 @config_dir_option
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_planners)
@@ -60,12 +57,9 @@ def compare(**options: Any) -> int:
     return run_compare(**options)
 
 
-@click.command(
-    cls=Command,
-    examples=(
-        "nest-megatron paper table2 --model llama2_7b",
-        "nest-megatron paper figure7 --model bert_large --num-gpus 64 --num-gpus 128 --json",
-    ),
+@command(
+    "nest-megatron paper table2 --model llama2_7b",
+    "nest-megatron paper figure7 --model bert_large --num-gpus 64 --num-gpus 128 --json",
 )
 @click.argument(
     "experiment",
@@ -87,13 +81,10 @@ def paper(experiment: str, **options: Any) -> int:
     return run_paper(experiment, **options)
 
 
-@click.group(
-    cls=Group,
-    examples=(
-        "nest-megatron nest solve bertlarge_128.json",
-        "nest-megatron nest evaluate bertlarge_128.json bertlarge_128.result.json",
-        "nest-megatron nest plan model=llama3_8b cluster=h100_spine_leaf",
-    ),
+@group(
+    "nest-megatron nest solve bertlarge_128.json",
+    "nest-megatron nest evaluate bertlarge_128.json bertlarge_128.result.json",
+    "nest-megatron nest plan model=llama3_8b cluster=h100_spine_leaf",
 )
 def nest() -> None:
     """NEST itself: its published solver's instances, and its recurrence on any job.
@@ -112,13 +103,11 @@ _without_option = click.option(
 )
 
 
-@nest.command(
+@nest.subcommand(
     "solve",
-    examples=(
-        "nest-megatron nest solve bertlarge_128.json",
-        "nest-megatron nest solve mixtral_64.json --out plan.json --json",
-        "nest-megatron nest solve llama2_64.json --without recomputed_forward_costs_backward",
-    ),
+    "nest-megatron nest solve bertlarge_128.json",
+    "nest-megatron nest solve mixtral_64.json --out plan.json --json",
+    "nest-megatron nest solve llama2_64.json --without recomputed_forward_costs_backward",
 )
 @_instance_argument
 @click.option("--out", type=OUTPUT, help="Write the plan here, as the artifact writes its output.")
@@ -134,15 +123,13 @@ def nest_solve(instance: Path, **options: Any) -> int:
     return run_solve(instance, **options)
 
 
-@nest.command(
+@nest.subcommand(
     "plan",
-    examples=(
-        f"nest-megatron nest plan model=llama3_8b cluster=h100_spine_leaf{NEXT}"
-        "train.global_batch_size=256",
-        f"nest-megatron nest plan model=llama3_8b cluster=h100_spine_leaf cluster.num_gpus=32{NEXT}"
-        "research.schedule=gpipe research.recompute=on research.memory=paper --json",
-        "nest-megatron nest plan model=llama3_8b cluster=torus_3d research.topology=torus",
-    ),
+    f"nest-megatron nest plan model=llama3_8b cluster=h100_spine_leaf{NEXT}"
+    "train.global_batch_size=256",
+    f"nest-megatron nest plan model=llama3_8b cluster=h100_spine_leaf cluster.num_gpus=32{NEXT}"
+    "research.schedule=gpipe research.recompute=on research.memory=paper --json",
+    "nest-megatron nest plan model=llama3_8b cluster=torus_3d research.topology=torus",
 )
 @config_dir_option
 @settings_argument
@@ -168,15 +155,13 @@ def nest_plan(**options: Any) -> int:
     return run_nest_plan(**options)
 
 
-@nest.command(
+@nest.subcommand(
     "evaluate",
-    examples=(
-        "nest-megatron nest evaluate llama2_64.json llama2_64.result.json",
-        "nest-megatron nest evaluate llama2_64.json --baseline Manual",
-        f"nest-megatron nest evaluate llama2_64.json --baseline Manual{NEXT}"
-        "--without baselines_last_stage_first --without baseline_cuts_count_embedding --json",
-        "nest-megatron nest evaluate llama2_64.json --baseline MCMC --without all",
-    ),
+    "nest-megatron nest evaluate llama2_64.json llama2_64.result.json",
+    "nest-megatron nest evaluate llama2_64.json --baseline Manual",
+    f"nest-megatron nest evaluate llama2_64.json --baseline Manual{NEXT}"
+    "--without baselines_last_stage_first --without baseline_cuts_count_embedding --json",
+    "nest-megatron nest evaluate llama2_64.json --baseline MCMC --without all",
 )
 @_instance_argument
 @click.argument("placement", required=False, type=PATH, metavar="[PLACEMENT.JSON]")

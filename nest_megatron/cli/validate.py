@@ -7,19 +7,16 @@ from typing import Any
 
 import click
 
-from nest_megatron.cli.command_kinds import FOLDER, OUTPUT, PATH, Command, forced, json_option
+from nest_megatron.cli.command_kinds import FOLDER, OUTPUT, PATH, command, forced, json_option
 
 _paths = click.argument("paths", nargs=-1, required=True, type=PATH, metavar="FILE.CSV...")
 
 
-@click.command(
-    cls=Command,
-    examples=(
-        "nest-megatron validate throughput.csv comm_collectives.csv",
-        "nest-megatron validate runs.csv --models models.csv --rows predicted.csv",
-        "nest-megatron validate runs.csv --json",
-        "nest-megatron validate throughput.csv memory_peak.csv --docs docs",
-    ),
+@command(
+    "nest-megatron validate throughput.csv comm_collectives.csv",
+    "nest-megatron validate runs.csv --models models.csv --rows predicted.csv",
+    "nest-megatron validate runs.csv --json",
+    "nest-megatron validate throughput.csv memory_peak.csv --docs docs",
 )
 @_paths
 @click.option(
@@ -47,12 +44,9 @@ def validate(paths: tuple[Path, ...], **options: Any) -> int:
     return run_validate(paths, **options, force=forced())
 
 
-@click.command(
-    cls=Command,
-    examples=(
-        "nest-megatron calibrate throughput.csv memory_peak.csv --out hydra_configs",
-        "nest-megatron calibrate comm_collectives.csv --no-cross-validation",
-    ),
+@command(
+    "nest-megatron calibrate throughput.csv memory_peak.csv --out hydra_configs",
+    "nest-megatron calibrate comm_collectives.csv --no-cross-validation",
 )
 @_paths
 @click.option("--out", type=FOLDER, help="Write the constants into this catalogue (hydra_configs).")

@@ -111,11 +111,7 @@ def write_chart(
 
 
 def inline_svg(draw: Callable[[Any], None], size: tuple[float, float], title: str) -> Markup:
-    """A chart as an ``svg`` element of a page: as wide as its place, in the page's colours.
-
-    Args:
-        title: for screen readers; escaped here.
-    """
+    """A chart as an ``svg`` element of a page: as wide as its place, in the page's colours."""
     from markupsafe import Markup, escape
 
     def transparent(figure: Any) -> None:
@@ -141,11 +137,7 @@ def write_title(figure: Any, title: str) -> None:
 def write_legend(
     figure: Any, entries: Iterable[tuple[str, str]], place: str, ncols: int, title: str = ""
 ) -> None:
-    """What colours mean, outside of the axes.
-
-    Args:
-        entries: names and colours.
-    """
+    """What colours mean, outside of the axes."""
     from matplotlib.patches import Patch
 
     patches = [Patch(color=colour, label=name) for name, colour in entries]

@@ -149,14 +149,7 @@ def _print(error: Exception) -> None:
 
 
 def report(error: Exception, arguments: Sequence[str]) -> int:
-    """Say why a command ended that should not have.
-
-    Args:
-        arguments: the command's, for who reads the report.
-
-    Returns:
-        The exit code.
-    """
+    """Say why a command with these arguments ended that should not have; returns its exit code."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):

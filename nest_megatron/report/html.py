@@ -49,10 +49,6 @@ def html_report(
     Args:
         times: the measured layer times that the plan was made with.
         flags: Megatron-LM's for the layout, shown where the plan holds no launch command.
-
-    Raises:
-        UserInputError: if the plan was made with settings that this version does not know, or
-            without matplotlib.
     """
     verdict = plan_verdict(plan)
     return render_page(

@@ -72,11 +72,10 @@ def stages(plan: ParallelPlan) -> Mapping[str, Any]:
 
 
 def _stage(plan: ParallelPlan, rank: int) -> Mapping[str, Any]:
-    predicted, kinds = plan.predicted, plan.model.layer_kinds()
-    stage = predicted.stages[rank]
-    slowest = max(each.forward_s + each.backward_s for each in predicted.stages)
+    kinds, stage = plan.model.layer_kinds(), plan.predicted.stages[rank]
+    slowest = max(each.forward_s + each.backward_s for each in plan.predicted.stages)
     memory, spent = sum(stage.memory_bytes.values()), stage.forward_s + stage.backward_s
-    share = memory / predicted.capacity_bytes
+    share = memory / plan.predicted.capacity_bytes
     return {
         "rank": rank,
         "gpus": "–".join(map(str, plan.placement.stage_ranks[rank])),

@@ -111,11 +111,7 @@ _NAME_WIDTH = 28
 
 
 def profiles_table(entries: Sequence[tuple[LayerProfile, bool]]) -> RenderableType:
-    """One profile a row.
-
-    Args:
-        entries: each with whether it came with the package.
-    """
+    """One profile a row; each is given with whether it came with the package."""
     longest = max(len(profile.name) for profile, _ in entries)
     rows = (
         (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -44,17 +44,13 @@ _MODULE: Figures = (_FLOPS, _BYTES, ("out MiB", "output_bytes", _MIB), _SAVED)
 def layer_report(
     graph: LayerGraph, title: str, facts: Sequence[tuple[str, str]] = ()
 ) -> RenderableType:
-    """Everything of one layer: operators, collectives, saved activations.
-
-    Args:
-        facts: lines under the title (parameters, provenance).
-    """
+    """Everything of one layer: facts, operators, collectives, saved activations."""
     parts: list[RenderableType] = [Text(f"\n{title}", style="bold")]
     parts += [Text(f"  {name}: {value}", style="dim") for name, value in facts]
-    parts += [heading("Operators (GFLOP and MB, forward and backward)"), operator_table(graph)]
+    parts += [heading("Operators (GFLOP and MB, forward and backward)"), _operator_table(graph)]
     if graph.collectives:
-        parts += [heading("Collectives"), collective_table(graph)]
-    parts += [heading("Saved for the backward pass"), saved_table(graph)]
+        parts += [heading("Collectives"), _collective_table(graph)]
+    parts += [heading("Saved for the backward pass"), _saved_table(graph)]
     return Group(*parts)
 
 
@@ -66,8 +62,7 @@ def _heads(figures: Figures) -> tuple[str, ...]:
     return tuple(head for head, _, _ in figures)
 
 
-def operator_table(graph: LayerGraph) -> Table:
-    """Operators in the order of the forward pass, with totals."""
+def _operator_table(graph: LayerGraph) -> Table:
     parts, names = [op.part.value for op in graph.operators], [op.name for op in graph.operators]
     wide = {"Part": parts, "Operator": [name[:_NARROW] for name in names]}
     table = FittingTable(
@@ -86,8 +81,7 @@ def operator_table(graph: LayerGraph) -> Table:
     return table
 
 
-def collective_table(graph: LayerGraph) -> Table:
-    """Collectives, forward ones first, with the bytes of all their calls."""
+def _collective_table(graph: LayerGraph) -> Table:
     wide = {"Collective": [each.name for each in graph.collectives]}
     table = FittingTable(
         *_wide_columns("Collective", "Group", "Kind", wide=wide),
@@ -97,7 +91,9 @@ def collective_table(graph: LayerGraph) -> Table:
         pad_edge=False,
     )
     for each in sorted(graph.collectives, key=lambda each: each.backward):
-        table.add_row(*_collective_cells(each))
+        size, way = _number(each.message_bytes / 1e6), "back" if each.backward else "forth"
+        cells = (size, f"{each.num_calls:,}", way, each.hidden_under or "-")
+        table.add_row(each.name, each.group.value, each.kind, *cells)
     table.add_section()
     calls = sum(each.num_calls for each in graph.collectives)
     total = sum(each.num_calls * each.message_bytes for each in graph.collectives)
@@ -105,24 +101,12 @@ def collective_table(graph: LayerGraph) -> Table:
     return table
 
 
-def _collective_cells(each: LayerCollective) -> tuple[str, ...]:
-    return (
-        each.name,
-        each.group.value,
-        each.kind,
-        _number(each.message_bytes / 1e6),
-        f"{each.num_calls:,}",
-        "back" if each.backward else "forth",
-        each.hidden_under or "-",
-    )
-
-
-def saved_table(graph: LayerGraph) -> Table:
-    """Bytes that the layer saves, by part, each storage once."""
+def _saved_table(graph: LayerGraph) -> Table:
     table = FittingTable(*word_columns("Part"), *figure_columns("MiB", "share"), pad_edge=False)
-    total = graph.total_saved_bytes()
-    rows = {"the layer's input": graph.input_bytes, **_by_part(graph.saved_bytes)}
-    for name, num_bytes in rows.items():
+    total, saved = graph.total_saved_bytes(), list(graph.saved_bytes)
+    sums = {part: sum(size for where, size in saved if where is part) for part in Part}
+    by_part = {part.value: size for part, size in sums.items() if size}
+    for name, num_bytes in {"the layer's input": graph.input_bytes, **by_part}.items():
         share = f"{100 * num_bytes / total:.1f} %" if total else ""
         table.add_row(name, _number(num_bytes / _MIB), share)
     table.add_section()
@@ -131,18 +115,11 @@ def saved_table(graph: LayerGraph) -> Table:
     return table
 
 
-def _by_part(saved: Iterable[tuple[Part, float]]) -> Mapping[str, float]:
-    """Bytes by part, in the order of the parts; empty ones left out."""
-    each = list(saved)
-    sums = {part: sum(num_bytes for where, num_bytes in each if where is part) for part in Part}
-    return {part.value: total for part, total in sums.items() if total}
-
-
 def chain_report(graph: ChainGraph) -> RenderableType:
     """A model's chain of blocks, then the operators of each kind of block."""
     shapes = ", ".join(f"{list(each.sizes)} {each.dtype}" for each in graph.inputs)
     parts: list[RenderableType] = [Text(f"\n{graph.name} on {shapes}", style="bold")]
-    parts += [heading("Blocks (one forward pass)"), block_table(graph)]
+    parts += [heading("Blocks (one forward pass)"), _block_table(graph)]
     for kind, count in graph.kinds().items():
         block = next(block for block in graph.blocks if block.kind == kind)
         times = f", {count} of them" if count > 1 else ""
@@ -150,7 +127,7 @@ def chain_report(graph: ChainGraph) -> RenderableType:
     return Group(*parts)
 
 
-def block_table(graph: ChainGraph) -> Table:
+def _block_table(graph: ChainGraph) -> Table:
     """The chain, neighbours of one kind in one row."""
     table = FittingTable(
         *word_columns("Block", "Kind"),
@@ -210,12 +187,7 @@ _INWARDS = ("all_gather", "send_recv")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """An operator, and the collectives on its two sides.
-
-    Args:
-        above: those between it and the operator before, forward and backward.
-        below: those between it and the operator after.
-    """
+    """An operator, and the collectives before it in the forward pass and after it."""
 
     operator: Operator
     above: tuple[LayerCollective, ...] = ()

@@ -74,11 +74,7 @@ class ScheduleView:
 
 
 def schedule_view(plan: ParallelPlan, times: LayerTimes | None = None) -> ScheduleView:
-    """Simulate a plan's schedule again, under the settings that it was made with.
-
-    Args:
-        times: the measured layer times that it was made with.
-    """
+    """Simulate a plan's schedule again, under the settings and times that it was made with."""
     model = CostModel(plan.model, plan.cluster, restored_settings(plan.provenance.settings), times)
     problem = stage_problem(model, plan.grid())
     evaluation = evaluate(problem, plan.partition().boundaries)

@@ -23,10 +23,7 @@ class FittingTable(Table):
     """
 
     def __init__(
-        self,
-        *columns: Column | str,
-        rows: Iterable[Sequence[RenderableType]] = (),
-        **options: Any,
+        self, *columns: Column, rows: Iterable[Sequence[RenderableType]] = (), **options: Any
     ) -> None:
         look = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "header_style": "bold", **options}
         super().__init__(*columns, **look)
@@ -54,9 +51,7 @@ class FittingTable(Table):
         """Each row as pairs of a column's name and its value."""
         yield Text("")
         for cells in zip(*(column.cells for column in self.columns), strict=True):
-            pairs = Table.grid(padding=(0, 2, 0, 0))
-            pairs.add_column(style="bold")
-            pairs.add_column(overflow="fold")
+            pairs = Table.grid(Column(style="bold"), *word_columns(""), padding=(0, 2, 0, 0))
             for column, cell in zip(self.columns, cells, strict=True):
                 if cell != "":
                     pairs.add_row(column.header, cell)
@@ -100,9 +95,8 @@ def figure_columns(*heads: str, **options: Any) -> list[Column]:
 
 def pairs(rows: Iterable[tuple[str, str | Text]]) -> RenderableType:
     """Names beside what is said of them."""
-    table = Table.grid(
-        Column(style="cyan", no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0)
-    )
+    columns = *name_columns("", style="cyan"), *word_columns("")
+    table = Table.grid(*columns, padding=(0, 2, 0, 0))
     for name, value in rows:
         table.add_row(name, Text(value) if isinstance(value, str) else value)
     return indented(table)

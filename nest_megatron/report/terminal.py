@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
@@ -71,12 +71,7 @@ def plan_report(plan: ParallelPlan) -> RenderableType:
 def explain_report(
     plan: ParallelPlan, differences: Sequence[Mapping[str, float] | None]
 ) -> RenderableType:
-    """What ``explain`` prints, the launch command apart.
-
-    Args:
-        differences: for each runner-up, seconds that each term takes more than in the plan, or
-            ``None`` where it cannot be priced by this version.
-    """
+    """What ``explain`` prints, the launch command apart; ``term_differences`` of the runners-up."""
     parts = _opening(plan, short=False)
     parts += [heading("Communication groups by network level"), _groups(plan)]
     if plan.alternatives:
@@ -234,12 +229,11 @@ def _memory_table(plan: ParallelPlan, *, short: bool) -> RenderableType:
         *word_columns("Holds", max_width=22),
         *figure_columns(*(_MEMORY_HEADS[name] for name in held), "Total", "Free", "Busy"),
     )
-    previous = -1
-    for rank in _shown_ranks(plan) if short else range(len(stages)):
+    shown = _shown_ranks(plan) if short else range(len(stages))
+    for previous, rank in pairwise((-1, *shown)):
         if rank > previous + 1:
             table.add_row(f"({rank - previous - 1} more)", *[""] * (len(table.columns) - 1))
         table.add_row(*_memory_row(plan, rank, stages[rank], held))
-        previous = rank
     return table
 
 
@@ -281,8 +275,8 @@ def _runs(layers: Iterable[str]) -> str:
 def _difference_lines(differences: Sequence[Mapping[str, float] | None]) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     for number, terms in enumerate(differences, start=1):
-        words = "cannot be priced by this version" if terms is None else term_words(terms)
-        table.add_row(f"{number}", Text(words))
+        unknown = "cannot be priced by this version"
+        table.add_row(f"{number}", Text(unknown if terms is None else term_words(terms)))
     return indented(table)
 
 
@@ -317,16 +311,11 @@ def notes_report(notes: Iterable[str]) -> RenderableType:
 def changes_table(changes: Iterable[tuple[str, str | None, str | None, str]]) -> RenderableType:
     """Flags before and after, the reason under each."""
     table = Table.grid(*name_columns(""), *word_columns(""), padding=(0, 2, 0, 0))
-    for flag, before, after, reason in changes:
-        told = Text.assemble(
-            (_shown(before), "red"), " -> ", (_shown(after), "green"), (f"\n{reason}", "dim")
-        )
+    for flag, *values, reason in changes:
+        before, after = ("absent" if value is None else value or "set" for value in values)
+        told = Text.assemble((before, "red"), " -> ", (after, "green"), (f"\n{reason}", "dim"))
         table.add_row(flag, told)
     return indented(table)
-
-
-def _shown(value: str | None) -> str:
-    return "absent" if value is None else value or "set"
 
 
 def no_plan_report(refusal: NoPlan) -> RenderableType:

@@ -86,12 +86,7 @@ def chrome_trace(plan: ParallelPlan, times: LayerTimes | None = None) -> str:
 
 
 def draw_timeline(plan: ParallelPlan, path: Path, times: LayerTimes | None = None) -> None:
-    """Draw the schedule: pipeline ranks over time, a long one as its beginning, middle and end.
-
-    Args:
-        path: a ``.png`` or ``.svg`` file.
-        times: the measured layer times that the plan was made with.
-    """
+    """Draw the schedule, a long one as beginning, middle and end, as ``.png`` or ``.svg``."""
     check_suffix(path, "timeline")
     view = schedule_view(plan, times)
     size = (_WIDTH, _height(view) + 1.1)
@@ -107,8 +102,8 @@ def _row_names(plan: ParallelPlan) -> Iterator[dict[str, Any]]:
     title = f"{plan.model.name} on {plan.cluster.name}, predicted"
     yield {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": title}}
     for rank, gpus in enumerate(plan.placement.stage_ranks):
-        name = f"pipeline rank {rank} (GPUs from {gpus[0]})"
-        yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": name}}
+        about = {"name": f"pipeline rank {rank} (GPUs from {gpus[0]})"}
+        yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": about}
         order = {"sort_index": rank}
         yield {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": order}
 
