@@ -51,17 +51,6 @@ if TYPE_CHECKING:
 
     from nest_megatron.profile.lookup import LayerTimes
 
-__all__ = [
-    "Catalogue",
-    "Explanation",
-    "Plan",
-    "clusters",
-    "estimate",
-    "load_plan",
-    "models",
-    "plan",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan(Shown):
@@ -186,10 +175,7 @@ class Plan(Shown):
 
         Args:
             path: the file; ``-`` is standard output.
-            force: replace a file that nest-megatron has not written.
-
-        Raises:
-            UserInputError: if it cannot be written, or holds something else.
+            force: replace a file that nest-megatron has not written, which is refused otherwise.
         """
         check_output("path", Path(path), force=force)
         plan_file.write(self.record, Path(path))
@@ -225,7 +211,6 @@ class Explanation(Shown):
     """A plan with its reasons; a notebook shows the page of ``explain --html``.
 
     Attributes:
-        plan: the plan.
         times: the measured layer times that it was made with, where they are on this machine.
     """
 
@@ -236,10 +221,8 @@ class Explanation(Shown):
         """What ``explain --json`` prints."""
         from nest_megatron.report.words import proof
 
-        reasons = {
-            "certificate": proof(self.plan.record),
-            "alternative_term_differences_s": [each and dict(each) for each in self.differences()],
-        }
+        lost = [each and dict(each) for each in self.differences()]
+        reasons = {"certificate": proof(self.plan.record), "alternative_term_differences_s": lost}
         pinned = {} if self.plan.pin is None else {"pin": to_plain(self.plan.pin)}
         return {**pinned, **self.plan.to_dict(), "explained": reasons}
 
@@ -353,10 +336,7 @@ def estimate(
     config_dir: str | os.PathLike[str] | None = None,
     **settings: object,
 ) -> Plan:
-    """Price one layout; nothing is searched, and what is not given is Megatron's default.
-
-    Args:
-        model, cluster, num_gpus, global_batch_size, config_dir, settings: as for ``plan``.
+    """Price one layout: as ``plan``, but nothing is searched, and defaults are Megatron's.
 
     Returns:
         The layout as a plan; ``predicted.fits`` says whether it is predicted to fit in memory.

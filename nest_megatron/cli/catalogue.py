@@ -29,9 +29,9 @@ def models(name: str | None, *, as_json: bool) -> None:
     specs = [model_entry(each) for each in (catalogue_names("model") if name is None else (name,))]
     if as_json:
         documents = [model_document(spec) for spec in specs]
-        show_json({"models": documents} if name is None else documents[0])
+        show_json(documents[0] if name is not None else {"models": documents})
     else:
-        show(models_table(specs) if name is None else model_details(specs[0]))
+        show(model_details(specs[0]) if name is not None else models_table(specs))
 
 
 @command(
@@ -54,6 +54,6 @@ def clusters(name: str | None, *, as_json: bool) -> None:
     entries = [(each, cluster_entry(each)) for each in names]
     if as_json:
         documents = [{"entry": each, **to_plain(cluster)} for each, cluster in entries]
-        show_json({"clusters": documents} if name is None else documents[0])
+        show_json(documents[0] if name is not None else {"clusters": documents})
     else:
-        show(clusters_table(entries) if name is None else cluster_details(entries[0][1]))
+        show(cluster_details(entries[0][1]) if name is not None else clusters_table(entries))

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,12 @@ from nest_megatron.files import check_output, require_folder
 from nest_megatron.integrations.megatron_lm.command_request import read_model
 from nest_megatron.megatron_core import cache
 from nest_megatron.megatron_core.chain import extract_chain, require_torch
+from nest_megatron.megatron_core.records import ExtractedLayer
 from nest_megatron.megatron_core.stage import require_megatron
 from nest_megatron.megatron_core.user_module import build, read_inputs
-from nest_megatron.model.graph import LayerGraph
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.operators import layer_graph
-from nest_megatron.model.parameters import ParameterCount, unit_parameters
+from nest_megatron.model.parameters import unit_parameters
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind, TransformerSpec
 from nest_megatron.plain import to_plain
@@ -184,39 +184,6 @@ def _extract_module(options: _Options, name: str) -> None:
     show(chain_report(graph), *(f"Wrote {path}." for path in pictures))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layer:
-    """One kind of layer, from whichever source.
-
-    Args:
-        count: how many the model has.
-        recompute: saved activations under each setting that was tried.
-    """
-
-    kind: LayerKind
-    count: int
-    graph: LayerGraph
-    parameters: ParameterCount
-    recompute: Mapping[str, Any] = field(default_factory=dict)
-    provenance: Mapping[str, str] = field(default_factory=dict)
-
-    def facts(self) -> Iterator[tuple[str, str]]:
-        """Lines under its title."""
-        yield "parameters", f"{self.parameters.total:,}"
-        if self.parameters.expert:
-            yield "of them in experts", f"{self.parameters.expert:,}"
-        for name, words in self.provenance.items():
-            yield name.replace("_", " "), words
-        for label, saved in self.recompute.items():
-            yield f"kept with recompute {label}", f"{saved.saved_bytes / 2**20:,.1f} MiB"
-
-    def fields(self) -> dict[str, Any]:
-        """The layer for a program."""
-        count, saved = self.parameters, self.graph.total_saved_bytes()
-        parameters = {"dense": count.dense, "expert": count.expert}
-        return {**to_plain(self), "total_saved_bytes": saved, "parameters": parameters}
-
-
 def _extract_layers(options: _Options) -> None:
     """Draw, and print, the work of a model's layers."""
     settings = parse(options.overrides, options.config_dir)
@@ -227,27 +194,23 @@ def _extract_layers(options: _Options) -> None:
     read_settings(composed.config, Job(spec=spec))  # refuses what the cost model would
     shard = read_shard(composed, spec, flags)
     shard = dataclasses.replace(shard, flash_attention=not options.unfused)
-    read = _closed_form if options.closed_form else _from_megatron
-    layers = [read(spec, kind, shard, options) for kind in _kinds(spec, options.layer)]
-    titles = [_title(spec, shard, layer) for layer in layers]
-    pictures = _draw(options.draw, layers, titles)
-    notes = _notes(composed)
+    layers = {kind: _layer(spec, kind, shard, options) for kind in _kinds(spec, options.layer)}
+    pictures = _draw(options.draw, spec, shard, layers)
+    notes, counts = _notes(composed), Counter(spec.layer_kinds())
     if options.as_json:
-        show_json(
-            {
-                "model": spec.name,
-                "shard": to_plain(shard),
-                "layers": [layer.fields() for layer in layers],
-                "notes": notes,
-                "pictures": [str(path) for path in pictures],
-            }
-        )
+        found = [
+            {"kind": kind.value, "count": counts[kind], **_fields(layer)}
+            for kind, layer in layers.items()
+        ]
+        written = [str(path) for path in pictures]
+        model = {"model": spec.name, "shard": to_plain(shard)}
+        show_json({**model, "layers": found, "notes": notes, "pictures": written})
         return
     from nest_megatron.report.operator_table import layer_report
     from nest_megatron.report.terminal import notes_report
 
-    for layer, title in zip(layers, titles, strict=True):
-        show(layer_report(layer.graph, title, list(layer.facts())))
+    for kind, layer in layers.items():
+        show(layer_report(layer.graph, _title(spec, shard, kind), list(_facts(layer))))
     show(notes_report(notes), *(f"Wrote {path}." for path in pictures))
 
 
@@ -260,45 +223,53 @@ def _kinds(spec: TransformerSpec, layer: str) -> list[LayerKind]:
     return known if layer == "all" else [LayerKind(layer)]
 
 
-def _closed_form(spec: TransformerSpec, kind: LayerKind, shard: LayerShard, _: _Options) -> _Layer:
-    kinds = spec.layer_kinds()
-    counts = unit_parameters(
-        spec,
-        shard.tensor_model_parallel_size,
-        shard.expert_model_parallel_size,
-        shard.expert_tensor_parallel_size,
-        single_stage=False,
-    )
-    return _Layer(
-        kind=kind,
-        count=Counter(kinds)[kind],
-        graph=layer_graph(spec, kind, shard),
-        parameters=counts[kinds.index(kind)],
-        provenance={"source": "closed form, Transformer Engine's layers"},
-    )
-
-
-def _from_megatron(
+def _layer(
     spec: TransformerSpec, kind: LayerKind, shard: LayerShard, options: _Options
-) -> _Layer:
-    """One layer of megatron-core's; this is the only place that asks for it."""
+) -> ExtractedLayer:
+    """A layer of the closed form, or of megatron-core; only here it is asked for."""
+    if options.closed_form:
+        degrees = (
+            shard.tensor_model_parallel_size,
+            shard.expert_model_parallel_size,
+            shard.expert_tensor_parallel_size,
+        )
+        counts = unit_parameters(spec, *degrees, single_stage=False)
+        return ExtractedLayer(
+            graph=layer_graph(spec, kind, shard),
+            parameters=counts[spec.layer_kinds().index(kind)],
+            recompute={},
+            provenance={"source": "closed form, Transformer Engine's layers"},
+        )
     require_megatron()
     from nest_megatron.megatron_core.substitutes import quiet
 
     with quiet():
         implementation = Implementation(options.implementation)
-        found = cache.layer(spec, kind, shard, implementation=implementation)
-    return _Layer(
-        kind=kind,
-        count=Counter(spec.layer_kinds())[kind],
-        graph=found.graph,
-        parameters=found.parameters,
-        recompute=found.recompute,
-        provenance=found.provenance,
-    )
+        return cache.layer(spec, kind, shard, implementation=implementation)
 
 
-def _draw(draw: Path | None, layers: Sequence[_Layer], titles: Sequence[str]) -> list[Path]:
+def _fields(layer: ExtractedLayer) -> dict[str, Any]:
+    count, saved = layer.parameters, layer.graph.total_saved_bytes()
+    parameters = {"dense": count.dense, "expert": count.expert}
+    return {**to_plain(layer), "total_saved_bytes": saved, "parameters": parameters}
+
+
+def _facts(layer: ExtractedLayer) -> Iterator[tuple[str, str]]:
+    yield "parameters", f"{layer.parameters.total:,}"
+    if layer.parameters.expert:
+        yield "of them in experts", f"{layer.parameters.expert:,}"
+    for name, words in layer.provenance.items():
+        yield name.replace("_", " "), words
+    for label, saved in layer.recompute.items():
+        yield f"kept with recompute {label}", f"{saved.saved_bytes / 2**20:,.1f} MiB"
+
+
+def _draw(
+    draw: Path | None,
+    spec: TransformerSpec,
+    shard: LayerShard,
+    layers: Mapping[LayerKind, ExtractedLayer],
+) -> list[Path]:
     """Pictures of the layers: of several, a file each."""
     if draw is None:
         return []
@@ -306,26 +277,27 @@ def _draw(draw: Path | None, layers: Sequence[_Layer], titles: Sequence[str]) ->
 
     paths = [draw]
     if len(layers) > 1:
-        paths = [draw.with_name(f"{draw.stem}-{each.kind.value}{draw.suffix}") for each in layers]
+        paths = [draw.with_name(f"{draw.stem}-{kind.value}{draw.suffix}") for kind in layers]
         for path in paths:
             check_output("--draw", path, force=forced())
-    for layer, path, title in zip(layers, paths, titles, strict=True):
-        draw_layer(layer.graph, path, title)
+    for (kind, layer), path in zip(layers.items(), paths, strict=True):
+        draw_layer(layer.graph, path, _title(spec, shard, kind))
     return paths
 
 
-def _title(spec: TransformerSpec, shard: LayerShard, layer: _Layer) -> str:
-    words = [f"TP {shard.tensor_model_parallel_size}"]
+def _title(spec: TransformerSpec, shard: LayerShard, kind: LayerKind) -> str:
     degrees = {
         "CP": shard.context_parallel_size,
         "EP": shard.expert_model_parallel_size,
         "ETP": shard.expert_tensor_parallel_size if spec.is_moe else 1,
     }
+    words = [f"TP {shard.tensor_model_parallel_size}"]
     words += [f"{name} {size}" for name, size in degrees.items() if size > 1]
     words += ["SP"] if shard.sequence_parallel else []
-    times = f" ({layer.count} of them)" if layer.count > 1 else ""
+    count = spec.layer_kinds().count(kind)
+    times = f" ({count} of them)" if count > 1 else ""
     batch = f"{shard.micro_batch_size} x {spec.seq_length:,} tokens"
-    return f"{spec.name}, {layer.kind.value} layer{times}: {' '.join(words)}, {batch}"
+    return f"{spec.name}, {kind.value} layer{times}: {' '.join(words)}, {batch}"
 
 
 _MATTERS = (

@@ -27,6 +27,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.config.compose import Composed, compose
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.request import read_spec, request_of
+from nest_megatron.config.shard import DEGREES
 from nest_megatron.config.target import read_precision
 from nest_megatron.errors import UserInputError
 from nest_megatron.megatron_core.stage import Where, require_megatron
@@ -34,7 +35,7 @@ from nest_megatron.megatron_core.substitutes import quiet
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
-from nest_megatron.parallel.plan import Alternative, ParallelChoice, ParallelPlan
+from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import plan
 from nest_megatron.profile import network, store
@@ -251,30 +252,17 @@ def tasks_of_rank(
 
 def shape_of(task: Task) -> tuple[object, ...]:
     """What tells timings apart (``Timing.shape``)."""
-    shard = task.shard
-    return (
-        task.block,
-        shard.tensor_model_parallel_size,
-        shard.context_parallel_size,
-        shard.expert_model_parallel_size,
-        shard.expert_tensor_parallel_size,
-        shard.micro_batch_size,
-        shard.sequence_parallel,
-    )
+    names = (*DEGREES, "micro_batch_size", "sequence_parallel")
+    return (task.block, *(getattr(task.shard, name) for name in names))
 
 
 def _known(machine: Machine, spec: TransformerSpec, precision: Precision) -> tuple[Timing, ...]:
     """Timings that the store holds already for this machine and these layers."""
     wanted = fingerprint(machine, spec, precision)
-    profiles = (
-        entry.read() for entry in store.stored_entries() if entry.line("fingerprint") == wanted
-    )
-    return tuple(
-        timing
-        for profile in profiles
-        if not profile.imported and fingerprint_of(profile) == wanted
-        for timing in profile.timings
-    )
+    entries = (each for each in store.stored_entries() if each.line("fingerprint") == wanted)
+    profiles = (entry.read() for entry in entries)
+    own = (each for each in profiles if not each.imported and fingerprint_of(each) == wanted)
+    return tuple(timing for profile in own for timing in profile.timings)
 
 
 def _wanted_shards(
@@ -286,16 +274,11 @@ def _wanted_shards(
     found = plan(dataclasses.replace(request_of(composed), times=None))
     if not isinstance(found, ParallelPlan):
         return ()
-    layouts: list[tuple[ParallelChoice | Alternative, int]] = [
-        (found.parallel, found.train.micro_batch_size),
-        *((other, other.micro_batch_size) for other in found.alternatives),
-    ]
+    layouts: list[tuple[Any, int]] = [(found.parallel, found.train.micro_batch_size)]
+    layouts += [(other, other.micro_batch_size) for other in found.alternatives]
     return tuple(
         LayerShard(
-            tensor_model_parallel_size=layout.tensor_model_parallel_size,
-            context_parallel_size=layout.context_parallel_size,
-            expert_model_parallel_size=layout.expert_model_parallel_size,
-            expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+            **{name: getattr(layout, name) for name in DEGREES},
             micro_batch_size=micro_batch_size,
             sequence_parallel=layout.tensor_model_parallel_size > 1,
             flash_attention=flash,

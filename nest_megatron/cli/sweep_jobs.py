@@ -201,11 +201,7 @@ def launch(
 
 
 def run_one(config: DictConfig) -> int:
-    """The task that a launcher runs, perhaps in another process or on another machine.
-
-    Returns:
-        The job's exit code; everything else is in the sweep's folder.
-    """
+    """The task that a launcher runs, perhaps elsewhere; what comes of it is in the folder."""
     folder = Path(config.folder)
     job, config_dir = read_job(folder, config.job)
     if not is_done(folder, job):

@@ -141,26 +141,17 @@ def prepare_streams() -> None:
 def print_error(error: Exception, *, as_json: bool) -> None:
     """Print a user's mistake: two lines on standard error, or one JSON document.
 
-    On standard error too where standard output cannot take the document.
+    On standard error too where standard output cannot take the document, or no more.
     """
-    if as_json and _is_shown_as_json(error):
-        return
+    if as_json and getattr(sys.stdout, "name", None) != os.devnull:  # put there where it failed
+        with contextlib.suppress(UserInputError):
+            show_json({"error": error_fields(error)})
+            return
     if not isinstance(error, UserInputError):
         print(f"error: {error}", file=sys.stderr)
         return
     given = "" if error.value is None else f" = {shortened(str(error.value))}"
     print(f"error: {error.what}{given}: {error.limit}.\n       {error.fix}", file=sys.stderr)
-
-
-def _is_shown_as_json(error: Exception) -> bool:
-    """Print an error as JSON, unless standard output takes nothing, or no more."""
-    if getattr(sys.stdout, "name", None) == os.devnull:  # put there where writing failed
-        return False
-    try:
-        show_json({"error": error_fields(error)})
-    except UserInputError:
-        return False
-    return True
 
 
 def error_fields(error: Exception) -> dict[str, Any]:
