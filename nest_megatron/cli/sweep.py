@@ -99,7 +99,7 @@ def _run_left(folder: Path, jobs: Sequence[SweepJob], launcher: Sequence[Setting
     if len(left) < len(jobs):
         print(f"{len(jobs) - len(left)} of {len(jobs)} jobs are done.", file=sys.stderr)
     if left:
-        launch(folder, jobs, left, launcher)
+        launch(folder, left, launcher)
 
 
 def _say_how_far(folder: Path, jobs: Sequence[SweepJob], *, has_folder: bool) -> None:

@@ -149,7 +149,6 @@ def is_done(folder: Path, job: SweepJob) -> bool:
 
 #: Key of the choice of a launcher.
 LAUNCHER = "hydra/launcher"
-_PRIMARY = "sweep"
 #: The package that brings a launcher, by the beginning of its name.
 _PACKAGES = {
     "joblib": "hydra-joblib-launcher",
@@ -158,7 +157,6 @@ _PACKAGES = {
 }
 #: Settings that Hydra knows no names of: arguments of ``ray.init`` and ``ray.remote``.
 _OPEN = "hydra.launcher.ray."
-_QUIET = ("hydra/job_logging=none", "hydra/hydra_logging=none")
 
 
 def check_launcher(settings: Sequence[Setting], *, has_folder: bool) -> None:
@@ -170,22 +168,15 @@ def check_launcher(settings: Sequence[Setting], *, has_folder: bool) -> None:
         raise UserInputError(LAUNCHER, value=name, limit=limit, fix=fix)
 
 
-def launch(
-    folder: Path, jobs: Sequence[SweepJob], numbers: Sequence[int], settings: Sequence[Setting]
-) -> None:
-    """Run jobs of a folder's list.
-
-    Args:
-        numbers: of the jobs to run.
-        settings: the launcher and its own settings.
-    """
+def launch(folder: Path, numbers: Sequence[int], settings: Sequence[Setting]) -> None:
+    """Run jobs of a folder's list, with the launcher and its own settings."""
     import hydra
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     where = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
-    overrides = [f"folder='{where}'", *_QUIET]
+    overrides = [f"folder='{where}'", "hydra/job_logging=none", "hydra/hydra_logging=none"]
     overrides += [f"++{s}" if s.key.startswith(_OPEN) else str(s) for s in settings]
     overrides.append(f"job={','.join(map(str, numbers))}")
     try:
@@ -195,7 +186,7 @@ def launch(
         ):
             instance = GlobalHydra.instance().hydra
             assert instance is not None
-            instance.multirun(_PRIMARY, run_one, overrides, with_log_configuration=False)
+            instance.multirun("sweep", run_one, overrides, with_log_configuration=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise _plain_error(error, settings) from error
 

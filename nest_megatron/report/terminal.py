@@ -223,17 +223,17 @@ class _Bar:
 def _memory_table(plan: ParallelPlan, *, short: bool) -> RenderableType:
     """Memory of each pipeline rank by term; the short form leaves the middle ones out."""
     stages = plan.predicted.stages
-    held = [n for n in _MEMORY_HEADS if any(stage.memory_bytes.get(n) for stage in stages)]
+    parts = [n for n in _MEMORY_HEADS if any(stage.memory_bytes.get(n) for stage in stages)]
     table = FittingTable(
         *name_columns("Rank"),
         *word_columns("Holds", max_width=22),
-        *figure_columns(*(_MEMORY_HEADS[name] for name in held), "Total", "Free", "Busy"),
+        *figure_columns(*(_MEMORY_HEADS[name] for name in parts), "Total", "Free", "Busy"),
     )
     shown = _shown_ranks(plan) if short else range(len(stages))
     for previous, rank in pairwise((-1, *shown)):
         if rank > previous + 1:
             table.add_row(f"({rank - previous - 1} more)", *[""] * (len(table.columns) - 1))
-        table.add_row(*_memory_row(plan, rank, stages[rank], held))
+        table.add_row(*_memory_row(plan, rank, stages[rank], parts))
     return table
 
 
@@ -247,7 +247,7 @@ def _shown_ranks(plan: ParallelPlan) -> list[int]:
 
 
 def _memory_row(
-    plan: ParallelPlan, rank: int, stage: PredictedStage, held: Sequence[str]
+    plan: ParallelPlan, rank: int, stage: PredictedStage, parts: Sequence[str]
 ) -> list[RenderableType]:
     total = sum(stage.memory_bytes.values())
     free = plan.predicted.capacity_bytes - total
@@ -255,7 +255,7 @@ def _memory_row(
     return [
         f"{rank}{mark}",
         _runs(stage.layers),
-        *(f"{stage.memory_bytes.get(name, 0) / GIB:.1f}" for name in held),
+        *(f"{stage.memory_bytes.get(name, 0) / GIB:.1f}" for name in parts),
         Text(f"{total / GIB:.1f}", style="bold"),
         Text(f"{free / GIB:.1f}", style="red" if free < 0 else "default"),
         f"{100 * stage.busy_share:.0f}%",
