@@ -32,7 +32,7 @@ from nest_megatron.files import check_output, require_folder
 from nest_megatron.integrations.megatron_lm.command_request import read_model
 from nest_megatron.megatron_core import cache
 from nest_megatron.megatron_core.chain import extract_chain, require_torch
-from nest_megatron.megatron_core.records import ExtractedLayer
+from nest_megatron.megatron_core.layers import ExtractedLayer
 from nest_megatron.megatron_core.stage import require_megatron
 from nest_megatron.megatron_core.user_module import build, read_inputs
 from nest_megatron.model.implementation import Implementation

@@ -25,9 +25,9 @@ from nest_megatron.cli.command_kinds import (
 )
 from nest_megatron.cluster.records import Precision
 from nest_megatron.config.compose import Composed, compose
+from nest_megatron.config.layout import LAYER_DEGREES
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.request import read_spec, request_of
-from nest_megatron.config.shard import DEGREES
 from nest_megatron.config.target import read_precision
 from nest_megatron.errors import UserInputError
 from nest_megatron.megatron_core.stage import Where, require_megatron
@@ -252,7 +252,7 @@ def tasks_of_rank(
 
 def shape_of(task: Task) -> tuple[object, ...]:
     """What tells timings apart (``Timing.shape``)."""
-    names = (*DEGREES, "micro_batch_size", "sequence_parallel")
+    names = (*LAYER_DEGREES, "micro_batch_size", "sequence_parallel")
     return (task.block, *(getattr(task.shard, name) for name in names))
 
 
@@ -278,7 +278,7 @@ def _wanted_shards(
     layouts += [(other, other.micro_batch_size) for other in found.alternatives]
     return tuple(
         LayerShard(
-            **{name: getattr(layout, name) for name in DEGREES},
+            **{name: getattr(layout, name) for name in LAYER_DEGREES},
             micro_batch_size=micro_batch_size,
             sequence_parallel=layout.tensor_model_parallel_size > 1,
             flash_attention=flash,
