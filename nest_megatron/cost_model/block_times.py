@@ -104,10 +104,11 @@ class BlockTimes:
         """
         execution, beside_s = shard.execution, 0.0
         way: _Way = execution.outside_experts
-        shape: _Shape = (block, *dense_shape(places, shard))
         if block in (LayerBlock.DENSE, LayerBlock.EXPERTS):
             tp, tokens = shard.tensor_model_parallel_size, shard.tokens(self.spec)
-            shape = (block, tokens, tp, shard.sequence_parallel, places[0])
+            shape: _Shape = (block, tokens, tp, shard.sequence_parallel, places[0])
+        else:
+            shape = (block, *dense_shape(places, shard))
         if block is LayerBlock.EXPERTS:
             ep, etp = shard.expert_model_parallel_size, shard.expert_tensor_parallel_size
             way, shape = execution.of_experts, (*shape, ep, etp, places[2:])

@@ -25,12 +25,10 @@ _MOST = 1 << 62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticalPath:
-    """What lies on the critical path of a schedule.
+    """What lies on the critical path of a schedule: for each chunk, how many passes.
 
-    Args:
-        forward, backward: for each chunk, how many of its passes.
-        forward_sent, backward_sent: for each chunk, how many transfers of its results that their
-            receiver waited for.
+    ``forward_sent`` and ``backward_sent`` count, for each chunk, the transfers of its results that
+    their receiver waited for.
     """
 
     first_rank: int
@@ -84,7 +82,6 @@ def summarize(
     Args:
         p, v, m: pipeline ranks, chunks on each rank, micro batches; with ``v > 1``, ``p`` is above
             1 and divides ``m``.
-        chunks: ``p * v`` chunks along the model.
         releases: time before which each rank cannot start.
         reductions: time that each rank takes after its last pass. Of ranks that end at the same
             time, the path ends on the first.

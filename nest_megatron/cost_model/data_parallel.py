@@ -56,7 +56,7 @@ def replica_traffic(
     layer: ParameterCount,
     settings: CostSettings,
 ) -> ReplicaTraffic:
-    """Price data-parallel traffic where its groups lie.
+    """Price data-parallel traffic where its groups lie; ``layer`` counts one layer on a rank.
 
     ``DistributedDataParallel`` sends buckets of 40 M parameters, or of 1 M for each replica if that
     is more, where the job states no size; Megatron-FSDP sends one layer at a time, its experts
@@ -64,9 +64,6 @@ def replica_traffic(
     optimizer instances, gradients are scattered within an instance, whose ranks follow each other,
     and each share is summed over the instances; weights are gathered within an instance
     (``_ParamAndGradBucketGroup.start_grad_sync``).
-
-    Args:
-        layer: parameters of one layer on a rank.
     """
     sizes = cluster.group_sizes()
     bucket = settings.traits.ddp_bucket_size or max(

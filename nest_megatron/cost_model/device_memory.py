@@ -52,11 +52,11 @@ COMMUNICATOR_BYTES = 650 * GIB // 1000
 #: ``computeBuffSizes``, ``p2pRecvSetup``), each its own (issue 2294). Measured with seven peers;
 #: read in the source for more. EP 64 on a rack of GB200 ran out of memory, and smaller buffers were
 #: tried for it (marin-community/marin issue 8077).
-EXCHANGE_BYTES = 440 * GIB // 1000
+ALL_TO_ALL_BYTES = 440 * GIB // 1000
 #: For each such rank where others of the group are across the network, which leaves two channels;
 #: and 16 chunks of 128 KiB of 32 channels both ways for all others (``ncclTopoComputeP2pChannels``,
 #: ``sharedNetBuffersInit``).
-_EXCHANGE_NETWORK_BYTES, _NETWORK_BUFFERS = EXCHANGE_BYTES // 16, 2 * 32 * 16 * 128 * 1024
+_ALL_TO_ALL_NETWORK_BYTES, _NETWORK_BUFFERS = ALL_TO_ALL_BYTES // 16, 2 * 32 * 16 * 128 * 1024
 #: DeepEP's buffers: 10 channels, 8 ranks in a node, places for 288 tokens of each of them and twice
 #: 128 of each node, and what is sent with a token (``csrc/legacy/config.hpp``,
 #: ``get_dispatch_config`` and ``Buffer.num_sms`` of deepseek-ai/DeepEP).
@@ -72,8 +72,8 @@ def outside_bytes(spec: TransformerSpec, grid: Grid, cluster: Cluster) -> Bytes:
     if grid.execution.tp_comm_overlap and dims.tensor_model_parallel_size > 1:
         tokens = spec.seq_length * grid.micro_batch_size // dims.context_parallel_size
         buffers = USER_BUFFERS * tokens * spec.hidden_size * 2
-    exchanged = exchange_bytes(spec, grid, cluster.group_sizes())
-    return CONTEXT_BYTES + communicator_bytes(dims) + exchanged + buffers
+    all_to_all = all_to_all_bytes(spec, grid, cluster.group_sizes())
+    return CONTEXT_BYTES + communicator_bytes(dims) + all_to_all + buffers
 
 
 def communicator_bytes(dims: ParallelDims) -> Bytes:
@@ -90,7 +90,7 @@ def communicator_bytes(dims: ParallelDims) -> Bytes:
     return sum(1 for size in groups if size > 1) * COMMUNICATOR_BYTES
 
 
-def exchange_bytes(spec: TransformerSpec, grid: Grid, group_sizes: tuple[int, ...]) -> Bytes:
+def all_to_all_bytes(spec: TransformerSpec, grid: Grid, group_sizes: tuple[int, ...]) -> Bytes:
     """What the dispatcher of experts' tokens takes outside the allocator.
 
     NCCL's all-to-all has buffers for each peer, DeepEP its own; HybridEP's count among the
@@ -109,8 +109,8 @@ def exchange_bytes(spec: TransformerSpec, grid: Grid, group_sizes: tuple[int, ..
         return 0
     near = group_shape(grid.dims, GroupKind.EP, group_sizes)[0]
     if near == ranks:
-        return (ranks - 1) * EXCHANGE_BYTES
-    return (near - 1) * _EXCHANGE_NETWORK_BYTES + _NETWORK_BUFFERS
+        return (ranks - 1) * ALL_TO_ALL_BYTES
+    return (near - 1) * _ALL_TO_ALL_NETWORK_BYTES + _NETWORK_BUFFERS
 
 
 def allocatable_bytes(

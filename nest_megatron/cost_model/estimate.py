@@ -42,12 +42,10 @@ TERMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEstimate:
-    """One pipeline rank.
+    """One pipeline rank; passes are those of all its chunks for one micro batch.
 
-    Args:
-        layers: a short text of what each of its virtual stages holds.
-        forward_s, backward_s: all its chunks, one micro batch.
-        memory: bytes by term, at its peak.
+    ``layers`` is a short text of what each of its virtual stages holds, ``memory`` bytes by term,
+    at its peak.
     """
 
     rank: int
@@ -68,9 +66,8 @@ class StageEstimate:
 class Estimate:
     """The prediction for a grid with its stage partition.
 
-    Args:
-        terms: seconds by what they go into; they add up to ``iteration_time_s``.
-        critical_rank: pipeline rank that is busy longest, whose own time the terms tell.
+    ``terms`` are seconds by what they go into, on ``critical_rank``, the pipeline rank that is busy
+    longest; they add up to ``iteration_time_s``.
     """
 
     iteration_time_s: Seconds

@@ -154,10 +154,7 @@ class Level(Name):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """Measured runs with the same features, and the mean absolute error of their predictions.
-
-    The predictions are those of a fit without the runs' source.
-    """
+    """Measured runs with the same features, and the mean absolute error of their predictions."""
 
     features: frozenset[Feature]
     runs: int

@@ -30,7 +30,7 @@ class Reliability:
         mtbf_hours: mean time between failures that end the job, of one GPU with its share of host
             and network.
         checkpoint_s: time for which a checkpoint stops training.
-        restart_s: from a failure to the first new step: notice, replace the host, start, load.
+        restart_s: from a failure to the first new step.
         save_interval: steps from one checkpoint to the next; ``None`` takes the best.
     """
 

@@ -67,8 +67,7 @@ def graph_times(
 
     Args:
         shapes: where the layer's groups lie.
-        scale: what a profile makes of the operators' time, all in proportion. A measured time
-            contains its launches.
+        scale: what a profile makes of the operators' time; a measured time contains its launches.
         execution: of which only what changes a graph is read.
     """
     imbalance = settings.expert_load(math.prod(shapes[Group.EXPERT]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -40,7 +39,8 @@ class PassTime(NamedTuple):
 
     def plus(self, other: PassTime) -> PassTime:
         """Both, term by term."""
-        return PassTime(*map(operator.add, self, other))
+        compute, tp, cp, ep = other
+        return PassTime(self.compute + compute, self.tp + tp, self.cp + cp, self.ep + ep)
 
     @property
     def total(self) -> Seconds:
@@ -204,9 +204,7 @@ def unit_times(
 ) -> UnitTimes:
     """A unit as it is carried out, what runs beside something else hidden.
 
-    Args:
-        beside_s: compute of the same layer outside the graph, which the token all-to-all can run
-            beside as well.
+    The token all-to-all can run beside ``beside_s`` of the same layer's compute outside the graph.
     """
     forward = {part: _only_compute(seconds) for part, seconds in times.forward.items()}
     backward = _only_compute(times.backward)
@@ -274,7 +272,7 @@ def _host_time(
         each = accelerator.host_kernel_s
     if not each or execution.cuda_graph_impl is GraphImpl.FULL_ITERATION:
         return 0.0
-    held = _held_by_graphs(execution)
+    held = _captured_parts(execution)
     is_fp8 = settings.precision.is_quantized
     launches = sum(
         _launches(op, is_fp8)
@@ -286,7 +284,7 @@ def _host_time(
 
 
 def norm_stays(execution: Execution) -> bool:
-    """Whether Megatron keeps the norm before experts though it was to be recomputed.
+    """Whether Megatron saves the norm before experts though it was to be recomputed.
 
     Its output leaves the graph of the router at a fixed address, unless the token all-to-all is
     prepared inside (``can_recompute_pre_mlp_layernorm_for_cudagraph``).
@@ -304,7 +302,7 @@ def _launches(operator: Operator, is_fp8: bool) -> float:
     return operator.num_kernels + _PRODUCT_LAUNCH * (operator.num_gemms - 1 + casts)
 
 
-def _held_by_graphs(execution: Execution) -> frozenset[Part]:
+def _captured_parts(execution: Execution) -> frozenset[Part]:
     if execution.cuda_graph_impl is GraphImpl.NONE:
         return frozenset()
     scope = execution.cuda_graph_scope or tuple(_CAPTURED)
@@ -326,7 +324,7 @@ def _exposed(
         _own_time(call, seconds, settings, execution)
         for call, seconds in zip(calls, times.traffic, strict=True)
     ]
-    left = _left_of_exchange(times, traffic, settings, execution, beside_s)
+    left = _left_of_all_to_all(times, traffic, settings, execution, beside_s)
     for call, time in zip(calls, traffic, strict=True):
         seconds = time * (left[call.backward] if call.part is Part.DISPATCH else 1.0)
         term = _TERM_OF[call.group]
@@ -359,7 +357,7 @@ _DISPATCHER_SLOWDOWN: Mapping[TokenDispatcher, Callable[[CostSettings], float]] 
 }
 
 
-def _left_of_exchange(
+def _left_of_all_to_all(
     times: GraphTimes,
     seconds: Sequence[Seconds],
     settings: CostSettings,

@@ -75,12 +75,9 @@ def _pass(p: int, v: int, rank: int, index: int, *, is_forward: bool) -> Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkTimes:
-    """What one chunk costs in the schedule, in ticks.
+    """What one chunk costs in the schedule, in ticks: its rank's time for one micro batch.
 
-    Args:
-        forward, backward: how long its rank is busy with one micro batch.
-        forward_delay, backward_delay: how long a result travels to the next (previous) chunk while
-            the rank already works on.
+    A result travels to the next (previous) chunk for a ``delay`` while the rank works on.
     """
 
     forward: Ticks
@@ -103,11 +100,8 @@ def run(
 ) -> Iterator[TimedOp]:
     """Run the schedule: each rank does its passes in order, each as soon as its input is there.
 
-    Args:
-        releases: time before which each of the ``p`` ranks cannot start.
-
-    Yields:
-        Every pass after the one that makes its input; those of a rank in its order.
+    No rank starts before its release. Every pass comes after the one that makes its input, those
+    of a rank in its order.
     """
     arrivals: dict[Op, Ticks] = {}
     places, clock = [0] * p, list(releases)

@@ -41,11 +41,9 @@ Matrix = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortlist:
-    """Few plans that hold one as fast as the fastest with a ``chance``.
+    """Few plans that hold one as fast as the fastest with a ``chance``, the likeliest first.
 
-    Args:
-        plans: indices into the plans that were given, the likeliest first.
-        chances: of each plan that was given, to be as fast as the fastest of them.
+    ``chances`` are those of each plan that was given, to be as fast as the fastest of them.
     """
 
     plans: tuple[int, ...]

@@ -30,11 +30,7 @@ class StageProblems:
         capacity_bytes: Bytes | None = None,
         hidden_reduce: bool = False,
     ) -> PipelineProblem:
-        """Everything that a stage partition of the grid is judged by.
-
-        Args:
-            hidden_reduce: as ``unit_cost`` takes it for each unit.
-        """
+        """Everything that a stage partition of the grid is judged by."""
         dims = self.grid.dims
         forward, backward = self._sends
         block = recompute.method is RecomputeMethod.BLOCK

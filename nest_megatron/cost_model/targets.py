@@ -113,9 +113,8 @@ class Target:
     ) -> CostSettings:
         """The cost model's settings of a job that runs on it.
 
-        Args:
-            flags: what the job itself says, by Megatron's names; ``None`` says nothing.
-            fields: of ``CostSettings`` and ``ExecutionTraits``, over everything else.
+        ``flags`` are what the job itself says, by Megatron's names; ``fields`` of ``CostSettings``
+        and ``ExecutionTraits`` count over everything else.
         """
         both = self._with_defaults(accelerator, precision, flags, has_experts=has_experts)
         fields = {**fitted_values(EXECUTION), **self.cost, **fitted_values(self.fitted), **fields}

@@ -92,12 +92,7 @@ class Scales:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predictive:
-    """What is known of a plan's step before it runs.
-
-    Args:
-        median_s: the prediction; as likely too short as too long.
-        point: its layout (``features.coordinates``).
-    """
+    """What is known of a plan's step before it runs; ``point`` is its layout (``coordinates``)."""
 
     median_s: Seconds
     shares: Shares

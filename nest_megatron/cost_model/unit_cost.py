@@ -44,7 +44,7 @@ class ParameterPrices(NamedTuple):
 
     traffic: ReplicaTraffic
     first_bucket: float
-    kept: ParameterBytes
+    stored: ParameterBytes
     whole: bool
     dense_step: Seconds
     expert_step: Seconds
@@ -106,7 +106,7 @@ def replicas(dims: ParallelDims) -> tuple[int, int]:
     )
 
 
-def kept_bytes(
+def stored_bytes(
     dims: ParallelDims, zero: ZeroStage, settings: CostSettings
 ) -> tuple[ParameterBytes, bool]:
     """What a parameter takes on a rank, and whether what ZeRO-3 gathers stays for the step."""
@@ -130,11 +130,11 @@ def parameter_prices(
     """
     dense, expert = replicas(dims)
     divided = divides_states(zero, settings)
-    kept, whole = kept_bytes(dims, zero, settings)
+    stored, whole = stored_bytes(dims, zero, settings)
     return ParameterPrices(
         traffic=traffic,
         first_bucket=min(1.0, traffic.bucket_parameters / max(1, per_rank)),
-        kept=kept,
+        stored=stored,
         whole=whole,
         dense_step=step / (replicas_of_states(dense, settings) if divided else 1),
         expert_step=step / (replicas_of_states(expert, settings) if divided else 1),
@@ -215,7 +215,7 @@ def replica_cost(
         gather = 0.0
     reduce += summed
     copy_s = prices.byte_s * count.total
-    static = prices.kept.of_unit(kind, count)
+    static = prices.stored.of_unit(kind, count)
     return ReplicaCost(
         reduce_s=reduce,
         gather_s=gather,
@@ -265,13 +265,11 @@ def unit_cost(
     early_share: float = 0.0,
     hidden_reduce: bool = False,
 ) -> UnitCost:
-    """One unit in ticks and bytes, data-parallel traffic included.
+    """One unit in ticks and bytes; replicas' traffic runs beside ``window`` passes of the unit.
 
-    Args:
-        window: passes of the unit beside which traffic between replicas can run.
-        early_share: what passes ahead of the schedule add to what is saved.
-        hidden_reduce: hide as much of the gradient reduction as any recompute setting can hide, so
-            that a partition takes no longer than under any setting.
+    ``early_share`` is what passes ahead of the schedule add to what is saved. ``hidden_reduce``
+    hides as much of the gradient reduction as any recompute setting can, so that a partition takes
+    no longer than under any setting.
     """
     own, block = unit.own, unit.block
     if replica.shard_backward_s or replica.exposed_backward_s:

@@ -35,10 +35,9 @@ MEASURE_COMMAND = "torchrun -m nest_megatron.profile"
 class Wanted:
     """What a plan needs times of.
 
-    Args:
-        versions: of the running job, by the names of ``Machine``; none are known on a laptop.
-        prefix: what stands before ``profile.mode`` where the user types it (``nest.``).
-        command: the arguments that measure this job, for messages.
+    ``versions`` are those of the running job, by the names of ``Machine``; none are known on a
+    laptop. ``prefix`` stands before ``profile.mode`` where the user types it (``nest.``);
+    ``command`` measures this job, for messages.
     """
 
     spec: TransformerSpec

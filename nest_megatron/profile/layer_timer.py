@@ -43,8 +43,7 @@ class Measuring:
     """How blocks are timed.
 
     Args:
-        warm_up: passes before the first that counts.
-        repetitions: most passes that count; at least ``least`` are made, if time allows.
+        repetitions: most passes that count, after ``warm_up``; ``least`` are made, if time allows.
         max_seconds: no further pass is begun after so long with one block.
         steady: spread at which the passes so far are enough.
         changes: fields of megatron-core's configuration that the job sets otherwise.

@@ -116,15 +116,10 @@ class LevelFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkProfile:
-    """A measured network.
+    """A measured network; ``source`` says in words where its samples come from, ``created`` when.
 
-    Args:
-        created: date and time, ISO 8601.
-        source: where the samples come from, in words.
-        fits: levels that the samples determine, innermost first: ``node`` (one host) and
-            ``network`` (between hosts).
-        not_measured: kinds of collectives without samples, and why.
-        notes: what a reader of the figures must know, one sentence each.
+    ``fits`` are levels that the samples determine, innermost first: ``node`` (one host) and
+    ``network`` (between hosts). ``notes`` are what a reader of the figures must know.
     """
 
     name: str

@@ -83,7 +83,6 @@ class Timing:
     Args:
         recompute_s: a forward pass without its activations and the forward pass again, for
             comparison: the cost model derives it from ``forward_s``.
-        optimizer_s: one optimizer step over the block's parameters.
         spread: relative inter-quartile range of one forward and backward pass.
         peak_memory_bytes: peak over what was allocated before; 0 where the device does not say.
     """

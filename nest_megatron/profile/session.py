@@ -90,11 +90,9 @@ def run(
     until: Seconds,
     on_skip: Callable[[Task, str], None],
 ) -> Iterator[Timing]:
-    """Time tasks in order until the time is over.
+    """Time tasks in order, none begun after ``until`` on ``time.monotonic``.
 
-    Args:
-        until: moment of ``time.monotonic`` after which no further task is begun.
-        on_skip: told of what does not fit on the device.
+    ``on_skip`` is told of what does not fit on the device.
     """
     for task in tasks:
         left = until - time.monotonic()

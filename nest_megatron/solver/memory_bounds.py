@@ -20,7 +20,7 @@ from nest_megatron.cost_model.memory import unsharded_bytes
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.schedule import peak_live_chunks
 from nest_megatron.cost_model.stage_problems import early_forward_share
-from nest_megatron.cost_model.unit_cost import kept_bytes, replicas
+from nest_megatron.cost_model.unit_cost import replicas, stored_bytes
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.dims import ParallelDims
@@ -177,7 +177,7 @@ class MemoryBounds:
 
     def _sum_states(self, dims: ParallelDims, zero: ZeroStage) -> _States:
         settings, (_, distinct, count) = self.model.settings, self.model.structure(dims)
-        each, stays = kept_bytes(dims, zero, settings)
+        each, stays = stored_bytes(dims, zero, settings)
         total = count.dense * each.least_dense + count.expert * each.expert.total
         on_rank = count.total // dims.pipeline_model_parallel_size
         units, unsharded = [], []

@@ -10,9 +10,9 @@ from scipy.stats import t
 
 from nest_megatron.cost_model.device_memory import (
     PeakError,
+    all_to_all_bytes,
     allocatable_bytes,
     communicator_bytes,
-    exchange_bytes,
     headroom_for,
     out_of_memory_probability,
     outside_bytes,
@@ -89,7 +89,7 @@ def exchanged(ranks: int, execution: Execution, node: int = 8) -> int:
         sequence_parallel=False,
         execution=execution,
     )
-    return exchange_bytes(EXPERTS, grid, (node, 64))
+    return all_to_all_bytes(EXPERTS, grid, (node, 64))
 
 
 def test_an_all_to_all_has_buffers_for_each_peer_in_reach_of_nvlink() -> None:
