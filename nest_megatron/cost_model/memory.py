@@ -187,7 +187,7 @@ def fp8_copy_bytes(zero: ZeroStage, settings: CostSettings) -> float:
     return traits.fp8_weight_copies * width
 
 
-def kept_input_bytes(settings: CostSettings) -> float:
+def saved_input_bytes(settings: CostSettings) -> float:
     """Bytes that a product of a layer keeps of an element of its input for the backward pass.
 
     Transformer Engine's modules keep the fp8 input of a product in fp8, as the weight gradient's

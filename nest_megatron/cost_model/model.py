@@ -29,7 +29,7 @@ from nest_megatron.cost_model.layer_cost import (
     norm_stays,
     run_unit,
 )
-from nest_megatron.cost_model.memory import capacity_bytes, kept_input_bytes
+from nest_megatron.cost_model.memory import capacity_bytes, saved_input_bytes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.stragglers import straggler_wait
 from nest_megatron.cost_model.unit_cost import (
@@ -200,7 +200,7 @@ class CostModel:
             flash_attention=self.flash_attention,
             loss_bytes=self.settings.traits.loss_bytes,
             activation_bytes=self.settings.traits.params_bytes,
-            saved_input_bytes=kept_input_bytes(self.settings),
+            saved_input_bytes=saved_input_bytes(self.settings),
             expert_alignment=expert_alignment(self.settings, grid.execution),
             execution=grid.execution,
             fused_activation=self.settings.traits.fused_activation,

@@ -19,7 +19,7 @@ from nest_megatron.cost_model.formats import (
 from nest_megatron.cost_model.memory import (
     fp8_copy_bytes,
     gathered_bytes,
-    kept_input_bytes,
+    saved_input_bytes,
     weight_bytes,
 )
 from nest_megatron.cost_model.settings import CostSettings
@@ -126,7 +126,7 @@ def test_bytes_of_nvfp4(
     assert weight_bytes(settings, in_layer=False) == 2
     assert fp8_copy_bytes(ZeroStage.OPTIMIZER, settings) == copies
     assert gathered_bytes(settings, ZeroStage.OPTIMIZER, in_layer=True) == gathered
-    assert kept_input_bytes(settings) == 0.5625
+    assert saved_input_bytes(settings) == 0.5625
 
 
 def test_scales_of_mxfp8_are_counted() -> None:
