@@ -14,8 +14,8 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
-from nest_megatron.integrations.megatron_lm.command_request import read_request
 from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.integrations.megatron_lm.planning import read_request
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid

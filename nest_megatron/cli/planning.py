@@ -21,7 +21,7 @@ from nest_megatron.errors import NOTHING_FITS, OK, UserInputError
 from nest_megatron.files import check_output, is_standard_output
 from nest_megatron.integrations.launched import change_rows
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_launch
-from nest_megatron.integrations.megatron_lm.command_request import read_request
+from nest_megatron.integrations.megatron_lm.planning import read_request
 from nest_megatron.integrations.megatron_lm.search_space import kept_flags
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan

@@ -14,7 +14,7 @@ from nest_megatron.config.job import FreeParameters, Job
 from nest_megatron.config.overrides import Setting
 from nest_megatron.errors import UserInputError, require_known
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
-from nest_megatron.integrations.megatron_lm.command_request import job_request
+from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.integrations.megatron_lm.search_space import CHOICES
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.plan import ParallelPlan

@@ -11,8 +11,8 @@ from nest_megatron.config.job import Job
 from nest_megatron.config.overrides import parse
 from nest_megatron.config.request import catalogue_job, read_cluster
 from nest_megatron.integrations.megatron_bridge import read_recipe as read_bridge
-from nest_megatron.integrations.megatron_lm.command_request import job_request, read_request
 from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.integrations.megatron_lm.planning import job_request, read_request
 from nest_megatron.integrations.megatron_lm.read import job_from_values, read_job
 from nest_megatron.integrations.megatron_lm.write import model_argv
 from nest_megatron.integrations.nemo import read_recipe as read_nemo

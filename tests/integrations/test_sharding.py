@@ -14,9 +14,9 @@ from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_launch
-from nest_megatron.integrations.megatron_lm.command_request import read_request
 from nest_megatron.integrations.megatron_lm.namespace import require_planned
 from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.integrations.megatron_lm.planning import read_request
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.plan_recipe import free_parameters
 from nest_megatron.parallel import plan_file

@@ -32,7 +32,7 @@ from nest_megatron.integrations.megatron_lm.measure_process import (
     own_gpu,
     threads_for,
 )
-from nest_megatron.integrations.megatron_lm.measure_tasks import shape_of, tasks_for
+from nest_megatron.integrations.megatron_lm.measure_store import shape_of, tasks_for
 from nest_megatron.integrations.megatron_lm.messages import (
     Answer,
     Orders,

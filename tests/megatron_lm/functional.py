@@ -19,9 +19,9 @@ from nest_megatron.config.job import ReadCommand
 from nest_megatron.config.overrides import parse
 from nest_megatron.errors import NestError, UserInputError
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, with_launch
-from nest_megatron.integrations.megatron_lm.command_request import job_request
 from nest_megatron.integrations.megatron_lm.namespace import recorded_version
 from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.integrations.megatron_lm.planning import job_request
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.integrations.megatron_lm.search_space import kept_flags
 from nest_megatron.planner import NoPlan, plan

@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +38,11 @@ def before_training() -> None:
     if _job is not None:
         return
     if not is_asked_for(sys.argv):
-        with ending_on_errors():
-            _refuse_settings_alone(sys.argv[1:])
+        if alone := settings_in(sys.argv[1:]):  # Megatron's parser would only call them unknown
+            key, _, value = alone[0].lstrip("+").partition("=")
+            limit = "nothing is planned without +nest=auto or +nest=pinned"
+            fix = f"Add +nest=auto to the command, or leave {' '.join(alone)} out."
+            end(UserInputError(key, value=value, limit=limit, fix=fix))
         return
     if _plan_of_hydra_application() is not None or _is_hydras_own():
         return  # its words are Hydra's
@@ -64,16 +67,6 @@ def _is_hydras_own() -> bool:
     running = hydra_config is not None and hydra_config.HydraConfig.initialized()
     asked = [word.partition("=")[2] for word in sys.argv if is_asked_for([word])]
     return running and not set(asked).intersection(Mode)
-
-
-def _refuse_settings_alone(argv: Sequence[str]) -> None:
-    """Refuse ``nest.KEY=VALUE`` without ``+nest=``, which Megatron's parser only calls unknown."""
-    words = settings_in(argv)
-    if words:
-        key, _, value = words[0].lstrip("+").partition("=")
-        limit = "nothing is planned without +nest=auto or +nest=pinned"
-        fix = f"Add +nest=auto to the command, or leave {' '.join(words)} out."
-        raise UserInputError(key, value=value, limit=limit, fix=fix)
 
 
 def _wrap(module: ModuleType, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any] | None:

@@ -18,7 +18,7 @@ from nest_megatron.config.job import Job
 from nest_megatron.errors import require_seconds
 from nest_megatron.integrations.megatron_lm import agreement, measure_process, measure_store
 from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error
-from nest_megatron.integrations.megatron_lm.measure_tasks import tasks_for
+from nest_megatron.integrations.megatron_lm.measure_store import tasks_for
 from nest_megatron.integrations.megatron_lm.messages import (
     Answer,
     Orders,

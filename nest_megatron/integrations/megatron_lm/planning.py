@@ -1,4 +1,4 @@
-"""A running training job as a planning request, and its plan as a decision for all ranks."""
+"""A command or a running job as a planning request, and its plan as a decision for all ranks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,27 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.cluster_detection import JobCluster
+from nest_megatron.config.compose import Composed
 from nest_megatron.config.job import FreeParameters, Job, ReadCommand
+from nest_megatron.config.request import read_cluster, read_spec, request_for, with_seq_length
 from nest_megatron.config.target import installed_packages
+from nest_megatron.errors import UserInputError
 from nest_megatron.integrations.megatron_lm import checkpoint, namespace
 from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, rewritten, with_launch
-from nest_megatron.integrations.megatron_lm.command_request import job_request
 from nest_megatron.integrations.megatron_lm.messages import Decision
-from nest_megatron.integrations.megatron_lm.read import job_of, refuse_unplannable
-from nest_megatron.integrations.megatron_lm.search_space import fixed_choices, kept_flags
+from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.integrations.megatron_lm.read import job_of, read_job, refuse_unplannable
+from nest_megatron.integrations.megatron_lm.search_space import (
+    fixed_choices,
+    freed_flags,
+    job_space,
+    kept_flags,
+)
 from nest_megatron.integrations.megatron_lm.sharding import require_optimizer
+from nest_megatron.integrations.restore import restored_by_command
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import plan_file
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
@@ -26,6 +37,95 @@ from nest_megatron.planner import plan as find_plan
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.report.failure import require_plan
 from nest_megatron.units import Seconds
+
+
+def read_request(
+    text: str | Sequence[str], composed: Composed, *, free: Collection[str], version: str
+) -> tuple[Job, PlanRequest]:
+    """Read a command; settings on our own command line win over it.
+
+    Args:
+        free: parallel flags of the command that the search may change, or ``all``.
+
+    Raises:
+        UserInputError: for a command that cannot be read, or a setting that cannot be kept.
+    """
+    job = _read(composed, text, version)
+    command = job.command
+    assert command is not None
+    # as large as the launcher says, unless a size is given
+    num_gpus = None if "cluster.num_gpus" in composed.given else job.num_gpus
+    cluster = read_cluster(composed.config, num_gpus)
+    job = dataclasses.replace(job, free=FreeParameters(names=free))
+    restored = restored_by_command(command.values)
+    if restored is not None:
+        required, notes = restored.required(version), (*job.notes, restored.note())
+        job = dataclasses.replace(job, required=required, restored=restored, notes=notes)
+    return job, job_request(job, cluster, composed)
+
+
+def job_request(
+    job: Job,
+    cluster: Cluster,
+    composed: Composed,
+    *,
+    prefix: str = "",
+    versions: Mapping[str, str] | None = None,
+) -> PlanRequest:
+    """What to plan for a job, wherever it was read from.
+
+    Args:
+        prefix: what stands before the names of settings where the user types them.
+        versions: of the running job; ``None`` on a laptop, where none are known.
+
+    Raises:
+        UserInputError: for a setting that cannot be kept.
+    """
+    job = dataclasses.replace(job, spec=with_seq_length(job.spec, composed.config.train.seq_length))
+    space, offer = job_space(job, composed.config)
+    return request_for(
+        *(job, cluster, composed, space),
+        offer=offer,
+        freed=freed_flags(job.free),
+        prefix=prefix,
+        versions=versions,
+    )
+
+
+def read_model(
+    composed: Composed, text: str | None, version: str
+) -> tuple[TransformerSpec, Mapping[str, Any]]:
+    """The model, and the values of the command's flags.
+
+    Args:
+        text: a command that stands for the model; ``None`` where the configuration names it.
+
+    Raises:
+        UserInputError: for both or neither, or a command that cannot be read.
+    """
+    if text is None:
+        return read_spec(composed.config), {}
+    job = _read(composed, text, version)
+    assert job.command is not None
+    return job.spec, job.command.values
+
+
+def _read(composed: Composed, text: str | Sequence[str], version: str) -> Job:
+    """The job of a command, its embedding padded by its own tensor-parallel size."""
+    model = composed.config.model
+    if model is not None:
+        limit = "with --from the model comes from the command"
+        fix = "Leave model out, or change the command."
+        raise UserInputError("model", value=model.get("name"), limit=limit, fix=fix)
+    command = read_command(text, version)
+    if not command.argv:
+        limit = "it has no flags, so it says nothing about the model"
+        fix = "Give the whole command in quotes, or - to read it from standard input."
+        raise UserInputError("--from", value=command.script or text, limit=limit, fix=fix)
+    job = read_job(command)
+    tp = command.values["tensor_model_parallel_size"]
+    return dataclasses.replace(job, spec=job.spec.with_padded_vocab(tp))
+
 
 #: Runners-up that a launch ranks, unless it is told how many; all that wait for it count seconds.
 _RUNNERS_UP = 3

@@ -35,19 +35,14 @@ def run_script(arguments: Sequence[str]) -> int:
         return OK
     script = Path(words[0])
     if not script.is_file():
-        return _missing(words[0])
+        from nest_megatron.report.console import print_error
+
+        limit, fix = "there is no such file", "Check the path."
+        error = UserInputError("script", value=words[0], limit=limit, fix=fix)
+        print_error(error, as_json=False)
+        return BAD_INPUT
     sys.argv = words
     if not sys.flags.safe_path:  # as `python SCRIPT` has it; `python -m` put the current folder
         sys.path[0] = str(script.resolve().parent)
     runpy.run_path(str(script), run_name="__main__")
     return OK
-
-
-def _missing(name: str) -> int:
-    from nest_megatron.report.console import print_error
-
-    error = UserInputError(
-        "script", value=name, limit="there is no such file", fix="Check the path."
-    )
-    print_error(error, as_json=False)
-    return BAD_INPUT
