@@ -1,7 +1,7 @@
 """Options of the user that a plan contradicts: left in place, Megatron would refuse the job.
 
 A plan prices none of them, so dropping one costs at most what the option would have gained; each is
-named in the changes, with its reason. Source lines: ``args`` is
+named in the changes, with its reason. Beside each stands where Megatron refuses it: ``args`` is
 ``megatron/training/arguments.py``, ``mpc`` ``model_parallel_config.py``, ``tc``
 ``transformer_config.py`` (core_v0.16.1).
 """
@@ -55,15 +55,13 @@ class IncompatibleOption:
 
     Args:
         reason: said beside the change.
-        source: where Megatron refuses the two together.
-        turns_off: a switch that turns something off, so it is given where the value is false.
+            turns_off: a switch that turns something off, so it is given where the value is false.
         release: the only release that refuses the two together; ``None`` if all do.
     """
 
     dest: str
     contradicts: Callable[[_Layout, Any], bool]
     reason: str
-    source: str
     turns_off: bool = False
     release: str | None = None
 
@@ -98,158 +96,143 @@ def _uneven_instances(layout: _Layout, instances: int) -> bool:
 
 _BESIDE_OVERLAP = "it goes with --overlap-moe-expert-parallel-comm"
 _FLEX_ALONE = "the flex dispatcher exchanges tokens among several ranks"
-_DISPATCHER = "moe/token_dispatcher.py:1346"
 _OF_FSDP = "it belongs to Megatron-FSDP"
 _ONE_BY_ONE = "Megatron-FSDP shards the experts one by one"
 _Row = IncompatibleOption
 
 INCOMPATIBLE_OPTIONS: tuple[IncompatibleOption, ...] = (
     _Row(
-        "tp_comm_overlap",
+        "tp_comm_overlap",  # args:916
         lambda layout, _: not layout.chosen.sequence_parallel,
         "it needs sequence parallelism",
-        "args:916",
     ),
     _Row(
-        "defer_embedding_wgrad_compute",
+        "defer_embedding_wgrad_compute",  # mpc:426
         lambda layout, _: layout.pp == 1,
         "the plan has no pipeline",
-        "mpc:426",
     ),
     _Row(
-        "overlap_p2p_comm_warmup_flush",
+        "overlap_p2p_comm_warmup_flush",  # mpc:452
         lambda layout, _: not layout.virtual,
         "the plan has no virtual stages",
-        "mpc:452",
     ),
     _Row(
-        "overlap_p2p_comm",
+        "overlap_p2p_comm",  # args:579
         lambda layout, _: layout.virtual and layout.pp == 2,
         "virtual stages on two pipeline ranks need it",
-        "args:579",
         turns_off=True,
     ),
     _Row(
-        "overlap_param_gather_with_optimizer_step",
+        "overlap_param_gather_with_optimizer_step",  # args:640
         lambda layout, _: not (layout.virtual and layout.chosen.overlap_param_gather),
         "it needs virtual stages and overlapped gathering of weights",
-        "args:640",
     ),
     _Row(
-        "microbatch_group_size_per_vp_stage",
+        "microbatch_group_size_per_vp_stage",  # schedules.py:995-1015 (run)
         _group_size,
         "the plan's rounds of micro batches are of another size",
-        "schedules.py:995-1015 (run)",
     ),
     _Row(
-        "distribute_saved_activations",
+        "distribute_saved_activations",  # args:885
         lambda layout, _: not (layout.full and layout.splits_activations),
         "sequence parallelism spreads them already",
-        "args:885",
     ),
     _Row(
-        "hierarchical_context_parallel_sizes",
+        "hierarchical_context_parallel_sizes",  # args:405
         lambda layout, sizes: math.prod(map(int, sizes)) != layout.chosen.context_parallel_size,
         "the plan has another context-parallel size",
-        "args:405",
     ),
     _Row(
-        "cp_comm_type",
+        "cp_comm_type",  # args:407
         lambda layout, kinds: "a2a+p2p" in kinds and layout.chosen.context_parallel_size == 1,
         "the plan has no context parallelism",
-        "args:407",
     ),
     _Row(
-        "overlap_moe_expert_parallel_comm",
+        "overlap_moe_expert_parallel_comm",  # tc:1858
         lambda layout, _: layout.hides_no_experts,
         "it needs expert parallelism, virtual stages and no full recomputation",
-        "tc:1858",
     ),
     _Row(
+        # model_chunk_schedule_plan.py (0.20 combined_1f1b.py:68 allows it)
         "overlap_moe_expert_parallel_comm",
         lambda layout, _: layout.fsdp,
         "its schedule passes by the layers' forward, where Megatron-FSDP gathers weights",
-        "model_chunk_schedule_plan.py (0.20 combined_1f1b.py:68 allows it)",
         release="0.16.1",
     ),
     _Row(
-        "delay_wgrad_compute", lambda layout, _: layout.hides_no_experts, _BESIDE_OVERLAP, "tc:1872"
+        "delay_wgrad_compute",  # tc:1872
+        lambda layout, _: layout.hides_no_experts,
+        _BESIDE_OVERLAP,
     ),
     _Row(
-        "delay_wgrad_compute",
+        "delay_wgrad_compute",  # tc:1872
         lambda layout, _: layout.fsdp,
         _BESIDE_OVERLAP,
-        "tc:1872",
         release="0.16.1",
     ),
     _Row(
-        "moe_shared_expert_overlap",
+        "moe_shared_expert_overlap",  # tc:1234
         lambda layout, _: layout.recomputes(RecomputeModule.SHARED_EXPERTS),
         "the plan recomputes shared experts",
-        "tc:1234",
     ),
     _Row(
-        "moe_token_dispatcher_type",
+        "moe_token_dispatcher_type",  # moe/token_dispatcher.py:1346
         lambda layout, kind: kind == "flex" and layout.experts_alone,
         _FLEX_ALONE,
-        _DISPATCHER,
     ),
     *(
-        _Row(dest, lambda layout, _: layout.experts_alone, _FLEX_ALONE, _DISPATCHER)
+        _Row(
+            dest,  # moe/token_dispatcher.py:1346
+            lambda layout, _: layout.experts_alone,
+            _FLEX_ALONE,
+        )
         for dest in ("moe_flex_dispatcher_backend", "moe_enable_deepep")
     ),
     _Row(
-        "cpu_offloading_num_layers",
+        "cpu_offloading_num_layers",  # tc:1144, tc:1149
         lambda layout, _: layout.pp > 1 or layout.chosen.recompute_granularity is not None,
         "whole layers are moved to the host without a pipeline and without recomputation",
-        "tc:1144, tc:1149",
     ),
     _Row(
-        "fine_grained_activation_offloading",
+        "fine_grained_activation_offloading",  # 0.20 tc:2163 (run)
         lambda layout, _: layout.full,
         "the plan recomputes whole layers, so nothing of them is saved",
-        "0.20 tc:2163 (run)",
     ),
     _Row(
-        "num_distributed_optimizer_instances",
+        "num_distributed_optimizer_instances",  # parallel_state.py:833
         _uneven_instances,
         "it does not divide the plan's replicas",
-        "parallel_state.py:833",
     ),
     _Row(
+        # mcore_fsdp_adapter.py:206-221, megatron_fsdp.py:246
         "num_distributed_optimizer_instances",
         lambda layout, n: n > 1 and layout.fsdp and layout.chosen.expert_model_parallel_size > 1,
         "Megatron-FSDP of 0.16.1 has no groups of experts within an instance",
-        "mcore_fsdp_adapter.py:206-221, megatron_fsdp.py:246",
         release="0.16.1",
     ),
     _Row(
-        "ckpt_format",
+        "ckpt_format",  # args:690, :1042
         lambda layout, name: not layout.saves.get(name, True),
         "the plan's data-parallel sharding does not save that way",
-        "args:690, :1042",
     ),
-    _Row("fsdp_double_buffer", lambda layout, _: not layout.fsdp, _OF_FSDP, "args:680"),
-    _Row("fsdp_manual_registration", lambda layout, _: not layout.fsdp, _OF_FSDP, "args:694"),
+    _Row("fsdp_double_buffer", lambda layout, _: not layout.fsdp, _OF_FSDP),  # args:680
+    _Row("fsdp_manual_registration", lambda layout, _: not layout.fsdp, _OF_FSDP),  # args:694
     _Row(
-        "init_model_with_meta_device",
+        "init_model_with_meta_device",  # training.py:1266 (run)
         lambda layout, _: not (layout.fsdp or layout.chosen.use_torch_fsdp2),
         "without Megatron-FSDP weights of the meta device keep whatever memory holds",
-        "training.py:1266 (run)",
     ),
     _Row(
-        "use_cpu_initialization",
+        "use_cpu_initialization",  # param_and_grad_buffer.py:2198 (run)
         lambda layout, _: layout.fsdp and initializes_on_meta_device(layout.model),
         "Megatron-FSDP makes the weights from the meta device, and cannot make the embedding's "
         "there with it",
-        "param_and_grad_buffer.py:2198 (run)",
     ),
     _Row(
-        "check_weight_hash_across_dp_replicas_interval",
+        "check_weight_hash_across_dp_replicas_interval",  # args:684
         lambda layout, _: layout.fsdp and layout.zero is ZeroStage.WEIGHTS,
         "no replica holds all weights",
-        "args:684",
     ),
-    _Row("moe_single_grouped_weight", lambda layout, _: layout.fsdp, _ONE_BY_ONE, "0.20 args:1138"),
-    _Row("moe_single_grouped_bias", lambda layout, _: layout.fsdp, _ONE_BY_ONE, "0.20 args:1138"),
+    _Row("moe_single_grouped_weight", lambda layout, _: layout.fsdp, _ONE_BY_ONE),  # 0.20 args:1138
+    _Row("moe_single_grouped_bias", lambda layout, _: layout.fsdp, _ONE_BY_ONE),  # 0.20 args:1138
 )
