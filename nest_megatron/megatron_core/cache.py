@@ -18,6 +18,7 @@ from typing import Any
 from nest_megatron.documents import read_json
 from nest_megatron.errors import UserInputError
 from nest_megatron.files import write_text
+from nest_megatron.megatron_core import layers
 from nest_megatron.megatron_core.layers import ExtractedLayer
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.parameters import one_layer
@@ -28,7 +29,6 @@ from nest_megatron.version import __version__
 
 #: A folder for the files, instead of the user's cache.
 FOLDER_VARIABLE = "NEST_MEGATRON_EXTRACT_CACHE"
-_NOT_SHAPES = ("name", "source")
 
 
 def layer(
@@ -44,13 +44,14 @@ def layer(
         UserInputError: for what cannot be extracted, naming it.
     """
     path = folder() / f"{fingerprint(spec, kind, shard, implementation)}.json"
-    found = _read(path)
-    if found is not None:
-        return found
-    from nest_megatron.megatron_core.layers import extract_layer
-
-    extracted = extract_layer(spec, kind, shard, implementation=implementation)
-    _write(path, extracted)
+    # a file that cannot be read is as good as none, and is written anew
+    with contextlib.suppress(UserInputError):
+        return from_plain(ExtractedLayer, read_json(path, "extracted layer"))
+    extracted = layers.extract_layer(spec, kind, shard, implementation=implementation)
+    # a cache that cannot be written is no reason to stop
+    with contextlib.suppress(UserInputError, OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(_finite(to_plain(extracted)), indent=1))
     return extracted
 
 
@@ -71,16 +72,14 @@ def fingerprint(
     megatron-core, torch and this package.
     """
     shape = to_plain(one_layer(spec, kind))
-    for field in _NOT_SHAPES:
-        del shape[field]
+    del shape["name"], shape["source"]
+    packages = ("megatron-core", "torch", "transformer-engine")
     words = {
         "kind": kind.value,
         "shape": shape,
         "shard": to_plain(shard),
         "implementation": implementation.value,
-        "versions": {
-            name: _version(name) for name in ("megatron-core", "torch", "transformer-engine")
-        },
+        "versions": {name: _version(name) for name in packages},
         "nest_megatron": __version__,
     }
     return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:24]
@@ -91,20 +90,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _read(path: Path) -> ExtractedLayer | None:
-    """A cached layer; a file that cannot be read is as good as none, and is written anew."""
-    with contextlib.suppress(UserInputError):
-        return from_plain(ExtractedLayer, read_json(path, "extracted layer"))
-    return None
-
-
-def _write(path: Path, extracted: ExtractedLayer) -> None:
-    """Keep a layer; a cache that cannot be written is no reason to stop."""
-    with contextlib.suppress(UserInputError, OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(_finite(to_plain(extracted)), indent=1))
 
 
 def _finite(value: Any) -> Any:

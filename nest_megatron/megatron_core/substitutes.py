@@ -40,18 +40,24 @@ def without_gpu() -> Iterator[None]:
         "get_rng_state": get_state,
         "manual_seed": generator.manual_seed,
     }
-    with contextlib.ExitStack() as stack:
-        for name, replacement in gpu.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
-        for name, replacement in (
-            ("_get_cuda_rng_state", get_state),
-            ("_set_cuda_rng_state", set_state),
-        ):
-            stack.enter_context(mock.patch.object(megatron_random, name, replacement))
-        stack.enter_context(_cpu_for_cuda())
-        # compiled fusions would run as kernels of this CPU, on tensors that have no memory
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+    states = {"_get_cuda_rng_state": get_state, "_set_cuda_rng_state": set_state}
+    # compiled fusions would run as kernels of this CPU, on tensors that have no memory
+    eager = torch.compiler.set_stance("force_eager")
+    with _replaced(torch.cuda, gpu), _replaced(megatron_random, states), _cpu_for_cuda(), eager:
         yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Other attributes of a module or class, some of which it may lack."""
+    with contextlib.ExitStack() as stack:
+        for name, value in attributes.items():
+            stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        yield
+
+
+def _missing(owner: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if not hasattr(owner, name)}
 
 
 @contextlib.contextmanager
@@ -93,20 +99,18 @@ def without_transformer_engine(*, shapes_only: bool) -> Iterator[None]:
     def nothing(*_: object, **__: object) -> Any:
         return contextlib.nullcontext()
 
-    missing = {
-        (megatron_random, "activation_recompute_forward"): nothing,
-        (megatron_random, "fp8_autocast"): nothing,
-        (megatron_random, "FP8GlobalStateManager"): NoState,
-        (moe_utils, "te_general_gemm"): None,
+    of_engine = {
+        "activation_recompute_forward": nothing,
+        "fp8_autocast": nothing,
+        "FP8GlobalStateManager": NoState,
     }
-    with contextlib.ExitStack() as stack:
-        swap = functools.partial(mock.patch.object, create=True)
-        for (module, name), replacement in missing.items():
-            if not hasattr(module, name):
-                stack.enter_context(swap(module, name, replacement))
-        stack.enter_context(swap(WrappedTorchNorm, "__new__", _norm(shapes_only)))
-        stack.enter_context(swap(DotProductAttention, "__init__", _tolerant(DotProductAttention)))
-        stack.enter_context(swap(latent, "HAVE_TE", new=False))
+    with (
+        _replaced(megatron_random, _missing(megatron_random, of_engine)),
+        _replaced(moe_utils, _missing(moe_utils, {"te_general_gemm": None})),
+        _replaced(WrappedTorchNorm, {"__new__": _norm(shapes_only)}),
+        _replaced(DotProductAttention, {"__init__": _tolerant(DotProductAttention)}),
+        _replaced(latent, {"HAVE_TE": False}),
+    ):
         yield
 
 
@@ -120,12 +124,11 @@ def balanced_routing() -> Iterator[None]:
     """
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    with contextlib.ExitStack() as stack:
-        swap = mock.patch.object
-        stack.enter_context(swap(MoEAlltoAllTokenDispatcher, "preprocess", _balanced_counts))
-        stack.enter_context(
-            swap(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", lambda _, __, n=None: n)
-        )
+    def counts_as_given(_: object, __: object, counts: Any = None) -> Any:
+        return counts
+
+    known = {"preprocess": _balanced_counts, "_maybe_dtoh_and_synchronize": counts_as_given}
+    with _replaced(MoEAlltoAllTokenDispatcher, known):
         yield
 
 
@@ -154,22 +157,71 @@ def fused_kernels(*, flash: bool, context_ranks: int = 1) -> Iterator[None]:
     def one_mask(*_: object, **__: object) -> Any:
         return torch.zeros((), dtype=torch.bool)  # one mask serves all layers: it is not kept
 
-    def dropout(hidden: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        return torch.native_dropout(hidden, p, training)[0] if p and training else hidden
+    masks = ("get_default_causal_mask", "get_sliding_window_causal_mask")
 
-    with contextlib.ExitStack() as stack:
-        swap = mock.patch.object
-        if flash:
-            stack.enter_context(swap(DotProductAttention, "forward", forward))
-        stack.enter_context(swap(torch.nn.functional, "dropout", dropout))
-        for name in ("get_default_causal_mask", "get_sliding_window_causal_mask"):
-            stack.enter_context(swap(fused_softmax, name, one_mask))
-        # nothing is drawn, and the states are tensors that hold numbers
-        tracker = megatron_random.CudaRNGStatesTracker
-        stack.enter_context(swap(tracker, "fork", lambda *_, **__: contextlib.nullcontext()))
-        stack.enter_context(swap(megatron_random, "_get_all_rng_states", lambda: ()))
-        stack.enter_context(swap(megatron_random, "_set_all_rng_states", lambda *_: None))
+    # nothing is drawn, and the states are tensors that hold numbers
+    def no_fork(*_: object, **__: object) -> Any:
+        return contextlib.nullcontext()
+
+    states = {"_get_all_rng_states": lambda: (), "_set_all_rng_states": lambda *_: None}
+    with (
+        _replaced(DotProductAttention, {"forward": forward} if flash else {}),
+        _replaced(torch.nn.functional, {"dropout": _dropout}),
+        _replaced(fused_softmax, dict.fromkeys(masks, one_mask)),
+        _replaced(megatron_random.CudaRNGStatesTracker, {"fork": no_fork}),
+        _replaced(megatron_random, states),
+    ):
         yield
+
+
+@contextlib.contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Let dropout be one operator, and attention stay fused under dropout.
+
+    torch on a CPU, which fake tensors pretend to be on, makes dropout of four operators, and
+    attention with dropout of two GEMMs with the whole square of scores in memory. A GPU does
+    neither, so what is saved for the backward pass would be wrong.
+    """
+    from torch.nn import functional
+
+    fused = functools.partial(_attention, functional.scaled_dot_product_attention)
+    attributes = {"dropout": _dropout, "scaled_dot_product_attention": fused}
+    with _replaced(functional, attributes):
+        yield
+
+
+def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """``torch.nn.functional.dropout`` as one operator, with its arguments' names."""
+    import torch
+
+    if not training or p == 0:
+        return input
+    dropped = torch.native_dropout(input, p, training)[0]
+    return input.copy_(dropped) if inplace else dropped
+
+
+def _attention(
+    func: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Any:
+    """Attention without its dropout, which costs a fused kernel no memory and few operations.
+
+    Values of another size than keys (multi-latent attention) have a fused kernel on GPUs alone.
+    """
+    import torch
+
+    own_size = query.dim() == 4 and query.shape[-1] != value.shape[-1]
+    if own_size and attn_mask is None and not options.get("enable_gqa"):
+        fused = torch.ops.aten._scaled_dot_product_efficient_attention
+        scale = options.get("scale")
+        return fused(query, key, value, None, True, 0.0, is_causal, scale=scale)[0]
+    return func(query, key, value, attn_mask, 0.0, is_causal, **options)
 
 
 def _balanced_counts(dispatcher: Any, routing_map: Any) -> Any:

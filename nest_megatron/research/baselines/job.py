@@ -98,11 +98,6 @@ class ComparisonJob:
         result = search.run()
         return (result.plans[0] if result.plans else None), result.certificate.candidates
 
-    def partitioned(self, grid: Grid) -> SolvedGrid | None:
-        """A grid with its fastest partition, or ``None`` if none fits."""
-        problem = stage_problem(self.model, grid)
-        return solved(grid, self.solve_stages(problem, NO_THRESHOLD, DEFAULT_NODE_LIMIT))
-
     def priced(self, plan: SolvedGrid | None) -> SolvedGrid | None:
         """A plan that another cost model chose, on the real cluster."""
         return plan and self.price(plan.grid, plan.boundaries)

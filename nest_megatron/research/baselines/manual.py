@@ -23,12 +23,13 @@ import dataclasses
 import importlib.resources
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 
 import yaml
 
 from nest_megatron.cluster.records import Cluster, Precision
+from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import (
@@ -39,7 +40,7 @@ from nest_megatron.parallel.recompute import (
     selective_recompute,
 )
 from nest_megatron.parallel.zero import ZeroStage
-from nest_megatron.plain import from_plain
+from nest_megatron.plain import from_plain, written_as
 from nest_megatron.research.baselines.job import (
     BaselineChoice,
     ComparisonJob,
@@ -47,8 +48,10 @@ from nest_megatron.research.baselines.job import (
     even_partition,
     fastest,
     restricted,
+    solved,
 )
 from nest_megatron.research.baselines.walk import pipeline_of, shard_of
+from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD
 from nest_megatron.solver.ranking import SolvedGrid
 
 _ZERO = (ZeroStage.OPTIMIZER,)
@@ -93,9 +96,12 @@ def _from_recipe(job: ComparisonJob, recipe: Recipe) -> SolvedGrid | None:
 
 def _laid_out(job: ComparisonJob, grid: Grid, recompute: Recompute) -> SolvedGrid | None:
     """A recipe's grid in even stages, in the fastest ones where the layers do not divide."""
-    full = dataclasses.replace(grid, recompute=recompute)
+    grid = dataclasses.replace(grid, recompute=recompute)
     boundaries = even_partition(job.model.spec, grid.dims.num_chunks)
-    return job.partitioned(full) if boundaries is None else job.price(full, boundaries)
+    if boundaries is not None:
+        return job.price(grid, boundaries)
+    found = job.solve_stages(stage_problem(job.model, grid), NO_THRESHOLD, DEFAULT_NODE_LIMIT)
+    return solved(grid, found)
 
 
 def _from_rule(job: ComparisonJob) -> tuple[SolvedGrid | None, int]:
@@ -180,27 +186,20 @@ class Recipe:
     precision: Precision
     seq_length: int
     num_gpus: tuple[int, ...]
-    tensor: int
-    pipeline: int
-    virtual: int
-    context: int
-    expert: int
-    expert_tensor: int
-    micro_batch: int
+    tensor_model_parallel_size: int = written_as("tensor")
+    pipeline_model_parallel_size: int = written_as("pipeline")
+    virtual_pipeline_model_parallel_size: int = written_as("virtual")
+    context_parallel_size: int = written_as("context")
+    expert_model_parallel_size: int = written_as("expert")
+    expert_tensor_parallel_size: int = written_as("expert_tensor")
+    micro_batch_size: int = written_as("micro_batch")
     source: str
 
     @property
     def degrees(self) -> Mapping[str, int]:
         """What the recipe fixes, under Megatron's names."""
-        return {
-            "tensor_model_parallel_size": self.tensor,
-            "pipeline_model_parallel_size": self.pipeline,
-            "virtual_pipeline_model_parallel_size": self.virtual,
-            "context_parallel_size": self.context,
-            "expert_model_parallel_size": self.expert,
-            "expert_tensor_parallel_size": self.expert_tensor,
-            "micro_batch_size": self.micro_batch,
-        }
+        names = (field.name for field in fields(self) if field.name.endswith("_size"))
+        return {name: getattr(self, name) for name in names}
 
     def nearest(self, num_gpus: int) -> tuple[float, int]:
         """How many times more or fewer GPUs the nearest of its runs had, and how many."""

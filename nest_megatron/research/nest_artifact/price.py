@@ -6,16 +6,15 @@ kernel is held to them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from nest_megatron.research.nest_artifact.records import (
     AS_ARTIFACT,
     ArtifactRule,
     Chain,
-    Edges,
     Instance,
     Layer,
     Stage,
@@ -46,7 +45,7 @@ def links_of(instance: Instance, rule: ArtifactRule) -> tuple[StageLink, ...]:
     network, unit = instance.network, _unit(rule)
     bandwidths = list(network.bandwidths)
     if rule.pipeline_bandwidth_never_rises:
-        bandwidths = list(accumulate(bandwidths, min))
+        bandwidths = list(itertools.accumulate(bandwidths, min))
     return tuple(
         StageLink(bandwidth=bandwidth, latency=latency, factor=(2.0 if level else 1.0) * unit)
         for level, (bandwidth, latency) in enumerate(
@@ -139,17 +138,11 @@ def stage_memory(instance: Instance, chain: Chain, first: int, end: int) -> Stag
     """What a stage holds: all activations of each micro batch, or its inputs if it recomputes."""
     weights = weights_of(chain, first, end)
     activations = _added(layer.activation_bytes for layer in chain.layers[first:end])
-    states = instance.optimizer.state_bytes_per_weight_byte * weights
-    return StageMemory(
-        resident=2.0 * weights + states + activations,
-        stashed=_input_bytes(chain.incoming[first:end], first)
-        if instance.recompute
-        else activations,
-    )
-
-
-def _input_bytes(incoming: Iterable[Edges], first: int) -> float:
-    return _added(size for edges in incoming for source, size in edges if source < first)
+    states, stashed = instance.optimizer.state_bytes_per_weight_byte * weights, activations
+    if instance.recompute:
+        edges = itertools.chain(*chain.incoming[first:end])
+        stashed = _added(size for source, size in edges if source < first)
+    return StageMemory(resident=2.0 * weights + states + activations, stashed=stashed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

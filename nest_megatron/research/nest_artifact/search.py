@@ -93,7 +93,10 @@ def _improvements(
     chain, deepest_here = instance.chains[tp], deepest(instance, tp)
     for most in _most_weights(chain, rule) if deepest_here else ():
         table = boundary_table(instance, tp, rule, most_weight_bytes=most, compiled=compiled)
-        summed = _summed_weights(chain, most)
+        # what replicas sum, by where the first stage ends: its own weights, or the most allowed
+        weights = (layer.weight_bytes for layer in chain.layers)
+        own = accumulate(weights, initial=0.0)
+        summed = [most if most < math.inf else num_bytes for num_bytes in own]
         fronts = [_front(table.first_stages(depth), summed) for depth in range(deepest_here + 1)]
         if not any(fronts):
             return  # with lighter stages there are no boundaries either
@@ -114,13 +117,6 @@ def _most_weights(chain: Chain, rule: ArtifactRule) -> list[float]:
         return [math.inf]
     ends = range(len(chain.layers) + 1)
     return sorted({weights_of(chain, a, b) for a, b in combinations(ends, 2)}, reverse=True)
-
-
-def _summed_weights(chain: Chain, most: float) -> list[float]:
-    """What replicas sum, by where the first stage ends: its own weights, or the most allowed."""
-    if most < math.inf:
-        return [most] * (len(chain.layers) + 1)
-    return list(accumulate((layer.weight_bytes for layer in chain.layers), initial=0.0))
 
 
 def _front(first_stages: list[tuple[float, int]], summed: list[float]) -> list[tuple[float, int]]:

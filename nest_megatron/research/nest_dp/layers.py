@@ -115,35 +115,28 @@ class LayerPrices:
         self, strategy: Strategy, entry_bytes: tuple[int, ...]
     ) -> tuple[CheckpointPolicy, ...]:
         units = [(at.kind, self._unit(strategy, at, self._alone)) for at in self.layers(strategy)]
-        policy = self._paper_policy if self.is_paper else self._our_policy
-        return tuple(policy(units, entry_bytes, again) for again in self.job.choices.recomputes)
+        settings = self.job.choices.recomputes
+        return tuple(self._policy(units, entry_bytes, setting) for setting in settings)
 
-    def _paper_policy(
-        self, units: Sequence[tuple[LayerKind, UnitTimes]], entry_bytes: Shape, recompute: bool
-    ) -> CheckpointPolicy:
-        nothing = (0,) * len(units)
-        saved = tuple(math.ceil(t.input_bytes + sum(t.saved_bytes.values())) for _, t in units)
-        return CheckpointPolicy(
-            recompute=recompute,
-            first_bytes=saved,
-            further_bytes=nothing if recompute else saved,
-            entry_bytes=entry_bytes if recompute else (0,) * len(entry_bytes),
-            peak_bytes=nothing,
-        )
-
-    def _our_policy(
+    def _policy(
         self, units: Sequence[tuple[LayerKind, UnitTimes]], entry_bytes: Shape, recompute: bool
     ) -> CheckpointPolicy:
         latent = self.job.spec.multi_latent_attention
         setting = FULL_RECOMPUTE if recompute else NO_RECOMPUTE
-        runs = [run_unit(t, kind, setting, latent_attention=latent) for kind, t in units]
-        saved = tuple(math.ceil(run.saved_bytes) for run in runs)
+        if self.is_paper:
+            saved = [times.input_bytes + sum(times.saved_bytes.values()) for _, times in units]
+            working = [0.0] * len(units)
+        else:
+            runs = [run_unit(t, kind, setting, latent_attention=latent) for kind, t in units]
+            saved, working = [r.saved_bytes for r in runs], [r.working_bytes for r in runs]
+        first = tuple(map(math.ceil, saved))
+        input_alone = self.is_paper and recompute
         return CheckpointPolicy(
             recompute=recompute,
-            first_bytes=saved,
-            further_bytes=saved,
-            entry_bytes=(0,) * len(entry_bytes),
-            peak_bytes=tuple(math.ceil(run.working_bytes) for run in runs),
+            first_bytes=first,
+            further_bytes=(0,) * len(units) if input_alone else first,
+            entry_bytes=entry_bytes if input_alone else (0,) * len(entry_bytes),
+            peak_bytes=tuple(map(math.ceil, working)),
         )
 
     def _recompute_time(self, kind: LayerKind, times: UnitTimes) -> Seconds:

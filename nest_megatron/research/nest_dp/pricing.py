@@ -143,7 +143,7 @@ class Pricer:
     def _option(
         self, strategy: Strategy, shapes: GroupShapes, unit: int, zero: ZeroStage, degree: int
     ) -> ZeroOption:
-        line = shapes.along(strategy.block, degree, unit)
+        distinct, numbers = shapes.along(strategy.block, degree, unit)
         static, reserved = self.layers.static_bytes(strategy, zero, degree)
         return ZeroOption(
             zero_stage=zero,
@@ -151,8 +151,8 @@ class Pricer:
             num_devices=strategy.block.num_devices * degree // unit,
             static_bytes=static,
             reserved_bytes=reserved,
-            times_at=line.numbers,
-            times=tuple(self.layers.times(strategy, each, zero, degree) for each in line.distinct),
+            times_at=numbers,
+            times=tuple(self.layers.times(strategy, each, zero, degree) for each in distinct),
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -171,27 +171,12 @@ class StageGroupShapes(NamedTuple):
     expert: Shape
 
 
-class Line(NamedTuple):
-    """Shapes of a stage's groups along a replica: the distinct ones, and which is where."""
-
-    distinct: tuple[StageGroupShapes, ...]
-    numbers: Shape
-
-
 class _Groups:
     """Groups of devices, numbered from the first device of a stage; known by identity."""
 
-    def __init__(self, members: tuple[Shape, ...]) -> None:
-        self.members = members
-        self.size = len(members[0])
-
-
-class _BlockGroups(NamedTuple):
-    """The groups of a block and of its copies in other replicas."""
-
-    inner: tuple[_Groups, ...]
-    dense: _Groups
-    expert: _Groups
+    def __init__(self, members: Iterable[Iterable[int]]) -> None:
+        self.members = [tuple(group) for group in members]
+        self.size = len(self.members[0])
 
 
 class GroupShapes:
@@ -201,7 +186,8 @@ class GroupShapes:
         sizes: devices in one group of each level, the last one all.
 
     Attributes:
-        along: the shapes at every unit of a replica's devices, by block, ZeRO degree and unit.
+        along: the distinct shapes along a replica's devices, and which of them is at every unit, by
+            block, ZeRO degree and unit.
     """
 
     def __init__(self, sizes: Shape, replicas: Replicas) -> None:
@@ -212,6 +198,8 @@ class GroupShapes:
         self._shapes = cache(self._shapes_from)
         self._groups = cache(self._groups_of)
         self._fewest = cache(self._fewest_at)
+        # the devices of a block and those that divide their states with them
+        self._side_by_side = cache(lambda size, zero: _Groups(_strided(size * zero, size, zero)))
 
     def of(self, block: Block, degree: int, first: int) -> StageGroupShapes:
         """The shapes of a stage that begins at a device of the first replica, and of its copies.
@@ -221,22 +209,25 @@ class GroupShapes:
         """
         return self._shapes(block, degree, first % self._period)
 
-    def _along(self, block: Block, degree: int, unit: int) -> Line:
+    def _along(
+        self, block: Block, degree: int, unit: int
+    ) -> tuple[tuple[StageGroupShapes, ...], Shape]:
         starts = range(0, self.replicas.stride // unit * unit, unit)
         shapes = [self.of(block, degree, first) for first in starts]
         numbers = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
-        return Line(tuple(numbers), tuple(numbers[shape] for shape in shapes))
+        return tuple(numbers), tuple(numbers[shape] for shape in shapes)
 
     def _shapes_from(self, block: Block, degree: int, first: int) -> StageGroupShapes:
-        groups, stride = self._groups(block), self.replicas.stride
-        blocks = [first + at * block.num_devices for at in range(degree)]
+        inner, dense, expert = self._groups(block)
+        stride, size = self.replicas.stride, block.num_devices
+        blocks = [first + at * size for at in range(degree)]
         begins = [first + copy * stride for copy in range(self.replicas.count)]
         everywhere = [at + begin - first for at in blocks for begin in begins]
         return StageGroupShapes(
-            inner=tuple(self._worst(everywhere, inner) for inner in groups.inner),
-            zero=self._worst(begins, _side_by_side(block, degree)),
-            dense=self._worst(blocks, groups.dense),
-            expert=self._worst(blocks, groups.expert),
+            inner=tuple(self._worst(everywhere, groups) for groups in inner),
+            zero=self._worst(begins, self._side_by_side(size, degree)),
+            dense=self._worst(blocks, dense),
+            expert=self._worst(blocks, expert),
         )
 
     def _worst(self, begins: Iterable[int], groups: _Groups) -> Shape:
@@ -254,52 +245,34 @@ class GroupShapes:
             for size in self.sizes
         )
 
-    def _groups_of(self, block: Block) -> _BlockGroups:
-        return _BlockGroups(
-            inner=tuple(_Groups(members) for members in _inner_groups(block)),
-            dense=_copies(block, self.replicas, block.tp),
-            expert=_copies(block, self.replicas, block.tp * block.ep),
-        )
+    def _groups_of(self, block: Block) -> tuple[tuple[_Groups, ...], _Groups, _Groups]:
+        """Those inside a block, of all copies of a parameter, and of an expert's."""
+        tp, size = block.tp, block.num_devices
+        strides = ((1, tp), (tp, block.cp), (tp, block.ep), (1, tp))
+        inner = tuple(_Groups(_strided(size, stride, members)) for stride, members in strides)
+        return inner, self._copies(size, tp), self._copies(size, tp * block.ep)
 
-
-@cache
-def _side_by_side(block: Block, degree: int) -> _Groups:
-    """The devices of a block and those that divide their states with them."""
-    return _Groups(_strided(block.num_devices * degree, block.num_devices, degree))
-
-
-def _copies(block: Block, replicas: Replicas, shard: int) -> _Groups:
-    """Devices that hold the same share, ``shard`` apart in a block, in all replicas."""
-    begins = [copy * replicas.stride for copy in range(replicas.count)]
-    return _Groups(
-        tuple(
-            tuple(at + member for at in begins for member in range(share, block.num_devices, shard))
+    def _copies(self, size: int, shard: int) -> _Groups:
+        """Devices that hold the same share, ``shard`` apart in a block, in all replicas."""
+        begins = [copy * self.replicas.stride for copy in range(self.replicas.count)]
+        return _Groups(
+            [at + member for at in begins for member in range(share, size, shard)]
             for share in range(shard)
         )
-    )
 
 
-def _inner_groups(block: Block) -> Iterator[tuple[Shape, ...]]:
-    """Tensor, context, expert and expert-tensor groups inside a block that begins at 0."""
-    tensor = _strided(block.num_devices, 1, block.tp)
-    yield tensor
-    yield _strided(block.num_devices, block.tp, block.cp)
-    yield _strided(block.num_devices, block.tp, block.ep)
-    yield tensor
-
-
-def _strided(size: int, stride: int, members: int) -> tuple[Shape, ...]:
+def _strided(size: int, stride: int, members: int) -> list[range]:
     """Groups of devices ``stride`` apart.
 
-    >>> _strided(8, 2, 2)
-    ((0, 2), (1, 3), (4, 6), (5, 7))
+    >>> [tuple(group) for group in _strided(8, 2, 2)]
+    [(0, 2), (1, 3), (4, 6), (5, 7)]
     """
     width = stride * members
-    return tuple(
-        tuple(range(first + at, first + width, stride))
+    return [
+        range(first + at, first + width, stride)
         for first in range(0, size, width)
         for at in range(stride)
-    )
+    ]
 
 
 def fan_outs(fewest: Sequence[int], size: int) -> Shape:
