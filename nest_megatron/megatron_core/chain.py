@@ -121,12 +121,7 @@ def _repeated_classes(module: Any) -> frozenset[type]:
 def chain_blocks(
     work: ChainWork, block: Callable[[str], str], module: Any
 ) -> tuple[ChainBlock, ...]:
-    """The blocks of a chain, in the order of the run.
-
-    Args:
-        block: gives the block of a module's path.
-        module: whose parts' classes name the kinds.
-    """
+    """The blocks of a chain, in the order of the run; the module's parts name their kinds."""
     runs = _runs(work.places, block)
     names = _numbered([path for (path, _), _, _ in runs])
     kinds = _kinds(work.operators, runs, module)

@@ -25,12 +25,7 @@ _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainWork:
-    """Operators in the order of the run, and what they pass on.
-
-    Args:
-        places: where each of the operators ran.
-        kept: where each storage is kept first, and its bytes.
-    """
+    """Operators in the order of the run and their places, edges, and what is saved first where."""
 
     operators: tuple[ChainOperator, ...]
     places: tuple[Place, ...]

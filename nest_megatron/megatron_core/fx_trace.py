@@ -215,12 +215,7 @@ _VALUE_WORDS = (
 
 
 def _refusal(error: Exception, module: Any, path: str) -> UnplannableModelError:
-    """The error for a module that cannot be run on shapes.
-
-    Args:
-        error: what its forward pass raised.
-        path: of the module that was running.
-    """
+    """The error for a module of which the part at a path was running."""
     part = module.get_submodule(path)
     where = f"{path or 'the model'} ({type(part).__name__})"
     place = _place(error)

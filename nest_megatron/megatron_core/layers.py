@@ -255,9 +255,8 @@ class RecomputedLayer:
     """What a recompute setting makes of a layer.
 
     Args:
-        saved_bytes: kept from the forward to the backward pass, the layer's input included.
-        recomputed_flops: of the GEMMs that the backward pass does again.
-        recomputed_bytes_moved: memory traffic of all that it does again.
+        saved_bytes: from the forward to the backward pass, the layer's input included.
+        recomputed_flops, recomputed_bytes_moved: of the GEMMs, and of all, that is recomputed.
     """
 
     saved_bytes: float

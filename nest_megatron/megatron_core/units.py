@@ -29,12 +29,7 @@ class Stretch(Name):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A module with what it takes to run it.
-
-    Args:
-        inputs: makes the tensors that the unit takes, those that need gradients first.
-        forward: runs the unit on them.
-    """
+    """A module, what makes its inputs (those with gradients first), and what runs it on them."""
 
     module: Any
     inputs: Callable[[], tuple[Any, ...]]
@@ -43,14 +38,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """megatron-core's description of a model's layers.
-
-    Args:
-        config: the ``TransformerConfig`` of one decoder layer.
-        layer: the ``ModuleSpec`` of that layer.
-        norm: module class of the norm before the head.
-        mtp: the ``ModuleSpec`` of an MTP layer, or ``None``.
-    """
+    """megatron-core's own description of layers: configuration, ``ModuleSpec``s, final norm."""
 
     spec: TransformerSpec
     shard: LayerShard

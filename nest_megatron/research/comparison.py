@@ -29,10 +29,8 @@ class Compared:
     """What one planner made of the job.
 
     Args:
-        plan: its plan with the full prediction; ``None`` if it found nothing.
         reason: how it came to this plan, or why it found none; part of a sentence.
         candidates: layouts that it weighed or ruled out.
-        search_s: time that it took.
         relative_throughput: its throughput over that of ``nest``; ``None`` without both plans.
         terms: seconds of its step by what they go into, the mean of all pipeline ranks.
         differences: seconds that each of them takes more than in the plan of ``nest``.

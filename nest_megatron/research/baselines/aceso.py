@@ -183,11 +183,7 @@ def _lightened(boundaries: Boundaries, stage: int) -> Iterator[Boundaries]:
 
 
 def bottleneck(model: CostModel, state: State) -> tuple[int, tuple[Resource, ...]]:
-    """The stage that lacks most memory, or else the slowest one; its scarcest resources first.
-
-    Args:
-        state: a layout without virtual stages.
-    """
+    """The stage that lacks most memory, or the slowest one; its scarcest resources first."""
     problem = stage_problem(model, state.grid)
     stages = range(problem.num_stages)
     times = [_time(model, problem, state, rank) for rank in stages]

@@ -51,12 +51,9 @@ _LARGE_MEMORY_BYTES = 60 * 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DegreeRow:
-    """What is tried for models of up to so many parameters.
+    """What is tried for models of up to so many parameters; ``None`` is any sequence length.
 
-    Args:
-        seq_length: the one that the row is for, or ``None`` for any.
-        tensor, micro_batch: sizes to try.
-        pipeline, model_parallel: smallest and largest pipeline size, and product of degrees.
+    Pipeline size and product of degrees lie between two bounds.
     """
 
     gpu_memory_gb: int

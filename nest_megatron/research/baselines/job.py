@@ -42,16 +42,11 @@ PLAIN = ("context_parallel_size", "virtual_pipeline_model_parallel_size")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonJob:
-    """A job to plan.
+    """A job to plan on the real cluster; its stage partition is for the planners to choose.
 
     Args:
-        model: the cost model on the real cluster.
         space: what our own search may choose among; a baseline restricts it further.
-        solve_stages: the stage solver, compiled or reference.
         out_of_time: asked by exact searches; once true they stop with the best so far.
-
-    Raises:
-        UserInputError: if the stage partition is given, which leaves nothing to compare.
     """
 
     model: CostModel
@@ -115,12 +110,10 @@ class ComparisonJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineChoice:
-    """What a baseline chose.
+    """What a baseline chose among so many candidates, priced by the full cost model.
 
     Args:
-        plan: priced on the real cluster by the full cost model; ``None`` if it found nothing.
         reason: how it came to this plan, or why it found none; part of a sentence.
-        candidates: layouts that it weighed.
     """
 
     plan: SolvedGrid | None

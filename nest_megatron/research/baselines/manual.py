@@ -173,13 +173,7 @@ _FARTHEST = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """One layout with which results were published.
-
-    Args:
-        models: names in the catalogue of models of this shape.
-        num_gpus: sizes at which it was run.
-        source: repository and month.
-    """
+    """One layout with which results were published for models of the catalogue, at some sizes."""
 
     models: tuple[str, ...]
     accelerator: str

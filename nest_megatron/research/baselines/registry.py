@@ -19,12 +19,7 @@ from nest_megatron.research.baselines.job import BaselineChoice, ComparisonJob
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A planner with its name.
-
-    Args:
-        title: what it is, in a few words.
-        find: the plan that it chooses, or why it finds none; a pure function.
-    """
+    """A planner: its name, what it is in a few words, and the plan that it chooses for a job."""
 
     name: str
     title: str

@@ -45,10 +45,9 @@ class PipelineShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """A layout with its partition and price.
+    """A layout with its partition and predicted step, whatever memory says.
 
     Args:
-        iteration: predicted step, whatever memory says.
         missing_bytes: what the GPU with the highest peak lacks; 0 if all fit.
     """
 

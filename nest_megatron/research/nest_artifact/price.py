@@ -108,12 +108,7 @@ def _added(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Bytes on each device of a stage, with the schedule 1F1B.
-
-    Args:
-        resident: weights, gradients, optimizer states, one micro batch's activations.
-        stashed: saved for every further micro batch in flight.
-    """
+    """Bytes on each device of a stage with 1F1B: of one micro batch, and of every further one."""
 
     resident: float
     stashed: float
@@ -147,10 +142,9 @@ def stage_memory(instance: Instance, chain: Chain, first: int, end: int) -> Stag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePrice:
-    """One stage.
+    """One stage, as it was costed at a place from the end, the last being 1.
 
     Args:
-        position: places from the end as it was costed, the last being 1.
         time: forward and backward for one micro batch, links included.
         link_before, link_after: levels of the links to its neighbours; ``None`` at the ends.
         fits: whether its memory does.
@@ -168,10 +162,9 @@ class StagePrice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """A plan's time per batch, its terms, and why it cannot run, if it cannot.
+    """A plan's time per batch and its terms; stages first to last.
 
     Args:
-        stages: first to last.
         time: slowest stage times micro batches and pipeline depth, plus the sum over replicas.
         refusals: what keeps the plan from running; empty if nothing does.
     """

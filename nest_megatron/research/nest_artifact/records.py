@@ -28,11 +28,9 @@ class Optimizer(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A node of the layer graph.
+    """A node of the layer graph; -1 is the embedding. Latencies are in the instance's unit.
 
     Args:
-        node_id: as its file has it; -1 is the embedding.
-        forward, backward: latencies in the instance's unit.
         weight_bytes: of its parameters, at 2 bytes each.
         activation_bytes: outputs of all its operators for one micro batch.
     """
@@ -92,12 +90,10 @@ class FixedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """What the artifact's solver is given.
+    """What the artifact's solver is given: chains by tensor degree, fixed plans by name.
 
     Args:
-        chains: by tensor degree.
         num_micro_batches: of one batch, over all pipelines.
-        baselines: fixed plans by name.
         notes: what the file holds and this format does not.
     """
 

@@ -15,11 +15,7 @@ _MOST_COUNTED = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerDag:
-    """Nodes in an order in which they can run, and who reads whose output.
-
-    Args:
-        names: of the nodes.
-        edges: pairs (maker, reader) of places in ``names``.
+    """Nodes in an order in which they can run; edges are pairs (maker, reader) of their places.
 
     Raises:
         UserInputError: for an edge that does not lead on in the order.

@@ -90,12 +90,7 @@ class ResearchChoices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResearchJob:
-    """A job for the recurrence.
-
-    Args:
-        global_batch_size: sequences of one optimizer step.
-        times: measured times of the model's layers, if any.
-    """
+    """A job for the recurrence; ``times`` are measured times of its layers, if any."""
 
     spec: TransformerSpec
     cluster: Cluster
@@ -164,10 +159,7 @@ def split_research(texts: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
 def research_job(
     composed: Composed, given: Mapping[str, Any]
 ) -> tuple[ResearchJob, tuple[str, ...]]:
-    """The job for the recurrence, and what was assumed.
-
-    Args:
-        given: the recurrence's own settings.
+    """The job for the recurrence with its own settings, and what was assumed.
 
     Raises:
         UserInputError: if something is missing or wrong, or fixed that the recurrence has not.

@@ -221,10 +221,7 @@ def bytes_per_parameter(
     degree: int,
     settings: CostSettings,
 ) -> float:
-    """Weights, gradients and states of one parameter on one device.
-
-    Args:
-        degree: devices that ZeRO divides over.
+    """Weights, gradients and states of one parameter, where ZeRO divides over so many devices.
 
     >>> sgd, zero = PaperOptimizer.SGD, ZeroStage.WEIGHTS
     >>> bytes_per_parameter(MemoryRule.PAPER, sgd, zero, 8, CostSettings())

@@ -30,8 +30,7 @@ class PlannedStage:
         layers: names of the first and the last one.
         first_device: within a replica.
         link_in: level of the network between it and the stage before it; empty for the first stage.
-        time_s: of one micro batch, links included.
-        sync_s: of the sum of its gradients over their copies.
+        time_s, sync_s: of one micro batch, links included; of the sum of its gradients.
     """
 
     layers: tuple[str, str]
@@ -132,10 +131,7 @@ def research_words(found: ResearchPlan | NoSolution) -> str:
 
 
 def zero_stages(settings: Iterable[tuple[int, int]]) -> str:
-    """How many stages divide what over how many devices, the most frequent first.
-
-    Args:
-        settings: ZeRO stage and degree of each stage.
+    """How many stages have which ZeRO stage and degree, the most frequent first.
 
     >>> zero_stages([(3, 8), (0, 1), (3, 8)])
     '2 ZeRO-3 over 8, 1 without'
@@ -170,7 +166,6 @@ def table7_row(
     """One row: the table's memory, unsharded layers, the paper's account of memory.
 
     Args:
-        spec: a model of ``TABLE_7``.
         cluster: with as many devices as are to be used, of whatever memory.
     """
     memory = TABLE_7[spec.name]

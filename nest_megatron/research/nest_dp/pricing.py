@@ -29,12 +29,7 @@ from nest_megatron.units import Ticks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Strategies that the stages of one pipeline may take, and its replicas.
-
-    Args:
-        num_microbatches: of one replica.
-        least_total: no plan of the case takes less.
-    """
+    """Strategies that the stages of one pipeline may take, its replicas, a bound on its step."""
 
     strategies: tuple[Strategy, ...]
     replicas: Replicas

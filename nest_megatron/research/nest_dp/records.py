@@ -29,9 +29,7 @@ class Schedule(Name):
 class NodeTimes:
     """Ticks of each node for one micro batch, its groups lying in one kind of place.
 
-    Args:
-        recompute: of the forward pass where it is recomputed.
-        sync: of the sum of its gradients over the replicas, once a step.
+    ``sync`` is of the sum of its gradients over the replicas, once a step.
     """
 
     forward: tuple[Ticks, ...]
@@ -149,14 +147,11 @@ def _rising(rows: tuple[tuple[int, ...], ...]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundStage:
-    """A stage of a found pipeline.
+    """A stage of a found pipeline: nodes by their places in the graph, times, bytes.
 
     Args:
-        nodes: by their places in the graph.
         first_device: within a replica, in the problem's units.
         level_in: network level of the link to the stage before it; the last for the first stage.
-        time: of one micro batch, links included.
-        sync: of its gradients over the replicas.
     """
 
     nodes: tuple[int, ...]

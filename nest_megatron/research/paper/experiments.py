@@ -22,14 +22,12 @@ _TABLE2_GPUS, _TABLE4_GPUS = 512, 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerResult:
-    """What one planner's plan for a job costs on the shared cost model.
+    """What one planner's plan for a job costs on the shared cost model; ``None``: it found none.
 
     Args:
-        iteration_time_s: ``None`` if it found no plan.
         layout: its degrees, or why there is no plan.
         seconds: that its search took.
         worst_term: the term in which it loses most against ours; empty for ours.
-        optimal: whether the search proved its plan.
     """
 
     iteration_time_s: Seconds | None
@@ -50,11 +48,7 @@ _Outcomes = Mapping[PaperJob, Mapping[str, PlannerResult]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureRow:
-    """One planner on one job; ``None`` is no plan, or no figure.
-
-    Args:
-        ours, artifact, paper: throughput over the figure's base.
-    """
+    """One planner on one job, throughputs over the figure's base; ``None``: no plan or figure."""
 
     job: PaperJob
     planner: str
@@ -151,11 +145,7 @@ FIGURES = {
 
 
 def figure(name: str, run: Runner, keep: Keep = lambda job: True) -> Report:
-    """A figure: the throughput of each planner over models, cluster sizes and micro batches.
-
-    Args:
-        keep: which jobs to run.
-    """
+    """The throughput of each planner over the jobs of a figure that are to run."""
     wanted = FIGURES[name]
     outcomes = {job: run(job, wanted.planners) for job in filter(keep, wanted.jobs())}
     rows = tuple(_rows(name, outcomes))

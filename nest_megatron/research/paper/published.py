@@ -18,11 +18,7 @@ RULES = ("as_shipped", "one_rule", "best_cuts")
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class PaperJob:
-    """What a cell of a figure is about.
-
-    Args:
-        micro_batch_size: where an experiment fixes it.
-    """
+    """What a cell of a figure is about; some experiments fix the micro batch."""
 
     model: str
     cluster: str

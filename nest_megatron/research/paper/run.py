@@ -56,11 +56,7 @@ def experiment(
     num_gpus: Sequence[int] = (),
     overrides: Sequence[str] = (),
 ) -> Report:
-    """An experiment's report.
-
-    Args:
-        models, num_gpus: the jobs to run; all if none are named.
-        overrides: settings of every job, under those of the experiment.
+    """An experiment's report, of all jobs or of some models and sizes, with settings of every job.
 
     Raises:
         UserInputError: for a model that is in none, or if no job is left.
