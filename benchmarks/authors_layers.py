@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.nest_artifact.records import Chain, Instance, Layer
 from nest_megatron.research.nest_dp.downsets import Downsets, LayerDag, downsets_of
-from nest_megatron.research.nest_dp.pipeline import best_pipeline
-from nest_megatron.research.nest_dp.plan import NUM_GPUS
 from nest_megatron.research.nest_dp.records import (
     CheckpointPolicy,
     NodeTimes,
@@ -24,6 +22,8 @@ from nest_megatron.research.nest_dp.records import (
     Schedule,
     ZeroOption,
 )
+from nest_megatron.research.nest_dp.run import NUM_GPUS
+from nest_megatron.research.nest_dp.search import best_pipeline
 from nest_megatron.research.nest_dp.topology import Replicas, level_ends
 from nest_megatron.units import Bytes, Seconds, to_ticks
 

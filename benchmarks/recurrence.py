@@ -38,8 +38,7 @@ from nest_megatron.research.nest_dp.job import (  # noqa: E402
     research_job,
     split_research,
 )
-from nest_megatron.research.nest_dp.pipeline import has_kernel  # noqa: E402
-from nest_megatron.research.nest_dp.plan import (  # noqa: E402  # noqa: E402
+from nest_megatron.research.nest_dp.run import (  # noqa: E402
     GLOBAL_BATCH_SIZE,
     NUM_GPUS,
     TABLE_7,
@@ -48,7 +47,7 @@ from nest_megatron.research.nest_dp.plan import (  # noqa: E402  # noqa: E402
     table7_row,
     zero_stages,
 )
-from nest_megatron.research.nest_dp.search import solve  # noqa: E402
+from nest_megatron.research.nest_dp.search import has_kernel, solve  # noqa: E402
 
 MIB = 2**20
 BATCH = "train.global_batch_size=4096"

@@ -12,7 +12,7 @@ cdef Py_ssize_t FORWARD = 0, RECOMPUTE = 1, BACKWARD = 2, SYNC = 3
 
 
 cdef struct Question:
-    # As in ``nest_dp/tables.py``.
+    # As in ``nest_dp/records.py``.
     Py_ssize_t num_downsets
     Py_ssize_t num_levels
     Py_ssize_t num_devices

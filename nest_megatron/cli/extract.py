@@ -31,10 +31,9 @@ from nest_megatron.errors import UserInputError
 from nest_megatron.files import check_output, require_folder
 from nest_megatron.integrations.megatron_lm.planning import read_model
 from nest_megatron.megatron_core import cache
-from nest_megatron.megatron_core.chain import extract_chain, require_torch
+from nest_megatron.megatron_core.chain import build, extract_chain, read_inputs, require_torch
 from nest_megatron.megatron_core.layers import ExtractedLayer
 from nest_megatron.megatron_core.stage import require_megatron
-from nest_megatron.megatron_core.user_module import build, read_inputs
 from nest_megatron.model.implementation import Implementation
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.parameters import unit_parameters

@@ -9,18 +9,21 @@ nothing. What cannot work is a model that asks for a tensor's *values*; it is re
 line.
 
 The module runs as it is: one in training mode (as built) has its dropout, one after ``.eval()``
-has none. Its parameters' ``requires_grad`` decides what is kept for the backward pass.
+has none. Its parameters' ``requires_grad`` decides what is saved for the backward pass.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
-from nest_megatron.errors import UserInputError
+from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.megatron_core.fx_operators import ChainWork, chain_work
 from nest_megatron.megatron_core.fx_trace import Place, traced
 from nest_megatron.model.chain import ChainBlock, ChainGraph, ChainOperator, TensorShape
@@ -64,12 +67,9 @@ def require_torch() -> None:
     try:
         importlib.import_module("torch")
     except ImportError as error:
-        raise UserInputError(
-            "extract",
-            value=None,
-            limit="a module is traced by torch, which is not installed",
-            fix=f"{install_command('megatron')}; torch alone is enough.",
-        ) from error
+        limit = "a module is traced by torch, which is not installed"
+        fix = f"{install_command('megatron')}; torch alone is enough."
+        raise UserInputError("extract", value=None, limit=limit, fix=fix) from error
 
 
 #: Name of what the model does outside all its parts.
@@ -125,7 +125,7 @@ def chain_blocks(
     runs = _runs(work.places, block)
     names = _numbered([path for (path, _), _, _ in runs])
     kinds = _kinds(work.operators, runs, module)
-    kept = _kept(work, runs, block)
+    saved = _saved(work, runs, block)
     crossing = _crossing(work, [last for _, _, last in runs])
     return tuple(
         ChainBlock(
@@ -136,7 +136,7 @@ def chain_blocks(
             flops=sum(op.flops for op in work.operators[first:last]),
             bytes_moved=sum(op.bytes_moved for op in work.operators[first:last]),
             parameters=sum(op.parameters for op in work.operators[first:last]),
-            saved_bytes=kept[at],
+            saved_bytes=saved[at],
             cut_bytes=crossing[at],
         )
         for at, (_, first, last) in enumerate(runs)
@@ -189,10 +189,10 @@ def _kinds(operators: Sequence[ChainOperator], runs: Sequence[_Run], module: Any
     return [f"{name}.{at + 1}" if len(works[name]) > 1 else name for name, at in kinds]
 
 
-def _kept(work: ChainWork, runs: Sequence[_Run], block: Callable[[str], str]) -> list[float]:
+def _saved(work: ChainWork, runs: Sequence[_Run], block: Callable[[str], str]) -> list[float]:
     """Bytes of each block's saved activations; a call in pieces has them all at its first."""
     by_call: defaultdict[_Call, float] = defaultdict(float)
-    for place, num_bytes in work.kept:
+    for place, num_bytes in work.saved:
         by_call[_call(place, block)] += num_bytes
     return [by_call.pop(call, 0.0) for call, _, _ in runs]
 
@@ -207,3 +207,103 @@ def _crossing(work: ChainWork, ends: Sequence[int]) -> list[float]:
             _, last, size = lives.get(edge.source, (made, made, 0.0))
             lives[edge.source] = (made, max(last, reader), max(size, edge.num_bytes))
     return [sum(size for made, last, size in lives.values() if made < end <= last) for end in ends]
+
+
+def read_inputs(inputs: Sequence[str], dtypes: Sequence[str]) -> list[TensorShape]:
+    """Shapes as typed: ``1,2048`` or ``input_ids=1,2048``, and their number types.
+
+    >>> read_inputs(["1,2048"], ["int64"])
+    [TensorShape(sizes=(1, 2048), dtype='int64', keyword='')]
+
+    Raises:
+        UserInputError: for a shape that is none, or number types that do not match the inputs.
+    """
+    if not inputs:
+        limit = "a module is traced on the shapes of its inputs, and none is given"
+        fix = "Add for example --input 1,2048 --dtype int64."
+        raise UserInputError("--input", value=None, limit=limit, fix=fix)
+    if len(dtypes) not in (0, 1, len(inputs)):
+        limit, fix = f"there are {len(inputs)} inputs", "Give one number type for all, or one each."
+        raise UserInputError("--dtype", value=", ".join(dtypes), limit=limit, fix=fix)
+    every = [*dtypes] * (len(inputs) if len(dtypes) == 1 else 1) or ["float32"] * len(inputs)
+    return [_shape(text, dtype) for text, dtype in zip(inputs, every, strict=True)]
+
+
+def _shape(text: str, dtype: str) -> TensorShape:
+    keyword, _, sizes = text.rpartition("=")
+    words = sizes.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        limit = "a shape is whole numbers with commas between them"
+        fix = "Give for example --input 1,2048, or --input input_ids=1,2048."
+        raise UserInputError("--input", value=text, limit=limit, fix=fix)
+    return TensorShape(sizes=tuple(map(int, words)), dtype=dtype, keyword=keyword.strip())
+
+
+def build(name: str) -> Any:
+    """The model that a name stands for.
+
+    Args:
+        name: ``package.module:function``; modules of the current folder count.
+
+    Raises:
+        UserInputError: if there is no such function, or it makes no model.
+    """
+    from torch import nn
+
+    path, _, attribute = name.partition(":")
+    if not path or not attribute:
+        limit = "it names a Python module and what to call in it, with a colon between them"
+        raise _wrong(name, limit, "Write for example mypackage.mymodule:build.")
+    made = _found(name, _imported(name, path), attribute)
+    if not isinstance(made, nn.Module):
+        made = _called(name, made)
+    if not isinstance(made, nn.Module):
+        limit = f"it returns {type(made).__name__}, not a torch.nn.Module"
+        raise _wrong(name, limit, "Return the model itself.")
+    return made
+
+
+def _wrong(name: str, limit: str, fix: str) -> UserInputError:
+    return UserInputError("--module", value=name, limit=limit, fix=fix)
+
+
+def _imported(name: str, path: str) -> Any:
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+            raise _fails(name, error, "importing it fails") from error
+        limit = f"there is no Python module {error.name}, neither installed nor in {folder}"
+        fix = "Check the name, or run the command in the folder that holds it."
+        raise _wrong(name, limit, fix) from error
+    except Exception as error:  # whatever the user's own code raises
+        raise _fails(name, error, "importing it fails") from error
+
+
+def _found(name: str, module: Any, attribute: str) -> Any:
+    if not hasattr(module, attribute):
+        known = [key for key, value in vars(module).items() if callable(value) and key[:1] != "_"]
+        fix = nearest(attribute, known) if known else "It has nothing that can be called."
+        raise _wrong(name, f"{module.__name__} has no {attribute}", fix)
+    return getattr(module, attribute)
+
+
+def _called(name: str, function: Any) -> Any:
+    if not callable(function):
+        limit = f"it is {type(function).__name__}, which cannot be called"
+        raise _wrong(name, limit, "Name a function that takes nothing and returns the model.")
+    try:
+        return function()
+    except Exception as error:  # whatever the user's own code raises
+        raise _fails(name, error, "calling it without arguments fails") from error
+
+
+def _fails(name: str, error: Exception, what: str) -> UserInputError:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    first = next(iter(str(error).splitlines()), "")
+    reason = f"{type(error).__name__}: {first}".rstrip(".: ")
+    inside = "" if Path(last.filename) == Path(__file__) else f" at {last.filename}:{last.lineno}"
+    return _wrong(name, f"{what}{inside}: {reason}", "Correct the module.")

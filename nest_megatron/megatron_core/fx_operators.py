@@ -1,4 +1,4 @@
-"""The nodes of a trace as operators and edges: FLOPs, traffic, parameters, what is kept.
+"""The nodes of a trace as operators and edges: FLOPs, traffic, parameters, what is saved.
 
 Views are no operators: what reads a view reads the tensor behind it.
 """
@@ -30,14 +30,14 @@ class ChainWork:
     operators: tuple[ChainOperator, ...]
     places: tuple[Place, ...]
     edges: tuple[ChainEdge, ...]
-    kept: tuple[tuple[Place, float], ...]
+    saved: tuple[tuple[Place, float], ...]
 
 
 def chain_work(trace: Trace) -> ChainWork:
     """Work and traffic of every operator of a trace."""
     makers = {_storage(t): f"input_{i}" for i, t in enumerate(trace.inputs)}
     unused = {_storage(weight): weight.numel() for weight in trace.weights.values()}
-    kept = _kept(trace)
+    saved = _saved(trace)
     operators: list[ChainOperator] = []
     places: list[Place] = []
     edges: list[ChainEdge] = []
@@ -51,22 +51,22 @@ def chain_work(trace: Trace) -> ChainWork:
             if s in makers
         ]
         parameters = sum(unused.pop(storage, 0) for storage in read)
-        operators.append(_operator(node, read, parameters, makers, kept))
+        operators.append(_operator(node, read, parameters, makers, saved))
         places.append(_place(node))
         makers |= dict.fromkeys(map(_storage, _tensors(node)), node.name)
     return ChainWork(
         operators=tuple(operators),
         places=tuple(places),
         edges=tuple(edges),
-        kept=tuple(kept.values()),
+        saved=tuple(saved.values()),
     )
 
 
-def _kept(trace: Trace) -> dict[int, tuple[Place, float]]:
-    """Storages that the backward pass needs besides the weights, with where each is kept first."""
+def _saved(trace: Trace) -> dict[int, tuple[Place, float]]:
+    """Storages that the backward pass needs besides the weights, with where each is saved first."""
     known = {_storage(t) for t in (*trace.weights.values(), *trace.buffers.values())}
     found: dict[int, tuple[Place, float]] = {}
-    for tensor, place in trace.kept:
+    for tensor, place in trace.saved:
         if (storage := _storage(tensor)) not in known:
             found.setdefault(storage, (place, float(tensor.untyped_storage().nbytes())))
     return found
@@ -77,7 +77,7 @@ def _operator(
     read: dict[int, float],
     parameters: int,
     makers: dict[int, str],
-    kept: dict[int, tuple[Place, float]],
+    saved: dict[int, tuple[Place, float]],
 ) -> ChainOperator:
     out = {_storage(t): _size(t) for t in _tensors(node)}
     output_bytes = sum(out.values())
@@ -94,7 +94,7 @@ def _operator(
         bytes_moved=sum(read.values()) + output_bytes,
         parameters=parameters,
         output_bytes=output_bytes,
-        saved_bytes=sum(kept[s][1] for s in out if s in kept and s not in written_before),
+        saved_bytes=sum(saved[s][1] for s in out if s in saved and s not in written_before),
     )
 
 

@@ -1,4 +1,4 @@
-"""A module's forward pass as an fx graph whose nodes know their module, and what autograd kept."""
+"""A module's forward pass as an fx graph whose nodes know their module, and what autograd saved."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Trace:
         graph: nodes have ``meta["val"]``, tensors without memory, and ``meta[PLACE]``.
         weights: those tensors of the parameters, by name.
         buffers, inputs: the same for buffers and inputs.
-        kept: tensors that autograd saved and where, in the order of the run, a storage as often
+        saved: tensors that autograd saved and where, in the order of the run, a storage as often
             as it was saved.
     """
 
@@ -54,7 +54,7 @@ class Trace:
     weights: dict[str, Any]
     buffers: dict[str, Any]
     inputs: tuple[Any, ...]
-    kept: tuple[tuple[Any, Place], ...]
+    saved: tuple[tuple[Any, Place], ...]
 
 
 def traced(module: Any, inputs: Sequence[TensorShape]) -> Trace:
@@ -77,13 +77,15 @@ def traced(module: Any, inputs: Sequence[TensorShape]) -> Trace:
     run = _Run()
     forward = _forward(module, (*weights, *buffers), [each.keyword for each in inputs], run)
     flat = (*weights.values(), *buffers.values(), *given)
-    keeping = torch.autograd.graph.saved_tensors_hooks(run.keep, lambda tensor: tensor)
+    keeping = torch.autograd.graph.saved_tensors_hooks(run.save, lambda tensor: tensor)
     try:
         with mode, keeping, torch.enable_grad(), as_on_a_gpu(), run.following(module):
             graph = make_fx(forward)(*flat).graph
     except Exception as error:  # whatever the model's own code raises is the user's to know
         raise _refusal(error, module, run.place.path) from error
-    return Trace(graph=graph, weights=weights, buffers=buffers, inputs=given, kept=tuple(run.kept))
+    return Trace(
+        graph=graph, weights=weights, buffers=buffers, inputs=given, saved=tuple(run.saved)
+    )
 
 
 def _without_memory(named: Iterator[tuple[str, Any]], module: Any) -> dict[str, Any]:
@@ -136,7 +138,7 @@ def _forward(
 
 @dataclass(slots=True)
 class _Run:
-    """Where the run is, and what it has kept.
+    """Where the run is, and what it has saved.
 
     make_fx appends nodes as operators run; at each step into or out of a module all nodes since the
     last step are told their module.
@@ -144,7 +146,7 @@ class _Run:
 
     place: Place = field(default_factory=Place)
     calls: int = 0
-    kept: list[tuple[Any, Place]] = field(default_factory=list)
+    saved: list[tuple[Any, Place]] = field(default_factory=list)
     graph: Any = None
     last: Any = None
 
@@ -164,9 +166,9 @@ class _Run:
             node.meta[PLACE] = self.place
             self.last, node = node, node.next
 
-    def keep(self, tensor: Any) -> Any:
+    def save(self, tensor: Any) -> Any:
         """Note a tensor that autograd keeps."""
-        self.kept.append((tensor, self.place))
+        self.saved.append((tensor, self.place))
         return tensor
 
     @contextlib.contextmanager
@@ -221,21 +223,14 @@ def _refusal(error: Exception, module: Any, path: str) -> UnplannableModelError:
     place = _place(error)
     text = f"{type(error).__name__} {error}".lower()
     if any(word in text for word in _VALUE_WORDS):
-        return UnplannableModelError(
-            "module",
-            value=where,
-            limit=f"it decides by the values of a tensor{place}, and a trace has shapes only",
-            fix="Use a tensor operation instead (torch.where, masks), or extract the parts around "
-            "it one by one.",
-        )
+        limit = f"it decides by the values of a tensor{place}, and a trace has shapes only"
+        fix = "Use a tensor operation instead (torch.where, masks), or extract the parts around it "
+        return UnplannableModelError("module", value=where, limit=limit, fix=f"{fix}one by one.")
     first = next(iter(str(error).strip().splitlines()), "")
     reason = f"{type(error).__name__}: {first}".rstrip(".: ")
-    return UnplannableModelError(
-        "module",
-        value=where,
-        limit=f"its forward pass fails on these inputs{place}: {reason}",
-        fix="Check the inputs' number, shapes (--input) and number types (--dtype).",
-    )
+    limit = f"its forward pass fails on these inputs{place}: {reason}"
+    fix = "Check the inputs' number, shapes (--input) and number types (--dtype)."
+    return UnplannableModelError("module", value=where, limit=limit, fix=fix)
 
 
 def _place(error: Exception) -> str:

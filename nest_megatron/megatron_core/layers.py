@@ -11,7 +11,7 @@ import functools
 import importlib.metadata
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,8 @@ def extract_layer(
     Raises:
         UserInputError: for what these modules cannot be built for, naming it.
     """
-    _refuse(spec, kind, shard, implementation)
+    for what, value, limit, fix in _refusals(spec, kind, shard, implementation):
+        raise UserInputError(what, value=value, limit=limit, fix=fix)
     record, parameters, groups = _recorded(spec, kind, shard, NO_RECOMPUTE, implementation)
     settings = recompute_settings(spec, kind) if recompute is None else recompute
     variants = {
@@ -118,47 +119,31 @@ def recompute_settings(spec: TransformerSpec, kind: LayerKind) -> tuple[Recomput
     return (*(selective_recompute([module]) for module in modules), FULL_RECOMPUTE)
 
 
-def _refuse(
+def _refusals(
     spec: TransformerSpec, kind: LayerKind, shard: LayerShard, implementation: Implementation
-) -> None:
-    tp = shard.tensor_model_parallel_size
+) -> Iterator[tuple[str, object, str, str]]:
+    """What these modules cannot be built for: the setting, its value, the limit, the fix."""
+    tp, cp = shard.tensor_model_parallel_size, shard.context_parallel_size
+    groups = spec.query_groups
     if kind is LayerKind.MOE and not spec.is_moe:
-        raise UserInputError(
-            "layer", value=kind.value, limit=f"{spec.name} has no experts", fix="Use dense."
-        )
+        yield "layer", kind.value, f"{spec.name} has no experts", "Use dense."
     if kind is LayerKind.MTP and not spec.num_mtp_layers:
-        raise UserInputError(
-            "layer", value=kind.value, limit=f"{spec.name} has no MTP layers", fix="Use dense."
-        )
+        yield "layer", kind.value, f"{spec.name} has no MTP layers", "Use dense."
     if spec.family is not ModelFamily.GPT:
-        raise UserInputError(
-            "model",
-            value=spec.name,
-            limit="only GPT-like models are built from megatron-core's layers here",
-            fix="Use --closed-form, or --module for a model of your own.",
-        )
-    if spec.query_groups < tp and not spec.multi_latent_attention:
-        raise UserInputError(
-            "parallel.tensor_model_parallel_size",
-            value=tp,
-            limit=f"megatron-core's local attention needs a query group for each rank "
-            f"({spec.query_groups} groups)",
-            fix=f"Use at most {spec.query_groups}, or --closed-form.",
-        )
-    if shard.context_parallel_size > 1 and not shard.flash_attention:
-        raise UserInputError(
-            "parallel.context_parallel_size",
-            value=shard.context_parallel_size,
-            limit="megatron-core runs context parallelism with fused attention alone",
-            fix="Use 1, or fused attention.",
-        )
+        limit = "only GPT-like models are built from megatron-core's layers here"
+        fix = "Use --closed-form, or --module for a model of your own."
+        yield "model", spec.name, limit, fix
+    if groups < tp and not spec.multi_latent_attention:
+        limit = "megatron-core's local attention needs a query group for each rank "
+        fix = f"Use at most {groups}, or --closed-form."
+        yield "parallel.tensor_model_parallel_size", tp, f"{limit}({groups} groups)", fix
+    if cp > 1 and not shard.flash_attention:
+        limit = "megatron-core runs context parallelism with fused attention alone"
+        yield "parallel.context_parallel_size", cp, limit, "Use 1, or fused attention."
     if implementation is Implementation.TRANSFORMER_ENGINE:
-        raise UserInputError(
-            "--implementation",
-            value=implementation.value,
-            limit="Transformer Engine's kernels cannot be followed without running them",
-            fix="Use local; --closed-form prints the fused form.",
-        )
+        limit = "Transformer Engine's kernels cannot be followed without running them"
+        fix = "Use local; --closed-form prints the fused form."
+        yield "--implementation", implementation.value, limit, fix
 
 
 def _recorded(
@@ -173,15 +158,8 @@ def _recorded(
 
     from nest_megatron.megatron_core.recorder import record
 
-    inside = staged(
-        spec,
-        kind,
-        shard,
-        where=Where.SHAPES,
-        implementation=implementation,
-        recompute=recompute,
-    )
-    with inside as layers, FakeTensorMode():
+    how: dict[str, Any] = {"implementation": implementation, "recompute": recompute}
+    with staged(spec, kind, shard, where=Where.SHAPES, **how) as layers, FakeTensorMode():
         unit = build(layers, kind, recompute=recompute)
         inner = one_layer(spec, kind)
         share = inner.moe_router_topk / inner.num_experts if inner.num_experts else 1.0

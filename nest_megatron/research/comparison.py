@@ -10,18 +10,45 @@ from dataclasses import dataclass
 from nest_megatron.cost_model.estimate import mean_terms
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.uncertainty import predictive, probability_faster
+from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.parallel.objective import SURE, Objective
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import EndedEarly, NoPlan, PlanRequest, plan
 from nest_megatron.planner.assemble import assemble, nothing_searched
-from nest_megatron.research.baselines.job import ComparisonJob
-from nest_megatron.research.baselines.registry import NAMES, Baseline, baselines_named
+from nest_megatron.research.baselines import (
+    aceso,
+    alpa_e,
+    autoconfigurator,
+    manual,
+    mcmc,
+    network_blind,
+)
+from nest_megatron.research.baselines.job import BaselineChoice, ComparisonJob
 from nest_megatron.solver.backend import choose, solver_of
 from nest_megatron.units import Seconds, format_gib, format_seconds
 
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A planner: its name, what it is in a few words, and the plan that it chooses for a job."""
+
+    name: str
+    title: str
+    find: Callable[[ComparisonJob], BaselineChoice]
+
+
+BASELINES = (
+    Baseline("manual", "NVIDIA's recipe or Megatron's rule of thumb", manual.find),
+    Baseline("mcmc", "random walk (FlexFlow, TopoOpt)", mcmc.find),
+    Baseline("phaze", "exact, blind to the network (Phaze)", network_blind.find_phaze),
+    Baseline("alpa_e", "sharding, then stages, then memory (Alpa)", alpa_e.find),
+    Baseline("mist", "memory-aware, blind to the network (Mist)", network_blind.find_mist),
+    Baseline("aceso", "relieves the bottleneck (Aceso)", aceso.find),
+    Baseline("autoconfigurator", "table of degrees, all measured (NeMo)", autoconfigurator.find),
+)
 #: Our own search, which every comparison is relative to.
 NEST = "nest"
-PLANNERS = (NEST, *NAMES)
+PLANNERS = (NEST, *(baseline.name for baseline in BASELINES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,3 +206,22 @@ def _chance_slower(model: CostModel, ours: ParallelPlan, theirs: ParallelPlan) -
         for plan in (ours, theirs)
     )
     return probability_faster(a, b)
+
+
+def baselines_named(names: Iterable[str]) -> tuple[Baseline, ...]:
+    """The baselines of some names, in the order given.
+
+    Raises:
+        UserInputError: for a name that is none, with the list.
+    """
+    by_name = {baseline.name: baseline for baseline in BASELINES}
+    wanted = tuple(names)
+    for name in wanted:
+        if name not in by_name:
+            raise UserInputError(
+                "planners",
+                value=name,
+                limit=f"the planners are {', '.join(PLANNERS)}",
+                fix=nearest(name, PLANNERS),
+            )
+    return tuple(by_name[name] for name in wanted)

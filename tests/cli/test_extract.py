@@ -9,7 +9,7 @@ import pytest
 
 from nest_megatron.errors import BAD_INPUT, UserInputError
 from nest_megatron.megatron_core import stage
-from nest_megatron.megatron_core.user_module import read_inputs
+from nest_megatron.megatron_core.chain import read_inputs
 from nest_megatron.model.chain import TensorShape
 from tests.cli.runs import Run, run
 

@@ -27,12 +27,9 @@ class LayerDag:
     def __post_init__(self) -> None:
         for maker, reader in self.edges:
             if not 0 <= maker < reader < len(self.names):
-                raise UserInputError(
-                    "edges",
-                    value=(maker, reader),
-                    limit="an edge leads from a node to a later one",
-                    fix="Put the nodes in the order in which they run.",
-                )
+                limit = "an edge leads from a node to a later one"
+                fix = "Put the nodes in the order in which they run."
+                raise UserInputError("edges", value=(maker, reader), limit=limit, fix=fix)
 
     @classmethod
     def chain(cls, names: Sequence[str]) -> LayerDag:

@@ -101,15 +101,13 @@ class ResearchJob:
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:
-            raise UserInputError(
-                "train.global_batch_size",
-                value=self.global_batch_size,
-                limit="it must be at least 1",
-                fix="Give the sequences of one step.",
-            )
+            what, fix = "train.global_batch_size", "Give the sequences of one step."
+            limit = "it must be at least 1"
+            raise UserInputError(what, value=self.global_batch_size, limit=limit, fix=fix)
 
 
 _PREFIX = "research."
+_UNKNOWN = "the recurrence does not know it"
 #: The values of each key of ``research`` by the word that is typed.
 _WORDS: Mapping[str, Mapping[str, Any]] = {
     each.name: {"true": True, "false": False}
@@ -188,12 +186,8 @@ def _refuse_unread(given: Iterable[str]) -> None:
     read = {"search.backend", *(f"search.max_{name}" for name in _FIXED)}
     for key in sorted(given):
         if key == "out" or (key.startswith("search.") and key not in read):
-            raise UserInputError(
-                key,
-                value=None,
-                limit="the recurrence does not know it",
-                fix="Leave it out; --json prints the plan for programs.",
-            )
+            fix = "Leave it out; --json prints the plan for programs."
+            raise UserInputError(key, value=None, limit=_UNKNOWN, fix=fix)
 
 
 def _fixed(config: PlanConfig) -> dict[str, int]:
@@ -201,12 +195,8 @@ def _fixed(config: PlanConfig) -> dict[str, int]:
     found = fixed_degrees(config)
     for name, value in vars(config.parallel).items():
         if value is not None and name not in _FIXED:
-            raise UserInputError(
-                f"parallel.{name}",
-                value=value,
-                limit="the recurrence does not know it",
-                fix=f"Leave it out; {', '.join(_FIXED)} can be fixed, and research.* be set.",
-            )
+            fix = f"Leave it out; {', '.join(_FIXED)} can be fixed, and research.* be set."
+            raise UserInputError(f"parallel.{name}", value=value, limit=_UNKNOWN, fix=fix)
     for name, value in found.items():
         if value < 1:
             raise UserInputError(

@@ -17,8 +17,8 @@ from nest_megatron.research.nest_dp.records import (
     FoundPipeline,
     FoundStage,
     Problem,
+    Tables,
 )
-from nest_megatron.research.nest_dp.tables import Tables
 from nest_megatron.units import Ticks
 
 FORWARD, RECOMPUTE, BACKWARD, SYNC = range(4)

@@ -1,30 +1,50 @@
-"""``nest plan``: the recurrence on a job of the catalogue, and the tables that it prints."""
+"""``nest plan``: the recurrence on a job of the catalogue, its plan in words and tables.
+
+The paper's ablation of ZeRO under small memory (appendix C.3, Table 7) is run as well. There, a
+stage takes further devices only so that its states are divided over them; without that, no plan
+fits. Layers are those of the catalogue: no layer holds the language-model head but the last, what
+is saved is what a backward pass needs (the artifact adds up the outputs of all traced operators),
+and sums of gradients are priced. A stage takes the first ZeRO setting that fits where it stands;
+the artifact takes one that would fit at every position of a pipeline.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from nest_megatron.cluster.records import Cluster
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.space import read_backend
+from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.errors import OK
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 from nest_megatron.report.console import say, show, show_json
 from nest_megatron.report.tables import EdgelessTable, figure_columns, name_columns, word_columns
 from nest_megatron.report.terminal import notes_report
 from nest_megatron.research.nest_artifact.run import tell_none
 from nest_megatron.research.nest_artifact.search import NoSolution
-from nest_megatron.research.nest_dp.job import research_job, split_research
-from nest_megatron.research.nest_dp.pipeline import has_kernel
-from nest_megatron.research.nest_dp.plan import PlannedStage, ResearchPlan, described
-from nest_megatron.research.nest_dp.search import solve
+from nest_megatron.research.nest_dp.job import (
+    Division,
+    MemoryRule,
+    PaperOptimizer,
+    ResearchChoices,
+    ResearchJob,
+    research_job,
+    split_research,
+)
+from nest_megatron.research.nest_dp.records import FoundStage
+from nest_megatron.research.nest_dp.search import RecurrenceSolution, has_kernel, solve
 from nest_megatron.solver.backend import Backend
-from nest_megatron.units import format_gib, format_seconds
+from nest_megatron.units import GIB, Bytes, Seconds, format_gib, format_seconds, to_seconds
 
 
 def run_nest_plan(*, overrides: Sequence[str], config_dir: Path | None, as_json: bool) -> int:
@@ -114,3 +134,180 @@ def _stages_table(stages: Sequence[PlannedStage], *, mixed: bool) -> RenderableT
 
 def _span(first: str, last: str) -> str:
     return first if first == last else f"{first} to {last}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStage:
+    """One stage, first to last.
+
+    Args:
+        layers: names of the first and the last one.
+        first_device: within a replica.
+        link_in: level of the network between it and the stage before it; empty for the first stage.
+        time_s, sync_s: of one micro batch, links included; of the sum of its gradients.
+    """
+
+    layers: tuple[str, str]
+    num_layers: int
+    strategy: str
+    zero_stage: int
+    zero_degree: int
+    recompute: bool
+    first_device: int
+    num_devices: int
+    link_in: str
+    time_s: Seconds
+    sync_s: Seconds
+    memory_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResearchPlan:
+    """A plan of the recurrence.
+
+    Args:
+        num_devices: at work, over all replicas.
+        num_microbatches: of one replica.
+        device_stride: devices from one replica's first to the next one's.
+        num_cases, num_solved: as in ``RecurrenceSolution``.
+    """
+
+    model: str
+    cluster: str
+    num_gpus: int
+    num_devices: int
+    pipeline_model_parallel_size: int
+    data_parallel_size: int
+    device_stride: int
+    num_microbatches: int
+    schedule: str
+    step_s: Seconds
+    slowest_stage_s: Seconds
+    sync_s: Seconds
+    capacity_bytes: Bytes
+    stages: tuple[PlannedStage, ...]
+    num_cases: int
+    num_solved: int
+
+
+def described(job: ResearchJob, found: RecurrenceSolution) -> ResearchPlan:
+    """The plan of a solution."""
+    pipeline, problem, replicas = found.pipeline, found.problem, found.case.replicas
+    stages = tuple(
+        _stage(found, stage, is_first=not at) for at, stage in enumerate(pipeline.stages)
+    )
+    return ResearchPlan(
+        model=job.spec.name,
+        cluster=job.cluster.name,
+        num_gpus=job.cluster.num_gpus,
+        num_devices=replicas.count * sum(stage.num_devices for stage in stages),
+        pipeline_model_parallel_size=len(stages),
+        data_parallel_size=replicas.count,
+        device_stride=replicas.stride,
+        num_microbatches=problem.num_microbatches,
+        schedule=str(problem.schedule),
+        step_s=to_seconds(pipeline.total),
+        slowest_stage_s=to_seconds(pipeline.bottleneck),
+        sync_s=to_seconds(pipeline.sync),
+        capacity_bytes=problem.capacity_bytes,
+        stages=stages,
+        num_cases=found.num_cases,
+        num_solved=found.num_solved,
+    )
+
+
+def _stage(found: RecurrenceSolution, stage: FoundStage, *, is_first: bool) -> PlannedStage:
+    strategy = found.problem.strategies[stage.strategy]
+    option, nodes = strategy.options[stage.option], found.problem.downsets.dag.names
+    return PlannedStage(
+        layers=(nodes[stage.nodes[0]], nodes[stage.nodes[-1]]),
+        num_layers=len(stage.nodes),
+        strategy=strategy.label,
+        zero_stage=int(option.zero_stage),
+        zero_degree=option.zero_degree,
+        recompute=strategy.policies[stage.policy].recompute,
+        first_device=stage.first_device * found.problem.unit,
+        num_devices=option.num_devices * found.problem.unit,
+        link_in="" if is_first else found.problem.level_names[stage.level_in],
+        time_s=to_seconds(stage.time),
+        sync_s=to_seconds(stage.sync),
+        memory_bytes=stage.memory_bytes,
+    )
+
+
+def research_words(found: ResearchPlan | NoSolution) -> str:
+    """Devices, stages, replicas and ZeRO in a line, or why there is no plan."""
+    if isinstance(found, NoSolution):
+        return f"no plan: {found.reason}"
+    degrees = f"{found.pipeline_model_parallel_size}, {found.data_parallel_size}"
+    settings = ((stage.zero_stage, stage.zero_degree) for stage in found.stages)
+    return f"{found.num_devices} devices, {{{degrees}, 1}}; {zero_stages(settings)}"
+
+
+def zero_stages(settings: Iterable[tuple[int, int]]) -> str:
+    """How many stages have which ZeRO stage and degree, the most frequent first.
+
+    >>> zero_stages([(3, 8), (0, 1), (3, 8)])
+    '2 ZeRO-3 over 8, 1 without'
+    """
+    return ", ".join(
+        f"{count} {f'ZeRO-{zero} over {degree}' if degree > 1 else 'without'}"
+        for (zero, degree), count in Counter(settings).most_common()
+    )
+
+
+#: Models of Table 7 by their names in the catalogue, and the memory that it gives a device: binary
+#: units, in which the artifact takes its option, and with which its sizes come to the table's rows.
+TABLE_7: dict[str, Bytes] = {"llama3_70b": 24 * GIB, "bert_large": 120 * GIB // 1024}
+#: Devices of the table's cluster (``tpuv4_fat_tree``) and sequences of a step.
+NUM_GPUS, GLOBAL_BATCH_SIZE = 1024, 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AblationRow:
+    """What is found without ZeRO, and with it."""
+
+    model: str
+    memory_bytes: Bytes
+    optimizer: PaperOptimizer
+    without: ResearchPlan | NoSolution
+    with_zero: ResearchPlan | NoSolution
+
+
+def table7_row(
+    spec: TransformerSpec, cluster: Cluster, settings: CostSettings, optimizer: PaperOptimizer
+) -> AblationRow:
+    """One row: the table's memory, unsharded layers, the paper's account of memory.
+
+    Args:
+        cluster: with as many devices as are to be used, of whatever memory.
+    """
+    memory = TABLE_7[spec.name]
+    accelerator = replace(cluster.accelerator, memory_bytes=memory)
+    ones = ("tensor_model_parallel_size", "context_parallel_size", "micro_batch_size")
+    choices = ResearchChoices(
+        memory=MemoryRule.PAPER,
+        optimizer=optimizer,
+        divide=Division.LOOSELY,
+        flash_attention=False,
+        fixed=dict.fromkeys(ones, 1),
+    )
+
+    def answer(zero: bool) -> ResearchPlan | NoSolution:
+        job = ResearchJob(
+            spec=spec,
+            cluster=replace(cluster, accelerator=accelerator),
+            settings=settings,
+            global_batch_size=GLOBAL_BATCH_SIZE,
+            choices=replace(choices, zero=zero),
+        )
+        found = solve(job)
+        return found if isinstance(found, NoSolution) else described(job, found)
+
+    return AblationRow(
+        model=spec.name,
+        memory_bytes=memory,
+        optimizer=optimizer,
+        without=answer(zero=False),
+        with_zero=answer(zero=True),
+    )

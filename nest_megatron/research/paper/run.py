@@ -16,7 +16,7 @@ from nest_megatron.planner import PlanRequest
 from nest_megatron.report.console import show, show_json
 from nest_megatron.research.comparison import NEST, Compared, compare
 from nest_megatron.research.nest_dp.job import PaperOptimizer
-from nest_megatron.research.nest_dp.plan import NUM_GPUS, research_words, table7_row
+from nest_megatron.research.nest_dp.run import NUM_GPUS, research_words, table7_row
 from nest_megatron.research.paper import experiments
 from nest_megatron.research.paper.experiments import PlannerResult, Report
 from nest_megatron.research.paper.published import PaperJob

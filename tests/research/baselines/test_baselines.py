@@ -14,7 +14,7 @@ from nest_megatron.parallel.recompute import NO_RECOMPUTE
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.baselines import aceso, mcmc
 from nest_megatron.research.baselines.job import NOTHING_FITS, ComparisonJob
-from nest_megatron.research.baselines.registry import BASELINES, Baseline, baselines_named
+from nest_megatron.research.comparison import BASELINES, Baseline, baselines_named
 from nest_megatron.solver.ranking import SolvedGrid
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace

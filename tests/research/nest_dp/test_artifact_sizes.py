@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.authors_layers import authors_row
 from nest_megatron.research.nest_artifact.files import read_instance
-from nest_megatron.research.nest_dp.pipeline import has_kernel
+from nest_megatron.research.nest_dp.search import has_kernel
 from nest_megatron.units import GIB
 
 DATA = Path(__file__).parents[1] / "nest_artifact" / "data"

@@ -9,7 +9,6 @@ import pytest
 from nest_megatron.errors import UserInputError
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.nest_dp.downsets import Downsets, LayerDag, downsets_of
-from nest_megatron.research.nest_dp.pipeline import best_pipeline
 from nest_megatron.research.nest_dp.records import (
     CheckpointPolicy,
     FoundPipeline,
@@ -19,6 +18,7 @@ from nest_megatron.research.nest_dp.records import (
     Schedule,
     ZeroOption,
 )
+from nest_megatron.research.nest_dp.search import best_pipeline
 from tests.research.nest_dp.brute_force import least_total
 
 

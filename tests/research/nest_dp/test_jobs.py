@@ -18,11 +18,10 @@ from nest_megatron.research.nest_dp.job import (
     RecomputeChoice,
     ResearchJob,
 )
-from nest_megatron.research.nest_dp.pipeline import best_pipeline
-from nest_megatron.research.nest_dp.plan import ResearchPlan, described, table7_row
 from nest_megatron.research.nest_dp.pricing import Pricer
 from nest_megatron.research.nest_dp.records import PricedStrategy, Schedule
-from nest_megatron.research.nest_dp.search import RecurrenceSolution, cases, solve
+from nest_megatron.research.nest_dp.run import ResearchPlan, described, table7_row
+from nest_megatron.research.nest_dp.search import RecurrenceSolution, best_pipeline, cases, solve
 from nest_megatron.research.nest_dp.topology import (
     Block,
     GroupShapes,

@@ -6,9 +6,8 @@ from array import array
 
 import pytest
 
-from nest_megatron.research.nest_dp.pipeline import best_pipeline, filled, has_kernel
-from nest_megatron.research.nest_dp.records import UNREACHABLE
-from nest_megatron.research.nest_dp.tables import tables_of
+from nest_megatron.research.nest_dp.records import UNREACHABLE, tables_of
+from nest_megatron.research.nest_dp.search import best_pipeline, filled, has_kernel
 from tests.research.nest_dp.brute_force import least_total
 from tests.research.nest_dp.problems import random_problem
 
