@@ -99,10 +99,6 @@ def build(
     return _decoder_layer(layers, stretch, recompute)
 
 
-def _local_tokens(layers: Layers) -> int:
-    return round(layers.shard.tokens_between_blocks(layers.spec)) // layers.shard.micro_batch_size
-
-
 def _sequence(layers: Layers) -> int:
     return round(layers.shard.tokens(layers.spec)) // layers.shard.micro_batch_size
 
@@ -111,32 +107,28 @@ def _hidden(layers: Layers) -> Any:
     """Hidden states ``[tokens, micro batch, hidden]`` between the blocks of a rank."""
     import torch
 
-    shape = (_local_tokens(layers), layers.shard.micro_batch_size, layers.spec.hidden_size)
+    spec, micro_batch = layers.spec, layers.shard.micro_batch_size
+    tokens = round(layers.shard.tokens_between_blocks(spec)) // micro_batch
     dtype, device = layers.config.params_dtype, torch.cuda.current_device()
+    shape = (tokens, micro_batch, spec.hidden_size)
     return torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
 
 
-def _rotary(layers: Layers) -> Any:
-    """Angles of the rotary embedding ``[tokens, 1, 1, width]``; latent attention has its own."""
+def _mask_and_angles(layers: Layers) -> tuple[Any, Any]:
+    """The causal mask that attention in two GEMMs needs, and the angles of the rotary embedding.
+
+    Angles are ``[tokens, 1, 1, width]``; latent attention has its own.
+    """
     import torch
 
-    spec = layers.spec
-    if spec.position_embedding_type != "rope" or spec.multi_latent_attention:
-        return None
-    width = int(spec.head_dim * spec.rotary_percent)
-    device = torch.cuda.current_device()
-    return torch.zeros((_sequence(layers), 1, 1, width), device=device)
-
-
-def _mask(layers: Layers) -> Any:
-    """The causal mask, which attention in two GEMMs needs."""
-    import torch
-
-    if layers.shard.flash_attention:
-        return None
-    length = _sequence(layers)
-    device = torch.cuda.current_device()
-    return torch.ones((1, 1, length, length), dtype=torch.bool, device=device).triu_(1)
+    mask = angles = None
+    spec, length, device = layers.spec, _sequence(layers), torch.cuda.current_device()
+    if not layers.shard.flash_attention:
+        mask = torch.ones((1, 1, length, length), dtype=torch.bool, device=device).triu_(1)
+    if spec.position_embedding_type == "rope" and not spec.multi_latent_attention:
+        width = int(spec.head_dim * spec.rotary_percent)
+        angles = torch.zeros((length, 1, 1, width), device=device)
+    return mask, angles
 
 
 def _only(layer: Any, stretch: Stretch) -> Any:
@@ -165,7 +157,7 @@ def _decoder_layer(layers: Layers, stretch: Stretch, recompute: Recompute | None
     layer = build_module(described, config=layers.config, layer_number=1)
 
     def inputs() -> tuple[Any, ...]:
-        return _hidden(layers), _mask(layers), _rotary(layers)
+        return _hidden(layers), *_mask_and_angles(layers)
 
     def whole(hidden: Any, mask: Any, rotary: Any) -> Any:
         return layer(hidden_states=hidden, attention_mask=mask, rotary_pos_emb=rotary)[0]
@@ -227,7 +219,7 @@ def _mtp(layers: Layers, stretch: Stretch) -> Unit:
     layer = build_module(described, config=layers.config, layer_number=1, pg_collection=groups)
 
     def inputs() -> tuple[Any, ...]:
-        return _hidden(layers), _hidden(layers), _mask(layers), _rotary(layers)
+        return _hidden(layers), _hidden(layers), *_mask_and_angles(layers)
 
     def whole(hidden: Any, embedded: Any, mask: Any, rotary: Any) -> Any:
         return layer._proj_and_transformer_layer(
