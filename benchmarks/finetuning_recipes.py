@@ -30,7 +30,7 @@ from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.integrations import megatron_bridge, nemo  # noqa: E402
 from nest_megatron.report.failure import NothingFitsError  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
-from nest_megatron.research.report.comparison import layout_words  # noqa: E402
+from nest_megatron.research.comparison_run import layout_words  # noqa: E402
 from tests.nemo import bridge, hugging_face, recipes, substitutes  # noqa: E402
 
 GPUS = 64

@@ -33,7 +33,7 @@ from nest_megatron.files import write_text  # noqa: E402
 from nest_megatron.integrations.nemo import apply_plan, auto_recipe  # noqa: E402
 from nest_megatron.report.failure import NothingFitsError  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
-from nest_megatron.research.report.comparison import layout_words  # noqa: E402
+from nest_megatron.research.comparison_run import layout_words  # noqa: E402
 from tests.nemo.recipes import recipe, validate  # noqa: E402
 
 NODES = (1, 8, 128)

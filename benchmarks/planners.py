@@ -31,7 +31,7 @@ from nest_megatron.planner import PlanRequest, estimate_plan, plan  # noqa: E402
 from nest_megatron.report.markdown import table  # noqa: E402
 from nest_megatron.research.baselines.job import on_flat_network  # noqa: E402
 from nest_megatron.research.comparison import compare  # noqa: E402
-from nest_megatron.research.paper.experiments import (  # noqa: E402  # noqa: E402
+from nest_megatron.research.paper.experiments import (  # noqa: E402
     MODELS,
     SPINE_LEAF,
     Gain,
@@ -39,8 +39,7 @@ from nest_megatron.research.paper.experiments import (  # noqa: E402  # noqa: E4
     geometric_mean,
 )
 from nest_megatron.research.paper.published import PaperJob  # noqa: E402
-from nest_megatron.research.paper.run import experiment, request_for  # noqa: E402
-from nest_megatron.research.report.paper import draw_figure, notes  # noqa: E402
+from nest_megatron.research.paper.run import draw_figure, experiment, notes, request_for  # noqa: E402
 
 RATIOS = (1, 2, 4, 8)
 SIZE = 512

@@ -1,31 +1,39 @@
-"""``compare``."""
+"""``compare``: its table and sentences, a chart of each planner's step, an HTML page."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from nest_megatron.config.compose import compose
 from nest_megatron.config.overrides import parse, refuse_sweeps
 from nest_megatron.config.request import request_of
 from nest_megatron.errors import ENDED_EARLY, NOTHING_FITS, OK, UserInputError
+from nest_megatron.files import require_folder, write_text
+from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import PlanRequest
+from nest_megatron.report.charts import SOFT, SUFFIXES, TERM_COLOURS, ink_on, write_chart
 from nest_megatron.report.console import say, show, show_json
-from nest_megatron.report.terminal import notes_report
-from nest_megatron.research.comparison import PLANNERS, Compared, compare
-from nest_megatron.research.report.comparison import (
-    check_chart,
-    comparison_report,
-    tokens_per_s,
-    why,
-    write_comparison,
+from nest_megatron.report.page import render_page
+from nest_megatron.report.tables import (
+    FittingTable,
+    figure_columns,
+    heading,
+    name_columns,
+    pairs,
+    word_columns,
 )
+from nest_megatron.report.terminal import notes_report
+from nest_megatron.report.words import TERM_WORDS
+from nest_megatron.research.comparison import NEST, PLANNERS, Compared, compare
+from nest_megatron.units import GIB, Seconds, format_seconds
 
 
 def run_compare(
@@ -131,3 +139,222 @@ def _plain_row(row: Compared) -> dict[str, Any]:
         "candidates": row.candidates,
         "search_s": row.search_s,
     }
+
+
+_TRAFFIC = ("tp_communication", "cp_communication", "ep_communication")
+#: Shares of the throughput of ``nest`` that are told apart from it.
+_EQUAL = 0.9995
+_HTML = ".html"
+#: Terms that are at least this share of some step are in the legend.
+_SEEN = 0.002
+#: Inches: the whole width, the widest bar, a row, and an estimate of a character of a figure.
+_WIDTH, _BAR, _ROW, _CHARACTER = 11.0, 7.2, 0.5, 0.065
+
+
+def comparison_report(rows: Sequence[Compared]) -> RenderableType:
+    """What ``compare`` prints: the table, a row a planner, and why each lost."""
+    ordered = fastest_first(rows)
+    table = FittingTable(
+        *name_columns("Planner"),
+        *figure_columns("Step", "Tokens/s", "Of nest"),
+        *word_columns("Layout"),
+        *figure_columns("GiB", "Search"),
+        pad_edge=False,
+    )
+    for row in ordered:
+        table.add_row(*_cells(row), style="bold" if row.name == NEST else "")
+    reasons = pairs((row.name, why(row)) for row in ordered)
+    return Group(table, heading("Why each is where it is"), reasons)
+
+
+def fastest_first(rows: Sequence[Compared]) -> list[Compared]:
+    """Planners with a plan by its step, ``nest`` first among equals; then those without."""
+
+    def place(row: Compared) -> tuple[bool, float, bool]:
+        step = 0.0 if row.plan is None else row.plan.predicted.iteration_time_s
+        return row.plan is None, step, row.name != NEST
+
+    return sorted(rows, key=place)
+
+
+def _cells(row: Compared) -> list[str]:
+    """A planner by the columns of the table."""
+    search = f"{row.search_s:.2f} s"
+    if row.plan is None:
+        return [row.name, "-", "-", "-", "no plan", "-", search]
+    predicted = row.plan.predicted
+    share = row.relative_throughput
+    return [
+        row.name,
+        format_seconds(predicted.iteration_time_s),
+        f"{tokens_per_s(row.plan):,.0f}",
+        "-" if share is None else f"{100 * share:.1f}%{' tie' if row.is_tie else ''}",
+        "\n".join(layout_words(row.plan)),
+        f"{predicted.peak_memory_bytes / GIB:.1f}",
+        search,
+    ]
+
+
+def tokens_per_s(plan: ParallelPlan) -> float:
+    """Tokens that all GPUs of a plan work through in a second."""
+    train = plan.train
+    return train.global_batch_size * train.seq_length / plan.predicted.iteration_time_s
+
+
+def layout_words(plan: ParallelPlan) -> list[str]:
+    """A plan's layout in two or three short texts; a degree of 1 is left out.
+
+    Example: ``TP 4 PP 4x7 DP 32``, ``MBS 1 ZeRO-1``, ``recompute full block 2``.
+    """
+    grid = plan.grid()
+    dims = grid.dims
+    virtual = dims.virtual_pipeline_model_parallel_size
+    stages = f"{dims.pipeline_model_parallel_size}{f'x{virtual}' if virtual > 1 else ''}"
+    degrees = {
+        "TP": str(dims.tensor_model_parallel_size),
+        "PP": stages,
+        "CP": str(dims.context_parallel_size),
+        "EP": str(dims.expert_model_parallel_size),
+        "DP": str(dims.data_parallel_size),
+    }
+    shown = " ".join(f"{name} {value}" for name, value in degrees.items() if value != "1")
+    batch = f"MBS {grid.micro_batch_size} ZeRO-{int(grid.zero)}"
+    recompute = grid.recompute.label()
+    parts = (shown, batch, "" if recompute == "none" else f"recompute {recompute}")
+    return [part for part in parts if part]
+
+
+def why(row: Compared) -> str:
+    """Why a planner is where it is, in plain sentences."""
+    if row.plan is None:
+        return f"No plan: {row.reason}."
+    worst, share = row.worst_term, row.relative_throughput
+    if row.name == NEST or share is None:
+        return f"{row.reason[:1].upper()}{row.reason[1:]}."
+    if worst is None or share >= _EQUAL:
+        return f"As fast as {NEST}. Chosen as {row.reason}."
+    tie = "A tie within the error of predictions. " if row.is_tie else ""
+    term = TERM_WORDS[worst] + (" traffic" if worst in _TRAFFIC else "")
+    lost, most = format_seconds(row.lost_s), format_seconds(row.differences[worst])
+    return f"{tie}Loses {lost} a step, most in {term}: +{most}. Chosen as {row.reason}."
+
+
+def check_chart(path: Path) -> None:
+    """Refuse a file that is no picture and no page, or whose folder is missing."""
+    suffixes = (*SUFFIXES, _HTML)
+    if path.suffix.lower() not in suffixes:
+        raise UserInputError(
+            "--chart",
+            value=str(path),
+            limit=f"a chart is one of {', '.join(suffixes)}",
+            fix="Give the file one of these suffixes.",
+        )
+    require_folder(path, "--chart")
+
+
+def write_comparison(rows: Sequence[Compared], path: Path, title: str) -> None:
+    """Draw planners from the fastest to the slowest: a picture, or a page with picture and table.
+
+    Raises:
+        UserInputError: if the file cannot be written, or without matplotlib.
+    """
+    if path.suffix.lower() == _HTML:
+        write_text(path, comparison_page(rows, title))
+        return
+    size = (_WIDTH, 1.6 + _ROW * len(rows))
+    write_chart(lambda figure: draw_comparison(figure, rows, title), size, path, "--chart")
+
+
+def _seen_terms(rows: Sequence[Compared]) -> list[str]:
+    """Terms that a bar of some planner shows, in the order of the palette."""
+    seen = {
+        name
+        for row in rows
+        for name, seconds in row.terms.items()
+        if seconds > _SEEN * sum(row.terms.values())
+    }
+    return [name for name in TERM_COLOURS if name in seen]
+
+
+def _longest(rows: Sequence[Compared]) -> Seconds:
+    return max((sum(row.terms.values()) for row in rows), default=0.0) or 1.0
+
+
+def draw_comparison(figure: Any, rows: Sequence[Compared], title: str) -> None:
+    """Fill a matplotlib figure."""
+    from matplotlib.patches import Patch
+
+    ordered = fastest_first(rows)
+    figure.set_layout_engine("constrained")
+    figure.suptitle(title, x=0.02, ha="left", fontweight="bold", fontsize=11)
+    axes = figure.subplots()
+    title = "A step of each plan by what all GPUs do in it; its throughput as a share of nest's"
+    axes.set_title(title, loc="left", fontsize=8, color=SOFT)
+    for at, row in enumerate(ordered):
+        _draw_row(axes, row, at, _BAR / _longest(rows))
+    axes.set(xlim=(0, _WIDTH - 1.2), ylim=(len(ordered) - 0.3, -0.5))
+    axes.set_yticks(range(len(ordered)), [row.name for row in ordered], fontweight="bold")
+    axes.tick_params(left=False, bottom=False, labelbottom=False, labelsize=9)
+    axes.spines[:].set_visible(False)
+    patches = [Patch(color=TERM_COLOURS[n], label=TERM_WORDS[n]) for n in _seen_terms(ordered)]
+    place = {"loc": "outside lower center", "ncols": 6, "fontsize": 8, "frameon": False}
+    figure.legend(handles=patches, **place)
+
+
+def _draw_row(axes: Any, row: Compared, at: int, scale: float) -> None:
+    """A bar with the time of each term that is wide enough; behind it the step, under it why."""
+    if row.plan is None:
+        axes.text(0.05, at, f"no plan: {row.reason}", va="center", fontsize=8, color=SOFT)
+        return
+    left = 0.0
+    for name in TERM_COLOURS:
+        width = scale * row.terms.get(name, 0.0)
+        axes.barh(at, width, 0.5, left=left, color=TERM_COLOURS[name])
+        words = format_seconds(row.terms.get(name, 0.0))
+        if width > _CHARACTER * (len(words) + 1):
+            place = {"ha": "center", "va": "center", "fontsize": 7}
+            axes.text(left + width / 2, at, words, color=ink_on(TERM_COLOURS[name]), **place)
+        left += width
+    share, step = row.relative_throughput, format_seconds(row.plan.predicted.iteration_time_s)
+    told = step if share is None else f"{step}   {100 * share:.1f} %"
+    axes.text(left + 0.08, at, told, va="center", fontsize=8, fontweight="bold")
+    parts = (f"{tokens_per_s(row.plan):,.0f} tokens/s", *layout_words(row.plan))
+    under = ", ".join((*parts, f"found in {row.search_s:.2f} s"))
+    axes.text(0, at + 0.3, under, va="top", fontsize=6.5, color=SOFT)
+
+
+def comparison_page(rows: Sequence[Compared], title: str) -> str:
+    """The whole page; it loads nothing from anywhere."""
+    ordered = fastest_first(rows)
+    return render_page(
+        "comparison.html",
+        title,
+        package="nest_megatron.research",
+        bars=[_bar(row, _longest(rows)) for row in ordered],
+        legend_entries=[(TERM_WORDS[name], TERM_COLOURS[name]) for name in _seen_terms(ordered)],
+        rows=[_page_cells(row) for row in ordered],
+    )
+
+
+def _bar(row: Compared, longest: float) -> Mapping[str, Any]:
+    whole = sum(row.terms.values())
+    parts = [
+        {
+            "name": TERM_WORDS[name],
+            "value": format_seconds(row.terms[name]),
+            "share": row.terms[name] / whole,
+            "colour": TERM_COLOURS[name],
+            "ink": ink_on(TERM_COLOURS[name]),
+        }
+        for name in TERM_COLOURS
+        if row.terms.get(name, 0.0) > 0
+    ]
+    step = "no plan" if row.plan is None else format_seconds(row.plan.predicted.iteration_time_s)
+    return {"name": row.name, "parts": parts, "percent": 100 * whole / longest, "step": step}
+
+
+def _page_cells(row: Compared) -> list[str]:
+    """What the terminal says of a planner, with what it is and why it is there."""
+    name, step, tokens, share, layout, gib, search = _cells(row)
+    layouts = layout.replace("\n", ", ")
+    return [name, row.title, layouts, why(row), step, tokens, share, gib, search]

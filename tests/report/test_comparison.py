@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from nest_megatron.research.comparison import Compared, compare
-from nest_megatron.research.report.comparison import (
+from nest_megatron.research.comparison_run import (
     comparison_page,
     draw_comparison,
     fastest_first,
