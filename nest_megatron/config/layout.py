@@ -14,7 +14,7 @@ from nest_megatron.config.space import fixed_degrees, read_rank_order, read_reco
 from nest_megatron.errors import UserInputError, require_at_least
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.degree_rules import DEGREE_RULES, violations
+from nest_megatron.parallel.degree_rules import require_legal
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.grid import Grid
@@ -209,7 +209,7 @@ def _check(spec: TransformerSpec, shard: LayerShard) -> None:
     experts = shard.expert_model_parallel_size * shard.expert_tensor_parallel_size
     ranks = shard.tensor_model_parallel_size * shard.context_parallel_size
     replicas = experts // math.gcd(experts, ranks)
-    request = LaunchRequest(
+    asked = LaunchRequest(
         spec=spec,
         dims=ParallelDims(**degrees, data_parallel_size=replicas),
         micro_batch_size=shard.micro_batch_size,
@@ -217,5 +217,4 @@ def _check(spec: TransformerSpec, shard: LayerShard) -> None:
         sequence_parallel=shard.sequence_parallel,
         moe_grouped_gemm=spec.is_moe,
     )
-    for _, broken in violations(request, DEGREE_RULES):
-        raise UserInputError(broken.what, value=broken.value, limit=broken.limit, fix=broken.fix)
+    require_legal(asked)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import rules
 from nest_megatron.parallel.dims import ParallelDims
@@ -77,6 +78,16 @@ def violations(request: LaunchRequest, asked: Iterable[Rule]) -> Iterator[tuple[
         found = each.check(request)
         if found is not None:
             yield each, found
+
+
+def require_legal(request: LaunchRequest) -> None:
+    """Refuse a layout that breaks one of Megatron's rules on degrees.
+
+    Raises:
+        UserInputError: for the first rule broken.
+    """
+    for _, broken in violations(request, DEGREE_RULES):
+        raise UserInputError(broken.what, value=broken.value, limit=broken.limit, fix=broken.fix)
 
 
 def is_legal_grid(spec: TransformerSpec, dims: ParallelDims, *, sequence_parallel: bool) -> bool:

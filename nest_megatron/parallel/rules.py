@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
+from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
@@ -51,6 +53,21 @@ class LaunchRequest:
     fused_attention: bool = True
     version: str = "0.16.1"
     execution: Execution = PLAIN
+
+    @classmethod
+    def of(cls, spec: TransformerSpec, grid: Grid, **others: Any) -> LaunchRequest:
+        """What a grid says of a model's launch; ``others`` are the fields that it does not say."""
+        return cls(
+            spec=spec,
+            dims=grid.dims,
+            micro_batch_size=grid.micro_batch_size,
+            global_batch_size=grid.global_batch_size,
+            recompute=grid.recompute,
+            zero=grid.zero,
+            sequence_parallel=grid.sequence_parallel,
+            execution=grid.execution,
+            **others,
+        )
 
     def __getitem__(self, name: str) -> object:
         """A field of the job, its degrees, its model or its execution, by Megatron's name."""

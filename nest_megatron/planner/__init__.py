@@ -14,7 +14,7 @@ from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.parallel.degree_rules import DEGREE_RULES, violations
+from nest_megatron.parallel.degree_rules import require_legal
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.parallel.partition import StagePartition
@@ -154,24 +154,16 @@ def check_launchable(
     Raises:
         UserInputError: for the first rule broken.
     """
-    request = LaunchRequest(
-        spec=spec,
-        dims=grid.dims,
-        micro_batch_size=grid.micro_batch_size,
-        global_batch_size=grid.global_batch_size,
+    asked = LaunchRequest.of(
+        spec,
+        grid,
         partition=partition,
-        recompute=grid.recompute,
-        zero=grid.zero,
         sharding=grid.zero.sharding,
         precision=settings.precision,
-        sequence_parallel=grid.sequence_parallel,
         moe_grouped_gemm=spec.is_moe,
         fused_attention=settings.traits.flash_attention,
     )
-    for _, violation in violations(request, DEGREE_RULES):
-        raise UserInputError(
-            violation.what, value=violation.value, limit=violation.limit, fix=violation.fix
-        )
+    require_legal(asked)
 
 
 class _Searched(NamedTuple):

@@ -17,8 +17,7 @@ from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import layout_string
-from nest_megatron.parallel.objective import Choice, Shortlist, Uncertainty
-from nest_megatron.parallel.partition import StagePartition
+from nest_megatron.parallel.objective import Choice, Shortlist
 from nest_megatron.parallel.plan import (
     Alternative,
     ParallelPlan,
@@ -62,6 +61,7 @@ def assemble(
     spec, cluster, grid = model.spec, model.cluster, best.grid
     partition = best.partition()
     predicted = estimate(model, grid, partition)
+    prediction = _prediction(predicted)
     plan = ParallelPlan(
         model=spec,
         cluster=cluster,
@@ -73,7 +73,7 @@ def assemble(
         ),
         parallel=parallel_choice(spec, grid, partition, sharding),
         placement=_placement(cluster, grid, has_experts=spec.is_moe),
-        predicted=_prediction(model, predicted),
+        predicted=prediction,
         alternatives=alternatives,
         search=record,
         provenance=Provenance(
@@ -85,19 +85,14 @@ def assemble(
             settings=stored_settings(settings),
         ),
         execution=grid.execution,
-        uncertainty=_uncertainty(model, grid, partition, predicted),
+        uncertainty=described(
+            predictive(model, grid, partition, predicted.iteration_time_s),
+            out_of_memory(model, grid, prediction.peak_memory_bytes),
+        ),
         choice=choice,
         shortlist=shortlist,
     )
     return sealed(plan)
-
-
-def _uncertainty(
-    model: CostModel, grid: Grid, partition: StagePartition, predicted: Estimate
-) -> Uncertainty:
-    peak = max(stage.peak_memory_bytes for stage in predicted.stages)
-    step = predictive(model, grid, partition, predicted.iteration_time_s)
-    return described(step, out_of_memory(model, grid, peak))
 
 
 def with_goodput(plan: ParallelPlan, reliability: Reliability | None) -> ParallelPlan:
@@ -145,29 +140,26 @@ def _placement(cluster: Cluster, grid: Grid, *, has_experts: bool) -> Placement:
     )
 
 
-def _prediction(model: CostModel, predicted: Estimate) -> Prediction:
+def _prediction(predicted: Estimate) -> Prediction:
     peaks = [stage.peak_memory_bytes for stage in predicted.stages]
-    fullest = peaks.index(max(peaks))
-    spare = predicted.capacity_bytes - peaks[fullest]
+    rank = peaks.index(max(peaks))
+    spare = predicted.capacity_bytes - peaks[rank]
     largest = max(predicted.terms, key=lambda name: predicted.terms[name])
     share = 100 * predicted.terms[largest] / predicted.iteration_time_s
     binding = (
-        f"memory: pipeline rank {fullest} has {spare / 2**30:.1f} GiB to spare"
+        f"memory: pipeline rank {rank} has {spare / 2**30:.1f} GiB to spare"
         if 0 <= spare < 0.1 * predicted.capacity_bytes
-        else f"memory: pipeline rank {fullest} lacks {-spare / 2**30:.1f} GiB"
+        else f"memory: pipeline rank {rank} lacks {-spare / 2**30:.1f} GiB"
         if spare < 0
         else f"{largest}: {share:.0f} % of the iteration"
     )
+    same = (
+        *("iteration_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "terms"),
+        *("critical_rank", "capacity_bytes", "fits"),
+    )
     return Prediction(
-        iteration_time_s=predicted.iteration_time_s,
-        tokens_per_s_per_gpu=predicted.tokens_per_s_per_gpu,
-        model_tflops_per_gpu=predicted.model_tflops_per_gpu,
-        mfu=predicted.mfu,
-        terms=predicted.terms,
-        critical_rank=predicted.critical_rank,
+        **{name: getattr(predicted, name) for name in same},
         peak_memory_bytes=max(peaks),
-        capacity_bytes=predicted.capacity_bytes,
-        fits=predicted.fits,
         binding_constraint=binding,
         stages=tuple(
             PredictedStage(
@@ -216,29 +208,18 @@ def search_record(
         number: of the runner-up that the user asks for; 0 for none.
     """
     proof = result.certificate
+    lower, own = proof.lower_bound, proof.lower_bound if plan is None else plan.iteration
+    same = ("candidates", "bounded", "infeasible", "solved", "illegal", "simulations")
     return SearchRecord(
+        **{name: getattr(proof, name) for name in same},
         certificate=_certificate(result, plan, number),
-        gap_percent=_gap_percent(result, plan),
-        candidates=proof.candidates,
-        bounded=proof.bounded,
-        infeasible=proof.infeasible,
-        solved=proof.solved,
-        illegal=proof.illegal,
+        gap_percent=100.0 * (own - lower) / max(1, lower),
         stage_nodes=proof.nodes,
-        simulations=proof.simulations,
         seconds=round(seconds, 3),
         backend=choose(request.backend).value,
         space=describe_space(request.space, request.cluster),
         not_modelled=request.not_modelled,
     )
-
-
-def _gap_percent(result: SearchResult, plan: SolvedGrid | None) -> float:
-    """How much slower than the lower bound, which the fastest plan may attain, a plan is."""
-    if plan is None:
-        return 0.0
-    lower = result.certificate.lower_bound
-    return 100.0 * (plan.iteration - lower) / max(1, lower)
 
 
 def _certificate(result: SearchResult, plan: SolvedGrid | None, number: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from nest_megatron.cost_model.keys import inner_degrees
 from nest_megatron.cost_model.layer_cost import UnitTimes
@@ -70,19 +70,22 @@ def laid_out(grid: Grid, virtual: int, zero: ZeroStage) -> Grid:
 
 def is_accepted(model: CostModel, grid: Grid, version: str) -> bool:
     """Whether a release of Megatron-LM carries a grid's layers out as the grid says."""
-    asked = LaunchRequest(
-        spec=model.spec,
-        dims=grid.dims,
-        micro_batch_size=grid.micro_batch_size,
-        global_batch_size=grid.global_batch_size,
-        recompute=grid.recompute,
-        zero=grid.zero,
-        precision=model.settings.precision,
-        sequence_parallel=grid.sequence_parallel,
-        version=version,
-        execution=grid.execution,
+    precision = model.settings.precision
+    return allows_execution(
+        LaunchRequest.of(model.spec, grid, precision=precision, version=version)
     )
-    return allows_execution(asked)
+
+
+class ShardWays(NamedTuple):
+    """Ways to carry out the layers of a shard that stand for all that its grids may have.
+
+    Args:
+        fastest: no way is faster than some of these, which Megatron need not accept.
+        leanest: no way takes less memory than some of these: graphs only add to it.
+    """
+
+    fastest: tuple[Execution, ...]
+    leanest: tuple[Execution, ...]
 
 
 class Executions:
@@ -101,16 +104,13 @@ class Executions:
         self._divides_heads = any(
             way.cp_comm_type is not ContextTraffic.P2P for way in self._variants
         )
-        self._of_shards: dict[object, tuple[Execution, ...]] = {}
+        self._of_shards: dict[object, ShardWays] = {}
         self._possible: dict[object, AllowedRecompute] = {}
         self._worth: dict[object, AllowedRecompute] = {}
         self._times: dict[object, tuple[UnitTimes, ...]] = {}
         self.is_fixed = self._variants == tuple(map(_least_of, self._variants[:1]))
 
-    def of_shard(self, shard: Grid) -> tuple[Execution, ...]:
-        """Every way that some grid of a shard may have."""
-        if self.is_fixed:
-            return (self.given,)
+    def of_shard(self, shard: Grid) -> ShardWays:
         key = self.key(shard)
         if key not in self._of_shards:
             # Layouts that stand for all that forbid the same; numbers of ranks do not matter.
@@ -122,31 +122,14 @@ class Executions:
                 laid_out(piped, 1, ZeroStage.NONE),
                 laid_out(piped, 2, ZeroStage.NONE),
             )
-            found = dict.fromkeys(way for layout in layouts for way in self.possible(layout))
-            self._of_shards[key] = tuple(found)
-        return self._of_shards[key]
-
-    def fastest_of_shard(self, shard: Grid) -> tuple[Execution, ...]:
-        """No way of a shard is faster than some of these, which Megatron need not accept.
-
-        What hides the token all-to-all is switched on together: the better of both is priced. So
-        is all that graphs hold.
-        """
-        if self.is_fixed:
-            return (self.given,)
-        key = ("fastest", self.key(shard))
-        if key not in self._of_shards:
-            self._of_shards[key] = _together(self.of_shard(shard))
-        return self._of_shards[key]
-
-    def leanest_of_shard(self, shard: Grid) -> tuple[Execution, ...]:
-        """No way of a shard takes less memory than some of these: graphs only add to it."""
-        if self.is_fixed or self.given.cuda_graph_impl is not GraphImpl.NONE:
-            return self.of_shard(shard)
-        key = ("leanest", self.key(shard))
-        if key not in self._of_shards:
-            ways = (dataclasses.replace(way, **_NO_GRAPHS) for way in self.of_shard(shard))
-            self._of_shards[key] = tuple(dict.fromkeys(ways))
+            ways = tuple(dict.fromkeys(way for grid in layouts for way in self.possible(grid)))
+            fastest = lean = ways
+            if not self.is_fixed:
+                fastest = _together(ways)
+                if self.given.cuda_graph_impl is GraphImpl.NONE:
+                    bare = (dataclasses.replace(way, **_NO_GRAPHS) for way in ways)
+                    lean = tuple(dict.fromkeys(bare))
+            self._of_shards[key] = ShardWays(fastest, lean)
         return self._of_shards[key]
 
     def of_family(self, grid: Grid) -> AllowedRecompute:
@@ -236,8 +219,9 @@ class Executions:
 def _together(ways: Sequence[Execution]) -> tuple[Execution, ...]:
     """The ways with everything switched on that some of them has and that saves time.
 
-    Of graphs, one of the whole step stands for all together. It is the job's own where there is
-    one, and saves the copies of the others: the bound is lower for it.
+    What hides the token all-to-all is switched on together: the better of both is priced. Of
+    graphs, one of the whole step stands for all together. It is the job's own where there is one,
+    and saves the copies of the others: the bound is lower for it.
     """
     together: dict[str, Any] = {
         "overlap_moe_expert_parallel_comm": any(w.overlap_moe_expert_parallel_comm for w in ways),

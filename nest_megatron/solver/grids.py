@@ -52,6 +52,10 @@ class GridSpace:
         self._virtual_sizes: dict[tuple[int, int], tuple[int, ...]] = {}
         self._num_units = len(model.spec.layer_kinds())
 
+    def anew(self) -> GridSpace:
+        """The same space with counts of its own."""
+        return GridSpace(self.model, self.global_batch_size, self.space)
+
     def shards(self) -> Iterator[Grid]:
         """Grids with one pipeline stage that stand for all with the same shard of a layer."""
         for world in self.space.world_sizes(self.model.cluster):
@@ -123,17 +127,13 @@ class GridSpace:
             execution=self.space.execution,
         )
 
-    def carried_out(self, shard: Grid) -> Iterator[Grid]:
-        """A shard in every way in which its layers may be carried out."""
-        return _with_executions(shard, self.ways.of_shard(shard))
-
     def leanest(self, shard: Grid) -> Iterator[Grid]:
         """A shard in ways of which some takes as little memory as any that it may have."""
-        return _with_executions(shard, self.ways.leanest_of_shard(shard))
+        return _with_executions(shard, self.ways.of_shard(shard).leanest)
 
     def fastest(self, shard: Grid) -> Iterator[Grid]:
         """A shard in ways of which some is as fast as any way that it may be carried out in."""
-        return _with_executions(shard, self.ways.fastest_of_shard(shard))
+        return _with_executions(shard, self.ways.of_shard(shard).fastest)
 
     def grids(self, shard: Grid) -> Iterator[Grid]:
         """Pipeline sizes and rank orders of a shard that Megatron accepts."""

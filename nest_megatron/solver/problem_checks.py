@@ -45,16 +45,12 @@ def check_shape(problem: PipelineProblem, threshold: Ticks, node_limit: int) -> 
             f"virtual stages need at least 2 pipeline stages and a multiple of their number ({p})",
             fix="Change the global batch, the micro batch or the number of stages.",
         )
-    if not 0 <= problem.num_layers < n or problem.block_num_layers < 0:
-        _refuse(
-            "num_layers, block_num_layers",
-            (problem.num_layers, problem.block_num_layers),
-            f"layers are the units 1 .. num_layers of {n}, and counts are not negative",
-        )
-    if not len(problem.send_forward) == len(problem.send_backward) == p * v:
-        _refuse(
-            "send_forward, send_backward", len(problem.send_forward), f"one for each of {p * v}"
-        )
+    layers, block, sends = problem.num_layers, problem.block_num_layers, problem.send_forward
+    if not 0 <= layers < n or block < 0:
+        limit = f"layers are the units 1 .. num_layers of {n}, and counts are not negative"
+        _refuse("num_layers, block_num_layers", (layers, block), limit)
+    if not len(sends) == len(problem.send_backward) == p * v:
+        _refuse("send_forward, send_backward", len(sends), f"one for each of {p * v}")
     if max(problem.unit_kinds) >= len(problem.costs) or len(problem.costs) > 256:
         _refuse("unit_kinds", max(problem.unit_kinds), f"an index into {len(problem.costs)} costs")
     if not -NO_THRESHOLD <= threshold <= NO_THRESHOLD:

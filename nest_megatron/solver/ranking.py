@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import attrgetter
 
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
@@ -16,18 +16,20 @@ from nest_megatron.units import Ticks
 _GRANULARITIES = tuple(RecomputeGranularity)
 
 
-class Layout(NamedTuple):
-    """What tells one alternative from another.
+#: What tells one alternative from another. Context parallelism and micro batch are not in it:
+#: splitting twice the micro batch over twice the context ranks is nearly the same plan.
+_LAYOUT = attrgetter(
+    "world_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
 
-    Context parallelism and micro batch are not in it: splitting twice the micro batch over twice
-    the context ranks is nearly the same plan.
-    """
 
-    world_size: int
-    tensor_model_parallel_size: int
-    pipeline_model_parallel_size: int
-    expert_model_parallel_size: int
-    expert_tensor_parallel_size: int
+def layout_of(grid: Grid) -> tuple[int, ...]:
+    """The layout that a grid belongs to."""
+    return tuple(_LAYOUT(grid.dims))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,18 +80,6 @@ def preference(grid: Grid) -> tuple[object, ...]:
         recompute.modules,
         dims.rank_order.value,
         repr(grid.execution),
-    )
-
-
-def layout_of(grid: Grid) -> Layout:
-    """The layout that a grid belongs to."""
-    dims = grid.dims
-    return Layout(
-        dims.world_size,
-        dims.tensor_model_parallel_size,
-        dims.pipeline_model_parallel_size,
-        dims.expert_model_parallel_size,
-        dims.expert_tensor_parallel_size,
     )
 
 

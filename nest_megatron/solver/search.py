@@ -43,7 +43,7 @@ from nest_megatron.solver.outcome import (
     StageSolver,
     Status,
 )
-from nest_megatron.solver.ranking import Certificate, Layout, SearchResult, SolvedGrid, layout_of
+from nest_megatron.solver.ranking import Certificate, SearchResult, SolvedGrid, layout_of
 from nest_megatron.solver.space import Choices, SearchSpace, sort_settings
 from nest_megatron.units import Ticks
 
@@ -98,7 +98,7 @@ class Search:
         self.on_progress = on_progress
         self.heap: list[Node] = []
         self.serial = 0
-        self.best: dict[Layout, SolvedGrid] = {}
+        self.best: dict[tuple[int, ...], SolvedGrid] = {}
         self.worst_kept: Ticks = slowest
         self.infeasible: Counter[str] = Counter()
         self._sorted_choices: dict[object, Choices] = {}
@@ -132,14 +132,10 @@ class Search:
         if self.wants_any and (self.best or self.short_of_time()):
             self.wants_any = False
             if not self.best:
-                found = first_plan(self._new_grids(), self.memory, self.solve_stages)
+                found = first_plan(self.grids.anew(), self.memory, self.solve_stages)
                 if found is not None:
                     self._keep(found)
         return self.out_of_time()
-
-    def _new_grids(self) -> GridSpace:
-        """The space from its beginning, with counts of its own."""
-        return GridSpace(self.model, self.bounds.global_batch_size, self.grids.space)
 
     def _drain(self) -> bool:
         expand: tuple[Callable[[Node], object], ...] = (
@@ -186,7 +182,7 @@ class Search:
     def _open_bound(self) -> Ticks:
         """No plan that is still to be looked at is faster."""
         if not self.enumerated:
-            grids = self._new_grids()
+            grids = self.grids.anew()
             return self.bounds.least(each for s in grids.shards() for each in grids.fastest(s))
         return self.heap[0].bound if self.heap else NO_THRESHOLD
 

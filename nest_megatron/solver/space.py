@@ -48,9 +48,8 @@ class SearchSpace:
     """What the search may choose.
 
     Args:
-        fixed: degrees held at one value.
+        fixed: degrees fixed at one value.
         limits: largest value of a degree; tensor-parallel sizes go up to one node by default.
-        rank_orders, zero_stages: those allowed.
         sharding: what divides states among replicas; ``None`` leaves it to the ZeRO stage.
         recompute: the one setting allowed, or ``None`` for all.
         execution: how layers are carried out, as the job's flags and its framework's defaults say.
@@ -58,8 +57,7 @@ class SearchSpace:
         version: the Megatron-LM release whose rules say where they may be.
         without_modules: modules whose recomputation is not tried.
         full_recompute: whether recomputing whole layers is tried.
-        partition: the one stage partition allowed, or ``None`` for all; its pipeline and virtual
-            sizes join ``fixed``.
+        partition: the one allowed; its pipeline and virtual sizes join ``fixed``.
         even_stages: only cuts that Megatron makes by itself, as many layers in each virtual stage;
             for frameworks that can state no layout.
         use_all_gpus: every GPU works; otherwise whole nodes may stay idle.
@@ -193,7 +191,6 @@ def recompute_settings(
     Args:
         layers_per_chunk: largest block that is tried.
         without: modules that are left out.
-        full: whole layers too.
     """
     yield NO_RECOMPUTE
     useful = _useful_modules(spec, precision, flash_attention=flash_attention)
