@@ -56,7 +56,7 @@ class LaunchRequest:
 
     @classmethod
     def of(cls, spec: TransformerSpec, grid: Grid, **others: Any) -> LaunchRequest:
-        """What a grid says of a model's launch; ``others`` are the fields that it does not say."""
+        """A grid of a model, but its execution; ``others`` are the fields that it does not say."""
         return cls(
             spec=spec,
             dims=grid.dims,
@@ -65,7 +65,6 @@ class LaunchRequest:
             recompute=grid.recompute,
             zero=grid.zero,
             sequence_parallel=grid.sequence_parallel,
-            execution=grid.execution,
             **others,
         )
 

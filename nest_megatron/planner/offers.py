@@ -121,8 +121,9 @@ def _of_packages(plan: ParallelPlan, request: PlanRequest) -> Iterator[str]:
             moe_token_dispatcher_type=TokenDispatcher.FLEX,
             moe_flex_dispatcher_backend=backend,
         )
-        other = dataclasses.replace(grid, execution=allowed_execution(execution, grid))
-        if other.execution.is_node_limited and is_accepted(model, other, request.space.version):
+        way = allowed_execution(execution, grid)
+        if way.is_node_limited and is_accepted(model, grid, way, request.space.version):
+            other = dataclasses.replace(grid, execution=way)
             found.append((backend, estimate(model, other, plan.partition())))
     for backend, faster in _fastest(plan, found):
         words, package = _words(backend, request.settings.target), request.packages[backend]

@@ -7,6 +7,7 @@ needs no more memory and takes no more time in any part of any layer, forward or
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -42,10 +43,6 @@ _FORBIDDEN = (RecomputeModule.MOE_ACT, RecomputeModule.MOE, RecomputeModule.SHAR
 #: Switches that take no time and no memory anywhere, so that a way without one is never better.
 _NEVER_SLOWER = frozenset({"moe_permute_fusion", "moe_router_fusion", "tp_comm_overlap"})
 _ANY_MODULE = selective_recompute([RecomputeModule.LAYERNORM])
-_NO_GRAPHS: Mapping[str, Any] = {
-    "cuda_graph_impl": PLAIN.cuda_graph_impl,
-    "cuda_graph_scope": PLAIN.cuda_graph_scope,
-}
 
 
 def kind_of(recompute: Recompute) -> Recompute:
@@ -68,11 +65,18 @@ def laid_out(grid: Grid, virtual: int, zero: ZeroStage) -> Grid:
     return dataclasses.replace(grid, dims=dims, zero=zero)
 
 
-def is_accepted(model: CostModel, grid: Grid, version: str) -> bool:
-    """Whether a release of Megatron-LM carries a grid's layers out as the grid says."""
+def is_accepted(model: CostModel, grid: Grid, way: Execution, version: str) -> bool:
+    """Whether a release of Megatron-LM carries a grid's layers out in a way."""
     precision = model.settings.precision
     return allows_execution(
-        LaunchRequest.of(model.spec, grid, precision=precision, version=version)
+        LaunchRequest.of(model.spec, grid, execution=way, precision=precision, version=version)
+    )
+
+
+@functools.cache
+def _without_graphs(way: Execution) -> Execution:
+    return dataclasses.replace(
+        way, cuda_graph_impl=PLAIN.cuda_graph_impl, cuda_graph_scope=PLAIN.cuda_graph_scope
     )
 
 
@@ -127,8 +131,7 @@ class Executions:
             if not self.is_fixed:
                 fastest = _together(ways)
                 if self.given.cuda_graph_impl is GraphImpl.NONE:
-                    bare = (dataclasses.replace(way, **_NO_GRAPHS) for way in ways)
-                    lean = tuple(dict.fromkeys(bare))
+                    lean = tuple(dict.fromkeys(map(_without_graphs, ways)))
             self._of_shards[key] = ShardWays(fastest, lean)
         return self._of_shards[key]
 
@@ -156,7 +159,7 @@ class Executions:
         """Whether graphs can save anything: the host launches more slowly than layers run."""
         if way.cuda_graph_impl is self.given.cuda_graph_impl:
             return True
-        eager = dataclasses.replace(way, **_NO_GRAPHS)
+        eager = _without_graphs(way)
         return eager not in ways or any(unit.launch_s for unit in self._units(grid, eager))
 
     def key(self, grid: Grid) -> tuple[object, ...]:
@@ -200,7 +203,7 @@ class Executions:
         moving = grid.zero.is_fsdp or way.offload_modules
         if moving and way.cuda_graph_impl is not self.given.cuda_graph_impl:
             return None  # graphs read weights and activations at fixed addresses
-        if is_accepted(self.model, dataclasses.replace(grid, execution=way), self.version):
+        if is_accepted(self.model, grid, way, self.version):
             return way
         if variant != self.given:
             return None
@@ -227,13 +230,13 @@ def _together(ways: Sequence[Execution]) -> tuple[Execution, ...]:
         "overlap_moe_expert_parallel_comm": any(w.overlap_moe_expert_parallel_comm for w in ways),
         "delay_wgrad_compute": False,
         "moe_shared_expert_overlap": any(w.moe_shared_expert_overlap for w in ways),
-        **_NO_GRAPHS,
         "offload_modules": PLAIN.offload_modules,
         "cpu_offloading_num_layers": PLAIN.cpu_offloading_num_layers,
     }
     if any(way.cuda_graph_impl is not GraphImpl.NONE for way in ways):
         together |= {"cuda_graph_impl": GraphImpl.FULL_ITERATION, "cuda_graph_scope": ()}
-    return tuple(dict.fromkeys(dataclasses.replace(way, **together) for way in ways))
+    bare = map(_without_graphs, ways)
+    return tuple(dict.fromkeys(dataclasses.replace(way, **together) for way in bare))
 
 
 def _beats(

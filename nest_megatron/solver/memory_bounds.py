@@ -138,7 +138,6 @@ class MemoryBounds:
         return max(states.mean, spread, one_kind) - self._num_units * (1 + max(live))
 
     def _sum(self, each: Sequence[float]) -> float:
-        """Over all units what one of each kind takes."""
         return sum(count * one for count, one in zip(self._counts, each, strict=True))
 
     def _at_work(self, states: _States, active: _Activations, p: int) -> tuple[float, float]:

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 
@@ -89,22 +90,20 @@ def solve(
     return _Search(problem, threshold, node_limit, learning, stopped).run()
 
 
+@dataclass(eq=False)
 class _Search:
     """Branch and bound over contiguous partitions, one chunk a rank."""
 
-    def __init__(
-        self,
-        problem: PipelineProblem,
-        threshold: Ticks,
-        node_limit: int,
-        learning: Learning,
-        out_of_time: OutOfTime,
-    ) -> None:
-        self.problem = problem
+    problem: PipelineProblem
+    threshold: Ticks
+    node_limit: int
+    learning: Learning
+    out_of_time: OutOfTime
+
+    def __post_init__(self) -> None:
+        problem = self.problem
         self.p, self.m, self.n = problem.num_stages, problem.num_microbatches, problem.num_units
-        self.threshold, self.node_limit, self.learning = threshold, node_limit, learning
-        self.out_of_time = out_of_time
-        self.nogoods = Nogoods(self.p, learning)
+        self.nogoods = Nogoods(self.p, self.learning)
         self.cost = cache(partial(chunk_cost, problem))
         self.best: Boundaries = ()
         self.iteration = NO_THRESHOLD

@@ -13,6 +13,7 @@ import bisect
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import KW_ONLY, InitVar, dataclass
 
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.pipeline import PipelineProblem
@@ -50,10 +51,11 @@ from nest_megatron.units import Ticks
 #: Memory that no plan reaches, to ask for the fastest partition whatever it needs.
 UNLIMITED = 1 << 58
 
-NO_STATES = "memory: weights, gradients and optimizer states"
-NO_ROOM = "memory: with activations"
+_STATES = "memory: weights, gradients and optimizer states"
+_ACTIVATIONS = "memory: with activations"
 
 
+@dataclass(eq=False)
 class Search:
     """One run of the search.
 
@@ -66,36 +68,30 @@ class Search:
         on_progress: called with (candidates solved, best so far, proven bound), in ticks.
     """
 
-    def __init__(
-        self,
-        model: CostModel,
-        global_batch_size: int,
-        space: SearchSpace,
-        solve_stages: StageSolver,
-        *,
-        num_layouts: int = 11,
-        slowest: Ticks = NO_THRESHOLD,
-        out_of_time: OutOfTime = lambda: False,
-        short_of_time: OutOfTime = lambda: False,
-        on_progress: Callable[[int, Ticks, Ticks], None] | None = None,
-    ) -> None:
-        self.model = model
-        self.grids = GridSpace(model, global_batch_size, space)
+    model: CostModel
+    global_batch_size: int
+    space: SearchSpace
+    solve_stages: StageSolver
+    _: KW_ONLY
+    num_layouts: int = 11
+    slowest: InitVar[Ticks] = NO_THRESHOLD
+    out_of_time: OutOfTime = lambda: False
+    short_of_time: OutOfTime = lambda: False
+    on_progress: Callable[[int, Ticks, Ticks], None] | None = None
+
+    def __post_init__(self, slowest: Ticks) -> None:
+        space = self.space
+        self.grids = GridSpace(self.model, self.global_batch_size, space)
         self.counts = CandidateCounts(self.grids)
-        self.bounds = Bounds(model, global_batch_size)
-        self.memory = MemoryBounds(model, self.grids)
-        self.solve_stages = solve_stages
+        self.bounds = Bounds(self.model, self.global_batch_size)
+        self.memory = MemoryBounds(self.model, self.grids)
         self.only_one = space.partition is not None or space.even_stages
         if space.partition is not None:
-            check_partition(model.spec, space.partition)
-            self.solve_stages = judging(solve_stages, space.partition)
+            check_partition(self.model.spec, space.partition)
+            self.solve_stages = judging(self.solve_stages, space.partition)
         elif space.even_stages:
-            self.solve_stages = judging_even(solve_stages, model.spec)
-        self.num_layouts = num_layouts
-        self.out_of_time = out_of_time
-        self.short_of_time = short_of_time
+            self.solve_stages = judging_even(self.solve_stages, self.model.spec)
         self.wants_any, self.enumerated, self.interrupted = True, False, False
-        self.on_progress = on_progress
         self.heap: list[Node] = []
         self.serial = 0
         self.best: dict[tuple[int, ...], SolvedGrid] = {}
@@ -111,7 +107,7 @@ class Search:
         return self._result(drained=self.enumerated and self._drain())
 
     def _enumerate(self) -> bool:
-        """Put every shard with room for its states on the heap; false if time ran out."""
+        """Put every shard whose states fit on the heap; false if time ran out."""
         refused = 0
         for grid in self.grids.shards():
             if self._has_to_end():
@@ -124,7 +120,7 @@ class Search:
                 self._push(min(map(self.bounds.even, self.grids.fastest(grid))), grid, SHARD)
         if refused:  # told only once all are, so that a search that ends before has not seen them
             self.candidates += refused
-            self.infeasible[NO_STATES] = refused
+            self.infeasible[_STATES] = refused
         return True
 
     def _has_to_end(self) -> bool:
@@ -188,7 +184,7 @@ class Search:
 
     def _candidates_below(self, node: Node) -> int:
         """Candidates that a node of the heap leaves undecided."""
-        zeros, blocks = self._with_room_for_states(node.grid), self._choices(node.grid).blocks
+        zeros, blocks = self._zeros_that_fit(node.grid), self._choices(node.grid).blocks
         return self.counts.below(node, zeros, blocks) if node.bound <= self.worst_kept else 0
 
     def _push(
@@ -217,28 +213,28 @@ class Search:
 
     def _expand_grid(self, node: Node) -> None:
         grid, threshold = node.grid, self._threshold(node.grid)
-        roomy = self._with_room_for_states(grid)
+        roomy = self._zeros_that_fit(grid)
         if refused := [zero for zero in self.grids.zero_stages(grid.dims) if zero not in roomy]:
-            self.infeasible[NO_STATES] += self.counts.of_grid(grid, refused)
+            self.infeasible[_STATES] += self.counts.of_grid(grid, refused)
         for schedule in self.grids.schedules(grid, roomy):
             bound = max(node.bound, self.bounds.pipeline(schedule, NO_RECOMPUTE))
             if bound <= threshold:
                 self._push(bound, schedule, SCHEDULE)
 
-    def _with_room_for_states(self, grid: Grid) -> list[ZeroStage]:
+    def _zeros_that_fit(self, grid: Grid) -> list[ZeroStage]:
         most, allowed = self.model.capacity_bytes, self.grids.zero_stages(grid.dims)
         return [zero for zero in allowed if self.memory.of_states(grid.dims, zero) <= most]
 
     def _expand_schedule(self, node: Node) -> None:
         """Bound the stage problems themselves."""
-        most, zeros = self.model.capacity_bytes, self._with_room_for_states(node.grid)
+        most, zeros = self.model.capacity_bytes, self._zeros_that_fit(node.grid)
         families = list(self.grids.families_of(node.grid, zeros))
         sizes = tuple({family.dims.virtual_pipeline_model_parallel_size for family in families})
         firsts = {family.zero: family for family in families}.values()
         roomy = {first.zero for first in firsts if self.memory.of_family(first, sizes) <= most}
         for family in families:
             if family.zero not in roomy or (sizes[1:] and self.memory.of_family(family) > most):
-                self.infeasible[NO_ROOM] += self.counts.of_family(family)
+                self.infeasible[_ACTIVATIONS] += self.counts.of_family(family)
                 continue
             stages = StageProblems(self.model, family)
             least = self._bound_in_any_memory(stages, NO_RECOMPUTE)
@@ -262,7 +258,6 @@ class Search:
             self._push(max(node.bound, bound), grid, VARIANT, recompute, stages)
 
     def _choices(self, grid: Grid) -> Choices:
-        """The grid's recompute settings, sorted."""
         key = self.grids.settings_key(grid)
         if key not in self._sorted_choices:
             lazily = self.grids.space.recompute is None and not self.only_one
@@ -291,7 +286,7 @@ class Search:
                     stages, recompute
                 ):
                     too_small.append(modules)
-                    self.infeasible[NO_ROOM] += 1
+                    self.infeasible[_ACTIVATIONS] += 1
                     continue
                 enough.append(modules)
             yield recompute, bound
@@ -337,7 +332,7 @@ class Search:
         first = len(blocks)
         if self._fits(stages, blocks[-1]):
             first = bisect.bisect_left(blocks, True, key=lambda block: self._fits(stages, block))
-        self.infeasible[NO_ROOM] += first
+        self.infeasible[_ACTIVATIONS] += first
         if first == len(blocks):
             return
         unlimited = self._bound_in_any_memory(stages, blocks[first])
@@ -354,7 +349,7 @@ class Search:
         grid = stages.grid
         found = self._solve(stages.problem(recompute), self._threshold(grid))
         if found.status is Status.INFEASIBLE:
-            self.infeasible[NO_ROOM] += 1
+            self.infeasible[_ACTIVATIONS] += 1
             return found
         self.solved += 1
         if found.status is Status.LIMIT:
