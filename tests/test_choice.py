@@ -24,8 +24,7 @@ from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import PlanRequest, plan
 from nest_megatron.planner import choice as choosing
 from nest_megatron.planner.choice import Candidate, choose_plan, worth_comparing
-from nest_megatron.planner.request import DEFAULT_HEADROOM, NUM_COMPARED
-from nest_megatron.planner.retries import FAILED_START_PERCENT
+from nest_megatron.planner.request import DEFAULT_HEADROOM, FAILED_START_PERCENT, NUM_COMPARED
 from nest_megatron.report.html import html_report
 from nest_megatron.report.terminal import plan_report
 from nest_megatron.report.words import proof

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nest_megatron.planner.retries import with_retries
+from nest_megatron.planner.choice import with_retries
 
 CHANCES = st.floats(0.0, 0.99).map(lambda chance: round(chance, 2))
 PLANS = st.lists(st.tuples(st.floats(1.0, 2.0), CHANCES), min_size=1, max_size=5)

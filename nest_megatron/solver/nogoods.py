@@ -35,7 +35,7 @@ class Nogoods:
     def __init__(self, num_stages: int, learning: Learning) -> None:
         self.learning = learning
         self.open: list[Needs | None] = [None] * num_stages
-        self.kept: dict[tuple[int, int], deque[Needs]] = {}
+        self.stored: dict[tuple[int, int], deque[Needs]] = {}
 
     def open_level(self, k: int, *, barred: bool) -> None:
         """Nothing has died below stage ``k`` yet."""
@@ -61,13 +61,13 @@ class Nogoods:
         if needs is None:
             self.open[k - 1] = None
         elif len(needs) <= self.learning.max_needs:
-            kept = self.kept.setdefault((k, x), deque(maxlen=self.learning.max_nogoods))
-            kept.appendleft(needs)
+            stored = self.stored.setdefault((k, x), deque(maxlen=self.learning.max_nogoods))
+            stored.appendleft(needs)
         return needs
 
     def met(self, k: int, x: int, lengths: Mapping[int, Ticks]) -> Needs | None:
         """The newest nogood of stage ``k`` at ``x`` that path bounds of these lengths meet."""
-        for needs in self.kept.get((k, x), ()):
+        for needs in self.stored.get((k, x), ()):
             if all(number in lengths and lengths[number] >= needs[number] for number in needs):
                 return needs
         return None

@@ -20,8 +20,7 @@ from nest_megatron.cost_model.uncertainty import Predictive, predictive, probabi
 from nest_megatron.parallel.layout import is_uniform
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.planner.choice import Candidate, simplest_of_best, values_of
-from nest_megatron.planner.request import TIE_PERCENT
-from nest_megatron.planner.retries import FAILED_START_PERCENT
+from nest_megatron.planner.request import FAILED_START_PERCENT, TIE_PERCENT
 from nest_megatron.planner.uncertain import LEVEL, out_of_memory
 from nest_megatron.solver.ranking import SolvedGrid
 from nest_megatron.units import Seconds, to_ticks

@@ -27,7 +27,6 @@ from nest_megatron.parallel.execution_checks import allows_execution
 from nest_megatron.parallel.execution_rules import allowed_execution
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.rules import LaunchRequest
-from nest_megatron.solver import brute_force
 from nest_megatron.solver.bounds import Bounds
 from nest_megatron.solver.executions import laid_out
 from nest_megatron.solver.grids import GridSpace
@@ -37,6 +36,7 @@ from nest_megatron.solver.outcome import NO_THRESHOLD, Status
 from nest_megatron.solver.search import UNLIMITED, Search
 from nest_megatron.solver.space import SearchSpace
 from tests import catalogue
+from tests.solver import brute_force
 from tests.solver.jobs import KERNEL, small_cluster, small_spec
 from tests.solver.test_search import look_at_everything
 

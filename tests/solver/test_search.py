@@ -11,11 +11,12 @@ import pytest
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.errors import UserInputError
-from nest_megatron.solver import backend, brute_force
+from nest_megatron.solver import backend
 from nest_megatron.solver.outcome import NO_THRESHOLD
 from nest_megatron.solver.ranking import SearchResult, SolvedGrid, layout_of
 from nest_megatron.solver.search import Search
 from nest_megatron.solver.space import SearchSpace
+from tests.solver import brute_force
 from tests.solver.jobs import KERNEL, search, small_cluster, small_settings, small_spec
 
 

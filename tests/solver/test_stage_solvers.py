@@ -19,11 +19,12 @@ from nest_megatron.cost_model.pipeline import (
     fits_in_memory,
 )
 from nest_megatron.errors import UserInputError
-from nest_megatron.solver import backend, brute_force, reference
+from nest_megatron.solver import backend, reference
 from nest_megatron.solver.backend import Backend, solve_compiled
 from nest_megatron.solver.chunk_space import partitions
 from nest_megatron.solver.outcome import DEFAULT_NODE_LIMIT, NO_THRESHOLD, Learning, Status
 from nest_megatron.solver.path_bounds import PathBound, critical_path
+from tests.solver import brute_force
 from tests.solver.problems import random_problem
 from tests.solver.structured import (
     PLAIN,
