@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from nest_megatron.cluster.records import Cluster
@@ -95,12 +96,9 @@ def plan(
     deadline = request.deadline()
     searched = _search(request, deadline, on_progress)
     if searched.result.plans:
-        found = _assembled(request, searched, choose)
-        headroom = headroom_of(
-            *(found, request, searched.model, searched.compared),
-            lambda asked: _best(asked, deadline),
-        )
-        said = offers(found, request, lambda asked: _best(asked, deadline))
+        found, find = _assembled(request, searched, choose), partial(_best, deadline=deadline)
+        headroom = headroom_of(found, request, searched.model, searched.compared, find)
+        said = offers(found, request, find)
         found = dataclasses.replace(found, headroom=headroom, offers=said)
         return with_goodput(found, request.reliability)
     record = search_record(request, searched.result, searched.seconds)

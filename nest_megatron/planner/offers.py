@@ -176,17 +176,10 @@ def _instances(dims: ParallelDims, *, is_moe: bool) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Numeric:
-    """A plan's own layout under a choice that changes numbers.
-
-    Args:
-        fits: within the GPUs' memory, as far as the plan may fill it.
-        faster_percent: over the plan.
-        freed_percent: of a GPU's memory at the highest peak in the plan.
-    """
+    """A plan's own layout under a choice that changes numbers, against the plan."""
 
     offer: NumericOffer
-    fits: bool
-    iteration_time_s: Seconds
+    found: Estimate
     faster_percent: float
     freed_bytes: Bytes
     freed_percent: float
@@ -195,13 +188,13 @@ class _Numeric:
     def is_worth_it(self) -> bool:
         """Whether the cost model can tell it from the plan."""
         freed = self.freed_percent >= _LEAST_FREED_PERCENT and self.faster_percent > -1.0
-        return self.fits and (self.faster_percent >= _LEAST_GAIN_PERCENT or freed)
+        return self.found.fits and (self.faster_percent >= _LEAST_GAIN_PERCENT or freed)
 
     def sentence(self) -> str:
         """What it would do, and what it changes."""
         gains = []
         if self.faster_percent >= _LEAST_GAIN_PERCENT:
-            gains.append(_faster(self.faster_percent, self.iteration_time_s))
+            gains.append(_faster(self.faster_percent, self.found.iteration_time_s))
         if self.freed_percent >= _LEAST_GAIN_PERCENT:
             gains.append(f"free {format_gib(self.freed_bytes)} of peak memory per GPU")
         gain = " and ".join(gains)
@@ -215,7 +208,7 @@ def numeric_offers(plan: ParallelPlan, request: PlanRequest) -> tuple[str, ...]:
     choices of one family (formats of GEMMs) the best is said.
     """
     worth = [priced for priced in _all_numeric(plan, request) if priced.is_worth_it]
-    worth.sort(key=lambda priced: (priced.iteration_time_s, -priced.freed_bytes))
+    worth.sort(key=lambda priced: (priced.found.iteration_time_s, -priced.freed_bytes))
     best = {priced.offer.knob.family: priced for priced in reversed(worth)}
     said = [priced.sentence() for priced in worth if best[priced.offer.knob.family] is priced]
     return tuple(said[:_MOST_NUMERIC])
@@ -231,8 +224,7 @@ def _all_numeric(plan: ParallelPlan, request: PlanRequest) -> Iterator[_Numeric]
         freed = before.peak_memory_bytes - max(s.peak_memory_bytes for s in found.stages)
         yield _Numeric(
             offer=offer,
-            fits=found.fits,
-            iteration_time_s=found.iteration_time_s,
+            found=found,
             faster_percent=_gain_percent(before.iteration_time_s, found.iteration_time_s),
             freed_bytes=freed,
             freed_percent=100.0 * freed / before.peak_memory_bytes,
