@@ -196,7 +196,7 @@ def test_nogoods_prune(
     assert eager.nodes * times_fewer < plain.nodes
 
 
-def test_nogoods_prove_what_cuts_alone_do_not() -> None:
+def test_nogoods_prove_what_path_bounds_alone_do_not() -> None:
     problem = equal_layers(stages=16, microbatches=4)
     plain = solve_compiled(problem, NO_THRESHOLD, 200_000, NO_NOGOODS)
     found = solve_compiled(problem, NO_THRESHOLD, 200_000)
@@ -206,18 +206,20 @@ def test_nogoods_prove_what_cuts_alone_do_not() -> None:
 
 
 @pytest.mark.parametrize("generate", [*SMALL, long_problem, deep_problem], ids=lambda f: f.__name__)
-def test_a_cut_bounds_every_partition_and_meets_its_own(generate: Generator) -> None:
+def test_a_path_bounds_every_partition_and_meets_its_own(generate: Generator) -> None:
     for seed in range(5000, 5060):
         problem = generate(seed)
         if problem.num_virtual > 1:
             continue
         rng = random.Random(seed)
         partitions = [random_partition(problem, rng) for _ in range(4)]
-        for marks in partitions:
-            cut = critical_path(problem, evaluate(problem, marks), list(marks), number=0)
-            assert length_of(problem, cut, marks) == evaluate(problem, marks).iteration
+        for boundaries in partitions:
+            bound = critical_path(
+                problem, evaluate(problem, boundaries), list(boundaries), number=0
+            )
+            assert length_of(problem, bound, boundaries) == evaluate(problem, boundaries).iteration
             for other in partitions:
-                assert length_of(problem, cut, other) <= evaluate(problem, other).iteration
+                assert length_of(problem, bound, other) <= evaluate(problem, other).iteration
 
 
 def random_partition(problem: PipelineProblem, rng: random.Random) -> tuple[int, ...]:
@@ -225,9 +227,10 @@ def random_partition(problem: PipelineProblem, rng: random.Random) -> tuple[int,
     return (0, *sorted(inner), problem.num_units)
 
 
-def length_of(problem: PipelineProblem, cut: PathBound, marks: tuple[int, ...]) -> int:
-    stages = enumerate(pairwise(marks))
-    return cut.constant + sum(cut.weight(problem, k, chunk_cost(problem, *xy)) for k, xy in stages)
+def length_of(problem: PipelineProblem, bound: PathBound, boundaries: tuple[int, ...]) -> int:
+    stages = enumerate(pairwise(boundaries))
+    weights = (bound.weight(problem, k, chunk_cost(problem, *xy)) for k, xy in stages)
+    return bound.constant + sum(weights)
 
 
 @pytest.mark.parametrize("threshold_change", [-1, 0, 1])
