@@ -115,6 +115,7 @@ class Executions:
         self.is_fixed = self._variants == tuple(map(_least_of, self._variants[:1]))
 
     def of_shard(self, shard: Grid) -> ShardWays:
+        """The ways of a shard, of whatever pipeline, virtual stages and ZeRO stage."""
         key = self.key(shard)
         if key not in self._of_shards:
             # Layouts that stand for all that forbid the same; numbers of ranks do not matter.
