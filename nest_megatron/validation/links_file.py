@@ -20,8 +20,8 @@ _CLUSTERS_HEAD = """\
 """
 _HEAD = """\
 # LinkTechnology technologies: what each reaches of its rate. Written by links_file.py of
-# nest_megatron/validation from a fit to the public rows (fit_collectives.py); read by links.py. The
-# parameters are fields of NetworkLevel.
+# nest_megatron/validation from a fit to the public rows (fit_collectives.py); read by
+# calibration_store.py. The parameters are fields of NetworkLevel.
 # fitted: parameters that the rows determine, some shared with other technologies; note tells of
 # the others, and a new fit keeps it. error: mean of |predicted / measured - 1| over the rows of
 # 1 MB and more that cross the technology; cross_validated: the same, each cluster by a fit to the

@@ -90,7 +90,8 @@ class ModelBook:
             if spec is not None:
                 return _agreeing(spec, assumed, row)
         *stem, last = name.words or ("",)
-        spec, size = self._at("".join(stem)), size_in_billions(last)
+        size = size_in_billions(last)
+        spec = self._at("".join(stem)) if size else None
         return _agreeing(spec, "", row) if spec and size and _has_size(spec, size) else None
 
     def _at(self, key: str) -> TransformerSpec | None:
