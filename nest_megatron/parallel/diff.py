@@ -98,7 +98,7 @@ def _recompute(plan: ParallelPlan, _: Any) -> str:
     if plan.parallel.recompute_granularity is None:
         return "the activations fit as they are, so nothing is computed twice"
     spent = format_seconds(plan.predicted.terms.get("recompute", 0.0))
-    return f"computing these activations again costs {spent} a step and frees their memory"
+    return f"recomputing these activations costs {spent} a step and frees their memory"
 
 
 def _fsdp(plan: ParallelPlan, _: Any) -> str:

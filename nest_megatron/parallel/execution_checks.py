@@ -112,7 +112,7 @@ def _ncclep_release(request: LaunchRequest) -> Iterator[str]:
         yield "0.16.1 has no NCCL EP"
 
 
-@_rule("expert_overlap_exchange", _OVERLAP, "tc:1863-1869")
+@_rule("expert_overlap_dispatcher", _OVERLAP, "tc:1863-1869")
 def _overlap_dispatcher(request: LaunchRequest) -> Iterator[str]:
     gathers = request.execution.moe_token_dispatcher_type is TokenDispatcher.ALLGATHER
     ep = request.dims.expert_model_parallel_size
@@ -275,7 +275,7 @@ def _offloaded_modules(request: LaunchRequest) -> Iterator[str]:
         )
 
 
-@_rule("offloaded_again", "offload_modules", "tc:1269, 0.20 tc:2163")
+@_rule("offloaded_recomputed", "offload_modules", "tc:1269, 0.20 tc:2163")
 def _offloaded_twice(request: LaunchRequest) -> Iterator[str]:
     modules, recomputed = set(request.execution.offload_modules), request.recompute.modules
     inside = RecomputeModule.MOE in recomputed and modules & _OFFLOADED_OF_EXPERTS

@@ -175,7 +175,7 @@ BROKEN = {
     "ncclep_release": carried(
         MIXTRAL, dims(dp=4, ep=4), **(DEEPEP | {"moe_flex_dispatcher_backend": FlexBackend.NCCLEP})
     ),
-    "expert_overlap_exchange": carried(MIXTRAL, dims(dp=2), **OVERLAP),
+    "expert_overlap_dispatcher": carried(MIXTRAL, dims(dp=2), **OVERLAP),
     "expert_overlap_pipeline": carried(MIXTRAL, dims(pp=2, dp=4, ep=4), **OVERLAP),
     "expert_overlap_recompute": carried(
         MIXTRAL, dims(dp=4, ep=4), {"recompute": uniform(1)}, **OVERLAP
@@ -218,7 +218,9 @@ BROKEN = {
     "graphs_experts": carried(MIXTRAL, dims(dp=2), cuda_graph_impl=GraphImpl.TRANSFORMER_ENGINE),
     "offloaded_layers": carried(grid=dims(pp=2), cpu_offloading_num_layers=10),
     "offloaded_modules": carried(offload_modules=("attn_proj",)),
-    "offloaded_again": carried(changes={"recompute": uniform(1)}, offload_modules=("core_attn",)),
+    "offloaded_recomputed": carried(
+        changes={"recompute": uniform(1)}, offload_modules=("core_attn",)
+    ),
     "heads_over_tp": request(grid=dims(tp=3)),
     "ffn_over_tp": request(changed(LLAMA, ffn_hidden_size=28671), dims(tp=8)),
     "vocab_over_tp": request(changed(LLAMA, vocab_size=128_252, vocab_is_padded=True), dims(tp=8)),

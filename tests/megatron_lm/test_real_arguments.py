@@ -53,7 +53,7 @@ LATER = {
     "deepep_ranks",
     "context_heads",
     "graphs_experts",
-    "offloaded_again",
+    "offloaded_recomputed",
     "tensor_overlap",
     "delayed_wgrad",
     "expert_overlap_fsdp",
