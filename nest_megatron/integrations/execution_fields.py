@@ -74,10 +74,7 @@ class ExecutionPlaces:
 
 
 def stated_execution(root: Any, places: ExecutionPlaces) -> dict[str, Any]:
-    """What a configuration means by these settings, by Megatron's names.
-
-    What is unset is off, and so is what the framework lacks, whatever the configuration says.
-    """
+    """What a configuration means by these settings: what is unset or lacked by it is off."""
     found = {name: _meant(root, places, name) for name in EXECUTION_FIELDS}
     if find(root, f"{places.model}.{_OFFLOADS}") is False:
         found["cpu_offloading_num_layers"] = 0

@@ -116,12 +116,7 @@ def change_rows(changes: Iterable[Change]) -> list[tuple[str, str | None, str | 
 
 
 def flag_cost_report(planned_s: Seconds, costs: Iterable[tuple[str, Seconds]]) -> RenderableType:
-    """What the user's own choices cost, by the shortest predicted steps.
-
-    Args:
-        planned_s: the shortest predicted step with all of them.
-        costs: each choice, and the shortest predicted step with it freed; ``all`` is the last.
-    """
+    """What the user's choices cost: the shortest step with all, and with each (last, all) freed."""
     table = Table(box=None, padding=(0, 2))
     for head in ("Freed", "Step", "Kept, it costs"):
         table.add_column(head, justify="left" if head == "Freed" else "right")
