@@ -12,7 +12,7 @@ from nest_megatron.cluster.records import Accelerator
 from nest_megatron.cost_model.graph_times import ROUTED, GraphTimes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.execution import Execution, GraphImpl, TokenDispatcher
-from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Operator, Part
+from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Part
 from nest_megatron.model.operators.attention import GRAPH_INPUTS
 from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.recompute import (
@@ -275,7 +275,8 @@ def _host_time(
     held = _captured_parts(execution)
     is_fp8 = settings.precision.is_quantized
     launches = sum(
-        _launches(op, is_fp8)
+        op.num_kernels
+        + _PRODUCT_LAUNCH * (op.num_gemms - 1 + (op.num_gemms if is_fp8 and op.fp8 else 0))
         for op in graph.operators
         if op.part not in held or op.name == GRAPH_INPUTS
     )
@@ -294,12 +295,6 @@ def norm_stays(execution: Execution) -> bool:
         return False
     prepared = "moe_preprocess" in scope and not execution.moe_shared_expert_overlap
     return not (prepared and execution.moe_token_dispatcher_type is TokenDispatcher.ALLTOALL)
-
-
-def _launches(operator: Operator, is_fp8: bool) -> float:
-    """Kernels that the host launches for an operator, those launched from C++ in part."""
-    casts = operator.num_gemms if is_fp8 and operator.fp8 else 0
-    return operator.num_kernels + _PRODUCT_LAUNCH * (operator.num_gemms - 1 + casts)
 
 
 def _captured_parts(execution: Execution) -> frozenset[Part]:

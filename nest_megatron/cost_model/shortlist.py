@@ -68,7 +68,7 @@ class Measurement:
 
 def shortlist(plans: Sequence[Predictive], level: float = 0.9) -> Shortlist:
     """Few plans of which one is as fast as the fastest, but for noise, with a chance of a level."""
-    draws = _as_fast(_logs(plans), _covariances(plans), _DRAWS)
+    draws = _as_fast(*_moments(plans), _DRAWS)
     chances = tuple(each.bit_count() / _DRAWS for each in draws)
     chosen = _cover(draws, math.ceil(level * _DRAWS))
     held = functools.reduce(or_, (draws[plan] for plan in chosen), 0)
@@ -87,13 +87,10 @@ def measurements(plans: Sequence[Predictive], level: float = 0.9) -> tuple[Measu
     """
     if len(plans) < 2:
         return ()
-    logs, covariances = _logs(plans), _covariances(plans)
-    found = []
-    for mechanism, plan, effect in _effects(plans, covariances):
-        gain = _gain(logs, effect)
-        if gain > 0.0:
-            found.append((gain, mechanism, plan, effect))
-    found.sort(key=lambda each: -each[0])
+    logs, covariances = _moments(plans)
+    effects = _effects(plans, covariances)
+    found = [(_gain(logs, effect), mechanism, plan, effect) for mechanism, plan, effect in effects]
+    found = sorted((each for each in found if each[0] > 0.0), key=lambda each: -each[0])
     return tuple(
         Measurement(
             mechanism=mechanism,
@@ -158,29 +155,18 @@ def _size_after(
         [value - a * b for value, b in zip(row, effect, strict=True)]
         for row, a in zip(covariances, effect, strict=True)
     ]
-    sizes = (
-        weight
-        * len(
-            _cover(
-                _as_fast(
-                    [log + outcome * moved for log, moved in zip(logs, effect, strict=True)],
-                    left,
-                    _OUTCOME_DRAWS,
-                ),
-                math.ceil(level * _OUTCOME_DRAWS),
-            )
-        )
-        for outcome, weight in _OUTCOMES
-    )
+    sizes = []
+    for outcome, weight in _OUTCOMES:
+        after = [log + outcome * moved for log, moved in zip(logs, effect, strict=True)]
+        draws = _as_fast(after, left, _OUTCOME_DRAWS)
+        sizes.append(weight * len(_cover(draws, math.ceil(level * _OUTCOME_DRAWS))))
     return math.fsum(sizes)
 
 
-def _logs(plans: Sequence[Predictive]) -> list[float]:
-    return [math.log(plan.median_s) for plan in plans]
-
-
-def _covariances(plans: Sequence[Predictive]) -> Matrix:
-    return [[covariance(a, b) for b in plans] for a in plans]
+def _moments(plans: Sequence[Predictive]) -> tuple[list[float], Matrix]:
+    """Means and covariances of the plans' logarithms."""
+    logs = [math.log(plan.median_s) for plan in plans]
+    return logs, [[covariance(a, b) for b in plans] for a in plans]
 
 
 def _as_fast(logs: Sequence[float], covariances: Matrix, draws: int) -> list[int]:
