@@ -39,7 +39,6 @@ def broadcast(
 
     Args:
         solve: called on rank 0 alone.
-        what: the answer's name, for errors.
 
     Raises:
         NoAgreementError: on the other ranks, with rank 0's reason.

@@ -34,11 +34,7 @@ def ranks_by_host(hosts: Sequence[str]) -> tuple[int, ...] | None:
 
 
 def check_permutation(ranks: Sequence[int], world_size: int, *, zero_may_move: bool) -> None:
-    """Raise for a list that is no permutation, or that moves rank 0 from the host of the store.
-
-    Args:
-        zero_may_move: torchrun hosts the store that all ranks meet at.
-    """
+    """Raise for a list that is no permutation, or moves rank 0 where it hosts the store of all."""
     limit = None
     if sorted(ranks) != list(range(world_size)):
         limit = f"it names each of the ranks 0 to {world_size - 1} once"

@@ -151,10 +151,7 @@ def _carried_out(launched: LaunchedJob, decision: Decision) -> Any:
 def validated(
     validate: Callable[..., Any], args: Namespace, defaults: Mapping[str, Any], unplanned: Namespace
 ) -> Any:
-    """What Megatron's own ``validate_args`` returns.
-
-    Args:
-        unplanned: the arguments before the plan was written into them.
+    """What ``validate_args`` of Megatron returns; ``unplanned``: the arguments without a plan.
 
     Raises:
         RefusedByMegatronError: if it refuses them without the plan, too, for the same reason; any

@@ -42,12 +42,7 @@ from nest_megatron.units import Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What measuring brought, on rank 0; other ranks know nothing of it.
-
-    Args:
-        profile: as it is stored now, timings of earlier runs among it.
-        seconds: of the slowest rank.
-    """
+    """What measuring brought, on rank 0: the profile as it is stored now, what is new in it."""
 
     profile: LayerProfile | None = None
     timings: tuple[Timing, ...] = ()

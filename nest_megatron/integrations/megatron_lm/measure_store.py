@@ -50,11 +50,7 @@ Shape = tuple[LayerBlock, Point]
 def tasks_for(
     plan: ParallelPlan, request: PlanRequest, implementation: Implementation
 ) -> tuple[Task, ...]:
-    """Layer blocks and shapes in the order in which they are to be timed.
-
-    Args:
-        plan: the best plan without measurements, with its runners-up.
-    """
+    """Layer blocks and shapes in the order in which they are to be timed, from ``plan`` on."""
     like = LayerShard(flash_attention=implementation is Implementation.TRANSFORMER_ENGINE)
     best = _shard(plan.parallel, plan.train.micro_batch_size, like)
 
@@ -128,11 +124,7 @@ _VERSIONS = ("driver", "torch", "megatron_core", "transformer_engine")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Here:
-    """This machine as far as it is known without touching CUDA.
-
-    Args:
-        versions: by the names of ``Machine``; what is not installed is left out.
-    """
+    """This machine as far as it is known without CUDA; ``versions`` by the names of ``Machine``."""
 
     device_name: str
     where: Where

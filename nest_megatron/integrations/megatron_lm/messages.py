@@ -76,12 +76,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a rank has measured: from its child to the rank, and on to rank 0.
-
-    Args:
-        machine: ``None`` of a rank that had nothing to do.
-        seconds: from the start of its child to its end.
-    """
+    """What a rank has measured, for rank 0; no ``machine`` where it had nothing to do."""
 
     machine: Machine | None = None
     timings: tuple[Timing, ...] = ()

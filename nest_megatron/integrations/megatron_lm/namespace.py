@@ -56,7 +56,6 @@ def command_of(
     Args:
         args: Megatron's Namespace before validation.
         argv: the script's arguments, without this package's own words.
-        defaults: what the script sets where the user says nothing.
     """
     typed = read_argv(script, argv, version, world_size=args.world_size)
     values = vars(with_defaults(Namespace(**{**typed.values, **vars(args)}), defaults))

@@ -134,11 +134,7 @@ _PIPELINE = "pipeline_model_parallel_size"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """What was searched, to ask again with more of it free.
-
-    Args:
-        best_s: the predicted step of the best plan found, whichever runner-up was taken.
-    """
+    """What was searched, to ask again with more of it free; ``best_s`` is the best plan's step."""
 
     job: Job
     place: JobCluster
@@ -172,9 +168,6 @@ def read_running_job(
     Args:
         args: Megatron's arguments before its validation.
         command_line: the script and its arguments, our own words apart.
-
-    Raises:
-        UserInputError: for a job that cannot be planned.
     """
     script, argv = command_line
     command = namespace.command_of(args, argv, script, version, defaults)
@@ -232,11 +225,7 @@ def running_request(job: Job, place: JobCluster) -> PlanRequest:
 def carry_out(
     plan: ParallelPlan, command: ReadCommand, notes: tuple[str, ...], *, kept: Collection[str] = ()
 ) -> LaunchPlan:
-    """A plan as what every rank sets in Megatron's arguments.
-
-    Raises:
-        UserInputError: if Megatron would refuse it for this job.
-    """
+    """A plan as what every rank sets in Megatron's arguments, which Megatron must not refuse."""
     plan = with_launch(plan, command, kept=kept, notes=notes)
     rewrite = rewritten(plan, command, kept)
     decision = Decision(

@@ -90,7 +90,6 @@ def rewrite(
 
     Args:
         layout: the plan's flags, from ``write.parallel_argv``.
-        plan: the plan, for the reasons.
         kept: destinations whose flags stay as the user wrote them; the plan was searched under
             them, so it says nothing else.
     """

@@ -40,12 +40,7 @@ def versions() -> dict[str, str]:
 def arguments(
     args: Namespace, flags: Mapping[str, str], may_differ: Collection[str] = ()
 ) -> dict[str, str]:
-    """Everything of Megatron's arguments that must be the same on all ranks, by its flag.
-
-    Args:
-        flags: by destination; what has none is named as an argument.
-        may_differ: more destinations that may differ by rank.
-    """
+    """Everything of Megatron's arguments that must be the same on all ranks, by its flag."""
     return {
         flags.get(name, f"args.{name}"): comparable(value)
         for name, value in sorted(vars(args).items())
