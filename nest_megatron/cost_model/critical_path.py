@@ -25,10 +25,9 @@ _MOST = 1 << 62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticalPath:
-    """What lies on the critical path of a schedule: for each chunk, how many passes.
+    """What lies on the critical path of a schedule: passes and transfers of each chunk.
 
-    ``forward_sent`` and ``backward_sent`` count, for each chunk, the transfers of its results that
-    their receiver waited for.
+    Of transfers of a chunk's results those count that their receiver waited for.
     """
 
     first_rank: int

@@ -34,7 +34,7 @@ class Traffic(NamedTuple):
 class ReplicaTraffic(NamedTuple):
     """Traffic of each parameter of a rank, in buckets of Megatron's size.
 
-    Of layers, dense and expert, and of embedding and head (``outside``), never gathered in fp8.
+    ``outside`` is that of embedding and head, which are never gathered in fp8.
     """
 
     dense: Traffic

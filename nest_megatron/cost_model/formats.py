@@ -28,8 +28,7 @@ class NumberFormat:
         seeks_largest: the tensor is read once more, before the cast, for its largest element.
         cast_slowdown: time of a cast over what its traffic takes.
         gemm_share: rate of a product over that of its format's ``gemm_efficiency``.
-        alignment: tokens of an expert are filled up to a multiple of it.
-        sides: matrices have sides of whole multiples of it.
+        alignment, sides: tokens of an expert and sides of matrices come in multiples of them.
     """
 
     element_bytes: float = 1.0

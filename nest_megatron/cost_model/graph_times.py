@@ -35,10 +35,9 @@ class Scale(NamedTuple):
 
 
 class GraphTimes(NamedTuple):
-    """A unit's graph, priced.
+    """A unit's graph, priced: seconds of operators (forward, backward) by name, and their sums.
 
-    ``operators`` holds forward and backward seconds by name, ``forward`` and ``backward`` their
-    sums, ``traffic`` the seconds of all calls of each collective in balance.
+    ``traffic`` holds the seconds of all calls of each collective in balance.
     """
 
     graph: LayerGraph

@@ -56,7 +56,7 @@ class UnitTimes:
         forward: by part of the layer; only what communication leaves exposed counts.
         saved_bytes: for the backward pass by part; ``input_bytes`` comes on top.
         launch_s: what of both passes is spent waiting for the host to launch kernels.
-        offloaded_bytes: sent to the host in the forward pass and fetched for the backward pass.
+        offloaded_bytes: sent to the host and fetched for the backward pass.
     """
 
     forward: Mapping[Part, PassTime]
@@ -92,12 +92,10 @@ class UnitTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitRun:
-    """A unit as it runs under a recompute setting.
+    """A unit as it runs under a recompute setting, ``recompute`` what its backward pass does again.
 
-    Args:
-        recompute: the part of the forward pass that the backward pass does again.
-        saved_bytes: from the forward to the backward pass of a micro batch.
-        working_bytes: largest extra memory while the unit's backward pass runs.
+    ``saved_bytes`` stay from the forward to the backward pass of a micro batch, ``working_bytes``
+    are the largest extra memory while the backward pass runs.
     """
 
     forward: PassTime
@@ -308,10 +306,9 @@ def _captured_parts(execution: Execution) -> frozenset[Part]:
 def _exposed(
     times: GraphTimes, settings: CostSettings, execution: Execution, beside_s: Seconds
 ) -> Iterator[tuple[Part, bool, int, Seconds]]:
-    """What each collective adds: all of it, or what the operator that hides it leaves over.
+    """Part, whether backward, index into ``_TERMS`` and seconds of what each collective adds.
 
-    Yields:
-        Part, whether in the backward pass, index into ``_TERMS``, seconds.
+    All of it, or what the operator that hides it leaves over.
     """
     hidden: dict[tuple[str, bool], tuple[Part, int, Seconds]] = {}
     calls = times.graph.collectives

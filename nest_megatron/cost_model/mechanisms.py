@@ -26,7 +26,7 @@ from nest_megatron.units import Seconds
 
 
 class Mechanism(Name):
-    """What a part of a step's time depends on."""
+    """What a part of a step's time depends on; kinds of operators by their own names."""
 
     GEMM = "gemm"
     ATTENTION = "attention"
@@ -49,12 +49,6 @@ class Mechanism(Name):
 #: Shares of a step by mechanism; they add up to one.
 Shares = Mapping[Mechanism, float]
 
-_OF_KIND = {
-    OperatorKind.GEMM: Mechanism.GEMM,
-    OperatorKind.GROUPED_GEMM: Mechanism.GROUPED_GEMM,
-    OperatorKind.ATTENTION: Mechanism.ATTENTION,
-    OperatorKind.MEMORY_BOUND: Mechanism.MEMORY_BOUND,
-}
 _OF_TERM = {
     "recompute": Mechanism.RECOMPUTE,
     "tp_communication": Mechanism.TENSOR,
@@ -117,5 +111,5 @@ def _unit_times(model: CostModel, grid: Grid, kind: LayerKind) -> dict[Mechanism
                 continue
             floor = 3 * settings.compute_slowdown * device.kernel_floor_s * op.num_kernels
             spent[Mechanism.LAUNCH] += min(floor, seconds)
-            spent[_OF_KIND[op.kind]] += max(0.0, seconds - floor)
+            spent[Mechanism(op.kind)] += max(0.0, seconds - floor)
     return spent

@@ -82,11 +82,9 @@ class ParameterBytes(NamedTuple):
 def parameter_bytes(
     zero: ZeroStage, dense: int, expert: int, settings: CostSettings, *, whole: bool = False
 ) -> ParameterBytes:
-    """What one parameter takes, wherever it is.
+    """What one parameter takes, wherever it is, over dense and expert ranks that ZeRO divides over.
 
-    Args:
-        dense, expert: ranks that ZeRO divides over (data times context ranks, expert replicas).
-        whole: gathered weights and gradients stay on every rank (``stays_whole``).
+    ``whole`` says that gathered weights and gradients stay on every rank (``stays_whole``).
     """
     dense_layer, expert_layer, outside = (
         static_bytes(zero, ranks, settings, in_layer=in_layer, whole=whole)
@@ -110,10 +108,9 @@ def static_bytes(
 ) -> StaticBytes:
     """Bytes that one parameter of a rank costs for as long as training runs.
 
-    Args:
-        in_layer: a matrix of a layer, which runs in fp8 where the job does and has the optimizer of
-            matrices; embedding and head do not. (The vectors of a layer are too few to matter.)
-        whole: gathered weights and gradients stay beside the shares.
+    ``in_layer`` says a matrix of a layer, which runs in fp8 where the job does and has the
+    optimizer of matrices (its vectors are too few to matter); ``whole``, that gathered weights and
+    gradients stay beside the shares.
     """
     traits, is_fp8 = settings.traits, in_layer and settings.precision.is_quantized
     shares = replicas_of_states(replicas, settings)
@@ -209,15 +206,11 @@ def unsharded_bytes(
 ) -> Bytes:
     """Working memory of ZeRO-2 and 3: what is whole of weights and gradients at once.
 
-    PyTorch's FSDP2 gathers one layer ahead and has the gradients of one. Megatron-FSDP gathers
-    layers ahead until half a *communication unit* is under way, and waits for gradients to be
-    reduced where more than a unit of them does; a unit is two layers, and 1e9 parameters at least.
-    While they wait, those of the layer before it are made. Double buffers hold two layers.
-
-    Args:
-        parameters: of one layer on a rank.
-        held: of the whole rank, of which no more is gathered; ``None`` for no limit.
-        in_layer: embedding and head are gathered for the step (``static_bytes``).
+    PyTorch's FSDP2 gathers one layer of ``parameters`` ahead and has the gradients of one.
+    Megatron-FSDP gathers layers ahead until half a *communication unit* is under way, but no more
+    than the rank has (``held``), and waits for gradients to be reduced where more than a unit of
+    them does; a unit is two layers, and 1e9 parameters at least. While they wait, those of the
+    layer before it are made. Double buffers hold two layers.
 
     Source: ``MegatronFSDP._init_fsdp_param_and_grad_buffer``, ``AllGatherPipeline.
     all_gather_params``, ``GradReducePipeline.wait_for_previous_grad_reduce``.

@@ -1,9 +1,7 @@
 """The stage problem: one launchable grid with its unit costs, waiting for a stage partition.
 
-This is what the solver minimises and what ``estimate`` evaluates, written in the plainest way.
-Times are ticks, memory is bytes; both are whole numbers, so every sum and comparison is exact.
-
-The iteration time of a partition is::
+Times are ticks, memory is bytes; both are whole numbers, so every sum and comparison is exact. The
+iteration time of a partition is::
 
     constant + max over ranks (end of its last pass + reduction) + max over ranks (optimizer step)
 
@@ -103,10 +101,8 @@ class RankMemory(NamedTuple):
 class Evaluation:
     """What a partition costs; tuples hold a value for each chunk or rank, times are ticks.
 
-    Args:
-        ends: end of each rank's last pass.
-        busy: all passes of each rank.
-        finish: when the last rank is through, its reduction included.
+    ``ends`` and ``busy`` are those of each rank's passes; ``finish`` is when the last rank is
+    through, its reduction included.
     """
 
     iteration: Ticks

@@ -154,15 +154,12 @@ def simulate(
 
 @lru_cache(maxsize=4096)
 def peak_live_chunks(p: int, v: int, m: int, rank: int) -> tuple[tuple[int, ...], ...]:
-    """Numbers of micro batches whose activations each chunk of a rank has, at each peak.
+    """Distinct numbers of micro batches whose activations a rank's chunks have, at each peak.
 
     After the warm-up a rank alternates, and has the same chunks alive again after ``p * v`` passes
     each way. Between two changes of chunk the numbers lie on a line, so whatever a chunk saves, the
-    most is saved at an end of one: the peaks do not grow with ``m``.
-
-    Returns:
-        Distinct vectors (one entry for each of the rank's ``v`` chunks) right after a forward pass,
-        one of which is the peak, whatever each chunk saves. None exceeds another in every entry.
+    most is saved at an end of one: the peaks do not grow with ``m``. None exceeds another in every
+    entry, of which there is one for each of the rank's ``v`` chunks.
     """
     warmup, total = num_warmup(p, v, m, rank), m * v
     live = [0] * v

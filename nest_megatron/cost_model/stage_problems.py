@@ -85,10 +85,9 @@ def stage_problem(model: CostModel, grid: Grid) -> PipelineProblem:
 def early_forward_share(p: int, v: int, num_microbatches: int) -> float:
     """What one forward pass more before the first backward pass adds to what a rank saves.
 
-    The overlap of the token all-to-all runs it, so that a forward and a backward pass are
-    independent (``get_pp_rank_microbatches``, ``combined_1f1b_schedule_for_no_pipelining``). With
-    virtual stages it is a chunk more beside those of the last rank, which has fewest; for the
-    other ranks it is less.
+    The overlap of the token all-to-all runs it (``get_pp_rank_microbatches``,
+    ``combined_1f1b_schedule_for_no_pipelining``). With virtual stages it is a chunk more beside
+    those of the last rank, which has fewest; for the other ranks it is less.
     """
     alive = (v - 1) * p + 1
     return min(1, num_microbatches * v - alive) / alive

@@ -10,8 +10,8 @@ The logarithm of measured over predicted time is a sum of independent errors:
 
 Scales are fitted to runs whose source was left out (``validation/fit_uncertainty``,
 ``hydra_configs/calibration/uncertainty.yaml``). A step's error follows Student's t distribution
-with two degrees of freedom. Its long tails belong to whole jobs, which may be misread or run on a
-strange network: what two layouts of one job differ by is normally distributed.
+with two degrees of freedom, whose long tails belong to whole jobs (misread, or on a strange
+network): what two layouts of one job differ by is normally distributed.
 """
 
 from __future__ import annotations

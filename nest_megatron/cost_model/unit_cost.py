@@ -165,9 +165,8 @@ def memory_time(accelerator: Accelerator) -> Seconds:
 def overlap_window(dims: ParallelDims, num_microbatches: int) -> float:
     """Passes of a chunk beside which its traffic between replicas can run.
 
-    Gradients are complete with the chunk's last micro batch, weights are needed by its first. Of
-    several chunks, each but the last to finish (the first to start) has a whole round of ``p``
-    micro batches through the others as well.
+    Gradients are complete with the chunk's last micro batch, weights are needed by its first; other
+    chunks of the rank have a whole round of ``p`` micro batches before or after it.
     """
     p, v = dims.pipeline_model_parallel_size, dims.virtual_pipeline_model_parallel_size
     return (min(p, num_microbatches) * (v - 1) + 1) / v
@@ -197,9 +196,9 @@ def replica_cost(
     """What the parameters of one unit cost a rank.
 
     Megatron-FSDP reduces the gradients of every micro batch within an optimizer instance, and sums
-    them over the instances after the last one. It gathers weights for every pass: those of the
-    first layer wait for a pass to begin, and the last gradients for it to end
-    (``GradReducePipeline.reset``). What is in no layer it gathers once a step.
+    them over the instances after the last one. It gathers weights for every pass: the first layer's
+    wait for a pass to begin, the last gradients for it to end (``GradReducePipeline.reset``). What
+    is in no layer it gathers once a step.
     """
     reduce, summed, gather = prices.traffic.of_unit(kind, count)
     if settings.traits.frozen_weights:
