@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numeric: int = 0) -> str:
@@ -22,11 +22,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numeric: int = 
 
 
 def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(_cells(cells))} |"
-
-
-def _cells(cells: Iterable[str]) -> Iterator[str]:
-    return (cell.replace("|", "\\|").replace("\n", " ") for cell in cells)
+    escaped = (cell.replace("|", "\\|").replace("\n", " ") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
 
 
 def figure(value: float | None, digits: int = 1, *, signed: bool = False) -> str:
