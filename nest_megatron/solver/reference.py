@@ -155,7 +155,7 @@ class _Search:
         """The least that stages ``k ..`` with units ``x ..`` come to, last stage first.
 
         Args:
-            length: of stage ``k`` with units ``x .. y`` and of what lies behind it.
+            length: of stage ``k`` with units ``x .. y`` and of the suffix behind it.
         """
         least: Table = defaultdict(lambda: NO_THRESHOLD, {(self.p, self.n): 0})
         for (k, x), ends in reversed(self.fit.items()):
