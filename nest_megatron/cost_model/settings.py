@@ -55,7 +55,7 @@ class CostSettings:
         straggler_delay_s: standard deviation of what a rank is late after a second of work, growing
             with its square root (``stragglers``; fitted in ``calibration/stragglers.yaml``).
         iteration_floor_s: CPU overhead of a step that nothing hides (data, logging, launch).
-        traits: what the job's flags say beside the layout: formats of its states, fused kernels, padding.
+        traits: what the job's flags say beside the layout: formats of states, fused kernels.
         target: name of the framework and release whose defaults fill what the job leaves open
             (``cost_model/targets.py``); ``None`` for the cost model's own.
     """
