@@ -6,6 +6,13 @@ import zipfile
 from pathlib import Path, PurePosixPath
 
 CATALOGUE = ("accelerator", "cluster", "model")
+ROOT = Path(__file__).parent.parent
+#: Every file that modules read beside them: tables, templates, types.
+DATA = tuple(
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "nest_megatron").rglob("*")
+    if path.suffix in {".toml", ".yaml", ".json", ".html", ".css", ".j2", ".pyi", ".typed"}
+)
 SDIST_HOLDS = (
     "cython_ext/_recurrence.pyx",
     "cython_ext/_schedule.pyx",
@@ -22,14 +29,11 @@ SDIST_HOLDS = (
     *(f"hydra_configs/{group}/" for group in CATALOGUE),
 )
 WHEEL_HOLDS = (
+    *DATA,
     "nest_megatron.pth",
     "hydra_plugins/nest_megatron/__init__.py",
     "nest_megatron/hydra_configs/hydra_app/__init__.py",
     "nest_megatron/hydra_configs/hydra_app/nest/auto.yaml",
-    "nest_megatron/py.typed",
-    "nest_megatron/report/templates/plan.html",
-    "nest_megatron/report/templates/style.css",
-    "nest_megatron/research/report/templates/comparison.html",
     "nest_megatron/recipes/__init__.py",
     "nest_megatron/cost_model/_schedule.",
     "nest_megatron/research/nest_artifact/_stage_boundaries.",
