@@ -1,4 +1,4 @@
-"""Megatron-LM's own GPT functional tests as jobs: each planned, written, and asked of Megatron."""
+"""Megatron-LM's own functional tests as jobs: each planned, written, and asked of Megatron."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,10 +28,20 @@ from nest_megatron.integrations.megatron_lm.search_space import kept_flags
 from nest_megatron.planner import NoPlan, plan
 from tests.megatron_lm.ask import ask_megatron
 
-#: Families of tests that ``pretrain_gpt.py`` runs.
-FAMILIES = ("gpt", "moe", "mixtral")
+#: Families of tests, as their folders are called; what trains in the first is nearly all planned.
+DECODERS = ("gpt", "moe", "mixtral", "hybrid", "nemotron")
+FAMILIES = (*DECODERS, "bert", "t5", "multimodal-llava", "mimo")
+#: Why a configuration is no job of this survey, by its ``MODE`` or its family.
+_APART = {
+    "inference": "inference",
+    "rl": "reinforcement learning, which generates between its steps",
+    "gpt-nemo": "NeMo's own command line, whose recipes have a page of their own",
+    "common": "no training",
+}
 _CASES = Path("tests/functional_tests/test_cases")
 _RECIPES = Path("tests/test_utils/recipes")
+#: Values of what the tests take from their environment; all others are paths.
+_STANDS_FOR = {"--seed": "1", "--tokenizer-type": "TikTokenizer"}
 _MAX_SECONDS = 20.0
 #: Rows of the vocabulary where they come from a tokenizer's files.
 _ROWS = 131_072
@@ -41,6 +52,7 @@ class Job:
     """One configuration, as its test runs it."""
 
     name: str
+    script: str
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     cluster: str
@@ -73,6 +85,7 @@ def as_it_stands(job: Job) -> dict[str, Any]:
 
 def _case(argv: tuple[str, ...], job: Job, environment: Mapping[str, str | None]) -> dict[str, Any]:
     return {
+        "script": job.script,
         "argv": list(argv),
         "world_size": job.num_gpus,
         "max_connections": environment.get("CUDA_DEVICE_MAX_CONNECTIONS"),
@@ -87,19 +100,36 @@ def _case(argv: tuple[str, ...], job: Job, environment: Mapping[str, str | None]
 
 def jobs(home: Path) -> Iterator[Job]:
     """The configurations that train, in a checkout of Megatron-LM."""
-    for family in FAMILIES:
-        for path in sorted((home / _CASES / family).glob("*/model_config.yaml")):
-            fields = yaml.safe_load(path.read_text(encoding="utf-8"))
-            trains = fields.get("MODE", "pretraining") == "pretraining"
-            arguments = fields.get("MODEL_ARGS") or {}
-            if trains and any(name.startswith("--train-") for name in arguments):
-                yield _job(home, family, path.parent.name, fields)
+    for family, name, fields in _cases(home):
+        if not _reason_apart(family, fields):
+            yield _job(home, family, name, fields)
+
+
+def apart(home: Path) -> Mapping[str, int]:
+    """How many configurations are no jobs of this survey, by the reason."""
+    return Counter(
+        reason for family, _, fields in _cases(home) if (reason := _reason_apart(family, fields))
+    )
+
+
+def _cases(home: Path) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Family, name and contents of every configuration."""
+    for path in sorted((home / _CASES).glob("*/*/model_config.yaml")):
+        name = path.parent
+        yield name.parent.name, name.name, yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def _reason_apart(family: str, fields: Mapping[str, Any]) -> str:
+    trains = any(name.startswith("--train-") for name in fields.get("MODEL_ARGS") or {})
+    named = _APART.get(family) or _APART.get(fields.get("MODE", ""))
+    return named or ("" if trains and family in FAMILIES else _APART["common"])
 
 
 def _job(home: Path, family: str, name: str, fields: Mapping[str, Any]) -> Job:
     named = "gb200" if re.search("gb_?200", name) else "h100"
-    platform, gpus = _platforms(home).get(name, (named, 0))
-    gpus = gpus or _least_gpus(fields["MODEL_ARGS"])
+    recipe = _recipes(home).get(name)
+    own = (fields.get("MODEL_ENV_VARS") or {}).get("MODEL_ARGS") or {}
+    gpus = own.get("GPUS_PER_NODE") or (recipe and recipe.num_gpus)
     variables = {
         key: str(value)
         for key, value in (fields.get("ENV_VARS") or {}).items()
@@ -107,17 +137,19 @@ def _job(home: Path, family: str, name: str, fields: Mapping[str, Any]) -> Job:
     }
     return Job(
         name=f"{family}/{name}",
+        script=recipe.script if recipe else _script(home, family),
         argv=tuple(_argv(fields["MODEL_ARGS"])),
         environment=variables,
-        cluster="gb200_nvl72" if platform == "gb200" else "dgx_h100",
-        num_gpus=gpus,
+        cluster="gb200_nvl72" if (recipe.platform if recipe else named) == "gb200" else "dgx_h100",
+        num_gpus=gpus or _least_gpus(fields["MODEL_ARGS"]),
     )
 
 
 def _argv(arguments: Mapping[str, Any]) -> Iterator[str]:
     """A mapping of flags as the tests' shell script turns it into words."""
     for flag, value in arguments.items():
-        text = re.sub(r"\$\{\w+\}", "1" if flag == "--seed" else "/data", str(value))
+        stands_for = _STANDS_FOR.get(flag, "/data")
+        text = re.sub(r"\$\{\w+\}", stands_for, str(value))
         text = text.replace("\\", "")  # escapes for the shell
         if value is True or text == "true":
             yield flag
@@ -141,19 +173,44 @@ def _least_gpus(arguments: Mapping[str, Any]) -> int:
     return math.lcm(8, tp * pp * size("context-parallel"), experts)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recipe:
+    """What launches a test."""
+
+    family: str
+    platform: str
+    num_gpus: int
+    script: str
+
+
 @cache
-def _platforms(home: Path) -> Mapping[str, tuple[str, int]]:
-    """Platform and number of GPUs of each test, from the recipes that launch them."""
-    found: dict[str, tuple[str, int]] = {}
+def _recipes(home: Path) -> Mapping[str, _Recipe]:
+    """The recipe of each test that trains; of two platforms the H100."""
+    found: dict[str, _Recipe] = {}
     for platform in ("gb200", "h100"):
         for path in sorted((home / _RECIPES / platform).glob("*.yaml")):
             fields = yaml.safe_load(path.read_text(encoding="utf-8"))
             spec = fields["spec"]
-            gpus = int(spec.get("nodes", 1)) * int(spec.get("gpus", 8))
-            for product in fields.get("products") or ():
-                for name in product.get("test_case") or ():
-                    found[name] = (platform, gpus)
+            script = re.search(r"TRAINING_SCRIPT_PATH=(\S+\.py)", spec.get("script", ""))
+            recipe = _Recipe(
+                family=spec["model"],
+                platform=platform,
+                num_gpus=int(spec.get("nodes", 1)) * int(spec.get("gpus", 8)),
+                script=script[1] if script else "",
+            )
+            cases = (product.get("test_case") or () for product in fields.get("products") or ())
+            found |= dict.fromkeys((name for names in cases for name in names), recipe)
     return found
+
+
+def _script(home: Path, family: str) -> str:
+    """What trains a test that no recipe launches: the script of its family's others."""
+    scripts = Counter(
+        each.script
+        for each in _recipes(home).values()
+        if each.family == family and "inference" not in each.script and "rl" not in each.script
+    )
+    return scripts.most_common(1)[0][0] if scripts else "pretrain_gpt.py"
 
 
 def written(job: Job, version: str) -> Written:
@@ -162,7 +219,7 @@ def written(job: Job, version: str) -> Written:
     composed = compose(parse([*settings, "search.num_alternatives=0"]))
     launcher = ["torchrun", "--nproc-per-node", str(job.num_gpus)]
     try:
-        command = read_command([*launcher, "pretrain_gpt.py", *job.argv], version)
+        command = read_command([*launcher, job.script, *job.argv], version)
         try:
             read = read_job(command)
         except UserInputError as error:
@@ -206,6 +263,7 @@ class Survey:
         refused: Megatron's word on arguments that we wrote, by job.
         refused_as_they_stand: its word on a job's own arguments.
         faults: our own errors, by job; a user's mistake is none.
+        apart: configurations that are no jobs, by the reason.
     """
 
     version: str
@@ -214,6 +272,21 @@ class Survey:
     refused: Mapping[str, str]
     refused_as_they_stand: Mapping[str, str]
     faults: Mapping[str, str]
+    apart: Mapping[str, int]
+
+    def possible(self, families: Collection[str]) -> tuple[str, ...]:
+        """Jobs of some families that Megatron accepts as they stand."""
+        names = (*self.written, *self.not_planned)
+        return tuple(
+            name
+            for name in names
+            if name not in self.refused_as_they_stand and name.partition("/")[0] in families
+        )
+
+    @property
+    def accepted(self) -> frozenset[str]:
+        """Jobs that were planned and that Megatron accepts so."""
+        return frozenset(self.written) - frozenset(self.refused)
 
 
 def survey(checkout: Path) -> Survey:
@@ -236,6 +309,7 @@ def survey(checkout: Path) -> Survey:
         faults={
             each.job.name: each.refused for each in outcomes if "fault of nest" in each.refused
         },
+        apart=apart(checkout),
     )
 
 

@@ -100,6 +100,7 @@ def accept(
     max_connections: str | None,
     architecture: int = 9,
     environment: dict[str, str] | None = None,
+    script: str = "pretrain_gpt.py",
 ) -> dict[str, Any]:
     """Everything Megatron does with the arguments before it builds a model."""
     os.environ.update(environment or {}, WORLD_SIZE=str(world_size), RANK="0")
@@ -107,8 +108,9 @@ def accept(
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     if max_connections is not None:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = max_connections
-    sys.argv = ["pretrain_gpt.py", *argv]
-    args = arguments.parse_args(add_modelopt_args)
+    sys.argv = [script, *argv]
+    adds_its_own = any(word in script for word in ("vlm", "mimo", "flex"))
+    args = arguments.parse_args(add_modelopt_args, ignore_unknown_args=adds_its_own)
     arguments.validate_args(args, {})
     config = to_config(args)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)

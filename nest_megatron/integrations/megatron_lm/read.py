@@ -45,7 +45,10 @@ from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
 
 #: What must be off, by the reason.
 _REFUSED_ARGUMENTS = {**REFUSED, **reasons("refused")}
-_REFUSED_SCRIPTS = ("t5", "vlm", "vision", "ict", "retro", "mamba", "hybrid", "multimodal", "rl")
+_REFUSED_SCRIPTS = (
+    *("t5", "vlm", "vision", "multimodal", "mimo"),
+    *("ict", "retro", "mamba", "hybrid", "rl"),
+)
 _TOKENIZER_ROWS = {
     "GPT2BPETokenizer": 50_257,
     "Llama2Tokenizer": 32_000,
@@ -88,7 +91,7 @@ def job_of(
 ) -> Job:
     """As ``read_job``, from values that stand for those of the command."""
     job = job_from_values(
-        values,
+        {**_of_script(command.unknown), **values},
         explicit=command.explicit,
         script=command.script,
         version=command.version,
@@ -101,6 +104,17 @@ def job_of(
         passthrough=command.unknown,
         notes=(*command.notes, *job.notes),
     )
+
+
+def _of_script(unknown: Collection[str]) -> Mapping[str, str]:
+    """Arguments of a script's own parser, as far as they decide whether a job can be planned."""
+    words = [word.partition("=") for word in unknown]
+    return {
+        dest: value or "given"
+        for dest in _REFUSED_ARGUMENTS
+        for flag, _, value in words
+        if flag == flag_of(dest)
+    }
 
 
 def job_from_values(
@@ -176,13 +190,19 @@ def refuse_unplannable(values: Mapping[str, Any], script: str) -> None:
     for name, reason in _REFUSED_ARGUMENTS.items():
         if values.get(name):
             raise UnplannableModelError(flag_of(name), value=values[name], limit=reason, fix=fix)
-    words = PurePath(script).stem.split("_")
+    words = _script_words(script)
     layer_spec = " ".join(map(str, values.get("spec") or ()))
     found = next((w for w in _REFUSED_SCRIPTS if w in words or f"{w}." in layer_spec), None)
     if found:
         limit = "only GPT- and BERT-like models are supported"
         value = script if found in words else layer_spec
         raise UnplannableModelError("training script", value=value, limit=limit, fix=fix)
+
+
+def _script_words(script: str) -> list[str]:
+    """What a script's name says; that of ``examples/mimo/train.py`` is its folder's."""
+    path = PurePath(script)
+    return (path.parent.name if path.stem == "train" else path.stem).split("_")
 
 
 def _spec(
