@@ -14,6 +14,7 @@ from typing import Any
 
 from nest_megatron.config.job import ReadCommand
 from nest_megatron.errors import NestError
+from nest_megatron.integrations.megatron_lm.checkpoint_arguments import with_degrees_as_flags
 from nest_megatron.integrations.megatron_lm.layout_arguments import PARALLEL_ARGUMENTS, flag_error
 from nest_megatron.integrations.megatron_lm.parser import VERSIONS, load_arguments, read_argv
 from nest_megatron.integrations.megatron_lm.rewrite import WRITABLE, Rewrite
@@ -64,9 +65,10 @@ def command_of(
         for argument in load_arguments(version)
         if argument.dest in PARALLEL_ARGUMENTS and values.get(argument.dest) != argument.default
     }
-    return dataclasses.replace(
+    merged = dataclasses.replace(
         typed, values=MappingProxyType(values), explicit=typed.explicit | untyped
     )
+    return with_degrees_as_flags(merged)
 
 
 def with_defaults(args: Namespace, defaults: Mapping[str, Any]) -> Namespace:

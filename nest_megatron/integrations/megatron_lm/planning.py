@@ -123,7 +123,8 @@ def _read(composed: Composed, text: str | Sequence[str], version: str) -> Job:
         fix = "Give the whole command in quotes, or - to read it from standard input."
         raise UserInputError("--from", value=command.script or text, limit=limit, fix=fix)
     job = read_job(command)
-    tp = command.values["tensor_model_parallel_size"]
+    assert job.command is not None
+    tp = job.command.values["tensor_model_parallel_size"]
     return dataclasses.replace(job, spec=job.spec.with_padded_vocab(tp))
 
 

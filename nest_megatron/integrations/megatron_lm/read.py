@@ -23,6 +23,9 @@ from nest_megatron.cost_model.memory_flags import memory_flags, text
 from nest_megatron.cost_model.target_defaults import target_named
 from nest_megatron.errors import UnplannableModelError
 from nest_megatron.integrations.architecture import REFUSED, unpriced
+from nest_megatron.integrations.megatron_lm.checkpoint_arguments import (
+    with_checkpoint_arguments,
+)
 from nest_megatron.integrations.megatron_lm.layout_arguments import (
     PARALLEL_ARGUMENTS,
     flag_error,
@@ -78,10 +81,13 @@ _STRATEGIES = {strategy: zero for zero, strategy in STRATEGIES.items()}
 def read_job(command: ReadCommand, *, vocab_size: int | None = None) -> Job:
     """The job of a command; its tokenizer's vocabulary is given where the command does not say it.
 
+    What ``--use-checkpoint-args`` takes from a checkpoint is taken first.
+
     Raises:
         UnplannableModelError: for a model that this planner does not support.
         UserInputError: if the command lacks a size, or its sizes contradict each other.
     """
+    command = with_checkpoint_arguments(command)
     require_optimizer(command.values, command.version)
     return job_of(command, command.values, vocab_size=vocab_size)
 

@@ -1,0 +1,239 @@
+"""``--use-checkpoint-args``: the model as a checkpoint's own arguments describe it.
+
+Inside a job Megatron merges them before it validates anything; here the same is done for a command
+that is planned beforehand. Nothing that was pickled is run (``checkpoint.InertUnpickler``), and
+torch is not needed. Source: ``load_args_from_checkpoint`` and its callers (core_v0.16.1
+``training/initialize.py``, 0.20 ``training/arguments.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from nest_megatron.config.job import ReadCommand
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_lm.checkpoint import SavedCheckpoint, read_checkpoint
+from nest_megatron.integrations.megatron_lm.layout_arguments import flag_error, flag_of
+
+_SWITCH, _DEGREES_SWITCH = "use_checkpoint_args", "use_mp_args_from_checkpoint_args"
+_PER_VIRTUAL_STAGE = "num_layers_per_virtual_pipeline_stage"
+#: Without these a command says nothing of the model.
+_SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
+_BY_HAND = "leave --use-checkpoint-args out and give the model's flags"
+_Values = Mapping[str, Any]
+
+
+def with_checkpoint_arguments(command: ReadCommand) -> ReadCommand:
+    """The command as Megatron sees it after ``--use-checkpoint-args``; others stay as they are.
+
+    Saved degrees (``--use-mp-args-from-checkpoint-args``) are written out as flags, so that a plan
+    can change them: Megatron would put the saved ones in their place.
+
+    Raises:
+        UserInputError: for a checkpoint that is not on this host or cannot be read, and where
+            Megatron itself ends.
+    """
+    if not command.values.get(_SWITCH):
+        return command
+    _require_source(command.values)
+    values, notes, missing = dict(command.values), list(command.notes), []
+    for name in ("pretrained_checkpoint", "load"):
+        if not values.get(name):
+            continue
+        saved = _saved(values, name)
+        if saved is None:
+            missing.append(name)
+        else:
+            values.update(taken(values, saved.arguments, command.version))
+            notes += _notes(values, saved, command.version)
+    if len(missing) == len([n for n in ("pretrained_checkpoint", "load") if values.get(n)]):
+        notes.append(_without_checkpoint(values, missing))
+    _require_grouping(values)
+    names = {name for name, value in values.items() if value != command.values.get(name)}
+    merged = dataclasses.replace(
+        command,
+        values=MappingProxyType({**values, _SWITCH: False}),
+        explicit=command.explicit | names,
+        notes=tuple(notes),
+    )
+    return with_degrees_as_flags(merged)
+
+
+def taken(values: _Values, saved: _Values, version: str) -> dict[str, Any]:
+    """What Megatron sets from saved arguments, by destination.
+
+    Args:
+        values: the command's own, by destination, defaults filled in.
+        saved: what the checkpoint was saved with.
+
+    Raises:
+        UserInputError: for a value that is no number, text, list or switch.
+    """
+    saved = _as_of_now(saved, version)
+    found = {
+        name: saved[name]
+        for name, is_replaced in _table(version)
+        if saved.get(name) is not None and (is_replaced or values.get(name) is None)
+    }
+    if saved.get("num_experts") is None:
+        found["moe_ffn_hidden_size"] = None
+    elif saved.get("moe_ffn_hidden_size") is not None:
+        found["moe_ffn_hidden_size"] = saved["moe_ffn_hidden_size"]
+    extra = _both("tokenizer") if values.get("use_tokenizer_model_from_checkpoint_args") else ()
+    extra = (*extra, *(_both("degrees") if values.get(_DEGREES_SWITCH) else ()))
+    found |= {name: saved[name] for name in extra if saved.get(name) is not None}
+    if values.get(_DEGREES_SWITCH) and values.get(_PER_VIRTUAL_STAGE) is None:
+        found[_PER_VIRTUAL_STAGE] = saved.get(_PER_VIRTUAL_STAGE)
+    for name, value in found.items():
+        if not _is_plain(value):
+            limit = "the checkpoint holds an object there, which is not read"
+            raise flag_error(name, type(value).__name__, limit, f"Give it, and {_BY_HAND}.")
+    return found
+
+
+def with_degrees_as_flags(command: ReadCommand) -> ReadCommand:
+    """The command with its degrees typed in the place of ``--use-mp-args-from-checkpoint-args``."""
+    values, flag = command.values, flag_of(_DEGREES_SWITCH)
+    if flag not in command.argv:
+        return command
+    argv = [word for word in command.argv if word != flag]
+    names = [*_both("degrees"), _PER_VIRTUAL_STAGE]
+    stated = {name: values[name] for name in names if values.get(name) is not None}
+    for name, value in stated.items():
+        argv += [flag_of(name), str(value)]
+    note = f"The checkpoint's degrees are written out in the place of {flag}."
+    return dataclasses.replace(
+        command,
+        argv=tuple(argv),
+        values=MappingProxyType({**values, _DEGREES_SWITCH: False}),
+        explicit=command.explicit | stated.keys(),
+        notes=(*command.notes, note),
+    )
+
+
+def _require_source(values: _Values) -> None:
+    """What Megatron asserts before it looks for a checkpoint."""
+    flag = flag_of(_SWITCH)
+    if not (values.get("load") or values.get("pretrained_checkpoint")):
+        limit, fix = "it needs a checkpoint", "Add --load or --pretrained-checkpoint."
+        raise UserInputError(flag, value=True, limit=limit, fix=fix)
+    if values.get("non_persistent_ckpt_type") == "local":
+        limit = "Megatron does not take it with --non-persistent-ckpt-type local"
+        raise UserInputError(flag, value=True, limit=limit, fix=f"{_capital(_BY_HAND)}.")
+
+
+def _saved(values: _Values, name: str) -> SavedCheckpoint | None:
+    """The checkpoint of ``--load`` or ``--pretrained-checkpoint``; ``None`` if there is none."""
+    alone = {**values, "pretrained_checkpoint": None, "moe_use_upcycling": None}
+    saved = read_checkpoint({**alone, "load": values[name]})
+    if saved is None:
+        if values.get("exit_on_missing_checkpoint"):
+            limit = f"{_absent(values[name])}, and --exit-on-missing-checkpoint ends the job there"
+            raise flag_error(name, values[name], limit, "Correct the path.")
+        return None
+    if saved.format == "fsdp_dtensor" and values.get("use_megatron_fsdp"):
+        return dataclasses.replace(saved, arguments={})  # Megatron takes none from this format
+    if not saved.arguments:
+        limit = f"the arguments in {saved.directory} are missing or damaged"
+        fix = f"Check that the checkpoint is whole, or {_BY_HAND}."
+        raise flag_error(name, values[name], limit, fix)
+    return saved
+
+
+def _without_checkpoint(values: _Values, missing: Sequence[str]) -> str:
+    """The note of a job that starts without a checkpoint, from its own flags."""
+    name = missing[-1]
+    where = values[name]
+    if Path(where).expanduser().is_dir() and all(values.get(each) for each in _SHAPE):
+        return f"{where} holds no checkpoint, so the model is that of the command's own flags."
+    limit = f"{_absent(where)}, and --use-checkpoint-args reads the model from it"
+    fix = (
+        "Plan where the checkpoint lies, copy its metadata here (latest_checkpointed_iteration.txt "
+        f"and iter_*/ without the *.distcp of weights), or {_BY_HAND}."
+    )
+    raise flag_error(name, where, limit, fix)
+
+
+def _absent(where: str) -> str:
+    folder = Path(where).expanduser()
+    return (
+        "the folder holds no latest_checkpointed_iteration.txt"
+        if folder.is_dir()
+        else "there is no such folder on this host"
+    )
+
+
+def _require_grouping(values: _Values) -> None:
+    """Experts that the checkpoint keeps apart would stay so, whatever flag a plan adds."""
+    local = values.get("transformer_impl") == "local"
+    if values.get("num_experts") and not values.get("moe_grouped_gemm") and not local:
+        limit = "the checkpoint turns it off, and plans are priced with grouped experts"
+        raise flag_error("moe_grouped_gemm", False, limit, f"{_capital(_BY_HAND)}.")
+
+
+def _notes(values: _Values, saved: SavedCheckpoint, version: str) -> Iterator[str]:
+    if not saved.arguments:
+        yield (
+            f"{saved.directory} is of the format {saved.format}, of which Megatron takes no "
+            "arguments: the model is that of the command's own flags."
+        )
+        return
+    yield f"--use-checkpoint-args: the model is read from {saved.directory}."
+    for name in (*_rows("not_taken", "both"), *_rows("not_taken", version)):
+        before, now = saved.arguments.get(name), values.get(name)
+        if before and name in values and _is_plain(before) and before != now:
+            yield (
+                f"The checkpoint was saved with {name} = {before}, which Megatron {version} does "
+                f"not take from it; the command has {now}."
+            )
+
+
+def _as_of_now(saved: _Values, version: str) -> dict[str, Any]:
+    """Saved arguments under today's names."""
+    found = dict(saved)
+    if "disable_bias_linear" in found:
+        found["add_bias_linear"] = not found["disable_bias_linear"]
+    if version != "0.16.1":
+        pattern = found.get("hybrid_override_pattern")
+        if pattern is not None and found.get("hybrid_layer_pattern") is None:
+            found |= {"hybrid_layer_pattern": pattern, "num_layers": None}
+        found.setdefault("gdp_num_householder", 3)
+    return found
+
+
+@cache
+def _data() -> dict[str, Any]:
+    folder = resources.files(__package__) / "arguments_data"
+    return tomllib.loads((folder / "checkpoint_arguments.toml").read_text("utf-8"))
+
+
+def _rows(table: str, name: str) -> tuple[str, ...]:
+    return tuple(_data()[table][name])
+
+
+def _both(name: str) -> tuple[str, ...]:
+    return _rows("both", name)
+
+
+@cache
+def _table(version: str) -> tuple[tuple[str, bool], ...]:
+    """Destinations, and whether they replace what the command says."""
+    kinds = (("replaced", True), ("filled", False))
+    return tuple((n, flag) for k, flag in kinds for n in (*_both(k), *_rows(version, k)))
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _capital(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}"

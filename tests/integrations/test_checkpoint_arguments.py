@@ -1,0 +1,133 @@
+"""``--use-checkpoint-args``: what a command takes from a checkpoint that lies on this host.
+
+``tests/megatron_lm/test_checkpoint_arguments.py`` asks Megatron's own ``load_args_from_checkpoint``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nest_megatron.config.job import ReadCommand
+from nest_megatron.errors import UserInputError
+from nest_megatron.integrations.megatron_lm.checkpoint_arguments import with_checkpoint_arguments
+from nest_megatron.integrations.megatron_lm.parser import read_command
+from nest_megatron.integrations.megatron_lm.read import read_job
+from tests.integrations.test_checkpoint import Bomb, legacy, torch_dist
+
+MODEL: dict[str, Any] = {
+    "num_layers": 12,
+    "hidden_size": 768,
+    "ffn_hidden_size": 2048,
+    "num_attention_heads": 12,
+    "seq_length": 1024,
+    "num_query_groups": 4,
+    "group_query_attention": True,
+    "swiglu": True,
+    "untie_embeddings_and_output_weights": True,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "num_experts": None,
+    "padded_vocab_size": 50_432,
+    "hidden_dropout": 0.0,
+}
+COMMAND = (
+    "torchrun --nproc-per-node 8 pretrain_gpt.py --use-checkpoint-args --micro-batch-size 1 "
+    "--global-batch-size 64 --bf16 "
+)
+
+
+def merged(folder: Path, flags: str = "", version: str = "0.16.1") -> ReadCommand:
+    return with_checkpoint_arguments(read_command(f"{COMMAND} --load {folder} {flags}", version))
+
+
+@pytest.mark.parametrize("save", [torch_dist, legacy], ids=["torch_dist", "torch"])
+def test_the_model_is_that_of_the_checkpoint(tmp_path: Path, save: Any) -> None:
+    folder = save(tmp_path, *([""] if save is legacy else ["fully"]), **MODEL)
+    job = read_job(read_command(f"{COMMAND} --load {folder}"))
+    spec = job.spec
+    assert (spec.num_layers, spec.hidden_size, spec.ffn_hidden_size) == (12, 768, 2048)
+    assert (spec.query_groups, spec.gated_linear_unit, spec.seq_length) == (4, True, 1024)
+    assert (spec.vocab_size, spec.vocab_is_padded) == (50_432, True)
+    assert any("the model is read from" in note for note in job.notes)
+
+
+def test_metadata_without_common_pt_is_enough(tmp_path: Path) -> None:
+    folder = torch_dist(tmp_path, "fully", common=False, **MODEL)
+    assert merged(folder, version="0.20").values["hidden_size"] == 768
+
+
+def test_what_the_command_says_stands_only_where_megatron_lets_it(tmp_path: Path) -> None:
+    folder = torch_dist(tmp_path, "fully", **MODEL)
+    values = merged(folder, "--seq-length 512 --num-query-groups 2 --hidden-dropout 0.3").values
+    assert values["seq_length"] == 512
+    assert (values["num_query_groups"], values["hidden_dropout"]) == (4, 0.0)
+
+
+def test_saved_degrees_become_flags_that_a_plan_can_change(tmp_path: Path) -> None:
+    folder = torch_dist(tmp_path, "fully", tp=4, pp=2, **MODEL)
+    assert merged(folder).values["tensor_model_parallel_size"] == 1
+    command = merged(folder, "--use-mp-args-from-checkpoint-args")
+    assert command.values["tensor_model_parallel_size"] == 4
+    assert "--use-mp-args-from-checkpoint-args" not in command.argv
+    again = read_command(command.argv).values
+    assert (again["tensor_model_parallel_size"], again["pipeline_model_parallel_size"]) == (4, 2)
+    assert "tensor_model_parallel_size" in command.explicit
+
+
+def test_what_megatron_leaves_in_the_checkpoint_is_said(tmp_path: Path) -> None:
+    folder = torch_dist(tmp_path, "fully", multi_latent_attention=True, **MODEL)
+    notes = merged(folder).notes
+    assert any("multi_latent_attention = True" in note for note in notes)
+
+
+def test_without_a_checkpoint_the_message_says_where_it_was_sought(tmp_path: Path) -> None:
+    absent, empty = tmp_path / "absent", tmp_path / "empty"
+    empty.mkdir()
+    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
+    for folder, flags, said in (
+        (absent, "", "there is no such folder on this host"),
+        (absent, shape, "there is no such folder on this host"),
+        (empty, "", "no latest_checkpointed_iteration.txt"),
+        (empty, f"{shape} --exit-on-missing-checkpoint", "--exit-on-missing-checkpoint"),
+        (empty, "--ckpt-step 5", "cannot be opened"),
+        (empty, "--non-persistent-ckpt-type local", "--non-persistent-ckpt-type local"),
+    ):
+        with pytest.raises(UserInputError) as caught:
+            merged(folder, flags)
+        assert said in str(caught.value)
+        assert str(folder) in str(caught.value) or "local" in flags
+    own = merged(empty, shape)  # as Megatron, which says so and goes on
+    assert own.values["num_layers"] == 2
+    assert "holds no checkpoint" in own.notes[-1]
+    with pytest.raises(UserInputError, match="Add --load"):
+        with_checkpoint_arguments(read_command(COMMAND))
+
+
+def test_a_checkpoint_to_finetune_from_counts_where_load_is_empty(tmp_path: Path) -> None:
+    pretrained = torch_dist(tmp_path / "base", "fully", **MODEL)
+    values = merged(tmp_path / "new", f"--pretrained-checkpoint {pretrained}").values
+    assert values["num_layers"] == 12
+
+
+def test_damaged_and_hostile_files_are_refused_and_run_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserInputError, match="missing or damaged"):
+        merged(legacy(tmp_path / "a", ""))
+    with pytest.raises(UserInputError, match="holds an object there"):
+        merged(torch_dist(tmp_path / "b", "fully", **{**MODEL, "num_query_groups": Bomb()}))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_experts_that_stay_apart_are_refused(tmp_path: Path) -> None:
+    experts = {**MODEL, "num_experts": 8, "moe_ffn_hidden_size": 512}
+    folder = torch_dist(tmp_path / "a", "fully", **experts, moe_grouped_gemm=True)
+    assert merged(folder).values["moe_ffn_hidden_size"] == 512
+    apart = torch_dist(tmp_path / "b", "fully", **experts, moe_grouped_gemm=False)
+    with pytest.raises(UserInputError, match="the checkpoint turns it off"):
+        merged(apart)
