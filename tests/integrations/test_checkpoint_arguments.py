@@ -1,6 +1,6 @@
 """``--use-checkpoint-args``: what a command takes from a checkpoint that lies on this host.
 
-``tests/megatron_lm/test_checkpoint_arguments.py`` asks Megatron's own ``load_args_from_checkpoint``.
+Megatron's own ``load_args_from_checkpoint`` is asked in ``tests/megatron_lm``.
 """
 
 from __future__ import annotations

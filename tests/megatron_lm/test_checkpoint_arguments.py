@@ -72,7 +72,7 @@ _EXPERTS = (
 )
 _JOBS = {
     "dense": (_SAVED, "--micro-batch-size 1"),
-    "own words": (_SAVED, "--num-layers 6 --num-query-groups 2 --hidden-dropout 0.3 --seq-length 8"),
+    "own words": (_SAVED, "--num-layers 6 --num-query-groups 2 --hidden-dropout 0.3"),
     "experts": (_SAVED + _EXPERTS, "--micro-batch-size 1"),
     "degrees": (_SAVED + _EXPERTS, "--use-mp-args-from-checkpoint-args"),
 }
