@@ -28,8 +28,9 @@ import yaml
 from nest_megatron.files import write_text
 from nest_megatron.megatron_core import cache
 from nest_megatron.model.catalogue import spec_from_mapping
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.report.markdown import table
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -35,10 +35,11 @@ from nest_megatron.megatron_core.chain import build, extract_chain, read_inputs,
 from nest_megatron.megatron_core.layers import ExtractedLayer
 from nest_megatron.megatron_core.stage import require_megatron
 from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.parameters import unit_parameters
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import to_plain
 from nest_megatron.report.charts import check_suffix
 from nest_megatron.report.console import show, show_json

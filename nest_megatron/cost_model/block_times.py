@@ -6,7 +6,6 @@ Where a profile timed a block, its analytic compute time is scaled by what was m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from nest_megatron.cluster.records import Cluster
 from nest_megatron.cost_model.compute import operator_times
@@ -14,19 +13,13 @@ from nest_megatron.cost_model.graph_times import GraphTimes, Scale, graph_times
 from nest_megatron.cost_model.keys import GroupPlaces, dense_shape
 from nest_megatron.cost_model.layer_cost import UnitTimes, unit_times
 from nest_megatron.cost_model.settings import CostSettings
-from nest_megatron.model.graph import Group, LayerGraph
-from nest_megatron.model.operators import (
-    around_mtp_graph,
-    attention_graph,
-    embedding_graph,
-    feed_forward_graph,
-    head_graph,
-)
-from nest_megatron.model.parameters import last_layer_kind
+from nest_megatron.model.graph import Group
+from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
+from nest_megatron.model.operators import block_graph
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.profile.lookup import LayerTimes, Point, point_of, shard_of
-from nest_megatron.profile.records import LayerBlock, Source, Timing, blocks_of
+from nest_megatron.profile.records import Source, Timing
 from nest_megatron.units import Seconds, Ticks, to_ticks
 
 _GROUPS = (Group.TENSOR, Group.CONTEXT, Group.EXPERT, Group.EXPERT_TENSOR)
@@ -34,32 +27,6 @@ _GROUPS = (Group.TENSOR, Group.CONTEXT, Group.EXPERT, Group.EXPERT_TENSOR)
 _Shape = tuple[object, ...]
 #: What it depends on of how the layers are carried out (``Execution.of_graph`` and the like).
 _Way = tuple[object, ...]
-_GRAPHS: dict[LayerBlock, Callable[[TransformerSpec, LayerShard], LayerGraph]] = {
-    LayerBlock.ATTENTION: attention_graph,
-    LayerBlock.DENSE: lambda spec, shard: feed_forward_graph(spec, LayerKind.DENSE, shard),
-    LayerBlock.EXPERTS: lambda spec, shard: feed_forward_graph(spec, LayerKind.MOE, shard),
-    LayerBlock.EMBEDDING: embedding_graph,
-    LayerBlock.MTP: around_mtp_graph,
-    LayerBlock.HEAD: head_graph,
-}
-_UNITS = {
-    LayerKind.EMBEDDING: (LayerBlock.EMBEDDING,),
-    LayerKind.HEAD: (LayerBlock.HEAD,),
-    LayerKind.DENSE: (LayerBlock.ATTENTION, LayerBlock.DENSE),
-    LayerKind.MOE: (LayerBlock.ATTENTION, LayerBlock.EXPERTS),
-}
-
-
-def block_graph(spec: TransformerSpec, block: LayerBlock, shard: LayerShard) -> LayerGraph:
-    """The work of a block in closed form."""
-    return _GRAPHS[block](spec, shard)
-
-
-def unit_blocks(spec: TransformerSpec, kind: LayerKind) -> tuple[LayerBlock, ...]:
-    """The blocks that a unit of a model consists of."""
-    if kind is LayerKind.MTP:
-        return (LayerBlock.MTP, *(spec.num_mtp_layers * _UNITS[last_layer_kind(spec)]))
-    return _UNITS[kind]
 
 
 class BlockTimes:
@@ -80,7 +47,7 @@ class BlockTimes:
         self.cluster = cluster
         self.settings = settings
         self.times = times
-        self._units = {kind: unit_blocks(spec, kind) for kind in LayerKind}
+        self._units = {kind: spec.unit_blocks(kind) for kind in set(spec.layer_kinds())}
         self._times: dict[tuple[_Shape, _Way, Seconds], UnitTimes] = {}
         self._graph_times: dict[tuple[_Shape, _Way], GraphTimes] = {}
         self._scales: dict[tuple[LayerBlock, Point], Scale] = {}
@@ -88,16 +55,32 @@ class BlockTimes:
 
     def sources(self, shard: LayerShard) -> dict[LayerBlock, Source]:
         """Where the compute time of each of the model's blocks comes from."""
-        return {block: self._scale(block, shard).source for block in blocks_of(self.spec)}
+        return {block: self._scale(block, shard).source for block in self.spec.blocks}
 
     def of_unit(
         self, kind: LayerKind, places: GroupPlaces, shard: LayerShard
     ) -> tuple[UnitTimes, ...]:
         """The blocks of a unit."""
-        return tuple(self.of_block(block, places, shard) for block in self._units[kind])
+        blocks = self._units[kind]
+        before = (None, *blocks[:-1])
+        pairs = zip(blocks, before, strict=True)
+        return tuple(self.of_block(block, places, shard, other) for block, other in pairs)
 
-    def of_block(self, block: LayerBlock, places: GroupPlaces, shard: LayerShard) -> UnitTimes:
-        """A block; without experts it depends on no expert degree.
+    def of_unit_outside_experts(
+        self, kind: LayerKind, places: GroupPlaces, shard: LayerShard
+    ) -> tuple[UnitTimes, ...]:
+        """Those of them that expert degrees do not change."""
+        blocks = (block for block in self._units[kind] if block is not LayerBlock.EXPERTS)
+        return tuple(self.of_block(block, places, shard) for block in blocks)
+
+    def of_block(
+        self,
+        block: LayerBlock,
+        places: GroupPlaces,
+        shard: LayerShard,
+        before: LayerBlock | None = None,
+    ) -> UnitTimes:
+        """A block behind another; without experts it depends on no expert degree.
 
         To a layer's second half, of micro batch and context size only the tokens matter. Measured
         times follow: ``profile.lookup.point_of`` knows no more of the two either.
@@ -112,8 +95,8 @@ class BlockTimes:
         if block is LayerBlock.EXPERTS:
             ep, etp = shard.expert_model_parallel_size, shard.expert_tensor_parallel_size
             way, shape = execution.of_experts, (*shape, ep, etp, places[2:])
-            if execution.overlap_moe_expert_parallel_comm:
-                attention = self.of_block(LayerBlock.ATTENTION, places, shard)
+            if execution.overlap_moe_expert_parallel_comm and before is not None:
+                attention = self.of_block(before, places, shard)
                 beside_s = attention.whole_forward.compute + attention.backward.compute
         key = (shape, way, beside_s)
         if key not in self._times:

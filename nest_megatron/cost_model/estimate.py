@@ -14,9 +14,10 @@ from nest_megatron.cost_model.pipeline import Evaluation, PipelineProblem, chunk
 from nest_megatron.cost_model.stage_problems import stage_problem
 from nest_megatron.cost_model.unit_cost import UnitKind
 from nest_megatron.model.graph import OperatorKind
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.units import Bytes, Flops, Seconds, Ticks, to_seconds
@@ -273,7 +274,6 @@ def _describe(kinds: Sequence[LayerKind]) -> str:
     >>> _describe([LayerKind.EMBEDDING, LayerKind.DENSE, LayerKind.DENSE])
     'Et*2'
     """
-    letters = {LayerKind.EMBEDDING: "E", LayerKind.MTP: "m", LayerKind.HEAD: "L"}
-    text = "".join(letters.get(kind, "t") for kind in kinds)
+    text = "".join(kind.letter for kind in kinds)
     layers = text.count("t")
     return text.replace("t" * layers, f"t*{layers}") if layers > 1 else text

@@ -12,7 +12,7 @@ from nest_megatron.cluster.records import Accelerator
 from nest_megatron.cost_model.layer_cost import PassTime, UnitTimes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.execution import Execution
-from nest_megatron.model.spec import LayerKind
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.units import Seconds
 
 #: Time of Adam on the host for one parameter of a rank. Qwen3-30B-A3B on 16 H100 (TP 2 PP 2 EP 4,
@@ -23,7 +23,6 @@ from nest_megatron.units import Seconds
 HOST_ADAM_S: Seconds = 1.51e-9
 #: Gradient and weight of a parameter, which cross in float32 both ways.
 _CROSSING_BYTES = 8.0
-_LAYERS = (LayerKind.DENSE, LayerKind.MOE)
 
 
 def host_step(accelerator: Accelerator, settings: CostSettings) -> Seconds:
@@ -44,7 +43,7 @@ def beside_copies(
     (``AsyncDoubleBufferGroupOffloadHandler``), and one layer is on its way back beside another.
     """
     moved = times.offloaded_bytes
-    if execution.cpu_offloading_num_layers and kind in _LAYERS:
+    if execution.cpu_offloading_num_layers and kind.is_layer:
         share = execution.cpu_offloading_num_layers / layers
         kept = times.input_bytes + sum(times.saved_bytes.values())
         moved += share * kept

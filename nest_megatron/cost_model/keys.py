@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nest_megatron.model.execution import Execution
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
@@ -37,7 +37,7 @@ def dense_shape(places: GroupPlaces, shard: LayerShard) -> tuple[object, ...]:
 
 def unit_key(kind: LayerKind, places: GroupPlaces, shard: LayerShard) -> UnitKey:
     """What a unit's time depends on; expert degrees matter to units with experts alone."""
-    if kind in (LayerKind.MOE, LayerKind.MTP):
+    if kind.has_experts or kind is LayerKind.MTP:
         expert = (shard.expert_model_parallel_size, shard.expert_tensor_parallel_size)
         return (kind, *dense_shape(places, shard), places[2:], expert, shard.execution)
     return (kind, *dense_shape(places, shard), shard.execution.outside_experts)

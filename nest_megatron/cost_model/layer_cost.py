@@ -13,8 +13,8 @@ from nest_megatron.cost_model.graph_times import ROUTED, GraphTimes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.model.execution import Execution, GraphImpl, TokenDispatcher
 from nest_megatron.model.graph import Group, LayerCollective, LayerGraph, Part
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators.attention import GRAPH_INPUTS
-from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.recompute import (
     Recompute,
     RecomputeGranularity,
@@ -129,13 +129,13 @@ def recomputed_parts(
     before latent attention.
     """
     modules = set(recompute.modules)
-    if kind is LayerKind.MOE:
+    if not kind.has_mlp:
         modules.discard(RecomputeModule.MLP)
     parts = frozenset().union(*(_RECOMPUTED[module] for module in modules))
     if RecomputeModule.LAYERNORM in modules:
         if not latent_attention:
             parts -= {Part.INPUT_NORM}
-        if kind is not LayerKind.MOE and RecomputeModule.MLP not in modules:
+        if not kind.has_experts and RecomputeModule.MLP not in modules:
             parts -= {Part.MLP_NORM}
     return parts
 

@@ -11,12 +11,12 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from nest_megatron.cost_model.block_times import block_graph, unit_blocks
 from nest_megatron.cost_model.compute import operator_times
 from nest_megatron.cost_model.estimate import critical_terms
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.model.graph import OperatorKind
-from nest_megatron.model.spec import LayerKind
+from nest_megatron.model.layer_pattern import LayerKind
+from nest_megatron.model.operators import block_graph
 from nest_megatron.names import Name
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
@@ -101,7 +101,7 @@ def _unit_times(model: CostModel, grid: Grid, kind: LayerKind) -> dict[Mechanism
     device, settings = model.cluster.accelerator, model.settings
     imbalance = settings.expert_load(grid.dims.expert_model_parallel_size)
     spent: dict[Mechanism, Seconds] = defaultdict(float)
-    for block in unit_blocks(model.spec, kind):
+    for block in model.spec.unit_blocks(kind):
         profiled = sources.get(block, Source.ANALYTIC) is not Source.ANALYTIC
         for op in block_graph(model.spec, block, shard).operators:
             seconds = math.fsum(operator_times(op, device, settings))

@@ -41,9 +41,10 @@ from nest_megatron.cost_model.unit_cost import (
     passes,
     replica_cost,
 )
+from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.parameters import ParameterCount, unit_parameters
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.rank_order import (
@@ -54,7 +55,7 @@ from nest_megatron.parallel.rank_order import (
 from nest_megatron.parallel.recompute import NO_RECOMPUTE, Recompute
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.profile.records import LayerBlock, Source
+from nest_megatron.profile.records import Source
 from nest_megatron.units import Seconds, Ticks, to_ticks
 
 #: Groups of dense layers or of experts: which, two degrees, the world's size.
@@ -160,7 +161,7 @@ class CostModel:
                 recompute,
                 latent_attention=latent,
                 inputs_on_host=self.settings.traits.offloads_layer_inputs,
-                norm_stays=kind is LayerKind.MOE and norm_stays(shard.execution),
+                norm_stays=kind.has_experts and norm_stays(shard.execution),
             )
         return self._runs[key]
 
@@ -181,10 +182,8 @@ class CostModel:
         self, kind: LayerKind, places: GroupPlaces, shard: LayerShard
     ) -> tuple[Ticks, Ticks]:
         """The same for what expert degrees do not change, without recomputation."""
-        if kind is LayerKind.MOE:
-            return least_sum((self._blocks.of_block(LayerBlock.ATTENTION, places, shard),))
-        if kind is LayerKind.MTP:
-            return least_sum((self._blocks.of_block(LayerBlock.MTP, places, shard),))
+        if LayerBlock.EXPERTS in self.spec.unit_blocks(kind):
+            return least_sum(self._blocks.of_unit_outside_experts(kind, places, shard))
         return self.least_time(kind, places, shard, NO_RECOMPUTE)
 
     def shard(self, grid: Grid) -> LayerShard:

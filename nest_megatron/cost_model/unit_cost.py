@@ -21,15 +21,13 @@ from nest_megatron.cost_model.memory import (
 )
 from nest_megatron.cost_model.pipeline import UnitCost
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.parameters import ParameterCount
-from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.profile.lookup import LayerTimes
 from nest_megatron.units import Bytes, Seconds, Ticks, to_ticks
 
-#: Units that FSDP gathers and lets go (``fsdp_unit_modules``).
-LAYERS = (LayerKind.DENSE, LayerKind.MOE, LayerKind.MTP)
 #: Share of NCCL's channels that collectives need in registered buffers: 4 of 16.
 USER_BUFFER_CHANNELS = 0.25
 
@@ -208,7 +206,7 @@ def replica_cost(
     if zero >= ZeroStage.GRADIENTS and not prices.whole:
         sent, reduce = reduce, 0.0
         copies = _copied_bytes(kind, zero, settings)
-        if zero >= ZeroStage.WEIGHTS and (kind in LAYERS or settings.traits.torch_fsdp2):
+        if zero >= ZeroStage.WEIGHTS and (_in_layer(kind) or settings.traits.torch_fsdp2):
             fetch, gather = gather, 0.0
     if settings.traits.frozen_weights:
         gather = 0.0
@@ -229,8 +227,13 @@ def replica_cost(
         static_bytes=int(static.total),
         unsharded_bytes=0
         if prices.whole
-        else unsharded_bytes(count.total, zero, settings, prices.held, in_layer=kind in LAYERS),
+        else unsharded_bytes(count.total, zero, settings, prices.held, in_layer=_in_layer(kind)),
     )
+
+
+def _in_layer(kind: LayerKind) -> bool:
+    """Whether FSDP gathers a unit and lets it go (``fsdp_unit_modules``)."""
+    return kind.is_layer or kind is LayerKind.MTP
 
 
 def _copied_bytes(kind: LayerKind, zero: ZeroStage, settings: CostSettings) -> tuple[float, float]:
@@ -240,7 +243,7 @@ def _copied_bytes(kind: LayerKind, zero: ZeroStage, settings: CostSettings) -> t
     not fused; weights that were gathered in 16 bits are cast to fp8, and fp8 ones transposed, for
     every micro batch. PyTorch copies what it gathered out of the buffer as well.
     """
-    traits, is_layer = settings.traits, kind in LAYERS
+    traits, is_layer = settings.traits, _in_layer(kind)
     forward, backward = 0.0, float(traits.params_bytes + traits.gradient_bytes)
     if traits.frozen_weights:
         backward = 0.0

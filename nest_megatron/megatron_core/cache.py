@@ -21,9 +21,10 @@ from nest_megatron.files import write_text
 from nest_megatron.megatron_core import layers
 from nest_megatron.megatron_core.layers import ExtractedLayer
 from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.parameters import one_layer
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.version import __version__
 

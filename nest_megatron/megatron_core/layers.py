@@ -27,9 +27,10 @@ from nest_megatron.model.graph import (
     Part,
 )
 from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.parameters import ParameterCount, one_layer
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind, ModelFamily, TransformerSpec
+from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.recompute import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
@@ -105,14 +106,14 @@ def recompute_settings(spec: TransformerSpec, kind: LayerKind) -> tuple[Recomput
     The MLP of a layer with linear biases is left out: with it the backward pass of megatron-core's
     local layers calls itself without end (0.16.1).
     """
-    if kind not in (LayerKind.DENSE, LayerKind.MOE):
+    if not kind.is_layer:
         return ()
     modules = [RecomputeModule.CORE_ATTN, RecomputeModule.LAYERNORM]
     if spec.multi_latent_attention:
         modules.append(RecomputeModule.MLA_UP_PROJ)
-    if kind is LayerKind.DENSE:
+    if kind.has_mlp:
         modules += [] if spec.add_bias_linear else [RecomputeModule.MLP]
-    else:
+    if kind.has_experts:
         modules.append(RecomputeModule.MOE)
         if spec.moe_shared_expert_intermediate_size:
             modules.append(RecomputeModule.SHARED_EXPERTS)
@@ -125,7 +126,7 @@ def _refusals(
     """What these modules cannot be built for: the setting, its value, the limit, the fix."""
     tp, cp = shard.tensor_model_parallel_size, shard.context_parallel_size
     groups = spec.query_groups
-    if kind is LayerKind.MOE and not spec.is_moe:
+    if kind.has_experts and not spec.is_moe:
         yield "layer", kind.value, f"{spec.name} has no experts", "Use dense."
     if kind is LayerKind.MTP and not spec.num_mtp_layers:
         yield "layer", kind.value, f"{spec.name} has no MTP layers", "Use dense."
@@ -299,7 +300,7 @@ def part_of(path: str, kind: LayerKind, *, latent_attention: bool) -> Part:
         return Part.MLA_DOWN if path.endswith("q_layernorm") else Part.MLA_UP
     if part is not None:
         return part
-    return Part.DISPATCH if kind is not LayerKind.DENSE else Part.MLP
+    return Part.MLP if kind.has_mlp else Part.DISPATCH
 
 
 def operator_name(path: str) -> str:

@@ -19,9 +19,10 @@ from nest_megatron.megatron_core.substitutes import (
 )
 from nest_megatron.megatron_core.units import Layers, described_layers
 from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.parameters import one_layer
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.names import Name
 from nest_megatron.packages import install_command
 from nest_megatron.parallel.dims import ParallelDims

@@ -12,8 +12,9 @@ from typing import Any
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.names import Name
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE, Recompute
 

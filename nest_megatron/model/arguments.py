@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nest_megatron.errors import UnplannableModelError
 from nest_megatron.model.layer_pattern import moe_layer_pattern
 from nest_megatron.model.spec import TransformerSpec
 
@@ -101,9 +100,5 @@ def _window(values: Mapping[str, Any], spelled: Callable[[str], str]) -> dict[st
     window, skip = values.get("window_size"), values.get("window_attn_skip_freq")
     if not window or window[0] < 0:
         return {}
-    if skip is not None and not isinstance(skip, int):
-        what = spelled("window_attn_skip_freq")
-        limit = "only a fixed rhythm of sliding and full layers is supported"
-        fix = "Give it as one number, or launch this job without nest."
-        raise UnplannableModelError(what, value=skip, limit=limit, fix=fix)
-    return {"window_size": int(window[0]) + 1, "window_attn_skip_freq": skip}
+    freq = tuple(skip) if isinstance(skip, list) else skip
+    return {"window_size": int(window[0]) + 1, "window_attn_skip_freq": freq}

@@ -1,15 +1,193 @@
-"""Megatron's notation for which layers are mixtures of experts, read without ``eval``."""
+"""What the layers of a model are made of, and Megatron's notations for their order."""
 
 from __future__ import annotations
 
 import ast
 
 from nest_megatron.errors import UserInputError
+from nest_megatron.names import Name
 
 #: Most layers that are planned for: the deepest published transformer has 1,000, and a misprint
 #: must not fill memory and time.
 MAX_LAYERS = 2_000
 _MAX_TEXT = 10_000
+
+
+class LayerBlock(Name):
+    """A part of the model with work of its own, which is priced and timed by itself.
+
+    A decoder layer is a block that mixes tokens (attention and its kin), one that works on each
+    token (an MLP or experts), or both, norm and residual included. ``MTP`` is what all MTP layers
+    of the model do around their decoder layers.
+    """
+
+    ATTENTION = "attention"
+    WINDOW_ATTENTION = "window_attention"
+    CHUNKED_ATTENTION = "chunked_attention"
+    GATED_DELTA_NET = "gated_delta_net"
+    MAMBA = "mamba"
+    DENSE = "dense"
+    EXPERTS = "experts"
+    EMBEDDING = "embedding"
+    MTP = "mtp"
+    HEAD = "head"
+
+    @property
+    def mixes_tokens(self) -> bool:
+        """Whether tokens of a sequence meet in it, which context parallelism divides."""
+        return self in _MIXERS
+
+
+_MIXERS = frozenset(
+    {
+        LayerBlock.ATTENTION,
+        LayerBlock.WINDOW_ATTENTION,
+        LayerBlock.CHUNKED_ATTENTION,
+        LayerBlock.GATED_DELTA_NET,
+        LayerBlock.MAMBA,
+    }
+)
+
+
+class LayerKind(Name):
+    """A distinct kind of unit in the layer sequence; the stage partition cuts between units.
+
+    Attributes:
+        blocks: what a unit is made of, in order; those of ``MTP`` depend on the model
+            (``TransformerSpec.unit_blocks``).
+    """
+
+    blocks: tuple[LayerBlock, ...]
+
+    def __new__(cls, value: str, *blocks: LayerBlock) -> LayerKind:
+        kind = str.__new__(cls, value)
+        kind._value_ = value
+        kind.blocks = blocks
+        return kind
+
+    EMBEDDING = "embedding", LayerBlock.EMBEDDING
+    DENSE = "dense", LayerBlock.ATTENTION, LayerBlock.DENSE
+    MOE = "moe", LayerBlock.ATTENTION, LayerBlock.EXPERTS
+    WINDOW_DENSE = "window_dense", LayerBlock.WINDOW_ATTENTION, LayerBlock.DENSE
+    WINDOW_MOE = "window_moe", LayerBlock.WINDOW_ATTENTION, LayerBlock.EXPERTS
+    CHUNKED_DENSE = "chunked_dense", LayerBlock.CHUNKED_ATTENTION, LayerBlock.DENSE
+    CHUNKED_MOE = "chunked_moe", LayerBlock.CHUNKED_ATTENTION, LayerBlock.EXPERTS
+    LINEAR_DENSE = "linear_dense", LayerBlock.GATED_DELTA_NET, LayerBlock.DENSE
+    LINEAR_MOE = "linear_moe", LayerBlock.GATED_DELTA_NET, LayerBlock.EXPERTS
+    MAMBA = "mamba", LayerBlock.MAMBA
+    LINEAR = "linear", LayerBlock.GATED_DELTA_NET
+    ATTENTION = "attention", LayerBlock.ATTENTION
+    MLP = "mlp", LayerBlock.DENSE
+    EXPERTS = "experts", LayerBlock.EXPERTS
+    MTP = "mtp", LayerBlock.MTP
+    HEAD = "head", LayerBlock.HEAD
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is a decoder layer."""
+        return self not in (LayerKind.EMBEDDING, LayerKind.MTP, LayerKind.HEAD)
+
+    @property
+    def letter(self) -> str:
+        """The letter of a stage layout, or for layers of one block a hybrid pattern's symbol."""
+        return _LETTERS.get(self, "t")
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it routes tokens to experts, MTP layers aside."""
+        return LayerBlock.EXPERTS in self.blocks
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether it has a dense MLP."""
+        return LayerBlock.DENSE in self.blocks
+
+
+_BY_BLOCKS = {kind.blocks: kind for kind in LayerKind}
+#: Layers of a hybrid model by Megatron's symbols; which attention is meant, the model's fields say.
+#: Source: ``hybrid_layer_allocation.Symbols`` of Megatron-LM 0.20, and 0.16.1's, which has four.
+HYBRID_SYMBOLS = {
+    "M": LayerKind.MAMBA,
+    "G": LayerKind.LINEAR,
+    "*": LayerKind.ATTENTION,
+    "D": LayerKind.ATTENTION,
+    "+": LayerKind.ATTENTION,
+    "-": LayerKind.MLP,
+    "E": LayerKind.EXPERTS,
+}
+
+_LETTERS = {
+    **{kind: symbol for symbol, kind in reversed(HYBRID_SYMBOLS.items())},
+    LayerKind.EMBEDDING: "E",
+    LayerKind.MTP: "m",
+    LayerKind.HEAD: "L",
+}
+
+
+def layer_kind(mixer: LayerBlock, each_token: LayerBlock) -> LayerKind:
+    """The kind of a layer of two blocks."""
+    return _BY_BLOCKS[mixer, each_token]
+
+
+def hybrid_kinds(pattern: str) -> tuple[tuple[LayerKind, ...], tuple[LayerKind, ...], int]:
+    """Read a hybrid model's pattern: its layers, the layers of one MTP depth, and the depths.
+
+    Bars, which cut pipeline stages, are passed over.
+
+    Raises:
+        UserInputError: for a symbol that is not Megatron's, no layer, or depths that differ.
+
+    Source: ``hybrid_layer_allocation.parse_hybrid_pattern`` of Megatron-LM 0.20.
+
+    >>> hybrid_kinds("M*/E/E")[1:]
+    ((<LayerKind.EXPERTS: 'experts'>,), 2)
+    """
+    strange = sorted(set(pattern) - {*HYBRID_SYMBOLS, "|", "/"})
+    main, *depths = pattern.split("/")
+    depths = depths if any(depths) else []
+    layers = main.replace("|", "")
+    limit = ""
+    if strange:
+        limit = f"its symbols are {' '.join(HYBRID_SYMBOLS)}, | and /, not {' '.join(strange)}"
+    elif not 0 < len(layers) <= MAX_LAYERS:
+        limit = f"it must name 1 to {MAX_LAYERS:,} layers before the first /"
+    elif len(set(depths)) > 1 or any("|" in depth for depth in depths):
+        limit = "all patterns behind a / must be the same, without |"
+    elif "*" in pattern and set("D+") & set(pattern):
+        limit = "plain attention (*) does not go with latent or sparse attention (+, D)"
+    if limit:
+        shown = pattern if len(pattern) <= 80 else f"{pattern[:77]}..."
+        fix = "Write for example M-M*-/*E."
+        raise UserInputError("hybrid_layer_pattern", value=shown, limit=limit, fix=fix)
+    kinds = tuple(HYBRID_SYMBOLS[symbol] for symbol in layers)
+    depth = tuple(HYBRID_SYMBOLS[symbol] for symbol in depths[0]) if depths else ()
+    return kinds, depth, len(depths)
+
+
+def rhythm(what: str, value: int | tuple[int, ...] | None, num_layers: int) -> tuple[bool, ...]:
+    """Which layers a rhythm marks: of every N all but the N-th, or those that a list marks.
+
+    Megatron's ``window_attn_skip_freq`` marks the sliding layers by it, ``linear_attention_freq``
+    the linear ones and ``no_rope_freq``, other way around, those that are rotated. ``None`` marks
+    all.
+
+    Raises:
+        UserInputError: for a number below 1, or a list of another length.
+
+    >>> rhythm("window_attn_skip_freq", 3, 4)
+    (True, True, False, True)
+    """
+    if value is None:
+        return (True,) * num_layers
+    if isinstance(value, int):
+        if value < 1:
+            limit, fix = "a period must be at least 1", "Write for example 4, or a list of 0 and 1."
+            raise UserInputError(what, value=value, limit=limit, fix=fix)
+        return tuple((layer + 1) % value != 0 for layer in range(num_layers))
+    if len(value) != num_layers or any(flag not in (0, 1) for flag in value):
+        limit = f"it must give one 0 or 1 for each of the {num_layers} layers"
+        raise UserInputError(what, value=value, limit=limit, fix="Give one number for each layer.")
+    return tuple(map(bool, value))
 
 
 def read_frequency(text: str) -> int | list[int]:

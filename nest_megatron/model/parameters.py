@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from nest_megatron.model.spec import LayerKind, ModelFamily, TransformerSpec
+from nest_megatron.model.layer_pattern import HYBRID_SYMBOLS, LayerBlock, LayerKind
+from nest_megatron.model.spec import ModelFamily, TransformerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,23 +86,37 @@ def _mlp(spec: TransformerSpec, ffn: int, tp: int) -> int:
     return count + (inner + spec.hidden_size if spec.add_bias_linear else 0)
 
 
-def layer_parameters(
-    spec: TransformerSpec, kind: LayerKind, tp: int, ep: int, etp: int
-) -> ParameterCount:
-    """One decoder layer of the given kind.
+def _experts(spec: TransformerSpec, tp: int, ep: int, etp: int) -> ParameterCount:
+    """Router, routed and shared experts with their norm.
 
     Source: ``megatron.core.transformer.moe``; the router is whole on every rank, and the bias that
     balances experts without a loss is a buffer, not a parameter.
     """
     hidden, experts = spec.hidden_size, spec.num_experts
-    dense = _attention(spec, tp) + _norm(spec, hidden)
-    if kind is not LayerKind.MOE:
-        return ParameterCount(dense + _mlp(spec, spec.ffn_hidden_size, tp))
     assert experts is not None
-    dense += experts * hidden + (experts if spec.add_bias_linear else 0)
+    dense = _norm(spec, hidden) + experts * hidden + (experts if spec.add_bias_linear else 0)
     if spec.moe_shared_expert_intermediate_size:
         dense += _mlp(spec, spec.moe_shared_expert_intermediate_size, tp)
     return ParameterCount(dense, experts // ep * _mlp(spec, spec.expert_ffn_hidden_size, etp))
+
+
+def _block_parameters(
+    spec: TransformerSpec, block: LayerBlock, tp: int, ep: int, etp: int
+) -> ParameterCount:
+    """One block of a decoder layer."""
+    if block is LayerBlock.EXPERTS:
+        return _experts(spec, tp, ep, etp)
+    if block is LayerBlock.DENSE:
+        return ParameterCount(_norm(spec, spec.hidden_size) + _mlp(spec, spec.ffn_hidden_size, tp))
+    return ParameterCount(_attention(spec, tp))
+
+
+def layer_parameters(
+    spec: TransformerSpec, kind: LayerKind, tp: int, ep: int, etp: int
+) -> ParameterCount:
+    """One decoder layer of the given kind."""
+    blocks = (_block_parameters(spec, block, tp, ep, etp) for block in kind.blocks)
+    return sum(blocks, ParameterCount())
 
 
 def _embedding(spec: TransformerSpec, tp: int) -> int:
@@ -135,18 +150,14 @@ def _mtp(
     """All multi-token-prediction layers, with a copy of the embedding unless the rank has it.
 
     Source: ``megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayer``: two
-    norms, a projection of twice the width, one layer of the last decoder layer's kind, a norm.
+    norms, a projection of twice the width, the layers of one depth, a norm.
     """
-    layer, hidden = layer_parameters(spec, last_layer_kind(spec), tp, ep, etp), spec.hidden_size
+    hidden, count = spec.hidden_size, spec.num_mtp_layers
+    layers = (layer_parameters(spec, kind, tp, ep, etp) for kind in spec.mtp_layer_kinds)
+    inside = sum(layers, ParameterCount())
     around = 3 * _norm(spec, hidden) + 2 * hidden * hidden // tp
-    count = spec.num_mtp_layers
     copy = 0 if holds_embedding else _embedding(spec, tp)
-    return ParameterCount(count * (layer.dense + around) + copy, count * layer.expert)
-
-
-def last_layer_kind(spec: TransformerSpec) -> LayerKind:
-    """Kind of the last decoder layer, which MTP layers copy."""
-    return LayerKind.MOE if spec.is_moe and spec.moe_layer_pattern[-1] else LayerKind.DENSE
+    return ParameterCount(count * (inside.dense + around) + copy, count * inside.expert)
 
 
 def unit_parameters(
@@ -189,9 +200,8 @@ def active_parameters(spec: TransformerSpec) -> int:
     total = total_parameters(spec)
     if not spec.is_moe or spec.num_experts is None:
         return total
-    layers = sum(spec.moe_layer_pattern)
-    if last_layer_kind(spec) is LayerKind.MOE:
-        layers += spec.num_mtp_layers
+    units = map(spec.unit_blocks, spec.layer_kinds())
+    layers = sum(blocks.count(LayerBlock.EXPERTS) for blocks in units)
     idle = spec.num_experts - spec.moe_router_topk
     return total - layers * idle * _mlp(spec, spec.expert_ffn_hidden_size, 1)
 
@@ -202,12 +212,35 @@ def one_layer(spec: TransformerSpec, kind: LayerKind) -> TransformerSpec:
     Args:
         kind: of the layer; with ``MTP`` one of the last layer's kind, and one MTP layer.
     """
-    is_mtp = kind is LayerKind.MTP
-    is_moe = (last_layer_kind(spec) if is_mtp else kind) is LayerKind.MOE
+    if kind is LayerKind.MTP:
+        inner = spec.mtp_layer_kinds[-1]
+    elif kind.is_layer:
+        inner = kind
+    else:
+        inner = LayerKind.ATTENTION if spec.hybrid_layer_pattern else LayerKind.DENSE
+    has = set(inner.blocks)
+    is_linear, has_experts = LayerBlock.GATED_DELTA_NET in has, LayerBlock.EXPERTS in has
+    sparse = spec.experimental_attention_variant if LayerBlock.ATTENTION in has else None
+    chunked, slides = LayerBlock.CHUNKED_ATTENTION in has, LayerBlock.WINDOW_ATTENTION in has
+    hybrid = _hybrid_layer(spec, inner, kind) if spec.hybrid_layer_pattern else ""
     return dataclasses.replace(
         spec,
         num_layers=1,
-        num_experts=spec.num_experts if is_moe else None,
-        moe_layer_pattern=(1,) if is_moe else (),
-        mtp_num_layers=1 if is_mtp else None,
+        num_experts=spec.num_experts if has_experts else None,
+        moe_layer_pattern=(1,) if has_experts and not hybrid else (),
+        mtp_num_layers=1 if kind is LayerKind.MTP else None,
+        window_size=spec.window_size if slides else None,
+        window_attn_skip_freq=None,
+        attention_chunk_size=spec.attention_chunk_size if chunked else None,
+        no_rope_freq=None,
+        experimental_attention_variant="gated_delta_net" if is_linear and not hybrid else sparse,
+        linear_attention_freq=(1,) if is_linear and not hybrid else None,
+        hybrid_layer_pattern=hybrid,
     )
+
+
+def _hybrid_layer(spec: TransformerSpec, inner: LayerKind, kind: LayerKind) -> str:
+    """The pattern of one layer, by the symbol that the model has for it."""
+    symbols = (s for s in spec.hybrid_layer_pattern if HYBRID_SYMBOLS.get(s) is inner)
+    symbol = next(symbols, "*")
+    return f"{symbol}/{symbol}" if kind is LayerKind.MTP else symbol

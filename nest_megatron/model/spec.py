@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.model.layer_pattern import MAX_LAYERS
+from nest_megatron.model.layer_pattern import (
+    MAX_LAYERS,
+    LayerBlock,
+    LayerKind,
+    hybrid_kinds,
+    layer_kind,
+    rhythm,
+)
 from nest_megatron.names import Name
+from nest_megatron.plain import added
 
 
 class ModelFamily(Name):
@@ -17,21 +26,18 @@ class ModelFamily(Name):
     BERT = "bert"
 
 
-class LayerKind(Name):
-    """A distinct kind of unit in the layer sequence; the stage partition cuts between units."""
-
-    EMBEDDING = "embedding"
-    DENSE = "dense"
-    MOE = "moe"
-    MTP = "mtp"
-    HEAD = "head"
-
-
 _POSITIVE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length"),
     *("vocab_size", "make_vocab_size_divisible_by"),
 )
-_POSITIVE_IF_GIVEN = ("num_query_groups", "kv_channels", "moe_ffn_hidden_size", "num_experts")
+_POSITIVE_IF_GIVEN = (
+    *("num_query_groups", "kv_channels", "moe_ffn_hidden_size", "num_experts", "moe_latent_size"),
+    *("attention_chunk_size", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "mamba_state_dim", "mamba_head_dim"),
+    *("mamba_num_groups", "mamba_num_heads"),
+)
+_OF_SPARSE_ATTENTION = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 _MOST = {"num_layers": MAX_LAYERS, "mtp_num_layers": MAX_LAYERS, "num_experts": 100_000}
 _MOST_OF_ANY = 2**31 - 1
 
@@ -52,7 +58,19 @@ class TransformerSpec:
         gated_linear_unit: the first MLP projection has a gate (SwiGLU and its kin).
         softmax_type: ``vanilla`` or ``learnable`` (one attention-sink parameter for each head).
         window_size: sliding attention window in tokens on the layers that have one, or ``None``.
-        window_attn_skip_freq: every n-th layer attends in full; ``None``: all layers slide.
+        window_attn_skip_freq: every n-th layer attends in full, or a 1 for each layer that slides;
+            ``None``: all layers slide.
+        attention_chunk_size: tokens attend within chunks of so many on the layers that
+            ``no_rope_freq`` leaves rotated, in full on the others.
+        no_rope_freq: every n-th layer is not rotated, or a 1 for each such layer.
+        attention_output_gate: a sigmoid gate, as wide as the queries, on what attention puts out.
+        experimental_attention_variant: ``gated_delta_net`` on the layers that
+            ``linear_attention_freq`` marks (all but every n-th, or a 1 for each), or ``dsa``.
+        hybrid_layer_pattern: a symbol for each layer of a hybrid model, and behind each ``/`` the
+            layers of one MTP depth; empty for layers of attention and MLP or experts.
+        mamba_num_heads: ``None``: twice the hidden size over ``mamba_head_dim``.
+        moe_shared_expert_gate: a sigmoid gate on what the shared experts put out.
+        moe_latent_size: width of the tokens that routed experts see, if not the hidden size.
         source: where the figures come from.
 
     Raises:
@@ -87,7 +105,11 @@ class TransformerSpec:
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     window_size: int | None = None
-    window_attn_skip_freq: int | None = None
+    window_attn_skip_freq: int | tuple[int, ...] | None = None
+    attention_chunk_size: int | None = added(None)
+    no_rope_freq: int | tuple[int, ...] | None = added(None)
+    attention_output_gate: bool = added(False)
+    experimental_attention_variant: str | None = added(None)
     untie_embeddings_and_output_weights: bool = True
     # Mixture of experts
     num_experts: int | None = None
@@ -96,6 +118,8 @@ class TransformerSpec:
     moe_router_topk: int = 2
     moe_shared_expert_intermediate_size: int | None = None
     moe_router_enable_expert_bias: bool = False
+    moe_shared_expert_gate: bool = added(False)
+    moe_latent_size: int | None = added(None)
     # Multi-latent attention
     multi_latent_attention: bool = False
     q_lora_rank: int | None = None
@@ -103,6 +127,23 @@ class TransformerSpec:
     qk_head_dim: int = 128
     qk_pos_emb_head_dim: int = 64
     v_head_dim: int = 128
+    # Sparse attention (experimental_attention_variant dsa)
+    dsa_indexer_n_heads: int | None = added(None)
+    dsa_indexer_head_dim: int | None = added(None)
+    dsa_indexer_topk: int | None = added(None)
+    # Gated delta net
+    linear_attention_freq: int | tuple[int, ...] | None = added(None)
+    linear_conv_kernel_dim: int = added(4)
+    linear_key_head_dim: int = added(128)
+    linear_value_head_dim: int = added(128)
+    linear_num_key_heads: int = added(16)
+    linear_num_value_heads: int = added(32)
+    # Hybrid models
+    hybrid_layer_pattern: str = added("")
+    mamba_state_dim: int = added(128)
+    mamba_head_dim: int = added(64)
+    mamba_num_groups: int = added(8)
+    mamba_num_heads: int | None = added(None)
     # Multi-token prediction
     mtp_num_layers: int | None = None
     source: str = ""
@@ -118,7 +159,34 @@ class TransformerSpec:
             limit = f"it must divide num_attention_heads ({heads})"
             fix = "Use the number of key/value heads of the model."
             raise self._wrong("num_query_groups", limit, fix)
+        self._check_pattern()
         self._check_experts()
+        self.layer_kinds()
+
+    def _check_pattern(self) -> None:
+        if self.hybrid_layer_pattern:
+            kinds, _, depths = hybrid_kinds(self.hybrid_layer_pattern)
+            if len(kinds) != self.num_layers:
+                limit = f"it names {len(kinds)} layers and num_layers is {self.num_layers}"
+                raise self._wrong("hybrid_layer_pattern", limit, "Name every layer once.")
+            if depths != self.num_mtp_layers:
+                limit = f"hybrid_layer_pattern has {depths} depths behind a /"
+                raise self._wrong("mtp_num_layers", limit, "Give the same number in both.")
+        variant = self.experimental_attention_variant
+        if variant not in (None, "gated_delta_net", "dsa"):
+            limit = "it must be gated_delta_net or dsa"
+            raise self._wrong("experimental_attention_variant", limit)
+        if variant == "gated_delta_net" and self.linear_attention_freq is None:
+            limit = "gated_delta_net needs it, to say which layers are linear"
+            fix = "Write for example 4: every fourth layer attends in full."
+            raise self._wrong("linear_attention_freq", limit, fix)
+        if variant == "dsa":
+            if not self.multi_latent_attention:
+                limit = "experimental_attention_variant dsa works on latent attention"
+                raise self._wrong("multi_latent_attention", limit)
+            for name in _OF_SPARSE_ATTENTION:
+                if getattr(self, name) is None:
+                    raise self._wrong(name, "experimental_attention_variant dsa needs it")
 
     def _check_size(self, name: str, value: object) -> None:
         """Refuse what is no size, and what would fill memory and time to no end: a misprint."""
@@ -131,13 +199,17 @@ class TransformerSpec:
 
     def _check_experts(self) -> None:
         pattern = self.moe_layer_pattern
+        if self.hybrid_layer_pattern and pattern:
+            limit = "hybrid_layer_pattern says which layers have experts"
+            raise self._wrong("moe_layer_pattern", limit, "Drop it.")
         if self.num_experts is None:
-            if any(pattern):
+            if any(pattern) or "E" in self.hybrid_layer_pattern:
+                name = "hybrid_layer_pattern" if self.hybrid_layer_pattern else "moe_layer_pattern"
                 limit = "it names expert layers but num_experts is not set"
-                fix = "Set num_experts, or drop the pattern."
-                raise self._wrong("moe_layer_pattern", limit, fix)
+                raise self._wrong(name, limit, "Set num_experts, or drop the pattern.")
             return
-        if len(pattern) != self.num_layers or any(flag not in (0, 1) for flag in pattern):
+        flags = len(pattern) == self.num_layers and all(flag in (0, 1) for flag in pattern)
+        if not (flags or self.hybrid_layer_pattern):
             limit = f"it needs one 0 or 1 for each of the {self.num_layers} layers"
             fix = "Write for example [0]*3+[1]*58 as moe_layer_freq."
             raise self._wrong("moe_layer_pattern", limit, fix)
@@ -170,7 +242,8 @@ class TransformerSpec:
     @property
     def is_moe(self) -> bool:
         """Whether any layer routes tokens to experts."""
-        return self.num_experts is not None and any(self.moe_layer_pattern)
+        routes = any(self.moe_layer_pattern) or "E" in self.hybrid_layer_pattern
+        return self.num_experts is not None and routes
 
     @property
     def num_mtp_layers(self) -> int:
@@ -181,6 +254,25 @@ class TransformerSpec:
     def num_units(self) -> int:
         """Number of units in the layer sequence."""
         return len(self.layer_kinds())
+
+    @property
+    def num_mamba_heads(self) -> int:
+        """Heads of a Mamba layer."""
+        return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
+
+    @property
+    def blocks(self) -> tuple[LayerBlock, ...]:
+        """The blocks that the model is made of, each once."""
+        return _blocks_of((*self.layer_kinds(), *self.mtp_layer_kinds))
+
+    @property
+    def mtp_layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The layers of one MTP depth: those of the hybrid pattern, or one as the last layer is."""
+        if not self.num_mtp_layers:
+            return ()
+        if self.hybrid_layer_pattern:
+            return hybrid_kinds(self.hybrid_layer_pattern)[1]
+        return _decoder_kinds(self)[-1:]
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
         """Vocabulary rows after Megatron's padding, which depends on the tensor-parallel size.
@@ -202,7 +294,64 @@ class TransformerSpec:
 
         All MTP layers form one unit, because Megatron keeps them in one virtual stage.
         """
-        pattern = self.moe_layer_pattern or (0,) * self.num_layers
-        layers = tuple(LayerKind.MOE if flag else LayerKind.DENSE for flag in pattern)
         mtp = (LayerKind.MTP,) if self.num_mtp_layers else ()
-        return (LayerKind.EMBEDDING, *layers, *mtp, LayerKind.HEAD)
+        return (LayerKind.EMBEDDING, *_decoder_kinds(self), *mtp, LayerKind.HEAD)
+
+    def unit_blocks(self, kind: LayerKind) -> tuple[LayerBlock, ...]:
+        """The blocks of a unit in order; ``MTP`` is what lies around its layers, and all those."""
+        if kind is not LayerKind.MTP:
+            return kind.blocks
+        inside = (block for layer in self.mtp_layer_kinds for block in layer.blocks)
+        return (*kind.blocks, *(self.num_mtp_layers * tuple(inside)))
+
+
+@functools.lru_cache(maxsize=256)
+def _blocks_of(kinds: tuple[LayerKind, ...]) -> tuple[LayerBlock, ...]:
+    found = {block for kind in kinds for block in kind.blocks}
+    return tuple(block for block in LayerBlock if block in found)
+
+
+def _decoder_kinds(spec: TransformerSpec) -> tuple[LayerKind, ...]:
+    """The kinds of the decoder layers in order."""
+    if spec.hybrid_layer_pattern:
+        return hybrid_kinds(spec.hybrid_layer_pattern)[0]
+    return _two_block_kinds(
+        spec.num_layers,
+        spec.moe_layer_pattern,
+        (spec.window_size is not None, spec.window_attn_skip_freq),
+        (spec.attention_chunk_size is not None, spec.no_rope_freq),
+        (spec.experimental_attention_variant == "gated_delta_net", spec.linear_attention_freq),
+    )
+
+
+#: Whether the model has a sort of attention, and the rhythm of the layers that have it.
+_Marked = tuple[bool, int | tuple[int, ...] | None]
+
+
+@functools.lru_cache(maxsize=256)
+def _two_block_kinds(
+    num_layers: int, experts: tuple[int, ...], window: _Marked, chunked: _Marked, linear: _Marked
+) -> tuple[LayerKind, ...]:
+    """Layers of attention and MLP or experts; linear attention goes before windows and chunks."""
+    mixers = [LayerBlock.ATTENTION] * num_layers
+    if chunked[0]:  # a list marks the layers without rotation, which attend in full
+        unrotated = chunked[1] if isinstance(chunked[1], tuple) else None
+        flags = tuple(1 - flag for flag in unrotated) if unrotated else chunked[1]
+        _mark(mixers, LayerBlock.CHUNKED_ATTENTION, rhythm("no_rope_freq", flags, num_layers))
+    for block, what, (is_there, freq) in (
+        (LayerBlock.WINDOW_ATTENTION, "window_attn_skip_freq", window),
+        (LayerBlock.GATED_DELTA_NET, "linear_attention_freq", linear),
+    ):
+        if is_there:
+            _mark(mixers, block, rhythm(what, freq, num_layers))
+    routes = experts or (0,) * num_layers
+    return tuple(
+        layer_kind(mixer, LayerBlock.EXPERTS if routed else LayerBlock.DENSE)
+        for mixer, routed in zip(mixers, routes, strict=True)
+    )
+
+
+def _mark(mixers: list[LayerBlock], block: LayerBlock, marked: tuple[bool, ...]) -> None:
+    for layer, is_marked in enumerate(marked):
+        if is_marked:
+            mixers[layer] = block

@@ -19,6 +19,7 @@ from nest_megatron.model.execution import (
     GraphImpl,
     TokenDispatcher,
 )
+from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.names import Name
 
@@ -280,7 +281,7 @@ def open_values(conditions: KnobConditions) -> dict[str, tuple[Any, ...]]:
             found[knob.name] = tuple(values)
     spec = conditions.spec
     if "cuda_graph_scope" in found:  # modules whose shapes are fixed (0.16.1 tc:1747-1778)
-        dense = () if all(spec.moe_layer_pattern) else ("mlp",)
+        dense = ("mlp",) if LayerBlock.DENSE in spec.blocks else ()
         prepared = () if conditions.counts_on_host else ("moe_preprocess",)
         found["cuda_graph_scope"] = (("attn", *dense, "moe_router", *prepared), ())
     if _OFFLOADED in found.get("offload_modules", ()) and not spec.is_moe:

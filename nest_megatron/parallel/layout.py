@@ -14,15 +14,10 @@ import re
 from itertools import accumulate, groupby
 
 from nest_megatron.errors import UserInputError
-from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.model.layer_pattern import LayerKind
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.partition import StagePartition
 
-_LETTERS = {
-    LayerKind.EMBEDDING: "E",
-    LayerKind.DENSE: "t",
-    LayerKind.MOE: "t",
-    LayerKind.HEAD: "L",
-}
 _GROUP_TIMES = re.compile(r"\(([^)]+)\)\*(\d+)")
 _LETTER_TIMES = re.compile(r"(.)\*(\d+)")
 _MAX_LETTERS = 100_000
@@ -142,8 +137,8 @@ def is_uniform(spec: TransformerSpec, partition: StagePartition) -> bool:
 
 
 def _unit_letters(spec: TransformerSpec) -> tuple[str, ...]:
-    mtp = "m" * spec.num_mtp_layers
-    return tuple(_LETTERS.get(kind, mtp) for kind in spec.layer_kinds())
+    counts = {LayerKind.MTP: spec.num_mtp_layers}
+    return tuple(kind.letter * counts.get(kind, 1) for kind in spec.layer_kinds())
 
 
 def _compact(letters: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.model.execution import PLAIN, Execution
+from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
@@ -103,7 +104,7 @@ def divides_vocab(spec: TransformerSpec, tp: int) -> bool:
 def divides_dense_mlp(spec: TransformerSpec, tp: int) -> bool:
     """The MLPs that tensor parallelism splits (dense layers, shared experts) come out whole."""
     shared = spec.moe_shared_expert_intermediate_size or 0
-    has_dense = not (spec.is_moe and all(spec.moe_layer_pattern))
+    has_dense = LayerBlock.DENSE in spec.blocks
     splits_hidden = spec.num_mtp_layers > 0  # the projection that joins embedding and hidden state
     return (
         shared % tp == 0

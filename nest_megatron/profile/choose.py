@@ -21,7 +21,6 @@ from nest_megatron.profile.profile_file import LAYERS
 from nest_megatron.profile.records import (
     LayerProfile,
     Machine,
-    blocks_of,
     layer_shape,
     shape_digest,
 )
@@ -215,7 +214,7 @@ def _newest(profiles: Iterable[LayerProfile]) -> tuple[LayerProfile, ...]:
 
 def _require_all(wanted: Wanted, choice: Choice) -> None:
     timed = frozenset() if choice.times is None else choice.times.blocks()
-    untimed = [block.value for block in blocks_of(wanted.spec) if block not in timed]
+    untimed = [block.value for block in wanted.spec.blocks if block not in timed]
     if not untimed:
         return
     unused = f" ({' '.join(choice.notes)})" if choice.notes else ""

@@ -18,15 +18,17 @@ from typing import Any
 from nest_megatron.megatron_core.stage import Where, staged
 from nest_megatron.megatron_core.units import Layers, Stretch, Unit, build
 from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind, TransformerSpec
-from nest_megatron.profile.records import SHAPE, LayerBlock, Timing
+from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.profile.records import SHAPE, Timing
 from nest_megatron.profile.spread import middle_half
 from nest_megatron.units import Seconds
 
 #: What is built for each block, and how much of it is run.
 _UNITS = {
     LayerBlock.ATTENTION: (LayerKind.DENSE, Stretch.ATTENTION),
+    LayerBlock.WINDOW_ATTENTION: (LayerKind.WINDOW_DENSE, Stretch.ATTENTION),
     LayerBlock.DENSE: (LayerKind.DENSE, Stretch.FEED_FORWARD),
     LayerBlock.EXPERTS: (LayerKind.MOE, Stretch.FEED_FORWARD),
     LayerBlock.EMBEDDING: (LayerKind.EMBEDDING, Stretch.WHOLE),

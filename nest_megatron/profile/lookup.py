@@ -15,9 +15,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.profile.records import SHAPE, LayerBlock, LayerProfile, Source, Timing
+from nest_megatron.profile.records import SHAPE, LayerProfile, Source, Timing
 from nest_megatron.units import Seconds
 
 #: Measured shapes that an interpolation draws from: the corners around a shape that lies between
@@ -122,7 +123,7 @@ def point_of(spec: TransformerSpec, block: LayerBlock, shard: LayerShard) -> Poi
     has_experts = block is LayerBlock.EXPERTS
     return (
         tp,
-        shard.context_parallel_size if block is LayerBlock.ATTENTION else 1,
+        shard.context_parallel_size if block.mixes_tokens else 1,
         shard.expert_model_parallel_size if has_experts else 1,
         shard.expert_tensor_parallel_size if has_experts else 1,
         shard.tokens(spec),

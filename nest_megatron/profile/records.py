@@ -12,6 +12,7 @@ from datetime import datetime
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import ProfileError
 from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.names import Name
 from nest_megatron.parallel.plan_file import digest
@@ -47,21 +48,6 @@ def require_number(
     number = "whole number" if whole else "finite number"
     limit = f"it must be a {number} {'above' if above_zero else 'of at least'} 0"
     raise ProfileError(what, value=value, limit=limit, fix=fix)
-
-
-class LayerBlock(Name):
-    """A part of the model that is timed by itself.
-
-    A decoder layer is its attention half and its dense or expert half, norm and residual included.
-    ``mtp`` is what all MTP layers of the model do around their decoder layers.
-    """
-
-    ATTENTION = "attention"
-    DENSE = "dense"
-    EXPERTS = "experts"
-    EMBEDDING = "embedding"
-    MTP = "mtp"
-    HEAD = "head"
 
 
 class Source(Name):
@@ -283,17 +269,6 @@ COMPARED = (
     "nccl",
     "implementation",
 )
-
-
-def blocks_of(spec: TransformerSpec) -> tuple[LayerBlock, ...]:
-    """The blocks that a model is made of."""
-    pattern = spec.moe_layer_pattern or (0,)
-    has = {
-        LayerBlock.DENSE: not all(pattern),
-        LayerBlock.EXPERTS: spec.is_moe,
-        LayerBlock.MTP: spec.num_mtp_layers > 0,
-    }
-    return tuple(block for block in LayerBlock if has.get(block, True))
 
 
 def shape_digest(spec: TransformerSpec, precision: Precision) -> str:

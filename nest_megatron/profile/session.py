@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.profile.layer_timer import Measuring, time_block
 from nest_megatron.profile.lookup import Point, point_of
-from nest_megatron.profile.records import LayerBlock, Machine, Timing, blocks_of
+from nest_megatron.profile.records import Machine, Timing
 from nest_megatron.units import Seconds
 
 
@@ -71,8 +72,8 @@ def tasks_of(spec: TransformerSpec, shards: Sequence[LayerShard]) -> tuple[Task,
     """
     seen: dict[tuple[LayerBlock, Point], Task] = {}
     for shard in shards:
-        for block in blocks_of(spec):
-            if block is not LayerBlock.ATTENTION or shard.context_parallel_size == 1:
+        for block in spec.blocks:
+            if not block.mixes_tokens or shard.context_parallel_size == 1:
                 seen.setdefault((block, point_of(spec, block, shard)), Task(block, shard))
     return tuple(seen.values())
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
-from nest_megatron.model.spec import LayerKind
+from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.parallel.diff import plan_values, reason
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.plan import Alternative, ParallelPlan
@@ -19,12 +19,17 @@ from nest_megatron.report.words import incomplete_ranking, term_words, ties
 from nest_megatron.units import GB, format_gib, format_seconds
 
 #: Letter and name of each kind of layer.
-_LETTERS = {
-    LayerKind.EMBEDDING: ("E", "embedding"),
-    LayerKind.DENSE: ("t", "transformer layer"),
-    LayerKind.MOE: ("t", "transformer layer with experts"),
-    LayerKind.MTP: ("m", "multi-token prediction"),
-    LayerKind.HEAD: ("L", "loss head"),
+_NAMES = {
+    LayerBlock.EMBEDDING: "embedding",
+    LayerBlock.ATTENTION: "attention",
+    LayerBlock.WINDOW_ATTENTION: "sliding-window attention",
+    LayerBlock.CHUNKED_ATTENTION: "chunked attention",
+    LayerBlock.GATED_DELTA_NET: "gated delta net",
+    LayerBlock.MAMBA: "Mamba",
+    LayerBlock.DENSE: "MLP",
+    LayerBlock.EXPERTS: "experts",
+    LayerBlock.MTP: "multi-token prediction",
+    LayerBlock.HEAD: "loss head",
 }
 _GROUPS = (
     ("tp", "tensor", GroupKind.TP),
@@ -94,7 +99,7 @@ def _stage(plan: ParallelPlan, rank: int) -> Mapping[str, Any]:
 
 def _run(plan: ParallelPlan, kind: LayerKind, count: int) -> Mapping[str, Any]:
     """Neighbouring layers of one kind."""
-    letter, name = _LETTERS[kind]
+    letter, name = kind.letter, " and ".join(_NAMES[block] for block in kind.blocks)
     count *= plan.model.num_mtp_layers if kind is LayerKind.MTP else 1
     return {"kind": kind.value, "letter": letter, "name": name, "count": count}
 

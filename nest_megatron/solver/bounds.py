@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 
 from nest_megatron.cost_model.keys import split_block
 from nest_megatron.cost_model.model import CostModel
-from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import (
     NO_RECOMPUTE,
@@ -22,8 +21,6 @@ from nest_megatron.units import Ticks, to_ticks
 
 #: Each module recomputed alone.
 _ALONE = {module: selective_recompute([module]) for module in RecomputeModule}
-#: Units that blocks of recomputation count.
-LAYERS = (LayerKind.DENSE, LayerKind.MOE)
 
 
 class Bounds:
@@ -158,7 +155,7 @@ class Bounds:
         layers, chunks = self.model.spec.num_layers, grid.dims.num_chunks
         recomputed = min(-(-(layers + 1) // chunks) - 1, block.num_layers or 0)
         kinds = self.model.kinds_under(grid, *split_block(block))
-        dearer = [k.block.backward - k.own.backward for k in kinds if k.kind in LAYERS]
+        dearer = [k.block.backward - k.own.backward for k in kinds if k.kind.is_layer]
         inner = grid.dims.virtual_pipeline_model_parallel_size - 1
         return grid.num_microbatches * inner * recomputed * max(0, min(dearer))
 

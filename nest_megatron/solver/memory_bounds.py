@@ -21,8 +21,8 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.schedule import peak_live_chunks
 from nest_megatron.cost_model.stage_problems import early_forward_share
 from nest_megatron.cost_model.unit_cost import replicas, stored_bytes
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.recompute import Recompute

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from nest_megatron.cluster.records import Cluster, Precision
 from nest_megatron.errors import UserInputError, nearest
 from nest_megatron.model.execution import PLAIN, Execution
+from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.partition import StagePartition
@@ -218,13 +219,12 @@ def _useful_modules(
     ``moe_act``.
     """
     delayed = precision is Precision.FP8
-    has_dense = not (spec.is_moe and all(spec.moe_layer_pattern))
     useful = {
         RecomputeModule.CORE_ATTN: not flash_attention,
         RecomputeModule.MOE_ACT: spec.is_moe and not delayed,
         RecomputeModule.LAYERNORM: (spec.is_moe or spec.multi_latent_attention) and not delayed,
         RecomputeModule.MLA_UP_PROJ: spec.multi_latent_attention,
-        RecomputeModule.MLP: has_dense,
+        RecomputeModule.MLP: LayerBlock.DENSE in spec.blocks,
         RecomputeModule.MOE: spec.is_moe,
         RecomputeModule.SHARED_EXPERTS: bool(spec.moe_shared_expert_intermediate_size),
     }

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.model.layer_pattern import LayerKind
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.degree_rules import is_legal_grid
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.layout import parse_layout, uniform_partition

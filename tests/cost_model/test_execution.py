@@ -20,11 +20,11 @@ from nest_megatron.model.execution import (
     TokenDispatcher,
 )
 from nest_megatron.model.graph import LayerGraph
+from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
-from nest_megatron.profile.records import LayerBlock
 from tests import catalogue
 
 HYBRIDEP = Execution(

@@ -30,9 +30,8 @@ from nest_megatron.integrations.megatron_lm.write import precision_argv
 from nest_megatron.model.execution import PLAIN
 from nest_megatron.model.graph import Part
 from nest_megatron.model.operators.common import gemm
-from nest_megatron.model.operators.feed_forward import feed_forward_graph
+from nest_megatron.model.operators.feed_forward import experts_graph
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.zero import ZeroStage
 from tests import catalogue
 
@@ -181,7 +180,7 @@ def test_tokens_of_experts_are_filled_up(
 def test_filled_up_tokens_are_worked_on() -> None:
     spec = catalogue.model("mixtral_8x7b")
     plain, filled = (
-        feed_forward_graph(spec, LayerKind.MOE, LayerShard(expert_alignment=alignment))
+        experts_graph(spec, LayerShard(expert_alignment=alignment))
         for alignment in (1, 129)
     )
     rows = spec.seq_length * spec.moe_router_topk

@@ -17,10 +17,11 @@ from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.execution import PLAIN, Execution, FlexBackend, TokenDispatcher
 from nest_megatron.model.graph import Part
-from nest_megatron.model.operators import decoder_layer_graph, embedding_graph, head_graph
+from nest_megatron.model.layer_pattern import LayerKind
+from nest_megatron.model.operators import layer_graph
+from nest_megatron.model.operators.ends import embedding_graph, head_graph
 from nest_megatron.model.parameters import ParameterCount
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import uniform_partition
@@ -173,7 +174,7 @@ def test_chunks_of_the_loss_bound_its_logits() -> None:
 def test_a_gated_activation_that_is_not_fused_keeps_one_half_more(fused: bool, halves: int) -> None:
     spec = catalogue.model("llama3_8b")
     shard = shard_of(ExecutionTraits(fused_activation=fused))
-    kept = dict(decoder_layer_graph(spec, LayerKind.DENSE, shard).saved_bytes)[Part.MLP]
+    kept = dict(layer_graph(spec, LayerKind.DENSE, shard).saved_bytes)[Part.MLP]
     assert kept == spec.seq_length * spec.ffn_hidden_size * 2 * (halves + 1)
     flags = {"bias_swiglu_fusion": fused}
     assert execution_traits(flags, Precision.BF16).fused_activation is fused
@@ -187,7 +188,7 @@ def test_hybrid_ep_has_a_place_for_every_token_of_its_group_twice() -> None:
     )
     dims = {"data_parallel_size": 8, "expert_model_parallel_size": 8}
     graphs = [
-        (head_graph(spec, shard), decoder_layer_graph(spec, LayerKind.MOE, shard))
+        (head_graph(spec, shard), layer_graph(spec, LayerKind.MOE, shard))
         for shard in (shard_of(ExecutionTraits(), each, **dims) for each in (PLAIN, flex))
     ]
     buffers = 2 * 8 * spec.seq_length * spec.hidden_size * 2
@@ -228,7 +229,7 @@ def test_what_modules_offload_is_kept_no_longer(model: str) -> None:
     """Bytes that go to the host and those that stay are what the layer kept before."""
     spec = catalogue.model(model)
     kind = LayerKind.MOE if spec.is_moe else LayerKind.DENSE
-    plain = decoder_layer_graph(spec, kind, LayerShard())
+    plain = layer_graph(spec, kind, LayerShard())
     every = (
         "attn_norm",
         "qkv_linear",
@@ -240,7 +241,7 @@ def test_what_modules_offload_is_kept_no_longer(model: str) -> None:
     )
     for modules in ((), ("core_attn",), ("expert_fc1", "moe_act"), every):
         shard = LayerShard(execution=Execution(offload_modules=modules))
-        graph = decoder_layer_graph(spec, kind, shard)
+        graph = layer_graph(spec, kind, shard)
         kept, before = graph.total_saved_bytes(), plain.total_saved_bytes()
         assert kept + graph.offloaded_bytes == pytest.approx(before)
         assert min(graph.saved_by_part().values()) >= 0
@@ -253,14 +254,14 @@ def test_what_modules_offload_is_kept_no_longer(model: str) -> None:
 def test_queries_keys_and_values_go_with_core_attention() -> None:
     spec = catalogue.model("llama3_8b")
     shard = LayerShard(execution=Execution(offload_modules=("core_attn",)))
-    moved = decoder_layer_graph(spec, LayerKind.DENSE, shard).offloaded_bytes
+    moved = layer_graph(spec, LayerKind.DENSE, shard).offloaded_bytes
     assert moved == spec.seq_length * (32 + 2 * 8) * 128 * 2
 
 
 def test_unfused_attention_moves_its_scores_as_well() -> None:
     spec = catalogue.model("llama3_8b")
     moved, kept = (
-        decoder_layer_graph(
+        layer_graph(
             spec, LayerKind.DENSE, LayerShard(flash_attention=False, execution=execution)
         )
         for execution in (Execution(offload_modules=("core_attn",)), Execution())
@@ -353,7 +354,7 @@ def test_products_in_fp8_keep_their_inputs_in_fp8() -> None:
             micro_batch_size=1,
             sequence_parallel=False,
         )
-        graph = decoder_layer_graph(spec, LayerKind.DENSE, cost.shard(grid))
+        graph = layer_graph(spec, LayerKind.DENSE, cost.shard(grid))
         scores = 4 * spec.num_attention_heads / spec.hidden_size  # the softmax's statistics
         total = graph.input_bytes + sum(num for _, num in graph.saved_bytes)
         kept.append(total / (spec.seq_length * spec.hidden_size) - scores)

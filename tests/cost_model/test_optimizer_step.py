@@ -9,13 +9,14 @@ import pytest
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
 from nest_megatron.cost_model.unit_cost import optimizer_step
+from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.planner import estimate_plan
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.profile.records import LayerBlock, Timing
+from nest_megatron.profile.records import Timing
 from tests import catalogue
 from tests.profile.profiles import profile, timing
 

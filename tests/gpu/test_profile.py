@@ -6,9 +6,9 @@ import pytest
 
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.profile.layer_timer import Measuring, time_block
-from nest_megatron.profile.records import LayerBlock
 from nest_megatron.profile.session import this_machine
 from tests import catalogue
 

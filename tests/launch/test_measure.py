@@ -44,10 +44,10 @@ from nest_megatron.integrations.megatron_lm.own_layers import JobArguments, job_
 from nest_megatron.integrations.megatron_lm.planning import decide
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.profile import store
 from nest_megatron.profile.installed import installed_versions
 from nest_megatron.profile.mode import ProfileMode
-from nest_megatron.profile.records import LayerBlock
 from nest_megatron.profile.session import Task
 from tests import catalogue
 from tests.cli.runs import environment

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nest_megatron.model.graph import Part
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.operators.common import ACT, FP32
 from nest_megatron.model.parameters import ParameterCount, layer_parameters
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.model.spec import TransformerSpec
 
 _INDEX = 8  # bytes of an index into tokens or experts
 _FLAG = 1

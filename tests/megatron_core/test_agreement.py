@@ -11,10 +11,11 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from nest_megatron.megatron_core.layers import extract_layer
 from nest_megatron.model.graph import Group, LayerCollective, Part
-from nest_megatron.model.operators import around_mtp_graph, layer_graph
+from nest_megatron.model.layer_pattern import LayerKind
+from nest_megatron.model.operators import layer_graph
+from nest_megatron.model.operators.ends import around_mtp_graph
 from nest_megatron.model.parameters import unit_parameters
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.recompute import RecomputeModule, selective_recompute
 from tests import catalogue
 from tests.megatron_core.local_layers import local_layer

@@ -15,8 +15,8 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from nest_megatron.megatron_core import cache, layers
 from nest_megatron.megatron_core.layers import ExtractedLayer
 from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind
 from tests import catalogue
 
 SPEC = catalogue.model("llama3_8b")

@@ -16,10 +16,10 @@ from nest_megatron.integrations.megatron_lm.parser import read_argv
 from nest_megatron.integrations.megatron_lm.read import read_job
 from nest_megatron.megatron_core.stage import MakeLayers, Where, staged
 from nest_megatron.megatron_core.units import Layers, build
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.profile.layer_timer import _UNITS
-from nest_megatron.profile.records import blocks_of
 
 #: Taken from the configuration, to see that the job's own flags reach the layers.
 FIELDS = ("bias_activation_fusion", "recompute_granularity", "num_layers", "seq_length", "fp8")
@@ -47,7 +47,7 @@ def main() -> None:
     shard = LayerShard(**asked["shard"], flash_attention=False)
     ways = {"own": own, "no builders": without_builders(own), "framework": None}
     found: dict[str, dict[str, Any]] = {}
-    for block in blocks_of(spec):
+    for block in spec.blocks:
         kind, stretch = _UNITS[block]
         for way, make in ways.items():
             found.setdefault(block.value, {})[way] = built(spec, kind, shard, stretch, make)

@@ -11,8 +11,8 @@ import yaml
 from nest_megatron.catalogue_files import catalogue_names
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.catalogue import CHOICES, known_keys, spec_from_mapping
-from nest_megatron.model.layer_pattern import moe_layer_pattern
-from nest_megatron.model.spec import LayerKind, ModelFamily, TransformerSpec
+from nest_megatron.model.layer_pattern import LayerKind, moe_layer_pattern
+from nest_megatron.model.spec import ModelFamily, TransformerSpec
 
 CONFIGS = Path(__file__).parents[2] / "hydra_configs"
 NAMES = catalogue_names("model", CONFIGS)

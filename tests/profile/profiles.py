@@ -7,15 +7,9 @@ import random
 from collections.abc import Iterable, Iterator
 
 from nest_megatron.cluster.records import Precision
+from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import TransformerSpec
-from nest_megatron.profile.records import (
-    Implementation,
-    LayerBlock,
-    LayerProfile,
-    Machine,
-    Timing,
-    blocks_of,
-)
+from nest_megatron.profile.records import Implementation, LayerProfile, Machine, Timing
 from tests import catalogue
 
 H100 = Machine(
@@ -104,7 +98,7 @@ def whole_profile(
             forward_s=4e-3 * micro / tp,
             backward_s=9e-3 * micro / tp,
         )
-        for block in blocks_of(spec)
+        for block in spec.blocks
         for tp, micro in shapes
     )
     return profile(timings, name=name, spec=spec)
@@ -112,7 +106,7 @@ def whole_profile(
 
 def random_timings(rng: random.Random, spec: TransformerSpec) -> Iterator[Timing]:
     """Times without rhyme or reason: not monotone in any degree, some shapes left out."""
-    for block in blocks_of(spec):
+    for block in spec.blocks:
         for tp in (1, 2, 4):
             for micro in (1, 2):
                 for ep in (1, 2) if block is LayerBlock.EXPERTS else (1,):

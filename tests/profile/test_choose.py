@@ -9,10 +9,10 @@ import pytest
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import ProfileError, UserInputError
+from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.profile import profile_file, store
 from nest_megatron.profile.choose import Wanted, choose_times, differences, times_of
 from nest_megatron.profile.mode import ProfileMode
-from nest_megatron.profile.records import LayerBlock
 from tests import catalogue
 from tests.profile.profiles import CPU, H100, H200, profile, timing, whole_profile
 

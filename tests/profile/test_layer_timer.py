@@ -10,12 +10,12 @@ import pytest
 
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.parameters import unit_parameters
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.profile import layer_timer
 from nest_megatron.profile.layer_timer import Measuring, time_block
-from nest_megatron.profile.records import LayerBlock, blocks_of
 from nest_megatron.profile.session import Task, run, share_of, tasks_of
 from tests import catalogue
 from tests.megatron_core.local_layers import local_layer
@@ -82,7 +82,7 @@ def test_every_block_is_timed_and_holds_its_weights(
     spec: TransformerSpec, tp: int, ep: int
 ) -> None:
     ep = ep if spec.is_moe else 1
-    timings = {block: time_block(spec, block, shard(tp, ep), QUICK) for block in blocks_of(spec)}
+    timings = {block: time_block(spec, block, shard(tp, ep), QUICK) for block in spec.blocks}
     assert all(t.forward_s > 0 and t.backward_s > 0 for t in timings.values())
     assert all(t.recompute_s > t.forward_s for t in timings.values())
     held = {block: timing.parameters for block, timing in timings.items()}
@@ -129,8 +129,8 @@ def test_nothing_waits_for_the_device_inside_a_pass(monkeypatch: pytest.MonkeyPa
 def test_tasks_are_shared_out_and_each_shape_is_timed_once() -> None:
     shards = [shard(2), shard(1), shard(2)]
     tasks = tasks_of(DENSE, shards)
-    assert len(tasks) == 2 * len(blocks_of(DENSE))
-    assert {task.shard for task in tasks[: len(blocks_of(DENSE))]} == {shard(2)}
+    assert len(tasks) == 2 * len(DENSE.blocks)
+    assert {task.shard for task in tasks[: len(DENSE.blocks)]} == {shard(2)}
     shares = [share_of(tasks, rank, 3) for rank in range(3)]
     assert sorted(map(repr, sum(shares, ()))) == sorted(map(repr, tasks))
 
@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_told_and_the_rest_goes_on(monkeypatch: pytest.Monk
     )
     assert [task.block for task in told] == [LayerBlock.DENSE]
     assert LayerBlock.DENSE not in {timing.block for timing in timings}
-    assert len(timings) == len(blocks_of(DENSE)) - 1
+    assert len(timings) == len(DENSE.blocks) - 1
 
 
 def test_the_process_is_left_as_it_was() -> None:

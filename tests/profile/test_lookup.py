@@ -10,15 +10,16 @@ import pytest
 from nest_megatron.cost_model.estimate import estimate
 from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
+from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import uniform_partition
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import PlanRequest, estimate_plan, plan
 from nest_megatron.profile.lookup import LayerTimes
-from nest_megatron.profile.records import LayerBlock, LayerProfile, Source
+from nest_megatron.profile.records import LayerProfile, Source
 from nest_megatron.solver import backend
 from nest_megatron.solver.search import Search
 from tests import catalogue

@@ -9,12 +9,11 @@ import pytest
 
 from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import ProfileError
-from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
+from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.profile.records import (
     COMPARED,
-    LayerBlock,
     Machine,
-    blocks_of,
     default_name,
     fingerprint,
     layer_shape,
@@ -136,7 +135,7 @@ def test_clocks_are_told_and_not_compared() -> None:
 @pytest.mark.parametrize("name", catalogue.CORE)
 def test_blocks_are_those_of_the_layer_sequence(name: str) -> None:
     spec = catalogue.model(name)
-    kinds, blocks = set(spec.layer_kinds()), set(blocks_of(spec))
+    kinds, blocks = set(spec.layer_kinds()), set(spec.blocks)
     assert (LayerKind.DENSE in kinds) == (LayerBlock.DENSE in blocks)
     assert (LayerKind.MOE in kinds) == (LayerBlock.EXPERTS in blocks)
     assert (LayerKind.MTP in kinds) == (LayerBlock.MTP in blocks)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nest_megatron.errors import ProfileError, UserInputError
+from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.profile import profile_file, store
-from nest_megatron.profile.records import LayerBlock
 from tests import catalogue
 from tests.profile.profiles import H200, profile, timing, whole_profile
 

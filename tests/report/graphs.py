@@ -10,9 +10,10 @@ from nest_megatron.model.chain import (
     TensorShape,
 )
 from nest_megatron.model.graph import LayerGraph, OperatorKind
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import layer_graph
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.model.spec import TransformerSpec
 
 SPEC = TransformerSpec(
     name="experts",

@@ -17,7 +17,7 @@ from matplotlib.text import Text
 
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.graph import Group
-from nest_megatron.model.spec import LayerKind
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.report.work_charts import (
     FLOPS_PER_BYTE,
     GROUP_COLOURS,

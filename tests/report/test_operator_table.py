@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from nest_megatron.model.graph import Part
-from nest_megatron.model.spec import LayerKind
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.report.operator_table import chain_report, layer_report, steps
 from tests.report.graphs import KINDS, chain, layer
 

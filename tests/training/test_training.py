@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nest_megatron.model.spec import LayerKind
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.rank_order import GroupKind, group_of_rank
 from nest_megatron.parallel.recompute import RecomputeGranularity, RecomputeMethod

@@ -16,7 +16,7 @@ import pytest
 from nest_megatron.cost_model.memory import static_bytes
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.traits import ExecutionTraits
-from nest_megatron.model.operators import head_graph
+from nest_megatron.model.operators.ends import head_graph
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.recompute import FULL_RECOMPUTE

@@ -22,6 +22,7 @@ from nest_megatron.errors import ProfileError
 from nest_megatron.integrations.megatron_lm.messages import Answer, Orders, Skipped
 from nest_megatron.megatron_core.stage import Where
 from nest_megatron.model.implementation import Implementation
+from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.shard import LayerShard
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel.dims import ParallelDims
@@ -33,7 +34,6 @@ from nest_megatron.profile.installed import installed_versions
 from nest_megatron.profile.lookup import Point, point_of, shard_of
 from nest_megatron.profile.profile_file import LAYERS
 from nest_megatron.profile.records import (
-    LayerBlock,
     LayerProfile,
     Machine,
     default_name,
@@ -78,7 +78,7 @@ def _without_context(task: Task) -> Task:
     A context rank has its share of the queries and meets all keys, which a shorter sequence does
     not show; what is measured of a whole one carries over in proportion.
     """
-    if task.block is not LayerBlock.ATTENTION:
+    if not task.block.mixes_tokens:
         return task
     return Task(task.block, dataclasses.replace(task.shard, context_parallel_size=1))
 

@@ -8,40 +8,36 @@ activation functions keep their input only, dropout keeps one byte for each elem
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from nest_megatron.model.graph import LayerGraph
+from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.operators.attention import attention_graph
 from nest_megatron.model.operators.common import ACT
 from nest_megatron.model.operators.ends import around_mtp_graph, embedding_graph, head_graph
-from nest_megatron.model.operators.feed_forward import feed_forward_graph
-from nest_megatron.model.parameters import last_layer_kind
+from nest_megatron.model.operators.feed_forward import experts_graph, mlp_graph
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.model.spec import TransformerSpec
 
-__all__ = [
-    "ACT",
-    "around_mtp_graph",
-    "attention_graph",
-    "decoder_layer_graph",
-    "embedding_graph",
-    "feed_forward_graph",
-    "head_graph",
-    "layer_graph",
-]
+__all__ = ["ACT", "block_graph", "layer_graph"]
+
+_GRAPHS: Mapping[LayerBlock, Callable[[TransformerSpec, LayerShard], LayerGraph]] = {
+    LayerBlock.DENSE: mlp_graph,
+    LayerBlock.EXPERTS: experts_graph,
+    LayerBlock.EMBEDDING: embedding_graph,
+    LayerBlock.MTP: around_mtp_graph,
+    LayerBlock.HEAD: head_graph,
+}
+
+
+def block_graph(spec: TransformerSpec, block: LayerBlock, shard: LayerShard) -> LayerGraph:
+    """The work of a block in closed form."""
+    if block in _GRAPHS:
+        return _GRAPHS[block](spec, shard)
+    return attention_graph(spec, shard, block)
 
 
 def layer_graph(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) -> LayerGraph:
     """The work of one unit; ``MTP`` is all its layers together."""
-    if kind is LayerKind.EMBEDDING:
-        return embedding_graph(spec, shard)
-    if kind is LayerKind.HEAD:
-        return head_graph(spec, shard)
-    if kind is LayerKind.MTP:
-        return around_mtp_graph(spec, shard) + spec.num_mtp_layers * decoder_layer_graph(
-            spec, last_layer_kind(spec), shard
-        )
-    return decoder_layer_graph(spec, kind, shard)
-
-
-def decoder_layer_graph(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) -> LayerGraph:
-    """A whole decoder layer."""
-    return attention_graph(spec, shard) + feed_forward_graph(spec, kind, shard)
+    blocks = (block_graph(spec, block, shard) for block in spec.unit_blocks(kind))
+    return sum(blocks, LayerGraph(operators=()))

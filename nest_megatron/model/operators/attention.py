@@ -15,6 +15,7 @@ from nest_megatron.model.graph import (
     OperatorKind,
     Part,
 )
+from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.operators.common import (
     FP32,
     column_parallel,
@@ -39,9 +40,12 @@ _TENSORS = 2
 _OF_ROUTER = 1
 
 
-def attention_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+def attention_graph(
+    spec: TransformerSpec, shard: LayerShard, block: LayerBlock = LayerBlock.ATTENTION
+) -> LayerGraph:
     """The first half of a decoder layer: norm, self-attention, residual."""
-    graph = (_latent_attention if spec.multi_latent_attention else _attention)(spec, shard)
+    layer = _latent_attention if spec.multi_latent_attention else _attention
+    graph = layer(spec, shard, _attention_span(spec, block))
     graph = dataclasses.replace(graph, input_bytes=shard.hidden_bytes(spec))
     if shard.execution.cuda_graph_impl in OF_LAYERS:
         graph += _captured(graph.input_bytes, shard)
@@ -62,20 +66,30 @@ def _captured(size: float, shard: LayerShard) -> LayerGraph:
     )
 
 
-def _attention_span(spec: TransformerSpec) -> float:
-    """Keys that a query attends to on average over the layers."""
-    full = spec.seq_length if spec.family is ModelFamily.BERT else spec.seq_length / 2
-    if spec.window_size is None:
-        return full
-    narrow = min(full, float(spec.window_size))
-    skip = spec.window_attn_skip_freq
-    return narrow if not skip else (narrow * (skip - 1) + full) / skip
+def _attention_span(spec: TransformerSpec, block: LayerBlock) -> float:
+    """Keys that a query attends to on average over the sequence.
+
+    In a window the first tokens see fewer than it holds; chunks are causal each by itself.
+    """
+    length = spec.seq_length
+    full = length if spec.family is ModelFamily.BERT else length / 2
+    if block is LayerBlock.WINDOW_ATTENTION and spec.window_size is not None:
+        window = min(length, spec.window_size)
+        return window - window * window / (2 * length)
+    if block is LayerBlock.CHUNKED_ATTENTION and spec.attention_chunk_size is not None:
+        return min(length, spec.attention_chunk_size) / 2
+    return full
 
 
 def _core_attention(
-    spec: TransformerSpec, shard: LayerShard, query_dim: int, value_dim: int, kv_heads: float
+    spec: TransformerSpec,
+    shard: LayerShard,
+    span: float,
+    query_dim: int,
+    value_dim: int,
+    kv_heads: float,
 ) -> LayerGraph:
-    """Attention, and what context-parallel ranks send each other for it.
+    """Attention over ``span`` keys a query, and what context-parallel ranks send each other for it.
 
     Flash attention saves no scores and recomputes them in the backward pass: five GEMMs to
     the forward pass's two.
@@ -84,7 +98,7 @@ def _core_attention(
         return _unfused_attention(spec, shard, query_dim, value_dim)
     act, tokens = shard.activation_bytes, shard.tokens(spec)
     heads = spec.num_attention_heads / shard.tensor_model_parallel_size
-    flops = 2.0 * tokens * _attention_span(spec) * heads * (query_dim + value_dim)
+    flops = 2.0 * tokens * span * heads * (query_dim + value_dim)
     query_bytes = tokens * heads * (query_dim + value_dim) * act
     kv_bytes = tokens * kv_heads * (query_dim + value_dim) * act
     operator = Operator(
@@ -204,7 +218,7 @@ def _softmax_is_fused(spec: TransformerSpec, matrices: float) -> bool:
     return matrices % 4 == 0 and spec.seq_length % 4 == 0 and 16 < spec.seq_length <= 4096
 
 
-def _attention(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+def _attention(spec: TransformerSpec, shard: LayerShard, span: float) -> LayerGraph:
     """Grouped-query self-attention with its input norm."""
     act = shard.activation_bytes
     tp = shard.tensor_model_parallel_size
@@ -241,10 +255,10 @@ def _attention(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     around = LayerGraph(
         operators=tuple(operators), collectives=tuple(collectives), saved_bytes=tuple(saved)
     )
-    return around + _core_attention(spec, shard, head_dim, head_dim, kv_heads)
+    return around + _core_attention(spec, shard, span, head_dim, head_dim, kv_heads)
 
 
-def _latent_attention(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+def _latent_attention(spec: TransformerSpec, shard: LayerShard, span: float) -> LayerGraph:
     """Multi-latent attention: low-rank down projections, then up projections split by heads."""
     act, hidden = shard.activation_bytes, spec.hidden_size
     heads = spec.num_attention_heads / shard.tensor_model_parallel_size
@@ -272,7 +286,7 @@ def _latent_attention(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
     )
     collectives = tuple(_latent_traffic(spec, shard))
     around = LayerGraph(operators=tuple(operators), collectives=collectives, saved_bytes=saved)
-    return around + _core_attention(spec, shard, query_dim, spec.v_head_dim, heads)
+    return around + _core_attention(spec, shard, span, query_dim, spec.v_head_dim, heads)
 
 
 def _latent_traffic(spec: TransformerSpec, shard: LayerShard) -> Iterator[LayerCollective]:

@@ -15,31 +15,37 @@ from nest_megatron.model.operators.common import (
     gemm,
     streaming,
 )
-from nest_megatron.model.operators.offload import offloaded_feed_forward
+from nest_megatron.model.operators.offload import offloaded_experts
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.model.spec import TransformerSpec
 
 
-def feed_forward_graph(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) -> LayerGraph:
-    """The second half of a decoder layer: norm, MLP or experts, residual."""
-    graph = (_moe if kind is LayerKind.MOE else _mlp)(spec, shard)
-    graph = dataclasses.replace(graph, working_bytes=_working_bytes(spec, kind, shard))
-    return offloaded_feed_forward(graph, spec, kind, shard)
+def mlp_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+    """A dense MLP with its norm and residual."""
+    tokens = shard.tokens(spec)
+    widest = spec.ffn_hidden_size / shard.tensor_model_parallel_size
+    return dataclasses.replace(
+        _mlp(spec, shard), working_bytes=_working_bytes(spec, shard, tokens, widest)
+    )
+
+
+def experts_graph(spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+    """Routed and shared experts with their norm and residual."""
+    etp = shard.expert_tensor_parallel_size
+    tokens = shard.tokens_between_blocks(spec) * spec.moe_router_topk * etp
+    widest = spec.expert_ffn_hidden_size / etp
+    working = _working_bytes(spec, shard, tokens, widest)
+    graph = dataclasses.replace(_moe(spec, shard), working_bytes=working)
+    return offloaded_experts(graph, spec, shard)
 
 
 def _gates(spec: TransformerSpec) -> int:
     return 2 if spec.gated_linear_unit else 1
 
 
-def _working_bytes(spec: TransformerSpec, kind: LayerKind, shard: LayerShard) -> float:
+def _working_bytes(spec: TransformerSpec, shard: LayerShard, tokens: float, widest: float) -> float:
     """Gradients alive at the widest point of a layer's backward pass, and the gathered input."""
     act = shard.activation_bytes
-    widest = spec.ffn_hidden_size / shard.tensor_model_parallel_size
-    tokens = shard.tokens(spec)
-    if kind is LayerKind.MOE:
-        widest = spec.expert_ffn_hidden_size / shard.expert_tensor_parallel_size
-        tokens = shard.tokens_between_blocks(spec) * spec.moe_router_topk
-        tokens *= shard.expert_tensor_parallel_size
     gradients = tokens * widest * (_gates(spec) + 1) * act
     working = gradients + 2 * tokens * spec.hidden_size * act
     return working + dispatch_buffer_bytes(spec, shard)

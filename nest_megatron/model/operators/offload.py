@@ -12,7 +12,7 @@ import dataclasses
 
 from nest_megatron.model.graph import LayerGraph, Part
 from nest_megatron.model.shard import LayerShard
-from nest_megatron.model.spec import LayerKind, TransformerSpec
+from nest_megatron.model.spec import TransformerSpec
 
 #: Layers whose bytes are on the device after all: one at work, one on its way back
 #: (``bulk_reload_group``), and the last, which stays (``post_warmup_callback``).
@@ -47,12 +47,8 @@ def _queries(spec: TransformerSpec, shard: LayerShard) -> tuple[Part, float]:
     return Part.QKV, tokens * (heads + 2 * groups) * spec.head_dim * shard.activation_bytes
 
 
-def offloaded_feed_forward(
-    graph: LayerGraph, spec: TransformerSpec, kind: LayerKind, shard: LayerShard
-) -> LayerGraph:
-    """The other half of a layer without what its modules send to the host: experts alone do."""
-    if kind is not LayerKind.MOE:
-        return graph
+def offloaded_experts(graph: LayerGraph, spec: TransformerSpec, shard: LayerShard) -> LayerGraph:
+    """Experts without what their modules send to the host; a dense MLP sends nothing."""
     modules, etp = shard.execution.offload_modules, shard.expert_tensor_parallel_size
     routed = shard.tokens_between_blocks(spec) * spec.moe_router_topk * etp
     gates = 2 if spec.gated_linear_unit else 1

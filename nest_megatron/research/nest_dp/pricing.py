@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
+from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.operators import ACT
-from nest_megatron.model.spec import LayerKind
 from nest_megatron.parallel.zero import ZeroStage
 from nest_megatron.research.nest_dp.downsets import LayerDag, downsets_of
 from nest_megatron.research.nest_dp.job import ResearchJob, Strategy
@@ -158,5 +158,4 @@ def node_names(kinds: Sequence[LayerKind]) -> list[str]:
     ['embedding', 'layer 0', 'layer 1', 'head']
     """
     layers = iter(range(len(kinds)))
-    between = (LayerKind.DENSE, LayerKind.MOE)
-    return [f"layer {next(layers)}" if kind in between else str(kind) for kind in kinds]
+    return [f"layer {next(layers)}" if kind.is_layer else str(kind) for kind in kinds]
