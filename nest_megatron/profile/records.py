@@ -217,6 +217,8 @@ def layer_shape(spec: TransformerSpec) -> Mapping[str, object]:
     of experts and of latent attention count only where the model has them.
     """
     shape = {name: getattr(spec, name) for name in _SHAPING}
+    defaults = {field.name: field.default for field in dataclasses.fields(spec)}
+    shape |= {n: getattr(spec, n) for n in _SHAPING_IF_GIVEN if getattr(spec, n) != defaults[n]}
     rows = spec.padded_vocab_size(1)
     shape["vocab_size"] = -(-rows // _VOCABULARY_STEP) * _VOCABULARY_STEP
     shape["mtp_num_layers"] = spec.num_mtp_layers
@@ -249,6 +251,14 @@ _SHAPING = (
     "window_size",
     "window_attn_skip_freq",
     "multi_latent_attention",
+)
+#: Fields that came later: they stand in a shape where they are not the default.
+_SHAPING_IF_GIVEN = (
+    *("attention_chunk_size", "attention_output_gate", "experimental_attention_variant"),
+    *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads"),
+    *("linear_num_value_heads", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups"),
+    *("mamba_num_heads", "moe_shared_expert_gate", "moe_latent_size"),
 )
 _OF_EXPERTS = ("num_experts", "moe_router_topk", "moe_shared_expert_intermediate_size")
 _OF_LATENT_ATTENTION = (

@@ -16,7 +16,6 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.integrations.megatron_lm import rules
 from nest_megatron.integrations.megatron_lm.attach import launch_request
-from nest_megatron.model.layer_pattern import LayerKind
 from nest_megatron.model.parameters import ParameterCount
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.planner import PlanRequest, plan
@@ -150,7 +149,7 @@ def test_megatron_core_builds_the_planned_stages(index: int) -> None:
     for rank, chunks in enumerate(stages):
         charged = ParameterCount()
         for units, built in zip(partition.chunks_of_rank(rank), chunks, strict=True):
-            layers = [u for u in units if layer_kinds[u] in (LayerKind.DENSE, LayerKind.MOE)]
+            layers = [u for u in units if layer_kinds[u].is_layer]
             assert list(built.layer_numbers) == layers
             expected = sum((kinds[sequence[u]].parameters for u in units), ParameterCount())
             assert (built.dense_parameters, built.expert_parameters) == (

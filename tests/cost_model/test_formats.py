@@ -180,8 +180,7 @@ def test_tokens_of_experts_are_filled_up(
 def test_filled_up_tokens_are_worked_on() -> None:
     spec = catalogue.model("mixtral_8x7b")
     plain, filled = (
-        experts_graph(spec, LayerShard(expert_alignment=alignment))
-        for alignment in (1, 129)
+        experts_graph(spec, LayerShard(expert_alignment=alignment)) for alignment in (1, 129)
     )
     rows = spec.seq_length * spec.moe_router_topk
     for before, after in zip(plain.operators, filled.operators, strict=True):

@@ -261,9 +261,7 @@ def test_queries_keys_and_values_go_with_core_attention() -> None:
 def test_unfused_attention_moves_its_scores_as_well() -> None:
     spec = catalogue.model("llama3_8b")
     moved, kept = (
-        layer_graph(
-            spec, LayerKind.DENSE, LayerShard(flash_attention=False, execution=execution)
-        )
+        layer_graph(spec, LayerKind.DENSE, LayerShard(flash_attention=False, execution=execution))
         for execution in (Execution(offload_modules=("core_attn",)), Execution())
     )
     scores = kept.saved_by_part()[Part.CORE_ATTENTION]
