@@ -77,6 +77,11 @@ def added(default: Any) -> Any:
     return dataclasses.field(default=default, metadata={_ADDED: True})
 
 
+def is_added(field: dataclasses.Field[Any]) -> bool:
+    """Whether a released record did not have the field."""
+    return bool(field.metadata.get(_ADDED))
+
+
 def written_as(name: str) -> Any:
     """A field that files have under another name, which released ones gave it."""
     return dataclasses.field(metadata={_WRITTEN_AS: name})
@@ -91,7 +96,7 @@ def _key(field: dataclasses.Field[Any]) -> str:
 
 
 def _is_left_out(field: dataclasses.Field[Any], value: object) -> bool:
-    return bool(field.metadata.get(_ADDED)) and getattr(value, field.name) == field.default
+    return is_added(field) and getattr(value, field.name) == field.default
 
 
 def from_plain(kind: type[Record], value: object, where: str = "", source: Source = OWN) -> Record:

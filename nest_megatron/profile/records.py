@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -16,7 +16,7 @@ from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.names import Name
 from nest_megatron.parallel.plan_file import digest
-from nest_megatron.plain import written_as
+from nest_megatron.plain import is_added, written_as
 from nest_megatron.units import Bytes, Seconds, format_gib
 
 #: Version of the file format; a reader refuses newer ones.
@@ -217,8 +217,7 @@ def layer_shape(spec: TransformerSpec) -> Mapping[str, object]:
     of experts and of latent attention count only where the model has them.
     """
     shape = {name: getattr(spec, name) for name in _SHAPING}
-    defaults = {field.name: field.default for field in dataclasses.fields(spec)}
-    shape |= {n: getattr(spec, n) for n in _SHAPING_IF_GIVEN if getattr(spec, n) != defaults[n]}
+    shape |= {name: value for name, value in _given_later(spec) if name not in _NOT_SHAPING}
     rows = spec.padded_vocab_size(1)
     shape["vocab_size"] = -(-rows // _VOCABULARY_STEP) * _VOCABULARY_STEP
     shape["mtp_num_layers"] = spec.num_mtp_layers
@@ -232,6 +231,16 @@ def layer_shape(spec: TransformerSpec) -> Mapping[str, object]:
     return shape
 
 
+def _given_later(spec: TransformerSpec) -> Iterator[tuple[str, object]]:
+    """Fields that came after the first profiles: they stand in a shape if not at their default."""
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        if is_added(field) and value != field.default:
+            yield field.name, value
+
+
+#: Of those, what says where layers stand and not what they do.
+_NOT_SHAPING = frozenset({"no_rope_freq", "linear_attention_freq", "hybrid_layer_pattern"})
 _SHAPING = (
     "family",
     "hidden_size",
@@ -251,14 +260,6 @@ _SHAPING = (
     "window_size",
     "window_attn_skip_freq",
     "multi_latent_attention",
-)
-#: Fields that came later: they stand in a shape where they are not the default.
-_SHAPING_IF_GIVEN = (
-    *("attention_chunk_size", "attention_output_gate", "experimental_attention_variant"),
-    *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "linear_conv_kernel_dim"),
-    *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads"),
-    *("linear_num_value_heads", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups"),
-    *("mamba_num_heads", "moe_shared_expert_gate", "moe_latent_size"),
 )
 _OF_EXPERTS = ("num_experts", "moe_router_topk", "moe_shared_expert_intermediate_size")
 _OF_LATENT_ATTENTION = (

@@ -11,6 +11,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.errors import ProfileError
 from nest_megatron.model.layer_pattern import LayerBlock, LayerKind
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.plain import is_added
 from nest_megatron.profile.records import (
     COMPARED,
     Machine,
@@ -75,10 +76,11 @@ def test_a_time_has_its_zone(created: str) -> None:
 
 
 def test_every_field_of_a_model_shapes_its_layers_or_is_known_not_to() -> None:
-    """A new field of ``TransformerSpec`` belongs into ``layer_shape`` or ``NOT_SHAPING``."""
+    """A field that was ``added`` shapes layers wherever it is not at its default."""
     latent = layer_shape(catalogue.model("deepseek_v3"))
     shaping = {*layer_shape(LLAMA), *latent}
-    assert shaping | NOT_SHAPING == {field.name for field in dataclasses.fields(TransformerSpec)}
+    fields = {field.name for field in dataclasses.fields(TransformerSpec) if not is_added(field)}
+    assert shaping | NOT_SHAPING == fields
     assert not shaping & NOT_SHAPING
 
 
@@ -100,6 +102,21 @@ def test_padding_the_vocabulary_for_tensor_parallelism_changes_no_fingerprint() 
     before = fingerprint(H100, LLAMA, Precision.BF16)
     for tp in (1, 2, 4, 8):
         assert fingerprint(H100, LLAMA.with_padded_vocab(tp), Precision.BF16) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "shapes"),
+    [
+        ({"attention_output_gate": True}, True),
+        ({"window_size": 512, "attention_chunk_size": 1024}, True),
+        ({"attention_chunk_size": None, "no_rope_freq": 4}, False),
+    ],
+)
+def test_an_added_field_shapes_layers_where_it_is_given(
+    changes: dict[str, object], shapes: bool
+) -> None:
+    other = dataclasses.replace(LLAMA, **changes)  # type: ignore[arg-type]
+    assert (layer_shape(other) != layer_shape(LLAMA)) is shapes
 
 
 def test_where_experts_stand_changes_no_fingerprint() -> None:
