@@ -27,6 +27,7 @@ from nest_megatron.integrations.megatron_lm.attach import LAUNCHER, launch_reque
 from nest_megatron.integrations.megatron_lm.write import parallel_argv
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.batch_schedule import TrainChoice
 from nest_megatron.parallel.diff import Change
 from nest_megatron.parallel.plan import (
     Alternative,
@@ -35,7 +36,6 @@ from nest_megatron.parallel.plan import (
     Placement,
     Prediction,
     SearchRecord,
-    TrainChoice,
 )
 from nest_megatron.plain import to_plain
 from nest_megatron.planner import Progress

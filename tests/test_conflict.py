@@ -87,9 +87,9 @@ def test_a_mistyped_module_is_refused_with_the_nearest() -> None:
         read_job(read_command(COMMAND + flags))
 
 
-def test_a_batch_that_follows_a_schedule_is_no_batch_of_one_micro_batch() -> None:
-    flags = '--step-batch-size-schedule "0:384 200B:768" --micro-batch-size 4'
-    with pytest.raises(UserInputError, match="--step-batch-size-schedule"):
+def test_a_batch_that_follows_a_schedule_has_no_other_size() -> None:
+    flags = '--global-batch-size 64 --step-batch-size-schedule "0:384 200B:768"'
+    with pytest.raises(UserInputError, match="--step-batch-size-schedule is given as well"):
         read_job(read_command(COMMAND + flags, "0.20"))
 
 

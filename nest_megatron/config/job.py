@@ -11,6 +11,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.cost_model.memory_flags import not_modelled, text
 from nest_megatron.cost_model.targets import Target
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.plan import ParallelPlan
 from nest_megatron.parallel.recompute import Recompute
@@ -91,7 +92,7 @@ class Job:
     Args:
         target: the framework and release whose defaults fill what the job leaves open.
         version: the release of Megatron-LM whose rules hold.
-        batch_unit: what every batch on the way up is a multiple of (``--rampup-batch-size``).
+        batch_schedule: how its batch grows; ``global_batch_size`` is then where it ends, if stated.
         fixed: the parallel settings that the job states, by Megatron's names.
         free: those of them that a plan may change.
         required: what a checkpoint or the data fixes, by the names of ``ParallelChoice``.
@@ -118,7 +119,7 @@ class Job:
     version: str = "0.16.1"
     script: str = ""
     global_batch_size: int | None = None
-    batch_unit: int | None = None
+    batch_schedule: BatchSchedule | None = None
     micro_batch_size: int | None = None
     precision: Precision = Precision.BF16
     fp8_recipe: str = "delayed"
@@ -152,6 +153,11 @@ class Job:
         """Flags whose effect on memory is not known here: Megatron's, and those that it lacks."""
         own = (word.partition("=")[0] for word in self.passthrough if word.startswith("--"))
         return tuple(dict.fromkeys((*not_modelled(self.memory_flags), *own)))
+
+    @property
+    def final_batch_size(self) -> int | None:
+        """Sequences of one step at the end of the run."""
+        return self.batch_schedule.last if self.batch_schedule else self.global_batch_size
 
     @property
     def optimizer(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from nest_megatron.cluster.catalogue import cluster_from_mapping
 from nest_megatron.cluster.records import Cluster, Precision
@@ -26,9 +27,11 @@ from nest_megatron.config.target import (
 from nest_megatron.cost_model.goodput import Reliability
 from nest_megatron.cost_model.settings import CostSettings
 from nest_megatron.cost_model.target_defaults import MEGATRON_LM
+from nest_megatron.cost_model.targets import Target
 from nest_megatron.errors import UserInputError, require_at_least, require_seconds
 from nest_megatron.model.catalogue import spec_from_mapping
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
 from nest_megatron.parallel.knobs import KnobConditions, always_on, open_values, unknown_packages
 from nest_megatron.parallel.objective import Objective
 from nest_megatron.planner import PlanRequest
@@ -109,7 +112,10 @@ def request_for(
     config = composed.config
     spec = with_seq_length(job.spec, config.train.seq_length)
     job = dataclasses.replace(job, spec=spec)
-    batch, notes = _batch(config, job, cluster.num_gpus)
+    schedule = _schedule(config, job)
+    batch, notes = _batch(config, job, cluster.num_gpus, schedule)
+    space = dataclasses.replace(space, batch_unit=schedule.batch_unit if schedule else None)
+    job = dataclasses.replace(job, capturable=job.capturable and schedule is None)
     if config.checks.plausibility:
         require_plausible(spec, cluster, batch)
     check_quotients(space, cluster.num_gpus, batch)
@@ -164,10 +170,51 @@ def request_for(
         priced_headroom=read_priced_headroom(config, headroom),
         notes=(*notes, *times.notes),
         profile_notes=times.notes,
+        batch_schedule=schedule,
     )
 
 
-def _batch(config: PlanConfig, job: Job, num_gpus: int) -> tuple[int, list[str]]:
+def _schedule(config: PlanConfig, job: Job) -> BatchSchedule | None:
+    """How the batch grows: as the job says, or the settings of a model of the catalogue."""
+    train, own = config.train, job.batch_schedule
+    size = train.global_batch_size
+    settings = {RAMPUP: train.rampup_batch_size, STEPS: train.step_batch_size_schedule}
+    stated: dict[str, Any] = {n: value for n, value in settings.items() if value is not None}
+    if own is not None and size is not None:
+        stated["global_batch_size"] = size
+    for name, value in stated.items() if own or job.command or job.fixed else ():
+        limit, fix = "the batch, and how it grows, are the job's own", "Change the job."
+        raise UserInputError(f"train.{name}", value=value, limit=limit, fix=fix)
+    if own is not None or not stated:
+        return own
+    _require_taken(stated, read_target(config, job.target), size)
+    return read_schedule(
+        stated.get,
+        last=size,
+        seq_length=job.spec.seq_length,
+        samples=train.train_samples,
+        name="train.{}".format,
+    )
+
+
+def _require_taken(stated: Mapping[str, object], target: Target, size: int | None) -> None:
+    """Refuse a way to state a growing batch that the target does not have.
+
+    0.16.1 knows no schedule of steps, 0.20 takes no notice of a ramp.
+    """
+    taken = RAMPUP if target.megatron_core.startswith("0.16") else STEPS
+    for name in stated.keys() - {taken}:
+        limit = f"{target.framework} with megatron-core {target.megatron_core} does not take it"
+        fix = f"Give train.{taken}, or another target."
+        raise UserInputError(f"train.{name}", value=stated[name], limit=limit, fix=fix)
+    if taken == STEPS and size is not None:
+        limit, fix = "the schedule says every size", "Leave it out."
+        raise UserInputError("train.global_batch_size", value=size, limit=limit, fix=fix)
+
+
+def _batch(
+    config: PlanConfig, job: Job, num_gpus: int, schedule: BatchSchedule | None
+) -> tuple[int, list[str]]:
     """The global batch size, and what was assumed of the job.
 
     Megatron's own, where none is given, is one micro batch on each replica of the user's layout.
@@ -175,6 +222,15 @@ def _batch(config: PlanConfig, job: Job, num_gpus: int) -> tuple[int, list[str]]
     """
     notes, stated = list(job.notes), config.train.global_batch_size
     batch = job.global_batch_size if stated is None else stated
+    if schedule is not None:
+        batch = schedule.longest
+        known = "with which most of the run is trained"
+        if schedule.parts[-1].samples is None:
+            known = "the last; with the length of the run (train_samples) it would be the longest"
+        notes.append(
+            f"The batch grows ({schedule.words()}): every layout that is searched is legal at each "
+            f"size; the plan is the best at {batch}, {known}."
+        )
     if batch is None:
         batch = DEFAULT_GLOBAL_BATCH_SIZE
         if job.micro_batch_size and job.num_gpus is not None:

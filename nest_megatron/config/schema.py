@@ -15,6 +15,9 @@ class TrainConfig:
     """The batch and the number format."""
 
     global_batch_size: int | None = None
+    rampup_batch_size: list[int] | None = None
+    step_batch_size_schedule: str | None = None
+    train_samples: int | None = None
     micro_batch_size: int | None = None
     seq_length: int | None = None
     precision: str | None = None

@@ -19,6 +19,7 @@ from nest_megatron.integrations.megatron_lm.incompatible_options import contradi
 from nest_megatron.integrations.megatron_lm.rules import require_launchable
 from nest_megatron.integrations.restore import finetuning_fields
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.diff import plan_values, reason
 from nest_megatron.parallel.layout import is_uniform
 from nest_megatron.parallel.plan import ParallelPlan
@@ -260,6 +261,17 @@ def require_plannable(plan: ParallelPlan, version: str, spec: TransformerSpec) -
         raise UserInputError("model", value=spec.name, limit=limit, fix=fix)
 
 
+def require_same_schedule(plan: ParallelPlan, schedule: BatchSchedule | None) -> None:
+    """Refuse a plan that was not made for each size of a job's batch."""
+    planned = plan.train.batch_schedule
+    if schedule is not None and (planned is None or planned.sizes != schedule.sizes):
+        limit = (
+            f"the plan was made for {planned.words() if planned else plan.train.global_batch_size}"
+        )
+        what, now = "rampup_batch_size", schedule.words()
+        raise UserInputError(what, value=now, limit=limit, fix="Plan again.")
+
+
 def require_same_job(
     plan: ParallelPlan, job: Mapping[str, int | None], free: Collection[str]
 ) -> None:
@@ -275,7 +287,7 @@ def require_same_job(
             fix = "Leave it out: the layout itself is always written."
             raise UserInputError("free", value=name, limit=limit, fix=fix)
     planned = {
-        "global_batch_size": plan.train.global_batch_size,
+        "global_batch_size": plan.train.final_batch_size,
         "seq_length": plan.train.seq_length,
         "num_gpus": plan.placement.num_gpus,
     }

@@ -33,6 +33,7 @@ class ConfigPaths:
         incompatible: other options that only go with some layouts -> their fields.
         pipeline_types: fields of the number format between stages; the first is written.
         seq_length: what user buffers are tuned for.
+        rampup_batch_size, iterations: how the batch grows, and the number of steps of the run.
         called: what the configuration is called in errors, in front of a path.
     """
 
@@ -45,6 +46,8 @@ class ConfigPaths:
     ckpt_format: str
     async_save: str
     seq_length: str
+    rampup_batch_size: str
+    iterations: str
     called: str = ""
 
 

@@ -31,6 +31,7 @@ from nest_megatron.integrations.megatron_lm.read import read_recompute, read_zer
 from nest_megatron.integrations.restore import Restored, closed_choices, data_requirements
 from nest_megatron.model.arguments import SAME_NAMES, spec_from_arguments
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.parallel.batch_schedule import RAMPUP, BatchSchedule, read_schedule
 from nest_megatron.parallel.cuda_graphs import FIELDS as GRAPH_FIELDS
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
 from nest_megatron.parallel.zero import DataParallelSharding, ZeroStage
@@ -148,6 +149,7 @@ def job_of_fields(
         target=target,
         version=version,
         global_batch_size=whole(root, paths.items["global_batch_size"], called=paths.called),
+        batch_schedule=batch_schedule(root, paths, spec.seq_length, target),
         micro_batch_size=micro,
         precision=precision[0],
         fp8_recipe=precision[1],
@@ -166,6 +168,27 @@ def job_of_fields(
         num_gpus=num_gpus,
         gpus_per_node=gpus_per_node,
         notes=(*notes, *left_out, *seen, *time_notes(flags)),
+    )
+
+
+def batch_schedule(
+    root: Any, paths: ConfigPaths, seq_length: int, target: Target
+) -> BatchSchedule | None:
+    """How the batch of a configuration grows; megatron-core 0.20 takes no notice of a ramp.
+
+    Raises:
+        UserInputError: for sizes that megatron-core refuses.
+    """
+    growth, steps = find(root, paths.rampup_batch_size), find(root, paths.iterations)
+    if growth is ABSENT or not target.megatron_core.startswith("0.16"):
+        return None
+    is_known = isinstance(steps, int) and steps > 0
+    return read_schedule(
+        {RAMPUP: growth}.get,
+        last=whole(root, paths.items["global_batch_size"], called=paths.called),
+        seq_length=seq_length,
+        iterations=steps if is_known else None,
+        name=lambda name: paths.rampup_batch_size if name == RAMPUP else paths.items[name],
     )
 
 

@@ -147,7 +147,7 @@ def _interleaving(request: LaunchRequest) -> Violation | None:
     if pp > 1:
         limit = (
             f"virtual stages work in whole rounds of {pp} micro batches, one a pipeline rank, and "
-            f"there are {count} (global batch {request.global_batch_size} / (micro batch "
+            f"there are {count} (global batch {request.batch_unit} / (micro batch "
             f"{request.micro_batch_size} * data-parallel size {dims.data_parallel_size})); rounds "
             "of another size (microbatch_group_size_per_vp_stage) are not planned"
         )
@@ -248,12 +248,11 @@ DEGREE_RULES: tuple[Rule, ...] = (
     rule(
         "whole_batch",
         "num_microbatches_calculator.py:340",
-        lambda job: (
-            min(job.micro_batch_size, job.global_batch_size) > 0 and job.num_microbatches > 0
-        ),
+        lambda job: min(job.micro_batch_size, job.batch_unit) > 0 and job.num_microbatches > 0,
         what="global_batch_size",
+        value=lambda job: job.batch_schedule.words() if job.batch_schedule else job.batch_unit,
         limit="it must be a multiple of micro_batch_size * data_parallel_size "
-        "({micro_batch_size} * {data_parallel_size})",
+        "({micro_batch_size} * {data_parallel_size}) at every size",
         fix="Change the micro batch or the data-parallel size.",
     ),
     Rule(name="interleaving", source="args:575, schedules.py:995-1015", check=_interleaving),

@@ -26,7 +26,7 @@ class Change:
 def plan_values(plan: ParallelPlan) -> dict[str, object]:
     """Everything that a plan sets in a job, by Megatron's names."""
     return {
-        "global_batch_size": plan.train.global_batch_size,
+        "global_batch_size": plan.train.final_batch_size,
         "micro_batch_size": plan.train.micro_batch_size,
         **{f.name: getattr(plan.parallel, f.name) for f in dataclasses.fields(plan.parallel)},
         "use_tp_pp_dp_mapping": plan.placement.use_tp_pp_dp_mapping,

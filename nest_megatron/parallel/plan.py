@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nest_megatron.cluster.records import Cluster, Precision
+from nest_megatron.cluster.records import Cluster
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.batch_schedule import PredictedBatch, TrainChoice
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import layout_string, parse_layout
@@ -37,16 +38,6 @@ STRATEGIES = {
     ZeroStage.GRADIENTS: "optim_grads",
     ZeroStage.WEIGHTS: "optim_grads_params",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainChoice:
-    """The batch and the number format."""
-
-    global_batch_size: int
-    micro_batch_size: int
-    seq_length: int
-    precision: Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +276,7 @@ class ParallelPlan:
         uncertainty: ``None`` in files of earlier versions.
         choice: what the plan was chosen for and between, where not for its predicted step alone.
         shortlist: which of the plan and its runners-up could be the fastest, where that is asked.
+        batches: what is expected at each size of a batch that grows.
     """
 
     schema: int = SCHEMA
@@ -305,6 +297,7 @@ class ParallelPlan:
     choice: Choice | None = added(None)
     shortlist: Shortlist | None = added(None)
     headroom: Headroom | None = added(None)
+    batches: tuple[PredictedBatch, ...] = added(())
 
     @property
     def shortest_step_s(self) -> Seconds:

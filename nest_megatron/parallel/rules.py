@@ -14,6 +14,7 @@ from nest_megatron.cluster.records import Precision
 from nest_megatron.model.execution import PLAIN, Execution
 from nest_megatron.model.layer_pattern import LayerBlock
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.cuda_graphs import CudaGraphs
 from nest_megatron.parallel.dims import ParallelDims, RankOrder
 from nest_megatron.parallel.grid import Grid
@@ -33,6 +34,7 @@ class LaunchRequest:
         fused_attention: attention runs in a fused kernel (``ExecutionTraits.flash_attention``).
         version: the Megatron-LM release, ``0.16.1`` or ``0.20``.
         execution: what carries the layers out (``execution_checks``).
+        batch_schedule: how the batch grows; every rule holds at each of its sizes.
     """
 
     spec: TransformerSpec
@@ -54,6 +56,7 @@ class LaunchRequest:
     fused_attention: bool = True
     version: str = "0.16.1"
     execution: Execution = PLAIN
+    batch_schedule: BatchSchedule | None = None
 
     @classmethod
     def of(cls, spec: TransformerSpec, grid: Grid, **others: Any) -> LaunchRequest:
@@ -75,10 +78,19 @@ class LaunchRequest:
         return next(getattr(record, name) for record in records if hasattr(record, name))
 
     @property
+    def batch_unit(self) -> int:
+        """The global batch, or what every size of one that grows is a multiple of."""
+        growing = self.batch_schedule
+        return self.global_batch_size if growing is None else growing.batch_unit
+
+    @property
     def num_microbatches(self) -> int:
-        """Micro batches of one step on each rank, 0 if they do not come out whole."""
+        """Micro batches of a step of ``batch_unit`` on each rank, 0 if they are no whole number.
+
+        Where these are whole, and whole rounds of virtual stages, so are those of every multiple.
+        """
         dp = self.dims.data_parallel_size
-        return num_microbatches(self.global_batch_size, self.micro_batch_size, dp)
+        return num_microbatches(self.batch_unit, self.micro_batch_size, dp)
 
     @property
     def is_0_16(self) -> bool:

@@ -97,6 +97,8 @@ def plan(
     searched = _search(request, deadline, on_progress)
     if searched.result.plans:
         found, find = _assembled(request, searched, choose), partial(_best, deadline=deadline)
+        if larger := _too_large(found):
+            return plan(dataclasses.replace(request, global_batch_size=larger), choose=choose)
         headroom = headroom_of(found, request, searched.model, searched.compared, find)
         said = offers(found, request, find)
         found = dataclasses.replace(found, headroom=headroom, offers=said)
@@ -111,6 +113,18 @@ def plan(
     refuse_if_nothing_is_legal(request, searched.result, deadline)
     analysis = deadline.within(max(_ANALYSIS_S, _ANALYSIS_SHARE * deadline.seconds))
     return no_plan(request, searched.model, record, analysis)
+
+
+def _too_large(found: ParallelPlan) -> int | None:
+    """The largest batch of a schedule, which keeps most micro batches, if one of them is too large.
+
+    A plan that fits with it fits with all.
+    """
+    capacity = found.predicted.capacity_bytes
+    if all(batch.peak_memory_bytes <= capacity for batch in found.batches):
+        return None
+    largest = max(batch.global_batch_size for batch in found.batches)
+    return largest if largest > found.train.global_batch_size else None
 
 
 def estimate_plan(
@@ -277,6 +291,7 @@ def _assembled(request: PlanRequest, searched: _Searched, number: int = 0) -> Pa
         request.space.sharding,
         choice=chosen.choice,
         shortlist=chosen.shortlist() if request.shortlist else None,
+        schedule=request.batch_schedule,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 
 from nest_megatron.cluster.records import Cluster
@@ -14,10 +14,12 @@ from nest_megatron.cost_model.model import CostModel
 from nest_megatron.cost_model.settings import CostSettings, stored_settings
 from nest_megatron.cost_model.uncertainty import predictive, probability_faster
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.batch_schedule import BatchSchedule, PredictedBatch, TrainChoice
 from nest_megatron.parallel.dims import RankOrder
 from nest_megatron.parallel.grid import Grid
 from nest_megatron.parallel.layout import layout_string
 from nest_megatron.parallel.objective import Choice, Shortlist
+from nest_megatron.parallel.partition import StagePartition
 from nest_megatron.parallel.plan import (
     Alternative,
     ParallelPlan,
@@ -26,7 +28,6 @@ from nest_megatron.parallel.plan import (
     Prediction,
     Provenance,
     SearchRecord,
-    TrainChoice,
     parallel_choice,
 )
 from nest_megatron.parallel.plan_file import digest, sealed
@@ -56,8 +57,13 @@ def assemble(
     sharding: DataParallelSharding | None = None,
     choice: Choice | None = None,
     shortlist: Shortlist | None = None,
+    schedule: BatchSchedule | None = None,
 ) -> ParallelPlan:
-    """The plan file of a solved grid, sealed."""
+    """The plan file of a solved grid, sealed.
+
+    Args:
+        schedule: how the batch grows.
+    """
     spec, cluster, grid = model.spec, model.cluster, best.grid
     partition = best.partition()
     predicted = estimate(model, grid, partition)
@@ -70,6 +76,7 @@ def assemble(
             micro_batch_size=grid.micro_batch_size,
             seq_length=spec.seq_length,
             precision=settings.precision,
+            batch_schedule=schedule,
         ),
         parallel=parallel_choice(spec, grid, partition, sharding),
         placement=_placement(cluster, grid, has_experts=spec.is_moe),
@@ -91,8 +98,24 @@ def assemble(
         ),
         choice=choice,
         shortlist=shortlist,
+        batches=tuple(_batches(model, grid, partition, schedule)),
     )
     return sealed(plan)
+
+
+def _batches(
+    model: CostModel, grid: Grid, partition: StagePartition, schedule: BatchSchedule | None
+) -> Iterator[PredictedBatch]:
+    for part in () if schedule is None else schedule.parts:
+        size, samples = part.global_batch_size, part.samples
+        found = estimate(model, dataclasses.replace(grid, global_batch_size=size), partition)
+        yield PredictedBatch(
+            global_batch_size=size,
+            steps=None if samples is None else -(-samples // size),
+            iteration_time_s=found.iteration_time_s,
+            tokens_per_s_per_gpu=found.tokens_per_s_per_gpu,
+            peak_memory_bytes=max(stage.peak_memory_bytes for stage in found.stages),
+        )
 
 
 def with_goodput(plan: ParallelPlan, reliability: Reliability | None) -> ParallelPlan:

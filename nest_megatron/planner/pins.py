@@ -27,6 +27,7 @@ from nest_megatron.errors import PlanFileError, UserInputError
 from nest_megatron.files import read_text, write_text
 from nest_megatron.model.spec import TransformerSpec
 from nest_megatron.parallel import plan_file
+from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.plan import MEGATRON_LM, ParallelPlan
 from nest_megatron.plain import from_plain, to_plain
 from nest_megatron.version import __version__
@@ -145,6 +146,7 @@ class ActualJob:
         gpus_per_host: processes that the launcher starts on each host, where it says so.
         tensor_model_parallel_size: the user's own, by which the job pads its vocabulary.
         megatron_lm: the recorded release that stands for the installed one.
+        global_batch_size: at the end of the run.
         memory_flags: what the job says of its memory, by Megatron's names; ``None`` compares none.
     """
 
@@ -158,6 +160,7 @@ class ActualJob:
     tensor_model_parallel_size: int
     megatron_lm: str | None
     memory_flags: Mapping[str, Any] | None = None
+    batch_schedule: BatchSchedule | None = None
 
 
 #: What is compared, as it is pinned and as it is in the job.
@@ -212,7 +215,9 @@ def _resolved(spec: TransformerSpec, name: str) -> Any:
 
 def _job_rows(pinned: PinnedPlan, job: ActualJob) -> Iterator[Row]:
     pin, train = pinned.pin, pinned.plan.train
-    yield "global_batch_size", train.global_batch_size, job.global_batch_size
+    yield "global_batch_size", train.final_batch_size, job.global_batch_size
+    planned, found = train.batch_schedule, job.batch_schedule
+    yield "batch sizes", planned and planned.sizes, found and found.sizes
     yield "precision", train.precision.value, job.precision.value
     if pin.megatron_lm:
         yield "Megatron-LM release", pin.megatron_lm, job.megatron_lm

@@ -15,6 +15,7 @@ from nest_megatron.deadline import Deadline
 from nest_megatron.errors import UserInputError
 from nest_megatron.model.execution import FlexBackend
 from nest_megatron.model.spec import TransformerSpec
+from nest_megatron.parallel.batch_schedule import BatchSchedule
 from nest_megatron.parallel.knobs import Package
 from nest_megatron.parallel.numeric_knobs import NumericKnob
 from nest_megatron.parallel.objective import Objective
@@ -109,6 +110,8 @@ class PlanRequest:
         priced_headroom: a larger share whose price is searched too; ``None`` takes the runners-up.
         notes: what was assumed of the job, one sentence each.
         profile_notes: those of them that say which profiles were used and which were not.
+        batch_schedule: how the batch grows, for the time at each size; ``global_batch_size`` is the
+            one that is searched for, ``space.batch_unit`` holds the others.
     """
 
     spec: TransformerSpec
@@ -137,6 +140,7 @@ class PlanRequest:
     priced_headroom: float | None = None
     notes: tuple[str, ...] = ()
     profile_notes: tuple[str, ...] = ()
+    batch_schedule: BatchSchedule | None = None
 
     def __post_init__(self) -> None:
         batch, seconds = self.global_batch_size, self.max_seconds

@@ -42,6 +42,7 @@ from nest_megatron.report.words import (
     plan_verdict,
     proof,
     range_words,
+    schedule_words,
     term_words,
 )
 from nest_megatron.units import GIB, format_chance, format_gib, format_seconds
@@ -124,6 +125,8 @@ def summary_rows(plan: ParallelPlan) -> list[tuple[str, str | Text]]:
             ("Range", f"{range_words(plan.uncertainty)} in 9 of 10 runs"),
             ("Confidence", confidence_words(plan.uncertainty)),
         ]
+    if plan.batches:
+        rows.insert(1, ("Schedule", schedule_words(plan.batches)))
     if plan.goodput is not None:
         gpus, step_s = plan.placement.num_gpus, predicted.iteration_time_s
         rows.insert(1, ("Goodput", goodput_words(plan.goodput, gpus, step_s)))

@@ -8,6 +8,7 @@ from itertools import groupby
 from nest_megatron.cost_model.device_memory import FRAGMENTATION
 from nest_megatron.cost_model.memory import PEAK_ERROR, PUBLIC_PEAK_ERROR, within_error
 from nest_megatron.errors import typed_setting
+from nest_megatron.parallel.batch_schedule import PredictedBatch
 from nest_megatron.parallel.objective import SURE, Choice, Objective, Uncertainty
 from nest_megatron.parallel.plan import (
     Alternative,
@@ -180,6 +181,28 @@ def _numbers(numbers: Sequence[int]) -> str:
     runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
     ends = [(found[0][1], found[-1][1]) for found in (list(run) for _, run in runs)]
     return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in ends)
+
+
+#: Sizes of a growing batch that are told before some are left out.
+_MOST_SIZES = 6
+
+
+def schedule_words(batches: Sequence[PredictedBatch]) -> str:
+    """The step at each size of a batch that grows, and the whole run where its length is known.
+
+    Args:
+        batches: at least one.
+    """
+    told = [f"{b.global_batch_size}: {format_seconds(b.iteration_time_s)}" for b in batches]
+    if len(told) > _MOST_SIZES:
+        told[2:-2] = [f"{len(told) - 4} more"]
+    text = f"step at each size {', '.join(told)}"
+    if any(batch.steps is None for batch in batches):
+        return text
+    counted = [(batch, batch.steps or 0) for batch in batches]
+    steps = sum(number for _, number in counted)
+    run_s = sum(batch.iteration_time_s * number for batch, number in counted)
+    return f"{text}; {steps:,} steps in {run_s / 3600:,.1f} h, {format_seconds(run_s / steps)} each"
 
 
 def goodput_words(found: Goodput, num_gpus: int, step_s: Seconds) -> str:

@@ -56,7 +56,8 @@ def test_gpt3() -> None:
     assert (spec.activation, spec.add_bias_linear) == ("gelu", True)
     assert not spec.untie_embeddings_and_output_weights
     assert job.precision is Precision.FP16
-    assert any("grows" in note for note in job.notes)
+    assert job.batch_schedule is not None
+    assert (job.batch_schedule.batch_unit, job.batch_schedule.last) == (16, 1536)
 
 
 def test_bert() -> None:

@@ -89,7 +89,6 @@ def space_of(own: SearchSpace, view: AppView, job: Job) -> SearchSpace:
         recompute=own.recompute if granularity_is_free else _given_recompute(view),
         without_modules=own.without_modules if with_modules else frozenset(RecomputeModule),
         even_stages=not view.is_planned(_LAYOUT),
-        batch_unit=job.batch_unit,
     )
 
 

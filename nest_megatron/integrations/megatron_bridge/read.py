@@ -57,6 +57,8 @@ PATHS = ConfigPaths(
     ckpt_format="checkpoint.ckpt_format",
     async_save="checkpoint.async_save",
     seq_length="model.seq_length",
+    rampup_batch_size="train.rampup_batch_size",
+    iterations="train.train_iters",
 )
 #: Both switches of Megatron-FSDP.
 FSDP_SWITCHES = ("dist.use_megatron_fsdp", "ddp.use_megatron_fsdp")

@@ -19,6 +19,7 @@ from nest_megatron.integrations.field_mapping import (
     layout_fields,
     require_plannable,
     require_same_job,
+    require_same_schedule,
 )
 from nest_megatron.integrations.fields import ABSENT, FieldValue, carry_out, changes, find
 from nest_megatron.integrations.megatron_bridge.read import (
@@ -30,6 +31,7 @@ from nest_megatron.integrations.megatron_bridge.read import (
     read_spec,
     uses_fsdp,
 )
+from nest_megatron.integrations.recipe import batch_schedule
 from nest_megatron.integrations.restore import packed_sequence_size
 from nest_megatron.parallel.diff import Change, reason
 from nest_megatron.parallel.plan import ParallelPlan
@@ -125,6 +127,8 @@ def plan_changes(
     require_same_job(plan, {"num_gpus": started}, ())
     batch = find(cfg, PATHS.items["global_batch_size"])
     require_same_job(plan, {"global_batch_size": batch, "seq_length": spec.seq_length}, free)
+    schedule = batch_schedule(cfg, PATHS, spec.seq_length, installed_target())
+    require_same_schedule(plan, schedule)
     return changes(cfg, _wanted(cfg, plan))
 
 

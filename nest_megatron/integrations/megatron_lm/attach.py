@@ -61,6 +61,7 @@ def launch_request(
         dims=grid.dims,
         micro_batch_size=grid.micro_batch_size,
         global_batch_size=grid.global_batch_size,
+        batch_schedule=plan.train.batch_schedule,
         partition=plan.partition(),
         recompute=grid.recompute,
         zero=grid.zero,

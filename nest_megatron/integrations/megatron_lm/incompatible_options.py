@@ -23,7 +23,11 @@ class _Layout:
     def __init__(self, plan: ParallelPlan) -> None:
         chosen, grid = plan.parallel, plan.grid()
         self.chosen, self.model = chosen, plan.model
-        self.dims, self.zero, self.num_microbatches = grid.dims, grid.zero, grid.num_microbatches
+        self.dims, self.zero = grid.dims, grid.zero
+        growing = plan.train.batch_schedule
+        sizes = {grid.global_batch_size, *(growing.sizes if growing else ())}
+        together = grid.micro_batch_size * grid.dims.data_parallel_size
+        self.numbers_of_microbatches = sorted(size // together for size in sizes)
         self.pp = chosen.pipeline_model_parallel_size
         self.virtual = chosen.virtual_pipeline_model_parallel_size is not None
         self.fsdp = chosen.use_megatron_fsdp
@@ -82,8 +86,10 @@ def contradicted(
 
 def _group_size(layout: _Layout, size: int) -> bool:
     """Micro batches in a round of virtual stages: between pp and all of them, in whole rounds."""
-    pp, count = layout.pp, layout.num_microbatches
-    return not layout.virtual or not pp <= size <= count or 0 < count % size < pp
+    pp, counts = layout.pp, layout.numbers_of_microbatches
+    return not layout.virtual or any(
+        not pp <= size <= count or 0 < count % size < pp for count in counts
+    )
 
 
 def _uneven_instances(layout: _Layout, instances: int) -> bool:

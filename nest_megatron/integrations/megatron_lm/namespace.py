@@ -105,10 +105,11 @@ def require_planned(args: Namespace, plan: ParallelPlan) -> None:
     chosen, train = plan.parallel, plan.train
     wanted = {name: getattr(chosen, name) for name in _DERIVED} | {
         "micro_batch_size": train.micro_batch_size,
-        "global_batch_size": train.global_batch_size,
         "seq_length": train.seq_length,
         "num_layers": plan.model.num_layers,
     }
+    if train.batch_schedule is None or train.batch_schedule.rampup_batch_size:
+        wanted["global_batch_size"] = train.final_batch_size  # else one micro batch on each replica
     if (getattr(args, "optimizer", None) or "adam") in ELEMENTWISE_OPTIMIZERS:
         # 0.20 divides an emerging optimizer's state by layers instead, and clears the flag
         wanted["use_distributed_optimizer"] = chosen.use_distributed_optimizer

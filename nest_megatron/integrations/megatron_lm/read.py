@@ -10,7 +10,6 @@ Source: ``megatron.training.arguments.validate_args`` and ``core_transformer_con
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import PurePath
 from types import MappingProxyType
@@ -35,6 +34,7 @@ from nest_megatron.integrations.megatron_lm.layout_arguments import (
 from nest_megatron.integrations.megatron_lm.sharding import require_optimizer
 from nest_megatron.model.arguments import spec_from_arguments
 from nest_megatron.model.spec import ModelFamily, TransformerSpec
+from nest_megatron.parallel.batch_schedule import RAMPUP, STEPS, BatchSchedule, read_schedule
 from nest_megatron.parallel.cuda_graphs import cuda_graphs
 from nest_megatron.parallel.knobs import closed_fields
 from nest_megatron.parallel.plan import STRATEGIES
@@ -141,14 +141,14 @@ def job_from_values(
     stated, dispatcher = {**values, "params_dtype": params}, "moe_token_dispatcher_type"
     if dispatcher not in explicit and values.get(dispatcher) == "allgather":
         stated[dispatcher] = None  # Megatron's default, which a plan replaces
-    flags = memory_flags(stated)
+    flags, schedule = memory_flags(stated), _schedule(values, spec.seq_length, version)
     return Job(
         spec=spec,
         version=version,
         target=target_named(f"megatron_lm_{version}"),
         script=script,
         global_batch_size=values.get("global_batch_size"),
-        batch_unit=_batch_unit(values),
+        batch_schedule=schedule,
         micro_batch_size=values.get("micro_batch_size"),
         precision=precision,
         fp8_recipe=values.get("fp8_recipe") or "delayed",
@@ -158,21 +158,21 @@ def job_from_values(
         zero=read_zero(values),
         sharding=_sharding(values),
         graphs=cuda_graphs(values),
-        capturable=not any(map(values.get, _OTHER_SHAPES)),
+        capturable=schedule is None and not any(map(values.get, _OTHER_SHAPES)),
         closed=closed_fields(values.get("deterministic_mode"), packs=any(map(values.get, _PACKED))),
         counts_on_host=any(map(values.get, _COUNTED_ON_HOST)),
         ckpt_format=values.get("ckpt_format") if "ckpt_format" in explicit else None,
         save_interval=values.get("save_interval") if values.get("save") else None,
         memory_flags=flags,
         use_distributed_optimizer=bool(values.get("use_distributed_optimizer")),
-        notes=(*assumed, *_job_notes(values), *time_notes(flags)),
+        notes=(*assumed, *_job_notes(values, version), *time_notes(flags)),
     )
 
 
-#: Arguments of jobs whose steps differ in shape (packed sequences, growing batches), or whose
-#: layers are not Megatron's own.
+#: Arguments of jobs whose steps differ in shape (packed sequences), or whose layers are not
+#: Megatron's own.
 _PACKED = ("sft", "hybrid_context_parallel")
-_OTHER_SHAPES = (*_PACKED, "rampup_batch_size", "spec")
+_OTHER_SHAPES = (*_PACKED, "spec")
 #: Arguments with which the host waits for numbers of tokens (0.16.1 tc:1771).
 _COUNTED_ON_HOST = (
     "moe_expert_capacity_factor",
@@ -311,23 +311,30 @@ def _sharding(values: Mapping[str, Any]) -> DataParallelSharding:
     return DataParallelSharding.TORCH_FSDP2 if torch_fsdp else DataParallelSharding.DDP
 
 
-def _batch_unit(values: Mapping[str, Any]) -> int | None:
-    """What the batches of a growing run have in common; each must divide over the replicas.
+def _schedule(values: Mapping[str, Any], seq_length: int, version: str) -> BatchSchedule | None:
+    """How the batch grows; 0.20 takes no notice of ``--rampup-batch-size``."""
+    stated = {STEPS: values.get(STEPS)} if _ignores_rampup(version) else values
+    last = values.get("global_batch_size")
+    if last is not None and stated.get(STEPS):
+        limit = f"{flag_of(STEPS)} is given as well, and Megatron takes one"
+        raise flag_error("global_batch_size", last, limit, "Drop one of the two.")
+    return read_schedule(
+        stated.get,
+        last=last,
+        seq_length=seq_length,
+        samples=values.get("train_samples"),
+        iterations=values.get("train_iters"),
+        name=flag_of,
+    )
 
-    Source: ``RampupBatchsizeNumMicroBatchesCalculator``.
-    """
-    growth, last = values.get("rampup_batch_size"), values.get("global_batch_size")
-    if not growth:
-        return None
-    return math.gcd(int(growth[0]), int(growth[1]), int(last or growth[0]))
+
+def _ignores_rampup(version: str) -> bool:
+    return not version.startswith("0.16")
 
 
-def _job_notes(values: Mapping[str, Any]) -> Iterator[str]:
-    if unit := _batch_unit(values):
-        yield (
-            f"The batch grows in multiples of {unit}: only layouts are searched whose replicas and "
-            "micro batches divide that; time is for the final size."
-        )
+def _job_notes(values: Mapping[str, Any], version: str) -> Iterator[str]:
+    if values.get(RAMPUP) and _ignores_rampup(version):
+        yield f"Megatron-LM {version} ignores {flag_of(RAMPUP)}: the batch does not grow."
     engine = values.get("transformer_impl") or "transformer_engine"
     backend = text(values.get("attention_backend") or "auto")
     if engine == "local" or backend in ("unfused", "local"):

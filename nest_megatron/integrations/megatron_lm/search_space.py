@@ -188,7 +188,6 @@ def _space(config: PlanConfig, job: Job, freed: frozenset[str]) -> SearchSpace:
         fixed={**fixed, **own.fixed},
         rank_orders=orders,
         recompute=recompute,
-        batch_unit=job.batch_unit,
         partition=partition,
     )
 

@@ -148,7 +148,7 @@ def parallel_argv(request: LaunchRequest) -> list[str]:
         *_argv(
             use_tp_pp_dp_mapping=dims.rank_order is RankOrder.TP_CP_EP_PP_DP,
             micro_batch_size=request.micro_batch_size,
-            global_batch_size=request.global_batch_size,
+            **_batch(request),
             recompute_granularity=recompute.granularity.value if recomputes else None,
             recompute_method=recompute.method and recompute.method.value,
             recompute_num_layers=recompute.num_layers,
@@ -157,6 +157,17 @@ def parallel_argv(request: LaunchRequest) -> list[str]:
         *_sharding_argv(request),
         *precision_argv(request.precision, request.fp8_recipe),
     ]
+
+
+def _batch(request: LaunchRequest) -> dict[str, object]:
+    """The batch, or how it grows; 0.20 takes a schedule in the place of a size (args:698)."""
+    schedule = request.batch_schedule
+    if schedule is None:
+        return {"global_batch_size": request.global_batch_size}
+    if (steps := schedule.step_batch_size_schedule) is not None:
+        return {"step_batch_size_schedule": steps}
+    growth = list(schedule.rampup_batch_size or ()) or None
+    return {"global_batch_size": schedule.last, "rampup_batch_size": growth}
 
 
 def _sharding_argv(request: LaunchRequest) -> list[str]:

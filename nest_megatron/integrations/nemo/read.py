@@ -59,6 +59,8 @@ PATHS = ConfigPaths(
     ckpt_format=f"{_STRATEGY}.save_ckpt_format",
     async_save=f"{_STRATEGY}.ckpt_async_save",
     seq_length="data.seq_length",
+    rampup_batch_size="data.rampup_batch_size",
+    iterations="trainer.max_steps",
     called="recipe",
 )
 #: Rows of the tokenizer that NeMo's mock data builds where none is given.

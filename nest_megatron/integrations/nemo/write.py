@@ -14,6 +14,7 @@ from nest_megatron.integrations.field_mapping import (
     layout_fields,
     require_plannable,
     require_same_job,
+    require_same_schedule,
 )
 from nest_megatron.integrations.fields import FieldValue, carry_out, changes, find, value_or
 from nest_megatron.integrations.megatron_lm.attach import is_blackwell
@@ -25,6 +26,7 @@ from nest_megatron.integrations.nemo.read import (
     read_spec,
     turns_on_deepep,
 )
+from nest_megatron.integrations.recipe import batch_schedule
 from nest_megatron.integrations.restore import packed_sequence_size
 from nest_megatron.parallel.diff import Change, reason
 from nest_megatron.parallel.plan import ParallelPlan
@@ -64,6 +66,7 @@ def plan_changes(
         "num_gpus": num_devices(recipe) * value_or(recipe.trainer, "num_nodes", 1),
     }
     require_same_job(plan, job, free)
+    require_same_schedule(plan, batch_schedule(recipe, PATHS, spec.seq_length, NEMO))
     return changes(recipe, _wanted(recipe, plan))
 
 
