@@ -101,7 +101,8 @@ def _run(plan: ParallelPlan, kind: LayerKind, count: int) -> Mapping[str, Any]:
     """Neighbouring layers of one kind."""
     letter, name = kind.letter, " and ".join(_NAMES[block] for block in kind.blocks)
     count *= plan.model.num_mtp_layers if kind is LayerKind.MTP else 1
-    return {"kind": kind.value, "letter": letter, "name": name, "count": count}
+    classes = " ".join(f"u-{block}" for block in kind.blocks)
+    return {"classes": classes, "letter": letter, "name": name, "count": count}
 
 
 def groups(plan: ParallelPlan) -> Mapping[str, Any]:
