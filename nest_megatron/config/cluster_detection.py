@@ -25,7 +25,9 @@ _ASSUMED_CLUSTERS = {
     "h100_sxm_80gb": "dgx_h100",
     "h200_sxm_141gb": "h200",
     "b200_sxm_180gb": "b200",
+    "b300_sxm_288gb": "b300",
     "gb200_186gb": "gb200_nvl72",
+    "gb300_288gb": "gb300_nvl72",
     "v100_sxm_32gb": "v100_spine_leaf",
 }
 

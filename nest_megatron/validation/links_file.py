@@ -30,7 +30,7 @@ _HEAD = """\
 
 #: The lines below the comment that names a technology, down to the level's source.
 _FIGURES = re.compile(
-    r"(?P<head>^(?P<indent> +)# Fitted to .*links\.yaml, (?P<name>\w+)\.\n)(?:(?! +source:).*\n)*",
+    r"(?P<head>^(?P<indent> +)# .*links\.yaml, (?P<name>\w+)\.\n)(?:(?! +source:).*\n)*",
     re.MULTILINE,
 )
 
