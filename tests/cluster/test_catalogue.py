@@ -66,7 +66,7 @@ def load(name: str, *overrides: str) -> Cluster:
     return cluster_from_mapping({str(key): value for key, value in mapping.items()})
 
 
-#: Accelerator, GPUs of a node, GB/s of one GPU inside and between nodes, and whether switches reduce:
+#: Accelerator, GPUs of a node, GB/s of one GPU inside and between nodes, and whether switches sum:
 #: from vendors' pages, which the files name.
 MACHINES = {
     "alps_gh200": ("GH200-96GB", 4, 450, 25, False),
